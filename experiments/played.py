@@ -1,4 +1,4 @@
-"""Played times beside measured ones: each point of an experiment's GPU part that results/ has, and their ratio.
+"""Simulated times beside measured ones: each point of an experiment's GPU part that results/ has, and their ratio.
 
 python experiments/played.py experiments/results/2026-11-22-fig17-training-gpu.csv ...   # no GPU is needed
 """
@@ -18,7 +18,7 @@ from nntile_py.tiles import device_model
 
 
 def compared(path: Path) -> None:
-    """A line for each number of GPUs: the least, the median and the greatest of played over measured."""
+    """Print a line for each number of GPUs: least, median and greatest ratio of simulated to measured time."""
     found = re.fullmatch(r"[\d-]*-(\w+)-(\w+)-gpu", path.stem)
     assert found, f"{path}: allowed: results of an experiment's GPU part in a mode, such as DATE-fig17-training-gpu.csv"
     sweep = load_experiment(found[1]).part("gpu", found[2])  # type: ignore[arg-type]
@@ -30,11 +30,11 @@ def compared(path: Path) -> None:
         rows = [row for row in measured if all(row[key] == plain(of) for key, of in point.sets.items())]
         if point.config and rows and rows[0]["status"] == "ok":
             lists = build(point.config, point.measure.work, point.measure.phase).lists
-            played = planned_seconds(lists, point.config.workers, device_model.speed(lists, gpu=True))
-            ratios.setdefault(point.config.workers, []).append(played / float(rows[0]["seconds"]))
+            simulated = planned_seconds(lists, point.config.workers, device_model.speed(lists, gpu=True))
+            ratios.setdefault(point.config.workers, []).append(simulated / float(rows[0]["seconds"]))
     for workers, of in ratios.items():
         told = f"{min(of):.2f}, {statistics.median(of):.2f}, {max(of):.2f} (least, median, greatest of {len(of)})"
-        print(f"{found[1]} {found[2]}, {workers} GPUs: played / measured {told}", flush=True)
+        print(f"{found[1]} {found[2]}, {workers} GPUs: simulated / measured {told}", flush=True)
 
 
 for name in sys.argv[1:]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import nntile_py as nt
-from nntile_py.analysis.simulate import of_ranks, played
+from nntile_py.analysis.simulate import rank_programs, simulate
 from nntile_py.execution import gpu_assignment
 from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.runtime import Runtime, joined
@@ -92,14 +92,14 @@ def sent_bytes(tasks: TaskList) -> int:
 
 
 def planned(lists: list[TaskList], ranks: Ranks | None) -> list[int]:
-    """On the first rank: bytes that each rank sends in a step, as it is planned and played without the others."""
+    """On the first rank: bytes that each rank sends in a step, as it is planned and simulated without the others."""
     if not ranks:
         return [0]
     if ranks.rank:
         return []
     speed = device_model.rank(ranks.cores)
-    nodes = of_ranks(lists, ranks.size, speed, nt.Runtime.current.shard_weights)
-    first = played(nodes, 1, speed, device_model.network(speed.link_s))
+    nodes = rank_programs(lists, ranks.size, speed, nt.Runtime.current.shard_weights)
+    first = simulate(nodes, 1, speed, device_model.network(speed.link_s))
     found = [
         sum(t.size for one in own for t in one if isinstance(t, MessageTask) and t.kernel == SEND) for own in nodes
     ]

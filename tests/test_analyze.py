@@ -21,14 +21,15 @@ import yaml
 from rich.console import Console
 
 from nntile_py.analysis import analysis_report
-from nntile_py.analysis.operators import Analysis, Row, analyse
+from nntile_py.analysis.operator_row import OperatorRow
+from nntile_py.analysis.operators import Analysis, analyse
 from nntile_py.analysis.workloads import PRESETS, preset
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import load
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.measure import experiment, experiments, operator_experiment
 from nntile_py.profiling import operator_timer
-from nntile_py.system import clock as system_clock
+from nntile_py.system import clock
 from nntile_py.tasks.op import CATEGORIES, CONTRACTION, ELEMENTWISE, NORMALIZATION
 
 TINY = ["model.embed=64", "model.heads=4", "train.batch=4", "train.seq=16", "runtime.cpus=1"]
@@ -41,7 +42,7 @@ def encoder() -> Analysis:
     return analyse(preset("encoder", []), "encoder")
 
 
-def by_name(made: Analysis) -> dict[str, Row]:
+def by_name(made: Analysis) -> dict[str, OperatorRow]:
     assert len({row.name for row in made.operators}) == len(made.operators)
     return {row.name: row for row in made.operators}
 
@@ -114,7 +115,8 @@ def test_totals_and_groups(work: Any) -> None:
     """Totals are the sums of the rows; each operator has a group that runs; flop do not change by fusion."""
     made = analyse(preset(work, [*TINY, "train.batch=5", "tiles={batch: 2, embed: 48, heads: 3, ffn: 100}"]), work)
     totals = made.totals()
-    for key, of in (("flop", "flop"), ("read_words", "read"), ("written_words", "written"), ("least_words", "least")):
+    fields = {"flop": "flop"} | {f"{of}_elements": of for of in ("read", "written", "least")}
+    for key, of in fields.items():
         whole = sum(getattr(row, of) for row in made.operators)
         assert totals["all"][key] == whole == sum(totals[c.name][key] for c in CATEGORIES), key
         assert totals["fused"][key] == sum(getattr(row, of) for row in made.groups)
@@ -160,7 +162,7 @@ def test_cut_contractions_read_their_operands_again() -> None:
 def test_peaks_of_the_config() -> None:
     """Count without --measure, too, of all workers; one of the two alone is refused."""
     peaks = ["profile.peak_flop=1e12", "profile.peak_bytes=2e10", "runtime.cpus=3"]
-    made = analyse(load("experiments/gpt2_tiny.yaml", peaks)).peaks
+    made = analyse(load("experiments/gpt2_tiny.yaml", peaks)).peak
     assert (made.flop, made.bytes, made.source) == (3e12, 6e10, "config")
     for one in peaks[:2]:
         with pytest.raises(ConfigError, match=r"profile.peak_flop, profile.peak_bytes: got one alone; allowed: both"):
@@ -174,7 +176,7 @@ def test_searched_layouts_are_not_analysed() -> None:
     made = analyse(config)
     assert made.title.endswith(", fp32, in the default layouts, though it runs in searched ones")
     assert made.totals() == analyse(load("experiments/gpt2_tiny.yaml")).totals()
-    assert "operators" in analysis_report.dot_of(made, config, "train", "after")
+    assert "operators" in analysis_report.dot_of(made, "after")
     assert analyse(config, "inference").title.endswith(", fp32")
 
 
@@ -183,17 +185,17 @@ def test_what_bounds_an_operator(encoder: Analysis) -> None:
     for row in encoder.operators:
         for seconds in (1e-4, 1.0):
             timed = replace(row, seconds=seconds)
-            mue, share = timed.mue(encoder.peaks), timed.peak_share(encoder.peaks)
+            mue, share = timed.mue(encoder.peak), timed.peak_share(encoder.peak)
             assert mue is not None and share is not None
-            assert timed.memory_bound(encoder.peaks) == (mue > share)
+            assert timed.memory_bound(encoder.peak) == (mue > share)
     softmax = replace(by_name(encoder)["h0.attn.Softmax"], seconds=1.0)
-    assert encoder.peaks.bytes is not None
-    assert softmax.mue(encoder.peaks) == pytest.approx(100 * 4 * 2 * S / encoder.peaks.bytes)  # Q/D B/Bpeak, B = D/s
+    assert encoder.peak.bytes is not None
+    assert softmax.mue(encoder.peak) == pytest.approx(100 * 4 * 2 * S / encoder.peak.bytes)  # Q/D B/Bpeak, B = D/s
 
 
 FIELDS = {
-    "name", "phase", "class", "flop", "read_words", "written_words", "least_words", "seconds", "peak_share", "mue",
-    "memory_bound", "group",
+    "name", "phase", "class", "flop", "read_elements", "written_elements", "least_elements", "seconds", "peak_share",
+    "mue", "memory_bound", "group",
 }  # fmt: skip
 
 
@@ -244,13 +246,13 @@ def test_an_operators_time_is_that_of_one_run(monkeypatch: pytest.MonkeyPatch) -
 
     def run(count: int) -> None:
         counts.append(count)
-        now[0] += 0.25 * system_clock.SHORTEST * count
+        now[0] += 0.25 * clock.SHORTEST * count
 
-    monkeypatch.setattr(system_clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(operator_timer, "runner", lambda *_: run)
-    clock = operator_timer._Clock(preset("mha", TINY), 3)
-    (op, _), *_ = next(iter(analyse(clock.config, "mha").operators)).ops
-    assert [clock.seconds(op) for _ in range(2)] == 2 * [pytest.approx(0.25 * system_clock.SHORTEST)]
+    timer = operator_timer.OperatorTimer(preset("mha", TINY), 3)
+    (op, _), *_ = next(iter(analyse(timer.config, "mha").operators)).ops
+    assert [timer.seconds(op) for _ in range(2)] == 2 * [pytest.approx(0.25 * clock.SHORTEST)]
     assert counts == [1, 1, 4, 4, 4]
 
 
@@ -260,9 +262,9 @@ def test_too_little_memory(sizes: list[str], less: str, monkeypatch: pytest.Monk
         raise MemoryError("Unable to allocate 1 TiB")
 
     monkeypatch.setattr(operator_timer, "_random", none)
-    clock = operator_timer._Clock(config := preset("mha", [*TINY, *sizes]), 1)
+    timer = operator_timer.OperatorTimer(config := preset("mha", [*TINY, *sizes]), 1)
     with pytest.raises(NNTileError, match=rf"out of memory at attn.q.Contract: Unable .* 1 TiB; .* --set {less}$"):
-        clock.row(analyse(config, "mha").operators[0])
+        timer.row_seconds(analyse(config, "mha").operators[0])
 
 
 def _pairs(items: list[str]) -> list[tuple[str, Any]]:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from traces import independent, info, scheduled
 
-from nntile_py.profiling import diagnosis, trace_analysis
+from nntile_py.analysis import roofline
+from nntile_py.profiling import diagnosis, peak_rates, trace_analysis
 from nntile_py.system import load
 from nntile_py.system.load import Load, cores
 from nntile_py.tiles.dependencies import TileUse
 
-PEAKS = {"CPU": trace_analysis.Peak(1e9, 1e9, "test"), "CUDA": trace_analysis.Peak(1e9, 1e9, "test")}
+PEAKS = {"CPU": roofline.Peak(1e9, 1e9, "test"), "CUDA": roofline.Peak(1e9, 1e9, "test")}
 TILES = {"batch": {"size": 8, "tile": 4, "tiles": 2}, "embed": {"size": 96, "tile": 96, "tiles": 1}}
 
 
@@ -23,16 +24,16 @@ def test_a_peak_is_at_least_what_a_task_reached() -> None:
     """A machine that was busy while the peak was measured: a product above the roofline would be none."""
     work = [info("Contract", [TileUse(k, "W")], flop=1e6, size=400) for k in range(4)]
     trace = scheduled(work, [1_000, 250, 2_000, 500])  # the best: 1e6 flop in 250 us
-    low = trace_analysis.Peak(1e9, 1e9, "measured", 0.4)
-    raised = trace_analysis.at_least_seen(low, trace, "CPU")
+    low = roofline.Peak(1e9, 1e9, "measured", 0.4)
+    raised = peak_rates.at_least_seen(low, trace, "CPU")
     assert raised.flop == pytest.approx(4e9, rel=1e-3) and raised.bytes == 1e9 and raised.cpu_share == 0.4
     assert "gave 1.0 Gflop/s, Contract reached 4.0 Gflop/s" in raised.source
     (row,) = trace_analysis.summarise(trace, {"CPU": raised})["operators"]
     assert row["roofline"] < 1
-    high = trace_analysis.Peak(5e9, 1e9, "measured")
-    assert trace_analysis.at_least_seen(high, trace, "CPU") is high
-    assert trace_analysis.at_least_seen(low, trace, "CUDA") is low
-    given = trace_analysis.at_least_seen(trace_analysis.Peak(1e9, 1e9, "config"), trace, "CPU")
+    high = roofline.Peak(5e9, 1e9, "measured")
+    assert peak_rates.at_least_seen(high, trace, "CPU") is high
+    assert peak_rates.at_least_seen(low, trace, "CUDA") is low
+    given = peak_rates.at_least_seen(roofline.Peak(1e9, 1e9, "config"), trace, "CPU")
     assert given.flop == 1e9 and "too low" in given.source  # what the user gave stays
 
 
@@ -106,5 +107,5 @@ def test_what_a_process_computes_itself_is_no_load(monkeypatch: pytest.MonkeyPat
 def test_a_peak_on_a_machine_that_keeps_a_thread_waiting() -> None:
     """One call is timed, however late."""
     calls: list[int] = []
-    best, all_of_them, own = trace_analysis.best_of(lambda: calls.append(1), seconds=0.0)
+    best, all_of_them, own = peak_rates.best_of(lambda: calls.append(1), seconds=0.0)
     assert calls == [1] and 0 < best <= all_of_them and own >= 0

@@ -1,4 +1,4 @@
-"""Steps played on machines that are not there: by hand, one node for all against each of them, and what is refused."""
+"""Simulated steps on several nodes: counts by hand, one node for all against all nodes, refused options."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 import nntile_py as nt
 from nntile_py import cli
-from nntile_py.analysis.cluster_plan import NodesPlan, machines, peaks, plan_nodes
+from nntile_py.analysis.cluster_plan import ClusterPlan, peaks, plan_cluster, requested_cluster
 from nntile_py.analysis.plan import plan
-from nntile_py.analysis.simulate import played
+from nntile_py.analysis.simulate import simulate
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion
@@ -38,7 +38,7 @@ ROWS = ["train.seq=16", "tiles.batch=1", "runtime.cpus=1"]
 SMALL = ["model.layers=2", "model.embed=256", "model.heads=4", "train.seq=128", "tokenizer.vocab_size=300"]
 
 
-def shown(made: NodesPlan) -> str:
+def shown(made: ClusterPlan) -> str:
     console = Console(width=1000)
     with console.capture() as text:
         console.print(made.render())
@@ -120,8 +120,8 @@ def test_by_hand() -> None:
     nodes = [[with_sums(lists[0], ClusterNode(node, 2, SLOW, 1, HAND)), lists[1]] for node in range(2)]
     travel = 1e-3 + 2e-3 + 2 * 0.1e-3  # through the card, on its way, handled on both sides
     add = 250_000 / 1e12 + 0.5e-3
-    for played_nodes in (nodes, nodes[:1]):
-        gradients, rest = played(played_nodes, 1, HAND, SLOW)
+    for nodes_of_all in (nodes, nodes[:1]):
+        gradients, rest = simulate(nodes_of_all, 1, HAND, SLOW)
         assert gradients.computed == pytest.approx(4.5e-3) and rest.seconds == pytest.approx(1.5e-3)
         assert gradients.seconds == pytest.approx(4.5e-3 + travel + add)
         assert gradients.between == 10**6 and gradients.messages == 1 and gradients.thread == pytest.approx(0.2e-3)
@@ -137,7 +137,7 @@ def test_messages_of_a_card_go_one_after_the_other() -> None:
     first.emit("x", [W(tile)], flop=0.0)
     tasks, network = first.resolve().tasks, replace(SLOW, message=0.0, latency=1e-3)
     nodes = [[with_sums(tasks, ClusterNode(node, 3, network, 1, HAND)), empty.tasks] for node in range(3)]
-    gradients, _ = played(nodes, 1, HAND, network)
+    gradients, _ = simulate(nodes, 1, HAND, network)
     add = 2 * 250_000 / 1e12 + 0.5e-3
     assert gradients.seconds == pytest.approx(0.5e-3 + 2 * (2e-3 + 1e-3) + add)
 
@@ -174,9 +174,9 @@ def test_a_tile_that_no_message_holds() -> None:
 @pytest.mark.parametrize("network", ["400Gb/s", "1Gb/s"])
 def test_one_node_stands_for_all(nodes: int, gpus: int, share: int, network: str) -> None:
     config = of_gpus(f"train.batch={4 * nodes * gpus}", "tiles.batch=2")
-    on = machines(config, nodes, gpus, network, share)
+    on = requested_cluster(config, nodes, gpus, network, share)
     assert on
-    assert plan_nodes(config, on).to_dict() == plan_nodes(config, on, every=True).to_dict()
+    assert plan_cluster(config, on).to_dict() == plan_cluster(config, on, every=True).to_dict()
 
 
 @pytest.mark.parametrize("nodes", [2, 4])
@@ -203,20 +203,20 @@ def test_nodes_of_one_gpu_against_one_node_of_four() -> None:
     """A sum in rounds over a network like the links of a node, and a chain from GPU to GPU, take about as long."""
     config = load(GPT2, ["model.layers=6", "train.batch=128", "tokenizer.vocab_size=2048"])
     network = replace(device_model.network(device_model.GPU["bf16"].link_s), latency=15e-6)
-    apart, together = machines(config, 4, 1), machines(config, 1, 4)
+    apart, together = requested_cluster(config, 4, 1), requested_cluster(config, 1, 4)
     assert apart and together
-    of_nodes = plan_nodes(config, replace(apart, network=network))
-    assert of_nodes.step_seconds == pytest.approx(plan_nodes(config, together).step_seconds, rel=0.1)
+    of_nodes = plan_cluster(config, replace(apart, network=network))
+    assert of_nodes.step_seconds == pytest.approx(plan_cluster(config, together).step_seconds, rel=0.1)
     assert of_nodes.efficiency < 1
 
 
 def test_one_node_is_what_plan_tells() -> None:
     config = of_gpus("runtime.cuda=2", "train.batch=8", "tiles.batch=4")
-    on = machines(config, 1)
-    assert on and plan_nodes(config, on).step_seconds == plan(config).step_seconds
+    on = requested_cluster(config, 1)
+    assert on and plan_cluster(config, on).step_seconds == plan(config).step_seconds
     cpus = load(TINY, ["runtime.cpus=2"])
-    on = machines(cpus, 1)
-    assert on and plan_nodes(cpus, on).step_seconds == pytest.approx(plan(cpus).step_seconds, rel=0.01)
+    on = requested_cluster(cpus, 1)
+    assert on and plan_cluster(cpus, on).step_seconds == pytest.approx(plan(cpus).step_seconds, rel=0.01)
 
 
 # -- what is told
@@ -224,9 +224,9 @@ def test_one_node_is_what_plan_tells() -> None:
 
 def test_a_slow_network_is_named() -> None:
     config = of_gpus("train.batch=64", "model.layers=4")
-    fast, slow, shared = (machines(config, 8, 2, *how) for how in (("400Gb/s",), ("1Gb/s",), ("1Gb/s", 2)))
+    fast, slow, shared = (requested_cluster(config, 8, 2, *how) for how in (("400Gb/s",), ("1Gb/s",), ("1Gb/s", 2)))
     assert fast and slow and shared
-    quick, late, later = (plan_nodes(config, on) for on in (fast, slow, shared))
+    quick, late, later = (plan_cluster(config, on) for on in (fast, slow, shared))
     assert quick.step_seconds < late.step_seconds < later.step_seconds
     assert late.efficiency < 0.95 and "network's bandwidth" in late.limit and late.card > 0.8
     assert quick.between_bytes > late.between_bytes > 1.7 * 4 * plan(config).parameters  # 2 * 7/8 of fp32 gradients
@@ -237,10 +237,10 @@ def test_a_slow_network_is_named() -> None:
 def test_strong_scaling() -> None:
     config = of_gpus("train.batch=64", "model.layers=4")
     for nodes in (1, 4):
-        on = machines(config, nodes, 2)
+        on = requested_cluster(config, nodes, 2)
         assert on
-        made, one = plan_nodes(config, on, strong=True), machines(config, 1, 2)
-        assert one and made.alone_seconds == pytest.approx(plan_nodes(config, one).step_seconds)
+        made, one = plan_cluster(config, on, strong=True), requested_cluster(config, 1, 2)
+        assert one and made.alone_seconds == pytest.approx(plan_cluster(config, one).step_seconds)
         assert made.efficiency == pytest.approx(made.alone_seconds / nodes / made.step_seconds)
     assert made.efficiency < 0.9
 
@@ -248,9 +248,9 @@ def test_strong_scaling() -> None:
 def test_micro_batches_are_summed_once() -> None:
     """Gradients travel when the last has added to them."""
     one, three = (
-        plan_nodes(config, on)
+        plan_cluster(config, on)
         for config in (of_gpus("train.batch=16", f"train.grad_accumulation={n}") for n in (1, 3))
-        if (on := machines(config, 2, 2))
+        if (on := requested_cluster(config, 2, 2))
     )
     assert three.between_bytes == one.between_bytes and three.messages == one.messages
     assert 2.2 * one.computed_seconds < three.computed_seconds < 3.5 * one.computed_seconds
@@ -272,33 +272,33 @@ def test_memory_of_each_worker() -> None:
 @pytest.mark.parametrize("lacking", [0, 10 << 20])
 def test_what_has_no_room_is_told(lacking: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config = of_gpus("train.batch=64")
-    on = machines(config, 4, 2)
+    on = requested_cluster(config, 4, 2)
     assert on
-    peak = plan_nodes(config, on).peak_bytes
-    given = plan_nodes(of_gpus("train.batch=64", f"runtime.cuda_memory={peak - lacking}"), on)
+    peak = plan_cluster(config, on).peak_bytes
+    given = plan_cluster(of_gpus("train.batch=64", f"runtime.cuda_memory={peak - lacking}"), on)
     monkeypatch.setattr(device_model, "MEMORY", peak - lacking)
-    for made in (given, plan_nodes(config, on)):
+    for made in (given, plan_cluster(config, on)):
         assert made.peak_bytes == peak and made.lacking_bytes == lacking
         assert ("more than it has" in shown(made)) == made.limit.startswith("memory: 0.0 GiB") == bool(lacking)
 
 
 def test_cpu_nodes() -> None:
     config = load(TINY, ["runtime.cpus=2", "train.batch=32"])
-    on = machines(config, 4)
+    on = requested_cluster(config, 4)
     assert on and on.workers == 1 and on.network.bytes_s == 5e9
-    made = plan_nodes(config, on)
+    made = plan_cluster(config, on)
     assert "2 CPU cores" in made.machine and made.worker_seconds is None and 0.5 < made.efficiency < 1.1
 
 
 def test_sums_that_meet_in_rounds_scale() -> None:
-    """On CPU nodes what ranks run is played: in a chain each waits for the one before."""
+    """On CPU nodes the ranks' tasks are simulated: in a chain each rank waits for the one before."""
     made = {}
     for policy in ("chain", "tree"):
         sets = "model.layers=1", "train.batch=16", "tiles.batch=1", "train.grad_accumulation=2", f"accumulate={policy}"
         config = load(TINY, ["runtime.cpus=1", *sets])
-        on = machines(config, 16, network="1Gb/s")
+        on = requested_cluster(config, 16, network="1Gb/s")
         assert on
-        made[policy] = plan_nodes(config, on)
+        made[policy] = plan_cluster(config, on)
     assert made["tree"].efficiency > 1.2 * made["chain"].efficiency
     assert made["tree"].messages < made["chain"].messages and made["tree"].between_bytes < made["chain"].between_bytes
 
@@ -310,9 +310,9 @@ def test_planning_does_not_grow_with_nodes(monkeypatch: pytest.MonkeyPatch) -> N
     tasks = []
     for nodes in (2, 128):
         config = of_gpus(f"train.batch={nodes * 16}")
-        on = machines(config, nodes, 8)
+        on = requested_cluster(config, nodes, 8)
         assert on
-        tasks.append(plan_nodes(config, on).tasks)
+        tasks.append(plan_cluster(config, on).tasks)
     assert tasks[0] == tasks[1] and made[: len(made) // 2] == made[len(made) // 2 :] and max(made) == 16
 
 
@@ -322,18 +322,19 @@ def test_a_thousand_gpus_in_a_minute() -> None:
 
     sizes = ["model.layers=48", "model.embed=1600", "model.heads=25", "tokenizer.vocab_size=50304"]
     config = load(GPT2, [*sizes, "train.seq=1024", "train.batch=16384"])
-    on, start = machines(config, 128, 8), time.perf_counter()
-    assert on and plan_nodes(config, on).efficiency > 0.9
+    on, start = requested_cluster(config, 128, 8), time.perf_counter()
+    assert on and plan_cluster(config, on).efficiency > 0.9
     assert time.perf_counter() - start < 60
 
 
-def planned(config: RunConfig, nodes: int) -> NodesPlan:
-    return plan_nodes(config, machines(config, nodes, 1 if config.runtime.cuda else None) or pytest.fail("no nodes"))
+def planned(config: RunConfig, nodes: int) -> ClusterPlan:
+    on = requested_cluster(config, nodes, 1 if config.runtime.cuda else None)
+    return plan_cluster(config, on or pytest.fail("no nodes"))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 7])
 def test_any_batch_on_ranks(batch: int) -> None:
-    """What mpirun trains on ranks is played: all tasks of the one program, on whichever ranks they are."""
+    """The ranks of mpirun are simulated: all tasks of the common program, each on its rank."""
     sets = [[*ROWS, f"train.batch={rows}"] for rows in (batch, -(-batch // 3))]
     made, alone, fullest = (planned(load(TINY, sets[k]), nodes) for k, nodes in ((0, 3), (0, 1), (1, 1)))
     assert made.tokens == alone.tokens == 16 * batch
@@ -411,4 +412,4 @@ def test_the_experiments(name: str) -> None:
 
     for one in points(load_sweep(EXPERIMENTS / f"{name}.yaml")):
         how = one.measure
-        assert one.config and machines(one.config, how.nodes, how.gpus_per_node, how.network, how.gpus_per_nic)
+        assert one.config and requested_cluster(one.config, how.nodes, how.gpus_per_node, how.network, how.gpus_per_nic)

@@ -9,7 +9,7 @@ import pytest
 from nntile_py.analysis.draw import draw
 from nntile_py.analysis.operators import analyse
 from nntile_py.analysis.plan import Estimate
-from nntile_py.analysis.tile_advice import ahead, coarse, note
+from nntile_py.analysis.tile_advice import coarse, note, own_cost
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.errors import ConfigError
@@ -40,7 +40,7 @@ def listed(config: RunConfig) -> int:
 @pytest.mark.parametrize("tiles", ["tiles={}", "tiles={batch: 3, embed: 100}", RAGGED])
 def test_the_count_is_that_of_the_list(name: str, tiles: str) -> None:
     config = of(name, *SMALL, tiles)
-    assert ahead(config).tasks == pytest.approx(listed(config), rel=0.03)
+    assert own_cost(config).tasks == pytest.approx(listed(config), rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_the_count_is_that_of_the_list(name: str, tiles: str) -> None:
 )
 def test_the_count_in_other_ways_to_compute(sets: tuple[str, ...]) -> None:
     config = of("gpt2_tiny", *SMALL, RAGGED, *sets)
-    assert ahead(config).tasks == pytest.approx(listed(config), rel=0.2)
+    assert own_cost(config).tasks == pytest.approx(listed(config), rel=0.2)
 
 
 def test_far_too_many_are_told_at_once() -> None:
@@ -68,16 +68,16 @@ def test_far_too_many_are_told_at_once() -> None:
     sets = re.findall(r"--set (\S+)", told)
     better = of("gpt2_tiny", *FINE, "runtime.cpus=2", *sets)
     assert [one.split("=")[0] for one in sets] == [f"tiles.{axis}" for axis in AXES if axis != "seq"]
-    assert ahead(better).work >= device_model.CPU.good and note(better) == ""
-    assert f"({ahead(better).tasks:,} tasks)" in told
+    assert own_cost(better).work >= device_model.CPU.good and note(better) == ""
+    assert f"({own_cost(better).tasks:,} tasks)" in told
     assert better.tiles.batch == 4, "a tile for each worker"
 
 
 def test_what_takes_long_to_list_is_told() -> None:
     """Also of tiles that are as they should be; where they are so few that it takes no time, nothing is said."""
     large = of("gpt2_tiny", *LARGE)
-    assert not ahead(large).far_too_fine and ahead(large).tasks > 50_000
-    assert re.fullmatch(r"note: [\d,]+ tasks a step; to list them takes about \d+ s", note(large))
+    assert not own_cost(large).far_too_fine and own_cost(large).tasks > 50_000
+    assert re.fullmatch(r"note: [\d,]+ tasks a step; listing them takes about \d+ s", note(large))
 
 
 def test_a_good_tiling_is_left_alone() -> None:
@@ -88,7 +88,7 @@ def test_a_good_tiling_is_left_alone() -> None:
 def test_heads_that_share_keys_stay_together() -> None:
     config = of("llama_tiny", "tiles={batch: 1, heads: 1, embed: 8, ffn: 8}")
     found = coarse(config)
-    assert ahead(of("llama_tiny", f"tiles={found.tiles}")).tasks == found.tasks
+    assert own_cost(of("llama_tiny", f"tiles={found.tiles}")).tasks == found.tasks
 
 
 def test_more_than_can_be_listed_is_told_with_what_to_try() -> None:

@@ -9,11 +9,11 @@ import pytest
 from test_analyze import by_name
 
 from nntile_py.analysis import analysis_report
-from nntile_py.analysis.drawings import si
 from nntile_py.analysis.operators import analyse
 from nntile_py.analysis.plan import plan
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import load
+from nntile_py.system.units import si
 from nntile_py.tasks.op import CONTRACTION
 
 

@@ -14,6 +14,7 @@ from nntile_py.analysis import draw
 from nntile_py.analysis.workloads import build
 from nntile_py.config.run_config import RunConfig
 from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.system.units import si
 
 TREE: dict[str, Any] = {
     "model": {"layers": 2, "embed": 16, "heads": 2, "vocab": 300, "positions": 8},
@@ -136,7 +137,7 @@ def test_command(tmp_path: Path) -> None:
 
 
 def test_si() -> None:
-    assert [draw.si(n) for n in (0, 999, 1000, 1_234_567, 2.5e12)] == ["0 ", "999 ", "1 k", "1.23 M", "2.5 T"]
+    assert [si(n) for n in (0, 999, 1000, 1_234_567, 2.5e12)] == ["0 ", "999 ", "1 k", "1.23 M", "2.5 T"]
 
 
 def four_layers(**more: Any) -> RunConfig:
@@ -156,7 +157,7 @@ def test_layers_that_are_alike_are_drawn_once(level: str) -> None:
     edges = re.findall(r"^(\w+) -> (\w+) \[", folded, re.M)
     # What follows the layers reads from the last of them, which stands for all.
     last = re.findall(r'^(\w+) \[shape=box[^\n]*label="h\*\.mlp\.add', folded, re.M)
-    head = re.findall(r'^(\w+) \[shape=ellipse[^\n]*\\nhead\\n', folded, re.M)
+    head = re.findall(r"^(\w+) \[shape=ellipse[^\n]*\\nhead\\n", folded, re.M)
     assert any(a in last and b in head for a, b in edges)
     deep = draw.draw(four_layers(model=TREE["model"] | {"layers": 12}), level=level)
     assert len(operators(deep)) == len(operators(folded)) and "x 12: layers 0 to 11" in deep

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import nntile_py as nt
-from nntile_py.analysis.workloads import SelfAttention
+from nntile_py.analysis.workloads import AttentionOnly
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import RunConfig, resolve
 from nntile_py.execution.program import Store, programs
@@ -44,7 +44,7 @@ def test_losses_are_those_of_an_evaluation(runtime: nt.Runtime, kind: str, pack:
 @pytest.mark.parametrize("pack", [False, True])
 def test_attention_alone(runtime: nt.Runtime, form: str, pack: bool) -> None:
     """Against float64, in what is no padding; the pass that is timed has no loss."""
-    spec = StepSpec(SelfAttention(config(attention=form).model), 4, 10, Tiling({"batch": 2, "heads": 1}), pack=pack)
+    spec = StepSpec(AttentionOnly(config(attention=form).model), 4, 10, Tiling({"batch": 2, "heads": 1}), pack=pack)
     inputs = spec.random_inputs(4, 0, 0.6, training=False)
     assert forward_passes(spec, inputs)[1](1) == [0.0]
     q, k, v = (np.moveaxis(inputs[name].astype(np.float64), 2, 1) for name in "qkv")

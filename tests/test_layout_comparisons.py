@@ -215,7 +215,7 @@ def test_programs_of_other_inputs_follow(monkeypatch: pytest.MonkeyPatch, runtim
 # -- how they are taken, by a clock of the test's own
 
 
-class _Clock:
+class _Times:
     """Each run takes what is told for it, more by `drift` with each one."""
 
     def __init__(self, seconds: dict[str, float], drift: float = 0.0) -> None:
@@ -235,8 +235,8 @@ class _Clock:
 @pytest.mark.parametrize(("searched", "slower"), [(1.2, True), (0.9, False)])
 def test_whole_steps_in_turns(monkeypatch: pytest.MonkeyPatch, searched: float, slower: bool) -> None:
     """On a machine that slows down all the while; each is as often the first of a turn."""
-    clock = _Clock({"default": 1.0, "searched": searched}, drift=0.01)
-    monkeypatch.setattr(profiled, "clocked", clock.clocked)
+    clock = _Times({"default": 1.0, "searched": searched}, drift=0.01)
+    monkeypatch.setattr("nntile_py.system.clock.clocked", clock.clocked)
     monkeypatch.setattr(profiled, "_small", lambda c, w, timings, s: clock.step("searched" if timings else "default"))
     config = preset("mha", TINY)
     graph = parts.graph_of(config, "mha", True)
@@ -264,18 +264,18 @@ def test_a_lucky_layout_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> No
             plain, _ = ops
             return [[1.0], [1.0 if plain.kind != "Contract" else truth]]
 
-        monkeypatch.setattr(profiled._Clock, "times", times)
-        clock = profiled._Clock(config, 1)
+        monkeypatch.setattr(operator_timer.OperatorTimer, "times", times)
+        timer = operator_timer.OperatorTimer(config, 1)
         assert search(g, timings, Tiling()).program
-        clock.again([g], timings, told.append)
+        profiled.time_chosen(timer, [g], timings, told.append)
         assert (search(g, timings, Tiling()).program is not None) == stays and asked
         assert told[0].startswith("0 of ") and told[0].endswith("chosen layouts beside the default ones, turn 1 of 3")
         counts = len(asked), len(told)
-        clock.again([g], timings, told.append)
+        profiled.time_chosen(timer, [g], timings, told.append)
         assert (len(asked), len(told)) == counts
 
 
-@pytest.mark.parametrize(("room", "copies"), [(0, 1), (1, 1), (2000, 5), (10**9, operator_timer.COPIES)])
+@pytest.mark.parametrize(("room", "copies"), [(0, 1), (1, 1), (2000, 5), (10**9, operator_timer.MOST_COPIES)])
 def test_tiles_out_of_cache(monkeypatch: pytest.MonkeyPatch, runtime: nt.Runtime, room: int, copies: int) -> None:
     """Each run takes the next copy of the tiles, so many that they take the room: 464 bytes each here."""
     ran: list[int] = []

@@ -346,6 +346,7 @@ def test_a_file_of_timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_least_of_one_operator(tmp_path: Path) -> None:
     """A norm with a residual, or with dropout, is another operator than one without: its best layout is not theirs."""
+
     def told(residual: bool, drops: bool) -> str:
         x, r, total, y, dropped = (Tensor(name, ["batch", "embed"], [4, 8], "fp32") for name in "xrtyd")
         gamma, beta = (Tensor(name, ["embed"], [8], "fp32") for name in ("gamma", "beta"))
@@ -398,15 +399,18 @@ def test_tuned_shown_used(tmp_path: Path) -> None:
     assert [of["qkv"] for of in found] == ["none", "QK", "QKV"] and picture.read_text().count("<svg") == 1
     for of in found:
         assert 0 < of["bound_seconds"] <= of["seconds"] * (1 + 1e-9) <= of["default_seconds"] * (1 + 2e-9)
-        total = sum(line["count"] * (line["chosen"] + line["turning"]) for line in of["operators"]) / 1e3
+        total = sum(line["count"] * (line["chosen"] + line["transposes"]) for line in of["operators"]) / 1e3
         assert total == pytest.approx(of["seconds"])
         assert all(line["best"] <= line["chosen"] <= line["worst"] for line in of["operators"])
     text = nntile("layouts", "show", *what, **home).stdout
     assert text.count("Sum of the operators' optima ") == 3 and "attn.out_proj.Contract " in text
-    assert text.splitlines()[0].rstrip().endswith("layout chosen") and text.count(" -> ") > 8
-    assert text.splitlines()[0].split()[1:7] == ["x", "layouts", "default", "chosen", "turning", "best"]
+    assert text.startswith("Q, K, V as one: none. ")  # the result comes first
+    head = next(line for line in text.splitlines() if line.startswith("operator"))
+    assert head.rstrip().endswith("layout chosen") and text.count(" -> ") > 8
+    assert head.split()[1:7] == ["x", "layouts", "default", "chosen", "transposes", "best"]
     narrow = nntile("layouts", "show", *what, **home, FORCE_COLOR="1", TERM="xterm", COLUMNS="80").stdout
     table = re.sub(r"\x1b\[[0-9;]*m", "", narrow.split("Milliseconds")[0]).splitlines()
+    table = table[next(n for n, line in enumerate(table) if line.startswith("operator")) :]
     assert table[0].split() == ["operator", "default", "chosen", "best", "worst"] and max(map(len, table)) <= 80
     planned = nntile("sweep", _sweep(tmp_path, home), "--out", str(tmp_path / "out"), "--json", **home)
     assert planned.returncode == 0, planned.stderr

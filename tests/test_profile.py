@@ -17,13 +17,14 @@ from traces import US, chain, check_format, independent, info, scheduled
 
 import nntile_py as nt
 from nntile_py import profiling as profile
+from nntile_py.analysis import roofline
 from nntile_py.cli import inspect
 from nntile_py.config.run_config import RunConfig, load
-from nntile_py.profiling import diagnosis, perfetto, recorder, trace_analysis
+from nntile_py.profiling import diagnosis, peak_rates, perfetto, recorder, trace_analysis
 from nntile_py.profiling.trace import Trace, accumulating, one_after_the_other
 from nntile_py.tiles.dependencies import TileUse, critical_path, dependencies
 
-PEAKS = {"CPU": trace_analysis.Peak(1e9, 1e9, "test"), "CUDA": trace_analysis.Peak(1e9, 1e9, "test")}
+PEAKS = {"CPU": roofline.Peak(1e9, 1e9, "test"), "CUDA": roofline.Peak(1e9, 1e9, "test")}
 TILES = {"batch": {"size": 8, "tile": 4, "tiles": 2}, "embed": {"size": 96, "tile": 96, "tiles": 1}}
 
 
@@ -181,10 +182,10 @@ def test_roofline_and_rates() -> None:
     assert row["tflop_per_s"] == pytest.approx(0.0005, rel=1e-3)
     assert row["gb_per_s"] == pytest.approx(0.002, rel=1e-3)
     assert row["bound_by"] == "flop"
-    unknown = {"CPU": trace_analysis.device_peak("a device", "fp32")}
+    unknown = {"CPU": peak_rates.device_peak("a device", "fp32")}
     (row,) = trace_analysis.summarise(scheduled(work, [2_000] * 4), unknown)["operators"]
     assert row["roofline"] is None
-    assert trace_analysis.device_peak("CUDA 0.0 (NVIDIA H200)", "bf16").flop == 790e12
+    assert peak_rates.device_peak("CUDA 0.0 (NVIDIA H200)", "bf16").flop == 790e12
 
 
 # -- groups: several tasks that run as one
@@ -215,7 +216,7 @@ def test_a_groups_time_is_shared_by_floors(tmp_path: Path) -> None:
     assert product["estimated"] == pytest.approx(16 / 26, rel=1e-3) and copy["estimated"] == pytest.approx(1)
     assert copy["roofline"] == pytest.approx(0.5, rel=1e-3)
     assert [row["seconds"] for row in summary["critical_path"]["operators"]] == pytest.approx([26e-6, 4e-6], rel=1e-3)
-    unknown = trace_analysis.parts(trace, {"CPU": trace_analysis.device_peak("a device", "fp32")})
+    unknown = trace_analysis.parts(trace, {"CPU": peak_rates.device_peak("a device", "fp32")})
     assert unknown.seconds.sum() == pytest.approx(trace.seconds.sum())
     profile.write(trace, PEAKS, TILES, tmp_path, "groups")
     found = [e for e in check_format(tmp_path / "trace.json") if e["ph"] == "X" and e["pid"] == perfetto.WORKERS]

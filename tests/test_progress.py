@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.text import Text
 
 from nntile_py import doctor
-from nntile_py.analysis.cluster_plan import facts
 from nntile_py.cli.options import show
 from nntile_py.system import progress as parts
+from nntile_py.system.console_tables import facts
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -9,13 +9,14 @@ import pytest
 from traces import US, check_format, info, scheduled
 
 from nntile_py import profiling as profile
+from nntile_py.analysis import roofline
 from nntile_py.profiling import diagnosis, gantt, message_waits, perfetto, trace_analysis
 from nntile_py.profiling.merge_ranks import Clock, together, with_ends
-from nntile_py.profiling.trace import End, Trace
+from nntile_py.profiling.trace import MessageEnd, Trace
 from nntile_py.system.load import Load, among
 from nntile_py.tiles.dependencies import TileUse
 
-PEAKS = {"CPU": trace_analysis.Peak(1e9, 1e9, "test")}
+PEAKS = {"CPU": roofline.Peak(1e9, 1e9, "test")}
 TILES = {"batch": {"size": 8, "tile": 4, "tiles": 2}}
 OFFSET, DRIFT = 5 * 10**9, 1e-4  # of the second rank's clock: ns, ns a ns
 MS = 1000 * US
@@ -28,7 +29,7 @@ def theirs(ns: Any) -> Any:
 
 
 def rank(number: int, uses: list[list[TileUse]], spans: list[tuple[int, int]], ends: list[Any]) -> Trace:
-    """One rank's trace: a task for each of `uses`, run in `spans` (ns); ends: (place in its list, uses, End)."""
+    """One rank's trace: a task for each of `uses`, run in `spans` (ns); ends: (place in its list, uses, MessageEnd)."""
     made = [info(f"h{k}.Contract", of) for k, of in enumerate(uses)] or [info("none", [])]
     trace = scheduled(made, [1.0] * len(made), workers=1)
     trace = replace(trace, nodes=["RAM"], **{f.name: getattr(trace, f.name)[: len(uses)] for f in fields(Trace)
@@ -49,8 +50,8 @@ def rank(number: int, uses: list[list[TileUse]], spans: list[tuple[int, int]], e
 def pair() -> Trace:
     """Rank 0 makes x in 1 to 2 ms, which arrives at 2.6 ms, and goes on to 4 ms; rank 1 works on it from 2.61 ms."""
     x, tile = [TileUse("x", "W")], dict(tag=7, bytes=4000, name="x[0, 0]", step=1)
-    sends = End(True, 1, posted=100 * US, ended=2500 * US, **tile)
-    receives = End(False, 0, posted=50 * US, ended=2620 * US, **tile)  # told of after it has let its task go on
+    sends = MessageEnd(True, 1, posted=100 * US, ended=2500 * US, **tile)
+    receives = MessageEnd(False, 0, posted=50 * US, ended=2620 * US, **tile)  # told of after it has let its task go on
     first = rank(0, [x, [TileUse("y", "W")]], [(MS, 2 * MS), (2 * MS, 4 * MS)], [(1, [TileUse("x", "R")], sends)])
     reads = [[TileUse("x", "R"), TileUse("z", "W")]]
     second = rank(1, reads, [(2610 * US, 3610 * US)], [(0, x, receives)])
@@ -105,8 +106,8 @@ def test_a_tile_that_is_sent_on_and_one_that_has_to_be_sent_first() -> None:
     """Rank 1 sends on what it got; rank 0 writes the tile anew when it has gone."""
     x = [TileUse("x", "R")]
 
-    def end(sends: bool, peer: int, tag: int, posted: int, ended: int) -> End:
-        return End(sends, peer, tag, 8, "x", 1, posted, ended)
+    def end(sends: bool, peer: int, tag: int, posted: int, ended: int) -> MessageEnd:
+        return MessageEnd(sends, peer, tag, 8, "x", 1, posted, ended)
 
     made = [[TileUse("x", "W")], [TileUse("x", "W")]]
     one = rank(0, made, [(0, MS), (3 * MS, 4 * MS)], [(1, x, end(True, 1, 1, 0, 3 * MS))])
@@ -140,7 +141,7 @@ def test_the_files(tmp_path: Path) -> None:
 
 
 def test_messages_that_overlap_share_a_row(tmp_path: Path) -> None:
-    ends = [End(True, 1, tag, 8, f"t{tag}", 1, 0, 5 * MS) for tag in range(3)]
+    ends = [MessageEnd(True, 1, tag, 8, f"t{tag}", 1, 0, 5 * MS) for tag in range(3)]
     others = [replace(end, sends=False, peer=0, ended=(5 + end.tag) * MS) for end in ends]
     uses = [[TileUse(tag, "W")] for tag in range(3)]
     one = rank(0, uses, [(0, MS), (MS, 2 * MS), (2 * MS, 3 * MS)],

@@ -7,7 +7,7 @@ import pytest
 
 import nntile_py as nt
 from nntile_py.analysis.plan import plan
-from nntile_py.analysis.simulate import planned_seconds, play
+from nntile_py.analysis.simulate import planned_seconds, simulate_list
 from nntile_py.config.run_config import load
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import StepSpec
@@ -29,12 +29,12 @@ def test_by_hand() -> None:
     for task, worker in zip(tasks.tasks, (0, 1, 1), strict=True):
         task.worker = worker
     a_there = 4e-3 + 0.5e-3 + 1e6 / 1e9 + 1e-3
-    assert play(tasks.tasks, 2, HAND, {}) == pytest.approx(a_there + 3e-3 + 0.5e-3)
+    assert simulate_list(tasks.tasks, 2, HAND, {}) == pytest.approx(a_there + 3e-3 + 0.5e-3)
     launched = replace(HAND, launch=1e-4)
-    assert play(tasks.tasks, 2, launched, {}) == pytest.approx(a_there + 3e-3 + 0.5e-3 + 2e-4)
+    assert simulate_list(tasks.tasks, 2, launched, {}) == pytest.approx(a_there + 3e-3 + 0.5e-3 + 2e-4)
     for task in tasks.tasks:
         task.worker = 0
-    assert play(tasks.tasks, 2, HAND, {}) == pytest.approx(9e-3 + 3 * 0.5e-3)
+    assert simulate_list(tasks.tasks, 2, HAND, {}) == pytest.approx(9e-3 + 3 * 0.5e-3)
 
 
 def seconds(batch: int, tile: int, workers: int, layers: int = 6) -> float:

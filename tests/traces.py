@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nntile_py.profiling.trace import Bus, Info, Trace, Worker
+from nntile_py.profiling.trace import Bus, TaskInfo, Trace, Worker
 from nntile_py.tiles.dependencies import TileUse, dependencies
 
 US = 1_000
 
 
-def info(name: str, uses: list[TileUse], flop: float = 1e3, size: int = 10) -> Info:
+def info(name: str, uses: list[TileUse], flop: float = 1e3, size: int = 10) -> TaskInfo:
     layer, _, operator = name.rpartition(".")
     tiles = ", ".join(str(use.tile) for use in uses)
-    return Info(layer, operator, "forward", operator.lower(), tiles, flop, size, tuple(uses))
+    return TaskInfo(layer, operator, "forward", operator.lower(), tiles, flop, size, tuple(uses))
 
 
 def scheduled(
-    infos: list[Info], lengths: list[float], workers: int = 2, overhead: float = 1.0, fetch: float = 0.0,
+    infos: list[TaskInfo], lengths: list[float], workers: int = 2, overhead: float = 1.0, fetch: float = 0.0,
     kind: str = "CPU", submit: float = 0.01,
 ) -> Trace:  # fmt: skip
     """Each task, in order, on the worker that is free first. Lengths, overhead and fetch in us."""
@@ -49,11 +49,11 @@ def scheduled(
     )  # fmt: skip
 
 
-def independent(count: int, **options: Any) -> list[Info]:
+def independent(count: int, **options: Any) -> list[TaskInfo]:
     return [info(f"h0.{options.get('name', 'Contract')}", [TileUse(k, "W")]) for k in range(count)]
 
 
-def chain(count: int, adds: bool) -> list[Info]:
+def chain(count: int, adds: bool) -> list[TaskInfo]:
     return [info("h0.Contract", [TileUse("sum", "RW", adds)]) for _ in range(count)]
 
 

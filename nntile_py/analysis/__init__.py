@@ -1,1 +1,1 @@
-"""What a config becomes, told without running it: plans, simulation, drawings."""
+"""Plans, simulation, analysis and drawings of a config, without running it."""

@@ -1,24 +1,24 @@
-"""What a config would do on machines that nobody has at hand: `nntile plan --nodes`.
+"""Plan of a training step on several nodes, simulated without them: `nntile plan --nodes`.
 
-Nodes with CPU workers run what mpirun runs: each its part of one program, that is made for all (rank_tasks.py). Nodes
-with GPUs run the same program each, on its part of the batch, on the largest where it is uneven: it is made once. Sums
-meet inside a node as on one machine, then between nodes (tiles/allreduce.py), while the backward pass goes on; the
-update is the same on all nodes, whose optimizer states are spread over the workers of a node. All of it is played task
-by task (simulate.py).
+Nodes with CPU workers run what mpirun runs: each rank runs its part of one common program (rank_tasks.py). Nodes with
+GPUs all run the same program, each on its part of the batch; the plan takes the largest part. Gradients are summed
+inside a node as on one machine, then between nodes (tiles/allreduce.py) during the backward pass. The update is the
+same on all nodes; a node's workers share the optimizer states. Every task is simulated (simulate.py).
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nntile_py.analysis.simulate import Played, of_ranks, played, programs
+from nntile_py.analysis.simulate import SimulatedList, programs, rank_programs, simulate
 from nntile_py.config.builders import step_spec
 from nntile_py.errors import ConfigError
 from nntile_py.graph.step import StepSpec
+from nntile_py.system.console_tables import facts
 from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tiles import TaskList, Tile, Tiling, device_model
 from nntile_py.tiles.allreduce import ClusterNode, Network, with_sums
@@ -31,36 +31,41 @@ if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
 
 MOST_NODES = 4096
-IDLE = 0.5  # share of a step that workers are busy, below which it is not computing that limits
-GOOD = 0.95  # efficiency from which on nothing is to blame
-FULL = 0.8  # share of its time in use, from which on what is used holds all else back
+BUSY_ENOUGH = 0.5  # share of a step in which workers compute; below it, arithmetic does not limit the step
+GOOD = 0.95  # efficiency from which nothing else than arithmetic limits the step
+FULL = 0.8  # share of time in use from which a card or a thread limits the step
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(bit|b|B)/s\s*")
 _SCALE = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_DEFAULT = {True: "400Gb/s", False: "40Gb/s"}  # of GPU nodes, of others
+_DEFAULT = {True: "400Gb/s", False: "40Gb/s"}  # of GPU nodes, of CPU nodes
 
 
 @dataclass(frozen=True)
-class Machines:
-    """Nodes that are alike. workers: GPUs of each, or 1, which stands for all its cores."""
+class Cluster:
+    """Equal nodes. workers: GPUs of each node; 1 for a CPU node, whose cores are one worker."""
 
     nodes: int
     workers: int
     network: Network
 
 
-def machines(
+def requested_cluster(
     config: RunConfig, nodes: int | None, gpus_per_node: int | None = None, network: str | None = None,
     gpus_per_nic: int | None = None, name: Callable[[str], str] = lambda key: "--" + key.replace("_", "-"),
-) -> Machines | None:  # fmt: skip
-    """The nodes that are asked for; None without `nodes`.
+) -> Cluster | None:  # fmt: skip
+    """Check the options of a cluster; return None without `nodes`.
 
-    network: bits or bytes a second of a card, each way. gpus_per_nic: GPUs that share a card; default 1. name: of a
-    key, in errors. Raises ConfigError.
+    Args:
+        network: bits or bytes a second of a network card, each way.
+        gpus_per_nic: GPUs that share a network card; default 1.
+        name: the name of a key in errors.
+
+    Raises:
+        ConfigError: an option is out of range, or the config does not allow it.
     """
-    given = {"gpus_per_node": gpus_per_node, "network": network, "gpus_per_nic": gpus_per_nic}
+    options = {"gpus_per_node": gpus_per_node, "network": network, "gpus_per_nic": gpus_per_nic}
     if nodes is None:
-        if key := next((key for key, value in given.items() if value is not None), None):
-            raise ConfigError(f"{name(key)}: got {given[key]}; allowed: only with {name('nodes')}")
+        if key := next((key for key, value in options.items() if value is not None), None):
+            raise ConfigError(f"{name(key)}: got {options[key]}; allowed: only with {name('nodes')}")
         return None
     _check(name("nodes"), nodes, MOST_NODES)
     if config.runtime.nodes not in (None, nodes):
@@ -68,25 +73,25 @@ def machines(
         raise ConfigError(f"runtime.nodes: got {config.runtime.nodes}; allowed {need}")
     gpu = config.runtime.cuda != 0
     if config.runtime.shard_weights and gpu:
-        need = f"with {name('nodes')} and GPUs: false, as it is not played"
+        need = f"with {name('nodes')} and GPUs: false, as the simulation lacks it"
         raise ConfigError(f"runtime.shard_weights: got true; allowed {need}")
     for key in ("gpus_per_node", "gpus_per_nic"):
-        if not gpu and given[key] is not None:
-            need = "none where runtime.cuda is 0, whose nodes have CPU cores; for GPUs, --set runtime.cuda=1"
-            raise ConfigError(f"{name(key)}: got {given[key]}; allowed: {need}")
+        if not gpu and options[key] is not None:
+            need = "none if runtime.cuda is 0: nodes then have CPU cores only; for GPUs, --set runtime.cuda=1"
+            raise ConfigError(f"{name(key)}: got {options[key]}; allowed: {need}")
     workers = (config.workers if gpus_per_node is None else gpus_per_node) if gpu else 1
     _check(name("gpus_per_node"), workers, MOST_NODES)
     share = 1 if gpus_per_nic is None else gpus_per_nic
     _check(name("gpus_per_nic"), share, workers)
     if gpu and workers > 1 and not of_node(config, workers).planned:
         need = "with several GPUs a node, neither scheduler nor CPU workers beside them"
-        raise ConfigError(f"runtime.placement, runtime.cpus: {name('nodes')} plays planned tasks; allowed: {need}")
+        raise ConfigError(f"runtime.placement, runtime.cpus: {name('nodes')} simulates planned tasks; allowed: {need}")
     rate = _rate(name("network"), _DEFAULT[gpu] if network is None else network)
-    return Machines(nodes, workers, device_model.network(rate, share))
+    return Cluster(nodes, workers, device_model.network(rate, share))
 
 
 def of_node(config: RunConfig, workers: int) -> RunConfig:
-    """The config with so many GPUs."""
+    """Return the config with `workers` GPUs."""
     return config.model_copy(update={"runtime": config.runtime.model_copy(update={"cuda": workers})})
 
 
@@ -96,7 +101,7 @@ def _check(name: str, value: int, most: int) -> None:
 
 
 def _rate(name: str, text: str) -> float:
-    """Bytes/s."""
+    """Return a network's rate in bytes/s."""
     match = _RATE.fullmatch(text)
     rate = float(match[1]) * _SCALE[match[2]] / (1 if match[3] == "B" else 8) if match else 0.0
     if not rate > 0:
@@ -105,8 +110,25 @@ def _rate(name: str, text: str) -> float:
 
 
 @dataclass
-class NodesPlan:
-    """Of one optimizer step on all nodes; tasks, messages and bytes are of one node."""
+class ClusterPlan:
+    """Plan of one optimizer step on all nodes; tasks, messages and bytes are of one node.
+
+    Attributes:
+        peak_bytes: on the fullest worker.
+        lacking_bytes: the part of peak_bytes that exceeds the worker's memory.
+        computed_seconds: until the end of the backward pass.
+        exposed_seconds: from the end of the backward pass to the end of its sums.
+        busy: share of a step in which workers compute.
+        adding: share of a step in which workers add what comes from other nodes.
+        card: share of the time of sums in which the busiest network card sends.
+        thread: share of the time of sums in which the thread of messages works.
+        own_seconds: step time of one node without others, with its part of the batch.
+        alone_seconds: step time of one node without others, with the batch that `efficiency` refers to.
+        parts: the batch divided by the largest part of a node: less than the number of nodes if parts are uneven.
+        worker_seconds, worker_efficiency: the same for one GPU; None if the batch cannot be divided so.
+        strong: efficiency refers to the whole batch on one node.
+        limit: what limits the efficiency.
+    """
 
     nodes: int
     workers: int
@@ -117,20 +139,20 @@ class NodesPlan:
     messages: int
     inside_bytes: int
     between_bytes: int
-    peak_bytes: int  # on the fullest worker
-    lacking_bytes: int  # of them, that it has no room for
+    peak_bytes: int
+    lacking_bytes: int
     step_seconds: float
-    computed_seconds: float  # until the backward pass has ended
-    exposed_seconds: float  # until its sums are there, too
+    computed_seconds: float
+    exposed_seconds: float
     update_seconds: float
-    busy: float  # shares of a step: the workers, the part for what comes from other nodes, ...
+    busy: float
     adding: float
-    card: float  # the network card that sends most, ...
+    card: float
     thread: float
-    own_seconds: float  # of a node by itself, with its part of the batch; that of `efficiency`
+    own_seconds: float
     alone_seconds: float
     efficiency: float
-    parts: float  # of the batch, each such as that node alone has: fewer than nodes where they are uneven
+    parts: float
     worker_seconds: float | None
     worker_efficiency: float | None
     strong: bool
@@ -147,12 +169,12 @@ class NodesPlan:
         kind = "with the whole batch" if self.strong else "with its part of the batch"
         if not self.strong and self.parts < self.nodes:
             kind = f"with the largest part, by tokens/s: all nodes together have {self.parts:.3g} of it"
-        found = [f"{self.efficiency:.3f} of a node alone {kind} ({self.alone_seconds:,.3g} s)"]
+        efficiency = [f"{self.efficiency:.3f} of a node alone {kind} ({self.alone_seconds:,.3g} s)"]
         if self.worker_seconds is not None and self.workers > 1:
-            found.append(f"{self.worker_efficiency:.3f} of one GPU ({self.worker_seconds:,.3g} s)")
+            efficiency.append(f"{self.worker_efficiency:.3f} of one GPU ({self.worker_seconds:,.3g} s)")
         phases = [
             f"{self.computed_seconds:,.3g} s to the end of the backward pass",
-            f"{self.exposed_seconds:,.3g} s until its sums are there", f"{self.update_seconds:,.3g} s update",
+            f"{self.exposed_seconds:,.3g} s more until its sums are complete", f"{self.update_seconds:,.3g} s update",
         ]  # fmt: skip
         return facts({
             "nodes": f"{self.nodes:,}, each {self.machine}",
@@ -165,44 +187,35 @@ class NodesPlan:
             + (f", {self.lacking_bytes / 2**30:,.1f} more than it has" if self.lacking_bytes else ""),
             "time a step": f"{self.step_seconds:,.3g} s: {', '.join(phases)}",
             "throughput": f"{self.tokens_per_s:,.0f} tokens/s",
-            "efficiency": ", ".join(found),
+            "efficiency": ", ".join(efficiency),
             "limited by": self.limit,
         })  # fmt: skip
 
 
-def facts(values: Mapping[str, str]) -> RenderableType:
-    """Lines of a name and its value; a long one is continued below itself."""
-    from rich.table import Table
-    from rich.text import Text
+def plan_cluster(config: RunConfig, on: Cluster, *, strong: bool = False, every: bool = False) -> ClusterPlan:
+    """Plan a training step on the cluster, each node with its part of the batch; nothing is run.
 
-    shown = Table.grid(padding=(0, 2))
-    shown.add_column(min_width=18)
-    for name, value in values.items():
-        shown.add_row(Text(name), Text(value))
-    return shown
+    If the batch is not cut, each GPU gets one tile of it.
 
-
-def plan_nodes(config: RunConfig, on: Machines, *, strong: bool = False, every: bool = False) -> NodesPlan:
-    """The plan of a training config on these nodes, each with its part of the batch; nothing is run.
-
-    An uncut batch has a tile for each GPU. strong: efficiency is against one node, and one GPU, with the whole batch.
-    every: all nodes are played, not one that stands for them.
+    Args:
+        strong: efficiency refers to one node, and to one GPU, with the whole batch.
+        every: simulate all nodes, not one node for all.
     """
     with no_search_for_cycles():
         batch, gpu = config.train.batch, config.runtime.cuda != 0
-        rows = -(-batch // on.nodes)  # of a node that has the most
+        rows = -(-batch // on.nodes)  # the largest part of a node
         spec = _spec(config, rows, on.workers, alone=on.nodes == 1)
         lists = _lists(spec)
         speed = device_model.speed(lists, gpu) if gpu else device_model.node(config.workers)
         node = programs(lists, on.workers, speed, group=gpu)
-        sums = len(lists) - 2  # the list that makes gradients, if several: the last
+        sums = len(lists) - 2  # the last list that computes gradients
         if gpu or on.nodes == 1:
             places = (ClusterNode(n, on.nodes, on.network, on.workers, speed) for n in range(on.nodes if every else 1))
             nodes = [[*node[:sums], with_sums(node[sums], at), *node[sums + 1 :]] for at in places]
         else:
             nodes = _ranks(config, on.nodes)
-        steps = played(nodes, on.workers, speed, on.network)
-        own = alone = _seconds(played([node], on.workers, speed) if on.nodes > 1 else steps, lists, speed)
+        steps = simulate(nodes, on.workers, speed, on.network)
+        own = alone = _seconds(simulate([node], on.workers, speed) if on.nodes > 1 else steps, lists, speed)
         if on.nodes > 1 and (strong or len(spec.cuts.parts("batch", spec.rows)) == 1):
             alone = _alone(config, batch if strong else rows, on.workers, speed)
         share, rest = divmod(batch, 1 if strong else on.nodes * on.workers)
@@ -210,7 +223,7 @@ def plan_nodes(config: RunConfig, on: Machines, *, strong: bool = False, every: 
     seconds = _seconds(steps, lists, speed)
     parts = 1.0 if strong else batch / rows
     peak = max(peaks(nodes[0], on.workers))
-    made = NodesPlan(
+    plan = ClusterPlan(
         nodes=on.nodes,
         workers=on.workers,
         machine=_machine(config, on, speed),
@@ -238,55 +251,55 @@ def plan_nodes(config: RunConfig, on: Machines, *, strong: bool = False, every: 
         worker_efficiency=None if single is None else single / (on.nodes * on.workers if strong else 1) / seconds,
         strong=strong,
     )
-    made.limit = _limit(made, steps[sums].last)
-    return made
+    plan.limit = _limit(plan, steps[sums].last)
+    return plan
 
 
-def _machine(config: RunConfig, on: Machines, speed: Speed) -> str:
+def _machine(config: RunConfig, on: Cluster, speed: Speed) -> str:
     kind = f"{on.workers} GPU" if config.runtime.cuda else f"{config.workers} CPU core"
     many = "s" * ((on.workers if config.runtime.cuda else config.workers) > 1)
-    told = "each of" if config.runtime.cuda and many else "of"
-    return f"{kind}{many}, {told} {speed.flop_s / 1e9:,.0f} Gflop/s and {speed.bytes_s / 1e9:,.0f} GB/s"
+    each = "each of" if config.runtime.cuda and many else "of"
+    return f"{kind}{many}, {each} {speed.flop_s / 1e9:,.0f} Gflop/s and {speed.bytes_s / 1e9:,.0f} GB/s"
 
 
 def _memory(config: RunConfig) -> int:
-    """Bytes that tiles may take of a worker: a GPU's, or all of a CPU node's."""
+    """Return the bytes that tiles may take on a worker: of a GPU's memory, or of a CPU node's."""
     runtime = config.runtime
     return runtime.cuda_memory or device_model.MEMORY if runtime.cuda else runtime.memory or sys.maxsize
 
 
-def _network(on: Machines) -> str:
+def _network(on: Cluster) -> str:
     cards = -(-on.workers // on.network.share)
     each = f"{on.network.bytes_s / 1e9:,.3g} GB/s each way, {on.network.latency * 1e6:.0f} us a message"
     return f"{cards} card{'s' * (cards > 1)} a node, {'each ' * (cards > 1)}of {each}"
 
 
-def _limit(made: NodesPlan, last: Tile | None) -> str:
-    """What to blame for the efficiency, in words; or for times that cannot be right."""
-    if made.lacking_bytes:
-        told = f"memory: {made.lacking_bytes / 2**30:,.1f} GiB have no room on the fullest worker, which is not played"
-        return f"{told}; smaller tiles.batch or train.batch, or more workers a node"
-    if made.busy < IDLE and made.efficiency >= GOOD:
-        return f"how few tasks a node's workers have: they are busy for {made.busy:.0%} of a step; smaller tiles.batch"
-    if made.efficiency >= GOOD:
-        return f"computing: workers are busy for {made.busy:.0%} of a step"
-    fair, ms = made.efficiency * made.step_seconds, made.exposed_seconds * 1e3
-    if made.own_seconds - fair > made.step_seconds - made.own_seconds:
+def _limit(plan: ClusterPlan, last: Tile | None) -> str:
+    """Return what limits the efficiency, or why the times cannot be right."""
+    if plan.lacking_bytes:
+        lacking = f"memory: {plan.lacking_bytes / 2**30:,.1f} GiB have no room on the fullest worker"
+        return f"{lacking}, which is not simulated; smaller tiles.batch or train.batch, or more workers a node"
+    if plan.busy < BUSY_ENOUGH and plan.efficiency >= GOOD:
+        return f"too few tasks for a node's workers: they are busy for {plan.busy:.0%} of a step; smaller tiles.batch"
+    if plan.efficiency >= GOOD:
+        return f"computing: workers are busy for {plan.busy:.0%} of a step"
+    fair, ms = plan.efficiency * plan.step_seconds, plan.exposed_seconds * 1e3
+    if plan.own_seconds - fair > plan.step_seconds - plan.own_seconds:
         return (
-            f"how small a node's part of the batch is: alone a node takes {made.own_seconds:.3g} s for it, where"
+            f"the small part of the batch on each node: a node alone takes {plan.own_seconds:.3g} s for it,"
             f" {fair:.3g} s would be in proportion"
         )
-    if made.card >= FULL:
+    if plan.card >= FULL:
         return (
-            f"the network's bandwidth: a card sends for {made.card:.0%} of the time from the first message to the last"
-            f" sum, which ends {ms:.3g} ms after the backward pass"
+            f"the network's bandwidth: a card sends for {plan.card:.0%} of the time from the first message to the last"
+            f" sum; the last sum ends {ms:.3g} ms after the backward pass"
         )
-    if made.thread >= FULL:
-        return f"the number of messages: the thread that sends and receives them is busy for {made.thread:.0%} of that"
-    if made.adding * made.step_seconds > (made.step_seconds - made.own_seconds) / 2:
-        return f"adding up what comes from other nodes: {made.adding:.1%} of the workers' time"
-    told = f" ({last}, {last.bytes / 1e6:,.3g} MB)" if last else ""
-    return f"sums that begin late: the last{told} ends {ms:.3g} ms after the backward pass"
+    if plan.thread >= FULL:
+        return f"the number of messages: the thread that sends and receives is busy for {plan.thread:.0%} of the time"
+    if plan.adding * plan.step_seconds > (plan.step_seconds - plan.own_seconds) / 2:
+        return f"adding up what comes from other nodes: {plan.adding:.1%} of the workers' time"
+    tile = f" ({last}, {last.bytes / 1e6:,.3g} MB)" if last else ""
+    return f"sums that begin late: the last sum{tile} ends {ms:.3g} ms after the backward pass"
 
 
 def _spec(config: RunConfig, rows: int, workers: int, *, alone: bool) -> StepSpec:
@@ -297,46 +310,46 @@ def _spec(config: RunConfig, rows: int, workers: int, *, alone: bool) -> StepSpe
 
 
 def _ranks(config: RunConfig, ranks: int) -> list[list[list[Task]]]:
-    """What each of these nodes, with CPU workers, runs where mpirun starts a rank on it: its part of one program."""
+    """Return the part of the common program that each CPU node runs: mpirun starts a rank on each."""
     spec = replace(_spec(config, config.train.batch, ranks, alone=True), ranks=ranks)
-    return of_ranks(_lists(spec), ranks, device_model.rank(config.workers), config.runtime.shard_weights)
+    return rank_programs(_lists(spec), ranks, device_model.rank(config.workers), config.runtime.shard_weights)
 
 
 def _lists(spec: StepSpec) -> list[TaskList]:
-    """Of a step, in the order in which they run."""
+    """Return a step's task lists in the order in which they run."""
     step = spec.step()
     more = [step.more.tasks] * (spec.grad_accumulation - 1) if step.more else []
     return [step.first.tasks, *more, step.update.tasks]
 
 
 def _alone(config: RunConfig, rows: int, workers: int, speed: Speed) -> float:
-    """Seconds of a step of so many sequences where there is one node."""
+    """Return the seconds of a step of `rows` sequences on a single node."""
     lists = _lists(_spec(config, rows, workers, alone=True))
-    made = programs(lists, workers, speed, group=config.runtime.cuda != 0)
-    return _seconds(played([made], workers, speed), lists, speed)
+    node = programs(lists, workers, speed, group=config.runtime.cuda != 0)
+    return _seconds(simulate([node], workers, speed), lists, speed)
 
 
-def _seconds(steps: Sequence[Played], lists: Sequence[TaskList], speed: Speed) -> float:
-    """Of the step; not less than one thread takes to submit its tasks."""
+def _seconds(steps: Sequence[SimulatedList], lists: Sequence[TaskList], speed: Speed) -> float:
+    """Return the seconds of the step; at least the time that one thread takes to submit its tasks."""
     return max(steps[-1].end - steps[0].start, sum(len(one.tasks) for one in lists) * speed.submit)
 
 
 def peaks(lists: Sequence[Sequence[Task]], workers: int) -> list[int]:
-    """Bytes of tiles on each worker at the worst point of a step, its tasks in order; weights and states are there.
+    """Return the peak bytes of tiles on each worker in a step whose tasks run in order, weights and states included.
 
-    A worker keeps its copy of a tile until another writes it. Without what kernels need beside tiles.
+    A worker keeps its copy of a tile until another worker writes the tile. Kernels' workspaces are not counted.
     """
     held: dict[Hashable, tuple[Tile, set[int]]] = {}
     now, peak = [0] * workers, [0] * workers
 
     def drop(tile: Tile, but: int = -1) -> None:
-        _, there = held.pop(tile.key, (tile, set()))
-        for worker in there - {but}:
+        _, holders = held.pop(tile.key, (tile, set()))
+        for worker in holders - {but}:
             now[worker] -= tile.bytes
-        if but in there:
+        if but in holders:
             held[tile.key] = tile, {but}
 
-    for tasks in [*lists, *lists]:  # the first time puts in place what stays
+    for tasks in [*lists, *lists]:  # the first pass puts persistent tiles in place
         for task in tasks:
             worker = max(task.worker, 0)
             for tile in task.clears:
@@ -344,9 +357,9 @@ def peaks(lists: Sequence[Sequence[Task]], workers: int) -> list[int]:
             for access in task.accesses:
                 if access.mode != "R":
                     drop(access.tile, but=worker)
-                there = held.setdefault(access.tile.key, (access.tile, set()))[1]
-                if worker not in there:
-                    there.add(worker)
+                holders = held.setdefault(access.tile.key, (access.tile, set()))[1]
+                if worker not in holders:
+                    holders.add(worker)
                     now[worker] += access.tile.bytes
             peak[worker] = max(peak[worker], now[worker])
             for tile in task.frees:

@@ -1,4 +1,4 @@
-"""What is counted of an operator: its flop, and the words of the tiles that its own tasks read and write."""
+"""Flop of an operator, and the elements of the tiles that its own tasks read and write."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """read, written: words that tasks move; least: each operand once; bytes, least_bytes: the same in bytes."""
+    """Counts of one operator, or sums over several.
+
+    Attributes:
+        read, written: elements that the tasks read and write.
+        least: elements if each operand were moved once.
+        bytes, least_bytes: the same in bytes.
+    """
 
     flop: float
     read: int
@@ -36,12 +42,12 @@ class Counts:
 
     @property
     def intensity(self) -> float:
-        """Flop a word."""
+        """Return the flop for each element moved."""
         return self.flop / self.moved if self.moved else 0.0
 
     @classmethod
     def total(cls, parts: Iterable[Counts]) -> dict[str, Any]:
-        """Of all parts: by the names of the fields."""
+        """Return the sums over all parts, by field."""
         known = list(map(vars, parts))
         return {of.name: sum(counts[of.name] for counts in known) for of in fields(Counts)}
 
@@ -50,60 +56,74 @@ HELD = ("grad", "scalar")  # kinds of tensors that all micro-batches of a step a
 
 
 def alone(op: Op, cuts: Tiling, policy: str, *, again: bool = False) -> Lowering:
-    """The tasks of an operator by itself; what it reads, and what is tied, is there before, all else it writes anew.
+    """Return the tasks of a single operator. Its inputs and tied outputs exist before; other outputs are written anew.
 
-    again: after a micro-batch that did so."""
-    low = Lowering(cuts, TaskList(policy))
+    Args:
+        again: for a micro-batch after the first, which adds to the tensors of the first.
+    """
+    lowering = Lowering(cuts, TaskList(policy))
     sums = {t.storage for t in op.outputs if again and t.storage.kind in HELD}
-    low.tasks.sums = {low.tile(tensor, index) for tensor in sums for index in low.indices(tensor)}
-    low.tasks.initialised |= low.tasks.sums
+    lowering.tasks.sums = {lowering.tile(tensor, index) for tensor in sums for index in lowering.indices(tensor)}
+    lowering.tasks.initialised |= lowering.tasks.sums
     for tensor in dict.fromkeys(t.storage for t in [*op.inputs, *op.tied]):
-        low.tasks.initialised.update(low.tile(tensor, index) for index in low.indices(tensor))
-    low.op = op.name
-    op.lower(low)
-    low.tasks.resolve()
-    return low
+        lowering.tasks.initialised.update(lowering.tile(tensor, index) for index in lowering.indices(tensor))
+    lowering.op = op.name
+    op.lower(lowering)
+    lowering.tasks.resolve()
+    return lowering
 
 
 @dataclass
 class Fact:
-    """What is counted of one operator, in all micro-batches; `times`: how many; `place`: its number in the graph."""
+    """Counts of one operator over all micro-batches.
+
+    Attributes:
+        place: the operator's number in the graph.
+        times: runs in a step.
+        group: after fusion, the operator that does this operator's work.
+        members: of an operator after fusion, the operators before fusion.
+    """
 
     op: Op
     phase: str
     place: int
     times: int
     counts: Counts
-    group: Fact | None = None  # after fusion
-    members: list[Fact] = field(default_factory=list)  # of one after fusion
+    group: Fact | None = None
+    members: list[Fact] = field(default_factory=list)
 
 
 class Tally:
-    """Counts operators of a workload; those that look alike, as of all layers, once. repeats: micro-batches."""
+    """Counts operators of a workload; operators that look alike, such as those of all layers, are counted once."""
 
     def __init__(self, config: RunConfig, work: Work) -> None:
         self.cuts, self.policy = step_spec(default_layouts(config)).cuts, config.accumulate
-        self.repeats = config.train.grad_accumulation if work == "train" else 1
-        self._known: dict[Hashable, tuple[int, int, int]] = {}  # words read and written, bytes
+        self.repeats = config.train.grad_accumulation if work == "train" else 1  # micro-batches
+        self._known: dict[Hashable, tuple[int, int, int]] = {}  # elements read and written, bytes
 
     def facts(self, graph: Graph, number: int) -> dict[int, Fact]:
-        """By place, of the operators that have tasks. `number` 0: what each micro-batch runs, 1: the update."""
+        """Return the facts of all operators that have tasks, by place.
+
+        Args:
+            number: 0 for the graph that each micro-batch runs, 1 for the update.
+        """
         for op in graph.ops:
             op.fit(self.cuts)
         check_count(graph, self.cuts, self.policy)
-        found = (self._fact(graph, place, number) for place in range(len(graph.ops)))
-        return {fact.place: fact for fact in found if fact.counts.bytes}
+        facts = (self._fact(graph, place, number) for place in range(len(graph.ops)))
+        return {fact.place: fact for fact in facts if fact.counts.bytes}
 
     def _fact(self, graph: Graph, place: int, number: int) -> Fact:
         op = graph.ops[place]
         times, phase = (1, "update") if number else (self.repeats, _phase(op))
         runs = [self._moved(op, again=n > 0) for n in range(times)]
         read, written, size = map(sum, zip(*runs, strict=True))
-        held = sum(t.elements for t in op.outputs if t.storage.kind in HELD and t not in op.tied)  # read to be added to
+        # Later micro-batches read these tensors, to add to them.
+        held = sum(t.elements for t in op.outputs if t.storage.kind in HELD and t not in op.tied)
         least = times * op.elements() + (times - 1) * held
         counts = Counts(
             flop=times * graph.computed(op, self.cuts), read=read, written=written, least=least, bytes=size,
-            least_bytes=least * _width(op),
+            least_bytes=least * _element_bytes(op),
         )  # fmt: skip
         return Fact(op, phase, place, times, counts)
 
@@ -114,25 +134,25 @@ class Tally:
             accesses = [a for task in tasks for a in task.accesses]
             read, written = ([a.tile for a in accesses if a.mode != other] for other in ("W", "R"))
             size = sum(tile.bytes for tile in (*read, *written))
-            self._known[key] = sum(map(_words, read)), sum(map(_words, written)), size
+            self._known[key] = sum(map(_numel, read)), sum(map(_numel, written)), size
         return self._known[key]
 
 
-def _width(op: Op) -> float:
-    """Bytes of a word, as they are on average."""
+def _element_bytes(op: Op) -> float:
+    """Return the mean bytes of an element of the operator's tensors."""
     tensors = {*op.inputs, *op.outputs}
-    words = sum(t.elements for t in tensors)
-    return sum(t.elements * DTYPES[t.dtype].bytes for t in tensors) / max(words, 1)
+    total = sum(t.elements for t in tensors)
+    return sum(t.elements * DTYPES[t.dtype].bytes for t in tensors) / max(total, 1)
 
 
-def _words(tile: Any) -> int:
+def _numel(tile: Any) -> int:
     return math.prod(tile.shape)
 
 
 def looks(op: Op) -> Hashable:
-    """The same for operators that are the same work."""
+    """Return a key that is equal for operators that do the same work."""
     tensors = tuple((t.axes, t.shape, t.dtype, t.band) for t in (*op.inputs, *op.outputs))
-    mask = getattr(getattr(op, "forward", op), "mask", None)  # of attention, which has no scores
+    mask = getattr(getattr(op, "forward", op), "mask", None)  # of attention, which has no tensor of scores
     return op.kind, op.title, op.phase, tensors, mask and mask.band
 
 

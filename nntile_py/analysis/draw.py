@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 from nntile_py.analysis import dot
 from nntile_py.analysis.counts import Tally
-from nntile_py.analysis.drawings import Bound, Logical, Tasks, layers, si
-from nntile_py.analysis.workloads import Phase, Work, build, logical
+from nntile_py.analysis.drawings import Bound, Logical, Tasks, layers
+from nntile_py.analysis.workloads import Phase, Work, build, logical, work_title
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.graph.fusion import Fusion
+from nntile_py.system.units import si
 
 if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
@@ -73,15 +74,10 @@ def draw(
 
 def _about(config: RunConfig, work: str, layer: int | None, phase: str) -> str:
     """The title: what is drawn, its sizes and tiles."""
-    sizes = {name: getattr(config.model, name) for name in ("layers", "embed", "heads") if hasattr(config.model, name)}
-    sizes |= {"batch": config.train.batch, "seq": config.train.seq}
     tiles = [f"{axis} {size}" for axis, size in config.tiles.model_dump().items() if size]
-    known = {"train": "a training step", "encoder": "a layer", "decoder": "a layer", "mha": "multi-head attention"}
-    what = known.get(work, work.replace("_", " + "))
-    what = {"all": "", "update": "the update in "}.get(phase, f"{phase} pass in ") + what
-    where = what if layer is None else f"layer {layer}: {what}"
-    told = ", ".join(f"{name} {size}" for name, size in sizes.items())
-    return f"{where} of {config.model.type}: {told}, {config.precision}; tiles: {', '.join(tiles) or 'uncut'}"
+    part = "" if layer is None else f"layer {layer}: "
+    part += {"all": "", "update": "the update in "}.get(phase, f"{phase} pass in ")
+    return f"{part}{work_title(config, work)}; tiles: {', '.join(tiles) or 'uncut'}"
 
 
 def write(text: str, out: Path) -> None:

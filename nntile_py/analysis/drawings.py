@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from nntile_py.analysis import dot
 from nntile_py.analysis.counts import Counts, Tally
-from nntile_py.analysis.folding import Folded, Unit, fold
+from nntile_py.analysis.folding import Folded, Unit, fold, layer_number, starred
 from nntile_py.analysis.workloads import Built
 from nntile_py.graph.graph import Graph
+from nntile_py.system.units import si
 from nntile_py.tasks.op import ELEMENTWISE, Category, Op, Tensor
 from nntile_py.tiles import Task, Tile
 from nntile_py.tiles.dtypes import DTYPES
@@ -22,15 +22,6 @@ BOXES = {"forward": "forward pass", "backward": "backward pass", "update": "upda
 Bound = Callable[[Counts], bool]  # whether memory bounds the speed of an operator
 
 
-def si(number: float) -> str:
-    """1234567 as '1.23 M', to go before a unit."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if abs(number) < 999.5:
-            return f"{number:.3g} {prefix}"
-        number /= 1000
-    return f"{number:.3g} P"
-
-
 def _phases(graphs: Sequence[Graph], layer: int | None, phase: str) -> Iterator[tuple[Graph, list[Op], set[str]]]:
     """Of each graph, once: the operators that are asked for, and the names that their tasks carry."""
     seen: list[Graph] = []
@@ -39,7 +30,7 @@ def _phases(graphs: Sequence[Graph], layer: int | None, phase: str) -> Iterator[
         if graph in seen:
             continue
         seen.append(graph)
-        inside = [op for op in graph.ops if layer is None or _layer(op) == layer]
+        inside = [op for op in graph.ops if layer is None or layer_number(op.name) == layer]
         weights |= {t.name for op in inside for t in op.inputs if t.storage.kind == "param"}
         if layer is not None and len(seen) == 2:  # the update's operators are named by the weights
             inside = [op for op in graph.ops if any(t.name in weights for t in op.inputs)]
@@ -47,19 +38,13 @@ def _phases(graphs: Sequence[Graph], layer: int | None, phase: str) -> Iterator[
         yield graph, chosen, {op.name if op.phase == "forward" else f"{op.name}.{op.phase}" for op in chosen}
 
 
-def _layer(op: Op) -> int | None:
-    """Of an operator that a model made within its scope h0, h1, ...: the number of the layer."""
-    found = re.match(r"h(\d+)\.", op.name)
-    return int(found[1]) if found else None
-
-
 def layers(graphs: Sequence[Graph]) -> str:
     """How many layers there are, for a message; nothing where a model has none."""
-    numbers = {_layer(op) for graph in graphs for op in graph.ops} - {None}
+    numbers = {layer_number(op.name) for graph in graphs for op in graph.ops} - {None}
     return f"; the model has {len(numbers)} layers" if numbers else ""
 
 
-class Drawing:
+class GraphDrawing:
     """What the two levels share: the picture, what it counts, the phases and layers that are drawn."""
 
     def __init__(self, graphs: Sequence[Graph], part: str, layer: int | None, phase: str, folded: bool) -> None:
@@ -97,12 +82,12 @@ class Drawing:
 
     def node_name(self, phase: str, layer: int | None, name: str) -> str:
         """Of layers that are drawn once the number is a star."""
-        return re.sub(r"(?<![^.])(h?)\d+(?=\.)", r"\1*", name) if self.folds[phase].run_of(layer) else name
+        return starred(name) if self.folds[phase].run_of(layer) else name
 
     def layer_of(self, op: Op, updates: bool) -> int | None:
         """Of an operator; of one that updates a weight, the layer that alone uses it."""
         if not updates:
-            return _layer(op)
+            return layer_number(op.name)
         return next((self.owners[t.name] for t in op.inputs if t.name in self.owners), None)
 
     def group(self, phase: str, layer: int | None) -> dot.Group:
@@ -133,7 +118,7 @@ class Drawing:
         return self.picture.operator(self.group("update", None), category, f"{count} {kind}", *told)
 
 
-class Logical(Drawing):
+class Logical(GraphDrawing):
     """Operators and tensors, as `tally` counts them. With `bound`, memory-bound operators are marked, and edges tell
     their bytes. What is counted is of all micro-batches, what nodes tell of one; operators without tasks are left out.
     """
@@ -214,7 +199,7 @@ class Logical(Drawing):
         return self.data(tensor, phase, layer, tensor.storage.kind, lines)
 
 
-class Tasks(Drawing):
+class Tasks(GraphDrawing):
     """Tasks, and a node for each version of a tile: a write makes the next one."""
 
     def __init__(self, built: Built, part: str, layer: int | None, phase: str, folded: bool) -> None:
@@ -288,7 +273,7 @@ def _owners(graph: Graph) -> dict[str, int]:
     for op in graph.ops:
         for tensor in op.inputs:
             if tensor.storage.kind == "param":
-                users.setdefault(tensor.name, set()).add(_layer(op))
+                users.setdefault(tensor.name, set()).add(layer_number(op.name))
     single = {name: next(iter(of)) for name, of in users.items() if len(of) == 1}
     return {name: layer for name, layer in single.items() if layer is not None}
 

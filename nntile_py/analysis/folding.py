@@ -1,16 +1,28 @@
-"""Layers of a model that are alike, so that a picture draws one of them."""
+"""Layers of a model that are alike, so that a picture draws only one of them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-FEWEST = 3  # layers in a row that are worth folding
+MIN_LAYERS = 3  # shorter runs of equal layers are not folded
+
+
+def layer_number(name: str) -> int | None:
+    """Return the layer of an operator's name, whose scope is h0, h1, ...; None outside of layers."""
+    match = re.match(r"h(\d+)\.", name)
+    return int(match[1]) if match else None
+
+
+def starred(name: str) -> str:
+    """Replace a layer's number by a star: one name for the same place in all layers."""
+    return re.sub(r"(?<![^.])(h?)\d+(?=\.)", r"\1*", name)
 
 
 @dataclass
 class Unit:
-    """An operator or a task: its layer, how it looks, what it reads and writes."""
+    """An operator or a task. Layers whose units have equal `looks` are alike."""
 
     layer: int | None
     looks: Hashable
@@ -20,61 +32,68 @@ class Unit:
 
 @dataclass
 class Folded:
-    """What to draw: `runs` are the first and the last layer of each fold.
+    """Which layers to draw.
 
-    same: of a tensor or a tile that is not drawn, the one that is; comes_from: of a unit and the number of one of its
-    reads, what is read instead."""
+    Attributes:
+        runs: first and last layer of each fold.
+        same: for a tensor or tile that is not drawn, the drawn one that stands for it.
+        comes_from: for a unit and the number of one of its reads, what the picture reads instead.
+    """
 
     runs: list[tuple[int, int]] = field(default_factory=list)
     same: dict[Hashable, Hashable] = field(default_factory=dict)
     comes_from: dict[tuple[int, int], Hashable] = field(default_factory=dict)
 
     def run_of(self, layer: int | None) -> tuple[int, int] | None:
-        """The fold that the layer is part of."""
+        """Return the fold that contains the layer."""
         return next((run for run in self.runs if layer is not None and run[0] <= layer <= run[1]), None)
 
     def draws(self, layer: int | None) -> bool:
-        """Whether units of this layer are drawn: of a fold the first layer is."""
+        """Return whether the layer is drawn: the first layer of a fold is, the other layers of the fold are not."""
         run = self.run_of(layer)
         return run is None or layer == run[0]
 
 
 def fold(numbered: Sequence[tuple[int, Unit]]) -> Folded:
-    """Folds runs of layers that have the same units, one after the other. Each unit comes with its number.
+    """Fold runs of consecutive layers with the same units.
 
-    What follows a run reads from its last layer; what the first layer reads from the second (in a backward pass) is
-    what the last one reads from outside."""
+    The units after a run read from the run's last layer. In a backward pass, the first layer reads from the second
+    layer: the picture shows what the run's last layer reads there, from outside of the run.
+
+    Args:
+        numbered: units with their numbers.
+    """
     of_layer: dict[int, list[int]] = {}
-    made_in: dict[Hashable, int] = {}
+    writer_layer: dict[Hashable, int] = {}
     units = dict(numbered)
     for number, unit in numbered:
         if unit.layer is not None:
             of_layer.setdefault(unit.layer, []).append(number)
             for key in unit.writes:
-                made_in.setdefault(key, unit.layer)
-    result = Folded(_runs({layer: tuple(units[n].looks for n in mine) for layer, mine in of_layer.items()}))
+                writer_layer.setdefault(key, unit.layer)
+    result = Folded(_runs({layer: tuple(units[n].looks for n in own) for layer, own in of_layer.items()}))
     for first, last in result.runs:
         for layer in range(first + 1, last + 1):
             for n, here in zip(of_layer[first], of_layer[layer], strict=True):
                 for key, own in zip(units[n].writes, units[here].writes, strict=True):
-                    if own != key:  # one that all layers add to stands for itself
+                    if own != key:  # a tensor that all layers add to stands for itself
                         result.same.setdefault(own, key)
                 for key, own in zip(units[n].reads, units[here].reads, strict=True):
-                    if own != key and key not in made_in and own not in made_in:  # weights
+                    if own != key and key not in writer_layer and own not in writer_layer:  # weights
                         result.same.setdefault(own, key)
         for n, end in zip(of_layer[first], of_layer[last], strict=True):
             for number, (key, outside) in enumerate(zip(units[n].reads, units[end].reads, strict=True)):
-                if first < made_in.get(key, first) <= last:
+                if first < writer_layer.get(key, first) <= last:
                     result.comes_from[n, number] = outside
     return result
 
 
 def _runs(looks: dict[int, Hashable]) -> list[tuple[int, int]]:
-    """Layers that follow each other and look alike, at least FEWEST of them."""
+    """Return runs of at least MIN_LAYERS consecutive layers that look alike."""
     runs: list[list[int]] = []
     for layer in sorted(looks):
         if runs and runs[-1][-1] == layer - 1 and looks[layer] == looks[layer - 1]:
             runs[-1].append(layer)
         else:
             runs.append([layer])
-    return [(run[0], run[-1]) for run in runs if len(run) >= FEWEST]
+    return [(run[0], run[-1]) for run in runs if len(run) >= MIN_LAYERS]

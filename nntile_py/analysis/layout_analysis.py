@@ -1,4 +1,4 @@
-"""Layouts of a workload: what has to be measured for them, which were chosen, how much they matter."""
+"""Layouts of a workload: which timings the search lacks, which layouts it chooses, how much layouts matter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from nntile_py.analysis.operators import starred
+from nntile_py.analysis.folding import starred
 from nntile_py.analysis.workloads import Work, logical
 from nntile_py.config.builders import default_layouts, step_spec
 from nntile_py.errors import ConfigError
@@ -14,6 +14,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.layout_search import LayoutChoice, SearchedLayouts, search
 from nntile_py.graph.layouts import described, laid, products
 from nntile_py.graph.timings import LayoutComparison, Timing, Timings
+from nntile_py.system.console_tables import plain_table
 from nntile_py.system.pictures import new_figure
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.generated import Generated
@@ -26,44 +27,49 @@ if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
 
 Stacked = bool | Literal["qk"]
-STACKED: dict[Stacked, str] = {False: "none", "qk": "QK", True: "QKV"}  # algebraic fusion, as the paper's Table II
-WIDE = 150  # columns at least; in fewer the terminal wraps lines
-NARROW = 118  # in a terminal of fewer columns, times alone
-LEGEND = """x: how many. Milliseconds of one; turning: transpositions before or after it; needless: they are left out.
-Layouts are axes in their order in memory, of what is read -> of what is written. Of a product M and N are the axes of
-rows and columns, K those that are summed, B a batch's; of others R are all axes that are not named."""
-WIDTHS = (4, 8, 16)  # of generated kernels, besides the one that they have
-Key = tuple[str, str, int | None]  # of a timing
+STACKED: dict[Stacked, str] = {False: "none", "qk": "QK", True: "QKV"}  # algebraic fusion, as in the paper's Table II
+WIDE = 150  # columns at least; a narrower terminal wraps lines
+NARROW = 118  # a narrower terminal shows only times
+LEGEND = """x: number of equal operators. Times are milliseconds of one operator. transposes: transpositions before or
+after it. needless: the operator is left out.
+A layout is the order of axes in memory, of what is read -> of what is written. In a product, M and N are the axes of
+rows and columns, K the summed axes, B the batch axes. In other operators, R are all axes without a letter."""
+WIDTHS = (4, 8, 16)  # elements that a generated kernel computes together, besides the kernel's own number
+TimingKey = tuple[str, str, int | None]  # operator, layout, width
 
 
 def graph_of(config: RunConfig, work: Work, stacked: Stacked) -> Graph:
-    """Forward and backward, fused, in the default layout. ConfigError: nothing of it can be laid out otherwise."""
+    """Return the forward and backward pass, fused, in the default layout.
+
+    Raises:
+        ConfigError: no operator of the workload has a choice of layouts.
+    """
     plain = default_layouts(config)
     if config.train.pack:
         raise ConfigError("train.pack: got true; allowed with layouts: false")
     fusion = config.fusion.changed(qkv=stacked)
     graph = logical(plain, work, fusion)[0]
     if not any(isinstance(op, Contract) for op in graph.ops):
-        need = "train, encoder, decoder, mha, or another work with one"
+        need = "train, encoder, decoder, mha, or another work with a product"
         raise ConfigError(f"--work {work}: it has no product whose layouts could be compared; allowed: {need}")
     return graph
 
 
 def own_stacked(config: RunConfig) -> Stacked:
-    """The algebraic fusion that the config itself asks for."""
+    """Return the algebraic fusion that the config asks for."""
     return config.fusion.qkv
 
 
 def widened(op: Op, width: int) -> Op:
-    """A generated kernel with another number of elements that go together."""
+    """Return a generated operator whose kernel computes `width` elements together."""
     assert isinstance(op, Generated)
-    made = op.on(op.inputs, op.outputs, width)
-    made.name, made.phase = op.name, op.phase
-    return made
+    wider = op.on(op.inputs, op.outputs, width)
+    wider.name, wider.phase = op.name, op.phase
+    return wider
 
 
 def variants(config: RunConfig, work: Work) -> Iterator[tuple[Stacked, Graph]]:
-    """By what of queries, keys and values is one product; those that come to the same once."""
+    """Yield the graph of each algebraic fusion of queries, keys and values; equal graphs once."""
     seen = set()
     for stacked in STACKED:
         graph = graph_of(config, work, stacked)
@@ -72,29 +78,29 @@ def variants(config: RunConfig, work: Work) -> Iterator[tuple[Stacked, Graph]]:
             yield stacked, graph
 
 
-def wanted(graph: Graph, timings: Timings, config: RunConfig) -> dict[Key, Op]:
-    """What was not measured yet: each with an operator of its own in that layout, those for the search last.
+def missing_timings(graph: Graph, timings: Timings, config: RunConfig) -> dict[TimingKey, Op]:
+    """Return operators in the layouts that were not measured yet; those that only the search needs are last.
 
-    Of products also the layouts that need the weights in another order than they have."""
+    Products come also in the layouts that need weights in another order than theirs."""
     cuts, policy = step_spec(default_layouts(config)).cuts, config.accumulate
-    found: dict[Key, Op] = {}
+    missing: dict[TimingKey, Op] = {}
     for op in graph.ops:
         for layout in products(op) if isinstance(op, Contract) else []:
-            made = laid(op, layout)
-            told = described(made, cuts, policy)
-            if timings.best(*told) is None:
-                found.setdefault((*told, None), made)
-    for told, op in search(graph, timings, cuts, policy).missing.items():
+            product = laid(op, layout)
+            key = described(product, cuts, policy)
+            if timings.best(*key) is None:
+                missing.setdefault((*key, None), product)
+    for key, op in search(graph, timings, cuts, policy).missing.items():
         if isinstance(op, Generated):
             for width in WIDTHS:
-                found[(*told, width)] = widened(op, width)
-        found.setdefault((*told, None), op)
-    return found
+                missing[(*key, width)] = widened(op, width)
+        missing.setdefault((*key, None), op)
+    return missing
 
 
 @dataclass(frozen=True)
-class Line:
-    """An operator in the table: milliseconds of one, in the default layout, the chosen one, its best, its worst."""
+class LayoutLine:
+    """An operator in the table. Times are milliseconds of one operator: in the default layout, the chosen one, ..."""
 
     name: str
     count: int
@@ -102,7 +108,7 @@ class Line:
     layouts: int
     default: float
     chosen: float
-    turning: float
+    transposes: float
     best: float
     worst: float
     layout: str
@@ -110,21 +116,29 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Found:
-    """Of one algebraic fusion: the sums in seconds. bound: no choice for all operators together takes less. program:
-    see SearchedLayouts; comparison: on whole steps of it, if they were compared."""
+class LayoutResult:
+    """The search's result for one algebraic fusion.
+
+    Attributes:
+        seconds: sum over the operators in the chosen layouts.
+        default: sum in the default layouts.
+        bound: lower bound: no choice for all operators together takes less.
+        least: sum of each operator's fastest layout.
+        program: see SearchedLayouts.
+        comparison: of whole steps; None if they were not compared.
+    """
 
     stacked: Stacked
     seconds: float
     default: float
     bound: float
     least: float
-    lines: list[Line]
+    lines: list[LayoutLine]
     program: str | None
     comparison: LayoutComparison | None
 
     def above(self, seconds: float) -> float:
-        """Percent by which this is above the sum of the operators' optima."""
+        """Return the percent by which `seconds` is above the sum of the operators' optima."""
         return 100 * (seconds / self.least - 1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -136,88 +150,115 @@ class Found:
         }  # fmt: skip
 
 
-def shown(config: RunConfig, work: Work, timings: Timings) -> list[Found]:
-    """The search's result for each algebraic fusion that was measured; ConfigError: none was, whole."""
-    cuts, found, lacking = step_spec(default_layouts(config)).cuts, [], 0
+def layout_results(config: RunConfig, work: Work, timings: Timings) -> list[LayoutResult]:
+    """Return the search's result for each algebraic fusion that was measured.
+
+    Raises:
+        ConfigError: timings are missing for each of them.
+    """
+    cuts, results, lacking = step_spec(default_layouts(config)).cuts, [], 0
     for stacked, graph in variants(config, work):
         chosen = search(graph, timings, cuts, config.accumulate)
         if chosen.missing:
             lacking = lacking or len(chosen.missing)
         else:
             bound = search(graph, timings, cuts, config.accumulate, careful=False).seconds
-            found.append(Found(stacked, chosen.seconds, chosen.default, bound, chosen.least, _lines(chosen, timings),
-                               chosen.program, timings.comparisons.get(chosen.program or "")))  # fmt: skip
-    if not found:
+            results.append(
+                LayoutResult(stacked, chosen.seconds, chosen.default, bound, chosen.least, _lines(chosen, timings),
+                             chosen.program, timings.comparisons.get(chosen.program or ""))
+            )  # fmt: skip
+    if not results:
         raise ConfigError(f"{timings.path}: lacks {lacking} timings of this; measure them first, by `nntile layouts "
                           f"tune` with the same work and keys, {timings.workers}")  # fmt: skip
-    return found
+    return results
 
 
-def _lines(chosen: SearchedLayouts, timings: Timings) -> list[Line]:
+def _lines(chosen: SearchedLayouts, timings: Timings) -> list[LayoutLine]:
     alike: dict[tuple[str, str, str, float], list[LayoutChoice]] = {}
     for row in chosen.rows:
         phase = "" if row.op.phase == "forward" else f" {row.op.phase}"
         alike.setdefault((starred(row.op.name) + phase, row.operator, row.layout, row.transposes), []).append(row)
     lines, taken = [], dict[str, int]()
-    for (name, operator, layout, turning), rows in alike.items():
+    for (name, operator, layout, transposes), rows in alike.items():
         taken[name] = taken.get(name, 0) + 1
         name += f" ({taken[name]})" * (taken[name] > 1)
         every = [t.seconds for t in timings.known.get(operator, {}).values()] or [0.0]
         row = rows[0]
-        lines.append(Line(
+        lines.append(LayoutLine(
             name, len(rows), operator, len(every), default=1e3 * row.default_seconds, chosen=1e3 * row.seconds,
-            turning=1e3 * turning, best=1e3 * row.least, worst=1e3 * max(every), layout=layout,
+            transposes=1e3 * transposes, best=1e3 * row.least, worst=1e3 * max(every), layout=layout,
             product=row.op.category is CONTRACTION,
         ))  # fmt: skip
     return lines
 
 
-def render(found: Sequence[Found], timings: Timings, console: Console) -> None:
-    """The operators of the cheapest, and the sums of all."""
-    from rich.table import Table
-
-    best = min(found, key=lambda of: of.seconds)
-    table = Table(box=None, pad_edge=False, header_style="bold")
+def render(results: Sequence[LayoutResult], timings: Timings, console: Console) -> None:
+    """Print the conclusion, the operators of the fastest result, and the sums of all results."""
+    best = min(results, key=lambda of: of.seconds)
     short = console.is_terminal and console.width < NARROW
-    times = ("default", "chosen", "best", "worst") if short else ("default", "chosen", "turning", "best", "worst")
-    for head in ("operator", *times) if short else ("operator", "x", "layouts", *times, "layout chosen"):
-        left, last = head in ("operator", "layout chosen"), head == "layout chosen"
-        table.add_column(head, justify="left" if left else "right", no_wrap=not (last or short))  # gives way to times
+    times = ("default", "chosen", "best", "worst") if short else ("default", "chosen", "transposes", "best", "worst")
+    heads = ("operator", *times) if short else ("operator", "x", "layouts", *times, "layout chosen")
+    # The name and the layout leave room for times.
+    table = plain_table(heads, text=("operator", "layout chosen"), rigid=() if short else heads[:-1])
     for line in best.lines:
         cells = [f"{getattr(line, head):.3f}" for head in times]
         more = [str(line.count), str(line.layouts), *cells, line.layout or "needless"]
         table.add_row(line.name, *(cells if short else more))
     if not short:
         console.width = max(console.width, WIDE)
+    for result in results:
+        console.print(conclusion(result), highlight=False, soft_wrap=True, style="bold")
+    console.print()
     console.print(table)
-    told_of = f"Milliseconds of one. Layouts are told in {NARROW} columns and more, and by --json." if short else LEGEND
-    console.print(told_of, highlight=False, soft_wrap=True)
-    for of in found:
-        console.print(told(of), highlight=False, soft_wrap=True)
-        if of.program:
-            console.print(f"  {ruled(of.comparison)}", highlight=False, soft_wrap=True)
+    brief = f"Milliseconds of one operator. A terminal of {NARROW} columns shows layouts, and so does --json."
+    console.print(brief if short else LEGEND, highlight=False, soft_wrap=True)
+    for result in results:
+        console.print(sums(result), highlight=False, soft_wrap=True)
+        if result.comparison:
+            console.print(f"  Whole steps: {result.comparison}.", highlight=False, soft_wrap=True)
     console.print(f"{timings.path}: {', '.join(timings.of.values())}", highlight=False, soft_wrap=True)
 
 
-def told(of: Found) -> str:
-    sums = ("default layouts", of.default), ("chosen", of.seconds), ("the least of all choices together", of.bound)
-    each = ", ".join(f"{name} {1e3 * seconds:.3f} (+{of.above(seconds):.1f} %)" for name, seconds in sums)
-    return f"Q, K, V as one: {STACKED[of.stacked]}. Sum of the operators' optima {1e3 * of.least:.3f} ms; {each}."
+def sums(result: LayoutResult) -> str:
+    """Return a sentence with the sums of all operators' times."""
+    each = (
+        ("default layouts", result.default),
+        ("chosen", result.seconds),
+        ("the least of all choices together", result.bound),
+    )
+    text = ", ".join(f"{name} {1e3 * seconds:.3f} (+{result.above(seconds):.1f} %)" for name, seconds in each)
+    optima = f"Sum of the operators' optima {1e3 * result.least:.3f} ms"
+    return f"Q, K, V as one: {STACKED[result.stacked]}. {optima}; {text}."
 
 
-def ruled(comparison: LayoutComparison | None) -> str:
-    """What whole steps say of a choice, and what `layout: searched` makes of it."""
+def conclusion(result: LayoutResult) -> str:
+    """Return the result in one sentence: which layouts `layout: searched` takes, and what they gain."""
+    return f"Q, K, V as one: {STACKED[result.stacked]}. {decision(result.program, result.comparison)}"
+
+
+def decision(program: str | None, comparison: LayoutComparison | None) -> str:
+    """Return which layouts `layout: searched` takes, and why.
+
+    Args:
+        program: the searched program; None if the search chooses the default layouts.
+        comparison: of whole steps in the default and in the searched layouts.
+    """
+    if not program:
+        return "The default layouts stay: other layouts gain less than the noise of the times."
     if not comparison:
-        return "Whole steps: not compared; `nntile layouts tune` compares those of the config's own Q, K, V."
-    takes = "; layout: searched takes the default layouts" if comparison.slower else ""
-    return f"Whole steps: {comparison}{takes}."
+        how = "`nntile layouts tune` compares them for the config's own Q, K, V"
+        return f"`layout: searched` takes other layouts than the default; whole steps were not compared: {how}."
+    if comparison.slower:
+        return f"The default layouts stay: whole steps in searched layouts are slower. {comparison}."
+    return f"`layout: searched` takes the searched layouts. Whole steps: {comparison}."
 
 
-def violins(found: Found, timings: Timings) -> Figure:
-    """How the times of each operator's layouts are spread, with the best, the chosen and the default one: the paper's
-    figures 4 (products) and 5 (others)."""
-    distinct = {of.operator: of for of in reversed(found.lines) if of.layouts > 1}.values()
-    halves = [[line for line in found.lines if line in distinct and line.product is of] for of in (True, False)]
+def violins(result: LayoutResult, timings: Timings) -> Figure:
+    """Draw the distribution of each operator's times over its layouts; marks are the best, chosen and default layout.
+
+    The paper's figures 4 (products) and 5 (other operators)."""
+    distinct = {line.operator: line for line in reversed(result.lines) if line.layouts > 1}.values()
+    halves = [[line for line in result.lines if line in distinct and line.product is of] for of in (True, False)]
     titles = [t for t, half in zip(("products", "other operators"), halves, strict=True) if half]
     halves = [half for half in halves if half]
     figure = new_figure((9.5, 1.6 + 0.42 * sum(map(len, halves))))
@@ -225,8 +266,8 @@ def violins(found: Found, timings: Timings) -> Figure:
     for axes, title, half in zip(every, titles, halves, strict=True):
         times = [[1e3 * t.seconds for t in timings.known[line.operator].values()] for line in half]
         places = range(1, len(half) + 1)
-        parts = axes.violinplot(times, places, orientation="horizontal", widths=0.8, showextrema=False)
-        for body in parts["bodies"]:
+        bodies = axes.violinplot(times, places, orientation="horizontal", widths=0.8, showextrema=False)["bodies"]
+        for body in bodies:
             body.set(facecolor="#0072b2", alpha=0.35)
         for mark, colour, of in (("|", "#333333", "best"), ("o", "#d55e00", "chosen"), ("x", "#009e73", "default")):
             axes.plot([getattr(line, of) for line in half], places, mark, color=colour, label=of, markersize=6)
@@ -237,11 +278,12 @@ def violins(found: Found, timings: Timings) -> Figure:
         axes.set_title(title, fontsize=9)
     every[-1].set_xlabel("ms, in all layouts that were measured (their number)")
     every[0].legend(fontsize=7)
-    figure.supxlabel(f"{told(found)}\n{', '.join(timings.of.values())}", fontsize=7, color="#59636e", x=0.01, ha="left")
+    source = ", ".join(timings.of.values())
+    figure.supxlabel(f"{sums(result)}\n{source}", fontsize=7, color="#59636e", x=0.01, ha="left")
     return figure
 
 
-def timing(key: Key, times: Sequence[float]) -> Timing:
-    """What is kept of a measurement. The least of the times counts, which others disturbed least."""
+def timing(key: TimingKey, times: Sequence[float]) -> Timing:
+    """Return the database's entry for a measurement. The shortest time counts: it was disturbed least."""
     operator, layout, width = key
     return Timing(operator, layout, min(times), tuple(times), width)

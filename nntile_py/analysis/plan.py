@@ -1,4 +1,4 @@
-"""What a config will cost, told without running it: `nntile plan`."""
+"""Cost of a config before it runs: `nntile plan`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from nntile_py.analysis.simulate import evicted_bytes, planned_seconds
 from nntile_py.config.builders import step_spec
 from nntile_py.graph.params import numel
 from nntile_py.graph.step import Step
+from nntile_py.system.console_tables import plain_table
 from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tasks.op import Lowering
 from nntile_py.tiles import TaskList, device_model
@@ -24,49 +25,55 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of task lists that run one after the other: `parallelism` is all work over the longest chain of tasks."""
+    """Estimate for task lists that run one after the other.
+
+    Attributes:
+        mean_task: seconds.
+        parallelism: time of all tasks over the time of the longest chain of tasks.
+        speed: of one worker.
+    """
 
     tasks: int
     bytes_moved: int
     peak_bytes: int
-    mean_task: float  # seconds
+    mean_task: float
     parallelism: float
     seconds: float
-    speed: Speed  # of a worker
+    speed: Speed
 
 
 def estimate(lists: list[TaskList], workers: int, gpu: bool = False) -> Estimate:
-    """What a nominal machine would need: `plan` for any task lists."""
+    """Estimate task lists on the device model's workers."""
     speed = device_model.speed(lists, gpu)
-    kept = {a.tile.key: a.tile.bytes for low in lists for task in low.tasks for a in task.accesses
+    kept = {a.tile.key: a.tile.bytes for tasks in lists for task in tasks.tasks for a in task.accesses
             if a.tile.persistent}  # fmt: skip
     work, chain, seconds = 0.0, 0.0, 0.0
-    for low in lists:
-        all_of_it, longest = _work_and_chain(low, speed)
-        work, chain = work + all_of_it, chain + longest
-        seconds += max(all_of_it / workers, longest, len(low.tasks) * speed.submit)
-    tasks = sum(len(low.tasks) for low in lists)
+    for tasks in lists:
+        all_tasks, longest = _work_and_chain(tasks, speed)
+        work, chain = work + all_tasks, chain + longest
+        seconds += max(all_tasks / workers, longest, len(tasks.tasks) * speed.submit)
+    count = sum(len(tasks.tasks) for tasks in lists)
     return Estimate(
-        tasks=tasks,
-        bytes_moved=sum(task.bytes for low in lists for task in low.tasks),
-        peak_bytes=max(low.peak_bytes(sum(kept.values())) for low in lists),
-        mean_task=work / max(tasks, 1) - speed.beside,
+        tasks=count,
+        bytes_moved=sum(task.bytes for tasks in lists for task in tasks.tasks),
+        peak_bytes=max(tasks.peak_bytes(sum(kept.values())) for tasks in lists),
+        mean_task=work / max(count, 1) - speed.beside,
         parallelism=work / (chain or 1.0),
         seconds=seconds,
         speed=speed,
     )
 
 
-def _work_and_chain(low: TaskList, speed: Speed) -> tuple[float, float]:
-    """Seconds of all tasks, and of the longest chain of tasks that wait for each other."""
-    takes = [speed.seconds(task) + speed.beside for task in low.tasks]
-    before = dependencies([TileUse(a.tile, a.mode) for a in task.accesses] for task in low.tasks)
-    return sum(takes), sum(takes[number] for number in critical_path(before, takes))
+def _work_and_chain(tasks: TaskList, speed: Speed) -> tuple[float, float]:
+    """Return the seconds of all tasks, and of the longest chain of dependent tasks."""
+    seconds = [speed.seconds(task) + speed.beside for task in tasks.tasks]
+    before = dependencies([TileUse(a.tile, a.mode) for a in task.accesses] for task in tasks.tasks)
+    return sum(seconds), sum(seconds[number] for number in critical_path(before, seconds))
 
 
 @dataclass
-class Row:
-    """Operators of one kind and phase: how many, into how many tiles and tasks, flop of all they do, bytes moved."""
+class PlanRow:
+    """Operators of one kind and phase: their number, and the sums over all of them."""
 
     operators: int = 0
     tiles: int = 0
@@ -78,8 +85,12 @@ class Row:
 
 @dataclass
 class Plan:
-    """Of one optimizer step: parameters, tasks, bytes; flop, of products and attention; `rows` by (phase, kind of
-    operator)."""
+    """Plan of one optimizer step.
+
+    Attributes:
+        flop: of products and attention.
+        rows: by phase and kind of operator.
+    """
 
     parameters: int
     tokens: int
@@ -93,7 +104,7 @@ class Plan:
     step_seconds: float
     workers: str
     digest: str
-    rows: dict[tuple[str, str], Row]
+    rows: dict[tuple[str, str], PlanRow]
 
     def to_dict(self) -> dict[str, Any]:
         rows = [
@@ -105,14 +116,10 @@ class Plan:
 
     def render(self) -> RenderableType:
         from rich.console import Group
-        from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for name in ("phase", "operator"):
-            table.add_column(name)
-        for name in ("count", "tiles", "tasks", "Gflop", "GB moved", "Mflop/task"):
-            table.add_column(name, justify="right")
+        heads = ("phase", "operator", "count", "tiles", "tasks", "Gflop", "GB moved", "Mflop/task")
+        table = plain_table(heads, text=heads[:2], overflow="ellipsis")
         for (phase, kind), row in self.rows.items():
             each = row.flop / max(row.tasks, 1) / 1e6
             numbers = [row.operators, row.tiles, row.tasks]
@@ -127,7 +134,7 @@ class Plan:
             f"bytes moved a step  {self.bytes_moved / 1e9:,.2f} GB",
             f"bytes at peak       {self.peak_bytes / 2**20:,.1f} MiB",
             f"  kept all the time {self.state_bytes / 2**20:,.1f} MiB: weights, gradients, optimizer state",
-            *([f"leave the GPU       {evicted:,.1f} GB a step, and come back"] if evicted else []),
+            *([f"evicted             {evicted:,.1f} GB a step leave the GPU and return"] if evicted else []),
             f"mean task           {self.task_seconds * 1e6:,.0f} us",
             f"time a step         {self.step_seconds:,.3g} s, on {self.workers}",
             f"program             {self.digest[:16]}",
@@ -136,47 +143,48 @@ class Plan:
 
 
 def plan(config: RunConfig) -> Plan:
-    """The plan of a training config; nothing is run and no weight is made."""
+    """Plan a training config; nothing runs and no weight is initialised."""
     with no_search_for_cycles():
         return summarise(step_spec(config).step(), config=config)
 
 
 def summarise(step: Step, *, config: RunConfig) -> Plan:
+    """Return the plan of a step."""
     repeats = config.train.grad_accumulation
     parts: list[tuple[Lowering, int]] = [(step.first, 1), (step.update, 1)]
     if step.more:
         parts.insert(1, (step.more, repeats - 1))
     kinds: dict[str, tuple[str, str]] = {}
-    rows: dict[tuple[str, str], Row] = {}
-    for graph, low in ((step.graph, step.first), (step.update_graph, step.update)):
-        made = {task.op for task in low.tasks.tasks}
+    rows: dict[tuple[str, str], PlanRow] = {}
+    for graph, lowering in ((step.graph, step.first), (step.update_graph, step.update)):
+        with_tasks = {task.op for task in lowering.tasks.tasks}
         for op in graph.ops:
             name = op.name if op.phase == "forward" else f"{op.name}.{op.phase}"
-            if name not in made:  # another operator's tasks do its work, or nothing is to do
+            if name not in with_tasks:  # another operator's tasks do its work, or it has no work
                 continue
             phase = "update" if graph is step.update_graph else op.phase
-            row = rows.setdefault((phase, op.kind), Row())
+            row = rows.setdefault((phase, op.kind), PlanRow())
             row.operators += 1
-            row.flop += graph.computed(op, low.tiling) * (repeats if phase != "update" else 1)
-            row.tiles += sum(1 for t in op.outputs for _ in low.indices(t))
+            row.flop += graph.computed(op, lowering.tiling) * (repeats if phase != "update" else 1)
+            row.tiles += sum(1 for t in op.outputs for _ in lowering.indices(t))
             kinds[name] = (phase, op.kind)
-    for low, times in parts:
-        for task in low.tasks.tasks:
+    for lowering, times in parts:
+        for task in lowering.tasks.tasks:
             row = rows[kinds[task.op]]
             row.tasks += times
             row.bytes += times * task.bytes
             row.kernels[task.kernel] += times
     tasks = sum(row.tasks for row in rows.values())
     gpu = config.runtime.cuda != 0
-    of = estimate([low.tasks for low, times in parts for _ in range(times)], config.workers, gpu)
+    lists = [lowering.tasks for lowering, times in parts for _ in range(times)]
+    of = estimate(lists, config.workers, gpu)
     seconds = of.seconds
     evicted = 0
-    if config.planned or (gpu and config.workers == 1):  # one GPU runs the tasks in their order, in groups as by a plan
-        lists = [low.tasks for low, times in parts for _ in range(times)]
+    if config.planned or (gpu and config.workers == 1):  # one GPU runs tasks in order and in groups, as a plan does
         seconds = planned_seconds(lists, config.workers, of.speed)
-        runs = config.runtime
-        if gpu and config.workers == 1 and runs.cuda_memory and not runs.cpus and not runs.disk:
-            evicted = evicted_bytes(lists, runs.cuda_memory)
+        runtime = config.runtime
+        if gpu and config.workers == 1 and runtime.cuda_memory and not runtime.cpus and not runtime.disk:
+            evicted = evicted_bytes(lists, runtime.cuda_memory)
             seconds += evicted / of.speed.host_s
     kind = ("GPU" if gpu else "CPU worker") + "s" * (config.workers > 1)
     each = f"{of.speed.flop_s / 1e9:,.0f} Gflop/s and {of.speed.bytes_s / 1e9:,.0f} GB/s"

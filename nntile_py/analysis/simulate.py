@@ -1,7 +1,7 @@
-"""How long a planned program would take on several GPUs, without one: placed, grouped, then played event by event.
+"""Simulation of a planned program on several GPUs or nodes: tasks are placed, grouped, then simulated event by event.
 
-On several nodes, too, whose sums meet over a network (tiles/allreduce.py). Nodes that run the same program, each with
-its part of the batch, do the same at the same time: one is played, and what comes to it is what it sends itself.
+Nodes add up their sums over a network (tiles/allreduce.py). Nodes that run the same program, each on its part of the
+batch, do the same at the same time. One node is then simulated for all: it receives what it sends itself.
 """
 
 from __future__ import annotations
@@ -20,26 +20,40 @@ from nntile_py.tiles.rank_tasks import RECEIVE, MessageTask, Replicas
 from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
 from nntile_py.tiles.tasklist import Task
 
-Copies = dict[Hashable, set[int]]  # the workers that hold each tile
-READY, ENDED, LANDED, CAME, TAKEN = range(5)  # a task's tiles are there; its end; a message, on its way into a node
+Copies = dict[Hashable, set[int]]  # workers that hold each tile
+# Events: a task's tiles are on its worker; a task ended; a message reached a node, passed its card, was taken.
+READY, ENDED, LANDED, CAME, TAKEN = range(5)
 
 
 @dataclass
-class Played:
-    """What became of a node in a step: seconds, bytes. Of a list, where `play` fills it in."""
+class SimulatedList:
+    """Result of the simulation of one task list, on one node; times in seconds.
+
+    Attributes:
+        busy: time of each worker, including the runtime's time for its tasks.
+        adding: the part of `busy` for sums over nodes.
+        inside: bytes between workers of the node.
+        between: bytes sent to other nodes; as many are received.
+        messages: messages sent to other nodes.
+        cards: time in which each network card sends.
+        thread: time of the thread that sends and receives messages.
+        computed: from the start to the end of the last task that is not part of a sum over nodes.
+        sending: from the first message to the end.
+        last: the tile whose sum ended last.
+    """
 
     start: float = 0.0
     end: float = 0.0
-    busy: list[float] = field(default_factory=list)  # of each worker, with the runtime's time for its tasks
-    adding: list[float] = field(default_factory=list)  # the part of it for what comes from other nodes
-    inside: int = 0  # bytes between workers of the node
-    between: int = 0  # to other nodes; as many come from them
-    messages: int = 0  # to them
-    cards: dict[int, float] = field(default_factory=dict)  # of each network card: seconds that it sends
-    thread: float = 0.0  # of the one that sends and receives
-    computed: float = 0.0  # from the start to the end of the last task that is no part of a sum over nodes
-    sending: float = 0.0  # from the first message to the end
-    last: Tile | None = None  # whose sum ended last
+    busy: list[float] = field(default_factory=list)
+    adding: list[float] = field(default_factory=list)
+    inside: int = 0
+    between: int = 0
+    messages: int = 0
+    cards: dict[int, float] = field(default_factory=dict)
+    thread: float = 0.0
+    computed: float = 0.0
+    sending: float = 0.0
+    last: Tile | None = None
 
     @property
     def seconds(self) -> float:
@@ -47,85 +61,95 @@ class Played:
 
 
 def planned_seconds(lists: Sequence[TaskList], workers: int, speed: Speed) -> float:
-    """Seconds of a step, whose resolved `lists` run one after the other, after a first step that put tiles in place."""
-    made = played([programs(lists, workers, speed)], workers, speed)
-    return made[-1].end - made[0].start
+    """Return the seconds of a step after a first step, which put tiles in place.
+
+    Args:
+        lists: the step's resolved task lists, in the order in which they run.
+    """
+    simulated = simulate([programs(lists, workers, speed)], workers, speed)
+    return simulated[-1].end - simulated[0].start
 
 
 def programs(lists: Sequence[TaskList], workers: int, speed: Speed, *, group: bool = True) -> list[list[Task]]:
-    """What the workers run, list by list: placed, and in groups, as a run would do it."""
+    """Return the tasks of each list as a run would have them: placed on workers, and grouped."""
     residency: Residency = {}
-    made: dict[int, list[Task]] = {}  # a list that is run several times is placed once
-    for one in lists:
-        if id(one) not in made:
-            apart = place(one, workers, speed, residency) if workers > 1 else one
-            alone = workers == 1
+    tasks_of: dict[int, list[Task]] = {}  # a list that runs several times is placed once
+    for tasks in lists:
+        if id(tasks) not in tasks_of:
+            placed = place(tasks, workers, speed, residency) if workers > 1 else tasks
             if group:
-                apart = grouped(apart, speed.flop_s, speed.bytes_s, GROUP_SECONDS, alone=alone)
-            made[id(one)] = apart.tasks
-    return [made[id(one)] for one in lists]
+                placed = grouped(placed, speed.flop_s, speed.bytes_s, GROUP_SECONDS, alone=workers == 1)
+            tasks_of[id(tasks)] = placed.tasks
+    return [tasks_of[id(tasks)] for tasks in lists]
 
 
-def played(
+def simulate(
     nodes: Sequence[Sequence[Sequence[Task]]], workers: int, speed: Speed, network: Network | None = None
-) -> list[Played]:
-    """What becomes of each list of a step on the first of these nodes, after a first step that put tiles in place.
+) -> list[SimulatedList]:
+    """Simulate a step after a first step, which put tiles in place.
 
-    nodes: the lists of each, of all nodes that there are, or of one that stands for all.
+    Args:
+        nodes: the task lists of each node, of all nodes or of one node that stands for all.
+
+    Returns:
+        A result for each list, on the first node.
     """
     copies: list[Copies] = [{} for _ in nodes]
-    now, result = 0.0, list[Played]()
+    now, result = 0.0, list[SimulatedList]()
     for _ in range(2):
         result = []
         for lists in zip(*nodes, strict=True):
-            result.append(Played(now, now, [0.0] * workers, [0.0] * workers))
-            now = result[-1].end = _Play(lists, workers, speed, copies, now, network, result[-1]).run()
+            result.append(SimulatedList(now, now, [0.0] * workers, [0.0] * workers))
+            now = result[-1].end = _Simulation(lists, workers, speed, copies, now, network, result[-1]).run()
     return result
 
 
-def of_ranks(lists: Sequence[TaskList], ranks: int, speed: Speed, shard: bool = False) -> list[list[list[Task]]]:
-    """What each rank runs of a step's resolved lists, in the second step: its tasks and messages, list by list."""
+def rank_programs(lists: Sequence[TaskList], ranks: int, speed: Speed, shard: bool = False) -> list[list[list[Task]]]:
+    """Return the tasks and messages of each rank, list by list, as they are in the second step."""
     residency: Residency = {}
-    placed = {id(one): place(one, ranks, speed, residency) for one in {id(one): one for one in lists}.values()}
+    distinct = {id(tasks): tasks for tasks in lists}
+    placed = {number: place(tasks, ranks, speed, residency) for number, tasks in distinct.items()}
     replicas = Replicas(ranks, shard=shard)
     shares = dict(zip(placed, replicas.share(placed.values()), strict=True))
-    for tile in (tile for one in lists for tile in one.initialised if tile.kind != "grad"):
+    for tile in (tile for tasks in lists for tile in tasks.initialised if tile.kind != "grad"):
         replicas.written(tile)
-    made: list[list[list[Task]]] = []
+    of_ranks: list[list[list[Task]]] = []
     for _ in range(2):
-        made = [[] for _ in range(ranks)]
-        for shared in (shares[id(one)] for one in lists):
-            for own in made:
+        of_ranks = [[] for _ in range(ranks)]
+        for shared in (shares[id(tasks)] for tasks in lists):
+            for own in of_ranks:
                 own.append([])
             for rank, message in replicas.brought(shared.needs.items()):
-                made[rank][-1].append(message)
-            for own, one in zip(made, shared.lists, strict=True):
-                own[-1] += [replace(task, worker=0) for task in one.tasks]
+                of_ranks[rank][-1].append(message)
+            for own, tasks in zip(of_ranks, shared.lists, strict=True):
+                own[-1] += [replace(task, worker=0) for task in tasks.tasks]
             replicas.ran(shared)
-    return made
+    return of_ranks
 
 
 def evicted_bytes(lists: Sequence[TaskList], memory: float) -> int:
-    """Bytes that a step on one worker with so much memory sends to main memory, and gets back."""
+    """Return the bytes that a step on one worker with `memory` bytes evicts to main memory and fetches again."""
     room = room_in_turn(lists, memory)
     if not room:
         return 0
-    mark_evictions(list({id(one): one for one in lists}.values()), room)
-    return sum(tile.bytes for one in lists for task in one.tasks for tile in task.evicts)
+    mark_evictions(list({id(tasks): tasks for tasks in lists}.values()), room)
+    return sum(tile.bytes for tasks in lists for task in tasks.tasks for tile in task.evicts)
 
 
-def play(tasks: Sequence[Task], workers: int, speed: Speed, copies: Copies, start: float = 0.0) -> float:
-    """When the last of the tasks, each with its worker (or all on one), has ended, if all were submitted at `start`.
+def simulate_list(tasks: Sequence[Task], workers: int, speed: Speed, copies: Copies, start: float = 0.0) -> float:
+    """Simulate one node's tasks, all submitted at `start`; return when the last task ends.
 
-    A task's tiles travel as soon as its predecessors have ended, one after the other into a worker. A worker takes the
-    first in the list of those whose tiles are there. copies: the workers that hold each tile, brought up to date; a
-    tile that is not in it is wherever it is wanted. Not played: memory that runs short, and what ends a reduction.
+    A task's tiles are fetched as soon as its predecessors have ended, one tile at a time into each worker. A worker
+    takes the first task of the list whose tiles it holds. Lack of memory and the end of a reduction are not simulated.
+
+    Args:
+        copies: the workers that hold each tile, updated here. A tile that it lacks is wherever it is needed.
     """
-    return _Play([tasks], workers, speed, [copies], start).run()
+    return _Simulation([tasks], workers, speed, [copies], start).run()
 
 
 class _Node:
-    """What one has to do, and what is under way there."""
+    """State of a node: tasks, their dependencies, transfers in progress."""
 
     def __init__(
         self, tasks: Sequence[Task], workers: int, copies: Copies, start: float, cards: int, several: bool
@@ -137,38 +161,41 @@ class _Node:
         for number, previous in enumerate(before):
             for earlier in previous:
                 self.after[earlier].append(number)
-        self.receives: dict[tuple[int, int], deque[int]] = {}  # the tasks that take messages, by source and tag
+        self.receives: dict[tuple[int, int], deque[int]] = {}  # tasks that receive messages, by source and tag
         for number, task in enumerate(tasks):
             if isinstance(task, MessageTask) and task.kernel == RECEIVE:
                 self.receives.setdefault((task.peer if several else 0, task.tag), deque()).append(number)
                 self.missing[number] += 1
-        self.arrived = [start] * workers  # when what is on its way to each worker is there
+        self.arrived = [start] * workers  # when each worker has received all fetched tiles
         self.waiting: list[list[int]] = [[] for _ in range(workers)]
         self.busy = [False] * workers
-        self.thread = start  # when the one that sends and receives is free
-        self.out, self.into = [start] * cards, [start] * cards  # when all has gone through each card
+        self.thread = start  # when the thread of messages is free
+        self.out, self.into = [start] * cards, [start] * cards  # when each card is free
 
 
-class _Play:
-    """The lists of nodes from `start` on; see `play`. used: is told what becomes of the first.
+class _Simulation:
+    """Simulation of one list of each node; see `simulate_list`.
 
-    A message is sent by its node's thread when its tile is there, goes through the card of its worker, one after the
-    other, and so it comes in.
+    A node's thread sends a message when its tile is complete. The network card of its worker transmits messages one
+    after the other; the receiving node's card and thread take them in the same way.
+
+    Args:
+        used: result for the first node, filled in here.
     """
 
     def __init__(
         self, lists: Sequence[Sequence[Task]], workers: int, speed: Speed, copies: Sequence[Copies], start: float,
-        network: Network | None = None, used: Played | None = None,
+        network: Network | None = None, used: SimulatedList | None = None,
     ) -> None:  # fmt: skip
         self.speed, self.start, self.network = speed, start, network or Network(1.0, 0.0, 0.0, workers)
-        self.used = used or Played(start, start, [0.0] * workers, [0.0] * workers)
+        self.used = used or SimulatedList(start, start, [0.0] * workers, [0.0] * workers)
         cards = -(-workers // self.network.share)
         several = len(lists) > 1
         self.nodes = [_Node(one, workers, held, start, cards, several) for one, held in zip(lists, copies, strict=True)]
         self.events: list[tuple[float, int, int, int]] = []  # when, what, the node, the task
 
     def run(self) -> float:
-        """Returns when the last has ended."""
+        """Return when the last task ends."""
         for at, node in enumerate(self.nodes):
             for number, count in enumerate(node.missing):
                 if not count:
@@ -181,14 +208,14 @@ class _Play:
             elif what == ENDED:
                 self._end(at, number, now)
             else:
-                self._on_its_way(what, at, number, now)
+                self._receive(what, at, number, now)
             self._next(at, max(self.nodes[at].tasks[number].worker, 0), now)
         if self.used.sending:
             self.used.sending = now - self.used.sending
         return now
 
     def _begin(self, at: int, number: int, now: float) -> None:
-        """What the task waits for has been done."""
+        """Start a task's transfers: its predecessors have ended."""
         task = self.nodes[at].tasks[number]
         if isinstance(task, MessageTask) and task.kernel == RECEIVE:
             heapq.heappush(self.events, (now, ENDED, at, number))
@@ -196,7 +223,7 @@ class _Play:
             heapq.heappush(self.events, (self._fetched(at, task, now), READY, at, number))
 
     def _ready(self, at: int, number: int, now: float) -> None:
-        """Its tiles are there."""
+        """Queue a task: its worker has its tiles."""
         task = self.nodes[at].tasks[number]
         if isinstance(task, MessageTask):
             self._send(at, number, task, now)
@@ -204,19 +231,19 @@ class _Play:
             heapq.heappush(self.nodes[at].waiting[max(task.worker, 0)], number)
 
     def _fetched(self, at: int, task: Task, now: float) -> float:
-        """When its tiles are there."""
-        node, worker, there = self.nodes[at], max(task.worker, 0), now
+        """Fetch a task's tiles; return when its worker has them."""
+        node, worker, arrived = self.nodes[at], max(task.worker, 0), now
         for access in task.accesses:
             held = node.copies.get(access.tile.key)
             if access.mode not in ("W", "REDUX") and held and worker not in held:
-                there = max(node.arrived[worker], now) + self.speed.latency + access.tile.bytes / self.speed.link_s
-                node.arrived[worker] = there
+                arrived = max(node.arrived[worker], now) + self.speed.latency + access.tile.bytes / self.speed.link_s
+                node.arrived[worker] = arrived
                 held.add(worker)
                 self.used.inside += access.tile.bytes * (at == 0)
-        return there
+        return arrived
 
     def _next(self, at: int, worker: int, now: float) -> None:
-        """A worker that has nothing to do begins the first of the tasks whose tiles are there."""
+        """Start the first queued task of a worker that is idle."""
         node = self.nodes[at]
         if not node.waiting[worker] or node.busy[worker]:
             return
@@ -267,9 +294,9 @@ class _Play:
             self.used.between += task.size
             self.used.messages += 1
             self.used.cards[card] = self.used.cards.get(card, 0.0) + seconds
-            self.used.thread += 2 * self.network.message  # one of another comes
+            self.used.thread += 2 * self.network.message  # as many messages are received
 
-    def _on_its_way(self, what: int, at: int, number: int, now: float) -> None:
+    def _receive(self, what: int, at: int, number: int, now: float) -> None:
         node, task = self.nodes[at], self.nodes[at].tasks[number]
         assert isinstance(task, MessageTask)
         if what == LANDED:

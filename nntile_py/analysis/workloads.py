@@ -37,6 +37,14 @@ Work = Literal[
 ]  # fmt: skip
 FORWARD = ("inference", "attention")  # forward passes, of sequences of any lengths, packed or not
 Phase = Literal["forward", "backward", "all"]
+TITLES = {
+    "train": "a training step of",
+    "inference": "a forward pass of",
+    "attention": "the attention of",
+    "encoder": "an encoder layer of",
+    "decoder": "a decoder layer of",
+    "mha": "multi-head attention of",
+}
 
 
 @dataclass
@@ -83,6 +91,15 @@ def preset(work: str, overrides: Sequence[str]) -> RunConfig:
     return resolve(tree, [*own, *where, *overrides], f"--work {work}")  # uncut, it is one worker's
 
 
+def work_title(config: RunConfig, work: str) -> str:
+    """Return the workload, its model, its sizes and its precision."""
+    sizes = {"batch": config.train.batch, "seq": config.train.seq}
+    names = ("layers", "embed", "heads") if work in ("train", "inference") else ("embed", "heads")
+    sizes |= {name: getattr(config.model, name) for name in names if hasattr(config.model, name)}
+    title = TITLES.get(work, f"{work.replace('_', ' + ')} with sizes of")
+    return f"{title} {config.model.type}: {', '.join(f'{n} {s}' for n, s in sizes.items())}, {config.precision}"
+
+
 def logical(config: RunConfig, work: Work, fusion: Fusion | None = None, phase: Phase = "all") -> list[Graph]:
     """The graphs of a workload, not cut into tiles: of a training step the update's is the second.
 
@@ -107,10 +124,10 @@ def spec_of(config: RunConfig, work: Work, fusion: Fusion | None = None) -> Step
     if work != "attention":
         return spec
     _need(config, work, "embed", "heads", "attention")
-    return replace(spec, model=SelfAttention(config.model))
+    return replace(spec, model=AttentionOnly(config.model))
 
 
-class SelfAttention:
+class AttentionOnly:
     """The attention of a layer without its products: figures 11 to 13 of ByteTransformer (Zhai et al. 2023).
 
     Inputs: q, k, v [batch, seq, heads, head_dim]; attention_mask if given. config: has embed, heads and attention."""

@@ -39,13 +39,13 @@ def plan(
     loaded = load(config, sets or [])
     if nodes is None:
         note_tiles(loaded)
-    from nntile_py.analysis.cluster_plan import machines, plan_nodes
+    from nntile_py.analysis.cluster_plan import plan_cluster, requested_cluster
     from nntile_py.analysis.plan import plan as make
 
-    on = machines(loaded, nodes, gpus_per_node, network, gpus_per_nic)
+    on = requested_cluster(loaded, nodes, gpus_per_node, network, gpus_per_nic)
     if strong and not on:
         raise ConfigError("--strong: allowed: only with --nodes")
-    made = plan_nodes(loaded, on, strong=strong) if on else make(loaded)
+    made = plan_cluster(loaded, on, strong=strong) if on else make(loaded)
     show(made.to_dict() if as_json else made.render())
 
 
@@ -133,7 +133,7 @@ def analyze(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Count each operator's flop and words, before and after fusion; what is bound by memory."""
+    """Count each operator's flop and moved elements, before and after fusion; say what bounds the step."""
     if repeats and not measure:
         raise ConfigError("--repeats: allowed: only with --measure")
     if overwrite and not out:
@@ -151,7 +151,7 @@ def analyze(
 
         made = run(made, loaded, repeats or MEASURED)
     if out:
-        paths = analysis_report.write(made, out, loaded, what)
+        paths = analysis_report.write(made, out)
         print(*paths, sep="\n", file=sys.stderr)
         if not any(path.suffix == ".svg" for path in paths):  # no graphviz, or a graph that is too large to read
             print(f"no pictures of the graph: {out / 'report.html'} says why", file=sys.stderr)
@@ -206,15 +206,13 @@ def layouts(
         with telling(console) as tell:
             tuned = tune(loaded, what, known, repeats or TUNED, tell, own_alone=own)
         print(f"{tuned.measured} measured; {known.path}")
-        if tuned.comparison:
-            print(parts.ruled(tuned.comparison))
-        elif what not in FORWARD:
-            print("Chosen: the default layouts; others gain less than the noise of the times. No steps to compare.")
+        if tuned.comparison or what not in FORWARD:
+            print(parts.decision(tuned.comparison and tuned.comparison.program, tuned.comparison))
         if tuned.others:
             print(f"other processes kept {tuned.others:.1f} cores busy meanwhile: times are too long", file=sys.stderr)
         return
     known = opened(loaded, database)
-    found = parts.shown(loaded, what, known)
+    found = parts.layout_results(loaded, what, known)
     if out:
         best = min(found, key=lambda of: of.seconds)
         replace_file(out, files_of(parts.violins(best, known), [form])[form])

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.system.folders import replace_file
-from nntile_py.system.pictures import files_of, new_figure
+from nntile_py.system.pictures import new_figure, save_figure
 
 Array = np.ndarray[Any, Any]
 MAX_SHOWN = 20  # with more classes the matrix fits neither a terminal nor, with its counts, the picture
@@ -66,8 +65,7 @@ class Confusion:
 
     def save(self, folder: Path) -> None:
         """Draw the matrix into FILES, coloured by the share of each true class. Equal counts give equal bytes."""
-        for form, content in files_of(self._drawn(), [Path(name).suffix[1:] for name in FILES]).items():
-            replace_file(folder / f"confusion.{form}", content)
+        save_figure(self._drawn(), folder / "confusion", [Path(name).suffix[1:] for name in FILES])
 
     def _drawn(self) -> Any:
         count = len(self.names)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from nntile_py.analysis.plan import Estimate, estimate
-from nntile_py.analysis.tile_advice import ahead, coarse, note
+from nntile_py.analysis.tile_advice import coarse, note, own_cost
 from nntile_py.analysis.workloads import build
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import RunConfig, load
@@ -29,7 +29,7 @@ from nntile_py.measure.sweep_spec import Sweep
 from nntile_py.schema import assignment, read_yaml, validated
 from nntile_py.system.cgroup import machine_memory
 from nntile_py.system.folders import replace_file
-from nntile_py.system.pictures import files_of, new_figure
+from nntile_py.system.pictures import new_figure, save_figure
 from nntile_py.system.progress import telling
 from nntile_py.tiles import AXES
 from nntile_py.tiles.placement import GOOD
@@ -75,7 +75,7 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
     seen: Seen = {}
     own: Tiles = config.tiles.model_dump()
     start: Tiles = dict(own)
-    if (now := ahead(config)).far_too_fine:  # nobody waits for so many to be listed, let alone measured
+    if (now := own_cost(config)).far_too_fine:  # nobody waits for so many to be listed, let alone measured
         start.update(coarse(config).tiles)
         told = f"the config's own tiles make {now.tasks:,} tasks a step, far too many to measure; beginning at others"
         console.print(told, highlight=False, soft_wrap=True)
@@ -126,8 +126,7 @@ def write_search(found: Search, rows: list[Row], folder: Path) -> None:
         writer.writerow([*map(plain, one.key), *planned, one.pruned or "", row["seconds"] if row else ""])
     replace_file(folder / "searched.csv", out.getvalue())
     where = machine()
-    for form, content in files_of(draw_search(found, rows, f"{described(where)}, {where['date']}")).items():
-        replace_file(folder / f"plot.{form}", content)
+    save_figure(draw_search(found, rows, f"{described(where)}, {where['date']}"), folder / "plot")
 
 
 def _measured(rows: list[Row]) -> dict[tuple[int | None, ...], Row]:
@@ -232,7 +231,7 @@ def _plan(config: RunConfig, tiles: Tiles, seen: Seen) -> Estimate | str:
     if _key(tiles) not in seen:
         at = config.model_copy(update={"tiles": type(config.tiles)(**tiles)})
         try:
-            lists = None if ahead(at).far_too_fine else build(at).lists
+            lists = None if own_cost(at).far_too_fine else build(at).lists
             seen[_key(tiles)] = estimate(lists, config.workers, config.runtime.cuda != 0) if lists else TOO_FINE
         except ConfigError:
             seen[_key(tiles)] = UNCUTTABLE

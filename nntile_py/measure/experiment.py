@@ -24,6 +24,7 @@ from nntile_py.measure.results import table
 from nntile_py.measure.sweep_report import report, sets_told
 from nntile_py.measure.sweep_spec import Sweep, points
 from nntile_py.profiling import FILES
+from nntile_py.system.console_tables import plain_table
 from nntile_py.system.folders import replace_file
 from nntile_py.system.machine import described, machine
 from nntile_py.system.pictures import FORMS, files_of
@@ -36,14 +37,11 @@ if TYPE_CHECKING:
 
 def plan(made: Experiment, scale: str, mode: Mode | None = None, sets: Sequence[str] = ()) -> RenderableType:
     """Every point checked and planned; nothing is run."""
-    from rich.table import Table
-
     from nntile_py.analysis.plan import Estimate, estimate
     from nntile_py.analysis.workloads import build
 
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("point", "tasks", "Tflop", "GB moved", "GiB peak", "us a task", "parallel"):
-        shown.add_column(column, justify="left" if column == "point" else "right", overflow="fold")
+    heads = ("point", "tasks", "Tflop", "GB moved", "GiB peak", "us a task", "parallel")
+    shown = plain_table(heads, text=["point"])
     known: dict[str, tuple[Estimate, float]] = {}
     for told, config, work, phase in _planned(made.part(scale, mode, sets), made.kind):
         key = json.dumps([config.model_dump(exclude={"runtime"}), work, phase], default=str)

@@ -13,6 +13,7 @@ from nntile_py.measure.layout_experiment import LaidOut
 from nntile_py.measure.operator_experiment import Counted, Printed
 from nntile_py.measure.sweep_spec import check_sweep
 from nntile_py.schema import Count, Section, assignment, read_yaml, validated
+from nntile_py.system.console_tables import plain_table
 from nntile_py.system.folders import installed
 
 if TYPE_CHECKING:
@@ -124,11 +125,7 @@ def load_experiment(name: str) -> Experiment:
 
 
 def listing() -> RenderableType:
-    from rich.table import Table
-
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "what", "shows"):
-        shown.add_column(column, overflow="fold")
+    shown = plain_table(heads := ("name", "what", "shows"), text=heads)
     for name in names():
         made = load_experiment(name)
         shown.add_row(name, made.title, made.shows)

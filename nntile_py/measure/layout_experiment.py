@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from nntile_py.analysis.layout_analysis import STACKED, Found, shown, told, violins
+from nntile_py.analysis.layout_analysis import STACKED, LayoutResult, layout_results, sums, violins
 from nntile_py.analysis.workloads import preset
 from nntile_py.config.builders import timings as opened
 from nntile_py.config.run_config import runtime_options
@@ -46,16 +46,16 @@ def run(part: LaidOut, folder: Path, console: Console) -> tuple[str, dict[str, b
     timings = opened(config, folder / "timings.jsonl", new=True)
     with telling(console) as tell:
         tuned = tune(config, part.work, timings, part.repeats, tell)
-    found = shown(config, part.work, timings)
+    found = layout_results(config, part.work, timings)
     best = min(found, key=lambda of: of.seconds)
-    lines = [*map(told, found), _worst(best), *_steps(config, part, timings, found)]
+    lines = [*map(sums, found), _worst(best), *_steps(config, part, timings, found)]
     if tuned.others:
         told_others = f"Other processes kept {tuned.others:.1f} cores busy as operators were measured"
         lines.append(f"{told_others}: times are too long.")
     return _csv(found), files_of(violins(best, timings)), lines
 
 
-def _worst(of: Found) -> str:
+def _worst(of: LayoutResult) -> str:
     """How much layouts matter, and the choice of all together."""
     timed = [line for line in of.lines if line.best]  # a Transpose that layouts make needless takes no time
     spread = max(timed, key=lambda line: line.worst / line.best)
@@ -65,20 +65,20 @@ def _worst(of: Found) -> str:
             f"{percent:.0f} % more than the best.")  # fmt: skip
 
 
-def _csv(found: Sequence[Found]) -> str:
+def _csv(found: Sequence[LayoutResult]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    times = [f"{what} ms" for what in ("default", "chosen", "turning", "best", "worst")]
+    times = [f"{what} ms" for what in ("default", "chosen", "transposes", "best", "worst")]
     writer.writerow(["Q, K, V", "operator", "x", "layouts", *times, "chosen"])
     for of in found:
         for line in of.lines:
-            took = (line.default, line.chosen, line.turning, line.best, line.worst)
+            took = (line.default, line.chosen, line.transposes, line.best, line.worst)
             cells = [STACKED[of.stacked], line.name, line.count, line.layouts, *(f"{ms:.4f}" for ms in took)]
             writer.writerow([*cells, line.layout or "needless"])
     return out.getvalue()
 
 
-def _steps(config: RunConfig, part: LaidOut, timings: Timings, found: Sequence[Found]) -> list[str]:
+def _steps(config: RunConfig, part: LaidOut, timings: Timings, found: Sequence[LayoutResult]) -> list[str]:
     """Forward and backward as they run, in the default layouts and in those that were chosen, in turns."""
     lines = []
     with Runtime(**runtime_options(config.runtime.model_dump())):

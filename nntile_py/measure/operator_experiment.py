@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from nntile_py.analysis import analysis_report, draw
-from nntile_py.analysis.operators import Analysis, Row, analyse
+from nntile_py.analysis.operator_row import OperatorRow
+from nntile_py.analysis.operators import Analysis, analyse
 from nntile_py.analysis.workloads import preset
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.schema import Count, Section, Switch
@@ -28,7 +29,7 @@ MEMORY, FLOP = "#d55e00", "#0072b2"  # colours of what bounds an operator
 
 
 class Printed(Section):
-    """A row of the paper's table: Gflop of 2^30, million words, times in us, as printed."""
+    """A row of the paper's table: Gflop of 2^30, million elements, times in us, as printed."""
 
     name: str
     ours: list[str]
@@ -69,19 +70,19 @@ def run(
         from nntile_py.profiling.operator_timer import measure
 
         made = measure(made, config, part.repeats)
-    analysis_report.write(made, folder, config, work)
+    analysis_report.write(made, folder)
     pictures: dict[str, bytes] = {}
     missing = None
     try:
         if part.picture == "graph":
-            text = analysis_report.dot_of(made, config, work, "before")
+            text = analysis_report.dot_of(made, "before")
             draw.write(text, folder / "plot.dot")
             pictures = {form: draw.picture(text, form) for form in FORMS}
         elif part.picture:
             pictures = files_of(bars(made))
     except draw.NoPicture as error:
         missing = error
-    written = compared(made, rows) if rows else analysis_report.table(made.groups, made.peaks)
+    written = compared(made, rows) if rows else analysis_report.table(made.groups, made.peak)
     return written, pictures, missing, _totals(made)
 
 
@@ -109,7 +110,7 @@ def compared(made: Analysis, rows: Sequence[Printed]) -> str:
     return out.getvalue()
 
 
-def matched(made: Analysis, rows: Sequence[Printed]) -> Iterator[tuple[Printed, list[Row]]]:
+def matched(made: Analysis, rows: Sequence[Printed]) -> Iterator[tuple[Printed, list[OperatorRow]]]:
     """Each printed row with ours. ConfigError: one names an operator that there is not."""
     known = {row.name: row for row in made.operators}
     for printed in rows:
@@ -118,7 +119,7 @@ def matched(made: Analysis, rows: Sequence[Printed]) -> Iterator[tuple[Printed, 
         yield printed, [known[name] for name in printed.ours]
 
 
-def _us(rows: Sequence[Row]) -> str:
+def _us(rows: Sequence[OperatorRow]) -> str:
     seconds = [row.seconds for row in rows if row.seconds is not None]
     return f"{math.fsum(seconds) * 1e6:.0f}" if rows and len(seconds) == len(rows) else ""
 
@@ -127,17 +128,18 @@ def _or(value: float | None) -> str:
     return "" if value is None else f"{value:g}"
 
 
-def _reached(made: Analysis, rows: Sequence[Row]) -> list[str]:
+def _reached(made: Analysis, rows: Sequence[OperatorRow]) -> list[str]:
     """MUE, share of the peak and what bounds the first of them, where they were measured."""
     if not rows:
         return ["", "", ""]
-    mue, share, bound = rows[0].mue(made.peaks), rows[0].peak_share(made.peaks), rows[0].memory_bound(made.peaks)
+    mue, share, bound = rows[0].mue(made.peak), rows[0].peak_share(made.peak), rows[0].memory_bound(made.peak)
     told = "" if bound is None else "yes" if bound else "no"
     return [*("" if of is None else f"{of:.1f}" for of in (mue, share)), told]
 
 
 def _totals(made: Analysis) -> list[str]:
-    heads = ["", "operators", "Gflop (10^9)", "% of the flop", "million words moved", "at least", "ms", "% of the time"]
+    heads = ["", "operators", "Gflop (10^9)", "% of the flop", "million elements moved", "at least", "ms",
+             "% of the time"]  # fmt: skip
     lines = []
     for name, *cells in analysis_report.class_rows(made):
         told = [f"{cell} {head}" for head, cell in zip(heads[1:], cells, strict=True) if cell]
@@ -151,10 +153,10 @@ def bars(made: Analysis) -> Figure:
     figure = new_figure((9.5, 0.24 * len(rows) + 1.6))
     axes = figure.subplots()
     places = range(len(rows))
-    bound = [bool(row.memory_bound(made.peaks)) for row in rows]
+    bound = [bool(row.memory_bound(made.peak)) for row in rows]
     colours = [MEMORY if of else FLOP for of in bound]
-    for shift, alpha, of in ((-0.19, 1.0, Row.mue), (0.19, 0.35, Row.peak_share)):
-        shares = [of(row, made.peaks) or 0.0 for row in rows]
+    for shift, alpha, of in ((-0.19, 1.0, OperatorRow.mue), (0.19, 0.35, OperatorRow.peak_share)):
+        shares = [of(row, made.peak) or 0.0 for row in rows]
         axes.barh([place + shift for place in places], shares, 0.36, color=colours, alpha=alpha)
     axes.set_yticks(list(places), [f"{row.name} ({row.title})" for row in rows], fontsize=7)
     axes.invert_yaxis()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from nntile_py.measure.plots import Row, figure_of, good_rows, plain, spread, word
 from nntile_py.measure.sweep_spec import VARIANT
+from nntile_py.system.console_tables import plain_table
 from nntile_py.system.folders import replace_file
 from nntile_py.system.pictures import FORMS, files_of
 
@@ -57,15 +58,12 @@ def within_spread(rows: list[Row], best: Best) -> list[Row]:
 def summary(sweep: Sweep, rows: list[Row]) -> RenderableType:
     """A table of the rows, with what failed below it."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
     keys = list(dict.fromkeys(key for row in rows for key in row["sets"]))
     keys = [key for key in keys if len({plain(row["sets"].get(key)) for row in rows}) > 1]
     metrics = list(dict.fromkeys([sweep.best.metric, "seconds_min", "tasks", "gflop_per_s"]))
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    for column in (*(key.rpartition(".")[2] for key in keys), *metrics, "status"):
-        shown.add_column(column, justify="right", overflow="fold")
+    shown = plain_table((*(key.rpartition(".")[2] for key in keys), *metrics, "status"))
     best = best_row(rows, sweep.best)
     for row in rows:
         cells = [word(key, row["sets"].get(key, "")) for key in keys]

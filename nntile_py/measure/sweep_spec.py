@@ -76,7 +76,7 @@ class Measure(Section):
     repeats: Count = 3
     """Times that are taken."""
     nodes: Count | None = None
-    """With `how: plan` and training steps: play a step on so many machines, as `nntile plan --nodes` does."""
+    """With `how: plan` and training steps: simulate a step on so many machines, as `nntile plan --nodes` does."""
     gpus_per_node: Count | None = None
     """With `nodes`: GPUs of each; null: runtime.cuda."""
     network: str | None = None

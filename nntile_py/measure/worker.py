@@ -73,7 +73,7 @@ def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, An
             return _timed(config, how, torch_layer(config, how.work, how.phase, how.contestant, **options))
         return _timed(config, how, torch_side(config, inputs_of(config, how.work, how.alpha), how.contestant, how.work))
     machines = how.gpus_per_node, how.network, how.gpus_per_nic
-    if on := cluster_plan.machines(config, how.nodes, *machines, name="measure.{}".format):
+    if on := cluster_plan.requested_cluster(config, how.nodes, *machines, name="measure.{}".format):
         return _on_nodes(config, on, how)
     whole = how.how == "run" and how.work in ("train", *FORWARD)  # made with what runs it
     built = None if whole else build(config, how.work, how.phase)
@@ -95,9 +95,9 @@ def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, An
     return facts | timed | rates
 
 
-def _on_nodes(config: RunConfig, on: cluster_plan.Machines, how: Measure) -> dict[str, Any]:
+def _on_nodes(config: RunConfig, on: cluster_plan.Cluster, how: Measure) -> dict[str, Any]:
     """What `nntile plan --nodes` tells."""
-    made = cluster_plan.plan_nodes(config, on, strong=how.strong)
+    made = cluster_plan.plan_cluster(config, on, strong=how.strong)
     told = {key: of for key, of in made.to_dict().items() if key in METRICS["nodes"] and of is not None}
     return told | {"seconds": made.step_seconds, "gpus": on.nodes * on.workers, "limit": made.limit}
 

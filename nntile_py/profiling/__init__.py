@@ -31,7 +31,7 @@ def profile(
     from nntile_py.config.builders import build_model, step_spec
     from nntile_py.config.run_config import runtime_options
     from nntile_py.execution.runtime import Runtime
-    from nntile_py.profiling import recorder
+    from nntile_py.profiling import peak_rates, recorder
     from nntile_py.system.load import Load, among
     from nntile_py.training.run import build_trainer
 
@@ -67,7 +67,7 @@ def profile(
         raise
     if ranks:
         ranks.barrier()  # whoever shares a machine has its peaks measured at the same time
-    peaks = recorder.peaks(trace, config)
+    peaks = peak_rates.peaks_of(trace, config)
     loads = ranks.to_first(load) if ranks else [load]
     if loads is None:
         return {}

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from nntile_py.profiling.message_waits import waits
-from nntile_py.profiling.trace import Message, Trace, intervals, merge
-from nntile_py.system.pictures import files_of, new_figure
+from nntile_py.profiling.trace import Trace, TracedMessage, intervals, merge
+from nntile_py.system.pictures import new_figure, save_figure
 from nntile_py.tasks.op import operators
 from nntile_py.tasks.optimizer import OPTIMIZERS, Update
 
@@ -142,7 +142,7 @@ def arrows(trace: Trace) -> list[tuple[int, float, int, float]]:
     """Messages as (source, left, target, right): all, or where they are too many those that were waited for longest."""
     (t0, t1), shown = trace.window, trace.messages
     if len(shown) > MOST_MESSAGES:
-        waited: dict[int, tuple[int, Message]] = {}
+        waited: dict[int, tuple[int, TracedMessage]] = {}
         for wait in waits(trace):
             waited[id(wait.message)] = waited.get(id(wait.message), (0,))[0] + wait.end - wait.start, wait.message
         shown = [message for _, message in sorted(waited.values(), key=lambda one: -one[0])[:MOST_MESSAGES]]
@@ -196,8 +196,7 @@ def save(trace: Trace, summary: dict[str, Any], folder: Path, title: str, where:
     named = {**dict(zip(drawn.kinds, drawn.colours, strict=True)), **(LANES if whole.messages else {})}
     patches = [Patch(color=of, label=kind) for kind, of in named.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-    for form, content in files_of(figure).items():
-        (folder / f"gantt.{form}").write_bytes(content)
+    save_figure(figure, folder / "gantt")
 
 
 def step_starts(trace: Trace) -> list[float]:

@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.profiling.trace import Bus, End, Info, Ints, Message, Trace, Worker
+from nntile_py.profiling.trace import Bus, Ints, MessageEnd, TaskInfo, Trace, TracedMessage, Worker
 from nntile_py.tiles.dependencies import dependencies
 
 DATES = ("submit", "pop", "fetch", "fetched", "start", "end", "released")
 
 
-def with_ends(trace: Trace, passages: Sequence[tuple[int, int, Info, End]], replay: Ints, index: Ints) -> None:
+def with_ends(
+    trace: Trace, passages: Sequence[tuple[int, int, TaskInfo, MessageEnd]], replay: Ints, index: Ints
+) -> None:
     """Put the ends of messages into one rank's trace, and the dependencies that go with them.
 
     passages: replay, place in its list, what it is; replay, index: the same of each task."""
@@ -58,7 +60,7 @@ class Clock:
         drifted = np.rint((np.asarray(theirs) - self._at) * self.drift).astype(np.int64)
         return theirs - self._offset - drifted
 
-    def end(self, end: End) -> End:
+    def end(self, end: MessageEnd) -> MessageEnd:
         return replace(end, posted=int(self.dates(end.posted)), ended=int(self.dates(end.ended)))
 
 
@@ -76,7 +78,7 @@ def together(traces: Sequence[Trace], hosts: Sequence[str], start: Any, end: Any
     ends = [[_renumbered(e, place[rank]) for e in of] for rank, of in enumerate(ends)]
     ready = _ready(ends, pairs, made)
     made.messages = [
-        Message(source, target, ends[source][a], ends[target][b], ready[source, a], _open(made, ends[target][b]))
+        TracedMessage(source, target, ends[source][a], ends[target][b], ready[source, a], _open(made, ends[target][b]))
         for (source, a), (target, b) in pairs
     ]
     made._before = [[] for _ in range(len(made))]
@@ -95,7 +97,7 @@ def together(traces: Sequence[Trace], hosts: Sequence[str], start: Any, end: Any
 Which = tuple[int, int]  # a rank and a number there
 
 
-def _pairs(ends: Sequence[Sequence[End]]) -> Iterable[tuple[Which, Which]]:
+def _pairs(ends: Sequence[Sequence[MessageEnd]]) -> Iterable[tuple[Which, Which]]:
     """Each send with its receive: those of one tag, from one rank to another, arrive in their order."""
     waiting: dict[tuple[int, int, int], deque[int]] = {}
     for rank, of in enumerate(ends):
@@ -109,7 +111,7 @@ def _pairs(ends: Sequence[Sequence[End]]) -> Iterable[tuple[Which, Which]]:
 
 
 def _order(
-    traces: Sequence[Trace], ends: Sequence[Sequence[End]], pairs: Sequence[tuple[Which, Which]]
+    traces: Sequence[Trace], ends: Sequence[Sequence[MessageEnd]], pairs: Sequence[tuple[Which, Which]]
 ) -> tuple[list[list[int]], dict[Which, set[Which]]]:
     """For each task of each rank its number among all, behind those of other ranks that it waits for; and those."""
     senders = {receive: send for send, receive in pairs}
@@ -144,14 +146,14 @@ def _order(
     return place, across
 
 
-def _renumbered(end: End, place: Sequence[int]) -> End:
+def _renumbered(end: MessageEnd, place: Sequence[int]) -> MessageEnd:
     return replace(end, before=tuple(place[t] for t in end.before), after=tuple(place[t] for t in end.after))
 
 
 def _joined(traces: Sequence[Trace], hosts: Sequence[str], place: Sequence[Sequence[int]]) -> Trace:
     """Tasks of all, in their new order, on workers and nodes that have their rank in their names."""
     number = np.argsort(np.concatenate([np.asarray(p, np.int64) for p in place]), kind="stable")
-    infos: list[Info] = []
+    infos: list[TaskInfo] = []
     workers: list[Worker] = []
     buses: list[Bus] = []
     nodes: list[str] = []
@@ -177,9 +179,7 @@ def _joined(traces: Sequence[Trace], hosts: Sequence[str], place: Sequence[Seque
     )  # fmt: skip
 
 
-def _ready(
-    ends: Sequence[Sequence[End]], pairs: Sequence[tuple[Which, Which]], made: Trace
-) -> dict[Which, int]:
+def _ready(ends: Sequence[Sequence[MessageEnd]], pairs: Sequence[tuple[Which, Which]], made: Trace) -> dict[Which, int]:
     """When the tile of each send was there to be sent."""
     arrived = {receive: ends[receive[0]][receive[1]].ended for _, receive in pairs}
     found = {}
@@ -191,6 +191,6 @@ def _ready(
     return found
 
 
-def _open(made: Trace, receive: End) -> int:
+def _open(made: Trace, receive: MessageEnd) -> int:
     """When there was a place for the tile: those that used what it held before were done."""
     return max([receive.posted, *(int(made.end[task]) for task in receive.before)])

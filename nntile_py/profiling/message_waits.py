@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.profiling.trace import Ints, Message, Trace, common, intervals, length, merge
+from nntile_py.profiling.trace import Ints, Trace, TracedMessage, common, intervals, length, merge
 
 # A pause this short between two tasks is the runtime's; a longer one is a worker without work.
 PAUSE_NS = 10_000
@@ -24,7 +24,7 @@ class Wait:
     task: int  # that lacked it
     start: int
     end: int
-    message: Message
+    message: TracedMessage
 
     @property
     def peer(self) -> int:
@@ -60,10 +60,10 @@ def waits(trace: Trace) -> list[Wait]:
     return sorted(found, key=lambda wait: (wait.worker, wait.start))
 
 
-def _releases(trace: Trace) -> tuple[dict[int, tuple[int, int, Message]], list[int]]:
+def _releases(trace: Trace) -> tuple[dict[int, tuple[int, int, TracedMessage]], list[int]]:
     """For tasks that a message came last for: from when, until when they lacked only it; and for each task the one of
     its rank that it waited for last, -1 where there is none."""
-    last: dict[int, tuple[int, Message]] = {}
+    last: dict[int, tuple[int, TracedMessage]] = {}
     for message in trace.messages:
         for end in (message.receive, message.send):
             for task in end.after:
@@ -99,7 +99,7 @@ def summarised(trace: Trace, workers: Sequence[dict[str, Any]]) -> dict[str, Any
     t0, t1 = trace.window
     window, every = max(t1 - t0, 1), waits(trace)
     ranks = [_rank(trace, rank, [w for w in every if w.rank == rank], workers) for rank in range(trace.ranks)]
-    links: dict[tuple[int, int], list[Message]] = {}
+    links: dict[tuple[int, int], list[TracedMessage]] = {}
     for message in trace.messages:
         links.setdefault((message.source, message.target), []).append(message)
     top: dict[tuple[int, int, str], int] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py.profiling.message_waits import Wait, waits
-from nntile_py.profiling.trace import Info, Message, Trace
+from nntile_py.profiling.trace import TaskInfo, Trace, TracedMessage
 
 WORKERS, FETCHES, BUSES, MESSAGES = 1, 2, 3, 4  # processes of the viewer: a group of rows each
 RANKS = 10  # what those of the next rank are more by
@@ -74,7 +74,7 @@ def _spans(trace: Trace, t0: int) -> tuple[list[float], list[float]]:
     return ((trace.start - t0) / 1e3).tolist(), (np.maximum(trace.end - trace.start, 0) / 1e3).tolist()
 
 
-def _work(info: Info) -> dict[str, Any]:
+def _work(info: TaskInfo) -> dict[str, Any]:
     return {"kernel": info.kernel, "tiles": info.tiles, "flop": info.flop, "bytes": info.bytes}
 
 
@@ -144,7 +144,7 @@ class _Between:
 
     def __init__(self, trace: Trace, t0: int) -> None:
         self._trace, self._t0, self._waits = trace, t0, _merged(waits(trace), trace.ranks)
-        self._slices: list[tuple[Message, Place, Place]] = []
+        self._slices: list[tuple[TracedMessage, Place, Place]] = []
         full: dict[tuple[int, int], int] = {}  # until when each row is
         for message in sorted(trace.messages, key=lambda m: m.receive.ended):
             start, end = message.way

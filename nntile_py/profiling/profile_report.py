@@ -1,47 +1,52 @@
-"""report.html: one file that opens without a network."""
+"""report.html: the profile as one file that opens without a network."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup, escape
-
 from nntile_py.profiling import perfetto
 from nntile_py.profiling.gantt import LANES, gantt, lanes, step_starts, titles
 from nntile_py.profiling.trace import Trace
 from nntile_py.system.pages import templates
+from nntile_py.system.units import duration, percent, size
 
 SHARES = (("working", "#009e73"), ("communicating", "#e69f00"), ("overhead", "#d55e00"), ("idle", "#d0d4d8"))
 POINTS = 600  # of a curve
 
 
-def write(trace: Trace, parts: Trace, summary: dict[str, Any], path: Path, title: str, where: str) -> None:
+def write(trace: Trace, parts: Trace, summary: dict[str, Any], path: Path, title: str, hardware: str) -> None:
+    """Write report.html.
+
+    Args:
+        parts: the trace with task groups split into their tasks, see `trace_analysis.parts`.
+        hardware: a line on the machine and the tiles.
+    """
     environment = templates(Path(__file__).parent)
-    environment.filters |= {"size": size, "duration": duration, "percent": percent, "code": code}
-    drawn = gantt(parts)
+    environment.filters |= {"size": size, "duration": duration, "percent": percent}
+    chart = gantt(parts)
     rows = [
-        [(bar.left * 1e4, (bar.right - bar.left) * 1e4, drawn.colours[bar.kind], text)
-         for bar, text in zip(bars, titles(parts, bars, drawn.kinds), strict=True)]
-        for bars in drawn.rows
+        [(bar.left * 1e4, (bar.right - bar.left) * 1e4, chart.colours[bar.kind], text)
+         for bar, text in zip(bars, titles(parts, bars, chart.kinds), strict=True)]
+        for bars in chart.rows
     ]  # fmt: skip
     messages = [
         [(4 + 32 * k, left * 1e4, (right - left) * 1e4, LANES[name], name)
-         for k, (name, spans) in enumerate(of.items()) for left, right in spans]
-        for of in lanes(trace)
+         for k, (name, spans) in enumerate(of_rank.items()) for left, right in spans]
+        for of_rank in lanes(trace)
     ]  # fmt: skip
     curves = [curve(trace, "tasks in flight", *perfetto.in_flight(trace), "")]
     curves += [curve(trace, f"memory of {node}", *points, "B") for node, points in perfetto.memory(trace).items()]
     text = environment.get_template("report.html.j2").render(
-        title=title, where=where, s=summary, rows=rows, shares=SHARES, curves=curves, messages=messages, lanes=LANES,
-        kinds=list(zip(drawn.kinds, drawn.colours, strict=True)),
+        title=title, hardware=hardware, s=summary, rows=rows, shares=SHARES, curves=curves, messages=messages,
+        lanes=LANES, kinds=list(zip(chart.kinds, chart.colours, strict=True)),
         steps=[start * 1e4 for start in step_starts(trace)[1:]],
     )  # fmt: skip
     path.write_text(text, encoding="utf-8")
 
 
 def curve(trace: Trace, name: str, dates: Any, values: Any, unit: str) -> dict[str, Any]:
-    """A stepped line in a box of 10000 x 100."""
+    """Return a stepped line in a box of 10000 x 100, with its name and its largest value."""
     t0, t1 = trace.window
     points = perfetto.sampled(dates, values, POINTS)
     top = max((value for _, value in points), default=0) or 1
@@ -51,29 +56,3 @@ def curve(trace: Trace, name: str, dates: Any, values: Any, unit: str) -> dict[s
         line.append(f"{x:.0f},{last:.1f} {x:.0f},{y:.1f}")
         last = y
     return {"name": name, "top": size(top) if unit else f"{top:,}", "points": " ".join(line)}
-
-
-def code(text: str) -> Markup:
-    """`So` becomes <code>So</code>."""
-    parts = [escape(part) for part in text.split("`")]
-    return Markup("").join(Markup("<code>{}</code>").format(p) if k % 2 else p for k, p in enumerate(parts))
-
-
-def size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
-def duration(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
-
-
-def percent(share: float | None) -> str:
-    if share is None:
-        return "-"
-    return f"{share:.0%}" if share >= 0.1 or share == 0 else f"{share:.1%}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,8 +21,8 @@ from nntile_py.errors import TaskError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import StepSpec
 from nntile_py.profiling.merge_ranks import together, with_ends
-from nntile_py.profiling.trace import REDUCTION, Bus, End, Info, Trace, Worker, one_after_the_other
-from nntile_py.profiling.trace_analysis import Peak, at_least_seen, device_peak, measure_cpu
+from nntile_py.profiling.trace import REDUCTION, Bus, MessageEnd, TaskInfo, Trace, Worker, one_after_the_other
+from nntile_py.system.clock import clocked
 from nntile_py.tiles.dependencies import TileUse
 from nntile_py.tiles.rank_tasks import MessageTask
 from nntile_py.tiles.tasklist import PYTHON, Task, TaskList
@@ -67,9 +66,8 @@ def _run(
         run(warmup - 1)  # the first step takes longer
         lists: list[tuple[int, TaskList]] = []
         Runtime.watched = lists
-        start = time.perf_counter()
-        run(1)
-        each = (time.perf_counter() - start) / sum(len(of.tasks) for _, of in lists)
+        (seconds,) = clocked(run, 1)
+        each = seconds / sum(len(of.tasks) for _, of in lists)
         Runtime.watched = None
         light = each < LIGHT_BELOW and not _core.cuda_workers()
     if all_ranks := ranks_of_run():
@@ -79,7 +77,7 @@ def _run(
     return found.trace(update)
 
 
-class Found:
+class Recording:
     """The task lists in the order in which they were submitted, what the binding noted, of several ranks their clocks
     at the start and at the end."""
 
@@ -99,11 +97,11 @@ class Found:
 
 
 @contextmanager
-def watched(expected: int = 0, light: bool = False) -> Iterator[Found]:
+def watched(expected: int = 0, light: bool = False) -> Iterator[Recording]:
     """Profile the programs that run inside. `expected`: tasks, to have room for them beforehand.
 
     light: note only submission, start and end of each task, on CPU workers. On several ranks all of them do so."""
-    found, all_ranks = Found(), ranks_of_run()
+    found, all_ranks = Recording(), ranks_of_run()
     if all_ranks:
         all_ranks.barrier()
     _core.profile_begin(expected, light)
@@ -124,7 +122,7 @@ def watched(expected: int = 0, light: bool = False) -> Iterator[Found]:
 
 def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: TaskList | None) -> Trace:
     """`native`: what profile_finish returned. A step ends with the program `update`; without it each is one."""
-    infos: list[Info] = []
+    infos: list[TaskInfo] = []
     first: dict[int, int] = {}  # of each list: the index of its first task among the infos
     numbers: dict[Any, int] = {}
     offsets, steps, step = [], [], 1
@@ -136,7 +134,7 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
         between = all(isinstance(task, MessageTask) for task in tasks.tasks)  # of two programs
         steps.append(0 if between else step)
         step += int(not between if update is None else tasks is update)
-    infos.append(Info("", REDUCTION, "", REDUCTION, "", 0.0, 0))
+    infos.append(TaskInfo("", REDUCTION, "", REDUCTION, "", 0.0, 0))
     events = native["events"]
     own = events[:, 0] == 0  # StarPU's own tasks go to the end
     events = events[np.lexsort((events[:, 3] * own, events[:, 1], events[:, 0], own))]
@@ -177,8 +175,8 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
 
 
 def _passages(
-    native: dict[str, Any], infos: Sequence[Info], offsets: Sequence[int], steps: Sequence[int]
-) -> list[tuple[int, int, Info, End]]:
+    native: dict[str, Any], infos: Sequence[TaskInfo], offsets: Sequence[int], steps: Sequence[int]
+) -> list[tuple[int, int, TaskInfo, MessageEnd]]:
     """Messages between ranks, in the order in which they were posted: replay, place in its list, what it is."""
     found = []
     for row in native["messages"][np.lexsort(native["messages"].T[[1, 0]])].tolist():
@@ -186,11 +184,12 @@ def _passages(
         replay, index = one.pop("replay"), one.pop("index")
         info = infos[offsets[replay - 1] + index]
         one["sends"] = bool(one["sends"])
-        found.append((replay, index, info, End(name=info.tiles.partition(" ")[2], step=steps[replay - 1], **one)))
+        end = MessageEnd(name=info.tiles.partition(" ")[2], step=steps[replay - 1], **one)
+        found.append((replay, index, info, end))
     return found
 
 
-def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> Info:
+def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> TaskInfo:
     name = task.op.removesuffix(".backward")
     phase = "update" if updates else "forward" if name == task.op else "backward"
     if task.kernel == PYTHON:
@@ -202,27 +201,7 @@ def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> Info:
         uses.append(TileUse(number, access.mode, access.accumulate))
     tiles = ", ".join(f"{a.mode} {a.tile!r}" for a in task.accesses)
     parts = tuple(replace(_info(part, updates, {}), uses=(), estimated=True) for part in task.parts)
-    return Info(layer, operator, phase, task.kernel, tiles, task.flop, task.bytes, tuple(uses), parts)
-
-
-def peaks(trace: Trace, config: RunConfig) -> dict[str, Peak]:
-    """Of each kind of worker: known_peak, and at least what a task reached."""
-    found: dict[str, Peak] = {}
-    for worker in trace.workers:
-        if worker.kind in found:
-            continue
-        peak = known_peak(worker.kind, worker.name, sum(w.kind == worker.kind for w in trace.workers), config)
-        told = worker.kind == "CPU" or peak.source == "config"
-        found[worker.kind] = at_least_seen(peak, trace, worker.kind) if told else peak
-    return found
-
-
-def known_peak(kind: str, name: str, workers: int, config: RunConfig) -> Peak:
-    """Of one worker of a kind: from the config, else measured while all of them are busy (CPU), or from the table."""
-    how = config.profile
-    if how.peak_flop and how.peak_bytes:
-        return Peak(how.peak_flop, how.peak_bytes, "config")
-    return measure_cpu(workers, config.precision) if kind == "CPU" else device_peak(name, config.precision)
+    return TaskInfo(layer, operator, phase, task.kernel, tiles, task.flop, task.bytes, tuple(uses), parts)
 
 
 def axes(config: RunConfig, inference: bool = False) -> dict[str, dict[str, int]]:

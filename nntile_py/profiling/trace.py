@@ -16,7 +16,7 @@ REDUCTION = "reduction"  # the operator of tasks that StarPU makes itself
 
 
 @dataclass(frozen=True, slots=True)
-class Info:
+class TaskInfo:
     """What a task is, whenever it runs. `tiles` names them with their indices.
 
     `parts`: of a group, the tasks that it stands for, in order; `estimated`: it is such a part."""
@@ -29,7 +29,7 @@ class Info:
     flop: float
     bytes: int
     uses: tuple[TileUse, ...] = ()
-    parts: tuple[Info, ...] = ()
+    parts: tuple[TaskInfo, ...] = ()
     estimated: bool = False
 
     @property
@@ -65,7 +65,7 @@ class Bus:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class MessageEnd:
     """One end of a message between ranks, as its rank saw it; dates in ns.
 
     before, after: tasks of that rank that it waits for, and that wait for it; relays: ends of that rank that it waits
@@ -85,13 +85,13 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class TracedMessage:
     """A tile on its way from one rank to another; `ready`: the tile was there, `open`: there was a place for it, ns."""
 
     source: int
     target: int
-    send: End
-    receive: End
+    send: MessageEnd
+    receive: MessageEnd
     ready: int
     open: int
 
@@ -109,7 +109,7 @@ class Trace:
     in; `mains` are the main memories among the nodes, by rank, `messages` what went between them. Before ranks are put
     together each has the `ends` of messages that it saw."""
 
-    infos: list[Info]
+    infos: list[TaskInfo]
     workers: list[Worker]
     nodes: list[str]
     buses: list[Bus]
@@ -131,15 +131,15 @@ class Trace:
     )
     mains: list[int] = field(default_factory=lambda: [0])
     hosts: list[str] = field(default_factory=list)
-    ends: list[End] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
+    ends: list[MessageEnd] = field(default_factory=list)
+    messages: list[TracedMessage] = field(default_factory=list)
     clock: dict[str, Any] | None = None  # how far the ranks' clocks were apart, and how well that is known
     _before: list[list[int]] | None = None
 
     def __len__(self) -> int:
         return len(self.info)
 
-    def info_of(self, task: int) -> Info:
+    def info_of(self, task: int) -> TaskInfo:
         return self.infos[int(self.info[task])]
 
     @property
@@ -163,6 +163,14 @@ class Trace:
     def seconds(self) -> Any:
         return (self.end - self.start) * 1e-9
 
+    def column(self, name: str) -> Any:
+        """Return a field of each task's info as numbers."""
+        return np.array([getattr(info, name) for info in self.infos], np.float64)[self.info]
+
+    def on_kind(self, kind: str) -> Any:
+        """Return for each task whether its worker is of this kind."""
+        return np.isin(self.worker, [number for number, worker in enumerate(self.workers) if worker.kind == kind])
+
     @property
     def before(self) -> list[list[int]]:
         """The direct predecessors of each task."""
@@ -171,7 +179,7 @@ class Trace:
         return self._before
 
 
-def by_parts(trace: Trace, floors: Callable[[Info, Worker], float]) -> Trace:
+def by_parts(trace: Trace, floors: Callable[[TaskInfo, Worker], float]) -> Trace:
     """The parts of groups as tasks of their own, for figures by operator: nobody dates them, so each has its group's
     time in proportion to its floor, the least time that it needs on that worker."""
     if not any(info.parts for info in trace.infos):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from nntile_py.system.folders import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -13,7 +16,7 @@ FORMS = ("png", "svg", "pdf")
 
 
 def new_figure(inches: tuple[float, float]) -> Figure:
-    """An empty one of that width and height, whose parts make room for each other; it needs no screen."""
+    """Make an empty figure that needs no screen; its parts make room for each other."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -22,8 +25,14 @@ def new_figure(inches: tuple[float, float]) -> Figure:
     return figure
 
 
+def save_figure(figure: Figure, stem: Path, forms: Sequence[str] = FORMS) -> None:
+    """Write the figure in each form, to `stem` with the form as its suffix; a reader never sees half a file."""
+    for form, content in files_of(figure, forms).items():
+        replace_file(stem.with_name(f"{stem.name}.{form}"), content)
+
+
 def files_of(figure: Figure, forms: Sequence[str] = FORMS) -> dict[str, bytes]:
-    """By form. The same figure gives the same bytes."""
+    """Return the file's content for each form. The same figure gives the same bytes."""
     files = {}
     for form in forms:
         out = io.BytesIO()

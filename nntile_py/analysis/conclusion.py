@@ -1,0 +1,89 @@
+"""The conclusion of an analysis: what bounds a workload, which operators take most of its time, what to try."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from nntile_py.analysis.operator_row import OperatorRow
+from nntile_py.analysis.roofline import Peak
+from nntile_py.tasks.op import CATEGORIES, CONTRACTION
+
+if TYPE_CHECKING:
+    from nntile_py.analysis.operator_row import OperatorRow
+    from nntile_py.config.run_config import RunConfig
+
+MUCH = 0.15  # share of the time from which a cause gets advice
+REREAD = 1.3  # moved elements over the least: above, tasks read operands several times
+LOW_PEAK = 0.5  # share of the peak flop/s below which products gain from larger tiles
+LONGEST = 3  # operators that the conclusion names
+
+
+def conclusion(rows: Sequence[OperatorRow], peak: Peak, config: RunConfig) -> list[str]:
+    """Return the conclusion as sentences.
+
+    Args:
+        rows: operators after fusion.
+    """
+    seconds = {row.name: row.least_seconds(peak) for row in rows}
+    total = math.fsum(seconds.values())
+    if not total or math.isnan(total):
+        return ["Conclusion: none; set profile.peak_flop and profile.peak_bytes, or use --measure."]
+    timed = all(row.seconds is not None for row in rows)
+    memory = math.fsum(seconds[row.name] for row in rows if _moves(row, peak, timed)) / total
+    bound = "memory" if memory > 0.5 else "arithmetic"
+    times = "measured time" if timed else "least time at the peak rates"
+    classes = [(of, math.fsum(seconds[row.name] for row in rows if row.category is of) / total) for of in CATEGORIES]
+    first, share = max(classes, key=lambda item: item[1])
+    longest = sorted(rows, key=lambda row: -seconds[row.name])[:LONGEST]
+    named = ", ".join(f"{row.name} {seconds[row.name] / total:.0%}" for row in longest)
+    lines = [
+        f"Conclusion: {bound} bounds this workload. Memory-bound operators take {memory:.0%} of the {times}.",
+        f"Most of it is {first.mark} {first.name}: {share:.0%}. The longest operators: {named}.",
+    ]
+    advice = [text for text in _advice(rows, seconds, total, peak, config, timed) if text]
+    return [*lines, f"Try: {'; '.join(advice)}." if advice else "Nothing stands out that a key of the config changes."]
+
+
+def _moves(row: OperatorRow, peak: Peak, timed: bool) -> bool:
+    """Return whether memory bounds the row: by its least bytes if timed, else by the bytes that its tasks move."""
+    if timed or peak.flop is None or peak.bytes is None:
+        return bool(row.memory_bound(peak))
+    return row.bytes / peak.bytes > row.flop / peak.flop
+
+
+def _advice(
+    rows: Sequence[OperatorRow], seconds: dict[str, float], total: float, peak: Peak, config: RunConfig, timed: bool
+) -> list[str]:
+    """Return what to try, for each cause that takes at least MUCH of the time."""
+
+    def share(of: Sequence[OperatorRow]) -> float:
+        return math.fsum(seconds[row.name] for row in of) / total
+
+    moving = [row for row in rows if _moves(row, peak, timed)]
+    reread = [row for row in rows if row.least and row.moved > REREAD * row.least]
+    scores = [row for row in moving if {"seq", "key"} <= {*row.independent, *row.reduced}]
+    update = [row for row in rows if row.phase == "update"]
+    slow = [row for row in rows if row.category is CONTRACTION and (row.peak_share(peak) or 100) < 100 * LOW_PEAK]
+    unfused = [name for name in ("bias", "activation", "qkv", "residual_norm") if not getattr(config.fusion, name)]
+    cut = [f"tiles.{axis}" for axis, size in config.tiles.model_dump().items() if size]
+    advice = []
+    if unfused and share(moving) >= MUCH:
+        advice.append(f"`fusion: true` (fusion.{', fusion.'.join(unfused)} are off)")
+    if getattr(config.model, "attention", "vendor") == "naive" and share(scores) >= MUCH:
+        advice.append(f"`model.attention: vendor`, which keeps no scores ({share(scores):.0%} of the time)")
+    if cut and share(reread) >= MUCH:
+        advice.append(f"larger {', '.join(cut)}: tasks read operands several times ({share(reread):.0%} of the time)")
+    if share(update) >= MUCH:
+        advice.append(
+            f"a larger `train.batch` or `train.grad_accumulation`: the update takes {share(update):.0%} of the time"
+        )
+    if timed and share(slow) >= MUCH:
+        larger = f"larger tiles ({', '.join(cut)})" if cut else "larger sizes, such as `train.batch`"
+        advice.append(f"{larger}: products below {LOW_PEAK:.0%} of the peak take {share(slow):.0%} of the time")
+    if config.runtime.cuda and config.precision in ("fp32", "tf32"):
+        advice.append("`precision: bf16`, which halves the bytes and makes products faster")
+    if not advice and share(moving) <= 0.5:
+        advice.append("more workers, or a lower precision: products are at the arithmetic limit")
+    return advice

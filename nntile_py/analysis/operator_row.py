@@ -1,0 +1,75 @@
+"""A row of an analysis: an operator with its counts, its time, and what bounds its speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from nntile_py.analysis.counts import Counts
+from nntile_py.analysis.roofline import Peak
+from nntile_py.tasks.op import Category, Op
+
+
+def bound_by_memory(counts: Counts, peak: Peak) -> bool | None:
+    """Return whether the least bytes take longer than the flop; None if a rate is unknown."""
+    if peak.flop is None or peak.bytes is None:
+        return None
+    return counts.least_bytes / peak.bytes > counts.flop / peak.flop
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorRow(Counts):
+    """An operator, or several equal operators, such as one of each layer; the counts are sums over all of them.
+
+    Attributes:
+        phase: forward, dX (gradients of inputs), dW (gradients of weights), dX dW, or update.
+        independent, reduced: axes of the iteration space and their sizes.
+        count: number of operators, in all micro-batches.
+        ops: the distinct operators, with their numbers.
+        group: the fused operator that runs this operator.
+        seconds: measured time; None if not measured.
+    """
+
+    name: str
+    phase: str
+    category: Category
+    title: str
+    independent: dict[str, int]
+    reduced: dict[str, int]
+    count: int
+    ops: tuple[tuple[Op, int], ...] = field(repr=False)
+    group: str | None = None
+    seconds: float | None = None
+
+    def peak_share(self, peak: Peak) -> float | None:
+        """Return the flop/s reached, in percent of the peak."""
+        return 100 * self.flop / self.seconds / peak.flop if self.seconds and peak.flop else None
+
+    def mue(self, peak: Peak) -> float | None:
+        """Return the memory usage efficiency in percent: Q/D * B/Bpeak.
+
+        Q are the least bytes, D the bytes moved, B = D / seconds (Fuhrer et al. 2018; section III.C of the paper). The
+        value is above 100 if operands were in a cache."""
+        if not (self.seconds and peak.bytes and self.bytes):
+            return None
+        reached = self.bytes / self.seconds
+        return 100 * self.least_bytes / self.bytes * reached / peak.bytes
+
+    def memory_bound(self, peak: Peak) -> bool | None:
+        """Return whether the MUE is above the share of the peak flop/s. This does not depend on the time."""
+        return bound_by_memory(self, peak)
+
+    def least_seconds(self, peak: Peak) -> float:
+        """Return the measured time, else the least time for the flop and the moved bytes at the peak rates."""
+        return float(peak.seconds(self.flop, self.bytes)) if self.seconds is None else self.seconds
+
+    def to_dict(self, peak: Peak) -> dict[str, Any]:
+        """Return the row for JSON and CSV; peak_share and mue are in percent, as in the paper."""
+        return {
+            "name": self.name, "phase": self.phase, "class": self.category.name, "what": self.title,
+            "independent": self.independent, "reduced": self.reduced, "count": self.count, "flop": self.flop,
+            "read_elements": self.read, "written_elements": self.written, "least_elements": self.least,
+            "flop_per_element": self.intensity, "bytes": self.bytes, "seconds": self.seconds,
+            "peak_share": self.peak_share(peak), "mue": self.mue(peak), "memory_bound": self.memory_bound(peak),
+            "group": self.group,
+        }  # fmt: skip

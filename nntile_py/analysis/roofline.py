@@ -1,0 +1,66 @@
+"""Peak rates of workers, and the least time that they allow for a task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nntile_py.graph.step import TILE_DTYPE
+from nntile_py.tiles import device_model
+
+if TYPE_CHECKING:
+    from nntile_py.config.run_config import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Peak rates of one worker, or of several workers together.
+
+    Attributes:
+        flop: flop/s; None if unknown.
+        bytes: bytes/s; None if unknown.
+        source: where the rates come from.
+        cpu_share: share of the time of the measurement in which its threads had a core; None if not measured.
+    """
+
+    flop: float | None
+    bytes: float | None
+    source: str
+    cpu_share: float | None = None
+
+    def seconds(self, flop: Any, size: Any) -> Any:
+        """Return the least time for so many flop and bytes: NaN if a rate is unknown."""
+        if self.flop is None or self.bytes is None:
+            return np.nan * flop
+        return np.maximum(flop / self.flop, size / self.bytes)
+
+    def of_workers(self, count: int) -> Peak:
+        """Return the rates of `count` such workers together."""
+        flop, size = (None if rate is None else count * rate for rate in (self.flop, self.bytes))
+        return replace(self, flop=flop, bytes=size)
+
+    def at_least(self, flop: float, reached: str) -> Peak:
+        """Raise the peak to flop/s that a task reached: a busy machine may have hidden them from the measurement."""
+        if self.flop is None or flop <= self.flop:
+            return self
+        return replace(self, flop=flop, source=f"{self.source}; it gave {self.flop / 1e9:,.1f} Gflop/s, {reached}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rates for summary.json and analysis.json."""
+        return {
+            "flop_per_s": self.flop, "bytes_per_s": self.bytes, "source": self.source, "cpu_share": self.cpu_share,
+        }  # fmt: skip
+
+
+def assumed_peak(config: RunConfig) -> Peak:
+    """Return the peak of all workers together: from the config, else from the device model that plans use."""
+    count, own = config.workers, config.profile
+    if own.peak_flop and own.peak_bytes:
+        return Peak(own.peak_flop, own.peak_bytes, "config").of_workers(count)
+    gpu = config.runtime.cuda != 0
+    speed = device_model.worker(TILE_DTYPE.get(config.precision, config.precision), gpu)
+    workers = f"{count} {'GPU' if gpu else 'CPU worker'}{'s' * (count > 1)}"
+    source = f"not measured: the device model of plans, for {workers}"
+    return Peak(speed.flop_s, speed.bytes_s, source).of_workers(count)

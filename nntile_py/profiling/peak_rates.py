@@ -1,0 +1,110 @@
+"""Peak rates of workers: from the config, from a table of devices, or measured."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from nntile_py.analysis.roofline import Peak
+from nntile_py.config.run_config import RunConfig
+from nntile_py.profiling.trace import Trace
+
+# Measured bf16 flop/s and bytes/s, by a part of the device's name.
+DEVICES = {"H200": (790e12, 4.3e12)}
+
+
+def peaks_of(trace: Trace, config: RunConfig) -> dict[str, Peak]:
+    """Return the peak of a worker for each kind of worker; at least what a task reached, unless a table gave it."""
+    peaks: dict[str, Peak] = {}
+    for worker in trace.workers:
+        if worker.kind in peaks:
+            continue
+        peak = known_peak(worker.kind, worker.name, sum(w.kind == worker.kind for w in trace.workers), config)
+        raised = worker.kind == "CPU" or peak.source == "config"
+        peaks[worker.kind] = at_least_seen(peak, trace, worker.kind) if raised else peak
+    return peaks
+
+
+def known_peak(kind: str, name: str, workers: int, config: RunConfig) -> Peak:
+    """Return the peak of one worker of a kind: from the config, else measured with all CPU workers, or the table's."""
+    rates = config.profile
+    if rates.peak_flop and rates.peak_bytes:
+        return Peak(rates.peak_flop, rates.peak_bytes, "config")
+    return measure_cpu(workers, config.precision) if kind == "CPU" else device_peak(name, config.precision)
+
+
+def device_peak(name: str, precision: str) -> Peak:
+    """Return a GPU's peak by its name. Flop/s are known for bf16 only; fp16 is taken to be as fast."""
+    for part, (flop, size) in DEVICES.items():
+        if part in name:
+            return Peak(flop if precision in ("bf16", "fp16") else None, size, f"table: {part}, {precision}")
+    return Peak(None, None, "unknown device: set profile.peak_flop and profile.peak_bytes")
+
+
+def at_least_seen(peak: Peak, trace: Trace, kind: str) -> Peak:
+    """Raise the peak to the flop/s that a task on a worker of this kind reached. A peak of the config stays."""
+    rates = np.where(trace.on_kind(kind), trace.column("flop") / np.maximum(trace.seconds, 1e-9), 0.0)
+    best = int(rates.argmax()) if len(rates) else -1
+    if peak.flop is None or best < 0 or rates[best] <= peak.flop:
+        return peak
+    reached = f"{trace.info_of(best).group[0]} reached {rates[best] / 1e9:,.1f} Gflop/s in this run"
+    if peak.source == "config":
+        return replace(peak, source=f"config; too low: {reached}")
+    return peak.at_least(float(rates[best]), reached)
+
+
+def best_of(work: Callable[[], object], seconds: float = 0.2) -> tuple[float, float, float]:
+    """Call `work` again and again for so many seconds, at least once.
+
+    Returns:
+        Seconds of the best call: the shortest, or the mean processor time of a call, which leaves out the time of other
+        processes; wall time of all calls; processor time of this thread for all calls.
+    """
+    times: list[float] = []
+    start, own = time.perf_counter(), time.thread_time()
+    now = start
+    while not times or now < start + seconds:  # a thread may wait for its core as long as that
+        work()
+        times.append(time.perf_counter() - now)
+        now = time.perf_counter()
+    own = time.thread_time() - own
+    return min(*times, own / len(times) or np.inf), now - start, own
+
+
+def measure_cpu(workers: int, precision: str) -> Peak:
+    """Measure the peak of a CPU worker while all workers are busy: a GEMM, and a copy larger than caches; 0.5 s."""
+    import torch
+
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    barrier = threading.Barrier(workers)
+    measured: list[tuple[float, float, float]] = []
+
+    def run() -> None:
+        torch.set_num_threads(1)  # of this thread
+        a, b = torch.rand(768, 768, dtype=dtype), torch.rand(768, 768, dtype=dtype)
+        source, target = torch.rand(1 << 22), torch.empty(1 << 22)
+        product, best, wall, own = torch.empty_like(a), [], 0.0, 0.0
+        works: list[tuple[Callable[[], object], int]] = [
+            (lambda: torch.mm(a, b, out=product), 2 * 768**3),
+            (lambda: target.copy_(source), 2 * source.nbytes),
+        ]
+        for work, amount in works:
+            work()
+            barrier.wait()
+            seconds, wall_seconds, own_seconds = best_of(work)
+            best.append(amount / seconds)
+            wall, own = wall + wall_seconds, own + own_seconds
+        measured.append((best[0], best[1], own / wall))
+
+    threads = [threading.Thread(target=run) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    flop, size, share = (sum(values) / len(measured) for values in zip(*measured, strict=True))
+    threads_of = f"{workers} thread{'s at once' * (workers > 1)}"
+    return Peak(flop, size, f"measured: {threads_of}, best of a GEMM of 768 and of a copy of 16 MiB", share)
