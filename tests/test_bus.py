@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nntile_py.execution import runtime
+from nntile_py.execution import starpu_settings
 
 
 def test_once_for_each_number_of_visible_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -21,13 +21,13 @@ def test_once_for_each_number_of_visible_gpus(monkeypatch: pytest.MonkeyPatch, t
 
     def measures(used: int) -> int:
         before = measured
-        runtime._prepare_cuda(used, None)
+        starpu_settings.prepare_cuda(used, None)
         return measured - before
 
     monkeypatch.setattr(os, "environ", dict(os.environ))  # StarPU's settings are no other test's
-    monkeypatch.setattr(runtime, "_OURS", set())
-    monkeypatch.setattr(runtime, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(runtime, "cuda_devices", lambda: visible)
+    monkeypatch.setattr(starpu_settings, "_OURS", set())
+    monkeypatch.setattr(starpu_settings, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(starpu_settings, "cuda_devices", lambda: visible)
     monkeypatch.setattr("nntile_py._core.keep_choices", lambda folder: None)
     monkeypatch.setattr(subprocess, "run", run)
     assert [measures(used) for used in (1, 4, 1, 2)] == [1, 0, 0, 0]

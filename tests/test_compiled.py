@@ -166,13 +166,13 @@ def test_no_folder_for_starpu(python: Callable[..., Any], tmp_path: Path) -> Non
 
 
 def test_an_empty_folder_that_starpu_cannot_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from nntile_py.execution import runtime
+    from nntile_py.execution import starpu_settings
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("STARPU_PERF_MODEL_DIR", raising=False)
-    runtime._make_room_for_models()
+    starpu_settings.create_model_folder()
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # as of a file system that is read only
     with pytest.raises(nt.ConfigError, match="it cannot be written; allowed: XDG_CACHE_HOME, or STARPU_PERF_MODEL_DIR"):
-        runtime._make_room_for_models()
+        starpu_settings.create_model_folder()
     (tmp_path / ".starpu" / "sampling" / "bus" / "here.config").touch()
-    runtime._make_room_for_models()
+    starpu_settings.create_model_folder()

@@ -85,7 +85,7 @@ def test_asking_starts_nothing() -> None:
 def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_assignment, "_ASK", "import time; time.sleep(100)")
     monkeypatch.setattr(gpu_assignment, "PATIENCE", 0.2)
-    with pytest.raises(ConfigError, match=r"runtime\.cuda: CUDA has not told its GPUs in 0\.2 s; allowed: GPUs"):
+    with pytest.raises(ConfigError, match=r"runtime\.cuda: CUDA did not list its GPUs in 0\.2 s; allowed: GPUs"):
         gpu_assignment.seen()
 
 

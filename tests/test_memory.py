@@ -9,7 +9,7 @@ from conftest import CPUS
 from faults import PRELUDE, ends_well
 
 import nntile_py as nt
-from nntile_py.execution import memory, runtime
+from nntile_py.execution import memory, starpu_settings
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import StepSpec
 from nntile_py.system.cgroup import machine_memory
@@ -214,7 +214,7 @@ def test_groups_are_bounded_in_bytes() -> None:
 def test_memory_that_may_go_under_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
     with pytest.raises(nt.ConfigError, match=r"^PYTORCH_ALLOC_CONF: expandable_segments:True is not allowed"):
-        runtime._prepare_cuda(1, None)
+        starpu_settings.prepare_cuda(1, None)
 
 
 def test_main_memory_beside_gpus() -> None:

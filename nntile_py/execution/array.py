@@ -1,4 +1,4 @@
-"""Arrays held by StarPU, whole or in tiles, for tasks in Python."""
+"""Arrays held by StarPU, as a whole or in tiles, for tasks in Python."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True, order=True)
 class TileGrid:
-    """One way to cut an array: tiles of `sizes`, the last of an axis what is left."""
+    """One way to cut an array: tiles of `sizes`; the last tile of an axis is what is left."""
 
     shape: Ints
     sizes: Ints
 
     @property
     def grid(self) -> Ints:
-        """How many tiles each axis has; one at least."""
+        """The number of tiles along each axis, at least one."""
         return tuple(max(1, -(-length // size)) for length, size in zip(self.shape, self.sizes, strict=True))
 
     def __iter__(self) -> Iterator[Ints]:
-        """The tiles' indices, row by row."""
+        """Yield the indices of the tiles, row by row."""
         return itertools.product(*map(range, self.grid))
 
     def where(self, index: Ints) -> Slices:
-        """Which part of the array a tile is."""
+        """Return the slices of the array that a tile holds."""
         cut = zip(index, self.sizes, self.shape, strict=True)
         return tuple(slice(i * size, min((i + 1) * size, length)) for i, size, length in cut)
 
     def pieces(self, where: Slices) -> list[tuple[Ints, Slices, Slices]]:
-        """The tiles that make up a part of the array: index, where in the part, where in the tile."""
-        found = []
+        """Return the tiles that hold a part of the array: (index, slices of the part, slices of the tile)."""
+        pieces = []
         near = [range(w.start // s, max(w.stop - 1, w.start) // s + 1) for w, s in zip(where, self.sizes, strict=True)]
         for index in itertools.product(*near):
             both = list(zip(where, self.where(index), strict=True))
@@ -54,23 +54,23 @@ class TileGrid:
                 tuple(slice(a - pair[k].start, b - pair[k].start) for (a, b), pair in zip(common, both, strict=True))
                 for k in (0, 1)
             )
-            found.append((index, *inside))
-        return found  # type: ignore[return-value]
+            pieces.append((index, *inside))
+        return pieces  # type: ignore[return-value]
 
     def __str__(self) -> str:
         return _by(self.sizes)
 
 
-_numbers = itertools.count(1)  # of arrays, in profiles
+_numbers = itertools.count(1)  # numbers of arrays in profiles
 Handles = dict[Ints, _core.Tile]
 
 
 class ArrayStorage:
-    """The elements of an array, cut in one way or several; copied from one to another by tasks, when they are used.
+    """The elements of an array in one or several grids of tiles. Tasks copy elements between grids when a grid is used.
 
-    Each tile is a StarPU handle of its own. Views into one allocation would save these copies, but StarPU's
-    asynchronous partitioning has an open bug on CUDA devices; and tiles that lie contiguous in memory are what BLAS and
-    transfers are fastest with, and what StarPU can evict one by one.
+    Each tile has its own StarPU handle. Views into one allocation would save the copies, but StarPU's asynchronous
+    partitioning has an open bug on CUDA devices. Contiguous tiles are also fastest for BLAS and transfers, and StarPU
+    can evict them one by one.
     """
 
     def __init__(self, shape: Ints, dtype: str, zeros: bool = False) -> None:
@@ -78,18 +78,22 @@ class ArrayStorage:
             raise TaskError("no runtime is running: use `with nntile_py.Runtime(...):`")
         self.shape, self.dtype, self.zeros, self.number = shape, dtype, zeros, next(_numbers)
         self.whole = TileGrid(shape, tuple(max(length, 1) for length in shape))
-        self.current: set[TileGrid] = set()  # those that hold what the tasks submitted so far write; none: nobody wrote
+        # Grids that hold what the tasks submitted so far write; empty: no task wrote the array.
+        self.current: set[TileGrid] = set()
         self._handles: dict[TileGrid, Handles] = {}
 
     def handles(self, cut: TileGrid) -> Handles:
-        """Made at the first use: an array too large for one tile may still be used in smaller ones."""
+        """Return the handles of a grid, created at the first use.
+
+        An array that is too large for one tile can therefore be used in smaller tiles.
+        """
         if cut not in self._handles:
             shapes = {index: [part.stop - part.start for part in cut.where(index)] for index in cut}
             self._handles[cut] = {index: _core.Tile(shape, self.dtype) for index, shape in shapes.items()}
         return self._handles[cut]
 
     def source(self, cut: TileGrid) -> TileGrid:
-        """A cut that holds the elements; this one if it does, or if nobody has written any."""
+        """Return a grid that holds the elements: this one if it does, or if no task has written the array."""
         if self.zeros and not self.current:
             for handle in self.handles(cut).values():
                 handle.zero()
@@ -97,7 +101,10 @@ class ArrayStorage:
         return cut if cut in self.current or not self.current else max(self.current)
 
     def bring(self, cut: TileGrid, user: str) -> None:
-        """Have the elements in this cut, too. Raises TaskError, naming the user, where some are missing."""
+        """Copy the elements into this grid, if they are not there.
+
+        Raises TaskError, naming the user, if some are missing.
+        """
         source = self.source(cut)
         if source == cut:
             return
@@ -113,7 +120,7 @@ class ArrayStorage:
         self.current.add(cut)
 
     def wrote(self, cut: TileGrid) -> None:
-        """A task that writes in this cut was submitted: the others are out of date, and their memory is freed."""
+        """Record that a task writes in this grid: other grids are out of date, and their memory is freed."""
         for other in self.current - {cut}:
             for handle in self._handles[other].values():
                 handle.invalidate()
@@ -121,7 +128,12 @@ class ArrayStorage:
 
 
 def submit(name: str, accesses: Sequence[tuple[str, str, Array]], spec: Any, **options: Any) -> Any:
-    """Submit a task in Python. accesses: label in errors, mode, array. options: see csrc/bindings.cpp."""
+    """Submit a task in Python.
+
+    Args:
+        accesses: label for errors, mode, array.
+        options: see csrc/bindings.cpp.
+    """
     labels, modes, arrays = zip(*accesses, strict=True) if accesses else ((), (), ())
     submitted = _core.submit_python(name, labels, [array.tile for array in arrays], modes, spec, **options)
     if Runtime.watched is not None:
@@ -132,6 +144,8 @@ def submit(name: str, accesses: Sequence[tuple[str, str, Array]], spec: Any, **o
 
 
 def _copier(pieces: Sequence[tuple[Slices, Slices]]) -> Any:
+    """Return the function of a task that copies pieces of other tiles into a tile."""
+
     def call(device: int, stream: int, parts: list[Any], floats: list[float]) -> None:
         import torch
 
@@ -143,10 +157,11 @@ def _copier(pieces: Sequence[tuple[Slices, Slices]]) -> Any:
 
 
 class Array:
-    """An array held by StarPU, or one tile of it: an argument for tasks. `np.asarray(x)` waits, and gives a copy.
+    """An array held by StarPU, or one tile of it: an argument for tasks. `np.asarray(x)` waits and returns a copy.
 
-    Made by nt.array, nt.empty, nt.zeros and, as a tile, by `x.tiles(...)[...]`. All tilings of an array are the same
-    elements: what a task writes to a tile is in the array, and the reverse, for whatever is submitted or read later.
+    nt.array, nt.empty and nt.zeros return arrays, `x.tiles(...)[...]` returns tiles. All tilings of an array hold the
+    same elements: what a task writes to a tile is in the array, and the reverse, for everything submitted or read
+    later.
     """
 
     def __init__(self, data: ArrayStorage, cut: TileGrid, index: Ints) -> None:
@@ -154,12 +169,12 @@ class Array:
 
     @property
     def key(self) -> Any:
-        """The same for all names of a tile."""
+        """A key that is equal for all objects of one tile."""
         return id(self.data), self.cut, self.index
 
     @property
     def where(self) -> Slices:
-        """Which part of the array it is."""
+        """The slices of the array that this tile holds."""
         return self.cut.where(self.index)
 
     @property
@@ -172,21 +187,24 @@ class Array:
 
     @property
     def dtype(self) -> Any:
-        """numpy's; float32 for bfloat16, which numpy lacks."""
+        """The dtype in numpy; float32 for bfloat16, which numpy lacks."""
         return np.dtype(DTYPES[self.data.dtype].numpy)
 
     @property
     def tile(self) -> _core.Tile:
-        """Its StarPU handle."""
+        """The StarPU handle."""
         return self.data.handles(self.cut)[self.index]
 
     def as_tile(self) -> Tile:
-        """As a profile knows it."""
+        """Return the tile under the name that profiles show."""
         name = f"array {self.data.number}" + (f" in {self.cut}" if self.cut != self.data.whole else "")
         return Tile(name, self.index, self.shape, self.data.dtype, persistent=True)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """A copy, after the tasks that write it. Raises TaskError if a task failed, or none has written it."""
+        """Return a copy, after the tasks that write the array.
+
+        Raises TaskError if a task failed, or none has written it.
+        """
         source = self.data.source(self.cut)
         pieces, handles = source.pieces(self.where), self.data.handles(source)
         _core.check()
@@ -205,10 +223,12 @@ class Array:
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
     def tiles(self, *sizes: int | None, rows: int | None = None, columns: int | None = None) -> Tiles:
-        """Cut it: `x.tiles(64, 64)`, by axis; `x.tiles(rows=64)`. None or left out: the axis stays whole.
+        """Cut the array: `x.tiles(64, 64)` by axis, `x.tiles(rows=64)` by name. None, or an axis left out: not cut.
 
-        Sizes need not divide: the last tile of an axis is what is left. Nothing is copied before a task uses the tiles;
-        then tasks do it. Raises ValueError for sizes that are no positive integers, more of them than axes, and tiles.
+        Sizes need not divide: the last tile of an axis is what is left. Nothing is copied until a task uses the tiles.
+
+        Raises:
+            ValueError: a size that is not a positive integer, more sizes than axes, or a tile that is cut again.
         """
         if self.cut != self.data.whole:
             raise ValueError(f"{self!r} cannot be cut again; cut its array into other sizes, which may be used as well")
@@ -241,14 +261,17 @@ class Array:
 
 @dataclass(frozen=True, repr=False)
 class Tiles:
-    """An array cut into tiles: `A[i, j]` is one; `A[i, :]`, `A[i, :k]` are lists, which a task takes as an argument."""
+    """An array cut into tiles: `A[i, j]` is a tile.
+
+    `A[i, :]` and `A[i, :k]` are lists of tiles, which a task also takes.
+    """
 
     data: ArrayStorage
     cut: TileGrid
 
     @property
     def grid(self) -> Ints:
-        """How many tiles each axis has."""
+        """The number of tiles along each axis."""
         return self.cut.grid
 
     @overload
@@ -256,7 +279,7 @@ class Tiles:
     @overload
     def __getitem__(self, index: slice | tuple[int | slice, ...]) -> list[Array]: ...
     def __getitem__(self, index: Any) -> Array | list[Array]:
-        """Axes that are not cut may be left out at the end. Raises IndexError for a tile that is not there."""
+        """Return a tile or a list of tiles; trailing uncut axes may be left out. IndexError: there is no such tile."""
         parts = index if isinstance(index, tuple) else (index,)
         left = self.grid[len(parts) :]
         if len(parts) > len(self.grid) or any(count > 1 for count in left):
@@ -276,14 +299,14 @@ class Tiles:
         return found if many else found[0]
 
     def __iter__(self) -> Iterator[Array]:
-        """All tiles, row by row."""
+        """Yield all tiles, row by row."""
         return (Array(self.data, self.cut, one) for one in self.cut)
 
     def __len__(self) -> int:
         return int(np.prod(self.grid, dtype=int))
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The whole array, as Array.numpy gives it."""
+        """Return a copy of the whole array, as Array.numpy does."""
         return Array(self.data, self.data.whole, (0,) * len(self.grid)).numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
@@ -296,10 +319,15 @@ class Tiles:
 
 @typed
 def array(value: Any, dtype: Any = None) -> Array:
-    """Give a copy of a numpy array, or of whatever numpy makes one of, to StarPU.
+    """Copy a numpy array, or anything that numpy converts to one, into an array held by StarPU.
 
-    dtype: default the value's own; float16, float32, float64, bfloat16, bool, int16, int32 or int64, by these names or
-    numpy's types. Raises TypeError for others, TaskError where no runtime is running.
+    Args:
+        dtype: float16, float32, float64, bfloat16, bool, int16, int32 or int64, by these names or numpy's types;
+            default: the value's own.
+
+    Raises:
+        TypeError: another dtype.
+        TaskError: no runtime is running.
     """
     value = np.asarray(value)
     if value.dtype.kind in "OSU" or (value.dtype.kind in "cmM" and dtype is not None):
@@ -312,13 +340,13 @@ def array(value: Any, dtype: Any = None) -> Array:
 
 @typed
 def empty(shape: int | Sequence[int], dtype: Any = "float64") -> Array:
-    """An array that holds nothing yet: tasks must write each part before one reads it. Errors as of `array`."""
+    """Return an array without contents: tasks must write each part before a task reads it. Errors as of `array`."""
     return _new(shape, dtype, False)
 
 
 @typed
 def zeros(shape: int | Sequence[int], dtype: Any = "float64") -> Array:
-    """An array of zeros, made where tasks first use it, in the tiles in which they do. Errors as of `array`."""
+    """Return an array of zeros, filled where tasks first use it, in the tiles that they use. Errors as of `array`."""
     return _new(shape, dtype, True)
 
 
@@ -331,7 +359,7 @@ def _new(shape: int | Sequence[int], dtype: Any, zeros: bool) -> Array:
 
 
 def _dtype(wanted: Any) -> str:
-    """The name in DTYPES of a dtype of numpy or torch, or of its name."""
+    """Return the name in DTYPES of a dtype of numpy or torch, or of its name."""
     name = str(wanted).removeprefix("torch.")
     known = {dtype.torch: dtype.name for dtype in DTYPES.values()}
     if name not in known and name not in DTYPES:

@@ -1,4 +1,4 @@
-"""Short programs on one GPU as one task: their kernels are a CUDA graph, launched at once (csrc/captured_cuda.cpp)."""
+"""Short programs on one GPU as one task: a CUDA graph launches all kernels at once (csrc/cuda_graph_cuda.cpp)."""
 
 from __future__ import annotations
 
@@ -16,22 +16,27 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.tiles import Access, TaskList, Tile
 from nntile_py.tiles.tasklist import Task
 
-SHARE = 4  # graphs, and the weights that stay beside them, take one part in so many of what tiles may take
-MOST_TASKS = 4096  # longer programs are no faster
-LEAST = 16  # entries that a graph computes where fewer are filled
-TURNS, RUNS = 3, 4  # of both ways to run a program: times that are taken, the runs of each
-LONG = 1e-4  # seconds of a task on average: launching is hidden, and to choose kernels in a graph takes minutes
+SHARE = 4  # graphs, and the weights that stay on the GPU for them, take at most 1 / SHARE of runtime.cuda_memory
+MOST_TASKS = 4096  # longer programs are not faster as a graph
+LEAST = 16  # least number of entries that a graph computes
+TURNS, RUNS = 3, 4  # measurements of a program with and without a graph, and runs of each
+LONG = 1e-4  # mean seconds of a task from which on a graph gains nothing, and choosing its kernels takes minutes
 
 
 class Roles(NamedTuple):
-    """What tiles are to a program that is one task: all others are its own."""
+    """The roles of a program's persistent tiles if the program is one task; all other tiles are internal.
+
+    Attributes:
+        weights: tiles that are only read.
+        accesses: inputs and outputs.
+    """
 
     weights: list[Tile]
-    accesses: list[Access]  # inputs and outputs
+    accesses: list[Access]
 
 
 def roles(tasks: TaskList) -> Roles:
-    """Of the tiles that outlive a program, by the first access to each and by what writes them."""
+    """Return the roles of the persistent tiles, by the first access to each tile and by the tasks that write it."""
     modes: dict[Tile, str] = {}
     for access in (access for part in _parts(tasks) for access in part.accesses if access.tile.persistent):
         before = modes.setdefault(access.tile, access.mode)
@@ -42,7 +47,7 @@ def roles(tasks: TaskList) -> Roles:
 
 
 def refusal(tasks: TaskList) -> str:
-    """Why a program cannot be one graph, whatever runtime it has; empty: it can."""
+    """Return why a program cannot be one graph in any runtime; an empty text: it can."""
     if (count := sum(1 for _ in _parts(tasks))) > MOST_TASKS:
         return f"it has {count} tasks, and {MOST_TASKS} are allowed"
     for task in tasks.tasks:
@@ -59,11 +64,11 @@ def refusal(tasks: TaskList) -> str:
 
 
 def rounded(filled: float, most: int) -> int:
-    """How many entries a graph computes where a run fills some of `most`: few graphs then serve all runs.
+    """Return how many entries a graph computes if a run fills `filled` of `most`, so that few graphs serve all runs.
 
-    A power of two, or a multiple of 128, or of more where the most is large: it divides what products choose their
-    algorithms for (`rounded` in tasks/cublaslt_cuda.cpp), so theirs are the same as outside of a graph. What lies
-    behind the filled is computed for nothing.
+    The number is a power of two or a multiple of 128, or of more for a large `most`. It divides the size for which
+    products choose their algorithms (`rounded` in tasks/cublaslt_cuda.cpp), so these are the same as without a graph.
+    The results beyond `filled` are not used.
     """
     n, chosen_for = max(int(filled), LEAST), (most // 16 + 127) // 128 * 128
     step = chosen_for // math.gcd(chosen_for // 128, 4) if chosen_for else 1
@@ -71,7 +76,7 @@ def rounded(filled: float, most: int) -> int:
 
 
 def most_filled(tasks: TaskList) -> dict[str, int]:
-    """Of each slot that says how much of tiles a run fills, how much it can be."""
+    """Return the largest value of each slot that says how much of a tile a run fills."""
     most: dict[str, int] = {}
     for part in _parts(tasks):
         for number, axis, slot in tasks.live_sizes(part):
@@ -85,17 +90,21 @@ def _parts(tasks: TaskList) -> Iterator[Task]:
 
 
 class Served:
-    """A program for forward passes, which runs as one CUDA graph where it can and that is faster.
+    """A program for forward passes that runs as one CUDA graph where that is possible and faster.
 
-    captured: False: never; True: always, ConfigError where that is not possible; None: where it is faster, as the first
-    run finds out. `reason` says why it does not, if it does not."""
+    Args:
+        captured: False: never; True: always, ConfigError if that is not possible; None: the first run measures it.
+
+    Attributes:
+        reason: why the program does not run as a graph; empty if it does.
+    """
 
     def __init__(
         self, tasks: TaskList, store: Store, *, tf32: bool = False, captured: bool | None = None, checked: bool = False
     ) -> None:
         (self._program,) = programs([tasks], store, tf32=tf32, checked=checked)
         self._runtime, self.captured = Runtime.current, captured
-        self._native: Any = None  # what C++ has of it
+        self._native: Any = None  # _core.Captured
         self.reason = "captured: false" if captured is False else self._refusal()
         if self.reason:
             if captured:
@@ -109,11 +118,12 @@ class Served:
         self._list.tasks = [Task("captured", accesses, op="captured", flop=flop)]
         self._native = _core.Captured(
             self._program.native, [store.handle(tile) for tile in weights], [store.handle(a.tile) for a in accesses],
-            [a.mode for a in accesses], 2 * tasks.peak_bytes(0),  # of a graph, and of runs without one
+            [a.mode for a in accesses], 2 * tasks.peak_bytes(0),  # a graph, and runs without one
             [number for number, name in enumerate(self._program.slots) if name not in self._most],
         )  # fmt: skip
 
     def _refusal(self) -> str:
+        """Return why this program cannot be a graph in this runtime."""
         runtime = self._runtime
         if not runtime or runtime.cuda != 1 or runtime.cpus:
             return "it needs a runtime of one GPU and no CPU workers"
@@ -130,18 +140,18 @@ class Served:
 
     @property
     def graphs(self) -> int:
-        """How many were captured so far."""
+        """The number of graphs captured so far."""
         return int(self._native.graphs) if self._native else 0
 
     def run(self, slots: Mapping[str, float]) -> None:
-        """Submit it."""
-        if self.captured is None and Runtime.watched is None:  # else a profile would show the measurement
+        """Submit the program."""
+        if self.captured is None and Runtime.watched is None:  # a profile must not show the measurement
             self.captured = self._is_faster(slots)
         if not (self.captured and self._launch(slots)):
             self._program.run(dict(slots))
 
     def _launch(self, slots: Mapping[str, float]) -> bool:
-        """Submit it as a graph; False: it cannot be one."""
+        """Submit the program as a graph; returns False if it cannot be one."""
         if broken := self._native.broken:
             return self._without(broken)
         most = (self._runtime.cuda_memory or 0) // SHARE if self._runtime else 0
@@ -155,6 +165,7 @@ class Served:
         return True
 
     def _without(self, reason: str) -> bool:
+        """Give up the graph for a reason; returns False."""
         if self.captured:
             warnings.warn(f"captured: the program is no graph: {reason}; its tasks run one by one", stacklevel=4)
         self.captured, self.reason = False, reason
@@ -162,6 +173,8 @@ class Served:
         return False
 
     def _is_faster(self, slots: Mapping[str, float]) -> bool:
+        """Measure whether the program is faster as a graph."""
+
         def tasks() -> None:
             self._program.run(dict(slots))
 
@@ -169,11 +182,11 @@ class Served:
             if not self._launch(slots):
                 raise TaskError(self.reason)
 
-        _seconds(tasks, 2)  # what is measured or loaded once
+        _seconds(tasks, 2)  # the first runs load and choose kernels
         if (each := min(_seconds(tasks, 1) for _ in range(TURNS)) / self._tasks) > LONG:
             return self._without(f"its tasks take {each * 1e6:.0f} us on average, where a graph gains nothing")
         try:
-            _seconds(launch, 2)  # a graph is there from the second run on
+            _seconds(launch, 2)  # the graph exists from the second run on
             least = {tasks: float("inf"), launch: float("inf")}
             for _ in range(TURNS):
                 least = {way: min(before, _seconds(way, RUNS)) for way, before in least.items()}
@@ -183,6 +196,7 @@ class Served:
 
 
 def _seconds(way: Callable[[], None], runs: int) -> float:
+    """Return the seconds of some runs."""
     Runtime.wait()
     start = time.perf_counter()
     for _ in range(runs):

@@ -1,4 +1,4 @@
-"""A folder for the tiles that find no place in main memory: StarPU writes them there and reads them back."""
+"""The disk folder for tiles that do not fit into main memory; StarPU writes and reads them there."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from typing import Any
 
 from nntile_py.errors import ConfigError
 
-LEAST = 16 << 20  # StarPU's own
-PREFIX = "nntile-"  # of the folders, each locked by its process
+LEAST = 16 << 20  # StarPU's own minimum
+PREFIX = "nntile-"  # prefix of the folders; a process locks its folder
 
 
 class SwapDisk:
-    """`runtime.disk`, checked: a folder, and how many bytes of tiles it may take. Raises ConfigError."""
+    """The checked key `runtime.disk`: a folder, and the bytes of tiles that it may take.
+
+    Raises:
+        ConfigError: a wrong path or size.
+    """
 
     def __init__(self, given: Mapping[str, Any], memory: int | None) -> None:
         if not isinstance(given, Mapping) or set(given) != {"path", "size"}:
@@ -47,7 +51,11 @@ class SwapDisk:
         self._lock = -1
 
     def open(self) -> tuple[dict[str, str], int]:
-        """Make a folder of our own; StarPU's variables for it, and the size of which tiles must be a multiple."""
+        """Create a folder for this process.
+
+        Returns:
+            StarPU's environment variables for the folder, and the size of which tiles must be a multiple.
+        """
         with _locked(self.path, wait=True):
             self._folder = tempfile.mkdtemp(prefix=PREFIX, dir=self.path)
             self._lock = os.open(self._folder, os.O_RDONLY)
@@ -61,7 +69,7 @@ class SwapDisk:
         return names, mmap.PAGESIZE if direct else 1
 
     def close(self) -> None:
-        """Remove what is left of the folder."""
+        """Remove the folder."""
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._lock)
@@ -70,7 +78,7 @@ class SwapDisk:
 
 @contextmanager
 def _locked(folder: Path, wait: bool) -> Iterator[None]:
-    """While holding the lock of a folder, which a process that dies gives up; OSError if another has it."""
+    """Hold the lock of a folder, which ends with the process; OSError if another process holds it."""
     file = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -80,19 +88,19 @@ def _locked(folder: Path, wait: bool) -> Iterator[None]:
 
 
 def _remove_left_behind(path: Path) -> None:
-    """Folders of processes that were killed."""
+    """Remove the folders of processes that were killed."""
     for folder in path.glob(f"{PREFIX}*"):
         with suppress(OSError), _locked(folder, wait=False):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _direct(folder: str) -> bool:
-    """Whether files there can be written past the system's cache, which would take main memory from the tiles."""
+    """Whether files in the folder can bypass the system's cache, which would take main memory from the tiles."""
     path = os.path.join(folder, "probe")
     try:
         file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT)
         try:
-            os.write(file, mmap.mmap(-1, mmap.PAGESIZE))  # aligned as O_DIRECT wants it
+            os.write(file, mmap.mmap(-1, mmap.PAGESIZE))  # aligned as O_DIRECT requires
         finally:
             os.close(file)
         return True

@@ -1,4 +1,4 @@
-"""Which GPUs each of several ranks takes: no two ranks the same one, unless they are told to share."""
+"""Assignment of GPUs to ranks: no two ranks use the same GPU unless sharing is allowed."""
 
 import ctypes
 import os
@@ -9,11 +9,11 @@ from contextlib import suppress
 
 from nntile_py.errors import ConfigError
 
-SHARE = "NNTILE_SHARE_GPUS"  # 1: ranks may share GPUs where there are too few
+SHARE = "NNTILE_SHARE_GPUS"  # 1: ranks may share GPUs if there are too few
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-PATIENCE = 60.0  # seconds until CUDA has told its GPUs: where none keeps the driver awake it starts for each
+PATIENCE = 60.0  # seconds to list the GPUs: without persistence mode, the driver starts for each process
 
-# CUDA reads VISIBLE when a process starts it, so another one has to ask.
+# CUDA reads VISIBLE when a process initialises CUDA, so a child process lists the GPUs.
 _ASK = """
 import ctypes
 cuda, count, uuid = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), (ctypes.c_ubyte * 16)()
@@ -25,9 +25,11 @@ if not cuda.cuInit(0) and not cuda.cuDeviceGetCount(ctypes.byref(count)):
 
 
 def seen() -> list[str]:
-    """The UUID of each GPU that this process may use, in CUDA's order; CUDA is not started here.
+    """Return the UUID of each GPU that this process may use, in CUDA's order, without initialising CUDA here.
 
-    Raises ConfigError where CUDA does not answer."""
+    Raises:
+        ConfigError: CUDA does not answer.
+    """
     asked = subprocess.Popen([sys.executable, "-c", _ASK], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         return asked.communicate(timeout=PATIENCE)[0].split()
@@ -35,14 +37,14 @@ def seen() -> list[str]:
         asked.kill()
         if asked.stdout:
             asked.stdout.close()
-        with suppress(subprocess.TimeoutExpired):  # it does not end while the driver holds it
+        with suppress(subprocess.TimeoutExpired):  # a process that waits for the driver does not end
             asked.wait(1)
     need = f"GPUs whose driver answers, as nvidia-smi shows, or {VISIBLE} without those that do not"
-    raise ConfigError(f"runtime.cuda: CUDA has not told its GPUs in {PATIENCE:g} s; allowed: {need}")
+    raise ConfigError(f"runtime.cuda: CUDA did not list its GPUs in {PATIENCE:g} s; allowed: {need}")
 
 
 def started() -> bool:
-    """Whether this process uses CUDA: what is changed of VISIBLE has no effect then."""
+    """Whether this process has initialised CUDA: a change of VISIBLE has no effect then."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -51,60 +53,67 @@ def started() -> bool:
 
 
 def shared_out(seen_by: Sequence[Sequence[str]], wanted: int) -> list[list[int]]:
-    """For each rank the numbers of the `wanted` GPUs that it takes, among those that it sees; ranks see GPUs of their
-    own machine, perhaps not all of them. Where there are enough, none has two ranks.
+    """Return for each rank the numbers of its `wanted` GPUs among the GPUs that it sees (a maximum bipartite matching).
 
-    Raises ConfigError where there are too few, and SHARE is not 1."""
-    taken: dict[str, int] = {}  # the rank that has a GPU
+    Ranks see GPUs of their own machine, perhaps not all of them. If there are enough GPUs, no two ranks share one.
 
-    def finds(rank: int, tried: set[str]) -> bool:
-        """Whether the rank gets one more: a free one, or one whose rank can take another."""
-        for card in sorted(seen_by[rank], key=lambda card: card in taken):
-            if card in tried or taken.get(card) == rank:
+    Raises:
+        ConfigError: there are too few GPUs, and SHARE is not 1.
+    """
+    taken: dict[str, int] = {}  # the rank of each assigned GPU
+
+    def assign(rank: int, tried: set[str]) -> bool:
+        """Give the rank a further GPU: a free one, or one of a rank that can take another. False: impossible."""
+        for gpu in sorted(seen_by[rank], key=lambda gpu: gpu in taken):
+            if gpu in tried or taken.get(gpu) == rank:
                 continue
-            tried.add(card)
-            if card not in taken or finds(taken[card], tried):
-                taken[card] = rank
+            tried.add(gpu)
+            if gpu not in taken or assign(taken[gpu], tried):
+                taken[gpu] = rank
                 return True
         return False
 
     tried: set[str] = set()
     for rank in (rank for rank in range(len(seen_by)) for _ in range(wanted)):
         tried.clear()
-        if not finds(rank, tried):
+        if not assign(rank, tried):
             break
     else:
-        return [[k for k, card in enumerate(cards) if taken.get(card) == rank] for rank, cards in enumerate(seen_by)]
+        return [[k for k, gpu in enumerate(gpus) if taken.get(gpu) == rank] for rank, gpus in enumerate(seen_by)]
     if (least := min(map(len, seen_by))) < wanted:
         rank = [*map(len, seen_by)].index(least)
         few = f"{least} GPU{'s' * (least != 1)}"
         raise ConfigError(f"runtime.cuda: got {wanted}, and rank {rank} sees {few}; allowed: as many as it sees")
     if os.environ.get(SHARE) != "1":
-        holders = {rank, *(taken[card] for card in tried)}
-        too_few = tried | {card for card, holder in taken.items() if holder in holders}
-        beside = [other for other, cards in enumerate(seen_by) if {*cards} <= too_few]
+        holders = {rank, *(taken[gpu] for gpu in tried)}
+        too_few = tried | {gpu for gpu, holder in taken.items() if holder in holders}
+        beside = [other for other, gpus in enumerate(seen_by) if {*gpus} <= too_few]
         raise ConfigError(
             f"runtime.cuda: got {wanted} for each rank, and {len(beside)} ranks (rank {rank} is one) have"
             f" {len(too_few)} GPU{'s' * (len(too_few) > 1)}; allowed: fewer ranks a machine, or {SHARE}=1, with which"
             " ranks share GPUs"
         )
-    return _together(seen_by, wanted)
+    return _shared(seen_by, wanted)
 
 
-def _together(seen_by: Sequence[Sequence[str]], wanted: int) -> list[list[int]]:
-    """Each rank takes those that the fewest before it have taken."""
+def _shared(seen_by: Sequence[Sequence[str]], wanted: int) -> list[list[int]]:
+    """Return an assignment in which each rank takes the GPUs with the fewest ranks so far."""
     users: dict[str, int] = {}
     found = []
-    for cards in seen_by:
-        by_users = sorted(range(len(cards)), key=[users.get(card, 0) for card in cards].__getitem__)
+    for gpus in seen_by:
+        by_users = sorted(range(len(gpus)), key=[users.get(gpu, 0) for gpu in gpus].__getitem__)
         found.append(sorted(by_users[:wanted]))
         for k in found[-1]:
-            users[cards[k]] = users.get(cards[k], 0) + 1
+            users[gpus[k]] = users.get(gpus[k], 0) + 1
     return found
 
 
 def use(own: Sequence[int], count: int) -> None:
-    """Have this process see only these of the `count` GPUs that it sees. Raises ConfigError where it is too late."""
+    """Make only these of the `count` visible GPUs visible to this process.
+
+    Raises:
+        ConfigError: CUDA is initialised already.
+    """
     if [*own] == [*range(count)]:
         return
     if started():

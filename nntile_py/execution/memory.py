@@ -1,4 +1,4 @@
-"""Whether what a run needs will fit: said before the first step, with the tensors and the keys to change."""
+"""Memory checks before the first step: does a run fit? Messages name the tensors and the keys to change."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from nntile_py.graph.step import Step
 
 MIB = 2**20
-OF_MACHINE = 0.8  # of main memory where no limit is given: the program's own arrays are there, too
-TIGHT_GROUPS = 64  # that fit, where not all tiles do
+OF_MACHINE = 0.8  # share of main memory for tiles without a limit; the process has other arrays too
+TIGHT_GROUPS = 64  # groups of tasks that fit on a GPU if not all tiles do
 
 
 def main_memory(runtime: Runtime) -> int:
-    """Bytes that tiles may take of main memory and of the disk."""
+    """Return the bytes of main memory and disk that tiles may take."""
     return within_machine(runtime.memory) + (runtime.disk.size if runtime.disk else 0)
 
 
 def task_bytes(runtime: Runtime) -> int | None:
-    """What the tiles of one task may take, where memories are emptied for tasks; None: there is nothing to bound.
+    """Return the most bytes that the tiles of one task may take; None: no bound, as no memory evicts tiles.
 
-    A worker holds the tiles of the task that it fetches while it waits for room. Those of tasks that it runs come
-    free by themselves, but other workers may be reading from its memory, or fetch into the same.
+    A worker holds the tiles of the next task while it waits for room. Tiles of running tasks become free by themselves,
+    but other workers may read them or fetch tiles into the same memory.
     """
     bounds = [(runtime.cuda_memory or 0) // 2] if runtime.cuda else []
     if runtime.disk and runtime.memory:  # they pass through main memory
@@ -40,58 +40,58 @@ def task_bytes(runtime: Runtime) -> int | None:
 
 
 def group_bytes(runtime: Runtime, tight: bool) -> int:
-    """What the tiles of a group of tasks may take: as many groups as the worker takes at once, and one more, fit.
+    """Return the most bytes that the tiles of a group of tasks may take.
 
-    tight: not all tiles fit; the next group's come while those of the last one leave.
+    As many groups as the worker takes at once, and one more, must fit. `tight`: not all tiles fit, so tiles of the next
+    group arrive while those of the last one leave.
     """
     most = (runtime.cuda_memory or 0) // (TIGHT_GROUPS if tight else int(os.environ["STARPU_CUDA_PIPELINE"]) + 1)
     return min(most, task_bytes(runtime) or 0)
 
 
 def room_to_plan(runtime: Runtime, lists: Sequence[TaskList]) -> float:
-    """Bytes of the GPU that tiles may take in turn; 0: nothing has to leave, or what will is not known."""
+    """Return the bytes of the GPU for an eviction plan; 0: no tile has to leave, or the order of tasks is not known."""
     if runtime.cuda != 1 or runtime.cpus or runtime.disk:
         return 0
     return room_in_turn(lists, runtime.cuda_memory or 0)
 
 
 def has_room_for_evictions(lists: Sequence[TaskList], runtime: Runtime) -> bool:
-    """Whether main memory holds what leaves the GPU, and what may have been written there at the start: all that lasts
-    but what a step forgets, gradients."""
-    tasks = [task for low in lists for task in low.tasks]
+    """Whether main memory holds the evicted tiles and the initial values of persistent tiles, except gradients."""
+    tasks = [task for one in lists for task in one.tasks]
     held = {a.tile.key: a.tile.bytes for task in tasks for a in task.accesses if a.tile.persistent}
-    for gone in {tile.key for task in tasks for tile in task.clears}:
-        held.pop(gone, None)
+    for cleared in {tile.key for task in tasks for tile in task.clears}:
+        held.pop(cleared, None)
     held |= {tile.key: tile.bytes for task in tasks for tile in task.evicts}
     room = main_memory(runtime) * (1 if runtime.memory else OF_MACHINE)
     return sum(held.values()) <= room
 
 
 def gpu_peak() -> int:
-    """Most bytes that this process has had of the fullest GPU: tiles, and what kernels took to work in."""
+    """Return the peak bytes of this process on its fullest GPU: tiles and workspaces of kernels."""
     import torch
 
     return max(torch.cuda.max_memory_allocated(device) for device in _devices())
 
 
 def forget_gpu_peak() -> None:
-    """Count gpu_peak() from here on."""
+    """Reset `gpu_peak`."""
     import torch
 
-    torch.cuda.init()  # PyTorch's counters are there after that only
+    torch.cuda.init()  # PyTorch has no counters before
     for device in _devices():
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def _devices() -> range:
-    """Those of the runtime, or all where none is running."""
+    """Return the GPUs of the runtime, or all GPUs if no runtime is running."""
     import torch
 
     return range(_core.cuda_workers() or torch.cuda.device_count())
 
 
 def check_tasks(tasks: TaskList, runtime: Runtime) -> None:
-    """Raise TaskError if the tiles of some task do not fit where it runs."""
+    """Raise TaskError if the tiles of a task do not fit where it runs."""
     limit = task_bytes(runtime)
     if limit is None or not tasks.tasks:
         return
@@ -110,7 +110,7 @@ def check_tasks(tasks: TaskList, runtime: Runtime) -> None:
 
 
 def check_lists(lists: Sequence[TaskList], runtime: Runtime) -> None:
-    """Raise TaskError if the tiles of what this rank runs in turn do not fit in its memory."""
+    """Raise TaskError if the tiles of this rank's part of a step do not fit into its memory."""
     tiles = {a.tile.key: a.tile for one in lists for task in one.tasks for a in task.accesses if a.tile.persistent}
     kept, have = sum(tile.bytes for tile in tiles.values()), main_memory(runtime)
     peak = max(one.peak_bytes(kept) for one in lists)
@@ -119,21 +119,21 @@ def check_lists(lists: Sequence[TaskList], runtime: Runtime) -> None:
         room = f"runtime.memory has room for {have // MIB}"
         room += f", its GPUs for {devices // MIB}" * (devices > 0)
         raise TaskError(
-            f"out of memory: this rank's part of a step needs {_least(peak)}, and {room};"
+            f"out of memory: this rank's part of a step needs {_at_least(peak)}, and {room};"
             f" {largest(tiles.values())}, or start more ranks"
         )
 
 
 def check_step(step: Step, runtime: Runtime) -> None:
-    """Raise TaskError if a step's tensors do not fit in all memories together."""
+    """Raise TaskError if a step's tensors do not fit into all memories together."""
     if runtime.ranks:
-        return  # each has a part of them: see check_lists
+        return  # each rank has a part of the tensors: see check_lists
     peak, have = step.peak_bytes(), main_memory(runtime)
     room = f"runtime.memory {'and runtime.disk have' if runtime.disk else 'has'} room for {have // MIB}"
     rest = peak
     if runtime.cuda:
         devices = runtime.cuda * (runtime.cuda_memory or 0)
-        # Weights are written in main memory first; what the devices do not hold is there too.
+        # Weights are written in main memory first, and tiles that the GPUs do not hold are there too.
         name, _ = MASTERS.get(step.graph.dtype, ("", ""))
         tiles = {a.tile for task in step.update.tasks.tasks for a in task.accesses}
         masters = [tile for tile in tiles if name and tile.tensor.endswith(f".{name}")]
@@ -141,18 +141,18 @@ def check_step(step: Step, runtime: Runtime) -> None:
         room = f"{-(-rest // MIB)} of it outside of runtime.cuda_memory = {devices // MIB} MiB in all, and {room}"
     if rest > have:
         raise TaskError(
-            f"out of memory: a step needs {_least(peak)}, {room}; the largest tensors are "
+            f"out of memory: a step needs {_at_least(peak)}, {room}; the largest tensors are "
             f"{step.largest()}. Use a smaller batch or seq, or smaller tiles.batch, tiles.seq and tiles.vocab, which "
             "let activations be freed earlier"
         )
 
 
-def _least(peak: int) -> str:
+def _at_least(peak: int) -> str:
     return f"at least {-(-peak // MIB)} MiB, and more where workers run ahead of each other"
 
 
 def largest(tiles: Iterable[Tile], count: int = 3) -> str:
-    """The largest tiles, and the tile sizes to lower."""
+    """Return the largest tiles, and the tile sizes to lower, as text."""
     top = sorted(set(tiles), key=lambda tile: -tile.bytes)[:count]
     named: list[str] = []
     keys: dict[str, None] = {}

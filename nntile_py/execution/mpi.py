@@ -1,6 +1,7 @@
-"""The ranks that mpirun or srun has started: what they agree on, how tiles travel, how all end where one fails.
+"""The ranks that mpirun or srun started: agreement between ranks, transfers of tiles, and a common end after a failure.
 
-mpi4py is how Python calls MPI; StarPU-MPI has a communicator of its own, as it takes every message on one for its own.
+Python calls MPI through mpi4py. StarPU-MPI has a communicator of its own, as it takes every message on a communicator
+for its own.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from nntile_py.system import launcher as system
 from nntile_py.system.load import cores
 from nntile_py.system.version import VERSION
 
-MESSAGES = 1000  # under way at a time, where runtime.window is not given
-SHORT, LONG = 20e-6, 1e-3  # seconds between two looks for what others have to say
-TRIPS = 200  # to another rank and back, to compare two clocks by the shortest
-NO_MORE, LAST = -1, -2  # in the place of a number that is asked for
-PATIENCE = 20.0  # seconds without a sign of life of a rank, after which all end
-STARTING = 3  # times as long while all start, as their disks may be slow
+MESSAGES = 1000  # messages in transit at a time where runtime.window is not set
+SHORT, LONG = 20e-6, 1e-3  # seconds between two polls
+TRIPS = 200  # round trips to another rank; the shortest one compares two clocks
+NO_MORE, LAST = -1, -2  # sent instead of the number of an array: the requests end, for now or for good
+PATIENCE = 20.0  # seconds without a sign of life of a rank until all ranks end
+STARTING = 3  # factor on PATIENCE while ranks start, as their disks may be slow
 
 
 class Ranks:
-    """All of them, of which this process is `rank`. Methods are called on every rank, in the same order."""
+    """All ranks; this process is `rank`. Every rank calls the same methods in the same order."""
 
     def __init__(self) -> None:
-        sys.excepthook = functools.partial(_told, sys.excepthook)
+        sys.excepthook = functools.partial(_uncaught, sys.excepthook)
         try:
             from nntile_py import _mpi
         except ImportError as error:
@@ -53,13 +54,13 @@ class Ranks:
             _mpi.watch(self._signs.py2f(), patience, _core.waited_for())
         atexit.register(self._end)
         self.cores = int(self.gathered(np.array([cores()])).min())
-        self.gpus, self.sharers = 0, 1  # of each rank; how many ranks use the most used of this one's GPUs
+        self.gpus, self.sharers = 0, 1  # GPUs of each rank; ranks that share this rank's most shared GPU
         self.library = _mpi.library().partition(",")[0].strip()
         versions = {"nntile_py": VERSION, "StarPU": _core.starpu_version(), "MPI": self._mpi.Get_version()}
         self.same("the version", versions)
 
     def _join(self, native: Any) -> None:
-        """Start MPI, which waits for the other ranks."""
+        """Initialise MPI, which waits for the other ranks."""
         if system.apart(native.library()):
             _refuse_srun()
         try:
@@ -70,7 +71,7 @@ class Ranks:
             from mpi4py import MPI
         except ImportError as error:
             raise ConfigError(f"MPI: mpi4py does not load ({error}); pip install 'nntile_py[mpi]'") from None
-        except RuntimeError as error:  # it found no MPI library
+        except RuntimeError as error:  # mpi4py found no MPI library
             raise ConfigError(f"MPI: mpi4py finds no MPI library ({error}); apt-get install libopenmpi-dev") from None
         if not MPI.Is_initialized():
             raise ConfigError("MPI: mpi4py uses another MPI library than StarPU; allowed: mpi4py built for that")
@@ -83,14 +84,17 @@ class Ranks:
         if self.size != system.started()[1]:
             if system.by_srun():
                 _refuse_srun()
-            told = f"it says {self.size} ranks, and {system.started()[1]} were started"
-            raise ConfigError(f"MPI: mpi4py uses another MPI than mpirun: {told}; allowed: mpi4py built for this MPI")
-        self.tags = itertools.count()  # of tiles
+            sizes = f"it says {self.size} ranks, and {system.started()[1]} were started"
+            raise ConfigError(f"MPI: mpi4py uses another MPI than mpirun: {sizes}; allowed: mpi4py built for this MPI")
+        self.tags = itertools.count()  # tags of tiles
 
-    # -- what all agree on
+    # -- agreement between ranks
 
     def gathered(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The array [n] of each rank: [ranks, n]. Waits for all, without keeping a core busy."""
+        """Return the arrays [n] of all ranks as [ranks, n], on every rank.
+
+        Waits for all ranks without keeping a core busy.
+        """
         out = np.empty((self.size, len(values)), values.dtype)
         request, wait = self._world.Iallgather(np.ascontiguousarray(values), out), SHORT
         while not request.Test():
@@ -99,22 +103,25 @@ class Ranks:
         return out
 
     def of_first(self, value: float) -> float:
-        """What rank 0 says."""
+        """Return rank 0's value on every rank."""
         return float(self.gathered(np.array([value], np.float64))[0, 0])
 
     def any(self, flag: bool) -> bool:
-        """Whether one of them says so."""
+        """Whether the flag is set on any rank."""
         return bool(self.gathered(np.array([flag], np.uint8)).any())
 
     def all_to_all(self, value: Any) -> list[Any]:
-        """The value of each rank, on all of them."""
+        """Return the value of each rank, on every rank."""
         self.barrier()
         found: list[Any] = self._world.allgather(value)
         return found
 
     def take_gpus(self, count: int) -> None:
-        """Have each rank see, for as long as it lives, only so many GPUs: its own ones. Raises ConfigError, on every
-        rank, where there are too few."""
+        """Make only `count` GPUs visible to each rank, its own ones, for the life of the process.
+
+        Raises:
+            ConfigError: there are too few GPUs; raised on every rank.
+        """
         self.same("the runtime", {"runtime.cuda": count})
         if count <= 0 or count == self.gpus:
             return
@@ -127,46 +134,53 @@ class Ranks:
         self.gpus, self.sharers = count, max(users[seen_by[self.rank][k]] for k in taken[self.rank])
 
     def barrier(self) -> None:
-        """Wait until all are here."""
+        """Wait until all ranks call this."""
         self.any(False)
 
     def same(self, what: str, parts: Mapping[str, Any], causes: Mapping[str, Any] | None = None) -> None:
-        """Raise ConfigError, on every rank, naming a part that is not the same on all. Arrays count by their bytes.
+        """Raise ConfigError, on every rank, that names a part with different values on different ranks.
 
-        causes: what is named instead where it differs, too; alone it may."""
+        Args:
+            what: name of the whole, for the message.
+            parts: values by name; arrays are compared by their bytes.
+            causes: further values, named instead of a part if they differ; a difference in these only is no error.
+        """
         hashed = [_hash(value) for value in parts.values()]
-        found = self.gathered(np.frombuffer(_hash(b"".join(hashed)), np.uint8))
-        if (found == found[0]).all():
+        hashes = self.gathered(np.frombuffer(_hash(b"".join(hashed)), np.uint8))
+        if (hashes == hashes[0]).all():
             return
         every = {**(causes or {}), **parts}
-        told = self.all_to_all([(name, _hash(value), _shown(value)) for name, value in every.items()])
-        for rank, other in enumerate(told):
-            for (name, mine, shown), (_, theirs, there) in zip(told[0], other, strict=False):
+        described = self.all_to_all([(name, _hash(value), _shown(value)) for name, value in every.items()])
+        for rank, other in enumerate(described):
+            for (name, mine, shown), (_, theirs, there) in zip(described[0], other, strict=False):
                 if mine != theirs:
                     values = f": rank {rank} has {there}, rank 0 has {shown}" if there != shown else f" of rank {rank}"
                     raise ConfigError(f"{what} is not the same on all ranks, see {name}{values}; allowed: the same")
         raise ConfigError(f"{what} is not the same on all ranks; allowed: the same")
 
     def from_first(self, value: Any) -> Any:
-        """What rank 0 gives."""
+        """Return rank 0's object on every rank."""
         self.barrier()
         return self._world.bcast(value)
 
     def to_first(self, value: Any) -> list[Any] | None:
-        """The value of each rank, on the first; None on the others."""
+        """Return the object of each rank on rank 0, None on the others."""
         self.barrier()
         found: list[Any] | None = self._world.gather(value)
         return found
 
     def clocks(self, now: Callable[[], int]) -> np.ndarray[Any, Any]:
-        """How far the ranks' clocks are apart: for each rank the first's date, the rank's own at that moment, and half
-        the time of the round trip that they were compared by, ns: the most that the comparison is wrong by. [ranks, 3],
-        on the first; `now` gives ns."""
+        """Compare the ranks' clocks. `now` returns ns.
+
+        Returns:
+            On rank 0, an array [ranks, 3]: rank 0's time, the rank's own time at that moment, and half the round trip
+            of the comparison, which bounds its error; ns.
+        """
         found = np.zeros((self.size, 3), np.int64)
         found[0, :2] = now()
         mine, theirs = np.zeros(1, np.int64), np.zeros(1, np.int64)
         for other in range(1, self.size):
-            self.barrier()  # so that those whose turn has not come sleep
+            self.barrier()  # ranks sleep until their turn
             if self.rank == other:
                 for _ in range(TRIPS):
                     self._world.Recv(theirs, 0)
@@ -185,26 +199,26 @@ class Ranks:
         self.barrier()
         return found
 
-    # -- arrays that the first rank asks the others for, from any one thread of each
+    # -- arrays that rank 0 requests from the others, in one thread of each rank
 
     def ask(self, rank: int, number: int) -> Any:
-        """What `give` of that rank has under the number. On the first rank."""
+        """Return array `number` of a rank that runs `give`. Call it on rank 0."""
         self._pieces.send(number, rank)
         return self._received(rank)
 
     def end_giving(self, last: bool) -> None:
-        """Have `give` return, with `last`, on all other ranks. On the first rank."""
+        """Make `give` return `last` on all other ranks. Call it on rank 0."""
         for rank in range(1, self.size):
             self._pieces.send(LAST if last else NO_MORE, rank)
 
     def give(self, found: Callable[[int], Any]) -> bool:
-        """Answer what the first rank asks for until it ends that; whether it was for the last time."""
+        """Answer rank 0's requests until it ends them; returns whether it ended them for the last time."""
         while (number := self._received(0)) >= 0:
             self._pieces.send(found(number), 0)
         return bool(number == LAST)
 
     def _received(self, rank: int) -> Any:
-        """The next of that rank, waited for without keeping a core busy."""
+        """Return the next message of a rank; waits without keeping a core busy."""
         wait = SHORT
         while (message := self._pieces.improbe(rank)) is None:
             time.sleep(wait)
@@ -212,19 +226,19 @@ class Ranks:
         return message.recv()
 
     def abort(self) -> None:
-        """End all ranks now: a thread of this one has failed, of which the others cannot know."""
+        """End all ranks now: a thread of this rank failed, which other ranks cannot know."""
         self._mpi.COMM_WORLD.Abort(system.failed or 1)
 
     # -- tiles
 
     def start(self, window: int) -> None:
-        """StarPU runs: let it send and receive tiles."""
+        """Let StarPU, which runs, send and receive tiles."""
         self._tiles = self._mpi.COMM_WORLD.Dup()
         self._native.start(self._tiles.py2f())
         _core.use_transport(self._native.transport(), window or MESSAGES)
 
     def stop(self) -> None:
-        """All tasks and messages of all ranks have ended, and StarPU will."""
+        """Stop transfers of tiles, after all tasks and messages of all ranks have ended and before StarPU stops."""
         if self._tiles is None:
             return
         self.barrier()
@@ -234,7 +248,7 @@ class Ranks:
         self._tiles = None
 
     def _end(self) -> None:
-        """The process ends. MPI has no other way to tell the others of a failure than to end them too."""
+        """End MPI with the process. After a failure MPI can tell the other ranks only by ending them too."""
         self._native.leave()
         if system.failed:
             sys.stdout.flush()
@@ -245,12 +259,12 @@ class Ranks:
 
 @functools.cache
 def ranks() -> Ranks:
-    """Joined when it is first asked for; once in a process."""
+    """Return the ranks, which join at the first call; once in a process."""
     return Ranks()
 
 
 def _refuse_srun() -> NoReturn:
-    """All ranks find the same, and none can tell the others: the first says it, and they end."""
+    """End all processes that srun started without a common MPI: the first one raises ConfigError, the others exit."""
     if not system.leads():
         system.failing(2)
         raise SystemExit(2)
@@ -261,7 +275,7 @@ def _refuse_srun() -> NoReturn:
 
 
 def _patience() -> float:
-    """Seconds; 0: all ranks go on however long one is silent, as under a debugger."""
+    """Return PATIENCE or the environment's value in seconds; 0: wait forever, as under a debugger."""
     text = os.environ.get("NNTILE_PATIENCE", str(PATIENCE))
     try:
         if not 0 <= (value := float(text)) < 1e9:
@@ -273,7 +287,7 @@ def _patience() -> float:
 
 @contextmanager
 def _starting(sign: str) -> Iterator[None]:
-    """Where the others do not start meanwhile this process ends; sign: see _give_up."""
+    """End this process if the other ranks do not start within the block; `sign`: see _give_up."""
     done, seconds = threading.Event(), STARTING * _patience()
     if seconds:
         threading.Thread(target=_give_up, args=(done, seconds, sign), daemon=True).start()
@@ -284,15 +298,16 @@ def _starting(sign: str) -> Iterator[None]:
 
 
 def _give_up(done: threading.Event, seconds: float, sign: str) -> None:
-    """Where the others have not started in this time: end this process, which ends all; one of them says why.
+    """End this process, and thereby all ranks, if the other ranks do not start in time; one of the ranks prints why.
 
-    sign: the name of a library that a rank has loaded that waits here, too."""
+    `sign` is the name of a library: a rank that has loaded it waits here, too.
+    """
     if done.wait(seconds):
         return
     rank, size = system.started()
     states = system.seen(sign)
     lost = [other for other, state in states.items() if state != "waits"]
-    # Whose machine sees the cause tells it; of several ranks there the first.
+    # A rank on the machine with the cause prints it, the first one of several.
     if done.wait(system.OTHERS_WAIT * min(4, len(set(range(rank)) - {*lost}) + (not lost))):
         return
     if lost:
@@ -301,13 +316,13 @@ def _give_up(done: threading.Event, seconds: float, sign: str) -> None:
     else:
         named = " or ".join(str(other) for other in range(size) if other not in states)
         why = "on another machine it is stopped, or cannot be reached"
-    told = f"rank {named} has not started in {seconds:g} s: {why}; NNTILE_PATIENCE is a third of that"
-    print(f"{system.who()}error: {told}", file=sys.stderr, flush=True)
+    message = f"rank {named} has not started in {seconds:g} s: {why}; NNTILE_PATIENCE is a third of that"
+    print(f"{system.who()}error: {message}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
-def _told(before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """An error that nobody has caught, and will end the process."""
+def _uncaught(before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Report an uncaught exception, which ends the process."""
     system.failing()
     print(system.who().rstrip(": "), file=sys.stderr)
     before(kind, error, trace)

@@ -36,9 +36,11 @@ from nntile_py.tiles.tasklist import MONOIDS, Task
 
 
 class Store:
-    """StarPU handles of the tiles that outlive a program, shared by all programs of a trainer by their keys.
+    """StarPU handles of the tiles that outlive a program, by key, shared by all programs of a trainer.
 
-    causes: what may be why ranks have other plans, by name."""
+    Args:
+        causes: possible causes of different plans on different ranks, by name, for the error message.
+    """
 
     def __init__(self, causes: Mapping[str, str] | None = None) -> None:
         self.handles: dict[Hashable, _core.Tile] = {}
@@ -48,33 +50,34 @@ class Store:
         self._replicas = (
             Replicas(self.ranks.size, self.ranks.tags, runtime.shard_weights) if runtime and self.ranks else None
         )
-        # Where tiles lie between programs: on which ranks, on which workers.
+        # The ranks and the workers that hold each tile between programs.
         self.on_ranks: Residency = {}
         self.residency: Residency = {}
         self._grids: WeakKeyDictionary[Lowering, dict[Tensor, tuple[list[Placed], list[Tile]]]] = WeakKeyDictionary()
 
     def handle(self, tile: Tile) -> _core.Tile:
+        """Return the handle of a tile, a new one for a temporary tile."""
         if not tile.persistent:
             return _new(tile)
         if tile.key not in self.handles:
             self.handles[tile.key] = _new(tile)
         return self.handles[tile.key]
 
-    def write(self, low: Lowering, tensor: Tensor, value: np.ndarray[Any, Any]) -> None:
-        """Put a whole array into a tensor's tiles, in order with the tasks, without waiting."""
-        for where, handle in self._written(low, tensor):
+    def write(self, lowering: Lowering, tensor: Tensor, value: np.ndarray[Any, Any]) -> None:
+        """Write a whole array into a tensor's tiles, in order with the tasks, without waiting."""
+        for where, handle in self._written(lowering, tensor):
             handle.write(np.ascontiguousarray(value[where]))
 
-    def zero(self, low: Lowering, tensor: Tensor) -> None:
-        """Fill a tensor's tiles with zeros where they will be used."""
-        for _, handle in self._written(low, tensor):
+    def zero(self, lowering: Lowering, tensor: Tensor) -> None:
+        """Fill a tensor's tiles with zeros on the workers that will use them."""
+        for _, handle in self._written(lowering, tensor):
             handle.zero()
 
-    def _written(self, low: Lowering, tensor: Tensor) -> list[Placed]:
-        """The tiles of a tensor that this rank writes, as the others write theirs."""
-        grids = self._grids.setdefault(low, {})
+    def _written(self, lowering: Lowering, tensor: Tensor) -> list[Placed]:
+        """Return the tiles of a tensor that this rank writes; every rank writes its own."""
+        grids = self._grids.setdefault(lowering, {})
         if tensor not in grids:  # inputs are written at every step
-            grid = [*low.grid(tensor)]
+            grid = [*lowering.grid(tensor)]
             mine = [(where, self.handle(tile)) for where, tile in grid if self._uses(tile)]
             grids[tensor] = mine, [tile for _, tile in grid]
         mine, tiles = grids[tensor]
@@ -87,19 +90,19 @@ class Store:
         return not (self._replicas and self.ranks) or self.ranks.rank in self._replicas.users(tile)
 
     def share(self, lists: Sequence[TaskList]) -> list[RankLists]:
-        """What each rank runs of placed lists, of which all ranks have the same."""
+        """Return what each rank runs of placed lists, after a check that all ranks have the same lists."""
         assert self._replicas and self.ranks
         self.ranks.same("the plan", described(lists), self._causes)
-        self._grids.clear()  # a rank may use other tiles, too, from now on
+        self._grids.clear()  # the rank may use further tiles now
         return self._replicas.share(lists)
 
     def ran(self, shared: RankLists) -> None:
-        """What its ranks run was submitted."""
+        """Record that the lists of the ranks were submitted."""
         assert self._replicas
         self._replicas.ran(shared)
 
     def bring(self, needs: Iterable[tuple[Tile, Iterable[int]]]) -> None:
-        """Have these ranks hold what tiles hold after the tasks submitted so far; called on all of them."""
+        """Send tiles so that these ranks hold what the tasks submitted so far write; called on all ranks."""
         if not (self._replicas and self.ranks):
             return
         for rank, message in self._replicas.brought(needs):
@@ -109,16 +112,19 @@ class Store:
                     Runtime.watched.append((number, listed(message)))
 
     def pieces(self, tensors: Mapping[Tensor, Lowering]) -> list[Piece]:
-        """The tiles of tensors, each with a rank that has it after what was submitted so far; the same on all ranks."""
-        found: list[Piece] = []
-        for tensor, low in tensors.items():
-            for where, tile in low.grid(tensor):
+        """Return the tiles of tensors, each with a rank that holds it after the tasks submitted so far.
+
+        The same on all ranks.
+        """
+        pieces: list[Piece] = []
+        for tensor, lowering in tensors.items():
+            for where, tile in lowering.grid(tensor):
                 holders = self._replicas.holders(tile) if self._replicas else [0]
-                found.append(Piece(tensor, where, tile, holders[len(found) % len(holders)]))
-        return found
+                pieces.append(Piece(tensor, where, tile, holders[len(pieces) % len(holders)]))
+        return pieces
 
     def fetch(self, *names: str) -> _core.Fetch:
-        """Scalars, as the tasks submitted so far leave them, on every rank."""
+        """Return a handle to scalars as the tasks submitted so far leave them, on every rank."""
         keys = [("scalar", name, (0,)) for name in names]
         if self._replicas:
             self.bring((self._replicas.tiles[key], self._everywhere) for key in keys)
@@ -128,21 +134,21 @@ class Store:
     def _everywhere(self) -> range:
         return range(self.ranks.size if self.ranks else 1)
 
-    def read(self, low: Lowering, tensor: Tensor) -> np.ndarray[Any, Any]:
-        """A whole tensor from its tiles; waits for the tasks that write them. Every rank calls it and gets the same."""
-        self.bring((tile, self._everywhere) for _, tile in low.grid(tensor))
-        return whole(tensor, [(where, self.handle(tile).read()) for where, tile in low.grid(tensor)])
+    def read(self, lowering: Lowering, tensor: Tensor) -> np.ndarray[Any, Any]:
+        """Return a whole tensor, after the tasks that write it. Every rank calls it and gets the same array."""
+        self.bring((tile, self._everywhere) for _, tile in lowering.grid(tensor))
+        return whole(tensor, [(where, self.handle(tile).read()) for where, tile in lowering.grid(tensor)])
 
     def copy(self, tiles: Iterable[Tile]) -> HostCopy:
-        """Start to copy tiles as the tasks submitted so far leave them; a task that writes one waits for its copy."""
+        """Start to copy tiles as the tasks submitted so far leave them; later tasks that write a tile wait."""
         return HostCopy([self.handle(tile) for tile in tiles])
 
 
-Placed = tuple[Any, _core.Tile]  # the slice of the tensor that a tile is
+Placed = tuple[Any, _core.Tile]  # the slices of a tensor that a tile holds, and its handle
 
 
 class Piece(NamedTuple):
-    """Of a tensor: the slice that a tile is, and a rank that has it."""
+    """A tile of a tensor: the slices of the tensor that it holds, and a rank that has it."""
 
     tensor: Tensor
     where: Any
@@ -151,7 +157,7 @@ class Piece(NamedTuple):
 
 
 def whole(tensor: Tensor, parts: Sequence[tuple[Any, np.ndarray[Any, Any]]]) -> np.ndarray[Any, Any]:
-    """A tensor of the slices that its tiles are; of bf16 and fp16 in float32."""
+    """Return a tensor from the contents of its tiles; bf16 and fp16 in float32."""
     dtype = host_dtype(tensor.dtype)
     if len(parts) == 1:
         return np.asarray(parts[0][1].reshape(tensor.shape), dtype)
@@ -162,7 +168,7 @@ def whole(tensor: Tensor, parts: Sequence[tuple[Any, np.ndarray[Any, Any]]]) -> 
 
 
 class HostCopy:
-    """Copies of tiles, which are there when `done` says so; unlike the tiles they are any thread's to read."""
+    """Copies of tiles in main memory. `done` says when they are complete; any thread may then read them."""
 
     def __init__(self, handles: Sequence[_core.Tile]) -> None:
         self._native = _core.Copies(handles)
@@ -171,32 +177,37 @@ class HostCopy:
         return bool(self._native.done())
 
     def wait(self) -> None:
-        """Raises TaskError if a task failed."""
+        """Wait for the copies. Raises TaskError if a task failed."""
         self._native.wait()
 
     def array(self, number: int) -> np.ndarray[Any, Any]:
-        """One of the tiles. Raises TaskError where a task had failed before it was copied."""
+        """Return the copy of one tile. Raises TaskError if a task failed before the tile was copied."""
         if self._native.dropped():
             raise TaskError("a task had failed before the tiles were copied")
-        found: np.ndarray[Any, Any] = self._native.array(number)
-        return found
+        copy: np.ndarray[Any, Any] = self._native.array(number)
+        return copy
 
 
 def _new(tile: Tile) -> _core.Tile:
+    """Return a new handle."""
     return _core.Tile(list(tile.shape), tile.dtype, MONOIDS.index(tile.monoid), tile.redux)
 
 
 @no_search_for_cycles()
 def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checked: bool = False) -> list[Program]:
-    """Of resolved lists that run in turn, again and again. tf32: products on CUDA may round fp32 tiles to that.
-    checked: what tasks write is looked at, see _core.take_not_finite."""
+    """Return the programs of resolved lists that run in turn, repeatedly.
+
+    Args:
+        tf32: products on CUDA may round fp32 tiles to tf32.
+        checked: check what tasks write for NaN and infinity, see _core.take_not_finite.
+    """
     gpus, runtime = _core.cuda_workers(), Runtime.current
     assert runtime is not None
     speeds = [device_model.speed([tasks], gpus > 0) for tasks in lists]
     shares: Sequence[RankLists | None] = [None] * len(lists)
     filled = [gpus > 0 and not _core.cpu_workers() and lives_on_cuda(tasks) for tasks in lists]  # the same on all ranks
     if store.ranks:
-        shares = _shared_out(lists, speeds, store, store.ranks, gpus)
+        shares = _split_over_ranks(lists, speeds, store, store.ranks, gpus)
         lists = [one.lists[store.ranks.rank] for one in shares if one]
         memory.check_lists(lists, runtime)
     if runtime.placement == "planned":
@@ -213,48 +224,52 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
             _core.reserve_for_tiles()
             if not store.ranks and mark_evictions(lists, room) and not memory.has_room_for_evictions(lists, runtime):
                 mark_evictions(lists, math.inf)
-    if runtime.placement == "planned" and not store.ranks:  # other ranks wait for weights, too, and longer for each
+    if runtime.placement == "planned" and not store.ranks:  # other ranks wait for weights too, and for longer
         delay(lists, gpus or _core.cpu_workers())
     for tasks in lists:
         memory.check_tasks(tasks, runtime)
     return [Program(*one, store, tf32, checked) for one in zip(lists, shares, filled, strict=True)]
 
 
-def _shared_out(
+def _split_over_ranks(
     lists: Sequence[TaskList], speeds: Sequence[Speed], store: Store, ranks: Ranks, gpus: int
 ) -> Sequence[RankLists]:
-    """Lists that all ranks have, by rank; which worker of it runs a task is open."""
+    """Split lists over the ranks; a task's worker on its rank is still open."""
     speeds = [device_model.rank_of_gpus(one, gpus) if gpus else device_model.rank(ranks.cores) for one in speeds]
     count = [ranks.size] * len(lists)
-    found = store.share([place(*one, store.on_ranks) for one in zip(lists, count, speeds, strict=True)])
-    for task in (task for one in found for task in one.lists[ranks.rank].tasks):
+    shares = store.share([place(*one, store.on_ranks) for one in zip(lists, count, speeds, strict=True)])
+    for task in (task for one in shares for task in one.lists[ranks.rank].tasks):
         task.worker = -1
-    return found
+    return shares
 
 
 def _message(one: MessageTask) -> dict[str, Any]:
-    """Of one end of a message, what the binding takes besides the tile."""
+    """Return the arguments of the binding for one end of a message, except the tile."""
     tile = one.accesses[0].tile
     name = f"{tile}, for {one.op}" if one.op else str(tile)
     return {"peer": one.peer, "tag": one.tag, "priority": one.priority, "sends": one.kernel == SEND, "name": name}
 
 
 def _bodies(task: Task) -> list[list[Task]]:
-    """The parts of a task as its kernels take them: on CPU workers one at a time."""
+    """Return the parts of a task as its kernels take them: CPU workers take one part at a time."""
     parts = task.parts or [task]
     return launch.together(parts) if _core.cuda_workers() and not _core.cpu_workers() else [[part] for part in parts]
 
 
 class Program:
-    """A task list bound to handles: `run` submits all of it and returns. Made by `programs`.
+    """A task list bound to handles: `run` submits all tasks and returns. Use `programs` to create it.
 
-    shared: the list is this rank's part of it. filled: CUDA workers compute just what a step fills."""
+    Args:
+        shared: the list is this rank's part of these lists.
+        filled: CUDA workers compute only the part of tiles that a step fills.
+    """
 
     def __init__(
         self, tasks: TaskList, shared: RankLists | None, filled: bool, store: Store, tf32: bool, checked: bool
     ) -> None:
         capability = capability_of_devices()
-        # CPU workers want what is filled without gaps, CUDA workers each row where it would be if all were.
+        # CPU kernels compute the filled part, stored without gaps. CUDA kernels beside them compute full tiles, where
+        # each row has its full stride.
         whole = capability is not None and not filled
         self.list, self.tasks = tasks, len(tasks.tasks)
         self._store, self._shared = store, shared
@@ -275,7 +290,7 @@ class Program:
                 self.native.add_invalidate(handles[tile])
 
     def _add(self, task: Task, handles: Mapping[Tile, _core.Tile], capability: int | None, whole: bool) -> None:
-        """A task, whose bodies compute whole tiles, or what a step fills of them."""
+        """Add a task with its payloads, which compute full tiles or only the filled part."""
         runs = _bodies(task)
         places = {access.tile: number for number, access in enumerate(task.accesses)}
         floats: list[float] = []
@@ -284,7 +299,7 @@ class Program:
         for run in runs:
             part, first = run[0], len(floats)
             live = [] if whole else self.list.live_sizes(part)
-            if live and bound(part):  # it would take the whole tile for filled
+            if live and bound(part):  # it would compute on the full tile
                 need = "pack: false, or operators whose tasks are not in Python"
                 raise ConfigError(f"pack: {part.op} runs a task in Python ({part.kernel}); allowed: {need}")
             lives = [(tile, axis, len(part.floats) + k) for k, (tile, axis, _) in enumerate(live)]
@@ -322,18 +337,18 @@ class Program:
 
     @property
     def checked_run(self) -> int:
-        """The number of the last run of a program that is checked."""
+        """The number of the last run of a checked program."""
         return int(self.native.checked_run)
 
     def named(self, task: int, number: int) -> str:
-        """A body of a task in words: its operator, its kernel, the tiles that it writes."""
+        """Return a payload of a task as text: its operator, its kernel, the tiles that it writes."""
         part, *_ = run = _bodies(self.list.tasks[task])[number]
         tiles = [*dict.fromkeys(str(a.tile) for one in run for a in one.accesses if a.mode != "R")]
         more = f" and {len(tiles) - 3} more" if len(tiles) > 3 else ""
         return f"{part.op or part.kernel} (kernel {part.kernel}), which writes {', '.join(tiles[:3])}{more}"
 
     def run(self, slots: dict[str, float] | None = None) -> None:
-        """Submit every task. `slots`: the step's scalars by name."""
+        """Submit every task; `slots` are the step's scalars by name."""
         if self._shared:
             self._store.bring(self._shared.needs.items())
         number = self.native.run([float((slots or {})[name]) for name in self.slots])

@@ -1,23 +1,20 @@
-"""Tasks in plain Python: by themselves on arrays held by StarPU, and as kernels of a user's own operators."""
+"""Tasks in plain Python: single tasks on arrays held by StarPU, and kernels of a user's own operators."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import hashlib
 import inspect
 import marshal
 import re
-import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution.array import Array, Tiles, submit
+from nntile_py.execution.worker_arrays import arrays_on_worker, failure, is_view
 from nntile_py.tiles import Access, Slot, TaskArgs
 from nntile_py.tiles.tasklist import Task
 from nntile_py.typed import typed
@@ -26,28 +23,33 @@ _MODES = ("R", "W", "RW", "ACC", "COMMUTE", "REDUX")
 _LIBRARIES = ("numpy", "torch")
 
 Function = Callable[..., Any]
-# What C++ calls on a worker: (device or -1, stream, what the arrays are made of, the task's floats). It returns None,
-# or what the function raised: its text and itself.
+# The function that C++ calls on a worker: (device or -1, stream, the arrays' memory, the task's floats). It returns
+# None, or the text of an exception and the exception.
 Call = Callable[[int, int, list[Any], list[float]], tuple[str, BaseException] | None]
-# (call, torch tensors?, can run on CUDA workers, which arrays are only read, number of floats)
+# (call, takes torch tensors, can run on CUDA workers, which arrays are only read, number of floats)
 Spec = tuple[Call, bool, bool, list[bool], int]
 
 
 class Submitted:
-    """A call of a task: `result()` waits for it and gives what the function returned."""
+    """A submitted call of a task. `result()` waits for it and returns what the function returned."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._native: Any = None  # what C++ knows of it
+        self._native: Any = None  # the submission in C++
         self._returned: list[Any] = []
         self._error: BaseException | None = None
-        self._view = False  # it returned an array that it was given, or a part of one
+        self._view = False  # it returned an argument array, or a view of one
 
     def done(self) -> bool:
         return bool(self._native.done())
 
     def result(self) -> Any:
-        """Raises TaskError if the task, or one before it, failed; TypeError if it returned a view of its arrays."""
+        """Wait and return the function's value.
+
+        Raises:
+            TaskError: the task, or one before it, failed.
+            TypeError: the function returned a view of its arrays.
+        """
         self._native.wait()
         if self._error:
             raise TaskError(f"{self.name}: {type(self._error).__name__}, which was reported before") from self._error
@@ -61,17 +63,18 @@ class Submitted:
         return f"Submitted({self.name}, {'done' if self.done() else 'not yet done'})"
 
     def ended(self, value: Any, arrays: Sequence[Any]) -> None:
-        """The function has returned this."""
-        self._view = _is_view(value, arrays)
+        """Record the value that the function returned."""
+        self._view = is_view(value, arrays)
         if not self._view:
             self._returned.append(value)
 
     def failed(self, error: BaseException) -> None:
+        """Record the exception that the function raised."""
         self._error = error
 
 
 class TaskArgument(NamedTuple):
-    """An array that a call was given. `label`: its argument, with its place if that is a list."""
+    """An array argument of a call. `label` is the argument's name, with its index if the argument is a list."""
 
     label: str
     mode: str
@@ -79,12 +82,12 @@ class TaskArgument(NamedTuple):
 
 
 class PythonTask:
-    """What `nt.task` makes of a function: called, it submits; emitted by an operator, it is the kernel of tasks."""
+    """A function decorated by `nt.task`. A call submits a task; an operator that emits it uses it as a kernel."""
 
     def __init__(self, function: Function, library: str, modes: dict[str, str]) -> None:
         self.__name__: str
         for kind in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction):
-            if kind(function):  # a call only makes something that would have to be run
+            if kind(function):  # a call would return before the function runs
                 raise TypeError(f"task {function.__name__}: async functions and generators are not allowed")
         functools.update_wrapper(self, function)
         self.library, self.modes, self._on_cpu = library, modes, function
@@ -95,13 +98,13 @@ class PythonTask:
             raise ValueError(f"task {function.__name__}: has no argument {', '.join(sorted(unknown))}")
 
     def cuda(self, variant: Function) -> PythonTask:
-        """Take another function on CUDA workers."""
+        """Set another function for CUDA workers."""
         self._on_cuda = variant
         return self
 
     @functools.cached_property
     def name(self) -> str:
-        """What task lists and their digests know it by: its module and name, and a hash of its source."""
+        """The name in task lists and their digests: module, function name, and a hash of the source."""
         functions = dict.fromkeys(f for f in (self._on_cpu, self._on_cuda) if f)
         digest = hashlib.sha256(b"".join(map(_source, functions))).hexdigest()[:8]
         name = f"{self._on_cpu.__module__}.{self._on_cpu.__qualname__}-{digest}"
@@ -110,15 +113,19 @@ class PythonTask:
         _named[name] = self
         return name
 
-    # -- by itself
+    # -- as a single task
 
     @typed
     def options(self, *, priority: int = 0, where: str | None = None) -> PythonTask:
-        """The same task, for calls that are more urgent or that only some workers may run: `f.options(priority=2)(x)`.
+        """Return the same task with other options for its calls: `f.options(priority=2)(x)`.
 
-        priority: of ready tasks the greatest goes first, if the scheduler knows priorities (lws, prio, dmdas do).
-        where: "cpu", "cuda", or one worker, "cpu:0", "cuda:1". Raises ValueError for others, and for CUDA without a
-        variant.
+        Args:
+            priority: of ready tasks the one with the greatest priority goes first, if the scheduler has priorities
+                (lws, prio, dmdas).
+            where: the workers that may run it: "cpu", "cuda", or one worker, "cpu:0" or "cuda:1".
+
+        Raises:
+            ValueError: other values, or "cuda" for a task without a CUDA variant.
         """
         name = self.__name__
         if not isinstance(priority, Integral):
@@ -129,19 +136,20 @@ class PythonTask:
         kind, number = match.groups()
         if where and kind == "cuda" and not self._on_cuda:
             raise ValueError(f'task {name}: has no CUDA variant; use @{name}.cuda, or @nt.task("torch", ...)')
-        made = copy.copy(self)
-        made._options = {"priority": int(priority)}
+        changed = copy.copy(self)
+        changed._options = {"priority": int(priority)}
         if where:
-            made._options |= {"cpu": kind == "cpu", "cuda": kind == "cuda", "worker": int(number or -1)}
-        return made
+            changed._options |= {"cpu": kind == "cpu", "cuda": kind == "cuda", "worker": int(number or -1)}
+        return changed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Submitted:
+        """Submit the task and return at once."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         uses, lengths = self._uses({argument: bound.arguments.pop(argument) for argument in self.modes})
         tiles = self._tiles(uses)
         for use in tiles.values():
-            if use.mode != "W" or use.array.shape != use.array.data.shape:  # else nothing of what was there stays
+            if use.mode != "W" or use.array.shape != use.array.data.shape:  # a full overwrite needs no old contents
                 use.array.data.bring(use.array.cut, f"task {self.__name__}: {use.label}")
         places = {key: place for place, key in enumerate(tiles)}
         at = [places[use.array.key] for use in uses]
@@ -162,7 +170,10 @@ class PythonTask:
         return submitted
 
     def _uses(self, given: Mapping[str, Any]) -> tuple[list[TaskArgument], list[int | None]]:
-        """Every array, and how many each argument has, None if it is no list. Raises TypeError for other values."""
+        """Return every array, and for each argument its number of arrays, None for a single one.
+
+        TypeError for other values.
+        """
         uses: list[TaskArgument] = []
         lengths: list[int | None] = []
         for argument, mode in self.modes.items():
@@ -182,7 +193,11 @@ class PythonTask:
         return uses, lengths
 
     def _tiles(self, uses: Sequence[TaskArgument]) -> dict[Any, TaskArgument]:
-        """Each tile once. Raises ValueError for one that is written and given twice, or also given as cut otherwise."""
+        """Return each tile once.
+
+        Raises:
+            ValueError: a task writes a tile that is given twice, or also in another grid.
+        """
         tiles: dict[Any, TaskArgument] = {}
         writers: dict[int, TaskArgument] = {}
         for use in sorted(uses, key=lambda use: use.mode == "R"):
@@ -200,12 +215,17 @@ class PythonTask:
         return tiles
 
     def _lacks(self, dtype: str) -> bool:
+        """Whether the library has no such dtype."""
         return self.library == "numpy" and dtype == "bf16"
 
     # -- in programs
 
     def emitted(self, accesses: Sequence[Access], args: TaskArgs) -> str:
-        """The name that tasks carry. Raises ValueError where accesses or arguments are not those of the function."""
+        """Return the kernel's name for a task of an operator.
+
+        Raises:
+            ValueError: the accesses or arguments differ from the function's declaration.
+        """
         got = [access.mode for access in accesses]
         if got != list(self.modes.values()):
             declared = ", ".join(f"{argument} {mode}" for argument, mode in self.modes.items())
@@ -222,7 +242,7 @@ class PythonTask:
         return self.name
 
     def bound(self, task: Task) -> Spec:
-        """For a task of a resolved list. Raises TaskError where no worker can run it."""
+        """Return the specification for a task of a resolved list. Raises TaskError if no worker can run it."""
         from nntile_py import _core
 
         if not self._on_cuda and not _core.cpu_workers():
@@ -244,14 +264,20 @@ class PythonTask:
         zeroed: Collection[str] = (),
         submitted: Submitted | None = None,
     ) -> Call:
-        """constants: the arguments that are no arrays, from the task's floats; arguments: those that are, from its
-        tiles. zeroed: arrays that hold nothing yet."""
+        """Return the function that C++ calls on a worker.
+
+        Args:
+            constants: returns the other arguments, given the task's floats.
+            arguments: returns the array arguments, given the task's tiles.
+            zeroed: arrays without contents yet, to be filled with zeros.
+            submitted: the object that gets the value or the exception.
+        """
 
         def call(device: int, stream: int, parts: list[Any], now: list[float]) -> tuple[str, BaseException] | None:
             function = self._on_cpu if device < 0 else self._on_cuda
             assert function is not None
             try:
-                with _arrays(self.library, device, stream, parts) as arrays:
+                with arrays_on_worker(self.library, device, stream, parts) as arrays:
                     named = dict(zip(self.modes, arguments(arrays), strict=True))
                     for name in zeroed:
                         named[name][...] = 0
@@ -266,7 +292,7 @@ class PythonTask:
             except BaseException as error:
                 if submitted:
                     submitted.failed(error)
-                return _failure(error)
+                return failure(error)
             return None
 
         return call
@@ -276,35 +302,40 @@ _named: dict[str, PythonTask] = {}
 
 
 def bound(task: Task) -> Spec | None:
-    """What C++ needs to run a task of a kernel in Python; None for a task of another kernel."""
+    """Return the specification to run a task with a kernel in Python, None for any other kernel."""
     kernel = _named.get(task.kernel)
     return kernel.bound(task) if kernel else None
 
 
 @typed
 def task(library: str = "numpy", /, **modes: str) -> Callable[[Function], PythonTask]:
-    """Make a Python function a task: `@nt.task(x="R", y="RW")`, a mode for each array argument.
+    """Decorate a Python function as a task: `@nt.task(x="R", y="RW")`, with a mode for each array argument.
 
-    R: it reads the array. W: it writes all of it and finds nothing there. RW: both. In three it adds (`y += x`): ACC,
-    in the order of submission; COMMUTE, one at a time in any order; REDUX, at once, each worker to zeros of its
-    own, which StarPU sums at the next read. The last two round in another order at each run.
+    Modes: R reads the array. W writes all of it and finds no contents. RW does both. Three modes add (`y += x`): ACC in
+    the order of submission; COMMUTE one task at a time in any order; REDUX in parallel, each worker into zeros of its
+    own, which StarPU sums at the next read. COMMUTE and REDUX round in another order at each run.
 
-    The call submits and returns at once a Submitted, whose `result()` waits for what the function returns, copies of
-    arrays only. An argument may be a list of arrays: the function gets a list. On a worker the function gets numpy
-    views of the tiles' memory, read-only for R; they must not be kept. Other arguments are passed on as they are. What
-    the function raises is the cause of a TaskError, naming it, at the next wait, read or submission. `NAME.options`
-    says where and how urgently a call runs. `@NAME.cuda` above another function makes that the variant for CUDA
-    workers: it gets cupy arrays on the tiles' memory, with the worker's stream current, and must enqueue its work
-    there, without waiting: what wrote its tiles may still be running on that stream.
+    A call submits the task and returns a Submitted at once. Its `result()` waits for the value that the function
+    returns; arrays in it must be copies. An argument may be a list of arrays: the function gets a list. On a worker the
+    function gets numpy views of the tiles' memory, read-only for R, and must not keep them. It gets other arguments
+    unchanged. An exception of the function is the cause of a TaskError at the next wait, read or submission.
+    `NAME.options` sets the workers and the priority of a call.
 
-    `@nt.task("torch", ...)`: the function gets torch tensors, of any dtype (numpy and cupy have no bf16), on CPU and
-    CUDA workers, on the latter with the worker's stream as torch's current one: Triton kernels may be launched. It must
-    not write to what it declares as R.
+    `@NAME.cuda` above another function makes that function the variant for CUDA workers. It gets cupy arrays on the
+    tiles' memory, with the worker's stream current. It must enqueue its work there without waiting: the tasks that
+    wrote its tiles may still be running on that stream.
 
-    An operator's `lower` may emit it: `low.emit(NAME, [R(x), RW(y)], args)`, accesses in the order in which the modes
-    were declared, with these modes. The fields of `args`, a TaskArgs, become keyword arguments, each Slot the number
-    that it is in this step. To an ACC array the function adds its part (`y += ...`), whatever the accumulation policy:
-    where there is nothing to add to yet, it finds zeros.
+    `@nt.task("torch", ...)`: the function gets torch tensors of any dtype (numpy and cupy have no bf16) on CPU and CUDA
+    workers. On CUDA workers the worker's stream is torch's current stream, so Triton kernels may be launched. The
+    function must not write to arrays that it declares as R.
+
+    The `lower` of an operator may emit the task: `low.emit(NAME, [R(x), RW(y)], args)`, with the declared modes in the
+    declared order. The fields of `args`, a TaskArgs, become keyword arguments, each Slot the number that it has in this
+    step. The function adds its part to an ACC array (`y += ...`) under every accumulation policy; the array holds zeros
+    if there is nothing to add to yet.
+
+    Raises:
+        ValueError: an unknown library or mode.
     """
     if library not in _LIBRARIES:
         raise ValueError(f"task: library {library!r} is not allowed; use {' or '.join(_LIBRARIES)}")
@@ -314,84 +345,14 @@ def task(library: str = "numpy", /, **modes: str) -> Callable[[Function], Python
     return lambda function: PythonTask(function, library, modes)
 
 
-@contextlib.contextmanager
-def _arrays(library: str, device: int, stream: int, parts: list[Any]) -> Iterator[list[Any]]:
-    """The arrays that a function gets, of parts as C++ makes them; with cupy, device and stream are current inside."""
-    if library == "torch":  # its own device and stream are set already
-        import torch
-
-        yield [torch.utils.dlpack.from_dlpack(part) for part in parts]
-    elif device < 0:
-        yield parts
-    else:
-        import cupy
-
-        with cupy.cuda.Device(device), _stream(device, stream):
-            yield [cupy.asarray(_Device(*part)) for part in parts]
-
-
-class _Device:
-    """Memory of a tile on a CUDA device, for whoever knows the CUDA array interface (version 3)."""
-
-    def __init__(self, pointer: int, shape: list[int], dtype: Any, read_only: bool) -> None:
-        self.__cuda_array_interface__ = {
-            "version": 3, "shape": tuple(shape), "typestr": dtype.str, "data": (pointer, read_only), "strides": None,
-        }  # fmt: skip
-
-
-class _Foreign:
-    """A CUDA stream, for whoever knows the CUDA stream protocol."""
-
-    def __init__(self, pointer: int) -> None:
-        self.pointer = pointer
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.pointer
-
-
-@functools.cache  # for good: in CuPy 14 a Stream destroys what it wraps when it goes
-def _stream(device: int, pointer: int) -> Any:
-    import cupy
-
-    if hasattr(cupy.cuda.Stream, "from_external"):  # of the current device
-        return cupy.cuda.Stream.from_external(_Foreign(pointer))
-    return cupy.cuda.ExternalStream(pointer, device)  # before CuPy 14
-
-
-def _failure(error: BaseException) -> tuple[str, BaseException]:
-    """What C++ is told of an exception. Its frames lose their variables: arrays on memory that StarPU may free."""
-    trace = error.__traceback__.tb_next if error.__traceback__ else None  # from the user's function on
-    error.__traceback__ = trace
-    earlier: BaseException | None = error
-    while earlier:
-        traceback.clear_frames(earlier.__traceback__)
-        earlier = earlier.__cause__ or earlier.__context__
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:  # its own text fails
-        text = type(error).__name__
-    if trace:
-        text += f" ({trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno})"
-    return text, error
-
-
-def _is_view(value: Any, arrays: Sequence[Any]) -> bool:
-    """Whether a returned array lies, or may lie, in the memory of one of these."""
-    if isinstance(value, np.ndarray):
-        return any(isinstance(array, np.ndarray) and np.may_share_memory(value, array) for array in arrays)
-    if hasattr(value, "untyped_storage"):  # torch's
-        memory = value.untyped_storage().data_ptr()
-        return any(memory and array.untyped_storage().data_ptr() == memory for array in arrays)
-    return any(value is array for array in arrays)
-
-
 def _plain(function: Function) -> bool:
-    """Whether its source says all that it does: a module that is loaded again has the same kernels."""
+    """Whether a function depends on its source only: a reloaded module then has the same kernels."""
     return not any(getattr(function, f"__{what}__", None) for what in ("closure", "defaults", "kwdefaults"))
 
 
 def _source(function: Function) -> bytes:
+    """Return the source of a function, or its code if it has none."""
     try:
         return inspect.getsource(function).encode()
-    except (OSError, TypeError):  # typed in, or made by exec
+    except (OSError, TypeError):  # typed into an interpreter, or from exec
         return marshal.dumps(function.__code__, 2) if hasattr(function, "__code__") else repr(function).encode()

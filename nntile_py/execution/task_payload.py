@@ -1,4 +1,4 @@
-"""What a task runs: its kernel, what CUDA workers launch in its place, how much of its tiles is computed."""
+"""The payload of a task: its kernel, the launches of a CUDA worker, and the part of its tiles that it computes."""
 
 from __future__ import annotations
 
@@ -22,24 +22,28 @@ NOT_LAUNCHED: Launched = ([], 0, [], "")
 
 
 def encoded_launches(tasks: list[Task], capability: int | None, lives: Lives = ()) -> Launched:
-    """What a CUDA worker launches for tasks that have no C++ kernel there, or may be faster than that: for each way its
-    launches, bytes of scratch, the table, the key of the choice. Only ways that fit in its shared memory."""
+    """Return the launches of a CUDA worker for tasks without a C++ kernel there, or with faster generated ones.
+
+    Returns:
+        The launches of each variant, bytes of scratch, the table, and the key of the choice between variants. Variants
+        that need more shared memory than the device has are left out.
+    """
     described = launch.describer(tasks[0].kernel) if capability else None
     if not described or not capability:
         return NOT_LAUNCHED
-    made = described([with_live_sizes(tasks[0], lives)] if lives else tasks)
-    if not made.launches:
+    description = described([with_live_sizes(tasks[0], lives)] if lives else tasks)
+    if not description.launches:
         return NOT_LAUNCHED
-    ways = [way for way in made.ways if all(one.for_device(capability) for one in way)]
-    if not ways:
+    variants = [variant for variant in description.ways if all(one.for_device(capability) for one in variant)]
+    if not variants:
         return NOT_LAUNCHED
-    compiled = [[(one, launch.compile_launch(one, capability)) for one in way] for way in ways]
+    compiled = [[(one, launch.compile_launch(one, capability)) for one in variant] for variant in variants]
     room = launch.shared_memory(capability)
-    fit = [way for way in compiled if all(binary.shared <= room for _, binary in way)]
+    fit = [variant for variant in compiled if all(binary.shared <= room for _, binary in variant)]
     if not fit:
         return NOT_LAUNCHED
-    encoded: list[Any] = [[launch.encode(*one) for one in way] for way in fit]
-    return encoded, made.scratch, launch.encode_table(made), made.key
+    encoded: list[Any] = [[launch.encode(*one) for one in variant] for variant in fit]
+    return encoded, description.scratch, launch.encode_table(description), description.key
 
 
 def body(
@@ -53,23 +57,27 @@ def body(
     python: Any = None,
     lives: Sequence[tuple[int, int, int]] = (),
 ) -> tuple[Any, ...]:
-    """What a task runs, as the binding takes it: a kernel on the tiles at `places` of the task's; see TaskBody."""
+    """Return the payload as the binding takes it: a kernel on the task's tiles number `places`; see TaskBody."""
     return kernel, name, list(places), list(ints), first_float, accumulates, *launched, python, list(lives)
 
 
 def on_cpu_workers(part: Task) -> tuple[str, tuple[int, ...]]:
-    """The C++ kernel of a task and its ints. One that is generated is compiled here. Raises TaskError: it cannot be."""
-    made = KERNELS.get(part.kernel)
-    if made is None or not _core.cpu_workers():
+    """Return the C++ kernel of a task and its ints, and compile a generated kernel.
+
+    Raises:
+        TaskError: there is no compiler.
+    """
+    generated = KERNELS.get(part.kernel)
+    if generated is None or not _core.cpu_workers():
         return part.kernel, part.ints
     try:
-        return GENERATED, (native.address(made.source), len(part.floats), *part.ints)
+        return GENERATED, (native.address(generated.source), len(part.floats), *part.ints)
     except native.NoCompiler as error:
         raise TaskError(f"{part.op}: {error}; allowed without a compiler: fusion.found: false") from None
 
 
 def capability_of_devices() -> int | None:
-    """Of the CUDA workers' devices, which are taken to be alike; None where there are none."""
+    """Return the compute capability of the CUDA devices, which are assumed to be alike; None without CUDA workers."""
     if not _core.cuda_workers():
         return None
     import torch
@@ -79,10 +87,10 @@ def capability_of_devices() -> int | None:
 
 
 def lives_on_cuda(tasks: TaskList) -> bool:
-    """Whether CUDA workers can compute just what a step fills.
+    """Whether CUDA workers can compute only the filled part of tiles.
 
-    Where that is not in a tile's first rows, kernels would add what lies behind it; attention looks at the offsets of
-    segments. Tasks in Python want whole tiles.
+    The filled part must be the first rows of a tile; else kernels would add what lies behind it. Attention reads the
+    offsets of segments instead. Tasks in Python need full tiles.
     """
     for task in (part for one in tasks.tasks for part in one.parts or [one]):
         live = tasks.live_sizes(task)

@@ -247,6 +247,6 @@ def _memory(config: RunConfig) -> float:
     """What tiles may take; of GPUs all that they have together, as tiles spread over them."""
     if not config.runtime.cuda:
         return config.runtime.memory or 0.8 * machine_memory()
-    from nntile_py.execution.runtime import cuda_devices, default_cuda_memory
+    from nntile_py.execution.starpu_settings import cuda_devices, default_cuda_memory
 
     return (config.runtime.cuda_memory or (default_cuda_memory() if cuda_devices() else math.inf)) * config.workers

@@ -32,7 +32,7 @@ TIME_LIMIT = 600.0  # seconds for the start of a contestant, and for one of its 
 
 def check_gpus(cuda: int, key: str = "--cuda") -> None:
     """Raise ConfigError if the machine has fewer; before any contestant starts."""
-    from nntile_py.execution.runtime import cuda_devices
+    from nntile_py.execution.starpu_settings import cuda_devices
 
     if cuda > (there := cuda_devices() if cuda else 0):
         raise ConfigError(f"{key}: {cuda} is not allowed; this machine has {there} CUDA devices")

@@ -1,0 +1,104 @@
+"""StarPU's settings before it starts: its environment variables, the folder of its models, its bus measurement."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from nntile_py import _core
+from nntile_py.errors import ConfigError
+from nntile_py.system.folders import cache_folder
+
+CHUNKS_FROM = 4 << 30  # bytes of main memory from which on StarPU allocates tiles in chunks
+_OURS: set[str] = set()  # StarPU's settings that this module made
+
+
+def create_model_folder() -> None:
+    """Create the folder for StarPU's performance models; without it StarPU would abort."""
+    if "STARPU_PERF_MODEL_DIR" in os.environ:
+        return
+    home = next((os.environ[name] for name in ("XDG_CACHE_HOME", "STARPU_HOME", "HOME") if name in os.environ), None)
+    try:
+        if home:
+            buses = Path(home, ".starpu", "sampling", "bus")
+            buses.mkdir(parents=True, exist_ok=True)
+            if not os.access(buses, os.W_OK) and not any(buses.iterdir()):  # StarPU can read existing models
+                raise PermissionError(errno.EACCES, "it cannot be written")
+    except OSError as error:
+        need = "XDG_CACHE_HOME, or STARPU_PERF_MODEL_DIR, with a folder that can be written"
+        raise ConfigError(
+            f"StarPU cannot keep its performance models in {home}: {error.strerror}; allowed: {need}"
+        ) from None
+
+
+def cuda_devices() -> int:
+    """Return the number of GPUs that this process may use, without initialising CUDA."""
+    import torch
+
+    return int(torch.cuda.device_count())
+
+
+def default_cuda_memory(sharers: int = 1) -> int:
+    """Return the bytes of a GPU for tiles; the rest is for workspaces and for losses of ATen's allocator.
+
+    `sharers` is the number of processes that use the GPU.
+    """
+    import torch
+
+    return int(0.85 * torch.cuda.get_device_properties(0).total_memory) // sharers
+
+
+def prepare_cuda(devices: int, memory: int | None) -> None:
+    """Set StarPU's variables for CUDA where the user has not, and measure the buses once for each machine.
+
+    `memory` is the bytes of main memory for tiles, None for all.
+    """
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:True" in os.environ.get(name, "").replace(" ", ""):  # unmapped under kernels
+            raise ConfigError(f"{name}: expandable_segments:True is not allowed with CUDA workers; leave it out")
+    # Tiles are written back to main memory only when their room is needed. Tasks that wait on a device's stream cannot
+    # be stolen by another device, so several GPUs get fewer (XL on 4 GPUs: 0.52 s a step with 4, 0.43 with 2).
+    pipeline = "4" if devices == 1 else "2"
+    # StarPU allocates pinned tiles of up to 4 MiB in chunks of 32 MiB and keeps four empty chunks. With little memory
+    # there is no place for a chunk, or evictions free no contiguous room for larger tiles.
+    chunks = "0" if memory and memory < CHUNKS_FROM else "1"
+    settings = {
+        "MINIMUM_CLEAN_BUFFERS": "0", "TARGET_CLEAN_BUFFERS": "0", "CUDA_PIPELINE": pipeline, "SUBALLOCATOR": chunks,
+    }  # fmt: skip
+    for name, value in settings.items():
+        if (
+            f"STARPU_{name}" not in os.environ or name in _OURS
+        ):  # a later runtime of this process may need another value
+            os.environ[f"STARPU_{name}"] = value
+            _OURS.add(name)
+    os.environ.setdefault("STARPU_PERF_MODEL_HOMOGENEOUS_CUDA", "1")
+    _core.keep_choices(str(cache_folder()))
+    # The measurement resets the devices, so it runs in a process of its own. StarPU measures all visible devices,
+    # however many are used, and again if its file has another number of devices (perfmodel_bus.c of 1.4.10).
+    kind, file = str(cuda_devices()), cache_folder() / f"bus-{platform.node()}"
+    code = "from nntile_py import _core; _core.start(0, 'eager', 0, False, 0, 1); _core.stop()"
+    with _locked(file):
+        with contextlib.suppress(OSError):
+            if file.read_text() == kind:
+                return
+        if subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode:
+            return  # the runtime's own start will report the error
+        with contextlib.suppress(OSError):  # without the file, the next start measures again
+            file.write_text(kind)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that ranks on this machine share, if the file can be created."""
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(opened.enter_context(path.open("a")), fcntl.LOCK_EX)
+        yield
