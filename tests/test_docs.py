@@ -244,7 +244,7 @@ def test_the_optimizer_of_the_page() -> None:
     from nntile_py.tasks.optimizer import OPTIMIZERS
 
     names: dict[str, Any] = {}
-    (lion,) = blocks((ROOT / "docs" / "extend.md").read_text(), "python")
+    lion, _, _ = blocks((ROOT / "docs" / "extend.md").read_text(), "python")
     exec(lion, names)
     try:
         assert OPTIMIZERS["lion"] is names["Lion"]

@@ -190,6 +190,16 @@ def test_using_a_model(folder: Path, python: Python) -> None:
     assert np.load(folder / "logits.npy").shape == (2, 2)
 
 
+def test_the_data_format_of_the_page(folder: Path, python: Python) -> None:
+    _, reader, used = blocks(DOCS / "extend.md", "python")
+    np.save(folder / "tokens.npy", np.arange(2000, dtype=np.uint16) % 400)
+    np.save(folder / "wrong.npy", np.zeros(3))
+    refused = 'try:\n    read_token_file("wrong.npy", None)\nexcept nt.ConfigError as error:\n    print(error)'
+    done = python("\n".join([f"import os; os.chdir({str(folder)!r})", reader, used, refused]))
+    assert done.returncode == 0, done.stderr
+    assert "held_out_loss" in done.stdout and "allowed: one row of integers" in done.stdout
+
+
 def write_reviews(path: Path) -> None:
     rows = (f"{word} number {k},{word}" for k in range(8) for word in ("good", "bad"))
     path.write_text("\n".join(["review,verdict", *rows]))
