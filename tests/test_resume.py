@@ -250,6 +250,25 @@ def test_going_on_without_the_folder_of_the_start_weights(whole: Path, tmp_path:
     assert done.returncode == 0 and "going on after step 8" in done.stdout, done.stderr
 
 
+def test_a_run_resumes_with_its_own_settings(whole: Path, tmp_path: Path) -> None:
+    """From its folder alone, and from its YAML without the --set options of the start; a new --set wins."""
+    run = shutil.copytree(whole, tmp_path / "runs" / "tiny")
+    shutil.rmtree(run / "checkpoints" / "step-000012")
+    done = nntile(tmp_path, arguments=("--resume",))
+    assert done.returncode == 0, done.stderr
+    assert f"as the run began: {' '.join(f'--set {item}' for item in SHORT)}\n" in done.stdout
+    same(run, whole)
+    begin = [sys.executable, "-m", "nntile_py.cli", "train", "--resume"]
+    command = [*begin, "runs/tiny", "--set", "train.steps=13"]
+    done = subprocess.run(command, **HOW, cwd=tmp_path, check=False)
+    assert done.returncode == 0 and "going on after step 12, from runs/tiny/checkpoints" in done.stdout, done.stderr
+    assert "train.steps was 12, is 13" in done.stdout and "--set train.steps=12" not in done.stdout
+    facts = checkpoint.read_facts(run / "checkpoints" / "step-000013")
+    assert facts["overrides"] == [*SHORT[1:], "train.steps=13"]
+    done = subprocess.run([*begin, "."], **HOW, cwd=tmp_path, check=False)
+    assert done.returncode == 2 and "CONFIG: .: no run's folder, as config.yaml is not there" in done.stderr
+
+
 def test_another_run_is_refused(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "my.txt").write_text("another text\n" * 300)
     run = str(shutil.copytree(whole, tmp_path / "run"))

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from nntile_py.cli.options import Config, Sets, app, note_tiles, show
+from nntile_py.cli.options import Sets, app, note_tiles, show
 from nntile_py.errors import ConfigError
 from nntile_py.runs import newest_run, run_folder, run_of, taken
+from nntile_py.system import launcher
 
 
 @app.command(epilog="Example: nntile init my.yaml --set data.source=my.txt")
@@ -60,7 +61,9 @@ def config(
 
 @app.command(epilog="Example: nntile train my.yaml --set train.steps=100 --out runs/try")
 def train(
-    config: Config,
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A YAML file; with --resume also a run's folder, or a checkpoint.")
+    ],
     where: Annotated[
         Path | None,
         typer.Argument(metavar="[DIR]", help="With --resume: a run's folder, or a checkpoint. [default: --out]"),
@@ -71,7 +74,7 @@ def train(
         bool, typer.Option("--overwrite", help="Replace the run in a folder, once this one has a checkpoint.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the run, in its folder.")
+        bool, typer.Option("--resume", help="Continue the run from its newest complete checkpoint.")
     ] = False,
     rescue: Annotated[
         Path | None,
@@ -81,7 +84,14 @@ def train(
     """Train the model that CONFIG describes."""
     from nntile_py.config.run_config import load
 
-    name = Path(config).stem
+    name, command, overrides = Path(config).stem, ["nntile", "train", config], list(sets or [])
+    of_run = resume and where is None and Path(config).is_dir()  # `nntile train --resume runs/own`
+    if of_run:
+        where = Path(config)
+        config = str(run_of(where) / "config.yaml")
+        if not os.path.isfile(config):
+            need = "a YAML file, or with --resume the folder of a run, or one of its checkpoints"
+            raise ConfigError(f"CONFIG: {where}: no run's folder, as {config} is not there; allowed: {need}")
 
     def newest(configured: str | None) -> Path:
         from nntile_py.checkpoint.format import checkpoints_in
@@ -89,12 +99,16 @@ def train(
         start = where or newest_run(name, configured, out)
         return next((folder for _, folder in checkpoints_in(start)), start)
 
-    loaded = load(config, sets or [], newest if resume else None)
+    loaded = load(config, overrides, newest if resume else None)
     if where and not resume:
         raise ConfigError(f"DIR: {where} is given without --resume; allowed: nntile train {config} --resume {where}")
     if resume:
         start = where or newest_run(name, loaded.out, out)
         folder = out or run_of(start)
+        if again := _saved_overrides(start, overrides):
+            overrides = [*again, *overrides]
+            if not of_run:  # the run's own config.yaml has these values
+                loaded = load(config, overrides, newest)
         if overwrite:
             raise ConfigError("--overwrite: not allowed with --resume, which goes on in the run's folder")
         if os.path.realpath(folder) != os.path.realpath(run_of(start)) and taken(folder):
@@ -104,7 +118,7 @@ def train(
     if rescue and (taken(rescue) or os.path.realpath(rescue) == os.path.realpath(folder)):
         raise ConfigError(f"--rescue: {rescue} is not an empty folder of its own; allowed: a new or empty one")
     note_tiles(loaded)
-    options = [f"--set={one}" for one in sets or []] + (["--out", str(out)] if out else [])
+    options = [f"--set={item}" for item in sets or []] + (["--out", str(out)] if out else [])
     try:
         from nntile_py.training.display import Screen
         from nntile_py.training.run import train as run
@@ -112,9 +126,20 @@ def train(
         status = run(
             loaded.model_copy(update={"out": str(folder)}), folder, Screen(),
             resume=start, replaces=overwrite and not resume, rescue=rescue,
-            again=shlex.join(["nntile", "train", config, *options]),
+            again=shlex.join([*command, *options]), overrides=overrides,
         )  # fmt: skip
     except KeyboardInterrupt:
         print("interrupted; nothing more is saved", file=sys.stderr)
         status = 130
     raise typer.Exit(status)
+
+
+def _saved_overrides(start: Path, overrides: list[str]) -> list[str]:
+    """Return the `--set` options of the run to resume, without keys that `overrides` sets again; report them."""
+    from nntile_py.checkpoint.resume import saved_overrides
+
+    keys = {item.partition("=")[0] for item in overrides}
+    again = [item for item in saved_overrides(start) if item.partition("=")[0] not in keys | {"out"}]
+    if again and launcher.leads():
+        print(f"as the run began: {' '.join(f'--set {item}' for item in again)}", flush=True)
+    return again
