@@ -1,6 +1,7 @@
 """`nntile train` end to end on a tiny model: what it leaves behind, how it ends, what it says."""
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import yaml
+from rich.console import Console
 
 from nntile_py.checkpoint import format as checkpoint
 from nntile_py.checkpoint import writer
@@ -367,10 +369,6 @@ class Trainer:
 
 
 def fake_run(tmp_path: Path, trainer: Trainer, stop: list[str], steps: int) -> Any:
-    import io
-
-    from rich.console import Console
-
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
     config = load(tmp_path / "tiny.yaml", [f"train.steps={steps}"])
     tokens = np.arange(100, dtype=np.uint16)
@@ -387,6 +385,22 @@ def fake_run(tmp_path: Path, trainer: Trainer, stop: list[str], steps: int) -> A
         return run_steps(config, dataset, fake, lines, display, never, stop)
     finally:
         lines.close()
+
+
+def test_a_terminal_of_80_columns_shows_the_last_step_once_with_its_speed(tmp_path: Path) -> None:
+    """The live display is gone at the end; the speed, which only it had, is then printed."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
+    screen = io.StringIO()
+    trainer: Any = SimpleNamespace(tokens_per_step=48, flop_per_step=1e9, memory_bytes=lambda: 2**20)
+    with Display(Console(file=screen, force_terminal=True, width=80), load(tmp_path / "tiny.yaml"), trainer) as display:
+        for step in (1, 12):
+            line = {"step": step, "loss": 5.0, "grad_norm": 1.0, "lr": 0.01}
+            display.show(line | {"tokens_per_s": 96.0, "step_time_s": 0.5})
+        screen.truncate(0)
+        screen.seek(0)
+    erased, _, left = screen.getvalue().rpartition("\x1b[2K")
+    assert left == "96 tokens/s  0.002 TFLOP/s  memory 1.0 MiB\n"
+    assert erased.count("\x1b[2K") >= 2  # the lines of the live display
 
 
 def test_two_steps_are_in_flight_and_no_more(tmp_path: Path) -> None:
