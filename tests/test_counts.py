@@ -60,11 +60,11 @@ def test_picture_and_table_agree(sets: list[str]) -> None:
     config = load("experiments/gpt2_tiny.yaml", ["model.layers=1", *sets])
     made = analyse(config)
     for fusion, rows, key in (("before", made.operators, "all"), ("after", made.groups, "fused")):
-        text, total = analysis_report.dot_of(made, config, "train", fusion), made.totals()[key]
+        text, total = analysis_report.dot_of(made, fusion), made.totals()[key]
         batches = " in 2 micro-batches" if sets else ""
         told = f"{total['operators']} operators{batches}, {si(total['flop'])}flop, {si(total['bytes'])}B moved"
         assert told in text and "Rename" not in text
-        nodes = re.findall(r'ellipse([^\n]*) label="[^"]*\\n([^"\\]*) per word"', text)
+        nodes = re.findall(r'ellipse([^\n]*) label="[^"]*\\n([^"\\]*) per element"', text)
         wanted = Counter[tuple[bool, str]]()
         for row in (row for row in rows if row.phase != "update"):  # the update has one node for all weights
             told = f"{si(row.flop / row.count)}flop, {row.intensity:.3g}"

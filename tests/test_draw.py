@@ -35,10 +35,10 @@ def test_logical() -> None:
     assert "Contract + bias + gelu_new" in operators(dot) and len(operators(dot)) == 7
     # The first product: 2 * 32 tokens * 16 * 48 flop, and a bias on 1536 words. Of each tile of the batch, two tasks:
     # both read 128 + 384 words and write 768, the first reads 48 of the bias, the second what the first has written.
-    assert "50.7 kflop, 7.51 per word" in dot
+    assert "50.7 kflop, 7.51 per element" in dot
     large = {"model": TREE["model"] | {"embed": 4096}, "train": {"steps": 1, "batch": 1024, "seq": 8}, "tiles": {}}
     wide = draw.draw(RunConfig.model_validate(TREE | large), layer=0, phase="forward")
-    assert re.search(r", \d,\d{3} per word", wide) and "e+0" not in wide
+    assert re.search(r", \d,\d{3} per element", wide) and "e+0" not in wide
     assert "h.1." not in dot and "backward" not in dot
     for kind in ("ellipse", "box", "cylinder"):
         assert f"shape={kind}" in dot
@@ -148,7 +148,7 @@ def four_layers(**more: Any) -> RunConfig:
 def test_layers_that_are_alike_are_drawn_once(level: str) -> None:
     """The picture tells how many there are, counts all of them, and nothing of it is cut off."""
     config = four_layers()
-    folded, every = (draw.draw(config, level=level, folded=folded) for folded in (True, False))
+    folded, every = (draw.draw(config, level=level, folded=folded, tensors=True) for folded in (True, False))
     assert "x 4: layers 0 to 3" in folded and "x 3: layers 1 to 3" in folded  # forward, backward
     assert "alike" not in every and "h3.mlp" not in folded and "h*.mlp" in folded and "h.*.ln_1.weight" in folded
     titles = [re.search(r"after fusion\): [^\"]*", picture) for picture in (folded, every)]
@@ -159,8 +159,20 @@ def test_layers_that_are_alike_are_drawn_once(level: str) -> None:
     last = re.findall(r'^(\w+) \[shape=box[^\n]*label="h\*\.mlp\.add', folded, re.M)
     head = re.findall(r"^(\w+) \[shape=ellipse[^\n]*\\nhead\\n", folded, re.M)
     assert any(a in last and b in head for a, b in edges)
-    deep = draw.draw(four_layers(model=TREE["model"] | {"layers": 12}), level=level)
+    deep = draw.draw(four_layers(model=TREE["model"] | {"layers": 12}), level=level, tensors=True)
     assert len(operators(deep)) == len(operators(folded)) and "x 12: layers 0 to 11" in deep
+
+
+def test_a_whole_model_is_an_overview() -> None:
+    """Its operators are those of the picture with tensors; edges between them stand for tensors, which are no nodes."""
+    config = four_layers()
+    overview, whole = draw.draw(config), draw.draw(config, tensors=True)
+    assert operators(overview) == operators(whole) and "x 4: layers 0 to 3" in overview
+    nodes = overview.partition("cluster_legend")[0]
+    assert "shape=cylinder" not in nodes and nodes.count("shape=") < 0.5 * whole.count("shape=")
+    edges = re.findall(r"^(after_o\d+) -> (after_o\d+) \[[^\n]*label=\"[\d.]+ k?B\"", overview, re.M)
+    assert len(edges) > 0.5 * len(operators(overview)) and "input_ids" in nodes and "loss" in nodes
+    assert "overview" in draw.note(overview, True) and not draw.note(overview, False)
 
 
 def test_two_layers_are_not_folded() -> None:
@@ -174,7 +186,7 @@ def test_what_another_phase_made_is_drawn_again() -> None:
     nodes = {node: number for number, box in enumerate(boxes) for node in re.findall(r"^(after_\w+) \[", box, re.M)}
     edges = re.findall(r"^(after_\w+) -> (after_\w+) \[", dot, re.M)
     assert len(set(nodes.values())) == 3 and all(nodes[a] == nodes[b] for a, b in edges)
-    assert 'dashed" label="h0.attn.lse"' in dot and "made in another part" in dot
+    assert 'dashed" label="h0.attn.lse"' in dot and "written in another part" in dot
 
 
 def test_the_legend_is_of_what_is_drawn() -> None:

@@ -224,7 +224,7 @@ def test_plan_and_graph(name: str) -> None:
     assert 0 < layer.count("AdamW") <= whole.count("AdamW")
     forward = draw.draw(config, layer=0, phase="forward")
     assert "h0.attn" in forward and "h1." not in forward
-    with pytest.raises(ConfigError, match=r"--layer 9: nothing of train is there; the model has [124] layers"):
+    with pytest.raises(ConfigError, match=r"--layer 9: train has no such operators; the model has [124] layers"):
         draw.draw(config, layer=9)
 
 

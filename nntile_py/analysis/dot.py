@@ -1,4 +1,4 @@
-"""A picture in the DOT language: nodes in boxes within boxes, edges as wide as what goes along them, a legend."""
+"""A picture in the DOT language: nodes in nested boxes, edges as wide as their bytes are many, a legend."""
 
 from __future__ import annotations
 
@@ -13,29 +13,33 @@ HEAD = [
     f'node [style=filled {FONT} fontsize=10 color="#6b7280" margin="0.08,0.04"]',
     f'edge [{FONT} fontsize=8 color="#4b5563" arrowsize=0.6]',
 ]  # fmt: skip
-# kind of tensor: shape, colour, what the legend says
+# kind of tensor: shape, colour, text of the legend
 DATA = {
     "temp": ("box", "#b9dfb0", "activation or its gradient"),
     "param": ("cylinder", "#f6b45a", "weight"),
     "grad": ("cylinder", "#fbe3a6", "gradient of a weight"),
     "state": ("cylinder", "#d8c7ea", "state of the optimizer"),
     "input": ("parallelogram", "#b4d2ee", "input"),
-    "scalar": ("octagon", "#b9dfb0", "result that is kept"),
+    "scalar": ("octagon", "#b9dfb0", "result"),
 }
-# mode of a task's write: style of the edge, what the legend says
+# mode of a task's write: style of the edge, text of the legend
 MODES = {
-    "RW": ("solid", "read or written; the wider, the more bytes"),
+    "RW": ("solid", "read or written; wide: many bytes"),
     "COMMUTE": ("dashed", "added in any order"),
-    "REDUX": ("dotted", "added to a copy of each worker"),
+    "REDUX": ("dotted", "added to a copy on each worker"),
 }
-BOUND = 'color="#c2410c" penwidth=2.5', "memory-bound"  # of an operator, what the legend says
-AGAIN = "dashed", "made in another part, drawn again"  # style of a node, what the legend says
+BOUND = 'color="#c2410c" penwidth=2.5', "memory-bound"  # style of an operator, text of the legend
+AGAIN = "dashed", "written in another part, drawn again"  # style of a node, text of the legend
 
 Group = tuple[str, ...]  # titles of the boxes around a node, from the outside
 
 
 class Picture:
-    """Nodes and edges of one graph. part: what names of nodes begin with, as pictures may hold several graphs."""
+    """Nodes and edges of one graph.
+
+    Args:
+        part: prefix of the nodes' names; a picture may hold several graphs.
+    """
 
     def __init__(self, part: str) -> None:
         self.part = part
@@ -45,18 +49,18 @@ class Picture:
         self._count = 0
 
     def data(self, group: Group, kind: str, *lines: str, again: bool = False) -> str:
-        """A tensor or a tile; `again`: it stands elsewhere too."""
+        """Add a tensor or a tile; `again`: another box holds its first node."""
         self.used |= {kind: None, **({"again": None} if again else {})}
         return self._node("t", group, data_style(kind, again), lines)
 
     def operator(self, group: Group, category: Category, title: str, *lines: str, bound: bool = False) -> str:
-        """An operator or a task; `bound`: by memory."""
+        """Add an operator or a task; `bound`: memory bounds it."""
         self.used |= {category.name: None, **({"bound": None} if bound else {})}
         style = f"{operator_style(category)} {BOUND[0]}" if bound else operator_style(category)
         return self._node("o", group, style, [f"{category.mark} {title}", *lines])
 
     def edge(self, start: str, end: str, size: float, mode: str = "RW", text: str = "") -> None:
-        """size: bytes that go along it; text: beside it."""
+        """Add an edge of `size` bytes, with a text beside it."""
         mode = mode if mode in MODES else "RW"
         self.used[mode] = None
         self.edges.append((start, end, size, mode, text))
@@ -67,7 +71,7 @@ class Picture:
         return name
 
     def lines(self, title: str) -> list[str]:
-        """All of it in a box with this title."""
+        """Return all nodes and edges in a box with this title."""
         most = max((size for _, _, size, *_ in self.edges), default=1) or 1
         edges = [
             f"{a} -> {b} [penwidth={0.5 + 2.5 * (size / most) ** 0.5:.2f} style={MODES[mode][0]}"
@@ -83,13 +87,13 @@ class Picture:
         lines = [f"subgraph cluster_{self.part}{self._count} {{", f"label={quote(title)} fontsize={size} color=gray"]
         lines += ['style="rounded,dashed" color="#6b7280"'] if depth > 1 else []
         lines += self.groups.get(group, [])
-        for one in reversed(inner):  # dot puts the last one leftmost
+        for one in reversed(inner):  # dot puts the last box leftmost
             lines += self._boxed(one, one[-1], 12)
         return [*lines, "}"]
 
 
 def legend(used: Iterable[str]) -> list[str]:
-    """Of what is drawn, top down."""
+    """Return the legend of the kinds that are drawn."""
     rows, names = [], set(used)
     for category in CATEGORIES:
         if category.name in names:

@@ -1,9 +1,9 @@
-"""`nntile graph`: the dataflow graph of a config, or its tile tasks, as a picture made by graphviz.
+"""`nntile graph`: a picture of a config's operators or tile tasks, drawn by graphviz.
 
 Operators are ellipses marked by class as in the data-movement paper (contraction, normalization, element-wise); data
-are boxes, weights cylinders, inputs parallelograms. Nodes carry flop and bytes; edges are as wide as their bytes are
-many. Forward pass, backward pass and update have a box each: what one reads of another is drawn in both, so that no
-edge crosses the picture. Layers that are alike are drawn once.
+are boxes, weights cylinders, inputs parallelograms. Nodes show flop and bytes; edges are as wide as their bytes are
+many. Forward pass, backward pass and update have a box each. A tensor that another pass reads is drawn in both boxes,
+so that no edge crosses the picture. Equal layers are drawn once. A whole model is drawn as an overview of operators.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from nntile_py.analysis import dot
 from nntile_py.analysis.counts import Tally
-from nntile_py.analysis.drawings import Bound, Logical, Tasks, layers
+from nntile_py.analysis.drawings import Bound, LogicalDrawing, TaskDrawing, layers
 from nntile_py.analysis.workloads import Phase, Work, build, logical, work_title
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.graph.fusion import Fusion
@@ -24,9 +24,9 @@ from nntile_py.system.units import si
 if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
 
-MOST_NODES = 1500  # above, dot takes minutes and nobody reads the picture
-MOST_SECONDS = 30.0  # that dot may take: its time grows faster than the number of nodes
-MOST_CURVED = 250  # nodes; above, dot spends its time on curves: 13 s with straight edges are minutes
+MOST_NODES = 1500  # of a picture; with more nodes dot takes minutes, and the picture cannot be read
+MOST_SECONDS = 30.0  # for dot, whose time grows faster than the number of nodes
+MOST_CURVED = 250  # nodes with curved edges; with more, straight edges take seconds, curves minutes
 PHASES = ("all", "forward", "backward", "update")
 GET_DOT = (
     "graphviz's program `dot` is not on the PATH; get it with `apt-get install graphviz` (macOS: `brew install "
@@ -36,7 +36,7 @@ FEWER = "choose --layer 0, --phase forward, --level logical, or larger tiles"
 
 
 class NoPicture(NNTileError):
-    """Graphviz made none: why, and what `nntile graph` advises then."""
+    """Graphviz drew no picture. advice: what a user of `nntile graph` can do."""
 
     def __init__(self, why: str, advice: str) -> None:
         super().__init__(why)
@@ -46,34 +46,56 @@ class NoPicture(NNTileError):
 def draw(
     config: RunConfig, *, level: str = "logical", work: Work = "train", layer: int | None = None, phase: str = "all",
     fusion: str = "after", folded: bool = True, before: Fusion | None = None, bound: Bound | None = None,
+    tensors: bool = False,
 ) -> str:  # fmt: skip
-    """The picture in the DOT language. fusion: `before`, `after`, or `both`.
+    """Return the picture in the DOT language.
 
-    before: what is fused there; None: nothing, every operator is a task of its own. folded: layers that are alike are
-    drawn once. bound: marks the operators that it says are bound by memory."""
+    Args:
+        fusion: `before`, `after`, or `both`.
+        folded: draw equal layers once.
+        before: what is fused before fusion; None: nothing.
+        bound: returns whether to mark an operator as memory-bound.
+        tensors: draw the tensors of a whole model, too; see is_overview.
+    """
     titles = {"before": "naive (before fusion)", "after": "fused (after fusion)"}
     parts = ["before", "after"] if fusion == "both" else [fusion]
     lines = [*dot.HEAD, f"label={dot.quote(_about(config, work, layer, phase))} labelloc=t fontsize=16"]
     used: dict[str, None] = {}
     for part in parts:
-        # Without a backward pass nothing before an activation is kept for it.
+        # Without a backward pass, inputs of activations are not kept.
         only: Phase = "forward" if phase == "forward" else "all"
         other = (before or Fusion.of(False)) if part == "before" else None
-        made: Logical | Tasks
+        drawing: LogicalDrawing | TaskDrawing
         if level == "logical":
-            made = Logical(logical(config, work, other, only), part, layer, phase, folded, Tally(config, work), bound)
+            overview = not tensors and is_overview(level, work, layer, phase)
+            graphs = logical(config, work, other, only)
+            drawing = LogicalDrawing(graphs, part, layer, phase, folded, Tally(config, work), bound, overview)
         else:
-            made = Tasks(build(config, work, only, fusion=other), part, layer, phase, folded)
-        if not made.count:
+            drawing = TaskDrawing(build(config, work, only, fusion=other), part, layer, phase, folded)
+        if not drawing.count:
             asked = f"--phase {phase}" + ("" if layer is None else f" --layer {layer}")
-            raise ConfigError(f"{asked}: nothing of {work} is there{layers(made.graphs)}")
-        lines += made.picture.lines(f"{titles[part]}: {made.told}, {si(made.flop)}flop, {si(made.volume)}B moved")
-        used |= made.picture.used
+            raise ConfigError(f"{asked}: {work} has no such operators{layers(drawing.graphs)}")
+        sums = f"{drawing.size_text}, {si(drawing.flop)}flop, {si(drawing.volume)}B moved"
+        lines += drawing.picture.lines(f"{titles[part]}: {sums}")
+        used |= drawing.picture.used
     return "\n".join([*lines, *dot.legend(used), "}", ""])
 
 
+def is_overview(level: str, work: str, layer: int | None, phase: str) -> bool:
+    """Return whether a picture shows a whole model. Tensors would make it unreadable, so only operators are drawn."""
+    return level == "logical" and work in ("train", "inference") and layer is None and phase == "all"
+
+
+def note(text: str, overview: bool) -> str:
+    """Return how to get a picture with more details, or one that can be read; else an empty text."""
+    if overview:
+        return "an overview of the operators; --layer 0 draws a layer with its tensors, --tensors those of all layers"
+    nodes = text.count("shape=")
+    return f"{nodes} nodes; --layer 0 or --phase forward draws a part that can be read" if nodes > MOST_CURVED else ""
+
+
 def _about(config: RunConfig, work: str, layer: int | None, phase: str) -> str:
-    """The title: what is drawn, its sizes and tiles."""
+    """Return the title: the part that is drawn, its sizes and tiles."""
     tiles = [f"{axis} {size}" for axis, size in config.tiles.model_dump().items() if size]
     part = "" if layer is None else f"layer {layer}: "
     part += {"all": "", "update": "the update in "}.get(phase, f"{phase} pass in ")
@@ -81,42 +103,42 @@ def _about(config: RunConfig, work: str, layer: int | None, phase: str) -> str:
 
 
 def write(text: str, out: Path) -> None:
-    """Write the picture: .dot as it is, else what `dot` makes of it (.svg, .png, .pdf)."""
+    """Write the picture: .dot as it is; graphviz draws .svg, .png and .pdf."""
     if out.suffix in (".dot", ".gv"):
         out.write_text(text, encoding="utf-8")
         return
     if out.suffix not in (".svg", ".png", ".pdf"):
         raise ConfigError(f"--out: {out} has no suffix .svg, .png, .pdf or .dot")
     try:
-        made = picture(text, out.suffix[1:])
+        content = picture(text, out.suffix[1:])
     except NoPicture as error:
         raise NNTileError(f"{error}{error.advice}; {_kept(text, out.with_suffix('.dot'))}") from None
-    out.write_bytes(made)
+    out.write_bytes(content)
 
 
 def picture(text: str, form: str) -> bytes:
-    """What graphviz makes of it: svg, png or pdf."""
+    """Return graphviz's picture: svg, png or pdf."""
     program = shutil.which("dot")
     if program is None:
-        raise NoPicture(GET_DOT, ", or give --out a name that ends in .dot: that needs no program")
+        raise NoPicture(GET_DOT, ", or give --out a name that ends in .dot, which needs no program")
     if (nodes := text.count("shape=")) > MOST_NODES:
         raise ConfigError(f"--out: {nodes} nodes are too many for a picture that can be read (at most {MOST_NODES}): "
                           f"{FEWER}; or write a .dot")  # fmt: skip
     straight = ["-Gsplines=line", "-Gnslimit=1", "-Gnslimit1=1"] if nodes > MOST_CURVED else []
-    try:  # run() kills dot when the time is over
-        how = [program, f"-T{form}", *straight]
-        made = subprocess.run(how, input=text.encode(), capture_output=True, timeout=MOST_SECONDS)
+    try:  # run() kills dot at the timeout
+        command = [program, f"-T{form}", *straight]
+        drawn = subprocess.run(command, input=text.encode(), capture_output=True, timeout=MOST_SECONDS)
     except subprocess.TimeoutExpired:
         why = f"graphviz's dot was stopped after {MOST_SECONDS:g} s on {nodes} nodes"
         less = f": {FEWER}, or give --out a name that ends in .dot and lay that out with graphviz's `sfdp -Tsvg`, "
         raise NoPicture(why, f"{less}which is faster") from None
-    if made.returncode:
-        raise NoPicture(f"dot: {made.stderr.decode(errors='replace').strip()}", "")
-    return made.stdout
+    if drawn.returncode:
+        raise NoPicture(f"dot: {drawn.stderr.decode(errors='replace').strip()}", "")
+    return drawn.stdout
 
 
 def _kept(text: str, path: Path) -> str:
-    """Leaves the graph where no picture could be made, but over no file of the user's; and says so."""
+    """Write the graph beside the picture that failed, but not over another file; return a message."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

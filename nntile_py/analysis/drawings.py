@@ -1,4 +1,4 @@
-"""The two levels of `nntile graph`: operators and tensors, or tasks and tiles."""
+"""The two levels of `nntile graph`: operators with their tensors, or tasks with their tiles."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from nntile_py.tasks.op import ELEMENTWISE, Category, Op, Tensor
 from nntile_py.tiles import Task, Tile
 from nntile_py.tiles.dtypes import DTYPES
 
-MOST_ALIKE = 4  # operators of a kind at the end of a step that are drawn one by one beside the rest of it
+MOST_ALIKE = 4  # update operators of one kind that a picture of a whole step draws one by one
 BOXES = {"forward": "forward pass", "backward": "backward pass", "update": "update of the weights"}
 
 
-Bound = Callable[[Counts], bool]  # whether memory bounds the speed of an operator
+Bound = Callable[[Counts], bool]  # returns whether memory bounds an operator
 
 
 def _phases(graphs: Sequence[Graph], layer: int | None, phase: str) -> Iterator[tuple[Graph, list[Op], set[str]]]:
-    """Of each graph, once: the operators that are asked for, and the names that their tasks carry."""
+    """Yield each distinct graph with its operators of this layer and phase, and the names that their tasks carry."""
     seen: list[Graph] = []
-    weights: set[str] = set()  # of the layer
+    weights: set[str] = set()  # names of the layer's weights
     for graph in graphs:
         if graph in seen:
             continue
         seen.append(graph)
         inside = [op for op in graph.ops if layer is None or layer_number(op.name) == layer]
         weights |= {t.name for op in inside for t in op.inputs if t.storage.kind == "param"}
-        if layer is not None and len(seen) == 2:  # the update's operators are named by the weights
+        if layer is not None and len(seen) == 2:  # operators of the update have names of weights
             inside = [op for op in graph.ops if any(t.name in weights for t in op.inputs)]
         chosen = [op for op in inside if phase in ("all", "update" if len(seen) == 2 else op.phase)]
         yield graph, chosen, {op.name if op.phase == "forward" else f"{op.name}.{op.phase}" for op in chosen}
 
 
 def layers(graphs: Sequence[Graph]) -> str:
-    """How many layers there are, for a message; nothing where a model has none."""
+    """Return the number of layers for a message; an empty text if the model has no layers."""
     numbers = {layer_number(op.name) for graph in graphs for op in graph.ops} - {None}
     return f"; the model has {len(numbers)} layers" if numbers else ""
 
 
 class GraphDrawing:
-    """What the two levels share: the picture, what it counts, the phases and layers that are drawn."""
+    """A picture of one level: its nodes, sums, phases and folded layers."""
 
     def __init__(self, graphs: Sequence[Graph], part: str, layer: int | None, phase: str, folded: bool) -> None:
         self.graphs, self.picture = graphs, dot.Picture(part)
         self.count, self.flop, self.volume = 0, 0.0, 0.0
         self.phase, self.many = phase, phase == "all"
-        # Of a tensor or a version of a tile: the phase and its node there; its nodes in boxes of other phases.
+        # For a tensor or a version of a tile: its phase and node, and its nodes in the boxes of other phases.
         self.nodes: dict[Hashable, tuple[str, str]] = {}
         self.again: dict[Hashable, dict[dot.Group, str]] = {}
         self.folds: dict[str, Folded] = {}  # by phase
@@ -64,34 +64,34 @@ class GraphDrawing:
         raise NotImplementedError
 
     @property
-    def told(self) -> str:
-        """How many of what."""
+    def size_text(self) -> str:
+        """Return the number of operators or tasks."""
         raise NotImplementedError
 
     def fold_layers(self, units: list[tuple[str, Unit]]) -> None:
-        """Of each phase on its own, as the layers' backward passes may differ where their forward passes do not."""
+        """Fold equal layers of each phase: layers with equal forward passes may have different backward passes."""
         for phase in dict.fromkeys(phase for phase, _ in units):
-            made = fold([(n, unit) for n, (of, unit) in enumerate(units) if of == phase]) if self.fold else Folded()
-            self.folds[phase] = made
-            self.same |= made.same
+            own = [(n, unit) for n, (of, unit) in enumerate(units) if of == phase]
+            self.folds[phase] = fold(own) if self.fold else Folded()
+            self.same |= self.folds[phase].same
 
     def drawn_read(self, phase: str, unit: int, number: int, key: Hashable) -> Hashable:
-        """What is drawn where a unit reads `key`."""
+        """Return the drawn tensor or tile that stands for `key` where a unit reads it."""
         key = self.folds[phase].comes_from.get((unit, number), key)
         return self.same.get(key, key)
 
     def node_name(self, phase: str, layer: int | None, name: str) -> str:
-        """Of layers that are drawn once the number is a star."""
+        """Return the name of a node; in folded layers a star replaces the layer's number."""
         return starred(name) if self.folds[phase].run_of(layer) else name
 
     def layer_of(self, op: Op, updates: bool) -> int | None:
-        """Of an operator; of one that updates a weight, the layer that alone uses it."""
+        """Return an operator's layer; for the update of a weight, the only layer that uses the weight."""
         if not updates:
             return layer_number(op.name)
         return next((self.owners[t.name] for t in op.inputs if t.name in self.owners), None)
 
     def group(self, phase: str, layer: int | None) -> dot.Group:
-        """The boxes around a node of a phase and layer."""
+        """Return the boxes around a node of this phase and layer."""
         box = (BOXES[phase],) if self.many else ()
         if run := self.folds[phase].run_of(layer):
             box = (*box, f"x {run[1] - run[0] + 1}: layers {run[0]} to {run[1]} are alike, drawn once")
@@ -100,36 +100,41 @@ class GraphDrawing:
     def data(
         self, key: Hashable, phase: str, layer: int | None, kind: str, lines: tuple[str, ...], fresh: bool = False
     ) -> str:
-        """The node of `key` where an operator of this phase and layer reads or makes it (`fresh`)."""
+        """Return the node of `key` for an operator of this phase and layer; `fresh`: the operator writes it."""
         group, name = self.group(phase, layer), self.node_name(phase, layer, _data_name(lines[0]))
         if fresh or key not in self.nodes:
             self.nodes[key] = phase, self.picture.data(group, kind, name, *lines[1:])
             self.again[key] = {}
-        there, node = self.nodes[key]
-        if there == phase:
+        writer_phase, node = self.nodes[key]
+        if writer_phase == phase:
             return node
         if group not in self.again[key]:
             self.again[key][group] = self.picture.data(group, kind, name, again=True)
         return self.again[key][group]
 
     def all_of(self, kind: str, category: Category, count: int, flop: float, volume: float) -> str:
-        """One node for all updates of a kind."""
-        told = "of each weight; --phase update draws them", f"{si(flop)}flop, {si(volume)}B"
-        return self.picture.operator(self.group("update", None), category, f"{count} {kind}", *told)
+        """Return one node for all updates of a kind."""
+        lines = "of each weight; --phase update draws them", f"{si(flop)}flop, {si(volume)}B"
+        return self.picture.operator(self.group("update", None), category, f"{count} {kind}", *lines)
 
 
-class Logical(GraphDrawing):
-    """Operators and tensors, as `tally` counts them. With `bound`, memory-bound operators are marked, and edges tell
-    their bytes. What is counted is of all micro-batches, what nodes tell of one; operators without tasks are left out.
+class LogicalDrawing(GraphDrawing):
+    """Operators and tensors. The title counts all micro-batches, a node one. Operators without tasks are left out.
+
+    Args:
+        tally: counts the operators.
+        bound: marks memory-bound operators; edges then show their bytes.
+        overview: draw operators only, with the tensors between them as edges; inputs and results stay nodes.
     """
 
     def __init__(
         self, graphs: Sequence[Graph], part: str, layer: int | None, phase: str, folded: bool, tally: Tally,
-        bound: Bound | None = None,
+        bound: Bound | None = None, overview: bool = False,
     ) -> None:  # fmt: skip
-        self.bound, self.repeats = bound, tally.repeats
+        self.bound, self.repeats, self.overview = bound, tally.repeats, overview
+        self.writers: dict[Tensor, tuple[str, str]] = {}  # in an overview: phase and node of each tensor's operator
         self.facts = {fact.op: fact for n, graph in enumerate(graphs) for fact in tally.facts(graph, n).values()}
-        self.renamed: dict[Tensor, Tensor] = {}  # by operators without tasks: to what it was before
+        self.renamed: dict[Tensor, Tensor] = {}  # outputs of operators without tasks: the tensor that they rename
         for op in (op for graph in graphs for op in graph.ops if op not in self.facts):
             self.renamed[op.output] = self._before(op.inputs[0])
         super().__init__(graphs, part, layer, phase, folded)
@@ -138,7 +143,7 @@ class Logical(GraphDrawing):
         return self.renamed.get(tensor, tensor)
 
     @property
-    def told(self) -> str:
+    def size_text(self) -> str:
         return f"{self.count} operators" + f" in {self.repeats} micro-batches" * (self.repeats > 1)
 
     def draw(self, layer: int | None) -> None:
@@ -148,7 +153,7 @@ class Logical(GraphDrawing):
         ]  # fmt: skip
         self.fold_layers([(phase, self._unit(op, of)) for op, phase, of in chosen])
         kinds = Counter(op.kind for op, phase, _ in chosen if phase == "update")
-        # Beside the rest of a step its end is drawn short: each weight has its own there, in rows wider than all else.
+        # A picture of a whole step joins the updates of all weights: one by one they would be wider than all the rest.
         short = self.many and kinds.total() > MOST_ALIKE
         alike: dict[str, list[Op]] = {}
         for number, (op, phase, of) in enumerate(chosen):
@@ -168,30 +173,43 @@ class Logical(GraphDrawing):
     def _operator(self, number: int, op: Op, phase: str, layer: int | None, short: bool) -> None:
         fact = self.facts[op]
         each = fact.counts.intensity
-        per_word = f"{each:.3g}" if each < 999.5 else f"{each:,.0f}"
-        cost = [f"{si(fact.counts.flop / fact.times)}flop, {per_word} per word"]
+        intensity = f"{each:.3g}" if each < 999.5 else f"{each:,.0f}"
+        cost = [f"{si(fact.counts.flop / fact.times)}flop, {intensity} per element"]
         grads = {t for t in op.inputs if t.storage.kind == "grad"}
         left_out = grads if short and len(grads) > MOST_ALIKE else set()
         cost += [f"of all {len(grads)} gradients"] if left_out else []
         inputs = [(k, self._before(t)) for k, t in enumerate(op.inputs) if t not in left_out]
         reads = [self.drawn_read(phase, number, k, t) for k, t in inputs]
-        starts = [(self._tensor(t, phase, layer), t) for t in dict.fromkeys(reads) if isinstance(t, Tensor)]
+        tensors = [t for t in dict.fromkeys(reads) if isinstance(t, Tensor)]
+        starts = [(start, t) for t in tensors if (start := self._start(t, phase, layer))]
+        if self.overview and (weights := sum(_bytes(t) for t in tensors if t.storage.kind == "param")):
+            cost.append(f"weights {si(weights)}B")
         name = self.node_name(phase, layer, _short(op.name))
         bound = self.bound is not None and self.bound(fact.counts)
         node = self.picture.operator(self.group(phase, layer), op.category, op.title, name, *cost, bound=bound)
         for start, tensor in starts:
             self.picture.edge(start, node, _bytes(tensor), text=self._beside(tensor))
         for tensor in op.outputs:
-            end = self._tensor(tensor, phase, layer)
-            self.picture.edge(node, end, _bytes(tensor), text=self._beside(tensor))
+            if self.overview and tensor.storage.kind != "scalar":
+                self.writers[tensor] = phase, node
+            else:
+                end = self._tensor(tensor, phase, layer)
+                self.picture.edge(node, end, _bytes(tensor), text=self._beside(tensor))
+
+    def _start(self, tensor: Tensor, phase: str, layer: int | None) -> str | None:
+        """Return the node at which the edge of a read begins; None if an overview does not draw the tensor."""
+        if not self.overview or tensor.storage.kind in ("input", "scalar"):
+            return self._tensor(tensor, phase, layer)
+        writer_phase, node = self.writers.get(tensor, ("", ""))
+        return node if writer_phase == phase else None
 
     def _unit(self, op: Op, layer: int | None) -> Unit:
         looks = op.kind, op.title, tuple(t.shape for t in (*op.inputs, *op.outputs))
         return Unit(layer, looks, [self._before(t) for t in op.inputs], list(op.outputs))
 
     def _beside(self, tensor: Tensor) -> str:
-        """Of an edge, where it is asked what bounds operators: the bytes that go along it."""
-        return f"{si(_bytes(tensor))}B" if self.bound else ""
+        """Return the bytes beside an edge, in an overview or if `bound` is set."""
+        return f"{si(_bytes(tensor))}B" if self.bound or self.overview else ""
 
     def _tensor(self, tensor: Tensor, phase: str, layer: int | None) -> str:
         shape = ", ".join(f"{axis} {size}" for axis, size in tensor.sizes.items())
@@ -199,15 +217,16 @@ class Logical(GraphDrawing):
         return self.data(tensor, phase, layer, tensor.storage.kind, lines)
 
 
-class Tasks(GraphDrawing):
-    """Tasks, and a node for each version of a tile: a write makes the next one."""
+class TaskDrawing(GraphDrawing):
+    """Tasks and versions of tiles: each write makes a new version of its tile."""
 
     def __init__(self, built: Built, part: str, layer: int | None, phase: str, folded: bool) -> None:
-        self.lists = {id(graph): low for graph, low in reversed(built.graphs)}  # later micro-batches are alike
+        # Micro-batches after the first are not drawn.
+        self.lists = {id(graph): lowering for graph, lowering in reversed(built.graphs)}
         super().__init__([graph for graph, _ in built.graphs], part, layer, phase, folded)
 
     @property
-    def told(self) -> str:
+    def size_text(self) -> str:
         return f"{self.count} tasks"
 
     def draw(self, layer: int | None) -> None:
@@ -250,8 +269,8 @@ class Tasks(GraphDrawing):
             self.picture.edge(start, node, tile.bytes)
         for access in task.accesses:
             if access.mode != "R":
-                made = self._tile(access.tile, phase, layer, fresh=True)
-                self.picture.edge(node, made, access.tile.bytes, access.mode)
+                written = self._tile(access.tile, phase, layer, fresh=True)
+                self.picture.edge(node, written, access.tile.bytes, access.mode)
 
     def _tile(self, tile: Tile, phase: str, layer: int | None, fresh: bool = False) -> str:
         if fresh or tile.key not in self.nodes:
@@ -268,7 +287,7 @@ def _unit_of_task(task: Task, layer: int | None) -> Unit:
 
 
 def _owners(graph: Graph) -> dict[str, int]:
-    """The layer of each weight that is of one layer."""
+    """Return the layer of each weight that only one layer uses."""
     users: dict[str, set[int | None]] = {}
     for op in graph.ops:
         for tensor in op.inputs:
@@ -291,7 +310,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _short(name: str) -> str:
-    """Of an operator: without its kind, which is told anyway."""
+    """Return an operator's name without its kind, which the node's title shows."""
     return name.replace("transformer.", "").rpartition(".")[0] or "model"
 
 

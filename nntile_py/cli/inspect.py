@@ -91,7 +91,8 @@ def graph(
     phase: Annotated[str, typer.Option(help="forward, backward, update or all.")] = "all",
     fusion: Annotated[str, typer.Option(help="before, after or both, side by side.")] = "after",
     work: Annotated[str, typer.Option(help="train, inference, encoder, decoder, mha, linear_..., qkv_...")] = "train",
-    every: Annotated[bool, typer.Option("--every-layer", help="Draw layers that are alike each, not once.")] = False,
+    every: Annotated[bool, typer.Option("--every-layer", help="Draw equal layers one by one, not once.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Draw the tensors of a whole model, too.")] = False,
 ) -> None:
     """Draw operators or tile tasks, with flop and bytes, before and after fusion."""
     from typing import get_args
@@ -107,10 +108,13 @@ def graph(
     one_of("--fusion", fusion, ("before", "after", "both"))
     one_of("--work", work, get_args(Work))
     what = draw.draw(
-        loaded, level=level, work=cast(Work, work), layer=layer, phase=phase, fusion=fusion, folded=not every
-    )
+        loaded, level=level, work=cast(Work, work), layer=layer, phase=phase, fusion=fusion, folded=not every,
+        tensors=tensors,
+    )  # fmt: skip
     draw.write(what, out)
     print(out)
+    if note := draw.note(what, not tensors and draw.is_overview(level, work, layer, phase)):
+        print(f"note: {note}", file=sys.stderr)
 
 
 @app.command(epilog="Example: nntile analyze --work encoder --out runs/encoder")
