@@ -68,5 +68,5 @@ def test_picture_and_table_agree(sets: list[str]) -> None:
         wanted = Counter[tuple[bool, str]]()
         for row in (row for row in rows if row.phase != "update"):  # the update has one node for all weights
             told = f"{si(row.flop / row.count)}flop, {row.intensity:.3g}"
-            wanted[bool(row.memory_bound(made.peaks)), told] += row.count // (2 if sets else 1)
+            wanted[bool(row.memory_bound(made.peak)), told] += row.count // (2 if sets else 1)
         assert Counter(("penwidth=2.5" in style, told) for style, told in nodes) >= wanted, fusion

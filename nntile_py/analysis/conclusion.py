@@ -62,7 +62,7 @@ def _advice(
         return math.fsum(seconds[row.name] for row in of) / total
 
     moving = [row for row in rows if _moves(row, peak, timed)]
-    reread = [row for row in rows if row.least and row.moved > REREAD * row.least]
+    reread = [row for row in moving if row.least and row.moved > REREAD * row.least]
     scores = [row for row in moving if {"seq", "key"} <= {*row.independent, *row.reduced}]
     update = [row for row in rows if row.phase == "update"]
     slow = [row for row in rows if row.category is CONTRACTION and (row.peak_share(peak) or 100) < 100 * LOW_PEAK]

@@ -183,7 +183,7 @@ class LogicalDrawing(GraphDrawing):
         tensors = [t for t in dict.fromkeys(reads) if isinstance(t, Tensor)]
         starts = [(start, t) for t in tensors if (start := self._start(t, phase, layer))]
         if self.overview and (weights := sum(_bytes(t) for t in tensors if t.storage.kind == "param")):
-            cost.append(f"weights {si(weights)}B")
+            cost.insert(0, f"weights {si(weights)}B")
         name = self.node_name(phase, layer, _short(op.name))
         bound = self.bound is not None and self.bound(fact.counts)
         node = self.picture.operator(self.group(phase, layer), op.category, op.title, name, *cost, bound=bound)
