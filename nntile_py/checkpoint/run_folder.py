@@ -116,8 +116,8 @@ def _locked(folder: Path) -> int:
 
 def check_place(option: str, folder: Path) -> None:
     """Raise ConfigError for a folder inside the checkpoints of a run, which are removed in time."""
-    whole = Path(os.path.realpath(folder))
-    for above in (whole, *whole.parents):
+    real = Path(os.path.realpath(folder))
+    for above in (real, *real.parents):
         if above.name == "checkpoints" and (above.parent / METRICS).is_file():
             where = f"lies in the checkpoints of the run {above.parent}"
             raise ConfigError(f"{option}: {folder} {where}; allowed: a folder outside of them")
@@ -131,13 +131,13 @@ def check_unlocked(out: Path) -> None:
 
 def check_replaced(out: Path) -> None:
     """Raise ConfigError if `out` is not an earlier run that a new run may replace."""
-    there = Path(os.path.realpath(out))
-    new = there.with_name(f"{there.name}.new")
-    names = {entry.name for entry in there.iterdir()} if there.is_dir() else set()
+    target = Path(os.path.realpath(out))
+    new = target.with_name(f"{target.name}.new")
+    names = {entry.name for entry in target.iterdir()} if target.is_dir() else set()
     for wrong, what in (
-        (there.exists() and not there.is_dir(), "is no folder"),
-        (there.is_mount(), "is where a disk is mounted; give a folder in it"),
-        (Path.cwd().is_relative_to(there), "is the current folder, or above it"),
+        (target.exists() and not target.is_dir(), "is no folder"),
+        (target.is_mount(), "is where a disk is mounted; give a folder in it"),
+        (Path.cwd().is_relative_to(target), "is the current folder, or above it"),
         (METRICS not in names and names & {*OWN}, f"is no run, but has {', '.join(sorted(names & {*OWN}))}"),
         (new.exists() and {e.name for e in new.iterdir()} - {*OWN}, f"needs {new}, where something else is"),
     ):
@@ -217,8 +217,8 @@ class Metrics:
 
     def write(self, line: dict[str, Any]) -> None:
         """Write a line. JSON has no infinite numbers and no nan: they become null."""
-        whole = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-        self._left += json.dumps(whole).encode() + b"\n"
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+        self._left += json.dumps(finite).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:

@@ -57,14 +57,14 @@ def read_labelled_texts(key: str, source: str, text: str, label: str) -> list[La
 
 def labels_of(source: str, samples: list[LabelledText]) -> list[str]:
     """Return the labels in order; integers sort as numbers. Raises ConfigError for one label only, or too many."""
-    found = {sample.label for sample in samples}
-    if len(found) == 1:
-        one, need = found.pop(), "at least two labels"
-        raise ConfigError(f"data.source: {source}: all {len(samples):,} rows have the label {one!r}; allowed: {need}")
-    if len(found) > MAX_LABELS:
+    labels = {sample.label for sample in samples}
+    if len(labels) == 1:
+        label, need = labels.pop(), "at least two labels"
+        raise ConfigError(f"data.source: {source}: all {len(samples):,} rows have the label {label!r}; allowed: {need}")
+    if len(labels) > MAX_LABELS:
         need = f"at most {MAX_LABELS} (is data.label the right column?)"
-        raise ConfigError(f"data.source: {source} has {len(found):,} labels in {len(samples):,} rows; allowed: {need}")
-    return sorted(found, key=int) if all(re.fullmatch(r"-?\d{1,18}", one) for one in found) else sorted(found)
+        raise ConfigError(f"data.source: {source} has {len(labels):,} labels in {len(samples):,} rows; allowed: {need}")
+    return sorted(labels, key=int) if all(re.fullmatch(r"-?\d{1,18}", label) for label in labels) else sorted(labels)
 
 
 def class_numbers(names: list[str] | None, classes: int, samples: list[LabelledText]) -> dict[str, int]:
@@ -235,12 +235,12 @@ FORMATS: dict[str, RowReader] = {
 @lru_cache(maxsize=1)
 def _functions() -> list[LabelledText]:
     """Return the functions and methods of the standard library's packages with at least MIN_FUNCTIONS."""
-    root, found = stdlib(), []
+    root, functions = stdlib(), []
     for path in stdlib_files():
         package, *inside = path.relative_to(root).parts
         if inside and (root / package / "__init__.py").is_file():
             content = read(path).decode(errors="replace")
-            found += [LabelledText(one[0].rstrip(), package, content.count("\n", 0, one.start()) + 1)
-                      for one in _FUNCTION.finditer(content)]  # fmt: skip
-    many = Counter(sample.label for sample in found)
-    return [sample for sample in found if many[sample.label] >= MIN_FUNCTIONS]
+            functions += [LabelledText(match[0].rstrip(), package, content.count("\n", 0, match.start()) + 1)
+                      for match in _FUNCTION.finditer(content)]  # fmt: skip
+    counts = Counter(sample.label for sample in functions)
+    return [sample for sample in functions if counts[sample.label] >= MIN_FUNCTIONS]

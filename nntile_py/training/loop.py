@@ -7,45 +7,20 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
+from nntile_py.checkpoint.run_folder import Metrics
+from nntile_py.checkpoint.writer import CheckpointWriter, TileSender
 from nntile_py.config.run_config import RunConfig
 from nntile_py.config.sections import OptimizerSection
 from nntile_py.data.dataset import Dataset
 from nntile_py.errors import NotFinite
-from nntile_py.training.collectives import agree, from_rank_0
+from nntile_py.training.collectives import NoOutput, agree, from_rank_0
+from nntile_py.training.display import Display
 from nntile_py.training.step_handle import Pending, StepResult
 from nntile_py.training.trainer import STEPS_IN_FLIGHT, Trainer
 
 MAX_SKIPS = 10  # skipped steps in a row that end the run
-
-
-class MetricsWriter(Protocol):
-    """Metrics, or NoOutput."""
-
-    @property
-    def lines(self) -> Any: ...
-
-    def write(self, line: dict[str, Any]) -> None: ...
-
-
-class StepDisplay(Protocol):
-    """Display, or NoOutput."""
-
-    def show(self, line: dict[str, Any]) -> None: ...
-
-
-class Saver(Protocol):
-    """CheckpointWriter, or TileSender."""
-
-    @property
-    def needs_report(self) -> bool: ...
-
-    def due(self, step: int) -> bool: ...
-
-    def begin(self, step: int) -> None: ...
-
-    def reported(self, step: int, good: bool) -> None: ...
 
 
 def learning_rate(optimizer: OptimizerSection, step: int, steps: int) -> float:
@@ -60,8 +35,8 @@ def learning_rate(optimizer: OptimizerSection, step: int, steps: int) -> float:
 
 
 def run_steps(
-    config: RunConfig, dataset: Dataset, trainer: Trainer, metrics: MetricsWriter, display: StepDisplay, saver: Saver,
-    stop: list[str],
+    config: RunConfig, dataset: Dataset, trainer: Trainer, metrics: Metrics | NoOutput, display: Display | NoOutput,
+    saver: CheckpointWriter | TileSender, stop: list[str],
 ) -> tuple[float, dict[str, Any] | None]:  # fmt: skip
     """Train the steps that are left, or until a signal comes.
 
@@ -145,7 +120,7 @@ def _check_finite(result: StepResult) -> None:
 
 
 @contextmanager
-def _ends_if_not_finite(metrics: MetricsWriter, line: dict[str, Any]) -> Iterator[None]:
+def _ends_if_not_finite(metrics: Metrics | NoOutput, line: dict[str, Any]) -> Iterator[None]:
     """Write `line` to the metrics if the run ends here with NotFinite, and complete the error with advice."""
     try:
         yield

@@ -1,4 +1,7 @@
-"""The factor of the loss whose gradients would be too small for fp16; see Micikevicius et al. (2018), 3.2."""
+"""Loss scaling for fp16, whose smallest gradients would vanish.
+
+Source: Micikevicius et al. (2018), Mixed precision training, section 3.2.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +11,36 @@ from typing import Any, Self
 from nntile_py.graph.step import StepSpec
 from nntile_py.tasks.optimizer import MOST_SCALE
 
-INTERVAL = 2000  # steps without an overflow before it is doubled
+INTERVAL = 2000  # steps in a row without an overflow that double the scale
 LEAST = 1.0
 
 
 @dataclass
 class LossScale:
-    """As torch.amp.GradScaler by its defaults: halved after a step whose gradients overflow, which changes no weight,
-    doubled after 2000 others in a row. `value` is that of the next step, `good` counts since it changed."""
+    """The factor of the loss, with the defaults of torch.amp.GradScaler.
+
+    A step whose gradients overflow changes no weight and halves the factor; 2000 other steps in a row double it.
+
+    Attributes:
+        value: Factor of the next step.
+        good: Steps without an overflow since the factor changed.
+    """
 
     value: float
     good: int = 0
 
     @classmethod
     def of(cls, spec: StepSpec) -> Self | None:
-        """The first of a run; None where the loss is not scaled."""
+        """Return the scale of a run's first step; None if the loss is not scaled."""
         return cls(spec.scale) if spec.scale else None
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Value and count, as a checkpoint stores them."""
         return {"value": self.value, "good": self.good}
 
     def after(self, *, overflow: bool) -> None:
-        """To be called with each step in turn. Where it can fall no more, the step's result ends the training."""
+        """Update the scale after a step. If it cannot fall further, the step's result raises NotFinite."""
         if not overflow:
             self.good += 1
             if self.good >= INTERVAL and 2 * self.value <= MOST_SCALE:
@@ -41,5 +50,5 @@ class LossScale:
 
 
 def is_least(scale: float) -> bool:
-    """Whether it is not halved any more."""
+    """Return True if the scale cannot be halved."""
     return scale / 2 < LEAST

@@ -1,4 +1,4 @@
-"""Training steps and evaluations of a model, submitted to the running StarPU."""
+"""The Trainer: training steps and evaluations of a model on the running Runtime."""
 
 from __future__ import annotations
 
@@ -49,33 +49,32 @@ class Trainer:
     """Trains a model in tiles on the running Runtime.
 
     Args:
-        model: One of nt.models, or an object of your own with `trace(graph, batch)` and `weights`.
+        model: A model of nt.models, or an object of your own with `trace(graph, batch)` and `weights`.
         batch: Sequences of one forward and backward pass.
         seq: Tokens of a sequence.
         tiles: {axis: size} over batch, seq, embed, heads, ffn, vocab. An axis left out is not cut.
-        dtype: fp32; on CPU workers alone fp64; on CUDA workers tf32 (fp32 tiles, contractions rounded to tf32), bf16
-            (fp32 accumulation and moments; weights are fp32, kept as bf16 and what rounding left; gradients are fp32
-            where several tasks add to them, bf16 where one task makes them) and fp16 (the same, with weights kept in
-            fp16 and in fp32, and a scaled loss).
+        dtype: `fp32`; `fp64` on CPU workers; `tf32`, `bf16` and `fp16` on CUDA workers. tf32: fp32 tiles, products
+            rounded to tf32. bf16: fp32 accumulation, moments and master weights (bf16 plus its low bits); a gradient
+            to which several tasks add is fp32. fp16: the same with fp32 master weights and a scaled loss.
         optimizer: nt.AdamW(...) or nt.SGD(...). Default: nt.AdamW().
-        clip_grad_norm: Scale gradients down to this norm, all together.
-        skip_above_norm: Leave weights and averages as they are in a step whose gradients' norm is larger, or no number.
-            The step counts.
-        accumulate: How partial sums of a tile meet: chain (deterministic), commute, redux or tree.
+        clip_grad_norm: Upper bound on the norm of all gradients together; larger gradients are scaled down.
+        skip_above_norm: A step with a larger gradient norm, or one that is not finite, changes no weights and no
+            averages. The step counts.
+        accumulate: How partial sums of a tile are added: chain (deterministic), commute, redux or tree.
         fusion: True, False or {bias, activation, reshape, qkv, residual_norm, found: bool, exclude: [names of groups]}.
-        attention: vendor, merge, flash or naive, instead of the model's own.
+        attention: Attention backend instead of the model's own: vendor, merge, flash or naive.
         grad_accumulation: Passes whose gradients are averaged into one step.
-        seed: Of dropout.
-        shift_labels: Labels of a causal model stand in the positions of the inputs and are shifted here, as in
-            transformers. False: labels[b, s] is the target of position s.
-        pack: Sequences of unequal lengths, of up to `seq` tokens, lie one behind the other instead of padded: in a bin
-            for each tile of the batch, of which kernels compute just what is filled. Inputs are the padded ones with
-            their attention_mask, or lists of arrays of unequal lengths. tiles must not cut seq.
-        loss_scale: What the loss is multiplied by in the first step, so that gradients do not vanish. A step whose
-            gradients overflow changes nothing and halves the factor; 2000 others in a row double it. Default: 65536 in
+        seed: Seed of dropout.
+        shift_labels: Labels of a causal model are aligned with the inputs and shifted here, as in transformers. False:
+            labels[b, s] is the target of position s.
+        pack: Pack sequences of up to `seq` tokens into bins, one for each tile of the batch, instead of padding them;
+            kernels compute only the filled part. Inputs are padded arrays with their attention_mask, or lists of
+            arrays of unequal lengths. `tiles` must not cut seq.
+        loss_scale: Factor of the loss in the first step, so that small gradients do not vanish. A step whose gradients
+            overflow changes nothing and halves the factor; 2000 other steps in a row double it. Default: 65536 for
             fp16, else the loss is not scaled.
-        check_finite: Look at all that tasks write. A loss or norm that is no finite number then raises NotFinite, which
-            names the operator where it came from. Slow: for a run that went wrong.
+        check_finite: Check all values that tasks write. A loss or norm that is not finite then raises NotFinite, which
+            names the operator that wrote the first such value. Slow: for debugging.
 
     Raises:
         ConfigError: A value is out of range.
@@ -114,7 +113,7 @@ class Trainer:
 
     @classmethod
     def of_spec(cls, spec: StepSpec, *, seed: int = 0, check_finite: bool = False) -> Trainer:
-        """The trainer of a spec's model."""
+        """Return the trainer of a StepSpec."""
         self = cls.__new__(cls)
         self._start(spec.model, spec, seed, True, check_finite)
         return self
@@ -127,7 +126,7 @@ class Trainer:
         if Runtime.current.ranks:
             spec = replace(spec, ranks=Runtime.current.ranks.size)
         if check_finite and Runtime.current.ranks:
-            need = "False, as each sees its own tasks alone"
+            need = "False, as each sees only its own tasks"
             raise ConfigError(f"check_finite (debug.nonfinite): got True; allowed on several ranks: {need}")
         self.nan_check = NanCheck(plain(check_finite), (STEPS_IN_FLIGHT + 1) * (spec.grad_accumulation + 1))
         self.batch, self.seq, self.dtype = spec.batch, spec.seq, spec.dtype
@@ -135,7 +134,7 @@ class Trainer:
         self._runtime = Runtime.current
         self._check_alone(self._runtime)
         self.steps, self._pending, self._scale, self._scaled = 0, deque[Pending](), LossScale.of(spec), 1.0
-        self._deciding: Pending | None = None  # whose norm the next step's scale depends on
+        self._deciding: Pending | None = None  # the step whose norm decides the next loss scale
         self._programs = Programs(spec, self._runtime, self.nan_check.enabled)
         self._store, self.spec = self._programs.store, self._programs.spec
         self._built = self._programs.of(spec.given).built
@@ -159,7 +158,7 @@ class Trainer:
 
     @property
     def flop_per_step(self) -> int:
-        """Floating point operations of the contractions and attentions of a step."""
+        """Floating point operations of a step's products and attention."""
         return int(self.grad_accumulation * self._built.flop)
 
     @property
@@ -175,36 +174,37 @@ class Trainer:
 
     @property
     def update_list(self) -> TaskList:
-        """The tasks that end a step."""
+        """The tasks that update the weights."""
         return self._programs.of(self.spec.given).update.list
 
     @staticmethod
     def memory_bytes() -> int:
-        """Bytes that tiles take now, in main memory; with CUDA workers the most that the fullest GPU has held."""
+        """Return the bytes of tiles now in main memory; with CUDA workers the peak of the fullest GPU."""
         return memory.gpu_peak() if _core.cuda_workers() else int(_core.memory_used())
 
     # -- training
 
     @property
     def loss_scale(self) -> float | None:
-        """What the next step's loss is multiplied by, after waiting for those before it; None: losses are not."""
+        """Factor of the next step's loss; waits for earlier steps. None: the loss is not scaled."""
         state = self._scale_state()
         return state["value"] if state else None
 
     @typed
     def submit(self, inputs: Inputs, labels: IntArray | None = None, lr: float | None = None) -> Pending:
-        """Submit one step and return at once; at most two are in flight, one where the loss is scaled: the next one's
-        factor depends on its gradients' norm, which is there before the weights are updated.
+        """Submit one step and return at once.
+
+        At most two steps are in flight, with a scaled loss one: its gradient norm decides the next step's factor.
 
         Args:
-            inputs: The dict that transformers' model takes (input_ids, labels, ...), of arrays of
-                grad_accumulation * batch rows; or input_ids alone, with labels beside it.
-            labels: Integers; -100 is left out of the mean.
-            lr: The learning rate of this step. Default: the optimizer's.
+            inputs: Dict as transformers' model takes it (input_ids, labels, ...), of arrays with
+                grad_accumulation * batch rows; or the array input_ids, with `labels` beside it.
+            labels: Integers; -100 is left out of the mean loss.
+            lr: Learning rate of this step. Default: the optimizer's.
 
         Raises:
             ValueError: An input is missing, unknown, or has the wrong shape, dtype or values.
-            NotFinite: As the result of an earlier step, if nobody has asked for it.
+            NotFinite: An earlier step failed with NotFinite, and its result was not read.
         """
         filled = self.filled(inputs, labels)
         arrays, made = self._programs.check(filled.arrays, self.grad_accumulation * self.spec.rows, self._shifts)
@@ -240,7 +240,7 @@ class Trainer:
 
     @typed
     def step(self, inputs: Inputs, labels: IntArray | None = None, lr: float | None = None) -> float:
-        """One training step; returns the mean loss before the update. Arguments as of `submit`."""
+        """Train one step and return the mean loss before the update. Arguments as of `submit`."""
         return self.submit(inputs, labels, lr).result().loss
 
     @typed
@@ -252,10 +252,16 @@ class Trainer:
         return_logits: bool = False,
         return_outputs: bool = False,
     ) -> Any:
-        """Mean loss without dropout of `batch` rows, or (loss, logits), or (loss, {output's name: array}).
+        """Evaluate `batch` rows without dropout. Arguments as of `submit`.
 
-        Arguments as of `submit`; labels may be left out where outputs are asked for. The loss is nan where no label
-        counts.
+        Args:
+            inputs: Dict of arrays, or input_ids.
+            labels: Labels; with return_logits or return_outputs they may be left out.
+            return_logits: Return also the logits.
+            return_outputs: Return also all outputs of the model.
+
+        Returns:
+            The mean loss, (loss, logits) or (loss, {name: array}). The loss is nan if no label counts.
         """
         if Runtime.current is not self._runtime:
             raise TaskError("evaluate: the runtime of this Trainer has stopped; make a Trainer of another")
@@ -286,34 +292,40 @@ class Trainer:
     # -- weights and gradients
 
     def gradients(self) -> dict[str, np.ndarray[Any, Any]]:
-        """{name in transformers: gradient} of the last step, before clipping."""
+        """Return {name in transformers: gradient} of the last step, before clipping."""
         if not self.steps:
             raise TaskError("gradients: no step has been made yet")
         found = read_tensors(self._built, self._store, self._built.grads)
         return {name: value / value.dtype.type(self._scaled) for name, value in found.items()}
 
     def state_dict(self) -> dict[str, np.ndarray[Any, Any]]:
-        """{name in transformers: weight}, tied weights once; also kept in the model."""
+        """Return {name in transformers: weight}, tied weights once; store it in the model, too."""
         params = {param.tensor: param.tensor for param in self._built.params}
         self.model.weights = read_tensors(self._built, self._store, params, masters_of(self._built))
         return dict(self.model.weights)
 
     def snapshot(self) -> Snapshot:
-        """Start to copy weights and averages as the steps submitted so far leave them; returns at once."""
+        """Start to copy weights and averages as the submitted steps leave them; return at once."""
         return Snapshot(self.steps, self._built, self._store, self._scale_state())
 
     def live(self) -> LiveState:
-        """Weights and averages, read one by one."""
+        """Return weights and averages, to be read one by one."""
         return LiveState(self.steps, self._built, self._store, self._scale_state())
 
     def restore(
         self, step: int, averages: Mapping[str, Mapping[str, np.ndarray[Any, Any]]],
         loss_scale: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """Go on after `step` steps, with the optimizer's averages of then: {m or v: {name in transformers: array}}.
+        """Continue after `step` steps. The weights are the model's.
 
-        loss_scale: what LossScale.state was; None: that of a first step. The weights are the
-        model's. Raises ConfigError where an average is missing, or of another shape."""
+        Args:
+            step: Steps trained so far.
+            averages: The optimizer's averages, {m or v: {name in transformers: array}}.
+            loss_scale: LossScale.state; None: that of a first step.
+
+        Raises:
+            ConfigError: An average is missing, or has another shape.
+        """
         states = averages_of(self._built)
         check_averages(states.keys(), averages)
         for name, of in states.items():
@@ -330,28 +342,38 @@ class Trainer:
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint: the model as transformers' from_pretrained reads it, the optimizer's averages, the step.
 
-        The folder is complete or not there; one of that name is replaced. Raises OSError where it cannot be written,
-        NNTileError for weights that are no finite numbers."""
+        The folder is complete or absent, and replaces an earlier checkpoint of that name.
+
+        Raises:
+            OSError: The disk does not take the files.
+            NNTileError: A weight has values that are not finite.
+        """
         save_trainer(self, Path(folder), self._runtime.ranks)
 
     def hf_config(self) -> dict[str, Any]:
-        """What config.json holds: the model's own, and the dtype of the weights that are written beside it."""
+        """Return the content of config.json: the model's own entries, and the dtype of the saved weights."""
         config: dict[str, Any] = self.model.hf_config()
         return config | {"dtype": "float64" if self.dtype == "fp64" else "float32"}
 
     @classmethod
     @typed
     def load(cls, folder: str | Path, model: Any = None, **options: Any) -> Trainer:
-        """The trainer that was saved, with its model, ready for the next step.
+        """Return a saved trainer with its model, ready for the next step.
 
-        model: one to read the weights into. Default: a new one of the saved type and sizes. options: arguments of
-        Trainer in the place of the saved ones. Raises ConfigError where the checkpoint does not fit, NNTileError where
-        it is damaged."""
+        Args:
+            folder: The checkpoint.
+            model: A model to read the weights into. Default: a new model of the saved type and sizes.
+            options: Arguments of Trainer that replace the saved ones.
+
+        Raises:
+            ConfigError: The checkpoint does not fit.
+            NNTileError: The checkpoint is damaged.
+        """
         trainer: Trainer = load_trainer(cls, Path(folder), model, options)
         return trainer
 
     def close(self) -> None:
-        """Bring the weights back into the model and let go of the trainer; the runtime does so before it stops."""
+        """Copy the weights into the model and release the trainer; the runtime does so before it stops."""
         if self.steps:
             self.state_dict()
         self._runtime.forget(self)
@@ -359,9 +381,9 @@ class Trainer:
     # -- inside
 
     def filled(self, inputs: Inputs, labels: IntArray | None = None, passes: int | None = None) -> StepInputs:
-        """What `submit` makes of its arguments first: packed, where sequences are; it takes this in their place, too.
+        """Return the arguments of `submit` as it uses them: packed, if the trainer packs. `submit` accepts the result.
 
-        passes: default those of a step."""
+        passes: default: the passes of a step."""
         passes = passes or self.grad_accumulation
         if isinstance(inputs, StepInputs):
             return as_filled(inputs, labels, passes)
@@ -376,27 +398,27 @@ class Trainer:
 
     @property
     def _shifts(self) -> bool:
-        """Whether labels are yet to be shifted: what is packed has that done, whoever has packed it."""
+        """True if labels must still be shifted. Packed batches arrive shifted."""
         return self.shift_labels and not self.spec.pack
 
     def _check_alone(self, runtime: Runtime) -> None:
-        """Of two that train one model each would lose what the other has learnt."""
+        """Raise ConfigError if another trainer trains the same model: one would overwrite the other's weights."""
         if any(user is not self and user.model is self.model and user.steps for user in runtime.users):
             raise ConfigError("model: another Trainer trains it; use close() of that one first, or a model of its own")
 
     def _settle(self) -> None:
-        """Wait until another step may be submitted; of a scaled loss, until its scale is known."""
+        """Wait until another step may be submitted; with a scaled loss, until the next scale is known."""
         while len(self._pending) >= STEPS_IN_FLIGHT:
             self._pending.popleft().settle()
-        self._scale_state()  # after that: a step that overflows forgets what was found up to then
+        self._scale_state()  # last: a step that overflows discards the values that nan_check found so far
 
     def _scale_state(self) -> dict[str, Any] | None:
-        """That of the next step's loss."""
+        """Return LossScale.state of the next step."""
         if self._scale is None:
             return None
         if self._deciding:
             result, self._deciding = self._deciding.unchecked_result(), None
-            if result.overflow or math.isfinite(result.grad_norm):  # else another scale does not help
+            if result.overflow or math.isfinite(result.grad_norm):  # otherwise no scale helps
                 self._scale.after(overflow=result.overflow)
         return self._scale.state
 
@@ -405,6 +427,6 @@ class Trainer:
         self.nan_check.ran(program, what)
 
     def _check_equal(self, what: str, parts: Mapping[str, Any]) -> None:
-        """Raise ConfigError where ranks differ in what each of them is to give."""
+        """Raise ConfigError if the values of ranks differ."""
         if self._runtime.ranks:
             self._runtime.ranks.same(what, parts)
