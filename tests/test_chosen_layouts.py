@@ -94,10 +94,10 @@ def test_one_measures_at_a_time(tmp_path: Path) -> None:
     found: list[float] = []
 
     def wait() -> None:
-        with second.alone():
+        with second.exclusive():
             found.append(second.least("a"))
 
-    with first.alone():
+    with first.exclusive():
         thread = threading.Thread(target=wait)
         thread.start()
         thread.join(0.2)

@@ -53,7 +53,7 @@ def gpt2(rows: int, tile: int, alone: bool = True) -> Step:
     config = nt.models.GPT2Config(layers=2, embed=256, heads=4, vocab=512, positions=128)
     return StepSpec(
         nt.models.GPT2(config, {}), rows, 128, Tiling({"batch": tile}), dtype="bf16", optimizer=nt.AdamW(),
-        clip_grad_norm=1.0, policy="chain", fusion=Fusion(), alone=alone,
+        clip_grad_norm=1.0, policy="chain", fusion=Fusion(), one_machine=alone,
     ).step()  # fmt: skip
 
 
@@ -373,7 +373,7 @@ def test_an_uneven_batch_on_gpus_takes_the_time_of_the_largest_part() -> None:
         (["--strong"], [], "--strong: allowed: only with --nodes"),
         (["--nodes", "2", "--gpus-per-node", "2"], ["runtime.placement=scheduler"], "runtime.placement, runtime.cpus:"),
         (["--nodes", "2", "--gpus-per-node", "2"], ["runtime.cuda=0", "runtime.cpus=1", "precision=fp32"],
-         "--gpus-per-node: got 2; allowed: none where runtime.cuda is 0"),
+         "--gpus-per-node: got 2; allowed: none if runtime.cuda is 0"),
     ],
 )  # fmt: skip
 def test_refused(options: list[str], sets: list[str], told: str) -> None:

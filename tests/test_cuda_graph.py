@@ -34,7 +34,7 @@ def forward(pack: bool = True, **tiles: int) -> TaskList:
 def test_a_forward_pass(tiles: dict[str, int], pack: bool) -> None:
     """Alone and in groups: its weights, its inputs, its output; all else is written first, and freed."""
     tasks = forward(pack, **tiles)
-    for of in (tasks, grouped(tasks, 1e12, 1e12, 1e-3, alone=True)):
+    for of in (tasks, grouped(tasks, 1e12, 1e12, 1e-3, one_worker=True)):
         assert refusal(of) == ""
         weights, accesses = roles(of)
         parts = [part for task in of.tasks for part in task.parts or [task]]

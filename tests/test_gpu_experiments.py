@@ -40,7 +40,8 @@ def check(config: RunConfig, work: Any, phase: Any) -> None:
     speed = device_model.speed(built.lists, gpu=True)
     for low in built.lists:
         tasks = place(low, config.workers, speed, residency) if config.workers > 1 else low
-        groups = grouped(tasks, speed.flop_s, speed.bytes_s, GROUP_SECONDS, GPU_BYTES / 3, alone=config.workers == 1)
+        one_worker = config.workers == 1
+        groups = grouped(tasks, speed.flop_s, speed.bytes_s, GROUP_SECONDS, GPU_BYTES / 3, one_worker)
         parts = [part for task in groups.tasks for part in task.parts or [task]]
         # Placement adds what adds sums up; see tiles/placement.py.
         before, after = (sum(task.kernel != "combine" for task in of) for of in (low.tasks, parts))

@@ -137,7 +137,7 @@ def test_who_measures_is_waited_for_and_told(tmp_path: Path, monkeypatch: pytest
             measuring.close()
 
         monkeypatch.setattr("nntile_py.graph.timings.say_once", told)
-        with waits.alone():
+        with waits.exclusive():
             assert waits.known == measures.known
     assert said == [f"{measures.path}: another process measures into it, which is waited for"]
 

@@ -49,7 +49,7 @@ def placed(made: Step, ranks: int) -> list[TaskList]:
 def of_one_gpu(tasks: TaskList) -> TaskList:
     for task in tasks.tasks:
         task.worker = -1
-    return grouped(tasks, 1e13, 1e12, 1e-3, alone=True)
+    return grouped(tasks, 1e13, 1e12, 1e-3, one_worker=True)
 
 
 def run(task: Task, values: Values) -> None:

@@ -93,7 +93,7 @@ def test_others_wait_for_few_tiles(alone: bool) -> None:
     for number in range(100):
         tasks.emit("update", [W(Tile(name, (number,), (10,), "fp32")) for name in "wmv"])
         tasks.tasks[-1].worker = -1 if alone else number % 2
-    groups = grouped(tasks.resolve(), 1e12, 1e12, 5e-3, alone=alone).tasks
+    groups = grouped(tasks.resolve(), 1e12, 1e12, 5e-3, one_worker=alone).tasks
     assert [len(group.accesses) for group in groups] == ([300] if alone else [96, 96, 54, 54])
 
 

@@ -82,8 +82,8 @@ def _evictions(tasks: list[Task], room: float, first_only: bool) -> list[tuple[i
                     return [(last % count, used[last % count][key])]
         for entry in own:
             heapq.heappush(by_use, entry)
-        gone = [*(tile.key for tile in task.frees), *(key for key in tiles if (number, key) in marked)]
-        for key in gone:
+        removed = [*(tile.key for tile in task.frees), *(key for key in tiles if (number, key) in marked)]
+        for key in removed:
             taken -= tiles[key].bytes if held.pop(key, None) is not None else 0
     uses = ((number, key) for number, tiles in enumerate(used) for key in tiles)
     return [(number, used[number][key]) for number, key in uses if (number, key) in marked]

@@ -138,9 +138,9 @@ class Replicas:
         if not held:
             return []
         order = [*sorted(held), *(rank for rank in dict.fromkeys(ranks) if rank not in held)]
-        found = [(order[k % _doubled(len(held), k)], order[k]) for k in range(len(held), len(order))]
+        transfers = [(order[k % _doubled(len(held), k)], order[k]) for k in range(len(held), len(order))]
         held.update(order)
-        return found
+        return transfers
 
     def brought(self, needs: Iterable[tuple[Tile, Iterable[int]]]) -> Iterator[tuple[int, MessageTask]]:
         """Yield the messages, each with its rank, after which these ranks hold the newest version of these tiles."""

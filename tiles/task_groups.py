@@ -24,7 +24,7 @@ TINY = 15e-6  # seconds; independent tasks this short may share a group
 
 def grouped(
     tasks: TaskList, flop_s: float, bytes_s: float, most_seconds: float, most_bytes: float = math.inf,
-    alone: bool = False,
+    one_worker: bool = False,
 ) -> TaskList:  # fmt: skip
     """Return a resolved list with the same tasks, in the same order on every tile, some of them as parts of groups.
 
@@ -38,18 +38,18 @@ def grouped(
         bytes_s: bytes/s of its memory.
         most_seconds: the longest group.
         most_bytes: the most bytes of tiles in a group.
-        alone: there is only one worker.
+        one_worker: there is only one worker.
     """
-    made = _Groups(most_seconds, most_bytes, alone)
+    groups = _Groups(most_seconds, most_bytes, one_worker)
     exported = _exported(tasks.tasks)
     for position, task in enumerate(tasks.tasks):
-        made.take(task, max(task.flop / flop_s, task.bytes / bytes_s), position in exported)
+        groups.take(task, max(task.flop / flop_s, task.bytes / bytes_s), position in exported)
     result = TaskList(tasks.policy, tasks.initialised, tasks.live)
-    result.tasks = [_as_one(group) for group in made.groups]
+    result.tasks = [_as_one(group) for group in groups.groups]
     # The group of a tile's last reader may run before the group of another reader. A freed tile may be used again.
     last: dict[int, int] = {}
-    frees: list[list[Tile]] = [[] for _ in made.groups]
-    for task, number in zip(tasks.tasks, made.chosen, strict=True):
+    frees: list[list[Tile]] = [[] for _ in groups.groups]
+    for task, number in zip(tasks.tasks, groups.chosen, strict=True):
         last.update((id(access.tile), max(number, last.get(id(access.tile), 0))) for access in task.accesses)
         for gone in task.frees:
             frees[last[id(gone)]].append(gone)
@@ -60,9 +60,9 @@ def grouped(
 class _Groups:
     """The groups so far, by number. A set of groups is a bit mask."""
 
-    def __init__(self, most_seconds: float, most_bytes: float, alone: bool) -> None:
-        self._most_seconds, self._most_bytes, self._alone = most_seconds, most_bytes, alone
-        self._most_tiles = MOST_TILES if alone else TILES_OF_OTHERS
+    def __init__(self, most_seconds: float, most_bytes: float, one_worker: bool) -> None:
+        self._most_seconds, self._most_bytes, self._one_worker = most_seconds, most_bytes, one_worker
+        self._most_tiles = MOST_TILES if one_worker else TILES_OF_OTHERS
         self.groups: list[list[Task]] = []
         self.chosen: list[int] = []  # number of the group of each task
         self._freed: set[int] = set()  # ids of tiles that a task of some group freed
@@ -102,14 +102,14 @@ class _Groups:
 
     def _direct(self, task: Task) -> set[int]:
         """Return the groups that wrote tiles of the task, or read tiles that the task overwrites."""
-        found, writer, readers = set(), self._writer, self._readers
+        predecessors, writer, readers = set(), self._writer, self._readers
         for access in task.accesses:
             tile = id(access.tile)
             if tile in writer:
-                found.add(writer[tile])
+                predecessors.add(writer[tile])
             if access.mode != "R" and tile in readers:
-                found.update(readers[tile])
-        return found
+                predecessors.update(readers[tile])
+        return predecessors
 
     def _chosen(self, task: Task, time: float, waits: int, latest: int) -> int | None:
         """Return the group that the task joins, None for a new one; `latest`: the newest group that it depends on."""
@@ -156,20 +156,20 @@ class _Groups:
 
     def _known(self, task: Task) -> bool:
         """Whether the worker of the task is known."""
-        return (self._alone or task.worker >= 0) and not isinstance(task, MessageTask)
+        return (self._one_worker or task.worker >= 0) and not isinstance(task, MessageTask)
 
 
 def _exported(tasks: list[Task]) -> set[int]:
     """Return the positions of tasks with a result that another worker or rank uses next."""
     maker: dict[int, int] = {}
-    found: set[int] = set()
+    exported: set[int] = set()
     for position, task in enumerate(tasks):
         for access in task.accesses:
             before = maker.get(id(access.tile))
             if before is not None and (tasks[before].worker != task.worker or task.kernel == SEND):
-                found.add(before)
+                exported.add(before)
         maker.update((id(access.tile), position) for access in task.accesses if access.mode != "R")
-    return found
+    return exported
 
 
 class _Held:

@@ -303,7 +303,7 @@ def _limit(plan: ClusterPlan, last: Tile | None) -> str:
 
 
 def _spec(config: RunConfig, rows: int, workers: int, *, alone: bool) -> StepSpec:
-    spec = replace(step_spec(config), batch=rows, alone=alone)
+    spec = replace(step_spec(config), batch=rows, one_machine=alone)
     if config.tiles.batch is None and workers > 1:
         spec = replace(spec, tiling=Tiling({**spec.tiling.tiles, "batch": -(-rows // workers)}))
     return spec

@@ -78,7 +78,7 @@ def programs(lists: Sequence[TaskList], workers: int, speed: Speed, *, group: bo
         if id(tasks) not in tasks_of:
             placed = place(tasks, workers, speed, residency) if workers > 1 else tasks
             if group:
-                placed = grouped(placed, speed.flop_s, speed.bytes_s, GROUP_SECONDS, alone=workers == 1)
+                placed = grouped(placed, speed.flop_s, speed.bytes_s, GROUP_SECONDS, one_worker=workers == 1)
             tasks_of[id(tasks)] = placed.tasks
     return [tasks_of[id(tasks)] for tasks in lists]
 

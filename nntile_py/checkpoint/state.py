@@ -11,7 +11,7 @@ import numpy as np
 
 from nntile_py.checkpoint.format import StoredArray, TrainerState
 from nntile_py.errors import ConfigError
-from nntile_py.execution.program import Store, whole
+from nntile_py.execution.program import Store, assembled
 from nntile_py.graph.params import Param
 from nntile_py.graph.step import Step
 from nntile_py.system.cgroup import free_memory
@@ -132,7 +132,7 @@ class LiveState:
 
     def read(self, tensor: Tensor) -> Array:
         numbers = self._numbers[tensor]
-        return whole(tensor, [(self.pieces[number].where, self._piece_of_any_rank(number)) for number in numbers])
+        return assembled(tensor, [(self.pieces[number].where, self._piece_of_any_rank(number)) for number in numbers])
 
     def _piece_of_any_rank(self, number: int) -> Array:
         rank = self.pieces[number].rank

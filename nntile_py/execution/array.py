@@ -295,8 +295,8 @@ class Tiles:
                 raise IndexError(f"{self!r} has no tile {_of(parts)}")
             else:
                 picked.append(range(int(part) % count, int(part) % count + 1))
-        found = [Array(self.data, self.cut, one) for one in itertools.product(*picked)]
-        return found if many else found[0]
+        tiles = [Array(self.data, self.cut, one) for one in itertools.product(*picked)]
+        return tiles if many else tiles[0]
 
     def __iter__(self) -> Iterator[Array]:
         """Yield all tiles, row by row."""
@@ -332,10 +332,10 @@ def array(value: Any, dtype: Any = None) -> Array:
     value = np.asarray(value)
     if value.dtype.kind in "OSU" or (value.dtype.kind in "cmM" and dtype is not None):
         raise TypeError(f"value: {value.dtype} is not allowed; use numbers, or an array of them")
-    made = empty(value.shape, value.dtype if dtype is None else dtype)
-    made.tile.write(value)
-    made.data.current.add(made.data.whole)
-    return made
+    result = empty(value.shape, value.dtype if dtype is None else dtype)
+    result.tile.write(value)
+    result.data.current.add(result.data.whole)
+    return result
 
 
 @typed

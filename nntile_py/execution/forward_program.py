@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py.execution.cuda_graph import Served
-from nntile_py.execution.program import HostCopy, Store, whole
+from nntile_py.execution.program import HostCopy, Store, assembled
 from nntile_py.graph.params import Array, Input
 from nntile_py.graph.step import Evaluation
 
@@ -60,9 +60,7 @@ def is_label(declaration: Input) -> bool:
     return bool(declaration.scale) or declaration.ignored is not None
 
 
-def label_counts(
-    declared: Mapping[str, Input], arrays: Mapping[str, Array], given: Collection[str]
-) -> dict[str, int]:
+def label_counts(declared: Mapping[str, Input], arrays: Mapping[str, Array], given: Collection[str]) -> dict[str, int]:
     """Return {slot: values that count towards its mean}; 0 for labels that are not in `given`."""
     scaled = {name: one for name, one in declared.items() if one.scale}
     present = {name for name, one in scaled.items() if name in given or one.default is not None}
@@ -152,4 +150,4 @@ class ForwardProgram:
         copied.wait()
         tensor = self.outputs[name]
         grid = self._lowering.grid(tensor)
-        return whole(tensor, [(where, copied.array(number)) for number, (where, _) in enumerate(grid)])
+        return assembled(tensor, [(where, copied.array(number)) for number, (where, _) in enumerate(grid)])

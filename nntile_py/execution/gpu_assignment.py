@@ -99,13 +99,13 @@ def shared_out(seen_by: Sequence[Sequence[str]], wanted: int) -> list[list[int]]
 def _shared(seen_by: Sequence[Sequence[str]], wanted: int) -> list[list[int]]:
     """Return an assignment in which each rank takes the GPUs with the fewest ranks so far."""
     users: dict[str, int] = {}
-    found = []
+    assigned = []
     for gpus in seen_by:
         by_users = sorted(range(len(gpus)), key=[users.get(gpu, 0) for gpu in gpus].__getitem__)
-        found.append(sorted(by_users[:wanted]))
-        for k in found[-1]:
+        assigned.append(sorted(by_users[:wanted]))
+        for k in assigned[-1]:
             users[gpus[k]] = users.get(gpus[k], 0) + 1
-    return found
+    return assigned
 
 
 def use(own: Sequence[int], count: int) -> None:

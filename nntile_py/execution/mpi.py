@@ -113,8 +113,8 @@ class Ranks:
     def all_to_all(self, value: Any) -> list[Any]:
         """Return the value of each rank, on every rank."""
         self.barrier()
-        found: list[Any] = self._world.allgather(value)
-        return found
+        values: list[Any] = self._world.allgather(value)
+        return values
 
     def take_gpus(self, count: int) -> None:
         """Make only `count` GPUs visible to each rank, its own ones, for the life of the process.
@@ -166,8 +166,8 @@ class Ranks:
     def to_first(self, value: Any) -> list[Any] | None:
         """Return the object of each rank on rank 0, None on the others."""
         self.barrier()
-        found: list[Any] | None = self._world.gather(value)
-        return found
+        values: list[Any] | None = self._world.gather(value)
+        return values
 
     def clocks(self, now: Callable[[], int]) -> np.ndarray[Any, Any]:
         """Compare the ranks' clocks. `now` returns ns.
@@ -176,8 +176,8 @@ class Ranks:
             On rank 0, an array [ranks, 3]: rank 0's time, the rank's own time at that moment, and half the round trip
             of the comparison, which bounds its error; ns.
         """
-        found = np.zeros((self.size, 3), np.int64)
-        found[0, :2] = now()
+        result = np.zeros((self.size, 3), np.int64)
+        result[0, :2] = now()
         mine, theirs = np.zeros(1, np.int64), np.zeros(1, np.int64)
         for other in range(1, self.size):
             self.barrier()  # ranks sleep until their turn
@@ -195,9 +195,9 @@ class Ranks:
                     back = now()
                     trips.append((back - sent, sent, int(theirs[0])))
                 took, sent, there = min(trips)
-                found[other] = sent + took // 2, there, -(-took // 2)
+                result[other] = sent + took // 2, there, -(-took // 2)
         self.barrier()
-        return found
+        return result
 
     # -- arrays that rank 0 requests from the others, in one thread of each rank
 
@@ -211,10 +211,10 @@ class Ranks:
         for rank in range(1, self.size):
             self._pieces.send(LAST if last else NO_MORE, rank)
 
-    def give(self, found: Callable[[int], Any]) -> bool:
+    def give(self, array: Callable[[int], Any]) -> bool:
         """Answer rank 0's requests until it ends them; returns whether it ended them for the last time."""
         while (number := self._received(0)) >= 0:
-            self._pieces.send(found(number), 0)
+            self._pieces.send(array(number), 0)
         return bool(number == LAST)
 
     def _received(self, rank: int) -> Any:

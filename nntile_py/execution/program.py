@@ -137,7 +137,7 @@ class Store:
     def read(self, lowering: Lowering, tensor: Tensor) -> np.ndarray[Any, Any]:
         """Return a whole tensor, after the tasks that write it. Every rank calls it and gets the same array."""
         self.bring((tile, self._everywhere) for _, tile in lowering.grid(tensor))
-        return whole(tensor, [(where, self.handle(tile).read()) for where, tile in lowering.grid(tensor)])
+        return assembled(tensor, [(where, self.handle(tile).read()) for where, tile in lowering.grid(tensor)])
 
     def copy(self, tiles: Iterable[Tile]) -> HostCopy:
         """Start to copy tiles as the tasks submitted so far leave them; later tasks that write a tile wait."""
@@ -156,7 +156,7 @@ class Piece(NamedTuple):
     rank: int
 
 
-def whole(tensor: Tensor, parts: Sequence[tuple[Any, np.ndarray[Any, Any]]]) -> np.ndarray[Any, Any]:
+def assembled(tensor: Tensor, parts: Sequence[tuple[Any, np.ndarray[Any, Any]]]) -> np.ndarray[Any, Any]:
     """Return a tensor from the contents of its tiles; bf16 and fp16 in float32."""
     dtype = host_dtype(tensor.dtype)
     if len(parts) == 1:
@@ -215,9 +215,9 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
         lists = [place(*one, store.residency) for one in zip(lists, count, speeds, strict=True)]
     if gpus:
         room = memory.room_to_plan(runtime, lists)
-        most, alone = memory.group_bytes(runtime, room > 0), gpus == 1 and not _core.cpu_workers()
+        most, one_worker = memory.group_bytes(runtime, room > 0), gpus == 1 and not _core.cpu_workers()
         lists = [
-            grouped(tasks, speed.flop_s, speed.bytes_s, GROUP_SECONDS, most, alone)
+            grouped(tasks, speed.flop_s, speed.bytes_s, GROUP_SECONDS, most, one_worker)
             for tasks, speed in zip(lists, speeds, strict=True)
         ]
         if room:

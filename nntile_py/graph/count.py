@@ -71,16 +71,16 @@ def _distinct(graph: Graph) -> list[tuple[Op, int]]:
 
 def _tally(ops: list[tuple[Op, int]], tiling: Tiling, policy: str, more: Mapping[str, int]) -> Counter[Hashable]:
     """Count the tasks of a corner by operator, kernel, and the tensors of the first two tiles."""
-    lowering, found = _Corner(tiling, policy, more), Counter[Hashable]()
+    lowering, counts = _Corner(tiling, policy, more), Counter[Hashable]()
     for number, (op, times) in enumerate(ops):
         lowering.tasks.tasks = []
         op.lower(lowering)
         for task in lowering.tasks.tasks:
-            found[number, task.kernel, *(access.tile.tensor for access in task.accesses[:2])] += times
+            counts[number, task.kernel, *(access.tile.tensor for access in task.accesses[:2])] += times
         if policy == "tree":  # a merge for each contribution to a tile except the first
             added = [access.tile for task in lowering.tasks.tasks for access in task.accesses if access.mode == "ACC"]
-            found[number, "combine"] += times * (len(added) - len(set(added)))
-    return +found
+            counts[number, "combine"] += times * (len(added) - len(set(added)))
+    return +counts
 
 
 class _Corner(Lowering):

@@ -112,8 +112,8 @@ class Graph:
         if not isinstance(axes, Mapping) or not axes:
             raise ConfigError(f"{what} {name}: axes {axes!r} are not allowed; use {{axis: size}}")
         for axis, size in axes.items():
-            whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
-            if not isinstance(axis, str) or not whole or size < 1:
+            integer = isinstance(size, int | np.integer) and not isinstance(size, bool)
+            if not isinstance(axis, str) or not integer or size < 1:
                 need = "use a text and a positive integer"
                 raise ConfigError(f"{what} {name}: axis {axis!r} of size {size!r} is not allowed; {need}")
 
@@ -235,11 +235,11 @@ class Graph:
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each axis, the largest one if tensors differ."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for tensor in (t for op in self.ops for t in (*op.inputs, *op.outputs)):
             for axis, size in tensor.sizes.items():
-                found[axis] = max(size, found.get(axis, 0))
-        return found
+                sizes[axis] = max(size, sizes.get(axis, 0))
+        return sizes
 
     def check_end(self, loss: Tensor | None, outputs: Mapping[str, Tensor]) -> None:
         """Raise ConfigError if a trace with these results cannot be trained, or its weights cannot be saved."""

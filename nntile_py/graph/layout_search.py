@@ -145,8 +145,8 @@ def _least(costs: Costs, ops: Sequence[Op]) -> dict[Variable, int]:
     factors = [([at[v] for v in of], table) for of, table in terms]
     kept = _useful(factors, [len(v.orders) for v in variables])
     small = [(of, table[np.ix_(*(kept[v] for v in of))]) for of, table in factors]
-    found = cheapest(small, [len(of) for of in kept])
-    return {v: kept[number][found[number]] for v, number in at.items()}
+    best = cheapest(small, [len(of) for of in kept])
+    return {v: kept[number][best[number]] for v, number in at.items()}
 
 
 def arrange(

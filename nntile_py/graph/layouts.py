@@ -118,36 +118,36 @@ def on(op: Op, other: Mapping[Tensor, Tensor]) -> Op:
     def of(tensor: Tensor) -> Tensor:
         return other.get(tensor, tensor)
 
-    made = copy.copy(op)
+    changed = copy.copy(op)
     if isinstance(op, Contract):
         names = ("bias", "residual", "pre", "aux")
         given = {name: of(t) if (t := getattr(op, name)) else None for name in names}
         sums = (op.bias_grad[0], of(op.bias_grad[1])) if op.bias_grad else None
-        made = Contract(of(op.a), of(op.b), of(op.output), scale=op.scale, activation=op.activation, bias_grad=sums,
+        changed = Contract(of(op.a), of(op.b), of(op.output), scale=op.scale, activation=op.activation, bias_grad=sums,
                         **given)  # fmt: skip
     elif isinstance(op, AttentionGrad):
-        made = AttentionGrad(_attention_on(op.forward, of), of(op.do), [of(t) for t in op.outputs])
+        changed = AttentionGrad(_attention_on(op.forward, of), of(op.do), [of(t) for t in op.outputs])
     elif isinstance(op, Attention):
-        made = _attention_on(op, of)
+        changed = _attention_on(op, of)
     elif isinstance(op, Generated):
-        made = op.on([of(t) for t in op.inputs], [of(t) for t in op.outputs])
+        changed = op.on([of(t) for t in op.inputs], [of(t) for t in op.outputs])
     else:
-        made.inputs, made.outputs = [of(t) for t in op.inputs], [of(t) for t in op.outputs]
+        changed.inputs, changed.outputs = [of(t) for t in op.inputs], [of(t) for t in op.outputs]
         for name, value in vars(op).items():
             if isinstance(value, Tensor):
-                setattr(made, name, of(value))
+                setattr(changed, name, of(value))
             elif isinstance(value, Dropout):
-                setattr(made, name, on(value, other))
-    made.name, made.phase = op.name, op.phase
-    return made
+                setattr(changed, name, on(value, other))
+    changed.name, changed.phase = op.name, op.phase
+    return changed
 
 
 def _attention_on(op: Attention, of: Any) -> Attention:
     """Return attention on other tensors."""
-    made = copy.copy(op)
-    made.lse, made.outputs = of(op.lse), [of(t) for t in op.outputs]
-    made.read([of(t) for t in op.operands.tensors])
-    return made
+    changed = copy.copy(op)
+    changed.lse, changed.outputs = of(op.lse), [of(t) for t in op.outputs]
+    changed.read([of(t) for t in op.operands.tensors])
+    return changed
 
 
 def laid(op: Op, layout: Layout) -> Op:

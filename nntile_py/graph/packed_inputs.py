@@ -78,7 +78,7 @@ def apart(g: Graph, batch: Batch, mask: Tensor | None, length: int) -> tuple[Ten
         need = "the same in all places of a model" if ROW_PLACES in g.tensors else f"at least seq = {batch.length}"
         raise ConfigError(f"sequences_apart: a length of {length} is not allowed; use {need}")
     count = batch.seq // batch.length
-    whole = np.where(np.arange(length) < batch.seq, np.arange(length), NOWHERE)  # rows of a padded batch
+    padded = np.where(np.arange(length) < batch.seq, np.arange(length), NOWHERE)  # rows of a padded batch
 
     def of_bins(given: Mapping[str, Array]) -> Array:
         return row_places(given[SEGMENTS], count, length)
@@ -86,7 +86,7 @@ def apart(g: Graph, batch: Batch, mask: Tensor | None, length: int) -> tuple[Ten
     def of_mask(given: Mapping[str, Array]) -> Array:
         assert mask
         real = np.pad(given[mask.name], ((0, 0), (0, length - batch.seq))) != 0
-        return np.where(real, whole, NOWHERE)[:, None]
+        return np.where(real, padded, NOWHERE)[:, None]
 
     def back(given: Mapping[str, Array]) -> Array:
         return token_places(given[ROW_PLACES], batch.seq)
@@ -94,11 +94,10 @@ def apart(g: Graph, batch: Batch, mask: Tensor | None, length: int) -> tuple[Ten
     derived = batch.packed or mask
     rows, tokens = {"batch": batch.size, "row": count, "place": length}, {"batch": batch.size, "seq": batch.seq}
     of_rows = of_bins if batch.packed else of_mask
+    row_default, token_default = (of_rows, back) if derived else (padded, padded[: batch.seq])
     return (
-        g.input(ROW_PLACES, rows, below=batch.seq, ignored=NOWHERE, default=of_rows if derived else whole),
-        g.input(
-            TOKEN_PLACES, tokens, below=count * length, ignored=NOWHERE, default=back if derived else whole[: batch.seq]
-        ),
+        g.input(ROW_PLACES, rows, below=batch.seq, ignored=NOWHERE, default=row_default),
+        g.input(TOKEN_PLACES, tokens, below=count * length, ignored=NOWHERE, default=token_default),
     )
 
 

@@ -178,9 +178,9 @@ def sources_of(name: str, axes: Mapping[str, int], sources: str | Part | Joined 
         if sources.axis not in axes or not whole_numbers or not 0 <= sources.number < sources.of:
             raise ConfigError(f"parameter {name}: {sources} is no part along one of its axes, {', '.join(axes)}")
         at = list(axes).index(sources.axis)
-        whole = {axis: size * (sources.of if axis == sources.axis else 1) for axis, size in axes.items()}
+        full = {axis: size * (sources.of if axis == sources.axis else 1) for axis, size in axes.items()}
         view = (*sizes[:at], sources.of, *sizes[at:])
-        return (Source(sources.weight, _merged(whole), view, (*_everywhere(at), sources.number)),)
+        return (Source(sources.weight, _merged(full), view, (*_everywhere(at), sources.number)),)
     if sources is not None and not isinstance(sources, str):
         raise ConfigError(f"parameter {name}: sources {sources!r} are not allowed; use a text, nt.Part or nt.Joined")
     return (Source(sources or name, _merged(axes), tuple(sizes)),)
@@ -263,23 +263,23 @@ class Input:
             ValueError: another shape, dtype or range; the message says what is allowed.
         """
         name, tensor, shape = self.tensor.name, self.tensor, shape or self.shape(rows)
-        whole, kinds = ("ints", "iub") if tensor.dtype == "int64" else ("numbers", "iuf")
+        noun, kinds = ("ints", "iub") if tensor.dtype == "int64" else ("numbers", "iuf")
         try:
             array = np.asarray(value)
         except Exception as error:  # lists of unequal lengths; a tensor of another library may raise any exception
             message = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{name}: is no array ({message}); expected {whole} {shape}") from error
+            raise ValueError(f"{name}: is no array ({message}); expected {noun} {shape}") from error
         if array.shape != shape or array.dtype.kind not in kinds:
-            raise ValueError(f"{name}: {array.dtype} {array.shape} is not allowed; expected {whole} {shape}")
-        if whole == "numbers":
+            raise ValueError(f"{name}: {array.dtype} {array.shape} is not allowed; expected {noun} {shape}")
+        if noun == "numbers":
             return array
         array = array.astype(np.int64)
         if self.below is not None:
             counted = array if self.ignored is None else array[array != self.ignored]
             if counted.size and (counted.min() < 0 or counted.max() >= self.below):
                 also = "" if self.ignored is None else f" and {self.ignored}"
-                found = f"{counted.min()} to {counted.max()}"
-                raise ValueError(f"{name}: values go from {found}; allowed are 0 to {self.below - 1}{also}")
+                limits = f"{counted.min()} to {counted.max()}"
+                raise ValueError(f"{name}: values go from {limits}; allowed are 0 to {self.below - 1}{also}")
         return array
 
     def filled(self, rows: int, given: Mapping[str, Array] | None = None) -> Array | None:

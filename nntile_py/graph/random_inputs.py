@@ -22,20 +22,21 @@ def random_inputs(graph: Any, rows: int, seed: int, alpha: float = 1.0, predicte
         predicted: share of the labels that count.
     """
     rng = np.random.default_rng(seed)
-    found: dict[str, Array] = {}
+    values: dict[str, Array] = {}
     for name, one in graph.inputs.items():
         shape = (rows, *one.tensor.shape[1:]) if one.batched else one.tensor.shape
         if one.default is None:
             integers = one.tensor.dtype == "int64"
-            found[name] = rng.integers(0, one.below or 2, shape) if integers else rng.standard_normal(shape, np.float32)
-    found |= _lengths(graph, found, rows, rng, alpha, predicted)
+            below = one.below or 2
+            values[name] = rng.integers(0, below, shape) if integers else rng.standard_normal(shape, np.float32)
+    values |= _lengths(graph, values, rows, rng, alpha, predicted)
     for name, one in graph.inputs.items():
         if one.max_count is not None:
-            order = np.where(found[name] == one.ignored, 1.0, rng.random(found[name].shape)).argsort(axis=1)
-            found[name][order.argsort(axis=1) >= one.max_count] = one.ignored
+            order = np.where(values[name] == one.ignored, 1.0, rng.random(values[name].shape)).argsort(axis=1)
+            values[name][order.argsort(axis=1) >= one.max_count] = one.ignored
         if callable(one.default):
-            found[name] = one.default(found)
-    return found
+            values[name] = one.default(values)
+    return values
 
 
 def random_lengths(rng: np.random.Generator, count: int, longest: int, alpha: float) -> Array:
@@ -45,7 +46,7 @@ def random_lengths(rng: np.random.Generator, count: int, longest: int, alpha: fl
 
 
 def _lengths(
-    graph: Any, found: Mapping[str, Array], rows: int, rng: np.random.Generator, alpha: float, predicted: float
+    graph: Any, values: Mapping[str, Array], rows: int, rng: np.random.Generator, alpha: float, predicted: float
 ) -> dict[str, Array]:
     """Return the inputs that change if sequences have unequal lengths or not all labels count."""
     tokens = [one.tensor for one in graph.inputs.values() if one.tensor.axes[:2] == ("batch", "seq")]
@@ -60,6 +61,6 @@ def _lengths(
     counts = real & (rng.random(real.shape) < predicted)
     changed = {} if alpha == 1 else {"attention_mask": real.astype(np.int64)}
     for name, one in graph.inputs.items():
-        if one.ignored is not None and name in found and found[name].shape == real.shape:
-            changed[name] = np.where(counts, found[name], one.ignored)
+        if one.ignored is not None and name in values and values[name].shape == real.shape:
+            changed[name] = np.where(counts, values[name], one.ignored)
     return changed

@@ -151,7 +151,7 @@ class StepSpec:
         given: optional inputs that steps have.
         pack: sequences of unequal lengths, of at most `seq` tokens, lie in bins, one bin for each tile of the batch.
             Every bin holds the same number of full-length sequences. A pass never exceeds batch * seq tokens.
-        alone: False if other machines, each with a batch of its own, add to the gradients.
+        one_machine: False if other machines, each with a batch of its own, add to the gradients.
         ranks: number of ranks that share the tasks, see allreduce.RankSums.
         timings: times of operators; forward and backward get the cheapest layouts by these (layout_search).
         kept: orders of weights by name, where another program chose other orders than declared.
@@ -174,7 +174,7 @@ class StepSpec:
     skip_above_norm: float | None = None
     given: frozenset[str] = frozenset()
     pack: bool = False
-    alone: bool = True
+    one_machine: bool = True
     ranks: int = 1
     timings: Timings | None = None
     kept: Mapping[str, Order] | None = None
@@ -274,7 +274,7 @@ class StepSpec:
             _check_scalable(graph, traced.loss, self.dtype)
         grads = graph.backward(traced.loss)
         fuse(graph, self.fusion, self.cuts)
-        if self.grad_accumulation == 1 and self.alone:
+        if self.grad_accumulation == 1 and self.one_machine:
             narrow_gradients(graph, grads.values(), self.cuts)
         chosen = arrange(graph, self.timings, self.cuts, self.policy, self.kept) if self.timings else None
         return Graphs(graph, graph.grads, traced.loss, batch.optional, chosen is not None and chosen.refused)

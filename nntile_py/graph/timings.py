@@ -62,12 +62,12 @@ class LayoutComparison:
         return middle > 1.57 * (third - first) / math.sqrt(len(gaps))
 
     def __str__(self) -> str:
-        told = []
+        parts = []
         for name, seconds in (("default", self.default), ("searched", self.searched)):
             ms = sorted(1e3 * t for t in seconds)
-            told.append(f"{name} {statistics.median(ms):.3f} ms ({ms[0]:.3f} to {ms[-1]:.3f})")
+            parts.append(f"{name} {statistics.median(ms):.3f} ms ({ms[0]:.3f} to {ms[-1]:.3f})")
         ruling = "searched is slower" if self.slower else "searched is not slower beyond noise"
-        return f"{', '.join(told)}, medians of {len(self.default)} steps in turns: {ruling}"
+        return f"{', '.join(parts)}, medians of {len(self.default)} steps in turns: {ruling}"
 
 
 @dataclass(eq=False)
@@ -86,8 +86,8 @@ class Timings:
     @property
     def workers(self) -> str:
         """The device of the times, as text; with several ranks, that of one rank."""
-        alone = "tune without mpirun, and with runtime.cpus or runtime.cuda as one rank has them"
-        how = f"a rank's: {alone}" if launcher.started()[1] > 1 else "by runtime.cpus or runtime.cuda"
+        advice = "tune without mpirun, and with runtime.cpus or runtime.cuda as one rank has them"
+        how = f"a rank's: {advice}" if launcher.started()[1] > 1 else "by runtime.cpus or runtime.cuda"
         return f"for {self.of['device']} ({how})"
 
     def best(self, operator: str, layout: str) -> Timing | None:
@@ -166,7 +166,7 @@ class Timings:
             os.close(file)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Hold the lock of the file: wait for other processes that measure into it, and read their entries."""
         if not self.path:
             yield

@@ -72,7 +72,7 @@ def tune(
         own_alone: only for the config's own algebraic fusion of queries, keys and values.
     """
     plain = default_layouts(config)
-    with timings.alone():
+    with timings.exclusive():
         own = graph_of(plain, work, own_stacked(plain))
         graphs = [own] if own_alone else [graph for _, graph in variants(plain, work)]
         todo: dict[TimingKey, Op] = {}
