@@ -73,7 +73,9 @@ def timed(call: Callable[[], Any]) -> float:
     return min(found)
 
 
-def lowered(form: str, qkv: torch.Tensor, offsets: int, longest: int, o: Any) -> tuple[Graph, Lowering, list[Tensor]]:
+def lowered(
+    backend: str, qkv: torch.Tensor, offsets: int, longest: int, o: Any
+) -> tuple[Graph, Lowering, list[Tensor]]:
     """The tasks of attention and of its gradient; their results, which outlive a program as the log-sum-exp does."""
     tokens, _, heads, head_dim = qkv.shape
     g = Graph("bf16")
@@ -84,7 +86,7 @@ def lowered(form: str, qkv: torch.Tensor, offsets: int, longest: int, o: Any) ->
     if o.dropout:
         g.row_numbers["seq"] = g.named("draws", ["batch", "seq"], [1, tokens], "input", "int64")
     mask = Mask(o.causal, segments=segments, longest=longest)
-    out = attention(g, (x, 0), (x, 1), (x, 2), mask, form, o.dropout)
+    out = attention(g, (x, 0), (x, 1), (x, 2), mask, backend, o.dropout)
     op = g.ops[-1]
     (grad, *_) = op.gradient(g, g.named("do", out.axes, out.shape, "input"), None)
     assert grad is not None
@@ -97,9 +99,9 @@ class Ours:
     """Our kernels, on tensors."""
 
     def __init__(
-        self, qkv: torch.Tensor, offsets: torch.Tensor, d_out: torch.Tensor, longest: int, o: Any, form: str
+        self, qkv: torch.Tensor, offsets: torch.Tensor, d_out: torch.Tensor, longest: int, o: Any, backend: str
     ) -> None:
-        _, low, results = lowered(form, qkv, len(offsets), longest, o)
+        _, low, results = lowered(backend, qkv, len(offsets), longest, o)
         places = torch.arange(len(qkv), device=qkv.device)
         given = {"qkv": qkv, "segments": offsets, "do": d_out, "draws": places}
         self.tasks, self.tiles = low.tasks.tasks, dict[Tile, torch.Tensor]()
@@ -113,10 +115,10 @@ class Ours:
 
 
 def captured(
-    form: str, qkv: torch.Tensor, offsets: torch.Tensor, d_out: torch.Tensor, longest: int, o: Any
+    backend: str, qkv: torch.Tensor, offsets: torch.Tensor, d_out: torch.Tensor, longest: int, o: Any
 ) -> list[tuple[float, np.ndarray[Any, Any]]]:
-    """Microseconds and results of the tasks of a form of attention, forward and backward: CUDA graphs of CALLS each."""
-    g, low, results = lowered(form, qkv, len(offsets), longest, o)
+    """Microseconds and results of a backend's tasks, forward and backward: CUDA graphs of CALLS each."""
+    g, low, results = lowered(backend, qkv, len(offsets), longest, o)
     given, store, found = {"qkv": qkv, "segments": offsets, "do": d_out}, Store(), []
     for tensor in g.tensors.values():
         if (value := given.get(tensor.name)) is not None:

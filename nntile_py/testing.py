@@ -128,7 +128,7 @@ class Case:
         self.grads: dict[Tensor, Tensor | None] = {}  # of the operator's inputs
         self.dys: dict[Tensor, Tensor] = {}  # what comes in as gradients of its outputs
         self.masters: dict[Tensor, Tensor] = {}  # of parameters that are fp32 ones in the optimizer; see split
-        self.wide = accumulation_dtype(dtype)
+        self.sum_dtype = accumulation_dtype(dtype)
 
     def x(self, axes: str, make: Maker = normal, dtype: str | None = None, **options: Any) -> Tensor:
         tensor = self._tensor(axes, "input", dtype, **options)

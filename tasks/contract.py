@@ -95,7 +95,7 @@ class Contract(Op):
         if self.activation:  # with aux the factor is the derivative
             parts[f"{self.activation}'" if self.aux else self.activation] = self.output
         parts["bias gradient"] = self.bias_grad[1] if self.bias_grad else None
-        return " + ".join([self.kind, *(name for name, there in parts.items() if there)])
+        return " + ".join([self.kind, *(name for name, tensor in parts.items() if tensor)])
 
     @property
     def sums(self) -> Sequence[Tensor]:
@@ -250,7 +250,7 @@ def contract(
         if axis in b.axes and a.size(axis) != b.size(axis):
             raise ValueError(f"axis {axis} has {a.size(axis)} elements in {a} and {b.size(axis)} in {b}")
     if not set(a.axes) ^ set(b.axes) <= set(out_axes) <= set(sizes):
-        raise ValueError(f"a product of {a} and {b} cannot have the axes {', '.join(out_axes)}: it sums over shared")
+        raise ValueError(f"a product of {a} and {b} cannot have the axes {', '.join(out_axes)}: sums need shared axes")
     # The gradient of a parameter is a sum over all tokens, so it has the accumulation dtype.
     dtype = accumulation_dtype(a.dtype) if like and like.kind == "param" else a.dtype
     out = g.temp("contract", out_axes, [sizes[x] for x in out_axes], dtype, band=like.band if like else ALL)

@@ -126,7 +126,7 @@ def loss_tensor(g: GraphLike, before: Tensor | None) -> Tensor:
     if before:
         return g.temp("loss", before.axes, before.shape, before.dtype, storage=before)
     if g.loss:
-        raise ValueError("loss: the graph has one already; give it as `loss` to what is to be added to it")
+        raise ValueError("loss: the graph has a loss already; pass it as `loss` to the function that adds another loss")
     return g.named("loss", ["one"], [1], "scalar", "fp64")
 
 

@@ -135,7 +135,7 @@ def _check_uncut(lowering: Lowering, x: Tensor, axes: Sequence[str]) -> None:
     """Raise ValueError if positions are numbered along several axes and one of them is cut."""
     cut = [axis for axis in axes if lowering.cut(x, axis)] if len(axes) > 1 else []
     if cut:
-        raise ValueError(f"{lowering.op}: {', '.join(axes)} of {x} are counted as one; {cut[0]} must not be cut")
+        raise ValueError(f"{lowering.op}: {', '.join(axes)} of {x} are numbered as one axis; {cut[0]} must not be cut")
 
 
 def _parts(lowering: Lowering, x: Tensor, axes: Sequence[str]) -> list[tuple[Index, int]]:

@@ -26,11 +26,11 @@ def _gather(
     """Y[k, :] = X[k // count, PLACES[k] - first, :] where X has that position."""
     k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = k < n
-    place = tl.load(PLACES + k, there, -1)
+    valid = k < n
+    place = tl.load(PLACES + k, valid, -1)
     at = place - first
     wrong, mine = (place < -1) | (place >= last), (place >= 0) & (at >= 0) & (at < positions)
-    inside = there[:, None] & (col < width)[None, :]
+    inside = valid[:, None] & (col < width)[None, :]
     row = k // count * positions + at
     x = tl.load(X + row[:, None] * width + col[None, :], inside & mine[:, None], 0.0).to(tl.float32)
     x = tl.where(wrong[:, None], float("nan"), x)

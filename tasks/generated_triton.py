@@ -78,9 +78,9 @@ def in_cut(task: Task, cut: BlockSizes | None) -> Launches:
     shapes = [shape(task, k) for k in range(len(task.accesses))]
     adds = [access.accumulate for access in task.accesses]
     axes = len(kernel.definition.axes)
-    firsts, wholes = task.ints[:axes] or [0] * axes, task.ints[axes : 2 * axes]
-    even = bool(wholes) and wholes[-1] % 2 == firsts[-1] % 2 == 0
-    text = Writer(kernel.definition, kernel.tiles, shapes, kernel.outputs, adds, wholes, even, cut).text()
+    firsts, whole_sizes = task.ints[:axes] or [0] * axes, task.ints[axes : 2 * axes]
+    even = bool(whole_sizes) and whole_sizes[-1] % 2 == firsts[-1] % 2 == 0
+    text = Writer(kernel.definition, kernel.tiles, shapes, kernel.outputs, adds, whole_sizes, even, cut).text()
     if text.cut.block > WIDEST:
         raise ValueError(f"{task.op}: rows of {text.cut.block} are not allowed on CUDA; cut them into at most {WIDEST}")
     dropout = task.args if isinstance(task.args, GeneratedDropoutArgs) else None

@@ -191,7 +191,7 @@ def _write_grad(
 @triton.jit
 def _grad(
     DX, PART, DY, X, STATISTICS, GAMMA, EXTRA, SUMS, DROPPED,
-    rows, n, whole, DRAWS, mask_first, seed, key, limit, scale,
+    rows, n, width, DRAWS, mask_first, seed, key, limit, scale,
     HAS_EXTRA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr,
     DROPOUT: tl.constexpr, SIZES: tl.constexpr, STRIDES: tl.constexpr, DRAWN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -207,9 +207,9 @@ def _grad(
         mean, rstd = tl.load(STATISTICS + row * 2, kept, 0.0), tl.load(STATISTICS + row * 2 + 1, kept, 0.0)
         dy, xhat, w = _read_grad(DY, X, gamma, row, kept, col, n, mean, rstd)
         if HAS_SUMS:
-            m1, m2 = tl.load(SUMS + row * 2, kept, 0.0) / whole, tl.load(SUMS + row * 2 + 1, kept, 0.0) / whole
+            m1, m2 = tl.load(SUMS + row * 2, kept, 0.0) / width, tl.load(SUMS + row * 2 + 1, kept, 0.0) / width
         else:
-            m1, m2 = tl.sum(w, 1) / whole, tl.sum(w * xhat, 1) / whole
+            m1, m2 = tl.sum(w, 1) / width, tl.sum(w * xhat, 1) / width
         dx = _write_grad(
             DX, EXTRA, DROPPED, w, xhat, m1, m2, rstd, row, kept, col, n, DRAWS, mask_first, seed, key, limit, scale,
             HAS_EXTRA, DROPOUT, SIZES, STRIDES, DRAWN,

@@ -57,7 +57,7 @@ class NormGrad(Op):
     def fused(self) -> list[str]:
         """Names of the fused operations, each of which costs one flop per element."""
         parts = {"add": self.extra, "dropout": self.dropout, "bias gradient": self.bias}
-        return [name for name, there in parts.items() if there]
+        return [name for name, tensor in parts.items() if tensor]
 
     @property
     def title(self) -> str:

@@ -31,7 +31,7 @@ def waiting(ptx: str) -> str:
     """Return a kernel's PTX text with the wait inserted."""
     before, entry, after = ptx.partition(".visible .entry")
     head, brace, text = after.partition("\n{\n")
-    assert entry and brace, "this version of Triton writes its kernels otherwise"
+    assert entry and brace, "this version of Triton writes PTX in another form"
     # The compiler may have duplicated code behind a branch: each copy waits.
     text, count = re.subn(f"{HERE}.*\\n", lambda line: line[0] + FIRST, text)
     return before + entry + head + brace + ("" if count else FIRST) + text

@@ -121,9 +121,9 @@ class RelativeScoresGrad(Op):
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         relative = self.output.size("relative")
-        there = (self.forward.rows(inputs[1])[..., None] == np.arange(relative)).astype(float)  # [seq, key, relative]
+        rows = (self.forward.rows(inputs[1])[..., None] == np.arange(relative)).astype(float)  # [seq, key, relative]
         sums = {"s": self.forward.queries, "k": self.forward.keys}
-        return tuple(np.einsum(f"...sk,skr->...{axis}r", inputs[0], there) for axis, product in sums.items() if product)
+        return tuple(np.einsum(f"...sk,skr->...{axis}r", inputs[0], rows) for axis, product in sums.items() if product)
 
 
 def relative_scores(

@@ -30,16 +30,16 @@ def _relative_scores(
     across = tl.cdiv(key, BLOCK)
     line = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     k = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
-    there = (line < lines)[:, None] & (k < key)[None, :]
-    row = tl.load(INDEX + (first - line % seq)[:, None] + k[None, :], there, 0)
+    valid = (line < lines)[:, None] & (k < key)[None, :]
+    row = tl.load(INDEX + (first - line % seq)[:, None] + k[None, :], valid, 0)
     at = Y + line[:, None] * key + k[None, :]
-    y = tl.load(at, there, 0.0).to(tl.float32)
+    y = tl.load(at, valid, 0.0).to(tl.float32)
     if OF_QUERIES:
-        y += tl.load(QUERIES + line[:, None] * relative + row, there, 0.0).to(tl.float32)
+        y += tl.load(QUERIES + line[:, None] * relative + row, valid, 0.0).to(tl.float32)
     if OF_KEYS:
         of_key = (line // seq * key)[:, None] + k[None, :]
-        y += tl.load(KEYS + of_key * relative + row, there, 0.0).to(tl.float32)
-    tl.store(at, y, there)
+        y += tl.load(KEYS + of_key * relative + row, valid, 0.0).to(tl.float32)
+    tl.store(at, y, valid)
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def _relative_scores_grad(
     row = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
     begin = first_of(INDEX, row, distances, STEPS)
     count = tl.where(row < relative, first_of(INDEX, row + 1, distances, STEPS) - begin, 0)
-    there = (line < lines)[:, None] & (row < relative)[None, :]
+    valid = (line < lines)[:, None] & (row < relative)[None, :]
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for number in range(tl.max(count, 0)):
         place = (begin + number)[None, :]
@@ -77,12 +77,12 @@ def _relative_scores_grad(
         else:
             other, limit = place - first + (line % seq)[:, None], key
             at = line[:, None] * key + other
-        inside = there & (number < count)[None, :] & (other >= 0) & (other < limit)
+        inside = valid & (number < count)[None, :] & (other >= 0) & (other < limit)
         total += tl.load(DY + at, inside, 0.0).to(tl.float32)
     to = OUT + line[:, None] * relative + row[None, :]
     if ACC:
-        total += tl.load(to, there, 0.0).to(tl.float32)
-    tl.store(to, total, there)
+        total += tl.load(to, valid, 0.0).to(tl.float32)
+    tl.store(to, total, valid)
 
 
 def _blocks(lines: int, columns: int) -> tuple[int, dict[str, int]]:

@@ -58,7 +58,7 @@ def _maxsumexp(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PADDED: tl.constexpr, SEGMENTED: tl.constexpr,
     STEPS: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, there, col, at, inside = _rows(rows, n, ROWS, BLOCK)
+    row, valid, col, at, inside = _rows(rows, n, ROWS, BLOCK)
     kept = _kept(
         inside, row, col, PADDING, SEGMENTS, n, seq, shift, key, window, rows_each, batch, sequences,
         CAUSAL, WINDOW, TWO_SIDED, PADDED, SEGMENTED, STEPS,
@@ -68,9 +68,9 @@ def _maxsumexp(
     top = tl.where(top == float("-inf"), 0.0, top)
     total, s = tl.sum(tl.exp(x - top[:, None]), 1), STATE + row * 2
     if ACC:
-        top, total, _a, _b = combine_softmax(tl.load(s, there, 0.0), tl.load(s + 1, there, 0.0), top, total)
-    tl.store(s, top, there)
-    tl.store(s + 1, total, there)
+        top, total, _a, _b = combine_softmax(tl.load(s, valid, 0.0), tl.load(s + 1, valid, 0.0), top, total)
+    tl.store(s, top, valid)
+    tl.store(s + 1, total, valid)
 
 
 @triton.jit
@@ -79,12 +79,12 @@ def _softmax(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PADDED: tl.constexpr, SEGMENTED: tl.constexpr,
     STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, there, col, at, inside = _rows(rows, n, ROWS, BLOCK)
+    row, valid, col, at, inside = _rows(rows, n, ROWS, BLOCK)
     kept = _kept(
         inside, row, col, PADDING, SEGMENTS, n, seq, shift, key, window, rows_each, batch, sequences,
         CAUSAL, WINDOW, TWO_SIDED, PADDED, SEGMENTED, STEPS,
     )  # fmt: skip
-    top, total = tl.load(STATE + row * 2, there, 0.0), tl.load(STATE + row * 2 + 1, there, 1.0)
+    top, total = tl.load(STATE + row * 2, valid, 0.0), tl.load(STATE + row * 2 + 1, valid, 1.0)
     total = tl.where(total == 0.0, 1.0, total)  # of a fully masked row
     x = tl.load(X + at, inside, 0.0).to(tl.float32)
     p = tl.where(kept, tl.exp(x - top[:, None]) / total[:, None], 0.0)
@@ -93,18 +93,18 @@ def _softmax(
 
 @triton.jit
 def _grad_sums(SUMS, P, DP, rows, n, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    row, there, _col, at, inside = _rows(rows, n, ROWS, BLOCK)
+    row, valid, _col, at, inside = _rows(rows, n, ROWS, BLOCK)
     total = tl.sum(tl.load(P + at, inside, 0.0).to(tl.float32) * tl.load(DP + at, inside, 0.0).to(tl.float32), 1)
     if ACC:
-        total += tl.load(SUMS + row, there, 0.0)
-    tl.store(SUMS + row, total, there)
+        total += tl.load(SUMS + row, valid, 0.0)
+    tl.store(SUMS + row, total, valid)
 
 
 @triton.jit
 def _grad(OUT, P, DP, SUMS, rows, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    row, there, _col, at, inside = _rows(rows, n, ROWS, BLOCK)
+    row, valid, _col, at, inside = _rows(rows, n, ROWS, BLOCK)
     p, dp = tl.load(P + at, inside, 0.0).to(tl.float32), tl.load(DP + at, inside, 0.0).to(tl.float32)
-    tl.store(OUT + at, p * (dp - tl.load(SUMS + row, there, 0.0)[:, None]), inside)
+    tl.store(OUT + at, p * (dp - tl.load(SUMS + row, valid, 0.0)[:, None]), inside)
 
 
 def _blocks(task: Task, number: int) -> tuple[int, tuple[int, int], dict[str, Any]]:

@@ -23,7 +23,7 @@ def rotary(axes: str, inverse: bool = False) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         case.sizes["head_dim"] += case.sizes["head_dim"] % 2
         case.sizes["rotary"] = case.sizes["head_dim"]
-        table = case.x("seq rotary", angles, case.wide)
+        table = case.x("seq rotary", angles, case.sum_dtype)
         return case.add(ops.Rotary(case.x(axes), table, case.y(axes), inverse))
 
     return row
@@ -69,21 +69,21 @@ def operands(tensors: list[Tensor]) -> Operands:
     return Operands(q, k, v)
 
 
-def attention(qkv: list[str], form: str, causal: bool) -> Callable[[Case], Op]:
+def attention(qkv: list[str], backend: str, causal: bool) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         out, lse = case.y(qkv[0].replace("qkv", "")), case.y("batch heads seq")
         inputs = operands([case.x(axes) for axes in qkv])
-        return case.add(ops.Attention(inputs, out, lse, mask=Mask(causal), backend=form))
+        return case.add(ops.Attention(inputs, out, lse, mask=Mask(causal), backend=backend))
 
     return row
 
 
-def attention_grad(qkv: list[str], form: str, causal: bool, do: str = _HEADS) -> Callable[[Case], Op]:
+def attention_grad(qkv: list[str], backend: str, causal: bool, do: str = _HEADS) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         inputs, out = operands([case.x(axes) for axes in qkv]), qkv[0].replace("qkv", "")
-        free = ops.Attention(inputs, case.temp(out), case.temp("batch heads seq"), mask=Mask(causal), backend=form)
-        o, lse = case.x(out, of(free, 0)), case.x("batch heads seq", of(free, 1), case.wide)
-        forward = ops.Attention(inputs, o, lse, mask=Mask(causal), backend=form)
+        free = ops.Attention(inputs, case.temp(out), case.temp("batch heads seq"), mask=Mask(causal), backend=backend)
+        o, lse = case.x(out, of(free, 0)), case.x("batch heads seq", of(free, 1), case.sum_dtype)
+        forward = ops.Attention(inputs, o, lse, mask=Mask(causal), backend=backend)
         return case.add(ops.AttentionGrad(forward, case.x(do), [case.y(axes) for axes in qkv]))
 
     return row
@@ -102,7 +102,7 @@ def dropped(qkv: list[str], *, gradient: bool, masks: bool = False) -> Callable[
             return case.add(ops.Attention(inputs, case.y(axes), case.y("batch heads seq"), **options))
         free = ops.Attention(inputs, case.temp(axes), case.temp("batch heads seq"), **options)
         seeded = [lambda *given, k=k: free.reference(*(given[2][t] for t in free.inputs), seed=7)[k] for k in (0, 1)]
-        o, lse = case.x(axes, seeded[0]), case.x("batch heads seq", seeded[1], case.wide)
+        o, lse = case.x(axes, seeded[0]), case.x("batch heads seq", seeded[1], case.sum_dtype)
         forward = ops.Attention(inputs, o, lse, **options)
         return case.add(ops.AttentionGrad(forward, case.x(_HEADS), [case.y(of) for of in qkv]))
 

@@ -37,7 +37,8 @@ def generated(make: Callable[[Case], list[Op]], *whole: str, seed: int | None = 
 
 def dropped_into_norm(case: Case) -> list[Op]:
     """DRLN of the data-movement paper, without the bias."""
-    x, dropped, total, statistics = case.x(_ROWS), case.temp(_ROWS), case.y(_ROWS), case.y("batch seq stat", case.wide)
+    x, dropped, total = case.x(_ROWS), case.temp(_ROWS), case.y(_ROWS)
+    statistics = case.y("batch seq stat", case.sum_dtype)
     norm = ops.LayerNorm(total, case.x("embed"), case.x("embed"), case.y(_ROWS), statistics, 1e-5)
     return [ops.Dropout(x, dropped, 0.3, key=7), ops.Add(case.x(_ROWS), dropped, total), norm]
 
@@ -46,8 +47,8 @@ def norm_grad_into_dropout(case: Case) -> list[Op]:
     """BLNRD and the bias' gradient."""
     x, gamma = case.x(_ROWS), case.x("embed")
     forward = ops.LayerNorm(x, gamma, case.x("embed"), case.temp(_ROWS), case.temp("batch seq stat"), 1e-5)
-    statistics, dx = case.x("batch seq stat", of(forward, 1), case.wide), case.temp(_ROWS)
-    sums = [case.y("embed", case.wide) for _ in range(3)]
+    statistics, dx = case.x("batch seq stat", of(forward, 1), case.sum_dtype), case.temp(_ROWS)
+    sums = [case.y("embed", case.sum_dtype) for _ in range(3)]
     total, dropped = case.y(_ROWS), case.y(_ROWS)
     return [
         ops.LayerNormGrad(case.x(_ROWS), x, statistics, gamma, dx, *sums[:2]),
@@ -66,7 +67,7 @@ def activation_grads(kind: str) -> Callable[[Case], list[Op]]:
         return [
             ops.Dropout(case.x(axes), dropped, 0.2, key=3),
             ops.ActivationGrad(dropped, case.x(axes), dx, kind),
-            ops.Sum(dx, case.y("ffn", case.wide)),
+            ops.Sum(dx, case.y("ffn", case.sum_dtype)),
         ]
 
     return make
@@ -116,9 +117,9 @@ def rms_norm_grads(case: Case) -> list[Op]:
     case.sizes["stat"] = 1
     x, gamma, dx = case.x(_ROWS), case.x("embed"), case.temp(_ROWS)
     forward = ops.RMSNorm(x, gamma, case.temp(_ROWS), case.temp("batch seq stat"), 1e-5)
-    statistics = case.x("batch seq stat", of(forward, 1), case.wide)
+    statistics = case.x("batch seq stat", of(forward, 1), case.sum_dtype)
     return [
-        ops.RMSNormGrad(case.x(_ROWS), x, statistics, gamma, dx, case.y("embed", case.wide)),
+        ops.RMSNormGrad(case.x(_ROWS), x, statistics, gamma, dx, case.y("embed", case.sum_dtype)),
         ops.Add(dx, case.x(_ROWS), case.y(_ROWS)),
     ]
 
@@ -126,7 +127,7 @@ def rms_norm_grads(case: Case) -> list[Op]:
 def rms_norms(case: Case) -> list[Op]:
     case.sizes["stat"] = 1
     total = case.y(_ROWS)
-    norm = ops.RMSNorm(total, case.x("embed"), case.y(_ROWS), case.y("batch seq stat", case.wide), 1e-5)
+    norm = ops.RMSNorm(total, case.x("embed"), case.y(_ROWS), case.y("batch seq stat", case.sum_dtype), 1e-5)
     return [ops.Add(case.x(_ROWS), case.x(_ROWS), total), norm]
 
 
@@ -137,7 +138,7 @@ def sums_of_products(*kept: str) -> Callable[[Case], list[Op]]:
         product, gates = case.temp(_ROWS), [case.temp(_ROWS), case.temp(_ROWS)]
         return [
             ops.Multiply(case.x(_ROWS), case.x(_ROWS), product),
-            *(ops.Sum(product, case.y(axes, case.wide)) for axes in kept),
+            *(ops.Sum(product, case.y(axes, case.sum_dtype)) for axes in kept),
             ops.GatedGrad(product, case.x(_ROWS), case.x(_ROWS), *gates, "silu"),
             ops.Gated(*gates, case.y(_ROWS), "gelu"),
         ]
@@ -148,7 +149,7 @@ def sums_of_products(*kept: str) -> Callable[[Case], list[Op]]:
 def sum_of_a_vector(case: Case) -> list[Op]:
     squares = case.temp("embed")
     x = case.x("embed")
-    return [ops.Multiply(x, x, squares), ops.Sum(squares, case.y("", case.wide))]
+    return [ops.Multiply(x, x, squares), ops.Sum(squares, case.y("", case.sum_dtype))]
 
 
 ROWS: dict[str, Callable[[Case], Any]] = {

@@ -17,7 +17,7 @@ from nntile_py.testing import Array, Case, Maker, Values, low_bits, normal, of, 
 def cross_entropy(axes: str) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         logits = case.x(axes)
-        lse = case.y(" ".join(logits.axes[:-1]), case.wide)
+        lse = case.y(" ".join(logits.axes[:-1]), case.sum_dtype)
         return case.add(ops.CrossEntropy(logits, case.label(logits, ignored=0.3), case.y("one", "fp64"), lse))
 
     return row
@@ -42,7 +42,7 @@ def cross_entropy_grad(axes: str) -> Callable[[Case], Op]:
         labels, rows = case.label(logits, ignored=0.3), " ".join(logits.axes[:-1])
         free = ops.CrossEntropy(logits, labels, case.temp("one"), case.temp(rows))
         out = Tensor("logits_grad", logits.axes, logits.shape, logits.dtype, storage=logits)
-        return case.add(ops.CrossEntropyGrad(logits, labels, case.x(rows, of(free, 1), case.wide), out))
+        return case.add(ops.CrossEntropyGrad(logits, labels, case.x(rows, of(free, 1), case.sum_dtype), out))
 
     return row
 
@@ -61,7 +61,7 @@ def squared_error(target: str | None = None) -> Callable[[Case], Op]:
     """target: its dtype on GPUs, where it may be wider than that of what it is compared with."""
 
     def row(case: Case) -> Op:
-        x, wanted = case.x("batch seq embed"), case.x("batch seq embed", dtype=case.wide if target else None)
+        x, wanted = case.x("batch seq embed"), case.x("batch seq embed", dtype=case.sum_dtype if target else None)
         case.slots["mse_scale"] = 1 / x.numel
         return case.add(ops.SquaredError(x, wanted, case.y("one", "fp64")))
 
@@ -80,7 +80,7 @@ def grad_norm(
     """places: where tiles lie, in turn; the last tensor's are not known. scale: of the loss."""
 
     def row(case: Case) -> Op:
-        grads = [case.x(axes, dtype=case.wide) for axes in ("vocab embed", "embed ffn", "ffn")]
+        grads = [case.x(axes, dtype=case.sum_dtype) for axes in ("vocab embed", "embed ffn", "ffn")]
         indices = [(grad.storage.name, index) for grad in grads[:2] for index in itertools.product(range(20), repeat=2)]
         ends = {where: sum(where[1]) % places for where in indices if places}
         outputs = case.y("one", "fp64"), case.y("one", "fp64")
@@ -108,7 +108,7 @@ def adamw(split: bool, clip_of: Maker = positive) -> Callable[[Case], Op]:
         case.options = {"lr": 1e-2, "step": 3}
         case.slots = {"lr": 1e-2, "beta1_correction": 1 - 0.9**3, "beta2_correction": 1 - 0.95**3}
         param = case.x("embed ffn")
-        state = [case.x("embed ffn", make, case.wide) for make in (normal, normal, positive)]
+        state = [case.x("embed ffn", make, case.sum_dtype) for make in (normal, normal, positive)]
         clip = case.x("one", clip_of, "fp64")
         options = with_master(case, param) if split else {}
         optimizer = ops.AdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -120,8 +120,8 @@ def adamw(split: bool, clip_of: Maker = positive) -> Callable[[Case], Op]:
 def sgd(momentum: float, split: bool = False, clip_of: Maker = positive) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         case.options, case.slots = {"lr": 1e-2}, {"lr": 1e-2}
-        param, grad = case.x("embed ffn"), case.x("embed ffn", dtype=case.wide)
-        states = [case.x("embed ffn", dtype=case.wide)] if momentum else []
+        param, grad = case.x("embed ffn"), case.x("embed ffn", dtype=case.sum_dtype)
+        states = [case.x("embed ffn", dtype=case.sum_dtype)] if momentum else []
         clip = case.x("one", clip_of, "fp64")
         options = with_master(case, param) if split else {}
         optimizer = ops.SGD(momentum=momentum, weight_decay=0.1)

@@ -26,7 +26,7 @@ def transposed(axes: str, out: str) -> Callable[[Case], Op]:
 
 
 def summed(axes: str, out: str) -> Callable[[Case], Op]:
-    return lambda case: case.add(ops.Sum(case.x(axes), case.y(out, case.wide)))
+    return lambda case: case.add(ops.Sum(case.x(axes), case.y(out, case.sum_dtype)))
 
 
 def renamed(case: Case) -> None:
@@ -75,7 +75,7 @@ def embedding(ids_axes: str, rows: str) -> Callable[[Case], Op]:
 def embedding_grad(ids_axes: str, rows: str) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         numbers, dy = case.x(ids_axes, ids(case.sizes[rows]), "int64"), case.x(f"{ids_axes} embed")
-        return case.add(ops.EmbeddingGrad(numbers, dy, case.y(f"{rows} embed", case.wide)))
+        return case.add(ops.EmbeddingGrad(numbers, dy, case.y(f"{rows} embed", case.sum_dtype)))
 
     return row
 
@@ -108,7 +108,7 @@ def layer_norm(residual: bool, p: float = 0.0) -> Callable[[Case], Op]:
             case.slots["dropout_seed"], case.options["seed"], case.whole = 6.0, 6, {"embed"}
         return case.add(
             ops.LayerNorm(
-                x, case.x("embed"), case.x("embed"), case.y(axes), case.y("batch seq stat", case.wide), 1e-5,
+                x, case.x("embed"), case.x("embed"), case.y(axes), case.y("batch seq stat", case.sum_dtype), 1e-5,
                 residual=case.x(axes) if residual else None, total=case.y(axes) if residual else None,
                 dropout=ops.Dropout(x, case.temp(axes), p, key=7) if p else None,
             )
@@ -127,9 +127,9 @@ def layer_norm_grad(add: bool, bias: bool = False, p: float = 0.0) -> Callable[[
             case.slots["dropout_seed"], case.options["seed"] = 6.0, 6
         return case.add(
             ops.LayerNormGrad(
-                case.x(axes), x, case.x("batch seq stat", of(forward, 1), case.wide), gamma,
-                dx, case.y("embed", case.wide), case.y("embed", case.wide), add=case.x(axes) if add else None,
-                dbias=case.y("embed", case.wide) if bias else None,
+                case.x(axes), x, case.x("batch seq stat", of(forward, 1), case.sum_dtype), gamma,
+                dx, case.y("embed", case.sum_dtype), case.y("embed", case.sum_dtype), add=case.x(axes) if add else None,
+                dbias=case.y("embed", case.sum_dtype) if bias else None,
                 dropout=ops.Dropout(dx, case.y(axes), p, key=7) if p else None,
             )
         )  # fmt: skip
@@ -140,7 +140,7 @@ def layer_norm_grad(add: bool, bias: bool = False, p: float = 0.0) -> Callable[[
 def rms_norm(residual: bool) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         axes, case.sizes["stat"] = "batch seq embed", 1
-        x, gamma, y, statistics = case.x(axes), case.x("embed"), case.y(axes), case.y("batch seq stat", case.wide)
+        x, gamma, y, statistics = case.x(axes), case.x("embed"), case.y(axes), case.y("batch seq stat", case.sum_dtype)
         more = {"residual": case.x(axes), "total": case.y(axes)} if residual else {}
         return case.add(ops.RMSNorm(x, gamma, y, statistics, 1e-5, **more))
 
@@ -152,8 +152,8 @@ def rms_norm_grad(add: bool) -> Callable[[Case], Op]:
         axes, case.sizes["stat"] = "batch seq embed", 1
         x, gamma = case.x(axes), case.x("embed")
         forward = ops.RMSNorm(x, gamma, case.temp(axes), case.temp("batch seq stat"), 1e-5)
-        statistics = case.x("batch seq stat", of(forward, 1), case.wide)
-        outs = case.y(axes), case.y("embed", case.wide)
+        statistics = case.x("batch seq stat", of(forward, 1), case.sum_dtype)
+        outs = case.y(axes), case.y("embed", case.sum_dtype)
         return case.add(ops.RMSNormGrad(case.x(axes), x, statistics, gamma, *outs, add=case.x(axes) if add else None))
 
     return row

@@ -1,4 +1,4 @@
-"""Every mask in every form of attention, forward and gradient: against float64 references, those against PyTorch."""
+"""Every mask with every attention backend, forward and gradient: against float64 references, those against PyTorch."""
 
 import itertools
 from collections import Counter
@@ -24,7 +24,6 @@ from nntile_py.tasks.op import Tensor
 from nntile_py.testing import Case, check, error, ids, offsets, padding
 from nntile_py.tiles import TileRange, Tiling
 
-FORMS = BACKENDS
 MASKS = [
     "none", "causal", "window", "padding", "padding causal", "padding window", "segments", "segments causal",
     "segments window", "around", "padding around", "segments around",
@@ -58,7 +57,7 @@ class Row:
     """Attention with its gradient; the output and the gradients of q, k and v are compared."""
 
     mask: str
-    form: str
+    backend: str
     layout: str = "by seq"
     dropout: float = 0.0
     added: bool = False  # gradients are compared with what they are of added: they may be nothing but rounding
@@ -90,7 +89,7 @@ class Row:
         if self.ends:
             case.sizes["sequences"] = len(self.ends) + 1
             of_segments = lambda *_: np.array([self.start, *self.ends])  # noqa: E731
-        if self.dropout and self.form == "segments" and "segments" in words:
+        if self.dropout and self.backend == "segments" and "segments" in words:
             case.graph.row_numbers["seq"] = case.x("batch seq", ids(1000), "int64")
         data = {
             "padding": case.x(f"batch {key}", padding, "int64") if "padding" in words else None,
@@ -99,7 +98,7 @@ class Row:
         window = 4 if {"window", "around"} & {*words} else None
         mask = Mask("causal" in words, window, **data, two_sided="around" in words)
         q, k, v = parts
-        out = attention(case.graph, q, k, v, mask, self.form, self.dropout)
+        out = attention(case.graph, q, k, v, mask, self.backend, self.dropout)
         return inputs, out, case.x(" ".join(out.axes)), mask
 
     def __call__(self, case: Case) -> tuple[list[Tensor], Tensor, Tensor, Mask]:
@@ -117,7 +116,7 @@ class Row:
 
 
 def rows(**options: Any) -> list[Row]:
-    return [row for mask, form in itertools.product(MASKS, FORMS) if (row := Row(mask, form, **options)).fits]
+    return [row for mask, backend in itertools.product(MASKS, BACKENDS) if (row := Row(mask, backend, **options)).fits]
 
 
 # -- the references against PyTorch
@@ -169,10 +168,10 @@ def of_torch(row: Row, case: Case, made: Any, values: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("form", ["vendor", "naive"])
-def test_references(layout: str, form: str) -> None:
+@pytest.mark.parametrize("backend", ["vendor", "naive"])
+def test_references(layout: str, backend: str) -> None:
     for mask in MASKS:
-        row = Row(mask, form, layout)
+        row = Row(mask, backend, layout)
         if not row.fits:
             continue
         case = Case(row.sizes, "fp64")
@@ -192,37 +191,37 @@ def tiles_for(row: Row, tiling: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("tiling", ["uncut", "ragged", "parts of groups"])
-@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.form} {row.mask}")
+@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.backend} {row.mask}")
 def test_masks(runtime: nt.Runtime, row: Row, tiling: str) -> None:
     check(row, tiles_for(row, tiling), "chain", "fp64", row.sizes)
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "by seq"])
-@pytest.mark.parametrize("form", FORMS)
-def test_layouts(runtime: nt.Runtime, form: str, layout: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layouts(runtime: nt.Runtime, backend: str, layout: str) -> None:
     for mask, tiling in itertools.product(("padding", "segments causal", "none"), TILINGS):
-        row = Row(mask, form, layout)
+        row = Row(mask, backend, layout)
         if row.fits:
             check(row, tiles_for(row, tiling), "chain", "fp64", row.sizes)
 
 
 @pytest.mark.parametrize("policy", ["commute", "redux", "tree"])
-@pytest.mark.parametrize("form", FORMS)
-def test_policies(runtime: nt.Runtime, form: str, policy: str) -> None:
-    for row in (Row("padding window", form, "groups"), Row("segments causal", form, "packed")):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_policies(runtime: nt.Runtime, backend: str, policy: str) -> None:
+    for row in (Row("padding window", backend, "groups"), Row("segments causal", backend, "packed")):
         check(row, tiles_for(row, "parts of groups"), policy, "fp64", row.sizes)
 
 
-@pytest.mark.parametrize("row", rows(layout="groups"), ids=lambda row: f"{row.form} {row.mask}")
+@pytest.mark.parametrize("row", rows(layout="groups"), ids=lambda row: f"{row.backend} {row.mask}")
 def test_in_fp32(runtime: nt.Runtime, row: Row) -> None:
     check(row, TILINGS["ragged"], "chain", "fp32", row.sizes)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_many_positions(runtime: nt.Runtime, form: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_positions(runtime: nt.Runtime, backend: str) -> None:
     """Kernels take the queries in blocks; windows and sequences leave out keys before and after."""
     for mask, tiles in itertools.product(MASKS[1:], ({}, {"seq": 170})):
-        row = Row(mask, form)
+        row = Row(mask, backend)
         check(row, tiles, "chain", "fp64", {**row.sizes, "batch": 1, "seq": 300, "key": 300, "heads": 1, "head_dim": 8})
 
 
@@ -251,10 +250,10 @@ DROPPED += [(mask, "groups") for mask in ("none", "causal", "window", "padding",
 HEADS_BATCH = "heads batch seq head_dim"
 
 
-def dropped(mask: str, form: str, layout: str) -> Callable[[Case], None]:
+def dropped(mask: str, backend: str, layout: str) -> Callable[[Case], None]:
     def row(case: Case) -> None:
         case.slots["dropout_seed"] = case.options["seed"] = 3
-        Row(mask, form, layout, dropout=0.4)(case)
+        Row(mask, backend, layout, dropout=0.4)(case)
 
     return row
 
@@ -270,10 +269,10 @@ def test_dropout_in_one_task(runtime: nt.Runtime, mask: str, layout: str, tiles:
 def test_dropout_draws_as_with_scores_in_memory(monkeypatch: pytest.MonkeyPatch, mask: str, layout: str) -> None:
     monkeypatch.setitem(LAYOUTS, "heads first", [HEADS_BATCH] * 3)
     found = []
-    for form in ("naive", "segments"):
-        case = Case(Row(mask, form, layout).sizes, "fp64")
-        dropped(mask, form, layout)(case)
-        assert any(op.kind == "Attention" for op in case.graph.ops) == (form == "segments")
+    for backend in ("naive", "segments"):
+        case = Case(Row(mask, backend, layout).sizes, "fp64")
+        dropped(mask, backend, layout)(case)
+        assert any(op.kind == "Attention" for op in case.graph.ops) == (backend == "segments")
         expected = case.expected(case.draw(np.random.default_rng(1)))
         of_names = {tensor.storage.name: value for tensor, value in expected.items()}
         found.append([of_names[f"result{number}"] for number in range(1 + len(LAYOUTS[layout]))])
@@ -295,8 +294,8 @@ def test_dropout_of_cut_sequences() -> None:
 
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[Row, dict[str, int], dict[str, int]]:
-    """Any mask, form and layout, any sizes, and tiles that fit the groups of heads."""
-    names = [draw(st.sampled_from(of)) for of in (MASKS, FORMS, list(LAYOUTS))]
+    """Any mask, backend and layout, any sizes, and tiles that fit the groups of heads."""
+    names = [draw(st.sampled_from(of)) for of in (MASKS, BACKENDS, list(LAYOUTS))]
     row = Row(*names, added=True)
     assume(row.fits)
     sizes = {axis: draw(st.integers(1, most)) for axis, most in (("batch", 3), ("seq", 9), ("head_dim", 6))}
@@ -320,16 +319,16 @@ def test_any_shape(runtime: nt.Runtime, drawn: Any, seed: int) -> None:
 # -- which pairs of tiles there are
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_pairs_outside_of_the_window_are_absent(form: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pairs_outside_of_the_window_are_absent(backend: str) -> None:
     """Of 5 tiles of 3 positions (the last of 2), each attends to itself and to those that the window still reaches."""
     for window, reach in ((1, 0), (2, 1), (4, 1), (5, 2), (8, 3), (100, 4)):
         case = Case({**SIZES, "batch": 1, "seq": 14, "heads": 1}, "fp64")
         g, t = case.graph, [case.x(BSHD) for _ in range(3)]
         for tensor in t:
             tensor.requires_grad = True
-        out = attention(g, *t, Mask(window=window), form)
-        if form == "naive":
+        out = attention(g, *t, Mask(window=window), backend)
+        if backend == "naive":
             grads: dict[Tensor, Tensor] = {out: case.x(BSHD)}
             for op in reversed(g.ops[:]):
                 grads.update(zip(op.inputs, op.gradient(g, grads[op.output]), strict=True))  # type: ignore[arg-type]
@@ -337,11 +336,11 @@ def test_pairs_outside_of_the_window_are_absent(form: str) -> None:
             g.ops[-1].gradient(g, case.x(BSHD), None)
         counts = Counter(task.kernel for task in lower(g, Tiling({"seq": 3})).tasks.tasks)
         pairs = sum(min(i, reach) + 1 for i in range(5))
-        if form == "naive":
+        if backend == "naive":
             assert counts["maxsumexp"] == counts["softmax"] == counts["softmax_grad"] == pairs
             assert counts["contract"] == 6 * pairs
         else:
-            kernels = ["flash_maxsumexp", "flash_softmax_gemm"] if form == "flash" else ["attention_partial"]
+            kernels = ["flash_maxsumexp", "flash_softmax_gemm"] if backend == "flash" else ["attention_partial"]
             assert all(counts[kernel] == pairs for kernel in [*kernels, "attention_grad_pair"])
 
 

@@ -217,16 +217,16 @@ ENDS = (1, 1, 40, 41, 290)  # segments of length 1 and 0, 10 positions of none
 BIN_MASKS = ["segments", "segments causal", "segments window", "segments around"]
 
 
-@pytest.mark.parametrize("form", ["vendor", "segments"])
+@pytest.mark.parametrize("backend", ["vendor", "segments"])
 @pytest.mark.parametrize("layout", ["by seq", "packed", "packed k and v", "groups", "other order"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_attention_over_segments(cuda: nt.Runtime, dtype: str, layout: str, form: str) -> None:
+def test_attention_over_segments(cuda: nt.Runtime, dtype: str, layout: str, backend: str) -> None:
     tolerance = 5e-5 if dtype == "fp32" else None
     for mask in BIN_MASKS:
         small = {**BIN, "seq": 50, "key": 50, "head_dim": 24}
         for tiles, sizes in (({}, BIN), ({"heads": 2}, BIN), ({"heads": 1}, small)):
             ends = tuple(end * sizes["seq"] // 300 for end in ENDS)
-            check(AttentionRow(mask, form, layout, ends=ends), tiles, "chain", dtype, sizes, tolerance=tolerance)
+            check(AttentionRow(mask, backend, layout, ends=ends), tiles, "chain", dtype, sizes, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -352,22 +352,22 @@ RAGGED = [  # of 300 tokens: some of none before and behind, segments of none, o
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["varlen", "cudnn"])
+@pytest.mark.parametrize("backend", ["varlen", "cudnn"])
 @pytest.mark.parametrize("mask", ["segments", "segments causal"])
 @pytest.mark.parametrize("layout", ["by seq", "packed by seq", "groups"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_ragged_kernels(cuda: nt.Runtime, dtype: str, layout: str, mask: str, form: str) -> None:
+def test_ragged_kernels(cuda: nt.Runtime, dtype: str, layout: str, mask: str, backend: str) -> None:
     """Each by its name, in one task and in one for each head: gradients of shared keys are then added."""
     for (start, ends), tiles in itertools.product(RAGGED, ({}, {"heads": 1})):
-        check(AttentionRow(mask, form, layout, ends=ends, start=start), tiles, "chain", dtype, BIN)
+        check(AttentionRow(mask, backend, layout, ends=ends, start=start), tiles, "chain", dtype, BIN)
 
 
-@pytest.mark.parametrize("form", ["varlen", "cudnn"])
+@pytest.mark.parametrize("backend", ["varlen", "cudnn"])
 @pytest.mark.parametrize("model", [nt.models.BERT, nt.models.GPT2])
-def test_ragged_bins(cuda: nt.Runtime, model: Any, form: str) -> None:
+def test_ragged_bins(cuda: nt.Runtime, model: Any, backend: str) -> None:
     """Filled more and less, in one program, as without packing."""
     batch, other, found = inputs(LENGTHS["some"]), inputs([LENGTH] * len(LENGTHS["some"]), seed=1), []
-    config = model.Config(layers=2, embed=32, heads=2, vocab=30, positions=LENGTH, attention=form)
+    config = model.Config(layers=2, embed=32, heads=2, vocab=30, positions=LENGTH, attention=backend)
     for pack in (False, True):
         options: dict[str, Any] = {"pack": pack, "check_finite": True, "optimizer": nt.SGD(lr=0.1)}
         trainer = nt.Trainer(model(config, seed=3), len(LENGTHS["some"]), LENGTH, {"batch": 3}, dtype="bf16", **options)
@@ -380,15 +380,15 @@ def test_ragged_bins(cuda: nt.Runtime, model: Any, form: str) -> None:
 REFUSED = """
 import sys; sys.path.insert(0, sys.argv[1])
 import test_cuda, nntile_py as nt
-mask, form, layout, dtype, width = sys.argv[2:]
+mask, backend, layout, dtype, width = sys.argv[2:]
 with nt.Runtime(cpus=0, cuda=1):
-    row = test_cuda.AttentionRow(mask, form, layout, ends=test_cuda.ENDS)
+    row = test_cuda.AttentionRow(mask, backend, layout, ends=test_cuda.ENDS)
     test_cuda.check(row, {}, "chain", dtype, {**test_cuda.BIN, "head_dim": int(width)})
 """
 
 
 @pytest.mark.parametrize(
-    ("mask", "form", "layout", "dtype", "width", "told"),
+    ("mask", "backend", "layout", "dtype", "width", "told"),
     [
         ("segments window", "cudnn", "by seq", "bf16", 64, "cudnn cannot compute this: a window; use vendor"),
         ("segments", "cudnn", "by seq", "bf16", 24, "cannot compute this: head_dim 24, no multiple of 16; use vendor"),
@@ -397,8 +397,8 @@ with nt.Runtime(cpus=0, cuda=1):
         ("segments", "varlen", "by seq", "fp32", 64, "varlen takes bf16 or fp16, .* got Float, head_dim 64; use"),
     ],
 )
-def test_ragged_refusals(python: Any, mask: str, form: str, layout: str, dtype: str, width: int, told: str) -> None:
-    result = python(REFUSED, FOLDER, mask, form, layout, dtype, width)
+def test_ragged_refusals(python: Any, mask: str, backend: str, layout: str, dtype: str, width: int, told: str) -> None:
+    result = python(REFUSED, FOLDER, mask, backend, layout, dtype, width)
     assert result.returncode and re.search(rf"TaskError: .*model\.attention: .*{told}", result.stderr)
 
 

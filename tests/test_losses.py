@@ -128,7 +128,7 @@ def test_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"cross_entropy: the labels w\[embed 4, vocab 7\] need the axes of x\["):
         ops.cross_entropy(g, g.tensors["x"], g.tensors["w"])
     loss = ops.cross_entropy(g, logits, labels)
-    with pytest.raises(ValueError, match="loss: the graph has one already"):
+    with pytest.raises(ValueError, match="loss: the graph has a loss already"):
         ops.cross_entropy(g, logits, labels)
     with pytest.raises(ValueError, match=r"squared_error: the target labels\[seq 5\] \(int64\) does not fit"):
         ops.squared_error(g, logits, labels, loss=loss)

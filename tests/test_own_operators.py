@@ -57,7 +57,7 @@ def norm_row(own: Any) -> Any:
     return lambda case: case.add(
         own.RMSNorm(
             case.x("batch seq embed"), case.x("embed"), case.y("batch seq embed"),
-            case.y("batch seq one", case.wide), 1e-5,
+            case.y("batch seq one", case.sum_dtype), 1e-5,
         )
     )  # fmt: skip
 

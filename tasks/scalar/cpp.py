@@ -309,8 +309,8 @@ class _Writer:
         if self.drawn:
             index = f"ints[{last}]"
             for k in range(len(outer)):
-                wholes = " * ".join(f"ints[{len(self.axes) + j}]" for j in range(k + 1, len(self.axes)))
-                index += f" + (ints[{k}] + i{k}) * {wholes}"
+                whole_sizes = " * ".join(f"ints[{len(self.axes) + j}]" for j in range(k + 1, len(self.axes)))
+                index += f" + (ints[{k}] + i{k}) * {whole_sizes}"
             lines.append(f"  const int64_t row = {index};")
         for (tile, at), name in self.pointers.items():
             base = f"sum{tile}" if any(out.total and out.number == tile for out in self.results) else f"tiles[{tile}]"

@@ -99,7 +99,7 @@ class Writer:
     Args:
         shapes: of the tiles, outputs first.
         accumulates: for each tile: whether the kernel adds to the tile.
-        wholes: sizes of the space in the whole tensor; only kernels with dropout need them.
+        whole_sizes: sizes of the space in the whole tensor; only kernels with dropout need them.
         even: whether the rows of the tile begin at even indices in the whole tensor.
         cut: None: `usual_cut`.
     """
@@ -109,7 +109,7 @@ class Writer:
     shapes: Sequence[tuple[int, ...]]
     outputs: int
     accumulates: Sequence[bool]
-    wholes: Sequence[int] = ()
+    whole_sizes: Sequence[int] = ()
     even: bool = False
     cut: BlockSizes | None = None
     lines: list[str] = field(default_factory=list)
@@ -146,7 +146,7 @@ class Writer:
             f"def made({', '.join(arguments)}, ROWS: tl.constexpr, BLOCK: tl.constexpr):",
             f"    group, part = tl.program_id(0).to(tl.int64) // {per}, tl.program_id(0).to(tl.int64) % {per}",
             "    col = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]",
-            f"    there = col < {n}",
+            f"    valid_columns = col < {n}",
             *("    " + line for line in self.before),
             *(f"    sum{k} = tl.zeros([1, BLOCK], {self.accumulator})" for k in range(len(self.sums))),
         ]
@@ -154,7 +154,8 @@ class Writer:
         loop = loop if self.sums else "    start = part * ROWS"
         inner = "        " if self.sums else "    "
         last = "row" if self.exact[1] else "tl.minimum(row, tl.maximum(rows - 1, 0))"  # no row beyond the last
-        body = ["row = start + tl.arange(0, ROWS)", "live = row[:, None] < rows", f"r = {last}[:, None]", *self.lines]
+        body = ["row = start + tl.arange(0, ROWS)", "valid_rows = row[:, None] < rows", f"r = {last}[:, None]"]
+        body += self.lines
         tail = [f"    {line}" for k in range(len(self.sums)) for line in self._summed(k, part=k in parts)]
         source = "\n".join([*head, loop, *(inner + line for line in body), *tail, ""])
         added = tuple(PartialSum(self.sums[k].number, groups if len(self.sums[k].at) > 1 else 1) for k in parts)
@@ -220,7 +221,7 @@ class Writer:
 
     def _mask(self, *, rows: bool = True, columns: bool = True) -> str:
         """Return the mask argument for rows and columns beyond the last; empty if no program has such."""
-        masks = ["live"] * (rows and not self.exact[1]) + ["there"] * (columns and not self.exact[0])
+        masks = ["valid_rows"] * (rows and not self.exact[1]) + ["valid_columns"] * (columns and not self.exact[0])
         return ", " + " & ".join(masks) if masks else ""
 
     def _add_row(self, out: Output, value: str) -> None:
@@ -233,7 +234,7 @@ class Writer:
 
     def _reduced(self, kind: str, value: str) -> str:
         lowest = "0.0" if kind == "sum" else 'float("-inf")'
-        value = value if self.exact[0] else f"tl.where(there, {value}, {lowest})"
+        value = value if self.exact[0] else f"tl.where(valid_columns, {value}, {lowest})"
         return f"tl.{kind}({value}, 1)[:, None]"
 
     def value(self, node: Expression) -> str:
@@ -265,19 +266,19 @@ class Writer:
 
     def _loaded(self, number: int, at: Access) -> str:
         tile = self.outputs + number
-        mask = ", there, 0" if self.column in at and not self.exact[0] else ""
+        mask = ", valid_columns, 0" if self.column in at and not self.exact[0] else ""
         return f"tl.load(T{tile} + {self._offset(tile, at)}{mask})"
 
     def _keep(self, node: Keep) -> str:
-        last, wholes = len(self.axes) - 1, self.wholes
+        last, whole_sizes = len(self.axes) - 1, self.whole_sizes
         key = f"K{self.keys.index(node.key)}"
         assert self.cut
-        even, same = self.even and self.cut.block > 1, not node.row_numbers and math.prod(wholes) <= 2**33
+        even, same = self.even and self.cut.block > 1, not node.row_numbers and math.prod(whole_sizes) <= 2**33
         how = f"tl.program_id(1) * BLOCK, seed, {key}, {node.limit}, BLOCK, {even}, {same}"
         if node.row_numbers:
-            row = f"{self._loaded(node.row_numbers.number, node.row_numbers.at)} * {wholes[last]}"
+            row = f"{self._loaded(node.row_numbers.number, node.row_numbers.at)} * {whole_sizes[last]}"
             return f"kept_columns({row} + I{last}, {how})"
-        steps = {axis: math.prod(wholes[k + 1 :]) for k, axis in enumerate(self.axes[:-1])}
+        steps = {axis: math.prod(whole_sizes[k + 1 :]) for k, axis in enumerate(self.axes[:-1])}
         first = " + ".join(f"I{k} * {step}" for k, step in enumerate(steps.values()))
         row = " + ".join([*([first] if first else []), f"I{last}", *self._places(steps)])
         return f"kept_columns({row}, {how})"
