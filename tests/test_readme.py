@@ -205,6 +205,15 @@ def write_reviews(path: Path) -> None:
     path.write_text("\n".join(["review,verdict", *rows]))
 
 
+def test_the_plan_of_first_steps() -> None:
+    """The numbers that the page shows are those of today's config and cost model."""
+    shown = next(text for text in blocks(DOCS / "first-steps.md", "text") if text.startswith("parameters "))
+    done = nntile(ROOT, "plan", "experiments/gpt2_tiny.yaml", "--set", "runtime.cpus=2")
+    assert done.returncode == 0, done.stderr
+    for line in shown.splitlines()[:8]:
+        assert line in done.stdout, line
+
+
 def test_the_first_model(folder: Path, python: Python) -> None:
     """The README's loss curve and its text by transformers."""
     pytest.importorskip("transformers")
