@@ -37,7 +37,7 @@ def main() -> None:
         for value in o.values:
             setattr(module, name, kind(value))
             trainers[value] = nt.Trainer(
-                nt.models.GPT2(config, seed=0), o.batch, 1024, parse_tiles(o.tiles), dtype="bf16",
+                nt.models.GPT2(config, seed=0), o.batch, 1024, parse_tiles(o.tiles), precision="bf16",
                 optimizer=nt.AdamW(lr=3e-4, weight_decay=0.1, betas=(0.9, 0.95)), clip_grad_norm=1.0,
                 shift_labels=False,
             )  # fmt: skip

@@ -236,8 +236,8 @@ def test_steps_default_alike() -> None:
     trainer, yaml = keywords(nt.Trainer), defaults(config.RunConfig)
     yaml |= defaults(config.TrainSection) | {"clip_grad_norm": defaults(config.OptimizerSection)["clip_grad_norm"]}
     for name, in_trainer, in_yaml in (
-        ("dtype", "dtype", "precision"),
-        ("policy", "accumulate", "accumulate"),
+        ("precision", "precision", "precision"),
+        ("accumulate", "accumulate", "accumulate"),
         ("clip_grad_norm", "clip_grad_norm", "clip_grad_norm"),
         ("grad_accumulation", "grad_accumulation", "grad_accumulation"),
     ):

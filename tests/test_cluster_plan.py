@@ -52,8 +52,8 @@ def of_gpus(*sets: str) -> RunConfig:
 def gpt2(rows: int, tile: int, alone: bool = True) -> Step:
     config = nt.models.GPT2Config(layers=2, embed=256, heads=4, vocab=512, positions=128)
     return StepSpec(
-        nt.models.GPT2(config, {}), rows, 128, Tiling({"batch": tile}), dtype="bf16", optimizer=nt.AdamW(),
-        clip_grad_norm=1.0, policy="chain", fusion=Fusion(), one_machine=alone,
+        nt.models.GPT2(config, {}), rows, 128, Tiling({"batch": tile}), precision="bf16", optimizer=nt.AdamW(),
+        clip_grad_norm=1.0, accumulate="chain", fusion=Fusion(), one_machine=alone,
     ).step()  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def losses(trainer: nt.Trainer, steps: int) -> list[float]:
 
 def train(dtype: str, steps: int = 20, **options: Any) -> list[float]:
     model = nt.models.GPT2(CONFIG, seed=1)
-    trainer = nt.Trainer(model, 8, 64, dtype=dtype, optimizer=nt.AdamW(lr=1e-3), clip_grad_norm=1.0, **options)
+    trainer = nt.Trainer(model, 8, 64, precision=dtype, optimizer=nt.AdamW(lr=1e-3), clip_grad_norm=1.0, **options)
     result = losses(trainer, steps)
     trainer.close()
     return result
@@ -110,7 +110,7 @@ def test_training(cuda: nt.Runtime, expected: list[float], dtype: str, limit: fl
 
 def test_gradients_that_overflow(cuda: nt.Runtime) -> None:
     """In fp16 with a scale that is too large: steps change nothing until it fits."""
-    trainer = nt.Trainer(nt.models.GPT2(CONFIG, seed=1), 8, 64, dtype="fp16", loss_scale=2.0**24)
+    trainer = nt.Trainer(nt.models.GPT2(CONFIG, seed=1), 8, 64, precision="fp16", loss_scale=2.0**24)
     ids = np.random.default_rng(5).integers(0, CONFIG.vocab, (8, 64))
     steps, weights = [], [trainer.state_dict()]
     while len(steps) < 16 and not (steps and not steps[-1].overflow):
@@ -127,7 +127,9 @@ def test_a_precision_is_its_trainers_own(cuda: nt.Runtime) -> None:
     """Another trainer in tf32, made meanwhile, changes no bit of one in fp32."""
     alone = train("fp32", steps=4)
     fp32, tf32 = (
-        nt.Trainer(nt.models.GPT2(CONFIG, seed=1), 8, 64, dtype=dtype, optimizer=nt.AdamW(lr=1e-3), clip_grad_norm=1.0)
+        nt.Trainer(
+            nt.models.GPT2(CONFIG, seed=1), 8, 64, precision=dtype, optimizer=nt.AdamW(lr=1e-3), clip_grad_norm=1.0
+        )
         for dtype in ("fp32", "tf32")
     )
     assert losses(fp32, 4) == alone != losses(tf32, 4)
@@ -370,7 +372,8 @@ def test_ragged_bins(cuda: nt.Runtime, model: Any, backend: str) -> None:
     config = model.Config(layers=2, embed=32, heads=2, vocab=30, positions=LENGTH, attention=backend)
     for pack in (False, True):
         options: dict[str, Any] = {"pack": pack, "check_finite": True, "optimizer": nt.SGD(lr=0.1)}
-        trainer = nt.Trainer(model(config, seed=3), len(LENGTHS["some"]), LENGTH, {"batch": 3}, dtype="bf16", **options)
+        rows = len(LENGTHS["some"])
+        trainer = nt.Trainer(model(config, seed=3), rows, LENGTH, {"batch": 3}, precision="bf16", **options)
         steps = [trainer.submit(one).result() for one in (other, batch, other, batch)]
         found.append([(step.loss, step.grad_norm) for step in steps])
         trainer.close()
@@ -410,7 +413,7 @@ def test_packed_as_padded(cuda: nt.Runtime, name: str, dtype: str, limit: float,
     batch, other, found = inputs(LENGTHS[lengths]), inputs([LENGTH] * len(LENGTHS[lengths]), seed=1), []
     for pack in (False, True):
         trainer = nt.Trainer(
-            made(name.split()[0], dropout=0.1), len(LENGTHS[lengths]), LENGTH, {"batch": 3}, dtype=dtype, pack=pack,
+            made(name.split()[0], dropout=0.1), len(LENGTHS[lengths]), LENGTH, {"batch": 3}, precision=dtype, pack=pack,
             check_finite=True, optimizer=nt.SGD(lr=0.1), fusion=Fusion(found="rules" not in name),
             loss_scale=256.0 if dtype == "fp16" else None,
         )  # fmt: skip
@@ -424,7 +427,7 @@ def test_packed_as_padded(cuda: nt.Runtime, name: str, dtype: str, limit: float,
 def test_weights_come_back(cuda: nt.Runtime, dtype: str) -> None:
     model = nt.models.GPT2(CONFIG, seed=2)
     before = {name: value.copy() for name, value in model.weights.items()}
-    trainer = nt.Trainer(model, 2, 32, dtype=dtype, optimizer=nt.AdamW(lr=1e-9))
+    trainer = nt.Trainer(model, 2, 32, precision=dtype, optimizer=nt.AdamW(lr=1e-9))
     assert all(np.array_equal(value, before[name]) for name, value in trainer.state_dict().items())
     losses(trainer, 1)
     after = trainer.state_dict()

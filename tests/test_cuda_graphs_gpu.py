@@ -89,7 +89,7 @@ def as_one_by_one(config: Any, output: str, dtype: str, folder: Path) -> None:
     """Launched, captured, replayed; bins of several sizes, more and less filled, in turns."""
     _core.keep_choices(str(folder))  # until the next runtime starts
     model = nt.models.BERT(config, seed=1)
-    options: dict[str, Any] = {"dtype": dtype, "batch_tokens": 512}
+    options: dict[str, Any] = {"precision": dtype, "batch_tokens": 512}
     many = [row for given in PASSES for row in given] * 3  # passes in flight together
     with nt.Encoder(model, output, captured=False, **options) as encoder:
         want, want_many = [encoder(given) for given in PASSES], encoder(many)
@@ -112,7 +112,7 @@ def as_one_by_one(config: Any, output: str, dtype: str, folder: Path) -> None:
 def test_as_in_fp32(cuda: nt.Runtime, dtype: str, limit: float, output: str) -> None:
     """With the kernels that graphs choose. What is served in 16 bits comes as float32."""
     model = nt.models.BERT(CONFIG, seed=1)
-    with nt.Encoder(model, output) as exact, nt.Encoder(model, output, dtype=dtype) as encoder:
+    with nt.Encoder(model, output) as exact, nt.Encoder(model, output, precision=dtype) as encoder:
         for given in (*PASSES, [row for one in PASSES for row in one] * 3):  # the last in several bins
             for got, want in zip(encoder(given), exact(given), strict=True):
                 assert got.dtype == np.float32 and error(got, want) < limit
@@ -144,7 +144,7 @@ def test_two_encoders_and_a_trainer(cuda: nt.Runtime) -> None:
         with nt.Encoder(model, captured=False) as encoder:
             want.append([encoder(given) for given in PASSES])
     trained = nt.models.BERT(CONFIG.model_copy(update={"head": "masked_lm"}), seed=3)
-    trainer = nt.Trainer(trained, 2, 64, dtype="fp32")
+    trainer = nt.Trainer(trained, 2, 64, precision="fp32")
     ids = np.array(texts(64, 64))
     with nt.Encoder(models[0], captured=True) as one, nt.Encoder(models[1], captured=True) as other:
         for _ in range(3):

@@ -178,7 +178,7 @@ def test_pairs_and_passes(runtime: nt.Runtime, folder: Any) -> None:
 
 def test_programs_are_kept(runtime: nt.Runtime, folder: Any) -> None:
     """None is built for other lengths; one for larger bins, once; fp64 has its own dtype."""
-    encoder = nt.Encoder.from_hf(folder("Bert", "Model")[0], dtype="fp64")
+    encoder = nt.Encoder.from_hf(folder("Bert", "Model")[0], precision="fp64")
     rng = np.random.default_rng(1)
 
     def encode(lengths: list[int]) -> int:
@@ -233,7 +233,7 @@ def test_refused(runtime: nt.Runtime, folder: Any, tmp_path: Path) -> None:
         ({"max_length": 41}, "max_length: 41 is not allowed; the model has 40 positions"),
         ({"max_length": 2}, "max_length: 2 is not allowed; the tokenizer's template alone has 2 tokens"),
         ({"tiles": {"seq": 4}}, r"tiles\.seq: not allowed here"),
-        ({"dtype": "fp8"}, "dtype: 'fp8' is not allowed"),
+        ({"precision": "fp8"}, "precision: 'fp8' is not allowed"),
     ]
     short = nt.Encoder.from_hf(path, max_length=3)
     with pytest.warns(UserWarning, match="texts with more than 3 tokens"):
@@ -353,7 +353,10 @@ WRONG: list[tuple[str, str, list[str], str]] = [
     ("a", "x.txt", ["--output", "all"], "error: --output: 'all' is not allowed"),
     ("a", "x.txt", ["--max-length", "41"], "error: --max-length: 41 is not allowed; the model has 40 positions"),
     ("a", "x.txt", ["--cpus", "0"], "error: --cpus: 0 is not allowed"),
-    ("a", "x.txt", ["--dtype", "fp16"], "error: --dtype: fp16 needs GPUs (--cuda); allowed on CPU workers: fp32"),
+    (
+        "a", "x.txt", ["--precision", "fp16"],
+        "error: --precision: fp16 needs GPUs (--cuda); allowed on CPU workers: fp32",
+    ),
 ]  # fmt: skip
 
 

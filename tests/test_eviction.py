@@ -107,8 +107,8 @@ def test_little_more_travels_than_by_use(uses: list[list[int]], room: int) -> No
 def test_a_step_of_gpt2_moves_less() -> None:
     config = nt.models.GPT2Config(layers=6, embed=256, heads=4, vocab=512, positions=128)
     built = StepSpec(
-        nt.models.GPT2(config, {}), 8, 128, Tiling({"batch": 8}), dtype="bf16", optimizer=nt.AdamW(),
-        clip_grad_norm=1.0, policy="chain", fusion=Fusion(), grad_accumulation=1,
+        nt.models.GPT2(config, {}), 8, 128, Tiling({"batch": 8}), precision="bf16", optimizer=nt.AdamW(),
+        clip_grad_norm=1.0, accumulate="chain", fusion=Fusion(), grad_accumulation=1,
     ).step()  # fmt: skip
     lists = [low.tasks for low in built.lists]
     peak = built.peak_bytes()

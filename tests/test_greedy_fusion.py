@@ -72,7 +72,8 @@ def test_no_more_tasks_than_the_rules(name: str, tiles: dict[str, int], dtype: s
     """Nor, in fp32, more bytes: in bf16 a product's task may have two kernels, which write and read what is between."""
     counts = []
     for fusion in (FOUND, RULES):
-        lists = StepSpec(MODELS[name](), 4, 16, Tiling(tiles), dtype=dtype, fusion=fusion, optimizer=nt.AdamW()).step()
+        spec = StepSpec(MODELS[name](), 4, 16, Tiling(tiles), precision=dtype, fusion=fusion, optimizer=nt.AdamW())
+        lists = spec.step()
         tasks = lists.first.tasks.tasks
         counts.append((len(tasks), sum(a.tile.bytes * len(a.mode) for task in tasks for a in task.accesses)))
     assert counts[0][0] <= counts[1][0] and (dtype == "bf16" or counts[0][1] <= counts[1][1]), counts

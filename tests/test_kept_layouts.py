@@ -38,7 +38,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def test_files_do_not_know(runtime: nt.Runtime, tmp_path: Path, model: str, tiling: str, optimizer: Any) -> None:
     """Weights and averages go from one order into another and back without a bit changed; what is computed agrees, with
     two passes a step, clipping, and inputs that the first step did not have."""
-    spec = StepSpec(MODELS[model](), 4, 16, Tiling(TILINGS[tiling]), dtype="fp64", optimizer=optimizer,
+    spec = StepSpec(MODELS[model](), 4, 16, Tiling(TILINGS[tiling]), precision="fp64", optimizer=optimizer,
                     clip_grad_norm=0.5, grad_accumulation=2)  # fmt: skip
     weights = dict(spec.model.weights)
     other = replace(spec, timings=Drawn(OF, seed=SEED))

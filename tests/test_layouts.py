@@ -254,7 +254,7 @@ def trained(spec: StepSpec, model: str = "encoder") -> tuple[list[float], Any]:
 def test_programs_in_any_layout_compute_the_same(runtime: nt.Runtime, model: str, tiling: str, fusion: str) -> None:
     """Losses and gradients, with the same draws of dropout, in layouts drawn at random."""
     made = MODELS[model]()
-    spec = StepSpec(made, 4, 16, Tiling(TILINGS[tiling]), dtype="fp64", fusion=Fusion.of(FUSIONS[fusion]))
+    spec = StepSpec(made, 4, 16, Tiling(TILINGS[tiling]), precision="fp64", fusion=Fusion.of(FUSIONS[fusion]))
     losses, gradients = trained(spec, model)
     before = [t.axes for op in spec.graphs().graph.ops for t in op.outputs]
     other = 0
@@ -290,7 +290,7 @@ def test_widths_of_generated_kernels(runtime: nt.Runtime) -> None:
         def best(self, operator: str, layout: str) -> Timing:
             return replace(super().best(operator, layout), width=8)
 
-    spec = StepSpec(MODELS["encoder"](), 4, 16, dtype="fp64", fusion=Fusion())
+    spec = StepSpec(MODELS["encoder"](), 4, 16, precision="fp64", fusion=Fusion())
     wide = replace(spec, timings=Wide(OF))
     sources = [op.kernel.source for op in wide.graphs().graph.ops if isinstance(op, Generated)]
     assert sources and all("simdlen(8)" in text for text in sources)

@@ -40,7 +40,7 @@ def test_the_same_step(runtime: nt.Runtime, kind: str, tiles: dict[str, int], mi
     given, got = inputs([MOST, 0, 2, MOST]), []
     for masked in (0, MOST):
         model = cls(cls.Config(**CONFIG, masked=masked), seed=1)
-        options: dict[str, Any] = {"dtype": "fp64", "grad_accumulation": micro, "clip_grad_norm": 1.0}
+        options: dict[str, Any] = {"precision": "fp64", "grad_accumulation": micro, "clip_grad_norm": 1.0}
         trainer = nt.Trainer(model, ROWS // micro, SEQ, tiles, **options)
         losses = [trainer.step(given), trainer.step(inputs([1, 2, 3, 4], 1))]
         got.append((losses, trainer.gradients(), trainer.evaluate(inputs([3] * (ROWS // micro)), return_logits=True)))

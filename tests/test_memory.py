@@ -173,8 +173,8 @@ class Gpu:
 
 def step(tiles: dict[str, int]) -> Any:
     return StepSpec(
-        nt.models.GPT2(CONFIG, {}), 8, 64, Tiling(tiles), dtype="bf16", optimizer=nt.AdamW(), clip_grad_norm=1.0,
-        policy="chain", fusion=Fusion(),
+        nt.models.GPT2(CONFIG, {}), 8, 64, Tiling(tiles), precision="bf16", optimizer=nt.AdamW(), clip_grad_norm=1.0,
+        accumulate="chain", fusion=Fusion(),
     ).step()  # fmt: skip
 
 
@@ -245,8 +245,8 @@ def test_the_least_that_is_named_is_taken(batch: int) -> None:
 def test_main_memory_for_weights_at_the_start() -> None:
     """They are written there first, in bf16 with what rounding left."""
     built = StepSpec(
-        nt.models.GPT2(CONFIG, {}), 2, 64, Tiling({}), dtype="bf16", optimizer=nt.AdamW(), clip_grad_norm=1.0,
-        policy="chain", fusion=Fusion(), grad_accumulation=1,
+        nt.models.GPT2(CONFIG, {}), 2, 64, Tiling({}), precision="bf16", optimizer=nt.AdamW(), clip_grad_norm=1.0,
+        accumulate="chain", fusion=Fusion(), grad_accumulation=1,
     ).step()  # fmt: skip
     words = sum(t.numel for t in built.graph.tensors.values() if t.kind == "param")
     with pytest.raises(nt.TaskError, match=r"runtime\.memory has room for"):

@@ -446,11 +446,11 @@ def test_representations_say_what_an_object_is(runtime: nt.Runtime) -> None:
         handle = trainer.submit({"input_ids": ids, "labels": ids})
         handle.result()
         assert repr(handle).endswith("of step 1: done>")
-        assert repr(trainer) == "<Trainer of GPT2: batch=2, seq=8, dtype='fp32', tiles {batch: 1}, 1 steps>"
+        assert repr(trainer) == "<Trainer of GPT2: batch=2, seq=8, precision='fp32', tiles {batch: 1}, 1 steps>"
     assert repr(model) == "GPT2(vocab=20, layers=1, embed=8, heads=2, ffn=32, positions=8)"
     assert repr(runtime).startswith("<Runtime cpus=") and repr(runtime).endswith(": running>")
     assert repr(nt.Graph()) == "<Graph in fp32: 0 operators, 0 parameters>"
-    assert repr(nt.Encoder(model, "logits")) == "<Encoder of GPT2: output='logits', dtype='fp32'>"
+    assert repr(nt.Encoder(model, "logits")) == "<Encoder of GPT2: output='logits', precision='fp32'>"
 
 
 def test_a_runtime_starts_and_stops_without_a_block() -> None:

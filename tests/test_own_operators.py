@@ -233,7 +233,7 @@ def test_trainer_of_a_model_with_them(runtime: nt.Runtime, own: Any, policy: str
     logits = torch.nn.functional.rms_norm(hidden, (8,), p["gamma"], 1e-5) @ p["head"]
     loss = torch.nn.functional.cross_entropy(logits.reshape(15, 11), torch.tensor(labels).reshape(15))
     loss.backward()
-    trainer = nt.Trainer(model, 3, 5, RAGGED, optimizer=nt.SGD(lr=0.1), accumulate=policy, dtype="fp64")
+    trainer = nt.Trainer(model, 3, 5, RAGGED, optimizer=nt.SGD(lr=0.1), accumulate=policy, precision="fp64")
     assert trainer.step({"input_ids": ids, "labels": labels}) == pytest.approx(loss.item(), rel=1e-10)
     grads = trainer.gradients()
     for name, param in p.items():

@@ -207,7 +207,7 @@ def test_checked() -> None:
 
 def test_fp64() -> None:
     batch = inputs(LENGTHS["some"])
-    one, other = (trained("bert", batch, 7, pack, tiles=TILINGS["ragged"], dtype="fp64") for pack in (False, True))
+    one, other = (trained("bert", batch, 7, pack, tiles=TILINGS["ragged"], precision="fp64") for pack in (False, True))
     assert np.allclose(one[0], other[0], rtol=1e-13)
     assert all(np.allclose(value, other[1][key], rtol=1e-11, atol=1e-13) for key, value in one[1].items())
 

@@ -212,8 +212,8 @@ def test_an_unknown_switch() -> None:
 
 def gradient_dtypes(dtype: str, tiles: dict[str, int], micro: int = 1) -> dict[str, str]:
     step = StepSpec(
-        GPT2(CONFIG, {}), 4, 16, Tiling(tiles), dtype=dtype, optimizer=AdamW(), clip_grad_norm=1.0, policy="chain",
-        fusion=Fusion(), grad_accumulation=micro,
+        GPT2(CONFIG, {}), 4, 16, Tiling(tiles), precision=dtype, optimizer=AdamW(), clip_grad_norm=1.0,
+        accumulate="chain", fusion=Fusion(), grad_accumulation=micro,
     ).step()  # fmt: skip
     return {param.name: grad.dtype for param, grad in step.grads.items()}
 

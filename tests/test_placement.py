@@ -23,8 +23,8 @@ GPU = Speed(flop_s=600e12, bytes_s=3.5e12, link_s=250e9, latency=0.0)
 def step(tiles: dict[str, int], policy: str = "chain", layers: int = CONFIG.layers) -> Step:
     model = nt.models.GPT2(CONFIG.changed(layers=layers), {})
     return StepSpec(
-        model, 64, 128, Tiling(tiles), dtype="bf16", optimizer=nt.AdamW(), clip_grad_norm=1.0,
-        policy=policy, fusion=Fusion(), grad_accumulation=1,
+        model, 64, 128, Tiling(tiles), precision="bf16", optimizer=nt.AdamW(), clip_grad_norm=1.0,
+        accumulate=policy, fusion=Fusion(), grad_accumulation=1,
     ).step()  # fmt: skip
 
 
@@ -225,8 +225,8 @@ def test_the_norm_is_summed_where_gradients_are(size: int) -> None:
 def test_the_gradient_of_a_large_vocabulary_stays() -> None:
     config = nt.models.GPT2Config(layers=1, embed=256, heads=4, vocab=50304, positions=128)
     made = StepSpec(
-        nt.models.GPT2(config, {}), 64, 128, Tiling({"batch": 16}), dtype="bf16", optimizer=nt.AdamW(),
-        clip_grad_norm=1.0, policy="chain", fusion=Fusion(),
+        nt.models.GPT2(config, {}), 64, 128, Tiling({"batch": 16}), precision="bf16", optimizer=nt.AdamW(),
+        clip_grad_norm=1.0, accumulate="chain", fusion=Fusion(),
     ).step()  # fmt: skip
     tasks = place(made.lists[0].tasks, 4, GPU).tasks
     adds = [t for t in tasks if t.kernel == "embedding_grad" and "wte" in t.accesses[0].tile.tensor]

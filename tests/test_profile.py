@@ -351,8 +351,8 @@ def test_no_task_begins_before_its_predecessors_end(measured: tuple[str, Path]) 
 
     config = load(folder / "config.yaml")
     step = StepSpec(
-        GPT2(config.model), 4, 32, Tiling(CONFIG["tiles"]), dtype="fp32",
-        optimizer=config.optimizer, clip_grad_norm=config.optimizer.clip_grad_norm, policy=policy,
+        GPT2(config.model), 4, 32, Tiling(CONFIG["tiles"]), precision="fp32",
+        optimizer=config.optimizer, clip_grad_norm=config.optimizer.clip_grad_norm, accumulate=policy,
         fusion=Fusion.of(True), grad_accumulation=2,
     ).step()  # fmt: skip
     assert step.more

@@ -33,7 +33,7 @@ def step(tiles: dict[str, int], policy: str, ranks: int = 1) -> Step:
         8,
         12,
         Tiling(tiles),
-        policy=policy,
+        accumulate=policy,
         clip_grad_norm=1.0,
         grad_accumulation=2,
         ranks=ranks,

@@ -62,7 +62,7 @@ CASES = {
     "llama": {"model": "Llama"},
     "momentum": {"optimizer": "SGD", "optimizer_options": {"momentum": 0.9}},
     "sgd": {"optimizer": "SGD"},
-    "fp64": {"dtype": "fp64"},
+    "fp64": {"precision": "fp64"},
     "naive": {"attention": "naive", "fusion": False},
     "whole rows": {"model": "BERT", "tiles": {"batch": 2, "seq": 7, "ffn": 50}},  # whose norms are in groups
     "rules": {"model": "BERT", "tiles": {"batch": 2, "seq": 7, "ffn": 50}, "fusion": {"found": False}},

@@ -97,7 +97,7 @@ def test_as_in_float64(way: str, tiling: str, seq: int) -> None:
     own, batch = model(), batch_of([min(n, seq) for n in LENGTHS], seq)
     loss, grads, logits = expected(own.weights, batch)
     tiles = TILINGS[tiling] | (CUT if "cut" in way else {})
-    trainer = nt.Trainer(own, 7, seq, tiles, pack=way == "packed", dtype="fp64")
+    trainer = nt.Trainer(own, 7, seq, tiles, pack=way == "packed", precision="fp64")
     got, found = trainer.evaluate(batch, return_outputs=True)
     assert got == pytest.approx(loss, rel=1e-12)
     real = batch["attention_mask"] > 0
@@ -115,7 +115,7 @@ def test_as_in_float64(way: str, tiling: str, seq: int) -> None:
 def test_policies_and_passes(policy: str) -> None:
     own, batch = model(), batch_of([3, 10, 1, 9, 5, 7])
     loss, grads, _ = expected(own.weights, batch)
-    options: dict[str, Any] = {"grad_accumulation": 2, "accumulate": policy, "dtype": "fp64", "pack": True}
+    options: dict[str, Any] = {"grad_accumulation": 2, "accumulate": policy, "precision": "fp64", "pack": True}
     trainer = nt.Trainer(own, 3, LENGTH, {"batch": 2, "embed": 5}, **options)
     assert trainer.step(batch) == pytest.approx(loss, rel=1e-12)
     assert all(error(value, grads[name]) < 1e-12 for name, value in trainer.gradients().items())
@@ -124,7 +124,7 @@ def test_policies_and_passes(policy: str) -> None:
 
 def test_without_a_mask() -> None:
     own, batch = model(), batch_of([LENGTH] * 3)
-    trainer = nt.Trainer(own, 3, LENGTH, dtype="fp64")
+    trainer = nt.Trainer(own, 3, LENGTH, precision="fp64")
     without = {name: value for name, value in batch.items() if name != "attention_mask"}
     losses = [trainer.evaluate(without), trainer.evaluate(batch)]
     assert losses == pytest.approx([expected(own.weights, batch)[0]] * 2, rel=1e-12)
@@ -137,7 +137,7 @@ def test_an_encoder_of_it() -> None:
     """Bins of other sizes, each with no more sequences than it has rows."""
     own, rng = model(), np.random.default_rng(0)
     texts = [rng.integers(0, VOCAB, n) for n in [*LENGTHS, *[2] * 20]]
-    encoder = nt.Encoder(own, "logits", dtype="fp64")
+    encoder = nt.Encoder(own, "logits", precision="fp64")
     for ids, got in zip(texts, encoder(texts), strict=True):
         ones = np.ones((1, len(ids)), int)
         want = expected(own.weights, {"input_ids": ids[None], "attention_mask": ones, "labels": ids[None]})[2][0]

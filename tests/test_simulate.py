@@ -40,8 +40,8 @@ def test_by_hand() -> None:
 def seconds(batch: int, tile: int, workers: int, layers: int = 6) -> float:
     config = nt.models.GPT2Config(layers=layers, embed=768, heads=12, vocab=50304, positions=1024)
     step = StepSpec(
-        nt.models.GPT2(config, {}), batch, 1024, Tiling({"batch": tile}), dtype="bf16", optimizer=nt.AdamW(),
-        clip_grad_norm=1.0, policy="chain", fusion=Fusion(),
+        nt.models.GPT2(config, {}), batch, 1024, Tiling({"batch": tile}), precision="bf16", optimizer=nt.AdamW(),
+        clip_grad_norm=1.0, accumulate="chain", fusion=Fusion(),
     ).step()  # fmt: skip
     return planned_seconds([low.tasks for low in step.lists], workers, device_model.GPU["bf16"])
 

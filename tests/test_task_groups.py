@@ -17,7 +17,7 @@ CONFIG = nt.models.GPT2Config(layers=2, embed=32, heads=4, vocab=64, positions=1
 def lists(tiles: dict[str, int], policy: str, dtype: str = "bf16") -> Iterator[TaskList]:
     model = nt.models.GPT2(CONFIG, {})
     step = StepSpec(
-        model, 4, 16, Tiling(tiles), dtype=dtype, optimizer=nt.AdamW(), clip_grad_norm=1.0, policy=policy,
+        model, 4, 16, Tiling(tiles), precision=dtype, optimizer=nt.AdamW(), clip_grad_norm=1.0, accumulate=policy,
         fusion=Fusion(), grad_accumulation=2,
     ).step()  # fmt: skip
     yield from (low.tasks for low in step.lists)

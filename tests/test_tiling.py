@@ -258,8 +258,8 @@ def test_a_forgotten_tile_takes_no_room_until_it_is_written() -> None:
 def test_a_step_begins_without_the_gradients_of_the_last(policy: str) -> None:
     model = GPT2(GPT2Config(layers=1, embed=8, heads=2, vocab=20, positions=4))
     step = StepSpec(
-        model, 4, 4, Tiling({"batch": 2, "embed": 4}), dtype="fp32", optimizer=nt.AdamW(), clip_grad_norm=1.0,
-        policy=policy, fusion=Fusion(),
+        model, 4, 4, Tiling({"batch": 2, "embed": 4}), precision="fp32", optimizer=nt.AdamW(), clip_grad_norm=1.0,
+        accumulate=policy, fusion=Fusion(),
     ).step()  # fmt: skip
     tiles = [step.first.tile(grad, index) for grad in step.grads.values() for index in step.first.indices(grad)]
     grads = {(tile.tensor, tile.index) for tile in tiles}
@@ -371,8 +371,8 @@ TILES = {"batch": 2, "seq": 7, "embed": 10, "heads": 3, "ffn": 50, "vocab": 25}
 
 def step(config: GPT2Config = CONFIG, policy: str = "chain", fusion: Any = True, **tiles: int) -> Step:
     return StepSpec(
-        GPT2(config, {}), 3, 17, Tiling(tiles), dtype="fp32", optimizer=nt.AdamW(), clip_grad_norm=1.0, policy=policy,
-        fusion=Fusion.of(fusion), grad_accumulation=2,
+        GPT2(config, {}), 3, 17, Tiling(tiles), precision="fp32", optimizer=nt.AdamW(), clip_grad_norm=1.0,
+        accumulate=policy, fusion=Fusion.of(fusion), grad_accumulation=2,
     ).step()  # fmt: skip
 
 

@@ -96,11 +96,11 @@ def _coarser(config: RunConfig, inference: bool = False) -> Iterator[TileCost]:
         training = spec.graphs()
         repeats, graph, update = spec.grad_accumulation, training.graph, spec.update(training)
     whole = graph.sizes()
-    speed = device_model.worker(TILE_DTYPE.get(spec.dtype, spec.dtype), config.runtime.cuda != 0)
+    speed = device_model.worker(TILE_DTYPE.get(spec.precision, spec.precision), config.runtime.cuda != 0)
 
     def cost(tiles: dict[str, int]) -> TileCost:
         tiling = Tiling(tiles)
-        tasks = repeats * count_tasks(graph, tiling, spec.policy) + count_tasks(update, tiling, spec.policy)
+        tasks = repeats * count_tasks(graph, tiling, spec.accumulate) + count_tasks(update, tiling, spec.accumulate)
         return TileCost(tiles, tasks, repeats * graph.flop(tiling) / speed.flop_s / tasks, speed)
 
     now = cost(spec.tiling.tiles)

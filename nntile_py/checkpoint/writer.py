@@ -34,9 +34,10 @@ def trainer_facts(trainer: Any) -> dict[str, Any]:
     return {
         "model": model and model | {"type": type_of(spec.model)},
         "trainer": {
-            "batch": spec.batch, "seq": spec.seq, "tiles": spec.tiling.tiles, "dtype": spec.dtype,
+            "batch": spec.batch, "seq": spec.seq, "tiles": spec.tiling.tiles, "precision": spec.precision,
             "optimizer": {"name": spec.optimizer.method.__name__, **spec.optimizer.settings},
-            "clip_grad_norm": spec.clip_grad_norm, "skip_above_norm": spec.skip_above_norm, "accumulate": spec.policy,
+            "clip_grad_norm": spec.clip_grad_norm, "skip_above_norm": spec.skip_above_norm,
+            "accumulate": spec.accumulate,
             "fusion": vars(spec.fusion), "grad_accumulation": spec.grad_accumulation, "seed": trainer.seed,
             "shift_labels": trainer.shift_labels, "pack": spec.pack, "check_finite": trainer.nan_check.enabled,
             "loss_scale": spec.loss_scale,

@@ -33,7 +33,7 @@ def encode(
     ] = None,
     cpus: Annotated[int | None, typer.Option(help="CPU workers. [default: all cores, none beside GPUs]")] = None,
     cuda: Annotated[int, typer.Option(help="GPUs.")] = 0,
-    dtype: Annotated[str, typer.Option(help="fp32; on GPUs also tf32, bf16 or fp16, on CPUs fp64.")] = "fp32",
+    precision: Annotated[str, typer.Option(help="fp32; on GPUs also tf32, bf16 or fp16, on CPUs fp64.")] = "fp32",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> None:
     """Write what a trained model makes of texts: a vector of each, hidden states or logits."""
@@ -41,7 +41,7 @@ def encode(
 
     from nntile_py.inference.encode_file import encode_file
 
-    how = {"batch_tokens": batch_tokens, "max_length": max_length, "dtype": dtype}
+    how = {"batch_tokens": batch_tokens, "max_length": max_length, "precision": precision}
     try:
         print(encode_file(folder, source, text, out, output, how, (cpus, cuda), overwrite, Console(stderr=True)))
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from numbers import Real
 from typing import Any
 
@@ -15,7 +16,7 @@ from nntile_py.graph.layout_search import arrange, keep_in
 from nntile_py.graph.layouts import Order
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.optimizers import add_update
-from nntile_py.graph.params import Array, Batch, Param, Traceable, Traced, trace
+from nntile_py.graph.params import Array, Batch, Input, Param, Traceable, Traced, trace
 from nntile_py.graph.passes.precision import narrow_gradients
 from nntile_py.graph.passes.qkv_fusion import pack_projections
 from nntile_py.graph.random_inputs import random_inputs
@@ -147,7 +148,7 @@ class StepSpec:
     Attributes:
         batch: sequences of a micro-batch.
         seq: positions of a sequence.
-        policy: accumulation policy, the key `accumulate`.
+        accumulate: accumulation policy.
         given: optional inputs that steps have.
         pack: sequences of unequal lengths, of at most `seq` tokens, lie in bins, one bin for each tile of the batch.
             Every bin holds the same number of full-length sequences. A pass never exceeds batch * seq tokens.
@@ -165,10 +166,10 @@ class StepSpec:
     batch: int
     seq: int
     tiling: Tiling = field(default_factory=Tiling)
-    dtype: str = "fp32"
+    precision: str = "fp32"
     optimizer: Optimizer = field(default_factory=AdamW)
     clip_grad_norm: float | None = None
-    policy: str = "chain"
+    accumulate: str = "chain"
     fusion: Fusion = field(default_factory=Fusion)
     grad_accumulation: int = 1
     skip_above_norm: float | None = None
@@ -186,8 +187,8 @@ class StepSpec:
                 f"model: {type(self.model).__name__} is not allowed; use a model of nt.models, or a class of your own"
                 " with trace(graph, batch)"
             )
-        if self.dtype not in PRECISIONS:
-            raise ConfigError(f"dtype: {self.dtype!r} is not allowed; use one of {', '.join(PRECISIONS)}")
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"precision: {self.precision!r} is not allowed; use one of {', '.join(PRECISIONS)}")
         if not isinstance(self.optimizer, Optimizer):
             kind = type(self.optimizer).__name__
             raise ConfigError(f"optimizer: {kind} is not allowed; use nt.AdamW(...) or nt.SGD(...)")
@@ -206,6 +207,11 @@ class StepSpec:
             raise ConfigError(f"loss_scale: {scale!r} is not allowed; {need}")
         check_pack(self.pack, self.tiling.tiles.get("seq"))
 
+    @cached_property
+    def inputs(self) -> dict[str, Input]:
+        """Inputs that the model declares, for sequences that are not packed."""
+        return replace(self, pack=False).trace()[0].inputs
+
     @property
     def rows(self) -> int:
         """Rows of a micro-batch's arrays: sequences, or bins."""
@@ -214,7 +220,7 @@ class StepSpec:
     @property
     def scale(self) -> float | None:
         """Initial loss scale, None without scaling."""
-        return float(self.loss_scale) if self.loss_scale else LOSS_SCALE.get(self.dtype)
+        return float(self.loss_scale) if self.loss_scale else LOSS_SCALE.get(self.precision)
 
     @property
     def capacity(self) -> int:
@@ -237,7 +243,7 @@ class StepSpec:
     @operators_refuse()
     def trace(self, *, training: bool = True) -> tuple[Graph, Traced, Batch]:
         """Return the model's forward graph before fusion, with the loss, the outputs and the batch."""
-        graph = Graph(TILE_DTYPE.get(self.dtype, self.dtype), training=training, cuts=self.cuts)
+        graph = Graph(TILE_DTYPE.get(self.precision, self.precision), training=training, cuts=self.cuts)
         graph.filled = self.batch * self.seq / (self.rows * self.capacity)
         batch = Batch(self.rows, self.capacity, self.given, packed=self.seq if self.pack else None)
         if self.pack:
@@ -271,12 +277,12 @@ class StepSpec:
         graph, traced, batch = self.trace()
         assert traced.loss
         if self.scale:
-            _check_scalable(graph, traced.loss, self.dtype)
+            _check_scalable(graph, traced.loss, self.precision)
         grads = graph.backward(traced.loss)
         fuse(graph, self.fusion, self.cuts)
         if self.grad_accumulation == 1 and self.one_machine:
             narrow_gradients(graph, grads.values(), self.cuts)
-        chosen = arrange(graph, self.timings, self.cuts, self.policy, self.kept) if self.timings else None
+        chosen = arrange(graph, self.timings, self.cuts, self.accumulate, self.kept) if self.timings else None
         return Graphs(graph, graph.grads, traced.loss, batch.optional, chosen is not None and chosen.refused)
 
     @operators_refuse()
@@ -299,20 +305,21 @@ class StepSpec:
         graphs = self.graphs()
         graph, grads = graphs.graph, graphs.grads
         rank_sums, more = self._rank_sums(grads.values()), None
-        first = lower(graph, self.cuts, self.policy, rank_sums=rank_sums)
+        first = lower(graph, self.cuts, self.accumulate, rank_sums=rank_sums)
         # The host can read gradients until the next step begins; activations then use their memory.
         first.tasks.forget(first.tile(grad, index) for grad in grads.values() for index in first.indices(grad))
         if rank_sums:
             first.tasks.forget(rank_sums.apart())
         update = self.update(graphs, first.tasks.ends("batch"))
         if self.grad_accumulation > 1:
-            more = lower(graph, self.cuts, self.policy, holds=[*grads.values(), graphs.loss], rank_sums=rank_sums)
-        last = lower(update, self.cuts, self.policy, holds=grads.values(), rank_sums=rank_sums and rank_sums.ended())
+            more = lower(graph, self.cuts, self.accumulate, holds=[*grads.values(), graphs.loss], rank_sums=rank_sums)
+        ended = rank_sums and rank_sums.ended()
+        last = lower(update, self.cuts, self.accumulate, holds=grads.values(), rank_sums=ended)
         return Step(graph, update, grads, first, more, last, graphs.optional, graphs.refused)
 
     def _rank_sums(self, grads: Iterable[Tensor] = ()) -> RankSums | None:
         """Return how ranks add sums; None: in a chain. Gradients of several micro-batches are added over ranks once."""
-        if self.ranks == 1 or self.policy == "chain":
+        if self.ranks == 1 or self.accumulate == "chain":
             return None
         return RankSums(self.ranks, {(t.storage.kind, t.storage.name) for t in grads if self.grad_accumulation > 1})
 
@@ -345,7 +352,7 @@ class StepSpec:
         fuse(graph, self.fusion, self.cuts)
         if self.kept:
             keep_in(graph, self.kept)
-        return Evaluation(graph, outputs, lower(graph, self.cuts, self.policy, rank_sums=self._rank_sums()))
+        return Evaluation(graph, outputs, lower(graph, self.cuts, self.accumulate, rank_sums=self._rank_sums()))
 
 
 def _no_loss(config: Any) -> str:

@@ -59,7 +59,7 @@ def encode_file(
     try:
         with _options("output", *how):
             encoder = Encoder.from_hf(folder, output, **how)
-            check_precision("dtype", encoder.dtype, cuda > 0)
+            check_precision("precision", encoder.precision, cuda > 0)
     except MissingWeight as error:
         if output in ("hidden", "mean"):  # which every model has
             raise

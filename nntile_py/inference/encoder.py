@@ -53,7 +53,7 @@ class Encoder:
         tokenizer: Turns texts into tokens, with its template. For a masked model, a tokenizer without a template gets
             [CLS] text [SEP]. None: only token numbers can be encoded.
         tiles: {axis: size} over embed, heads, ffn, vocab. An axis left out is not cut.
-        dtype: fp32; on CUDA workers also tf32, bf16 and fp16 (results come in float32), on CPU workers fp64.
+        precision: fp32; on CUDA workers also tf32, bf16 and fp16 (results come in float32), on CPU workers fp64.
         batch_tokens: Tokens of one pass. More tokens take more memory.
         max_length: Tokens of the longest text. Default: as many as the model has positions.
         captured: On one GPU: run each program as a CUDA graph; the weights then stay on the GPU. Default: if that is
@@ -71,7 +71,7 @@ class Encoder:
         *,
         tokenizer: Tokenizer | None = None,
         tiles: Mapping[str, int] | None = None,
-        dtype: str = "fp32",
+        precision: str = "fp32",
         batch_tokens: int = 4096,
         max_length: int | None = None,
         captured: bool | None = None,
@@ -89,7 +89,7 @@ class Encoder:
         positions = getattr(getattr(model, "config", None), "positions", None)
         if max_length and positions and max_length > positions:
             raise ConfigError(f"max_length: {max_length} is not allowed; the model has {positions} positions")
-        self.model, self.output, self.dtype, self.batch_tokens = model, output, dtype, batch_tokens
+        self.model, self.output, self.precision, self.batch_tokens = model, output, precision, batch_tokens
         self.max_length, self.captured = max_length or positions or batch_tokens, captured
         self.cut = 0  # texts with more than max_length tokens
         self._tiles, self._tokenizer = dict(tiles or {}), None
@@ -123,7 +123,7 @@ class Encoder:
         return cls(model, output, **options)
 
     def __repr__(self) -> str:
-        return f"<Encoder of {type(self.model).__name__}: output={self.output!r}, dtype={self.dtype!r}>"
+        return f"<Encoder of {type(self.model).__name__}: output={self.output!r}, precision={self.precision!r}>"
 
     @property
     def of_tokens(self) -> bool:
@@ -203,8 +203,8 @@ class Encoder:
         if runtime.ranks:
             raise ConfigError("Encoder: not on several ranks so far; allowed: nt.Runtime(mpi=False), each for itself")
         if self._bound_model is None or self._bound_model.runtime is not runtime:
-            check_precision("dtype", self.dtype, bool(_core.cuda_workers()))
-            self._bound_model = _BoundModel(runtime, self.model, self.dtype == "tf32", self.captured)
+            check_precision("precision", self.precision, bool(_core.cuda_workers()))
+            self._bound_model = _BoundModel(runtime, self.model, self.precision == "tf32", self.captured)
         return self._bound_model
 
     def _passes(self, lengths: Sequence[int]) -> Iterator[tuple[slice, Bins, list[SequencePlace]]]:
@@ -245,7 +245,7 @@ class Encoder:
         longest = min(capacity, self.max_length)
         number = capacity // longest
         tiling = Tiling({**self._tiles, "batch": number})
-        return StepSpec(self._model, count * number, longest, tiling, self.dtype, pack=True)
+        return StepSpec(self._model, count * number, longest, tiling, self.precision, pack=True)
 
     def _start(
         self, bound: _BoundModel, tokens: Sequence[TokenizedText], bins: Bins, places: list[SequencePlace]

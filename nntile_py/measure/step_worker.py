@@ -69,7 +69,7 @@ def ours_on_gpu(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     )  # fmt: skip
     runtime.__enter__()
     trainer = Trainer(
-        GPT2(shape(o), values), o["batch"], o["seq"], o["tiles"], dtype=o["dtype"],
+        GPT2(shape(o), values), o["batch"], o["seq"], o["tiles"], precision=o["dtype"],
         optimizer=AdamW(lr=GPU_LR, weight_decay=WEIGHT_DECAY, betas=GPU_BETAS), clip_grad_norm=CLIP,
         accumulate=o["accumulate"], fusion=o["fusion"], shift_labels=False,
     )  # fmt: skip

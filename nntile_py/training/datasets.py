@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -112,7 +111,7 @@ def check_objective(config: RunConfig) -> str:
         raise ConfigError(
             f"model.type: {kind} is not trained on text (its objective is {objective}); allowed: {text}, or {elsewhere}"
         )
-    declared = replace(step_spec(config), pack=False).trace()[0].inputs
+    declared = step_spec(config).inputs
     needed = {name: one for name, one in declared.items() if one.default is None}
     axes = {name: list(one.tensor.axes) for name, one in needed.items()}
     fits = axes == {"input_ids": ["batch", "seq"], "labels": _LABEL_AXES[objective]}

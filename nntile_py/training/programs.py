@@ -38,7 +38,7 @@ class Programs:
 
     def __init__(self, spec: StepSpec, runtime: Runtime, checked: bool) -> None:
         path, digest = (spec.timings.path, spec.timings.digest()) if spec.timings else ("", "none")
-        compiler = "none" if spec.fusion.found and lacking(spec.dtype) else "one"
+        compiler = "none" if spec.fusion.found and lacking(spec.precision) else "one"
         needed = "the C++ compiler (with fusion.found: false none is needed)"
         causes = {f"the database of layouts {path}": digest, needed: compiler}
         self.spec, self.store = spec, Store(causes)
@@ -74,7 +74,7 @@ class Programs:
         """Return the evaluation with the inputs of these steps. keep: the outputs are kept, to be read."""
         given = next(names for names, programs in self.steps.items() if programs is made)
         if (given, keep) not in self._evaluations:
-            evaluation, tf32 = self.spec.with_inputs(given).evaluation(keep), self.spec.dtype == "tf32"
+            evaluation, tf32 = self.spec.with_inputs(given).evaluation(keep), self.spec.precision == "tf32"
             self._evaluations[given, keep] = ForwardProgram(evaluation, self.store, tf32=tf32, checked=self._checked)
         return self._evaluations[given, keep]
 
@@ -109,7 +109,7 @@ class Programs:
         return not (one.default is None or name in self._changed or one.scale or callable(one.default))
 
     def _bound(self, lists: Sequence[TaskList]) -> list[Program]:
-        return programs(lists, self.store, tf32=self.spec.dtype == "tf32", checked=self._checked)
+        return programs(lists, self.store, tf32=self.spec.precision == "tf32", checked=self._checked)
 
     def _write_defaults(self, graph: Graph, low: Lowering) -> None:
         """Write the defaults of inputs, which stay until a step gives a value."""

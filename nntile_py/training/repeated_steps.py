@@ -40,7 +40,7 @@ def forward_passes(
     if spec.pack:
         filled = bins_of(spec, training=False).fill(inputs, 1, spec.batch, shift=True)
     evaluation = spec.with_inputs(filled.arrays).evaluation()
-    program = ForwardProgram(evaluation, Store(), tf32=spec.dtype == "tf32", captured=captured)
+    program = ForwardProgram(evaluation, Store(), tf32=spec.precision == "tf32", captured=captured)
     program.write_weights(spec.model.weights)
     arrays = program.check(filled.arrays, spec.rows, shift=not spec.pack)
     program.write(arrays)

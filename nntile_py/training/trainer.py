@@ -53,7 +53,7 @@ class Trainer:
         batch: Sequences of one forward and backward pass.
         seq: Tokens of a sequence.
         tiles: {axis: size} over batch, seq, embed, heads, ffn, vocab. An axis left out is not cut.
-        dtype: `fp32`; `fp64` on CPU workers; `tf32`, `bf16` and `fp16` on CUDA workers. tf32: fp32 tiles, products
+        precision: `fp32`; `fp64` on CPU workers; `tf32`, `bf16` and `fp16` on CUDA workers. tf32: fp32 tiles, products
             rounded to tf32. bf16: fp32 accumulation, moments and master weights (bf16 plus its low bits); a gradient
             to which several tasks add is fp32. fp16: the same with fp32 master weights and a scaled loss.
         optimizer: nt.AdamW(...) or nt.SGD(...). Default: nt.AdamW().
@@ -87,7 +87,7 @@ class Trainer:
         batch: int,
         seq: int,
         tiles: Mapping[str, int] | None = None,
-        dtype: str = "fp32",
+        precision: str = "fp32",
         optimizer: Optimizer | None = None,
         clip_grad_norm: float | None = None,
         accumulate: str = "chain",
@@ -106,7 +106,7 @@ class Trainer:
             raise ConfigError(f"attention: {type(model).__name__} is no nt.Model; its own text says which it has")
         chosen = model if attention is None else model.changed(attention=attention)  # type: ignore[attr-defined]
         spec = StepSpec(
-            chosen, batch, seq, Tiling(tiles), dtype, optimizer or AdamW(), clip_grad_norm, accumulate,
+            chosen, batch, seq, Tiling(tiles), precision, optimizer or AdamW(), clip_grad_norm, accumulate,
             Fusion.of(fusion), grad_accumulation, skip_above_norm, pack=pack, loss_scale=loss_scale,
         )  # fmt: skip
         self._start(model, spec, seed, shift_labels, check_finite)
@@ -121,7 +121,7 @@ class Trainer:
     def _start(self, model: Any, spec: StepSpec, seed: int, shift_labels: bool, check_finite: bool) -> None:
         if Runtime.current is None:
             raise TaskError("Trainer: no runtime is running; use it inside `with nntile_py.Runtime(...):`")
-        check_precision("dtype", spec.dtype, bool(_core.cuda_workers()))
+        check_precision("precision", spec.precision, bool(_core.cuda_workers()))
         self.model, self.seed, self.shift_labels = model, plain(seed), plain(shift_labels)
         if Runtime.current.ranks:
             spec = replace(spec, ranks=Runtime.current.ranks.size)
@@ -129,7 +129,7 @@ class Trainer:
             need = "False, as each sees only its own tasks"
             raise ConfigError(f"check_finite (debug.nonfinite): got True; allowed on several ranks: {need}")
         self.nan_check = NanCheck(plain(check_finite), (STEPS_IN_FLIGHT + 1) * (spec.grad_accumulation + 1))
-        self.batch, self.seq, self.dtype = spec.batch, spec.seq, spec.dtype
+        self.batch, self.seq, self.precision = spec.batch, spec.seq, spec.precision
         self.optimizer, self.grad_accumulation = spec.optimizer, spec.grad_accumulation
         self._runtime = Runtime.current
         self._check_alone(self._runtime)
@@ -147,7 +147,7 @@ class Trainer:
 
     def __repr__(self) -> str:
         tiles = ", ".join(f"{axis}: {size}" for axis, size in self.spec.tiling.tiles.items()) or "uncut"
-        size = f"batch={self.batch}, seq={self.seq}, dtype={self.dtype!r}"
+        size = f"batch={self.batch}, seq={self.seq}, precision={self.precision!r}"
         return f"<Trainer of {type(self.model).__name__}: {size}, tiles {{{tiles}}}, {self.steps} steps>"
 
     # -- what a step costs
@@ -353,7 +353,7 @@ class Trainer:
     def hf_config(self) -> dict[str, Any]:
         """Return the content of config.json: the model's own entries, and the dtype of the saved weights."""
         config: dict[str, Any] = self.model.hf_config()
-        return config | {"dtype": "float64" if self.dtype == "fp64" else "float32"}
+        return config | {"dtype": "float64" if self.precision == "fp64" else "float32"}
 
     @classmethod
     @typed
