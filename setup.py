@@ -1,5 +1,9 @@
-"""The packages, and the extensions: nntile_py._core, StarPU's runtime and the kernels, compiled against torch; _mpi."""
+"""The packages, and the extensions: nntile_py._core, StarPU's runtime and the kernels, compiled against torch; _mpi.
 
+NNTILE_WHEEL (scripts/wheel.sh) lists values of -march: the extension is compiled for each of them.
+"""
+
+import functools
 import json
 import os
 import re
@@ -17,6 +21,9 @@ from torch.utils import cpp_extension
 ROOT = Path(__file__).resolve().parent
 STARPU = "starpu-1.4"
 ARGS = ROOT / "build" / "args"  # headers of the kernels' arguments
+GROUPS = ROOT / "build" / "groups"  # sources that include several of ours
+NATIVE = os.environ.get("NNTILE_ARCH", "native")
+WHEEL = os.environ.get("NNTILE_WHEEL", "").split()
 os.chdir(ROOT)
 sys.path.insert(0, str(ROOT / "scripts"))
 import args_headers  # noqa: E402
@@ -91,12 +98,13 @@ def cuda_flags() -> tuple[list[str], list[str], list[str]]:
     return ["-DNNTILE_CUDA", *(f"-isystem{path}" for path in headers)], linked, list(map(str, folders))
 
 
-def vector_flags() -> list[str]:
+@functools.cache
+def vector_flags(arch: str) -> list[str]:
     """-march and the ATen vector width that goes with it, as the compiler understands it.
 
     ATen's vector headers compile for one instruction set, which torch's own kernels name by CPU_CAPABILITY.
     """
-    march = f"-march={os.environ.get('NNTILE_ARCH', 'native')}"
+    march = f"-march={arch}"
     cxx = shlex.split(os.environ.get("CXX", "c++"))
     macros = ask(*cxx, march, "-dM", "-E", "-x", "c++", os.devnull)
     avx512 = all(f"__AVX512{part}__ 1" in macros for part in ("F", "DQ", "VL", "BW"))
@@ -117,52 +125,107 @@ def mpi_flags(starpu: dict[str, str]) -> tuple[list[str], list[str]]:
     return headers, [str(library), *(flag for flag in flags if flag not in headers)]
 
 
+def files(*patterns: str) -> list[str]:
+    return sorted(str(path) for pattern in patterns for path in Path().glob(pattern))
+
+
+def grouped(sources: list[str], size: int, rank: int) -> list[str]:
+    """Write files that include `size` sources each, and return these files; those of the lowest rank compile first.
+
+    Torch's headers take seconds to read; a group reads them once. If a source changes, its group is compiled anew.
+    """
+    GROUPS.mkdir(parents=True, exist_ok=True)
+    groups = []
+    for start in range(0, len(sources), size):
+        part = sources[start : start + size]
+        group = GROUPS / f"{rank}_{Path(part[0]).name}"
+        text = "".join(f'#include "{ROOT / source}"\n' for source in part)
+        if not group.exists() or group.read_text() != text:
+            group.write_text(text)
+        groups.append(str(group.relative_to(ROOT)))
+    return groups
+
+
+def core_sources() -> list[str]:
+    """Return the sources of nntile_py._core without CUDA."""
+    runtime = [file for file in files("nntile_py/execution/csrc/*.cpp") if not file.endswith("_cuda.cpp")]
+    kernels = [file for file in files("tasks/*.cpp") if not file.endswith("_cuda.cpp")]
+    python = [file for file in runtime if "#include <pybind11/" in Path(file).read_text()]  # the longest compilations
+    return [*grouped(python, 1, 0), *grouped(kernels, 5, 1), *grouped([f for f in runtime if f not in python], 6, 2)]
+
+
+class Core(Extension):
+    """nntile_py._core for one instruction set. A wheel has several, each in a folder named after its vectors."""
+
+    def __init__(self, arch: str) -> None:
+        self.arch = arch
+        capability = vector_flags(arch)[-1].removeprefix("-DCPU_CAPABILITY_").lower()
+        # Folders that stay: ninja compiles only what changed.
+        self.objects = ROOT / "build" / ("ext" if arch == NATIVE else f"ext-{arch}")
+        made = cpp_extension.CppExtension(
+            f"nntile_py._{capability}._core" if WHEEL else "nntile_py._core",
+            core_sources(),
+            include_dirs=[str(ROOT / "nntile_py" / "execution" / "csrc"), str(ROOT / "tasks"), str(ARGS)],
+            depends=files("nntile_py/execution/csrc/*.h", "tasks/*.h"),
+        )
+        self.__dict__.update(made.__dict__)
+
+
 class Build(cpp_extension.BuildExtension):
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        # A folder that stays, where setuptools would take a temporary one for an editable install: ninja then
-        # compiles only what changed.
-        self.build_temp = str(ROOT / "build" / "ext")
+    def build_extension(self, extension: Extension) -> None:
+        self.build_temp = str(getattr(extension, "objects", ROOT / "build" / "ext"))
+        super().build_extension(extension)
 
     def run(self) -> None:
         starpu = find_starpu()
         macros = starpu_macros(starpu["cflags"])
-        cuda = torch.version.cuda is not None and "USE_CUDA" in macros
+        cuda = torch.version.cuda is not None and "USE_CUDA" in macros and not WHEEL
         compiled, linked, folders = cuda_flags() if cuda else ([], [], [])
         os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
-        arch = vector_flags()
         # Torch's headers include pybind11's. As system headers they are exempt from our warnings.
         system = [f"-isystem{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_path("include"))]
-        flags = [*arch, "-std=c++20", "-O3", "-g0", "-fopenmp", "-Wall", "-Wextra", *system, *compiled]
+        flags = ["-std=c++20", "-O3", "-g0", "-fopenmp", "-Wall", "-Wextra", *system, *compiled]
         flags += ["-Werror"] if os.environ.get("NNTILE_WERROR") != "0" else []
-        # GCC 12 warns of its own AVX-512 header.
-        flags += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+        # GCC 12 warns of its own AVX-512 header, and of anonymous namespaces in files that a group includes.
+        flags += ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-subobject-linkage"]
         flags += starpu["cflags"].replace("-I", "-isystem").split()
-        extension, mpi = self.extensions
-        extension.depends += args_headers.write(ROOT, ARGS)
-        extension.sources += files("nntile_py/execution/csrc/*_cuda.cpp", "tasks/*_cuda.cpp") if cuda else []
-        extension.extra_compile_args = {"cxx": flags}
         # The linker is not told -fopenmp: the OpenMP runtime in use has to be the one that torch brings along.
-        rpaths = dict.fromkeys([starpu["libdir"], *cpp_extension.library_paths(), *folders])
-        extension.extra_link_args = [f"-Wl,-rpath,{path}" for path in rpaths]
-        extension.extra_link_args += [*starpu["libs"].split(), *linked]
-        headers, libraries = mpi_flags(starpu)
-        if libraries:
-            mpi.extra_compile_args = {"cxx": [*flags, *(flag.replace("-I", "-isystem") for flag in headers)]}
-            mpi.extra_link_args = [*libraries, *starpu["libs"].split(), f"-Wl,-rpath,{starpu['libdir']}"]
+        rpaths = [
+            f"-Wl,-rpath,{path}" for path in dict.fromkeys([starpu["libdir"], *cpp_extension.library_paths(), *folders])
+        ]
+        if WHEEL:  # as DT_RPATH, which holds for libraries of libraries too
+            rpaths = ["-Wl,--disable-new-dtags", "-Wl,-rpath,$ORIGIN/../starpu/lib:$ORIGIN/../../torch/lib"]
+        headers = args_headers.write(ROOT, ARGS)
+        for extension in self.extensions:
+            if isinstance(extension, Core):
+                extension.depends += headers
+                extension.sources += files("nntile_py/execution/csrc/*_cuda.cpp", "tasks/*_cuda.cpp") if cuda else []
+                extension.extra_compile_args = {"cxx": [*vector_flags(extension.arch), *flags]}
+                extension.extra_link_args = [*rpaths, *starpu["libs"].split(), *linked]
+        mpi_headers, mpi_libraries = ([], []) if WHEEL else mpi_flags(starpu)
+        mpi = self.extensions[-1]
+        if mpi_libraries:
+            system = [flag.replace("-I", "-isystem") for flag in mpi_headers]
+            mpi.extra_compile_args = {"cxx": [*vector_flags(NATIVE), *flags, *system]}
+            mpi.extra_link_args = [*mpi_libraries, *starpu["libs"].split(), f"-Wl,-rpath,{starpu['libdir']}"]
         else:
             self.extensions.remove(mpi)
         super().run()
+        version = ".".join(macros[f"{part}_VERSION"] for part in ("MAJOR", "MINOR", "RELEASE"))
         info = {
             "starpu_prefix": starpu["prefix"],
-            "starpu_version": ".".join(macros[f"{part}_VERSION"] for part in ("MAJOR", "MINOR", "RELEASE")),
+            "starpu_version": version,
             "starpu_cflags": starpu["cflags"],
             "starpu_libdir": starpu["libdir"],
             "torch": torch.__version__,
             "cuda": torch.version.cuda if cuda else "",
-            "mpi": " ".join(libraries),
-            "arch": " ".join(arch),
+            "mpi": " ".join(mpi_libraries),
+            "arch": " ".join(vector_flags(NATIVE)),
         }
+        if WHEEL:
+            within = "{package}/starpu"  # see build_info in nntile_py/system/folders.py
+            info |= {"wheel": " ".join(WHEEL), "arch": "-march=native", "starpu_prefix": within}
+            info |= {"starpu_cflags": f"-I{within}/include/starpu/1.4", "starpu_libdir": f"{within}/lib"}
         inside = Path("nntile_py") if self.inplace else Path(self.build_lib) / "nntile_py"
         (inside / "_build_info.json").write_text(json.dumps(info, indent=1) + "\n")
 
@@ -175,19 +238,10 @@ def packages() -> list[str]:
     return found
 
 
-def files(*patterns: str) -> list[str]:
-    return sorted(str(path) for pattern in patterns for path in Path().glob(pattern))
-
-
 setup(
     packages=packages(),
     ext_modules=[
-        cpp_extension.CppExtension(
-            "nntile_py._core",
-            [file for file in files("nntile_py/execution/csrc/*.cpp", "tasks/*.cpp") if not file.endswith("_cuda.cpp")],
-            include_dirs=[str(ROOT / "nntile_py" / "execution" / "csrc"), str(ARGS)],
-            depends=files("nntile_py/execution/csrc/*.h", "tasks/*.h"),
-        ),
+        *(Core(arch) for arch in WHEEL or [NATIVE]),
         Extension("nntile_py._mpi", files("nntile_py/execution/csrc/mpi/*.cpp"), language="c++"),
     ],
     cmdclass={"build_ext": Build},

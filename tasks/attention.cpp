@@ -45,7 +45,7 @@ void for_blocks(const Triple& x, const PairMask& mask, double scale, Body body) 
         const auto keys = kept_by_rows(mask, first, rows, k.size(0));
         const auto s = scores_of(buffer, q, k, first, rows, keys, scale);
         for (int64_t row = 0; row < rows && !bias.empty(); ++row)
-          add(s.data_ptr<T>() + row * keys.size(), bias.data() + keys.from, keys.size());
+          add_bias(s.data_ptr<T>() + row * keys.size(), bias.data() + keys.from, keys.size());
         body(b, h, h_k, s, first, rows, keys);
       }
     }

@@ -56,7 +56,7 @@ void padding_bias(const at::Tensor& padding, int64_t b, std::vector<T>& bias) {
 
 // x += bias
 template <class T>
-void add(T* x, const T* bias, int64_t n) {
+void add_bias(T* x, const T* bias, int64_t n) {
   for_vectors<T>(n, [&](int64_t k, int64_t count) {
     (load(x + k, count) + load(bias + k, count)).store(x + k, static_cast<int>(count));
   });

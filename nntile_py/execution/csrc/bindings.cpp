@@ -1,4 +1,5 @@
-#include <ATen/DLConvertor.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/dlpack.h>
 #include <pybind11/functional.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -18,6 +19,11 @@
 
 namespace py = pybind11;
 using namespace nntile;
+
+namespace at {
+// Declared here because ATen/DLConvertor.h includes all of ATen, which takes 10 s to compile.
+TORCH_API DLManagedTensor* toDLPack(const Tensor& src);
+}  // namespace at
 
 namespace {
 

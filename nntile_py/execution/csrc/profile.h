@@ -5,7 +5,9 @@
 // off, and only submission, start and end are recorded here. It is for CPU tasks that are short compared with that
 // cost.
 #pragma once
-#include <pybind11/pybind11.h>
+namespace pybind11 __attribute__((visibility("hidden"))) {
+class module_;
+}
 
 #include <atomic>
 #include <cstdint>

@@ -12,7 +12,7 @@ std::chrono::seconds g_no_room{10};  // nothing moves, and a tile waits for memo
 std::chrono::seconds g_still{120};   // nothing moves, for any reason
 std::chrono::seconds g_in_vain{600};  // no task ends, although tiles move or other processes use the cores
 
-std::mutex g_mutex;
+std::mutex g_advice_mutex;
 std::string g_advice;
 
 std::string mib(size_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
@@ -58,7 +58,7 @@ std::string advice() {
   if (state.empty())
     for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node)
       state += (node ? "; " : "") + describe(node);
-  const std::lock_guard lock(g_mutex);
+  const std::lock_guard lock(g_advice_mutex);
   throw TaskError(what + " for " + std::to_string(patience.count()) + " s although " +
                   std::to_string(starpu_task_nsubmitted()) + " are left" +
                   (g.messages ? ", and " + std::to_string(g.messages) + " messages to or from other ranks, the first " +
@@ -79,7 +79,7 @@ std::chrono::nanoseconds queued() {
 }  // namespace
 
 void advise(const std::string& text) {
-  const std::lock_guard lock(g_mutex);
+  const std::lock_guard lock(g_advice_mutex);
   g_advice = text;
 }
 
@@ -91,7 +91,7 @@ void be_patient(int64_t no_room, int64_t still, int64_t in_vain) {
 
 Transfers transfers(int bus) {
   static std::map<int, Transfers> sums;
-  const std::lock_guard lock(g_mutex);
+  const std::lock_guard lock(g_advice_mutex);
   starpu_profiling_bus_info info;
   starpu_bus_get_profiling_info(bus, &info);  // counts without profiling, too; StarPU resets counters on reading
   auto& sum = sums[bus];
