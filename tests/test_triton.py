@@ -107,11 +107,10 @@ def interpret(case: Case, tiles: Mapping[str, int], policy: str, values: Values,
     return ran
 
 
+# Each dtype, each tiling, sums in order and as a tree: the interpreter takes half a second for one of them.
 @pytest.mark.parametrize(
-    ("dtype", "tiling", "policy"),
-    [("fp32", "uncut", "chain"), ("bf16", "uncut", "chain"), ("fp32", "even", "tree"), ("bf16", "ragged", "chain"),
-     ("fp16", "uncut", "chain")],
-)  # fmt: skip
+    ("dtype", "tiling", "policy"), [("fp32", "ragged", "tree"), ("bf16", "even", "chain"), ("fp16", "uncut", "chain")]
+)
 @pytest.mark.parametrize("row", TABLE)
 def test_against_the_reference(row: str, dtype: str, tiling: str, policy: str) -> None:
     case = Case(SIZES, dtype)
