@@ -58,7 +58,7 @@ def test_searched_is_never_slower(seed: int, noise: float) -> None:
     chosen, least = (search(g, timings, Tiling(), careful=careful) for careful in (True, False))
     assert least.seconds <= chosen.seconds <= chosen.default
     changed = [row for row in chosen.rows if row.layout and row.layout != row.default]
-    gain = sum(row.default_seconds - row.seconds - row.turning for row in chosen.rows)
+    gain = sum(row.default_seconds - row.seconds - row.transposes for row in chosen.rows)
     assert changed and gain >= noise * sum(row.seconds for row in changed)
 
 
