@@ -12,7 +12,8 @@ import nntile_py as nt
 from nntile_py.analysis.workloads import AttentionOnly
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import RunConfig, resolve
-from nntile_py.execution.program import Store, programs
+from nntile_py.execution.forward_program import ForwardProgram, MissingInput
+from nntile_py.execution.program import Store
 from nntile_py.graph.step import StepSpec
 from nntile_py.measure.config_peer import inputs_of, torch_side
 from nntile_py.tiles import Tiling
@@ -52,23 +53,11 @@ def test_attention_alone(runtime: nt.Runtime, form: str, pack: bool) -> None:
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     want = np.moveaxis(weights / weights.sum(-1, keepdims=True) @ v, 1, 2)
     if not pack:  # what the timed program computes, read back
-        trainer = _Kept(spec.with_inputs(inputs))
+        program = ForwardProgram(spec.with_inputs(inputs).evaluation(keep=True), Store())
+        program.write(program.check(inputs))
+        program.run({})
         real = inputs["attention_mask"] > 0
-        np.testing.assert_allclose(trainer(inputs)[real], want[real], rtol=1e-5, atol=1e-6)
-
-
-class _Kept:
-    """The pass with its output kept."""
-
-    def __init__(self, spec: StepSpec) -> None:
-        self._made, self._store = spec.evaluation(keep=True), Store()
-        (self._program,) = programs([self._made.forward.tasks], self._store)
-
-    def __call__(self, inputs: dict[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-        for name, one in self._made.graph.inputs.items():
-            self._store.write(self._made.forward, one.tensor, inputs[name])
-        self._program.run({})
-        return self._store.read(self._made.forward, self._made.outputs["attention"])
+        np.testing.assert_allclose(program.read("attention")[real], want[real], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("work", ["inference", "train", "attention"])
@@ -80,3 +69,35 @@ def test_pytorch_runs_the_same(work: Any) -> None:
     assert len(losses) == 2 and (losses == [0.0, 0.0] if work == "attention" else losses[0] > 5)
     if work == "train":
         assert losses[1] != losses[0]
+
+
+def test_a_forward_program_keeps_inputs_and_names_outputs(runtime: nt.Runtime) -> None:
+    """Outputs are a Trainer's; an input keeps its value until it is written again; each run has its own slots."""
+    made = config(type="gpt2", dropout=0.0)
+    spec = step_spec(made, build_model(made))
+    ids = np.random.default_rng(0).integers(0, 300, (2, 4, 10))
+    trainer = nt.Trainer.of_spec(spec)
+    expected = [trainer.evaluate({"input_ids": one, "labels": one}, return_logits=True) for one in ids]
+    trainer.close()
+    program = ForwardProgram(spec.with_inputs(frozenset()).evaluation(keep=True), Store())
+    program.write_weights(spec.model.weights)
+    for one, (loss, logits) in zip(ids, expected, strict=True):
+        given = {"input_ids": one, "labels": one}
+        arrays = program.check(given, shift=True)
+        program.write(arrays)
+        slots = program.slots(arrays, given)
+        assert set(slots) == set(program.slot_names)
+        program.run(slots)
+        assert program.loss() == pytest.approx(loss, rel=1e-6)
+        np.testing.assert_allclose(program.read("logits"), logits, rtol=1e-5, atol=1e-6)
+    program.run({name: 2 * value for name, value in slots.items()})
+    assert program.loss() == pytest.approx(2 * loss, rel=1e-6)  # of the same inputs
+    copied = program.start_copy("logits")
+    program.write({"input_ids": ids[0]})
+    program.run(slots)
+    np.testing.assert_allclose(program.finish_copy("logits", copied), logits, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(program.read("logits"), expected[0][1], rtol=1e-5, atol=1e-6)
+    with pytest.raises(MissingInput, match="input_ids: missing; the model needs input_ids, labels"):
+        program.check({"labels": ids[0]})
+    with pytest.raises(ValueError, match="input_ids: int64 \\(3, 10\\) is not allowed; expected ints \\(4, 10\\)"):
+        program.check({"input_ids": ids[0][:3]}, unlabelled=True)
