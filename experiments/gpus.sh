@@ -8,36 +8,38 @@ mkdir -p "$out"
 gpus=$(nvidia-smi -L 2>/dev/null | wc -l)
 [ "$gpus" -gt 0 ] || { echo "gpus.sh: no GPU here" >&2; exit 1; }
 counts=$(for n in 1 2 4 8; do [ "$n" -gt "$gpus" ] || echo "$n"; done)
-S124M="--layers 12 --embed 768 --heads 12" S355M="--layers 24 --embed 1024 --heads 16" S774M="--layers 36 --embed 1280 --heads 20"
-SXL="--layers 48 --embed 1600 --heads 25" S2B7="--layers 32 --embed 2560 --heads 32"
+S124M="" S355M="--set model.layers=24 --set model.embed=1024 --set model.heads=16" S774M="--set model.layers=36 --set model.embed=1280 --set model.heads=20"
+SXL="--set model.layers=48 --set model.embed=1600 --set model.heads=25" S2B7="--set model.layers=32 --set model.embed=2560 --set model.heads=32"
+config=$(dirname "$0")/gpt2_124m.yaml
 
-bench() { # NAME ARGUMENTS...
+bench() { # NAME SIZES BATCH TILES(of the batch; "": uncut) GPUS ARGUMENTS...
     echo "$1"
     # shellcheck disable=SC2086
-    nntile bench step --seq 1024 --vocab 50304 --json --time-limit 300 ${*:2} >"$out/$1.json" 2>"$out/$1.log" || tail -n 3 "$out/$1.log"
+    nntile bench step "$config" --set tokenizer.vocab_size=50304 --json --time-limit 300 $2 --set train.batch="$3" \
+        ${4:+--set tiles.batch=$4} --set runtime.cuda="$5" ${*:6} >"$out/$1.json" 2>"$out/$1.log" || tail -n 3 "$out/$1.log"
 }
 step() {
-    bench step-124m "$S124M" --batch 32 --tiles= --cuda 1 --peer torch --rounds 5 --steps 6 --losses 50
-    bench step-355m "$S355M" --batch 16 --tiles= --cuda 1 --peer torch_compile --rounds 5 --steps 5
-    bench step-774m "$S774M" --batch 16 --tiles= --cuda 1 --peer torch_compile --rounds 5 --steps 3
-    bench step-xl "$SXL" --batch 16 --tiles= --cuda 1 --peer torch_compile --rounds 4 --steps 3
-    bench step-2.7b "$S2B7" --batch 8 --tiles= --cuda 1 --peer torch_compile --rounds 4 --steps 2
+    bench step-124m "$S124M" 32 "" 1 --peer torch --rounds 5 --steps 6 --losses 50
+    bench step-355m "$S355M" 16 "" 1 --peer torch_compile --rounds 5 --steps 5
+    bench step-774m "$S774M" 16 "" 1 --peer torch_compile --rounds 5 --steps 3
+    bench step-xl "$SXL" 16 "" 1 --peer torch_compile --rounds 4 --steps 3
+    bench step-2.7b "$S2B7" 8 "" 1 --peer torch_compile --rounds 4 --steps 2
 }
 scaling() { # the same for each GPU
     for n in $counts; do
-        bench "weak-xl-$n" "$SXL" --batch $((16 * n)) --tiles batch=16 --cuda "$n" --rounds 3 --steps 3
-        bench "weak-2.7b-$n" "$S2B7" --batch $((8 * n)) --tiles batch=8 --cuda "$n" --rounds 3 --steps 3
+        bench "weak-xl-$n" "$SXL" $((16 * n)) 16 "$n" --rounds 3 --steps 3
+        bench "weak-2.7b-$n" "$S2B7" $((8 * n)) 8 "$n" --rounds 3 --steps 3
     done
 }
 strong() { # the same for all together
     for n in $counts; do
-        bench "strong-xl-$n" "$SXL" --batch 16 --tiles batch=$((16 / n)) --cuda "$n" --rounds 3 --steps 3
-        bench "strong-2.7b-$n" "$S2B7" --batch 8 --tiles batch=$((8 / n)) --cuda "$n" --rounds 3 --steps 3
+        bench "strong-xl-$n" "$SXL" 16 $((16 / n)) "$n" --rounds 3 --steps 3
+        bench "strong-2.7b-$n" "$S2B7" 8 $((8 / n)) "$n" --rounds 3 --steps 3
     done
 }
 peers() { # 12 sequences a GPU: two contestants share its memory
     for peer in ddp fsdp2; do
-        bench "xl-$peer-$gpus" "$SXL" --batch $((12 * gpus)) --tiles batch=12 --cuda "$gpus" --peer $peer --rounds 3 --steps 3
+        bench "xl-$peer-$gpus" "$SXL" $((12 * gpus)) 12 "$gpus" --peer $peer --rounds 3 --steps 3
     done
 }
 metg() {

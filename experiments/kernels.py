@@ -1,11 +1,11 @@
 """Kernels on one GPU, as tables on the terminal.
 
-    python experiments/kernels.py step --layers 12 --embed 768 --heads 12 --batch 32
+    python experiments/kernels.py step experiments/gpt2_124m.yaml [--set KEY=VALUE] [--alpha 0.6] [--inference]
     python experiments/kernels.py layer [--work encoder] [--phase backward] [--set train.batch=96 --set train.seq=128]
     python experiments/kernels.py found [--only gpt2] [--search]
     python experiments/kernels.py single [--only gpt2]
 
-step: those of a training step of GPT-2, and the gaps between them, by torch.profiler. layer: the same of one pass of
+step: the kernels of a config's step, and the gaps between them, by torch.profiler. layer: the same of one pass of
 BERT-large's encoder layer, attention in one kernel, groups that are found. found: the generated kernel of
 each group that `fusion: true` makes in three models, as it is launched there, beside a copy of as many bytes
 and beside the kernels of the rules; with --search in other cuts, the fastest of which are listed. single: for each
@@ -52,17 +52,19 @@ LAYER = (
 
 
 def step(o: dict[str, Any]) -> None:
-    from nntile_py.measure.common import parse_tiles
-    from nntile_py.measure.step_worker import ours_on_gpu
+    """Training steps, or with --inference forward passes, of a config."""
+    from contextlib import ExitStack
 
-    o |= {
-        "vocab": 50304, "seq": 1024, "dtype": "bf16", "scheduler": "lws", "window": None, "cuda_memory": 0,
-        "attention": "vendor", "accumulate": "chain", "fusion": True, "placement": None,
-    }  # fmt: skip
-    o["tiles"] = parse_tiles(o["tiles"])
-    run, _ = ours_on_gpu(o)
-    run(5)
-    traced(run)
+    from nntile_py.measure.sweep_spec import Measure
+    from nntile_py.measure.worker import Session
+
+    measure = Measure(work="inference" if o["inference"] else "train", alpha=o["alpha"], warmup=5)
+    with ExitStack() as running:
+        session = Session({"config": o["config"], "sets": o["sets"], "measure": measure.model_dump()}, running)
+        assert session.run and session.config.runtime.cuda, "runtime.cuda: allowed: at least 1"
+        times = [1e3 * seconds for seconds in clocked(session.run, 7, 10)]
+        print(f"{statistics.median(times):.3f} ms ({min(times):.3f} to {max(times):.3f})")
+        traced(session.run)
 
 
 def layer(o: dict[str, Any]) -> None:
@@ -356,10 +358,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="what", required=True)
     one = parts.add_parser("step")
-    for name in ("layers", "embed", "heads", "batch"):
-        one.add_argument(f"--{name}", type=int, required=True)
-    one.add_argument("--tiles", default="", help="axis=size,...")
-    one.add_argument("--cuda", type=int, default=1)
+    one.add_argument("config")
+    one.add_argument("--alpha", type=float, default=1.0)
+    one.add_argument("--inference", action="store_true")
+    one.add_argument("--set", action="append", default=[], dest="sets", metavar="KEY=VALUE")
     of_layer = parts.add_parser("layer")
     of_layer.add_argument("--work", default="encoder", choices=("encoder", "decoder", "mha"))
     of_layer.add_argument("--phase", default="forward", choices=("forward", "backward"))

@@ -217,8 +217,7 @@ SHORTER = {  # what the examples take too long for here
     "nntile bench tasks": "--count 100 --repeats 1",
     "nntile bench metg": "--seconds 0.001 --repeats 1",
     "nntile bench messages": "--seconds 0 --repeats 1",
-    "nntile bench step": "--embed 16 --seq 8 --vocab 50 --rounds 1",
-    "nntile bench sweep": "--embed 48 --heads 2 --seq 8 --batch 2 --vocab 50",
+    "nntile bench step": f"{SMALL} --rounds 1 --peer torch_eager",
     "nntile layouts": "--own --repeats 1 --set model.embed=16 --set model.heads=2 --set train.batch=3 "
     "--set train.seq=8",
 }

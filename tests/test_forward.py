@@ -15,7 +15,8 @@ from nntile_py.config.run_config import RunConfig, resolve
 from nntile_py.execution.forward_program import ForwardProgram, MissingInput
 from nntile_py.execution.program import Store
 from nntile_py.graph.step import StepSpec
-from nntile_py.measure.config_peer import inputs_of, torch_side
+from nntile_py.measure.torch_peers import transformers_model
+from nntile_py.measure.workload_inputs import inputs_of
 from nntile_py.tiles import Tiling
 from nntile_py.training.repeated_steps import forward_passes
 
@@ -64,7 +65,7 @@ def test_attention_alone(runtime: nt.Runtime, form: str, pack: bool) -> None:
 def test_pytorch_runs_the_same(work: Any) -> None:
     """Losses as transformers' model has them of the same inputs; of attention there is none."""
     made = config()
-    run = torch_side(made, inputs_of(made, work, 0.6), "torch_eager", work)
+    run = transformers_model(made, inputs_of(made, work, 0.6), "torch_eager", work)
     losses = run(2)
     assert len(losses) == 2 and (losses == [0.0, 0.0] if work == "attention" else losses[0] > 5)
     if work == "train":

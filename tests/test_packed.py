@@ -1,6 +1,7 @@
 """Packed sequences: the same losses, gradients and draws as padded ones."""
 
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -402,15 +403,14 @@ def test_tools_take_packed_runs(tmp_path: Any) -> None:
         assert done.returncode == 0 and told in done.stdout, done.stderr
 
 
-def test_timed_steps_of_a_bin_without_room_to_spare() -> None:
-    """experiments/packed_step.py."""
-    folder = Path(__file__).parents[1] / "experiments"
-    small = [f"--set={key}={value}" for key, value in {"model.layers": 1, "tiles": "{}", "runtime.cpus": 1}.items()]
-    done = subprocess.run(
-        [sys.executable, folder / "packed_step.py", "--config", folder / "bert_tiny.yaml", "--table", "8x6", *small],
-        text=True, capture_output=True, timeout=240, check=False,
-    )  # fmt: skip
+def test_timed_steps_of_a_bin_without_room_to_spare(tmp_path: Path) -> None:
+    """Tokens that are counted are those of the sequences, not of the bin."""
+    config = Path(__file__).parents[1] / "experiments/bert_tiny.yaml"
+    sets = {"train.seq": 8, "train.batch": 6, "train.pack": "true", "model.layers": 1, "tiles": "{}", "runtime.cpus": 1}
+    command = [sys.executable, "-m", "nntile_py.cli", "bench", "step", config, "--alpha", "0.6", "--json"]
+    command += ["--rounds", "2", *[f"--set={key}={value}" for key, value in sets.items()]]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    _, row = done.stdout.splitlines()
-    tokens = int(row.split()[3])
-    assert row.split()[:3] == ["8", "x", "6"] and 6 < tokens < 48 and float(row.split()[4]) > 0
+    row = json.loads(done.stdout)["nntile"]
+    assert 6 < row["tokens"] < 48 and row["seconds"]["median"] > 0
+    assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"]["median"])

@@ -11,7 +11,7 @@ from test_sweep import write
 from nntile_py.measure import runner as sweep_run
 from nntile_py.measure import sweep_spec as sweep
 from nntile_py.measure.plots import caption, figure_of, shown_rows, spread
-from nntile_py.measure.results import best_row, best_told, summary, table, within_spread
+from nntile_py.measure.results import best_row, best_text, pooled, summary, table, within_spread
 from nntile_py.system.pictures import files_of
 
 
@@ -98,10 +98,45 @@ def test_best_names_those_that_are_no_worse() -> None:
         )
     ]
     assert within_spread(rows, sweep.Best()) == rows[1:2]
-    told = best_told(rows, sweep.Best()).splitlines()
-    assert told[0].startswith("best: --set fusion=true --set tiles.embed=96")
-    assert told[1] == "within the spread of: fusion fused, embed uncut (4)"
-    assert len(best_told(rows[::2], sweep.Best()).splitlines()) == 1
+    lines = best_text(rows, sweep.Best()).splitlines()
+    assert lines[0].startswith("no clear winner; least seconds: --set fusion=true --set tiles.embed=96")
+    assert lines[1] == "within the spread of: fusion fused, embed uncut (4)"
+    assert best_text(rows[::2], sweep.Best()).startswith("best: --set fusion=true --set tiles.embed=96")
+    assert len(best_text(rows[::2], sweep.Best()).splitlines()) == 1
+
+
+def test_one_disturbed_round_makes_no_winner() -> None:
+    """Of three rounds the fused side had one beside another process: its median is worse, its other rounds are not."""
+    quiet = {1: [1.00, 1.01, 1.02], 2: [1.03, 1.02, 1.04], 3: [1.01, 1.02, 1.03]}
+    disturbed = quiet | {2: [1.9, 2.0, 2.1], 3: [1.04, 1.06, 1.07]}
+
+    def row(fusion: bool, rounds: dict[int, list[float]]) -> dict[str, Any]:
+        return pooled([timed({"fusion": fusion}, times) for times in rounds.values()])
+
+    rows = [row(True, disturbed), row(False, quiet)]
+    assert best_row(rows, sweep.Best()) is rows[1]
+    assert best_text(rows, sweep.Best()).startswith("no clear winner; least seconds: --set fusion=false")
+    busy = [rows[0], rows[1] | {"others": 64.0}]
+    assert "other processes kept up to 64.0 cores busy: measure again" in best_text(busy, sweep.Best())
+    slower = {number: [2 * of for of in times] for number, times in quiet.items()}
+    assert best_text([row(True, slower), rows[1]], sweep.Best()) == "best: --set fusion=false"
+    once = [timed({"fusion": fusion}, [seconds]) for fusion, seconds in ((True, 2.0), (False, 1.0))]
+    assert "measured once: measure.repeats and rounds show" in best_text(once, sweep.Best())
+
+
+@pytest.mark.parametrize(
+    ("own", "text"),
+    [
+        ([2.0, 2.2, 1.9], "2.00 times as fast as the config's own tiles (2 s), by round 1.90 to 2.20"),
+        ([1.05, 0.98, 1.1], "1.05 times as fast as the config's own tiles (1.05 s), by round 0.98 to 1.10: no clear"),
+        ([0.5, 0.5, 0.5], "the config's own tiles (0.5 s) are the best: keep them"),
+    ],
+)
+def test_the_gain_over_the_own_tiles(own: list[float], text: str) -> None:
+    """By round, as each round measures both."""
+    base = pooled([timed({"tiles.batch": 8}, [of, of]) for of in own])
+    other = pooled([timed({"tiles.batch": 2}, [1.0, 1.0]) for _ in own])
+    assert text in best_text([base, other], sweep.Best(), base).splitlines()[-1]
 
 
 @pytest.mark.parametrize(

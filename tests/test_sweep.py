@@ -143,7 +143,7 @@ def test_a_point_of_several_rounds() -> None:
     assert pooled([row]) is row and pooled([row, bad]) is bad
     assert pooled([row, other, other | {"seconds": 9.0}]) == {
         "status": "ok", "sets": {}, "tasks": 7, "seconds": 4.0, "seconds_min": 0.5, "peak_mib": 6.0, "best ms": 8.0,
-        "rounds": 3, "times": [4.0, 4.0],
+        "rounds": 3, "times": [4.0, 4.0], "by_round": [2.0, 4.0, 9.0],
     }  # fmt: skip
 
 
@@ -255,13 +255,14 @@ def test_variants(tmp_path: Path) -> None:
     assert points[1].config and points[1].config.train.pack and points[1].config.tiles.batch == 2
     rows = sweep_run.run(made, tmp_path / "out", Console(stderr=True))
     assert [row["status"] for row in rows] == 6 * ["ok"], rows
-    assert all(row["tokens_per_s"] == pytest.approx(32 * row["sets"]["measure.alpha"] / row["seconds"]) for row in rows)
+    assert all(row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"]) for row in rows)
+    assert {(row["sets"]["measure.alpha"], row["tokens"]) for row in rows} == {(0.5, rows[0]["tokens"]), (1.0, 32)}
     legend = figure_of(made.plots, rows).subfigs[0].legends[0].get_texts()
     assert [one.get_text() for one in legend] == ["PyTorch", "packed", "padded"]
     assert best_options(rows[:1], made.best) == "measure.alpha=0.5 variant=PyTorch"
     for variants, told in (
         ({"a": {"measure.alpha": 0.5}}, "variants: measure.alpha is set by the grid or list, too; allowed: in one"),
-        ({"a": {"measure.contestant": "jax"}}, "measure.contestant: got 'jax'; allowed: 'nntile', 'torch_eager' or"),
+        ({"a": {"measure.contestant": "jax"}}, "measure.contestant: got 'jax'; allowed: 'nntile', 'torch_eager', "),
         ({"a": {"measure.contestant": "torch_eager", "measure.how": "plan"}},
          "measure.contestant: got torch_eager; allowed: nntile, where measure.how is not run or"),
         ({"a": {"model.heds": 1}}, "model.heds: unknown key"),
@@ -286,9 +287,11 @@ def test_auto(tmp_path: Path) -> None:
     write(tmp_path, {})
     done = nntile(tmp_path, "sweep", "--auto", "base.yaml", "--budget", "2", "--set", "train.batch=2", "--out", "out")
     assert done.returncode == 0, done.stderr
-    assert "tilings planned; pruned:" in done.stderr and "best: --set tiles.batch=" in done.stdout
+    assert "tilings planned; pruned:" in done.stderr and "--set tiles.batch=" in done.stdout
+    assert "the config's own tiles" in done.stdout
     rows = json.loads((tmp_path / "out/results.json").read_text())["rows"]
     assert len(rows) == 2 and all(row["status"] == "ok" for row in rows)
+    assert set(rows[0]["sets"].values()) == {None}, "the config's own tiles, which are none"
     assert all((tmp_path / f"out/plot.{form}").stat().st_size > 1000 for form in ("png", "svg", "pdf"))
     with (tmp_path / "out/searched.csv").open() as file:
         searched = list(csv.DictReader(file))

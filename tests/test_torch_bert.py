@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -24,10 +21,12 @@ from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import RunConfig, resolve
 from nntile_py.errors import ConfigError
 from nntile_py.graph.bin_packing import bins_of
-from nntile_py.measure.commands import of_config
-from nntile_py.measure.config_peer import inputs_of, just_filled
-from nntile_py.measure.peer_process import measure_step
-from nntile_py.measure.torch_bert import BERT, Layer, batch_of, loaded, shares, torch_bert
+from nntile_py.measure.commands import load_contest
+from nntile_py.measure.contest import measure_in_turns, point_with_peers
+from nntile_py.measure.sweep_spec import Measure, load_sweep, points
+from nntile_py.measure.torch_bert import TorchBERT, TorchBERTLayer, batch_of, loaded, shares, torch_bert
+from nntile_py.measure.worker import tight_bins
+from nntile_py.measure.workload_inputs import inputs_of
 from nntile_py.training.repeated_steps import same_steps
 
 TREE = {
@@ -120,7 +119,7 @@ def test_one_graph_serves_all_layers(graphs: list[Any]) -> None:
 def test_dropout_of_the_config(packed: bool, part: str | None) -> None:
     made = config("model.attention=segments", *([f"model.{part}=0.5"] if part else []))
     batch = batch_of(inputs_of(made, "train", 0.6), np.arange(6), packed=packed, device=torch.device("cpu"))
-    layer = Layer(made.model)
+    layer = TorchBERTLayer(made.model)
     for value in layer.parameters():
         torch.nn.init.normal_(value)
     x = torch.randn(*batch.ids.shape, 16)
@@ -137,7 +136,7 @@ def test_no_other_weights() -> None:
     """All that the model has is loaded: nothing keeps what PyTorch had drawn."""
     made = config("model.layers=1")
     weights = {name: np.full_like(value, 0.25) for name, value in build_model(made).weights.items()}
-    model = BERT(made.model)
+    model = TorchBERT(made.model)
     model.load(weights)
     for name, value in model.named_parameters():
         own = value[:300] if name in ("words.weight", "bias") else value
@@ -155,13 +154,13 @@ def test_no_other_weights() -> None:
 def test_bins_without_room_to_spare(batch: int, accumulation: int) -> None:
     made = config("train.batch=12", f"tiles.batch={batch}", f"train.grad_accumulation={accumulation}")
     spec, inputs = step_spec(made), inputs_of(made, "train", 0.5)
-    narrow = just_filled(spec, inputs)
+    narrow = tight_bins(spec, inputs)
     real, bins = int(inputs["attention_mask"].sum()), spec.rows * accumulation
     assert narrow.rows == spec.rows == 12 // batch and narrow.capacity < spec.capacity
     assert narrow.capacity % 12 == 0 and real <= narrow.capacity * bins
     assert narrow.capacity * bins < real + 2 * 12 * bins  # a sequence's room, and what bins are apart
     assert len(bins_of(narrow).fill(inputs, accumulation, narrow.batch, shift=True).places) == 12 * accumulation
-    assert just_filled(spec, inputs_of(made, "train", 1.0)) == spec
+    assert tight_bins(spec, inputs_of(made, "train", 1.0)) == spec
 
 
 def test_shares_of_ranks() -> None:
@@ -177,26 +176,26 @@ def test_shares_of_ranks() -> None:
 # -- as contestants
 
 
-def options(path: Path, names: list[str], *sets: str, **how: Any) -> dict[str, Any]:
+def contest(path: Path, names: list[str], *sets: str, **how: Any) -> tuple[RunConfig, Measure]:
     path.write_text(yaml.safe_dump(TREE))
-    of = of_config(str(path), list(sets), names, 0.6, inference=how.pop("inference", False))
-    return of | {"cpus": 2, "cuda_memory": 0.0, "losses": 3, "time_limit": 120.0} | how
+    return load_contest(str(path), list(sets), names, 0.6, **how)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="a torch without distributed")
 @pytest.mark.parametrize("pack", ["true", "false"])
 def test_ranks_train_as_we_do(tmp_path: Path, eager: None, pack: str) -> None:
     """Ranks have unequal numbers of masked tokens, ours as many bins as there are ranks."""
-    result = measure_step(options(tmp_path / "c.yaml", ["ddp"], f"train.pack={pack}"), ["nntile", "ddp"], 1, 1)
+    of = contest(tmp_path / "c.yaml", ["ddp"], f"train.pack={pack}", steps=1)
+    result = measure_in_turns(*of, ["nntile", "ddp"], 1, losses=3, time_limit=120.0)
     assert result["ddp"].get("losses") == pytest.approx(result["nntile"]["losses"], rel=1e-5), result
     assert result["ddp"]["processes"] == 2
     assert result["ratios"]["ddp"] == result["ratio_to_fastest_peer"]
 
 
 def test_forward_passes_in_turns(tmp_path: Path, eager: None) -> None:
-    of = options(tmp_path / "c.yaml", ["torch_packed"], "model.head=none", inference=True)
+    of = contest(tmp_path / "c.yaml", ["torch_packed"], "model.head=none", inference=True, steps=3)
     started: list[str] = []
-    result = measure_step(of, ["nntile", "torch_packed"], 2, 3, started.append)
+    result = measure_in_turns(*of, ["nntile", "torch_packed"], 2, time_limit=120.0, tell=started.append)
     assert started == ["nntile is ready", "torch_packed is ready"]
     assert result["torch_packed"]["tokens_per_s"] > 0, result
     ratios = result["ratios"]["torch_packed"]
@@ -216,63 +215,41 @@ def test_forward_passes_in_turns(tmp_path: Path, eager: None) -> None:
         ("torch_packed", False, ["precision=bf16", "runtime.cuda=2"], "runtime.cuda: got 2; .*: 0 or 1; several"),
         ("torch_compile", False, ["runtime.cuda=2"], "runtime.cuda: got 2; allowed with --peer torch_compile: 0 or 1"),
         ("ddp", True, ["model.head=none"], "--peer: 'ddp' is not allowed beside --inference; use torch, torch_eager"),
-        ("fsdp2", False, [], "--peer: 'fsdp2' is not allowed beside CONFIG; use torch, torch_eager, .*, ddp"),
+        ("fsdp2", False, [], "model.type: got bert; allowed with --peer fsdp2: gpt2"),
         ("ddp", False, ["precision=bf16", "train.batch=99", "runtime.cuda=99"], "runtime.cuda: 99 is not allowed"),
     ],
 )  # fmt: skip
 def test_refused(tmp_path: Path, name: str, inference: bool, sets: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        options(tmp_path / "c.yaml", [name], *sets, inference=inference)
+        contest(tmp_path / "c.yaml", [name], *sets, inference=inference)
 
 
-# -- the table
+# -- as points of a sweep
 
 
-def test_table(eager: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """experiments/bert_table.py: rows as they are there, what is done is not measured again."""
-    found = importlib.util.spec_from_file_location("bert_table", EXPERIMENTS / "bert_table.py")
-    assert found and found.loader
-    script = importlib.util.module_from_spec(found)
-    found.loader.exec_module(script)
-    sets = {
-        "runtime.cuda": 0, "runtime.cpus": 1, "scheduler": "cpu", "precision": "fp32", "model.layers": 1,
-        "model.embed": 16, "model.heads": 2, "model.vocab": 300, "tokenizer.vocab_size": 300, "train.batch": 2,
-        "train.seq": 16,
-    }  # fmt: skip
-    small = [f"--set={key}={value}" for key, value in sets.items()]
-    quick = ["--rounds", "1", "--steps", "1", "--passes", "1", "--padded", "torch_padded"]
-    script.main(["--rows", "infer/8x64,base/512x64/1*", *quick, *small])
-    told = capsys.readouterr()
-    rows = [json.loads(line) for line in told.out.splitlines() if line.startswith("{")]
-    assert [row["row"] for row in rows] == ["infer/8x64", "base/512x64/1.0/0.1"]
-    peers = [line.split(" | ")[1] for line in told.out.splitlines() if line.startswith(("| infer", "| base"))]
-    assert peers == ["torch_packed", "torch_packed", "torch_padded"], told.out
-    assert " s  base/512x64/1.0/0.1: torch_padded is ready" in told.err
-    (tmp_path / "rows").write_text(told.out)
-    script.main(["--rows", "infer/8x64", "--done", str(tmp_path / "rows")])
-    again = capsys.readouterr()
-    assert again.out == told.out[told.out.index("| row") :] and not again.err
-    (tmp_path / "rows").write_text(told.out[: told.out.index("\n") + 100])  # of a run that was killed as it wrote
-    script.main(["--rows", "", "--done", str(tmp_path / "rows")])
-    left = capsys.readouterr()
-    assert "| infer/8x64 |" in left.out and "base/512x64" not in left.out
-    assert 'a line that was cut off is left out: {"row": "base/512x64' in left.err
-    for wrong, why in (
-        (["--rows", "infer/3x64"], "no row is called 'infer/3x64'"),
-        (["--rounds", "0"], "--rounds: got 0; allowed: at least 1"),
-    ):
-        with pytest.raises(SystemExit):
-            script.main(wrong)
-        assert why in capsys.readouterr().err
+def test_a_point_with_peers(tmp_path: Path, eager: None) -> None:
+    run, how = contest(tmp_path / "c.yaml", ["torch_packed"], steps=1)
+    how = how.model_copy(update={"peers": ["torch_packed", "torch_padded"], "repeats": 2})
+    row = point_with_peers(run, how, 120.0)
+    assert row["seconds_min"] <= row["seconds"] <= row["seconds_max"] and row["tokens"] > 0
+    for peer in how.peers:
+        assert row[f"{peer} ratio_min"] <= row[f"{peer} ratio"] <= row[f"{peer} ratio_max"], row
+        assert row[f"{peer} ms"] == pytest.approx(1e3 * row[f"{peer} seconds"])
 
 
-def test_table_told_wrong_things() -> None:
-    """One message, no traceback."""
-    command = [sys.executable, EXPERIMENTS / "bert_table.py", "--rows", "infer/1x64"]
-    for wrong, why in (
-        (["--peer", "foo"], "error: --peer: 'foo' is not allowed"),
-        (["--set", "foo=1"], "foo: unknown key; allowed: "),
-        (["--done", "/not/there"], "error: /not/there: No such file"),
-    ):
-        done = subprocess.run([*command, *wrong], text=True, capture_output=True, timeout=120, check=False)
-        assert done.returncode in (1, 2) and why in done.stderr and "Traceback" not in done.stderr, done.stderr
+@pytest.mark.parametrize(("name", "count"), [("bert_inference", 15), ("bert_training", 9), ("cuda_graph", 32)])
+def test_the_sweeps_of_packed_bert(name: str, count: int) -> None:
+    """Every point of the tables is a config that loads, and that its peers can run."""
+    found = points(load_sweep(EXPERIMENTS / f"{name}.yaml"))
+    assert len(found) == count and not any(point.error for point in found), found[0].error
+    assert all(point.measure.peers for point in found) == (name != "cuda_graph")
+
+
+def test_peers_that_a_point_cannot_have(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text(
+        f"config: {EXPERIMENTS / 'gpt2_tiny.yaml'}\ngrid: {{tiles.batch: [2]}}\nmeasure: {{peers: [torch_packed]}}\n"
+    )
+    with pytest.raises(ConfigError, match=r"model.type: got gpt2; allowed with --peer torch_packed: bert"):
+        points(load_sweep(tmp_path / "s.yaml"))
+    with pytest.raises(ConfigError, match=r"measure.peers: got ddp; allowed: none where measure.how is not run"):
+        Measure(how="plan", peers=["ddp"])

@@ -26,7 +26,7 @@ def sweep(
 
     alone("sweep")
     from nntile_py.measure.autotune import search, write_search
-    from nntile_py.measure.results import best_told, summary
+    from nntile_py.measure.results import best_text, summary
     from nntile_py.measure.runner import run
     from nntile_py.measure.sweep_spec import load_sweep
 
@@ -44,7 +44,8 @@ def sweep(
         raise typer.Exit(130) from None
     show({"rows": rows} if as_json else summary(chosen, rows))
     if not as_json:
-        print(f"{best_told(rows, chosen.best)}\nresults in {folder}")
+        baseline = found.baseline(rows) if found else None
+        print(f"{best_text(rows, chosen.best, baseline)}\nresults in {folder}")
     raise typer.Exit(0 if any(row["status"] == "ok" for row in rows) else 1)
 
 

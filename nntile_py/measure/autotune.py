@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -64,51 +64,57 @@ class Search:
     name: str
     tilings: list[Candidate]
     sweep: Sweep
+    own: tuple[int | None, ...] | None = None  # the config's own tiling, if it is measured
+
+    def baseline(self, rows: list[Row]) -> Row | None:
+        """Return the row of the config's own tiling."""
+        return _measured(rows).get(self.own) if self.own else None
 
 
 def search(path: Path, sets: list[str], budget: int, console: Console) -> Search:
-    """Plans tilings; the sweep is of the `budget` most promising, the config's own and the uncut one among them."""
+    """Plan tilings; the sweep measures the config's own, the uncut one, and the most promising, `budget` in all."""
     tree = read_yaml(path, "SWEEP", RunConfig) if path.is_file() else {}
     if "config" in tree and tree.keys() & {"grid", "list", "random"}:
         raise ConfigError(f"{path}: this is a sweep's YAML; --auto takes a run's config, such as {tree['config']}")
     config = load(path, sets)
     seen: Seen = {}
-    own: Tiles = config.tiles.model_dump()
-    start: Tiles = dict(own)
-    if (now := own_cost(config)).far_too_fine:  # nobody waits for so many to be listed, let alone measured
+    start: Tiles = config.tiles.model_dump()
+    own: tuple[int | None, ...] | None = _key(start)
+    if (now := own_cost(config)).far_too_fine:  # listing so many tasks takes too long, measuring them longer
         start.update(coarse(config).tiles)
-        told = f"the config's own tiles make {now.tasks:,} tasks a step, far too many to measure; beginning at others"
-        console.print(told, highlight=False, soft_wrap=True)
-    elif told := note(config):
-        console.print(f"{told}, for each of the tilings", highlight=False, soft_wrap=True)
+        own = None
+        text = f"the config's own tiles make {now.tasks:,} tasks a step, far too many to measure; beginning at others"
+        console.print(text, highlight=False, soft_wrap=True)
+    elif text := note(config):
+        console.print(f"{text}, for each of the tilings", highlight=False, soft_wrap=True)
     whole: Tiles = dict.fromkeys(AXES)
     starts = [start, whole, whole | {"batch": _tile(config.train.batch, config.workers)}]
     with telling(console) as tell:
         tell("planning tilings")
-        for start in starts:
-            _walk(config, start, seen)
+        for begin in starts:
+            _walk(config, begin, seen)
     tilings = [
         Candidate(key, None if isinstance(plan, str) else plan, why_not(config, plan)) for key, plan in seen.items()
     ]
     refused = Counter(one.pruned for one in tilings if one.pruned)
     pruned = ", ".join(f"{count} for {reason}" for reason, count in refused.most_common()) or "none"
     console.print(f"{len(seen)} tilings planned; pruned: {pruned}", highlight=False, soft_wrap=True)
-    always = [_key(start), _key(whole)]
-    # A model so small that no tiling is good has a best one all the same.
+    always = [_key(start), _key(whole)]  # the config's own first: the baseline of the gain
+    # A model so small that no tiling is good still has a best one.
     planned = [(one.plan.seconds, one) for one in tilings if one.plan]
     kept = [entry for entry in planned if not entry[1].pruned] or planned
     best = [one.key for _, one in sorted(kept, key=lambda entry: entry[0])]
     chosen = list(dict.fromkeys([*always, *best]))[: max(budget, 1)]
-    told = f"{len(chosen)} of them will be measured, each {ROUNDS} times in turns; --budget N takes fewer"
-    console.print(told, highlight=False, soft_wrap=True)
-    made: dict[str, Any] = {
+    text = f"{len(chosen)} of them will be measured, each {ROUNDS} times in turns; --budget N takes fewer"
+    console.print(text, highlight=False, soft_wrap=True)
+    tree = {
         "config": str(path),
         "set": dict(map(assignment, sets)),
         "list": [{f"tiles.{axis}": size for axis, size in zip(AXES, key, strict=True)} for key in chosen],
         "measure": {"work": "train", "repeats": 3},
         "rounds": ROUNDS,
     }
-    return Search(path.stem, tilings, validated(Sweep, made))
+    return Search(path.stem, tilings, validated(Sweep, tree), own)
 
 
 def write_search(found: Search, rows: list[Row], folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""`nntile bench capacity`: which GPT sizes train within so much memory of each GPU, ours and PyTorch's FSDP2."""
+"""`nntile bench capacity`: which GPT sizes train within a limit of GPU memory, ours and PyTorch's FSDP2."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from typing import Annotated, Any
 
 import typer
 
+from nntile_py.config.run_config import RunConfig, load
 from nntile_py.errors import ConfigError
-from nntile_py.measure.common import parse_tiles
-from nntile_py.measure.peer_process import NO_ANSWER, OF_GPT2, check_gpus, measure_step, processes
-from nntile_py.system.load import cores
+from nntile_py.measure.contest import measure_in_turns
+from nntile_py.measure.contestants import BERT_PEERS, OURS, PEERS, check_gpus, check_peer
+from nntile_py.measure.sweep_spec import Measure
+from nntile_py.system.folders import installed
 from nntile_py.system.machine import machine
 
 SHAPE = ("layers", "embed", "heads")
-MODELS = {  # their SHAPE: GPT-2's, then GPT-3's (Brown et al. 2020)
+MODELS = {  # sizes in the order of SHAPE: GPT-2's, then GPT-3's (Brown et al. 2020)
     "tiny": (2, 32, 2), "124M": (12, 768, 12), "355M": (24, 1024, 16), "774M": (36, 1280, 20), "XL": (48, 1600, 25),
     "2.7B": (32, 2560, 32), "6.7B": (32, 4096, 32), "13B": (40, 5120, 40),
 }  # fmt: skip
-HOST_BYTES = {"nntile": 22, "fsdp2_offload": 18}  # of main memory for each parameter, where all of the state goes there
-STATE_BYTES = 16  # of a parameter in bf16: itself, what rounding left, its gradient and two moments
+HOST_BYTES = {"nntile": 22, "fsdp2_offload": 18}  # bytes of main memory a parameter, if all state goes there
+STATE_BYTES = 16  # of a bf16 parameter: value, low bits of its master weight, gradient, two moments
+NO_ANSWER = "no answer within"  # of NoAnswer
 HEAD = "| model | contestant | trains | tokens/s | s a step | GiB of the fullest GPU | GiB of main memory |"
 
 
@@ -32,41 +35,42 @@ def capacity(
     contestants: Annotated[str, typer.Option(help="nntile and peers of bench step.")] = "nntile,fsdp2,fsdp2_offload",
     cuda: Annotated[int, typer.Option(help="CUDA devices. 0: on the CPU, for tests", min=0)] = 1,
     cuda_memory: Annotated[float, typer.Option(help="GiB of each GPU that a contestant may take.")] = 20.0,
-    host_memory: Annotated[float, typer.Option(help="GiB of main memory; who needs more is left out. 0: any")] = 0.0,
-    seq: int = 1024,
-    batch: Annotated[int, typer.Option(help="Sequences of all GPUs together. [default: 4 a GPU]")] = 0,
-    vocab: int = 50304,
-    tiles: Annotated[str, typer.Option(help="Ours, as axis=size,... [default: a tile of the batch a GPU]")] = "",
-    accumulate: str = "chain",
-    window: Annotated[int, typer.Option(help="Ours: most tasks in flight. 0: no bound")] = 0,
+    host_memory: Annotated[float, typer.Option(help="GiB of main memory; larger models are left out. 0: any")] = 0.0,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE",
+            help="Override a key of experiments/gpt2_124m.yaml, besides the model's sizes. [default: train.seq=1024, "
+            "4 sequences a GPU in one tile, tokenizer.vocab_size=50304]",
+        ),
+    ] = None,
     rounds: Annotated[int, typer.Option(help="Turns of one step.", min=1)] = 3,
     time_limit: Annotated[float, typer.Option(help="Seconds of a start, and of a turn.")] = 120.0,
     search: Annotated[
         bool, typer.Option("--search", help="Start where weights and states fill the GPUs, then up or down.")
     ] = False,
-    budget: Annotated[float, typer.Option(help="Seconds after which none is begun. 0: no bound")] = 0.0,
+    budget: Annotated[float, typer.Option(help="Seconds after which no further model starts. 0: no bound")] = 0.0,
     out: Annotated[Path | None, typer.Option(help="Write FILE.json and FILE.md, after each row.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """The largest GPT that trains within a limit of GPU memory, and how fast."""
-    names = _allowed("--contestants", contestants, ["nntile", *OF_GPT2])
+    names = _allowed("--contestants", contestants, [OURS, *(peer for peer in PEERS if peer not in BERT_PEERS)])
     order = sorted(_allowed("--models", models, MODELS), key=list(MODELS).index)
-    check_gpus(cuda)
-    gpus = processes({"cuda": cuda})
-    batch = batch or 4 * gpus
-    base: dict[str, Any] = {
-        "seq": seq, "batch": batch, "vocab": vocab, "cpus": cores(), "scheduler": "lws",
-        "attention": "vendor", "tiles": parse_tiles(tiles or f"batch={max(1, batch // gpus)}"), "fusion": True,
-        "accumulate": accumulate, "cuda": cuda, "dtype": "bf16", "window": window or None, "losses": 0,
-        "time_limit": time_limit, "placement": None, "cuda_memory": cuda_memory,
-    }  # fmt: skip
+    check_gpus(cuda, "--cuda")
+    gpus = cuda or 2
+    own = ["precision=fp32", "scheduler=cpu"] if not cuda else []
+    own += [f"runtime.cuda={cuda}", f"train.batch={4 * gpus}", "tiles={batch: 4}", "tokenizer.vocab_size=50304"]
+    configs = {model: config_of(model, [*own, *(sets or [])]) for model in order}
+    for name in (name for name in names if name != OURS):
+        check_peer(configs[order[0]], name)
+    how = Measure(gpu_memory=int(cuda_memory * 2**30) or None)
     rows: list[dict[str, Any]] = []
-    result = {"options": base, "rows": rows, **machine()}
+    result = {"sets": [*own, *(sets or [])], "measure": how.model_dump(), "rows": rows, **machine()}
     if not as_json:
         print(f"{HEAD}\n{'|---' * 7}|", flush=True)
-    filling = [_parameters(model, vocab) * STATE_BYTES <= gpus * cuda_memory * 2**30 for model in order]
+    filling = [_parameters(configs[model]) * STATE_BYTES <= gpus * cuda_memory * 2**30 for model in order]
     first = max(sum(filling) - 1, 0) if search else 0
-    for row in _tried(names, order, first, base, rounds, host_memory, budget):
+    for row in _tried(names, configs, first, how, rounds, time_limit, host_memory, budget):
         rows.append(row)
         if not as_json:
             print(_line(row), flush=True)
@@ -77,46 +81,54 @@ def capacity(
         print(json.dumps(result, indent=2))
 
 
-def _allowed(option: str, told: str, names: Collection[str]) -> list[str]:
-    """Of an option with commas between."""
-    for name in told.split(","):
+def config_of(model: str, sets: Sequence[str]) -> RunConfig:
+    """Return the config of a GPT of MODELS."""
+    sizes = [f"model.{key}={size}" for key, size in zip(SHAPE, MODELS[model], strict=True)]
+    return load(installed("experiments") / "gpt2_124m.yaml", [*sizes, *sets])
+
+
+def _allowed(option: str, text: str, names: Collection[str]) -> list[str]:
+    """Return the values of an option with commas between."""
+    for name in text.split(","):
         if name not in names:
             raise ConfigError(f"{option}: {name!r} is not allowed; use {', '.join(names)}")
-    return told.split(",")
+    return text.split(",")
 
 
 def _tried(
-    names: Sequence[str], models: Sequence[str], first: int, base: dict[str, Any], rounds: int,
+    names: Sequence[str], configs: dict[str, RunConfig], first: int, how: Measure, rounds: int, time_limit: float,
     host_memory: float, budget: float,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each contestant and model, the contestants by turns, so that `budget` cuts off all alike."""
+    """Yield a row for each contestant and model, the contestants by turns, so that `budget` ends all of them alike."""
     trains: dict[str, dict[str, bool]] = {name: {} for name in names}
-    unknown: set[str] = set()  # contestants of which one was too slow to tell
+    too_slow: set[str] = set()  # contestants with a model that did not answer in time
     end = time.monotonic() + (budget or math.inf)
     while turns := [
-        (name, of) for name in names if name not in unknown and (of := next_model(models, first, trains[name]))
+        (name, of) for name in names
+        if name not in too_slow and (of := next_model([*configs], first, trains[name]))
     ]:
         for name, model in turns:
-            row: dict[str, Any] = {"model": model, "contestant": name, "parameters": _parameters(model, base["vocab"])}
+            config = configs[model]
+            row: dict[str, Any] = {"model": model, "contestant": name, "parameters": _parameters(config)}
             host = HOST_BYTES.get(name, 0) * row["parameters"] / 2**30
             if time.monotonic() > end:
                 row["error"] = f"not tried: {budget:g} s were over"
             elif 0 < host_memory < host:
                 row["error"] = f"not tried: may need {host:.0f} GiB of main memory"
             else:
-                row |= measure_step(base | dict(zip(SHAPE, MODELS[model], strict=True)), [name], rounds, 1)[name]
+                row |= measure_in_turns(config, how, [name], rounds, time_limit=time_limit)[name]
             error = row.get("error", "")
             trains[name][model] = not error
             if NO_ANSWER in error:
-                unknown.add(name)
+                too_slow.add(name)
             yield row
         if time.monotonic() > end:
             break
 
 
 def next_model(models: Sequence[str], first: int, trains: dict[str, bool]) -> str | None:
-    """The next of these, which grow, to try: `first`, then towards the largest that trains; None once that is known."""
-    good, bad = ([k for k, model in enumerate(models) if trains.get(model) is found] for found in (True, False))
+    """Return the next of these growing models to try: `first`, then towards the largest that trains; None: done."""
+    good, bad = ([k for k, model in enumerate(models) if trains.get(model) is fits] for fits in (True, False))
     if good and bad:
         at = (max(good) + min(bad)) // 2 if min(bad) - max(good) > 1 else -1
     else:
@@ -124,9 +136,9 @@ def next_model(models: Sequence[str], first: int, trains: dict[str, bool]) -> st
     return models[at] if 0 <= at < len(models) else None
 
 
-def _parameters(model: str, vocab: int) -> int:
-    layers, embed, _ = MODELS[model]
-    return 12 * layers * embed**2 + vocab * embed
+def _parameters(config: RunConfig) -> int:
+    c = config.model
+    return int(12 * c.layers * c.embed**2 + c.vocab * c.embed)
 
 
 def _line(row: dict[str, Any]) -> str:

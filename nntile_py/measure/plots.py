@@ -23,7 +23,7 @@ MARKERS = "osD^vPX"
 HATCHES, STYLES = ("", "///", "..."), ("-", "--", ":")  # bars, lines
 _TIMES = {"seconds": 1.0, "ms": 1e3, "us": 1e6}
 _BEST = ("seconds_min", "best ms", "best us")
-_RATES = ("tokens_per_s", "gflop_per_s")  # as many times less as the time is more
+RATES = ("tokens_per_s", "gflop_per_s")  # as many times less as the time is more
 _LABELS = {
     "seconds": "time of a step (s)", "ms": "time of a step (ms)", "us": "time of a step (us)",
     "seconds_min": "time of a step (s), best repeat", "best ms": "time of a step (ms), best repeat",
@@ -39,14 +39,14 @@ _LABELS = {
 def spread(row: Row, metric: str = "seconds") -> tuple[float, float] | None:
     """From where to where a metric of time goes: the middle half of its repeats, of few all; None: not repeated."""
     times = row.get("times", [])
-    if metric not in (*_TIMES, *_RATES) or len(times) < 2:
+    if metric not in (*_TIMES, *RATES) or len(times) < 2:
         return None
     low, high = min(times), max(times)
     if len(times) >= QUARTILES:
         low, _, high = quantiles(times, n=4, method="inclusive")
     middle = row["seconds"]
     low, high = min(low, middle), max(high, middle)  # the median of rounds' medians may lie beside
-    if metric in _RATES:
+    if metric in RATES:
         return row[metric] * middle / high, row[metric] * middle / low
     return low * _TIMES[metric], high * _TIMES[metric]
 

@@ -1,10 +1,10 @@
-"""Processes that measure a sweep's points; what runs in them is in worker.py."""
+"""Worker processes: each runs worker.py, and answers every line of JSON on its stdin with one on its stdout."""
 
 from __future__ import annotations
 
 import json
 import os
-import select
+import selectors
 import shlex
 import shutil
 import signal
@@ -14,161 +14,143 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any
 
-from nntile_py.errors import ConfigError
+from nntile_py.errors import ConfigError, NNTileError
 
-if TYPE_CHECKING:
-    from nntile_py.measure.sweep_spec import Point
+STOP_LIMIT = 30.0  # seconds for a worker process to stop its runtime
+MPIRUN_LIMIT = 10.0  # seconds for mpirun to end its ranks
 
-STOP_LIMIT = 30.0  # seconds for a process to stop its runtime
-MPIRUN_LIMIT = 10.0  # and for mpirun to end its ranks
-
-# On Linux a sweep that is killed takes its point with it (PR_SET_PDEATHSIG), so that none goes on beside the resumed
-# sweep. Asked for before anything is imported, as that takes a second.
+# On Linux the kernel kills a worker process when its parent ends (PR_SET_PDEATHSIG), and kills it first if main memory
+# runs out. Both are requested before any import, as imports take a second.
 _START = """
 import ctypes, os, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9)
+    try:
+        open("/proc/self/oom_score_adj", "w").write("1000")
+    except OSError:
+        pass
 if os.getppid() != int(sys.argv[1]):
     os._exit(1)
 if len(sys.argv) > 2:
     os.execvp(sys.argv[2], sys.argv[2:])
 from nntile_py.measure.worker import main
-sys.exit(main())
+main()
 """
-_RANK = "import sys; from nntile_py.measure.worker import main; sys.exit(main())"
+_RANK = "from nntile_py.measure.worker import main; main()"
 
 
-def ranks_of(point: Point) -> int | None:
-    """How many processes measure a point together, started by mpirun; None: one, without it."""
-    return point.config.runtime.nodes if point.config and point.measure.how != "plan" else None
+class WorkerFailed(NNTileError):
+    """A worker process answered with an error, or ended."""
+
+
+class NoAnswer(NNTileError):
+    """A worker process did not answer within its time limit."""
 
 
 def mpirun(ranks: int) -> list[str]:
-    """The command that starts so many ranks: NNTILE_MPIRUN, such as `mpirun --bind-to none`, with their number."""
+    """Return the command that starts `ranks` ranks; NNTILE_MPIRUN, such as `mpirun --bind-to none`, replaces mpirun."""
     command = shlex.split(os.environ.get("NNTILE_MPIRUN", "mpirun"))
     if not command or not shutil.which(command[0]):
-        told = f"needs {command[0] if command else 'mpirun'}, which is not there"
-        raise ConfigError(f"runtime.nodes: got {ranks}, which {told}; allowed: null, or NNTILE_MPIRUN with a command")
+        need = f"needs {command[0] if command else 'mpirun'}, which is not installed"
+        raise ConfigError(f"runtime.nodes: got {ranks}, which {need}; allowed: null, or NNTILE_MPIRUN with a command")
     return [*command, "-n", str(ranks), sys.executable, "-c", _RANK]
 
 
-class Process:
-    """Measures one point after the other; ranks: with so many processes, or None."""
+class WorkerProcess:
+    """One worker process.
 
-    def __init__(self, ranks: int | None = None) -> None:
-        self.runs: Any = None  # Point.process of its first point, and so of all
-        self.ranks = ranks
-        command = mpirun(ranks) if ranks else []
-        self._errors, self._read = tempfile.TemporaryFile(), b""  # noqa: SIM115
-        self._child = subprocess.Popen(
-            [sys.executable, "-c", _START, str(os.getpid()), *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self._errors, start_new_session=True,
-        )  # fmt: skip
-
-    def measure(self, point: Point, time_limit: float) -> dict[str, Any]:
-        """The point's status with its metrics or its error; after an error the process is of no more use."""
-        assert point.config is not None and self._child.stdin
-        self.runs = point.process
-        what = {"config": point.config.model_dump(by_alias=True), "measure": point.measure.model_dump()}
-        with suppress(BrokenPipeError):  # it has ended: said below
-            self._child.stdin.write(json.dumps(what).encode() + b"\n")
-            self._child.stdin.flush()
-        try:
-            line = self._line(time.monotonic() + time_limit)
-        except TimeoutError:
-            return {"status": "timeout", "error": f"no result after {time_limit:g} s (time_limit)"}
-        answer = json.loads(line) if line else {}
-        if line and "error" not in answer:
-            return {"status": "ok", **answer}
-        status = self._child.wait() if not line else 0
-        ended = f"signal {-status}" if status < 0 else f"status {status}"
-        return {"status": "failed", "error": answer.get("error") or self._tail() or f"ended with {ended}"}
-
-    def _line(self, end: float) -> bytes:
-        """The next answer; empty if none will come."""
-        assert self._child.stdout
-        while True:
-            *lines, self._read = self._read.split(b"\n")
-            if answers := [line for line in lines if line.startswith(b"{")]:
-                return answers[0]
-            if not select.select([self._child.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
-                raise TimeoutError
-            data = os.read(self._child.stdout.fileno(), 1 << 16)
-            if not data:
-                return b""
-            self._read += data
-
-    def _tail(self) -> str:
-        self._errors.seek(0)
-        return "\n".join(self._errors.read().decode(errors="replace").strip().splitlines()[-3:])
-
-    def close(self, patience: float) -> None:
-        """Let it stop its runtime for so many seconds, then kill it."""
-        assert self._child.stdin and self._child.stdout
-        with suppress(BrokenPipeError):
-            self._child.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._child.wait(patience)
-        if self._child.poll() is None and self.ranks:  # mpirun then ends what it has started
-            self._child.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._child.wait(MPIRUN_LIMIT)
-        if self._child.poll() is None:
-            os.killpg(self._child.pid, signal.SIGKILL)
-            self._child.wait()
-        self._child.stdout.close()
-        self._errors.close()
-
-
-class Processes:
-    """Gives each point its process: a new one, or with `together` the last one if it runs the same (Point.process).
-
-    With `together` the one for the next is there before it is needed: its imports take seconds.
+    Args:
+        label: Text before each of its error messages.
+        ranks: MPI ranks that mpirun starts, all of which serve each request; None: one process without mpirun.
+        errors: Keep stderr for error messages; otherwise it is the parent's.
     """
 
-    def __init__(self, together: bool) -> None:
-        self.together = together
-        self._last: Process | None = None
-        self._next = Process() if together else None
+    def __init__(self, label: str = "", ranks: int | None = None, *, errors: bool = True) -> None:
+        self.label, self.ranks, self._unread = label, ranks, b""
+        self._errors: IO[bytes] | None = tempfile.TemporaryFile() if errors else None  # noqa: SIM115
+        command = [sys.executable, "-c", _START, str(os.getpid()), *(mpirun(ranks) if ranks else [])]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, bufsize=0,
+            start_new_session=True,  # Ctrl-C is for the parent
+        )  # fmt: skip
 
-    def measure(self, point: Point, time_limit: float, follows: Sequence[Point] = ()) -> dict[str, Any]:
-        assert point.config
-        if self._last and self._last.runs != point.process:
-            self._end(STOP_LIMIT)
-        if not self._last:
-            self._last, self._next = self._take(ranks_of(point)), None
-        if (
-            self.together
-            and point.config.runtime.cuda  # on CPU its imports would take the cores of what is being measured
-            and not self._next
-            and any(p.process != point.process for p in follows)
-        ):
-            self._next = Process()
-        result: dict[str, Any] = {}
-        try:
-            result = self._last.measure(point, time_limit)
-        finally:
-            well = result.get("status") == "ok"
-            if not (well and self.together):
-                self._end(STOP_LIMIT if well else 0.0)
-        return result
+    def send(self, request: dict[str, Any]) -> None:
+        assert self.process.stdin
+        with suppress(BrokenPipeError):  # the process has ended: reported when its answer is read
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
 
-    def _take(self, ranks: int | None) -> Process:
-        """The one that is there, if it has as many ranks."""
-        if self._next and self._next.ranks == ranks:
-            return self._next
-        if self._next:
-            self._next.close(0.0)
-        return Process(ranks)
+    def read(self) -> dict[str, Any] | None:
+        """Return the answer if it has arrived. Raises WorkerFailed if it is an error or will never come."""
+        assert self.process.stdout
+        data = os.read(self.process.stdout.fileno(), 1 << 16)
+        if not data:
+            raise self.ended()
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"{"):
+                answer: dict[str, Any] = json.loads(line)
+                if "error" in answer:
+                    raise WorkerFailed(f"{self.label}{answer['error']}")
+                return answer
+        return None
 
-    def _end(self, patience: float) -> None:
-        if self._last:
-            self._last.close(patience)
-        self._last = None
+    def ended(self) -> WorkerFailed:
+        """Return the error that tells how the process ended."""
+        status = self.process.wait()
+        how = f"status {status}" if status >= 0 else f"signal {-status} ({signal.Signals(-status).name})"
+        last = ""
+        if self._errors:
+            self._errors.seek(0)
+            last = "\n".join(self._errors.read().decode(errors="replace").strip().splitlines()[-3:])
+        return WorkerFailed(f"{self.label}{last or f'ended with {how}'}")
 
-    def close(self) -> None:
-        self._end(STOP_LIMIT)
-        if self._next:
-            self._next.close(0.0)
+    def close(self, patience: float = 0.0) -> None:
+        """Let the process stop its runtime for `patience` seconds, then kill it."""
+        assert self.process.stdin and self.process.stdout
+        self.process.send_signal(signal.SIGCONT)
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience)
+        if self.process.poll() is None and self.ranks:  # mpirun then ends its ranks
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(MPIRUN_LIMIT)
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.process.stdout.close()
+        if self._errors:
+            self._errors.close()
+
+
+def answers(workers: Sequence[WorkerProcess], seconds: float) -> list[dict[str, Any]]:
+    """Return the next answer of each worker process.
+
+    Raises:
+        WorkerFailed: As soon as one of them fails.
+        NoAnswer: After `seconds` seconds.
+    """
+    received: dict[WorkerProcess, dict[str, Any]] = {}
+    end = time.monotonic() + seconds
+    with selectors.DefaultSelector() as selector:
+        for worker in workers:
+            assert worker.process.stdout
+            selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
+        while len(received) < len(workers):
+            ready = selector.select(min(1.0, max(0.0, end - time.monotonic())))
+            waiting = [worker for worker in workers if worker not in received]
+            for worker in [] if ready else waiting:
+                # A process that the worker started may hold its stdout open.
+                if worker.process.poll() is not None and not (ready := selector.select(0)):
+                    raise worker.ended()
+            for key, _ in ready:
+                if (answer := key.data.read()) is not None:
+                    received[key.data] = answer
+                    selector.unregister(key.fileobj)
+            if len(received) < len(workers) and time.monotonic() >= end:
+                raise NoAnswer(f"{waiting[0].label}no answer within {seconds:g} s")
+    return [received[worker] for worker in workers]

@@ -9,10 +9,11 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nntile_py.measure.plots import Row, figure_of, good_rows, plain, spread, word
+from nntile_py.measure.plots import RATES, Row, figure_of, good_rows, plain, spread, word
 from nntile_py.measure.sweep_spec import VARIANT
 from nntile_py.system.console_tables import plain_table
 from nntile_py.system.folders import replace_file
+from nntile_py.system.load import is_busy
 from nntile_py.system.pictures import FORMS, files_of
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
     from nntile_py.measure.sweep_spec import Best, Sweep
 
-_NOT_IN_CSV = ("id", "sets", "measure", "times", "started")
-_TOLD = 5  # errors
+_NOT_IN_CSV = ("id", "sets", "measure", "times", "started", "by_round")
+_SHOWN = 5  # errors, or rows within the spread
 
 
 def pooled(rows: list[Row]) -> Row:
@@ -30,6 +31,7 @@ def pooled(rows: list[Row]) -> Row:
     if failed or len(rows) == 1:
         return failed or rows[0]
     result = rows[0] | {"rounds": len(rows), "times": [t for row in rows for t in row.get("times", [])]}
+    result["by_round"] = [row["seconds"] for row in rows]
     for key, value in rows[0].items():
         if isinstance(value, float):
             least, most = key.startswith("best") or key.endswith("_min"), key.endswith("_max") or key.startswith("peak")
@@ -45,14 +47,32 @@ def best_row(rows: list[Row], best: Best) -> Row | None:
 
 
 def within_spread(rows: list[Row], best: Best) -> list[Row]:
-    """The good rows that may be as good as the best: their spread overlaps its own, by the metric."""
+    """Return the rows that may be as good as the best: their range of the metric over all rounds overlaps with its own.
+
+    One disturbed round widens a range: it makes no other point the winner."""
     chosen = best_row(rows, best)
-    own = chosen and spread(chosen, best.metric)
+    own = chosen and _range(chosen, best.metric)
     if not own:
         return []
-    others = [(row, spread(row, best.metric)) for row in rows if row["status"] == "ok" and row is not chosen]
+    others = [(row, _range(row, best.metric)) for row in rows if row["status"] == "ok" and row is not chosen]
     alike = [row for row, of in others if of and of[0] <= own[1] and of[1] >= own[0]]
     return sorted(alike, key=lambda row: row[best.metric], reverse=best.of == "greatest")
+
+
+def _range(row: Row, metric: str) -> tuple[float, float] | None:
+    """Return the range of a metric of time over the rounds; with one round its spread; None: it was measured once."""
+    rounds, seconds = row.get("by_round", []), row.get("seconds")
+    if len(rounds) < 2 or not seconds or not (within := spread(row, metric)):
+        return spread(row, metric)
+    ends = [row[metric] * ((seconds / of) if metric in RATES else (of / seconds)) for of in rounds]
+    return min(*ends, within[0]), max(*ends, within[1])
+
+
+def gain(row: Row, base: Row) -> tuple[float, float, float]:
+    """Return how many times as fast a row is as `base`: the median, minimum and maximum over the rounds."""
+    pairs = list(zip(base.get("by_round", []), row.get("by_round", []), strict=False))
+    ratios = [before / after for before, after in pairs] or [base["seconds"] / row["seconds"]]
+    return statistics.median(ratios), min(ratios), max(ratios)
 
 
 def summary(sweep: Sweep, rows: list[Row]) -> RenderableType:
@@ -63,6 +83,9 @@ def summary(sweep: Sweep, rows: list[Row]) -> RenderableType:
     keys = list(dict.fromkeys(key for row in rows for key in row["sets"]))
     keys = [key for key in keys if len({plain(row["sets"].get(key)) for row in rows}) > 1]
     metrics = list(dict.fromkeys([sweep.best.metric, "seconds_min", "tasks", "gflop_per_s"]))
+    if sweep.has_peers:
+        ratios = dict.fromkeys(key for row in rows for key in row if key.endswith((" ms", " ratio", " error")))
+        metrics = ["ms", *(key for key in ratios if not key.startswith("best")), "peak_mib"]
     shown = plain_table((*(key.rpartition(".")[2] for key in keys), *metrics, "status"))
     best = best_row(rows, sweep.best)
     for row in rows:
@@ -70,8 +93,8 @@ def summary(sweep: Sweep, rows: list[Row]) -> RenderableType:
         cells += [f"{row[m]:.4g}" if isinstance(row.get(m), float) else str(row.get(m, "")) for m in metrics]
         shown.add_row(*cells, row["status"], style="bold green" if row is best else None)
     failed = [row for row in rows if row["status"] != "ok"]
-    lines = [f"{row['status']}: {row['sets']}: {row['error']}" for row in failed[:_TOLD]]
-    lines += [f"and {len(failed) - _TOLD} more, in results.csv"] if len(failed) > _TOLD else []
+    lines = [f"{row['status']}: {row['sets']}: {row['error']}" for row in failed[:_SHOWN]]
+    lines += [f"and {len(failed) - _SHOWN} more, in results.csv"] if len(failed) > _SHOWN else []
     return Group(shown, *map(Text, lines))
 
 
@@ -84,20 +107,39 @@ def best_options(rows: list[Row], best: Best) -> str:
     return " ".join(text if key.startswith(own) else f"--set {text}" for key, text in told) or "none"
 
 
-def best_told(rows: list[Row], best: Best) -> str:
-    """The best row, and those of which the measurement does not tell that they are worse."""
-    lines = [f"best: {best_options(rows, best)}"]
+def best_text(rows: list[Row], best: Best, baseline: Row | None = None) -> str:
+    """Return what the sweep recommends: the best row if its spread overlaps with no other's, and how much it gains.
+
+    baseline: the row of the config's own settings."""
     chosen, alike = best_row(rows, best), within_spread(rows, best)
+    lines = [f"best: {best_options(rows, best)}"]
     if chosen and alike:
         keys = [k for k, of in chosen["sets"].items() if any(row["sets"].get(k) != of for row in rows)]
         each = [
             ", ".join(f"{k.rpartition('.')[2]} {word(k, row['sets'].get(k))}" for k in keys)
             + f" ({row[best.metric]:.4g})"
-            for row in alike[:_TOLD]
+            for row in alike[:_SHOWN]
         ]
-        each += [f"and {len(alike) - _TOLD} more"] if len(alike) > _TOLD else []
+        each += [f"and {len(alike) - _SHOWN} more"] if len(alike) > _SHOWN else []
+        lines = [f"no clear winner; {best.of} {best.metric}: {best_options(rows, best)}"]
         lines.append(f"within the spread of: {'; '.join(each)}")
+    elif chosen and len(rows) > 1 and not spread(chosen, best.metric):
+        lines.append("measured once: measure.repeats and rounds show whether the difference is more than noise")
+    busy = max((row["others"] for row in rows if row.get("others") is not None), default=0.0)
+    if chosen and is_busy(busy):
+        lines.append(f"other processes kept up to {busy:.1f} cores busy: measure again before you rely on this")
+    if chosen and baseline:
+        lines.append(_gain_text(chosen, baseline, baseline in alike))
     return "\n".join(lines)
+
+
+def _gain_text(chosen: Row, baseline: Row, alike: bool) -> str:
+    own = f"the config's own tiles ({baseline['seconds']:.4g} s)"
+    if chosen is baseline:
+        return f"{own} are the best: keep them"
+    middle, least, most = gain(chosen, baseline)
+    text = f"{middle:.2f} times as fast as {own}, by round {least:.2f} to {most:.2f}"
+    return f"{text}: no clear gain, keep them" if alike or least < 1 else text
 
 
 def write_results(sweep: Sweep, rows: list[Row], folder: Path) -> list[str]:

@@ -19,8 +19,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from nntile_py.errors import ConfigError
-from nntile_py.measure.process import Processes
+from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.measure.contest import point_with_peers
+from nntile_py.measure.process import STOP_LIMIT, NoAnswer, WorkerProcess, answers
 from nntile_py.measure.results import pooled, write_results
 from nntile_py.measure.sweep_spec import Point, Sweep, points
 from nntile_py.system.folders import read
@@ -76,7 +77,8 @@ class Rows:
 
 def _whole(row: dict[str, Any]) -> bool:
     """Whether a row holds what the results are made of."""
-    numbers = [value for key, value in row.items() if key not in (*_TEXTS, "sets", "measure", "times")]
+    others = (*_TEXTS, "sets", "measure", "times")
+    numbers = [value for key, value in row.items() if key not in others and not key.endswith(" error")]
     good = row["status"] != "ok" or "seconds" in row
     texts = good and all(isinstance(row.get(key, ""), str) for key in _TEXTS) and isinstance(row["sets"], dict)
     numbers = [value for value in (*numbers, *row.get("times", [])) if value is not None]
@@ -121,13 +123,84 @@ def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) ->
 def measure_point(
     point: Point, time_limit: float, processes: Processes | None = None, follows: Sequence[Point] = ()
 ) -> dict[str, Any]:
-    """Run a point, in a process of its own if none are given: its row. `follows`: the points after it."""
+    """Measure a point and return its row; without `processes` in a process of its own. follows: the points after it."""
     row: dict[str, Any] = {"id": point.id, "sets": point.sets, "measure": point.measure.model_dump()}
     if point.config is None:
         return row | {"status": "refused", "error": point.error}
     start = time.time()
     row |= (processes or Processes(together=False)).measure(point, time_limit, follows)
     return row | {"started": start, "took": time.time() - start, "load": os.getloadavg()[0]}
+
+
+class Processes:
+    """The worker processes of a sweep: a new one for each point, or with `together` one for points of equal
+    Point.process.
+
+    With `together` on GPUs the next process starts while the one before measures: its imports take seconds."""
+
+    def __init__(self, together: bool) -> None:
+        self.together = together
+        self._last: WorkerProcess | None = None
+        self._key: Any = None  # Point.process of the last one's points
+        self._next = WorkerProcess() if together else None
+
+    def measure(self, point: Point, time_limit: float, follows: Sequence[Point] = ()) -> dict[str, Any]:
+        """Return the point's status with its metrics or its error."""
+        config, how = point.config, point.measure
+        assert config
+        if how.peers:
+            self.close()  # contestants have processes of their own, and the machine
+            try:
+                return {"status": "ok", **point_with_peers(config, how, time_limit)}
+            except NNTileError as error:
+                return _failed(error, time_limit)
+        if self._last and self._key != point.process:
+            self._end(STOP_LIMIT)
+        if not self._last:
+            self._last, self._key, self._next = self._take(point), point.process, None
+        # On the CPU the imports of the next process would take cores from the measurement.
+        if self.together and config.runtime.cuda and not self._next and any(p.process != self._key for p in follows):
+            self._next = WorkerProcess()
+        patience = 0.0
+        try:
+            request = {"config": config.model_dump(by_alias=True), "measure": how.model_dump()}
+            self._last.send(request | {"repeats": how.repeats, "steps": how.steps})
+            (answer,) = answers([self._last], time_limit)
+            answer.pop("losses", None)
+            patience = STOP_LIMIT
+        except NNTileError as error:
+            return _failed(error, time_limit)
+        finally:
+            if not (patience and self.together):
+                self._end(patience)
+        return {"status": "ok", **answer}
+
+    def _take(self, point: Point) -> WorkerProcess:
+        """Return the process that waits, if it has as many ranks, or a new one."""
+        assert point.config
+        ranks = point.config.runtime.nodes if point.measure.how != "plan" else None
+        if self._next and self._next.ranks == ranks:
+            return self._next
+        if self._next:
+            self._next.close()
+        return WorkerProcess(ranks=ranks)
+
+    def _end(self, patience: float) -> None:
+        if self._last:
+            self._last.close(patience)
+        self._last = None
+
+    def close(self) -> None:
+        self._end(STOP_LIMIT)
+        if self._next:
+            self._next.close()
+        self._next = None
+
+
+def _failed(error: NNTileError, time_limit: float) -> dict[str, Any]:
+    if isinstance(error, NoAnswer):
+        return {"status": "timeout", "error": f"no result after {time_limit:g} s (time_limit)"}
+    return {"status": "failed", "error": str(error)}
 
 
 def _told(sets: dict[str, Any]) -> str:

@@ -17,7 +17,20 @@ from pydantic import Field, field_validator, model_validator
 from nntile_py.analysis.workloads import FORWARD, Phase, Work
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.errors import ConfigError
-from nntile_py.schema import Count, Natural, Part, Positive, Section, Switch, allowed, assignment, read_yaml, validated
+from nntile_py.measure.contestants import BERT_PEERS, LAYER_WORKS, OURS, PEERS, Peer, check_peer
+from nntile_py.schema import (
+    Count,
+    Natural,
+    Part,
+    Positive,
+    Section,
+    Size,
+    Switch,
+    allowed,
+    assignment,
+    read_yaml,
+    validated,
+)
 from nntile_py.tasks.op import CATEGORIES
 
 Values = dict[str, list[Any]]
@@ -25,7 +38,8 @@ _POINTS = ("grid", "list", "random")
 VARIANT = "variant"  # a point's key with the name of one of `variants`
 _ALWAYS = ["seconds", "tasks", "flop", "bytes_moved", "peak_bytes", "parallelism", "planned_task_us", "took", "load"]
 _UNITS = ("seconds", "flop", "% seconds", "% flop")
-_TIMED = ["seconds_min", "seconds_max", "ms", "us", "best ms", "best us", "us_per_task", "others"]
+PEER_METRICS = ("seconds", "ms", "tokens_per_s", "peak_mib", "ratio", "ratio_min", "ratio_max")  # after a peer's name
+_TIMED = ["tokens", "host_mib", "seconds_min", "seconds_max", "ms", "us", "best ms", "best us", "us_per_task", "others"]
 _OF_NODES = ("gpus_per_node", "network", "gpus_per_nic", "strong")  # keys of measure that need its key `nodes`
 METRICS = {  # that worker.py gives, by measure.how
     "plan": _ALWAYS,
@@ -54,10 +68,16 @@ class Measure(Section):
     """Of parts of a model: forward, backward or both."""
     how: Literal["run", "plan", "operators"] = "run"
     """Run it; only plan it; or run each operator alone and sum by class."""
-    contestant: Literal["nntile", "torch_eager", "torch_compile"] = "nntile"
+    contestant: Literal["nntile", "torch_eager", "torch_compile", "torch_packed", "torch_padded"] = "nntile"
     """Who runs a training step or a forward pass: this project, or PyTorch, eager or by torch.compile, with the model
-    that transformers has, sequences padded, with their mask; or `encoder` or `mha`, torch.nn's own layers. In
-    processes of its own."""
+    of transformers, sequences padded, with their mask; for `encoder` and `mha` torch.nn's own layers; `torch_packed`
+    and `torch_padded`: see `nntile bench step --peer`. In processes of its own."""
+    peers: list[Peer] = Field(default_factory=list)
+    """Contestants that are timed in turns with this project's training step or forward pass, as by `nntile bench step`:
+    a turn for each of `repeats`. Metrics of a peer have its name, such as `torch_compile ratio`: our time over its."""
+    gpu_memory: Size | None = None
+    """Bytes of each GPU that a contestant may use; ours leaves 1 GiB of them to kernels' workspaces. null: all, of
+    which our tiles take runtime.cuda_memory."""
     alpha: Part = 1.0
     """Of training steps and forward passes: the mean length of the sequences, as a part of train.seq."""
     captured: Switch | None = None
@@ -88,13 +108,18 @@ class Measure(Section):
 
     @model_validator(mode="after")
     def _what_pytorch_runs(self) -> Measure:
-        whole = ("train", *FORWARD, "encoder", "mha")
+        whole = ("train", *FORWARD, *LAYER_WORKS)
+        if self.peers and (self.contestant, self.how) != (OURS, "run"):
+            where = "measure.how is not run or measure.contestant not nntile"
+            raise ConfigError(f"measure.peers: got {', '.join(self.peers)}; allowed: none where {where}")
+        if (self.peers or self.contestant in BERT_PEERS) and self.work not in ("train", "inference"):
+            raise ConfigError(f"measure.work: got {self.work}; allowed with such contestants: train or inference")
         if self.contestant != "nntile" and (self.how != "run" or self.work not in whole):
             raise ConfigError(
                 f"measure.contestant: got {self.contestant}; allowed: nntile, where measure.how is not run or"
                 f" measure.work is none of {', '.join(whole)}"
             )
-        layer = self.work in ("encoder", "mha") and self.contestant != "nntile"
+        layer = self.work in LAYER_WORKS and self.contestant != "nntile"
         compiled = layer and self.contestant == "torch_compile"
         ours = (self.contestant, self.how, self.work != "train") == ("nntile", "run", True)
         if self.captured is not None and not ours and not compiled:
@@ -229,7 +254,13 @@ class Sweep(Section):
         hows = [self.measure.how, *(how for values in tables for how in values.get("measure.how", []))]
         hows += [entry["measure.how"] for entry in self.list_ or [] if "measure.how" in entry]
         hows += ["nodes"] if self.measure.nodes or "measure.nodes" in self.varied() else []
-        return list(dict.fromkeys(metric for how in hows for metric in METRICS.get(how, [])))
+        peers = [f"{peer} {metric}" for peer in PEERS for metric in PEER_METRICS] if self.has_peers else []
+        return list(dict.fromkeys([*(metric for how in hows for metric in METRICS.get(how, [])), *peers]))
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether some points are timed in turns with peers."""
+        return bool(self.measure.peers) or "measure.peers" in self.varied()
 
     def check_names(self) -> None:
         """Refuses what no row will hold, before anything is measured."""
@@ -326,6 +357,8 @@ def points(sweep: Sweep) -> list[Point]:
             if config.runtime.nodes and (measure.how == "operators" or measure.contestant != "nntile"):
                 told = "null, where measure.how is operators or measure.contestant another than nntile"
                 raise ConfigError(f"runtime.nodes: got {config.runtime.nodes}; allowed: {told}")
+            for peer in measure.peers or [measure.contestant] * (measure.contestant in BERT_PEERS):
+                check_peer(config, peer, measure.work)
         except ConfigError as refused:
             measure, error = sweep.measure, str(refused)
         what = [config.model_dump(by_alias=True) if config else sets, _set(measure)]
@@ -345,7 +378,8 @@ def points(sweep: Sweep) -> list[Point]:
 
 def _set(measure: Measure) -> dict[str, Any]:
     """What decides a measurement: keys of machines where there are any, so that rows of before stay known."""
-    return measure.model_dump(exclude=None if measure.nodes else {"nodes", *_OF_NODES})
+    new = {key for key in ("peers", "gpu_memory") if not getattr(measure, key)}
+    return measure.model_dump(exclude=new | (set() if measure.nodes else {"nodes", *_OF_NODES}))
 
 
 def _check_base(sweep: Sweep) -> None:

@@ -12,7 +12,6 @@ kernel or as a CUDA graph, whichever is faster. On CPUs, which have no such atte
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -27,11 +26,20 @@ from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import RunConfig
 from nntile_py.graph.bin_packing import bins_of
 from nntile_py.graph.padding import MASK
-from nntile_py.measure.common import Step, torch_device, torch_dtype, trained
+from nntile_py.measure.torch_peers import (
+    CapturedCall,
+    Step,
+    replicated,
+    torch_device,
+    torch_dtype,
+    trained,
+    world_size,
+)
+from nntile_py.measure.workload_inputs import Array
 from nntile_py.models.bert_parts import LayerNames
+from nntile_py.system.clock import clocked
 from nntile_py.tasks.cross_entropy import IGNORED
 
-Array = np.ndarray[Any, Any]
 VOCAB_STEP = 64  # a table of so many rows, or a multiple: tensor cores want their operands aligned
 NEVER = -1e4  # the bias of rows that are added for that: no token that there is loses probability to them
 TURNS, PASSES = 3, 20  # of both ways to run a forward pass: times that are taken, the passes of each
@@ -49,7 +57,7 @@ class Sequences(NamedTuple):
     longest: int
 
 
-class Batch(NamedTuple):
+class TorchBatch(NamedTuple):
     """ids: [tokens], or padded [rows, seq], with their positions. places: of the masked tokens, whose labels follow."""
 
     ids: torch.Tensor
@@ -62,7 +70,7 @@ class Batch(NamedTuple):
 
 def batch_of(
     arrays: Mapping[str, Array], mine: Array, *, packed: bool, device: torch.device, world: int = 1
-) -> Batch:
+) -> TorchBatch:
     """The sequences `mine` of padded arrays. The mean of the losses of `world` ranks is that of all masked tokens."""
     ids, seq = arrays["input_ids"][mine], arrays["input_ids"].shape[1]
     real = arrays[MASK][mine] != 0 if MASK in arrays else np.ones(ids.shape, bool)
@@ -81,7 +89,7 @@ def batch_of(
         flat = labels.reshape(-1)
         places, counted = np.flatnonzero(flat != IGNORED), flat[flat != IGNORED]
     total = max(int((arrays["labels"] != IGNORED).sum()), 1) if labels is not None else world
-    return Batch(
+    return TorchBatch(
         _on(ids, device), _on(positions, device), sequences, _on(places, device), _on(counted, device), world / total
     )
 
@@ -119,7 +127,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: Sequences, dro
     return cast(torch.Tensor, varlen_attn(q, k, v, *sizes))
 
 
-class Layer(nn.Module):
+class TorchBERTLayer(nn.Module):
     """Attention and a feed-forward part; its modules have the names of LayerNames, but for the three that are one."""
 
     def __init__(self, c: Any) -> None:
@@ -144,7 +152,7 @@ def activated(x: torch.Tensor, kind: str) -> torch.Tensor:
     return F.gelu(x, approximate="tanh" if kind == "gelu_new" else "none")
 
 
-class BERT(nn.Module):
+class TorchBERT(nn.Module):
     """Of a config's sizes: hidden states, or with a head the loss of masked tokens."""
 
     def __init__(self, c: Any) -> None:
@@ -153,13 +161,13 @@ class BERT(nn.Module):
         self.words = nn.Embedding(-(-c.vocab // VOCAB_STEP) * VOCAB_STEP, c.embed)
         self.positions, self.kinds = nn.Embedding(c.positions, c.embed), nn.Embedding(c.kinds, c.embed)
         self.norm = nn.LayerNorm(c.embed, c.layer_norm_eps)
-        self.layers = nn.ModuleList(Layer(c) for _ in range(c.layers))
+        self.layers = nn.ModuleList(TorchBERTLayer(c) for _ in range(c.layers))
         if c.head == "masked_lm":
             self.dense, self.head_norm = nn.Linear(c.embed, c.embed), nn.LayerNorm(c.embed, c.layer_norm_eps)
             self.bias = nn.Parameter(torch.zeros(self.words.num_embeddings))
         # Of functions that take a module: their graphs take its weights, so that one serves all layers. fullgraph: what
         # is not compiled, or compiled too often, is an error, not eager.
-        parts: list[Callable[..., Any]] = [Layer.forward, BERT.embedded, BERT.loss]
+        parts: list[Callable[..., Any]] = [TorchBERTLayer.forward, TorchBERT.embedded, TorchBERT.loss]
         self.run = {part: torch.compile(part, dynamic=False, fullgraph=True) for part in parts}
 
     def embedded(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -167,10 +175,10 @@ class BERT(nn.Module):
         x = self.norm(self.words(ids) + self.positions(positions) + self.kinds.weight[0])
         return F.dropout(x, self.config.dropout, self.training)
 
-    def hidden(self, batch: Batch) -> torch.Tensor:
-        x: torch.Tensor = self.run[BERT.embedded](self, batch.ids, batch.positions)
+    def hidden(self, batch: TorchBatch) -> torch.Tensor:
+        x: torch.Tensor = self.run[TorchBERT.embedded](self, batch.ids, batch.positions)
         for layer in self.layers:
-            x = self.run[Layer.forward](layer, x, batch.sequences)
+            x = self.run[TorchBERTLayer.forward](layer, x, batch.sequences)
         return x
 
     def loss(self, x: torch.Tensor, places: torch.Tensor, labels: torch.Tensor, scale: float) -> torch.Tensor:
@@ -178,9 +186,9 @@ class BERT(nn.Module):
         logits = F.linear(self.head_norm(activated(y, self.config.activation)), self.words.weight, self.bias)
         return F.cross_entropy(logits.float(), labels, reduction="sum") * scale
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: TorchBatch) -> torch.Tensor:
         x = self.hidden(batch)
-        return cast(torch.Tensor, self.run[BERT.loss](self, x, batch.places, batch.labels, batch.scale))
+        return cast(torch.Tensor, self.run[TorchBERT.loss](self, x, batch.places, batch.labels, batch.scale))
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Array]) -> None:
@@ -206,10 +214,10 @@ class BERT(nn.Module):
             self.bias.fill_(NEVER)[: self.config.vocab] = torch.from_numpy(weights[f"{head}.bias"])
 
 
-def loaded(config: RunConfig, device: torch.device) -> BERT:
+def loaded(config: RunConfig, device: torch.device) -> TorchBERT:
     """With the weights that our side starts from."""
     with device:
-        model = BERT(config.model)
+        model = TorchBERT(config.model)
     model.load(build_model(config).weights)
     return model
 
@@ -227,73 +235,33 @@ def torch_bert(config: RunConfig, arrays: Mapping[str, Array], name: str, work: 
     return passes(model.to(torch_dtype(config.precision)).eval(), batch)
 
 
-def passes(model: BERT, batch: Batch) -> tuple[Step, dict[str, Any]]:
-    """Forward passes, by the faster way."""
+def passes(model: TorchBERT, batch: TorchBatch) -> tuple[Step, dict[str, Any]]:
+    """Return forward passes, launched kernel by kernel or as a CUDA graph, whichever is faster."""
     call, facts = torch.inference_mode()(lambda: model.hidden(batch)), dict[str, Any]()
-    if batch.ids.device.type == "cuda":
-        graph = captured(call)
-        launched, replayed = (min(seconds(way) for _ in range(TURNS)) for way in (call, graph))
-        call, facts = (graph, {"captured": True}) if replayed < launched else (call, {"captured": False})
+    on_gpu = batch.ids.device.type == "cuda"
 
-    def run(n: int) -> list[float]:
-        for _ in range(n):
-            call()
-        if batch.ids.device.type == "cuda":
-            torch.cuda.synchronize()
-        return n * [0.0]
+    def repeated(call: Callable[[], Any]) -> Step:
+        def run(n: int) -> list[float]:
+            for _ in range(n):
+                call()
+            if on_gpu:
+                torch.cuda.synchronize()
+            return n * [0.0]
 
-    return run, facts
+        return run
 
-
-def captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The same kernels as one CUDA graph."""
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):  # compiled, and its workspaces made, before they are captured
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(beside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = call()
-
-    def replay() -> Any:
-        graph.replay()
-        return kept
-
-    return replay
+    if on_gpu:
+        graph = CapturedCall(call, warm_up=call)
+        launched, replayed = (min(clocked(repeated(way), TURNS, PASSES)) for way in (call, graph))
+        facts["captured"] = replayed < launched
+        call = graph if facts["captured"] else call
+    return repeated(call), facts
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    """Of a pass, several in flight."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(PASSES):
-        call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / PASSES
-
-
-def ddp(
-    config: RunConfig, arrays: Mapping[str, Array], o: dict[str, Any], rank: int, port: int
-) -> tuple[Step, dict[str, Any]]:
-    """A rank of DDP."""
-    import torch.distributed as dist
-
-    from nntile_py.measure.peer_process import processes
-    from nntile_py.measure.peers import joined, replicated
-
-    world = processes(o)
-    device = joined(o, rank, port)
-    batch = batch_of(
-        arrays, shares(config, arrays, world)[rank], packed=config.train.pack, device=device, world=world
-    )
+def ranked_bert(config: RunConfig, arrays: Mapping[str, Array], rank: int, device: torch.device) -> Step:
+    """Return the training steps of a rank of DDP, whose process group has been joined."""
+    world = world_size(config)
+    mine = shares(config, arrays, world)[rank]
+    batch = batch_of(arrays, mine, packed=config.train.pack, device=device, world=world)
     model = replicated(loaded(config, device).train(), device)
-    steps = trained(config, model, model, [batch])
-
-    def run(n: int) -> list[float]:
-        mean = torch.tensor(steps(n), device=device) / world
-        dist.all_reduce(mean)
-        return [float(loss) for loss in mean.tolist()]
-
-    return run, {"processes": world}
+    return trained(config, model, model, [batch])

@@ -1,27 +1,35 @@
-"""GPT-2 in PyTorch on a GPU, as `nntile bench step --cuda 1` times it: bf16 autocast, fp32 master weights, fused AdamW.
+"""GPT-2 in plain PyTorch, as nanoGPT writes it, on one GPU or several: eager, compiled, DDP, FSDP2.
 
-The recipe of nanoGPT: scaled_dot_product_attention, tied head, cross-entropy of the flattened logits.
+Attention is scaled_dot_product_attention, the head is tied, labels are shifted once. FSDP2 follows torchtitan: each
+block is compiled, then sharded; weights and activations in bf16, shards in fp32, gradients reduced in fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, cast
 
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from nntile_py.measure.common import CLIP, GPU_BETAS, GPU_LR, WEIGHT_DECAY, Step, batch, limit_memory, weights
+from nntile_py.config.builders import build_model
+from nntile_py.config.run_config import RunConfig
+from nntile_py.measure.torch_peers import Step, replicated, torch_device, torch_dtype, trained, world_size
+from nntile_py.measure.workload_inputs import Array
+from nntile_py.models.init import each_initial_weight
+from nntile_py.tasks.cross_entropy import IGNORED
 
 
-class Block(nn.Module):
-    def __init__(self, embed: int, heads: int) -> None:
+class PlainBlock(nn.Module):
+    def __init__(self, c: Any) -> None:
         super().__init__()
-        self.heads = heads
-        self.ln_1, self.ln_2 = nn.LayerNorm(embed), nn.LayerNorm(embed)
-        self.c_attn, self.c_proj = nn.Linear(embed, 3 * embed), nn.Linear(embed, embed)
-        self.c_fc, self.mlp_proj = nn.Linear(embed, 4 * embed), nn.Linear(4 * embed, embed)
+        self.heads = c.heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(c.embed), nn.LayerNorm(c.embed)
+        self.c_attn, self.c_proj = nn.Linear(c.embed, 3 * c.embed), nn.Linear(c.embed, c.embed)
+        self.c_fc, self.mlp_proj = nn.Linear(c.embed, c.ffn), nn.Linear(c.ffn, c.embed)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, s, e = x.shape
@@ -32,59 +40,109 @@ class Block(nn.Module):
         return torch.add(x, self.mlp_proj(y))
 
 
-def head_loss(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def head_loss(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, scale: float) -> torch.Tensor:
     logits = F.linear(x, weight)
-    return F.cross_entropy(logits.view(-1, logits.size(-1)).float(), labels.view(-1), ignore_index=-100)
+    flat = logits.view(-1, logits.size(-1)).float()
+    return F.cross_entropy(flat, labels.view(-1), ignore_index=IGNORED, reduction="sum") * scale
 
 
-class Model(nn.Module):
-    def __init__(self, o: dict[str, Any]) -> None:
+class PlainGPT2(nn.Module):
+    def __init__(self, config: RunConfig) -> None:
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(o["vocab"], o["embed"]), nn.Embedding(o["seq"], o["embed"])
-        self.h = nn.ModuleList(Block(o["embed"], o["heads"]) for _ in range(o["layers"]))
-        self.ln_f = nn.LayerNorm(o["embed"])
-        self.register_buffer("positions", torch.arange(o["seq"]))
+        c = config.model
+        self.wte, self.wpe = nn.Embedding(c.vocab, c.embed), nn.Embedding(c.positions, c.embed)
+        self.h = nn.ModuleList(PlainBlock(c) for _ in range(c.layers))
+        self.ln_f = nn.LayerNorm(c.embed)
+        self.register_buffer("positions", torch.arange(config.train.seq))
         self.loss = head_loss
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, scale: float) -> torch.Tensor:
         x = self.wte(ids) + self.wpe(self.positions)
         for block in self.h:
             x = block(x)
-        return self.loss(self.ln_f(x), self.wte.weight, labels)
+        return self.loss(self.ln_f(x), self.wte.weight, labels, scale)
 
-    def load(self, values: Iterable[tuple[str, torch.Tensor]], copy: Callable[..., Any] = torch.Tensor.copy_) -> None:
-        """Weights under transformers' names, whose matrices are stored transposed."""
+    def load(self, values: Iterable[tuple[str, Array]], copy: Callable[..., Any] = torch.Tensor.copy_) -> None:
+        """Copy weights under the names of transformers, whose matrices are stored transposed."""
         own = {name.replace("_orig_mod.", ""): value for name, value in self.named_parameters()}  # of torch.compile
         with torch.no_grad():
             for name, value in values:
                 short = name.removeprefix("transformer.").replace("attn.c_", "c_").replace("mlp.c_proj", "mlp_proj")
                 short = short.replace("mlp.c_fc", "c_fc")
-                matrix = value.dim() == 2 and not short.startswith("w")
-                copy(own.pop(short), value.t() if matrix else value)
+                matrix = value.ndim == 2 and not short.startswith("w")
+                tensor = torch.from_numpy(value)
+                copy(own.pop(short), tensor.t() if matrix else tensor)
         assert not own, list(own)
 
 
-def torch_on_gpu(o: dict[str, Any], compiled: bool) -> tuple[Step, dict[str, Any]]:
-    limit_memory(o)
-    torch.set_float32_matmul_precision("high")
-    with torch.device("cuda"):
-        model = Model(o)
-    model.load(weights(o))
-    optimizer = torch.optim.AdamW(model.parameters(), GPU_LR, betas=GPU_BETAS, weight_decay=WEIGHT_DECAY, fused=True)
-    forward = torch.compile(model) if compiled else model
-    ids = torch.from_numpy(batch(o)).cuda()
-    low = o["dtype"] == "bf16"
+def start_weights(config: RunConfig) -> Iterator[tuple[str, Array]]:
+    """Yield name and value of each weight that our side starts from; initial weights one after the other."""
+    model = build_model(config)
+    if config.model.from_ is not None:
+        yield from model.weights.items()
+    else:
+        yield from each_initial_weight(model.params(), config.seed)
 
-    def run(n: int) -> list[float]:
-        losses = []
-        for _ in range(n):
-            with torch.autocast("cuda", torch.bfloat16, enabled=low):
-                loss = forward(ids, ids)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            losses.append(loss.detach())
-        return torch.stack(losses).tolist()
 
-    return run, {}
+def shifted(config: RunConfig, arrays: Mapping[str, Array], rank: int, world: int, device: Any) -> tuple[Any, ...]:
+    """Return a rank's token ids, its shifted labels, and the factor by which its sum of losses counts."""
+    ids, labels = arrays["input_ids"], np.full_like(arrays["labels"], IGNORED)
+    labels[:, :-1] = arrays["labels"][:, 1:]
+    scale = world / max(int((labels != IGNORED).sum()), 1)
+    rows = np.array_split(np.arange(len(ids)), world)[rank]
+    return *(torch.from_numpy(np.ascontiguousarray(one[rows])).to(device) for one in (ids, labels)), scale
+
+
+def torch_gpt2(config: RunConfig, arrays: Mapping[str, Array], *, compiled: bool) -> Step:
+    """Return training steps on one device."""
+    device = torch_device(config)
+    with device:
+        model = PlainGPT2(config)
+    model.load(start_weights(config))
+    forward: Any = torch.compile(model) if compiled else model
+    return trained(config, model, lambda part: forward(*part), [shifted(config, arrays, 0, 1, device)])
+
+
+def ranked_gpt2(config: RunConfig, arrays: Mapping[str, Array], name: str, rank: int, device: Any) -> Step:
+    """Return a rank's training steps by DDP or FSDP2, whose process group has been joined."""
+    world = world_size(config)
+    forward = _ddp(config, device) if name == "ddp" else _fsdp(config, device, world, offload=name == "fsdp2_offload")
+    part = shifted(config, arrays, rank, world, device)
+    return trained(config, forward, lambda part: forward(*part), [part], autocast=name == "ddp")
+
+
+def _ddp(config: RunConfig, device: torch.device) -> nn.Module:
+    with device:
+        model = PlainGPT2(config)
+    model.load(start_weights(config))
+    compiled: Any = torch.compile(replicated(model, device))  # cuts the graph where DDP's buckets are full
+    return cast(nn.Module, compiled)
+
+
+def _fsdp(config: RunConfig, device: torch.device, world: int, *, offload: bool) -> nn.Module:
+    """Return the sharded model; only one weight at a time is ever in memory as a whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    with torch.device("meta"):
+        model = PlainGPT2(config)
+    mesh = init_device_mesh(device.type, (world,))
+    low = torch_dtype(config.precision) != torch.float32
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if low else MixedPrecisionPolicy()
+    where = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+    for number, block in enumerate(model.h):
+        compiled: Any = torch.compile(block)
+        model.h[number] = compiled
+        fully_shard(compiled, mesh=mesh, mp_policy=policy, offload_policy=where)
+    model.loss = torch.compile(head_loss)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=where)
+    model.to_empty(device="cpu" if offload else device)
+    model.positions = torch.arange(config.train.seq, device=device)
+
+    def copy(shard: Any, value: torch.Tensor) -> None:
+        parts = value.chunk(world)
+        if dist.get_rank() < len(parts):
+            shard.to_local().copy_(parts[dist.get_rank()])
+
+    model.load(start_weights(config), copy)
+    return model

@@ -8,9 +8,7 @@ from typing import Any
 from nntile_py.analysis.workloads import Phase
 from nntile_py.config.run_config import RunConfig
 from nntile_py.errors import ConfigError
-from nntile_py.measure.common import torch_device, torch_dtype
-
-WORKS = ("encoder", "mha")
+from nntile_py.measure.torch_peers import CapturedCall, torch_device, torch_dtype
 
 
 def torch_layer(
@@ -73,29 +71,22 @@ def torch_layer(
     return run
 
 
-def _captured(forward: Callable[[], Any], gradients: Callable[[Any], None], phase: Phase) -> Callable[[], None]:
-    """What launches the phase's CUDA graph. The backward pass is that of a forward pass in a graph of its own."""
-    import torch
+def _captured(forward: Callable[[], Any], gradients: Callable[[Any], None], phase: Phase) -> Callable[[], Any]:
+    """Return the phase as one CUDA graph; a backward pass is that of a forward pass in a graph of its own."""
 
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):  # what is compiled or chosen at first use
-        for _ in range(3):
-            gradients(forward())
-    torch.cuda.current_stream().wait_stream(beside)
-    first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(first):
+    def both() -> Any:
         y = forward()
-        if phase == "all":
-            gradients(y)
-    if phase != "backward":
-        return first.replay
-    with torch.cuda.graph(second, pool=first.pool()):
         gradients(y)
-    first.replay()
+        return y
 
-    def replay(of: Any = (first, second)) -> None:  # both stay: the second reads what the first made
-        of[1].replay()
+    first = CapturedCall(both if phase == "all" else forward, warm_up=both)
+    if phase != "backward":
+        return first
+    second = CapturedCall(lambda: gradients(first.result), pool=first.graph.pool())
+    first()
+
+    def replay(of: Any = (first, second)) -> None:  # keeps both: the second graph reads the results of the first
+        of[1]()
 
     return replay
 
@@ -117,7 +108,7 @@ def _stacked(c: Any, options: dict[str, Any]) -> Any:
     """Multi-head attention of one input, with one product for Q, K and V."""
     import torch
 
-    class Attention(torch.nn.Module):
+    class StackedAttention(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.project = torch.nn.Linear(c.embed, 3 * c.embed, **options)
@@ -129,14 +120,14 @@ def _stacked(c: Any, options: dict[str, Any]) -> Any:
             y = torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=c.attention_dropout)
             return self.out(y.transpose(1, 2).flatten(2))
 
-    return Attention()
+    return StackedAttention()
 
 
 def _layer(c: Any, attention: Any, options: dict[str, Any]) -> Any:
     """The encoder layer around it, with ReLU and the norms behind the sums."""
     import torch
 
-    class Layer(torch.nn.Module):
+    class StackedLayer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.attention = attention
@@ -150,14 +141,14 @@ def _layer(c: Any, attention: Any, options: dict[str, Any]) -> Any:
             inner = self.dropout(torch.relu(self.up(x)))
             return self.norms[1](x + self.dropout(self.down(inner)))
 
-    return Layer()
+    return StackedLayer()
 
 
 def _self_attention(attention: Any) -> Any:
     """Of one input, without the probabilities."""
     import torch
 
-    class SelfAttention(torch.nn.Module):
+    class UnweightedAttention(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.attention = attention
@@ -165,4 +156,4 @@ def _self_attention(attention: Any) -> Any:
         def forward(self, x: Any) -> Any:
             return self.attention(x, x, x, need_weights=False)[0]
 
-    return SelfAttention()
+    return UnweightedAttention()

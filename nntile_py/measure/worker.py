@@ -1,13 +1,24 @@
-"""Points of a sweep, in a process of their own: each line of stdin says what to measure, each answer is one of JSON."""
+"""The worker process of all measurements: sweeps, experiments and the contestants of `nntile bench step`.
+
+A request is one line of JSON with any of these parts; its answer is one line of JSON with the facts of both:
+    config, measure[, contestant, place]: Start what `measure` (a section of a sweep) names, and warm it up. `config`: a
+        resolved config, or the path of one, with `sets`. `contestant`: replaces that of `measure`. `place`: rank and
+        port of this process, for a contestant with a process for each GPU.
+    repeats, steps: Time what was started, `repeats` times, each over `steps` steps in flight together.
+"""
 
 from __future__ import annotations
 
 import gc
 import json
+import math
+import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,161 +27,231 @@ from nntile_py.analysis import cluster_plan
 from nntile_py.analysis.plan import estimate
 from nntile_py.analysis.workloads import FORWARD, Built, build, of_evaluation, of_step, small_graph, spec_of
 from nntile_py.config.builders import build_model, step_spec, tiling
-from nntile_py.config.run_config import RunConfig, runtime_options
+from nntile_py.config.run_config import RunConfig, load, runtime_options
 from nntile_py.errors import NNTileError
 from nntile_py.execution import memory
 from nntile_py.execution.mpi import ranks
 from nntile_py.execution.runtime import Runtime
-from nntile_py.measure.config_peer import inputs_of, torch_side
+from nntile_py.graph.bin_packing import bins_of, lengths_of
+from nntile_py.graph.step import StepSpec
 from nntile_py.measure.sweep_spec import METRICS, Measure
-from nntile_py.measure.torch_layer import WORKS, torch_layer
+from nntile_py.measure.workload_inputs import Array, count_tokens, inputs_of
 from nntile_py.profiling.operator_timer import runner, small_program
-from nntile_py.system import launcher as system
+from nntile_py.system import launcher
 from nntile_py.system.clock import clocked
 from nntile_py.system.load import Load, among
 from nntile_py.tasks.op import CATEGORIES
+from nntile_py.tiles import Tiling
 from nntile_py.training.collectives import ranks_of_run
 from nntile_py.training.repeated_steps import forward_passes, same_steps
+from nntile_py.training.trainer import Trainer
+
+Run = Callable[[int], Any]  # runs n steps; returns their losses, if it has any
+RESERVE = 2**30  # bytes of a GPU that our tiles leave to kernels' workspaces, where measure.gpu_memory limits them
 
 
-def main() -> int:
-    """Status 0, or 1 at the first point that fails, with {"error": ...}. All points have one `runtime`.
+def main() -> None:
+    """Serve requests until stdin ends, or until one fails, which is answered with {"error": ...}.
 
-    Of several ranks the first is asked and answers."""
-    try:
-        with ExitStack() as running:  # StarPU, from the first point that needs it
-            for line in _asked():
-                what = json.loads(line)
-                result = measure(RunConfig.model_validate(what["config"]), Measure(**what["measure"]), running)
-                if system.leads():
-                    print("\n" + json.dumps(result), flush=True)
-                gc.collect()  # the point's tiles: the next one needs their place
-    except (NNTileError, MemoryError, OSError) as error:
-        system.failing()
-        print("\n" + json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
-        return 1
-    return 0
+    Several MPI ranks serve each request together: rank 0 reads and answers."""
+    with ExitStack() as running:  # StarPU, from the first request that needs it
+        session: Session | None = None
+        try:
+            for line in _requests():
+                request = json.loads(line)
+                answer: dict[str, Any] = {}
+                if "config" in request:
+                    session = None
+                    gc.collect()  # the tiles of the request before
+                    session = Session(request, running)
+                    answer |= session.facts
+                if "repeats" in request and session and session.run:
+                    answer |= session.times(request["repeats"], request["steps"])
+                if launcher.leads():
+                    print("\n" + json.dumps(answer), flush=True)
+        except Exception as error:
+            launcher.failing()
+            text = f"{type(error).__name__}: {error}".strip()
+            if not isinstance(error, NNTileError):  # a text that is not written for users
+                traceback.print_exc()
+                text = text.splitlines()[0][:400]
+            print("\n" + json.dumps({"error": text}), flush=True)
+            if launcher.started()[1] == 1:  # at once: stopping may wait for processes that never answer
+                sys.stderr.flush()
+                os._exit(1)
+            running.close()
+            sys.exit(1)
 
 
-def _asked() -> Iterator[str]:
-    """Lines of stdin, which the first rank has for all."""
-    if system.started()[1] == 1:
+def _requests() -> Iterator[str]:
+    """Lines of stdin, which rank 0 reads for all ranks."""
+    if launcher.started()[1] == 1:
         yield from sys.stdin
         return
     every = ranks()
-    while line := every.from_first(sys.stdin.readline() if system.leads() else ""):
+    while line := every.from_first(sys.stdin.readline() if launcher.leads() else ""):
         yield line
 
 
-def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, Any]:
-    """The metrics of a point. Starts the runtime, which stops with `running`."""
-    _forget_peak()
-    if how.contestant != "nntile":
-        if config.runtime.cuda:
-            memory.forget_gpu_peak()
-        if how.work in WORKS:
-            options = {"captured": bool(how.captured), "autotune": how.autotune, "stacked": how.stacked}
-            return _timed(config, how, torch_layer(config, how.work, how.phase, how.contestant, **options))
-        return _timed(config, how, torch_side(config, inputs_of(config, how.work, how.alpha), how.contestant, how.work))
-    machines = how.gpus_per_node, how.network, how.gpus_per_nic
-    if on := cluster_plan.requested_cluster(config, how.nodes, *machines, name="measure.{}".format):
-        return _on_nodes(config, on, how)
-    whole = how.how == "run" and how.work in ("train", *FORWARD)  # made with what runs it
+class Session:
+    """What a request started: `run`, unless only a plan was asked for, and `facts` that need no clock."""
+
+    def __init__(self, request: Mapping[str, Any], running: ExitStack) -> None:
+        given = request["config"]
+        config = load(given, request.get("sets", [])) if isinstance(given, str) else RunConfig.model_validate(given)
+        how = Measure(**request["measure"])
+        how = how.model_copy(update={"contestant": request.get("contestant", how.contestant)})
+        self.config, self.measure = config, how
+        _forget_peak(self.config, self.measure.contestant)
+        if self.measure.gpu_memory and config.runtime.cuda:
+            self._limit_memory(self.measure.gpu_memory)
+        self.run: Run | None
+        if self.measure.contestant == "nntile":
+            self.run, self.facts = _ours(self.config, self.measure, running)
+        else:
+            from nntile_py.measure.torch_contestant import torch_contestant
+
+            self.run, self.facts = torch_contestant(self.config, self.measure, request.get("place"))
+        losses = self.run(self.measure.warmup) if self.run and self.measure.warmup else None
+        if losses:
+            if not all(map(math.isfinite, losses)):
+                raise NNTileError(f"the losses of the first steps are {', '.join(f'{loss:.4g}' for loss in losses)}")
+            self.facts["losses"] = losses
+
+    def _limit_memory(self, most: int) -> None:
+        """Limit ATen's allocator, and our tiles, to `most` bytes of each GPU."""
+        import torch
+
+        for device in range(torch.cuda.device_count()):
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device)
+        runtime = self.config.runtime.model_copy(update={"cuda_memory": max(most - RESERVE, RESERVE // 2)})
+        self.config = self.config.model_copy(update={"runtime": runtime})
+
+    def times(self, repeats: int, steps: int) -> dict[str, Any]:
+        """Time the run; returns the metrics that every contestant has."""
+        assert self.run
+        with Load() as load:
+            times = clocked(self.run, repeats, steps)
+        all_ranks = ranks_of_run()
+        loads = all_ranks.to_first(load) if all_ranks else [load]
+        seconds, facts, host = statistics.median(times), self.facts, _host_mib()
+        hosts = (all_ranks.to_first(host) if all_ranks else None) or [host]
+        found = {
+            "seconds": seconds, "seconds_min": min(times), "seconds_max": max(times),
+            "ms": seconds * 1e3, "us": seconds * 1e6, "best ms": min(times) * 1e3, "best us": min(times) * 1e6,
+            "tokens_per_s": facts["tokens"] / seconds, "times": times,
+            "peak_mib": memory.gpu_peak() / 2**20 if self.config.runtime.cuda else max(hosts), "host_mib": sum(hosts),
+            "others": among(loads)["others"] if loads else None,
+        }  # fmt: skip
+        if "flop" in facts:
+            found |= {"gflop_per_s": facts["flop"] / seconds / 1e9}
+            found |= {"us_per_task": seconds / max(facts["tasks"], 1) * 1e6}
+        return found
+
+
+def _forget_peak(config: RunConfig, contestant: str) -> None:
+    if _core.cuda_workers() or (config.runtime.cuda and contestant != "nntile"):  # of earlier requests
+        memory.forget_gpu_peak()
+    with suppress(OSError):  # without the right to do so the peak is that of the process so far
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _host_mib() -> float:
+    """Return the peak of this process's main memory."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+# -- this project's side
+
+
+def _ours(config: RunConfig, how: Measure, running: ExitStack) -> tuple[Run | None, dict[str, Any]]:
+    """Start or plan our side. The runtime stops with `running`."""
+    network = how.gpus_per_node, how.network, how.gpus_per_nic
+    if cluster := cluster_plan.requested_cluster(config, how.nodes, *network, name="measure.{}".format):
+        return None, _on_nodes(config, cluster, how)
+    whole = how.how == "run" and how.work in ("train", *FORWARD)  # built together with its program
     built = None if whole else build(config, how.work, how.phase)
     if how.how != "plan" and Runtime.current is None:
         running.enter_context(Runtime(**runtime_options(config.runtime.model_dump()), mpi=True))
+    run: Run | None = None
+    tokens = round(how.alpha * config.train.batch * config.train.seq)
     if whole:
-        built, step = (_training if how.work == "train" else _forward)(config, how)
+        built, run, tokens = (_training if how.work == "train" else _forward)(config, how)
     assert built is not None
     plan = estimate(built.lists, config.workers, gpu=config.runtime.cuda != 0)
     facts = {"tasks": plan.tasks, "flop": built.flop, "bytes_moved": plan.bytes_moved, "peak_bytes": plan.peak_bytes}
     facts |= {"parallelism": plan.parallelism, "planned_task_us": plan.mean_task * 1e6}
     if how.how == "plan":
-        return facts | {"seconds": plan.seconds}
+        return None, facts | {"seconds": plan.seconds}
     if how.how == "operators":
-        return facts | _operators(config, how)
-    timed = _timed(config, how, step if whole else small_program(built.graphs[0], config, how.captured))
-    seconds = timed["seconds"]
-    rates = {"gflop_per_s": built.flop / seconds / 1e9, "us_per_task": seconds / max(plan.tasks, 1) * 1e6}
-    return facts | timed | rates
+        return None, facts | _operators(config, how)
+    return run or small_program(built.graphs[0], config, how.captured), facts | {"tokens": tokens}
 
 
-def _on_nodes(config: RunConfig, on: cluster_plan.Cluster, how: Measure) -> dict[str, Any]:
-    """What `nntile plan --nodes` tells."""
-    made = cluster_plan.plan_cluster(config, on, strong=how.strong)
-    told = {key: of for key, of in made.to_dict().items() if key in METRICS["nodes"] and of is not None}
-    return told | {"seconds": made.step_seconds, "gpus": on.nodes * on.workers, "limit": made.limit}
+def _on_nodes(config: RunConfig, cluster: cluster_plan.Cluster, how: Measure) -> dict[str, Any]:
+    """Return the metrics of `nntile plan --nodes`."""
+    plan = cluster_plan.plan_cluster(config, cluster, strong=how.strong)
+    metrics = {key: value for key, value in plan.to_dict().items() if key in METRICS["nodes"] and value is not None}
+    return metrics | {"seconds": plan.step_seconds, "gpus": cluster.nodes * cluster.workers, "limit": plan.limit}
 
 
-def _timed(config: RunConfig, how: Measure, step: Callable[[int], Any]) -> dict[str, Any]:
-    """What is known of every contestant."""
-    with Load() as load:
-        times = _times(step, how)
-    all_ranks = ranks_of_run()
-    loads = all_ranks.to_first(load) if all_ranks else [load]
-    others = among(loads)["others"] if loads else None
-    seconds = statistics.median(times)
-    tokens = how.alpha * config.train.batch * config.train.seq
-    tokens *= config.train.grad_accumulation if how.work == "train" else 1
-    return {
-        "seconds": seconds, "seconds_min": min(times), "seconds_max": max(times),
-        "ms": seconds * 1e3, "us": seconds * 1e6, "best ms": min(times) * 1e3, "best us": min(times) * 1e6,
-        "tokens_per_s": tokens / seconds, "times": times, "peak_mib": _peak_mib(config), "others": others,
-    }  # fmt: skip
-
-
-def _forget_peak() -> None:
-    if _core.cuda_workers():  # of the points before
-        memory.forget_gpu_peak()
-    with suppress(OSError):  # where it is not allowed the peak is that of the process so far
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak_mib(config: RunConfig) -> float:
-    """Of main memory, or of the fullest GPU where GPUs work."""
-    if config.runtime.cuda:
-        return memory.gpu_peak() / 2**20
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM"))
-
-
-def _times(step: Callable[[int], Any], how: Measure) -> list[float]:
-    if how.warmup:
-        step(how.warmup)
-    return clocked(step, how.repeats, how.steps)
-
-
-def _training(config: RunConfig, how: Measure) -> tuple[Built, Callable[[int], Any]]:
-    """Steps on random inputs, with fresh weights."""
-    from nntile_py.training.run import build_trainer
-
-    trainer = build_trainer(config)
+def _training(config: RunConfig, how: Measure) -> tuple[Built, Run, int]:
+    """Build training steps on random inputs, from fresh weights."""
+    model = build_model(config)
+    spec = step_spec(config, model)
+    inputs = inputs_of(config, "train", how.alpha, spec)
+    trainer = Trainer.of_spec(
+        tight_bins(spec, inputs) if spec.pack else spec, seed=config.seed, check_finite=config.debug.nonfinite
+    )
     assert Runtime.current
-    Runtime.current.forget(trainer)  # nobody wants the weights back
-    run = same_steps(trainer, inputs_of(config, "train", how.alpha, trainer.spec))
-    return of_step(trainer.built, config.train.grad_accumulation), run
+    Runtime.current.forget(trainer)  # its weights are not read back
+    built = of_step(trainer.built, config.train.grad_accumulation)
+    return built, same_steps(trainer, inputs), count_tokens(config, "train", inputs)
 
 
-def _forward(config: RunConfig, how: Measure) -> tuple[Built, Callable[[int], Any]]:
-    """Forward passes on random inputs; nothing that only training needs is made."""
+def _forward(config: RunConfig, how: Measure) -> tuple[Built, Run, int]:
+    """Build forward passes on random inputs, without what only training needs."""
     spec = spec_of(config, how.work) if how.work == "attention" else step_spec(config, build_model(config))
-    made, run = forward_passes(spec, inputs_of(config, how.work, how.alpha, spec), how.captured)
-    return of_evaluation(made), run
+    inputs = inputs_of(config, how.work, how.alpha, spec)
+    evaluation, run = forward_passes(spec, inputs, how.captured)
+    return of_evaluation(evaluation), run, count_tokens(config, how.work, inputs)
+
+
+def tight_bins(spec: StepSpec, inputs: Mapping[str, Array]) -> StepSpec:
+    """Return packed steps with as many bins, of the fewest whole sequences that hold these inputs.
+
+    PyTorch's arrays are as long as the batch has tokens; so are our bins then, up to a whole sequence."""
+    lengths, parts = lengths_of(inputs, spec.seq), spec.grad_accumulation
+    least = math.ceil(sum(lengths) / (spec.seq * spec.rows * parts))
+    for size in range(least, spec.capacity // spec.seq):
+        narrow = replace(spec, batch=spec.rows * size, tiling=Tiling({**spec.tiling.tiles, "batch": size}))
+        with suppress(ValueError):  # the sequences do not fit
+            bins_of(narrow).places(lengths, parts)
+            return narrow
+    return spec
 
 
 def _operators(config: RunConfig, how: Measure) -> dict[str, Any]:
-    """Each operator of a small graph alone, tiles in memory beforehand: seconds and flop by class of operator."""
+    """Time each operator of a small graph by itself; returns seconds and flop by class of operator."""
     graph = small_graph(config, how.work, config.fusion, backward=how.phase != "forward")
     cuts = tiling(config)
     classes = {name: {"seconds": 0.0, "flop": 0.0} for name in (category.name for category in CATEGORIES)}
     for op in graph.ops:
         if how.phase in ("all", op.phase):
-            entry = classes[op.category.name]
+            run, entry = runner(op, cuts, config), classes[op.category.name]
+            if how.warmup:
+                run(how.warmup)
             entry["flop"] += graph.computed(op, cuts)
-            entry["seconds"] += min(_times(runner(op, cuts, config), how))  # the least disturbed
+            entry["seconds"] += min(clocked(run, how.repeats, how.steps))  # the least disturbed
     total = {key: sum(entry[key] for entry in classes.values()) for key in ("seconds", "flop")}
     result = {"seconds": total["seconds"]}
     for name, entry in classes.items():
         result |= {f"{name} {key}": value for key, value in entry.items()}
         result |= {f"{name} % {key}": 100 * value / (total[key] or 1.0) for key, value in entry.items()}
     return result
+
+
+if __name__ == "__main__":
+    main()

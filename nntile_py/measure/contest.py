@@ -1,0 +1,242 @@
+"""Contestants in turns: each in processes of its own, one turn after the other, in medians and ratios by round.
+
+All contestants are held at once, stopped by a signal outside their turns. Where they do not fit into memory together,
+each one ends after its turn and starts anew for the next, so that only one holds memory.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from nntile_py.analysis.workloads import FORWARD
+from nntile_py.config.run_config import RunConfig
+from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.execution.runtime import Runtime
+from nntile_py.measure.contestants import OURS, RANKED, world_size
+from nntile_py.measure.process import WorkerProcess, answers
+from nntile_py.measure.sweep_spec import Measure
+from nntile_py.system import launcher
+from nntile_py.system.clock import clocked, spread
+from nntile_py.system.machine import machine
+
+TIME_LIMIT = 600.0  # seconds for the start of a contestant, and for one of its turns
+PASS_TURNS = 15  # times of which a turn of forward passes is the median: a pass is short, and the first is disturbed
+OUT_OF_MEMORY = ("out of memory", "outofmemory", "memoryerror", "cannot allocate", "unable to allocate", "signal 9")
+
+
+class Contestant:
+    """One side of a comparison: a worker process, or one for each GPU. `error`: why it failed."""
+
+    def __init__(self, name: str, config: RunConfig, how: Measure, time_limit: float) -> None:
+        self.name, self.error, self.limit = name, "", time_limit
+        self.facts: dict[str, Any] = {}
+        self.last: dict[str, Any] = {}  # answer of the last turn
+        self.times: list[float] = []  # seconds of a step, of each turn
+        measure = how.model_copy(update={"contestant": OURS, "peers": []}).model_dump()
+        self._request = {"config": config.model_dump(by_alias=True), "measure": measure, "contestant": name}
+        self._count = world_size(config) if name in RANKED else None
+        self._repeats = PASS_TURNS if how.work in FORWARD else 1
+        self.workers: list[WorkerProcess] = []
+
+    def start(self) -> None:
+        requests = [self._request]
+        if self._count:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            requests = [self._request | {"place": {"rank": rank, "port": port}} for rank in range(self._count)]
+        labels = [f"rank {rank}: " if self._count else "" for rank in range(len(requests))]
+        self.workers = [WorkerProcess(label, errors=False) for label in labels]
+        facts = self._ask(requests)
+        self.facts = self.facts or (facts[0] if facts else {})
+
+    def turn(self, steps: int) -> None:
+        """Time `steps` steps in flight together."""
+        if not self.workers:
+            self.start()
+        self._signal(signal.SIGCONT)
+        if not self.error and (found := self._ask([{"repeats": self._repeats, "steps": steps}] * len(self.workers))):
+            self.times.append(max(each["seconds"] for each in found))
+            self.last = {"peak_mib": max(each["peak_mib"] for each in found)}
+            self.last |= {"host_mib": sum(each["host_mib"] for each in found)}
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.workers = []
+
+    def _ask(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the answers of all processes, which then stop until their next turn; empty after an error."""
+        for worker, request in zip(self.workers, requests, strict=True):
+            worker.send(request)
+        try:
+            found = answers(self.workers, self.limit)
+        except NNTileError as error:
+            self.error = str(error)
+            self.close()
+            return []
+        self._signal(signal.SIGSTOP)
+        return found
+
+    def _signal(self, number: signal.Signals) -> None:
+        for worker in [] if self._count else self.workers:  # ranks watch each other by the clock
+            with suppress(ProcessLookupError):
+                worker.process.send_signal(number)
+
+
+def measure_in_turns(
+    config: RunConfig, how: Measure, names: Sequence[str], rounds: int, *,
+    hold: bool | None = None, losses: int = 0, time_limit: float = TIME_LIMIT,
+    tell: Callable[[str], None] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Time every contestant in turns; returns medians, spread and ratios by round. A failed contestant is a row too.
+
+    Args:
+        how: Workload and `steps` of a turn; its contestant and repeats are ignored.
+        rounds: Turns of each contestant.
+        hold: Keep all contestants in memory; False: end each one after its turn. None: keep them, and if one then finds
+            too little memory measure all of them again without.
+        losses: Losses of the first steps to report.
+        time_limit: Seconds of a contestant's start, and of a turn.
+        tell: Called with a line of text as each contestant starts.
+    """
+    tell = tell or (lambda _: None)
+    how = how.model_copy(update={"warmup": max(3, losses)})
+    result = _run(config, how, names, rounds, hold is not False, losses, time_limit, tell)
+    if hold is None and len(names) > 1 and any(map(_short_of_memory, (result[name] for name in names))):
+        tell("memory is short: each contestant now ends after its turn and starts anew for the next")
+        result = _run(config, how, names, rounds, False, losses, time_limit, tell)
+    return result
+
+
+def _short_of_memory(row: dict[str, Any]) -> bool:
+    return any(text in row.get("error", "").lower() for text in OUT_OF_MEMORY)
+
+
+def _run(
+    config: RunConfig, how: Measure, names: Sequence[str], rounds: int, hold: bool, losses: int, time_limit: float,
+    tell: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """Time the contestants in turns, held in memory or not.
+
+    One starts after the other: compilations and measured choices of kernels disturb nothing else."""
+    sides = [Contestant(name, config, how, time_limit) for name in names]
+    try:
+        for side in sides if hold else ():
+            side.start()
+            tell(f"{side.name} {side.error or 'is ready'}")
+        for number in range(rounds):
+            for side in sides[:: 1 if number % 2 == 0 else -1]:
+                if not side.error:
+                    side.turn(how.steps)
+                if not hold:
+                    side.close()
+                    tell(f"{side.name} {side.error or f'has had turn {number + 1} of {rounds}'}")
+    finally:
+        for side in sides:
+            side.close()
+    return _result(config, how, sides, rounds, hold, losses)
+
+
+def _result(
+    config: RunConfig, how: Measure, sides: Sequence[Contestant], rounds: int, hold: bool, losses: int
+) -> dict[str, Any]:
+    flop = next((side.facts["flop"] for side in sides if "flop" in side.facts), None)
+    result: dict[str, Any] = {
+        "config": config.model_dump(by_alias=True), "measure": how.model_dump(), "rounds": rounds,
+        "steps_per_round": how.steps, "memory": "held" if hold else "given back after each turn", **machine(),
+    }  # fmt: skip
+    for side in sides:
+        if side.error:
+            result[side.name] = {"error": side.error}
+            continue
+        t, first, facts = spread(side.times), side.facts["losses"], side.facts
+        row = {"seconds": t, "tokens_per_s": facts["tokens"] / t["median"]}
+        row |= {"gflop_per_s": flop / t["median"] / 1e9} if flop else {}
+        row |= side.last | {"first_loss": first[0], "third_loss": first[2]}
+        row |= {"losses": first[:losses]} if losses else {}
+        row |= {key: facts[key] for key in ("tokens", "tasks", "processes", "captured") if key in facts}
+        result[side.name] = row
+    ours = next((side for side in sides if side.name == OURS and not side.error), None)
+    peers = [side for side in sides if side.name != OURS and not side.error]
+    if ours and peers:
+        best = min(peers, key=lambda side: statistics.median(side.times))
+        result["fastest_peer"] = best.name
+        result["ratios"] = {side.name: ratios(ours.times, side.times) for side in peers}
+        result["ratio_to_fastest_peer"] = result["ratios"][best.name]
+    return result
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Return our times over theirs: median, minimum and maximum by round, and the ratio of the medians."""
+    by_round = spread([a / b for a, b in zip(ours, theirs, strict=True)])
+    return by_round | {"of_medians": statistics.median(ours) / statistics.median(theirs)}
+
+
+# -- the ranks that mpirun started
+
+
+def check_ranks(peers: Sequence[str]) -> None:
+    """Raise ConfigError for peers, which several ranks cannot measure."""
+    if peers:
+        raise ConfigError(
+            f"nntile bench step: mpirun or srun has started {launcher.started()[1]} of it; allowed on several ranks: a"
+            " CONFIG, and no --peer, which is measured without mpirun"
+        )
+
+
+def measure_ranks(config: RunConfig, how: Measure, rounds: int, losses: int = 0) -> dict[str, Any]:
+    """Time steps of all ranks together, in their own processes. Called on every rank; the times are those of rank 0."""
+    from nntile_py.measure.worker import Session
+
+    how = how.model_copy(update={"warmup": max(3, losses)})
+    with ExitStack() as running:
+        session = Session({"config": config.model_dump(by_alias=True), "measure": how.model_dump()}, running)
+        runtime, run = Runtime.current, session.run
+        assert runtime and runtime.ranks and run
+        all_ranks = runtime.ranks
+
+        def together(steps: int) -> None:
+            run(steps)
+            all_ranks.barrier()
+
+        times = []
+        for _ in range(rounds):
+            all_ranks.barrier()
+            times += [seconds / how.steps for seconds in clocked(lambda _: together(how.steps), 1)]
+        last = session.times(1, 1)
+    t, first, facts = spread(times), session.facts["losses"], session.facts
+    row: dict[str, Any] = {"seconds": t, "tokens_per_s": facts["tokens"] / t["median"]}
+    row |= {"gflop_per_s": facts["flop"] / t["median"] / 1e9, "first_loss": first[0], "third_loss": first[2]}
+    row |= {"tasks_of_rank": facts["tasks"], "ranks": all_ranks.size, "tokens": facts["tokens"]}
+    row |= {key: last[key] for key in ("peak_mib", "host_mib")} | ({"losses": first[:losses]} if losses else {})
+    return {"measure": how.model_dump(), "rounds": rounds, "steps_per_round": how.steps, **machine(), OURS: row}
+
+
+# -- a point of a sweep
+
+
+def point_with_peers(config: RunConfig, how: Measure, time_limit: float) -> dict[str, Any]:
+    """Return the metrics of a sweep's point whose `measure.peers` are timed in turns with ours."""
+    result = measure_in_turns(config, how, [OURS, *how.peers], how.repeats, time_limit=time_limit)
+    ours = result[OURS]
+    if "error" in ours:
+        raise NNTileError(ours["error"])
+    t = ours["seconds"]
+    row = {"seconds": t["median"], "seconds_min": t["min"], "seconds_max": t["max"], "ms": t["median"] * 1e3}
+    row |= {key: ours[key] for key in ("tokens_per_s", "gflop_per_s", "peak_mib", "host_mib", "tokens", "tasks")}
+    for peer in how.peers:
+        if "error" in (theirs := result[peer]):
+            row[f"{peer} error"] = theirs["error"]
+            continue
+        seconds, ratio = theirs["seconds"]["median"], result["ratios"][peer]
+        metrics = {"seconds": seconds, "ms": seconds * 1e3, "ratio": ratio["median"]}
+        metrics |= {"ratio_min": ratio["min"], "ratio_max": ratio["max"]}
+        metrics |= {key: theirs[key] for key in ("tokens_per_s", "peak_mib")}
+        row |= {f"{peer} {key}": value for key, value in metrics.items()}
+    return row
