@@ -1,9 +1,9 @@
-"""`nntile sweep --auto`: tile sizes for a config. Many are planned, which runs nothing; the best few are measured.
+"""`nntile sweep --auto`: search the tile sizes of a config. Many tilings are planned, the most promising are measured.
 
-The search walks axis by axis from a few starts, the config's own tiles (coarser ones where these are far too small)
-among them, to where the plan expects the shortest step, and keeps all it has seen. What cannot be good is then pruned:
-too much memory, tasks that are short against the runtime's own time for a task, fewer tasks at once than workers.
-searched.csv and plot.png, .svg, .pdf show what was planned, pruned and measured.
+The search walks axis by axis from a few starts, the config's own tiles among them (coarser ones if these are far too
+small), towards the shortest planned step. It prunes tilings that need too much memory, whose tasks are short against
+the runtime's overhead, or that have fewer parallel tasks than workers. The config's own tiling is measured first: the
+gain is the ratio to it. searched.csv and plot.png, .svg, .pdf show the planned, pruned and measured tilings.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ ROUNDS = 3
 
 @dataclass
 class Candidate:
-    """A tiling that was planned: sizes in the order of AXES, and why it is not worth a measurement, or None."""
+    """A planned tiling: sizes in the order of AXES, and the reason for which it is not worth a measurement, or None."""
 
     key: tuple[int | None, ...]
-    plan: Estimate | None  # none: not planned, as `pruned` says
+    plan: Estimate | None  # None: not planned, for the reason in `pruned`
     pruned: str | None
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class Candidate:
 
 @dataclass
 class Search:
-    """All tilings that were planned, and the sweep that measures the most promising of them."""
+    """The planned tilings, and the sweep that measures the most promising of them."""
 
     name: str
     tilings: list[Candidate]
@@ -118,7 +118,7 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
 
 
 def write_search(found: Search, rows: list[Row], folder: Path) -> None:
-    """searched.csv, and plot.png, .svg, .pdf: what was planned and pruned, and the measured tilings by their time."""
+    """Write searched.csv and plot.png, .svg, .pdf: planned and pruned tilings, and the measured ones by their time."""
     from nntile_py.system.machine import described, machine
 
     out = io.StringIO()
@@ -136,12 +136,12 @@ def write_search(found: Search, rows: list[Row], folder: Path) -> None:
 
 
 def _measured(rows: list[Row]) -> dict[tuple[int | None, ...], Row]:
-    """The good rows by their tiling."""
+    """Return the good rows by their tiling."""
     return {tuple(row["sets"][f"tiles.{axis}"] for axis in AXES): row for row in rows if row["status"] == "ok"}
 
 
 def draw_search(found: Search, rows: list[Row], where: str) -> Figure:
-    """Left: planned time against the number of tasks, by why a tiling was pruned; right: what was measured."""
+    """Draw planned time against the number of tasks, by reason of pruning (left), and the measured times (right)."""
     measured = _measured(rows)
     ordered = sorted(((one, measured[one.key]) for one in found.tilings if one.key in measured),
                      key=lambda pair: -float(pair[1]["seconds"]))  # fmt: skip
@@ -187,12 +187,12 @@ def draw_search(found: Search, rows: list[Row], where: str) -> Figure:
 
 
 def why_not(config: RunConfig, plan: Estimate | str) -> str | None:
-    """The reason for which a tiling is not worth a measurement."""
+    """Return the reason for which a tiling is not worth a measurement, or None."""
     if isinstance(plan, str):
         return plan
     if plan.peak_bytes > _memory(config):
         return "memory"
-    if plan.mean_task < plan.speed.good / 2:  # those between are measured
+    if plan.mean_task < plan.speed.good / 2:  # tilings between are measured
         return f"tasks shorter than {GOOD // 2} times their overhead"
     if plan.parallelism < config.workers:
         return "less parallelism than workers"
@@ -200,7 +200,7 @@ def why_not(config: RunConfig, plan: Estimate | str) -> str | None:
 
 
 def sizes_to_try(config: RunConfig) -> dict[str, list[int | None]]:
-    """Tile sizes to try along each axis: the config's own, none, and even cuts."""
+    """Return the tile sizes to try along each axis: the config's own, none, and even cuts."""
     sizes = step_spec(config).trace()[0].sizes()
     result: dict[str, list[int | None]] = {}
     for axis, own in config.tiles.model_dump().items():
@@ -245,12 +245,12 @@ def _plan(config: RunConfig, tiles: Tiles, seen: Seen) -> Estimate | str:
 
 
 def _score(config: RunConfig, plan: Estimate | str) -> float:
-    """Expected seconds; what would be pruned comes after all that would not."""
+    """Return the expected seconds; tilings to prune come after all others."""
     return math.inf if isinstance(plan, str) else plan.seconds * (1 if why_not(config, plan) is None else 1e3)
 
 
 def _memory(config: RunConfig) -> float:
-    """What tiles may take; of GPUs all that they have together, as tiles spread over them."""
+    """Return the bytes that tiles may take: of all GPUs together, as tiles spread over them."""
     if not config.runtime.cuda:
         return config.runtime.memory or 0.8 * machine_memory()
     from nntile_py.execution.starpu_settings import cuda_devices, default_cuda_memory

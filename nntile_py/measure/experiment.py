@@ -1,4 +1,4 @@
-"""`nntile experiment`: a figure or a table of a paper, from one YAML of experiments/ to picture, CSV and report."""
+"""`nntile experiment`: reproduce a figure or a table of a paper, from one YAML to picture, CSV and report."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from nntile_py.config.run_config import RunConfig, load, runtime_options
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.measure import layout_experiment, operator_experiment
-from nntile_py.measure.experiments import EXPERIMENTS, Drawing, Experiment, Mode, Profile
-from nntile_py.measure.layout_experiment import LaidOut
-from nntile_py.measure.operator_experiment import Counted
+from nntile_py.measure.experiments import EXPERIMENTS, Experiment, GraphExperiment, Mode, ProfileExperiment
+from nntile_py.measure.layout_experiment import LayoutExperiment
+from nntile_py.measure.operator_experiment import OperatorExperiment
 from nntile_py.measure.plots import figure_of
 from nntile_py.measure.results import table
 from nntile_py.measure.sweep_report import report, sets_told
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def plan(made: Experiment, scale: str, mode: Mode | None = None, sets: Sequence[str] = ()) -> RenderableType:
-    """Every point checked and planned; nothing is run."""
+    """Check and plan every point without running it."""
     from nntile_py.analysis.plan import Estimate, estimate
     from nntile_py.analysis.workloads import build
 
@@ -45,7 +45,7 @@ def plan(made: Experiment, scale: str, mode: Mode | None = None, sets: Sequence[
     known: dict[str, tuple[Estimate, float]] = {}
     for told, config, work, phase in _planned(made.part(scale, mode, sets), made.kind):
         key = json.dumps([config.model_dump(exclude={"runtime"}), work, phase], default=str)
-        if key not in known:  # the number of workers changes no task
+        if key not in known:  # tasks do not depend on the number of workers
             built = build(config, work, phase)
             known[key] = estimate(built.lists, config.workers, gpu=config.runtime.cuda != 0), built.flop
         of, flop = known[key]
@@ -62,7 +62,7 @@ def _planned(part: Any, kind: str) -> Iterator[tuple[str, RunConfig, Any, Any]]:
         if point.config is None:
             raise ConfigError(f"{point.sets}: {point.error}")
         short = {key.rpartition(".")[2]: of for key, of in point.sets.items()}
-        if point.measure.contestant == "nntile":  # of the others there is nothing to plan
+        if point.measure.contestant == "nntile":  # PyTorch's points have no plan
             yield sets_told(short).replace('"', ""), point.config, point.measure.work, point.measure.phase
 
 
@@ -73,7 +73,7 @@ def run(
     made: Experiment, scale: str, folder: Path, results: Path | None, console: Console, mode: Mode | None = None,
     sets: Sequence[str] = (),
 ) -> list[Path]:  # fmt: skip
-    """Run it; returns the files of the result: picture, CSV, report. An interrupted sweep leaves them too."""
+    """Run an experiment; returns the files of the result: picture, CSV, report. So does an interrupted sweep."""
     part, load_before = made.part(scale, mode, sets), os.getloadavg()[0]
     part, note = _on_gpus_there(part) if scale == "gpu" else (part, "")
     if note:
@@ -81,7 +81,7 @@ def run(
     for told, config, _, _ in _planned(part, made.kind):
         if config.runtime.cuda and made.kind != "graph" and getattr(part, "measure", True):
             _need_gpus(config, told or made.name)
-    if folder.resolve() == EXPERIMENTS.resolve():  # the config of a profile would go over the experiment's YAML
+    if folder.resolve() == EXPERIMENTS.resolve():  # the config of a profile would overwrite the experiment's YAML
         raise ConfigError(f"--out: {folder} holds the experiments themselves; allowed: any other folder")
     folder.mkdir(parents=True, exist_ok=True)
     pictures: dict[str, bytes] = {}
@@ -101,7 +101,7 @@ def run(
             there += "; the same command goes on"
             note = ". ".join(filter(None, (note, there.capitalize())))
         plots, drawn, count = part.plots, sum(row["status"] == "ok" for row in rows), len(points(part))
-        if drawn < count:  # the picture alone tells it too
+        if drawn < count:  # visible in the picture, too
             some = f"({drawn} of {count} points)"
             plots = [plot.model_copy(update={"title": f"{plot.title} {some}".strip()}) for plot in plots]
         where = machine()
@@ -139,8 +139,8 @@ def run(
     return [target / name for name in files]
 
 
-def _draw(part: Drawing, folder: Path) -> tuple[str, dict[str, bytes], NNTileError | None]:
-    """Leaves plot.dot; returns the CSV, the pictures by form, and why there are none."""
+def _draw(part: GraphExperiment, folder: Path) -> tuple[str, dict[str, bytes], NNTileError | None]:
+    """Write plot.dot; returns the CSV, the pictures by form, and the error that prevents pictures."""
     from nntile_py.analysis import draw
     from nntile_py.analysis.plan import estimate
     from nntile_py.analysis.workloads import build
@@ -164,8 +164,8 @@ def _draw(part: Drawing, folder: Path) -> tuple[str, dict[str, bytes], NNTileErr
     return out.getvalue(), pictures, missing
 
 
-def _profile(part: Profile, folder: Path, name: str) -> tuple[str, dict[str, bytes]]:
-    """Runs `nntile profile`; returns the CSV of the workers and the Gantt by form."""
+def _profile(part: ProfileExperiment, folder: Path, name: str) -> tuple[str, dict[str, bytes]]:
+    """Run `nntile profile`; returns the CSV of the workers and the Gantt chart by form."""
     _clear(folder / "profile")
     config = folder / f"{name}.yaml"
     config.write_text(_config(part).to_yaml())
@@ -186,12 +186,12 @@ def _profile(part: Profile, folder: Path, name: str) -> tuple[str, dict[str, byt
 
 
 def _clear(folder: Path) -> None:
-    """Deletes the profile of a run before, as `nntile profile` refuses a folder that is not empty; and nothing else."""
+    """Delete the profile of an earlier run, and nothing else: `nntile profile` refuses a folder that is not empty."""
     if not folder.exists():
         return
     found = sorted(folder.iterdir()) if folder.is_dir() else [folder]
     others = [path for path in found if path.name not in FILES or not path.is_file()]
-    if found and not any(path.name == "summary.json" for path in found):  # nor a config.yaml of the user's, alone
+    if found and not any(path.name == "summary.json" for path in found):  # a config.yaml alone is the user's
         others = others or found
     if others:
         raise ConfigError(f"{others[0]}: not of an earlier profile, so {folder} is not emptied for a new one: "
@@ -201,7 +201,7 @@ def _clear(folder: Path) -> None:
 
 
 def _sequence(of: Any) -> list[Any]:
-    """A list, or a mapping by name as a list of mappings that hold their name."""
+    """Return a list, or a mapping by name as a list of mappings with that name."""
     if isinstance(of, dict):
         return [{"worker": name} | (entry if isinstance(entry, dict) else {}) for name, entry in of.items()]
     return list(of or [])
@@ -210,21 +210,21 @@ def _sequence(of: Any) -> list[Any]:
 # -- small things
 
 
-def _config(part: Drawing | Profile | Counted | LaidOut) -> RunConfig:
-    if isinstance(part, Counted | LaidOut):
+def _config(part: GraphExperiment | ProfileExperiment | OperatorExperiment | LayoutExperiment) -> RunConfig:
+    if isinstance(part, OperatorExperiment | LayoutExperiment):
         return part.config()
     return load(part.config, [f"{key}={json.dumps(of)}" for key, of in part.set_.items()])
 
 
 def _on_gpus_there(part: Any) -> tuple[Any, str]:
-    """A sweep with the numbers of GPUs that this machine has, a profile on those that it has; and what was changed.
+    """Return a sweep or profile limited to this machine's GPUs, and a note of the change.
 
-    As it was if there are none: refused later, or wanted by nobody."""
+    Without GPUs it is unchanged: it is refused later, or needs none."""
     import torch
 
     there = torch.cuda.device_count()
     here = f"this machine has {there} GPU{'s' * (there != 1)}"
-    if isinstance(part, Profile):
+    if isinstance(part, ProfileExperiment):
         asked = part.set_.get("runtime.cuda", 0)
         if not 0 < there < asked:
             return part, ""
@@ -241,7 +241,7 @@ def _on_gpus_there(part: Any) -> tuple[Any, str]:
 
 
 def _need_gpus(config: RunConfig, told: str) -> None:
-    """Refused here, before anything is measured, not in each point."""
+    """Raise NNTileError if GPUs are missing, once, before any point is measured."""
     import torch
 
     from nntile_py.execution.runtime import Runtime

@@ -1,4 +1,4 @@
-"""The figures and tables of papers that `nntile experiment` knows, as the YAMLs of experiments/ describe them."""
+"""The figures and tables of papers that `nntile experiment` reproduces: YAMLs of experiments/, typed and checked."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pydantic import Field, PrivateAttr
 
 from nntile_py.analysis.workloads import Work
 from nntile_py.errors import ConfigError
-from nntile_py.measure.layout_experiment import LaidOut
-from nntile_py.measure.operator_experiment import Counted, Printed
+from nntile_py.measure.layout_experiment import LayoutExperiment
+from nntile_py.measure.operator_experiment import OperatorExperiment, PaperRow
 from nntile_py.measure.sweep_spec import check_sweep
 from nntile_py.schema import Count, Section, assignment, read_yaml, validated
 from nntile_py.system.console_tables import plain_table
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 EXPERIMENTS = installed("experiments")
-ROUNDS = 3  # times that a sweep measures all its points, in turns, unless it says otherwise
+ROUNDS = 3  # rounds of a sweep that sets none
 Mode = Literal["training", "inference"]
 
 
-class Drawing(Section):
-    """What `nntile graph` is to draw."""
+class GraphExperiment(Section):
+    """A section of kind `graph`: what `nntile graph` draws."""
 
     config: str
     set_: dict[str, Any] = Field(default_factory=dict, alias="set")
@@ -36,8 +36,8 @@ class Drawing(Section):
     fusion: Literal["before", "after", "both"] = "both"
 
 
-class Profile(Section):
-    """What `nntile profile` is to trace."""
+class ProfileExperiment(Section):
+    """A section of kind `profile`: what `nntile profile` traces."""
 
     config: str
     set_: dict[str, Any] = Field(default_factory=dict, alias="set")
@@ -45,16 +45,21 @@ class Profile(Section):
     steps: Count = 3
 
 
+KINDS = {
+    "graph": GraphExperiment, "profile": ProfileExperiment, "analysis": OperatorExperiment, "layouts": LayoutExperiment,
+}  # fmt: skip
+
+
 class Experiment(Section):
-    """A YAML of experiments/: `cpu` and `gpu` say the same at two sizes; `kind` says what they are."""
+    """A YAML of experiments/: `cpu` and `gpu` are sections of one kind at two sizes."""
 
     title: str
     shows: str
-    paper: str  # what the paper found
+    paper: str  # the result in the paper
     kind: Literal["sweep", "graph", "profile", "analysis", "layouts"]
-    rows: list[Printed] = Field(default_factory=list)  # of the paper's table, beside which an analysis stands
-    columns: list[str] = Field(default=["seconds", "seconds_min", "tasks"])  # metrics that the report tells
-    ratio: str | None = None  # a key: the report tells how many times the first value's time the others take
+    rows: list[PaperRow] = Field(default_factory=list)  # the paper's table, which an analysis is compared with
+    columns: list[str] = Field(default=["seconds", "seconds_min", "tasks"])  # metrics in the report
+    ratio: str | None = None  # a key: the report gives the times of its other values over that of the first
     cpu: dict[str, Any]
     gpu: dict[str, Any]
 
@@ -66,30 +71,34 @@ class Experiment(Section):
 
     @property
     def goes_on(self) -> bool:
-        """Whether it takes what an interrupted or earlier run has left in its folder."""
+        """Whether a run continues from the files of an earlier one in its folder."""
         return self.kind in ("sweep", "layouts")
 
     def part(self, scale: str, mode: Mode | None = None, sets: Sequence[str] = ()) -> Any:
-        """The Sweep, Drawing, Profile, Counted or LaidOut of a scale, in a mode other than its own if one is named.
+        """Return the Sweep, or the section of another kind, of a scale.
 
-        sets: KEY=VALUE, over the keys that all of it has."""
+        Args:
+            scale: cpu or gpu.
+            mode: Replaces the experiment's own mode.
+            sets: KEY=VALUE, over the keys of the whole part.
+        """
         path, tree = EXPERIMENTS / f"{self.name}.yaml", getattr(self, scale)
         if mode:
             tree = self._in_mode(tree, mode)
         if self.kind == "sweep":
             return check_sweep({"rounds": ROUNDS} | tree, path, sets)
-        cls: Any = {"graph": Drawing, "profile": Profile, "analysis": Counted, "layouts": LaidOut}[self.kind]
+        cls: Any = KINDS[self.kind]
         try:
             made = validated(cls, tree, f"{scale}.")
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
         made = made.model_copy(update={"set_": made.set_ | dict(map(assignment, sets))})
-        if isinstance(made, Counted | LaidOut):
+        if isinstance(made, OperatorExperiment | LayoutExperiment):
             return made
         return made.model_copy(update={"config": str(path.parent / made.config)})
 
     def _in_mode(self, tree: dict[str, Any], mode: Mode) -> dict[str, Any]:
-        """A whole model's work changes; of a small graph, inference is the forward pass and training all of it."""
+        """Return the section in another mode: the work of a whole model changes, the phase of a small graph."""
         inner = tree.get("measure", {}) if self.kind == "sweep" else tree
         if self.kind in ("analysis", "layouts") or {"measure.work", "measure.phase"} & tree.get("grid", {}).keys():
             raise ConfigError(f"--mode: not allowed with {self.name}, which measures forward and backward by itself")
@@ -101,14 +110,14 @@ class Experiment(Section):
             inner = inner | {"phase": "all" if mode == "training" else "forward"}
         if self.kind != "sweep":
             return inner
-        if mode == "training" and tree.get("set", {}).get("model.head") == "none":  # there is no loss in it
+        if mode == "training" and tree.get("set", {}).get("model.head") == "none":  # a model without a loss
             tree = tree | {"set": {key: of for key, of in tree["set"].items() if key != "model.head"}}
         plots = [plot | {"title": plot.get("title", "").replace("inference", mode)} for plot in tree.get("plots", [])]
         return tree | {"measure": inner, "plots": plots}
 
 
 def names() -> list[str]:
-    """Of all experiments: the YAMLs that say what they show."""
+    """Return the names of all experiments."""
     return sorted(p.stem for p in EXPERIMENTS.glob("*.yaml") if p.stem.startswith(("bt-", "fig", "table")))
 
 

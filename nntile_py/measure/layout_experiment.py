@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
 
 
-class LaidOut(Section):
+class LayoutExperiment(Section):
     """What `nntile layouts tune --work` is to measure."""
 
     work: Literal["encoder", "decoder", "mha"]
@@ -40,7 +40,7 @@ class LaidOut(Section):
         return preset(self.work, [f"{key}={json.dumps(of)}" for key, of in self.set_.items()])
 
 
-def run(part: LaidOut, folder: Path, console: Console) -> tuple[str, dict[str, bytes], list[str]]:
+def run(part: LayoutExperiment, folder: Path, console: Console) -> tuple[str, dict[str, bytes], list[str]]:
     """Leaves timings.jsonl, from which it goes on; returns CSV, the violins by form, and sums in words."""
     config = part.config()
     timings = opened(config, folder / "timings.jsonl", new=True)
@@ -78,7 +78,7 @@ def _csv(found: Sequence[LayoutResult]) -> str:
     return out.getvalue()
 
 
-def _steps(config: RunConfig, part: LaidOut, timings: Timings, found: Sequence[LayoutResult]) -> list[str]:
+def _steps(config: RunConfig, part: LayoutExperiment, timings: Timings, found: Sequence[LayoutResult]) -> list[str]:
     """Forward and backward as they run, in the default layouts and in those that were chosen, in turns."""
     lines = []
     with Runtime(**runtime_options(config.runtime.model_dump())):

@@ -1,7 +1,7 @@
-"""`mpirun -n 2 nntile bench messages`: what it costs to send a tile to another rank, by its size.
+"""`mpirun -n 2 nntile bench messages`: the cost of sending a tile to another rank, by the tile's size.
 
-hop: a tile goes to and fro, each time between two tasks that change it: the time from task to task. message: many tiles
-go one way at a time, each from a task that writes it to one that reads it.
+hop: one tile goes back and forth between two tasks that change it: the time from task to task. message: many tiles go
+one way at a time, each from a task that writes the tile to a task that reads it.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from nntile_py.tiles import RW, R, TaskList, Tile, W
 
 SIZES = "4,4096,65536,1048576,8388608"
 HOPS = 200
-AT_A_TIME = 64 << 20  # bytes on their way, of at most HOPS messages
-IDLE = 1.0  # seconds in which nothing is sent
+AT_A_TIME = 64 << 20  # bytes in flight, of at most HOPS messages
+IDLE = 1.0  # seconds without messages
 
 
 def messages(
     sizes: Annotated[str, typer.Option(help="Bytes of a tile, with commas between.")] = SIZES,
-    seconds: Annotated[float, typer.Option(help="Of each measurement, at least.", min=0)] = 0.2,
+    seconds: Annotated[float, typer.Option(help="Seconds of each measurement, at least.", min=0)] = 0.2,
     repeats: Annotated[int, typer.Option(help="Measurements.", min=1)] = 5,
     cuda: Annotated[int, typer.Option(help="1: between GPUs, one a rank, through main memory.", min=0, max=1)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Started by mpirun: microseconds and GB/s of a tile from rank 0 to rank 1, by its size."""
-    given = [item.strip() for item in sizes.split(",")]
-    if not all(item.isdigit() and int(item) >= 4 for item in given):
+    """Under mpirun: microseconds and GB/s of a tile from rank 0 to rank 1, by its size."""
+    items = [item.strip() for item in sizes.split(",")]
+    if not all(item.isdigit() and int(item) >= 4 for item in items):
         raise ConfigError(f"--sizes: {sizes!r} is not allowed; write bytes, 4 or more, with commas between")
     if system.started()[1] < 2:
         raise ConfigError("nntile bench messages: got one process; allowed: several, such as mpirun -n 2 nntile ...")
-    result = measure_messages([int(item) // 4 * 4 for item in given], seconds, repeats, cuda)
+    result = measure_messages([int(item) // 4 * 4 for item in items], seconds, repeats, cuda)
     if not system.leads():
         return
     if as_json:
@@ -56,7 +56,7 @@ def messages(
 
 
 def measure_messages(sizes: list[int], seconds: float, repeats: int, cuda: int = 0) -> dict[str, Any]:
-    """Called on every rank; the numbers are the first rank's. cuda: GPUs of each, in place of a CPU worker."""
+    """Measure on all ranks; the numbers are those of rank 0. cuda: GPUs of each rank, instead of a CPU worker."""
     from nntile_py import _core
     from nntile_py.execution.program import Store, programs
     from nntile_py.execution.runtime import Runtime
@@ -67,7 +67,7 @@ def measure_messages(sizes: list[int], seconds: float, repeats: int, cuda: int =
         store, rows, busy = Store(), list[dict[str, Any]](), list[float]()
 
         def timed(tasks: TaskList, count: int) -> dict[str, float]:
-            """Microseconds of each of `count` messages."""
+            """Return the microseconds of each of `count` messages."""
             (program,) = programs([tasks], store)
             times, runs = list[float](), 1
             while len(times) < repeats:
@@ -102,11 +102,11 @@ def measure_messages(sizes: list[int], seconds: float, repeats: int, cuda: int =
 
 
 def _tasks(emit: Callable[[TaskList], None], workers: list[int]) -> TaskList:
-    made = TaskList()
-    emit(made)
-    for task, worker in zip(made.tasks, workers, strict=True):
+    tasks = TaskList()
+    emit(tasks)
+    for task, worker in zip(tasks.tasks, workers, strict=True):
         task.worker = worker
-    return made.resolve()
+    return tasks.resolve()
 
 
 def _tile(size: int, number: int) -> Tile:
@@ -114,26 +114,26 @@ def _tile(size: int, number: int) -> Tile:
 
 
 def _to_and_fro(size: int) -> TaskList:
-    def emit(made: TaskList) -> None:
+    def emit(tasks: TaskList) -> None:
         tile = _tile(size, 0)
         for number in range(HOPS + 1):
-            made.emit("empty", [RW(tile) if number else W(tile)], op="hop")
+            tasks.emit("empty", [RW(tile) if number else W(tile)], op="hop")
 
     return _tasks(emit, [number % 2 for number in range(HOPS + 1)])
 
 
 def _one_way(size: int, count: int) -> TaskList:
-    def emit(made: TaskList) -> None:
+    def emit(tasks: TaskList) -> None:
         for number in range(count):
             tile = _tile(size, number)
-            made.emit("empty", [W(tile)], op="write")
-            made.emit("empty", [R(tile)], op="read")
+            tasks.emit("empty", [W(tile)], op="write")
+            tasks.emit("empty", [R(tile)], op="read")
 
     return _tasks(emit, [0, 1] * count)
 
 
 def _progress_seconds() -> float:
-    """Seconds of a core that StarPU-MPI's thread of this process has used."""
+    """Return the seconds of a core that this process's StarPU-MPI thread has used."""
     ticks = 0
     for thread in Path("/proc/self/task").iterdir():
         name, _, rest = (thread / "stat").read_text().rpartition(") ")

@@ -1,9 +1,8 @@
-"""`nntile bench metg`: how short tasks may be before the runtime's own time shows (Task Bench, Slaughter et al. 2020).
+"""`nntile bench metg`: the shortest tasks without visible overhead (METG of Task Bench, Slaughter et al. 2020).
 
-A task is a loop of multiply-adds, each of which waits for the one before: its time is in proportion to their number,
-on a CPU and on one warp of a GPU. So the fastest of all that was measured, which is a long one, tells the length of
-each. What starting a kernel costs counts as the runtime's time; `in_stream` tells it apart: the same kernels one after
-the other in a single task.
+A task is a loop of dependent multiply-adds, on a CPU core or on one warp of a GPU: its time is proportional to their
+number. The fastest measured multiply-add, in a long task, gives the length of all tasks. The start of a kernel counts
+as overhead of the runtime; `in_stream` separates it: the same kernels one after the other in a single task.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def metg(
     repeats: Annotated[int, typer.Option(help="Measurements.", min=1)] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """The shortest tasks that keep the workers busy: efficiency against length."""
+    """The shortest tasks that keep the workers busy: efficiency against task length."""
     if cuda and cpus:
         raise ConfigError("--cpus: not beside --cuda; a task's length is that of one kind of worker")
     try:
@@ -79,7 +78,7 @@ def measure_metg(
             count = max(1, round(length * 1e-6 / step))
             each = math.ceil(min(max(seconds / (length * 1e-6), 50), 20_000) / chains)  # tasks of a chain
             run = _program([tile for _ in range(each) for tile in tiles], count)
-            run()  # moves the tiles, and lets dmda* measure
+            run()  # moves the tiles; dmda* policies calibrate
             times = [run() for _ in range(repeats)]
             alone = _program([tiles[0]], count, IN_STREAM)
             measured.append((count, each * chains, times, min(alone() for _ in range(10))))
@@ -101,7 +100,7 @@ def measure_metg(
 
 
 def _program(tiles: Sequence[Any], count: int, bodies: int = 1) -> Callable[[], float]:
-    """Tasks of `bodies` loops of `count` multiply-adds, one on each of `tiles` in turn; returns their time."""
+    """Return a run of tasks, one on each tile, of `bodies` loops of `count` multiply-adds; it returns its seconds."""
     from nntile_py import _core
     from nntile_py.execution.task_payload import body, capability_of_devices, encoded_launches
     from nntile_py.tiles import RW, Tile
@@ -126,7 +125,7 @@ def _program(tiles: Sequence[Any], count: int, bodies: int = 1) -> Callable[[], 
 
 
 def _calibrate(tile: Any) -> float:
-    """Seconds of a multiply-add in a task of 20 ms, beside which its start is nothing."""
+    """Return the seconds of a multiply-add in a task of 20 ms, against which its start is negligible."""
     count, last = 1000, 0.0
     while (last := min(_program([tile], count)() for _ in range(5))) < 2e-3:
         count *= 4
@@ -136,7 +135,7 @@ def _calibrate(tile: Any) -> float:
 
 
 def shortest(rows: Sequence[dict[str, Any]], goal: float) -> float | None:
-    """The length from which on all are efficient enough, between two that were measured by log-linear interpolation."""
+    """Return the length from which all tasks are efficient enough, by log-linear interpolation of the measured ones."""
     found, longer = None, None
     for row in reversed(rows):
         e = row["efficiency"]["median"]

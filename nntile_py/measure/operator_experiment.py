@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MEMORY, FLOP = "#d55e00", "#0072b2"  # colours of what bounds an operator
 
 
-class Printed(Section):
+class PaperRow(Section):
     """A row of the paper's table: Gflop of 2^30, million elements, times in us, as printed."""
 
     name: str
@@ -47,7 +47,7 @@ class Printed(Section):
     """What is printed that contradicts the shapes."""
 
 
-class Counted(Section):
+class OperatorExperiment(Section):
     """What `nntile analyze --work` is to count, and run."""
 
     work: Literal["encoder", "decoder", "mha"]
@@ -61,7 +61,7 @@ class Counted(Section):
 
 
 def run(
-    part: Counted, rows: Sequence[Printed], folder: Path
+    part: OperatorExperiment, rows: Sequence[PaperRow], folder: Path
 ) -> tuple[str, dict[str, bytes], NNTileError | None, list[str]]:
     """Leaves report.html and what goes with it; returns CSV, pictures by form, why there are none, totals in words."""
     config, work = part.config(), part.work
@@ -86,7 +86,7 @@ def run(
     return written, pictures, missing, _totals(made)
 
 
-def compared(made: Analysis, rows: Sequence[Printed]) -> str:
+def compared(made: Analysis, rows: Sequence[PaperRow]) -> str:
     """CSV: the paper's rows beside ours. Of a fused kernel the time stands at its first row."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -110,7 +110,7 @@ def compared(made: Analysis, rows: Sequence[Printed]) -> str:
     return out.getvalue()
 
 
-def matched(made: Analysis, rows: Sequence[Printed]) -> Iterator[tuple[Printed, list[OperatorRow]]]:
+def matched(made: Analysis, rows: Sequence[PaperRow]) -> Iterator[tuple[PaperRow, list[OperatorRow]]]:
     """Each printed row with ours. ConfigError: one names an operator that there is not."""
     known = {row.name: row for row in made.operators}
     for printed in rows:

@@ -1,4 +1,4 @@
-"""What a sweep leaves: results.csv, results.json with the best row and those that are no worse, and its plots."""
+"""The results of a sweep: results.csv, results.json with the best row and rows within its spread, and plots."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHOWN = 5  # errors, or rows within the spread
 
 
 def pooled(rows: list[Row]) -> Row:
-    """One row of those of a point's rounds: medians, and extremes of extremes. The first that failed, if one did."""
+    """Join the rows of a point's rounds: medians, and extremes of extremes; the first failed row, if one failed."""
     failed = next((row for row in rows if row["status"] != "ok"), None)
     if failed or len(rows) == 1:
         return failed or rows[0]
@@ -41,7 +41,7 @@ def pooled(rows: list[Row]) -> Row:
 
 
 def best_row(rows: list[Row], best: Best) -> Row | None:
-    """The good row with the least or greatest metric."""
+    """Return the good row with the least or greatest metric."""
     good = [row for row in rows if row["status"] == "ok" and best.metric in row]
     return (min if best.of == "least" else max)(good, key=lambda row: row[best.metric], default=None)
 
@@ -76,7 +76,7 @@ def gain(row: Row, base: Row) -> tuple[float, float, float]:
 
 
 def summary(sweep: Sweep, rows: list[Row]) -> RenderableType:
-    """A table of the rows, with what failed below it."""
+    """Return a table of the rows, with the failures below it."""
     from rich.console import Group
     from rich.text import Text
 
@@ -99,7 +99,7 @@ def summary(sweep: Sweep, rows: list[Row]) -> RenderableType:
 
 
 def best_options(rows: list[Row], best: Best) -> str:
-    """The best row as options of a command."""
+    """Return the best row as options of a command."""
     row = best_row(rows, best)
     sets = row["sets"].items() if row else []
     told = ((key, f"{key}={'null' if of is None else plain(of)}") for key, of in sets)
@@ -143,7 +143,7 @@ def _gain_text(chosen: Row, baseline: Row, alike: bool) -> str:
 
 
 def write_results(sweep: Sweep, rows: list[Row], folder: Path) -> list[str]:
-    """All files: each is complete, or as it was. Returns what is to be told: plots that have nothing to show."""
+    """Write all files, each atomically; returns messages about plots without data."""
     from nntile_py.system.machine import described, machine
 
     best, where = best_row(rows, sweep.best), machine()
@@ -152,7 +152,7 @@ def write_results(sweep: Sweep, rows: list[Row], folder: Path) -> list[str]:
     replace_file(folder / "results.json", json.dumps(result | {"rows": rows}, indent=1).encode())
     replace_file(folder / "results.csv", table(rows).encode())
     said = []
-    rows = [row | {"sets": sweep.set_ | row["sets"]} for row in rows]  # plots may name what all points share
+    rows = [row | {"sets": sweep.set_ | row["sets"]} for row in rows]  # plots may name keys that all points share
     for number, plot in enumerate(sweep.plots):
         if good_rows(plot, rows):
             name = plot.title or Path(sweep.config).stem
@@ -161,16 +161,16 @@ def write_results(sweep: Sweep, rows: list[Row], folder: Path) -> list[str]:
             for form, content in files_of(drawn).items():
                 replace_file(folder / _picture(number, form), content)
         else:
-            remove_pictures(folder, number)  # one of before is not of these rows
+            remove_pictures(folder, number)  # a picture of earlier rows
             said.append(f"{_picture(number, 'png')}: not drawn, no point has {', '.join(plot.metrics)}")
     number = len(sweep.plots)
-    while remove_pictures(folder, number):  # of a sweep that had more of them
+    while remove_pictures(folder, number):  # of an earlier sweep with more plots
         number += 1
     return said
 
 
 def remove_pictures(folder: Path, number: int) -> bool:
-    """In all forms; whether there was one."""
+    """Remove a picture in all forms; returns whether one existed."""
     there = [path for form in FORMS if (path := folder / _picture(number, form)).exists()]
     for path in there:
         path.unlink()
@@ -182,7 +182,7 @@ def _picture(number: int, form: str) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """CSV: what was set, how it ended, the metrics."""
+    """Return the CSV: keys that points set, status, metrics."""
     keys = list(dict.fromkeys(key for row in rows for key in row["sets"]))
     others = [key for key in dict.fromkeys(k for row in rows for k in row) if key not in (*_NOT_IN_CSV, "error")]
     out = io.StringIO()

@@ -1,7 +1,7 @@
-"""`nntile sweep`: measure a config at many points, each in a process of its own, or those of one runtime in one.
+"""`nntile sweep`: measure a config at many points, each in a process of its own, or points of one runtime in one.
 
-A point that ended, well or badly, is one line of rows.jsonl, synced to disk before the next one starts: a sweep that
-was killed goes on where it was. What a point measures is in worker.py.
+A finished or failed point is one line of rows.jsonl, synced to disk before the next point starts: a killed sweep
+continues where it ended. worker.py has the measurement of a point.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TEXTS = ("id", "status", "error", "limit")
 
 
 class Rows:
-    """The rows of a folder, rows.jsonl: one line for each point that ended. One sweep at a time."""
+    """The file rows.jsonl of a folder: one line for each finished point. One sweep at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "rows.jsonl"
@@ -49,7 +49,7 @@ class Rows:
                 raise ConfigError(f"--out: another sweep is writing into {self.path.parent}") from None
             except OSError as error:
                 raise ConfigError(f"--out: {self.path}: {error.strerror}; allowed: a folder to write to") from None
-            kept = whole[: whole.rfind(b"\n") + 1]  # a write that was cut short has no end of line
+            kept = whole[: whole.rfind(b"\n") + 1]  # an interrupted write has no end of line
             self.all = dict(self._read(number, line) for number, line in enumerate(kept.splitlines(), 1))
             if kept != whole:
                 os.ftruncate(self._file, len(kept))
@@ -76,7 +76,7 @@ class Rows:
 
 
 def _whole(row: dict[str, Any]) -> bool:
-    """Whether a row holds what the results are made of."""
+    """Return whether a row holds everything that results need."""
     others = (*_TEXTS, "sets", "measure", "times")
     numbers = [value for key, value in row.items() if key not in others and not key.endswith(" error")]
     good = row["status"] != "ok" or "seconds" in row
@@ -86,9 +86,9 @@ def _whole(row: dict[str, Any]) -> bool:
 
 
 def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) -> list[dict[str, Any]]:
-    """Measure every point that has no row yet (with `retry`: no good one); returns the rows in the points' order.
+    """Measure every point without a row (with `retry`: without a good row); returns the rows in the points' order.
 
-    With several rounds a point has a row of each in the file, and one of all in the results.
+    With several rounds the file has a row for each round, the results have one for all of them.
     """
     every = points(sweep)
     names = {p.id: [p.id if k == 0 else f"{p.id}.{k + 1}" for k in range(sweep.rounds)] for p in every}
@@ -109,10 +109,10 @@ def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) ->
                     row = measure_point(point, sweep.time_limit, processes, [p for p, _ in left[number:]])
                     rows.append(row | {"id": name})
                     progress.advance(bar)
-                    if not console.is_terminal:  # which has no bar
+                    if not console.is_terminal:  # without a progress bar
                         ended = f"{row['seconds']:.4g} s" if row["status"] == "ok" else row["status"]
                         _say(console, f"{before + number} of {len(todo)}: {_told(point.sets)}: {ended}")
-        finally:  # whatever ends the sweep, what is there can be read
+        finally:  # however the sweep ends, its rows can be read
             there = [(p, [rows.all[name] for name in names[p.id] if name in rows.all]) for p in every]
             result = [pooled(own) | {"id": p.id, "sets": p.sets} for p, own in there if own]
             for line in write_results(sweep, result, folder):

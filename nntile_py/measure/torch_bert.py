@@ -1,13 +1,14 @@
-"""BERT in PyTorch in its strongest form: `torch_packed`, `torch_padded` and, of a CONFIG, `ddp` of `nntile bench step`.
+"""BERT in PyTorch in its fastest form: `torch_packed`, `torch_padded` and `ddp` of `nntile bench step`.
 
-torch_packed: tokens without padding, one sequence behind the other, and flash attention over their offsets. One graph,
-compiled for the batch's sizes, serves all layers; logits are made of the masked tokens alone; indices are made once, as
-a data loader gives them. torch_padded: the same model on padded arrays, with scaled_dot_product_attention and, where
-there is padding, a mask of the keys. ddp: either, as train.pack says, each rank with its share of the sequences.
+torch_packed: Tokens without padding, sequence after sequence, and flash attention over their offsets. One graph,
+    compiled for the batch's sizes, serves all layers. Logits are computed for masked tokens only. Indices are computed
+    once, as by a data loader.
+torch_padded: The same model on padded arrays, with scaled_dot_product_attention and a mask of the keys if needed.
+ddp: Packed or padded by train.pack; each rank has its share of the sequences.
 
-Training as common.trained has it, with the config's dropout. A forward pass (`--inference`) is embeddings and
-layers, of packed tokens to their hidden states, in weights of the config's precision; on a GPU launched kernel by
-kernel or as a CUDA graph, whichever is faster. On CPUs, which have no such attention, sequences attend one by one.
+Training uses the config's dropout. A forward pass (`--inference`) computes hidden states by embeddings and layers, with
+weights of the config's precision; on a GPU kernel by kernel or as a CUDA graph, whichever is faster. CPUs lack
+variable-length attention: there sequences attend one by one.
 """
 
 from __future__ import annotations
@@ -40,38 +41,38 @@ from nntile_py.models.bert_parts import LayerNames
 from nntile_py.system.clock import clocked
 from nntile_py.tasks.cross_entropy import IGNORED
 
-VOCAB_STEP = 64  # a table of so many rows, or a multiple: tensor cores want their operands aligned
-NEVER = -1e4  # the bias of rows that are added for that: no token that there is loses probability to them
-TURNS, PASSES = 3, 20  # of both ways to run a forward pass: times that are taken, the passes of each
+VOCAB_STEP = 64  # rows of the embedding table are a multiple of it: tensor cores need aligned operands
+NEVER = -1e4  # bias of the added rows: they take no probability from tokens
+TURNS, PASSES = 3, 20  # measured times of each way to run a forward pass, and passes in each
 
 
-# -- what a data loader gives
+# -- batches, as a data loader gives them
 
 
 class Sequences(NamedTuple):
-    """Where attention stays: within sequences that are packed, or padded with a mask of the keys, if any."""
+    """The sequences within which attention stays: packed with offsets, or padded with a mask of the keys, if any."""
 
-    mask: torch.Tensor | None  # [rows, 1, 1, seq], of what is padded
-    offsets: torch.Tensor | None  # int32 [sequences + 1], of what is packed, as flash attention takes them
+    mask: torch.Tensor | None  # [rows, 1, 1, seq], if padded
+    offsets: torch.Tensor | None  # int32 [sequences + 1], if packed, as flash attention takes them
     lengths: tuple[int, ...]
     longest: int
 
 
 class TorchBatch(NamedTuple):
-    """ids: [tokens], or padded [rows, seq], with their positions. places: of the masked tokens, whose labels follow."""
+    """Token ids [tokens], or padded [rows, seq], with their positions; `places` and labels of the masked tokens."""
 
     ids: torch.Tensor
     positions: torch.Tensor
     sequences: Sequences
     places: torch.Tensor | None
     labels: torch.Tensor | None
-    scale: float  # of the sum of the losses
+    scale: float  # factor of the sum of the losses
 
 
 def batch_of(
     arrays: Mapping[str, Array], mine: Array, *, packed: bool, device: torch.device, world: int = 1
 ) -> TorchBatch:
-    """The sequences `mine` of padded arrays. The mean of the losses of `world` ranks is that of all masked tokens."""
+    """Return the sequences `mine` of padded arrays, scaled for the mean over `world` ranks."""
     ids, seq = arrays["input_ids"][mine], arrays["input_ids"].shape[1]
     real = arrays[MASK][mine] != 0 if MASK in arrays else np.ones(ids.shape, bool)
     positions, lengths = np.arange(seq), real.sum(1)
@@ -99,7 +100,7 @@ def _on(value: Array | None, device: torch.device) -> Any:
 
 
 def shares(config: RunConfig, arrays: Mapping[str, Array], world: int) -> list[Array]:
-    """The sequences of each rank: packed of equal work, as our bins have it; padded of equal numbers."""
+    """Return the sequences of each rank: packed ones of equal work, as in our bins; padded ones of equal number."""
     rows = len(arrays["input_ids"])
     if not config.train.pack or MASK not in arrays:
         return np.array_split(np.arange(rows), world)
@@ -112,7 +113,7 @@ def shares(config: RunConfig, arrays: Mapping[str, Array], world: int) -> list[A
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: Sequences, dropout: float) -> torch.Tensor:
-    """Of [tokens, heads, head_dim], or padded [rows, seq, heads, head_dim]: the same shape."""
+    """Return attention of q, k, v [tokens, heads, head_dim], or padded [rows, seq, heads, head_dim], in that shape."""
     if of.offsets is None:
         q, k, v = (one.transpose(1, 2) for one in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, of.mask, dropout).transpose(1, 2)
@@ -121,14 +122,14 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: Sequences, dro
         apart = [F.scaled_dot_product_attention(a, b, c, None, dropout) for a, b, c in every]
         return torch.cat(apart, 1).transpose(0, 1)
     sizes = of.offsets, of.offsets, of.longest, of.longest
-    if dropout:  # which varlen_attn does not have
+    if dropout:  # varlen_attn has no dropout
         found: torch.Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, dropout, False, False)[0]
         return found
     return cast(torch.Tensor, varlen_attn(q, k, v, *sizes))
 
 
 class TorchBERTLayer(nn.Module):
-    """Attention and a feed-forward part; its modules have the names of LayerNames, but for the three that are one."""
+    """Attention and a feed-forward part. Modules have the names of LayerNames; query, key and value are one."""
 
     def __init__(self, c: Any) -> None:
         super().__init__()
@@ -153,7 +154,7 @@ def activated(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 class TorchBERT(nn.Module):
-    """Of a config's sizes: hidden states, or with a head the loss of masked tokens."""
+    """BERT of a config's sizes: hidden states, or with a head the loss of masked tokens."""
 
     def __init__(self, c: Any) -> None:
         super().__init__()
@@ -165,13 +166,13 @@ class TorchBERT(nn.Module):
         if c.head == "masked_lm":
             self.dense, self.head_norm = nn.Linear(c.embed, c.embed), nn.LayerNorm(c.embed, c.layer_norm_eps)
             self.bias = nn.Parameter(torch.zeros(self.words.num_embeddings))
-        # Of functions that take a module: their graphs take its weights, so that one serves all layers. fullgraph: what
-        # is not compiled, or compiled too often, is an error, not eager.
+        # Compiled functions take a module: their graphs take its weights, so that one graph serves all layers. With
+        # fullgraph a part that is not compiled, or compiled too often, is an error and does not run eagerly.
         parts: list[Callable[..., Any]] = [TorchBERTLayer.forward, TorchBERT.embedded, TorchBERT.loss]
         self.run = {part: torch.compile(part, dynamic=False, fullgraph=True) for part in parts}
 
     def embedded(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """All tokens are of the first kind, as are ours."""
+        """Return the embeddings; all tokens are of the first token type, as on our side."""
         x = self.norm(self.words(ids) + self.positions(positions) + self.kinds.weight[0])
         return F.dropout(x, self.config.dropout, self.training)
 
@@ -192,7 +193,7 @@ class TorchBERT(nn.Module):
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Array]) -> None:
-        """Weights under transformers' names; KeyError for one that is missing."""
+        """Copy weights under the names of transformers. Raises KeyError for a missing one."""
 
         def copy(module: nn.Module, *names: str) -> None:
             for own, value in module.named_parameters():
@@ -215,7 +216,7 @@ class TorchBERT(nn.Module):
 
 
 def loaded(config: RunConfig, device: torch.device) -> TorchBERT:
-    """With the weights that our side starts from."""
+    """Return the model with the start weights of our side."""
     with device:
         model = TorchBERT(config.model)
     model.load(build_model(config).weights)
@@ -226,7 +227,7 @@ def loaded(config: RunConfig, device: torch.device) -> TorchBERT:
 
 
 def torch_bert(config: RunConfig, arrays: Mapping[str, Array], name: str, work: str) -> tuple[Step, dict[str, Any]]:
-    """`torch_packed` or `torch_padded`, which app.py has checked."""
+    """Return the run of `torch_packed` or `torch_padded`, which check_peer accepted, and its facts."""
     device = torch_device(config)
     model = loaded(config, device)
     batch = batch_of(arrays, np.arange(len(arrays["input_ids"])), packed=name == "torch_packed", device=device)

@@ -1,4 +1,4 @@
-"""PyTorch's own encoder layer, or multi-head attention, of a config's sizes: forward, backward alone, or both."""
+"""PyTorch's encoder layer, or multi-head attention, of a config's sizes: forward, backward or both."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ def torch_layer(
     config: RunConfig, work: str, phase: Phase, name: str,
     *, captured: bool = False, autotune: bool = False, stacked: bool = False,
 ) -> Callable[[int], None]:  # fmt: skip
-    """What runs an encoder layer or multi-head attention so many times; name: torch_eager, torch_compile.
+    """Return a run of an encoder layer or of multi-head attention.
 
-    As while training, with dropout, in the config's precision; the backward pass makes the gradients of weights and x.
-    Attention is scaled_dot_product_attention, which stores no scores. The layers are those of torch.nn.
+    It trains: with dropout, in the config's precision, with gradients of weights and x. Attention is
+    scaled_dot_product_attention, which stores no scores. The layers are those of torch.nn.
 
     Args:
-        captured: What is timed is one CUDA graph, launched.
+        name: torch_eager or torch_compile.
+        captured: Launch the phase as one CUDA graph.
         autotune: torch.compile's mode max-autotune.
-        stacked: Layers written with one product for Q, K and V instead.
+        stacked: Use layers with one product for Q, K and V instead of those of torch.nn.
 
     Raises:
-        ConfigError: A model of other sizes' names; captured, and no GPU.
+        ConfigError: The model lacks the sizes of a layer; `captured` without a GPU.
     """
     import torch
 
@@ -37,7 +38,7 @@ def torch_layer(
         raise ConfigError("measure.captured: got true; allowed for PyTorch on CPU workers: null")
     device = torch_device(config)
     functorch: Any = torch._functorch
-    functorch.config.donated_buffer = False  # the backward pass is run again and again
+    functorch.config.donated_buffer = False  # the backward pass runs repeatedly
     dtype = torch_dtype(config.precision)
     module = torch_module(c, work, stacked, {"device": device, "dtype": dtype}).train()
     mode = "max-autotune-no-cudagraphs" if autotune else None
@@ -52,7 +53,7 @@ def torch_layer(
     if captured:
         replay = _captured(lambda: forward(x), gradients, phase)
 
-        def once(_: Any = (wanted, dy)) -> None:  # a graph has their addresses only: they stay as long as it does
+        def once(_: Any = (wanted, dy)) -> None:  # a graph holds only addresses: the tensors must outlive it
             replay()
     else:
         kept = forward(x) if phase == "backward" else None
@@ -92,7 +93,7 @@ def _captured(forward: Callable[[], Any], gradients: Callable[[Any], None], phas
 
 
 def torch_module(c: Any, work: str, stacked: bool, options: dict[str, Any]) -> Any:
-    """The encoder layer, or the attention, of a model's sizes; options: of its parameters."""
+    """Return the encoder layer, or the attention, of a model's sizes; options: device and dtype of the parameters."""
     import torch
 
     if stacked:
@@ -105,7 +106,7 @@ def torch_module(c: Any, work: str, stacked: bool, options: dict[str, Any]) -> A
 
 
 def _stacked(c: Any, options: dict[str, Any]) -> Any:
-    """Multi-head attention of one input, with one product for Q, K and V."""
+    """Return multi-head attention of one input, with one product for Q, K and V."""
     import torch
 
     class StackedAttention(torch.nn.Module):
@@ -124,7 +125,7 @@ def _stacked(c: Any, options: dict[str, Any]) -> Any:
 
 
 def _layer(c: Any, attention: Any, options: dict[str, Any]) -> Any:
-    """The encoder layer around it, with ReLU and the norms behind the sums."""
+    """Return the encoder layer around an attention, with ReLU and norms after the sums."""
     import torch
 
     class StackedLayer(torch.nn.Module):
@@ -145,7 +146,7 @@ def _layer(c: Any, attention: Any, options: dict[str, Any]) -> Any:
 
 
 def _self_attention(attention: Any) -> Any:
-    """Of one input, without the probabilities."""
+    """Return the attention of one input to itself, without the probabilities."""
     import torch
 
     class UnweightedAttention(torch.nn.Module):
