@@ -93,10 +93,10 @@ def train(
         if lengths := dataset.describe_lengths():
             report(lengths)
         if not is_rank_0:
-            return _follow(config, dataset, trainer, stop)
+            return _train_on_other_rank(config, dataset, trainer, stop)
         facts = {"config": config.model_dump(mode="json", by_alias=True), "data": data, "overrides": overrides or []}
         run = _Run(config, out, dataset, facts, trainer, point, stop, console, report)
-        if not _lead(run, partial(_run_folder, out, resume, replaces, checkpoints), rescue):
+        if not _train_on_rank_0(run, partial(_run_folder, out, resume, replaces, checkpoints), rescue):
             return 128 + signal.Signals[stop[0]].value
     if stop:
         more = f"; {again} --resume goes on" if trainer.steps < config.train.steps else ""
@@ -200,7 +200,7 @@ def _first_files(run: _Run, make_folder: Callable[[], RunFolder]) -> tuple[RunFo
 # -- the steps
 
 
-def _lead(run: _Run, make_folder: Callable[[], RunFolder], rescue: Path | None) -> bool:
+def _train_on_rank_0(run: _Run, make_folder: Callable[[], RunFolder], rescue: Path | None) -> bool:
     """Train on rank 0: steps, metrics, checkpoints, weights, summary. Returns False if no step was trained.
 
     If the disk has no room for `make_folder`, the run goes to `rescue`."""
@@ -253,7 +253,7 @@ def _lead(run: _Run, make_folder: Callable[[], RunFolder], rescue: Path | None) 
     return True
 
 
-def _follow(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: list[str]) -> int:
+def _train_on_other_rank(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: list[str]) -> int:
     """Train on a rank other than 0: the same steps, and the collective operations of all ranks.
 
     Returns 0 also after a signal: with another status mpirun would end rank 0 before rank 0 reports the signal."""
