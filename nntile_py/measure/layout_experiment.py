@@ -1,4 +1,4 @@
-"""Experiments of kind `layouts`: operators in all layouts, the cheapest choice for all of them, and a step in it."""
+"""Experiments of kind `layouts`: operators in all layouts, the cheapest choice for all, and a step in that choice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class LayoutExperiment(Section):
-    """What `nntile layouts tune --work` is to measure."""
+    """A section of kind `layouts`: what `nntile layouts tune --work` measures."""
 
     work: Literal["encoder", "decoder", "mha"]
     set_: dict[str, Any] = Field(default_factory=dict, alias="set")
@@ -41,7 +41,7 @@ class LayoutExperiment(Section):
 
 
 def run(part: LayoutExperiment, folder: Path, console: Console) -> tuple[str, dict[str, bytes], list[str]]:
-    """Leaves timings.jsonl, from which it goes on; returns CSV, the violins by form, and sums in words."""
+    """Write timings.jsonl, from which a later run continues; returns CSV, violin plots by form, and totals as text."""
     config = part.config()
     timings = opened(config, folder / "timings.jsonl", new=True)
     with telling(console) as tell:
@@ -56,7 +56,7 @@ def run(part: LayoutExperiment, folder: Path, console: Console) -> tuple[str, di
 
 
 def _worst(of: LayoutResult) -> str:
-    """How much layouts matter, and the choice of all together."""
+    """Return the largest effect of a layout, and the largest gain over the default layout."""
     timed = [line for line in of.lines if line.best]  # a Transpose that layouts make needless takes no time
     spread = max(timed, key=lambda line: line.worst / line.best)
     gain = max(timed, key=lambda line: line.default / line.best)
@@ -79,7 +79,7 @@ def _csv(found: Sequence[LayoutResult]) -> str:
 
 
 def _steps(config: RunConfig, part: LayoutExperiment, timings: Timings, found: Sequence[LayoutResult]) -> list[str]:
-    """Forward and backward as they run, in the default layouts and in those that were chosen, in turns."""
+    """Time forward and backward passes in default and in searched layouts, in turns."""
     lines = []
     with Runtime(**runtime_options(config.runtime.model_dump())):
         for of in found:

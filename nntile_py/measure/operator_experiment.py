@@ -1,4 +1,4 @@
-"""Experiments of kind `analysis`: operators counted and measured as `nntile analyze` does, beside a paper's table."""
+"""Experiments of kind `analysis`: operators as `nntile analyze` counts and measures them, beside a paper's table."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ class PaperRow(Section):
 
     name: str
     ours: list[str]
-    """Names of our operators that do this."""
+    """Names of our operators that compute it."""
     gflop: float
     in_: float = Field(alias="in")
     out: float
     mask: Literal["in", "out"] | None = None
-    """Where its count has a mask of dropout; ours draws it again."""
+    """Which of its counts includes the dropout mask; our kernels draw the mask again."""
     pytorch: float
     us: float | None = None
     mue: float | None = None
     kernel: str = ""
     wrong: str = ""
-    """What is printed that contradicts the shapes."""
+    """Printed numbers that contradict the shapes."""
 
 
 class OperatorExperiment(Section):
-    """What `nntile analyze --work` is to count, and run."""
+    """A section of kind `analysis`: what `nntile analyze --work` counts and measures."""
 
     work: Literal["encoder", "decoder", "mha"]
     set_: dict[str, Any] = Field(default_factory=dict, alias="set")
@@ -63,7 +63,7 @@ class OperatorExperiment(Section):
 def run(
     part: OperatorExperiment, rows: Sequence[PaperRow], folder: Path
 ) -> tuple[str, dict[str, bytes], NNTileError | None, list[str]]:
-    """Leaves report.html and what goes with it; returns CSV, pictures by form, why there are none, totals in words."""
+    """Write report.html and its files; returns CSV, pictures by form, why there are none, totals as text."""
     config, work = part.config(), part.work
     made = analyse(config, work)
     if part.measure:
@@ -87,7 +87,7 @@ def run(
 
 
 def compared(made: Analysis, rows: Sequence[PaperRow]) -> str:
-    """CSV: the paper's rows beside ours. Of a fused kernel the time stands at its first row."""
+    """Return the CSV of the paper's rows beside ours; the time of a fused kernel stands in its first row."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([
@@ -111,7 +111,7 @@ def compared(made: Analysis, rows: Sequence[PaperRow]) -> str:
 
 
 def matched(made: Analysis, rows: Sequence[PaperRow]) -> Iterator[tuple[PaperRow, list[OperatorRow]]]:
-    """Each printed row with ours. ConfigError: one names an operator that there is not."""
+    """Yield each printed row with our rows. Raises ConfigError for the name of an unknown operator."""
     known = {row.name: row for row in made.operators}
     for printed in rows:
         if missing := [name for name in printed.ours if name not in known]:
@@ -129,7 +129,7 @@ def _or(value: float | None) -> str:
 
 
 def _reached(made: Analysis, rows: Sequence[OperatorRow]) -> list[str]:
-    """MUE, share of the peak and what bounds the first of them, where they were measured."""
+    """Return MUE, share of the peak and bound of the first row, if measured."""
     if not rows:
         return ["", "", ""]
     mue, share, bound = rows[0].mue(made.peak), rows[0].peak_share(made.peak), rows[0].memory_bound(made.peak)
@@ -148,7 +148,7 @@ def _totals(made: Analysis) -> list[str]:
 
 
 def bars(made: Analysis) -> Figure:
-    """MUE and share of the peak of each operator that runs, in the order in which they run."""
+    """Draw MUE and share of the peak of each operator, in the order of execution."""
     rows = [row for row in made.groups if row.seconds is not None]
     figure = new_figure((9.5, 0.24 * len(rows) + 1.6))
     axes = figure.subplots()

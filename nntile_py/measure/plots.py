@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from nntile_py.measure.sweep_spec import Best, Plot
 
 Row = dict[str, Any]
-QUARTILES = 4  # repeats, from which on the spread is their middle half: one that was disturbed does not widen it
+QUARTILES = 4  # with at least this many repeats the spread is their middle half: a disturbed repeat does not widen it
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKERS = "osD^vPX"
 HATCHES, STYLES = ("", "///", "..."), ("-", "--", ":")  # bars, lines
 _TIMES = {"seconds": 1.0, "ms": 1e3, "us": 1e6}
 _BEST = ("seconds_min", "best ms", "best us")
-RATES = ("tokens_per_s", "gflop_per_s")  # as many times less as the time is more
+RATES = ("tokens_per_s", "gflop_per_s")  # inversely proportional to the time
 _LABELS = {
     "seconds": "time of a step (s)", "ms": "time of a step (ms)", "us": "time of a step (us)",
     "seconds_min": "time of a step (s), best repeat", "best ms": "time of a step (ms), best repeat",
@@ -37,7 +37,7 @@ _LABELS = {
 
 
 def spread(row: Row, metric: str = "seconds") -> tuple[float, float] | None:
-    """From where to where a metric of time goes: the middle half of its repeats, of few all; None: not repeated."""
+    """Return the range of a metric of time: the middle half of its repeats, or all of few; None: not repeated."""
     times = row.get("times", [])
     if metric not in (*_TIMES, *RATES) or len(times) < 2:
         return None
@@ -52,9 +52,9 @@ def spread(row: Row, metric: str = "seconds") -> tuple[float, float] | None:
 
 
 def caption(rows: list[Row], where: str = "", metrics: Sequence[str] = ("seconds",), bars: bool = True) -> str:
-    """The small print: how often it was measured, what error bars are, the machine, whether others used it.
+    """Return the caption: number of repeats, meaning of error bars, machine, load by other processes.
 
-    metrics: those that are shown."""
+    metrics: the metrics in the picture."""
     good = [row for row in rows if row["status"] == "ok"]
     repeats, rounds = sorted({len(row.get("times", [])) for row in good} - {0}), {row.get("rounds", 1) for row in good}
     told = []
@@ -73,9 +73,9 @@ def caption(rows: list[Row], where: str = "", metrics: Sequence[str] = ("seconds
 
 
 def figure_of(plots: Sequence[Plot], rows: list[Row], best: Best | None = None, where: str = "") -> Figure:
-    """All plots side by side, a panel for each value of `panel`; without axes where there is nothing to show.
+    """Draw all plots side by side, a panel for each value of `panel`; plots without data have no axes.
 
-    where: the machine, for the small print."""
+    where: the machine, for the caption."""
     panels = [_panels(plot, rows, best) for plot in plots]
     widths = [4.4 * len(own) + 1.5 for own in panels]
     figure = new_figure((max(sum(widths), 6.5), 4.2))
@@ -123,7 +123,7 @@ def _draw(figure: Any, plot: Plot, panels: list[Any], rows: list[Row], best: Bes
 
 
 def shown_rows(plot: Plot, rows: list[Row], best: Best | None = None) -> tuple[list[Row], list[str]]:
-    """The best good row of each place, by the first y, and the keys in which those that it hides differ from it."""
+    """Return the best good row of each place, by the first y, and the keys in which the hidden rows differ from it."""
     y = plot.metrics[0]
     most = best.of == "greatest" if best and best.metric == y else y.endswith("_per_s") or y == "parallelism"
     places: dict[tuple[str, ...], list[Row]] = {}
@@ -136,12 +136,12 @@ def shown_rows(plot: Plot, rows: list[Row], best: Best | None = None) -> tuple[l
 
 
 def good_rows(plot: Plot, rows: list[Row]) -> list[Row]:
-    """Those that have what the plot shows."""
+    """Return the rows with all metrics of a plot."""
     return [row for row in rows if row["status"] == "ok" and all(y in row for y in plot.metrics)]
 
 
 def _unit(plot: Plot, rows: list[Row]) -> tuple[float, str]:
-    """Times in seconds that are short are drawn in ms, where the plot's label does not say what they are in."""
+    """Return the factor and unit of times: short times are drawn in ms unless the plot's label names a unit."""
     short = plot.ylabel is None and all(y in ("seconds", "seconds_min") for y in plot.metrics)
     return (1e3, "(ms)") if short and max((r[y] for r in rows for y in plot.metrics), default=1) < 1 else (1.0, "")
 
@@ -156,7 +156,7 @@ def _y_label(plot: Plot, unit: tuple[float, str], rows: Sequence[Row]) -> str:
 
 
 def _lines(axis: Any, plot: Plot, rows: list[Row], every: list[Row], unit: tuple[float, str]) -> float:
-    """Returns the highest point, error bars included. every: the rows of all panels, which have one x axis."""
+    """Draw lines or bars; returns the highest point with error bars. every: the rows of all panels, for one x axis."""
     xs = values(every, plot.x)
     numeric = plot.kind == "line" and all(isinstance(x, int | float) and not isinstance(x, bool) for x in xs)
     places = xs if numeric else list(range(len(xs)))
@@ -172,7 +172,7 @@ def _lines(axis: Any, plot: Plot, rows: list[Row], every: list[Row], unit: tuple
         below, above = ([abs(end[k] - at) for at, end in zip(ys, ends, strict=True)] for k in (0, 1))
         bars = [below, above] if any((*below, *above)) else None
         colour, where = COLOURS[number % len(COLOURS)], [at for at, _ in here]
-        again = number // len(COLOURS) % len(HATCHES)  # whose colour was had before
+        again = number // len(COLOURS) % len(HATCHES)  # the colours repeat
         if plot.kind == "bar":
             width = 0.8 / len(series)
             where = [at + (number - (len(series) - 1) / 2) * width for at in where]
@@ -214,14 +214,14 @@ def _heat(axis: Any, plot: Plot, rows: list[Row], every: list[Row], unit: tuple[
 
 
 def label(key: str) -> str:
-    """Of an axis."""
+    """Return the label of an axis."""
     if key.startswith("tiles."):
         return f"tile size along {key.removeprefix('tiles.')}"
     return _LABELS.get(key, key)
 
 
 def named(key: str, of: Any) -> str:
-    """A value as a legend tells it."""
+    """Return a value as text of a legend."""
     if key in ("variant", "measure.contestant"):
         return plain(of)
     if key.partition(".")[0] == "fusion" and isinstance(of, bool):
@@ -233,17 +233,17 @@ def named(key: str, of: Any) -> str:
 
 
 def value(row: Row, key: str) -> Any:
-    """What a row set a key to, or its metric of that name."""
+    """Return the value of a row's key, or its metric of that name."""
     return row["sets"].get(key, row.get(key))
 
 
 def word(key: str, of: Any) -> str:
-    """A value in a table whose column names the key: as `named` where it has a word for it."""
+    """Return a value as text of a table whose column names the key."""
     return named(key, of).rpartition(" ")[2] if key.startswith("fusion") and isinstance(of, bool) else plain(of)
 
 
 def values(rows: list[Row], key: str) -> list[Any]:
-    """The values of a key in the order of the points; numbers in their own, uncut last; fused before naive."""
+    """Return the values of a key in the order of the points; numbers ascending, uncut last; fused before naive."""
     found = list({plain(value(row, key)): value(row, key) for row in rows}.values())
     if all(isinstance(v, bool) for v in found):
         return sorted(found, reverse=True)
@@ -252,5 +252,5 @@ def values(rows: list[Row], key: str) -> list[Any]:
 
 
 def plain(of: Any) -> str:
-    """A value as a YAML has it, null as `uncut`."""
+    """Return a value as YAML text; null as `uncut`."""
     return of if isinstance(of, str) else "uncut" if of is None else json.dumps(of)

@@ -1,4 +1,4 @@
-"""What `nntile experiment` tells: how and where it was measured, what the paper found, what was found here."""
+"""The report of `nntile experiment`: command and machine, the result in the paper, the result here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def report(
     totals: Sequence[str] = (),
     sets: Sequence[str] = (),
 ) -> str:
-    """Markdown: how and where it was measured, what the paper found, what was found here."""
+    """Return the report in Markdown: command and machine, the result in the paper, the result here."""
     where = machine()
     lines = [f"# {made.name}: {made.title}", "", made.shows, ""]
     given = [*(["--mode", mode] if mode else []), *(part for item in sets for part in ("--set", item))]
@@ -67,8 +67,9 @@ def report(
 
 
 def _ratios(made: Experiment, rows: list[Row]) -> list[str]:
-    """Of rows that differ in the key `ratio` alone, over the first value's: of medians, and of the best repeats, which
-    noise disturbs less."""
+    """Return the times of rows that differ only in the key `ratio`, over the time of its first value.
+
+    Ratios are of medians and of best repeats, which noise disturbs less."""
     if not made.ratio:
         return []
     groups: dict[str, dict[str, Row]] = {}

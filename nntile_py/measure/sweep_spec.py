@@ -1,4 +1,4 @@
-"""A sweep's YAML, typed and checked, and the points that it stands for."""
+"""A sweep's YAML, typed and checked, and its points."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from nntile_py.tasks.op import CATEGORIES
 
 Values = dict[str, list[Any]]
 _POINTS = ("grid", "list", "random")
-VARIANT = "variant"  # a point's key with the name of one of `variants`
+VARIANT = "variant"  # key of a point that names one of `variants`
 _ALWAYS = ["seconds", "tasks", "flop", "bytes_moved", "peak_bytes", "parallelism", "planned_task_us", "took", "load"]
 _UNITS = ("seconds", "flop", "% seconds", "% flop")
 PEER_METRICS = ("seconds", "ms", "tokens_per_s", "peak_mib", "ratio", "ratio_min", "ratio_max")  # after a peer's name
 _TIMED = ["tokens", "host_mib", "seconds_min", "seconds_max", "ms", "us", "best ms", "best us", "us_per_task", "others"]
-_OF_NODES = ("gpus_per_node", "network", "gpus_per_nic", "strong")  # keys of measure that need its key `nodes`
-METRICS = {  # that worker.py gives, by measure.how
+_OF_NODES = ("gpus_per_node", "network", "gpus_per_nic", "strong")  # keys of `measure` that need `nodes`
+METRICS = {  # of worker.py, by measure.how
     "plan": _ALWAYS,
     "run": [*_ALWAYS, *_TIMED, "tokens_per_s", "gflop_per_s", "peak_mib"],
     "operators": [*_ALWAYS, *(f"{of.name} {unit}" for of in CATEGORIES for unit in _UNITS)],
@@ -60,16 +60,16 @@ def _full(values: Values | None) -> Values | None:
 
 
 class Measure(Section):
-    """What a point runs, and how often: `repeats` times are taken, each of `steps` steps in flight together."""
+    """What a point measures: `repeats` times, each over `steps` steps in flight together."""
 
     work: Work = "train"
     """A training step, a forward pass, or a part of a model, as `nntile graph --work` names them."""
     phase: Phase = "all"
-    """Of parts of a model: forward, backward or both."""
+    """The phase of a part of a model: forward, backward or both."""
     how: Literal["run", "plan", "operators"] = "run"
-    """Run it; only plan it; or run each operator alone and sum by class."""
+    """Run it; plan it without a run; or time each operator by itself, summed by class."""
     contestant: Literal["nntile", "torch_eager", "torch_compile", "torch_packed", "torch_padded"] = "nntile"
-    """Who runs a training step or a forward pass: this project, or PyTorch, eager or by torch.compile, with the model
+    """What runs a training step or a forward pass: this project, or PyTorch, eager or by torch.compile, with the model
     of transformers, sequences padded, with their mask; for `encoder` and `mha` torch.nn's own layers; `torch_packed`
     and `torch_padded`: see `nntile bench step --peer`. In processes of its own."""
     peers: list[Peer] = Field(default_factory=list)
@@ -79,32 +79,31 @@ class Measure(Section):
     """Bytes of each GPU that a contestant may use; ours leaves 1 GiB of them to kernels' workspaces. null: all, of
     which our tiles take runtime.cuda_memory."""
     alpha: Part = 1.0
-    """Of training steps and forward passes: the mean length of the sequences, as a part of train.seq."""
+    """Mean length of the sequences over train.seq, for training steps and forward passes."""
     captured: Switch | None = None
-    """Of forward passes, and of `encoder` and other small graphs, on one GPU: whether they run as a CUDA graph; null:
-    where that is faster. Of torch_compile's `encoder` and `mha` on a GPU: true: each phase as one CUDA graph; null:
-    kernels are launched one by one."""
+    """Run forward passes, and `encoder` and other small graphs, on one GPU as a CUDA graph; null: if that is faster.
+    For torch_compile's `encoder` and `mha` on a GPU: true runs each phase as one CUDA graph, null single kernels."""
     autotune: Switch = False
-    """Of torch_compile's `encoder` and `mha`: its mode max-autotune, without the graphs that `captured` makes."""
+    """Use torch.compile's mode max-autotune, for torch_compile's `encoder` and `mha`; CUDA graphs need `captured`."""
     stacked: Switch = False
-    """Of PyTorch's `encoder` and `mha`: Q, K and V as one product before scaled_dot_product_attention, instead of
-    torch.nn's own layers."""
+    """Compute Q, K and V as one product before scaled_dot_product_attention, for PyTorch's `encoder` and `mha`, instead
+    of torch.nn's own layers."""
     warmup: Natural = 1
-    """Runs before the first that is timed."""
+    """Steps before the first measured time."""
     steps: Count = 1
-    """Steps in flight together, which one time is taken of."""
+    """Steps in flight together in one measured time."""
     repeats: Count = 3
-    """Times that are taken."""
+    """Measured times."""
     nodes: Count | None = None
-    """With `how: plan` and training steps: simulate a step on so many machines, as `nntile plan --nodes` does."""
+    """Simulate a training step on this many machines, as `nntile plan --nodes` does; needs `how: plan`."""
     gpus_per_node: Count | None = None
-    """With `nodes`: GPUs of each; null: runtime.cuda."""
+    """With `nodes`: GPUs of each machine; null: runtime.cuda."""
     network: str | None = None
     """With `nodes`: bits or bytes a second of a network card, each way; null: 400Gb/s, of CPU nodes 40Gb/s."""
     gpus_per_nic: Count | None = None
     """With `nodes`: GPUs that share a card; null: 1."""
     strong: Switch = False
-    """With `nodes`: efficiency is against one node, and one GPU, that has the whole batch, not its part of it."""
+    """With `nodes`: efficiency compares with one node, and one GPU, that has the whole batch instead of its part."""
 
     @model_validator(mode="after")
     def _what_pytorch_runs(self) -> Measure:
@@ -137,12 +136,12 @@ class Measure(Section):
 
 
 class Random(Section):
-    """`count` points of the grid of `over`, drawn without repetition."""
+    """`count` points of the grid of `over`, drawn without replacement."""
 
     count: Count
-    """How many."""
+    """Number of points."""
     seed: Natural = 0
-    """Decides which."""
+    """Seed of the drawing."""
     over: Values
     """Keys of the config, each with the list of its values."""
 
@@ -153,7 +152,7 @@ class Plot(Section):
     """y over x, a line or bars for each `series`, side by side for each `panel`; `heat`: y as colour over x, series."""
 
     kind: Literal["line", "bar", "heat"] = "line"
-    """How it is drawn."""
+    """Kind of plot."""
     x: str
     """A key that points set, or a column of results.csv."""
     y: str | list[str] = "seconds"
@@ -165,13 +164,13 @@ class Plot(Section):
     title: str = ""
     """Above the plot."""
     xlabel: str | None = None
-    """Below it; null: made of `x`."""
+    """Label of the x axis; null: derived from `x`."""
     ylabel: str | None = None
-    """Beside it; null: made of `y`."""
+    """Label of the y axis; null: derived from `y`."""
     log: Switch = False
     """The x axis is logarithmic, to base 2."""
     ylog: Switch = False
-    """The y axis is logarithmic, to base 10, and does not begin at 0."""
+    """The y axis is logarithmic, to base 10, and does not start at 0."""
     same: Switch = True
     """All panels have one y axis."""
 
@@ -187,7 +186,7 @@ class Plot(Section):
 
 
 class Best(Section):
-    """Which point is named the best at the end."""
+    """Which point is reported as the best."""
 
     metric: str = "seconds"
     """A column of results.csv."""
@@ -207,17 +206,17 @@ class Sweep(Section):
     list_: list[dict[str, Any]] | None = Field(None, alias="list")
     """Points, each a mapping of keys to values; with a grid too, each point of the one with each of the other."""
     random_: Random | None = Field(None, alias="random")
-    """Points drawn from a grid, instead of a grid or a list."""
+    """Random points of a grid, instead of a grid or a list."""
     variants: dict[str, dict[str, Any]] | None = None
-    """Names, each with the keys that it sets (of the config, and of `measure` as measure.KEY): every point is measured
-    with each of them. Plots and tables know them by the key `variant`."""
+    """Names, each with keys of the config, or of `measure` as measure.KEY: every point is measured with each variant.
+    Plots and tables name them by the key `variant`."""
     measure: Measure = Measure()
     rounds: Count = 1
-    """Times that all points are measured, in turns: against machines that change meanwhile."""
+    """Rounds in which all points are measured, in turns: load of the machine then affects all of them alike."""
     time_limit: Positive = 600.0
-    """Seconds that a point may take, each time."""
+    """Seconds that a point may take in a round; with peers: the start, and each turn, of a contestant."""
     together: Switch = False
-    """Points of one `runtime` share a process: GPUs take longer to start than to measure."""
+    """Points with the same `runtime` share a process: GPUs take longer to start than to measure."""
     best: Best = Best()
     plots: list[Plot] = Field(default_factory=list)
     """Pictures, a list of sections with these keys."""
@@ -240,7 +239,7 @@ class Sweep(Section):
         return self
 
     def varied(self) -> dict[str, str]:
-        """The keys that points set, with what sets each: grid, list or random."""
+        """Return the keys that points set, each with the section that sets it."""
         over = [(key, "random") for key in self.random_.over] if self.random_ else []
         over += [(key, "variants") for keys in (self.variants or {}).values() for key in keys]
         over += [(VARIANT, "variants")] if self.variants else []
@@ -249,7 +248,7 @@ class Sweep(Section):
         )
 
     def metrics(self) -> list[str]:
-        """What the rows can hold."""
+        """Return the metrics that rows can have."""
         tables = [self.grid or {}, self.random_.over if self.random_ else {}]
         hows = [self.measure.how, *(how for values in tables for how in values.get("measure.how", []))]
         hows += [entry["measure.how"] for entry in self.list_ or [] if "measure.how" in entry]
@@ -263,7 +262,7 @@ class Sweep(Section):
         return bool(self.measure.peers) or "measure.peers" in self.varied()
 
     def check_names(self) -> None:
-        """Refuses what no row will hold, before anything is measured."""
+        """Raise ConfigError for metrics and keys that no row will have, before any measurement."""
         metrics = self.metrics()
         keys = [*self.varied(), *self.set_, *metrics]
         wanted = [("best.metric", self.best.metric, metrics)]
@@ -277,7 +276,7 @@ class Sweep(Section):
                 raise ConfigError(f"{name}: {of!r} is not {what}; {allowed(of, known)}")
 
     def settings(self) -> Iterator[dict[str, Any]]:
-        """What each point sets, in order."""
+        """Yield the keys and values of each point, in order."""
         over = self.random_.over if self.random_ else self.grid or {}
         numbers: Sequence[int] = range(math.prod(map(len, over.values())))
         if self.random_:
@@ -293,9 +292,13 @@ class Sweep(Section):
 
 @dataclass(frozen=True)
 class Point:
-    """One configuration to measure; `id` is of all that decides the measurement, `error` why it cannot be made.
+    """One configuration to measure.
 
-    sets: what it differs in from others: keys of the grid or list, and the name of the variant."""
+    Attributes:
+        id: Hash of everything that decides the measurement.
+        sets: Keys in which points differ: of the grid or list, and the name of the variant.
+        error: Why the configuration is refused.
+    """
 
     id: str
     sets: dict[str, Any]
@@ -305,12 +308,12 @@ class Point:
 
     @property
     def process(self) -> Any:
-        """Points that may share a process are alike in this."""
+        """Key that is equal for points that may share a process."""
         return self.config and self.config.runtime, self.measure.contestant
 
 
 def load_sweep(path: Path, overrides: Iterable[str] = ()) -> Sweep:
-    """Read and check a sweep's YAML, with `overrides` of the config's keys; `config` is relative to it."""
+    """Read and check a sweep's YAML, with `overrides` of the config's keys; its `config` is relative to the file."""
     tree = read_yaml(path, "SWEEP", Sweep)
     if tree.keys() & RunConfig.model_fields and not tree.keys() & {"config", *_POINTS}:
         raise ConfigError(f"{path}: this is a run's config, not a sweep's YAML; did you mean --auto?")
@@ -318,7 +321,7 @@ def load_sweep(path: Path, overrides: Iterable[str] = ()) -> Sweep:
 
 
 def check_sweep(tree: Mapping[str, Any], path: Path, overrides: Iterable[str] = ()) -> Sweep:
-    """A sweep from what was read from `path`."""
+    """Check the tree that was read from `path`; returns the sweep."""
     try:
         sweep: Sweep = validated(Sweep, dict(tree))
         for item in overrides:
@@ -343,7 +346,7 @@ def check_sweep(tree: Mapping[str, Any], path: Path, overrides: Iterable[str] = 
 
 
 def points(sweep: Sweep) -> list[Point]:
-    """All points, each once. A value that no point can have is a ConfigError; a point that is refused is kept."""
+    """Return all points, each once; refused ones have an error. Raises ConfigError for a value that all refuse."""
     found: dict[str, Point] = {}
     for sets in sweep.settings():
         config, error = None, None
@@ -377,13 +380,13 @@ def points(sweep: Sweep) -> list[Point]:
 
 
 def _set(measure: Measure) -> dict[str, Any]:
-    """What decides a measurement: keys of machines where there are any, so that rows of before stay known."""
+    """Return the keys that decide a measurement; newer keys only if set, so that earlier rows keep their ids."""
     new = {key for key in ("peers", "gpu_memory") if not getattr(measure, key)}
     return measure.model_dump(exclude=new | (set() if measure.nodes else {"nodes", *_OF_NODES}))
 
 
 def _check_base(sweep: Sweep) -> None:
-    """Where all points are refused it may be for what they share: then that is named, not a point's key."""
+    """If all points are refused for a key that they share, raise a ConfigError that names that key."""
     try:
         load(sweep.config, _overrides(sweep.set_))
     except ConfigError as error:
