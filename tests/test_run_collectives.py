@@ -11,7 +11,7 @@ from traces import US, check_format, info, scheduled
 from nntile_py import profiling as profile
 from nntile_py.analysis import roofline
 from nntile_py.profiling import diagnosis, gantt, message_waits, perfetto, trace_analysis
-from nntile_py.profiling.merge_ranks import Clock, together, with_ends
+from nntile_py.profiling.merge_ranks import RankClock, together, with_ends
 from nntile_py.profiling.trace import MessageEnd, Trace
 from nntile_py.system.load import Load, among
 from nntile_py.tiles.dependencies import TileUse
@@ -159,7 +159,7 @@ def test_messages_that_overlap_share_a_row(tmp_path: Path) -> None:
 
 
 def test_a_clock_between_two_readings() -> None:
-    clock = Clock((0, OFFSET, 10), (10 * MS, int(theirs(10 * MS)), 300))
+    clock = RankClock((0, OFFSET, 10), (10 * MS, int(theirs(10 * MS)), 300))
     dates = np.arange(0, 10 * MS, 12345)
     assert np.abs(clock.dates(theirs(dates)) - dates).max() <= 2 and clock.error == 300
 

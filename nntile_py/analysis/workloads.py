@@ -1,6 +1,6 @@
-"""What can be drawn, swept and timed besides a training step: inference, and the small graphs that papers measure.
+"""Workloads that can be drawn, swept and timed: training steps, inference, and the small graphs that papers measure.
 
-All sizes come from a run's config, so that any key of it can be swept. Pure data: nothing here touches StarPU.
+All sizes come from a run's config, so that any of its keys can be swept. Nothing here uses StarPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Work = Literal[
     "train", "inference", "attention", "linear_relu", "linear_reshape", "qkv_none", "qkv_qk", "qkv_all",
     "encoder", "decoder", "mha",
 ]  # fmt: skip
-FORWARD = ("inference", "attention")  # forward passes, of sequences of any lengths, packed or not
+FORWARD = ("inference", "attention")  # forward passes, also of packed sequences
 Phase = Literal["forward", "backward", "all"]
 TITLES = {
     "train": "a training step of",
@@ -49,7 +49,7 @@ TITLES = {
 
 @dataclass
 class Built:
-    """Graphs with their task lists, in the order in which they run in a step."""
+    """The graphs of a step with their task lists, in the order in which they run."""
 
     graphs: list[tuple[Graph, Lowering]]
     flop: float  # of contractions and attentions
@@ -61,7 +61,7 @@ class Built:
 
 
 def build(config: RunConfig, work: Work = "train", phase: Phase = "all", *, fusion: Fusion | None = None) -> Built:
-    """The graphs of a workload of the sizes of `config`. `fusion` instead of the config's own."""
+    """Return the graphs of a workload of the config's sizes. fusion: instead of the config's own."""
     spec = spec_of(config, work, fusion)
     if work == "train":
         return of_step(spec.step(), config.train.grad_accumulation)
@@ -73,7 +73,7 @@ def build(config: RunConfig, work: Work = "train", phase: Phase = "all", *, fusi
 
 PAPER = ["train.batch=8", "train.seq=512", "model.embed=1024", "model.heads=16", "model.dropout=0.1",
          "model.attention=naive", "model.attention_dropout=0.1", "tiles={}"]  # fmt: skip
-PRESETS = {  # works that need no config: BERT-large's sizes (Ivanov et al. 2021, section III.D)
+PRESETS = {  # works without a config: BERT-large's sizes (Ivanov et al. 2021, section III.D)
     "encoder": ("encoder_layer.yaml", PAPER),
     "decoder": ("decoder_layer.yaml", [*PAPER, "model.memory=null"]),
     "mha": ("encoder_layer.yaml", PAPER),
@@ -81,14 +81,14 @@ PRESETS = {  # works that need no config: BERT-large's sizes (Ivanov et al. 2021
 
 
 def preset(work: str, overrides: Sequence[str]) -> RunConfig:
-    """The config of a work that is given without one, with `overrides` of its sizes."""
+    """Return the config of a work without one, with `overrides` of its sizes."""
     from nntile_py.config.run_config import RunConfig, resolve
     from nntile_py.schema import read_yaml
 
     file, own = PRESETS[work]
     where = [] if any(item.startswith(("runtime.", "scheduler=")) for item in overrides) else ["runtime.cpus=1"]
     tree = read_yaml(installed("experiments") / file, "CONFIG", RunConfig)
-    return resolve(tree, [*own, *where, *overrides], f"--work {work}")  # uncut, it is one worker's
+    return resolve(tree, [*own, *where, *overrides], f"--work {work}")  # an uncut layer keeps one worker busy
 
 
 def work_title(config: RunConfig, work: str) -> str:
@@ -101,9 +101,12 @@ def work_title(config: RunConfig, work: str) -> str:
 
 
 def logical(config: RunConfig, work: Work, fusion: Fusion | None = None, phase: Phase = "all") -> list[Graph]:
-    """The graphs of a workload, not cut into tiles: of a training step the update's is the second.
+    """Return the graphs of a workload, not cut into tiles; of a training step, the update is the second.
 
-    `fusion`: see spec_of; `phase` of the graphs that papers measure."""
+    Args:
+        fusion: see spec_of.
+        phase: of the small graphs that papers measure.
+    """
     spec = spec_of(config, work, fusion)
     if work == "train":
         made = spec.graphs()
@@ -117,7 +120,11 @@ def logical(config: RunConfig, work: Work, fusion: Fusion | None = None, phase: 
 
 
 def spec_of(config: RunConfig, work: Work, fusion: Fusion | None = None) -> StepSpec:
-    """Of the config's model; of attention: of that alone. `fusion` instead of its own, in the default layout."""
+    """Return the spec of the config's model, or of its attention only.
+
+    Args:
+        fusion: instead of the config's own, in the default layout.
+    """
     spec = step_spec(config)
     if fusion:
         spec = replace(spec, fusion=fusion, timings=None)
@@ -130,7 +137,11 @@ def spec_of(config: RunConfig, work: Work, fusion: Fusion | None = None) -> Step
 class AttentionOnly:
     """The attention of a layer without its products: figures 11 to 13 of ByteTransformer (Zhai et al. 2023).
 
-    Inputs: q, k, v [batch, seq, heads, head_dim]; attention_mask if given. config: has embed, heads and attention."""
+    Inputs: q, k, v [batch, seq, heads, head_dim], and attention_mask if the batch has one.
+
+    Args:
+        config: has embed, heads and attention.
+    """
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -144,32 +155,32 @@ class AttentionOnly:
 
 
 def of_evaluation(made: Evaluation) -> Built:
-    """What a forward pass runs."""
+    """Return the graph of a forward pass with its task list."""
     return Built([(made.graph, made.forward)], made.graph.flop(), made.params)
 
 
 def of_step(step: Step, grad_accumulation: int) -> Built:
-    """What a training step runs."""
+    """Return the graphs of a training step with their task lists."""
     more = [(step.graph, step.more)] * (grad_accumulation - 1) if step.more else []
     return Built([(step.graph, step.first), *more, (step.update_graph, step.update)], grad_accumulation * step.flop)
 
 
 def small_graph(config: RunConfig, work: Work, fusion: Fusion, *, backward: bool) -> Graph:
-    """A graph of x [batch, seq, embed] and, with `backward`, of the gradients for an output gradient that is given."""
+    """Return a graph of x [batch, seq, embed]; with `backward`, the output gradients are inputs of the graph, too."""
     graph = Graph(TILE_DTYPE.get(config.precision, config.precision), cuts=tiling(config))
     _need(config, work, "embed", "heads")
     sizes = [config.train.batch, config.train.seq, config.model.embed]
     x = graph.named("x", ["batch", "seq", "embed"], sizes, "input")
-    x.requires_grad = True  # a layer inside of a model passes a gradient on
+    x.requires_grad = True  # as a layer inside a model
     outputs = _MAKERS[work](graph, x, config)
     if fusion.qkv:
         pack_projections(graph, count=fusion.packed)
     if backward:
-        loss = graph.add(_Given(outputs, graph.temp("loss", ["one"], [1], "fp64"))).output
+        loss = graph.add(_OutputGradients(outputs, graph.temp("loss", ["one"], [1], "fp64"))).output
         graph.backward(loss)
-        graph.ops = [op for op in graph.ops if not isinstance(op, _Given)]
+        graph.ops = [op for op in graph.ops if not isinstance(op, _OutputGradients)]
     for tensor in outputs:
-        tensor.kind = "scalar"  # read by whoever asked for it: not to be fused away
+        tensor.kind = "scalar"  # a result, which fusion keeps
     return fuse(graph, fusion, tiling(config))
 
 
@@ -180,16 +191,16 @@ def _need(config: RunConfig, work: Work, *fields: str) -> None:
 
 
 def select(graph: Graph, phase: str) -> Graph:
-    """Keep the operators of one phase; what they read from elsewhere is an input then. In place."""
+    """Keep only the operators of one phase, in place; tensors that other operators wrote become inputs."""
     graph.ops = [op for op in graph.ops if phase in ("all", op.phase)]
-    made = {t.storage for op in graph.ops for t in op.outputs}
+    written = {t.storage for op in graph.ops for t in op.outputs}
     for op in graph.ops:
         for tensor in op.inputs:
-            if tensor.storage not in made and tensor.storage.kind == "temp":
+            if tensor.storage not in written and tensor.storage.kind == "temp":
                 tensor.storage.kind = "input"
                 tensor.storage.name = tensor.name = f"{tensor.name}#{len(graph.tensors)}"
                 graph.tensors[tensor.name] = tensor.storage
-    for op in graph.ops:  # of gradients nobody else may be left to read them
+    for op in graph.ops:  # keep outputs that no operator reads any more
         for tensor in op.outputs:
             if not any(tensor in other.inputs for other in graph.ops) and tensor.storage.kind == "temp":
                 tensor.storage.kind = "scalar"
@@ -198,8 +209,8 @@ def select(graph: Graph, phase: str) -> Graph:
     return graph
 
 
-class _Given(Op):
-    """Stands for what comes after: the gradients of `inputs` are inputs of the graph. No task."""
+class _OutputGradients(Op):
+    """Stands for the rest of a model: the gradients of its inputs are inputs of the graph. It has no task."""
 
     def __init__(self, inputs: list[Tensor], loss: Tensor) -> None:
         super().__init__(inputs, [loss])
@@ -237,7 +248,7 @@ def _linear_reshape(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
 
 
 def _qkv(stacked: int) -> Callable[[Graph, Tensor, RunConfig], list[Tensor]]:
-    """Queries, keys, values: three products, the first two as one, or all as one; Table II of the data-movement paper.
+    """Queries, keys, values: three products, two (QK as one), or one; Table II of the data-movement paper.
 
     The backward pass has dX and dW of each product, and with more than one the sum of their dX."""
 
@@ -263,7 +274,7 @@ def _decoder(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
     layer = _one_layer(c, TransformerDecoderConfig)
     sizes = c.train.batch, getattr(layer.config, "memory", None) or c.train.seq, c.model.embed
     memory = g.named("memory", ["batch", "key", "embed"], sizes, "input")
-    memory.requires_grad = True  # other layers of the encoder stand before it
+    memory.requires_grad = True  # as the output of an encoder
     return [layer.layers(g, x, memory)]
 
 
@@ -275,7 +286,7 @@ def _mha(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
 
 
 def _one_layer(c: RunConfig, kind: type[TransformerEncoderConfig]) -> TransformerEncoder:
-    """Of the config's own model, where that is such a layer; else one with ReLU, as the paper's, of its sizes."""
+    """Return a layer of the config's model; for other models a layer with ReLU, as in the paper, of its sizes."""
     if isinstance(c.model, kind):
         return TransformerEncoder(c.model.model_copy(update={"layers": 1}))
     names = {"embed", "heads", "ffn", "dropout", "attention_dropout", "attention", "layer_norm_eps"}

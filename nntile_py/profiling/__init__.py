@@ -1,4 +1,4 @@
-"""`nntile profile`: a few steps of a config under StarPU's task profiling, and what they tell."""
+"""`nntile profile`: a few steps of a config under StarPU's task profiling, and their analysis."""
 
 from __future__ import annotations
 
@@ -16,17 +16,24 @@ if TYPE_CHECKING:
     from nntile_py.profiling.trace import Trace
 
 
-# All that it leaves, without --fxt.
+# All files that a profile writes, without --fxt.
 FILES = ("config.yaml", "trace.json", "gantt.png", "gantt.svg", "gantt.pdf", "report.html", "summary.json")
 
 
 def profile(
     config: RunConfig, folder: Path, name: str, steps: int, fxt: bool = False, inference: bool = False
 ) -> dict[str, Any]:
-    """Run, and write trace.json, the Gantt as PNG, SVG and PDF, report.html, summary.json; returns the summary.
+    """Run steps; write trace.json, the Gantt chart as PNG, SVG and PDF, report.html, summary.json.
 
-    The steps are of training, or forward passes, on random tokens: no corpus is read. fxt: leave StarPU's own trace
-    in the folder `fxt` too. Of several ranks, all of which call it, the first writes for all; the others return {}."""
+    The steps run on random tokens; no corpus is read. All ranks of a run call it; rank 0 writes for all.
+
+    Args:
+        fxt: write StarPU's own trace into the folder `fxt`, too.
+        inference: run forward passes instead of training steps.
+
+    Returns:
+        The summary; {} on ranks other than 0.
+    """
     from nntile_py.checkpoint.resume import flattened
     from nntile_py.config.builders import build_model, step_spec
     from nntile_py.config.run_config import runtime_options
@@ -40,9 +47,9 @@ def profile(
         if fxt:
             raise ConfigError("--fxt: not allowed on several ranks, whose messages StarPU's trace does not hold")
         ranks.same("the config", flattened(config.model_dump(mode="json", by_alias=True)))
-    raw, made, ran = (folder / "fxt").resolve(), [], False
+    raw, new_folders, ran = (folder / "fxt").resolve(), list[Path](), False
     if fxt:
-        made = [path for path in (raw, raw.parent) if not path.exists()]
+        new_folders = [path for path in (raw, raw.parent) if not path.exists()]
         raw.mkdir(parents=True, exist_ok=True)
         os.environ |= {"STARPU_FXT_TRACE": "1", "STARPU_FXT_PREFIX": f"{raw}/"}  # before StarPU starts
     try:
@@ -53,20 +60,20 @@ def profile(
                     trace = recorder.run_passes(spec, steps, config.profile.warmup)
                 else:
                     trainer = build_trainer(config)
-                    runtime.forget(trainer)  # nobody wants the weights back
+                    runtime.forget(trainer)  # the weights are not needed afterwards
                     trace = recorder.run_steps(trainer, steps, config.profile.warmup)
             ran = True
         if fxt:
             recorder.convert_fxt(raw)
     except BaseException:
         with suppress(OSError):  # a folder that is not empty stays
-            for path in raw.glob("prof_file_*") if made and not ran else ():  # StarPU's, of no use
+            for path in raw.glob("prof_file_*") if new_folders and not ran else ():  # useless files of StarPU
                 path.unlink()
-            for path in made:
+            for path in new_folders:
                 path.rmdir()
         raise
     if ranks:
-        ranks.barrier()  # whoever shares a machine has its peaks measured at the same time
+        ranks.barrier()  # ranks on one machine measure their peaks at the same time
     peaks = peak_rates.peaks_of(trace, config)
     loads = ranks.to_first(load) if ranks else [load]
     if loads is None:
@@ -79,7 +86,7 @@ def profile(
 def write(
     trace: Trace, peaks: Any, tiles: Any, folder: Path, name: str, load: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """All files of a profile, from a trace. load: Load.facts() of the run."""
+    """Write all files of a profile from its trace. load: Load.facts() of the run."""
     from nntile_py.profiling import diagnosis, gantt, perfetto, profile_report, trace_analysis
     from nntile_py.system.machine import described, machine
 
@@ -90,8 +97,8 @@ def write(
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
     parts = trace_analysis.parts(trace, peaks)
     perfetto.write(trace, folder / "trace.json", parts)
-    where = summary["machine"]
-    hardware = f"{described(where)}, {where['date']}"
+    facts = summary["machine"]
+    hardware = f"{described(facts)}, {facts['date']}"
     if load and load["others"] is not None:
         hardware += f"; other processes kept {load['others']:.1f} of the cores busy"
     tiling = ", ".join(f"{axis} {a['tile']}/{a['size']}" for axis, a in summary["tiles"].items())

@@ -1,4 +1,4 @@
-"""`nt.profile()`: what the tasks of a block did."""
+"""`nt.profile()`: a profile of the tasks of a block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nntile_py.profiling import diagnosis, recorder, trace_analysis, write
 
 @dataclass
 class BlockProfile:
-    """Of a block that has ended: `summary`, as in summary.json; `str(...)` says the most of it in a few lines."""
+    """Profile of a block. summary: as in summary.json, once the block has ended; str(...) is a short text."""
 
     folder: Path | None
     summary: dict[str, Any] = field(default_factory=dict)
@@ -32,31 +32,35 @@ class BlockProfile:
         for row in s["operators"]:
             name = f"{row['operator']} {row['phase']}".strip()
             lines.append(f"  {name}: {row['share']:.0%}, {row['tasks']} tasks of {row['mean_s'] * 1e3:.3g} ms")
-        lines += [f"{found['cause']} {found['advice']}" for found in s["findings"]]
+        lines += [f"{finding['cause']} {finding['advice']}" for finding in s["findings"]]
         return "\n".join(lines)
 
 
 @contextmanager
 def profile(folder: str | Path | None = None) -> Iterator[BlockProfile]:
-    """Profile all tasks of a block on the running Runtime: `with nt.profile("folder") as found: ...; print(found)`.
+    """Profile all tasks of a block on the running Runtime: `with nt.profile("folder") as block: ...; print(block)`.
 
-    The block's tasks are waited for at its end. Every rank of several enters it; the first then has the tasks of all,
-    and writes, another has its own. In the folder, if one is given, it leaves report.html, the Gantt,
-    trace.json and summary.json, as `nntile profile` does; the block counts as one step. Raises TaskError where no
-    runtime is running, where another profile is being taken, where a task of the block fails and where it has none.
+    The end of the block waits for its tasks. The block counts as one step. All ranks of a run enter it; rank 0 then has
+    the tasks of all ranks and writes the files, another rank has its own tasks.
+
+    Args:
+        folder: for report.html, the Gantt chart, trace.json, summary.json, as from `nntile profile`; None: no files.
+
+    Raises:
+        TaskError: no runtime is running, another profile is being taken, a task of the block fails, or it has no task.
     """
     if not isinstance(folder, str | Path | None):
         raise TypeError(f"nt.profile: folder: got {folder!r}; allowed: a path")
     if Runtime.watched is not None:
         raise TaskError("nt.profile: another profile is being taken; one at a time")
     block = BlockProfile(Path(folder) if folder is not None else None)
-    with recorder.watched() as found:
+    with recorder.watched() as recording:
         yield block
         _core.wait_all()
     ranks = Runtime.current.ranks if Runtime.current else None
-    if not (ranks or len(found.native["events"])):
+    if not (ranks or len(recording.native["events"])):
         raise TaskError("nt.profile: no task ran in the block")
-    trace = found.trace(None)
+    trace = recording.trace(None)
     trace.step = np.minimum(trace.step, 1)
     if block.folder and not (ranks and ranks.rank):
         block.folder.mkdir(parents=True, exist_ok=True)

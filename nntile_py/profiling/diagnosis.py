@@ -1,4 +1,4 @@
-"""What held a run back, from the figures of its profile, and which key of the config to change."""
+"""Rules that find what limits a run's speed in the figures of its profile, and which key of the config to change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from nntile_py.system.load import BUSY, is_busy
 from nntile_py.tiles.placement import GOOD
 
-IDLE = 0.15  # of the workers' time: worth a finding
+# Shares from which a rule applies.
+IDLE = 0.15  # of the workers' time
 MOVING = 0.10
 OVERHEAD = 0.05
 SUBMITTING = 0.8  # of the run
@@ -21,7 +22,7 @@ Summary = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`rule`: its name; `cause`: with the figures that show it; `advice`: what to change."""
+    """A finding. rule: its name; cause: with figures; advice: what to change."""
 
     rule: str
     cause: str
@@ -32,12 +33,12 @@ class Finding:
 
 
 def findings(summary: Summary) -> list[Finding]:
-    """All that hold, the first cause first: the runtime's come before the kernels', as they hide those."""
-    return [found for rule in RULES if (found := rule(summary))]
+    """Return all findings, the first cause first. Rules on the runtime come first: they hide the kernels' causes."""
+    return [finding for rule in RULES if (finding := rule(summary))]
 
 
 def other_ranks(s: Summary) -> Finding | None:
-    """Workers idle as what they need has to come from another rank, which is most of their idle time."""
+    """Workers are idle mostly because their inputs must come from another rank."""
     ranks, waiting = s.get("ranks"), sum(w.get("waiting", 0.0) for w in s["workers"]) / max(len(s["workers"]), 1)
     if not ranks or waiting < MOVING or waiting < 0.5 * _share(s, "idle"):
         return None
@@ -47,7 +48,7 @@ def other_ranks(s: Summary) -> Finding | None:
     cause = f"Workers wait for another machine {waiting:.0%} of the time, those of rank {worst['rank']} most"
     cause += f" ({worst['waiting']:.0%}); of all that they wait for, longest for {longest['tile']}"
     cause += f" (rank {longest['rank']} for rank {longest['for_rank']}). {unready / waiting:.0%} of that time it was"
-    cause += f" not made yet, else on its way: {moved / 1e6:,.2f} MB in {count:,.0f} messages a step."
+    cause += f" not computed yet, else in transit: {moved / 1e6:,.2f} MB in {count:,.0f} messages a step."
     batch = s["tiles"].get("batch")
     now = f" (now {batch['tiles']} in all)" if batch else ""
     if unready >= 0.5 * waiting:
@@ -60,11 +61,11 @@ def other_ranks(s: Summary) -> Finding | None:
 
 
 def short_tasks(s: Summary) -> Finding | None:
-    """Tasks shorter than GOOD times the overhead, and it shows; or submission is what the workers wait for."""
+    """Tasks are shorter than GOOD times the overhead, which takes much time; or workers wait for submission."""
     mean, overhead = s["mean_task_s"], s["overhead_per_task_s"]
     starved = s["submission"] >= SUBMITTING and _share(s, "idle") >= IDLE
     serial = _path_bound(s) and _share(s, "idle") > 2 * _share(s, "overhead")  # longer tasks would not help
-    # Where other processes take the cores, what seems the runtime's time is theirs; unless the plan expects it too.
+    # If other processes take the cores, their time looks like overhead; unless the plan expects short tasks, too.
     theirs = busy_machine(s) and not _too_fine(s)
     if not starved and (serial or theirs or mean >= GOOD * overhead or _share(s, "overhead") < OVERHEAD):
         return None
@@ -76,7 +77,7 @@ def short_tasks(s: Summary) -> Finding | None:
 
 
 def serial_chain(s: Summary) -> Finding | None:
-    """Workers idle while one tile after the other is added up in order."""
+    """Workers are idle while tiles are added one after the other."""
     path = s["critical_path"]
     if _share(s, "idle") < IDLE or not _path_bound(s) or path["accumulation_share"] < SERIAL:
         return None
@@ -91,7 +92,7 @@ def serial_chain(s: Summary) -> Finding | None:
 
 
 def few_tiles(s: Summary) -> Finding | None:
-    """Workers idle as fewer independent tasks exist than workers."""
+    """Workers are idle because there are fewer independent tasks than workers."""
     if _share(s, "idle") < IDLE or not _path_bound(s):
         return None
     workers, path = len(s["workers"]), s["critical_path"]
@@ -125,7 +126,7 @@ def transfers(s: Summary) -> Finding | None:
 
 
 def low_roofline(s: Summary) -> Finding | None:
-    """An operator that takes much of the time and reaches little of what the machine can do."""
+    """An operator takes much of the time and is far below the roofline."""
     rows = [r for r in s["operators"] if r["share"] >= LARGE and r["roofline"] is not None and r["roofline"] < LOW]
     if not rows:
         return None
@@ -147,7 +148,7 @@ def low_roofline(s: Summary) -> Finding | None:
 
 
 def imbalance(s: Summary) -> Finding | None:
-    """Workers idle although enough independent tasks exist."""
+    """Workers are idle although there are enough independent tasks."""
     if _share(s, "idle") < IDLE:
         return None
     worst = max(s["workers"], key=lambda w: w["idle"])
@@ -162,18 +163,19 @@ def imbalance(s: Summary) -> Finding | None:
 
 def busy_machine(s: Summary) -> Finding | None:
     """Other processes took processor time from the run, or from the measurement of the peak."""
-    load, told = s.get("load") or {}, []
+    load, causes = s.get("load") or {}, list[str]()
     if is_busy(load.get("others")):
-        told.append(f"other processes kept {load['others']:.1f} of the {load['cores']} cores busy while the steps ran")
+        busy = f"{load['others']:.1f} of the {load['cores']} cores"
+        causes.append(f"other processes kept {busy} busy while the steps ran")
     shares = [p["cpu_share"] for p in s["peaks"].values() if p.get("cpu_share") is not None]
     if shares and min(shares) < 1 - BUSY:
-        told.append(
+        causes.append(
             f"the threads that measured the peak had a core for {min(shares):.0%} of the time (processor time over "
             "wall time)"
         )
-    if not told:
+    if not causes:
         return None
-    text = "; ".join(told)
+    text = "; ".join(causes)
     return Finding(
         "busy-machine",
         f"The machine was busy: {text}. Tasks took longer than they would alone; all times are of this run only.",
@@ -181,7 +183,7 @@ def busy_machine(s: Summary) -> Finding | None:
     )
 
 
-# Each explains the idle time that those after it would be blamed for.
+# In this order: each rule explains idle time that later rules would misread.
 RULES: list[Callable[[Summary], Finding | None]] = [
     busy_machine,
     other_ranks,
@@ -192,11 +194,11 @@ RULES: list[Callable[[Summary], Finding | None]] = [
     imbalance,
     low_roofline,
 ]
-# Explanations of the same idle time.
+# Rules that explain the same idle time: only the first one counts.
 EXCLUSIVE = {"other-ranks", "short-tasks", "serial-chain", "few-tiles", "imbalance"}
 
 
-# Where no config has chosen the tiles: tasks in Python, in a block under nt.profile.
+# Advice without a config: for tasks in Python, in a block under nt.profile.
 IN_BLOCKS = {
     "other-ranks": "Give ranks equal work, and more of it between two exchanges.",
     "short-tasks": "Fewer, larger tasks: larger tiles, or lists of tiles as arguments.",
@@ -206,35 +208,35 @@ IN_BLOCKS = {
 }
 
 
-DOUBT = "Only if a quiet machine shows it, too: "
+DOUBT = "Only if a profile on a quiet machine shows the same: "
 
 
 def report(summary: Summary) -> list[dict[str, str]]:
-    """For summary.json: the findings, one explanation of the idle time, or that there is none.
+    """Return the findings for summary.json, with one explanation of the idle time; or that there is none.
 
-    What asks for larger tiles is left out beside what asks for smaller ones; advice from times that other processes
-    have made longer says so."""
+    Advice for larger tiles is left out beside advice for smaller ones. Advice says if it rests on times that other
+    processes have made longer."""
     result, idle_explained = [], ""
-    for found in findings(summary):
-        if found.rule in EXCLUSIVE:
+    for finding in findings(summary):
+        if finding.rule in EXCLUSIVE:
             if idle_explained:
                 continue
-            idle_explained = found.rule
-        if found.rule == "low-roofline" and idle_explained == "few-tiles":
+            idle_explained = finding.rule
+        if finding.rule == "low-roofline" and idle_explained == "few-tiles":
             continue
         if not summary["tiles"]:
-            found = replace(found, advice=IN_BLOCKS.get(found.rule, found.advice))
-        if _doubtful(found.rule, summary):
-            found = replace(found, advice=DOUBT + found.advice)
-        result.append(found.to_dict())
+            finding = replace(finding, advice=IN_BLOCKS.get(finding.rule, finding.advice))
+        if _doubtful(finding.rule, summary):
+            finding = replace(finding, advice=DOUBT + finding.advice)
+        result.append(finding.to_dict())
     if not result:
         busy = f"Workers compute {_share(summary, 'working'):.0%} of the time and no operator stands out."
-        result.append(Finding("none", busy, "Nothing to change that this profile would show.").to_dict())
+        result.append(Finding("none", busy, "This profile shows nothing to change.").to_dict())
     return result
 
 
 def _doubtful(rule: str, s: Summary) -> bool:
-    """Whether others may be why a rule holds: they had the cores while the steps ran, or as the peak was measured."""
+    """Return whether other processes may cause a finding: they used cores in the run or as the peak was measured."""
     if rule == "busy-machine" or (rule == "short-tasks" and _too_fine(s)):
         return False
     busy = is_busy((s.get("load") or {}).get("others"))
@@ -246,7 +248,7 @@ def _share(s: Summary, name: str) -> float:
 
 
 def _path_bound(s: Summary) -> bool:
-    """Whether more workers than these could not have been kept busy."""
+    """Return whether more workers would not have made the run faster."""
     return bool(s["parallelism"] < 1.25 * len(s["workers"]) or s["critical_path"]["share_of_run"] > 0.8)
 
 
@@ -260,19 +262,19 @@ def _us(seconds: float) -> str:
 
 
 def _too_fine(s: Summary) -> list[tuple[str, Any]]:
-    """The axes whose tiles the plan, too, finds smaller than is good."""
+    """Return the axes whose tiles are too small by the plan as well."""
     return [(name, a) for name, a in s["tiles"].items() if a.get("good", a["tile"]) > a["tile"]]
 
 
 def _coarser(s: Summary) -> str:
-    """Tiles that are coarse enough, all at once; where they are, the two axes with most tiles, their tile doubled.
+    """Return larger tiles: those that the plan finds good, else twice the tile of the two axes with most tiles.
 
-    Never fewer tiles of the batch than workers."""
+    The batch keeps a tile for each worker."""
     if good := _too_fine(s):
         return " and ".join(f"`tiles.{name}: {a['good']}` (now {a['tile']})" for name, a in good)
     workers = len(s.get("workers", ()))
-    able = (a for a in s["tiles"].items() if a[1]["tiles"] > (workers if a[0] == "batch" else 1))
-    cut = sorted(able, key=lambda a: -a[1]["tiles"])
+    divisible = (a for a in s["tiles"].items() if a[1]["tiles"] > (workers if a[0] == "batch" else 1))
+    cut = sorted(divisible, key=lambda a: -a[1]["tiles"])
     if not cut:
         batch = s["tiles"].get("batch")
         twice = f" (`train.batch: {2 * batch['size']}`, `tiles.batch: {2 * batch['tile']}`)" if batch else ""
@@ -281,10 +283,10 @@ def _coarser(s: Summary) -> str:
 
 
 def _finer(s: Summary) -> str:
-    """Batch first, which needs no summing up, then the axes with fewest tiles."""
+    """Return smaller tiles: of the batch first, which needs no sums, then of the axes with fewest tiles."""
     order = {"batch": 0, "heads": 1, "ffn": 2, "vocab": 3, "embed": 4, "seq": 5}
-    able = [(name, a) for name, a in s["tiles"].items() if a["tile"] > 1]
-    able.sort(key=lambda item: (item[1]["tiles"] * 2 if item[0] == "batch" else 4 * item[1]["tiles"], order[item[0]]))
-    if not able:
+    cut = [(name, a) for name, a in s["tiles"].items() if a["tile"] > 1]
+    cut.sort(key=lambda item: (item[1]["tiles"] * 2 if item[0] == "batch" else 4 * item[1]["tiles"], order[item[0]]))
+    if not cut:
         return "use a larger batch, or fewer workers (`runtime.cpus`)"
-    return " or ".join(f"`tiles.{n}: {-(-a['tile'] // 2)}` (now {a['tile']})" for n, a in able[:2])
+    return " or ".join(f"`tiles.{n}: {-(-a['tile'] // 2)}` (now {a['tile']})" for n, a in cut[:2])

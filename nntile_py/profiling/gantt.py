@@ -1,4 +1,4 @@
-"""Who ran what when, as bars few enough to draw: gantt.png, .svg, .pdf, and the Gantt of report.html."""
+"""The Gantt chart of a trace, with few enough bars to draw: gantt.png, .svg, .pdf, and in report.html."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from nntile_py.system.pictures import new_figure, save_figure
 from nntile_py.tasks.op import operators
 from nntile_py.tasks.optimizer import OPTIMIZERS, Update
 
-SPARE = ("#b39ddb", "#17becf", "#6b4f2a", "#f781bf", "#2f4f4f", "#c0ca33", "#8d6e9f", "#e4b9a0")  # for other kinds
+# For kinds without a colour of their own.
+SPARE = ("#b39ddb", "#17becf", "#6b4f2a", "#f781bf", "#2f4f4f", "#c0ca33", "#8d6e9f", "#e4b9a0")
 OTHER = "#9aa0a6"
-MOST_KINDS = 8  # with colours of their own
-MOST_MESSAGES = 40  # drawn as arrows, those that workers waited for longest; more hide what they cross
-LANES = {"sending": "#333333", "receiving": "#8a8a8a", "waiting for another rank": "#e41a1c"}  # of a rank's messages
-COLUMNS = 1200  # a row of more bars than this is drawn in so many columns, shared among the kinds as their times are
+MOST_KINDS = 8  # with a colour each; all others share OTHER
+MOST_MESSAGES = 40  # arrows, of the messages that workers waited for longest; more arrows would hide bars
+# Rows of a rank's messages.
+LANES = {"sending": "#333333", "receiving": "#8a8a8a", "waiting for another rank": "#e41a1c"}
+COLUMNS = 1200  # of a row with more bars than this; kinds share the columns in proportion to their times
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Of a worker's row: where, in parts of the window, its colour, and the task, or -1 where it stands for many."""
+    """A bar of a worker's row. left, right: shares of the window; kind: its colour; task: -1 for several tasks."""
 
     left: float
     right: float
@@ -35,7 +37,7 @@ class Bar:
 
 @dataclass
 class Gantt:
-    """`kinds`: what the colours mean, `colours`; `rows`: the bars of each worker."""
+    """Bars of all workers. kinds: names of the colours; rows: bars of each worker."""
 
     kinds: list[str]
     colours: list[str]
@@ -43,7 +45,7 @@ class Gantt:
 
 
 def gantt(trace: Trace, columns: int = COLUMNS) -> Gantt:
-    """The kinds of operator that take most time have colours of their own."""
+    """Return the bars; the kinds of operator that take most time have colours of their own."""
     seconds: dict[str, float] = {}
     spent = np.bincount(trace.info, weights=trace.seconds, minlength=len(trace.infos)).tolist()
     for info, time in zip(trace.infos, spent, strict=True):
@@ -58,7 +60,7 @@ def gantt(trace: Trace, columns: int = COLUMNS) -> Gantt:
 
 
 def fixed_colours() -> dict[str, str]:
-    """The operators' own, by kind: pictures can be compared."""
+    """Return the colour of each kind of operator, the same in all pictures."""
     fixed = {cls.__name__: Update.colours["update"] for cls in OPTIMIZERS.values()}
     return fixed | {
         name if phase == "update" else f"{name} {phase}": colour
@@ -68,7 +70,7 @@ def fixed_colours() -> dict[str, str]:
 
 
 def _colours(kinds: list[str]) -> list[str]:
-    """Fixed ones where there are some; others take the spare ones, in an order that no time changes."""
+    """Return fixed colours; other kinds take spare colours by name, so that times change no colour."""
     fixed = fixed_colours()
     spare = dict(zip(sorted(set(kinds) - {*fixed, "other"}), (*SPARE, OTHER), strict=False))
     return [fixed.get(kind) or spare.get(kind, OTHER) for kind in kinds]
@@ -100,9 +102,9 @@ def _row(trace: Trace, worker: int, kinds: Any, columns: int) -> list[Bar]:
 
 
 def _shared(filled: Any) -> Any:
-    """For each column one of the rows that fill some of it: the one to which most time is owed by then.
+    """Return the kind to show in each column: the kind present there that has been shown too little so far.
 
-    What the column does not show of the others is owed to them further on, so areas are as the times are."""
+    So the area of each kind is in proportion to its time."""
     owed, best = np.zeros(len(filled)), np.zeros(filled.shape[1], np.int64)
     for column, here in enumerate(filled.T):
         owed += here
@@ -112,7 +114,7 @@ def _shared(filled: Any) -> Any:
 
 
 def _fill(trace: Trace, tasks: Any, edges: Any) -> Any:
-    """Time that the tasks take in each column."""
+    """Return the time of the tasks in each column."""
     start, end = merge(trace.start[tasks], trace.end[tasks])
     total = np.concatenate(([0], np.cumsum(end - start)))
     at = np.searchsorted(start, edges, side="right")
@@ -120,11 +122,11 @@ def _fill(trace: Trace, tasks: Any, edges: Any) -> Any:
     return np.diff(total[at] - cut)
 
 
-Spans = dict[str, list[tuple[float, float]]]  # by name, (left, right) in parts of the window
+Spans = dict[str, list[tuple[float, float]]]  # by name: (left, right) as shares of the window
 
 
 def lanes(trace: Trace) -> list[Spans]:
-    """For each rank when it was sending, receiving, and workers of it waited for another."""
+    """Return for each rank when it sent, received, and had workers that waited for another rank."""
     (t0, t1), every, result = trace.window, waits(trace), []
     for rank in range(trace.ranks):
         spans = {
@@ -139,7 +141,7 @@ def lanes(trace: Trace) -> list[Spans]:
 
 
 def arrows(trace: Trace) -> list[tuple[int, float, int, float]]:
-    """Messages as (source, left, target, right): all, or where they are too many those that were waited for longest."""
+    """Return messages as (source, left, target, right): at most MOST_MESSAGES, waited for longest."""
     (t0, t1), shown = trace.window, trace.messages
     if len(shown) > MOST_MESSAGES:
         waited: dict[int, tuple[int, TracedMessage]] = {}
@@ -149,13 +151,17 @@ def arrows(trace: Trace) -> list[tuple[int, float, int, float]]:
     return [(m.source, (m.ready - t0) / (t1 - t0), m.target, (m.receive.ended - t0) / (t1 - t0)) for m in shown]
 
 
-def save(trace: Trace, summary: dict[str, Any], folder: Path, title: str, where: str, whole: Trace) -> None:
-    """gantt.png, gantt.svg, gantt.pdf. where: machine and tiles, in small print below the title.
+def save(trace: Trace, summary: dict[str, Any], folder: Path, title: str, hardware: str, whole: Trace) -> None:
+    """Draw gantt.png, gantt.svg and gantt.pdf.
 
-    trace: by parts; whole: the same with groups, and with messages between ranks, which have a row for each rank."""
+    Args:
+        trace: by parts.
+        hardware: machine and tiles, in small print below the title.
+        whole: the same trace with groups, and with messages between ranks, which have a row for each rank.
+    """
     from matplotlib.patches import Patch
 
-    drawn, milliseconds = gantt(trace), summary["seconds"] * 1e3
+    chart, milliseconds = gantt(trace), summary["seconds"] * 1e3
     # From the top: the workers of a rank, then its messages.
     order: list[tuple[int, int]] = [(worker.rank, number) for number, worker in enumerate(trace.workers)]
     order += [(rank, -1) for rank in range(trace.ranks) if whole.messages]
@@ -173,8 +179,8 @@ def save(trace: Trace, summary: dict[str, Any], folder: Path, title: str, where:
                 axes.broken_barh(bars, (row - 0.4 + 0.27 * k, 0.26), facecolors=LANES[name], linewidth=0)
             labels.append(f"rank {rank} messages\nwaiting {summary['ranks'][rank]['waiting']:.0%}")
             continue
-        bars = [(b.left * milliseconds, (b.right - b.left) * milliseconds) for b in drawn.rows[number]]
-        colours = [drawn.colours[b.kind] for b in drawn.rows[number]]
+        bars = [(b.left * milliseconds, (b.right - b.left) * milliseconds) for b in chart.rows[number]]
+        colours = [chart.colours[b.kind] for b in chart.rows[number]]
         axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colours, linewidth=0)
         worker = summary["workers"][number]
         labels.append(f"{worker['name']}\nworking {worker['working']:.0%}")
@@ -187,27 +193,27 @@ def save(trace: Trace, summary: dict[str, Any], folder: Path, title: str, where:
     axes.set_xlim(0, milliseconds)
     axes.set_xlabel("time (ms)")
     axes.set_title(title, fontsize=11, loc="left", pad=32)
-    axes.annotate(where, (0, 1), (0, 5), "axes fraction", "offset points", va="bottom", fontsize=8, color="#59636e")
+    axes.annotate(hardware, (0, 1), (0, 5), "axes fraction", "offset points", va="bottom", fontsize=8, color="#59636e")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     starts = [date * milliseconds for date in step_starts(trace)]
     for date in starts[1:]:
         axes.axvline(date, color="black", linewidth=0.8, linestyle=":")
-    named = {**dict(zip(drawn.kinds, drawn.colours, strict=True)), **(LANES if whole.messages else {})}
+    named = {**dict(zip(chart.kinds, chart.colours, strict=True)), **(LANES if whole.messages else {})}
     patches = [Patch(color=of, label=kind) for kind, of in named.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     save_figure(figure, folder / "gantt")
 
 
 def step_starts(trace: Trace) -> list[float]:
-    """When the first task of each step began, in parts of the window."""
+    """Return when the first task of each step began, as shares of the window."""
     t0, t1 = trace.window
     steps = np.unique(trace.step[trace.step > 0])
     return [(int(trace.start[trace.step == step].min()) - t0) / (t1 - t0) for step in steps]
 
 
 def titles(trace: Trace, bars: list[Bar], kinds: list[str]) -> Iterator[str]:
-    """What a pointer on a bar is told."""
+    """Yield the text for a pointer on each bar."""
     for bar in bars:
         if bar.task < 0:
             yield kinds[bar.kind]

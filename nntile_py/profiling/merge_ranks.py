@@ -1,4 +1,4 @@
-"""The traces of several ranks as one: on one clock, with what each sent to the others."""
+"""Merge of the traces of several ranks: one clock, and the messages between ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ DATES = ("submit", "pop", "fetch", "fetched", "start", "end", "released")
 def with_ends(
     trace: Trace, passages: Sequence[tuple[int, int, TaskInfo, MessageEnd]], replay: Ints, index: Ints
 ) -> None:
-    """Put the ends of messages into one rank's trace, and the dependencies that go with them.
+    """Add the sends and receives of one rank to its trace, with their dependencies.
 
-    passages: replay, place in its list, what it is; replay, index: the same of each task."""
+    Args:
+        passages: for each end of a message: replay, place in its list, description, end.
+        replay, index: replay and place in its list of each task.
+    """
     if not passages:
         return
     tasks = enumerate(zip(replay.tolist(), index.tolist(), strict=True))
@@ -40,15 +43,18 @@ def with_ends(
                 before[k].append(other)
     of_ends: list[dict[str, Any]] = [{name: tuple(of) for name, of in one.items()} for one in own]
     ends = [replace(end, **of) for (*_, end), of in zip(passages, of_ends, strict=True)]
-    # StarPU tells of the end of a message after it has let tasks go on.
+    # StarPU reports the end of a message after it has released the tasks that wait for it.
     starts = trace.start.tolist()
     trace.ends = [replace(e, ended=min([e.ended, *(starts[task] for task in e.after)])) for e in ends]
     trace._before = before
 
 
-class Clock:
-    """Dates of a rank on the first rank's clock, from two readings (the first's date, the rank's, half of the round
-    trip, ns): in between the clocks are taken to drift evenly."""
+class RankClock:
+    """Converts dates of a rank to rank 0's clock. Between the two readings, the clocks are assumed to drift evenly.
+
+    Args:
+        start, end: readings of rank 0's date, the rank's date, half of the round trip; ns.
+    """
 
     def __init__(self, start: Sequence[int], end: Sequence[int]) -> None:
         self._at, self._offset = int(start[1]), int(start[1]) - int(start[0])
@@ -65,8 +71,8 @@ class Clock:
 
 
 def together(traces: Sequence[Trace], hosts: Sequence[str], start: Any, end: Any) -> Trace:
-    """One trace of all ranks. start, end: Ranks.clocks before and after."""
-    clocks = [Clock(*readings) for readings in zip(start, end, strict=True)]
+    """Merge the traces of all ranks. start, end: Ranks.clocks before and after."""
+    clocks = [RankClock(*readings) for readings in zip(start, end, strict=True)]
     ends = [[clock.end(e) for e in trace.ends] for trace, clock in zip(traces, clocks, strict=True)]
     dated = [
         replace(trace, **{name: clock.dates(getattr(trace, name)) for name in DATES}, _before=trace.before)
@@ -74,31 +80,32 @@ def together(traces: Sequence[Trace], hosts: Sequence[str], start: Any, end: Any
     ]
     pairs = [*_pairs(ends)]
     place, across = _order(dated, ends, pairs)
-    made = _joined(dated, hosts, place)
+    merged = _joined(dated, hosts, place)
     ends = [[_renumbered(e, place[rank]) for e in of] for rank, of in enumerate(ends)]
-    ready = _ready(ends, pairs, made)
-    made.messages = [
-        TracedMessage(source, target, ends[source][a], ends[target][b], ready[source, a], _open(made, ends[target][b]))
-        for (source, a), (target, b) in pairs
+    ready = _ready(ends, pairs, merged)
+    merged.messages = [
+        TracedMessage(send[0], receive[0], sent, received, ready[send], _open(merged, received))
+        for send, receive in pairs
+        for sent, received in [(ends[send[0]][send[1]], ends[receive[0]][receive[1]])]
     ]
-    made._before = [[] for _ in range(len(made))]
+    merged._before = [[] for _ in range(len(merged))]
     for rank, trace in enumerate(dated):
         for task, before in enumerate(trace.before):
             others = {place[rank][other] for other in before} | {place[r][t] for r, t in across.get((rank, task), ())}
-            made._before[place[rank][task]] = sorted(others)
-    made.clock = {
+            merged._before[place[rank][task]] = sorted(others)
+    merged.clock = {
         "error_s": max(clock.error for clock in clocks) * 1e-9,
         "offsets_s": [clock.offset * 1e-9 for clock in clocks],
         "drift": [clock.drift for clock in clocks],
     }
-    return made
+    return merged
 
 
-Which = tuple[int, int]  # a rank and a number there
+Which = tuple[int, int]  # a rank, and the number of a task or end on it
 
 
 def _pairs(ends: Sequence[Sequence[MessageEnd]]) -> Iterable[tuple[Which, Which]]:
-    """Each send with its receive: those of one tag, from one rank to another, arrive in their order."""
+    """Yield each send with its receive. Messages of one tag between two ranks arrive in order."""
     waiting: dict[tuple[int, int, int], deque[int]] = {}
     for rank, of in enumerate(ends):
         for number, end in enumerate(of):
@@ -113,19 +120,23 @@ def _pairs(ends: Sequence[Sequence[MessageEnd]]) -> Iterable[tuple[Which, Which]
 def _order(
     traces: Sequence[Trace], ends: Sequence[Sequence[MessageEnd]], pairs: Sequence[tuple[Which, Which]]
 ) -> tuple[list[list[int]], dict[Which, set[Which]]]:
-    """For each task of each rank its number among all, behind those of other ranks that it waits for; and those."""
+    """Number the tasks of all ranks so that each comes after the tasks that it waits for.
+
+    Returns:
+        For each rank, the new number of each task; for each task, the tasks of other ranks that it waits for.
+    """
     senders = {receive: send for send, receive in pairs}
 
     def makers(rank: int, number: int) -> set[Which]:
-        """The tasks that an end waits for, on its rank and beyond."""
+        """Return the tasks, on all ranks, that an end waits for."""
         end = ends[rank][number]
-        found = {(rank, task) for task in end.before}
+        tasks = {(rank, task) for task in end.before}
         if not end.sends:
-            return found | makers(*senders[rank, number])
+            return tasks | makers(*senders[rank, number])
         for other in end.relays:
-            if not ends[rank][other].sends:  # it brought the tile
-                found |= makers(rank, other)
-        return found
+            if not ends[rank][other].sends:  # the tile was received before it is sent on
+                tasks |= makers(rank, other)
+        return tasks
 
     across: dict[Which, set[Which]] = {}
     for rank, of in enumerate(ends):
@@ -151,7 +162,7 @@ def _renumbered(end: MessageEnd, place: Sequence[int]) -> MessageEnd:
 
 
 def _joined(traces: Sequence[Trace], hosts: Sequence[str], place: Sequence[Sequence[int]]) -> Trace:
-    """Tasks of all, in their new order, on workers and nodes that have their rank in their names."""
+    """Join the tasks in their new order; names of workers and nodes get their rank."""
     number = np.argsort(np.concatenate([np.asarray(p, np.int64) for p in place]), kind="stable")
     infos: list[TaskInfo] = []
     workers: list[Worker] = []
@@ -179,18 +190,20 @@ def _joined(traces: Sequence[Trace], hosts: Sequence[str], place: Sequence[Seque
     )  # fmt: skip
 
 
-def _ready(ends: Sequence[Sequence[MessageEnd]], pairs: Sequence[tuple[Which, Which]], made: Trace) -> dict[Which, int]:
-    """When the tile of each send was there to be sent."""
+def _ready(
+    ends: Sequence[Sequence[MessageEnd]], pairs: Sequence[tuple[Which, Which]], trace: Trace
+) -> dict[Which, int]:
+    """Return when the tile of each send was complete."""
     arrived = {receive: ends[receive[0]][receive[1]].ended for _, receive in pairs}
-    found = {}
+    ready = {}
     for send, (target, number) in pairs:
         end = ends[send[0]][send[1]]
-        dates = [end.posted, *(int(made.end[task]) for task in end.before)]
+        dates = [end.posted, *(int(trace.end[task]) for task in end.before)]
         dates += [arrived[send[0], other] for other in end.relays if (send[0], other) in arrived]
-        found[send] = min(max(dates), end.ended, ends[target][number].ended)
-    return found
+        ready[send] = min(max(dates), end.ended, ends[target][number].ended)
+    return ready
 
 
-def _open(made: Trace, receive: MessageEnd) -> int:
-    """When there was a place for the tile: those that used what it held before were done."""
-    return max([receive.posted, *(int(made.end[task]) for task in receive.before)])
+def _open(trace: Trace, receive: MessageEnd) -> int:
+    """Return when the target tile was free: its earlier readers had ended."""
+    return max([receive.posted, *(int(trace.end[task]) for task in receive.before)])

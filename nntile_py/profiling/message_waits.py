@@ -1,4 +1,4 @@
-"""What ranks sent each other and waited for, in figures: of a trace of several."""
+"""Figures of a trace of several ranks: messages between ranks, and the time that workers waited for them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ import numpy as np
 
 from nntile_py.profiling.trace import Ints, Trace, TracedMessage, common, intervals, length, merge
 
-# A pause this short between two tasks is the runtime's; a longer one is a worker without work.
+# A shorter pause between two tasks is overhead of the runtime; in a longer one the worker had no task.
 PAUSE_NS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A worker of a rank had no task, from `start` to `end` (ns), as the one that it took next, or what that waited
-    for, lacked only this message."""
+    """A wait of an idle worker, from `start` to `end` (ns), for a message from another rank.
+
+    The worker's next task, directly or through its inputs, lacked only this message.
+
+    Attributes:
+        task: the task that lacked the message.
+    """
 
     rank: int
     worker: int
-    task: int  # that lacked it
+    task: int
     start: int
     end: int
     message: TracedMessage
@@ -32,16 +37,16 @@ class Wait:
 
     @property
     def late(self) -> int:
-        """Until when the other rank was not ready for the message; from then on it was on its way."""
+        """Return when the message was ready to go; from then on the wait is for its transfer."""
         return min(max(self.message.way[0], self.start), self.end)
 
 
 def waits(trace: Trace) -> list[Wait]:
-    """Of all workers, in the order of time for each."""
+    """Return the waits of all workers, sorted by worker and time."""
     if not trace.messages:
         return []
     lacking, released = _releases(trace)
-    starts, found = trace.start.tolist(), []
+    starts, result = trace.start.tolist(), list[Wait]()
     for worker, of in enumerate(trace.workers):
         mine = np.flatnonzero(trace.worker == worker)
         mine = mine[np.argsort(trace.start[mine], kind="stable")]
@@ -49,20 +54,24 @@ def waits(trace: Trace) -> list[Wait]:
         for start, end in zip(*(dates.tolist() for dates in idle(trace, worker)), strict=True):
             place = int(np.searchsorted(begin, end))
             task = int(mine[place]) if place < len(mine) else -1
-            while task >= 0 and start < end:  # back along what each waited for last
+            while task >= 0 and start < end:  # back along the predecessors that each task waited for last
                 if task in lacking:
                     since, arrived, message = lacking[task]
                     if (a := max(start, since)) < (b := min(end, arrived)):
-                        found.append(Wait(of.rank, worker, task, a, b, message))
+                        result.append(Wait(of.rank, worker, task, a, b, message))
                     end = min(end, since)
                 task = released[task]
                 end = min(end, starts[task])
-    return sorted(found, key=lambda wait: (wait.worker, wait.start))
+    return sorted(result, key=lambda wait: (wait.worker, wait.start))
 
 
 def _releases(trace: Trace) -> tuple[dict[int, tuple[int, int, TracedMessage]], list[int]]:
-    """For tasks that a message came last for: from when, until when they lacked only it; and for each task the one of
-    its rank that it waited for last, -1 where there is none."""
+    """Return the tasks whose last input was a message, and each task's last predecessor.
+
+    Returns:
+        For each such task: from when and until when it lacked only the message, and the message. For each task: its
+        predecessor on the same rank that ended last; -1 if it has none.
+    """
     last: dict[int, tuple[int, TracedMessage]] = {}
     for message in trace.messages:
         for end in (message.receive, message.send):
@@ -83,7 +92,7 @@ def _releases(trace: Trace) -> tuple[dict[int, tuple[int, int, TracedMessage]], 
 
 
 def idle(trace: Trace, worker: int) -> tuple[Ints, Ints]:
-    """When a worker had no task, and the runtime did not prepare one."""
+    """Return the intervals in which a worker had no task and the runtime did not prepare one."""
     mine, (t0, t1) = trace.worker == worker, trace.window
     handle = np.minimum(trace.pop[mine], trace.fetch[mine]), trace.released[mine]
     parts = [(trace.fetch[mine], trace.fetched[mine]), (trace.start[mine], trace.end[mine]), handle]
@@ -95,7 +104,7 @@ def idle(trace: Trace, worker: int) -> tuple[Ints, Ints]:
 
 
 def summarised(trace: Trace, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of summary.json what only several ranks have; `waiting` is added to the rows of `workers`."""
+    """Return the part of summary.json on several ranks; add `waiting` to the rows of `workers`."""
     t0, t1 = trace.window
     window, every = max(t1 - t0, 1), waits(trace)
     ranks = [_rank(trace, rank, [w for w in every if w.rank == rank], workers) for rank in range(trace.ranks)]
@@ -139,11 +148,11 @@ def _rank(trace: Trace, rank: int, own: Sequence[Wait], workers: Sequence[dict[s
         "workers": len(numbers),
         "tasks": int(of_rank.sum()),
         "working": sum(workers[n]["working"] for n in numbers) / len(numbers),
-        "communicating": length(way) / window,  # something was on its way to or from it
-        "hidden": common(way, running) / max(length(way), 1),  # the part of that in which a worker of it computed
-        "exposed": (length(way) - common(way, running)) / window,  # the share of the run in which none did
-        "waiting": sum(workers[n]["waiting"] for n in numbers) / len(numbers),  # of its workers' time
-        "waiting_for_tasks": unready,  # the part of that in which what it waited for was not made yet
+        "communicating": length(way) / window,  # share of the run in which a message to or from the rank was in transit
+        "hidden": common(way, running) / max(length(way), 1),  # the part of it in which a worker of the rank computed
+        "exposed": (length(way) - common(way, running)) / window,  # share of the run in which no worker of the rank did
+        "waiting": sum(workers[n]["waiting"] for n in numbers) / len(numbers),  # share of its workers' time
+        "waiting_for_tasks": unready,  # the part of it before the message was ready
         "sent_bytes": sum(m.send.bytes for m in sent),
         "sent_messages": len(sent),
         "received_bytes": sum(m.send.bytes for m in received),

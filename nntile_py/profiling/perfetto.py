@@ -1,4 +1,4 @@
-"""trace.json: the trace-event format that Perfetto, chrome://tracing and speedscope read."""
+"""trace.json in the trace-event format, which Perfetto, chrome://tracing and speedscope read."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 from nntile_py.profiling.message_waits import Wait, waits
 from nntile_py.profiling.trace import TaskInfo, Trace, TracedMessage
 
-WORKERS, FETCHES, BUSES, MESSAGES = 1, 2, 3, 4  # processes of the viewer: a group of rows each
-RANKS = 10  # what those of the next rank are more by
+WORKERS, FETCHES, BUSES, MESSAGES = 1, 2, 3, 4  # processes of the viewer: groups of rows
+RANKS = 10  # step between the process numbers of two ranks
 SENDS, RECEIVES, WAITING = 0, 1, 2  # rows of MESSAGES
-MOST_ARROWS = 200_000  # with more, each task keeps the one from the predecessor that ended last
+MOST_ARROWS = 200_000  # with more, each task keeps only the arrow from its last predecessor
 MOST_SAMPLES = 5_000  # of a counter
 
 
 def write(trace: Trace, path: Path, parts: Trace | None = None) -> None:
-    """Write the whole trace; an event a line. `parts`: the trace by parts, drawn inside of their groups."""
+    """Write the whole trace, one event a line. parts: the trace by parts, drawn inside their groups."""
     with path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -70,7 +70,7 @@ def events(trace: Trace, parts: Trace | None = None) -> Iterator[dict[str, Any]]
 
 
 def _spans(trace: Trace, t0: int) -> tuple[list[float], list[float]]:
-    """When each task began and how long it took, us."""
+    """Return start and length of each task, us."""
     return ((trace.start - t0) / 1e3).tolist(), (np.maximum(trace.end - trace.start, 0) / 1e3).tolist()
 
 
@@ -79,7 +79,7 @@ def _work(info: TaskInfo) -> dict[str, Any]:
 
 
 def _named(pid: int, tid: int | None, name: str) -> Iterator[dict[str, Any]]:
-    """A name for a process or a row of the viewer."""
+    """Yield a name for a process or a row of the viewer."""
     kind = "process" if tid is None else "thread"
     at = {"ph": "M", "pid": pid, "tid": tid or 0}
     yield at | {"name": f"{kind}_name", "args": {"name": name}}
@@ -105,27 +105,27 @@ def _rows(trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 def remote(trace: Trace) -> list[int]:
-    """Workers whose memory is not the main memory."""
+    """Return the workers whose memory is not the main memory."""
     return [number for number, worker in enumerate(trace.workers) if worker.node not in trace.mains]
 
 
-Place = tuple[int, int, float, float]  # of a slice: its process and row, start and end, us
+Slice = tuple[int, int, float, float]  # process, row, start, end (us)
 
 
-def _last(place: Place) -> float:
-    """The last date of a slice: an arrow belongs to the slice that encloses its date, which the end is not."""
+def _last(place: Slice) -> float:
+    """Return the last date of a slice that an arrow may use: the end itself is outside the slice."""
     return max(place[2], place[3] - 0.001)
 
 
-def _arrow(number: int, name: str, tail: Place, at: float, head: Place, to: float) -> Iterator[dict[str, Any]]:
-    """From a date of one slice to a date of another."""
+def _arrow(number: int, name: str, tail: Slice, at: float, head: Slice, to: float) -> Iterator[dict[str, Any]]:
+    """Yield an arrow from a date of one slice to a date of another."""
     both = {"name": name, "cat": "dependency" if name == "then" else name, "id": number}
     yield both | {"ph": "s", "pid": tail[0], "tid": tail[1], "ts": at}
     yield both | {"ph": "f", "bp": "e", "pid": head[0], "tid": head[1], "ts": to}
 
 
-def _arrows(trace: Trace, places: list[Place]) -> Iterator[dict[str, Any]]:
-    """Between tasks of a rank: those of several have messages between them."""
+def _arrows(trace: Trace, places: list[Slice]) -> Iterator[dict[str, Any]]:
+    """Yield arrows between dependent tasks of a rank; between ranks, messages have arrows."""
     rank = trace.rank.tolist()
     before = [[other for other in b if rank[other] == rank[task]] for task, b in enumerate(trace.before)]
     if sum(map(len, before)) > MOST_ARROWS:
@@ -139,13 +139,14 @@ def _arrows(trace: Trace, places: list[Place]) -> Iterator[dict[str, Any]]:
 
 
 class _Between:
-    """What ranks sent each other: a row for the sends of each, one for its receives, one for the time in which its
-    workers waited for others. Of messages under way at a time each is drawn from the arrival of the one before."""
+    """Messages between ranks: for each rank a row of sends, a row of receives, a row of its workers' waits.
+
+    Of several messages in transit, each is drawn from the arrival of the message before it."""
 
     def __init__(self, trace: Trace, t0: int) -> None:
         self._trace, self._t0, self._waits = trace, t0, _merged(waits(trace), trace.ranks)
-        self._slices: list[tuple[TracedMessage, Place, Place]] = []
-        full: dict[tuple[int, int], int] = {}  # until when each row is
+        self._slices: list[tuple[TracedMessage, Slice, Slice]] = []
+        full: dict[tuple[int, int], int] = {}  # the last end in each row
         for message in sorted(trace.messages, key=lambda m: m.receive.ended):
             start, end = message.way
             sent, received = (MESSAGES + RANKS * message.source, SENDS), (MESSAGES + RANKS * message.target, RECEIVES)
@@ -162,8 +163,8 @@ class _Between:
             yield from _named(pid, RECEIVES, "receives")
             yield from _named(pid, WAITING, "workers wait for another rank")
 
-    def events(self, tasks: list[Place]) -> Iterator[dict[str, Any]]:
-        number = max(MOST_ARROWS, len(tasks))  # behind those between tasks
+    def events(self, tasks: list[Slice]) -> Iterator[dict[str, Any]]:
+        number = max(MOST_ARROWS, len(tasks))  # after the numbers of arrows between tasks
         for message, sent, received in self._slices:
             args = {"tile": message.send.name, "bytes": message.send.bytes, "step": message.send.step}
             start, end = message.way
@@ -177,7 +178,7 @@ class _Between:
             yield from _arrow(number := number + 1, "message", sent, sent[2], received, _last(received))
             made = [(tasks[task], sent) for task in message.send.before]
             for tail, head in made + [(received, tasks[task]) for task in message.receive.after]:
-                if _last(tail) <= head[2]:  # else the clocks are not known so well
+                if _last(tail) <= head[2]:  # else the ranks' clocks are not known well enough
                     yield from _arrow(number := number + 1, "then", tail, _last(tail), head, head[2])
         for rank, of in enumerate(self._waits):
             for start, end, wait in of:
@@ -187,7 +188,7 @@ class _Between:
 
 
 def _merged(every: list[Wait], ranks: int) -> list[list[tuple[int, int, Wait]]]:
-    """For each rank when some worker waits, and the wait that ends last of those in each such time."""
+    """Return for each rank when workers wait, each time with the wait that ends last."""
     found: list[list[tuple[int, int, Wait]]] = [[] for _ in range(ranks)]
     for wait in sorted(every, key=lambda w: w.start):
         own = found[wait.rank]
@@ -201,7 +202,7 @@ def _merged(every: list[Wait], ranks: int) -> list[list[tuple[int, int, Wait]]]:
 
 def _fetches(trace: Trace, t0: int) -> Iterator[dict[str, Any]]:
     tasks = np.flatnonzero(np.isin(trace.worker, remote(trace)) & (trace.fetched > trace.fetch))
-    shown = dict.fromkeys(remote(trace), t0)  # until when each row is full: several tasks may be fetched for at once
+    shown = dict.fromkeys(remote(trace), t0)  # the last end in each row full: several tasks may be fetched for at once
     for task in tasks[np.argsort(trace.fetch[tasks], kind="stable")].tolist():
         worker, end = int(trace.worker[task]), int(trace.fetched[task])
         start = max(int(trace.fetch[task]), shown[worker])
@@ -212,7 +213,7 @@ def _fetches(trace: Trace, t0: int) -> Iterator[dict[str, Any]]:
 
 
 def in_flight(trace: Trace) -> tuple[Any, Any]:
-    """Tasks that were submitted and have not ended: dates in ns, how many from then on."""
+    """Return the number of tasks that were submitted and have not ended: dates in ns, values from then on."""
     dates = np.concatenate((trace.submit, trace.end))
     change = np.repeat([1, -1], len(trace))
     order = np.argsort(dates, kind="stable")
@@ -220,7 +221,7 @@ def in_flight(trace: Trace) -> tuple[Any, Any]:
 
 
 def memory(trace: Trace) -> dict[str, tuple[Any, Any]]:
-    """Bytes in use by memory node: dates in ns, values from then on."""
+    """Return the bytes in use on each memory node: dates in ns, values from then on."""
     order, used = np.argsort(trace.end, kind="stable"), {}
     for rank, main in enumerate(trace.mains):
         own = order[trace.rank[order] == rank]
@@ -233,7 +234,7 @@ def memory(trace: Trace) -> dict[str, tuple[Any, Any]]:
 
 
 def sampled(dates: Any, values: Any, most: int = MOST_SAMPLES) -> list[tuple[int, int]]:
-    """At most so many points; the greatest value of those that one stands for."""
+    """Return at most `most` points; a point has the largest value of the points that it replaces."""
     if len(dates) <= most:
         return list(zip(dates.tolist(), values.tolist(), strict=True))
     edges = np.linspace(0, len(dates), most, endpoint=False).astype(int)

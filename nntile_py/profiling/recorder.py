@@ -1,4 +1,4 @@
-"""Runs steps of a config under StarPU's task profiling, and makes a Trace of what it noted."""
+"""Runs steps of a config under StarPU's task profiling, and turns its notes into a Trace."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from nntile_py.training.collectives import ranks_of_run
 from nntile_py.training.repeated_steps import forward_passes, same_steps
 from nntile_py.training.trainer import Trainer
 
-# Of csrc/profile.cpp; `ready` stands between: when the scheduler had taken the task.
+# Columns of csrc/profile.cpp. ready: the scheduler took the task.
 COLUMNS = (
     "replay", "task", "worker", "submit", "ready", "pop", "popped", "fetch", "fetched", "start", "end", "released",
     "memory", "main_memory",
@@ -38,18 +38,18 @@ COLUMNS = (
 PASSAGE = ("replay", "index", "peer", "sends", "tag", "bytes", "posted", "ended")  # of csrc/profile.h
 
 
-# StarPU's task profiling takes up to 1.4 us a task: where that would be 5 % of a step, it stays off.
+# StarPU's task profiling takes up to 1.4 us a task. If this would be 5 % of a step, a light profile is taken.
 LIGHT_BELOW = 30e-6  # seconds of a step for each of its tasks
 
 
 def run_steps(trainer: Trainer, steps: int, warmup: int) -> Trace:
-    """Train on random inputs: `warmup` steps that are not looked at, then `steps` that are."""
+    """Train on random inputs: `warmup` steps without a profile, then `steps` with one."""
     inputs = trainer.spec.random_inputs(trainer.batch * trainer.grad_accumulation, seed=0)
     return _run(same_steps(trainer, inputs), trainer.tasks_per_step, steps, warmup, trainer.update_list)
 
 
 def run_passes(spec: StepSpec, steps: int, warmup: int) -> Trace:
-    """The same of forward passes, one after the other, of a model with or without a loss."""
+    """Run forward passes one after the other, of a model with or without a loss, as run_steps does."""
     made, run = forward_passes(spec, spec.random_inputs(spec.batch, seed=0, training=False), captured=False)
     each = len(made.forward.tasks.tasks)
     return _run(lambda count: [loss for _ in range(count) for loss in run(1)], each, steps, warmup)
@@ -58,9 +58,16 @@ def run_passes(spec: StepSpec, steps: int, warmup: int) -> Trace:
 def _run(
     run: Callable[[int], Any], tasks: int, steps: int, warmup: int, update: TaskList | None = None
 ) -> Trace:  # fmt: skip
-    """`run` makes a number of steps, of about so many tasks each. update: as of make_trace.
+    """Profile steps.
 
-    With tasks so short that StarPU's profiling would show, and CPU workers only, a light profile is taken."""
+    If tasks are so short that StarPU's profiling would change their times, and all workers are CPU workers, the profile
+    is a light one.
+
+    Args:
+        run: makes a number of steps.
+        tasks: about the number of tasks of a step.
+        update: see make_trace.
+    """
     light, expected = False, tasks * steps
     if warmup:
         run(warmup - 1)  # the first step takes longer
@@ -72,14 +79,13 @@ def _run(
         light = each < LIGHT_BELOW and not _core.cuda_workers()
     if all_ranks := ranks_of_run():
         light = bool(all_ranks.of_first(light))
-    with watched(expected, light) as found:
+    with watched(expected, light) as recording:
         run(steps)
-    return found.trace(update)
+    return recording.trace(update)
 
 
 class Recording:
-    """The task lists in the order in which they were submitted, what the binding noted, of several ranks their clocks
-    at the start and at the end."""
+    """A profile's data: task lists in the order of submission, the binding's notes, clocks of several ranks."""
 
     def __init__(self) -> None:
         self.programs: list[TaskList] = []
@@ -87,7 +93,7 @@ class Recording:
         self.clocks: list[Any] = []
 
     def trace(self, update: TaskList | None) -> Trace:
-        """Of all ranks, on the first; another has its own part, and all have to call it. `update`: as of make_trace."""
+        """Return the trace of all ranks on rank 0, the own trace on other ranks; all ranks call it."""
         own, all_ranks = make_trace(self.programs, self.native, update), ranks_of_run()
         parts = all_ranks.to_first((own, platform.node())) if all_ranks else None
         if not parts:
@@ -98,32 +104,40 @@ class Recording:
 
 @contextmanager
 def watched(expected: int = 0, light: bool = False) -> Iterator[Recording]:
-    """Profile the programs that run inside. `expected`: tasks, to have room for them beforehand.
+    """Profile the programs that run in the context. All ranks enter it.
 
-    light: note only submission, start and end of each task, on CPU workers. On several ranks all of them do so."""
-    found, all_ranks = Recording(), ranks_of_run()
+    Args:
+        expected: number of tasks, whose notes are allocated beforehand.
+        light: note only submission, start and end of each task, on CPU workers.
+    """
+    recording, all_ranks = Recording(), ranks_of_run()
     if all_ranks:
         all_ranks.barrier()
     _core.profile_begin(expected, light)
     if all_ranks:
-        found.clocks.append(all_ranks.clocks(_core.profile_now))
+        recording.clocks.append(all_ranks.clocks(_core.profile_now))
     runs: list[tuple[int, TaskList]] = []
     Runtime.watched = runs
     try:
-        yield found
+        yield recording
         if all_ranks:
             _core.wait_all()
-            found.clocks.append(all_ranks.clocks(_core.profile_now))
+            recording.clocks.append(all_ranks.clocks(_core.profile_now))
     finally:
         Runtime.watched = None
-        found.native = _core.profile_finish()
-        found.programs = [tasks for _, tasks in sorted(runs, key=lambda run: run[0])]
+        recording.native = _core.profile_finish()
+        recording.programs = [tasks for _, tasks in sorted(runs, key=lambda run: run[0])]
 
 
 def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: TaskList | None) -> Trace:
-    """`native`: what profile_finish returned. A step ends with the program `update`; without it each is one."""
+    """Return the trace of programs.
+
+    Args:
+        native: the result of profile_finish.
+        update: the program that ends a step; None: each program is a step.
+    """
     infos: list[TaskInfo] = []
-    first: dict[int, int] = {}  # of each list: the index of its first task among the infos
+    first: dict[int, int] = {}  # index of each list's first task among the infos
     numbers: dict[Any, int] = {}
     offsets, steps, step = [], [], 1
     for tasks in programs:
@@ -131,12 +145,12 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
             first[id(tasks)] = len(infos)
             infos.extend(_info(task, tasks is update, numbers) for task in tasks.tasks)
         offsets.append(first[id(tasks)])
-        between = all(isinstance(task, MessageTask) for task in tasks.tasks)  # of two programs
+        between = all(isinstance(task, MessageTask) for task in tasks.tasks)  # messages between two programs
         steps.append(0 if between else step)
         step += int(not between if update is None else tasks is update)
     infos.append(TaskInfo("", REDUCTION, "", REDUCTION, "", 0.0, 0))
     events = native["events"]
-    own = events[:, 0] == 0  # StarPU's own tasks go to the end
+    own = events[:, 0] == 0  # StarPU's own tasks come last
     events = events[np.lexsort((events[:, 3] * own, events[:, 1], events[:, 0], own))]
     column = {name: events[:, k].copy() for k, name in enumerate(COLUMNS)}
     own = column["replay"] == 0
@@ -164,7 +178,7 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
         **{name: column[name] for name in kept},
     )
     with_ends(trace, _passages(native, infos, offsets, steps), column["replay"], column["task"])
-    if trace.light:  # nobody noted when its worker turned to a task: not before it was ready
+    if trace.light:  # when a worker took a task was not noted: not before the task was ready
         ends = trace.end.tolist()
         ready = [max((ends[other] for other in before), default=0) for before in trace.before]
         for end in trace.ends:
@@ -177,16 +191,16 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
 def _passages(
     native: dict[str, Any], infos: Sequence[TaskInfo], offsets: Sequence[int], steps: Sequence[int]
 ) -> list[tuple[int, int, TaskInfo, MessageEnd]]:
-    """Messages between ranks, in the order in which they were posted: replay, place in its list, what it is."""
-    found = []
+    """Return the messages between ranks in the order of posting: replay, place in its list, description, end."""
+    passages = []
     for row in native["messages"][np.lexsort(native["messages"].T[[1, 0]])].tolist():
         one = dict(zip(PASSAGE, row, strict=True))
         replay, index = one.pop("replay"), one.pop("index")
         info = infos[offsets[replay - 1] + index]
         one["sends"] = bool(one["sends"])
         end = MessageEnd(name=info.tiles.partition(" ")[2], step=steps[replay - 1], **one)
-        found.append((replay, index, info, end))
-    return found
+        passages.append((replay, index, info, end))
+    return passages
 
 
 def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> TaskInfo:
@@ -205,7 +219,7 @@ def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> TaskInfo:
 
 
 def axes(config: RunConfig, inference: bool = False) -> dict[str, dict[str, int]]:
-    """Of each axis that a tiling may cut: its size, the tile's, the number of tiles; a tile that is coarse enough."""
+    """Return for each axis its size, its tile, the number of tiles, and a tile that is coarse enough."""
     own, good, result = tiling(config), coarse(config, inference).tiles, {}
     for axis, size in sizes(config).items():
         tile = own.tile(axis, size)
@@ -214,12 +228,12 @@ def axes(config: RunConfig, inference: bool = False) -> dict[str, dict[str, int]
 
 
 def convert_fxt(folder: Path) -> None:
-    """Turn FxT's raw file in `folder` into paje.trace and what else StarPU's tool writes, for ViTE and StarVZ."""
+    """Convert FxT's raw file in `folder` by StarPU's tool to paje.trace and its other files, for ViTE and StarVZ."""
     raw = sorted(str(path) for path in folder.glob("prof_file_*"))
     if not raw:
         raise TaskError("--fxt: StarPU left no trace: it was built without FxT (libfxt-dev)")
     info = json.loads((Path(_core.__file__).parent / "_build_info.json").read_text())
     tool = Path(info["starpu_prefix"]) / "bin" / "starpu_fxt_tool"
-    made = subprocess.run([tool, "-i", *raw], cwd=folder, capture_output=True, text=True, check=False)
-    if made.returncode:
-        raise TaskError(f"--fxt: {tool} failed: {made.stderr.strip()[-300:]}")
+    ran = subprocess.run([tool, "-i", *raw], cwd=folder, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise TaskError(f"--fxt: {tool} failed: {ran.stderr.strip()[-300:]}")

@@ -1,4 +1,4 @@
-"""What ran where and when, and what must run after what: pure data, testable without StarPU."""
+"""Trace of a run: tasks with their workers, dates and dependencies. Plain data, without StarPU."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ import numpy as np
 from nntile_py.tiles.dependencies import TileUse, dependencies
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-REDUCTION = "reduction"  # the operator of tasks that StarPU makes itself
+REDUCTION = "reduction"  # operator of the tasks that StarPU itself submits
 
 
 @dataclass(frozen=True, slots=True)
 class TaskInfo:
-    """What a task is, whenever it runs. `tiles` names them with their indices.
+    """Description of a task, the same in every step.
 
-    `parts`: of a group, the tasks that it stands for, in order; `estimated`: it is such a part."""
+    Attributes:
+        tiles: names of its tiles with their indices.
+        parts: for a group of tasks, the tasks in their order.
+        estimated: the task is a part of a group; its time is estimated.
+    """
 
     layer: str
     operator: str
@@ -38,14 +42,14 @@ class TaskInfo:
 
     @property
     def group(self) -> tuple[str, str]:
-        """Operator and phase; the same place of all layers is one operator, and so are all updates."""
+        """Return operator and phase. The same place in all layers is one operator; all updates are one operator."""
         where = "" if self.phase == "update" else re.sub(r"\d+", "*", self.layer)
         return " ".join(filter(None, (where, self.operator))), self.phase
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """`node`: its memory node. `counters`: StarPU's own account of its time, seconds."""
+    """A worker. node: its memory node; counters: seconds by StarPU's own account."""
 
     name: str
     kind: str
@@ -56,7 +60,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Bus:
-    """What went from one memory node to another."""
+    """Sum of the transfers from one memory node to another."""
 
     source: int
     target: int
@@ -66,16 +70,19 @@ class Bus:
 
 @dataclass(frozen=True, slots=True)
 class MessageEnd:
-    """One end of a message between ranks, as its rank saw it; dates in ns.
+    """The send or the receive of a message between ranks; dates in ns on the rank's own clock.
 
-    before, after: tasks of that rank that it waits for, and that wait for it; relays: ends of that rank that it waits
-    for, by their numbers, such as the receive of what it sends on."""
+    Attributes:
+        name: of the tile.
+        before, after: tasks of the rank that the end waits for, and that wait for it.
+        relays: numbers of the rank's other ends that it waits for, such as the receive of a tile that it sends on.
+    """
 
     sends: bool
     peer: int
     tag: int
     bytes: int
-    name: str  # of the tile
+    name: str
     step: int
     posted: int
     ended: int
@@ -86,7 +93,7 @@ class MessageEnd:
 
 @dataclass(frozen=True, slots=True)
 class TracedMessage:
-    """A tile on its way from one rank to another; `ready`: the tile was there, `open`: there was a place for it, ns."""
+    """A message from one rank to another. ready: when its tile was complete; open: when its target was free; ns."""
 
     source: int
     target: int
@@ -97,43 +104,53 @@ class TracedMessage:
 
     @property
     def way(self) -> tuple[int, int]:
-        """When it was on its way: from when both ranks were ready until it had arrived."""
+        """Return the time in transit: from when both ranks were ready to the arrival."""
         return min(max(self.ready, self.open), self.receive.ended), self.receive.ended
 
 
 @dataclass
 class Trace:
-    """Tasks in the order of submission, a column each; dates in ns. StarPU's own are last, without uses.
+    """Columns of all tasks in the order of submission; dates in ns. StarPU's own tasks are last, without uses.
 
-    Of several ranks: those of all of them, on the clock of the first, in an order that they could have been submitted
-    in; `mains` are the main memories among the nodes, by rank, `messages` what went between them. Before ranks are put
-    together each has the `ends` of messages that it saw."""
+    A trace of several ranks has the tasks of all ranks, on the clock of rank 0, in a possible order of submission.
+
+    Attributes:
+        info: index into infos.
+        replay: number of the submission of the task's program.
+        pop: the worker got the task.
+        fetch, fetched: allocation and transfer of the task's data.
+        memory, main_memory: bytes in use at the end of the task, on the worker's node and in main memory.
+        light: only submit, start and end were noted. `pop` is then when the task was ready; other dates equal one of
+            these.
+        mains: the nodes that are main memories, by rank.
+        ends: sends and receives of one rank, before the traces of the ranks are merged.
+        messages: messages between ranks, after the merge.
+        clock: offset and drift of the ranks' clocks, and their error.
+    """
 
     infos: list[TaskInfo]
     workers: list[Worker]
     nodes: list[str]
     buses: list[Bus]
-    info: Ints  # index into infos
+    info: Ints
     step: Ints
-    replay: Ints  # a program that was submitted once more
+    replay: Ints
     worker: Ints
     submit: Ints
-    pop: Ints  # a worker asked for a task and got this one
-    fetch: Ints  # its data is allocated and brought to the worker ...
-    fetched: Ints  # ... until here
+    pop: Ints
+    fetch: Ints
+    fetched: Ints
     start: Ints
     end: Ints
     released: Ints
-    memory: Ints  # bytes on the worker's node when the task ended
+    memory: Ints
     main_memory: Ints
-    light: bool = (
-        False  # only submit, start and end were dated; pop is when the task was ready, the others one of these
-    )
+    light: bool = False
     mains: list[int] = field(default_factory=lambda: [0])
     hosts: list[str] = field(default_factory=list)
     ends: list[MessageEnd] = field(default_factory=list)
     messages: list[TracedMessage] = field(default_factory=list)
-    clock: dict[str, Any] | None = None  # how far the ranks' clocks were apart, and how well that is known
+    clock: dict[str, Any] | None = None
     _before: list[list[int]] | None = None
 
     def __len__(self) -> int:
@@ -144,15 +161,15 @@ class Trace:
 
     @property
     def window(self) -> tuple[int, int]:
-        """From the first submission to the last end, messages included."""
+        """Return the dates of the first submission and of the last end, messages included."""
         first = min((m.posted for both in self.messages for m in (both.send, both.receive)), default=self.submit.min())
         last = max((m.ended for both in self.messages for m in (both.send, both.receive)), default=self.released.max())
         begin = int(min(first, self.submit.min()))
-        return begin, max(int(max(last, self.released.max())), begin + 1)  # shares of it are told
+        return begin, max(int(max(last, self.released.max())), begin + 1)  # figures are shares of it
 
     @property
     def rank(self) -> Ints:
-        """Of each task."""
+        """Return the rank of each task."""
         return np.array([worker.rank for worker in self.workers], np.int64)[self.worker]
 
     @property
@@ -173,20 +190,25 @@ class Trace:
 
     @property
     def before(self) -> list[list[int]]:
-        """The direct predecessors of each task."""
+        """Return the direct predecessors of each task."""
         if self._before is None:
             self._before = dependencies(self.infos[i].uses for i in self.info)
         return self._before
 
 
 def by_parts(trace: Trace, floors: Callable[[TaskInfo, Worker], float]) -> Trace:
-    """The parts of groups as tasks of their own, for figures by operator: nobody dates them, so each has its group's
-    time in proportion to its floor, the least time that it needs on that worker."""
+    """Split groups into their tasks, for figures by operator.
+
+    A group has only one start and one end. Each part gets a share of its time in proportion to its floor.
+
+    Args:
+        floors: the least time of a task on a worker.
+    """
     if not any(info.parts for info in trace.infos):
         return trace
     infos = [part for info in trace.infos for part in info.parts or (info,)]
     counts = np.array([len(info.parts) or 1 for info in trace.infos], np.int64)
-    # Where each part ends, in parts of its group's time; by info and kind of worker.
+    # The end of each part as a share of its group's time, by info and kind of worker.
     ends: dict[tuple[int, str], Any] = {}
     for which, worker in np.unique(np.stack((trace.info, trace.worker)), axis=1).T.tolist():
         on = trace.workers[worker]
@@ -200,7 +222,7 @@ def by_parts(trace: Trace, floors: Callable[[TaskInfo, Worker], float]) -> Trace
     columns: dict[str, Any] = {
         f.name: np.repeat(getattr(trace, f.name), repeat) for f in fields(trace) if f.type == "Ints"
     }
-    first = np.cumsum(repeat) - repeat  # of each task: where its parts begin
+    first = np.cumsum(repeat) - repeat  # for each task: the place of its first part
     number = np.arange(repeat.sum()) - np.repeat(first, repeat)
     columns["info"] = np.repeat((np.cumsum(counts) - counts)[trace.info], repeat) + number
     length = columns["end"] - columns["start"]
@@ -215,14 +237,14 @@ def _ends(floors: Sequence[float]) -> Any:
 
 
 def accumulating(trace: Trace, path: Sequence[int]) -> list[int]:
-    """Tasks of the path that wait for their predecessor there only to add to the same tile after it."""
+    """Return the tasks of a path that wait for the task before them only to add to the same tile."""
     added = [{use.tile for use in trace.info_of(task).uses if use.adds} for task in path]
     outputs = [{use.tile for use in trace.info_of(task).uses if use.adds or use.mode == "W"} for task in path]
     return [path[k] for k in range(1, len(path)) if added[k] & outputs[k - 1]]
 
 
 def one_after_the_other(start: Ints, end: Ints) -> Ints:
-    """When each task of a stream really began: StarPU dates its launch, which may be while others still run."""
+    """Return when each task of a stream really began. StarPU notes the launch, when earlier tasks may still run."""
     order = np.argsort(end, kind="stable")
     result = start.copy()
     result[order[1:]] = np.maximum(start[order[1:]], end[order[:-1]])
@@ -230,7 +252,7 @@ def one_after_the_other(start: Ints, end: Ints) -> Ints:
 
 
 def merge(start: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """The union of intervals, as intervals that are in order and apart."""
+    """Return the union of intervals as sorted, disjoint intervals."""
     if not len(start):
         return start, end
     order = np.argsort(start, kind="stable")
@@ -241,17 +263,17 @@ def merge(start: Ints, end: Ints) -> tuple[Ints, Ints]:
 
 
 def common(one: tuple[Ints, Ints], other: tuple[Ints, Ints]) -> int:
-    """The time that is in both of two sets of intervals, ns."""
+    """Return the length of the intersection of two sets of intervals, ns."""
     return length(one) + length(other) - length(one, other)
 
 
 def intervals(pairs: Iterable[tuple[int, int]]) -> tuple[Ints, Ints]:
-    """The union of (start, end)."""
+    """Return the union of (start, end) pairs."""
     table = np.array([*pairs], np.int64).reshape(-1, 2)
     return merge(table[:, 0], table[:, 1])
 
 
 def length(*parts: tuple[Ints, Ints]) -> int:
-    """Of the union of several sets of intervals, ns."""
+    """Return the length of the union of several sets of intervals, ns."""
     start, end = merge(np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts]))
     return int((end - start).sum())

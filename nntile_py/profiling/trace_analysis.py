@@ -1,4 +1,4 @@
-"""From a trace to the figures of summary.json: shares of the workers, operators against the roofline, critical path."""
+"""Figures of summary.json from a trace: shares of workers' time, operators and their roofline, critical path."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from nntile_py.profiling.message_waits import idle, summarised
 from nntile_py.profiling.trace import REDUCTION, TaskInfo, Trace, Worker, accumulating, by_parts, length
 from nntile_py.tiles.dependencies import critical_path
 
-# What a device of unknown speed is taken for where only proportions matter: the time of a group's parts.
-USUAL = (600e12, 3.5e12)
+# Assumed flop/s and bytes/s of an unknown device, where only proportions matter: the times of a group's parts.
+ASSUMED = (600e12, 3.5e12)
 
 
 def summarise(trace: Trace, peaks: Mapping[str, Peak], tiles: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """All of summary.json but the findings. `peaks` by kind of worker; `tiles`: of each axis size, tile, count.
+    """Return all of summary.json but the findings.
 
-    Figures by operator are of the parts of groups, whose times are estimates: `estimated` is the share of such time."""
+    Figures by operator count the parts of groups, whose times are estimates; `estimated` is the share of such time.
+
+    Args:
+        peaks: of one worker, by kind.
+        tiles: for each axis its size, its tile, the number of tiles.
+    """
     t0, t1 = trace.window
     window = (t1 - t0) * 1e-9
     steps = len(np.unique(trace.step[trace.step > 0]))
@@ -53,18 +58,18 @@ def summarise(trace: Trace, peaks: Mapping[str, Peak], tiles: Mapping[str, Any] 
 
 
 def parts(trace: Trace, peaks: Mapping[str, Peak]) -> Trace:
-    """The trace with each group's time shared among its parts, in proportion to max(flop / peak, bytes / peak)."""
+    """Split groups: each part gets a share of the group's time in proportion to max(flop / peak, bytes / peak)."""
 
     def floor(info: TaskInfo, worker: Worker) -> float:
         peak = peaks.get(worker.kind)
-        flop, size = (peak and peak.flop) or USUAL[0], (peak and peak.bytes) or USUAL[1]
+        flop, size = (peak and peak.flop) or ASSUMED[0], (peak and peak.bytes) or ASSUMED[1]
         return max(info.flop / flop, info.bytes / size)
 
     return by_parts(trace, floor)
 
 
 def _worker(trace: Trace, number: int) -> dict[str, Any]:
-    """Shares of the window. Where a device overlaps them: working before communicating before overhead."""
+    """Return a worker's shares of the run. Overlapping times count as working, else communicating, else overhead."""
     worker, mine = trace.workers[number], trace.worker == number
     t0, t1 = trace.window
     run = trace.start[mine], trace.end[mine]
@@ -86,7 +91,7 @@ def _worker(trace: Trace, number: int) -> dict[str, Any]:
 
 
 def _operators(trace: Trace, peaks: Mapping[str, Peak]) -> list[dict[str, Any]]:
-    """A row for each operator and phase, the longest first. `trace`: by parts."""
+    """Return a row for each operator and phase, the longest first. trace: by parts."""
     groups: dict[tuple[str, str], int] = {}
     of_info = np.array([groups.setdefault(info.group, len(groups)) for info in trace.infos], np.int64)
     of_task = of_info[trace.info]
@@ -161,7 +166,7 @@ def _path(trace: Trace, parts: Trace, window: float) -> dict[str, Any]:
 
 
 def _submission(trace: Trace) -> float:
-    """Seconds in which the main thread was submitting a program; of several ranks, of the one that took longest."""
+    """Return the seconds in which the main thread submitted programs; the maximum over ranks."""
     totals, rank = [0] * trace.ranks, trace.rank
     for replay in np.unique(trace.replay[trace.replay > 0]):
         tasks = trace.replay == replay
