@@ -31,7 +31,7 @@ constexpr int64_t kLseRows = 32;  // the memory-efficient kernel pads the log-su
 bool low(const at::Tensor& x) { return at::isReducedFloatingType(x.scalar_type()); }
 
 // Scores and statistics are fp32 for bf16 and fp16 operands.
-at::Tensor wide(const at::Tensor& x) { return low(x) ? x.to(at::kFloat) : x; }
+at::Tensor in_fp32(const at::Tensor& x) { return low(x) ? x.to(at::kFloat) : x; }
 
 // GPUs for ATen's and cuDNN's flash attention; the memory-efficient kernel supports fp16 on older GPUs, too.
 bool runs_flash(const at::Tensor& x) {
@@ -133,7 +133,7 @@ void clear_dead(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& 
 }
 
 at::Tensor scores(const Triple& x, const PairMask& mask, double scale) {
-  auto s = at::matmul(wide(x.q), wide(repeated(x.k, x.group())).transpose(-1, -2)).mul_(scale);
+  auto s = at::matmul(in_fp32(x.q), in_fp32(repeated(x.k, x.group())).transpose(-1, -2)).mul_(scale);
   const auto masked = hidden(x, mask);
   return masked.defined() ? s.masked_fill_(masked, -INFINITY) : s;
 }
@@ -186,7 +186,7 @@ void attention(Args& t) {
     case Vendor::none: {
       const auto s = scores(x, mask, args.scale), l = at::logsumexp(s, {-1});
       l.masked_fill_(l.eq(-INFINITY), 0);
-      out.copy_(at::matmul(s.sub(l.unsqueeze(-1)).exp_(), wide(repeat(x.v))));
+      out.copy_(at::matmul(s.sub(l.unsqueeze(-1)).exp_(), in_fp32(repeat(x.v))));
       lse.copy_(l);
     }
   }
@@ -196,12 +196,12 @@ void attention(Args& t) {
 void add_pair(const Triple& x, const PairMask& mask, const Triple& grads, const at::Tensor& d_out,
               const at::Tensor& lse, const at::Tensor& delta, double scale) {
   const auto p = scores(x, mask, scale).sub_(lse.unsqueeze(-1)).exp_();
-  const auto g = wide(d_out);
-  const auto v = wide(repeated(x.v, x.group())), k = wide(repeated(x.k, x.group()));
+  const auto g = in_fp32(d_out);
+  const auto v = in_fp32(repeated(x.v, x.group())), k = in_fp32(repeated(x.k, x.group()));
   const auto ds = at::matmul(g, v.transpose(-1, -2)).sub_(delta.unsqueeze(-1)).mul_(p).mul_(scale);
   grads.v.add_(of_groups(at::matmul(p.transpose(-1, -2), g), x.group()));
   grads.q.add_(at::matmul(ds, k));
-  grads.k.add_(of_groups(at::matmul(ds.transpose(-1, -2), wide(x.q)), x.group()));
+  grads.k.add_(of_groups(at::matmul(ds.transpose(-1, -2), in_fp32(x.q)), x.group()));
 }
 
 // Clears the tiles of [first, first + count) to which the task does not add.
@@ -249,13 +249,13 @@ void attention_grad(Args& t) {
       return add(made);
     }
     case Vendor::window: {
-      const auto turned = [](const at::Tensor& y) { return y.transpose(1, 2); };
+      const auto seq_first = [](const at::Tensor& y) { return y.transpose(1, 2); };
       std::tie(dq, dk, dv) = at::_flash_attention_backward(
-          turned(d_out), turned(x.q), turned(x.k), turned(x.v), turned(out), lse, {}, {}, rows, keys, 0.0, false, seed,
-          seed, args.scale, mask.left(), mask.right());
-      dq = turned(dq);
-      dk = turned(dk);
-      dv = turned(dv);
+          seq_first(d_out), seq_first(x.q), seq_first(x.k), seq_first(x.v), seq_first(out), lse, {}, {}, rows, keys, 0.0,
+          false, seed, seed, args.scale, mask.left(), mask.right());
+      dq = seq_first(dq);
+      dk = seq_first(dk);
+      dv = seq_first(dv);
       break;
     }
     case Vendor::efficient: {
@@ -270,7 +270,7 @@ void attention_grad(Args& t) {
     }
     case Vendor::none:
       clear(t, 3 + x.count, grads.count);
-      add_pair(x, mask, grads, d_out, lse, wide(d_out).mul(wide(out)).sum(-1), args.scale);
+      add_pair(x, mask, grads, d_out, lse, in_fp32(d_out).mul(in_fp32(out)).sum(-1), args.scale);
       return;
   }
   const auto put = [&](const at::Tensor& to, const at::Tensor& from) {
@@ -296,7 +296,7 @@ void add_state(Args& t, bool values) {
   const auto p = s.sub(top).exp_();
   part.select(-1, 0).copy_(top.squeeze(-1));
   part.select(-1, 1).copy_(p.sum(-1));
-  if (values) part.narrow(-1, 2, part.size(-1) - 2).copy_(at::matmul(p, wide(repeated(x.v, x.group()))));
+  if (values) part.narrow(-1, 2, part.size(-1) - 2).copy_(at::matmul(p, in_fp32(repeated(x.v, x.group()))));
   if (t.accumulates(0)) combine(Monoid::softmax, state, part);
 }
 
@@ -311,7 +311,7 @@ void flash_softmax_gemm(Args& t) {
   const Triple x(t, args.qkv, 2);
   const PairMask mask(t, args.diagonal, args.limits, 2 + x.count);
   const auto p = scores(x, mask, args.scale).sub_(t[1].unsqueeze(-1)).exp_();
-  const auto product = at::matmul(p, wide(repeated(x.v, x.group())));
+  const auto product = at::matmul(p, in_fp32(repeated(x.v, x.group())));
   if (t.accumulates(0)) out.add_(product);
   else out.copy_(product);
 }
@@ -319,7 +319,7 @@ void flash_softmax_gemm(Args& t) {
 // tiles: delta, do, out
 void attention_delta(Args& t) {
   const DeltaArgs args(t);
-  t[0].copy_(wide(as_bhsd(t[1], args.d_out)).mul(wide(as_bhsd(t[2], args.out))).sum(-1));
+  t[0].copy_(in_fp32(as_bhsd(t[1], args.d_out)).mul(in_fp32(as_bhsd(t[2], args.out))).sum(-1));
 }
 
 // tiles: do, lse, delta, q/k/v, dq/dk/dv (ACC), padding, segments

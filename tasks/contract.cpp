@@ -80,16 +80,16 @@ double start(const at::Tensor& target, double beta, const at::Tensor& what) {
 
 void own(const ContractArgs& args, const Plan& plan, const Factors& x, const Beside& beside) {
   const auto& epilogue = args.epilogue;
-  const bool turned = x.out.stride(-1) != 1 && x.out.stride(static_cast<int64_t>(x.batch + x.rows) - 1) == 1;
+  const bool transposed = x.out.stride(-1) != 1 && x.out.stride(static_cast<int64_t>(x.batch + x.rows) - 1) == 1;
   int64_t columns = 0;  // of the bias, as vectors
-  for (const auto axis : turned ? plan.out.slice(plan.batch, plan.m) : plan.out.slice(plan.batch + plan.m))
+  for (const auto axis : transposed ? plan.out.slice(plan.batch, plan.m) : plan.out.slice(plan.batch + plan.m))
     columns |= int64_t{1} << axis;
   const bool along = epilogue.bias_axes == columns;
   double beta = beside.beta;
   if (beside.bias.defined() && !along)
     beta = start(beside.target, beta, broadcastable(beside.bias, epilogue.bias_axes, beside.target));
-  product(turned ? x.transposed() : x, {args.scale, beta, along ? beside.bias : at::Tensor(), beside.residual,
-                                        beside.aux, beside.activated, static_cast<int>(epilogue.activation)});
+  product(transposed ? x.transposed() : x, {args.scale, beta, along ? beside.bias : at::Tensor(), beside.residual,
+                                            beside.aux, beside.activated, static_cast<int>(epilogue.activation)});
 }
 
 void blas(const ContractArgs& args, const Plan& plan, const Factors& x, const Beside& beside) {

@@ -53,13 +53,13 @@ inline int64_t extent(at::IntArrayRef sizes, size_t from, size_t count) {
 // Copies 16 bytes (8 bf16) at a time if the last axis stays last; ATen copies one element per thread.
 inline void copy(at::Tensor to, const at::Tensor& from) {
   const auto several = static_cast<int64_t>(16 / from.element_size());
-  const auto wide = [&](const at::Tensor& x) {
+  const auto vectors = [&](const at::Tensor& x) {
     bool fits = x.dim() > 0 && x.size(-1) % several == 0 && x.stride(-1) == 1 &&
                 reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
     for (int64_t axis = 0; axis + 1 < x.dim(); ++axis) fits = fits && x.stride(axis) % several == 0;
     return fits;
   };
-  if (to.dtype() == from.dtype() && wide(to) && wide(from))
+  if (to.dtype() == from.dtype() && vectors(to) && vectors(from))
     to.view(at::kComplexDouble).copy_(from.view(at::kComplexDouble));
   else to.copy_(from);
 }

@@ -56,7 +56,7 @@ constexpr int64_t kSquare = 16;  // a cache line of fp32
 // Transposes a matrix with contiguous rows in the output and contiguous columns in the input, by squares of whole cache
 // lines. at::copy_ does so only for a single matrix, and otherwise reads a cache line for each element.
 template <class T>
-void turn(T* to, const T* from, const Axis& rows, const Axis& columns) {
+void transpose_matrix(T* to, const T* from, const Axis& rows, const Axis& columns) {
   for (int64_t j = 0; j < columns.size; j += kSquare)
     for (int64_t i = 0; i < rows.size; i += kSquare)
       at::vec::transpose_mxn(from + j * columns.from + i, columns.from, to + i * rows.to + j, rows.to,
@@ -65,10 +65,11 @@ void turn(T* to, const T* from, const Axis& rows, const Axis& columns) {
 }
 
 template <class T>
-void turn_all(T* to, const T* from, const std::vector<Axis>& outer, size_t axis, const Axis& rows, const Axis& columns) {
-  if (axis == outer.size()) return turn(to, from, rows, columns);
+void transpose_all(T* to, const T* from, const std::vector<Axis>& outer, size_t axis, const Axis& rows,
+                   const Axis& columns) {
+  if (axis == outer.size()) return transpose_matrix(to, from, rows, columns);
   const auto [size, step, step_from] = outer[axis];
-  for (int64_t k = 0; k < size; ++k) turn_all(to + k * step, from + k * step_from, outer, axis + 1, rows, columns);
+  for (int64_t k = 0; k < size; ++k) transpose_all(to + k * step, from + k * step_from, outer, axis + 1, rows, columns);
 }
 
 void transpose(Args& t) {
@@ -86,7 +87,7 @@ void transpose(Args& t) {
   axes.erase(rows);
   dispatch(y, [&](auto zero) {
     using T = decltype(zero);
-    turn_all(y.data_ptr<T>(), x.data_ptr<T>(), axes, 0, first, columns);
+    transpose_all(y.data_ptr<T>(), x.data_ptr<T>(), axes, 0, first, columns);
   });
 }
 

@@ -80,17 +80,17 @@ class Product {
   void operator()(const Matrix<T>& c, const Matrix<const T>& a, const Matrix<const T>& b, const Epilogue<T>& epilogue) {
     const auto rows = c.rows.size(), columns = c.columns.size(), all = a.columns.size();
     // If only one block of rows reads a panel of columns, it reads the panel while it is in the L1 cache.
-    const auto wide = rows > kBlockRows ? kBlockColumns : kColumns;
+    const auto width = rows > kBlockRows ? kBlockColumns : kColumns;
     for (int64_t depth = 0; depth < all; depth += kDepth) {
       const auto k = std::min(kDepth, all - depth);
-      if (wide == kColumns) find_lines(b, depth, k);
-      for (int64_t column = 0; column < columns; column += wide) {
-        const auto n = std::min(wide, columns - column);
+      if (width == kColumns) find_lines(b, depth, k);
+      for (int64_t column = 0; column < columns; column += width) {
+        const auto n = std::min(width, columns - column);
         pack<kColumns, kColumns>(right_, b.data, b.columns, column, n, b.rows, depth, k);
         for (int64_t row = 0; row < rows; row += kBlockRows) {
           const auto m = std::min(kBlockRows, rows - row);
           if (!column || rows > kBlockRows) pack<kRows, kLeftStep>(left_, a.data, a.rows, row, m, a.columns, depth, k);
-          const T* next = wide == kColumns && column + wide < columns ? b.data + b.columns[column + wide] : nullptr;
+          const T* next = width == kColumns && column + width < columns ? b.data + b.columns[column + width] : nullptr;
           block(c, row, m, column, n, k, part(epilogue, depth, depth + k == all), next);
         }
       }
@@ -149,7 +149,7 @@ class Product {
       for (int64_t i = 0; i < width; i += kVector) {
         const auto some = std::min(kVector, width - i);
         const auto step = along.run > 1 ? across.step(first + i, some) : std::nullopt;
-        if (step) turn<kStep>(out + i, x + across[first + i], *step, some, along, start, depth);
+        if (step) transpose<kStep>(out + i, x + across[first + i], *step, some, along, start, depth);
         else
           for (int64_t k = 0; k < depth; ++k)
             for (int64_t j = i; j < i + some; ++j) out[k * kStep + j] = x[across[first + j] + along[start + k]];
@@ -159,7 +159,7 @@ class Product {
 
   // Transposes squares of elements that are contiguous along the depth. With flatten, a square stays in registers.
   template <int64_t kStep>
-  [[gnu::flatten]] static void turn(T* out, const T* x, int64_t step, int64_t count, const Offsets& along,
+  [[gnu::flatten]] static void transpose(T* out, const T* x, int64_t step, int64_t count, const Offsets& along,
                                     int64_t start, int64_t depth) {
     constexpr int kSquare = static_cast<int>(kVector);
     for (int64_t k = 0, some; k < depth; k += some) {
@@ -249,13 +249,14 @@ struct Factors {
 
   // Returns the tensors of the transposed product.
   Factors transposed() const {
-    const auto turned = [&](const at::Tensor& x, size_t first, size_t second) {
+    const auto swapped = [&](const at::Tensor& x, size_t first, size_t second) {
       std::vector<int64_t> order(batch + first + second);
       for (size_t k = 0; k < order.size(); ++k)
         order[k] = static_cast<int64_t>(k < batch ? k : k < batch + second ? k + first : k - second);
       return x.permute(order);
     };
-    return {turned(out, rows, columns), turned(b, depth, columns), turned(a, rows, depth), batch, columns, rows, depth};
+    return {swapped(out, rows, columns), swapped(b, depth, columns), swapped(a, rows, depth),
+            batch, columns, rows, depth};
   }
 };
 
