@@ -9,7 +9,7 @@ from nntile_py.tasks.optimizer import MASTERS, Optimizer, Update
 
 
 def add_update(g: Graph, optimizer: Optimizer, param: Param, grad: Tensor, clip: Tensor) -> None:
-    """Add the update of a parameter to a graph, with the tensors of its states."""
+    """Add the update of a parameter, with the tensors of its states, to a graph."""
     tensor = param.tensor
 
     def state(name: str, dtype: str) -> Tensor:
@@ -23,6 +23,9 @@ def add_update(g: Graph, optimizer: Optimizer, param: Param, grad: Tensor, clip:
 
 
 def _decays(optimizer: Optimizer, param: Param) -> bool:
-    """Whether weight decay acts on the parameter. Matrices have two or more axes in the checkpoint, as in nanoGPT: here
-    a bias of attention has two, heads and head_dim."""
+    """Whether weight decay acts on the parameter.
+
+    Matrices have two or more axes in the checkpoint, as in nanoGPT: a bias of attention has two axes here, heads and
+    head_dim, but one in the checkpoint.
+    """
     return optimizer.decay == "all" or all(len(source.shape) > 1 for source in param.sources)
