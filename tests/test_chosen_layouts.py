@@ -86,7 +86,7 @@ def test_weights_are_kept_as_products_want_them() -> None:
     assert tied.axes == ("vocab", "embed") and not g.params[tied].order
 
 
-@pytest.mark.filterwarnings("ignore:.*another process measures into it, which is waited for")
+@pytest.mark.filterwarnings("ignore:.*waiting for another process that measures into it")
 def test_one_measures_at_a_time(tmp_path: Path) -> None:
     """Who waits finds what the other has measured."""
     path = tmp_path / "timings.jsonl"

@@ -139,7 +139,7 @@ def test_who_measures_is_waited_for_and_told(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr("nntile_py.graph.timings.say_once", told)
         with waits.exclusive():
             assert waits.known == measures.known
-    assert said == [f"{measures.path}: another process measures into it, which is waited for"]
+    assert said == [f"{measures.path}: waiting for another process that measures into it"]
 
 
 def test_a_digest_is_of_what_is_in_a_database() -> None:

@@ -118,7 +118,7 @@ def test_what_reads_logits_after_their_gradient_took_their_place() -> None:
     g = Graph()
     logits, labels = logits_and_labels(g)
     loss = ops.cross_entropy(g, logits, labels)
-    with pytest.raises(ValueError, match="is read after another tensor took its place"):
+    with pytest.raises(ValueError, match="is read after another tensor overwrote it"):
         g.backward(ops.cross_entropy(g, logits, labels, loss=loss, scale="other"))
 
 

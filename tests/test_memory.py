@@ -121,7 +121,7 @@ def test_what_the_disk_must_be(tmp_path: Path) -> None:
         with pytest.raises(nt.ConfigError, match=text):
             nt.Runtime(cpus=1, memory=memory, disk=disk)
 
-    refused(r"runtime\.disk\.path: /no/such is no folder", path="/no/such", size=MIB)
+    refused(r"runtime\.disk\.path: /no/such is not a writable folder", path="/no/such", size=MIB)
     refused(r"runtime\.disk\.size: 1 MiB is not allowed; use 16 MiB to", path=tmp_path, size=MIB)
     refused(r"runtime\.disk\.size: .* is not allowed", path=tmp_path, size=2**60)
     refused(r"runtime\.disk: needs runtime\.memory", None, path=tmp_path, size=2**26)

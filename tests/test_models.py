@@ -233,13 +233,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": np.zeros((BATCH, 1), int)}, r"attention_mask: int64 \(4, 1\) is not allowed"),
     ({"attention_mask": np.ones((BATCH, 1), int)}, r"attention_mask: int64 \(4, 1\) is not allowed"),
     ({"attention_mask": np.zeros((BATCH, SEQ))}, "attention_mask: float64"),
-    ({"attention_mask": [[1, 1], [1]]}, r"attention_mask: is no array \(ValueError: .*\); expected ints \(4, 12\)"),
-    ({"attention_mask": torch.ones(BATCH, SEQ, dtype=torch.bfloat16)}, "attention_mask: is no array .*BFloat16"),
+    ({"attention_mask": [[1, 1], [1]]}, r"attention_mask: is not an array \(ValueError: .*\); expected ints \(4, 12\)"),
+    ({"attention_mask": torch.ones(BATCH, SEQ, dtype=torch.bfloat16)}, "attention_mask: is not an array .*BFloat16"),
     ({"attention_mask": object()}, r"attention_mask: object \(\) is not allowed"),
-    ({"input_ids": torch.ones(BATCH, SEQ).bfloat16()}, "input_ids: is no array .*BFloat16"),
-    ({"input_ids": torch.ones(BATCH, SEQ, requires_grad=True)}, "input_ids: is no array .*detach"),
-    ({"labels": torch.ones(BATCH, SEQ, dtype=torch.int64).to_sparse()}, "labels: is no array .*expected ints"),
-    ({"labels": torch.ones(BATCH, SEQ, dtype=torch.int64).to("meta")}, "labels: is no array .*expected ints"),
+    ({"input_ids": torch.ones(BATCH, SEQ).bfloat16()}, "input_ids: is not an array .*BFloat16"),
+    ({"input_ids": torch.ones(BATCH, SEQ, requires_grad=True)}, "input_ids: is not an array .*detach"),
+    ({"labels": torch.ones(BATCH, SEQ, dtype=torch.int64).to_sparse()}, "labels: is not an array .*expected ints"),
+    ({"labels": torch.ones(BATCH, SEQ, dtype=torch.int64).to("meta")}, "labels: is not an array .*expected ints"),
     ({"positions": np.full(SEQ, 99)}, "positions: values go from 99"),
 ]  # fmt: skip
 
@@ -264,7 +264,7 @@ def test_wrong_numbers(runtime: nt.Runtime) -> None:
     with pytest.raises(ValueError, match="x: missing; the model needs x, labels"):
         trainer.step({"labels": np.zeros((1, 3, 8))})
     for value in (torch.ones(1, 3, 8).bfloat16(), torch.ones(1, 3, 8, requires_grad=True)):
-        with pytest.raises(ValueError, match=r"x: is no array .*; expected numbers \(1, 3, 8\)"):
+        with pytest.raises(ValueError, match=r"x: is not an array .*; expected numbers \(1, 3, 8\)"):
             trainer.step({"x": value, "labels": np.zeros((1, 3, 8))})
 
 

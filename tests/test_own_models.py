@@ -304,7 +304,7 @@ WRONG_FILES = {
     "a weight twice": ('g.param("down.weight", ', 'g.param("d", {"ffn": 1}, nt.ONES, nt.Part("up.bias", 0, 1, "ffn"))\n'
                        '        g.param("down.weight", ', r"weight up\.bias has shape \(20,\)"),
     "a weight again": ("nt.ZEROS)", 'nt.ZEROS)\n        g.param("b", {"ffn": c.ffn}, nt.ZEROS, "up.bias")',
-                       r"parameter b: up\.bias is another one's; use one parameter for both"),
+                       r"parameter b: up\.bias belongs to another parameter; use one parameter for both"),
     "__init__ without seed": ("    objective", "    def __init__(self, config): pass\n    objective",
                               r"its __init__ cannot be called .*; allowed: \(self, config, weights=None, \*, seed=0"),
     "joined": ("nt.ZEROS)", 'nt.ZEROS, nt.Joined("ffn", ("a", "b")))', r"Joined\(.*does not fill an axis of ffn"),

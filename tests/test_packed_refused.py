@@ -37,7 +37,7 @@ def test_refused() -> None:
         ({"attention_mask": empty}, r"attention_mask\[1\]: an empty sequence; allowed: at least one token"),
         ({"input_ids": good["input_ids"] + 40}, "input_ids: values go from .* allowed are 0 to 29"),
         ({"input_ids": good["input_ids"][:, :4]}, r"input_ids: .* is not allowed; expected ints \(2, 16\)"),
-        ({"input_ids": ids}, "attention_mask: given beside lists"),
+        ({"input_ids": ids}, "attention_mask: given with lists"),
         ({"labels": np.zeros((3, LENGTH), int)}, r"labels: int64 \(3, 16\) is not allowed; expected ints \(2, 16\)"),
         ({"labels": [0, 1]}, r"labels: int64 \(2,\) is not allowed; expected ints \(2, 16\)"),
         ({"input_ids": good["input_ids"][0]}, r"input_ids: int64 \(16,\) is not allowed; expected ints \(1, 16\)"),
@@ -48,15 +48,15 @@ def test_refused() -> None:
         with pytest.raises(ValueError, match=told):
             trainer.step(good | changes)
     for lists, told in (
-        ({"input_ids": ids, "attention_mask": ids}, "attention_mask: given beside lists of arrays"),
-        ({"input_ids": ids, "labels": ids[::-1]}, "labels: its rows have other lengths than those of input_ids"),
+        ({"input_ids": ids, "attention_mask": ids}, "attention_mask: given with lists of arrays"),
+        ({"input_ids": ids, "labels": ids[::-1]}, "labels: its rows differ in length from those of input_ids"),
         ({"input_ids": [np.arange(17)]}, r"input_ids\[0\]: a sequence of 17 tokens; allowed: at most seq = 16"),
         ({"input_ids": []}, "input_ids: .* is not allowed; expected a list of arrays"),
         ({"input_ids": [np.zeros(0, int)]}, r"input_ids\[0\]: an empty sequence; allowed: at least one"),
         ({"input_ids": [[1, 2], []]}, r"input_ids\[1\]: an empty sequence"),
         ({"input_ids": [np.ones((2, 3), int), np.arange(5)]}, r"input_ids\[0\]: shape \(2, 3\) .* expected \[tokens\]"),
         ({"input_ids": [1, np.arange(3)]}, r"input_ids\[0\]: shape \(\) is not allowed; expected \[tokens\]"),
-        ({"input_ids": [[1, [2]], [3]]}, r"input_ids\[0\]: is no array"),
+        ({"input_ids": [[1, [2]], [3]]}, r"input_ids\[0\]: is not an array"),
         ({"input_ids": good["input_ids"], "labels": ids}, "input_ids: an array, where labels is a list of arrays"),
         ({"input_ids": ids}, "labels: missing; the model needs input_ids, labels$"),
         ({"labels": ids}, "input_ids: missing; the model needs input_ids, labels$"),

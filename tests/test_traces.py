@@ -219,7 +219,7 @@ def test_an_earlier_loss_is_no_output() -> None:
         again = linear(g, t["x"], t["table"], ["batch", "seq", "vocab"])
         return nt.Traced(cross_entropy(g, again, t["labels"], loss=first), {"first": first})
 
-    with pytest.raises(nt.ConfigError, match=r"output first: a later tensor takes the place of loss\[one 1\]"):
+    with pytest.raises(nt.ConfigError, match=r"output first: a later tensor overwrites loss\[one 1\]"):
         made_of(text).params()
 
 

@@ -36,7 +36,7 @@ class SwapDisk:
             raise ConfigError(f"runtime.disk.size: got {size!r}; allowed: an integer, of bytes")
         self.path, self.size = Path(os.path.expanduser(path)), int(size)
         if not self.path.is_dir() or not os.access(self.path, os.W_OK | os.X_OK):
-            raise ConfigError(f"runtime.disk.path: {self.path} is no folder that can be written to")
+            raise ConfigError(f"runtime.disk.path: {self.path} is not a writable folder")
         if memory is None:
             raise ConfigError("runtime.disk: needs runtime.memory, the bytes beyond which tiles go to the disk")
         with _locked(self.path, wait=True):

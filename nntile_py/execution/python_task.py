@@ -329,10 +329,10 @@ def task(library: str = "numpy", /, **modes: str) -> Callable[[Function], Python
     workers. On CUDA workers the worker's stream is torch's current stream, so Triton kernels may be launched. The
     function must not write to arrays that it declares as R.
 
-    The `lower` of an operator may emit the task: `low.emit(NAME, [R(x), RW(y)], args)`, with the declared modes in the
-    declared order. The fields of `args`, a TaskArgs, become keyword arguments, each Slot the number that it has in this
-    step. The function adds its part to an ACC array (`y += ...`) under every accumulation policy; the array holds zeros
-    if there is nothing to add to yet.
+    The `lower` of an operator may emit the task: `lowering.emit(NAME, [R(x), RW(y)], args)`, with the declared modes in
+    the declared order. The fields of `args`, a TaskArgs, become keyword arguments, each Slot the number that it has in
+    this step. The function adds its part to an ACC array (`y += ...`) under every accumulation policy; the array holds
+    zeros if there is nothing to add to yet.
 
     Raises:
         ValueError: an unknown library or mode.

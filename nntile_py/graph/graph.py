@@ -108,7 +108,7 @@ class Graph:
         if not isinstance(name, str) or not name:
             raise ConfigError(f"{what}: the name {name!r} is not allowed; use a text")
         if name in self.tensors:
-            raise ConfigError(f"{what} {name}: declared twice; use another name, or the tensor that there is")
+            raise ConfigError(f"{what} {name}: declared twice; use another name, or the existing tensor")
         if not isinstance(axes, Mapping) or not axes:
             raise ConfigError(f"{what} {name}: axes {axes!r} are not allowed; use {{axis: size}}")
         for axis, size in axes.items():
@@ -125,7 +125,8 @@ class Graph:
                 shapes = f"{other.shape} in one parameter, {source.shape} here"
                 raise ConfigError(f"parameter {name}: weight {source.weight} has shape {shapes}")
             if (other.view, other.index) == (source.view, source.index):
-                raise ConfigError(f"parameter {name}: {source.weight} is another one's; use one parameter for both")
+                need = "use one parameter for both"
+                raise ConfigError(f"parameter {name}: {source.weight} belongs to another parameter; {need}")
         parts.append(source)
 
     @typed
@@ -253,7 +254,7 @@ class Graph:
             if tensor not in known:
                 raise ConfigError(f"output {name}: {tensor} is not allowed; use a tensor that this trace has made")
             if last.get(tensor, 0) != written.get(tensor.storage, 0):
-                raise ConfigError(f"output {name}: a later tensor takes the place of {tensor}; use that one")
+                raise ConfigError(f"output {name}: a later tensor overwrites {tensor}; use the later one")
         for weight, sources in self._sources.items():
             if not cover(sources):
                 names = ", ".join(p.tensor.name for p in self.params.values() if any(s in sources for s in p.sources))
@@ -273,7 +274,7 @@ class Graph:
         for op in self.ops:
             for t in op.inputs:
                 if seen.setdefault(t, 0) != written.get(t.storage, 0):
-                    raise ValueError(f"{op.name}: {t} is read after another tensor took its place")
+                    raise ValueError(f"{op.name}: {t} is read after another tensor overwrote it")
             for t in op.outputs:
                 if isinstance(op, Rename):
                     seen[t] = seen[op.inputs[0]]

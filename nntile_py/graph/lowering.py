@@ -61,6 +61,6 @@ def check_count(graph: Graph, tiling: Tiling, policy: str) -> None:
         parts, axis, size = max(cuts)
         raise ConfigError(
             f"tiles: about {count:,} tasks are too many for a list; allowed: {MOST_TASKS:,}."
-            f" The {axis} of {size:,} is cut into {parts:,} tiles, the most of them: raise tiles.{cut_as(axis)},"
-            " or lower what it cuts"
+            f" The {axis} of {size:,} is cut into {parts:,} tiles, more than any other axis:"
+            f" raise tiles.{cut_as(axis)}, or lower the size of the axis"
         )

@@ -28,7 +28,7 @@ def padded(inputs: Mapping[str, Any], length: int, declared: Mapping[str, Input]
         if name not in without_seq and isinstance(value, list | tuple) and not _flat(value)
     }
     if lists and MASK in inputs:
-        raise ValueError(f"{MASK}: given beside lists of arrays, whose lengths say it; leave it out")
+        raise ValueError(f"{MASK}: given with lists of arrays, whose lengths define it; leave it out")
     arrays = {name: _array(name, value) for name, value in inputs.items() if name not in lists}
     first, known_lengths = next(iter(lists), ""), list[int]()
     for name, array in arrays.items() if lists else ():
@@ -43,7 +43,7 @@ def padded(inputs: Mapping[str, Any], length: int, declared: Mapping[str, Input]
             _check_row(f"{name}[{k}]", row, length, more)
         lengths = [len(row) for row in rows]
         if (known_lengths := known_lengths or lengths) != lengths:
-            raise ValueError(f"{name}: its rows have other lengths than those of {first}; give the same")
+            raise ValueError(f"{name}: its rows differ in length from those of {first}; give equal lengths")
         arrays[name] = np.zeros((len(rows), length, *more), np.result_type(*rows))
         for k, row in enumerate(rows):
             arrays[name][k, : len(row)] = row
@@ -90,7 +90,7 @@ def _array(name: str, value: Any) -> Array:
     try:
         return np.asarray(value)
     except Exception as error:  # a tensor of another library may raise any exception
-        raise ValueError(f"{name}: is no array ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{name}: is not an array ({type(error).__name__}: {error})") from error
 
 
 def lengths_of(arrays: Mapping[str, Array], length: int) -> list[int]:

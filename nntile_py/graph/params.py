@@ -268,7 +268,7 @@ class Input:
             array = np.asarray(value)
         except Exception as error:  # lists of unequal lengths; a tensor of another library may raise any exception
             message = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{name}: is no array ({message}); expected {noun} {shape}") from error
+            raise ValueError(f"{name}: is not an array ({message}); expected {noun} {shape}") from error
         if array.shape != shape or array.dtype.kind not in kinds:
             raise ValueError(f"{name}: {array.dtype} {array.shape} is not allowed; expected {noun} {shape}")
         if noun == "numbers":

@@ -176,7 +176,7 @@ class Timings:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                say_once(f"{self.path}: another process measures into it, which is waited for")
+                say_once(f"{self.path}: waiting for another process that measures into it")
                 fcntl.flock(file, fcntl.LOCK_EX)
             now = opened(self.of, self.path, new=True)
             self.known, self.comparisons = now.known, now.comparisons
