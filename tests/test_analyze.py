@@ -165,7 +165,7 @@ def test_peaks_of_the_config() -> None:
     made = analyse(load("experiments/gpt2_tiny.yaml", peaks)).peak
     assert (made.flop, made.bytes, made.source) == (3e12, 6e10, "config")
     for one in peaks[:2]:
-        with pytest.raises(ConfigError, match=r"profile.peak_flop, profile.peak_bytes: got one alone; allowed: both"):
+        with pytest.raises(ConfigError, match=r"profile.peak_flop, profile.peak_bytes: got only one of them; allowed"):
             load("experiments/gpt2_tiny.yaml", [one])
 
 

@@ -378,7 +378,7 @@ def pid_of(rank: int, folder: Path) -> int:
     ("command", "told"),
     [
         (("train", "--set", "runtime.nodes=3"), "runtime.nodes: got 3, but 2 of this process work together"),
-        (("sweep",), "nntile sweep: mpirun or srun has started 2 of it; allowed: one without mpirun, which itself"),
+        (("sweep",), "nntile sweep: mpirun or srun has started 2 processes; allowed: one process without"),
         (("profile", "--fxt"), "--fxt: not allowed on several ranks"),
     ],
 )

@@ -122,10 +122,10 @@ def test_short_tasks_are_told_tiles_that_are_coarse_enough_at_once() -> None:
 def test_the_size_of_the_trace_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "trace.json"
     path.write_bytes(b" " * 2_500_000)
-    assert inspect._trace_told(path, {"steps": 3}) == f"{path}, for ui.perfetto.dev: 2.5 MB"
+    assert inspect._trace_message(path, {"steps": 3}) == f"{path}, for ui.perfetto.dev: 2.5 MB"
     monkeypatch.setattr(inspect, "LARGE_TRACE", 2)
-    assert "2.5 MB; smaller with --steps 1, or fewer tasks a step" in inspect._trace_told(path, {"steps": 3})
-    assert "--steps" not in inspect._trace_told(path, {"steps": 1})
+    assert "2.5 MB; smaller with --steps 1, or fewer tasks a step" in inspect._trace_message(path, {"steps": 3})
+    assert "--steps" not in inspect._trace_message(path, {"steps": 1})
 
 
 def test_rules_name_keys_of_the_config() -> None:

@@ -21,11 +21,11 @@ __all__ = ["app", "encode", "inspect", "main", "measurements", "train"]
 
 def main(run: Callable[[], Any] = app) -> None:
     """Entry point: errors of nntile_py become one message and an exit status (NNTILE_DEBUG=1 shows the traceback)."""
-    atexit.register(gc.freeze)  # no search for cycles among all that was imported as the process ends: 0.4 s
+    atexit.register(gc.freeze)  # no garbage collection at the end of the process: it takes 0.4 s
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that is not of UTF-8 lacks some signs
+        sys.stdout.reconfigure(errors="replace")  # terminals without UTF-8 lack some characters
     if os.environ.get("NNTILE_DEBUG") != "1":
-        warnings.formatwarning = lambda message, *_, **__: f"{message}\n"  # one line, without that of the code
+        warnings.formatwarning = lambda message, *_, **__: f"{message}\n"  # one line, without the line of code
     try:
         run()
     except (NNTileError, OSError, MemoryError) as error:
@@ -49,6 +49,8 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Train transformers cut into tiles, every operator a StarPU task."""

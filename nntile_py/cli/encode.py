@@ -13,30 +13,30 @@ from nntile_py.system import launcher
 @app.command(epilog="Example: nntile encode my_bert --input texts.jsonl --out vectors.npy")
 def encode(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="A run's folder, or one that transformers' save_pretrained wrote.")
+        Path, typer.Argument(metavar="FOLDER", help="A run's folder, or a folder of transformers' save_pretrained.")
     ],
     source: Annotated[
-        Path, typer.Option("--input", help="The texts: .jsonl, .csv with a header, or .txt with a text a line.")
+        Path, typer.Option("--input", help="The texts: .jsonl, .csv with a header, or .txt with one text in each line.")
     ],
-    out: Annotated[Path, typer.Option(help="What to write: .npy, .npz or .safetensors.")],
+    out: Annotated[Path, typer.Option(help="Output file: .npy, .npz or .safetensors.")],
     output: Annotated[
         str,
         typer.Option(
-            help="mean of the hidden states, pooled, logits, or hidden: hidden states of all tokens, one text behind"
-            " the other, with the offsets of the texts."
+            help="mean (of the hidden states), pooled, logits, or hidden: the hidden states of all tokens of all texts,"
+            " with the offset of each text."
         ),
     ] = "mean",
-    text: Annotated[str, typer.Option(metavar="KEY", help="The key or column that has the texts.")] = "text",
-    batch_tokens: Annotated[int, typer.Option(help="Tokens that are computed together.", min=1)] = 4096,
+    text: Annotated[str, typer.Option(metavar="KEY", help="Key or column of the texts.")] = "text",
+    batch_tokens: Annotated[int, typer.Option(help="Tokens in a forward pass.", min=1)] = 4096,
     max_length: Annotated[
-        int | None, typer.Option(help="Cut texts at so many tokens. [default: the model's positions]", min=1)
+        int | None, typer.Option(help="Truncate texts to this many tokens. [default: the model's positions]", min=1)
     ] = None,
-    cpus: Annotated[int | None, typer.Option(help="CPU workers. [default: all cores, none beside GPUs]")] = None,
+    cpus: Annotated[int | None, typer.Option(help="CPU workers. [default: all cores, none with GPUs]")] = None,
     cuda: Annotated[int, typer.Option(help="GPUs.")] = 0,
     precision: Annotated[str, typer.Option(help="fp32; on GPUs also tf32, bf16 or fp16, on CPUs fp64.")] = "fp32",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> None:
-    """Write what a trained model makes of texts: a vector of each, hidden states or logits."""
+    """Encode texts with a trained model: write vectors, hidden states or logits."""
     from rich.console import Console
 
     from nntile_py.inference.encode_file import encode_file
@@ -51,7 +51,7 @@ def encode(
 
 @app.command(epilog="Example: nntile doctor --json")
 def doctor(as_json: Json = False) -> None:
-    """Say what is there, what is missing, how to get it."""
+    """Check the installation: what is missing, and how to install it."""
     from nntile_py import doctor as parts
 
     checks = parts.report()

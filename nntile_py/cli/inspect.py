@@ -1,4 +1,4 @@
-"""nntile plan, profile, graph, analyze, layouts: what a step does."""
+"""nntile plan, profile, graph, analyze, layouts: inspect a training step."""
 
 import sys
 from pathlib import Path
@@ -20,20 +20,26 @@ def plan(
     config: Config,
     sets: Sets = None,
     nodes: Annotated[
-        int | None, typer.Option(help="Play a step on so many machines, that need not be there. [default: not]")
+        int | None, typer.Option(help="Simulate a step on this many machines, which need not exist.")
     ] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(help="With --nodes: of each. [default: runtime.cuda]")] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(help="With --nodes: GPUs of each machine. [default: runtime.cuda]")
+    ] = None,
     network: Annotated[
         str | None,
-        typer.Option(metavar="RATE", help="With --nodes: of a card, each way. [default: 400Gb/s; CPUs 40Gb/s]"),
+        typer.Option(
+            metavar="RATE", help="With --nodes: rate of a network card, each way. [default: 400Gb/s; CPUs 40Gb/s]"
+        ),
     ] = None,
-    gpus_per_nic: Annotated[int | None, typer.Option(help="With --nodes: that share a card. [default: 1]")] = None,
+    gpus_per_nic: Annotated[
+        int | None, typer.Option(help="With --nodes: GPUs that share a network card. [default: 1]")
+    ] = None,
     strong: Annotated[
-        bool, typer.Option("--strong", help="With --nodes: efficiency is against the whole batch on one of them.")
+        bool, typer.Option("--strong", help="With --nodes: efficiency relative to the whole batch on one machine.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print parameters, tasks, flop and bytes, without running; or what a step would take on other machines."""
+    """Print parameters, tasks, flop and bytes without a run, or the simulated time of a step on other machines."""
     from nntile_py.config.run_config import load
 
     loaded = load(config, sets or [])
@@ -52,14 +58,14 @@ def plan(
 @app.command(epilog="Example: nntile profile my.yaml --steps 2 --out runs/look")
 def profile(
     config: Config,
-    steps: Annotated[int | None, typer.Option(help="Steps to look at. [default: profile.steps]", min=1)] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps to profile. [default: profile.steps]", min=1)] = None,
     sets: Sets = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run. [default: runs/NAME-profile]")] = None,
     overwrite: Overwrite = False,
-    work: Annotated[str, typer.Option(help="train, or inference: forward passes alone.")] = "train",
-    fxt: Annotated[bool, typer.Option("--fxt", help="Leave StarPU's own trace too, for ViTE and StarVZ.")] = False,
+    work: Annotated[str, typer.Option(help="train, or inference: only forward passes.")] = "train",
+    fxt: Annotated[bool, typer.Option("--fxt", help="Also write StarPU's trace, for ViTE and StarVZ.")] = False,
 ) -> None:
-    """Run a few steps; leave trace, Gantt, report and what holds CONFIG back."""
+    """Run a few steps of CONFIG; write trace, Gantt chart and report, and print the bottlenecks."""
     from nntile_py.config.run_config import load
 
     one_of("--work", work, ("train", "inference"))
@@ -78,23 +84,25 @@ def profile(
     for finding in summary["findings"]:
         show(Text(f"{finding['rule']}: {finding['cause']}\n  {finding['advice']}"))  # wrapped between words
     print(f"{summary['seconds_per_step'] * 1e3:.1f} ms a step; open {folder / 'report.html'}")
-    print(_trace_told(folder / "trace.json", summary))
+    print(_trace_message(folder / "trace.json", summary))
 
 
 @app.command(epilog="Example: nntile graph my.yaml --layer 0 --fusion both --out layer.dot")
 def graph(
     config: Config,
-    out: Annotated[Path, typer.Option(help="The picture: .svg, .png or .pdf (made by graphviz), or .dot.")],
+    out: Annotated[Path, typer.Option(help="The picture: .svg, .png or .pdf (needs graphviz), or .dot.")],
     sets: Sets = None,
     level: Annotated[str, typer.Option(help="logical (operators) or tiles (tasks).")] = "logical",
     layer: Annotated[int | None, typer.Option(help="One layer, from 0. [default: all]", min=0)] = None,
     phase: Annotated[str, typer.Option(help="forward, backward, update or all.")] = "all",
     fusion: Annotated[str, typer.Option(help="before, after or both, side by side.")] = "after",
     work: Annotated[str, typer.Option(help="train, inference, encoder, decoder, mha, linear_..., qkv_...")] = "train",
-    every: Annotated[bool, typer.Option("--every-layer", help="Draw equal layers one by one, not once.")] = False,
-    tensors: Annotated[bool, typer.Option("--tensors", help="Draw the tensors of a whole model, too.")] = False,
+    every: Annotated[
+        bool, typer.Option("--every-layer", help="Draw every layer, not only one of equal layers.")
+    ] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Also draw the tensors of a whole model.")] = False,
 ) -> None:
-    """Draw operators or tile tasks, with flop and bytes, before and after fusion."""
+    """Draw operators or tile tasks with flop and bytes, before and after fusion."""
     from typing import get_args
 
     from nntile_py.config.run_config import load
@@ -120,15 +128,15 @@ def graph(
 @app.command(epilog="Example: nntile analyze --work encoder --out runs/encoder")
 def analyze(
     config: Annotated[
-        str | None, typer.Argument(metavar="[CONFIG]", help="A YAML file; none: --work at BERT-large's size.")
+        str | None, typer.Argument(metavar="[CONFIG]", help="A YAML file. [default: --work at BERT-large's size]")
     ] = None,
     work: Annotated[
         str | None, typer.Option(help="encoder, decoder, mha; with CONFIG also train, inference, ... [default: train]")
     ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Run each operator alone, and time it.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Run and time each operator separately.")] = False,
     repeats: Annotated[
         int | None,
-        typer.Option(help=f"With --measure: times of each; the median is told. [default: {MEASURED}]", min=1),
+        typer.Option(help=f"With --measure: runs of each operator; the median counts. [default: {MEASURED}]", min=1),
     ] = None,
     sets: Sets = None,
     out: Annotated[
@@ -137,7 +145,7 @@ def analyze(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Count each operator's flop and moved elements, before and after fusion; say what bounds the step."""
+    """Count flop and moved elements of each operator, before and after fusion, and print what bounds the step."""
     if repeats and not measure:
         raise ConfigError("--repeats: allowed: only with --measure")
     if overwrite and not out:
@@ -157,7 +165,7 @@ def analyze(
     if out:
         paths = analysis_report.write(made, out)
         print(*paths, sep="\n", file=sys.stderr)
-        if not any(path.suffix == ".svg" for path in paths):  # no graphviz, or a graph that is too large to read
+        if not any(path.suffix == ".svg" for path in paths):  # no graphviz, or the graph is too large to read
             print(f"no pictures of the graph: {out / 'report.html'} says why", file=sys.stderr)
     if as_json:
         show(made.to_dict())
@@ -167,25 +175,26 @@ def analyze(
 
 @app.command(epilog="Example: nntile layouts tune --work encoder --set model.embed=128 --set train.seq=64")
 def layouts(
-    action: Annotated[str, typer.Argument(help="tune: run operators in every layout; show: what was found.")],
+    action: Annotated[str, typer.Argument(help="tune: time operators in every layout. show: print the results.")],
     config: Annotated[
-        str | None, typer.Argument(metavar="[CONFIG]", help="A YAML file; none: --work at BERT-large's size.")
+        str | None, typer.Argument(metavar="[CONFIG]", help="A YAML file. [default: --work at BERT-large's size]")
     ] = None,
     work: Annotated[
         str | None, typer.Option(help="encoder, decoder, mha; with CONFIG also train, ... [default: train]")
     ] = None,
     sets: Sets = None,
     repeats: Annotated[
-        int | None, typer.Option(help=f"Of tune: times of each; the least counts. [default: {TUNED}]", min=1)
+        int | None,
+        typer.Option(help=f"With tune: runs of each operator; the minimum counts. [default: {TUNED}]", min=1),
     ] = None,
     database: Annotated[
-        Path | None, typer.Option(help="The file of times. [default: in the cache folder, for device and dtype]")
+        Path | None, typer.Option(help="File of times. [default: in the cache folder, by device and precision]")
     ] = None,
-    own: Annotated[bool, typer.Option("--own", help="Of tune: only for Q, K, V as the config has them.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Of show: a picture of the times: .svg, .png or .pdf.")] = None,
+    own: Annotated[bool, typer.Option("--own", help="With tune: only the config's own fusion of Q, K, V.")] = False,
+    out: Annotated[Path | None, typer.Option(help="With show: a picture of the times: .svg, .png or .pdf.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure operators in all layouts, and show which ones `layout: searched` chooses."""
+    """Time operators in all layouts; show the layouts that `layout: searched` chooses."""
     from rich.console import Console
 
     from nntile_py.analysis import layout_analysis as parts
@@ -211,9 +220,12 @@ def layouts(
             tuned = tune(loaded, what, known, repeats or TUNED, tell, own_alone=own)
         print(f"{tuned.measured} measured; {known.path}")
         if tuned.comparison or what not in FORWARD:
-            print(parts.decision(tuned.comparison and tuned.comparison.program, tuned.comparison))
+            print(parts.decision(tuned.comparison.program if tuned.comparison else None, tuned.comparison))
         if tuned.others:
-            print(f"other processes kept {tuned.others:.1f} cores busy meanwhile: times are too long", file=sys.stderr)
+            print(
+                f"other processes kept {tuned.others:.1f} cores busy during the measurement: times are too long",
+                file=sys.stderr,
+            )
         return
     known = opened(loaded, database)
     found = parts.layout_results(loaded, what, known)
@@ -240,11 +252,11 @@ def _work(config: str | None, work: str | None, sets: list[str] | None) -> tuple
     return load(config, sets or []) if config else preset(str(work), sets or []), work or "train"
 
 
-def _trace_told(path: Path, summary: dict[str, Any]) -> str:
-    """Where the trace is, its size, and what makes a large one smaller."""
+def _trace_message(path: Path, summary: dict[str, Any]) -> str:
+    """Return the trace's path and size, and how to get a smaller trace if it is large."""
     size = path.stat().st_size / 1e6
-    told = f"{path}, for ui.perfetto.dev: {size:,.1f} MB"
+    message = f"{path}, for ui.perfetto.dev: {size:,.1f} MB"
     if size <= LARGE_TRACE:
-        return told
+        return message
     fewer = "--steps 1, or " if summary["steps"] > 1 else ""
-    return f"{told}; smaller with {fewer}fewer tasks a step (larger tiles); report.html does not need it"
+    return f"{message}; smaller with {fewer}fewer tasks a step (larger tiles); report.html does not need it"

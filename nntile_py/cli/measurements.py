@@ -13,15 +13,17 @@ from nntile_py.runs import run_folder, taken
 
 @app.command(epilog="Example: nntile sweep --auto my.yaml --budget 4")
 def sweep(
-    config: Annotated[str, typer.Argument(metavar="SWEEP", help="A sweep's YAML; with --auto the config of a run.")],
+    config: Annotated[str, typer.Argument(metavar="SWEEP", help="YAML of a sweep; with --auto: of a run.")],
     sets: Sets = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the results. [default: runs/sweep-NAME]")] = None,
-    auto: Annotated[bool, typer.Option("--auto", help="Search the tile sizes: plan many, measure the best.")] = False,
-    budget: Annotated[int, typer.Option(help="With --auto: how many tilings to measure.", min=1)] = 12,
-    retry: Annotated[bool, typer.Option("--retry", help="Measure points that failed once more.")] = False,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Search tile sizes: plan many tilings, measure the best.")
+    ] = False,
+    budget: Annotated[int, typer.Option(help="With --auto: number of tilings to measure.", min=1)] = 12,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure failed points again.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure a config at many points; goes on where it was interrupted."""
+    """Measure a config at many points; continue after an interruption."""
     from rich.console import Console
 
     alone("sweep")
@@ -51,16 +53,16 @@ def sweep(
 
 @app.command(epilog="Example: nntile experiment fig18 --plan")
 def experiment(
-    name: Annotated[str | None, typer.Argument(help="Such as fig18. [default: list them]")] = None,
+    name: Annotated[str | None, typer.Argument(help="An experiment such as fig18. [default: list all]")] = None,
     scale: Annotated[str, typer.Option(help="cpu: two cores, two to five minutes. gpu: the papers' sizes.")] = "cpu",
     mode: Annotated[str | None, typer.Option(help="training or inference. [default: the experiment's own]")] = None,
     sets: Sets = None,
-    only_plan: Annotated[bool, typer.Option("--plan", help="Check and plan each point, run nothing.")] = False,
-    results: Annotated[Path | None, typer.Option(help="Put DATE-NAME.png, .csv, .md into this folder too.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the work. [default: runs/NAME-SCALE[-MODE]]")] = None,
+    only_plan: Annotated[bool, typer.Option("--plan", help="Check and plan each point without running it.")] = False,
+    results: Annotated[Path | None, typer.Option(help="Also write DATE-NAME.png, .csv, .md to this folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the runs. [default: runs/NAME-SCALE[-MODE]]")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Reproduce a figure or table of a paper (no NAME: list them)."""
+    """Reproduce a figure or a table of a paper; without NAME: list all."""
     from rich.console import Console
 
     alone("experiment")
@@ -101,6 +103,6 @@ def experiment(
 )  # fmt: skip
 def bench(context: typer.Context) -> None:
     """Measure: tasks, steps, tile sizes (nntile bench --help)."""
-    from nntile_py.measure.commands import bench_app  # its own typer app, handed all that follows
+    from nntile_py.measure.commands import bench_app  # a typer app of its own, which gets all further arguments
 
     raise typer.Exit(bench_app(context.args, prog_name="nntile bench", standalone_mode=False) or 0)

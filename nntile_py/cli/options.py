@@ -1,4 +1,4 @@
-"""What the commands of nntile share: the app, options, what is printed."""
+"""Parts that all commands of nntile share: the app, options, output."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ import typer
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.system import launcher
 
-UNCUT = 10**4  # columns, where there is no terminal
+UNCUT = 10**4  # columns of output that is not a terminal
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -21,7 +21,7 @@ Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, such
 
 
 def _complete_key(incomplete: str) -> list[str]:
-    """For a shell that completes --set: the keys of all models."""
+    """Complete --set in a shell: the keys of all models."""
     from nntile_py.config.run_config import all_keys
     from nntile_py.models.registry import known
 
@@ -40,23 +40,23 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def alone(command: str) -> None:
-    """Refuse to be started by mpirun."""
+    """Refuse a start by mpirun."""
     if (size := launcher.started()[1]) > 1:
         raise ConfigError(
-            f"nntile {command}: mpirun or srun has started {size} of it; allowed: one without mpirun, which itself"
-            " starts mpirun for points whose runtime.nodes is a number"
+            f"nntile {command}: mpirun or srun has started {size} processes; allowed: one process without"
+            " mpirun, which starts mpirun itself for points with a number in runtime.nodes"
         )
 
 
 def note_tiles(config: Any) -> None:
-    """Say at once where the tiles are far too small; what else is wrong the command itself tells."""
+    """Print a note if tiles are far too small. The command itself reports all other mistakes."""
     from contextlib import suppress
 
     from nntile_py.analysis.tile_advice import note
 
     with suppress(NNTileError):
-        if launcher.leads() and (told := note(config)):
-            print(told, file=sys.stderr, flush=True)
+        if launcher.leads() and (text := note(config)):
+            print(text, file=sys.stderr, flush=True)
 
 
 def one_of(option: str, value: str, allowed: Sequence[str]) -> None:
@@ -71,9 +71,9 @@ def show(what: Any) -> None:
         from rich.console import Console
 
         console = Console()
-        if console.is_terminal and launcher.started()[1] == 1:  # what mpirun shows a rank looks like one
+        if console.is_terminal and launcher.started()[1] == 1:  # mpirun gives ranks something like a terminal
             console.print(what)
-        else:  # whatever reads it wants each row in one line
+        else:  # programs that read the output need each row in one line
             wide = Console(width=UNCUT, force_terminal=False)
             with wide.capture() as text:
                 wide.print(what)

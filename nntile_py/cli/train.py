@@ -18,11 +18,11 @@ from nntile_py.system import launcher
 def init(
     file: Annotated[Path | None, typer.Argument(help="The YAML to write. [default: MODEL.yaml]")] = None,
     model: Annotated[
-        str, typer.Option(metavar="TYPE", help="gpt2, bert, llama, or a class of yours: my_file.py:MyModel.")
+        str, typer.Option(metavar="TYPE", help="gpt2, bert, llama, ..., or your own class: my_file.py:MyModel.")
     ] = "gpt2",
     sets: Sets = None,
 ) -> None:
-    """Write a YAML that trains as it stands, with every key explained."""
+    """Write a complete YAML for training, with an explanation of every key."""
     from nntile_py.config.describe import initial
 
     file = file or Path(f"{model.rpartition(':')[2].lower()}.yaml")
@@ -39,11 +39,11 @@ def init(
 
 @app.command(epilog="Example: nntile config my.yaml --set fusion=false")
 def config(
-    config: Annotated[str | None, typer.Argument(metavar="CONFIG", help="A YAML file; none with --schema.")] = None,
+    config: Annotated[str | None, typer.Argument(metavar="CONFIG", help="A YAML file; not with --schema.")] = None,
     sets: Sets = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema of the keys, for editors.")] = False,
     model: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="With --schema: of this type of model. [default: of all]")
+        str | None, typer.Option(metavar="TYPE", help="With --schema: only this type of model. [default: all types]")
     ] = None,
 ) -> None:
     """Print CONFIG with all defaults filled in."""
@@ -71,14 +71,16 @@ def train(
     sets: Sets = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run. [default: runs/NAME of CONFIG]")] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the run in a folder, once this one has a checkpoint.")
+        bool, typer.Option("--overwrite", help="Replace the run in the folder, as soon as this run has a checkpoint.")
     ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run from its newest complete checkpoint.")
     ] = False,
     rescue: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where the run goes if its folder has no room at the start, or at the end."),
+        typer.Option(
+            metavar="DIR", help="Folder to write to if the run's folder has no room at the start or at the end."
+        ),
     ] = None,
 ) -> None:
     """Train the model that CONFIG describes."""

@@ -1,4 +1,4 @@
-"""The YAML of a run, typed and checked: every mistake is one ConfigError that names the key and what is allowed."""
+"""The YAML of a run, typed and checked. Every mistake is a ConfigError that names the key and the allowed values."""
 
 import functools
 import math
@@ -58,10 +58,10 @@ CLASSIFICATION = "classification"  # a model's head, or its objective
 
 
 class RunConfig(Section):
-    """Everything that decides a run. Made by `load`, which fills in all defaults."""
+    """All settings of a run. `load` reads a YAML and fills in all defaults."""
 
     model: SerializeAsAny[ModelConfig]
-    """What is trained: a model's type and sizes, or the folder that it is read from."""
+    """The model: its type and sizes, or the folder to read it from."""
     data: DataSection = DataSection()
     tokenizer: TokenizerSection = TokenizerSection(vocab_size=4096)
     train: TrainSection
@@ -78,24 +78,23 @@ class RunConfig(Section):
     """Number format of products and activations."""
     tiles: TilesSection = TilesSection()
     accumulate: Policy = "chain"
-    """How partial results of a tile meet: `chain` adds them in order (the same bits for any number of workers and
-    any scheduler), `commute` in any order, `redux` in a copy for each worker (STARPU_REDUX), `tree` in pairs."""
+    """How partial sums of a tile are added: `chain` in a fixed order (the same bits for any number of workers and any
+    scheduler), `commute` in any order, `redux` in a copy for each worker (STARPU_REDUX), `tree` in pairs."""
     fusion: Annotated[Fusion, Rule("a section, or true or false for all its keys", {"type": "boolean"})] = Fusion()
     layout: Literal["default", "searched"] = "default"
-    """In which order the axes of a training step's tensors lie in memory: as the model's source declares them
-    (`default`), or as is cheapest by the times that `nntile layouts tune` measured (`searched`). Files of weights are
-    the same."""
+    """Order of a tensor's axes in memory in a training step: as the model declares them (`default`), or the fastest by
+    the times that `nntile layouts tune` measured (`searched`). Files of weights are the same."""
     scheduler: str | None = None
-    """A file of settings for `runtime`: a name in scheduler_configs/ (such as cpu, gpu, multi_gpu), or a path. Keys of
-    `runtime` override it."""
+    """A file with keys of `runtime`: a name in scheduler_configs/ (such as cpu, gpu, multi_gpu), or a path. Keys in the
+    section `runtime` override the file."""
     runtime: RuntimeSection = RuntimeSection()
     seed: Natural = 0
-    """Decides the initial weights, which parts of the text a step reads, dropout and the sample."""
+    """Seed of the initial weights, of the order of the text, of dropout and of the sample."""
     sample: SampleSection = SampleSection()
     profile: ProfileSection = ProfileSection()
     debug: DebugSection = DebugSection()
     out: str | None = None
-    """Folder of the run; null: runs/NAME of the config's file."""
+    """Folder of the run; null: runs/NAME for the config NAME.yaml."""
 
     @field_validator("model", mode="before")
     @classmethod
@@ -156,7 +155,7 @@ class RunConfig(Section):
         return self
 
     def _with_labels(self, model: Any) -> Any:
-        """The model with the classes of the table's labels; those of `model.from` where it has the same."""
+        """Return the model with the table's labels as classes; `model.from` with the same labels keeps its order."""
         data, fields = self.data, type(model).model_fields
         if data.max_bytes:
             raise ConfigError(f"data.max_bytes: got {data.max_bytes}; allowed: null, as a table is read as a whole")
@@ -189,26 +188,26 @@ class RunConfig(Section):
 
     @property
     def aim(self) -> str | None:
-        """What text trains the model to do: `causal`, `masked`, `classification`; None: text does not train it."""
+        """Objective of training on text: `causal`, `masked`, `classification`; None: not trained on text."""
         of_head = getattr(self.model, "head", None) == CLASSIFICATION
         return CLASSIFICATION if of_head else find(self.model.type).objective
 
     @property
     def workers(self) -> int:
-        """GPUs where there are any, else CPU cores. All GPUs of a machine that has none are taken for 8."""
+        """Number of GPUs, or of CPU workers without GPUs. `cuda: all` counts as 8 on a machine without GPUs."""
         cuda, cpus = self.runtime.cuda, self.runtime.cpus
         return (_gpus() if cuda == "all" else int(cuda)) or (cores() if cpus == "all" else int(cpus))
 
     @property
     def planned(self) -> bool:
-        """Whether several GPUs without CPU workers run what a plan gives them."""
+        """Whether a plan assigns tasks to workers: several GPUs and no CPU workers."""
         several, of = self.runtime.cuda != 0 and self.workers > 1, self.runtime
         # "all" cores beside CUDA workers are none, as Runtime has it
         return several and of.cpus in (0, "all") and of.placement != "scheduler"
 
     @property
     def short_warmup(self) -> str | None:
-        """What to tell of a warm-up that does not end within the run."""
+        """The message about a warm-up that does not end within the run, or None."""
         how, steps = self.optimizer, self.train.steps
         if how.warmup_steps <= steps:
             return None
@@ -218,13 +217,13 @@ class RunConfig(Section):
         )
 
     def to_yaml(self) -> str:
-        """The config with every default filled in; loading it gives the same config."""
+        """Return the config as YAML with every default filled in; loading the text gives the same config."""
         return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False)
 
 
 @functools.cache
 def of_model(config: type[ModelConfig], optimizer: str = "adamw") -> type[RunConfig]:
-    """A RunConfig with all keys of `model` and `optimizer`. It describes the keys; `load` does not return it."""
+    """Return a RunConfig with all keys of `model` and `optimizer`. It describes the keys; `load` does not return it."""
     texts = (Field(description=RunConfig.model_fields[name].description) for name in ("model", "optimizer"))
     model, method = zip((config, optimizer_section(optimizer)), texts, strict=True)
     return create_model("RunConfig", __base__=RunConfig, model=model, optimizer=method)
@@ -234,15 +233,22 @@ Saved = Callable[[str | None], Path]
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), saved: Saved | None = None) -> RunConfig:
-    """The config of a YAML file, with `overrides` such as "tiles.embed=96" laid over it.
+    """Read the config of a YAML file. Precedence: overrides, the file, its scheduler file, defaults.
 
-    Priority: overrides, the file, its scheduler's file, defaults. saved: of a run that goes on, by the key `out`, the
-    checkpoint that takes the place of a `model.from` or `tokenizer.path` that is gone. Raises ConfigError."""
+    Args:
+        path: The YAML file.
+        overrides: Texts such as "tiles.embed=96".
+        saved: For a run that is resumed: returns the checkpoint's folder for the key `out`. The checkpoint replaces a
+            `model.from` or a `tokenizer.path` that does not exist any more.
+
+    Raises:
+        ConfigError: A key or a value is not allowed.
+    """
     return resolve(read_yaml(Path(path), "CONFIG", RunConfig), overrides, str(path), saved)
 
 
 def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str, saved: Saved | None = None) -> RunConfig:
-    """The config of a YAML's mapping, which takes in the overrides; `what` names it in errors. As `load`."""
+    """Return the config of a YAML's mapping, as `load` does. The mapping is changed; `what` names it in errors."""
     chosen = tree.get("scheduler")
     for item in overrides:
         _override(tree, item)
@@ -262,12 +268,12 @@ def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str, saved: Sa
 
 
 def all_keys(model: type[ModelConfig]) -> list[str]:
-    """All keys of a run with this model, dotted."""
+    """Return all dotted keys of a run with this model."""
     return list(dict.fromkeys(key for name in OPTIMIZERS for key, _ in keys(of_model(model, name))))
 
 
 def _known_keys(model: Any) -> list[str]:
-    """The same where this is the section `model`, which may be wrong itself."""
+    """Return all dotted keys for this section `model`, which may be wrong itself."""
     try:
         return all_keys(find(model.get("type", DEFAULT_MODEL) if isinstance(model, dict) else DEFAULT_MODEL).Config)
     except ConfigError:
@@ -275,7 +281,7 @@ def _known_keys(model: Any) -> list[str]:
 
 
 def load_scheduler(name: str) -> dict[str, Any]:
-    """The keys that a scheduler file sets, checked. `name`: of a file in scheduler_configs/, or a path."""
+    """Return the keys of a scheduler file, checked. `name` is a name in scheduler_configs/ or a path."""
     if not isinstance(name, str):
         raise ConfigError(f"scheduler: got {name!r}; allowed: a name in scheduler_configs/ or the path of a YAML file")
     path = Path(os.path.expanduser(name)) if _is_path(name) else SCHEDULER_CONFIGS / f"{name}.yaml"
@@ -289,7 +295,7 @@ def load_scheduler(name: str) -> dict[str, Any]:
 
 
 def runtime_options(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of nntile_py.Runtime, from a name in scheduler_configs/, a path, or keys. Resolves 'all'."""
+    """Return arguments of nntile_py.Runtime for a name in scheduler_configs/, a path, or keys. Resolves 'all'."""
     if isinstance(config, Mapping):
         options = validated(SchedulerFile, dict(config)).model_dump(exclude_unset=True)
     else:
@@ -349,7 +355,7 @@ def _is_path(name: str) -> bool:
 
 
 def _tokenizer_in(folder: Path) -> str:
-    """Of a model's folder: its weights mean nothing with other tokens."""
+    """Return the tokenizer of a model's folder: the weights need the tokens that they were trained on."""
     if not (path := folder / "tokenizer.json").is_file():
         raise ConfigError(
             f"model.from: {folder} has no tokenizer.json, and the model knows no other tokens than its own; allowed: a"
@@ -359,7 +365,7 @@ def _tokenizer_in(folder: Path) -> str:
 
 
 def _model_section(given: Any) -> Any:
-    """The section `model`: of the type that it names, or that the folder of `from` holds."""
+    """Read the section `model` as the config class of its `type`, or of the model in the folder `from`."""
     if not isinstance(given, dict):
         return given
     given = {key: value for key, value in given.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The sections of a run's YAML. The text below a key is what `nntile init`, editors and docs/reference tell of it."""
+"""Sections of a run's YAML. The text below a key appears in `nntile init`, in editors and in docs/reference."""
 
 import functools
 import os
@@ -46,27 +46,28 @@ class DataSection(Section):
     source: Annotated[str, Rule("'python-stdlib', or the path of a text file or of a folder", {"type": "string"})] = (
         STDLIB
     )
-    """The text: the sources of Python's standard library, a text file, or a folder with text files in it. Of a
-    classifier (`model.head: classification`) a table, a file .csv, .tsv or .jsonl; `python-stdlib` has the functions
-    of its larger packages, whose label is their package."""
+    """The text: the sources of Python's standard library, a text file, or a folder of text files. A classifier
+    (`model.head: classification`) reads a table: a .csv, .tsv or .jsonl file. For a classifier `python-stdlib` is the
+    functions of the library's larger packages, each labelled with its package."""
     sequences: Literal["window", "lines", "paragraphs", "documents"] = "window"
-    """What a sequence is: `window`, train.seq tokens from anywhere in the text; or the text's `lines`, its `paragraphs`
-    (between empty lines) or its `documents` (files), cut into parts where they have more tokens than train.seq."""
+    """Where sequences come from: a `window` is train.seq tokens from anywhere in the text. `lines`, `paragraphs`
+    (separated by empty lines) and `documents` (files) are sequences as they are; longer ones are split at train.seq
+    tokens."""
     val_fraction: Share = 0.05
-    """Share of the text that is not trained on; the held-out loss is measured on it. Of a table this share of the texts
+    """Share of the text that is held out of training, to measure the held-out loss. In a table: this share of the texts
     of each label."""
     held_out: File | None = None
-    """Of a classifier: a table of its own to measure on; null: `val_fraction` of `source`."""
+    """A table that a classifier is measured on; null: `val_fraction` of `source`."""
     text: str = "text"
-    """Of a table: the column with the text; of JSON lines the key."""
+    """Column of a table, or key of JSON lines, with the text."""
     label: str = "label"
-    """Of a table: the column with the label, which is a name or an integer; of JSON lines the key."""
+    """Column of a table, or key of JSON lines, with the label: a name or an integer."""
     max_bytes: Size | None = None
-    """Read no more than this much of the text; null reads all of it."""
+    """Read at most this much of the text; null: read all of it."""
     extensions: list[str] = Field(
         default=[".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".hpp", ".cu", ".html", ".tex"]
     )
-    """Of a folder: the files that are read, by the end of their names."""
+    """Endings of the names of the files that are read from a folder."""
 
     @field_validator("source")
     @classmethod
@@ -80,13 +81,13 @@ class DataSection(Section):
 
 
 class TokenizerSection(Section):
-    """What turns text into tokens: one that is trained on the text, or one from a file."""
+    """The tokenizer: trained on the text, or read from a file."""
 
     vocab_size: Annotated[int, *integer(257)] | None = None
-    """Tokens of a tokenizer trained on the text: at least all 256 bytes and the end-of-text token. 4096 where neither
-    key is given; null where `path` is."""
+    """Vocabulary of a tokenizer that is trained on the text: at least the 256 bytes and the end-of-text token. Default:
+    4096, and null if `path` is set."""
     path: File | None = None
-    """A `tokenizer.json`, used instead of training one."""
+    """A `tokenizer.json`, instead of a trained tokenizer."""
 
     @model_validator(mode="after")
     def _one_of_two(self) -> "TokenizerSection":
@@ -97,7 +98,7 @@ class TokenizerSection(Section):
         if self.vocab_size is not None:
             raise ConfigError(
                 f"tokenizer.vocab_size: got {self.vocab_size}; allowed: null where tokenizer.path is given,"
-                " as that file has a vocabulary already"
+                " as that file has a vocabulary"
             )
         return self
 
@@ -113,7 +114,7 @@ class TokenizerSection(Section):
 
 
 class TrainSection(Section):
-    """How long to train, on how much text at once, and how often to look at the result."""
+    """Length of training, size of a batch, and how often the held-out loss is measured."""
 
     steps: Count
     """Updates of the weights."""
@@ -122,32 +123,30 @@ class TrainSection(Section):
     seq: Annotated[int, *integer(2, 2**24)]
     """Tokens of a sequence."""
     pack: Switch = False
-    """Sequences lie one behind the other instead of padded: in bins, one for each tile of the batch, all alike. A
-    forward and backward pass then takes as many sequences as fit into train.batch * train.seq tokens."""
+    """Pack sequences into bins without padding, one bin for each tile of the batch; all bins have the same size. A
+    forward and backward pass takes as many sequences as fit into train.batch * train.seq tokens."""
     grad_accumulation: Rows = 1
     """Forward and backward passes whose gradients are averaged into one update."""
     eval_every: Count = 100
     """Updates between two measurements of the held-out loss."""
     eval_batches: Count = 4
-    """Batches of held-out text that a measurement reads. Of a classifier the last measurement reads all of it."""
+    """Batches of held-out text in a measurement. The last measurement of a classifier reads all held-out text."""
     log_every: Count = 10
     """Updates between two printed lines; `metrics.jsonl` has all of them."""
     skip_above_norm: Positive | None = None
-    """Leave the weights as they are in an update whose gradient norm is larger, or is not finite, and go on with the
-    next; null never does."""
+    """Skip an update if its gradient norm is larger than this, or not finite; null: never skip."""
     loss_scale: Annotated[float, *number(least=1, most=MOST_SCALE)] | None = None
-    """What the loss is multiplied by in the first update, so that gradients do not vanish. An update whose gradients
-    overflow leaves the weights as they are and halves the factor; 2000 others in a row double it. Null: 65536 where
-    precision is fp16, else the loss is not scaled."""
+    """Initial loss scale, which keeps small gradients from vanishing. An update whose gradients overflow is skipped and
+    halves the scale; 2000 other updates in a row double it. Null: 65536 if precision is fp16, else no scale."""
     mask_probability: Inside = 0.15
-    """Of a masked model (bert, distilbert, ...): the share of the tokens that it is to predict."""
+    """Share of the tokens that a masked model (bert, distilbert, ...) predicts."""
 
 
 _TIME = r"(\d+(?:\.\d+)?)\s*(s|min|h)"
 
 
 def seconds(time: str) -> float:
-    """Of a text such as 10min, 90s or 1.5h."""
+    """Convert a text such as 10min, 90s or 1.5h to seconds."""
     match = re.fullmatch(_TIME, time)
     assert match
     return float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
@@ -169,17 +168,17 @@ Interval = Annotated[
 
 
 class CheckpointSection(Section):
-    """When the run saves all that it needs to go on; `nntile train CONFIG --resume` reads it."""
+    """When the run saves a checkpoint, from which `nntile train CONFIG --resume` continues."""
 
     every: Interval | None = "10min"
-    """Updates, or the time, between two checkpoints; null: only at the end, or when the run is stopped."""
+    """Updates, or time, between two checkpoints; null: only at the end, or when the run is stopped."""
     keep: Count = 3
-    """How many are kept, the newest; older ones are removed. Where the disk has no room for a new one beside them it is
-    fewer, but the newest whole one stays until the new one is whole."""
+    """Number of checkpoints that are kept; the oldest are removed. If the disk has no room for a new checkpoint, more
+    are removed, but the newest complete checkpoint stays until the new one is complete."""
     keep_every: Count | None = None
-    """Those after a multiple of this many updates are kept for good; null: none."""
+    """Checkpoints after a multiple of this many updates are never removed; null: no checkpoint is exempt."""
     async_: Switch = Field(default=True, alias="async")
-    """Train on while a checkpoint is written. It takes main memory for a copy of weights and averages."""
+    """Continue training while a checkpoint is written. This takes main memory for a copy of weights and averages."""
 
 
 class Schedule(Section):
@@ -194,7 +193,7 @@ class Schedule(Section):
     schedule: Literal["cosine", "constant"] = "cosine"
     """The learning rate after the warm-up: falls to `min_lr` as half a cosine, or stays at `lr`."""
     clip_grad_norm: Positive | None = None
-    """Scale the gradient down to this norm where it is larger; null never does."""
+    """Largest norm of the gradient; a larger gradient is scaled down to it. Null: no limit."""
 
 
 class OptimizerSection(Optimizer, Schedule):
@@ -211,7 +210,7 @@ class OptimizerSection(Optimizer, Schedule):
 
 @functools.cache
 def optimizer_section(name: str) -> type[OptimizerSection]:
-    """The section `optimizer` of a YAML that names this method: settings of the method, and the schedule."""
+    """Return the section `optimizer` of a YAML for a method: the method's settings, and the schedule."""
     method = OPTIMIZERS[name]
     field = Field(name, description=Schedule.model_fields["name"].description)
     bases: Any = (method, OptimizerSection)
@@ -221,10 +220,10 @@ def optimizer_section(name: str) -> type[OptimizerSection]:
 
 
 def read_optimizer(given: Any) -> Any:
-    """The section `optimizer` of the method that it names.
+    """Read the section `optimizer` as the class of the method that the section names.
 
-    Settings of another method have no effect: those of the default method may stay when another one is chosen, others
-    only with their default value."""
+    Settings of another method have no effect. Settings of the default method are ignored, settings of other methods are
+    refused unless they have their default value."""
     if not isinstance(given, dict):
         return given
     chosen = given.get("name", Schedule().name)
@@ -260,12 +259,12 @@ class TilesSection(Section):
 
 
 class DiskSection(Section):
-    """Where tiles go that find no place in main memory."""
+    """Disk space for tiles that do not fit into main memory."""
 
     path: Folder
-    """A folder; the files in it are gone when the run ends."""
+    """A folder; its files are removed when the run ends."""
     size: Size
-    """Most bytes that may lie there."""
+    """Upper bound on the bytes in the folder."""
 
     @field_validator("path")
     @classmethod
@@ -274,12 +273,12 @@ class DiskSection(Section):
 
 
 class RuntimeSection(Section):
-    """StarPU: its workers, its memory, and how it schedules."""
+    """StarPU: workers, memory and scheduling."""
 
     cpus: Workers = "all"
-    """CPU workers, one a core; beside GPUs `all` means none."""
+    """CPU workers, at most one for each core; with GPUs `all` means none."""
     cuda: Workers = 0
-    """GPUs, a worker each. Of several ranks each has so many, and no GPU has two ranks."""
+    """GPUs, one worker each. With several ranks: GPUs of each rank; ranks do not share a GPU."""
     scheduler: Annotated[
         str,
         *only(
@@ -290,76 +289,77 @@ class RuntimeSection(Section):
     ] = "lws"
     """StarPU's scheduling policy."""
     memory: Size | None = None
-    """Bytes of main memory that tiles may take; null: no bound."""
+    """Upper bound on the main memory of tiles; null: no bound."""
     cuda_memory: Size | None = None
-    """Bytes of each GPU's memory that tiles may take; null: 85 % of it."""
+    """Upper bound on the memory of tiles on each GPU; null: 85 % of its memory."""
     disk: DiskSection | None = None
-    """Where tiles go that find no place in main memory; needs `memory`."""
+    """Disk space for tiles that do not fit into main memory; needs `memory`."""
     window: Count | None = None
-    """Most tasks that are submitted and have not ended yet; null: no bound."""
+    """Upper bound on the tasks that are submitted and have not ended; null: no bound."""
     nodes: Count | None = None
-    """How many machines, or ranks of MPI, a run has to have; null: as many as mpirun or srun starts. Points of a sweep
-    are started by mpirun on so many; null: on one, without it."""
+    """Number of MPI ranks (machines) that a run needs; null: any number that mpirun or srun starts. A sweep starts each
+    point with mpirun on this many ranks; null: without mpirun."""
     shard_weights: Switch = False
-    """On several ranks: a weight stays with the rank that updates it, and others borrow it just before they use it,
-    which takes less memory and more messages. Averages of the optimizer are always in one place."""
+    """With several ranks: only the rank that updates a weight keeps it, and the other ranks receive a copy before each
+    use. This takes less memory and more messages. Averages of the optimizer are never copied."""
     calibrate: Switch = False
-    """Measure anew the task times that the `dm*` policies go by."""
+    """Measure the task times of the `dm*` policies again."""
     placement: Placement | None = None
-    """Who chooses a task's worker: the `scheduler`, or a plan made before the run (`planned`); null: planned on several
-    GPUs without CPU workers."""
+    """What chooses a task's worker: the `scheduler`, or a plan that is computed before the run (`planned`). Null:
+    planned on several GPUs without CPU workers, else scheduler."""
 
 
 class SchedulerFile(RuntimeSection):
-    """A file that `scheduler` names holds keys of `runtime`, without the section's name, and may hold `accumulate`.
-    Keys of the run's own YAML come before those of the file."""
+    """The file that the key `scheduler` names: keys of `runtime`, without the section's name, and optionally
+    `accumulate`. Keys of the run's YAML take precedence over the file."""
 
     accumulate: Policy | None = None
-    """How partial results of a tile meet, where the config does not say."""
+    """Accumulation policy if the run's YAML has none."""
 
 
 class SampleSection(Section):
-    """Text that `nntile train` has the model write at the end, as a sample."""
+    """A sample: text that the model generates at the end of `nntile train`."""
 
     prompt: str = "def "
     """Text that the model continues."""
     tokens: Natural = 64
-    """Tokens to write (of a masked model: of held-out text to show; a classifier shows none); 0: no sample."""
+    """Tokens to generate; for a masked model: tokens of held-out text to show. 0: no sample. Classifiers have none."""
     temperature: NonNegative = 0.8
-    """How freely tokens are drawn; 0: always the likeliest."""
+    """Temperature of sampling; 0: always the most likely token."""
     top_k: Count | None = 40
-    """Draw from this many likeliest tokens; null: from all."""
+    """Sample from this many most likely tokens; null: from all tokens."""
 
 
 class DebugSection(Section):
-    """What helps to find an error, and takes time."""
+    """Slow checks that help to find an error."""
 
     nonfinite: Switch = False
-    """Look at all that tasks write: a run whose loss is no finite number names the operator where it came from."""
+    """Check all values that tasks write. If the loss is not finite, the message names the operator that wrote the
+    first such value."""
 
 
 class ProfileSection(Section):
-    """Of `nntile profile`; of `nntile analyze` the peaks."""
+    """Settings of `nntile profile`; `nntile analyze` uses the peaks."""
 
     steps: Count = 3
-    """Steps to look at."""
+    """Steps that are profiled."""
     warmup: Natural = 2
-    """Steps before those, not looked at."""
+    """Steps before the profiled steps."""
     peak_flop: Positive | None = None
-    """Flop/s that one worker can reach, with peak_bytes; null: measured."""
+    """Peak flop/s of one worker; needs peak_bytes. Null: measured."""
     peak_bytes: Positive | None = None
-    """Bytes/s that one worker can reach, with peak_flop; null: measured."""
+    """Peak bytes/s of one worker; needs peak_flop. Null: measured."""
 
     @model_validator(mode="after")
     def _both(self) -> "ProfileSection":
         if (self.peak_flop is None) != (self.peak_bytes is None):
-            raise ConfigError("profile.peak_flop, profile.peak_bytes: got one alone; allowed: both, or none")
+            raise ConfigError("profile.peak_flop, profile.peak_bytes: got only one of them; allowed: both, or none")
         return self
 
 
 def existing(key: str, path: str, others: str = "") -> str:
-    """The whole path; ConfigError, which names `key` and the `others` that are allowed, where there is none."""
+    """Return the absolute path. Raises ConfigError, with `key` and the allowed `others`, if the path does not exist."""
     found = absolute(path)
-    if not os.path.exists(found):  # False too for what no path can be
+    if not os.path.exists(found):  # False also for texts that cannot be paths
         raise ConfigError(f"{key}: no such file: {path}; allowed: {others} a path that exists".replace(":  ", ": "))
     return str(found)

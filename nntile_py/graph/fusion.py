@@ -22,31 +22,32 @@ Pass = Callable[[Rewriter], None]
 
 
 class Fusion(Settings):
-    """Which neighbouring operators become one task. `fusion: false` switches all off: the naive graph. `fusion: true`
-    is the default: all of them. `fusion: {found: false}`: by the rules alone, whose kernels were written by hand."""
+    """Which neighbouring operators become one task. `fusion: true` is the default. `fusion: false` switches all fusion
+    off: the naive graph. `fusion: {found: false}` uses only the fused kernels that are written by hand."""
 
     section: ClassVar = "fusion"
 
     bias: Switch = True
-    """A bias with the product before it."""
+    """Fuse a bias into the product before it."""
     activation: Switch = True
-    """An activation with the product before it."""
+    """Fuse an activation into the product before it."""
     reshape: Switch = True
-    """A change of the axes' order with the product before it; not where the product is summed in parts."""
+    """Fuse a transposition into the product before it, unless the product is a sum of several tasks."""
     qkv: Annotated[
         bool | Literal["qk"],
         *only("true, false or qk", lambda v: v if type(v) is bool or v == "qk" else None, enum=[True, False, "qk"]),
     ] = True
-    """The projections to queries, keys and values as one product; `qk`: those to queries and keys."""
+    """Compute queries, keys and values in one product; `qk`: only queries and keys."""
     residual_norm: Switch = True
-    """A residual with the product before it; where `found` is off, also (with its dropout) with the norm after it."""
+    """Fuse a residual into the product before it. If `found` is off: also fuse the residual and its dropout into the
+    norm after it."""
     found: Switch = True
-    """Neighbouring element-wise operators, sums, norms and softmax become one task wherever one loop over the same axes
-    computes all of them; such a group gets a kernel that is generated and compiled for it. Products keep what `bias`,
-    `activation`, `reshape` and `residual_norm` give them. Switched off, or without a C++ compiler for CPU workers, a
-    few rules with kernels written by hand take its place."""
+    """Fuse groups of neighbouring element-wise operators, sums, norms and softmax that one loop over the same axes can
+    compute; each group gets a generated kernel. Products keep their own fusion (`bias`, `activation`, `reshape`,
+    `residual_norm`). If switched off, or without a C++ compiler for CPU workers, kernels written by hand serve a few
+    of these groups."""
     exclude: Names = ()
-    """With `found`: names of groups not to be made, such as dropout_add_layer_norm; `nntile plan` lists them."""
+    """Names of groups of `found` that are not fused, such as dropout_add_layer_norm; `nntile plan` lists them."""
 
     @property
     def packed(self) -> int:
