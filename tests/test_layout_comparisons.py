@@ -125,18 +125,18 @@ def test_of_several_ranks_the_first_says_it(rank: str, monkeypatch: pytest.Monke
     assert len(caught) == (rank == "0")
 
 
-def test_who_measures_is_waited_for_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_for_another_process_that_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measures, waits = (opened(OF, tmp_path / "timings.jsonl", new=True) for _ in range(2))
     with ExitStack() as measuring:
-        measuring.enter_context(measures.alone())
+        measuring.enter_context(measures.exclusive())
         said = []
 
-        def told(text: str) -> None:
+        def say(text: str) -> None:
             said.append(text)
             measures.add(Timing("a", "M N", 2.0))
             measuring.close()
 
-        monkeypatch.setattr("nntile_py.graph.timings.say_once", told)
+        monkeypatch.setattr("nntile_py.graph.timings.say_once", say)
         with waits.exclusive():
             assert waits.known == measures.known
     assert said == [f"{measures.path}: waiting for another process that measures into it"]
