@@ -1,4 +1,4 @@
-.PHONY: setup setup-test setup-lint setup-docs train test torture lint links docs bundle clean
+.PHONY: setup setup-test setup-lint setup-docs train test torture lint links docs wheel bundle clean
 .NOTPARALLEL:
 
 # What training needs; the next targets add the packages of extras of pyproject.toml.
@@ -40,6 +40,10 @@ links:
 docs: setup-docs links
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 	@echo "docs: open $(CURDIR)/build/site/index.html"
+
+# dist/nntile_py-*.whl for this Python and this torch; it needs no compiler where it is installed.
+wheel: setup
+	@scripts/wheel.sh
 
 # For machines without network: see the README.
 bundle:

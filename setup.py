@@ -160,8 +160,9 @@ class Core(Extension):
     def __init__(self, arch: str) -> None:
         self.arch = arch
         capability = vector_flags(arch)[-1].removeprefix("-DCPU_CAPABILITY_").lower()
-        # Folders that stay: ninja compiles only what changed.
-        self.objects = ROOT / "build" / ("ext" if arch == NATIVE else f"ext-{arch}")
+        # Folders that stay: ninja compiles only what changed. A wheel has no CUDA: its objects may be other ones.
+        own = arch != NATIVE or (WHEEL and torch.version.cuda)
+        self.objects = ROOT / "build" / (f"ext-{arch}" if own else "ext")
         made = cpp_extension.CppExtension(
             f"nntile_py._{capability}._core" if WHEEL else "nntile_py._core",
             core_sources(),

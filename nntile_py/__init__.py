@@ -1,8 +1,6 @@
 """Training transformers as tiled tasks on StarPU."""
 
-import json
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nntile_py.system.version import VERSION
@@ -61,18 +59,10 @@ HOMES = {name: f"nntile_py.{module}" for module, names in _NAMES.items() for nam
 __all__ = [*HOMES, *_PACKAGES]
 
 
-def _has_cuda() -> bool:
-    """Whether the extension was compiled for CUDA. Without CUDA it loads ATen's libraries itself."""
-    info: dict[str, str] = json.loads((Path(__file__).parent / "_build_info.json").read_text())
-    return bool(info["cuda"])
-
-
 def __getattr__(name: str) -> Any:
     """Import a name at its first use: `nntile --help` or a wrong config need no torch."""
     if name == "_core":
-        if _has_cuda():
-            import_module("torch")  # first: it loads CUDA's libraries from where its wheels keep them
-        return import_module("nntile_py._core")
+        return import_module("nntile_py.extension").load_core()
     if name in _PACKAGES:
         return import_module(f"nntile_py.{name}")
     if name not in HOMES:

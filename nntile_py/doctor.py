@@ -1,7 +1,6 @@
 """What this installation has, what it lacks, and how to get what it lacks. Works where the extension does not load."""
 
 import ctypes
-import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -18,6 +17,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from nntile_py.errors import ConfigError
+from nntile_py.extension import load_core
 from nntile_py.system import launcher as system
 from nntile_py.system.folders import build_info, cache_folder
 from nntile_py.system.load import cores
@@ -53,11 +53,11 @@ def render(checks: list[Check]) -> Table:
 
 def _extension() -> Check:
     try:
-        core = importlib.import_module("nntile_py._core")
+        core = load_core()
     except ImportError as error:
         return _check("extension", False, str(error), "make setup")
     built_with = build_info().get("torch", torch.__version__)
-    if built_with != torch.__version__:
+    if "wheel" not in build_info() and built_with != torch.__version__:
         return _check("extension", False, f"compiled against torch {built_with}, not {torch.__version__}", "make setup")
     return _check("extension", True, str(core.__file__))
 

@@ -22,6 +22,10 @@ class MissingWeight(ConfigError):
     """A checkpoint lacks a weight that the model has; the text names it."""
 
 
+class ExtensionError(NNTileError, ImportError):
+    """The compiled extension does not fit this machine or its torch; the text says how to get one that does."""
+
+
 class TaskError(NNTileError):
     """A task failed; the text names the operator and what its kernel said."""
 

@@ -34,7 +34,7 @@ FLOORS = (
     ("tasks",),
     ("tiles",),
     ("schema",),
-    ("runs", "typed"),
+    ("extension", "runs", "typed"),
     ("errors",),
     ("system",),
 )

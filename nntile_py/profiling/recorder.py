@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +23,7 @@ from nntile_py.graph.step import StepSpec
 from nntile_py.profiling.merge_ranks import together, with_ends
 from nntile_py.profiling.trace import REDUCTION, Bus, MessageEnd, TaskInfo, Trace, Worker, one_after_the_other
 from nntile_py.system.clock import clocked
+from nntile_py.system.folders import build_info
 from nntile_py.tiles.dependencies import TileUse
 from nntile_py.tiles.rank_tasks import MessageTask
 from nntile_py.tiles.tasklist import PYTHON, Task, TaskList
@@ -232,8 +233,10 @@ def convert_fxt(folder: Path) -> None:
     raw = sorted(str(path) for path in folder.glob("prof_file_*"))
     if not raw:
         raise TaskError("--fxt: StarPU left no trace: it was built without FxT (libfxt-dev)")
-    info = json.loads((Path(_core.__file__).parent / "_build_info.json").read_text())
+    info = build_info()
     tool = Path(info["starpu_prefix"]) / "bin" / "starpu_fxt_tool"
-    ran = subprocess.run([tool, "-i", *raw], cwd=folder, capture_output=True, text=True, check=False)
+    libraries = ":".join(filter(None, [info["starpu_libdir"], os.environ.get("LD_LIBRARY_PATH")]))
+    env = os.environ | {"LD_LIBRARY_PATH": libraries}
+    ran = subprocess.run([tool, "-i", *raw], cwd=folder, env=env, capture_output=True, text=True, check=False)
     if ran.returncode:
         raise TaskError(f"--fxt: {tool} failed: {ran.stderr.strip()[-300:]}")

@@ -32,7 +32,10 @@ def installed(name: str) -> Path:
 def build_info() -> dict[str, str]:
     """What setup.py noted when it compiled the extension: StarPU's place, versions, compiler flags."""
     try:
-        return dict(json.loads((Path(__file__).parents[1] / "_build_info.json").read_text()))
+        package = Path(__file__).parents[1]
+        info = json.loads((package / "_build_info.json").read_text())
+        # A wheel's paths begin with {package}, the folder that the wheel is installed in.
+        return {key: str(value).replace("{package}", str(package)) for key, value in info.items()}
     except (OSError, ValueError):
         return {}
 
