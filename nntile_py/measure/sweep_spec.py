@@ -360,7 +360,7 @@ def points(sweep: Sweep) -> list[Point]:
             if config.runtime.nodes and (measure.how == "operators" or measure.contestant != "nntile"):
                 told = "null, where measure.how is operators or measure.contestant another than nntile"
                 raise ConfigError(f"runtime.nodes: got {config.runtime.nodes}; allowed: {told}")
-            for peer in measure.peers or [measure.contestant] * (measure.contestant in BERT_PEERS):
+            for peer in [*measure.peers, *({measure.contestant} & {*BERT_PEERS})]:
                 check_peer(config, peer, measure.work)
         except ConfigError as refused:
             measure, error = sweep.measure, str(refused)

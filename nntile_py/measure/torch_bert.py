@@ -27,6 +27,7 @@ from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import RunConfig
 from nntile_py.graph.bin_packing import bins_of
 from nntile_py.graph.padding import MASK
+from nntile_py.measure.contestants import world_size
 from nntile_py.measure.torch_peers import (
     CapturedCall,
     Step,
@@ -34,7 +35,6 @@ from nntile_py.measure.torch_peers import (
     torch_device,
     torch_dtype,
     trained,
-    world_size,
 )
 from nntile_py.measure.workload_inputs import Array
 from nntile_py.models.bert_parts import LayerNames

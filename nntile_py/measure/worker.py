@@ -32,7 +32,8 @@ from nntile_py.errors import NNTileError
 from nntile_py.execution import memory
 from nntile_py.execution.mpi import ranks
 from nntile_py.execution.runtime import Runtime
-from nntile_py.graph.bin_packing import bins_of, lengths_of
+from nntile_py.graph.bin_packing import bins_of
+from nntile_py.graph.padding import lengths_of
 from nntile_py.graph.step import StepSpec
 from nntile_py.measure.sweep_spec import METRICS, Measure
 from nntile_py.measure.workload_inputs import Array, count_tokens, inputs_of
