@@ -89,7 +89,7 @@ def is_overview(level: str, work: str, layer: int | None, phase: str) -> bool:
 def note(text: str, overview: bool) -> str:
     """Return how to get a picture with more details, or one that can be read; else an empty text."""
     if overview:
-        return "an overview of the operators; --layer 0 draws a layer with its tensors, --tensors those of all layers"
+        return "an overview of the operators; --layer 0 draws a layer with its tensors, --tensors draws all tensors"
     nodes = text.count("shape=")
     return f"{nodes} nodes; --layer 0 or --phase forward draws a part that can be read" if nodes > MOST_CURVED else ""
 

@@ -79,7 +79,7 @@ def variants(config: RunConfig, work: Work) -> Iterator[tuple[Stacked, Graph]]:
 
 
 def missing_timings(graph: Graph, timings: Timings, config: RunConfig) -> dict[TimingKey, Op]:
-    """Return operators in the layouts that were not measured yet; those that only the search needs are last.
+    """Return operators in the layouts without a timing; layouts that only the search needs are last.
 
     Products come also in the layouts that need weights in another order than theirs."""
     cuts, policy = step_spec(default_layouts(config)).cuts, config.accumulate

@@ -57,7 +57,7 @@ class Built:
 
     @property
     def lists(self) -> list[TaskList]:
-        return [low.tasks for _, low in self.graphs]
+        return [lowering.tasks for _, lowering in self.graphs]
 
 
 def build(config: RunConfig, work: Work = "train", phase: Phase = "all", *, fusion: Fusion | None = None) -> Built:
@@ -109,8 +109,8 @@ def logical(config: RunConfig, work: Work, fusion: Fusion | None = None, phase: 
     """
     spec = spec_of(config, work, fusion)
     if work == "train":
-        made = spec.graphs()
-        return [made.graph, spec.update(made)]
+        training = spec.graphs()
+        return [training.graph, spec.update(training)]
     if work in FORWARD:
         return [spec.evaluation().graph]
     graph = small_graph(config, work, spec.fusion, backward=phase != "forward")
@@ -154,9 +154,9 @@ class AttentionOnly:
         return Traced(None, {"attention": attention(g, q, k, v, attention_mask(g, batch), c.attention)})
 
 
-def of_evaluation(made: Evaluation) -> Built:
+def of_evaluation(evaluation: Evaluation) -> Built:
     """Return the graph of a forward pass with its task list."""
-    return Built([(made.graph, made.forward)], made.graph.flop(), made.params)
+    return Built([(evaluation.graph, evaluation.forward)], evaluation.graph.flop(), evaluation.params)
 
 
 def of_step(step: Step, grad_accumulation: int) -> Built:
@@ -219,7 +219,7 @@ class _OutputGradients(Op):
         assert isinstance(g, Graph)
         return [g.named(f"dy{k}", t.axes, t.shape, "input") for k, t in enumerate(self.inputs)]
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         pass
 
 

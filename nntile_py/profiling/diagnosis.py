@@ -45,7 +45,7 @@ def other_ranks(s: Summary) -> Finding | None:
     worst, longest = max(ranks, key=lambda r: r["waiting"]), s["waited_for"][0]
     unready = sum(r["waiting_for_tasks"] * r["workers"] for r in ranks) / len(s["workers"])
     moved, count = (sum(m[key] for m in s["messages"]) / max(s["steps"], 1) for key in ("bytes", "messages"))
-    cause = f"Workers wait for another machine {waiting:.0%} of the time, those of rank {worst['rank']} most"
+    cause = f"Workers wait for another machine {waiting:.0%} of the time, the workers of rank {worst['rank']} most"
     cause += f" ({worst['waiting']:.0%}); of all that they wait for, longest for {longest['tile']}"
     cause += f" (rank {longest['rank']} for rank {longest['for_rank']}). {unready / waiting:.0%} of that time it was"
     cause += f" not computed yet, else in transit: {moved / 1e6:,.2f} MB in {count:,.0f} messages a step."

@@ -176,8 +176,8 @@ class _Between:
                 yield {"ph": "X", "name": name, "cat": "message", "pid": pid, "tid": tid, "ts": left,
                        "dur": right - left, "args": args}  # fmt: skip
             yield from _arrow(number := number + 1, "message", sent, sent[2], received, _last(received))
-            made = [(tasks[task], sent) for task in message.send.before]
-            for tail, head in made + [(received, tasks[task]) for task in message.receive.after]:
+            sources = [(tasks[task], sent) for task in message.send.before]
+            for tail, head in sources + [(received, tasks[task]) for task in message.receive.after]:
                 if _last(tail) <= head[2]:  # else the ranks' clocks are not known well enough
                     yield from _arrow(number := number + 1, "then", tail, _last(tail), head, head[2])
         for rank, of in enumerate(self._waits):
@@ -189,15 +189,15 @@ class _Between:
 
 def _merged(every: list[Wait], ranks: int) -> list[list[tuple[int, int, Wait]]]:
     """Return for each rank when workers wait, each time with the wait that ends last."""
-    found: list[list[tuple[int, int, Wait]]] = [[] for _ in range(ranks)]
+    merged: list[list[tuple[int, int, Wait]]] = [[] for _ in range(ranks)]
     for wait in sorted(every, key=lambda w: w.start):
-        own = found[wait.rank]
+        own = merged[wait.rank]
         if own and wait.start <= own[-1][1]:
             start, end, last = own[-1]
             own[-1] = start, max(end, wait.end), wait if wait.end > end else last
         else:
             own.append((wait.start, wait.end, wait))
-    return found
+    return merged
 
 
 def _fetches(trace: Trace, t0: int) -> Iterator[dict[str, Any]]:

@@ -51,8 +51,8 @@ def run_steps(trainer: Trainer, steps: int, warmup: int) -> Trace:
 
 def run_passes(spec: StepSpec, steps: int, warmup: int) -> Trace:
     """Run forward passes one after the other, of a model with or without a loss, as run_steps does."""
-    made, run = forward_passes(spec, spec.random_inputs(spec.batch, seed=0, training=False), captured=False)
-    each = len(made.forward.tasks.tasks)
+    evaluation, run = forward_passes(spec, spec.random_inputs(spec.batch, seed=0, training=False), captured=False)
+    each = len(evaluation.forward.tasks.tasks)
     return _run(lambda count: [loss for _ in range(count) for loss in run(1)], each, steps, warmup)
 
 
