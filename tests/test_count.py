@@ -64,7 +64,7 @@ def test_far_too_many_are_told_at_once() -> None:
     config, start = of("gpt2_tiny", *FINE, "runtime.cpus=2"), time.process_time()
     told = note(config)
     assert time.process_time() - start < 10  # to list them takes a minute
-    assert told.startswith("note: 587,218 tasks a step, 0.6 us of arithmetic each") and "far too small" in told
+    assert told.startswith("note: 587,218 tasks a step; each has 0.6 us of arithmetic") and "far too small" in told
     sets = re.findall(r"--set (\S+)", told)
     better = of("gpt2_tiny", *FINE, "runtime.cpus=2", *sets)
     assert [one.split("=")[0] for one in sets] == [f"tiles.{axis}" for axis in AXES if axis != "seq"]
