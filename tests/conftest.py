@@ -30,7 +30,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     The last run on this machine tells how long a file takes, else the number of its tests.
     """
-    seconds = config.cache.get(SECONDS, {}) if config.cache else {}
+    cache = getattr(config, "cache", None)  # -p no:cacheprovider
+    seconds = cache.get(SECONDS, {}) if cache else {}
     many = Counter(item.path for item in items)
     starts = {path for path in many if re.search(r"\bsubprocess\b|\bpython: ", path.read_text())}
     weight = {path: seconds.get(path.name, many[path] * (STARTS if path in starts else 1) / 10) for path in many}
@@ -44,8 +45,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 files[Path(report.location[0]).name] += report.duration
-    if len(files) > 1 and config.cache:
-        config.cache.set(SECONDS, config.cache.get(SECONDS, {}) | dict(files))
+    if len(files) > 1 and (cache := getattr(config, "cache", None)):
+        cache.set(SECONDS, cache.get(SECONDS, {}) | dict(files))
         longest = ", ".join(f"{name} {seconds:.0f}" for name, seconds in files.most_common(12))
         terminalreporter.write_line(f"seconds of files, {sum(files.values()):.0f} in all: {longest}")
 
