@@ -1,4 +1,4 @@
-"""What all models have: a typed config, weights under the names of a checkpoint, the way from and to transformers."""
+"""Base classes of models: a typed config, weights by their names in a checkpoint, conversion to transformers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import math
 import sys
 import zlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
+from typing_extensions import TypeVar  # of pydantic
 
 from nntile_py.errors import ConfigError, raised
 from nntile_py.graph.graph import Graph
@@ -31,10 +32,10 @@ from nntile_py.typed import typed
 
 
 class ModelConfig(Section):
-    """Sizes and choices of a model: the section `model` of a YAML. Frozen; raises ConfigError for what is not allowed.
+    """Sizes and choices of a model: the section `model` of a YAML. Frozen; raises ConfigError for wrong values.
 
-    A model's own adds its fields, and says in `type` how a YAML names it. `vocab`, `positions` and `masked`, where a
-    model has them, are filled in from the tokenizer, from train.seq, and from that and train.mask_probability.
+    A subclass adds fields and sets `type`, the model's name in a YAML. A run fills in `vocab` from the tokenizer,
+    `positions` from train.seq, and `masked` from train.seq and train.mask_probability, if the model has these fields.
     """
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
@@ -44,11 +45,10 @@ class ModelConfig(Section):
         def __getattr__(self, name: str) -> Any: ...
 
     type: str = ""
-    """Which model: gpt2, bert, llama, ... (the files of models/), or a class in a file of your own:
-    `my_file.py:MyModel`."""
+    """The model: gpt2, bert, llama, ... (the files of models/), or a class in your own file: `my_file.py:MyModel`."""
     from_: str | None = Field(None, alias="from")
-    """Start from the weights and sizes in this folder, as transformers' `save_pretrained` writes it, or `nntile train`;
-    null: from random weights."""
+    """Folder with weights and sizes to start from, written by transformers' `save_pretrained` or by `nntile train`;
+    null: random weights."""
 
     def __init__(self, **fields: Any) -> None:
         try:
@@ -81,7 +81,7 @@ class ModelConfig(Section):
             raise
 
     def changed(self, **fields: Any) -> Self:
-        """The same with other values of some fields."""
+        """Return a copy with other values of some fields."""
         known = type(self).model_fields
         for name in fields:
             if name not in known:
@@ -89,13 +89,13 @@ class ModelConfig(Section):
         return type(self)(**(self.model_dump(by_alias=True) | fields))
 
     def fill(self, **defaults: Any) -> None:
-        """Of a validator: values for fields that were left out."""
+        """Set fields that are None; for validators."""
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 self.__dict__[name] = value
 
     def check_size(self, name: str, divisor: str) -> None:
-        """Refuse sizes of which one does not divide the other."""
+        """Raise ConfigError unless the size `divisor` divides the size `name`."""
         whole, part = getattr(self, name), getattr(self, divisor)
         for key, size in ((name, whole), (divisor, part)):
             if not isinstance(size, int) or size < 1:
@@ -107,17 +107,25 @@ class ModelConfig(Section):
 
 
 class TokenConfig(ModelConfig):
-    """Of a model that reads tokens."""
+    """Config of a model that reads tokens."""
 
     vocab: Count | None = None
-    """Tokens that the model knows; null: those of the tokenizer."""
+    """Size of the vocabulary; null: the tokenizer's."""
 
 
-class Model:
-    """A model: `Config`, and `trace(g, batch)`, which declares inputs and parameters where it uses them.
+ConfigT = TypeVar("ConfigT", bound=ModelConfig, default=Any)
 
-    `weights`: {name in the checkpoint: numpy array}, fp32 or fp64; drawn from `seed` when they are first asked for, if
-    none are given. `hf`: what config.json of the checkpoint held.
+
+class Model(Generic[ConfigT]):
+    """A model: its `Config`, and `trace(g, batch)`, which declares inputs and parameters where it uses them.
+
+    `class Mine(nt.Model[MyConfig])` tells type checkers the class of `self.config`.
+
+    Args:
+        config: Sizes and choices, an instance of `Config`.
+        weights: {name in the checkpoint: numpy array}, fp32 or fp64. Default: random weights, drawn at their first use.
+        seed: Seed of the random weights.
+        hf: Content of the checkpoint's config.json.
     """
 
     Config: ClassVar[type[ModelConfig]]
@@ -129,7 +137,7 @@ class Model:
     @typed
     def __init__(
         self,
-        config: Any,
+        config: ConfigT,
         weights: Weights | None = None,
         *,
         seed: int = 0,
@@ -152,7 +160,7 @@ class Model:
     # -- parameters
 
     def params(self) -> list[Param]:
-        """The parameters, as they are declared; no other sizes than the config's are in them."""
+        """Return the parameters that `trace` declares; their sizes depend only on the config."""
         if self._params is None:
             graph = Graph()
             trace(self, graph, Batch(1, 1))
@@ -164,7 +172,7 @@ class Model:
         return {source.weight: source.shape for param in self.params() for source in param.sources}
 
     def numel(self) -> int:
-        """How many numbers the parameters are."""
+        """Number of elements of all parameters."""
         return sum(param.tensor.numel for param in self.params())
 
     @property
@@ -230,7 +238,8 @@ class Model:
         saved = cls.saved_fields(raw)
         own = {*cls.head_fields} - {"head"}  # go together: labels without classes say how many there are
         kept = {name: value for name, value in saved.items() if not (own & fields.keys() and name in own)}
-        model = cls(cls.Config(**(kept | fields)), hf=raw, seed=seed)
+        config: Any = cls.Config(**(kept | fields))
+        model = cls(config, hf=raw, seed=seed)
         shapes, tensors = model.weight_shapes(), tensors_of(source)
         prefix = "" if any(name.startswith(cls.prefix) for name in tensors) else cls.prefix
         tensors = {
