@@ -1,4 +1,4 @@
-"""Which models there are: by their type, those of this folder and those in a user's own files."""
+"""The registry of models by type: the models of this folder, and classes in a user's own files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nntile_py.schema import absolute, allowed
 
 
 def known() -> dict[str, type[Model]]:
-    """The models of this folder by their type."""
+    """Return the models of this folder by type."""
     found: dict[str, type[Model]] = {}
     for info in pkgutil.iter_modules([str(Path(__file__).parent)]):
         module = importlib.import_module(f"{__package__}.{info.name}")
@@ -28,7 +28,7 @@ def known() -> dict[str, type[Model]]:
 
 
 def find(name: Any) -> type[Model]:
-    """A model by its type in a YAML: one of `known`, or my_file.py:MyModel. Raises ConfigError."""
+    """Return the model of a type in a YAML: a type of `known`, or my_file.py:MyModel. Raises ConfigError."""
     models = known()
     if isinstance(name, str) and name in models:
         return models[name]
@@ -39,7 +39,7 @@ def find(name: Any) -> type[Model]:
 
 
 def type_of(model: Any) -> str:
-    """What a YAML would name its class: of a user's own my_file.py:MyModel, by the file that it is in."""
+    """Return the type that names a model's class in a YAML; for a user's own class: my_file.py:MyModel."""
     cls = type(model)
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if cls.__module__.startswith("nntile_py.") or not file:
@@ -48,13 +48,13 @@ def type_of(model: Any) -> str:
 
 
 def resolved(name: Any) -> Any:
-    """A type as it is understood in any folder."""
+    """Return a type with an absolute path, which is valid in any folder."""
     file, colon, wanted = str(name).rpartition(":")
     return f"{absolute(file)}:{wanted}" if colon else name
 
 
 def new(config: ModelConfig, seed: int = 0) -> Model:
-    """A fresh model of the type that its config says. Raises ConfigError, of a user's own __init__ too."""
+    """Return a model with random weights for a config. Errors of a user's own __init__ become ConfigError."""
     cls = find(config.type)
     try:
         return cls(config, seed=seed)
@@ -63,7 +63,7 @@ def new(config: ModelConfig, seed: int = 0) -> Model:
 
 
 def _own(path: Path, wanted: str) -> type[Model]:
-    """The class of that name in a user's file."""
+    """Return the class of that name in a user's file."""
     here, need = f"model.type: {path}:{wanted}", "a subclass of nt.Model with a Config of nt.ModelConfig"
     if not os.path.isfile(path):
         raise ConfigError(f"{here}: no such file; allowed: the path of a Python file with {need}")
@@ -88,7 +88,7 @@ def _own(path: Path, wanted: str) -> type[Model]:
 
 @functools.cache
 def _loaded(path: Path, changed: int) -> Any:
-    """A user's file as a module, once for each time at which it was changed: its classes must stay the same ones."""
+    """Import a user's file once for each modification time, so that its classes stay the same objects."""
     if str(path.parent) not in sys.path:  # as `python file.py` does, for what the file imports from beside it
         sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(f"own model {path}", path)
@@ -113,14 +113,14 @@ def _config_of(cls: type[Model]) -> bool:
 
 
 def from_hf(source: Any, **fields: Any) -> Model:
-    """The model that a transformers model, or a folder saved by save_pretrained, is: see Model.from_hf."""
+    """Read a transformers model, or a folder of save_pretrained: see Model.from_hf."""
     with named(source):
         cls = of_hf_type(read_raw(source).get("model_type"))
     return cls.from_hf(source, **fields)
 
 
 def of_hf_type(name: Any) -> type[Model]:
-    """The model class of a model_type of transformers."""
+    """Return the model class for a model_type of transformers."""
 
     def reads(cls: type[Model]) -> Any:
         return inspect.getattr_static(cls, "read_config")

@@ -1,4 +1,4 @@
-"""Which folder a run has, and which an earlier one had."""
+"""Folders of runs, and of earlier runs of the same name."""
 
 import itertools
 import os
@@ -11,7 +11,7 @@ from nntile_py.system import launcher
 
 
 def run_folder(name: str, configured: str | None, option: Path | None, overwrite: bool, trains: bool = False) -> Path:
-    """--out, else `out` of the config, else runs/NAME; only the last is numbered where it is taken."""
+    """Return --out, else `out` of the config, else runs/NAME; an existing runs/NAME gets a number."""
     asked = option or (Path(configured) if configured else None)
     folder = asked or Path("runs") / name
     if overwrite or not taken(folder):
@@ -28,7 +28,7 @@ def run_folder(name: str, configured: str | None, option: Path | None, overwrite
 
 
 def newest_run(name: str, configured: str | None, option: Path | None) -> Path:
-    """Where to look for checkpoints: --out, else `out` of the config, else the last of runs/NAME, runs/NAME-2, ..."""
+    """Return the folder with checkpoints: --out, else the config's `out`, else the last of runs/NAME, runs/NAME-2, ..."""
     if asked := option or (Path(configured) if configured else None):
         return asked
     first = Path("runs") / name
@@ -36,12 +36,12 @@ def newest_run(name: str, configured: str | None, option: Path | None) -> Path:
 
 
 def _numbered(folder: Path) -> Iterator[Path]:
-    """Folders of further runs of the same name."""
+    """Return folders of further runs of the same name."""
     return (Path(f"{folder}-{n}") for n in itertools.count(2))
 
 
 def run_of(folder: Path) -> Path:
-    """The run of a checkpoint, or of a run's folder."""
+    """Return the run's folder for a checkpoint, or for the folder itself."""
     whole = Path(os.path.realpath(folder))
     return whole.parents[1] if whole.parent.name == "checkpoints" else folder
 

@@ -1,4 +1,4 @@
-"""YAML to checked values: what a key may hold, and errors that name the key and what is allowed."""
+"""Checks of a YAML's values: rules of keys, and errors that name the key and the allowed values."""
 
 import difflib
 import math
@@ -26,7 +26,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """What a key may hold: in words, for messages and documents, and as JSON schema, for editors."""
+    """The allowed values of a key: in words for messages and documents, as JSON schema for editors."""
 
     words: str
     json: dict[str, Any]
@@ -36,7 +36,7 @@ class Rule:
 
 
 def only(words: str, convert: Callable[[Any], Any], **json: Any) -> tuple[PlainValidator, Rule]:
-    """Takes what `convert` turns into a value other than None; all else is refused, saying `words`."""
+    """Accept values that `convert` does not turn into None; other values are refused with `words`."""
 
     def check(value: Any) -> Any:
         result = convert(value)
@@ -47,7 +47,7 @@ def only(words: str, convert: Callable[[Any], Any], **json: Any) -> tuple[PlainV
     return PlainValidator(check), Rule(words, json)
 
 
-# Bounds of a number: in words, in JSON schema, and what they ask.
+# Bounds of a number: in words, in JSON schema, as a comparison.
 _BOUNDS: dict[str, tuple[str, str, Callable[[Any, Any], bool]]] = {
     "least": ("of at least", "minimum", operator.ge),
     "above": ("above", "exclusiveMinimum", operator.gt),
@@ -57,7 +57,7 @@ _BOUNDS: dict[str, tuple[str, str, Callable[[Any, Any], bool]]] = {
 
 
 def integer(least: int, most: int | None = None) -> tuple[PlainValidator, Rule]:
-    """Of 63 bits: larger ones are no sizes, and arrays of them would be listed without end."""
+    """Accept integers below 2^63: larger numbers are no sizes, and listing their tiles would not end."""
     words = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
     end = 2**63 if most is None else most + 1
 
@@ -70,7 +70,7 @@ def integer(least: int, most: int | None = None) -> tuple[PlainValidator, Rule]:
 
 
 def number(**bounds: float) -> tuple[PlainValidator, Rule]:
-    """A finite number within bounds: least, above, most, below."""
+    """Accept finite numbers within the bounds least, above, most, below."""
 
     def convert(value: Any) -> float | None:
         inside = type(value) in (int, float) and math.isfinite(value)
@@ -142,13 +142,13 @@ Checked = TypeVar("Checked", bound=BaseModel)
 
 
 class Section(BaseModel):
-    """Keys of a YAML. The text below a field tells what the key means, in --help, documents and editors."""
+    """A section of a YAML. The text below a field documents the key, in `nntile init`, documents and editors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """A field that is given again without a text keeps the one that it has above."""
+        """A field that a subclass declares again without a text keeps the text of the base class."""
         for name, field in cls.model_fields.items():
             above = (base.model_fields.get(name) for base in cls.__mro__[1:] if issubclass(base, Section))
             field.description = field.description or next((f.description for f in above if f and f.description), None)
@@ -176,7 +176,7 @@ class Settings(Section):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with two traps removed: 1e-3 is a number (YAML 1.1 has it as text), a key given twice is an error."""
+    """YAML without two traps: 1e-3 is a number (text in YAML 1.1), and a repeated key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -196,7 +196,7 @@ MOST_BYTES, MOST_VALUES, MOST_BITS = 10**6, 10**5, 1024  # of a YAML, and of a n
 
 
 def parse(text: str, what: str) -> Any:
-    """What a YAML text holds; `what` names it in errors."""
+    """Parse a YAML text; `what` names the text in errors."""
     if len(text) > MOST_BYTES:
         raise ConfigError(f"{what}: {len(text):,} characters; allowed: at most {MOST_BYTES:,}")
     try:
@@ -215,7 +215,7 @@ def parse(text: str, what: str) -> Any:
 
 
 def _unfolded(value: Any, counted: dict[int, int]) -> int:
-    """How many values it is made of; those of lists and mappings that are being counted are without end."""
+    """Count the values of a tree; a list or mapping within itself counts as too many."""
     if isinstance(value, dict | list | tuple | set):
         if id(value) not in counted:
             counted[id(value)] = MOST_VALUES + 1
@@ -228,7 +228,7 @@ def _unfolded(value: Any, counted: dict[int, int]) -> int:
 
 
 def assignment(item: str) -> tuple[str, Any]:
-    """Key and value of a --set."""
+    """Split a --set into key and value."""
     key, equals, text = item.partition("=")
     if not equals or not all(key.strip().split(".")):
         raise ConfigError(f"--set {item}: allowed: key=value, such as tiles.embed=96")
@@ -236,7 +236,7 @@ def assignment(item: str) -> tuple[str, Any]:
 
 
 def read_yaml(path: Path, key: str, cls: type[BaseModel]) -> dict[str, Any]:
-    """The mapping that a YAML file holds, not yet checked against `cls`; `key` is what the user called it."""
+    """Read the mapping of a YAML file, without checks of its keys; `key` names the file in errors."""
     try:
         tree = parse(read(path, 4 * MOST_BYTES + 1).decode(), str(path))
     except OSError as error:
@@ -252,9 +252,9 @@ def read_yaml(path: Path, key: str, cls: type[BaseModel]) -> dict[str, Any]:
 def validated(
     cls: type[Checked], tree: dict[str, Any], prefix: str = "", elsewhere: Callable[[], Iterable[str]] = tuple
 ) -> Checked:
-    """The tree as a `cls`; else one ConfigError that names every wrong key.
+    """Return the tree as a `cls`. Raises one ConfigError that names every wrong key.
 
-    elsewhere: the keys of all sections, dotted, to suggest for one that stands in the wrong section."""
+    elsewhere: dotted keys of all sections, to suggest the right section of a misplaced key."""
     try:
         return cls.model_validate(tree)
     except ValidationError as error:
@@ -262,14 +262,14 @@ def validated(
 
 
 def explained(cls: type[BaseModel], error: ValidationError, prefix: str = "", elsewhere: Iterable[str] = ()) -> str:
-    """One line for each wrong key of a `cls`."""
+    """Return one line for each wrong key of a `cls`."""
     places = list(elsewhere)
     heads = ((prefix if e["loc"] else prefix.rstrip("."), e) for e in error.errors())  # no place: of the section itself
     return "\n  ".join(head + _explain(cls, e, places) for head, e in heads)
 
 
 def allowed(given: Any, known: list[str], elsewhere: Iterable[str] = ()) -> str:
-    """The end of a message: what was probably meant, and all known names.
+    """Return the end of a message: the name that was probably meant, and all known names.
 
     The same name `elsewhere` (dotted keys) comes before a similar one among the known, and that before a similar one
     elsewhere."""
@@ -299,7 +299,7 @@ def _explain(cls: type[BaseModel], error: Any, elsewhere: list[str]) -> str:
 
 
 def keys(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key with its field: a section, then what is in it."""
+    """Yield every key with its field: each section, then the keys in it."""
     for name, field in cls.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         yield key, field
@@ -308,13 +308,13 @@ def keys(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInf
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a key is, or may be."""
+    """Return the class of the section that a key holds, or None."""
     kinds = (field.annotation, *get_args(field.annotation))
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
 
 def words(field: FieldInfo) -> str:
-    """What a key may hold, as messages say it."""
+    """Return the allowed values of a key in words."""
     return _words(field.annotation, field.metadata)
 
 
@@ -344,7 +344,7 @@ def _section_words(cls: type[BaseModel]) -> str:
 
 
 def _inner(cls: type[BaseModel], loc: Iterable[Any]) -> type[BaseModel]:
-    """The section at a place; those in a list, or with null as the other choice, too."""
+    """Return the section at a place, also of sections in a list or with null as an alternative."""
     for name in loc:
         field = next((f for n, f in cls.model_fields.items() if name in (n, f.alias)), None)
         cls = (section_of(field) if field else None) or cls
@@ -356,11 +356,11 @@ def _keys(cls: type[BaseModel]) -> list[str]:
 
 
 def absolute(path: str) -> Path:
-    """The path as it is understood in any folder, its links followed; those that lead in a circle stay as they are."""
+    """Return the absolute path with all links followed; circular links stay as they are."""
     return Path(os.path.realpath(os.path.expanduser(path)))
 
 
 def short(value: Any) -> str:
-    """A value as a message shows it."""
+    """Return a value's text for a message, at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""Arguments of wrong types: whatever they made go wrong becomes an error that names the argument."""
+"""Clear errors for arguments of wrong types: an unclear error becomes an error that names the argument."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _NUMBERS: dict[Any, Any] = {int: Integral, float: Real}  # numpy's, too
 
 
 def typed(function: Callable[P, R]) -> Callable[P, R]:
-    """Of a public function or method: an error that does not say which argument is to blame becomes a TypeError that
-    does, if one is of another type than its annotation. Costs nothing while nothing goes wrong."""
+    """Decorate a public function: turn an unclear error into a TypeError that names the argument of the wrong type.
+
+    Arguments are checked against their annotations only after an error, so a correct call costs nothing."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -46,7 +47,7 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def typed_fields(cls: type[R]) -> type[R]:
-    """The same of a dataclass and its fields."""
+    """Decorate a dataclass: as `typed`, for its fields."""
     made = cast(Any, cls)
     made.__init__ = typed(made.__init__)
     return cls
@@ -55,7 +56,7 @@ def typed_fields(cls: type[R]) -> type[R]:
 def _annotated(
     function: Callable[..., Any], given: inspect.Signature, bound: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Name, value and type of each argument; of names that are known to type checkers alone any type."""
+    """Yield name, value and type of each argument, except types that only type checkers can import."""
     names = vars(sys.modules[function.__module__]) if function.__module__ in sys.modules else {}
     for name, value in bound.items():
         parameter = given.parameters[name]
@@ -72,7 +73,7 @@ def _annotated(
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of an annotation's type; True for those that are not understood here."""
+    """Whether a value has an annotation's type; True for annotations that are not understood."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return any(fits(value, one) for one in arguments)
@@ -99,7 +100,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A number of NumPy as Python's, which JSON and YAML have; anything else as it is."""
+    """Return a number of NumPy as a number of Python, for JSON and YAML; other values unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 

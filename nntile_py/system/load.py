@@ -1,4 +1,4 @@
-"""How busy other processes keep the machine: a measurement under such load takes longer."""
+"""Load of the machine by other processes, which disturbs measurements."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-BUSY = 0.1  # of the cores in use by others: worth telling
+BUSY = 0.1  # cores that other processes keep busy, from which on a message is due
 
 
 class Load:
-    """Use as a context: `others` is then how many cores other processes kept busy on average while the block ran.
+    """The load of other processes on this process's cores while a `with` block runs.
 
-    Of the cores that this process may use: their busy time in /proc/stat, time taken by a hypervisor included, less
-    the processor time of this process. None where the system does not tell, or the block took less than 50 ms."""
+    `others` is the mean number of cores that other processes kept busy: the busy time of the cores in /proc/stat, with
+    the time that a hypervisor took, minus the processor time of this process. None if the system has no such counters,
+    or if the block took less than 50 ms."""
 
     others: float | None = None
     own = 0.0  # cores that this process kept busy
