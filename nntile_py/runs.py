@@ -28,7 +28,7 @@ def run_folder(name: str, configured: str | None, option: Path | None, overwrite
 
 
 def newest_run(name: str, configured: str | None, option: Path | None) -> Path:
-    """Return the folder with checkpoints: --out, else the config's `out`, else the last of runs/NAME, runs/NAME-2, ..."""
+    """Return the run with checkpoints: --out, else the config's `out`, else the last of runs/NAME, runs/NAME-2, ..."""
     if asked := option or (Path(configured) if configured else None):
         return asked
     first = Path("runs") / name
