@@ -20,7 +20,7 @@
 #include <c10/cuda/CUDAException.h>
 
 #include "attention_cuda.h"
-#include "cudnn.h"
+#include "attention_cudnn.h"
 #include "runtime.h"
 
 namespace nntile {

@@ -11,7 +11,7 @@
 
 #include "attention_cuda.h"
 #include "autotune.h"
-#include "cudnn.h"
+#include "attention_cudnn.h"
 #include "runtime.h"
 
 namespace nntile::packed {

@@ -1,5 +1,5 @@
 // cuDNN's fused attention through its frontend: one graph per set of shapes and strides, built once per worker.
-#include "cudnn.h"
+#include "attention_cudnn.h"
 
 #if __has_include(<cudnn_frontend.h>)
 #include <ATen/cuda/CUDAContext.h>

@@ -256,10 +256,12 @@ CASES = {
         functools.partial(llama, tie_word_embeddings=True, rope_parameters=LLAMA3),
         functools.partial(tokens, causal=True),
     ),
-    "encoder": Case(functools.partial(layers, "Encoder"), numbers, of_layers, of_torch("Encoder"), "in_proj_bias.k"),
+    "encoder": Case(
+        functools.partial(layers, "Encoder"), numbers, of_layers, of_torch("TransformerEncoder"), "in_proj_bias.k",
+    ),
     "decoder": Case(
         functools.partial(layers, "Decoder"), functools.partial(numbers, memory=True), of_layers,
-        of_torch("Decoder", memory=MEMORY), "in_proj_bias.k",
+        of_torch("TransformerDecoder", memory=MEMORY), "in_proj_bias.k",
     ),
 }  # fmt: skip
 

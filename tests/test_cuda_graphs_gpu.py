@@ -1,7 +1,7 @@
 """On a CUDA device: forward passes that are one CUDA graph give what their tasks give, one by one."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from nntile_py.analysis.workloads import Phase, build
 from nntile_py.config.run_config import load
 from nntile_py.errors import ConfigError
 from nntile_py.execution.cuda_graph import Served
-from nntile_py.execution.program import Store
+from nntile_py.execution.forward_program import ForwardProgram
+from nntile_py.execution.program import HostCopy, Store
 from nntile_py.graph.step import StepSpec
-from nntile_py.inference.encoder import _Forward
 from nntile_py.profiling.operator_timer import write_random
 from nntile_py.system.folders import installed
 from nntile_py.testing import error
@@ -158,10 +158,17 @@ def test_two_encoders_and_a_trainer(cuda: nt.Runtime) -> None:
     trainer.close()
 
 
-def forward(store: Store, captured: bool) -> _Forward:
+def forward(store: Store, captured: bool) -> ForwardProgram:
     made = StepSpec(nt.models.BERT(BARE), 2, 64).outputs("hidden")
     give(made, store, 1)
-    return _Forward(made, store, False, captured)
+    return ForwardProgram(made, store, captured=captured)
+
+
+def start(program: ForwardProgram, given: Mapping[str, Any]) -> HostCopy:
+    """Submit a pass; returns the copy of its output that is under way."""
+    program.write(program.check(given))
+    program.run({})
+    return program.start_copy("hidden")
 
 
 def give(made: Any, store: Store, seed: int) -> None:
@@ -180,10 +187,10 @@ def test_weights_that_change(cuda: nt.Runtime, rounds: int) -> None:
         found = []
         for store, way in zip(stores, ways, strict=True):
             give(made, store, seed)
-            copies = [way.start(given, {}) for _ in range(rounds)]
-            found.append([way.finish(copied) for copied in copies][-1])
+            copies = [start(way, given) for _ in range(rounds)]
+            found.append([way.finish_copy("hidden", copied) for copied in copies][-1])
         same([found[1]], [found[0]], "fp32")
-    assert ways[1].program.captured and ways[1].program.graphs == (3 if rounds > 1 else 0)
+    assert ways[1].served.captured and ways[1].served.graphs == (3 if rounds > 1 else 0)
 
 
 def test_weights_that_are_zeroed(cuda: nt.Runtime) -> None:
@@ -191,13 +198,13 @@ def test_weights_that_are_zeroed(cuda: nt.Runtime) -> None:
     given, store = {"input_ids": np.array(texts(64, 64))}, Store()
     way = forward(store, True)
     for _ in range(3):
-        way.finish(way.start(given, {}))
-    assert way.program.graphs == 1
+        way.finish_copy("hidden", start(way, given))
+    assert way.served.graphs == 1
     made = StepSpec(nt.models.BERT(BARE), 2, 64).outputs("hidden")
     for param in made.params:
         store.zero(made.forward, param.tensor)
         nt.Runtime.wait()
-    assert not way.finish(way.start(given, {})).any()
+    assert not way.finish_copy("hidden", start(way, given)).any()
 
 
 def outputs_of(phase: Phase, seeds: list[int], *, captured: bool) -> list[list[Array]]:

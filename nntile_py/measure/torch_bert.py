@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.varlen import varlen_attn
 
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import RunConfig
@@ -125,6 +124,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: Sequences, dro
     if dropout:  # varlen_attn has no dropout
         found: torch.Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, dropout, False, False)[0]
         return found
+    from torch.nn.attention.varlen import varlen_attn  # reads torch's compiler, and Triton: a second
+
     return cast(torch.Tensor, varlen_attn(q, k, v, *sizes))
 
 
