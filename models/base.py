@@ -224,10 +224,10 @@ class Model(Generic[ConfigT]):
     def from_hf(cls, source: Any, *, seed: int = 0, **fields: Any) -> Self:
         """From a model of transformers, or a folder saved by save_pretrained (safetensors).
 
-        fields: of the config, such as attention= and dropout=; dropout is off unless it is given. With another head, or
-        other classes, than were saved, the weights that only these have are drawn from `seed` and what the saved head
-        is, so that they differ from those that the folder began with. Raises ConfigError for a
-        folder or a variant of the model that cannot be read.
+        fields: of the config, such as attention= and dropout=; dropout is off unless it is given. If the head or the
+        classes differ from the saved ones, the new head's weights are random. They are seeded with `seed` and the kind
+        of the saved head, so they do not repeat the random weights that the saved model started from.
+        Raises ConfigError for a folder or a variant of the model that cannot be read.
         """
         with named(source):
             return cls._read(source, fields, seed)

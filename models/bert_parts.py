@@ -176,7 +176,7 @@ def embedded(
     places: bool = True,
     width: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of what tokens, positions and kinds of tokens are looked up as, normed; and the tokens' table.
+    """The normed sum of the embeddings of tokens, positions and token types; and the tokens' table.
 
     Their tables are NAME.word_embeddings.weight and so on. Inputs: input_ids, token_type_ids if there are kinds.
     padding: the token from whose number on positions are counted (see counted_positions); None: they are 0, 1, ...

@@ -129,7 +129,7 @@ def distance_rows(places: int, length: int, buckets: int, longest: int) -> tuple
 
 
 class Relative(NamedTuple):
-    """Embeddings of distances [relative, embed], and the row of each distance [distance]; see RelativeScores."""
+    """Table of distance embeddings [relative, embed]; index of each distance's row [distance]. See RelativeScores."""
 
     table: Tensor
     of_distance: Tensor

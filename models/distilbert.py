@@ -1,4 +1,4 @@
-"""DistilBERT (Sanh et al. 2019) as in transformers: BERT without kinds of tokens; half of its layers, as published."""
+"""DistilBERT (Sanh et al. 2019) as in transformers: BERT without token types; half of its layers, as published."""
 
 from __future__ import annotations
 

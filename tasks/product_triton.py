@@ -95,8 +95,9 @@ def _product(
     GRADIENT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """out = act(scale a b + bias + residual), or GRADIENT: that times act'(aux) without act. a [m, k], b [k, n], or
-    B_BY_K: its transpose.
+    """out = act(scale a b + bias + residual), or with GRADIENT: out = (scale a b + bias + residual) act'(aux).
+
+    a [m, k]; b [k, n], or with B_BY_K its transpose.
 
     HALVES: the epilogue runs on one half of the columns after the other, which needs fewer registers.
     """

@@ -52,7 +52,7 @@ class Transfer(MessageTask):
 
 @dataclass(slots=True)
 class Piecewise(Task):
-    """A task on pieces of its tiles, which moves `moved` bytes."""
+    """A task on slices of its tiles. moved: bytes that the task reads and writes."""
 
     moved: int = 0
 

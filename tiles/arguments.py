@@ -85,7 +85,7 @@ class TaskArgs:
 
     @cached_property
     def packed(self) -> tuple[tuple[int, ...], tuple[float | Slot, ...]]:
-        """The ints and the floats as a task carries them."""
+        """All fields as two flat tuples, of ints and of floats: the arguments of a native task."""
         ints: list[int] = []
         floats: list[float | Slot] = []
         for name, kind in self._kinds:

@@ -47,7 +47,7 @@ def accumulation_dtype(dtype: str) -> str:
 
 
 def is_low(dtype: str) -> bool:
-    """Whether sums over tensors of a dtype are kept in a wider dtype: bf16 and fp16, which only GPUs compute in."""
+    """Return True for bf16 and fp16: sums over such tensors have a wider dtype. Only GPUs compute in bf16 and fp16."""
     return accumulation_dtype(dtype) != dtype
 
 

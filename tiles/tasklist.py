@@ -376,7 +376,7 @@ def live_slot(axis: str, part: int) -> str:
 
 
 class BusyArgs(TaskArgs):
-    """Arguments of a task of known length, for measurements."""
+    """Arguments of a task of known duration, for measurements."""
 
     count: int  # multiply-adds, each of which depends on the previous one
 

@@ -16,7 +16,7 @@ _CUT_AS = {"key": "seq", "kv_heads": "heads", "hidden": "embed"}
 
 
 def cut_as(axis: str) -> str:
-    """Return the axis whose tile size applies to an axis."""
+    """Return the axis from which the given axis takes its tile size."""
     return _CUT_AS.get(axis, axis)
 
 

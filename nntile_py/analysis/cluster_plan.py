@@ -310,7 +310,7 @@ def _spec(config: RunConfig, rows: int, workers: int, *, alone: bool) -> StepSpe
 
 
 def _ranks(config: RunConfig, ranks: int) -> list[list[list[Task]]]:
-    """Return the part of the common program that each CPU node runs: mpirun starts a rank on each."""
+    """Return the tasks of each CPU node. All nodes share one program; mpirun starts one rank per node."""
     spec = replace(_spec(config, config.train.batch, ranks, alone=True), ranks=ranks)
     return rank_programs(_lists(spec), ranks, device_model.rank(config.workers), config.runtime.shard_weights)
 

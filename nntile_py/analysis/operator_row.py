@@ -48,8 +48,8 @@ class OperatorRow(Counts):
     def mue(self, peak: Peak) -> float | None:
         """Return the memory usage efficiency in percent: Q/D * B/Bpeak.
 
-        Q are the least bytes, D the bytes moved, B = D / seconds (Fuhrer et al. 2018; section III.C of the paper). The
-        value is above 100 if operands were in a cache."""
+        Q is the least number of bytes, D the bytes moved, B = D / seconds (Fuhrer et al. 2018; Ivanov et al. 2021,
+        section III.C). The value is above 100 if operands were in a cache."""
         if not (self.seconds and peak.bytes and self.bytes):
             return None
         reached = self.bytes / self.seconds

@@ -286,7 +286,7 @@ def _mha(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
 
 
 def _one_layer(c: RunConfig, kind: type[TransformerEncoderConfig]) -> TransformerEncoder:
-    """Return a layer of the config's model; for other models a layer with ReLU, as in the paper, of its sizes."""
+    """Return an encoder layer of the config's sizes: its own kind for layer models, else with ReLU."""
     if isinstance(c.model, kind):
         return TransformerEncoder(c.model.model_copy(update={"layers": 1}))
     names = {"embed", "heads", "ffn", "dropout", "attention_dropout", "attention", "layer_norm_eps"}

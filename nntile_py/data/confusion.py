@@ -22,7 +22,7 @@ class Confusion:
         self.counts = np.zeros((len(names), len(names)), np.int64) if counts is None else np.array(counts)
 
     def add(self, true: Array, predicted: Array) -> None:
-        """Add samples, as numbers of their true and predicted classes."""
+        """Count samples. true, predicted: each sample's class as an index."""
         np.add.at(self.counts, (true, predicted), 1)
 
     @property

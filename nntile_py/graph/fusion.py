@@ -1,4 +1,4 @@
-"""Fusion of neighbouring operators into one, each kind with a switch of its own: the order of the passes."""
+"""Fusion of neighbouring operators into one. Each kind of fusion is a pass with a switch; here is their order."""
 
 from __future__ import annotations
 

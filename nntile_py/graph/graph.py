@@ -264,10 +264,10 @@ class Graph:
                 )
 
     def _check_in_place(self) -> tuple[dict[Tensor, int], dict[Tensor, int]]:
-        """Return how often the storage of each tensor was written when the tensor was computed, and in all.
+        """Count the writes to each tensor's storage: up to the one that computed the tensor, and over the whole graph.
 
         Raises:
-            ValueError: an operator reads a tensor after another tensor took its tiles.
+            ValueError: An operator reads a tensor whose tiles an operator in place has already overwritten.
         """
         written: dict[Tensor, int] = {}  # number of writes of each storage
         seen: dict[Tensor, int] = {}  # the same at the time each tensor was computed

@@ -162,7 +162,7 @@ class Param:
 
 
 def sources_of(name: str, axes: Mapping[str, int], sources: str | Part | Joined | None) -> tuple[Source, ...]:
-    """Return the sources of a parameter with these axes, see Graph.param."""
+    """Return the checkpoint weights, or parts of weights, that fill a parameter with these axes; see Graph.param."""
     sizes = list(axes.values())
     if isinstance(sources, Joined):
         if sources.axis not in axes or len(sources.weights) != axes[sources.axis]:

@@ -1,8 +1,9 @@
 """`nntile bench metg`: the shortest tasks without visible overhead (METG of Task Bench, Slaughter et al. 2020).
 
 A task is a loop of dependent multiply-adds, on a CPU core or on one warp of a GPU: its time is proportional to their
-number. The fastest measured multiply-add, in a long task, gives the length of all tasks. The start of a kernel counts
-as overhead of the runtime; `in_stream` separates it: the same kernels one after the other in a single task.
+number. A long task gives the time of one multiply-add, and so the duration of all tasks without overhead. The launch of
+a kernel counts as overhead of the runtime. `in_stream` measures launches apart: the same kernels, back to back in a
+single task.
 """
 
 from __future__ import annotations

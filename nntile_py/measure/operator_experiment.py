@@ -148,7 +148,7 @@ def _totals(made: Analysis) -> list[str]:
 
 
 def bars(made: Analysis) -> Figure:
-    """Draw MUE and share of the peak of each operator, in the order of execution."""
+    """Draw each operator's memory usage efficiency (MUE) and its share of peak flop/s, in the order of execution."""
     rows = [row for row in made.groups if row.seconds is not None]
     figure = new_figure((9.5, 0.24 * len(rows) + 1.6))
     axes = figure.subplots()

@@ -176,7 +176,7 @@ class Processes:
         return {"status": "ok", **answer}
 
     def _take(self, point: Point) -> WorkerProcess:
-        """Return the process that waits, if it has as many ranks, or a new one."""
+        """Return the idle process if it has as many ranks as the point needs, else start a new process."""
         assert point.config
         ranks = point.config.runtime.nodes if point.measure.how != "plan" else None
         if self._next and self._next.ranks == ranks:

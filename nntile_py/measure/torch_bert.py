@@ -217,7 +217,7 @@ class TorchBERT(nn.Module):
 
 
 def loaded(config: RunConfig, device: torch.device) -> TorchBERT:
-    """Return the model with the start weights of our side."""
+    """Return the PyTorch model with the initial weights that nntile_py's model has."""
     with device:
         model = TorchBERT(config.model)
     model.load(build_model(config).weights)

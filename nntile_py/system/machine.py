@@ -46,7 +46,7 @@ def processor() -> str:
 
 
 def cache_bytes(cuda: bool) -> int:
-    """Of a device's largest cache: GPUs' second level, or the processor's last; 32 MiB where that is unknown."""
+    """Return the size of a device's largest cache: a GPU's second level or the CPU's last; 32 MiB if unknown."""
     if cuda:
         import torch
 

@@ -99,7 +99,7 @@ def _loaded(path: Path) -> int:
 
 
 def _check(path: Path, content: bytes) -> bytes:
-    """Return the digest at the end of a library file, of its name (the digest of its source) and content."""
+    """Compute the checksum at the end of a library file: of the file's name and content."""
     return hashlib.sha256(path.name.encode() + content).digest()
 
 
