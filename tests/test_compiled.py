@@ -120,7 +120,7 @@ def test_a_library_that_another_could_have_written(cache: Path, where: str) -> N
 )
 def test_compilers_that_fail(compiler: Script, script: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line each, and at once: also where what a wrapper has started goes on."""
-    monkeypatch.setattr(native, "TELLING", 0.3 if "sleep" in script else 20.0)
+    monkeypatch.setattr(native, "VERSION_SECONDS", 0.3 if "sleep" in script else 20.0)
     compiler(script)
     start = time.monotonic()
     with pytest.raises(native.NoCompiler, match=why) as told:

@@ -260,7 +260,7 @@ def test_points_of_a_sweep_on_ranks(tmp_path: Path) -> None:
     rows = json.loads(out)["rows"]
     assert [(row["sets"]["runtime.nodes"], row["status"]) for row in rows] == [(None, "ok"), (2, "ok")], rows
     status, out, errors = ended(start(1, *command[:-2], "t", "--json", cwd=tmp_path, NNTILE_MPIRUN="no-such-mpirun -x"))
-    assert status == 2 and "runtime.nodes: got 2, which needs no-such-mpirun, which is not there" in errors, errors
+    assert status == 2 and "runtime.nodes: got 2, which needs no-such-mpirun, which is not installed" in errors, errors
 
 
 def test_a_checkpoint_brings_no_tiles_to_the_first_rank(tmp_path: Path) -> None:
