@@ -115,7 +115,7 @@ def test_rounded(most: int) -> None:
     assert all(n <= size <= most for n, size in found.items())
     assert all(size <= max(2 * n, LEAST, n + most // 16 + 128) for n, size in found.items())
     assert all(chosen_for(size) == chosen_for(n) for n, size in found.items() if most >= 16)
-    graphs = (Path(cuda_graph.__file__).parent / "csrc/captured_cuda.cpp").read_text()
+    graphs = (Path(cuda_graph.__file__).parent / "csrc/cuda_graph_cuda.cpp").read_text()
     kept = int(re.findall(r"kGraphs = (\d+);", graphs)[0])
     assert len({*found.values()}) <= kept
 
@@ -182,9 +182,9 @@ def graph(runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
 
 
 def served(encoder: nt.Encoder) -> Served:
-    assert encoder._running
-    (one,) = encoder._running.forwards.values()
-    return one.program
+    assert encoder._bound_model
+    (one,) = encoder._bound_model.programs.values()
+    return one.served
 
 
 @pytest.mark.parametrize("output", ["hidden", "mean", "pooled"])

@@ -51,8 +51,8 @@ PASSES = [texts(38), texts(150, seed=1), texts(200, 130, 9, seed=2), texts(256, 
 
 
 def served(encoder: nt.Encoder) -> list[Served]:
-    assert encoder._running
-    return [forward.program for forward in encoder._running.forwards.values()]
+    assert encoder._bound_model
+    return [program.served for program in encoder._bound_model.programs.values()]
 
 
 def same(got: Any, want: Any, dtype: str) -> None:

@@ -171,7 +171,7 @@ def test_arguments_of_a_trainer(runtime: nt.Runtime) -> None:
     refused("loss_scale: 1000.* is not allowed; use a number of at least 1 and at most 3e", loss_scale=10**400)
     refused("accumulate: 'rings' is not allowed", accumulate="rings")
     refused("clip_grad_norm: -1.0 is not allowed", clip_grad_norm=-1.0)
-    refused("fusion.everything: unknown switch", fusion={"everything": True})
+    refused("fusion.everything: unknown key", fusion={"everything": True})
     refused("tiles.key: unknown axis", tiles={"key": 2})
     refused("'linear'; allowed: 'vendor', .*'segments', 'varlen' or 'cudnn'", attention="linear")
     for changed, text in (({"dropout": 1.5}, "dropout: got 1.5"), ({"activation": "silu"}, "activation: got 'silu'")):

@@ -41,7 +41,7 @@ def check_inputs(
         MissingInput: An input has neither a value nor a default.
         ValueError: An array has the wrong shape, dtype or values.
     """
-    arrays: dict[str, Array] = {}
+    arrays = dict(given)  # a default may derive from an array that is not an input itself
     for name, declaration in declared.items():
         if name in given:
             value = declaration.checked(given[name], rows)
@@ -52,7 +52,7 @@ def check_inputs(
             arrays[name] = default
         else:
             raise MissingInput(name, (n for n, i in declared.items() if i.default is None and n not in own))
-    return arrays
+    return {name: arrays[name] for name in declared}
 
 
 def is_label(declaration: Input) -> bool:

@@ -64,7 +64,7 @@ class Fusion(Settings):
         if not isinstance(value, Mapping):
             names = ", ".join(Fusion.model_fields)
             raise ConfigError(f"fusion: {value!r} is not allowed; use true, false or a mapping of {names}")
-        return Fusion(**value)
+        return Fusion(**{str(name): switch for name, switch in value.items()})
 
     def changed(self, **switches: Any) -> Fusion:
         """Return the same with other values of some switches."""
