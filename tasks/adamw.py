@@ -39,6 +39,7 @@ class AdamW(Optimizer):
     """Weight decay, decoupled from the gradient."""
 
     flop: ClassVar = 14.0
+    colour: ClassVar = "#f0e442"
 
     @property
     def states(self) -> tuple[str, ...]:

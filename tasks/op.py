@@ -233,7 +233,7 @@ class Op:
     """An operator of the graph.
 
     A subclass defines, in this order: formula, gradient, cost, lowering, scalar form, reference. It may also set its
-    category and its colours in Gantt charts by phase (forward, backward, update).
+    category and its colours in Gantt charts by phase (forward, backward).
     """
 
     category: ClassVar[Category] = ELEMENTWISE

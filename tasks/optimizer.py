@@ -144,6 +144,7 @@ class Optimizer(Settings):
     the checkpoint: no biases, no gains of norms."""
 
     flop: ClassVar[float]  # per element of a parameter
+    colour: ClassVar[str] = ""  # in Gantt charts; none: a spare one
     reads_first: ClassVar[bool] = False  # whether the kernel's tiles begin with grad and clip
 
     @classmethod
@@ -195,8 +196,6 @@ class Update(Op):
     The gradient is multiplied by clip. All stay as they are where clip is below 0 (GradNorm). With `master`, see
     `split`, param is bf16 or fp16, and the optimizer works on the fp32 value of both.
     """
-
-    colours: ClassVar = {"update": "#f0e442"}
 
     def __init__(
         self, optimizer: Optimizer, param: Tensor, grad: Tensor, states: Sequence[Tensor], clip: Tensor,

@@ -27,6 +27,7 @@ class SGD(Optimizer):
     """Weight decay, added to the gradient."""
 
     flop: ClassVar = 5.0
+    colour: ClassVar = "#cdb700"
     reads_first: ClassVar = True
 
     @property

@@ -13,7 +13,7 @@ from nntile_py.profiling.message_waits import waits
 from nntile_py.profiling.trace import Trace, TracedMessage, intervals, merge
 from nntile_py.system.pictures import new_figure, save_figure
 from nntile_py.tasks.op import operators
-from nntile_py.tasks.optimizer import OPTIMIZERS, Update
+from nntile_py.tasks.optimizer import OPTIMIZERS
 
 # For kinds without a colour of their own.
 SPARE = ("#b39ddb", "#17becf", "#6b4f2a", "#f781bf", "#2f4f4f", "#c0ca33", "#8d6e9f", "#e4b9a0")
@@ -61,12 +61,9 @@ def gantt(trace: Trace, columns: int = COLUMNS) -> Gantt:
 
 def fixed_colours() -> dict[str, str]:
     """Return the colour of each kind of operator, the same in all pictures."""
-    fixed = {cls.__name__: Update.colours["update"] for cls in OPTIMIZERS.values()}
-    return fixed | {
-        name if phase == "update" else f"{name} {phase}": colour
-        for name, operator in operators().items()
-        for phase, colour in operator.colours.items()
-    }
+    fixed = {optimizer.__name__: optimizer.colour for optimizer in OPTIMIZERS.values() if optimizer.colour}
+    by_phase = ((name, phase, colour) for name, op in operators().items() for phase, colour in op.colours.items())
+    return fixed | {f"{name} {phase}": colour for name, phase, colour in by_phase}
 
 
 def _colours(kinds: list[str]) -> list[str]:
