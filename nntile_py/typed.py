@@ -100,8 +100,12 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Return a number of NumPy as a number of Python, for JSON and YAML; other values unchanged."""
-    return value.item() if isinstance(value, np.generic) else value
+    """Return a number of another library or a fraction as Python's int or float, for JSON; other values unchanged."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Real) and not isinstance(value, int | float):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return value
 
 
 def _short(value: Any) -> str:

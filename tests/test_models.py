@@ -298,5 +298,5 @@ def test_learning_rates(runtime: nt.Runtime) -> None:
     assert same(after(1), after(np.int64(1)))
     for wrong in (True, np.True_, "1", -1, np.float32("nan"), float("inf"), torch.tensor(0.5), np.ones(2), 1j):
         for call in (after, lambda lr: nt.AdamW(lr=lr)):
-            with pytest.raises(nt.ConfigError, match=r"optimizer\.lr: .* is not allowed; use a number of 0 or more"):
+            with pytest.raises(nt.ConfigError, match=r"optimizer\.lr: got .*; allowed: a number of at least 0"):
                 call(wrong)
