@@ -25,6 +25,7 @@ from nntile_py.models.hf_config import (
     named,
     read_raw,
     tensors_of,
+    translated,
 )  # fmt: skip
 from nntile_py.models.init import initial_weights
 from nntile_py.schema import Count, Section, allowed, explained, short
@@ -132,6 +133,7 @@ class Model(Generic[ConfigT]):
     objective: ClassVar[str | None] = None  # what text is made into: causal, masked; None: it is not trained on text
     prefix: ClassVar[str] = ""  # that checkpoints of the bare model leave out
     tied: ClassVar[tuple[str, ...]] = ()  # weights of a checkpoint that are there under another name too
+    old_names: ClassVar[Mapping[str, str]] = {}  # first parts of names in other versions of a checkpoint: names here
     head_fields: ClassVar[tuple[str, ...]] = ()  # of the config: a checkpoint with others gets a new head, see from_hf
 
     @typed
@@ -240,11 +242,9 @@ class Model(Generic[ConfigT]):
         kept = {name: value for name, value in saved.items() if not (own & fields.keys() and name in own)}
         config: Any = cls.Config(**(kept | fields))
         model = cls(config, hf=raw, seed=seed)
-        shapes, tensors = model.weight_shapes(), tensors_of(source)
-        prefix = "" if any(name.startswith(cls.prefix) for name in tensors) else cls.prefix
-        tensors = {
-            name if name in shapes else prefix + name: value for name, value in tensors.items() if name not in cls.tied
-        }
+        shapes = model.weight_shapes()
+        tensors = translated(tensors_of(source), shapes, cls.prefix, cls.old_names)
+        tensors = {name: value for name, value in tensors.items() if name not in cls.tied}
         new = model._new_head(saved, tensors)
         weights = arrays({name: tensors[name] for name in shapes if name in tensors and name not in (new or ())})
         if new is not None:

@@ -207,6 +207,7 @@ class DeBERTa(TextEncoder):
     architectures: ClassVar = {
         "masked_lm": "DebertaForMaskedLM", "classification": "DebertaForSequenceClassification", "none": "DebertaModel"
     }  # fmt: skip
+    old_names: ClassVar = dict(zip(_HEAD, _LEGACY_HEAD, strict=True))  # published files, whose config has no `legacy`
     keys: ClassVar = KEYS | {"position_biased_input": "position_biased_input", "legacy": "legacy"}
 
     def relative(self, g: Graph, batch: Batch) -> Relative:

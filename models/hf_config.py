@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from nntile_py.system.folders import read
 
 Weights = dict[str, np.ndarray[Any, Any]]
 HEAD_KEYS = ("architectures", "num_labels", "id2label", "label2id")  # of config.json: what the head is
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # files with weights, the first one that exists is read
+_NEED = "expected weights that save_pretrained wrote"
 # How a folder is read that holds a model of the user's.
 OWN = "a model of your own by YourModel.from_hf(FOLDER), in a YAML by model.type: my_file.py:YourModel"
 
@@ -43,33 +45,87 @@ def read_raw(source: Any) -> dict[str, Any]:
 
 
 def tensors_of(source: Any) -> dict[str, Any]:
-    """{name: torch tensor}: all that the checkpoint holds, buffers too."""
-    from safetensors.torch import load_file
-
+    """Return all tensors of a checkpoint by name, buffers included."""
     if not isinstance(source, str | Path):
         return {name: value.detach().cpu().clone() for name, value in source.state_dict().items()}
-    folder = Path(source)
-    index, need = folder / "model.safetensors.index.json", "expected weights that save_pretrained wrote"
-    files = [folder / "model.safetensors"]
-    if index.is_file():
-        places = _read_json(index, need).get("weight_map")
-        if not isinstance(places, dict):
-            raise ConfigError(f"model: {index} has no weight_map; {need}")
-        for name in places.values():
-            if not isinstance(name, str) or not name or Path(name).name != name:
-                raise ConfigError(f"model: {index} names {name!r}; allowed: files in its own folder")
-        files = sorted({folder / name for name in places.values()})
-    elif not files[0].is_file():
-        raise ConfigError(f"model: no model.safetensors in {folder}; save the model with safetensors")
     tensors: dict[str, Any] = {}
-    for file in files:
+    for file in weight_files(Path(source)):
         try:
-            if not file.is_file():  # a pipe would never end
+            if not file.is_file():  # reading a pipe would never end
                 raise OSError("no such file")
-            tensors |= load_file(file)
-        except Exception as error:  # whatever safetensors and torch say
-            raise ConfigError(f"model: cannot read {file} ({error}); {need}") from None
+            tensors |= _load(file)
+        except Exception as error:  # safetensors and torch raise many classes
+            raise ConfigError(f"model: cannot read {file} ({error}); {_NEED}") from None
     return tensors
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files with a folder's weights: one of WEIGHTS, or the parts that its index lists.
+
+    Raises:
+        ConfigError: The folder has none of them.
+    """
+    for name in WEIGHTS:
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            return _parts(index)
+        if (folder / name).is_file():
+            return [folder / name]
+    raise ConfigError(f"model: no {' or '.join(WEIGHTS)} in {folder}; {_NEED}")
+
+
+def _parts(index: Path) -> list[Path]:
+    """Return the files that an index of a checkpoint in several files lists."""
+    places = _read_json(index, _NEED).get("weight_map")
+    if not isinstance(places, dict):
+        raise ConfigError(f"model: {index} has no weight_map; {_NEED}")
+    for name in places.values():
+        if not isinstance(name, str) or not name or Path(name).name != name:
+            raise ConfigError(f"model: {index} names {name!r}; allowed: files in its own folder")
+    return sorted({index.parent / name for name in places.values()})
+
+
+def _load(file: Path) -> dict[str, Any]:
+    """Return the tensors of a file in safetensors, or of a file of torch.save. Code in the file is never run."""
+    if file.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(file)
+    import torch
+
+    tensors = torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(tensors, dict) or not all(isinstance(one, torch.Tensor) for one in tensors.values()):
+        raise ValueError("it does not hold a dict of tensors, as model.state_dict() returns")
+    return {str(name): value.detach().contiguous() for name, value in tensors.items()}
+
+
+# Names of a LayerNorm's weights in files of 2018 to 2020, as transformers reads them.
+_OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
+
+
+def translated(tensors: dict[str, Any], shapes: Collection[str], prefix: str, old: Mapping[str, str]) -> dict[str, Any]:
+    """Return a checkpoint's tensors under the names that the model uses.
+
+    Args:
+        tensors: As in the files.
+        shapes: Names of the model's weights.
+        prefix: First part of the names, which checkpoints of the bare model leave out.
+        old: Names in other versions of the checkpoint and their names in the model. They count only if the checkpoint
+            lacks the model's own name.
+    """
+    bare = bool(prefix) and not any(name.startswith(prefix) for name in tensors)
+    result: dict[str, Any] = {}
+    for original, value in tensors.items():
+        name = original
+        for suffix, today in _OLD_NAMES.items():
+            if name.endswith(suffix):
+                name = name.removesuffix(suffix) + today
+        for start, today in old.items():
+            own = today + name.removeprefix(start)
+            if name.startswith(start) and own in shapes and own not in tensors:
+                name = own
+        result[prefix + name if bare and name not in shapes else name] = value
+    return result
 
 
 def arrays(tensors: Mapping[str, Any]) -> Weights:

@@ -31,7 +31,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion, every_rule
 from nntile_py.graph.step import PRECISIONS, check_pack, check_precision
 from nntile_py.models.base import ModelConfig
-from nntile_py.models.hf_config import read_raw
+from nntile_py.models.hf_config import WEIGHTS, read_raw, weight_files
 from nntile_py.models.registry import find, of_hf_type, resolved
 from nntile_py.schema import (
     Natural,
@@ -374,15 +374,14 @@ def _model_section(given: Any) -> Any:
     if (source := given.get("from")) is None:
         return _checked(find(given.get("type", DEFAULT_MODEL)).Config, given)
     folder = absolute(str(source))
-    need = "allowed: a folder that save_pretrained wrote, with config.json and model.safetensors"
+    need = f"allowed: a folder that save_pretrained wrote, with config.json and {' or '.join(WEIGHTS)}"
     try:
         raw = read_raw(folder)
         cls = find(given["type"]) if "type" in given else of_hf_type(raw.get("model_type"))
         saved = cls.saved_fields(raw)
+        weight_files(folder)
     except ConfigError as error:
         raise ConfigError(f"model.from: {folder}: {error}; {need}") from None
-    if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"model.from: {folder} holds no weights in safetensors; {need}")
     given |= {"from": str(folder)}
     head = given.get("head", saved.get("head"))
     if head == CLASSIFICATION or head != saved.get("head"):  # its labels are known with the data; it is drawn anew
