@@ -26,6 +26,7 @@ inline Vec<T> activate(int kind, const Vec<T>& x) {
   if (kind == kGeluNew) return x * gelu_new_gate(x);
   if (kind == kTanh) return x.tanh();
   if (kind == kSilu) return x * logistic(x);
+  if (kind == kQuickGelu) return x * logistic(Vec<T>(T(kQuick)) * x);
   return x * Vec<T>(T(0.5)) * (Vec<T>(T(1)) + (x * Vec<T>(T(kSqrtHalf))).erf());
 }
 
@@ -42,9 +43,10 @@ inline Vec<T> derivative(int kind, const Vec<T>& x) {
     const auto y = x.tanh();
     return one - y * y;
   }
-  if (kind == kSilu) {
-    const auto gate = logistic(x);
-    return at::vec::fmadd(x * gate, one - gate, gate);
+  if (kind == kSilu || kind == kQuickGelu) {
+    const Vec<T> slope(T(kind == kSilu ? 1 : kQuick));
+    const auto gate = logistic(slope * x);
+    return at::vec::fmadd(slope * x * gate, one - gate, gate);
   }
   const auto cdf = Vec<T>(T(0.5)) * (one + (x * Vec<T>(T(kSqrtHalf))).erf());
   const auto pdf = Vec<T>(T(kInvSqrt2Pi)) * (x * x * Vec<T>(T(-0.5))).exp();

@@ -1,6 +1,6 @@
-"""Activations as in transformers: relu, gelu (exact, erf), gelu_new (its tanh approximation), tanh, silu.
+"""Activations as in transformers: relu, gelu (exact, erf), gelu_new (its tanh approximation), tanh, silu, quick_gelu.
 
-gelu and silu, x sigmoid(x): Hendrycks and Gimpel 2016.
+gelu, silu = x sigmoid(x) and quick_gelu = x sigmoid(1.702 x): Hendrycks and Gimpel 2016.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from .op import GraphLike, Tensor
 from .pointwise import Pointwise
 from .scalar.expression import Number, erf, exp, maximum, select, tanh
 
-ACTIVATIONS = ("relu", "gelu", "gelu_new", "tanh", "silu")  # kernels take the position in this tuple
+ACTIVATIONS = ("relu", "gelu", "gelu_new", "tanh", "silu", "quick_gelu")  # kernels take the position in this tuple
 
 _C = math.sqrt(2 / math.pi)
+_SLOPES = {"silu": 1.0, "quick_gelu": 1.702}  # x sigmoid(slope x)
 
 
 def check_kind(kind: str) -> str:
@@ -38,8 +39,8 @@ def activate(kind: str, x: Number) -> Number:
         return 0.5 * x * (1 + erf(x * math.sqrt(0.5)))
     if kind == "tanh":
         return tanh(x)
-    if kind == "silu":
-        return x * _sigmoid(x)
+    if kind in _SLOPES:
+        return x * _sigmoid(_SLOPES[kind] * x)
     return 0.5 * x * (1 + tanh(_C * x * (1 + 0.044715 * x * x)))
 
 
@@ -63,9 +64,9 @@ def derivative(kind: str, x: Number) -> Number:
     if kind == "tanh":
         t = tanh(x)
         return 1 - t * t
-    if kind == "silu":
-        gate = _sigmoid(x)
-        return gate * (1 + x * (1 - gate))
+    if kind in _SLOPES:
+        gate = _sigmoid(_SLOPES[kind] * x)
+        return gate * (1 + _SLOPES[kind] * x * (1 - gate))
     t = tanh(_C * x * (1 + 0.044715 * x * x))
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * _C * (1 + 3 * 0.044715 * x * x)
 

@@ -38,8 +38,10 @@ def activate(x, KIND: tl.constexpr):
         y = x * _gelu_new_gate(x)
     elif KIND == 3:
         y = tanh(x)
-    else:
+    elif KIND == 4:
         y = x * tl.sigmoid(x)
+    else:
+        y = x * tl.sigmoid(1.702 * x)
     return y
 
 
@@ -56,8 +58,9 @@ def derivative(x, KIND: tl.constexpr):
         t = tanh(x)
         y = 1 - t * t
     else:
-        gate = tl.sigmoid(x)
-        y = gate + x * gate * (1 - gate)
+        slope = 1.0 if KIND == 4 else 1.702
+        gate = tl.sigmoid(slope * x)
+        y = gate + slope * x * gate * (1 - gate)
     return y
 
 

@@ -29,10 +29,14 @@
 namespace nntile {
 namespace {
 
+// The tensor in fp32, or fp64 if it is fp64.
+at::Tensor wide(const at::Tensor& x) { return x.scalar_type() == at::kDouble ? x : x.to(at::kFloat); }
+
 void apply_activation(int kind, const at::Tensor& pre, at::Tensor out) {
   if (kind == kRelu) at::relu_out(out, pre);
   else if (kind == kTanh) at::tanh_out(out, pre);
   else if (kind == kSilu) at::silu_out(out, pre);
+  else if (kind == kQuickGelu) out.copy_(wide(pre).mul(kQuick).sigmoid_().mul_(pre));
   else at::gelu_out(out, pre, kind == kGeluNew ? "tanh" : "none");
 }
 
@@ -41,7 +45,12 @@ void multiply_derivative(int kind, at::Tensor y, const at::Tensor& aux) {
   else if (kind == kTanh)  // 1 - tanh^2 of a tanh rounded to bf16 or fp16 would be inaccurate
     y.mul_(aux.to(at::kFloat).tanh().square_().neg_().add_(1));
   else if (kind == kSilu) at::silu_backward_out(y, y, aux);
-  else at::gelu_backward_out(y, y, aux, kind == kGeluNew ? "tanh" : "none");
+  else if (kind == kQuickGelu) {
+    const auto x = wide(aux).mul(kQuick), gate = x.sigmoid();
+    y.mul_(gate.neg().add_(1).mul_(x).add_(1).mul_(gate));
+  } else {
+    at::gelu_backward_out(y, y, aux, kind == kGeluNew ? "tanh" : "none");
+  }
 }
 
 // The product by ATen, for batches, fp64 and cases without cuBLASLt. Never in tf32, even if PyTorch allows tf32.

@@ -33,8 +33,9 @@ void embedding_grad(Args& t) {
     auto* rows = out.data_ptr<T>();
     const auto* id = ids.data_ptr<int64_t>();
     const auto* grad = dy.data_ptr<T>();
+    const int64_t padding = args.padding.empty() ? -1 : args.padding[0];
     for (int64_t k = 0; k < ids.numel(); ++k, grad += width) {
-      if (id[k] < first || id[k] >= last) continue;
+      if (id[k] < first || id[k] >= last || id[k] == padding) continue;
       auto* row = rows + (id[k] - first) * width;
       for_vectors<T>(width, [&](int64_t c, int64_t count) {
         (load(row + c, count) + load(grad + c, count)).store(row + c, static_cast<int>(count));

@@ -20,23 +20,25 @@ class EmbeddingArgs(TaskArgs):
 
 class EmbeddingGradArgs(TaskArgs):
     first: int  # first row of the gradient's tile
+    padding: tuple[int, ...] = ()  # the row of the whole table without a gradient, if it is in the tile
 
 
 class Embedding(Op):
     """y[..., :] = table[ids[...], :]; the table's first axis may be cut, then each tile of the table adds its rows.
 
-    ids int64, within the table (checked by the kernel).
+    ids int64, within the table (checked by the kernel). The row `padding` gets no gradient, as torch.nn.Embedding's
+    padding_idx.
     """
 
-    def __init__(self, ids: Tensor, table: Tensor, out: Tensor) -> None:
+    def __init__(self, ids: Tensor, table: Tensor, out: Tensor, padding: int | None = None) -> None:
         super().__init__([ids, table], [out])
-        self.rows, self.picks = table.axes[0], table.axes[:1]
+        self.rows, self.picks, self.padding = table.axes[0], table.axes[:1], padding
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         ids, table = self.inputs
         assert grads[0] is not None
         out = g.temp("embedding_grad", table.axes, table.shape, accumulation_dtype(table.dtype))
-        return [None, g.add(EmbeddingGrad(ids, grads[0], out)).output]
+        return [None, g.add(EmbeddingGrad(ids, grads[0], out, self.padding)).output]
 
     def flop(self) -> float:
         return float(self.output.numel)
@@ -58,13 +60,13 @@ class Embedding(Op):
 
 
 class EmbeddingGrad(Op):
-    """dtable[r, :] = sum of dy[i, :] over all i with ids[i] = r, in the order of i."""
+    """dtable[r, :] = sum of dy[i, :] over all i with ids[i] = r, in the order of i; zeros for r = padding."""
 
     colours: ClassVar = {"backward": "#1b3a6b"}
 
-    def __init__(self, ids: Tensor, dy: Tensor, out: Tensor) -> None:
+    def __init__(self, ids: Tensor, dy: Tensor, out: Tensor, padding: int | None = None) -> None:
         super().__init__([ids, dy], [out])
-        self.rows = out.axes[0]
+        self.rows, self.padding = out.axes[0], padding
 
     @property
     def sums(self) -> Sequence[Tensor]:
@@ -81,7 +83,9 @@ class EmbeddingGrad(Op):
     def lower(self, lowering: Lowering) -> None:
         ids, dy = self.inputs
         for row in lowering.indices(self.output):
-            args = EmbeddingGradArgs(lowering.part(self.output, self.rows, row).offset)
+            part = lowering.part(self.output, self.rows, row)
+            here = self.padding is not None and part.offset <= self.padding < part.offset + part.size
+            args = EmbeddingGradArgs(part.offset, (self.padding,) if here else ())
             for index in lowering.indices(ids):
                 accesses = [
                     ACC(lowering.tile(self.output, row)),
@@ -95,10 +99,16 @@ class EmbeddingGrad(Op):
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         out = np.zeros(self.output.shape)
         np.add.at(out, inputs[0].astype(int), inputs[1])
+        if self.padding is not None:
+            out[self.padding] = 0
         return (out,)
 
 
-def embedding(g: GraphLike, ids: Tensor, table: Tensor) -> Tensor:
-    """Look up the rows of the table with numbers ids (int64); axes: those of ids, then the table's second."""
+def embedding(g: GraphLike, ids: Tensor, table: Tensor, *, padding: int | None = None) -> Tensor:
+    """Look up the rows of the table with numbers ids (int64); axes: those of ids, then the table's second.
+
+    Args:
+        padding: number of the row that gets no gradient from look-ups; None: all rows get one.
+    """
     axes, shape = [*ids.axes, table.axes[1]], [*ids.shape, table.shape[1]]
-    return g.add(Embedding(ids, table, g.temp("rows", axes, shape, table.dtype))).output
+    return g.add(Embedding(ids, table, g.temp("rows", axes, shape, table.dtype), padding)).output

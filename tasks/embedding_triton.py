@@ -48,7 +48,7 @@ def _zero(X, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _rank(RANK, COUNTS, IDS, count, first, rows, RUN: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr):
+def _rank(RANK, COUNTS, IDS, count, first, rows, padding, RUN: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr):
     """Count for each position the earlier ones in its run with the same id; for each run and id, all positions."""
     run = tl.program_id(0)
     mine = run * RUN + tl.program_id(1) * SHARE + tl.arange(0, SHARE)
@@ -60,7 +60,7 @@ def _rank(RANK, COUNTS, IDS, count, first, rows, RUN: tl.constexpr, SHARE: tl.co
         before += tl.sum((same & (other[None, :] < mine[:, None])).to(tl.int32), 1)
         total += tl.sum(same.to(tl.int32), 1)
     tl.store(RANK + mine, before, mine < count)
-    opens = (mine < count) & (row >= 0) & (row < rows) & (before == 0)
+    opens = (mine < count) & (row >= 0) & (row < rows) & (row + first != padding) & (before == 0)
     tl.store(COUNTS + run.to(tl.int64) * rows + row, total, opens)
 
 
@@ -89,10 +89,10 @@ def _starts(STARTS, TOTALS, rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _scatter(ORDER, RANK, COUNTS, STARTS, IDS, count, first, rows, RUN: tl.constexpr, BLOCK: tl.constexpr):
+def _scatter(ORDER, RANK, COUNTS, STARTS, IDS, count, first, rows, padding, RUN: tl.constexpr, BLOCK: tl.constexpr):
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(IDS + k, k < count, -1) - first
-    mine = (k < count) & (row >= 0) & (row < rows)
+    mine = (k < count) & (row >= 0) & (row < rows) & (row + first != padding)
     before = tl.load(COUNTS + (k // RUN).to(tl.int64) * rows + row, mine, 0)
     at = tl.load(STARTS + row, mine, 0) + before + tl.load(RANK + k, mine, 0)
     tl.store(ORDER + at, k, mine)
@@ -177,7 +177,7 @@ def _describe(task: Task) -> Launches:
 @launches("embedding_grad")
 def _describe_grad(task: Task) -> Launches:
     out, ids, dy = (tile(task, k) for k in range(3))
-    count, (rows, width), first = numel(task, 1), shape(task, 0), EmbeddingGradArgs.of(task).first
+    count, (rows, width), arguments = numel(task, 1), shape(task, 0), EmbeddingGradArgs.of(task)
     run = min(RUN, max(SHARE, power_of_two(count)))
     runs, scratch = ceil_div(count, run), Scratch()
     assert runs * rows < 2**31, task.op
@@ -186,7 +186,8 @@ def _describe_grad(task: Task) -> Launches:
     rank, order = scratch.take(count, "int32"), scratch.take(count, "int32")
     parts, block = ceil_div(count, PART), min(power_of_two(width), 1024)
     sums, blocks = scratch.take(2 * int(parts) * width, "fp32"), ceil_div(width, block)
-    size, sizes = (count, Int(first), rows), {"PART": PART, "ROWS": 8, "BLOCK": block}
+    first, padding = Int(arguments.first), Int(*(arguments.padding or (-1,)))
+    size, sizes = (count, first, rows, padding), {"PART": PART, "ROWS": 8, "BLOCK": block}
     return Launches(
         (
             launch(_zero, ceil_div(runs * rows, 4096), counts, runs * rows, BLOCK=4096, warps=8),
@@ -194,7 +195,7 @@ def _describe_grad(task: Task) -> Launches:
             launch(_add_runs, ceil_div(rows, 256), counts, totals, rows, runs, BLOCK=256, warps=2),
             launch(_starts, 1, starts, totals, rows, BLOCK=4096, warps=8),
             launch(_scatter, ceil_div(count, 256), order, rank, counts, starts, ids, *size, RUN=run, BLOCK=256),
-            launch(_sum_parts, (parts, blocks, 2), sums, dy, ids, order, starts, totals, width, *size[1:], **sizes),
+            launch(_sum_parts, (parts, blocks, 2), sums, dy, ids, order, starts, totals, width, *size[1:3], **sizes),
             launch(
                 _sum_rows, (rows, blocks), out, dy, order, starts, totals, sums, width,
                 ACC=task.accesses[0].accumulate, **sizes,

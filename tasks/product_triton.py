@@ -175,7 +175,7 @@ def _of_parts(
 
 # -- tasks
 
-OWN = tuple(ACTIVATIONS.index(name) for name in ("relu", "gelu", "tanh", "silu"))  # cuBLASLt supports gelu_new
+OWN = tuple(number for number, name in enumerate(ACTIVATIONS) if name != "gelu_new")  # cuBLASLt supports gelu_new
 
 
 class Way(NamedTuple):

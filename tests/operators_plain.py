@@ -72,10 +72,10 @@ def embedding(ids_axes: str, rows: str) -> Callable[[Case], Op]:
     return row
 
 
-def embedding_grad(ids_axes: str, rows: str) -> Callable[[Case], Op]:
+def embedding_grad(ids_axes: str, rows: str, padding: int | None = None) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         numbers, dy = case.x(ids_axes, ids(case.sizes[rows]), "int64"), case.x(f"{ids_axes} embed")
-        return case.add(ops.EmbeddingGrad(numbers, dy, case.y(f"{rows} embed", case.sum_dtype)))
+        return case.add(ops.EmbeddingGrad(numbers, dy, case.y(f"{rows} embed", case.sum_dtype), padding))
 
     return row
 
@@ -227,6 +227,7 @@ ROWS: dict[str, Callable[[Case], Any]] = {
     "Embedding of positions": embedding("seq", "position"),
     "EmbeddingGrad": embedding_grad("batch seq", "vocab"),
     "EmbeddingGrad of positions": embedding_grad("seq", "position"),
+    "EmbeddingGrad of padding": embedding_grad("batch seq", "vocab", padding=1),
     **{f"Activation {kind}": activation(kind) for kind in ACTIVATIONS},
     **{f"ActivationGrad {kind}": activation_grad(kind) for kind in ACTIVATIONS},
     **{f"Gated {kind}": gated(kind) for kind in ("silu", "gelu_new")},

@@ -189,7 +189,7 @@ import test_cuda, nntile_py as nt
 from operators_contract import linear
 rows = [linear(b="ffn embed", bias="ffn", activation="gelu"), linear(bias="ffn", activation="gelu", pre=True)]
 rows += [linear(activation="gelu", aux=True)]
-rows += [linear(activation=kind, aux=aux) for kind in ("relu", "tanh", "silu") for aux in (False, True)]
+rows += [linear(activation=kind, aux=aux) for kind in ("relu", "tanh", "silu", "quick_gelu") for aux in (False, True)]
 with nt.Runtime(cpus=0, cuda=1):
     for row in rows:
         for seq in (37, 500, 1500):

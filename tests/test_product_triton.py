@@ -73,7 +73,7 @@ def test_against_float64(monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str,
 
 
 @pytest.mark.parametrize("aux", [False, True])
-@pytest.mark.parametrize("kind", ["relu", "tanh", "silu"])
+@pytest.mark.parametrize("kind", ["relu", "tanh", "silu", "quick_gelu"])
 def test_other_activations(kind: str, aux: bool) -> None:
     case = Case(SIZES, "bf16")
     linear(activation=kind, aux=aux, scale=0.5)(case)

@@ -108,7 +108,7 @@ def test_contract(pair: Pair, a: str, b: str, out: str, formula: str) -> None:
 
 TORCH: dict[str, Any] = {
     "relu": F.relu, "gelu": F.gelu, "gelu_new": lambda x: F.gelu(x, approximate="tanh"), "tanh": torch.tanh,
-    "silu": F.silu,
+    "silu": F.silu, "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }  # fmt: skip
 
 
