@@ -79,7 +79,7 @@ def trained(model: str, tiles: str, policy: str, options: dict[str, Any]) -> dic
 def database(spec: StepSpec, seed: int) -> Timings:
     """Times of all operators of a step, drawn; those of transpositions are short, so that many are taken."""
     timings = Timings(dict.fromkeys(KEYS, "drawn"), Path("drawn.jsonl"))
-    while missing := search(spec.graphs().graph, timings, spec.cuts).missing:
+    while missing := search(spec.graphs.graph, timings, spec.cuts).missing:
         for operator, layout in missing:
             drawn = random.Random(f"{operator} {layout} {seed}").random()
             seconds = 1e-3 * drawn if operator.startswith("Transpose") else 1 + drawn

@@ -137,7 +137,7 @@ def test_a_training_step_of_several_layers() -> None:
     assert rows["h*.mlp.c_fc.Contract"].flop == 3 * once["h*.mlp.c_fc.Contract"].flop
     assert rows["AdamW"].flop == once["AdamW"].flop and rows["AdamW"].phase == "update"
     assert rows["h*.attn.q.BiasAdd"].group == "h*.attn.q.Contract"
-    graph = step_spec(load("experiments/gpt2_tiny.yaml")).graphs().graph
+    graph = step_spec(load("experiments/gpt2_tiny.yaml")).graphs.graph
     assert single.totals()["contraction"]["flop"] == graph.flop()
     forward = analyse(config, "inference")
     assert {row.phase for row in forward.operators} == {"forward"}

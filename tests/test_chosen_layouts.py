@@ -53,7 +53,7 @@ def test_a_gain_within_noise_is_none(gain: float, noise: float, changes: bool) -
 def test_searched_is_never_slower(seed: int, noise: float) -> None:
     """By any times that there may be, of a step forward and backward."""
     spec = StepSpec(MODELS["encoder"](), 2, 8, fusion=Fusion(qkv=False))
-    rng, g = np.random.default_rng(seed), spec.graphs().graph
+    rng, g = np.random.default_rng(seed), spec.graphs.graph
     timings = measured(g, lambda operator, layout: 1e-3 * float(rng.random()), noise)
     chosen, least = (search(g, timings, Tiling(), careful=careful) for careful in (True, False))
     assert least.seconds <= chosen.seconds <= chosen.default
@@ -73,7 +73,7 @@ def test_weights_are_kept_as_products_want_them() -> None:
         fits = "Contract" in operator and layout.split(" -> ")[0].split(", ")[1] == ("N K" if forward else "K N")
         return 1.0 if fits else 2.0
 
-    g = spec.graphs().graph
+    g = spec.graphs.graph
     timings = measured(g, of)
     turned = arrange(g, timings, Tiling())
     params = [param for param in g.params.values() if param.order]

@@ -175,7 +175,7 @@ def test_the_split() -> None:
 
 
 def dataset(config: RunConfig) -> ClassificationDataset:
-    made = build_dataset(config)
+    made = build_dataset(config, step_spec(config))
     assert isinstance(made, ClassificationDataset)
     return made
 
@@ -200,7 +200,7 @@ def test_batches_come_from_seed_and_step_alone(tmp_path: Path) -> None:
 
 def test_sequences_are_framed_cut_and_padded(tmp_path: Path) -> None:
     config = load(write(tmp_path))
-    assert check_objective(config) == "classification"
+    assert check_objective(config, step_spec(config)) == "classification"
     batches = dataset(config)
     corpus = batches.corpus
     assert corpus.names == config.model.labels == ["animal", "fruit", "metal"]
@@ -438,7 +438,7 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
         path = write(tmp_path, **changes)
         with pytest.raises(ConfigError, match=told):
             config = load(path)
-            check_objective(config)
+            check_objective(config, step_spec(config))
             dataset(config)
     with pytest.raises(ConfigError, match=r"has one text of each label; allowed: two texts or more of a label, or a"):
         dataset(load(write(tmp_path, [["apple", "fruit"], ["iron", "metal"]])))
@@ -458,7 +458,7 @@ def test_packed_as_padded(tmp_path: Path) -> None:
     """The loss of the sequences of a step is that of the padded batch, and so is what is measured of held-out ones."""
     how = ["train.pack=true", "train.grad_accumulation=2", "model.dropout=0"]
     config = load(write(tmp_path), how)
-    assert check_objective(config) == "classification"
+    assert check_objective(config, step_spec(config)) == "classification"
     batches = dataset(config)
     corpus = batches.corpus
     assert re.fullmatch(r"\d+\.\d% of the bins' 30 tokens filled", batches.describe_lengths())
@@ -500,6 +500,6 @@ def test_others_of_the_family(kind: str, tmp_path: Path) -> None:
 
 def test_the_example(tmp_path: Path) -> None:
     config = load(EXPERIMENTS / "bert_classify.yaml")
-    assert check_objective(config) == "classification"
+    assert check_objective(config, step_spec(config)) == "classification"
     assert config.model.classes == len(config.model.labels) >= 5
     assert isinstance(config.model, BERTConfig) and config.data.source == "python-stdlib"

@@ -16,6 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.config.sections import DataSection
 from nntile_py.data import text as data
@@ -39,7 +40,7 @@ def documents_of(**settings: Any) -> list[str]:
 
 
 def corpus_of(config: RunConfig) -> data.Corpus:
-    dataset = build_dataset(config)
+    dataset = build_dataset(config, step_spec(config))
     assert isinstance(dataset, data.TextDataset)
     return dataset.corpus
 

@@ -39,7 +39,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def found(model: Any, fusion: Fusion = FOUND, **tiles: int) -> Counter[str]:
-    graph = StepSpec(model, 4, 16, Tiling(tiles), fusion=fusion).graphs().graph
+    graph = StepSpec(model, 4, 16, Tiling(tiles), fusion=fusion).graphs.graph
     return Counter(op.group for op in groups(graph))
 
 
@@ -59,7 +59,7 @@ def test_groups_of_the_paper() -> None:
 
 def test_groups_where_rows_are_cut() -> None:
     """A norm over a cut axis is several tasks, in no group; its gradient has what the rules put into it."""
-    graph = StepSpec(MODELS["encoder"](), 4, 16, Tiling({"embed": 10, "seq": 5})).graphs().graph
+    graph = StepSpec(MODELS["encoder"](), 4, 16, Tiling({"embed": 10, "seq": 5})).graphs.graph
     assert Counter(op.group for op in groups(graph)) == {"dropout_activation_grad_sum": 2, "dropout_add": 4}
     norms = [op for op in graph.ops if isinstance(op, LayerNormGrad)]
     assert len(norms) == 4 and all(norm.dropout and norm.bias for norm in norms)
@@ -269,7 +269,7 @@ def test_two_processes_compile_the_same(tmp_path: Path) -> None:
 def test_layers_share_a_kernel() -> None:
     """Keys of dropout and sizes are no part of it, dtypes are."""
     spec = StepSpec(MODELS["encoder"](), 4, 16, fusion=FOUND)
-    made = Counter(op.kernel.name for op in groups(spec.graphs().graph))
+    made = Counter(op.kernel.name for op in groups(spec.graphs.graph))
     assert sorted(made.values()) == [2, 2, 2, 4, 4]
     assert group_of("Generated RMSNorm").kernel.source != group_of("Generated RMSNorm", "fp64").kernel.source
 

@@ -200,7 +200,7 @@ def test_programs_of_other_inputs_follow(monkeypatch: pytest.MonkeyPatch, runtim
     monkeypatch.setattr("nntile_py.graph.layout_search.say_once", lambda text: None)
     timings = Drawn(OF, seed=3)
     spec = StepSpec(MODELS["encoder"](), 4, 16, timings=timings)
-    graph = replace(spec, timings=None).graphs().graph
+    graph = replace(spec, timings=None).graphs.graph
     program = search(graph, timings, spec.cuts).program
     assert program
     default = [op.title for op in graph.ops]

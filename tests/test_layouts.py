@@ -256,11 +256,11 @@ def test_programs_in_any_layout_compute_the_same(runtime: nt.Runtime, model: str
     made = MODELS[model]()
     spec = StepSpec(made, 4, 16, Tiling(TILINGS[tiling]), precision="fp64", fusion=Fusion.of(FUSIONS[fusion]))
     losses, gradients = trained(spec, model)
-    before = [t.axes for op in spec.graphs().graph.ops for t in op.outputs]
+    before = [t.axes for op in spec.graphs.graph.ops for t in op.outputs]
     other = 0
     for seed in range(1 if spec.fusion.found else 2):  # whose kernels are compiled
         searched = replace(spec, timings=Drawn(OF, seed=seed))
-        ops = searched.graphs().graph.ops
+        ops = searched.graphs.graph.ops
         other += [t.axes for op in ops if not isinstance(op, Transpose) for t in op.outputs] != before
         got, turned = trained(searched, model)
         assert error(got, losses) < 1e-12
@@ -292,7 +292,7 @@ def test_widths_of_generated_kernels(runtime: nt.Runtime) -> None:
 
     spec = StepSpec(MODELS["encoder"](), 4, 16, precision="fp64", fusion=Fusion())
     wide = replace(spec, timings=Wide(OF))
-    sources = [op.kernel.source for op in wide.graphs().graph.ops if isinstance(op, Generated)]
+    sources = [op.kernel.source for op in wide.graphs.graph.ops if isinstance(op, Generated)]
     assert sources and all("simdlen(8)" in text for text in sources)
     assert error(trained(wide)[0], trained(spec)[0]) < 1e-12
 

@@ -23,6 +23,7 @@ from rich.console import Console
 from nntile_py.checkpoint import format as checkpoint
 from nntile_py.checkpoint import writer
 from nntile_py.checkpoint.run_folder import Metrics
+from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import load
 from nntile_py.config.sections import CheckpointSection, optimizer_section
 from nntile_py.data import text as data
@@ -108,7 +109,7 @@ def test_the_weights_are_those_of_a_transformers_model(run: tuple[Path, str]) ->
     model, found = transformers.GPT2LMHeadModel.from_pretrained(run[0], output_loading_info=True)
     assert {key: list(value) for key, value in found.items() if value} == {}
     config = load(run[0] / "config.yaml")
-    dataset = build_dataset(config)
+    dataset = build_dataset(config, step_spec(config))
     assert isinstance(dataset, data.TextDataset)
     batches = data.held_out_batches(dataset.corpus.held_out, 4, 12, 2)
     with torch.no_grad():

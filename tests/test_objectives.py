@@ -13,7 +13,7 @@ import yaml
 import nntile_py as nt
 from nntile_py.analysis import draw
 from nntile_py.analysis.plan import plan
-from nntile_py.config.builders import build_model
+from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import load
 from nntile_py.data import text as data
 from nntile_py.data.tokenizer import MASKED, ROBERTA, load_tokenizer, special_numbers
@@ -75,7 +75,7 @@ def of_transformers(folder: Path, name: str) -> float:
     config = load(folder / "config.yaml")
     losses = []
     with torch.no_grad():
-        for inputs in build_dataset(config).held_out():
+        for inputs in build_dataset(config, step_spec(config)).held_out():
             losses.append(model(**{key: torch.tensor(value) for key, value in inputs.items()}).loss.item())
     return float(np.mean(losses))
 
@@ -136,7 +136,7 @@ def test_a_run_goes_on_without_the_tokenizer_that_it_began_with(tmp_path: Path) 
 
 def test_sequences_of_a_masked_model(tmp_path: Path) -> None:
     config = load(write(tmp_path), ["train.grad_accumulation=2", "train.mask_probability=0.5"])
-    batches, again = build_dataset(config), build_dataset(config)
+    batches, again = build_dataset(config, step_spec(config)), build_dataset(config, step_spec(config))
     first, second = batches.train(1), batches.train(2)
     number = batches.tokenizer.token_to_id
     for batch, rows in ((first, 16), (batches.held_out()[0], 8)):
@@ -156,7 +156,7 @@ def test_robertas_special_tokens(tmp_path: Path) -> None:
     texts = data.read_documents(section.source, section.extensions)
     data.train_tokenizer(texts, 300, [*ROBERTA.values()]).save(str(tmp_path / "roberta.json"))
     config = load(write(tmp_path, tokenizer={"path": str(tmp_path / "roberta.json")}, model=BERT | {"type": "roberta"}))
-    dataset = build_dataset(config)
+    dataset = build_dataset(config, step_spec(config))
     batch = dataset.train(1)
     pad, cls, sep, mask = (dataset.tokenizer.token_to_id(ROBERTA[token]) for token in MASKED)
     assert (batch["input_ids"][:, [0, -1]] == [cls, sep]).all() and pad == config.model.padding_token
@@ -171,9 +171,9 @@ def test_a_folder_without_a_head(tmp_path: Path) -> None:
     data.train_tokenizer(["some text"], 270, MASKED).save(str(tmp_path / "bare/tokenizer.json"))
     path = write(tmp_path, model={"from": str(tmp_path / "bare")}, tokenizer={})
     with pytest.raises(ConfigError, match=r"BERT with head: none \(from .*bare\) has no loss; .* head: masked_lm"):
-        check_objective(load(path))
+        check_objective(loaded := load(path), step_spec(loaded))
     config = load(path, ["model.head=masked_lm"])
-    assert check_objective(config) == "masked"
+    assert check_objective(config, step_spec(config)) == "masked"
     made = build_model(config).weights
     assert all((made[name] == value).all() for name, value in model.weights.items())
     assert made["cls.predictions.transform.dense.weight"].std() > 0.01
@@ -191,14 +191,14 @@ def test_models_that_text_does_not_train(tmp_path: Path) -> None:
     ):  # fmt: skip
         config = load(write(tmp_path, model=BERT | {"head": head}))
         with pytest.raises(ConfigError, match=r"model: bert with head: .* from Python with nt.Trainer") as refused:
-            check_objective(config)
+            check_objective(config, step_spec(config))
         assert needs in str(refused.value) and head in str(refused.value)
 
 
 def test_another_padding_token_than_the_tokenizers(tmp_path: Path) -> None:
     config = load(write(tmp_path, model=BERT | {"type": "roberta", "padding_token": 2}))
     with pytest.raises(ConfigError, match=r"model.padding_token: got 2; allowed: 1, the tokenizer's \[PAD\]"):
-        build_dataset(config)
+        build_dataset(config, step_spec(config))
 
 
 def test_masked_settings_that_are_refused(tmp_path: Path) -> None:
@@ -210,7 +210,8 @@ def test_masked_settings_that_are_refused(tmp_path: Path) -> None:
         ({"train": {"steps": 1, "batch": 1, "seq": 2}}, "train.seq: got 2; allowed: at least 3"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=told):
-            check_objective(load(write(tmp_path, **changes)))
+            config = load(write(tmp_path, **changes))
+            check_objective(config, step_spec(config))
     for value in (0, 1, "x"):
         with pytest.raises(ConfigError, match=r"train.mask_probability: got .*; allowed: a number above 0 and below 1"):
             load(write(tmp_path), [f"train.mask_probability={value}"])
@@ -232,7 +233,7 @@ def test_plan_and_graph(name: str) -> None:
 def test_configs_for_gpus(name: str) -> None:
     config = load(EXPERIMENTS / f"{name}.yaml")
     assert config.precision == "bf16" and config.runtime.cuda == 1
-    assert check_objective(config) == {"bert_base": "masked", "llama_1b": "causal"}[name]
+    assert check_objective(config, step_spec(config)) == {"bert_base": "masked", "llama_1b": "causal"}[name]
     millions = {"bert_base": 109.5, "llama_1b": 1235.8}[name]  # as published
     assert plan(config).parameters / 1e6 == pytest.approx(millions, rel=0.002)
 

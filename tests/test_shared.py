@@ -102,7 +102,7 @@ def test_gradients(
 def test_shared_gradients_are_summed_in_place() -> None:
     """Each layer's task adds to the same tiles: no more tensors, and no tasks that add them."""
     spec = StepSpec(Loop(LoopConfig(pre_norm=False)), ROWS, SEQ)
-    made = spec.graphs()
+    made = spec.graphs
     kinds = [one.kind for op in made.graph.ops for one in getattr(op, "members", [op])]
     weights = {param.name: grad for param, grad in made.grads.items()}
     parts = [t.storage for op in made.graph.ops for t in op.outputs]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nntile_py.analysis.simulate import evicted_bytes, planned_seconds
 from nntile_py.config.builders import step_spec
 from nntile_py.graph.params import numel
-from nntile_py.graph.step import Step
+from nntile_py.graph.step import Step, StepSpec
 from nntile_py.system.console_tables import plain_table
 from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tasks.op import Lowering
@@ -142,10 +142,10 @@ class Plan:
         return Group(table, Text(), *map(Text, lines))
 
 
-def plan(config: RunConfig) -> Plan:
-    """Plan a training config; nothing runs and no weight is initialised."""
+def plan(config: RunConfig, spec: StepSpec | None = None) -> Plan:
+    """Plan a training config; nothing runs and no weight is initialised. spec: the config's, if the caller has it."""
     with no_search_for_cycles():
-        return summarise(step_spec(config).step(), config=config)
+        return summarise((spec or step_spec(config)).step(), config=config)
 
 
 def summarise(step: Step, *, config: RunConfig) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nntile_py.config.builders import step_spec
@@ -43,31 +43,33 @@ class TileCost:
         return self.tasks > MANY and self.work < self.speed.beside
 
 
-def own_cost(config: RunConfig) -> TileCost:
+def own_cost(config: RunConfig, spec: StepSpec | None = None) -> TileCost:
     """Return the cost of the config's own tiles. Raises ConfigError, as the step would."""
-    return next(_coarser(config))
+    return next(_coarser(config, spec))
 
 
-def coarse(config: RunConfig, inference: bool = False) -> TileCost:
+def coarse(config: RunConfig, spec: StepSpec | None = None, *, inference: bool = False) -> TileCost:
     """Make tiles coarser until a mean task is long enough (Speed.good), or until no axis is cut.
 
     The axis with most tiles comes first. The batch keeps a tile for each worker.
 
     Args:
+        config: the run.
+        spec: the config's StepSpec, if the caller has it.
         inference: for a forward pass instead of a training step.
     """
-    *_, last = _coarser(config, inference)
+    *_, last = _coarser(config, spec, inference)
     return last
 
 
-def note(config: RunConfig) -> str:
+def note(config: RunConfig, spec: StepSpec | None = None) -> str:
     """Return a note if tiles are far too small, or if listing the tasks takes long; else an empty text."""
-    own = own_cost(config)
+    own = own_cost(config, spec)
     listing = f"listing them takes about {own.tasks * LISTING:.0f} s"
     if not own.far_too_fine:
         long = LONG < own.tasks * LISTING < MOST_TASKS * LISTING
         return f"note: {own.tasks:,} tasks a step; {listing}" if long else ""
-    better = coarse(config)
+    better = coarse(config, spec)
     sets = " ".join(f"--set tiles.{axis}={size}" for axis, size in better.tiles.items() if own.tiles.get(axis) != size)
     advice = (
         f"note: {own.tasks:,} tasks a step; each has {own.work * 1e6:.1f} us of arithmetic and costs about"
@@ -76,24 +78,19 @@ def note(config: RunConfig) -> str:
     return advice if own.tasks > MOST_TASKS else f"{advice}; going on: {listing}"
 
 
-def padded(config: RunConfig) -> StepSpec:
-    """Return the step on padded batches: it has as many tasks as the packed one, and the axes that `tiles` names."""
-    return replace(step_spec(config), pack=False)
-
-
 def sizes(config: RunConfig) -> dict[str, int]:
     """Return the size of each axis that tiles may cut."""
-    axes = padded(config).trace(training=False)[0].sizes()
+    axes = step_spec(config).padded.trace(training=False)[0].sizes()
     return {axis: axes[axis] for axis in AXES if axis in axes}
 
 
-def _coarser(config: RunConfig, inference: bool = False) -> Iterator[TileCost]:
+def _coarser(config: RunConfig, spec: StepSpec | None = None, inference: bool = False) -> Iterator[TileCost]:
     """Yield the cost of the config's own tiling, then of coarser and coarser tilings, up to a good one."""
-    spec = padded(config)
+    spec = (spec or step_spec(config)).padded  # has as many tasks as the packed step, and the axes that `tiles` names
     if inference:
         repeats, graph, update = 1, spec.evaluation().graph, Graph()
     else:
-        training = spec.graphs()
+        training = spec.graphs
         repeats, graph, update = spec.grad_accumulation, training.graph, spec.update(training)
     whole = graph.sizes()
     speed = device_model.worker(TILE_DTYPE.get(spec.precision, spec.precision), config.runtime.cuda != 0)

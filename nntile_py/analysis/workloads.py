@@ -109,7 +109,7 @@ def logical(config: RunConfig, work: Work, fusion: Fusion | None = None, phase: 
     """
     spec = spec_of(config, work, fusion)
     if work == "train":
-        training = spec.graphs()
+        training = spec.graphs
         return [training.graph, spec.update(training)]
     if work in FORWARD:
         return [spec.evaluation().graph]

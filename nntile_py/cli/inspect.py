@@ -40,18 +40,20 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Print parameters, tasks, flop and bytes without a run, or the simulated time of a step on other machines."""
+    from nntile_py.config.builders import step_spec
     from nntile_py.config.run_config import load
 
     loaded = load(config, sets or [])
+    spec = step_spec(loaded)
     if nodes is None:
-        note_tiles(loaded)
+        note_tiles(loaded, spec)
     from nntile_py.analysis.cluster_plan import plan_cluster, requested_cluster
     from nntile_py.analysis.plan import plan as make
 
     on = requested_cluster(loaded, nodes, gpus_per_node, network, gpus_per_nic)
     if strong and not on:
         raise ConfigError("--strong: allowed: only with --nodes")
-    made = plan_cluster(loaded, on, strong=strong) if on else make(loaded)
+    made = plan_cluster(loaded, on, strong=strong) if on else make(loaded, spec)
     show(made.to_dict() if as_json else made.render())
 
 
@@ -66,6 +68,7 @@ def profile(
     fxt: Annotated[bool, typer.Option("--fxt", help="Also write StarPU's trace, for ViTE and StarVZ.")] = False,
 ) -> None:
     """Run a few steps of CONFIG; write trace, Gantt chart and report, and print the bottlenecks."""
+    from nntile_py.config.builders import step_spec
     from nntile_py.config.run_config import load
 
     one_of("--work", work, ("train", "inference"))
@@ -73,7 +76,7 @@ def profile(
     name = Path(config).stem
     folder = run_folder(f"{name}-profile", None, out or (Path(loaded.out) if loaded.out else None), overwrite)
     if work == "train":
-        note_tiles(loaded)
+        note_tiles(loaded, step_spec(loaded))
     from nntile_py.profiling import profile as run
 
     summary = run(loaded, folder, name, steps or loaded.profile.steps, fxt, work == "inference")

@@ -48,14 +48,14 @@ def alone(command: str) -> None:
         )
 
 
-def note_tiles(config: Any) -> None:
+def note_tiles(config: Any, spec: Any) -> None:
     """Print a note if tiles are far too small. The command itself reports all other mistakes."""
     from contextlib import suppress
 
     from nntile_py.analysis.tile_advice import note
 
     with suppress(NNTileError):
-        if launcher.leads() and (text := note(config)):
+        if launcher.leads() and (text := note(config, spec)):
             print(text, file=sys.stderr, flush=True)
 
 

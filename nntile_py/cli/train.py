@@ -84,6 +84,7 @@ def train(
     ] = None,
 ) -> None:
     """Train the model that CONFIG describes."""
+    from nntile_py.config.builders import step_spec
     from nntile_py.config.run_config import load
 
     name, command, overrides = Path(config).stem, ["nntile", "train", config], list(sets or [])
@@ -119,14 +120,15 @@ def train(
         start, folder = None, run_folder(name, loaded.out, out, overwrite, trains=True)
     if rescue and (taken(rescue) or os.path.realpath(rescue) == os.path.realpath(folder)):
         raise ConfigError(f"--rescue: {rescue} is not an empty folder of its own; allowed: a new or empty one")
-    note_tiles(loaded)
+    spec = step_spec(loaded)
+    note_tiles(loaded, spec)
     options = [f"--set={item}" for item in sets or []] + (["--out", str(out)] if out else [])
     try:
         from nntile_py.training.display import Screen
         from nntile_py.training.run import train as run
 
         status = run(
-            loaded.model_copy(update={"out": str(folder)}), folder, Screen(),
+            loaded.model_copy(update={"out": str(folder)}), spec, folder, Screen(),
             resume=start, replaces=overwrite and not resume, rescue=rescue,
             again=shlex.join([*command, *options]), overrides=overrides,
         )  # fmt: skip

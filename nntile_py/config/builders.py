@@ -16,8 +16,6 @@ from nntile_py.system.machine import gpus, processor
 from nntile_py.system.version import VERSION
 from nntile_py.tiles import Tiling
 
-MOST_RESOLVED = 8  # configs whose specs are kept
-
 
 def build_model(config: RunConfig) -> Model:
     """The model of `config.model`: read from its folder, or freshly initialised from the seed."""
@@ -27,30 +25,16 @@ def build_model(config: RunConfig) -> Model:
     return new(made, config.seed)
 
 
-_resolved: dict[str, StepSpec] = {}  # the last specs without weights, by the config's text
-
-
+@operators_refuse()
 def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
-    """Resolve a config to all that decides the programs of a run.
+    """Resolve a config to everything that determines the programs of a run.
 
     Args:
         config: The run.
-        model: A model with weights. Default: a model of the config that has none; equal configs then share one spec.
+        model: The model with its weights. Default: a new model, whose initial weights are drawn at their first use.
     """
-    if model is not None or config.layout == "searched" or ":" in config.model.type:  # times and own files may change
-        return _resolve(config, model or new(config.model, config.seed))
-    text = config.model_dump_json(by_alias=True)
-    if text not in _resolved:
-        if len(_resolved) >= MOST_RESOLVED:
-            _resolved.clear()
-        _resolved[text] = _resolve(config, new(config.model, config.seed))
-    return _resolved[text]
-
-
-@operators_refuse()
-def _resolve(config: RunConfig, model: Model) -> StepSpec:
     return StepSpec(
-        model,
+        model or new(config.model, config.seed),
         config.train.batch,
         config.train.seq,
         tiling(config),

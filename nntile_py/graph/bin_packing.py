@@ -342,8 +342,12 @@ def bins_of(spec: StepSpec, *, training: bool = True) -> Bins:
     embed = getattr(getattr(spec.model, "config", None), "embed", None)
     # A layer has 24 embed^2 flop a token in products, and 4 embed a pair of tokens in attention.
     quadratic = 1 / (6 * embed) if isinstance(embed, int) else 0.0
-    graph, _, batch = spec.trace(training=training)
+    if training:
+        graph, optional = spec.graphs.graph, spec.graphs.optional
+    else:
+        graph, _, batch = spec.trace(training=False)
+        optional = batch.optional
     inputs = graph.inputs
-    if optional := batch.optional.keys() - spec.given:
-        inputs = spec.with_inputs(spec.given | optional).trace(training=training)[0].inputs
+    if absent := optional.keys() - spec.given:
+        inputs = spec.with_inputs(spec.given | absent).trace(training=training)[0].inputs
     return Bins(spec.rows, spec.capacity, spec.seq, quadratic, inputs, rows_of(inputs), spec.batch * spec.seq)

@@ -16,7 +16,7 @@ from nntile_py.graph.layout_search import arrange, keep_in
 from nntile_py.graph.layouts import Order
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.optimizers import add_update
-from nntile_py.graph.params import Array, Batch, Input, Param, Traceable, Traced, trace
+from nntile_py.graph.params import Array, Batch, Param, Traceable, Traced, trace
 from nntile_py.graph.passes.precision import narrow_gradients
 from nntile_py.graph.passes.qkv_fusion import pack_projections
 from nntile_py.graph.random_inputs import random_inputs
@@ -208,9 +208,9 @@ class StepSpec:
         check_pack(self.pack, self.tiling.tiles.get("seq"))
 
     @cached_property
-    def inputs(self) -> dict[str, Input]:
-        """Inputs that the model declares, for sequences that are not packed."""
-        return replace(self, pack=False).trace()[0].inputs
+    def padded(self) -> StepSpec:
+        """The same step on padded sequences."""
+        return replace(self, pack=False) if self.pack else self
 
     @property
     def rows(self) -> int:
@@ -238,7 +238,7 @@ class StepSpec:
 
     def with_inputs(self, given: Iterable[str]) -> StepSpec:
         """Return the same for steps that have these optional inputs."""
-        return replace(self, given=frozenset(given))
+        return self if self.given == frozenset(given) else replace(self, given=frozenset(given))
 
     @operators_refuse()
     def trace(self, *, training: bool = True) -> tuple[Graph, Traced, Batch]:
@@ -266,14 +266,15 @@ class StepSpec:
             ConfigError: more sequences than tiles can have; raised before any number is drawn.
         """
         self.tiling.parts("batch", rows)
-        graph = replace(self, pack=False).trace(training=training)[0]
+        graph = self.padded.trace(training=training)[0]
         inputs = random_inputs(graph, rows, seed, alpha, predicted)
         derived = {name for name, one in graph.inputs.items() if callable(one.default)} if self.pack else set()
         return {name: value for name, value in inputs.items() if name not in derived}  # packing derives its own
 
+    @cached_property
     @operators_refuse()
     def graphs(self) -> Graphs:
-        """Return forward and backward as a graph, before it is cut into tiles."""
+        """Forward and backward as a graph, before it is cut into tiles. Lowering does not change the graph."""
         graph, traced, batch = self.trace()
         assert traced.loss
         if self.scale:
@@ -302,8 +303,7 @@ class StepSpec:
     @operators_refuse()
     def step(self) -> Step:
         """Return forward, backward and update as task lists."""
-        graphs = self.graphs()
-        graph, grads = graphs.graph, graphs.grads
+        graphs, graph, grads = self.graphs, self.graphs.graph, self.graphs.grads
         rank_sums, more = self._rank_sums(grads.values()), None
         first = lower(graph, self.cuts, self.accumulate, rank_sums=rank_sums)
         # The host can read gradients until the next step begins; activations then use their memory.

@@ -221,7 +221,7 @@ def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> TaskInfo:
 
 def axes(config: RunConfig, inference: bool = False) -> dict[str, dict[str, int]]:
     """Return for each axis its size, its tile, the number of tiles, and a tile that is coarse enough."""
-    own, good, result = tiling(config), coarse(config, inference).tiles, {}
+    own, good, result = tiling(config), coarse(config, inference=inference).tiles, {}
     for axis, size in sizes(config).items():
         tile = own.tile(axis, size)
         result[axis] = {"size": size, "tile": tile, "tiles": -(-size // tile), "good": min(good.get(axis, size), size)}

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import CLASSIFICATION, RunConfig
 from nntile_py.data.classification import ClassificationDataset, read_labelled_corpus
 from nntile_py.data.collators import CausalCollator, MaskedCollator
@@ -28,7 +27,8 @@ from nntile_py.data.tokenizer import (
     token_numbers,
 )
 from nntile_py.errors import ConfigError
-from nntile_py.graph.bin_packing import Bins, bins_of
+from nntile_py.graph.bin_packing import bins_of
+from nntile_py.graph.step import StepSpec
 from nntile_py.models.registry import known
 
 # By objective: special tokens that a tokenizer needs, axes of the labels.
@@ -36,16 +36,16 @@ SPECIAL: dict[str, Sequence[str]] = {"causal": (), "masked": MASKED, CLASSIFICAT
 _LABEL_AXES = {"causal": ["batch", "seq"], "masked": ["batch", "seq"], CLASSIFICATION: ["batch"]}
 
 
-def build_dataset(config: RunConfig) -> Dataset:
+def build_dataset(config: RunConfig, spec: StepSpec) -> Dataset:
     """Read the data of `config` and return its batches.
 
     Raises:
         ConfigError: The data or the tokenizer does not fit the config; see `check_objective` for the model.
     """
-    return _classification_dataset(config) if config.aim == CLASSIFICATION else _text_dataset(config)
+    return (_classification_dataset if config.aim == CLASSIFICATION else _text_dataset)(config, spec)
 
 
-def _text_dataset(config: RunConfig) -> TextDataset:
+def _text_dataset(config: RunConfig, spec: StepSpec) -> TextDataset:
     """Text of a causal model, or of a masked model: [CLS], a part of the text, [SEP]."""
     data, train, path = config.data, config.train, config.tokenizer.path
     masked = config.aim == "masked"
@@ -58,7 +58,7 @@ def _text_dataset(config: RunConfig) -> TextDataset:
     return TextDataset(
         corpus, collator, seq=train.seq, batch=train.batch, passes=train.grad_accumulation,
         eval_batches=train.eval_batches, seed=config.seed, ends=ends, unit=data.sequences,
-        bins=_bins(config) if data.sequences != "window" else None,
+        bins=bins_of(spec) if spec.pack and data.sequences != "window" else None,
     )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def _masking(config: RunConfig, corpus: Corpus) -> tuple[tuple[int, ...], Masked
     )  # fmt: skip
 
 
-def _classification_dataset(config: RunConfig) -> ClassificationDataset:
+def _classification_dataset(config: RunConfig, spec: StepSpec) -> ClassificationDataset:
     data, train, model, path = config.data, config.train, config.model, config.tokenizer.path
     corpus = read_labelled_corpus(
         data.source, seq=train.seq, text=data.text, label=data.label, held_out=data.held_out,
@@ -88,15 +88,11 @@ def _classification_dataset(config: RunConfig) -> ClassificationDataset:
         _check_padding(padding, pad, corpus.tokenizer)
     return ClassificationDataset(
         corpus, seq=train.seq, batch=train.batch, passes=train.grad_accumulation, eval_batches=train.eval_batches,
-        seed=config.seed, pad=padding or 0, bins=_bins(config),
+        seed=config.seed, pad=padding or 0, bins=bins_of(spec) if spec.pack else None,
     )  # fmt: skip
 
 
-def _bins(config: RunConfig) -> Bins | None:
-    return bins_of(step_spec(config)) if config.train.pack else None
-
-
-def check_objective(config: RunConfig) -> str:
+def check_objective(config: RunConfig, spec: StepSpec) -> str:
     """Return the objective of the config's model, a key of SPECIAL.
 
     Raises:
@@ -111,7 +107,7 @@ def check_objective(config: RunConfig) -> str:
         raise ConfigError(
             f"model.type: {kind} is not trained on text (its objective is {objective}); allowed: {text}, or {elsewhere}"
         )
-    declared = step_spec(config).inputs
+    declared = spec.padded.graphs.graph.inputs
     needed = {name: one for name, one in declared.items() if one.default is None}
     axes = {name: list(one.tensor.axes) for name, one in needed.items()}
     fits = axes == {"input_ids": ["batch", "seq"], "labels": _LABEL_AXES[objective]}

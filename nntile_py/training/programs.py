@@ -47,7 +47,7 @@ class Programs:
         self._evaluations: dict[tuple[frozenset[str], bool], ForwardProgram] = {}
         self._changed: set[str] = set()  # inputs whose tiles no longer have the default
         self._optional: dict[str, float] = {}  # optional inputs; the value that means none
-        self._optional_inputs: dict[str, Input | None] = {}
+        self._optional_inputs: dict[str, Input] = {}  # declarations of the optional inputs that the model uses
         built = self.of(spec.given).built  # weights have the layouts of these programs
         searched = spec.timings if not built.refused else None
         self.spec = replace(spec, timings=searched, kept=built.kept if searched else None)
@@ -119,6 +119,6 @@ class Programs:
 
     def _optional_input(self, name: str) -> Input | None:
         """Return the declaration of an optional input; None if the model does not declare it."""
-        if name not in self._optional_inputs:
-            self._optional_inputs[name] = self.spec.with_inputs(frozenset({name})).trace()[0].inputs.get(name)
-        return self._optional_inputs[name]
+        if not self._optional_inputs:
+            self._optional_inputs = self.spec.with_inputs(self._optional).trace()[0].inputs
+        return self._optional_inputs.get(name)

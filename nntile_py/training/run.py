@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -28,7 +28,7 @@ from nntile_py.config.run_config import RunConfig, runtime_options
 from nntile_py.data.dataset import Dataset
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
-from nntile_py.models.base import Model
+from nntile_py.graph.step import StepSpec
 from nntile_py.system.folders import replace_file
 from nntile_py.training.collectives import NoOutput, agree
 from nntile_py.training.datasets import build_dataset, check_objective
@@ -41,13 +41,15 @@ Report = Callable[[str], None]
 
 
 def train(
-    config: RunConfig, out: Path, console: Console, *, resume: Path | None = None, replaces: bool = False,
-    rescue: Path | None = None, again: str = "nntile train CONFIG", overrides: list[str] | None = None,
+    config: RunConfig, spec: StepSpec, out: Path, console: Console, *, resume: Path | None = None,
+    replaces: bool = False, rescue: Path | None = None, again: str = "nntile train CONFIG",
+    overrides: list[str] | None = None,
 ) -> int:  # fmt: skip
     """Train as `config` says; leave config, tokenizer, metrics, checkpoints and weights in the folder `out`.
 
     Args:
         config: The run's config.
+        spec: The step of the config.
         out: The run's folder.
         console: Shows progress.
         resume: The folder of a run, or a checkpoint, from which to resume.
@@ -63,7 +65,7 @@ def train(
         NNTileError: The loss or the gradient norm is not finite any more; no weights are written.
     """
     # Refuse what cannot be trained, and what the machine lacks, before any work.
-    check_objective(config)
+    check_objective(config, spec)
     runtime = Runtime(**runtime_options(config.runtime.model_dump()), mpi=True)
     ranks = runtime.ranks
     is_rank_0 = not ranks or ranks.rank == 0  # writes and shows everything; other ranks only compute and read
@@ -79,9 +81,9 @@ def train(
     checkpoints = checkpoint.checkpoints_in(out)
     point = newest_checkpoint(resume, report) if resume else None
     report(f"reading {config.data.source}")
-    dataset = build_dataset(config)
+    dataset = build_dataset(config, spec)
     data = data_facts(config, dataset)
-    _check_ranks(config, runtime, data, point, report)
+    _check_ranks(config, spec, runtime, data, point, report)
     report(f"{dataset.describe()}; writing to {out}")
     if point:
         differences = check_same_run(point, config, data)
@@ -89,7 +91,7 @@ def train(
 
     # Trainer, steps, weights.
     with runtime, _signals() as stop:
-        trainer = _resumed_trainer(config, runtime, point)
+        trainer = _first_trainer(config, spec, runtime, point)
         if lengths := dataset.describe_lengths():
             report(lengths)
         if not is_rank_0:
@@ -119,8 +121,9 @@ def _check_folders(out: Path, rescue: Path | None, replaces: bool) -> None:
 
 
 def _check_ranks(
-    config: RunConfig, runtime: Runtime, data: dict[str, str], point: ResumePoint | None, report: Report
-) -> None:
+    config: RunConfig, spec: StepSpec, runtime: Runtime, data: dict[str, str], point: ResumePoint | None,
+    report: Report,
+) -> None:  # fmt: skip
     """Check that all ranks have the same config, data and checkpoint; report their workers."""
     if not (ranks := runtime.ranks):
         return
@@ -131,19 +134,21 @@ def _check_ranks(
     each = " and ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in workers.items() if count)
     shared = f", of which {ranks.sharers} ranks share one" if ranks.sharers > 1 else ""
     report(f"{ranks.size} ranks, each with {each}{shared}")
-    if (tiles := len(step_spec(config).tiling.parts("batch", config.train.batch))) < ranks.size:
+    if (tiles := len(spec.tiling.parts("batch", spec.batch))) < ranks.size:
         report(f"note: the batch has {tiles} tile{'s' * (tiles > 1)}: smaller tiles.batch gives all ranks work")
 
 
-def build_trainer(config: RunConfig, model: Model | None = None) -> Trainer:
-    """Return the Trainer of a config; needs a running Runtime. model: default: a new one, or that of model.from."""
-    return Trainer.of_spec(
-        step_spec(config, model or build_model(config)), seed=config.seed, check_finite=config.debug.nonfinite
-    )
+def build_trainer(config: RunConfig, spec: StepSpec | None = None) -> Trainer:
+    """Return the Trainer of a config; needs a running Runtime. spec: default: the config's, with its weights."""
+    spec = spec or step_spec(config, build_model(config))
+    return Trainer.of_spec(spec, seed=config.seed, check_finite=config.debug.nonfinite)
 
 
-def _resumed_trainer(config: RunConfig, runtime: Runtime, point: ResumePoint | None) -> Trainer:
-    trainer = build_trainer(config, point.model(config) if point else None)
+def _first_trainer(config: RunConfig, spec: StepSpec, runtime: Runtime, point: ResumePoint | None) -> Trainer:
+    """Return the trainer before the first step of this process; it starts from `point`, or from `model.from`."""
+    if point or config.model.from_ is not None:
+        spec = replace(spec, model=point.model(config) if point else build_model(config))
+    trainer = build_trainer(config, spec)
     if runtime.ranks:
         runtime.forget(trainer)  # at the end no rank gathers all weights: rank 0 has written them
         trainer.model.weights = {}  # the tiles have them

@@ -28,7 +28,7 @@ def sample_text(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: lis
 
 def missing_logits(trainer: Trainer) -> str:
     """Return why the model can give no sample of text; empty if it can."""
-    outputs = trainer.spec.trace(training=False)[1].outputs
+    outputs = trainer.outputs
     if "logits" in outputs and tuple(outputs["logits"].axes[:-1]) == ("batch", "seq"):
         return ""
     return (

@@ -33,6 +33,7 @@ from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.params import Traceable
 from nntile_py.graph.step import Step, StepSpec, check_precision
 from nntile_py.tasks.adamw import AdamW
+from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.optimizer import INVERSE_SCALE, Optimizer
 from nntile_py.tiles import TaskList, Tiling
 from nntile_py.training.inputs import Inputs, IntArray, as_dict, as_filled, dropout_seed
@@ -171,6 +172,11 @@ class Trainer:
     def built(self) -> Step:
         """Graphs and task lists of a step."""
         return self._built
+
+    @property
+    def outputs(self) -> Mapping[str, Tensor]:
+        """The model's outputs, which `evaluate` can return."""
+        return self._programs.evaluation(self._programs.of(self.spec.given), keep=True).outputs
 
     @property
     def update_list(self) -> TaskList:

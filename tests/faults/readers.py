@@ -83,6 +83,7 @@ def resume() -> None:
         from nntile_py.checkpoint.format import read_averages
         from nntile_py.checkpoint.resume import check_same_run, data_facts, newest_checkpoint
         from nntile_py.checkpoint.run_folder import Metrics
+        from nntile_py.config.builders import step_spec
         from nntile_py.config.run_config import load
         from nntile_py.training.datasets import build_dataset
 
@@ -92,7 +93,7 @@ def resume() -> None:
             found = newest_checkpoint(Path("run"), said.append)
         finally:
             print("\n".join(said))
-        check_same_run(found, config, data_facts(config, build_dataset(config)))
+        check_same_run(found, config, data_facts(config, build_dataset(config, step_spec(config))))
         assert found.model(config).weights
         assert isinstance(read_averages(found.folder), dict)
         metrics = Metrics(Path("run"), found.step, said.append)
@@ -132,11 +133,12 @@ def corpus(what: str = "") -> None:
 
     def call() -> None:
         import nntile_py.data.text as data
+        from nntile_py.config.builders import step_spec
         from nntile_py.config.run_config import load
         from nntile_py.training.datasets import build_dataset
 
         data.LONG_TEXT = 1000
-        made = build_dataset(load("run.yaml")).corpus  # type: ignore[attr-defined]
+        made = build_dataset(config := load("run.yaml"), step_spec(config)).corpus  # type: ignore[attr-defined]
         if what == "cache":
             assert np.array_equal(made.train, np.load("expected.npy")), "the cache gave other tokens"
 
@@ -178,6 +180,7 @@ def originals() -> None:
     from safetensors.numpy import save_file
 
     import nntile_py as nt
+    from nntile_py.config.builders import step_spec
     from nntile_py.config.run_config import load
     from nntile_py.data import text as data
     from nntile_py.training.datasets import build_dataset
@@ -191,7 +194,7 @@ def originals() -> None:
     Path("texts").mkdir()
     for name in ("one.txt", "two.py"):
         (Path("texts") / name).write_text(TEXT)
-    np.save("expected.npy", build_dataset(load("run.yaml")).corpus.train)
+    np.save("expected.npy", build_dataset(config := load("run.yaml"), step_spec(config)).corpus.train)
     model = nt.models.GPT2(nt.models.GPT2Config(layers=1, embed=8, heads=2, vocab=270, positions=8))
     try:
         nntile("train", "run.yaml", "--out", "run", "--set", "checkpoint.every=1")
