@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pairwise import pairwise
 
 import nntile_py as nt
 from nntile_py import models
@@ -65,9 +66,11 @@ def test_groups_where_rows_are_cut() -> None:
     assert len(norms) == 4 and all(norm.dropout and norm.bias for norm in norms)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("tiles", [{}, {"batch": 2, "seq": 8}, {"batch": 3, "embed": 10, "ffn": 20}], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pairwise(
+    name=list(MODELS),
+    tiles=[{}, {"batch": 2, "seq": 8}, {"batch": 3, "embed": 10, "ffn": 20}],
+    dtype=["fp32", "bf16"],
+)
 def test_no_more_tasks_than_the_rules(name: str, tiles: dict[str, int], dtype: str) -> None:
     """Nor, in fp32, more bytes: in bf16 a product's task may have two kernels, which write and read what is between."""
     counts = []

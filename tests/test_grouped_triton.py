@@ -42,8 +42,12 @@ if TORTURE:
     GROUPED = [*itertools.product(names, ("fp32", "bf16", "fp16"), (40, 150))]
 
 
-@pytest.mark.parametrize("programs", [3, 50])
-@pytest.mark.parametrize(("name", "dtype", "positions"), GROUPED)
+PROGRAMS = [(*one, programs) for one, programs in zip(GROUPED, itertools.cycle((3, 50)))]
+if TORTURE:
+    PROGRAMS = [(*one, programs) for one in GROUPED for programs in (3, 50)]
+
+
+@pytest.mark.parametrize(("name", "dtype", "positions", "programs"), PROGRAMS)
 def test_attention_by_grouped_products(
     monkeypatch: pytest.MonkeyPatch, kernels: Any, name: str, dtype: str, positions: int, programs: int
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pairwise import pairwise
 from test_loop import HOW, command, metrics, nntile
 
 import nntile_py as nt
@@ -54,9 +55,7 @@ def same(one: dict[str, np.ndarray[Any, Any]], other: dict[str, np.ndarray[Any, 
     return one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
 
 
-@pytest.mark.parametrize("optimizer", [nt.AdamW(lr=0.1), nt.SGD(lr=0.1, momentum=0.9)], ids=["adamw", "sgd"])
-@pytest.mark.parametrize("tiling", TILES)
-@pytest.mark.parametrize("passes", [1, 2])
+@pairwise(passes=[1, 2], tiling=list(TILES), optimizer=[nt.AdamW(lr=0.1), nt.SGD(lr=0.1, momentum=0.9)])
 def test_a_skipped_step_changes_nothing(optimizer: Any, tiling: str, passes: int) -> None:
     data = batches(4, 4 * passes)
     free = nt.Trainer(made(), 4, 8, TILES[tiling], optimizer=optimizer, grad_accumulation=passes)
@@ -91,9 +90,7 @@ def test_gradients_that_are_no_numbers_are_skipped() -> None:
     assert same(before, state(trainer))
 
 
-@pytest.mark.parametrize("policy", ["chain", "commute", "redux", "tree"])
-@pytest.mark.parametrize("tiling", TILES)
-@pytest.mark.parametrize("fusion", [True, {"found": False}, False], ids=str)
+@pairwise(fusion=[True, {"found": False}, False], tiling=list(TILES), policy=["chain", "commute", "redux", "tree"])
 def test_the_operator_that_made_it(fusion: Any, tiling: str, policy: str) -> None:
     trainer = nt.Trainer(overflowing(), 4, 8, TILES[tiling], accumulate=policy, fusion=fusion, check_finite=True)
     with pytest.raises(nt.NNTileError, match=r"step 1: the loss is nan.*made by .*h1\.mlp.*pass 1 of step 1"):
@@ -113,17 +110,18 @@ def test_the_update_that_made_it() -> None:
             trainer.step(one)
 
 
-@pytest.mark.parametrize("tiling", TILES)
-@pytest.mark.parametrize("attention", ["vendor", "merge", "flash", "naive"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"] if CUDA else ["fp32", "fp64"])
+@pairwise(
+    dtype=["fp32", "bf16", "fp16"] if CUDA else ["fp32", "fp64"],
+    attention=["vendor", "merge", "flash", "naive"],
+    tiling=list(TILES),
+)
 def test_nothing_is_found_in_what_is_right(dtype: str, attention: str, tiling: str) -> None:
     """Masked scores are minus infinity only within a task."""
     data = batches(3)
     mask = np.ones((4, 8), int)
     mask[0, 3:], mask[1, :4], mask[2] = 0, 0, 0
     trainers = [
-        nt.Trainer(made(attention=attention), 4, 8, TILES[tiling], dtype, check_finite=check)
-        for check in (True, False)
+        nt.Trainer(made(attention=attention), 4, 8, TILES[tiling], dtype, check_finite=check) for check in (True, False)
     ]
     losses = [[trainer.step({**one, "attention_mask": mask}) for one in data] for trainer in trainers]
     assert losses[0] == losses[1] and all(map(math.isfinite, losses[0]))

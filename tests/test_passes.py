@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from pairwise import pairwise
 
 from nntile_py import tasks as ops
 from nntile_py.errors import ConfigError
@@ -235,9 +236,11 @@ def program(fusion: Any, layers: int, form: str = "vendor", tiles: dict[str, int
     return StepSpec(model, 4, 8, Tiling(tiles), fusion=Fusion.of(fusion)).step().first.tasks.digest()
 
 
-@pytest.mark.parametrize("tiles", [{}, {"batch": 3, "embed": 8, "vocab": 20}], ids=["uncut", "cut"])
-@pytest.mark.parametrize("form", ["vendor", "naive"])
-@pytest.mark.parametrize("fusion", [{**off, "found": on} for on in (True, False) for off in ({}, *ONE_OFF)], ids=str)
+@pairwise(
+    fusion=[{**off, "found": on} for on in (True, False) for off in ({}, *ONE_OFF)],
+    form=["vendor", "naive"],
+    tiles=[{}, {"batch": 3, "embed": 8, "vocab": 20}],
+)
 def test_the_worklist_misses_nothing(
     fusion: Any, form: str, tiles: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from pairwise import pairwise
 
 import nntile_py as nt
 from nntile_py.graph.bin_packing import best_fit
@@ -89,9 +90,7 @@ def model() -> Mixer:
     return Mixer(MixerConfig(), seed=3)
 
 
-@pytest.mark.parametrize("seq", [LENGTH, 7])
-@pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize("way", ["packed", "padded", "padded and cut"])
+@pairwise(way=["packed", "padded", "padded and cut"], tiling=list(TILINGS), seq=[LENGTH, 7])
 def test_as_in_float64(way: str, tiling: str, seq: int) -> None:
     """Sequences as long as the model's positions, and shorter ones; the loss, its gradients, what a model returns."""
     own, batch = model(), batch_of([min(n, seq) for n in LENGTHS], seq)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pairwise import pairwise
 from torch.nn import functional as F
 
 import nntile_py as nt
@@ -72,15 +73,19 @@ def of_torch(pre_norm: bool, weights: Any, inputs: Any) -> tuple[float, dict[str
     return loss.item(), {name: value.grad.numpy() for name, value in p.items() if value.grad is not None}
 
 
-@pytest.mark.parametrize("micro", [1, 2], ids=["whole", "micro-batches"])
-@pytest.mark.parametrize("fusion", FUSIONS, ids=str)
-@pytest.mark.parametrize(
-    ("pre_norm", "tiles", "policy"),
-    [(True, {}, "chain"), (True, CUT, "tree"), (False, {}, "redux"), (False, CUT, "chain"), (False, CUT, "commute")],
+@pairwise(
+    how=[
+        (True, {}, "chain"),
+        (True, CUT, "tree"),
+        (False, {}, "redux"),
+        (False, CUT, "chain"),
+        (False, CUT, "commute"),
+    ],
+    fusion=FUSIONS,
+    micro=[1, 2],
 )
-def test_gradients(
-    runtime: nt.Runtime, pre_norm: bool, tiles: dict[str, int], policy: str, fusion: Any, micro: int
-) -> None:
+def test_gradients(runtime: nt.Runtime, how: tuple[bool, dict[str, int], str], fusion: Any, micro: int) -> None:
+    pre_norm, tiles, policy = how
     rng = np.random.default_rng(0)
     inputs = {name: rng.integers(0, VOCAB, (ROWS, SEQ)) for name in ("ids", "others", "labels")}
     model = Loop(LoopConfig(pre_norm=pre_norm), seed=1)
