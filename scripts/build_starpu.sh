@@ -256,15 +256,15 @@ pkg-config --exists hwloc || { flags+=(--without-hwloc); say "no hwloc: workers 
 pkg-config --exists fxt || { flags+=(--disable-fxt); say "no FxT: no traces (apt-get install libfxt-dev)"; }
 command -v mpicc >/dev/null || { flags+=(--disable-mpi); say "no MPI: one node only (apt-get install libopenmpi-dev)"; }
 
-# Runs a command with its output in the log, and prints its progress now and then. The printing process holds neither the
-# lock nor stdout.
+# Runs a command with its output in the log, and prints the log's last file every 20 s. The printing process holds neither
+# the lock nor stdout. Bash may report an error when the process is killed; only `say` reaches the terminal.
 ticker=
 slowly() {
     local status=0 from
     from=$(stat -c %s "$log")
-    (while sleep "${NNTILE_SETUP_TICK:-20}" 2>/dev/null; do
+    (exec {terminal}>&2 2>/dev/null; while sleep "${NNTILE_SETUP_TICK:-20}"; do
         where=$(tail -c +$((from + 1)) "$log" | { grep -aoE '^ +CC +[^ ]+|^checking .*' || true; } | tail -n 1 | sed -E 's/^ +CC +/compiling /')
-        say "  at work for $SECONDS s: ${where:0:60}"
+        say "  at work for $SECONDS s: ${where:0:60}" 2>&$terminal
     done) >/dev/null 9>&- &
     ticker=$!
     "$@" >>"$log" 2>&1 || status=$?

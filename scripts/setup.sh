@@ -42,7 +42,11 @@ start() { # start LOG COMMAND...: sets `job` to the command's process id; LOG ta
 follow() { # follow LOG PID: waits for a command; prints every 20 s where it is; returns its exit status
     local ticker status=0
     set -m
-    (while sleep "${NNTILE_SETUP_TICK:-20}" >/dev/null 2>&1; do say "  at work: $(at_work "$1")"; done) &
+    # Bash may report an error when the ticker is killed; only `say` reaches the terminal.
+    (
+        exec {terminal}>&2 2>/dev/null
+        while sleep "${NNTILE_SETUP_TICK:-20}"; do say "  at work: $(at_work "$1")" 2>&$terminal; done
+    ) >/dev/null &
     set +m
     ticker=$!
     groups+=("$ticker")
