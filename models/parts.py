@@ -38,18 +38,17 @@ class LayerConfig(ModelConfig):
     ffn: Count | None = None
     """Width of the feed-forward part; null: 4 times `embed`."""
     attention: Backend = "vendor"
-    """How attention is computed: `vendor` by the fused kernel of ATen or cuDNN, where a sequence is not cut; `merge`
-    tile by tile in one pass, merged by log-sum-exp; `flash` tile by tile in two passes; `naive` with all scores in
-    memory; `segments` by kernels for packed sequences (`train.pack`) and for dropout of the probabilities, without
-    either as `vendor`, with dropout and `tiles.seq` as `naive`. `varlen`, `cudnn`: as `vendor`, but packed sequences on
-    CUDA by ATen's variable-length flash attention, or by cuDNN's ragged kernel, and no other."""
+    """The attention backend. `vendor`: the fastest fused kernel (ATen, cuDNN); if `tiles.seq` cuts sequences, as
+    `merge`. `merge`: tile by tile in one pass, merged by log-sum-exp. `flash`: tile by tile in two passes. `naive`:
+    stores all scores in memory. `segments`: kernels for packed sequences (`train.pack`) and for `attention_dropout`;
+    without both as `vendor`, with dropout and `tiles.seq` as `naive`. `varlen`, `cudnn`: as `vendor`, but packed
+    sequences on CUDA use only ATen's variable-length flash attention, or only cuDNN's ragged kernel."""
     attention_dropout: BelowOne = 0.0
-    """Dropout of the attention probabilities; needs `attention: segments`, where they are not in memory, or `naive`.
-    Both draw the same. Packed sequences (`train.pack`) allow it with `segments`; in a model that has to keep its scores
-    in memory, as DeBERTa has, they do not."""
+    """Probability of dropout of attention weights; needs `attention: segments` or `naive`, which use the same random
+    numbers. With `train.pack` only `segments` allows dropout, and models that store their scores (DeBERTa) refuse it."""
 
     def check_dropout(self) -> None:
-        """Refuse dropout of attention's probabilities where they are never made."""
+        """Raise ConfigError if the attention backend has no dropout of attention weights."""
         if self.attention_dropout and self.attention not in WITH_DROPOUT:
             raise ConfigError(
                 f"model.attention_dropout: got {self.attention_dropout}; allowed: 0 unless model.attention is"
@@ -58,7 +57,7 @@ class LayerConfig(ModelConfig):
 
 
 class Dense(NamedTuple):
-    """The weights of a product, and where it sums and what it makes: see dense_weights."""
+    """A product's weight and bias, the axes that it sums over, and the axes of its result: see dense_weights."""
 
     weight: Tensor
     bias: Tensor | None

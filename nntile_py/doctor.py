@@ -1,4 +1,4 @@
-"""What this installation has, what it lacks, and how to get what it lacks. Works where the extension does not load."""
+"""Check the installation: each part, and how to install a missing part. Works without the compiled extension."""
 
 import ctypes
 import importlib.metadata
@@ -24,7 +24,7 @@ from nntile_py.system.load import cores
 
 
 class Check(TypedDict):
-    """One line of the report, fit for JSON; `hint` is one line on how to get what is missing, empty where `ok`."""
+    """One row of the report. `hint` says how to install a missing part, and is empty if `ok`."""
 
     name: str
     ok: bool
@@ -36,13 +36,16 @@ def _check(name: str, ok: bool, value: str, hint: str = "") -> Check:
     return Check(name=name, ok=ok, value=value, hint="" if ok else hint)
 
 
+def _part(name: str, ok: bool, lacking: str, hint: str) -> Check:
+    return _check(name, ok, "yes" if ok else lacking, hint)
+
+
 def report() -> list[Check]:
-    checks = [_extension(), _extension_cuda(), _extension_mpi(), *_starpu(), *_torch(), *_machine(), *_optional()]
-    return [*_ranks(), *checks]
+    return [*_ranks(), *_extension(), *_starpu(), *_torch(), *_machine(), *_optional()]
 
 
 def render(checks: list[Check]) -> Table:
-    table = Table("", "", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)  # paths are long words
+    table = Table("", "", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)  # fold long paths
     for check in checks:
         mark = "[green]ok[/]" if check["ok"] else "[yellow]no[/]"
         table.add_row(mark, check["name"], escape(check["value"]))
@@ -51,33 +54,27 @@ def render(checks: list[Check]) -> Table:
     return table
 
 
-def _extension() -> Check:
+def _extension() -> list[Check]:
+    info = build_info()
+    built_with = info.get("torch", torch.__version__)
     try:
-        core = load_core()
+        ok, value = True, str(load_core().__file__)
+        if "wheel" not in info and built_with != torch.__version__:
+            ok, value = False, f"compiled against torch {built_with}, not {torch.__version__}"
     except ImportError as error:
-        return _check("extension", False, str(error), "make setup")
-    built_with = build_info().get("torch", torch.__version__)
-    if "wheel" not in build_info() and built_with != torch.__version__:
-        return _check("extension", False, f"compiled against torch {built_with}, not {torch.__version__}", "make setup")
-    return _check("extension", True, str(core.__file__))
-
-
-def _extension_cuda() -> Check:
-    cuda = build_info().get("cuda")
-    how = "needs a torch with CUDA and a StarPU with CUDA (see those rows), then make setup"
-    return _check("  CUDA", bool(cuda), cuda or "compiled without", how)
-
-
-def _extension_mpi() -> Check:
-    there = bool(build_info().get("mpi"))
-    how = "apt-get install libopenmpi-dev, a StarPU with MPI (see that row), then make setup"
-    return _check("  MPI", there, "yes" if there else "compiled without", how)
+        ok, value = False, str(error)
+    cuda = info.get("cuda", "")
+    how = "needs a torch and a StarPU with CUDA (see their rows below), then make setup"
+    mpi = "apt-get install libopenmpi-dev, a StarPU with MPI (see its row below), then make setup"
+    return [
+        _check("extension", ok, value, "make setup"),
+        _check("  CUDA", bool(cuda), cuda or "compiled without", how),
+        _part("  MPI", bool(info.get("mpi")), "compiled without", mpi),
+    ]
 
 
 def _ranks() -> list[Check]:
-    """Of those that mpirun or srun has started: where each is, the cores that it may use, the GPU that it takes.
-
-    Called on all of them; it takes no GPU."""
+    """Report host, cores and GPU of each rank that mpirun or srun started. Collective; no GPU is used."""
     if system.started()[1] == 1:
         return []
     try:
@@ -86,47 +83,47 @@ def _ranks() -> list[Check]:
 
         joined = ranks()
     except (ImportError, ConfigError) as error:
-        return [_check("ranks", False, str(error), "see the rows of MPI")]
-    seen, silent = list[str](), ""
+        return [_check("ranks", False, str(error), "see the rows about MPI")]
+    seen, no_answer = list[str](), ""
     try:
         seen = gpu_assignment.seen()
     except ConfigError as error:
-        silent = str(error)
-    hosts = joined.all_to_all((platform.node(), spans(os.sched_getaffinity(0)), seen, silent))
-    having = [rank for rank, (_, _, seen, _) in enumerate(hosts) if seen]
-    taken, few = dict[int, list[int]](), ""
+        no_answer = str(error)
+    hosts = joined.all_to_all((platform.node(), spans(os.sched_getaffinity(0)), seen, no_answer))
+    with_gpus = [rank for rank, (_, _, seen, _) in enumerate(hosts) if seen]
+    taken, too_few = dict[int, list[int]](), ""
     try:
-        taken = dict(zip(having, gpu_assignment.shared_out([hosts[rank][2] for rank in having], 1), strict=True))
+        taken = dict(zip(with_gpus, gpu_assignment.shared_out([hosts[rank][2] for rank in with_gpus], 1), strict=True))
     except ConfigError as error:
-        few = str(error)
-    none = f"runtime.cuda: 0, or a GPU for each rank: {len(having)} of {len(hosts)} see one" if having else ""
-    checks = [_check("MPI of ranks", True, f"{joined.library}; GPUs' tiles go through main memory")]
-    for rank, (host, where, seen, silent) in enumerate(hosts):
-        own, lacks = taken.get(rank), silent or (few if seen else none)
+        too_few = str(error)
+    none = f"runtime.cuda: 0, or a GPU for each rank: {len(with_gpus)} of {len(hosts)} see one" if with_gpus else ""
+    checks = [_check("MPI of ranks", True, f"{joined.library}; tiles travel between GPUs through main memory")]
+    for rank, (host, core_numbers, seen, no_answer) in enumerate(hosts):
+        own, lacks = taken.get(rank), no_answer or (too_few if seen else none)
         gpu = f"GPU {own[0]} of {len(seen)} with runtime.cuda: 1" if own else "no GPU of its own" if seen else "no GPU"
-        checks.append(_check(f"  rank {rank}", not lacks, f"{host}, cores {where}, {gpu}", lacks))
+        checks.append(_check(f"  rank {rank}", not lacks, f"{host}, cores {core_numbers}, {gpu}", lacks))
     return checks
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """0-3,8"""
-    found: list[list[int]] = []
+    """Write a set of numbers with its ranges: "0-3,8"."""
+    ranges: list[list[int]] = []
     for number in sorted(numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
         else:
-            found.append([number, number])
-    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in found)
+            ranges.append([number])
+    return ",".join("-".join(map(str, ends)) for ends in ranges)
 
 
 def _config_header() -> Path | None:
-    """The configuration of the StarPU that the extension is linked with, else of the one that would be."""
+    """Return starpu_config.h of the StarPU of the extension, or of the StarPU that a compilation would take."""
     info = build_info()
     flags = info.get("starpu_cflags", "")
     if not info:
         try:
-            asked = subprocess.run(["pkg-config", "--cflags-only-I", "starpu-1.4"], capture_output=True, text=True)
-            flags = asked.stdout
+            command = ["pkg-config", "--cflags-only-I", "starpu-1.4"]
+            flags = subprocess.run(command, capture_output=True, text=True).stdout
         except OSError:
             pass
     folders = [Path(flag.removeprefix("-I")) for flag in flags.split()]
@@ -146,19 +143,15 @@ def _starpu() -> list[Check]:
     lost = _unresolved(libdir / "libstarpu-1.4.so")
     mpi = (libdir / "libstarpumpi-1.4.so").exists()
     rebuild = "then scripts/build_starpu.sh --force && make setup"
-
-    def has(name: str, macro: str, how: str) -> Check:
-        found = macro in defined
-        return _check(f"  {name}", found, "yes" if found else "not in this build of StarPU", how)
-
+    without = "not in this build of StarPU"
     toolkit = "install the CUDA toolkit with cuBLAS, cuSPARSE, cuSOLVER and NVML headers"
     return [
         _check("StarPU", not lost, f"{version} in {prefix}{lost}", "install the library's package, or make setup"),
-        has("CUDA", "USE_CUDA", f"{toolkit}, then make setup"),
-        has("NVML header", "HAVE_NVML_H", f"{toolkit}, {rebuild}"),
-        has("FxT (traces)", "USE_FXT", f"apt-get install libfxt-dev, {rebuild}"),
-        _check("  MPI", mpi, "yes" if mpi else "no libstarpumpi", f"apt-get install libopenmpi-dev, {rebuild}"),
-        has("hwloc", "HAVE_HWLOC", f"apt-get install libhwloc-dev, {rebuild}"),
+        _part("  CUDA", "USE_CUDA" in defined, without, f"{toolkit}, then make setup"),
+        _part("  NVML header", "HAVE_NVML_H" in defined, without, f"{toolkit}, {rebuild}"),
+        _part("  FxT (traces)", "USE_FXT" in defined, without, f"apt-get install libfxt-dev, {rebuild}"),
+        _part("  MPI", mpi, "no libstarpumpi", f"apt-get install libopenmpi-dev, {rebuild}"),
+        _part("  hwloc", "HAVE_HWLOC" in defined, without, f"apt-get install libhwloc-dev, {rebuild}"),
     ]
 
 
@@ -177,7 +170,7 @@ def _torch() -> list[Check]:
     if torch.version.cuda:
         why, how = f"CUDA {torch.version.cuda}, but no device", "a GPU and its driver (nvidia-smi shows both)"
     else:
-        why, how = "torch is built without CUDA", "TORCH=... make setup, naming a build of torch with CUDA"
+        why, how = "this torch is built without CUDA", "TORCH=torch==VERSION make setup, with a CUDA build"
     try:
         nvml = bool(ctypes.CDLL("libnvidia-ml.so.1"))
     except OSError:
@@ -185,7 +178,7 @@ def _torch() -> list[Check]:
     mkl = torch.backends.mkl.is_available()
     return [
         _check("torch", True, torch.__version__),
-        _check("  MKL", mkl, "yes" if mkl else "no", "a torch from PyPI for x86-64; others do GEMM with OpenBLAS"),
+        _part("  MKL", mkl, "no", "a torch from PyPI for x86-64; without MKL, OpenBLAS computes matrix products"),
         _check("  threads", True, f"{torch.get_num_threads()} ({torch.backends.cpu.get_cpu_capability()})"),
         _check("  CUDA devices", cuda, ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names)) or why, how),
         _check("  NVML", nvml, "loads" if nvml else "no libnvidia-ml.so.1", "comes with the driver"),
@@ -219,9 +212,8 @@ def _optional() -> list[Check]:
     owners = importlib.metadata.packages_distributions()
     checks = []
     for name, hint in hints.items():
-        found = importlib.util.find_spec(name) is not None
-        version = importlib.metadata.version(owners[name][0]) if found and name in owners else "found"
-        checks.append(_check(name, found, version if found else "not installed", hint))
+        there = importlib.util.find_spec(name) is not None
+        version = importlib.metadata.version(owners[name][0]) if there and name in owners else "installed"
+        checks.append(_check(name, there, version if there else "not installed", hint))
     dot = shutil.which("dot")
-    checks.append(_check("graphviz's dot", dot is not None, dot or "not found", "apt-get install graphviz"))
-    return checks
+    return [*checks, _check("graphviz's dot", dot is not None, dot or "not found", "apt-get install graphviz")]

@@ -1,4 +1,4 @@
-"""Every error that nntile_py raises on purpose, so that a caller can catch them all as NNTileError."""
+"""The error classes of nntile_py, with NNTileError as their base; exit statuses, and text of messages."""
 
 import errno
 import functools
@@ -11,32 +11,32 @@ from nntile_py.system import launcher
 
 
 class NNTileError(Exception):
-    """Base of all errors of nntile_py; its text is meant for the user."""
+    """Base class of all errors of nntile_py. The message is written for the user."""
 
 
 class ConfigError(NNTileError):
-    """A configuration is wrong; the text names the key and what is allowed. Exit status 2."""
+    """A configuration is wrong. The message names the key and the allowed values; commands end with status 2."""
 
 
 class MissingWeight(ConfigError):
-    """A checkpoint lacks a weight that the model has; the text names it."""
+    """A checkpoint lacks a weight of the model. The message names the weight."""
 
 
 class ExtensionError(NNTileError, ImportError):
-    """The compiled extension does not fit this machine or its torch; the text says how to get one that does."""
+    """The compiled extension does not fit this CPU or this version of torch. The message says what to install."""
 
 
 class TaskError(NNTileError):
-    """A task failed; the text names the operator and what its kernel said."""
+    """A task failed. The message has the operator's name and the kernel's error."""
 
 
 class NotFinite(NNTileError):
-    """A loss or a norm is no finite number; the text names the step, and the operator where that was looked for."""
+    """A loss or a gradient norm is not finite. The message names the step, and with `check_finite` the operator."""
 
 
 @contextmanager
 def operators_refuse() -> Iterator[None]:
-    """What operators do not take, such as sizes, is told as a ConfigError. Around a block, or as a decorator."""
+    """Raise the ValueErrors of a block, such as operators' errors about sizes, as ConfigErrors. Also a decorator."""
     try:
         yield
     except ValueError as error:
@@ -44,7 +44,7 @@ def operators_refuse() -> Iterator[None]:
 
 
 MOST = 2000  # characters of a message
-# Of a path that is none, or may not be used; the others are of a disk or a machine, and another path may not help.
+# Errors of the system that another path would avoid. Other errors, such as a full disk, are not the user's mistake.
 _OF_PATHS = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EACCES, errno.EPERM, errno.EROFS,
     errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP,
@@ -52,25 +52,25 @@ _OF_PATHS = {
 
 
 def exit_status(error: BaseException) -> int:
-    """2 where what the user has given is wrong: options, configs, paths, files and folders; 1 for all else."""
+    """Return 2 for wrong input of the user (options, configs, paths, files, folders), 1 for any other error."""
     of_path = isinstance(error, OSError) and error.filename and error.errno in _OF_PATHS
     return 2 if of_path or isinstance(error, ConfigError) else 1
 
 
 def shown(text: str) -> str:
-    """A message as a terminal can show it: control characters as Python writes them, less of one without end."""
+    """Return a message for a terminal: control characters are escaped, and a message of over MOST characters is cut."""
     plain = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     return plain if len(plain) <= MOST else f"{plain[: MOST - 600]} ... {plain[-500:]}"
 
 
 @functools.cache
 def say_once(text: str) -> None:
-    """Warn, of each text once in a process; of several ranks the first does."""
+    """Issue a warning once for each text, on rank 0 only."""
     if launcher.leads():
         warnings.warn(text, stacklevel=3)
 
 
 def raised(error: BaseException, file: str | None) -> str:
-    """What an error in a user's file is, and its line there: "ZeroDivisionError in line 7: division by zero"."""
+    """Describe an error in a user's file with its line there: "ZeroDivisionError in line 7: division by zero"."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f"{type(error).__name__}{f' in line {lines[-1]}' if lines else ''}: {error}"

@@ -1,4 +1,4 @@
-"""Loading of the compiled extension nntile_py._core. A wheel has one extension for each of several instruction sets."""
+"""Import of the compiled extension nntile_py._core. A wheel has an extension for AVX2 and an extension for AVX-512."""
 
 import platform
 import re
@@ -10,8 +10,8 @@ from nntile_py.errors import ExtensionError
 from nntile_py.system.folders import build_info
 
 PACKAGE = Path(__file__).parent
-# Folders of the extensions in a wheel, the preferred first, with the CPU flags (/proc/cpuinfo) that each needs beside
-# those of the next: x86-64-v4 and x86-64-v3 of the x86-64 psABI.
+# Folders of a wheel's extensions, the fastest first, with the CPU flags (/proc/cpuinfo) that each needs: those of
+# x86-64-v4 that x86-64-v3 lacks, and those of x86-64-v3.
 VARIANTS = {
     "_avx512": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "_avx2": {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
@@ -19,20 +19,20 @@ VARIANTS = {
 
 
 def load_core() -> ModuleType:
-    """Import nntile_py._core. Raises ExtensionError if this machine or its torch is not the one that a wheel is for."""
+    """Import nntile_py._core. Raises ExtensionError if a wheel does not fit this CPU or the installed torch."""
     info = build_info()
     if "wheel" in info:
         check_torch(info["torch"])
         _add_to_path(variant(_cpu_flags()))
-    # Torch loads CUDA's libraries from where its wheels keep them. If the extension was compiled for CPUs, it finds
-    # ATen's libraries itself, except those of a torch in another folder than this package's wheel.
+    # Import torch first if the extension cannot find torch's libraries. CUDA's libraries lie in wheels of their own, and a
+    # wheel of nntile_py expects torch in the same site-packages.
     if info.get("cuda") or ("wheel" in info and not (PACKAGE.parent / "torch" / "lib").is_dir()):
         import_module("torch")
     return import_module("nntile_py._core")
 
 
 def check_torch(built: str) -> None:
-    """Raise ExtensionError unless the installed torch has the version `built`; CPU or CUDA build does not matter."""
+    """Raise ExtensionError unless the installed torch has the version `built`, as CPU or CUDA build."""
     wanted = built.split("+")[0]
     try:
         installed = metadata.version("torch")
@@ -46,7 +46,7 @@ def check_torch(built: str) -> None:
 
 
 def variant(flags: set[str]) -> str:
-    """Return the folder of the best extension in this wheel for a CPU with these flags. Raises ExtensionError."""
+    """Return the folder of the fastest extension for a CPU with these flags. Raises ExtensionError if none fits."""
     for name, needed in VARIANTS.items():
         if (PACKAGE / name).is_dir() and needed <= flags:
             return name

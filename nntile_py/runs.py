@@ -1,4 +1,4 @@
-"""Folders of runs, and of earlier runs of the same name."""
+"""Choice of a run's folder: a new one for a new run, the newest one to resume."""
 
 import itertools
 import os
@@ -11,16 +11,17 @@ from nntile_py.system import launcher
 
 
 def run_folder(name: str, configured: str | None, option: Path | None, overwrite: bool, trains: bool = False) -> Path:
-    """Return --out, else `out` of the config, else runs/NAME; an existing runs/NAME gets a number."""
+    """Return the folder of a new run: --out, else `out` of the config, else runs/NAME or runs/NAME-2, ...
+
+    Raises:
+        ConfigError: --out or the config's `out` is not empty, without --overwrite."""
     asked = option or (Path(configured) if configured else None)
     folder = asked or Path("runs") / name
     if overwrite or not taken(folder):
         return folder
     if asked:
         on = ", --resume to go on with the run in it" if trains and (folder / "checkpoints").is_dir() else ""
-        raise ConfigError(
-            f"--out: {folder} is not an empty folder; allowed: a new or empty one{on}, or --overwrite"
-        )
+        raise ConfigError(f"--out: {folder} is not an empty folder; allowed: a new or empty one{on}, or --overwrite")
     free = next(f for f in _numbered(folder) if not taken(f))
     if launcher.leads():
         print(f"{folder} holds an earlier run; this one goes to {free} (there with --overwrite)", file=sys.stderr)
@@ -28,7 +29,7 @@ def run_folder(name: str, configured: str | None, option: Path | None, overwrite
 
 
 def newest_run(name: str, configured: str | None, option: Path | None) -> Path:
-    """Return the run with checkpoints: --out, else the config's `out`, else the last of runs/NAME, runs/NAME-2, ..."""
+    """Return the folder to resume: --out, else the config's `out`, else the last of runs/NAME, runs/NAME-2, ..."""
     if asked := option or (Path(configured) if configured else None):
         return asked
     first = Path("runs") / name
@@ -36,15 +37,16 @@ def newest_run(name: str, configured: str | None, option: Path | None) -> Path:
 
 
 def _numbered(folder: Path) -> Iterator[Path]:
-    """Return folders of further runs of the same name."""
+    """Yield runs/NAME-2, runs/NAME-3, ..."""
     return (Path(f"{folder}-{n}") for n in itertools.count(2))
 
 
 def run_of(folder: Path) -> Path:
-    """Return the run's folder for a checkpoint, or for the folder itself."""
-    whole = Path(os.path.realpath(folder))
-    return whole.parents[1] if whole.parent.name == "checkpoints" else folder
+    """Return the run's folder of a checkpoint; another folder is returned unchanged."""
+    real = Path(os.path.realpath(folder))
+    return real.parents[1] if real.parent.name == "checkpoints" else folder
 
 
 def taken(folder: Path) -> bool:
+    """Return True if the path exists and is not an empty folder."""
     return os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir()))

@@ -1,4 +1,4 @@
-"""Checks of a YAML's values: rules of keys, and errors that name the key and the allowed values."""
+"""Types of a YAML's keys, and errors that name the key and the allowed values."""
 
 import difflib
 import math
@@ -18,15 +18,16 @@ from pydantic.fields import FieldInfo
 from nntile_py.errors import ConfigError
 from nntile_py.system.folders import read
 from nntile_py.typed import plain
+from nntile_py.typed import short as short
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {"": 1, "B": 1} | {f"{p}B": 10 ** (3 * k) for k, p in enumerate("KMGT", 1)}
+_UNITS |= {f"{p}IB": 2 ** (10 * k) for k, p in enumerate("KMGT", 1)}
 _SIZE = r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*"
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """The allowed values of a key: in words for messages and documents, as JSON schema for editors."""
+    """The allowed values of a key: in words for messages and docs, as a JSON schema for editors."""
 
     words: str
     json: dict[str, Any]
@@ -36,7 +37,7 @@ class Rule:
 
 
 def only(words: str, convert: Callable[[Any], Any], **json: Any) -> tuple[PlainValidator, Rule]:
-    """Accept values that `convert` does not turn into None; other values are refused with `words`."""
+    """Accept a value unless `convert` returns None for it. The error then names `words` as allowed."""
 
     def check(value: Any) -> Any:
         result = convert(value)
@@ -47,7 +48,7 @@ def only(words: str, convert: Callable[[Any], Any], **json: Any) -> tuple[PlainV
     return PlainValidator(check), Rule(words, json)
 
 
-# Bounds of a number: in words, in JSON schema, as a comparison.
+# Each bound of a number: its words, its name in JSON schema, its comparison.
 _BOUNDS: dict[str, tuple[str, str, Callable[[Any, Any], bool]]] = {
     "least": ("of at least", "minimum", operator.ge),
     "above": ("above", "exclusiveMinimum", operator.gt),
@@ -57,7 +58,7 @@ _BOUNDS: dict[str, tuple[str, str, Callable[[Any, Any], bool]]] = {
 
 
 def integer(least: int, most: int | None = None) -> tuple[PlainValidator, Rule]:
-    """Accept integers below 2^63: larger numbers are no sizes, and listing their tiles would not end."""
+    """Accept integers from `least` to `most`, always below 2^63: StarPU and torch cannot count further."""
     words = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
     end = 2**63 if most is None else most + 1
 
@@ -70,7 +71,7 @@ def integer(least: int, most: int | None = None) -> tuple[PlainValidator, Rule]:
 
 
 def number(**bounds: float) -> tuple[PlainValidator, Rule]:
-    """Accept finite numbers within the bounds least, above, most, below."""
+    """Accept finite numbers within the bounds `least`, `above`, `most` and `below`."""
 
     def convert(value: Any) -> float | None:
         inside = type(value) in (int, float) and math.isfinite(value)
@@ -96,7 +97,7 @@ def _betas(value: Any) -> tuple[float, float] | None:
 
 Count = Annotated[int, *integer(1)]
 Natural = Annotated[int, *integer(0)]
-Layers = Annotated[int, *integer(1, 1000)]  # a plan of more takes minutes
+Layers = Annotated[int, *integer(1, 1000)]  # planning more layers takes minutes
 Rows = Annotated[int, *integer(1, 2**31 - 1)]
 Positive = Annotated[float, *number(above=0)]
 NonNegative = Annotated[float, *number(least=0)]
@@ -127,7 +128,7 @@ Betas = Annotated[
         type="array", minItems=2, maxItems=2, items={"type": "number", "minimum": 0, "exclusiveMaximum": 1},
     ),
 ]  # fmt: skip
-MOST_WORKERS = 4096  # of one machine; plans are made for other machines than this, too
+MOST_WORKERS = 4096  # workers of one machine, which may be another machine (`nntile plan`)
 Workers = Annotated[
     int | str,
     *only(
@@ -142,22 +143,23 @@ Checked = TypeVar("Checked", bound=BaseModel)
 
 
 class Section(BaseModel):
-    """A section of a YAML. The text below a field documents the key, in `nntile init`, documents and editors."""
+    """A section of a YAML. The text below a field documents the key in `nntile init`, docs/reference and editors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """A field that a subclass declares again without a text keeps the text of the base class."""
+        """Give fields without a text the text of the same field of a base class."""
         for name, field in cls.model_fields.items():
             above = (base.model_fields.get(name) for base in cls.__mro__[1:] if issubclass(base, Section))
             field.description = field.description or next((f.description for f in above if f and f.description), None)
 
 
 class Settings(Section):
-    """A section that is a class of the Python interface, too: frozen, built from keyword arguments.
+    """A section that is also a class of the Python interface, such as nt.AdamW: frozen, built from keyword arguments.
 
-    Raises ConfigError for values that are not allowed; the message names the key with the section `section`."""
+    Raises:
+        ConfigError: A value is not allowed. The message names the section and the key."""
 
     model_config = ConfigDict(frozen=True)
     section: ClassVar[str]
@@ -171,12 +173,12 @@ class Settings(Section):
     @field_validator("*", mode="before")
     @classmethod
     def _plain(cls, value: Any) -> Any:
-        """Return numbers of NumPy as Python's."""
+        """Convert numbers of NumPy to numbers of Python."""
         return [plain(item) for item in value] if isinstance(value, list | tuple) else plain(value)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without two traps: 1e-3 is a number (text in YAML 1.1), and a repeated key is an error."""
+    """A YAML loader that reads 1e-3 as a number (in YAML 1.1 it is text) and refuses repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -192,7 +194,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-MOST_BYTES, MOST_VALUES, MOST_BITS = 10**6, 10**5, 1024  # of a YAML, and of a number in it
+MOST_BYTES, MOST_VALUES, MOST_BITS = 10**6, 10**5, 1024  # limits of a YAML; bits of one number in it
 
 
 def parse(text: str, what: str) -> Any:
@@ -206,10 +208,10 @@ def parse(text: str, what: str) -> Any:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{what}{where}: {error.problem or error.context}; allowed: YAML") from None
-    except Exception as error:  # of PyYAML's constructors, such as that of !!timestamp, anything
+    except Exception as error:  # constructors of PyYAML, such as the one of !!timestamp, raise various errors
         raise ConfigError(f"{what}: {error}; allowed: YAML") from None
     if values > MOST_VALUES:
-        need = f"at most {MOST_VALUES:,} values, those of an alias (*name) counted wherever it stands"
+        need = f"at most {MOST_VALUES:,} values; the values of an alias (*name) count at each use"
         raise ConfigError(f"{what}: holds more values, or an alias within itself; allowed: {need}")
     return tree
 
@@ -222,7 +224,7 @@ def _unfolded(value: Any, counted: dict[int, int]) -> int:
             parts = (*value, *value.values()) if isinstance(value, dict) else value
             counted[id(value)] = 1 + sum(_unfolded(part, counted) for part in parts)
         return counted[id(value)]
-    if type(value) is int and value.bit_length() > MOST_BITS:  # more than Python would print
+    if type(value) is int and value.bit_length() > MOST_BITS:  # Python refuses to print much larger numbers
         raise ValueError(f"a number of {value.bit_length():,} bits; allowed: at most {MOST_BITS:,}")
     return 1 + len(value) // 1000 if isinstance(value, str) else 1
 
@@ -252,9 +254,15 @@ def read_yaml(path: Path, key: str, cls: type[BaseModel]) -> dict[str, Any]:
 def validated(
     cls: type[Checked], tree: dict[str, Any], prefix: str = "", elsewhere: Callable[[], Iterable[str]] = tuple
 ) -> Checked:
-    """Return the tree as a `cls`. Raises one ConfigError that names every wrong key.
+    """Return the section `cls` with the values of a YAML's mapping.
 
-    elsewhere: dotted keys of all sections, to suggest the right section of a misplaced key."""
+    Args:
+        tree: The mapping.
+        prefix: The section's name with a dot, for messages.
+        elsewhere: Returns the dotted keys of all sections, to suggest the right section for a misplaced key.
+
+    Raises:
+        ConfigError: At least one key is wrong. The message names all wrong keys."""
     try:
         return cls.model_validate(tree)
     except ValidationError as error:
@@ -262,17 +270,17 @@ def validated(
 
 
 def explained(cls: type[BaseModel], error: ValidationError, prefix: str = "", elsewhere: Iterable[str] = ()) -> str:
-    """Return one line for each wrong key of a `cls`."""
+    """Return a message with one line for each wrong key of the section `cls`."""
     places = list(elsewhere)
-    heads = ((prefix if e["loc"] else prefix.rstrip("."), e) for e in error.errors())  # no place: of the section itself
+    heads = ((prefix if e["loc"] else prefix.rstrip("."), e) for e in error.errors())  # no loc: an error of the section
     return "\n  ".join(head + _explain(cls, e, places) for head, e in heads)
 
 
 def allowed(given: Any, known: list[str], elsewhere: Iterable[str] = ()) -> str:
     """Return the end of a message: the name that was probably meant, and all known names.
 
-    The same name `elsewhere` (dotted keys) comes before a similar one among the known, and that before a similar one
-    elsewhere."""
+    The suggestion is the first match of: the same name in another section (`elsewhere` has dotted keys), a similar name
+    in `known`, a similar name in another section."""
     last = {key: key.rpartition(".")[2] for key in elsewhere}
     meant = [key for key, name in last.items() if name == given]
     meant = meant or difflib.get_close_matches(str(given), known, n=1)
@@ -282,7 +290,7 @@ def allowed(given: Any, known: list[str], elsewhere: Iterable[str] = ()) -> str:
 
 
 def _explain(cls: type[BaseModel], error: Any, elsewhere: list[str]) -> str:
-    """One line: the key, what it got, what is allowed."""
+    """Return one line: the key, its value, the allowed values."""
     loc = error["loc"]
     key = ".".join(map(str, loc))
     if error["type"] in ("extra_forbidden", "invalid_key"):
@@ -295,11 +303,11 @@ def _explain(cls: type[BaseModel], error: Any, elsewhere: list[str]) -> str:
     return f"{key}: got {short(error['input'])}; allowed: {what}"
 
 
-# -- what a section's keys are
+# -- keys of a section
 
 
 def keys(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every key with its field: each section, then the keys in it."""
+    """Yield every dotted key and its field. A section comes before its keys."""
     for name, field in cls.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         yield key, field
@@ -319,14 +327,15 @@ def words(field: FieldInfo) -> str:
 
 
 def _words(kind: Any, metadata: Iterable[Any] = ()) -> str:
-    told = next((m.words for m in metadata if isinstance(m, Rule)), None)
+    rule = next((m.words for m in metadata if isinstance(m, Rule)), None)
     origin, arguments = get_origin(kind), get_args(kind)
-    if told or origin is Annotated:
-        return told or _words(arguments[0], arguments[1:])
+    if rule or origin is Annotated:
+        return rule or _words(arguments[0], arguments[1:])
     if origin in (Union, UnionType):
         return ", or ".join(_words(a) for a in arguments if a is not NoneType)
     if origin is Literal:
-        return _either([f"'{a}'" for a in arguments])
+        names = [f"'{a}'" for a in arguments]
+        return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return _section_words(kind)
     plain = {str: "text", int: "an integer", float: "a number", bool: "true or false", dict: "a section"}
@@ -335,16 +344,13 @@ def _words(kind: Any, metadata: Iterable[Any] = ()) -> str:
     return plain.get(origin or kind) or str(kind)
 
 
-def _either(names: list[str]) -> str:
-    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-
 
 def _section_words(cls: type[BaseModel]) -> str:
     return f"a section with {', '.join(_keys(cls))}"
 
 
 def _inner(cls: type[BaseModel], loc: Iterable[Any]) -> type[BaseModel]:
-    """Return the section at a place, also of sections in a list or with null as an alternative."""
+    """Return the class of the section at `loc`, the names (and places in lists) from `cls` down to the section."""
     for name in loc:
         field = next((f for n, f in cls.model_fields.items() if name in (n, f.alias)), None)
         cls = (section_of(field) if field else None) or cls
@@ -356,11 +362,5 @@ def _keys(cls: type[BaseModel]) -> list[str]:
 
 
 def absolute(path: str) -> Path:
-    """Return the absolute path with all links followed; circular links stay as they are."""
+    """Return the absolute path with links followed and ~ replaced; circular links stay as they are."""
     return Path(os.path.realpath(os.path.expanduser(path)))
-
-
-def short(value: Any) -> str:
-    """Return a value's text for a message, at most 60 characters."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""Clear errors for arguments of wrong types: an unclear error becomes an error that names the argument."""
+"""Clear errors for arguments of wrong types in the Python interface."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
             for name, value, kind in _annotated(function, given, bound):
                 if not fits(value, kind) and name not in str(error):
                     allowed = getattr(kind, "__name__", kind) if isinstance(kind, type) else kind
-                    got = f"{name}: got {_short(value)}; allowed: {allowed}"
+                    got = f"{name}: got {short(value)}; allowed: {allowed}"
                     raise TypeError(f"{function.__qualname__.removesuffix('.__init__')}: {got}") from error
             raise
 
@@ -47,16 +47,16 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def typed_fields(cls: type[R]) -> type[R]:
-    """Decorate a dataclass: as `typed`, for its fields."""
-    made = cast(Any, cls)
-    made.__init__ = typed(made.__init__)
+    """Decorate a dataclass: apply `typed` to its constructor."""
+    changed = cast(Any, cls)
+    changed.__init__ = typed(changed.__init__)
     return cls
 
 
 def _annotated(
     function: Callable[..., Any], given: inspect.Signature, bound: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, value and type of each argument, except types that only type checkers can import."""
+    """Yield name, value and type of each argument, except for types that only type checkers import."""
     names = vars(sys.modules[function.__module__]) if function.__module__ in sys.modules else {}
     for name, value in bound.items():
         parameter = given.parameters[name]
@@ -73,10 +73,10 @@ def _annotated(
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value has an annotation's type; True for annotations that are not understood."""
+    """Return True if a value has an annotation's type, or if the annotation is not understood."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return any(fits(value, one) for one in arguments)
+        return any(fits(value, kind) for kind in arguments)
     if origin is Literal:
         return isinstance(value, str) and value in arguments
     if kind is None:
@@ -108,6 +108,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """Return a value's text for a message, at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Copies a StarPU so that it works in another place and on another machine: with the libraries that it needs, stripped.
-#   scripts/copy_starpu.sh FROM TO
-# Not copied: the C library, GCC's runtime, CUDA and MPI. LD_LIBRARY_PATH or the user's rpath names TO/lib.
+# Copies an installation of StarPU and the libraries that it loads to a folder for other machines, without debug symbols.
+#   scripts/copy_starpu.sh FROM TO    FROM: the installation; TO: a new folder with include, lib, bin and licenses
+# The other machine provides the C library, GCC's runtime, CUDA and MPI. A program finds the copies by an rpath to TO/lib, or
+# by LD_LIBRARY_PATH.
 set -euo pipefail
 from=$1 to=$2
 die() { echo "copy_starpu: $*" >&2; exit 1; }
@@ -12,7 +13,7 @@ done
 mkdir -p "$to/lib" "$to/bin" "$to/licenses"
 cp -r "$from/include" "$to/"
 cp -a "$from"/lib/libstarpu-1.4.so* "$to/lib/"
-# StarPU for several machines. The MPI library itself is the machine's, with the same soname: Open MPI 4.1 or 5.
+# StarPU-MPI, for several machines. The other machine needs an MPI library with the same soname: Open MPI 4.1 or 5.
 [ ! -e "$from/lib/libstarpumpi-1.4.so" ] || cp -a "$from"/lib/libstarpumpi-1.4.so* "$to/lib/"
 ldd "$from/lib/libstarpu-1.4.so" |
     sed -nE '/^\s*(lib(c|m|gcc_s|stdc\+\+|dl|rt|pthread|cu[a-zA-Z]*|nv[a-zA-Z]*)\.so|linux-vdso)/!s/.* => (\/\S+).*/\1/p' |
@@ -26,8 +27,8 @@ find "$to/lib" "$to/bin" -type f -exec strip --strip-unneeded {} +
 for file in "$from"/share/doc/starpu/COPYING*; do [ ! -e "$file" ] || cp "$file" "$to/licenses/StarPU-$(basename "$file").txt"; done
 [ ! -e "$to/licenses/libfxt2.txt" ] || cp -L /usr/share/common-licenses/GPL-2 "$to/licenses/libfxt2-GPL-2.txt"
 cat >"$to/licenses/README.txt" <<TEXT
-Libraries of others in this folder's neighbour lib/, each a shared object that may be replaced by another build of it:
-StarPU (LGPL 2.1 or later) is Debian's source package starpu with the changes in nntile_py's scripts/build_starpu.sh, which
-downloads, changes and compiles it. The other libraries are those of the Debian packages that the files here are named
-after; "apt-get source" downloads the source of each.
+The folder lib/ beside this folder has shared libraries of other projects. You may replace each by another build.
+StarPU (LGPL 2.1 or later) is Debian's source package starpu, changed and compiled by nntile_py's scripts/build_starpu.sh.
+Each other library is from the Debian package that a file in this folder is named after; "apt-get source" downloads its
+source.
 TEXT

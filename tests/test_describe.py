@@ -86,7 +86,7 @@ def test_init_does_not_overwrite(
 ) -> None:
     Path("mine.yaml").write_text("precious")
     assert run(monkeypatch, "nntile init mine.yaml") == 2
-    assert "mine.yaml is there already" in capsys.readouterr().err
+    assert "mine.yaml exists" in capsys.readouterr().err
     assert Path("mine.yaml").read_text() == "precious"
     assert run(monkeypatch, "nntile init x.yaml --model encoder") == 2
     assert f"allowed: {', '.join(TEXT_MODELS)}, my_file.py:MyModel" in capsys.readouterr().err

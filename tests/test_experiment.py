@@ -203,7 +203,7 @@ def test_what_an_experiment_refuses(tmp_path: Path, args: list[str], message: st
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("fig18", "the same command goes on from out"), ("table3", "the same command begins anew"),
+    [("fig18", "the same command continues from out"), ("table3", "the same command begins anew"),
      ("fig09", "the same command begins anew with --overwrite, as out is not empty")],
 )  # fmt: skip
 def test_interrupted(

@@ -256,7 +256,7 @@ def test_a_run_resumes_with_its_own_settings(whole: Path, tmp_path: Path) -> Non
     shutil.rmtree(run / "checkpoints" / "step-000012")
     done = nntile(tmp_path, arguments=("--resume",))
     assert done.returncode == 0, done.stderr
-    assert f"as the run began: {' '.join(f'--set {item}' for item in SHORT)}\n" in done.stdout
+    assert f"options of the run so far: {' '.join(f'--set {item}' for item in SHORT)}\n" in done.stdout
     same(run, whole)
     begin = [sys.executable, "-m", "nntile_py.cli", "train", "--resume"]
     command = [*begin, "runs/tiny", "--set", "train.steps=13"]
@@ -266,7 +266,7 @@ def test_a_run_resumes_with_its_own_settings(whole: Path, tmp_path: Path) -> Non
     facts = checkpoint.read_facts(run / "checkpoints" / "step-000013")
     assert facts["overrides"] == [*SHORT[1:], "train.steps=13"]
     done = subprocess.run([*begin, "."], **HOW, cwd=tmp_path, check=False)
-    assert done.returncode == 2 and "CONFIG: .: no run's folder, as config.yaml is not there" in done.stderr
+    assert done.returncode == 2 and "CONFIG: .: no run's folder, since config.yaml does not exist" in done.stderr
 
 
 def test_another_run_is_refused(whole: Path, tmp_path: Path) -> None:

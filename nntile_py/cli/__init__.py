@@ -1,4 +1,4 @@
-"""The command `nntile`. Heavy imports happen inside the commands, so that --help and a wrong config answer at once."""
+"""The command `nntile`. Each command imports what it needs, so that --help and a wrong config answer at once."""
 
 import atexit
 import gc
@@ -20,12 +20,12 @@ __all__ = ["app", "encode", "inspect", "main", "measurements", "train"]
 
 
 def main(run: Callable[[], Any] = app) -> None:
-    """Entry point: errors of nntile_py become one message and an exit status (NNTILE_DEBUG=1 shows the traceback)."""
-    atexit.register(gc.freeze)  # no garbage collection at the end of the process: it takes 0.4 s
+    """Run a command. An error ends it with one message and an exit status; NNTILE_DEBUG=1 shows the traceback."""
+    atexit.register(gc.freeze)  # no garbage collection at the end of the process: saves 0.4 s
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # terminals without UTF-8 lack some characters
     if os.environ.get("NNTILE_DEBUG") != "1":
-        warnings.formatwarning = lambda message, *_, **__: f"{message}\n"  # one line, without the line of code
+        warnings.formatwarning = lambda message, *_, **__: f"{message}\n"  # without file, line and source
     try:
         run()
     except (NNTileError, OSError, MemoryError) as error:
@@ -53,4 +53,4 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Train transformers cut into tiles, every operator a StarPU task."""
+    """Train transformers on CPU cores and GPUs: tensors are cut into tiles, and StarPU schedules tasks on the tiles."""

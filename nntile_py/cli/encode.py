@@ -1,22 +1,21 @@
 """nntile encode, doctor."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from nntile_py.cli.options import Json, app, show
+from nntile_py.cli.options import Json, app, ends_at_ctrl_c, show
 from nntile_py.system import launcher
 
 
 @app.command(epilog="Example: nntile encode my_bert --input texts.jsonl --out vectors.npy")
 def encode(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="A run's folder, or a folder of transformers' save_pretrained.")
+        Path, typer.Argument(metavar="FOLDER", help="Folder of a run, or of transformers' save_pretrained.")
     ],
     source: Annotated[
-        Path, typer.Option("--input", help="The texts: .jsonl, .csv with a header, or .txt with one text in each line.")
+        Path, typer.Option("--input", help="File of texts: .jsonl, .csv with a header, or .txt with one text a line.")
     ],
     out: Annotated[Path, typer.Option(help="Output file: .npy, .npz or .safetensors.")],
     output: Annotated[
@@ -42,11 +41,8 @@ def encode(
     from nntile_py.inference.encode_file import encode_file
 
     how = {"batch_tokens": batch_tokens, "max_length": max_length, "precision": precision}
-    try:
+    with ends_at_ctrl_c(lambda: "nothing is written"):
         print(encode_file(folder, source, text, out, output, how, (cpus, cuda), overwrite, Console(stderr=True)))
-    except KeyboardInterrupt:
-        print("interrupted; nothing is written", file=sys.stderr)
-        raise typer.Exit(130) from None
 
 
 @app.command(epilog="Example: nntile doctor --json")
@@ -54,7 +50,6 @@ def doctor(as_json: Json = False) -> None:
     """Check the installation: what is missing, and how to install it."""
     from nntile_py import doctor as parts
 
-    checks = parts.report()
-    if not launcher.leads():
-        return
-    show(checks if as_json else parts.render(checks))
+    checks = parts.report()  # on all ranks
+    if launcher.leads():
+        show(checks if as_json else parts.render(checks))

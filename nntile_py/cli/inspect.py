@@ -2,17 +2,28 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_args
 
 import typer
 
-from nntile_py.cli.options import Config, Json, Overwrite, Sets, app, note_tiles, one_of, show
+from nntile_py.cli.options import (
+    Config,
+    Json,
+    OptionalConfig,
+    Overwrite,
+    Sets,
+    app,
+    load_config,
+    note_tiles,
+    one_of,
+    show,
+)  # fmt: skip
 from nntile_py.errors import ConfigError
 from nntile_py.runs import run_folder
 from nntile_py.system import launcher
 
-LARGE_TRACE = 20  # MB: viewers become slow
-MEASURED, TUNED = 7, 5  # times of each operator
+LARGE_TRACE = 20  # MB; viewers are slow with larger traces
+MEASURED, TUNED = 7, 5  # default runs of each operator: for `analyze --measure`, for `layouts tune`
 
 
 @app.command(epilog="Example: nntile plan my.yaml --set tiles.embed=64")
@@ -28,33 +39,33 @@ def plan(
     network: Annotated[
         str | None,
         typer.Option(
-            metavar="RATE", help="With --nodes: rate of a network card, each way. [default: 400Gb/s; CPUs 40Gb/s]"
+            metavar="RATE",
+            help="With --nodes: rate of a network card in each direction. [default: 400Gb/s; CPUs 40Gb/s]",
         ),
     ] = None,
     gpus_per_nic: Annotated[
         int | None, typer.Option(help="With --nodes: GPUs that share a network card. [default: 1]")
     ] = None,
     strong: Annotated[
-        bool, typer.Option("--strong", help="With --nodes: efficiency relative to the whole batch on one machine.")
+        bool, typer.Option("--strong", help="With --nodes: compare with one machine (or GPU) that has the whole batch.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Print parameters, tasks, flop and bytes without a run, or the simulated time of a step on other machines."""
     from nntile_py.config.builders import step_spec
-    from nntile_py.config.run_config import load
 
-    loaded = load(config, sets or [])
+    loaded = load_config(config, sets)
     spec = step_spec(loaded)
     if nodes is None:
         note_tiles(loaded, spec)
     from nntile_py.analysis.cluster_plan import plan_cluster, requested_cluster
-    from nntile_py.analysis.plan import plan as make
+    from nntile_py.analysis.plan import plan as plan_run
 
-    on = requested_cluster(loaded, nodes, gpus_per_node, network, gpus_per_nic)
-    if strong and not on:
+    cluster = requested_cluster(loaded, nodes, gpus_per_node, network, gpus_per_nic)
+    if strong and not cluster:
         raise ConfigError("--strong: allowed: only with --nodes")
-    made = plan_cluster(loaded, on, strong=strong) if on else make(loaded, spec)
-    show(made.to_dict() if as_json else made.render())
+    result = plan_cluster(loaded, cluster, strong=strong) if cluster else plan_run(loaded, spec)
+    show(result.to_dict() if as_json else result.render())
 
 
 @app.command(epilog="Example: nntile profile my.yaml --steps 2 --out runs/look")
@@ -69,10 +80,9 @@ def profile(
 ) -> None:
     """Run a few steps of CONFIG; write trace, Gantt chart and report, and print the bottlenecks."""
     from nntile_py.config.builders import step_spec
-    from nntile_py.config.run_config import load
 
     one_of("--work", work, ("train", "inference"))
-    loaded = load(config, sets or [])
+    loaded = load_config(config, sets)
     name = Path(config).stem
     folder = run_folder(f"{name}-profile", None, out or (Path(loaded.out) if loaded.out else None), overwrite)
     if work == "train":
@@ -85,7 +95,7 @@ def profile(
     from rich.text import Text
 
     for finding in summary["findings"]:
-        show(Text(f"{finding['rule']}: {finding['cause']}\n  {finding['advice']}"))  # wrapped between words
+        show(Text(f"{finding['rule']}: {finding['cause']}\n  {finding['advice']}"))  # Text: wrapped between words
     print(f"{summary['seconds_per_step'] * 1e3:.1f} ms a step; open {folder / 'report.html'}")
     print(_trace_message(folder / "trace.json", summary))
 
@@ -106,11 +116,7 @@ def graph(
     tensors: Annotated[bool, typer.Option("--tensors", help="Also draw the tensors of a whole model.")] = False,
 ) -> None:
     """Draw operators or tile tasks with flop and bytes, before and after fusion."""
-    from typing import get_args
-
-    from nntile_py.config.run_config import load
-
-    loaded = load(config, sets or [])
+    loaded = load_config(config, sets)
     from nntile_py.analysis import draw
     from nntile_py.analysis.workloads import Work
 
@@ -130,20 +136,18 @@ def graph(
 
 @app.command(epilog="Example: nntile analyze --work encoder --out runs/encoder")
 def analyze(
-    config: Annotated[
-        str | None, typer.Argument(metavar="[CONFIG]", help="A YAML file. [default: --work at BERT-large's size]")
-    ] = None,
+    config: OptionalConfig = None,
     work: Annotated[
-        str | None, typer.Option(help="encoder, decoder, mha; with CONFIG also train, inference, ... [default: train]")
+        str | None, typer.Option(help="encoder, decoder or mha; with CONFIG also train or inference. [default: train]")
     ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Run and time each operator separately.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Run and time each operator by itself.")] = False,
     repeats: Annotated[
         int | None,
         typer.Option(help=f"With --measure: runs of each operator; the median counts. [default: {MEASURED}]", min=1),
     ] = None,
     sets: Sets = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for report.html, CSV and pictures of the graph. [default: none]")
+        Path | None, typer.Option(help="Folder for report.html, CSV files and pictures of the graph. [default: none]")
     ] = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -153,37 +157,35 @@ def analyze(
         raise ConfigError("--repeats: allowed: only with --measure")
     if overwrite and not out:
         raise ConfigError("--overwrite: allowed: only with --out")
-    loaded, what = _work(config, work, sets)
+    loaded, of_work = _work(config, work, sets)
     out = out and run_folder("", None, out, overwrite)
     from rich.console import Console
 
     from nntile_py.analysis import analysis_report
     from nntile_py.analysis.operators import analyse
 
-    made = analyse(loaded, what)
+    result = analyse(loaded, of_work)
     if measure:
         from nntile_py.profiling.operator_timer import measure as run
 
-        made = run(made, loaded, repeats or MEASURED)
+        result = run(result, loaded, repeats or MEASURED)
     if out:
-        paths = analysis_report.write(made, out)
+        paths = analysis_report.write(result, out)
         print(*paths, sep="\n", file=sys.stderr)
         if not any(path.suffix == ".svg" for path in paths):  # no graphviz, or the graph is too large to read
             print(f"no pictures of the graph: {out / 'report.html'} says why", file=sys.stderr)
     if as_json:
-        show(made.to_dict())
+        show(result.to_dict())
     else:
-        analysis_report.render(made, Console())
+        analysis_report.render(result, Console())
 
 
 @app.command(epilog="Example: nntile layouts tune --work encoder --set model.embed=128 --set train.seq=64")
 def layouts(
     action: Annotated[str, typer.Argument(help="tune: time operators in every layout. show: print the results.")],
-    config: Annotated[
-        str | None, typer.Argument(metavar="[CONFIG]", help="A YAML file. [default: --work at BERT-large's size]")
-    ] = None,
+    config: OptionalConfig = None,
     work: Annotated[
-        str | None, typer.Option(help="encoder, decoder, mha; with CONFIG also train, ... [default: train]")
+        str | None, typer.Option(help="encoder, decoder or mha; with CONFIG also train or inference. [default: train]")
     ] = None,
     sets: Sets = None,
     repeats: Annotated[
@@ -193,11 +195,13 @@ def layouts(
     database: Annotated[
         Path | None, typer.Option(help="File of times. [default: in the cache folder, by device and precision]")
     ] = None,
-    own: Annotated[bool, typer.Option("--own", help="With tune: only the config's own fusion of Q, K, V.")] = False,
+    own: Annotated[
+        bool, typer.Option("--own", help="With tune: of the ways to fuse Q, K, V measure only `fusion.qkv`.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="With show: a picture of the times: .svg, .png or .pdf.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Time operators in all layouts; show the layouts that `layout: searched` chooses."""
+    """Time operators in all layouts (orders of axes in memory); show the layouts that `layout: searched` chooses."""
     from rich.console import Console
 
     from nntile_py.analysis import layout_analysis as parts
@@ -209,20 +213,20 @@ def layouts(
     one_of("ACTION", action, ("tune", "show"))
     form = out.suffix.lstrip(".") if out else "svg"
     one_of("--out", form, FORMS)
-    of_tune = (("--own", own, "tune"), ("--repeats", repeats, "tune"))
-    for option, given, of in (*of_tune, ("--out", out, "show"), ("--json", as_json, "show")):
-        if given and action != of:
-            raise ConfigError(f"{option}: allowed: only with {of}")
-    loaded, what = _work(config, work, sets)
+    options = {"tune": {"--own": own, "--repeats": repeats}, "show": {"--out": out, "--json": as_json}}
+    for needed, values in options.items():
+        if action != needed and (option := next((name for name, value in values.items() if value), None)):
+            raise ConfigError(f"{option}: allowed: only with {needed}")
+    loaded, of_work = _work(config, work, sets)
     if action == "tune":
         from nntile_py.profiling.layout_timer import tune
         from nntile_py.system.progress import telling
 
         known, console = opened(loaded, database, new=True), Console(stderr=True)
         with telling(console) as tell:
-            tuned = tune(loaded, what, known, repeats or TUNED, tell, own_alone=own)
+            tuned = tune(loaded, of_work, known, repeats or TUNED, tell, own_alone=own)
         print(f"{tuned.measured} measured; {known.path}")
-        if tuned.comparison or what not in FORWARD:
+        if tuned.comparison or of_work not in FORWARD:
             print(parts.decision(tuned.comparison.program if tuned.comparison else None, tuned.comparison))
         if tuned.others:
             print(
@@ -231,28 +235,25 @@ def layouts(
             )
         return
     known = opened(loaded, database)
-    found = parts.layout_results(loaded, what, known)
+    results = parts.layout_results(loaded, of_work, known)
     if out:
-        best = min(found, key=lambda of: of.seconds)
+        best = min(results, key=lambda result: result.seconds)
         replace_file(out, files_of(parts.violins(best, known), [form])[form])
     if as_json:
-        show([of.to_dict() for of in found])
+        show([result.to_dict() for result in results])
     else:
-        parts.render(found, known, Console())
+        parts.render(results, known, Console())
 
 
 def _work(config: str | None, work: str | None, sets: list[str] | None) -> tuple[Any, Any]:
-    """The config and the work of a command that takes --work without one, too."""
-    from typing import get_args
-
+    """Return the config and the work of `analyze` or `layouts`; without CONFIG the config is the work's preset."""
     from nntile_py.analysis.workloads import PRESETS, Work, preset
-    from nntile_py.config.run_config import load
 
     one_of("--work", work or "train", get_args(Work))
     if config is None and work not in PRESETS:
-        told = f"--work {work}" if work else "neither CONFIG nor --work is given"
-        raise ConfigError(f"{told}; allowed without CONFIG: --work {', '.join(PRESETS)}")
-    return load(config, sets or []) if config else preset(str(work), sets or []), work or "train"
+        got = f"--work {work}" if work else "neither CONFIG nor --work is given"
+        raise ConfigError(f"{got}; allowed without CONFIG: --work {', '.join(PRESETS)}")
+    return load_config(config, sets) if config else preset(str(work), sets or []), work or "train"
 
 
 def _trace_message(path: Path, summary: dict[str, Any]) -> str:

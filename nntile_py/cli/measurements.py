@@ -1,12 +1,11 @@
 """nntile sweep, experiment, bench."""
 
-import sys
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 
-from nntile_py.cli.options import Json, Overwrite, Sets, alone, app, one_of, show
+from nntile_py.cli.options import Json, Overwrite, Sets, alone, app, ends_at_ctrl_c, one_of, show
 from nntile_py.errors import ConfigError
 from nntile_py.runs import run_folder, taken
 
@@ -34,19 +33,20 @@ def sweep(
 
     console = Console(stderr=True)
     path, folder = Path(config), out or Path("runs") / f"sweep-{Path(config).stem}"
-    try:
-        found = search(path, sets or [], budget, console) if auto else None
-        chosen = found.sweep if found else load_sweep(path, sets or [])
+
+    def after() -> str:
+        started = (folder / "rows.jsonl").exists()
+        return f"the same command continues from {folder}" if started else "nothing is written"
+
+    with ends_at_ctrl_c(after):
+        tilings = search(path, sets or [], budget, console) if auto else None
+        chosen = tilings.sweep if tilings else load_sweep(path, sets or [])
         rows = run(chosen, folder, console, retry=retry)
-        if found:
-            write_search(found, rows, folder)
-    except KeyboardInterrupt:
-        goes_on = f"; the same command goes on from {folder}" if (folder / "rows.jsonl").exists() else ""
-        print(f"interrupted{goes_on}", file=sys.stderr)
-        raise typer.Exit(130) from None
+        if tilings:
+            write_search(tilings, rows, folder)
     show({"rows": rows} if as_json else summary(chosen, rows))
     if not as_json:
-        baseline = found.baseline(rows) if found else None
+        baseline = tilings.baseline(rows) if tilings else None
         print(f"{best_text(rows, chosen.best, baseline)}\nresults in {folder}")
     raise typer.Exit(0 if any(row["status"] == "ok" for row in rows) else 1)
 
@@ -54,15 +54,15 @@ def sweep(
 @app.command(epilog="Example: nntile experiment fig18 --plan")
 def experiment(
     name: Annotated[str | None, typer.Argument(help="An experiment such as fig18. [default: list all]")] = None,
-    scale: Annotated[str, typer.Option(help="cpu: two cores, two to five minutes. gpu: the papers' sizes.")] = "cpu",
-    mode: Annotated[str | None, typer.Option(help="training or inference. [default: the experiment's own]")] = None,
+    scale: Annotated[str, typer.Option(help="cpu: small sizes, minutes on two cores. gpu: the papers' sizes.")] = "cpu",
+    mode: Annotated[str | None, typer.Option(help="training or inference. [default: the experiment's mode]")] = None,
     sets: Sets = None,
     only_plan: Annotated[bool, typer.Option("--plan", help="Check and plan each point without running it.")] = False,
     results: Annotated[Path | None, typer.Option(help="Also write DATE-NAME.png, .csv, .md to this folder.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the runs. [default: runs/NAME-SCALE[-MODE]]")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Reproduce a figure or a table of a paper; without NAME: list all."""
+    """Reproduce a figure or a table of a paper; without NAME, list all experiments."""
     from rich.console import Console
 
     alone("experiment")
@@ -74,27 +74,26 @@ def experiment(
     if name is None:
         show(experiments.listing())
         return
-    made, how = experiments.load_experiment(name), cast(experiments.Mode | None, mode)
+    chosen, how = experiments.load_experiment(name), cast(experiments.Mode | None, mode)
     if only_plan:
-        show(parts.plan(made, scale, how, sets or []))
+        show(parts.plan(chosen, scale, how, sets or []))
         return
     own = "-".join(filter(None, (name, scale, mode)))
-    if not made.goes_on:
+    if not chosen.goes_on:
         folder = run_folder(own, None, out, overwrite)
     elif overwrite:
-        raise ConfigError(f"--overwrite: not allowed with {name}, which goes on with what is in its folder")
+        raise ConfigError(f"--overwrite: not allowed with {name}, which continues from the results in its folder")
     else:
         folder = out or Path("runs") / own
-    try:
-        for path in parts.run(made, scale, folder, results, Console(stderr=True), how, sets or []):
+
+    def after() -> str:
+        if chosen.goes_on:
+            return f"the same command continues from {folder}"
+        return "the same command begins anew" + f" with --overwrite, as {folder} is not empty" * taken(folder)
+
+    with ends_at_ctrl_c(after):
+        for path in parts.run(chosen, scale, folder, results, Console(stderr=True), how, sets or []):
             print(path)
-    except KeyboardInterrupt:
-        if made.goes_on:
-            then = f"the same command goes on from {folder}"
-        else:
-            then = "the same command begins anew" + f" with --overwrite, as {folder} is not empty" * taken(folder)
-        print(f"interrupted; {then}", file=sys.stderr)
-        raise typer.Exit(130) from None
 
 
 @app.command(
@@ -103,6 +102,6 @@ def experiment(
 )  # fmt: skip
 def bench(context: typer.Context) -> None:
     """Measure: tasks, steps, tile sizes (nntile bench --help)."""
-    from nntile_py.measure.commands import bench_app  # a typer app of its own, which gets all further arguments
+    from nntile_py.measure.commands import bench_app  # this typer app parses the remaining arguments
 
     raise typer.Exit(bench_app(context.args, prog_name="nntile bench", standalone_mode=False) or 0)

@@ -1,23 +1,30 @@
-"""Parts that all commands of nntile share: the app, options, output."""
+"""Parts that the commands of nntile share: the app, options, output."""
 
 import json
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.system import launcher
 
-UNCUT = 10**4  # columns of output that is not a terminal
+if TYPE_CHECKING:
+    from nntile_py.config.run_config import RunConfig
+
+UNCUT = 10**4  # columns of output that does not go to a terminal
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     epilog="Example: nntile init my.yaml && nntile train my.yaml",
 )  # fmt: skip
 
-Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, such as `nntile init` writes.")]
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file of a run; `nntile init` writes one.")]
+OptionalConfig = Annotated[
+    str | None, typer.Argument(metavar="[CONFIG]", help="YAML file of a run. [default: --work at BERT-large's size]")
+]
 
 
 def _complete_key(incomplete: str) -> list[str]:
@@ -25,8 +32,8 @@ def _complete_key(incomplete: str) -> list[str]:
     from nntile_py.config.run_config import all_keys
     from nntile_py.models.registry import known
 
-    found = (f"{key}=" for cls in known().values() for key in all_keys(cls.Config))
-    return [key for key in dict.fromkeys(found) if key.startswith(incomplete)]
+    keys = (f"{key}=" for cls in known().values() for key in all_keys(cls.Config))
+    return [key for key in dict.fromkeys(keys) if key.startswith(incomplete)]
 
 
 Sets = Annotated[
@@ -39,22 +46,37 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write into a folde
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def load_config(config: str, sets: list[str] | None) -> "RunConfig":
+    """Read CONFIG with the values of --set."""
+    from nntile_py.config.run_config import load
+
+    return load(config, sets or [])
+
+
+@contextmanager
+def ends_at_ctrl_c(message: Callable[[], str]) -> Iterator[None]:
+    """At Ctrl-C, print the message and end the command with status 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"interrupted; {message()}", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
 def alone(command: str) -> None:
-    """Refuse a start by mpirun."""
+    """Raise ConfigError if mpirun or srun started several processes."""
     if (size := launcher.started()[1]) > 1:
         raise ConfigError(
             f"nntile {command}: mpirun or srun has started {size} processes; allowed: one process without"
-            " mpirun, which starts mpirun itself for points with a number in runtime.nodes"
+            " mpirun. The command itself starts mpirun for points with a number in runtime.nodes"
         )
 
 
 def note_tiles(config: Any, spec: Any) -> None:
-    """Print a note if tiles are far too small. The command itself reports all other mistakes."""
-    from contextlib import suppress
-
+    """Print a note if tiles are far too small."""
     from nntile_py.analysis.tile_advice import note
 
-    with suppress(NNTileError):
+    with suppress(NNTileError):  # the command itself reports wrong configs
         if launcher.leads() and (text := note(config, spec)):
             print(text, file=sys.stderr, flush=True)
 
@@ -65,16 +87,17 @@ def one_of(option: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def show(what: Any) -> None:
+    """Print a dict or list as JSON, and other objects as rich does, without wrapped lines unless on a terminal."""
     if isinstance(what, (dict, list)):
         print(json.dumps(what, indent=2))
     else:
         from rich.console import Console
 
         console = Console()
-        if console.is_terminal and launcher.started()[1] == 1:  # mpirun gives ranks something like a terminal
+        if console.is_terminal and launcher.started()[1] == 1:  # output of mpirun's ranks looks like a terminal
             console.print(what)
         else:  # programs that read the output need each row in one line
-            wide = Console(width=UNCUT, force_terminal=False)
-            with wide.capture() as text:
-                wide.print(what)
+            console = Console(width=UNCUT, force_terminal=False)
+            with console.capture() as text:
+                console.print(what)
             print("\n".join(map(str.rstrip, text.get().splitlines())))

@@ -2,13 +2,12 @@
 
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from nntile_py.cli.options import Sets, app, note_tiles, show
+from nntile_py.cli.options import Sets, app, ends_at_ctrl_c, load_config, note_tiles, show
 from nntile_py.errors import ConfigError
 from nntile_py.runs import newest_run, run_folder, run_of, taken
 from nntile_py.system import launcher
@@ -16,13 +15,13 @@ from nntile_py.system import launcher
 
 @app.command(epilog="Example: nntile init my.yaml --set data.source=my.txt")
 def init(
-    file: Annotated[Path | None, typer.Argument(help="The YAML to write. [default: MODEL.yaml]")] = None,
+    file: Annotated[Path | None, typer.Argument(help="The YAML file to write. [default: MODEL.yaml]")] = None,
     model: Annotated[
-        str, typer.Option(metavar="TYPE", help="gpt2, bert, llama, ..., or your own class: my_file.py:MyModel.")
+        str, typer.Option(metavar="TYPE", help="gpt2, bert, llama, ..., or a class of yours: my_file.py:MyModel.")
     ] = "gpt2",
     sets: Sets = None,
 ) -> None:
-    """Write a complete YAML for training, with an explanation of every key."""
+    """Write a YAML file for training, with all keys and a comment for each key."""
     from nntile_py.config.describe import initial
 
     file = file or Path(f"{model.rpartition(':')[2].lower()}.yaml")
@@ -31,7 +30,7 @@ def init(
         with file.open("x", encoding="utf-8") as new:
             new.write(text)
     except FileExistsError:
-        raise ConfigError(f"FILE: {file} is there already; allowed: the name of a new file") from None
+        raise ConfigError(f"FILE: {file} exists; allowed: the name of a new file") from None
     except OSError as error:
         raise ConfigError(f"FILE: {file}: {error.strerror}; allowed: the name of a new file") from None
     print(f"wrote {file}; train it with: nntile train {file}")
@@ -39,7 +38,7 @@ def init(
 
 @app.command(epilog="Example: nntile config my.yaml --set fusion=false")
 def config(
-    config: Annotated[str | None, typer.Argument(metavar="CONFIG", help="A YAML file; not with --schema.")] = None,
+    config: Annotated[str | None, typer.Argument(metavar="CONFIG", help="YAML file; not with --schema.")] = None,
     sets: Sets = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema of the keys, for editors.")] = False,
     model: Annotated[
@@ -54,24 +53,22 @@ def config(
 
         show(of(model))
     else:
-        from nntile_py.config.run_config import load
-
-        print(load(str(config), sets or []).to_yaml(), end="")
+        print(load_config(str(config), sets).to_yaml(), end="")
 
 
 @app.command(epilog="Example: nntile train my.yaml --set train.steps=100 --out runs/try")
 def train(
     config: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="A YAML file; with --resume also a run's folder, or a checkpoint.")
+        str, typer.Argument(metavar="CONFIG", help="YAML file; with --resume also the folder of a run or a checkpoint.")
     ],
     where: Annotated[
         Path | None,
-        typer.Argument(metavar="[DIR]", help="With --resume: a run's folder, or a checkpoint. [default: --out]"),
+        typer.Argument(metavar="[DIR]", help="With --resume: folder of a run or a checkpoint. [default: --out]"),
     ] = None,
     sets: Sets = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run. [default: runs/NAME of CONFIG]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run. [default: runs/NAME for NAME.yaml]")] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the run in the folder, as soon as this run has a checkpoint.")
+        bool, typer.Option("--overwrite", help="Replace the run in the folder when this run has its first checkpoint.")
     ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run from its newest complete checkpoint.")
@@ -79,7 +76,7 @@ def train(
     rescue: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Folder to write to if the run's folder has no room at the start or at the end."
+            metavar="DIR", help="Folder to save to if the disk of the run's folder is full at the start or at the end."
         ),
     ] = None,
 ) -> None:
@@ -94,7 +91,7 @@ def train(
         config = str(run_of(where) / "config.yaml")
         if not os.path.isfile(config):
             need = "a YAML file, or with --resume the folder of a run, or one of its checkpoints"
-            raise ConfigError(f"CONFIG: {where}: no run's folder, as {config} is not there; allowed: {need}")
+            raise ConfigError(f"CONFIG: {where}: no run's folder, since {config} does not exist; allowed: {need}")
 
     def newest(configured: str | None) -> Path:
         from nntile_py.checkpoint.format import checkpoints_in
@@ -113,17 +110,17 @@ def train(
             if not of_run:  # the run's own config.yaml has these values
                 loaded = load(config, overrides, newest)
         if overwrite:
-            raise ConfigError("--overwrite: not allowed with --resume, which goes on in the run's folder")
+            raise ConfigError("--overwrite: not allowed with --resume, which continues in the run's folder")
         if os.path.realpath(folder) != os.path.realpath(run_of(start)) and taken(folder):
-            raise ConfigError(f"--out: {folder} holds something else than {start}; allowed: a new or empty folder")
+            raise ConfigError(f"--out: {folder} is another folder than that of {start}; allowed: a new or empty folder")
     else:
         start, folder = None, run_folder(name, loaded.out, out, overwrite, trains=True)
     if rescue and (taken(rescue) or os.path.realpath(rescue) == os.path.realpath(folder)):
-        raise ConfigError(f"--rescue: {rescue} is not an empty folder of its own; allowed: a new or empty one")
+        raise ConfigError(f"--rescue: {rescue} is the run's folder or not empty; allowed: another new or empty folder")
     spec = step_spec(loaded)
     note_tiles(loaded, spec)
     options = [f"--set={item}" for item in sets or []] + (["--out", str(out)] if out else [])
-    try:
+    with ends_at_ctrl_c(lambda: "saved checkpoints stay"):
         from nntile_py.training.display import Screen
         from nntile_py.training.run import train as run
 
@@ -132,9 +129,6 @@ def train(
             resume=start, replaces=overwrite and not resume, rescue=rescue,
             again=shlex.join([*command, *options]), overrides=overrides,
         )  # fmt: skip
-    except KeyboardInterrupt:
-        print("interrupted; nothing more is saved", file=sys.stderr)
-        status = 130
     raise typer.Exit(status)
 
 
@@ -145,5 +139,5 @@ def _saved_overrides(start: Path, overrides: list[str]) -> list[str]:
     keys = {item.partition("=")[0] for item in overrides}
     again = [item for item in saved_overrides(start) if item.partition("=")[0] not in keys | {"out"}]
     if again and launcher.leads():
-        print(f"as the run began: {' '.join(f'--set {item}' for item in again)}", flush=True)
+        print(f"options of the run so far: {' '.join(f'--set {item}' for item in again)}", flush=True)
     return again

@@ -1,4 +1,4 @@
-"""From a run's config to what it describes: model, StepSpec."""
+"""Build the objects that a run's config describes: the model, the StepSpec, the tiling, the operator timings."""
 
 from __future__ import annotations
 
@@ -18,21 +18,18 @@ from nntile_py.tiles import Tiling
 
 
 def build_model(config: RunConfig) -> Model:
-    """The model of `config.model`: read from its folder, or freshly initialised from the seed."""
-    made = config.model
-    if made.from_ is not None:
-        return find(made.type).from_hf(made.from_, seed=config.seed, **made.model_dump(by_alias=True))
-    return new(made, config.seed)
+    """Return the model of `config.model`, with the weights of its folder or with initial weights from the seed."""
+    model = config.model
+    if model.from_ is not None:
+        return find(model.type).from_hf(model.from_, seed=config.seed, **model.model_dump(by_alias=True))
+    return new(model, config.seed)
 
 
 @operators_refuse()
 def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
-    """Resolve a config to everything that determines the programs of a run.
+    """Return the StepSpec of a run.
 
-    Args:
-        config: The run.
-        model: The model with its weights. Default: a new model, whose initial weights are drawn at their first use.
-    """
+    model: the model with its weights. Default: a new model, whose initial weights are drawn at their first use."""
     return StepSpec(
         model or new(config.model, config.seed),
         config.train.batch,
@@ -52,17 +49,17 @@ def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
 
 
 def default_layouts(config: RunConfig) -> RunConfig:
-    """The same in the default layouts, which needs no timings."""
+    """Return the config with `layout: default`, which needs no timings."""
     return config.model_copy(update={"layout": "default"})
 
 
 def predicted(config: RunConfig) -> float:
-    """The share of the tokens that the model is to predict."""
+    """Return the share of tokens that the model predicts: below 1 for masked models."""
     return config.train.mask_probability if find(config.model.type).objective == "masked" else 1.0
 
 
 def tiling(config: RunConfig) -> Tiling:
-    """The tile sizes that are given."""
+    """Return the config's tile sizes."""
     return Tiling(config.tiles.model_dump(exclude_none=True))
 
 
@@ -72,12 +69,15 @@ def _gpu() -> str:
 
 
 def measured_on(config: RunConfig) -> dict[str, str]:
-    """What times of operators are of, besides their sizes: see graph/timings.py."""
+    """Return the conditions of a measurement of operator times: device, versions, dtype, method (graph/timings.py)."""
     name = _gpu() if config.runtime.cuda else processor()
     versions = f"nntile_py {VERSION}, torch {version('torch')}"
     return {"device": f"{config.workers} x {name}", "version": versions, "dtype": config.precision, "method": METHOD}
 
 
 def timings(config: RunConfig, path: Path | None = None, *, new: bool = False) -> Timings:
-    """Those of a file, or of the cache folder. ConfigError: there are none, or they are of something else, see KEYS."""
+    """Return the operator times in the file `path`, by default the cache folder's file for this config.
+
+    Raises:
+        ConfigError: The file does not exist and `new` is False, or its times are of other conditions (KEYS)."""
     return opened(measured_on(config), path, new=new)

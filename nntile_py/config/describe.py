@@ -1,10 +1,10 @@
-"""The keys of a run's YAML, told from the typed config: a commented YAML, a JSON schema, a page of the reference."""
+"""Documentation of a run's keys, derived from RunConfig: a commented YAML, a JSON schema, pages of docs/reference."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
-from types import NoneType
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType, NoneType
 from typing import Any, get_args
 
 import yaml
@@ -21,31 +21,31 @@ from nntile_py.schema import Rule, assignment, keys, read_yaml, section_of, word
 from nntile_py.system.folders import installed
 from nntile_py.tasks.optimizer import OPTIMIZERS
 
-_WIDTH = 100  # of comments
+_WIDTH = 100  # characters of a comment's line
 _HEAD = """\
-{path}: written by `nntile init`, and `nntile train {path}` trains it as it stands.
-A key behind a # has the value that holds without it; remove the # to change it. On the command line:
+{path}: written by `nntile init`. `nntile train {path}` trains this model.
+A line such as "#key: value" shows a key's default; remove the # to change the value. On the command line:
   nntile train {path} --set train.steps=100
 
-Editors that know the YAML language server (in VS Code the extension "YAML" of Red Hat) complete and check keys once
+Editors with the YAML language server (in VS Code the extension "YAML" of Red Hat) complete and check the keys. Run
   nntile config --schema --model {model} > nntile.schema.json
-has written the schema, and the first line of this file is (without the quotes)
+and put this line at the top of the file, without the quotes:
   "# yaml-language-server: $schema=nntile.schema.json\""""
 
 
 def meaning(field: FieldInfo) -> str:
-    """What a key means, in one line."""
+    """Return a key's documentation in one line."""
     inner = section_of(field)
     return " ".join((field.description or (inner and inner.__doc__) or "").split())
 
 
-def _holds(field: FieldInfo) -> str:
-    """What a key may hold, null among it."""
+def _allowed(field: FieldInfo) -> str:
+    """Return the allowed values of a key in words, with null if null is allowed."""
     return words(field) + (", or null" if NoneType in get_args(field.annotation) else "")
 
 
-def _plain(value: Any) -> str:
-    """A value as a YAML has it, in one line."""
+def _yaml(value: Any) -> str:
+    """Write a value as YAML in one line."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
@@ -58,12 +58,13 @@ def _default(field: FieldInfo) -> Any:
 
 
 def initial(path: str, model: str, sets: Iterable[str] = ()) -> str:
-    """The text of a YAML that trains a model of this type: the values of experiments/, with `sets` over them.
+    """Return a commented YAML that trains a model of this type, with the values of experiments/ and of `sets`.
 
-    Raises ConfigError for a type that is not trained on text, and for values that are not allowed."""
+    Raises:
+        ConfigError: The type is not trained on text, or a value is not allowed."""
     cls, sets = find(model), list(sets)
     if cls.objective is None:
-        types = ", ".join([*(name for name, one in known().items() if one.objective), "my_file.py:MyModel"])
+        types = ", ".join([*(name for name, other in known().items() if other.objective), "my_file.py:MyModel"])
         raise ConfigError(f"--model: {model} is not trained on text; allowed: {types}")
     tree = _example(cls, model, {assignment(item)[0] for item in sets})
     given = {*_leaves(tree), *(assignment(item)[0] for item in sets)}
@@ -73,13 +74,13 @@ def initial(path: str, model: str, sets: Iterable[str] = ()) -> str:
 
 
 def _example(cls: type[Model], model: str, sets: set[str]) -> dict[str, Any]:
-    """The small run of experiments/ of this type; of a model of one's own GPT-2's, as far as it has the same keys."""
+    """Return the run experiments/MODEL_tiny.yaml. For a user's model: the run of GPT-2 with the keys of the model."""
     path = installed("experiments") / f"{model}_tiny.yaml"
     own = not path.is_file()
     tree = read_yaml(installed("experiments") / "gpt2_tiny.yaml" if own else path, "nntile init", RunConfig)
     if own:
         tree["model"] = {key: value for key, value in tree["model"].items() if key in cls.Config.model_fields}
-    if "model.from" in sets:  # it has sizes and a tokenizer
+    if "model.from" in sets:  # the folder has sizes and a tokenizer
         tree["model"] = {}
         del tree["tokenizer"]
     tree["model"]["type"] = model
@@ -95,7 +96,7 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _lines(cls: type[BaseModel], values: dict[str, Any], given: set[str], prefix: str = "") -> Iterator[str]:
-    """Comment and key of each key of a section; those that are not `given` are comments too."""
+    """Yield comment and value of each key of a section. Keys that are not in `given` are commented out."""
     indent = "  " * prefix.count(".")
     for own, field in cls.model_fields.items():
         name = field.alias or own
@@ -103,40 +104,40 @@ def _lines(cls: type[BaseModel], values: dict[str, Any], given: set[str], prefix
         if not prefix:
             yield ""
         section = inner is not None and isinstance(value, dict)
-        text = meaning(field) + (f" [{_holds(field)}]" if not section and _is_choice(_json_leaf(field)) else "")
+        text = meaning(field) + (f" [{_allowed(field)}]" if not section and _is_choice(_json_leaf(field)) else "")
         yield from textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
         if inner and section:
             yield f"{indent}{name}:"
             yield from _lines(inner, value, given, f"{key}.")
         else:
-            active = any(f"{key}.".startswith(f"{one}.") or one.startswith(f"{key}.") for one in given)
-            yield f"{indent}{'' if active else '#'}{name}: {_plain(value)}"
+            active = any(f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.") for other in given)
+            yield f"{indent}{'' if active else '#'}{name}: {_yaml(value)}"
 
 
 # -- a JSON schema
 
 
 def schema(model: str | None = None) -> dict[str, Any]:
-    """JSON schema of a run's YAML, for a type of model or for all that there are."""
+    """Return a JSON schema of a run's YAML, for one type of model or for all types."""
     types = [model] if model else [*known()]
-    made = _json(RunConfig)
+    run = _json(RunConfig)
     choices = [_json_model(find(name).Config, name) for name in types]
     if not model:
         choices.append({"type": "object", "properties": {"type": {"pattern": r"\.py:"}}, "required": ["type"]})
-    of_all = {"description": meaning(RunConfig.model_fields["model"])}
-    made["properties"]["model"] = of_all | (choices[0] if model else {"anyOf": choices})
     methods = [_json(optimizer_section(name)) | {"type": ["object", "null"]} for name in OPTIMIZERS]
-    made["properties"]["optimizer"] = {"description": meaning(RunConfig.model_fields["optimizer"]), "anyOf": methods}
-    return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "A run of nntile_py"} | made
+    sections = {"model": choices[0] if model else {"anyOf": choices}, "optimizer": {"anyOf": methods}}
+    for name, section in sections.items():
+        run["properties"][name] = {"description": meaning(RunConfig.model_fields[name])} | section
+    return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "A run of nntile_py"} | run
 
 
 def _json_model(config: type[ModelConfig], name: str) -> dict[str, Any]:
-    """Sizes are needed where they are not read from a folder."""
-    made = _json(config)
+    """Return the JSON schema of the section `model`. Without the key `from`, sizes are required."""
+    section = _json(config)
     if name in known():
-        made["properties"]["type"] |= {"const": name}
-    sizes = [*(["type"] if name != DEFAULT_MODEL else []), *made.pop("required", [])]
-    return made | {"anyOf": [{"required": ["from"]}, {"required": sizes}]}
+        section["properties"]["type"] |= {"const": name}
+    sizes = [*(["type"] if name != DEFAULT_MODEL else []), *section.pop("required", [])]
+    return section | {"anyOf": [{"required": ["from"]}, {"required": sizes}]}
 
 
 def _json(cls: type[BaseModel]) -> dict[str, Any]:
@@ -145,42 +146,42 @@ def _json(cls: type[BaseModel]) -> dict[str, Any]:
         name, inner = field.alias or own, section_of(field)
         leaf = _json_leaf(field)
         if inner:
-            made = _json(inner) | {"type": ["object", "null"]}  # a section with comments alone is null
+            section = _json(inner) | {"type": ["object", "null"]}  # a section that has only comments is null
             choice = [rule.json for rule in field.metadata if isinstance(rule, Rule)]
-            leaf = {"anyOf": [made, *choice]} if choice else made
+            leaf = {"anyOf": [section, *choice]} if choice else section
         elif not field.is_required():
             leaf |= {"default": _default(field)}
         properties[name] = {"description": meaning(field)} | leaf
         if field.is_required():
             required.append(name)
-    made = {"type": "object", "properties": properties, "additionalProperties": False}
-    return made | ({"required": required} if required else {})
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    return schema | ({"required": required} if required else {})
 
 
 def _json_leaf(field: FieldInfo) -> dict[str, Any]:
     try:
         return TypeAdapter(field.rebuild_annotation()).json_schema()
-    except PydanticInvalidForJsonSchema:  # a model of one's own may have fields of any kind
+    except PydanticInvalidForJsonSchema:  # a user's model may have fields of any type
         return {}
 
 
 def _is_choice(leaf: dict[str, Any]) -> bool:
-    """Whether a value is more than any number, text, true or false."""
+    """Return True if the schema allows only some values, such as a choice of names or a pattern."""
     if "anyOf" in leaf:
         return any(map(_is_choice, leaf["anyOf"]))
     return not leaf.keys().isdisjoint({"enum", "const", "pattern"})
 
 
-# -- a page
+# -- pages of docs/reference
 
 _INTRODUCTION = """\
 # Keys of a run's YAML
 
 <!-- Written by scripts/reference.py from nntile_py/config/ and models/; change the texts there. -->
 
-All keys that a YAML for `nntile train`, `plan`, `profile`, `graph` and others may have. `nntile init` writes one with
-these texts as comments, `nntile config CONFIG` prints one with all defaults filled in, and `--set KEY=VALUE` of each
-command overrides a key. A section and a key are written with a dot between them here: `train.steps: 100` is
+All keys of the YAML for `nntile train`, `plan`, `profile`, `graph` and other commands. `nntile init` writes a YAML with
+these texts as comments. `nntile config CONFIG` prints a YAML with all defaults filled in. `--set KEY=VALUE` overrides a
+key, in each command. This page writes a section and a key with a dot between them: `train.steps: 100` is
 
 ```yaml
 train:
@@ -189,8 +190,6 @@ train:
 
 A wrong key or value ends every command with exit status 2 and one message that names the key and what is allowed.
 """
-
-
 _MODELS = """\
 # Keys of a model
 
@@ -202,32 +201,26 @@ The keys of the section `model` of a [run's YAML](config.md). Their names and de
 
 
 def reference() -> str:
-    """docs/reference/config.md."""
-    plain = [(name, field) for name, field in RunConfig.model_fields.items() if not section_of(field)]
-    parts = [_INTRODUCTION, "## Keys outside of sections", "", *_table(_rows(plain))]
-    for name, field in RunConfig.model_fields.items():
-        if name == "model":
-            parts += ["## model", "", meaning(field), "", "[Keys of a model](models.md) has the section's keys.", ""]
-        elif name == "optimizer":
-            parts += ["## optimizer", "", meaning(field), "", *_optimizers()]
-        elif inner := section_of(field):
-            parts += [f"## {name}", "", meaning(field), "", *_table(_rows(keys(inner, f"{name}.")))]
-    parts += ["## Scheduler files", "", " ".join((SchedulerFile.__doc__ or "").split()), ""]
-    return "\n".join(parts)
+    """Return the page docs/reference/config.md."""
+    model = "[Keys of a model](models.md) has the section's keys.", ""
+    keys_of_run = tables(RunConfig, {"model": model, "optimizer": _optimizers()})
+    schedulers = "## Scheduler files", "", " ".join((SchedulerFile.__doc__ or "").split()), ""
+    return "\n".join([_INTRODUCTION, "## Keys outside of sections", "", *keys_of_run, *schedulers])
 
 
-def tables(cls: type[BaseModel]) -> Iterator[str]:
-    """Of the keys of a YAML: those outside of sections, then each section."""
+def tables(cls: type[BaseModel], contents: Mapping[str, Iterable[str]] = MappingProxyType({})) -> Iterator[str]:
+    """Yield tables of a YAML's keys: keys outside of sections, then each section; `contents` replaces some tables."""
     plain = [(field.alias or name, field) for name, field in cls.model_fields.items() if not section_of(field)]
     yield from _table(_rows(plain))
     for name, field in cls.model_fields.items():
         if inner := section_of(field):
             key = field.alias or name
-            yield from (f"## {key}", "", meaning(field), "", *_table(_rows(keys(inner, f"{key}."))))
+            yield from (f"## {key}", "", meaning(field), "")
+            yield from contents[key] if key in contents else _table(_rows(keys(inner, f"{key}.")))
 
 
 def model_reference() -> str:
-    """docs/reference/models.md: the keys of all models, those of several, then each model's own."""
+    """Return the page docs/reference/models.md: keys of all models, keys of several models, each model's own keys."""
     rows = {kind: list(_rows(keys(cls.Config, "model."))) for kind, cls in known().items()}
     base = [f"`model.{field.alias or name}`" for name, field in ModelConfig.model_fields.items()]
     kinds_of: dict[Row, list[str]] = {}
@@ -248,7 +241,7 @@ def model_reference() -> str:
 
 
 def _optimizers() -> Iterator[str]:
-    """A table of the keys of every optimizer, then a table of each optimizer's own keys."""
+    """Yield a table of the keys that all optimizers have, then a table of each optimizer's own keys."""
     rows = {name: list(_rows(keys(optimizer_section(name), "optimizer."))) for name in OPTIMIZERS}
     first, *others = rows.values()
     common = [row for row in first if row[0] == "`optimizer.name`" or all(row in of for of in others)]
@@ -264,12 +257,12 @@ Row = tuple[str, str, str, str]
 
 def _rows(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[Row]:
     for key, field in fields:
-        default = "required" if field.is_required() else f"`{_plain(_default(field))}`"
-        yield f"`{key}`", _holds(field), default, meaning(field)
+        default = "required" if field.is_required() else f"`{_yaml(_default(field))}`"
+        yield f"`{key}`", _allowed(field), default, meaning(field)
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    """Rows with the columns key, value, default and meaning; rows of five have the column models after the key."""
+    """Yield a table with the columns key, value, default, meaning; rows of five have the column models after key."""
     for number, row in enumerate(rows):
         if not number:
             columns = ("key", *["models"] * (len(row) - 4), "value", "default", "meaning")

@@ -1,4 +1,4 @@
-"""The YAML of a run, typed and checked. Every mistake is a ConfigError that names the key and the allowed values."""
+"""RunConfig: the YAML of a run, typed and checked. A ConfigError names each wrong key and the allowed values."""
 
 import functools
 import math
@@ -202,7 +202,7 @@ class RunConfig(Section):
     def planned(self) -> bool:
         """Whether a plan assigns tasks to workers: several GPUs and no CPU workers."""
         several, of = self.runtime.cuda != 0 and self.workers > 1, self.runtime
-        # "all" cores beside CUDA workers are none, as Runtime has it
+        # As in Runtime, "all" means no CPU workers if there are GPUs.
         return several and of.cpus in (0, "all") and of.placement != "scheduler"
 
     @property
@@ -260,7 +260,7 @@ def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str, saved: Sa
     try:
         tree = {key: {} if value is None and _is_section(key) else value for key, value in tree.items()}
         if tree.get("scheduler") is not None:
-            # A scheduler chosen on the command line is meant to win over the file's own runtime keys.
+            # A scheduler from the command line takes precedence over the file's section `runtime`.
             _apply_scheduler(tree, wins=tree["scheduler"] != chosen, overrides=overrides)
         return validated(RunConfig, tree, elsewhere=lambda: _known_keys(tree.get("model")))
     except ConfigError as error:
@@ -320,7 +320,7 @@ def _apply_scheduler(tree: dict[str, Any], wins: bool, overrides: Iterable[str])
     keys = load_scheduler(tree["scheduler"])
     runtime = tree.get("runtime", {})
     if not isinstance(runtime, dict):
-        return  # validation refuses it
+        return  # the validation reports it
     if (policy := keys.pop("accumulate", None)) is not None and (wins or "accumulate" not in tree):
         tree["accumulate"] = policy
     tree["runtime"] = runtime | keys if wins else keys | runtime
@@ -384,7 +384,8 @@ def _model_section(given: Any) -> Any:
         raise ConfigError(f"model.from: {folder}: {error}; {need}") from None
     given |= {"from": str(folder)}
     head = given.get("head", saved.get("head"))
-    if head == CLASSIFICATION or head != saved.get("head"):  # its labels are known with the data; it is drawn anew
+    # Another head starts from random weights. Labels of a classifier are compared with the data in _with_labels.
+    if head == CLASSIFICATION or head != saved.get("head"):
         given["head"], saved = head, {key: value for key, value in saved.items() if key not in cls.head_fields}
     for key in saved.keys() & given.keys():
         if given[key] != saved[key]:
@@ -397,7 +398,7 @@ def _model_section(given: Any) -> Any:
 
 def _checked(config: type[ModelConfig], given: dict[str, Any]) -> ModelConfig:
     own = [key for key, _ in keys(config)]
-    for key in given:  # ModelConfig knows no other sections to suggest
+    for key in given:  # a message of `validated` would suggest keys of the section `model` only
         if key not in own:
             raise ConfigError(f"model.{key}: unknown key; {allowed(key, own, all_keys(config))}")
     return validated(config, given, "model.")

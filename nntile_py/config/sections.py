@@ -50,14 +50,13 @@ class DataSection(Section):
     (`model.head: classification`) reads a table: a .csv, .tsv or .jsonl file. For a classifier `python-stdlib` is the
     functions of the library's larger packages, each labelled with its package."""
     sequences: Literal["window", "lines", "paragraphs", "documents"] = "window"
-    """Where sequences come from: a `window` is train.seq tokens from anywhere in the text. `lines`, `paragraphs`
-    (separated by empty lines) and `documents` (files) are sequences as they are; longer ones are split at train.seq
-    tokens."""
+    """What a sequence is: train.seq tokens from anywhere in the text (`window`), a line, a paragraph (between empty
+    lines) or a document (file). Longer lines, paragraphs and documents are split at train.seq tokens."""
     val_fraction: Share = 0.05
     """Share of the text that is held out of training, to measure the held-out loss. In a table: this share of the texts
     of each label."""
     held_out: File | None = None
-    """A table that a classifier is measured on; null: `val_fraction` of `source`."""
+    """A table to measure a classifier on; null: `val_fraction` of `source`."""
     text: str = "text"
     """Column of a table, or key of JSON lines, with the text."""
     label: str = "label"
@@ -67,7 +66,7 @@ class DataSection(Section):
     extensions: list[str] = Field(
         default=[".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".hpp", ".cu", ".html", ".tex"]
     )
-    """Endings of the names of the files that are read from a folder."""
+    """Only files whose names have one of these endings are read from a folder."""
 
     @field_validator("source")
     @classmethod
@@ -97,8 +96,8 @@ class TokenizerSection(Section):
         self.path = existing("tokenizer.path", self.path)
         if self.vocab_size is not None:
             raise ConfigError(
-                f"tokenizer.vocab_size: got {self.vocab_size}; allowed: null where tokenizer.path is given,"
-                " as that file has a vocabulary"
+                f"tokenizer.vocab_size: got {self.vocab_size}; allowed: null if tokenizer.path is set,"
+                " since the file has a vocabulary"
             )
         return self
 
@@ -107,7 +106,7 @@ class TokenizerSection(Section):
         if self.path is None:
             assert self.vocab_size is not None
             return self.vocab_size
-        # Here: `tokenizers` is not needed to read most configs.
+        # Imported here: most configs can be read without `tokenizers`.
         from nntile_py.data.tokenizer import load_tokenizer, token_numbers
 
         return token_numbers(load_tokenizer(Path(self.path)))
@@ -247,9 +246,9 @@ class TilesSection(Section):
     batch: Count | None = None
     """Sequences in a tile."""
     seq: Count | None = None
-    """Positions of a sequence in a tile; cut, attention takes several tasks."""
+    """Positions of a sequence in a tile. If `seq` is cut, attention takes several tasks."""
     embed: Count | None = None
-    """Entries of the model's width in a tile; cut, norms take several tasks."""
+    """Entries of the model's width in a tile. If `embed` is cut, norms take several tasks."""
     heads: Count | None = None
     """Attention heads in a tile."""
     ffn: Count | None = None
@@ -305,7 +304,7 @@ class RuntimeSection(Section):
     calibrate: Switch = False
     """Measure the task times of the `dm*` policies again."""
     placement: Placement | None = None
-    """What chooses a task's worker: the `scheduler`, or a plan that is computed before the run (`planned`). Null:
+    """How a task's worker is chosen: by the `scheduler` during the run, or by a plan before the run (`planned`). Null:
     planned on several GPUs without CPU workers, else scheduler."""
 
 
@@ -358,7 +357,10 @@ class ProfileSection(Section):
 
 
 def existing(key: str, path: str, others: str = "") -> str:
-    """Return the absolute path. Raises ConfigError, with `key` and the allowed `others`, if the path does not exist."""
+    """Return the absolute path.
+
+    Raises:
+        ConfigError: The path does not exist. The message has `key`, and `others` as allowed besides a path."""
     found = absolute(path)
     if not os.path.exists(found):  # False also for texts that cannot be paths
         raise ConfigError(f"{key}: no such file: {path}; allowed: {others} a path that exists".replace(":  ", ": "))

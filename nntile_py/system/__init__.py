@@ -1,1 +1,1 @@
-"""What the operating system gives: folders, files written whole, limits of a container or of a batch job."""
+"""The operating system: folders and files, clock, load, limits of containers and batch jobs, ranks of mpirun."""

@@ -1,4 +1,4 @@
-"""What of the machine this process may have: less than all of it in a container or in a batch system's job."""
+"""The main memory that this process may use. Containers and batch systems limit it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def machine_memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of main memory: the machine's, or the least limit of a cgroup above this process (cgroups(7))."""
+    """Return the bytes of main memory: the machine's, or the smallest limit of this process's cgroups (cgroups(7))."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with suppress(OSError):
         for line in proc.read_text().splitlines():
@@ -18,15 +18,15 @@ def machine_memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
             version_1 = bool(controllers)
             top, name = (root / "memory", "memory.limit_in_bytes") if version_1 else (root, "memory.max")
             own = top / path.lstrip("/")
-            # In a container the path may be the host's, and the top its own cgroup.
+            # In a container, `path` may be that of the host, and `top` the container's own cgroup.
             for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(top))):
-                with suppress(OSError, ValueError):  # "max": none
+                with suppress(OSError, ValueError):  # the file has "max" if there is no limit
                     found.append(int((folder / name).read_text()))
     return min(found)
 
 
 def free_memory() -> int:
-    """Bytes of main memory that this process may still take."""
+    """Return the bytes of main memory that this process may still allocate."""
     fields = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     free = next(int(field[1]) * 1024 for field in fields if field[0] == "MemAvailable:")
     own = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -34,6 +34,6 @@ def free_memory() -> int:
 
 
 def within_machine(limit: int | None) -> int:
-    """Bytes of main memory under a limit, if there is one, that may be more than there is."""
-    there = machine_memory()
-    return min(limit or there, there)
+    """Return the smaller of a limit in bytes, if there is one, and the machine's memory."""
+    total = machine_memory()
+    return min(limit or total, total)

@@ -31,7 +31,7 @@ def plain_table(
 
 
 def facts(values: Mapping[str, str]) -> RenderableType:
-    """Lines of a name and its value; a long value is continued below itself."""
+    """Make a table of names and values; a long value continues on the next line of its column."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""Where a user's machine keeps what is made or measured once, and how files are written whole or not at all."""
+"""Folders of the package, the cache and the standard library; files that are read safely and replaced as a whole."""
 
 import ctypes
 import errno
@@ -16,21 +16,21 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """What was measured of this machine, and StarPU as `make setup` builds it."""
+    """Return the user's folder of cached files: measurements of this machine, and StarPU as `make setup` builds it."""
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # nobody's home
+    except RuntimeError:  # a user without a home folder
         home = Path(tempfile.gettempdir())
     return home / "nntile_py"
 
 
 def installed(name: str) -> Path:
-    """A folder of the repository that installs inside the package."""
+    """Return the path of a folder such as `experiments`: inside the installed package, or in the repository."""
     return next((d for p in Path(__file__).parents[1:3] if (d := p / name).is_dir()), Path(name))
 
 
 def build_info() -> dict[str, str]:
-    """What setup.py noted when it compiled the extension: StarPU's place, versions, compiler flags."""
+    """Return setup.py's record of the extension's compilation: StarPU's folder, versions, compiler flags."""
     try:
         package = Path(__file__).parents[1]
         info = json.loads((package / "_build_info.json").read_text())
@@ -40,13 +40,14 @@ def build_info() -> dict[str, str]:
         return {}
 
 
-# Of the standard library: tests repeat themselves, `encodings` is tables, installed packages differ between machines.
+# Folders of the standard library that are no training text: repetitive tests, tables of `encodings`, and installed
+# packages, which differ between machines.
 _NO_SOURCES = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
-STDLIB = "python-stdlib"  # what a config calls the sources of Python's standard library
+STDLIB = "python-stdlib"  # the value of data.source for the sources of Python's standard library
 
 
 def files_in(root: Path, extensions: Sequence[str], skipped: AbstractSet[str] = frozenset()) -> Iterator[Path]:
-    """Files under `root` in the order of their names; hidden folders and linked ones are left out."""
+    """Yield files under `root` with these extensions, by name. Hidden, linked and `skipped` folders are left out."""
     for path in sorted(root.iterdir(), key=lambda p: p.name):
         if path.is_dir() and not path.is_symlink() and path.name not in skipped and not path.name.startswith("."):
             yield from files_in(path, extensions, skipped)
@@ -55,20 +56,21 @@ def files_in(root: Path, extensions: Sequence[str], skipped: AbstractSet[str] = 
 
 
 def stdlib() -> Path:
-    """The folder of Python's standard library."""
+    """Return the folder of Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def stdlib_files() -> list[Path]:
-    """The sources of Python's standard library."""
-    # _sysconfigdata* says how this Python was built, with paths of this machine.
+    """Return the source files of Python's standard library."""
+    # _sysconfigdata* has paths of the machine that built this Python.
     return [path for path in files_in(stdlib(), [".py"], _NO_SOURCES) if not path.name.startswith("_sysconfigdata")]
 
 
 def read(path: Path, most: int | None = None) -> bytes:
-    """The content of a file, or the first `most` bytes of it. Raises OSError.
+    """Return a file's content, or its first `most` bytes.
 
-    Also for a pipe or a device, which may have no end, and for what no file can be called."""
+    Raises:
+        OSError: The file cannot be read, the path is not a file's (a pipe may have no end), or no valid path."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except ValueError as error:  # a null byte
@@ -85,7 +87,7 @@ def read(path: Path, most: int | None = None) -> bytes:
 
 
 def sync(path: Path) -> None:
-    """Of a file or a folder: what was written is on the disk when this returns."""
+    """Wait until all data written to a file or a folder is on the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -95,11 +97,11 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A path to write to; afterwards it is synced and takes the place of `path`."""
+    """Yield a temporary path to write to. At the end of the block its file is synced and replaces `path`."""
     beside = path.with_name(f".{path.name}.tmp{os.getpid()}")
     try:
         with beside.open("ab") as held:
-            with suppress(OSError):  # not everywhere possible: what is killed then stays
+            with suppress(OSError):  # file systems without locks: leftovers of a killed process stay there
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield beside
             sync(beside)
@@ -111,28 +113,28 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """What processes that were killed in `replaced` have left beside `path`."""
+    """Remove the temporary files that processes killed within `replaced(path)` left behind."""
     for beside in path.parent.glob(f".{glob.escape(path.name)}.tmp*"):
         if beside.suffix.removeprefix(".tmp").isdecimal() and beside.is_file():
             with suppress(OSError), beside.open("ab") as held:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not of a process that writes to it
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while a process writes to the file
                 beside.unlink(missing_ok=True)
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file, and its folder."""
+    """Write a file, so that readers see the old or the new content; missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as beside:
         beside.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Two folders take each other's names, on Linux at once."""
+    """Swap the names of two folders, on Linux in one step."""
     libc = ctypes.CDLL(None, use_errno=True)
     here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if hasattr(libc, "renameat2") and libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), swap) == 0:
         return
-    aside = one.with_name(f"{one.name}.old{os.getpid()}")  # a file system that cannot
+    aside = one.with_name(f"{one.name}.old{os.getpid()}")  # a file system without RENAME_EXCHANGE
     one.rename(aside)
     other.rename(one)
     aside.rename(other)

@@ -1,4 +1,4 @@
-"""Python's search for cycles among objects, where it only takes time."""
+"""Pauses of Python's garbage collector."""
 
 import gc
 from collections.abc import Iterator
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_search_for_cycles() -> Iterator[None]:
-    """None is made inside: graphs and lists of tasks have none, and it takes a quarter of the time to make them."""
-    searches = gc.isenabled()
+    """Pause the garbage collector. Building graphs and task lists creates no cycles, and takes a quarter less time."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if searches:
+        if enabled:
             gc.enable()

@@ -1,4 +1,4 @@
-"""Which of several processes this one is, as whoever started it says; how they end where one fails. Needs no MPI."""
+"""Rank and number of ranks, from the variables of mpirun and srun; the end of a failed rank. Needs no MPI."""
 
 import os
 import time
@@ -6,25 +6,25 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-# How Open MPI, MPICH (and Intel's) and Slurm tell a process how many they started, and which it is. Slurm sets
-# SLURM_NTASKS in a job script too, which is one process; what srun starts knows of its step.
+# Variables with the number of ranks and the rank, of Open MPI, of MPICH and Intel MPI, of srun. (SLURM_NTASKS is set in
+# a job script too, which is one process.)
 _STARTERS = {
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK", "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
 }  # fmt: skip
-_JOB = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")  # what tells one job's ranks from another's
-OTHERS_WAIT = 3.0  # seconds that the others let rank 0 tell of what has failed on all of them
+_JOB = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")  # variables whose values are equal on all ranks of a job
+OTHERS_WAIT = 3.0  # seconds that a failing rank waits, so that rank 0 can report a failure of all ranks
 
 failed = 0  # the exit status of a process that ends with an error
 
 
 def started(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """(rank, number of ranks) as mpirun or srun has told this process; (0, 1) where none has started it."""
-    size, rank = _told(environment)
+    """Return rank and number of ranks; (0, 1) for a process that neither mpirun nor srun started."""
+    size, rank = _variables(environment)
     return (int(environment.get(rank, 0)), int(environment[size])) if size else (0, 1)
 
 
-def _told(environment: Mapping[str, str]) -> tuple[str, str]:
-    """The names of the variables that say so; empty ones where none does."""
+def _variables(environment: Mapping[str, str]) -> tuple[str, str]:
+    """Return the names of the variables with size and rank; empty names for a process without other ranks."""
     for size, rank in _STARTERS.items():
         if (count := environment.get(size, "")).isdigit() and int(count) > 1:
             return size, rank
@@ -32,24 +32,24 @@ def _told(environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def apart(library: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether srun has started several processes that MPI cannot bring together, as with --mpi=none.
+    """Return True if srun started several processes that MPI cannot connect, as with --mpi=none.
 
-    library: MPI's name. Of Open MPI it shows before it starts; others may ask Slurm in ways of their own."""
+    library: MPI's name. The check is for Open MPI; other libraries have their own ways to reach Slurm."""
     known = any(name == "PMIX_RANK" or name.startswith("PMI_") for name in environment)
     return library.startswith("Open MPI") and by_srun(environment) and not known
 
 
 def by_srun(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether srun has started several of this process, and not mpirun."""
-    return _told(environment)[0] == "SLURM_STEP_NUM_TASKS"
+    """Return True if srun, and not mpirun, started this process and other ranks."""
+    return _variables(environment)[0] == "SLURM_STEP_NUM_TASKS"
 
 
 def seen(sign: str) -> dict[int, str]:
-    """What the ranks on this machine do: `stopped`; `waits`, if they have loaded the library `sign`; else `comes`."""
-    found: dict[int, set[str]] = {}  # of a rank's processes
+    """Return the state of each rank on this machine: `stopped`, `waits` (has loaded the library `sign`) or `comes`."""
+    states: dict[int, set[str]] = {}  # of each rank's processes
     mine = [os.environ.get(name) for name in _JOB]
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # another user's, or it has ended
+        with suppress(OSError):  # the process has ended or is another user's
             lines = (process / "environ").read_bytes().decode(errors="replace").split("\0")
             environment = dict(line.split("=", 1) for line in lines if "=" in line)
             if started(environment)[1] == 1 or [environment.get(name) for name in _JOB] != mine:
@@ -57,25 +57,25 @@ def seen(sign: str) -> dict[int, str]:
             stopped = (process / "stat").read_text().rpartition(")")[2].split()[0] in "Tt"
             loaded = sign in (process / "maps").read_text()
             state = "stopped" if stopped else "waits" if loaded else "comes"
-            found.setdefault(started(environment)[0], set()).add(state)
-    return {rank: next(s for s in ("stopped", "waits", "comes") if s in found[rank]) for rank in sorted(found)}
+            states.setdefault(started(environment)[0], set()).add(state)
+    return {rank: next(s for s in ("stopped", "waits", "comes") if s in states[rank]) for rank in sorted(states)}
 
 
 def leads() -> bool:
-    """Whether this process is the first: it alone tells and writes what all know."""
+    """Return True on rank 0, which alone prints and writes files."""
     return started()[0] == 0
 
 
 def who() -> str:
-    """In front of an error: "rank 1 of 4: "; nothing where there is one process."""
+    """Return the beginning of an error message: "rank 1 of 4: ", or nothing for a single process."""
     rank, size = started()
     return f"rank {rank} of {size}: " if size > 1 else ""
 
 
 def failing(status: int = 1) -> None:
-    """To be called before an error is told that ends this process, and with it all ranks.
+    """Prepare the message of an error that ends this process and all other ranks.
 
-    Rank 0 tells it at once, so that what fails on all of them is told once."""
+    Other ranks than 0 wait first: if all ranks fail, the message of rank 0 is the only one."""
     global failed
     if not failed and started()[0]:
         time.sleep(OTHERS_WAIT)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-BUSY = 0.1  # cores that other processes keep busy, from which on a message is due
+BUSY = 0.1  # share of the cores: measurements with more load by other processes are reported as disturbed
 
 
 class Load:
@@ -35,31 +35,31 @@ class Load:
             self.others = max(busy - self._start[1] - own, 0.0) / wall
 
     def facts(self) -> dict[str, Any]:
-        """For summary.json: cores that this process may use, cores that others kept busy, the load average."""
+        """Return values for summary.json: usable cores, cores kept busy by other processes, the load average."""
         return {"cores": cores(), "others": self.others, "load_average": os.getloadavg()[0]}
 
 
 def among(loads: Sequence[Load]) -> dict[str, Any]:
-    """Load.facts of the rank whose cores others kept busiest: ranks that share them are none of those."""
-    found = []
+    """Return Load.facts of the rank with the most load by other processes; ranks that share its cores do not count."""
+    candidates = []
     for load in loads:
         ranks = sum(other.own for other in loads if other is not load and other.where == load.where)
-        found.append(load.facts() | {"others": None if load.others is None else max(load.others - ranks, 0.0)})
-    return max(found, key=lambda facts: facts["others"] or 0.0)
+        candidates.append(load.facts() | {"others": None if load.others is None else max(load.others - ranks, 0.0)})
+    return max(candidates, key=lambda facts: facts["others"] or 0.0)
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def is_busy(others: float | None) -> bool:
-    """Whether others kept so many cores busy that times are too long."""
+    """Return True if other processes kept so many cores busy that measured times are too long."""
     return others is not None and others >= BUSY * cores()
 
 
 def _busy_seconds() -> float | None:
-    """Of all cores that this process may use, since the system started."""
+    """Return the busy seconds of all cores that this process may use, since the system started."""
     try:
         lines = Path("/proc/stat").read_text().splitlines()
         tick, mine, total = os.sysconf("SC_CLK_TCK"), {f"cpu{k}" for k in os.sched_getaffinity(0)}, 0

@@ -16,7 +16,7 @@ FORMS = ("png", "svg", "pdf")
 
 
 def new_figure(inches: tuple[float, float]) -> Figure:
-    """Make an empty figure that needs no screen; its parts make room for each other."""
+    """Make an empty figure that needs no screen. Its parts do not overlap."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -26,7 +26,7 @@ def new_figure(inches: tuple[float, float]) -> Figure:
 
 
 def save_figure(figure: Figure, stem: Path, forms: Sequence[str] = FORMS) -> None:
-    """Write the figure in each form, to `stem` with the form as its suffix; a reader never sees half a file."""
+    """Write the figure in each form, to `stem` with the form as suffix. An existing file is replaced as a whole."""
     for form, content in files_of(figure, forms).items():
         replace_file(stem.with_name(f"{stem.name}.{form}"), content)
 

@@ -1,4 +1,4 @@
-"""How far something is that takes minutes."""
+"""Progress messages of long work."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-EVERY = 10.0  # seconds
+EVERY = 10.0  # seconds between two messages in a log
 
 Tell = Callable[[str], None]
 
 
 @contextmanager
 def telling(console: Console, every: float = EVERY) -> Iterator[Tell]:
-    """What is told: on a terminal a line that changes; in a job's log a line of its own, every so many seconds."""
+    """Yield a function that shows a progress message: in place on a terminal, else a new line every `every` seconds."""
     last = -every
 
     def tell(text: str) -> None:
