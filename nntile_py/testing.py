@@ -1,6 +1,6 @@
-"""Operators against their references: in any tiling, under each accumulation policy, with their gradients.
+"""Compare operators with their references, in any tiling and under each accumulation policy.
 
-`check_operator` is for a user's own operator; the project's are checked by `check`, row by row of a table.
+`check_operator` checks a user's operator. `check` checks an operator of the project: a row of tests/operators_*.py.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ Values = dict[Tensor, Array]
 Maker = Callable[[np.random.Generator, tuple[int, ...], Values], Array]
 Row = Callable[["Case"], Any]
 
+TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1.5e-2, "fp16": 2e-3}
 SIZES = {"batch": 4, "seq": 6, "embed": 24, "heads": 4, "head_dim": 4, "ffn": 20, "vocab": 36}
 FIXED = {"qkv": 3, "stat": 2, "one": 1, "classes": 2, "sequences": 4}
 
@@ -42,7 +43,7 @@ FIXED = {"qkv": 3, "stat": 2, "one": 1, "classes": 2, "sequences": 4}
 
 
 def rounded(value: Array, dtype: str) -> Array:
-    """What a tensor of the dtype holds of the values; in float64 if they are no integers."""
+    """Round values to the dtype of a tensor; the result is float64 unless the dtype is an integer."""
     if dtype in ("int16", "int64"):
         return np.asarray(value, DTYPES[dtype].numpy)
     return np.asarray(torch.tensor(value, dtype=torch.float64).to(getattr(torch, DTYPES[dtype].torch)).double().numpy())
@@ -53,7 +54,7 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> 
 
 
 def large(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
-    """Among which exponentials overflow."""
+    """Return values so large that their exponentials overflow."""
     return 300 * rng.standard_normal(shape)
 
 
@@ -62,12 +63,12 @@ def positive(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -
 
 
 def triangle(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
-    """Zero above the diagonal, as the probabilities of causal attention."""
+    """Return values with zeros above the diagonal, like the probabilities of causal attention."""
     return np.tril(rng.standard_normal(shape))
 
 
 def ids(below: int, ignored: float = 0.0) -> Maker:
-    """Numbers of rows of a table or of words; some of them, not all, IGNORED."""
+    """Return a maker of integers from 0 to below - 1; a share `ignored` of them, but never all, is IGNORED."""
 
     def make(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
         result = np.where(rng.random(shape) < ignored, IGNORED, rng.integers(0, below, shape))
@@ -78,14 +79,14 @@ def ids(below: int, ignored: float = 0.0) -> Maker:
 
 
 def padding(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
-    """1 for keys that may be attended to, in any pattern; none of the last sequence."""
+    """Return a random attention mask: 1 for keys that count, 0 for padding. The last sequence is all padding."""
     result = (rng.random(shape) < 0.6).astype(int)
     result[-1] = 0
     return result
 
 
 def offsets(positions: int) -> Maker:
-    """Of sequences one behind the other, the last ones of no length; some positions at the end may be of none."""
+    """Return a maker of offsets of packed sequences. The last sequences may be empty, the last positions unused."""
 
     def make(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
         (count,) = shape
@@ -97,17 +98,17 @@ def offsets(positions: int) -> Maker:
 
 
 def low_bits(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
-    """What rounding to bf16 may leave."""
+    """Return random low bits of master weights, as rounding to bf16 leaves them."""
     return rng.integers(-(2**15), 2**15, shape)
 
 
 def of(op: Op, output: int) -> Maker:
-    """What an operator outside of the case would have made."""
+    """Return a maker that computes an output of another operator by its reference."""
     return lambda rng, shape, values: op.reference(*(values[t] for t in op.inputs))[output]
 
 
 def error(got: Any, want: Any) -> float:
-    """|got - want| / |want|, norm-wise; infinite where something is not finite or the shapes differ."""
+    """Return the norm of got - want divided by the norm of want; infinite for values not finite or unequal shapes."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     if got.shape != want.shape or not np.isfinite(got).all():
         return float("inf")
@@ -115,28 +116,30 @@ def error(got: Any, want: Any) -> float:
 
 
 class Case:
-    """A graph under construction, the makers of its inputs' values, the slots of its program."""
+    """A graph for one test, with makers of its inputs' values and the slots of its program."""
 
     def __init__(self, sizes: Mapping[str, int], dtype: str) -> None:
         self.sizes = {**FIXED, "key": sizes["seq"], "position": sizes["seq"] + 3, **sizes}
         self.graph = Graph(dtype)
         self.makers: dict[Tensor, Maker] = {}
-        self.options: dict[str, Any] = {}  # of the reference
+        self.options: dict[str, Any] = {}  # further arguments of the reference
         self.slots: dict[str, float] = {}
         self.whole: set[str] = set()  # axes that must not be cut
-        self.labels: dict[str, Tensor] = {}  # by the slot that scales their loss
-        self.grads: dict[Tensor, Tensor | None] = {}  # of the operator's inputs
-        self.dys: dict[Tensor, Tensor] = {}  # what comes in as gradients of its outputs
-        self.masters: dict[Tensor, Tensor] = {}  # of parameters that are fp32 ones in the optimizer; see split
+        self.labels: dict[str, Tensor] = {}  # by the name of the slot that scales their loss
+        self.grads: dict[Tensor, Tensor | None] = {}  # gradients of the operator's inputs
+        self.dys: dict[Tensor, Tensor] = {}  # gradients of the operator's outputs, which are inputs of the case
+        self.masters: dict[Tensor, Tensor] = {}  # low bits of parameters that have fp32 master weights
         self.sum_dtype = accumulation_dtype(dtype)
 
     def x(self, axes: str, make: Maker = normal, dtype: str | None = None, **options: Any) -> Tensor:
+        """Return an input with values of `make`. `axes` are the names of its axes, separated by spaces."""
         tensor = self._tensor(axes, "input", dtype, **options)
         self.makers[tensor] = make
         return tensor
 
     def y(self, axes: str, dtype: str | None = None, **options: Any) -> Tensor:
-        """An output: `scalar` is the kind of tensor that is not written before the program and outlives it."""
+        """Return an output."""
+        # The program writes a tensor of the kind `scalar`, and the tensor outlives the program.
         return self._tensor(axes, "scalar", dtype, **options)
 
     def like(self, tensor: Tensor) -> Tensor:
@@ -156,7 +159,7 @@ class Case:
         return tensor
 
     def label(self, logits: Tensor, ignored: float = 0.0, scale: str = "loss_scale") -> Tensor:
-        """Labels of the logits' classes; the slot becomes what goes with them."""
+        """Return labels for the logits; the slot `scale` becomes 1 / the number of labels that are not ignored."""
         self.labels[scale] = self.x(" ".join(logits.axes[:-1]), ids(logits.shape[-1], ignored), "int64")
         return self.labels[scale]
 
@@ -174,27 +177,27 @@ class Case:
         return values
 
     def computed(self, inputs: Values) -> Values:
-        """The inputs, and what the references make of them, one operator after the other."""
+        """Return the values of all tensors, by the operators' references."""
         values = dict(inputs)
         for op in self.graph.ops:
             known = inspect.signature(op.reference).parameters
             options = {name: value for name, value in self.options.items() if name in known}
             results = op.reference(*(values[t] for t in op.inputs), **options)
-            told = f"{op.kind}.reference: has to return a tuple of {len(op.outputs)} arrays, of the outputs' shapes"
-            assert isinstance(results, tuple) and len(results) == len(op.outputs), told
+            need = f"{op.kind}.reference: must return a tuple of {len(op.outputs)} arrays with the outputs' shapes"
+            assert isinstance(results, tuple) and len(results) == len(op.outputs), need
             for tensor, result in zip(op.outputs, results, strict=True):
-                assert np.shape(result) == tensor.shape, f"{told}; {tensor} is {np.shape(result)}"
-            values.update(zip(op.outputs, results, strict=True))
+                assert np.shape(result) == tensor.shape, f"{need}; {tensor} is {np.shape(result)}"
+                values[tensor] = result
         return values
 
     def expected(self, inputs: Values) -> Values:
-        """What is in tiles that outlive the program."""
+        """Return the values of outputs whose tiles outlive the program."""
         values = self.computed(inputs)
-        last = {t.storage: t for t in values if t.persistent}  # of those in the same tiles
+        last = {t.storage: t for t in values if t.persistent}  # tensors may share tiles: the last one counts
         return {t: values[t] for t in last.values() if t not in inputs}
 
     def whole_values(self, values: Values) -> Values:
-        """With parameters and their masters joined: the parts of bf16 alone jump where that does."""
+        """Join parameters and their low bits to master weights, which change smoothly; each part alone jumps."""
         parts = {low: param for param, low in self.masters.items()}
         by_storage = {t.storage: value for t, value in values.items()}
         joint = {p: joined(by_storage[p], by_storage[r]) for p, r in self.masters.items()}
@@ -210,14 +213,14 @@ def check(
     seed: int = 0,
     tolerance: float | None = None,
 ) -> None:
-    """Run a row through StarPU twice, with other values each time, and compare every output with the reference.
+    """Run a row's program in StarPU twice, on different values, and compare every output with the reference.
 
-    Outputs hold NaN before, and the second run finds the tiles as the first has left them: what is not written, or
-    is added to without having been cleared, is seen.
+    Outputs are NaN before the first run. The second run starts with the first run's tiles. So the check fails if a task
+    leaves a part unwritten, or adds to a tile that is not cleared.
     """
     case = Case(sizes, dtype)
     row(case)
-    low = lower(case.graph, Tiling({a: t for a, t in tiles.items() if a not in case.whole}), policy)
+    lowering = lower(case.graph, Tiling({a: t for a, t in tiles.items() if a not in case.whole}), policy)
     rng, store, program = np.random.default_rng(seed), Store(), None
     for replay in range(2):
         values = case.draw(rng)
@@ -225,21 +228,20 @@ def check(
         owners = {t.storage for t in values}
         for tensor in expected:
             if tensor.storage not in owners:
-                store.write(low, tensor, np.full(tensor.shape, np.nan))
+                store.write(lowering, tensor, np.full(tensor.shape, np.nan))
         for tensor, value in values.items():
-            store.write(low, tensor, value)
-        program = program or programs([low.tasks], store, checked=True)[0]
+            store.write(lowering, tensor, value)
+        program = program or programs([lowering.tasks], store, checked=True)[0]
         program.run(case.slots)
-        got = {tensor: store.read(low, tensor) for tensor in expected}
+        got = {tensor: store.read(lowering, tensor) for tensor in expected}
         assert all(value.dtype == host_dtype(tensor.dtype) for tensor, value in got.items())
         got = case.whole_values(got)
         for tensor, want in case.whole_values(expected).items():
-            there = np.zeros(tensor.shape, bool)
-            for where, _ in low.grid(tensor):
-                there[where] = True
-            wrong = error(got[tensor], want * there)
-            exact = tensor.storage in case.masters
-            limit = 1e-6 if exact else tolerance or {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1.5e-2, "fp16": 2e-3}[dtype]
+            has_tile = np.zeros(tensor.shape, bool)
+            for part, _ in lowering.grid(tensor):
+                has_tile[part] = True
+            wrong = error(got[tensor], want * has_tile)
+            limit = 1e-6 if tensor.storage in case.masters else tolerance or TOLERANCES[dtype]
             kind = next((op.kind for op in case.graph.ops if tensor in op.outputs), "")
             assert wrong < limit, (
                 f"{kind}: {tensor} is off by {wrong:.1e}{'' if np.isfinite(wrong) else ': not all of it is written'}"
@@ -250,7 +252,7 @@ def check(
 
 # -- a user's operator
 
-DIRECTIONS, STEP = 4, 1e-5  # of finite differences
+DIRECTIONS, STEP = 4, 1e-5  # random directions and step of finite differences
 
 
 def check_operator(
@@ -263,15 +265,22 @@ def check_operator(
     seed: int = 0,
     tolerance: float | None = None,
 ) -> None:
-    """Check an operator and its gradient; raises AssertionError with what is wrong, in which tiling and policy.
+    """Check an operator and its gradient. Starts a runtime with two CPU workers unless a runtime is running.
 
-    row: makes the operator on a Case, `lambda case: case.add(Swish(case.x("batch seq"), case.y("batch seq")))`: `x` is
-    an input with random values, `y` an output. sizes: of axes that SIZES lacks, or others than there. Its results are
-    compared with `reference` uncut, in an even tiling and in a ragged one, the latter under each accumulation policy;
-    so are those of its gradient's operators, and the gradient by the references with finite differences of the
-    operator's own. gradient: False for one that has none. outputs: the numbers of those whose gradients come in.
-    tolerance: |error| / |result|, by default 1e-12 in fp64, 1e-5 in fp32, 1.5e-2 in bf16, 2e-3 in fp16 (which need
-    GPUs, or kernels in torch). Starts a runtime with two CPU workers unless one is running.
+    The operator and the operators of its gradient are compared with their references: uncut, in even tiles, and in
+    ragged tiles under each accumulation policy. The reference of the gradient is compared with finite differences.
+
+    Args:
+        row: Adds the operator to a Case: `lambda case: case.add(Swish(case.x("batch seq"), case.y("batch seq")))`.
+            `case.x` is an input with random values, `case.y` an output.
+        sizes: Sizes of axes, beside or instead of SIZES.
+        gradient: False for an operator without a gradient.
+        outputs: Numbers of the outputs that have gradients.
+        tolerance: Largest norm of the error / norm of the result; by default 1e-12 in fp64, 1e-5 in fp32, 1.5e-2 in
+            bf16, 2e-3 in fp16. bf16 and fp16 need GPUs, or kernels in torch.
+
+    Raises:
+        AssertionError: A result is wrong; the message has the tensor, the error, the tiling and the policy.
     """
     sizes, both = {**SIZES, **(sizes or {})}, partial(with_gradient, row, outputs) if gradient else row
     case = Case(sizes, "fp64")
@@ -289,25 +298,24 @@ def check_operator(
 
 
 def even(size: int) -> int:
-    """A tile size that cuts an axis in three or more equal parts, if it has a divisor for that."""
+    """Return a tile size that cuts an axis in equal parts: at least three if the size has such a divisor."""
     return next(tile for tile in range(max(1, size // 3), 0, -1) if size % tile == 0)
 
 
 def ragged(size: int) -> int:
-    """A tile size that leaves a smaller last one: of three or more if possible."""
+    """Return a tile size with a smaller last tile: with at least three tiles if possible."""
     return next((tile for tile in range(-(-size // 3), 1, -1) if size % tile), size // 2 + 1)
 
 
 def with_gradient(row: Row, outputs: Sequence[int], case: Case) -> None:
-    """The row, then its operator's gradient; those of outputs are inputs of the case."""
+    """Add the row's operator and its gradient to the case; gradients of `outputs` become inputs of the case."""
     row(case)
     (op,) = case.graph.ops
     for tensor in op.inputs:
         tensor.requires_grad = not tensor.dtype.startswith("int")
-    dys = [case.x(" ".join(y.axes), dtype=y.dtype) if k in outputs else None for k, y in enumerate(op.outputs)]
-    for dy, y in zip(dys, op.outputs, strict=True):
-        if dy:
-            dy.band = y.band
+    dys = [
+        case.x(" ".join(y.axes), dtype=y.dtype, band=y.band) if k in outputs else None for k, y in enumerate(op.outputs)
+    ]
     grads = op.gradient(case.graph, *dys)
     assert len(grads) == len(op.inputs), f"{op.kind}.gradient: {len(grads)} results for {len(op.inputs)} inputs"
     for grad, x in zip(grads, op.inputs, strict=True):
@@ -320,21 +328,20 @@ def with_gradient(row: Row, outputs: Sequence[int], case: Case) -> None:
 
 
 def check_gradient(case: Case, rng: np.random.Generator) -> None:
-    """The gradient by the references against central differences of the operator's, in a few random directions."""
+    """Compare the reference of the gradient with central differences of the operator's, in random directions."""
     inputs, op = case.draw(rng), case.graph.ops[0]
     values = case.computed(inputs)
 
     def loss(x: Tensor, moved: Array) -> float:
         results = op.reference(*(moved if t is x else inputs[t] for t in op.inputs), **case.options)
-        made = dict(zip(op.outputs, results, strict=True))
-        return float(sum((values[dy] * made[y]).sum() for y, dy in case.dys.items()))
+        y_values = dict(zip(op.outputs, results, strict=True))
+        return float(sum((values[dy] * y_values[y]).sum() for y, dy in case.dys.items()))
 
     for x, grad in case.grads.items():
         if not x.requires_grad:
             continue
-        ways = [rng.standard_normal(x.shape) for _ in range(DIRECTIONS)]
-        want = [(loss(x, inputs[x] + STEP * v) - loss(x, inputs[x] - STEP * v)) / (2 * STEP) for v in ways]
-        got = [(values[grad] * v).sum() if grad else 0.0 for v in ways]
-        wrong = error(got, want)
-        number = op.inputs.index(x)
+        directions = [rng.standard_normal(x.shape) for _ in range(DIRECTIONS)]
+        want = [(loss(x, inputs[x] + STEP * v) - loss(x, inputs[x] - STEP * v)) / (2 * STEP) for v in directions]
+        got = [(values[grad] * v).sum() if grad else 0.0 for v in directions]
+        wrong, number = error(got, want), op.inputs.index(x)
         assert wrong < 1e-6, f"{op.kind}.gradient of input {number}: off by {wrong:.1e} from finite differences"

@@ -213,9 +213,9 @@ def layouts(
     one_of("ACTION", action, ("tune", "show"))
     form = out.suffix.lstrip(".") if out else "svg"
     one_of("--out", form, FORMS)
-    options = {"tune": {"--own": own, "--repeats": repeats}, "show": {"--out": out, "--json": as_json}}
-    for needed, values in options.items():
-        if action != needed and (option := next((name for name, value in values.items() if value), None)):
+    of_tune = (("--own", own, "tune"), ("--repeats", repeats, "tune"))
+    for option, value, needed in (*of_tune, ("--out", out, "show"), ("--json", as_json, "show")):
+        if value and action != needed:
             raise ConfigError(f"{option}: allowed: only with {needed}")
     loaded, of_work = _work(config, work, sets)
     if action == "tune":
