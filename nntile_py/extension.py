@@ -24,8 +24,8 @@ def load_core() -> ModuleType:
     if "wheel" in info:
         check_torch(info["torch"])
         _add_to_path(variant(_cpu_flags()))
-    # Import torch first if the extension cannot find torch's libraries. CUDA's libraries lie in wheels of their own, and
-    # a wheel of nntile_py expects torch in the same site-packages.
+    # Import torch first if the extension cannot find torch's libraries: CUDA's libraries lie in wheels of their own,
+    # and a wheel of nntile_py expects torch in the same site-packages.
     if info.get("cuda") or ("wheel" in info and not (PACKAGE.parent / "torch" / "lib").is_dir()):
         import_module("torch")
     return import_module("nntile_py._core")

@@ -1,4 +1,4 @@
-"""For mkdocs: `::: nt.NAME` in a page is what `nntile_py.NAME` is, wherever in the package it is defined."""
+"""A hook of mkdocs: replaces `::: nt.NAME` in a page by the full name of `nntile_py.NAME`, with its module."""
 
 import re
 from typing import Any

@@ -1,6 +1,8 @@
-"""Writes config.md, models.md, sweeps.md, commands.md and parts.md of docs/reference/ from typed configs and help.
+"""Writes pages of docs/reference/: keys from typed configs, commands from their help, functions of models/parts.py.
 
-scripts/reference.py [FOLDER]: after a change of these; a test compares the pages with what is written here."""
+    scripts/reference.py [FOLDER]
+
+Run it after a change of these sources. A test compares the pages with the result."""
 
 import inspect
 import sys
@@ -45,35 +47,35 @@ _TYPES = {str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
 
 
 def commands() -> str:
-    """The page of all commands."""
+    """Return the page of all commands."""
     return "\n".join([_HEAD, *_pages(app, "nntile"), *_pages(bench_app, "nntile bench")])
 
 
 def sweeps() -> str:
-    """The page of a sweep's YAML."""
+    """Return the page of a sweep's YAML."""
     return "\n".join([_SWEEPS, *tables(Sweep)])
 
 
 def parts() -> str:
-    """The page of the layers that models share."""
+    """Return the page of the layers that models share."""
     rows = []
     for name, function in inspect.getmembers(parts_of_models, inspect.isfunction):
         if function.__module__ == parts_of_models.__name__ and not name.startswith("_"):
-            told = " ".join((inspect.getdoc(function) or "").split())
-            rows.append(f"| `{name}({_arguments(function)})` | {told} |\n".replace("[", r"\["))
+            meaning = " ".join((inspect.getdoc(function) or "").split())
+            rows.append(f"| `{name}({_arguments(function)})` | {meaning} |\n".replace("[", r"\["))
     return _PARTS + "".join(rows)
 
 
 def _arguments(function: Callable[..., Any]) -> str:
-    """As one writes them, with the defaults and without types."""
-    bare = [one.replace(annotation=one.empty) for one in inspect.signature(function).parameters.values()]
+    """Return a function's parameters with defaults and without types."""
+    bare = [given.replace(annotation=given.empty) for given in inspect.signature(function).parameters.values()]
     return str(inspect.Signature(bare))[1:-1]
 
 
 def _pages(group: typer.Typer, prefix: str) -> Iterator[str]:
     for command in group.registered_commands:
         assert command.callback and command.epilog
-        if command.add_help_option:  # `bench` is a group of its own
+        if command.add_help_option:  # `bench` has its own group of commands
             yield from _page(command.callback, f"{prefix} {command.callback.__name__}", command.epilog)
 
 
@@ -88,21 +90,21 @@ def _page(function: Callable[..., None], name: str, example: str) -> Iterator[st
 
 
 def _row(name: str, kind: Any, default: Any) -> tuple[str, str]:
-    """A parameter as one types it, such as --out PATH, and what it does."""
+    """Return a parameter as users type it, such as --out PATH, and its help."""
     infos = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
-    info = next((one for one in infos if isinstance(one, ArgumentInfo | OptionInfo)), OptionInfo())
+    info = next((info for info in infos if isinstance(info, ArgumentInfo | OptionInfo)), OptionInfo())
     kind = get_args(kind)[0] if infos else kind
-    kinds = {kind, *get_args(kind), *(inner for one in get_args(kind) for inner in get_args(one))}
-    what = info.metavar or next((told for of, told in _TYPES.items() if of in kinds), "")
+    kinds = {kind, *get_args(kind), *(inner for part in get_args(kind) for inner in get_args(part))}
+    value = info.metavar or next((word for type_, word in _TYPES.items() if type_ in kinds), "")
     if isinstance(info, ArgumentInfo):
         typed = (info.metavar or name.upper()).strip("[]")
         typed = typed if default is inspect.Parameter.empty else f"[{typed}]"
     else:
         dashed = f"--{name.replace('_', '-')}"
-        # In Annotated[..., typer.Option("--set")] the name stands where a default would.
-        names = [str(one) for one in (info.default, *(info.param_decls or ())) if str(one).startswith("--")]
+        # typer stores the name of Annotated[..., typer.Option("--set")] as the default.
+        names = [str(name) for name in (info.default, *(info.param_decls or ())) if str(name).startswith("--")]
         names = names or ([dashed, f"--no-{dashed[2:]}"] if bool in kinds else [dashed])
-        typed = f"{', '.join(names)} {'' if bool in kinds else what}".strip()
+        typed = f"{', '.join(names)} {'' if bool in kinds else value}".strip()
     return typed, " ".join(filter(None, (info.help, _default(info, default))))
 
 

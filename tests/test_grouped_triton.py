@@ -22,14 +22,14 @@ EXAMPLES = str(Path(__file__).parents[1] / "examples")
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The forward kernels, registered for attention over segments."""
+    """The module of problems; the kernels are registered for attention over segments."""
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when the kernels are imported
     with monkeypatch.context() as registered:
         for name in ("attention_segments", "attention_segments_grad"):
             registered.setitem(launch.load(), name, launch.load()[name])  # to be restored
         importlib.import_module("grouped_attention").register()
-        yield importlib.import_module("grouped_attention.forward_triton")
+        yield importlib.import_module("grouped_attention.problems_triton")
 
 
 GROUPED = [(name, "fp32", 40) for name in SEGMENTS if name != "chosen"]

@@ -17,10 +17,9 @@ from nntile_py.tasks import launch
 
 
 def register() -> None:
-    """Replace the launches of attention over segments, and of its gradient, in this process."""
-    from .forward_triton import forward
-    from .gradient_triton import gradient
+    """Replace the kernels of attention over segments, and of its gradient, in this process."""
+    from .attention_triton import forward, gradient
 
-    launch.load()  # first, as the launches of nntile_py would replace those below
+    launch.load()  # registers the launches of nntile_py, which the next lines replace
     launch.launches("attention_segments")(forward)
     launch.launches("attention_segments_grad")(gradient)
