@@ -1,7 +1,7 @@
 .PHONY: setup setup-test setup-lint setup-docs train test torture lint links docs wheel bundle clean
 .NOTPARALLEL:
 
-# What training needs; the next targets add the packages of extras of pyproject.toml.
+# Installs what training needs; the next targets also install extras of pyproject.toml.
 setup:
 	@scripts/setup.sh
 
@@ -20,8 +20,8 @@ train: setup
 test: setup-test lint
 	@.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Kills, of ranks too, interrupts and full disks at hundreds of moments, 10 000 fuzzed configs, 2 000 damaged files,
-# 100 000 evaluations, an hour of training: three to four hours.
+# Runs for three to four hours: kills of processes and ranks, interrupts and full disks at hundreds of moments, 10 000 fuzzed
+# configs, 2 000 damaged files, 100 000 evaluations, an hour of training.
 torture: setup-test
 	@NNTILE_TORTURE=1 .venv/bin/python -m pytest -s tests/test_checkpoint.py tests/test_interrupts.py tests/test_resume.py \
 		tests/test_mpi_kills.py tests/faults tests/test_soak.py tests/test_triton.py tests/test_grouped_triton.py tests/test_ranks.py
@@ -31,24 +31,24 @@ lint: setup-lint links
 	@[ -e nntile_py/_core.pyi ] || echo 'def __getattr__(name: str): ...  # type: ignore' >build/package/nntile_py/_core.pyi
 	@cd build/package && ../../.venv/bin/mypy --config-file ../../pyproject.toml -p nntile_py
 
-# What reads sources sees the packages where an installation has them: tasks/ as nntile_py/tasks and so on.
+# Links for tools that read sources: build/package has the packages as an installation has them (nntile_py/tasks, ...).
 links:
 	@rm -rf build/package/nntile_py && mkdir -p build/package/nntile_py
 	@ln -s $(addprefix ../../../,$(wildcard nntile_py/*) tasks tiles models) build/package/nntile_py/
 
-# The site of docs/, in build/site.
+# Builds the site of docs/ in build/site.
 docs: setup-docs links
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 	@echo "docs: open $(CURDIR)/build/site/index.html"
 
-# dist/nntile_py-*.whl for this Python and this torch; it needs no compiler where it is installed.
+# Builds dist/nntile_py-*.whl for this Python and this torch. To install the wheel, no compiler is needed.
 wheel: setup
 	@scripts/wheel.sh
 
-# For machines without network: see the README.
+# Builds a folder for machines without network: see docs/gpus.md.
 bundle:
 	@scripts/bundle.sh
 
-# StarPU stays in its cache folder.
+# Removes everything that was built here; StarPU stays in its cache folder.
 clean:
 	rm -rf build dist *.egg-info nntile_py/_core*.so nntile_py/_build_info.json .venv/.setup-done .venv/.compiled .venv/.requirements

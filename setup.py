@@ -1,6 +1,6 @@
-"""The packages, and the extensions: nntile_py._core, StarPU's runtime and the kernels, compiled against torch; _mpi.
+"""Build of the package: its folders, and the extensions nntile_py._core (runtime and kernels) and nntile_py._mpi.
 
-NNTILE_WHEEL (scripts/wheel.sh) lists values of -march: the extension is compiled for each of them.
+NNTILE_WHEEL (scripts/wheel.sh) lists values of -march: nntile_py._core is compiled for each value.
 """
 
 import functools
@@ -21,7 +21,7 @@ from torch.utils import cpp_extension
 ROOT = Path(__file__).resolve().parent
 STARPU = "starpu-1.4"
 ARGS = ROOT / "build" / "args"  # headers of the kernels' arguments
-GROUPS = ROOT / "build" / "groups"  # sources that include several of ours
+GROUPS = ROOT / "build" / "groups"  # generated sources, each of which includes several sources
 NATIVE = os.environ.get("NNTILE_ARCH", "native")
 WHEEL = os.environ.get("NNTILE_WHEEL", "").split()
 os.chdir(ROOT)
@@ -34,10 +34,10 @@ def ask(*command: str) -> str:
 
 
 def find_starpu() -> dict[str, str]:
-    """Where StarPU is: the system's, or the one that scripts/build_starpu.sh keeps (or builds)."""
+    """Return folders and flags of the system's StarPU, or of the StarPU that scripts/build_starpu.sh builds."""
     named = os.environ.get("NNTILE_STARPU_PREFIX")
     if named and (Path(named) / "lib" / f"lib{STARPU}.so").exists() and not (Path(named) / "lib/pkgconfig").exists():
-        # One that was moved ("make bundle") has no .pc file, which would name the place where it was built.
+        # The StarPU of a bundle has no .pc file, since that would name the folder of the build.
         named = str(Path(named).resolve())
         cflags = f"-I{named}/include/starpu/1.4"
         return {"prefix": named, "libdir": f"{named}/lib", "cflags": cflags, "libs": f"-L{named}/lib -l{STARPU}"}
@@ -47,8 +47,8 @@ def find_starpu() -> dict[str, str]:
         prefix = ask("scripts/build_starpu.sh")
         path = [f"{prefix}/lib/pkgconfig", f"{prefix}/lib64/pkgconfig", os.environ.get("PKG_CONFIG_PATH", "")]
         os.environ["PKG_CONFIG_PATH"] = ":".join(filter(None, path))
-    asked = {"prefix": "--variable=prefix", "libdir": "--variable=libdir", "cflags": "--cflags", "libs": "--libs"}
-    return {name: ask("pkg-config", option, STARPU) for name, option in asked.items()}
+    options = {"prefix": "--variable=prefix", "libdir": "--variable=libdir", "cflags": "--cflags", "libs": "--libs"}
+    return {name: ask("pkg-config", option, STARPU) for name, option in options.items()}
 
 
 def starpu_macros(cflags: str) -> dict[str, str]:
@@ -58,16 +58,16 @@ def starpu_macros(cflags: str) -> dict[str, str]:
 
 
 def cuda_flags() -> tuple[list[str], list[str], list[str]]:
-    """Flags of the compiler and of the linker for CUDA's host side, and the folders of its libraries.
+    """Return the compiler's and the linker's flags for CUDA's host side, and the folders of CUDA's libraries.
 
-    The toolkit's parts may lie in CUDA_HOME, or in the wheels that a CUDA torch brings along, or in both.
+    Headers and libraries are in CUDA_HOME, in NVIDIA's wheels, which a CUDA torch depends on, or in both.
     """
     major = torch.version.cuda.split(".")[0]
     wheels = Path(torch.__file__).parents[1] / f"nvidia/cu{major}"
     named = dict.fromkeys([cpp_extension.CUDA_HOME, "/usr/local/cuda", wheels])
     homes = [Path(home) for home in named if home and home != "/usr"]
     headers = [home / "include" for home in homes if (home / "include").is_dir()]
-    # The wheels' libraries first: torch has loaded those already.
+    # The wheels' libraries come first: torch has loaded them already.
     folders = [folder for home in reversed(homes) for name in ("lib", "lib64") if (folder := home / name).is_dir()]
 
     def library(*names: str) -> str | None:
@@ -85,14 +85,14 @@ def cuda_flags() -> tuple[list[str], list[str], list[str]]:
     shim = next((home / name for home in cudnn for name in ("lib/libcudnn.so.9", "lib64/libcudnn.so.9")
                  if (home / name).exists()), library("libcudnn.so.9"))  # fmt: skip
     for folder in frontend:
-        # Without it ATen's attention serves: as where the compiler has a static libstdc++ only, see scripts/install.sh.
+        # Without the frontend, ATen computes attention. It needs a shared libstdc++: see scripts/install.sh.
         shared = ask(*shlex.split(os.environ.get("CXX", "c++")), "-print-file-name=libstdc++.so") != "libstdc++.so"
         if (folder / "cudnn_frontend.h").exists() and cudnn and shim and shared:
             headers += [folder, cudnn[0] / "include"]
             linked.append(str(shim))
             break
-    # The driver, or a toolkit's stub of it, is needed just where a kernel calls it: elsewhere the extension is to load
-    # on machines without a GPU.
+    # --as-needed: the extension is linked with the driver (or a toolkit's stub of it) only if a kernel calls it.
+    # Otherwise the extension must also load on machines without a GPU.
     if driver := library("libcuda.so", "libcuda.so.1"):
         linked += ["-Wl,--push-state,--as-needed", driver, "-Wl,--pop-state"]
     return ["-DNNTILE_CUDA", *(f"-isystem{path}" for path in headers)], linked, list(map(str, folders))
@@ -100,10 +100,7 @@ def cuda_flags() -> tuple[list[str], list[str], list[str]]:
 
 @functools.cache
 def vector_flags(arch: str) -> list[str]:
-    """-march and the ATen vector width that goes with it, as the compiler understands it.
-
-    ATen's vector headers compile for one instruction set, which torch's own kernels name by CPU_CAPABILITY.
-    """
+    """Return -march, and the macros that select the same instruction set in ATen's vector headers."""
     march = f"-march={arch}"
     cxx = shlex.split(os.environ.get("CXX", "c++"))
     macros = ask(*cxx, march, "-dM", "-E", "-x", "c++", os.devnull)
@@ -114,7 +111,7 @@ def vector_flags(arch: str) -> list[str]:
 
 
 def mpi_flags(starpu: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Flags of the compiler and of the linker for StarPU-MPI; none where it, its MPI or MPI's compiler is missing."""
+    """Return the compiler's and the linker's flags for StarPU-MPI; none if StarPU-MPI, MPI or mpicc is missing."""
     library = Path(starpu["libdir"]) / f"lib{STARPU.replace('starpu', 'starpumpi')}.so"
     if not library.exists() or not shutil.which("mpicc"):
         return [], []
@@ -130,9 +127,9 @@ def files(*patterns: str) -> list[str]:
 
 
 def grouped(sources: list[str], size: int, rank: int) -> list[str]:
-    """Write files that include `size` sources each, and return these files; those of the lowest rank compile first.
+    """Write files that include `size` sources each, and return these files; files with a lower rank compile first.
 
-    Torch's headers take seconds to read; a group reads them once. If a source changes, its group is compiled anew.
+    Torch's headers take seconds to read; a group reads them once. If a source changes, its group is compiled again.
     """
     GROUPS.mkdir(parents=True, exist_ok=True)
     groups = []
@@ -155,21 +152,21 @@ def core_sources() -> list[str]:
 
 
 class Core(Extension):
-    """nntile_py._core for one instruction set. A wheel has several, each in a folder named after its vectors."""
+    """nntile_py._core for one instruction set. A wheel has several, in folders such as nntile_py/_avx2."""
 
     def __init__(self, arch: str) -> None:
         self.arch = arch
         capability = vector_flags(arch)[-1].removeprefix("-DCPU_CAPABILITY_").lower()
-        # Folders that stay: ninja compiles only what changed. A wheel has no CUDA: its objects may be other ones.
+        # Objects are kept, so that ninja compiles only changed files. A wheel's objects differ if torch has CUDA.
         own = arch != NATIVE or (WHEEL and torch.version.cuda)
         self.objects = ROOT / "build" / (f"ext-{arch}" if own else "ext")
-        made = cpp_extension.CppExtension(
+        extension = cpp_extension.CppExtension(
             f"nntile_py._{capability}._core" if WHEEL else "nntile_py._core",
             core_sources(),
             include_dirs=[str(ROOT / "nntile_py" / "execution" / "csrc"), str(ROOT / "tasks"), str(ARGS)],
             depends=files("nntile_py/execution/csrc/*.h", "tasks/*.h"),
         )
-        self.__dict__.update(made.__dict__)
+        self.__dict__.update(extension.__dict__)
 
 
 class Build(cpp_extension.BuildExtension):
@@ -190,11 +187,11 @@ class Build(cpp_extension.BuildExtension):
         # GCC 12 warns of its own AVX-512 header, and of anonymous namespaces in files that a group includes.
         flags += ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-subobject-linkage"]
         flags += starpu["cflags"].replace("-I", "-isystem").split()
-        # The linker is not told -fopenmp: the OpenMP runtime in use has to be the one that torch brings along.
+        # The linker gets no -fopenmp: the extension must use torch's OpenMP runtime.
         rpaths = [
             f"-Wl,-rpath,{path}" for path in dict.fromkeys([starpu["libdir"], *cpp_extension.library_paths(), *folders])
         ]
-        if WHEEL:  # as DT_RPATH, which holds for libraries of libraries too
+        if WHEEL:  # DT_RPATH, unlike DT_RUNPATH, is also used for dependencies of the libraries
             rpaths = ["-Wl,--disable-new-dtags", "-Wl,-rpath,$ORIGIN/../starpu/lib:$ORIGIN/../../torch/lib"]
         headers = args_headers.write(ROOT, ARGS)
         for extension in self.extensions:
@@ -232,11 +229,11 @@ class Build(cpp_extension.BuildExtension):
 
 
 def packages() -> list[str]:
-    found = ["nntile_py", "nntile_py.scheduler_configs", "nntile_py.experiments"]
-    found += [f"nntile_py.{name}" for name in find_packages("nntile_py")]
+    names = ["nntile_py", "nntile_py.scheduler_configs", "nntile_py.experiments"]
+    names += [f"nntile_py.{name}" for name in find_packages("nntile_py")]
     for top in ("tasks", "tiles", "models"):
-        found += [f"nntile_py.{top}", *(f"nntile_py.{top}.{name}" for name in find_packages(top))]
-    return found
+        names += [f"nntile_py.{top}", *(f"nntile_py.{top}.{name}" for name in find_packages(top))]
+    return names
 
 
 setup(

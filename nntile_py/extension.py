@@ -23,7 +23,9 @@ def load_core() -> ModuleType:
     info = build_info()
     if "wheel" in info:
         check_torch(info["torch"])
-        _add_to_path(variant(_cpu_flags()))
+        folder = str(PACKAGE / variant(_cpu_flags()))
+        if folder not in (path := import_module("nntile_py").__path__):
+            path.append(folder)
     # Import torch first if the extension cannot find torch's libraries: CUDA's libraries lie in wheels of their own,
     # and a wheel of nntile_py expects torch in the same site-packages.
     if info.get("cuda") or ("wheel" in info and not (PACKAGE.parent / "torch" / "lib").is_dir()):
@@ -61,9 +63,3 @@ def _cpu_flags() -> set[str]:
     text = Path("/proc/cpuinfo").read_text()
     match = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
     return set(match[1].split()) if match else set()
-
-
-def _add_to_path(folder: str) -> None:
-    path = import_module("nntile_py").__path__
-    if (where := str(PACKAGE / folder)) not in path:
-        path.append(where)

@@ -6,8 +6,8 @@
 #   PYTHON=python3.12        interpreter for .venv
 #   TORCH='torch==2.13.0'    pip requirement for torch; by default, a torch >= 2.11 in .venv stays
 #   NNTILE_CUDA=0 (1)        act as on a machine without (with) an NVIDIA GPU
-#   NNTILE_TORCH_INDEX=URL   package index of torch's CPU builds; it has NNTILE_PROBE_SECONDS (8) to answer
-#   NNTILE_APT=0             only name missing system packages, never install them
+#   NNTILE_TORCH_INDEX=URL   package index of torch's CPU builds; used if it answers within NNTILE_PROBE_SECONDS (8)
+#   NNTILE_APT=0             print missing system packages instead of installing them
 #   NNTILE_ARCH              -march for the extension (native); STARPU_TARBALL, NNTILE_STARPU_PREFIX: see build_starpu.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -39,7 +39,7 @@ start() { # start LOG COMMAND...: sets `job` to the command's process id; LOG ta
     job=$!
     groups+=("$job")
 }
-follow() { # follow LOG PID: waits for a command; prints every 20 s where it is; returns its exit status
+follow() { # follow LOG PID: waits for a command; prints its progress every 20 s; returns its exit status
     local ticker status=0
     set -m
     # Bash may report an error when the ticker is killed; only `say` reaches the terminal.
@@ -114,7 +114,7 @@ install_packages() {
 
 py=.venv/bin/python
 pip_log=.venv/pip.log
-pip() { # in the background; pip's progress bars would fill the log, and Python compiles modules at their first import
+pip() { # runs in the background, without progress bars in the log; Python compiles modules at their first import
     start "$pip_log" $py -m pip --disable-pip-version-check install --progress-bar off --no-compile "$@"
 }
 pip_done() { # pip_done PID: waits for `pip`

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# tests/test_cuda.py in parts beside each other, over all GPUs of the machine: about four minutes on two.
-#   scripts/test_gpus.sh        with .venv, or a bundle's env.sh sourced; PYTHON names the interpreter
+# Runs tests/test_cuda.py in parallel parts on all GPUs of the machine: about four minutes on two GPUs.
+#   scripts/test_gpus.sh        uses .venv, or the environment of a bundle's env.sh; PYTHON names another interpreter
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -9,7 +9,7 @@ mapfile -t gpus < <(nvidia-smi --query-gpu=index --format=csv,noheader)
 [ ${#gpus[@]} -gt 0 ] || { echo "test_gpus.sh: no GPU here" >&2; exit 1; }
 logs=$(mktemp -d)
 count=0 failed=0
-# Workers that are bound to cores would share those of the other parts.
+# Bound to cores, the workers of all parts would share the first cores.
 export OMP_NUM_THREADS=4 STARPU_WORKERS_NOBIND=1
 part() { # NAME EXPRESSION
     CUDA_VISIBLE_DEVICES=${gpus[$((count++ % ${#gpus[@]}))]} "$python" -P -m pytest -q tests/test_cuda.py -k "$2" >"$logs/$1" 2>&1 &

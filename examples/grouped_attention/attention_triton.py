@@ -201,7 +201,7 @@ def _grouped_grad_keys(
     ROWS: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """Store dk and dv of KEYS keys, summed over the heads that share the keys; the loop reads DEPTH queries at a time."""
+    """Store dk and dv of KEYS keys, summed over the heads that share the keys; reads DEPTH queries at a time."""
     number, count = tl.program_id(0) * 0, offsets - (1 if PACKED else 0)
     for turn in range(tl.program_id(0), HEADS // GROUP * tl.load(OF_KEYS + count), PROGRAMS):
         number, of_keys, block, start, n, m = problem_at(

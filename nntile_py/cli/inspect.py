@@ -106,12 +106,12 @@ def graph(
     out: Annotated[Path, typer.Option(help="The picture: .svg, .png or .pdf (needs graphviz), or .dot.")],
     sets: Sets = None,
     level: Annotated[str, typer.Option(help="logical (operators) or tiles (tasks).")] = "logical",
-    layer: Annotated[int | None, typer.Option(help="One layer, from 0. [default: all]", min=0)] = None,
+    layer: Annotated[int | None, typer.Option(help="Draw only this layer, 0 or more. [default: all]", min=0)] = None,
     phase: Annotated[str, typer.Option(help="forward, backward, update or all.")] = "all",
     fusion: Annotated[str, typer.Option(help="before, after or both, side by side.")] = "after",
     work: Annotated[str, typer.Option(help="train, inference, encoder, decoder, mha, linear_..., qkv_...")] = "train",
     every: Annotated[
-        bool, typer.Option("--every-layer", help="Draw every layer, not only one of equal layers.")
+        bool, typer.Option("--every-layer", help="Draw every layer. Otherwise equal layers are drawn once.")
     ] = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="Also draw the tensors of a whole model.")] = False,
 ) -> None:

@@ -22,7 +22,7 @@ def sweep(
     retry: Annotated[bool, typer.Option("--retry", help="Measure failed points again.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure a config at many points; continue after an interruption."""
+    """Measure a config with many values of its keys. The same command continues an interrupted sweep."""
     from rich.console import Console
 
     alone("sweep")
@@ -101,7 +101,7 @@ def experiment(
     epilog="Example: nntile bench tasks",
 )  # fmt: skip
 def bench(context: typer.Context) -> None:
-    """Measure: tasks, steps, tile sizes (nntile bench --help)."""
+    """Measure steps beside PyTorch, task overhead, messages and memory limits (nntile bench --help)."""
     from nntile_py.measure.commands import bench_app  # this typer app parses the remaining arguments
 
     raise typer.Exit(bench_app(context.args, prog_name="nntile bench", standalone_mode=False) or 0)

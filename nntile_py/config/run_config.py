@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, SerializeAsAny, create_model, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, create_model, model_validator
 
 from nntile_py.config.sections import (
     CheckpointSection,
@@ -60,12 +60,14 @@ CLASSIFICATION = "classification"  # a model's head, or its objective
 class RunConfig(Section):
     """All settings of a run. `load` reads a YAML and fills in all defaults."""
 
-    model: SerializeAsAny[ModelConfig]
+    model: Annotated[SerializeAsAny[ModelConfig], BeforeValidator(lambda given: _model_section(given))]
     """The model: its type and sizes, or the folder to read it from."""
     data: DataSection = DataSection()
     tokenizer: TokenizerSection = TokenizerSection(vocab_size=4096)
     train: TrainSection
-    optimizer: SerializeAsAny[OptimizerSection] = Field(default_factory=lambda: optimizer_section("adamw")())
+    optimizer: Annotated[SerializeAsAny[OptimizerSection], BeforeValidator(read_optimizer)] = Field(
+        default_factory=lambda: optimizer_section("adamw")()
+    )
     checkpoint: CheckpointSection = CheckpointSection()
     precision: Annotated[
         str,
@@ -80,11 +82,17 @@ class RunConfig(Section):
     accumulate: Policy = "chain"
     """How partial sums of a tile are added: `chain` in a fixed order (the same bits for any number of workers and any
     scheduler), `commute` in any order, `redux` in a copy for each worker (STARPU_REDUX), `tree` in pairs."""
-    fusion: Annotated[Fusion, Rule("a section, or true or false for all its keys", {"type": "boolean"})] = Fusion()
+    fusion: Annotated[
+        Fusion,
+        Rule("a section, or true or false for all its keys", {"type": "boolean"}),
+        BeforeValidator(lambda given: every_rule(given) if isinstance(given, bool) else given),
+    ] = Fusion()
     layout: Literal["default", "searched"] = "default"
     """Order of a tensor's axes in memory in a training step: as the model declares them (`default`), or the fastest by
     the times that `nntile layouts tune` measured (`searched`). Files of weights are the same."""
-    scheduler: str | None = None
+    scheduler: Annotated[
+        str | None, AfterValidator(lambda name: str(absolute(name)) if name and _is_path(name) else name)
+    ] = None
     """A file with keys of `runtime`: a name in scheduler_configs/ (such as cpu, gpu, multi_gpu), or a path. Keys in the
     section `runtime` override the file."""
     runtime: RuntimeSection = RuntimeSection()
@@ -96,25 +104,6 @@ class RunConfig(Section):
     out: str | None = None
     """Folder of the run; null: runs/NAME for the config NAME.yaml."""
 
-    @field_validator("model", mode="before")
-    @classmethod
-    def _of_its_type(cls, given: Any) -> Any:
-        return _model_section(given)
-
-    @field_validator("optimizer", mode="before")
-    @classmethod
-    def _of_its_method(cls, given: Any) -> Any:
-        return read_optimizer(given)
-
-    @field_validator("fusion", mode="before")
-    @classmethod
-    def _all_or_none(cls, fusion: Any) -> Any:
-        return every_rule(fusion) if isinstance(fusion, bool) else fusion
-
-    @field_validator("scheduler")
-    @classmethod
-    def _from_anywhere(cls, name: str | None) -> str | None:
-        return str(absolute(name)) if name and _is_path(name) else name
 
     @model_validator(mode="after")
     def _together(self) -> "RunConfig":

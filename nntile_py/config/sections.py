@@ -3,10 +3,11 @@
 import functools
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, create_model, field_validator, model_validator
+from pydantic import AfterValidator, Field, create_model, model_validator
 
 from nntile_py.errors import ConfigError
 from nntile_py.schema import (
@@ -40,12 +41,25 @@ _SCHEDULERS = ["lws", "ws", "eager", "prio", "random", "dm", "dmda", "dmdap", "d
 _SCHEDULERS += ["pheft", "peager", "heteroprio"]
 
 
+def existing(key: str, path: str, others: str = "") -> str:
+    """Return the absolute path.
+
+    Raises:
+        ConfigError: The path does not exist. The message has `key`, and `others` as allowed besides a path."""
+    found = absolute(path)
+    if not os.path.exists(found):  # False also for texts that cannot be paths
+        raise ConfigError(f"{key}: no such file: {path}; allowed: {others} a path that exists".replace(":  ", ": "))
+    return str(found)
+
+
 class DataSection(Section):
     """The text to train on."""
 
-    source: Annotated[str, Rule("'python-stdlib', or the path of a text file or of a folder", {"type": "string"})] = (
-        STDLIB
-    )
+    source: Annotated[
+        str,
+        Rule("'python-stdlib', or the path of a text file or of a folder", {"type": "string"}),
+        AfterValidator(lambda path: path if path == STDLIB else existing("data.source", path, f"'{STDLIB}' or")),
+    ] = STDLIB
     """The text: the sources of Python's standard library, a text file, or a folder of text files. A classifier
     (`model.head: classification`) reads a table: a .csv, .tsv or .jsonl file. For a classifier `python-stdlib` is the
     functions of the library's larger packages, each labelled with its package."""
@@ -55,7 +69,7 @@ class DataSection(Section):
     val_fraction: Share = 0.05
     """Share of the text that is held out of training, to measure the held-out loss. In a table: this share of the texts
     of each label."""
-    held_out: File | None = None
+    held_out: Annotated[File, AfterValidator(partial(existing, "data.held_out"))] | None = None
     """A table to measure a classifier on; null: `val_fraction` of `source`."""
     text: str = "text"
     """Column of a table, or key of JSON lines, with the text."""
@@ -67,16 +81,6 @@ class DataSection(Section):
         default=[".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".hpp", ".cu", ".html", ".tex"]
     )
     """Only files whose names have one of these endings are read from a folder."""
-
-    @field_validator("source")
-    @classmethod
-    def _exists(cls, source: str) -> str:
-        return source if source == STDLIB else existing("data.source", source, f"'{STDLIB}' or")
-
-    @field_validator("held_out")
-    @classmethod
-    def _too(cls, path: str | None) -> str | None:
-        return path and existing("data.held_out", path)
 
 
 class TokenizerSection(Section):
@@ -260,15 +264,10 @@ class TilesSection(Section):
 class DiskSection(Section):
     """Disk space for tiles that do not fit into main memory."""
 
-    path: Folder
+    path: Annotated[Folder, AfterValidator(partial(existing, "runtime.disk.path"))]
     """A folder; its files are removed when the run ends."""
     size: Size
     """Upper bound on the bytes in the folder."""
-
-    @field_validator("path")
-    @classmethod
-    def _exists(cls, path: str) -> str:
-        return existing("runtime.disk.path", path)
 
 
 class RuntimeSection(Section):
@@ -354,14 +353,3 @@ class ProfileSection(Section):
         if (self.peak_flop is None) != (self.peak_bytes is None):
             raise ConfigError("profile.peak_flop, profile.peak_bytes: got only one of them; allowed: both, or none")
         return self
-
-
-def existing(key: str, path: str, others: str = "") -> str:
-    """Return the absolute path.
-
-    Raises:
-        ConfigError: The path does not exist. The message has `key`, and `others` as allowed besides a path."""
-    found = absolute(path)
-    if not os.path.exists(found):  # False also for texts that cannot be paths
-        raise ConfigError(f"{key}: no such file: {path}; allowed: {others} a path that exists".replace(":  ", ": "))
-    return str(found)
