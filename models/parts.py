@@ -45,7 +45,7 @@ class LayerConfig(ModelConfig):
     sequences on CUDA use only ATen's variable-length flash attention, or only cuDNN's ragged kernel."""
     attention_dropout: BelowOne = 0.0
     """Probability of dropout of attention weights; needs `attention: segments` or `naive`, which use the same random
-    numbers. With `train.pack` only `segments` allows dropout, and models that store their scores (DeBERTa) refuse it."""
+    numbers. With `train.pack` only `segments` allows it, and models that store their scores (DeBERTa) refuse it."""
 
     def check_dropout(self) -> None:
         """Raise ConfigError if the attention backend has no dropout of attention weights."""
