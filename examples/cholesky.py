@@ -1,4 +1,4 @@
-"""Cholesky factorisation in tiles: S = L L^T. Each step is a task, which StarPU runs as soon as its tiles are ready.
+"""Cholesky factorisation in tiles: S = L L^T. StarPU runs each task as soon as its tiles are ready.
 
 The tasks are written with torch: they run on CPU workers (one core each) and, with nt.Runtime(cuda=1), on a GPU.
 """
@@ -28,7 +28,7 @@ def update(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
 
 
 def cholesky(x: nt.Array, size: int) -> None:
-    """The lower triangle of x becomes L; what is above the diagonal tiles stays as it was."""
+    """Replace the lower triangle of x by L. Tiles above the diagonal keep their values."""
     A = x.tiles(size, size)
     n = A.grid[0]
     for k in range(n):

@@ -1,4 +1,4 @@
-"""Fine-tune a BERT classifier of transformers on sentences of unequal length, and hand it back."""
+"""Fine-tune a BERT classifier of transformers on sentences of unequal length, and use it in transformers."""
 
 import argparse
 import tempfile
@@ -13,7 +13,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=40)
 steps = parser.parse_args().steps
 
-# Here with fresh weights, so that nothing is downloaded. Yours: BertForSequenceClassification.from_pretrained(...).
+# Random weights, so that nothing is downloaded. For your model: BertForSequenceClassification.from_pretrained(...).
 torch.manual_seed(0)
 shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 hf = transformers.BertForSequenceClassification(

@@ -67,11 +67,11 @@ class SquaredReLUGrad(Op):
 
 
 def squared_relu(g: nt.Graph, x: Tensor) -> Tensor:
-    """What a model calls: `squared_relu(g, x)` in the place of `activation(g, x, "relu")`."""
+    """Add the operator to a model's graph: `squared_relu(g, x)` replaces `activation(g, x, "relu")`."""
     return g.add(SquaredReLU(x, g.temp("squared_relu", x.axes, x.shape, x.dtype))).output
 
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()
     nt.testing.check_operator(lambda case: case.add(SquaredReLU(case.x("batch ffn"), case.y("batch ffn"))))
-    print("equal to its reference, uncut and in tiles; the gradient to finite differences")
+    print("uncut and in tiles, the result equals the reference, and the gradient equals finite differences")

@@ -1,4 +1,4 @@
-"""Measure a training step against two tile sizes, from Python: a sweep's YAML, then its results as numbers."""
+"""Measure a training step with several tile sizes from Python: write a sweep's YAML, run it, read its results."""
 
 import argparse
 import csv

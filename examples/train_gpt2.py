@@ -1,4 +1,4 @@
-"""Train a small GPT-2 from Python on arrays of your own, then let transformers use it."""
+"""Train a small GPT-2 from Python on your own arrays, then use the model in transformers."""
 
 import argparse
 
@@ -10,7 +10,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=60)
 steps = parser.parse_args().steps
 
-# A text that can be learnt in seconds: the numbers from 0 to 49, over and over.
+# A text that a model learns in seconds: the numbers from 0 to 49, repeated.
 vocab, batch, seq = 50, 8, 32
 starts = np.random.default_rng(0).integers(0, vocab, (steps, batch, 1))
 samples = (starts + np.arange(seq)) % vocab

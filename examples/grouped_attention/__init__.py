@@ -1,4 +1,4 @@
-"""Triton kernels of your own for an operator of nntile_py: attention over segments as grouped products.
+"""Other Triton kernels for an operator of nntile_py: attention over segments as grouped products.
 
 After `register()`, tasks of `model.attention: segments` launch these kernels on CUDA:
 
