@@ -18,9 +18,11 @@ from rich.table import Column, Table
 
 from nntile_py.errors import ConfigError
 from nntile_py.extension import load_core
-from nntile_py.system import launcher as system
+from nntile_py.system import launcher
+from nntile_py.system.cgroup import free_memory, machine_memory
 from nntile_py.system.folders import build_info, cache_folder
 from nntile_py.system.load import cores
+from nntile_py.system.machine import processor
 
 
 class Check(TypedDict):
@@ -75,7 +77,7 @@ def _extension() -> list[Check]:
 
 def _ranks() -> list[Check]:
     """Report host, cores and GPU of each rank that mpirun or srun started. Collective; no GPU is used."""
-    if system.started()[1] == 1:
+    if launcher.started()[1] == 1:
         return []
     try:
         from nntile_py.execution import gpu_assignment
@@ -186,21 +188,12 @@ def _torch() -> list[Check]:
 
 
 def _machine() -> list[Check]:
-    cpu = re.search(r"^model name\s*: (.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    memory = dict(re.findall(r"^(\w+): +(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE))
-    total, free = (int(memory.get(key, 0)) / 2**20 for key in ("MemTotal", "MemAvailable"))
+    total, free = machine_memory() / 2**30, free_memory() / 2**30
     return [
-        _check("CPU", True, cpu[1] if cpu else "unknown"),
+        _check("CPU", True, processor() or "unknown"),
         _check("  cores", True, f"{cores()} of {os.cpu_count()} usable"),
         _check("  memory", True, f"{total:.1f} GiB, {free:.1f} GiB available"),
     ]
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
 
 
 def _optional() -> list[Check]:

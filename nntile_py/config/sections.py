@@ -223,10 +223,10 @@ def optimizer_section(name: str) -> type[OptimizerSection]:
 
 
 def read_optimizer(given: Any) -> Any:
-    """Read the section `optimizer` as the class of the method that the section names.
+    """Convert the section `optimizer` to the class of its method.
 
-    Settings of another method have no effect. Settings of the default method are ignored, settings of other methods are
-    refused unless they have their default value."""
+    Keys of the default method (AdamW) are ignored if another method is chosen. Keys of any other method that is not
+    chosen are refused, unless they have their default value."""
     if not isinstance(given, dict):
         return given
     chosen = given.get("name", Schedule().name)
