@@ -145,7 +145,7 @@ def test_labels_that_are_no_names_are_refused(tmp_path: Path) -> None:
         config = load("experiments/bert_classify.yaml", [f"data.source={table}", f"data.held_out={other}"])
         with pytest.raises(ConfigError, match=rf"line 2: the label '1' is not in data.source; allowed: {labels[0]}, "):
             dataset(config)
-    with pytest.raises(ConfigError, match=r"data\.label: got verdict; allowed: label, as it names a column of a table"):
+    with pytest.raises(ConfigError, match=r"data\.label: got verdict; allowed: label, since only classifiers"):
         load("experiments/bert_tiny.yaml", ["data.label=verdict"])
 
 
@@ -430,7 +430,7 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
         ({"data": of | {"held_out": str(tmp_path / "held.csv")}},
          r"data.held_out: .*held.csv, line 3: the label 'thought' is not in data.source; allowed: animal, fruit, met"),
         ({"model": model | {"head": "masked_lm"}, "data": {"held_out": str(tmp_path / "held.csv")}},
-         r"data.held_out: allowed: null where model.head is not classification"),
+         r"data.held_out: allowed: null unless model.head is classification"),
         ({"tokenizer": {"path": str(tmp_path / "plain.json")}}, r"plain.json has no token \[CLS\], \[SEP\]; allowed"),
         ({"tokenizer": {"vocab_size": 260}}, "tokenizer.vocab_size: got 260; allowed: at least 261"),
         ({"train": TREE["train"] | {"seq": 2}}, "train.seq: got 2; allowed: at least 3"),

@@ -111,7 +111,7 @@ class RunConfig(Section):
         seq = self.train.seq
         check_precision("precision", self.precision, self.runtime.cuda != 0)
         if self.runtime.cpus == 0 == self.runtime.cuda:
-            raise ConfigError("runtime.cpus: got 0; allowed: at least 1, or 'all', where runtime.cuda is 0")
+            raise ConfigError("runtime.cpus: got 0; allowed: at least 1, or 'all', if runtime.cuda is 0")
         check_pack(self.train.pack, self.tiles.seq)
         if self.train.pack and self.layout == "searched":
             raise ConfigError("layout: got searched; allowed with train.pack: default")
@@ -119,9 +119,9 @@ class RunConfig(Section):
         if self.aim == CLASSIFICATION:
             model = self._with_labels(model)
         elif self.data.held_out:
-            raise ConfigError(f"data.held_out: allowed: null where model.head is not {CLASSIFICATION}")
+            raise ConfigError(f"data.held_out: allowed: null unless model.head is {CLASSIFICATION}")
         elif (key := next((one for one in ("text", "label") if getattr(self.data, one) != one), None)) is not None:
-            need = f"{key}, as it names a column of a table, which is read where model.head is {CLASSIFICATION}"
+            need = f"{key}, since only classifiers (model.head: {CLASSIFICATION}) read a table with columns"
             raise ConfigError(f"data.{key}: got {getattr(self.data, key)}; allowed: {need}")
         if model.from_ and "vocab" in fields and self.tokenizer.path is None:
             self.tokenizer = TokenizerSection(path=_tokenizer_in(Path(model.from_)))
@@ -147,9 +147,9 @@ class RunConfig(Section):
         """Return the model with the table's labels as classes; `model.from` with the same labels keeps its order."""
         data, fields = self.data, type(model).model_fields
         if data.max_bytes:
-            raise ConfigError(f"data.max_bytes: got {data.max_bytes}; allowed: null, as a table is read as a whole")
+            raise ConfigError(f"data.max_bytes: got {data.max_bytes}; allowed: null, since a table is read completely")
         if data.sequences != "window":
-            raise ConfigError(f"data.sequences: got {data.sequences}; allowed: window, as a table's rows are sequences")
+            raise ConfigError(f"data.sequences: got {data.sequences}; allowed: window, since rows are sequences")
         samples = read_labelled_texts("data.source", data.source, data.text, data.label)
         names = labels_of(data.source, samples)
         if "labels" not in fields or "classes" not in fields:
@@ -347,8 +347,8 @@ def _tokenizer_in(folder: Path) -> str:
     """Return the tokenizer of a model's folder: the weights need the tokens that they were trained on."""
     if not (path := folder / "tokenizer.json").is_file():
         raise ConfigError(
-            f"model.from: {folder} has no tokenizer.json, and the model knows no other tokens than its own; allowed: a"
-            " folder with one (a transformers tokenizer's save_pretrained writes it), or give tokenizer.path"
+            f"model.from: {folder} has no tokenizer.json, and the model's weights need its own tokenizer; allowed: a"
+            " folder with tokenizer.json (save_pretrained of transformers' tokenizer writes it), or give tokenizer.path"
         )
     return str(path)
 
