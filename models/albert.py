@@ -40,16 +40,16 @@ _HEAD = "predictions.dense", "predictions.LayerNorm", "predictions.bias"
 class ALBERTConfig(TextEncoderConfig):
     type: str = "albert"
     groups: Count = 1
-    """Groups of layers that lie one behind the other: the layers of a group share one set of weights."""
+    """Number of groups of consecutive layers. The layers of a group share one set of weights."""
     inner: Count = 1
-    """Layers with weights of their own that a group applies one after the other, each time: `layers` times `inner` in
-    all."""
+    """Number of different layers that a group applies in sequence each time; the model applies `layers` times `inner`
+    layers in all."""
     kinds: Count = 2
-    """Kinds of tokens: of sentence A, of sentence B (transformers' token_type_ids)."""
+    """Number of token types, such as sentence A and sentence B (transformers' token_type_ids)."""
     embedding: Count = 128
-    """Width of the embedding, from which one product makes `embed`."""
+    """Width of the embedding. A product expands it to `embed`."""
     activation: Literal["gelu", "gelu_new", "relu"] = "gelu_new"
-    """Between the two products of the feed-forward part."""
+    """Activation function of the feed-forward part."""
     layer_norm_eps: Positive = 1e-12
     """Added to the variance in LayerNorm."""
 

@@ -30,7 +30,7 @@ _HEAD = "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm"
 class BERTConfig(TextEncoderConfig):
     type: str = "bert"
     kinds: Count = 2
-    """Kinds of tokens: of sentence A, of sentence B (transformers' token_type_ids)."""
+    """Number of token types, such as sentence A and sentence B (transformers' token_type_ids)."""
     layer_norm_eps: Positive = 1e-12
     """Added to the variance in LayerNorm."""
 

@@ -60,23 +60,23 @@ class TextEncoderConfig(LayerConfig, TokenConfig):
     positions: Count | None = None
     """Length of the longest sequence; null: `train.seq`."""
     head: Literal["masked_lm", "pretraining", "classification", "token_classification", "pooler", "none"] = "masked_lm"
-    """What the model is to predict. `nntile train` trains masked_lm and classification; pretraining and
-    token_classification are trained from Python. Without a loss, for nt.Encoder: `none` ends in the hidden states,
-    `pooler` in a vector of each sequence besides."""
+    """What the model predicts. `nntile train` trains masked_lm and classification; pretraining and token_classification
+    are trained from Python. Without a loss, for nt.Encoder: `none` returns hidden states, `pooler` also a vector for
+    each sequence."""
     classes: Count | None = None
-    """Of classification and token_classification: how many classes; null: the number of `labels`, in Python without
-    these 2."""
+    """Number of classes of a head for classification or token_classification. Null: the number of `labels`; in Python
+    without `labels`: 2."""
     labels: list[str] | None = None
-    """Of classification: the names of the classes in their order; null: `nntile train` sorts the labels of its table,
-    numbers as numbers."""
+    """Names of a classifier's classes, in order. Null: `nntile train` sorts the labels of the table; numeric labels are
+    sorted by value."""
     masked: Natural | None = None
-    """Of masked_lm and pretraining: the most tokens of a sequence that are to be predicted. A training step makes
-    logits for these alone; loss and gradients are the same. 0: for all tokens; null: with `nntile train` as many as
-    train.mask_probability asks for, with packed sequences as many as there are, else from Python 0."""
+    """For masked_lm and pretraining: the largest number of masked tokens in a sequence. A training step computes logits
+    of the masked tokens only; loss and gradients do not change. 0: logits of all tokens. Null: in `nntile train`
+    derived from train.mask_probability, with packed sequences the number of masked tokens, otherwise 0."""
     dropout: BelowOne = 0.0
     """Dropout of the embedding, of the residual branches and before a classifier."""
     activation: Literal["gelu", "gelu_new", "relu"] = "gelu"
-    """Between the two products of the feed-forward part."""
+    """Activation function of the feed-forward part."""
 
     @model_validator(mode="after")
     def _fitting(self) -> Self:

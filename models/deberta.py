@@ -50,24 +50,25 @@ _KINDS = "c2p", "p2c"
 class DeBERTaConfig(TextEncoderConfig):
     type: str = "deberta"
     head: Literal["masked_lm", "classification", "none"] = "masked_lm"
-    """What the model is to predict. `none`, for nt.Encoder: nothing, it ends in the hidden states."""
+    """What the model predicts. `none`: the model returns hidden states and has no loss, for nt.Encoder."""
     legacy: bool = False
-    """The head of masked_lm has the weights cls.predictions..., as transformers' models with `legacy`; false:
-    lm_predictions.lm_head..., as the published checkpoints."""
+    """Names of the weights of the head for masked_lm. True: cls.predictions..., as in transformers' models with
+    `legacy`; false: lm_predictions.lm_head..., as in the published checkpoints."""
     kinds: Annotated[int, *integer(0)] = 0
-    """Kinds of tokens (transformers' token_type_ids); 0: they have none."""
+    """Number of token types (transformers' token_type_ids); 0: the model has no token types."""
     attention: Literal["naive"] = "naive"
-    """How attention is computed: with all scores in memory. The other forms know no relative positions."""
+    """The attention backend: only `naive`, which stores all scores in memory. Other backends have no relative
+    positions."""
     layer_norm_eps: Positive = 1e-7
     """Added to the variance in LayerNorm."""
     c2p: bool = True
-    """Scores have the products of queries with embeddings of distances (content to position)."""
+    """Attention scores include products of queries with embeddings of distances (content to position)."""
     p2c: bool = True
-    """Scores have the products of keys with embeddings of distances (position to content)."""
+    """Attention scores include products of keys with embeddings of distances (position to content)."""
     relative_positions: Count | None = None
-    """Distances of this many tokens and more have one embedding; null: `positions`."""
+    """All distances from this number of tokens on share one embedding; null: `positions`."""
     position_biased_input: bool = False
-    """The embedding has one of each absolute position, too."""
+    """The embedding of a token includes an embedding of its absolute position."""
 
     @property
     def buckets(self) -> int:
@@ -92,12 +93,12 @@ class DeBERTaConfig(TextEncoderConfig):
 class DeBERTaV2Config(DeBERTaConfig):
     type: str = "deberta-v2"
     position_buckets: Annotated[int, *integer(0)] = 0
-    """Distances up to half of this have an embedding each, longer ones share this many less half of it, by their
-    logarithm; 0: each distance has its own."""
+    """Number of embeddings of distances in each direction. Distances up to half of this number have their own
+    embedding; larger distances share the other half, on a logarithmic scale. 0: each distance has its own embedding."""
     share_att_key: bool = True
-    """Embeddings of distances go through the layers' own weights of queries and keys; false: through further ones."""
+    """Embeddings of distances are multiplied by the weights of queries and keys; false: by weights of their own."""
     norm_rel_ebd: bool = True
-    """Embeddings of distances are normed."""
+    """Apply a LayerNorm to the embeddings of distances."""
 
     @property
     def buckets(self) -> int:
@@ -195,11 +196,11 @@ class DeBERTaV2Layer(DeBERTaLayer):
 
 
 class DeBERTa(TextEncoder):
-    """DeBERTa, version 1. Inputs: input_ids, labels; attention_mask, and token_type_ids if there are kinds, if given.
+    """DeBERTa, version 1. Inputs: input_ids, labels; optionally attention_mask, and token_type_ids if the model has
+    token types.
 
     labels: of masked_lm the token of each position, -100 elsewhere; of classification [batch] classes. What comes out
-    at padding is not what transformers has there: here padding attends to the other tokens, there to nothing.
-    """
+    at padding is not what transformers has there: here padding attends to the other tokens, there to nothing."""
 
     Config: ClassVar[Any] = DeBERTaConfig
     Layer: ClassVar[Any] = DeBERTaLayer
@@ -273,7 +274,8 @@ class DeBERTa(TextEncoder):
 
 
 class DeBERTaV2(DeBERTa):
-    """DeBERTa, versions 2 and 3 (without the convolution that the larger ones of version 2 have): as DeBERTa."""
+    """DeBERTa, versions 2 and 3, without the convolution of the larger models of version 2. Inputs are those of
+    DeBERTa."""
 
     Config = DeBERTaV2Config
     Layer = DeBERTaV2Layer

@@ -33,8 +33,8 @@ _LAYER = LayerNames(
 class DistilBERTConfig(TextEncoderConfig):
     type: str = "distilbert"
     head: Literal["masked_lm", "classification", "token_classification", "none"] = "masked_lm"
-    """What the model is to predict. `nntile train` trains masked_lm and classification; token_classification is trained
-    from Python. Without a loss, for nt.Encoder: `none` ends in the hidden states."""
+    """What the model predicts. `nntile train` trains masked_lm and classification; token_classification is trained from
+    Python. Without a loss, for nt.Encoder: `none` returns hidden states."""
     layer_norm_eps: ClassVar[float] = 1e-12  # a constant in transformers
 
 

@@ -42,9 +42,9 @@ class GPT2Config(LayerConfig, TokenConfig):
     dropout: BelowOne = 0.0
     """Dropout of the embedding and of the residual branches."""
     activation: Literal["gelu_new", "gelu", "relu"] = "gelu_new"
-    """Between the two products of the feed-forward part."""
+    """Activation function of the feed-forward part."""
     tie_embeddings: Switch = True
-    """Compute the logits with the embedding's table; false: with one of their own."""
+    """Compute the logits with the weights of the embedding; false: with weights of their own."""
     layer_norm_eps: Positive = 1e-5
     """Added to the variance in LayerNorm."""
 

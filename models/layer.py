@@ -30,11 +30,11 @@ class TransformerEncoderConfig(LayerConfig):
     type: str = "encoder"
     layers: Layers = 1
     causal: Switch = False
-    """Each position attends to itself and those before it alone."""
+    """Each position attends only to itself and earlier positions."""
     dropout: BelowOne = 0.0
     """Dropout of the residual branches and after the activation."""
     activation: Literal["relu", "gelu", "gelu_new"] = "relu"
-    """Between the two products of the feed-forward part."""
+    """Activation function of the feed-forward part."""
     layer_norm_eps: Positive = 1e-5
     """Added to the variance in LayerNorm."""
 
@@ -50,7 +50,7 @@ class TransformerDecoderConfig(TransformerEncoderConfig):
     type: str = "decoder"
     causal: Switch = True
     memory: Count | None = None
-    """Positions of the encoder's output; null: as many as of the input, `train.seq`."""
+    """Number of positions of the encoder's output; null: `train.seq`."""
 
 
 class TransformerEncoder(Model):

@@ -32,15 +32,16 @@ from nntile_py.tasks.rotary import rotary, rotary_table
 class LlamaConfig(LayerConfig, TokenConfig):
     type: str = "llama"
     kv_heads: Count | None = None
-    """Heads of keys and values; fewer than `heads` are shared by groups of them; null: as many as `heads`."""
+    """Number of heads of keys and values. If it is smaller than `heads`, groups of heads share keys and values. Null:
+    `heads`."""
     head_dim: Count | None = None
-    """Entries of a head; null: `embed` divided by `heads`."""
+    """Width of a head; null: `embed` divided by `heads`."""
     ffn: Count
     """Width of the feed-forward part."""
     positions: Count | None = None
     """Length of the longest sequence; null: `train.seq`."""
     tie_embeddings: Switch = False
-    """Compute the logits with the embedding's table; false: with one of their own."""
+    """Compute the logits with the weights of the embedding; false: with weights of their own."""
     rms_norm_eps: Positive = 1e-6
     """Added to the mean square in RMSNorm."""
     rope_theta: Positive = 10000.0

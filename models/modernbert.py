@@ -48,17 +48,17 @@ _OTHER_DROPOUTS = ("embedding_dropout", "classifier_dropout")
 class ModernBERTConfig(TextEncoderConfig):
     type: str = "modernbert"
     head: Literal["masked_lm", "classification", "none"] = "masked_lm"
-    """What the model is to predict. `none`, for nt.Encoder: nothing, it ends in the hidden states."""
+    """What the model predicts. `none`: the model returns hidden states and has no loss, for nt.Encoder."""
     ffn: Count | None = None
-    """Width of the feed-forward part, after its gate; null: 1.5 times `embed`."""
+    """Width of the feed-forward part after its gate; null: 1.5 times `embed`."""
     local_attention: Count = 128
-    """Width of a local layer's attention: a token attends to this many divided by 2 tokens before it, and after it."""
+    """Window of the attention in local layers: a token attends to half this number of tokens on each side."""
     global_every: Count = 3
-    """Every so many layers, from the first on, attention is global; 1: in all of them."""
+    """Distance between layers with global attention, beginning with the first layer; 1: all layers are global."""
     global_theta: Positive = 160000.0
     """Base of the rotary positions' wavelengths in global layers."""
     local_theta: Positive = 10000.0
-    """The same in local layers."""
+    """Base of the rotary positions' wavelengths in local layers."""
     layer_norm_eps: Positive = 1e-5
     """Added to the variance in LayerNorm."""
 

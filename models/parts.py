@@ -80,12 +80,12 @@ def dense_weights(
     transposed: bool = False,
     part: tuple[str, str, int, int] | None = None,
 ) -> Dense:
-    """Weights of x W + b, as torch.nn.Linear's; `product(g, x)` uses them, where this returned `product`.
+    """Declare weights for x W + b, as of torch.nn.Linear. The result is called as `weights(g, x)`.
 
-    The product sums over the axes `inner` of x and makes the axes `out` after batch and seq.
-    The weight is NAME.weight [out, inner], with `transposed` [inner, out] (GPT-2's Conv1D); the bias NAME.bias [out].
-    part (names of weight and bias, number, of): W and b are one of `of` equal parts of those, along out's first axis.
-    """
+    The product sums over the axes `inner` of x; its result has the axes `out` after batch and seq. The weight is
+    NAME.weight [out, inner], with `transposed` [inner, out] (as GPT-2's Conv1D); the bias is NAME.bias [out]. part =
+    (name of a weight, name of a bias, number, count): W and b are a part of this weight and bias, which are divided in
+    `count` equal parts along the first axis of `out`."""
     axes = {**inner, **out} if transposed else {**out, **inner}
     along = next(iter(out))
     sources = [Part(whole, *part[2:], along) for whole in part[:2]] if part else [None, None]
@@ -94,7 +94,7 @@ def dense_weights(
 
 
 def dense(g: Graph, x: Tensor, name: str, inner: Sizes, out: Sizes, init: Init, **options: Any) -> Tensor:
-    """x W + b, as torch.nn.Linear, with weights that nothing else uses: arguments and options as of dense_weights."""
+    """Return x W + b, as torch.nn.Linear does, with new weights. Arguments and options are those of dense_weights."""
     return dense_weights(g, name, inner, out, init, **options)(g, x)
 
 
@@ -109,18 +109,20 @@ class NormWeights(NamedTuple):
 
 
 def norm_weights(g: Graph, name: str, embed: int) -> NormWeights:
-    """Weights NAME.weight and NAME.bias of a LayerNorm over embed; `normed(g, x, eps)` uses them."""
+    """Declare the weights NAME.weight and NAME.bias of a LayerNorm over embed. The result is called as `weights(g, x,
+    eps)`."""
     weight = g.param(f"{name}.weight", {"embed": embed}, ONES)
     return NormWeights(weight, g.param(f"{name}.bias", {"embed": embed}, ZEROS))
 
 
 def norm(g: Graph, x: Tensor, name: str, eps: float) -> Tensor:
-    """LayerNorm over embed, with weights NAME.weight and NAME.bias that nothing else uses."""
+    """Apply a LayerNorm over embed, with new weights NAME.weight and NAME.bias."""
     return norm_weights(g, name, x.size("embed"))(g, x, eps)
 
 
 def check_length(batch: Batch, positions: int | None) -> int:
-    """The positions that a model has; ConfigError: a sequence has more, or nobody said how many."""
+    """Return the number of positions of a model. Raises ConfigError if it is not set or smaller than a sequence's
+    length."""
     if positions is None:
         raise ConfigError("model.positions: missing; how many tokens the longest sequence has")
     if batch.length > positions:
@@ -129,10 +131,10 @@ def check_length(batch: Batch, positions: int | None) -> int:
 
 
 def position_input(g: Graph, batch: Batch, positions: int | None) -> Tensor:
-    """The numbers of the positions, int64 [seq]: what `embedded_positions` looks up in a table of so many `positions`.
+    """Return the position numbers, int64 [seq], which `embedded_positions` looks up in a table of `positions` rows.
 
-    0, 1, ... unless a step gives others as its input `positions`; of packed sequences [batch, seq], each counted from
-    0. ConfigError: more than the table has."""
+    They are 0, 1, ... or the input `positions` of a step. For packed sequences: [batch, seq], beginning with 0 in
+    each sequence. Raises ConfigError if a sequence is longer than the table."""
     positions = check_length(batch, positions)
     if batch.packed:
         return _packed_input(g, batch, "positions", lambda found: found, below=positions)
@@ -151,13 +153,13 @@ def _packed_input(
 
 
 def embedded_positions(g: Graph, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-    """x [batch, seq, embed] and what the positions of its tokens are in a table [position, embed], added."""
+    """Add position embeddings to x [batch, seq, embed]: the rows of the table [position, embed] for `positions`."""
     y = embedding(g, positions, table)
     return add(g, x, y) if y.axes == x.axes else bias_add(g, x, y)
 
 
 def rotary_input(g: Graph, batch: Batch, table: Array, name: str = "rotary") -> Tensor:
-    """The rows of a `rotary_table` [positions, head_dim] that belong to the tokens: what `rotary` turns by."""
+    """Return the rows of a `rotary_table` [positions, head_dim] for the tokens, as `rotary` needs them."""
     sizes, dtype = {"rotary": table.shape[1]}, accumulation_dtype(g.dtype)
     if batch.packed:
         return _packed_input(g, batch, name, lambda found: table[found], sizes, dtype=dtype)
@@ -165,43 +167,43 @@ def rotary_input(g: Graph, batch: Batch, table: Array, name: str = "rotary") -> 
 
 
 def first_tokens(g: Graph, x: Tensor) -> Tensor:
-    """The first position of each sequence of x [batch, seq, embed]: [batch, embed], or of packed ones [batch, sequence,
-    embed], zeros behind a bin's last sequence."""
+    """Return the first position of each sequence of x [batch, seq, embed]: [batch, embed]. For packed sequences the
+    result is [batch, sequence, embed], with zeros after the last sequence of a bin."""
     return gather(g, x, packed_inputs.starts(g)) if packed_inputs.SEGMENTS in g.tensors else select(g, x, "seq", 0)
 
 
 def sequences_apart(g: Graph, batch: Batch, x: Tensor, length: int | None = None) -> Tensor:
-    """x [batch, seq, ...] as padded sequences [batch, row, place, ...], with zeros where they are padded.
+    """Return x [batch, seq, ...] as sequences [batch, row, place, ...], padded with zeros.
 
-    For operators along the positions of a sequence, in models that can be packed: `row` numbers the sequences of a bin,
-    and is 1 without packing; `place` has `length` positions, by default batch.length; neither is cut. Its inverse and
-    gradient is `sequences_together`. A bin then holds no more sequences than `tiles.batch`, and dropout in between
-    draws otherwise than in a padded batch. ConfigError: sequences may be longer."""
+    For operators along the positions of a sequence in models that can be packed. `row` numbers the sequences of a bin,
+    and is 1 without packing; `place` has `length` positions, by default batch.length; neither axis is cut. The inverse
+    and the gradient is `sequences_together`. A bin then holds at most `tiles.batch` sequences, and dropout between both
+    calls has other random numbers than in a padded batch. Raises ConfigError if sequences may be longer."""
     rows, tokens = packed_inputs.apart(g, batch, None if batch.packed else padding(g, batch), length or batch.length)
     return gather(g, x, rows, inverse=tokens)
 
 
 def sequences_together(g: Graph, batch: Batch, x: Tensor) -> Tensor:
-    """Padded sequences [batch, row, place, ...] as tokens [batch, seq, ...], as sequences_apart was given them; zeros
-    where those are padded."""
+    """Return padded sequences [batch, row, place, ...] as tokens [batch, seq, ...]: the inverse of sequences_apart,
+    with zeros for padding."""
     rows, tokens = packed_inputs.apart(g, batch, None if batch.packed else padding(g, batch), x.size("place"))
     return gather(g, x, tokens, axes=2, inverse=rows)
 
 
 def of_sequences(batch: Batch) -> dict[str, int]:
-    """The axes of an input with a value for each sequence."""
+    """Return the axes of an input that has one value for each sequence."""
     return {"batch": batch.size} | ({"sequence": batch.seq} if batch.packed else {})
 
 
 def attention_mask(g: Graph, batch: Batch, *, causal: bool = False, window: int | None = None) -> Mask:
-    """Which keys a query attends to: no padding, if steps have an attention_mask; of packed sequences, its own."""
+    """Return the mask of attention: it hides padding if steps have an attention_mask, and other packed sequences."""
     if batch.packed:
         return Mask(causal, window, segments=packed_inputs.segments(g), longest=batch.packed)
     return Mask(causal, window, padding=padding(g, batch))
 
 
 def padding(g: Graph, batch: Batch) -> Tensor | None:
-    """transformers' attention_mask, 0 where a position is padding, if steps have one that says something."""
+    """Return the input attention_mask (0 for padding, as in transformers), or None if no step has padding."""
     if not batch.has("attention_mask", neutral=1):
         return None
     if "attention_mask" in g.tensors:

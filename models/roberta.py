@@ -38,14 +38,12 @@ _HEAD = "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"
 class RoBERTaConfig(TextEncoderConfig):
     type: str = "roberta"
     head: Literal["masked_lm", "classification", "token_classification", "pooler", "none"] = "masked_lm"
-    """What the model is to predict. `nntile train` trains masked_lm and classification; token_classification is trained
-    from Python. Without a loss, for nt.Encoder: `none` ends in the hidden states, `pooler` in a vector of each sequence
-    besides."""
+    """What the model predicts. `nntile train` trains masked_lm and classification; token_classification is trained from
+    Python. Without a loss, for nt.Encoder: `none` returns hidden states, `pooler` also a vector for each sequence."""
     kinds: Count = 1
-    """Kinds of tokens (transformers' token_type_ids)."""
+    """Number of token types (transformers' token_type_ids)."""
     padding_token: Annotated[int, *integer(0)] = 1
-    """Number of the token that fills sequences up: positions are counted over the other tokens, from the next number
-    on."""
+    """Number of the padding token. Positions count the other tokens, beginning with this number plus 1."""
     layer_norm_eps: Positive = 1e-5
     """Added to the variance in LayerNorm."""
 
