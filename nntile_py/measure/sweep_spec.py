@@ -60,50 +60,53 @@ def _full(values: Values | None) -> Values | None:
 
 
 class Measure(Section):
-    """What a point measures: `repeats` times, each over `steps` steps in flight together."""
+    """What a point measures. It measures `repeats` times; each time covers `steps` steps, which are submitted
+    together."""
 
     work: Work = "train"
     """A training step, a forward pass, or a part of a model, as `nntile graph --work` names them."""
     phase: Phase = "all"
     """The phase of a part of a model: forward, backward or both."""
     how: Literal["run", "plan", "operators"] = "run"
-    """Run it; plan it without a run; or time each operator by itself, summed by class."""
+    """`run`: measure. `plan`: plan without a run. `operators`: time each operator by itself, and sum the times by class."""
     contestant: Literal["nntile", "torch_eager", "torch_compile", "torch_packed", "torch_padded"] = "nntile"
-    """What runs a training step or a forward pass: this project, or PyTorch, eager or by torch.compile, with the model
-    of transformers, sequences padded, with their mask; for `encoder` and `mha` torch.nn's own layers; `torch_packed`
-    and `torch_padded`: see `nntile bench step --peer`. In processes of its own."""
+    """The program that runs a training step or a forward pass, in processes of its own: nntile_py, or PyTorch (eager or
+    torch.compile) with transformers' model on padded sequences with a mask. For `encoder` and `mha` PyTorch runs layers
+    of torch.nn. `torch_packed` and `torch_padded`: see `nntile bench step --peer`."""
     peers: list[Peer] = Field(default_factory=list)
-    """Contestants that are timed in turns with this project's training step or forward pass, as by `nntile bench step`:
-    a turn for each of `repeats`. Metrics of a peer have its name, such as `torch_compile ratio`: our time over its."""
+    """Programs that are timed in turns with nntile_py's training step or forward pass, as in `nntile bench step`, with
+    `repeats` turns. Metrics of a peer begin with its name: `torch_compile ratio` is the time of nntile_py divided by
+    the time of torch_compile."""
     gpu_memory: Size | None = None
-    """Bytes of each GPU that a contestant may use; ours leaves 1 GiB of them to kernels' workspaces. null: all, of
-    which our tiles take runtime.cuda_memory."""
+    """Bytes of each GPU that a contestant may use; nntile_py reserves 1 GiB of them for kernels' workspaces. Null: no
+    bound; tiles of nntile_py take runtime.cuda_memory."""
     alpha: Part = 1.0
-    """Mean length of the sequences over train.seq, for training steps and forward passes."""
+    """Mean length of the sequences divided by train.seq, for training steps and forward passes."""
     captured: Switch | None = None
-    """Run forward passes, and `encoder` and other small graphs, on one GPU as a CUDA graph; null: if that is faster.
-    For torch_compile's `encoder` and `mha` on a GPU: true runs each phase as one CUDA graph, null single kernels."""
+    """Run forward passes and small graphs, such as `encoder`, on one GPU as a CUDA graph. Null: if that is faster. For
+    `encoder` and `mha` of torch_compile: true runs each phase as one CUDA graph, null runs single kernels."""
     autotune: Switch = False
     """Use torch.compile's mode max-autotune, for torch_compile's `encoder` and `mha`; CUDA graphs need `captured`."""
     stacked: Switch = False
-    """Compute Q, K and V as one product before scaled_dot_product_attention, for PyTorch's `encoder` and `mha`, instead
-    of torch.nn's own layers."""
+    """For PyTorch's `encoder` and `mha`: compute Q, K and V as one product and call scaled_dot_product_attention,
+    instead of layers of torch.nn."""
     warmup: Natural = 1
     """Steps before the first measured time."""
     steps: Count = 1
-    """Steps in flight together in one measured time."""
+    """Steps that are submitted together and measured as one time."""
     repeats: Count = 3
-    """Measured times."""
+    """Number of measured times."""
     nodes: Count | None = None
     """Simulate a training step on this many machines, as `nntile plan --nodes` does; needs `how: plan`."""
     gpus_per_node: Count | None = None
     """With `nodes`: GPUs of each machine; null: runtime.cuda."""
     network: str | None = None
-    """With `nodes`: bits or bytes a second of a network card, each way; null: 400Gb/s, of CPU nodes 40Gb/s."""
+    """With `nodes`: rate of a network card in each direction, such as 400Gb/s. Null: 400Gb/s, for CPU nodes 40Gb/s."""
     gpus_per_nic: Count | None = None
-    """With `nodes`: GPUs that share a card; null: 1."""
+    """With `nodes`: GPUs that share a network card; null: 1."""
     strong: Switch = False
-    """With `nodes`: efficiency compares with one node, and one GPU, that has the whole batch instead of its part."""
+    """With `nodes`: the efficiency compares with one node, and one GPU, that computes the whole batch instead of its
+    part."""
 
     @model_validator(mode="after")
     def _what_pytorch_runs(self) -> Measure:
@@ -141,7 +144,7 @@ class Random(Section):
     count: Count
     """Number of points."""
     seed: Natural = 0
-    """Seed of the drawing."""
+    """Seed of the random choice."""
     over: Values
     """Keys of the config, each with the list of its values."""
 
@@ -156,13 +159,13 @@ class Plot(Section):
     x: str
     """A key that points set, or a column of results.csv."""
     y: str | list[str] = "seconds"
-    """A column of results.csv; a list: a line or bar for each."""
+    """A column of results.csv, or a list of columns with a line or bar for each."""
     series: str | None = None
-    """The key with a line, or a bar, for each of its values."""
+    """A key: each of its values gets a line or a bar."""
     panel: str | None = None
-    """The key with a plot for each of its values."""
+    """A key: each of its values gets a panel."""
     title: str = ""
-    """Above the plot."""
+    """Title above the plot."""
     xlabel: str | None = None
     """Label of the x axis; null: derived from `x`."""
     ylabel: str | None = None
@@ -172,7 +175,7 @@ class Plot(Section):
     ylog: Switch = False
     """The y axis is logarithmic, to base 10, and does not start at 0."""
     same: Switch = True
-    """All panels have one y axis."""
+    """All panels have the same y axis."""
 
     @property
     def metrics(self) -> list[str]:
@@ -191,32 +194,32 @@ class Best(Section):
     metric: str = "seconds"
     """A column of results.csv."""
     of: Literal["least", "greatest"] = "least"
-    """The least or the greatest value of it."""
+    """Whether the smallest or the largest value is the best."""
 
 
 class Sweep(Section):
     """A sweep's YAML: the base config with `set` over it, and its points."""
 
     config: str
-    """The run's YAML that all points start from, relative to this file."""
+    """YAML of a run: the settings of all points. The path is relative to this file."""
     set_: dict[str, Any] = Field(default_factory=dict, alias="set")
-    """Keys of it that all points change, such as `runtime.cpus: 2`."""
+    """Keys of the run with values for all points, such as `runtime.cpus: 2`."""
     grid: Values | None = None
-    """Keys, each with a list of values: every combination is a point."""
+    """Keys, each with a list of values. Every combination of values is a point."""
     list_: list[dict[str, Any]] | None = Field(None, alias="list")
-    """Points, each a mapping of keys to values; with a grid too, each point of the one with each of the other."""
+    """Points, each a mapping of keys to values. With `grid` too: each point of the list with each point of the grid."""
     random_: Random | None = Field(None, alias="random")
     """Random points of a grid, instead of a grid or a list."""
     variants: dict[str, dict[str, Any]] | None = None
-    """Names, each with keys of the config, or of `measure` as measure.KEY: every point is measured with each variant.
-    Plots and tables name them by the key `variant`."""
+    """Named settings: keys of the config, or of `measure` as measure.KEY. Every point is measured with each variant. In
+    plots and tables the key `variant` has the name."""
     measure: Measure = Measure()
     rounds: Count = 1
-    """Rounds in which all points are measured, in turns: load of the machine then affects all of them alike."""
+    """Rounds, each of which measures all points in turns, so that load of the machine affects all points alike."""
     time_limit: Positive = 600.0
-    """Seconds that a point may take in a round; with peers: the start, and each turn, of a contestant."""
+    """Largest number of seconds of a point in a round; with peers: of a contestant's start, and of each turn."""
     together: Switch = False
-    """Points with the same `runtime` share a process: GPUs take longer to start than to measure."""
+    """Points with the same `runtime` share a process, since starting a GPU takes longer than a measurement."""
     best: Best = Best()
     plots: list[Plot] = Field(default_factory=list)
     """Pictures, a list of sections with these keys."""
