@@ -31,29 +31,29 @@ HEAD = "| model | contestant | trains | tokens/s | s a step | GiB of the fullest
 
 
 def capacity(
-    models: Annotated[str, typer.Option(help=f"With commas between: {', '.join(MODELS)}.")] = "355M,774M,XL,2.7B,6.7B",
-    contestants: Annotated[str, typer.Option(help="nntile and peers of bench step.")] = "nntile,fsdp2,fsdp2_offload",
-    cuda: Annotated[int, typer.Option(help="CUDA devices. 0: on the CPU, for tests", min=0)] = 1,
-    cuda_memory: Annotated[float, typer.Option(help="GiB of each GPU that a contestant may take.")] = 20.0,
-    host_memory: Annotated[float, typer.Option(help="GiB of main memory; larger models are left out. 0: any")] = 0.0,
+    models: Annotated[str, typer.Option(help=f"Separated by commas: {', '.join(MODELS)}.")] = "355M,774M,XL,2.7B,6.7B",
+    contestants: Annotated[str, typer.Option(help="nntile, or a --peer of bench step.")] = "nntile,fsdp2,fsdp2_offload",
+    cuda: Annotated[int, typer.Option(help="GPUs; 0: the CPU, for tests.", min=0)] = 1,
+    cuda_memory: Annotated[float, typer.Option(help="GiB of each GPU that a program may take.")] = 20.0,
+    host_memory: Annotated[float, typer.Option(help="GiB of main memory; larger models are left out. 0: any.")] = 0.0,
     sets: Annotated[
         list[str] | None,
         typer.Option(
             "--set", metavar="KEY=VALUE",
-            help="Override a key of experiments/gpt2_124m.yaml, besides the model's sizes. [default: train.seq=1024, "
+            help="Override a key of experiments/gpt2_124m.yaml, except the model's sizes. [default: train.seq=1024, "
             "4 sequences a GPU in one tile, tokenizer.vocab_size=50304]",
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Turns of one step.", min=1)] = 3,
-    time_limit: Annotated[float, typer.Option(help="Seconds of a start, and of a turn.")] = 120.0,
+    rounds: Annotated[int, typer.Option(help="Turns, of one step each.", min=1)] = 3,
+    time_limit: Annotated[float, typer.Option(help="Largest number of seconds of a start, and of a turn.")] = 120.0,
     search: Annotated[
-        bool, typer.Option("--search", help="Start where weights and states fill the GPUs, then up or down.")
+        bool, typer.Option("--search", help="Start with the model that fills the GPUs, then try others.")
     ] = False,
-    budget: Annotated[float, typer.Option(help="Seconds after which no further model starts. 0: no bound")] = 0.0,
-    out: Annotated[Path | None, typer.Option(help="Write FILE.json and FILE.md, after each row.")] = None,
+    budget: Annotated[float, typer.Option(help="Seconds after which no other model starts. 0: no bound.")] = 0.0,
+    out: Annotated[Path | None, typer.Option(help="Write OUT.json and OUT.md after each row.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """The largest GPT that trains within a limit of GPU memory, and how fast."""
+    """Find the largest GPT that trains within a limit of GPU memory, and measure its speed."""
     names = _allowed("--contestants", contestants, [OURS, *(peer for peer in PEERS if peer not in BERT_PEERS)])
     order = sorted(_allowed("--models", models, MODELS), key=list(MODELS).index)
     check_gpus(cuda, "--cuda")

@@ -22,7 +22,7 @@ from nntile_py.system.machine import machine
 
 bench_app = typer.Typer(
     name="nntile bench", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    rich_markup_mode=None, help="Measure this machine.", epilog="Example: nntile bench tasks",
+    rich_markup_mode=None, help="Benchmarks of this machine.", epilog="Example: nntile bench tasks",
 )  # fmt: skip
 bench_app.command(epilog="Example: nntile bench metg --us 50,500 --seconds 0.05 --repeats 2")(metg)
 bench_app.command(epilog="Example: nntile bench capacity --models 355M --cuda 1")(capacity)
@@ -36,16 +36,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @bench_app.command(epilog="Example: nntile bench tasks --count 10000 --cpus 1")
 def tasks(
     count: Annotated[int, typer.Option(help="Tasks in the program.", min=1)] = 50_000,
-    tiles: Annotated[int, typer.Option(help="Tiles of each task, written in turn.", min=0, max=16)] = 0,
+    tiles: Annotated[int, typer.Option(help="Tiles that each task writes, out of 64 in rotation.", min=0, max=16)] = 0,
     cpus: Annotated[int | None, typer.Option(help="Workers. [default: all cores]")] = None,
     scheduler: Annotated[str, typer.Option(help="StarPU's scheduling policy.")] = "lws",
-    repeats: Annotated[int, typer.Option(help="Measurements.", min=1)] = 9,
+    repeats: Annotated[int, typer.Option(help="Number of measurements.", min=1)] = 9,
     profiled: Annotated[
-        bool, typer.Option("--profiled", help="Measure light and full profiles too, in turns.")
+        bool, typer.Option("--profiled", help="Also measure with light and full profiles, in turns.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Microseconds to submit and to run an empty task from a replayed program."""
+    """Measure the microseconds to submit and to run an empty task of a program."""
     result = measure_tasks(count, tiles, cpus, scheduler, repeats, profiled)
     if as_json:
         print(json.dumps(result, indent=2))
@@ -102,32 +102,32 @@ def measure_tasks(
 
 # -- one training step, beside PyTorch
 
-Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML of a run, of any model.")]
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file of a run.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of CONFIG.")]
 PeerOption = Annotated[
     str | None,
     typer.Option(
         "--peer",
-        help="Contestants beside ours, with commas between: torch_eager, torch_compile (torch is both). For BERT "
-        "torch_packed and torch_padded: PyTorch's fastest form without padding and with it. For BERT and GPT-2 ddp, "
-        "for GPT-2 fsdp2, fsdp2_offload: a process for each GPU of runtime.cuda. ddp packs BERT's sequences if "
-        "train.pack is on.",
+        help="PyTorch programs to compare with, separated by commas: torch_eager, torch_compile (torch: both). For "
+        "BERT also torch_packed and torch_padded: PyTorch's fastest form without and with padding. On several GPUs: "
+        "ddp for BERT and GPT-2, fsdp2 and fsdp2_offload for GPT-2, with a process for each GPU of runtime.cuda; ddp "
+        "packs BERT's sequences if train.pack is true.",
     ),
 ]
 Gib = Annotated[
     float,
     typer.Option(
         "--cuda-memory", min=0,
-        help="GiB of each GPU for a contestant; ours leaves 1 GiB of them to kernels' workspaces. [default: all]",
+        help="GiB of each GPU for a program; nntile_py reserves 1 GiB of them for kernels' workspaces. [default: all]",
     ),
 ]  # fmt: skip
-Alpha = Annotated[float, typer.Option(help="Mean length of the sequences over train.seq.", min=0.01, max=1)]
+Alpha = Annotated[float, typer.Option(help="Mean length of the sequences divided by train.seq.", min=0.01, max=1)]
 Hold = Annotated[
     bool | None,
     typer.Option(
         "--hold/--give-back",
-        help="Keep all contestants in memory, or end each one after its turn and start it anew for the next. "
-        "[default: keep them; give back if they do not fit together]",
+        help="Keep all programs in memory, or end each program after its turn and start it again for the next turn. "
+        "[default: --hold; --give-back if they do not fit together]",
     ),
 ]
 
@@ -137,26 +137,26 @@ def step(
     config: Config,
     sets: Sets = None,
     peer: PeerOption = None,
-    rounds: Annotated[int, typer.Option(help="Turns of each contestant.", min=1)] = 7,
+    rounds: Annotated[int, typer.Option(help="Turns of each program.", min=1)] = 7,
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Steps in a turn; with --inference passes in flight together, timed 15 times in a turn for a median. "
+            help="Steps in a turn. With --inference: passes submitted together; a turn is the median of 15 such times. "
             "[default: 2; 10 passes]",
             min=1,
         ),
     ] = None,
     alpha: Alpha = 1.0,
-    inference: Annotated[bool, typer.Option("--inference", help="Time a forward pass, not a training step.")] = False,
+    inference: Annotated[bool, typer.Option("--inference", help="Time forward passes, not training steps.")] = False,
     cuda_memory: Gib = 0.0,
     hold: Hold = None,
-    losses: Annotated[int, typer.Option(help="Report the losses of this many first steps.", min=0)] = 0,
+    losses: Annotated[int, typer.Option(help="Report the losses of the first steps, this many.", min=0)] = 0,
     time_limit: Annotated[
-        float, typer.Option(help="Seconds of a contestant's start, and of a turn.", min=0.1, max=1e6)
+        float, typer.Option(help="Largest number of seconds of a program's start, and of a turn.", min=0.1, max=1e6)
     ] = TIME_LIMIT,
     as_json: Json = False,
 ) -> None:
-    """Seconds of one training step of CONFIG's model: forward, backward, clipping, optimizer.
+    """Measure the seconds of a training step of CONFIG: forward, backward, clipping, optimizer.
 
     Under mpirun: steps of all ranks together."""
     names = parse_peers(peer)

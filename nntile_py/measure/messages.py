@@ -28,13 +28,13 @@ IDLE = 1.0  # seconds without messages
 
 
 def messages(
-    sizes: Annotated[str, typer.Option(help="Bytes of a tile, with commas between.")] = SIZES,
-    seconds: Annotated[float, typer.Option(help="Seconds of each measurement, at least.", min=0)] = 0.2,
-    repeats: Annotated[int, typer.Option(help="Measurements.", min=1)] = 5,
-    cuda: Annotated[int, typer.Option(help="1: between GPUs, one a rank, through main memory.", min=0, max=1)] = 0,
+    sizes: Annotated[str, typer.Option(help="Bytes of a tile, separated by commas.")] = SIZES,
+    seconds: Annotated[float, typer.Option(help="Smallest number of seconds of a measurement.", min=0)] = 0.2,
+    repeats: Annotated[int, typer.Option(help="Number of measurements.", min=1)] = 5,
+    cuda: Annotated[int, typer.Option(help="1: from GPU to GPU, through main memory.", min=0, max=1)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Under mpirun: microseconds and GB/s of a tile from rank 0 to rank 1, by its size."""
+    """Measure microseconds and GB/s of messages from rank 0 to rank 1, by tile size. Needs mpirun."""
     items = [item.strip() for item in sizes.split(",")]
     if not all(item.isdigit() and int(item) >= 4 for item in items):
         raise ConfigError(f"--sizes: {sizes!r} is not allowed; write bytes, 4 or more, with commas between")

@@ -28,16 +28,16 @@ GOALS = (0.5, 0.95)
 
 
 def metg(
-    cuda: Annotated[int, typer.Option(help="CUDA devices. 0: on the CPU", min=0)] = 0,
-    cpus: Annotated[int | None, typer.Option(help="Workers on the CPU. [default: all cores]")] = None,
+    cuda: Annotated[int, typer.Option(help="GPUs; 0: measure on the CPU.", min=0)] = 0,
+    cpus: Annotated[int | None, typer.Option(help="CPU workers. [default: all cores]")] = None,
     scheduler: Annotated[str, typer.Option(help="StarPU's scheduling policy.")] = "lws",
     chains: Annotated[int, typer.Option(help="Independent chains of tasks for each worker.", min=1)] = 4,
-    us: Annotated[str, typer.Option(help="Lengths of a task in microseconds.")] = DURATIONS,
-    seconds: Annotated[float, typer.Option(help="Work of each worker in a measurement.", min=0)] = 0.2,
-    repeats: Annotated[int, typer.Option(help="Measurements.", min=1)] = 5,
+    us: Annotated[str, typer.Option(help="Lengths of a task in microseconds, separated by commas.")] = DURATIONS,
+    seconds: Annotated[float, typer.Option(help="Seconds of work for each worker in a measurement.", min=0)] = 0.2,
+    repeats: Annotated[int, typer.Option(help="Number of measurements.", min=1)] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """The shortest tasks that keep the workers busy: efficiency against task length."""
+    """Find the shortest tasks that keep the workers busy: measure the efficiency for several task lengths."""
     if cuda and cpus:
         raise ConfigError("--cpus: not beside --cuda; a task's length is that of one kind of worker")
     try:

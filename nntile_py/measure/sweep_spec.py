@@ -68,7 +68,7 @@ class Measure(Section):
     phase: Phase = "all"
     """The phase of a part of a model: forward, backward or both."""
     how: Literal["run", "plan", "operators"] = "run"
-    """`run`: measure. `plan`: plan without a run. `operators`: time each operator by itself, and sum the times by class."""
+    """`run`: measure. `plan`: plan without a run. `operators`: time each operator by itself; sum the times by class."""
     contestant: Literal["nntile", "torch_eager", "torch_compile", "torch_packed", "torch_padded"] = "nntile"
     """The program that runs a training step or a forward pass, in processes of its own: nntile_py, or PyTorch (eager or
     torch.compile) with transformers' model on padded sequences with a mask. For `encoder` and `mha` PyTorch runs layers
