@@ -114,7 +114,7 @@ def test_labels_of_padding(name: str) -> None:
     everywhere = given | {"labels": given["input_ids"]}
     of_tokens = given | {"labels": np.where(given["attention_mask"] > 0, given["input_ids"], -100)}
     packed, padded = (nt.Trainer(made(name), 2, LENGTH, pack=pack) for pack in (True, False))
-    told = r"labels\[0\]: some count where attention_mask is 0; allowed with pack: -100 there"
+    told = r"labels\[0\]: has labels where attention_mask is 0; allowed with pack: -100 there"
     for call in (packed.step, packed.evaluate):
         with pytest.raises(ValueError, match=told):
             call(everywhere)

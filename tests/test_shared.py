@@ -11,7 +11,7 @@ from pairwise import pairwise
 from torch.nn import functional as F
 
 import nntile_py as nt
-from nntile_py.graph.passes.qkv_fusion import pack_projections
+from nntile_py.graph.passes.qkv_fusion import merge_projections
 from nntile_py.graph.step import StepSpec
 from nntile_py.models.parts import dense_weights, norm_weights
 from nntile_py.tasks import activation, add, attention, cross_entropy, embedding, linear, select, transpose
@@ -132,7 +132,7 @@ def test_projections_that_layers_share(shared: str, products: int) -> None:
                 known[name] = dense_weights(g, name, embed, heads, nt.Normal(0.1))
             made[one] = transpose(g, known[name](g, x), ["batch", "heads", "seq", "head_dim"])
         attention(g, made["q"], made["k"], made["v"], nt.Mask())
-    pack_projections(g)
+    merge_projections(g)
     assert sum(op.kind == "Contract" for op in g.ops) == products
     weights = [name for name in g.tensors if name.endswith("weight")]
     assert len(weights) == (len(known) if products == 6 else len(known) // 3)

@@ -16,7 +16,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.layout_search import arrange
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.params import Batch, Param, Traced
-from nntile_py.graph.passes.qkv_fusion import pack_projections
+from nntile_py.graph.passes.qkv_fusion import merge_projections
 from nntile_py.graph.step import TILE_DTYPE, Evaluation, Step, StepSpec
 from nntile_py.models.layer import TransformerDecoderConfig, TransformerEncoder, TransformerEncoderConfig
 from nntile_py.models.parts import attention_mask
@@ -174,7 +174,7 @@ def small_graph(config: RunConfig, work: Work, fusion: Fusion, *, backward: bool
     x.requires_grad = True  # as a layer inside a model
     outputs = _MAKERS[work](graph, x, config)
     if fusion.qkv:
-        pack_projections(graph, count=fusion.packed)
+        merge_projections(graph, count=fusion.projections)
     if backward:
         loss = graph.add(_OutputGradients(outputs, graph.temp("loss", ["one"], [1], "fp64"))).output
         graph.backward(loss)

@@ -23,7 +23,9 @@ LOOKAHEAD = 4096  # sequences among which `best_fit` looks for one that fits
 class SequencePlace:
     """The place of a sequence: positions `first` to `first + length` of a bin.
 
-    `bin` counts through the bins of all passes of a step; `number` counts the sequences of the bin.
+    Attributes:
+        bin: number of the bin, counted through all passes of a step.
+        number: number of the sequence in its bin.
     """
 
     bin: int
@@ -34,9 +36,12 @@ class SequencePlace:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The inputs of a step: arrays for its programs, and for each pass the slots that say how full each tile is.
+    """The inputs of a step.
 
-    `places` are those of the sequences in the caller's order, empty if nothing was packed.
+    Attributes:
+        arrays: arrays for the step's programs, by name.
+        live: for each pass, the values of the slots for the filled lengths of tiles.
+        places: the place of each sequence, in the caller's order; empty without packing.
     """
 
     arrays: Mapping[str, Any]
@@ -53,7 +58,7 @@ class StepInputs:
 def consecutive(
     bins: Iterable[tuple[int, Sequence[int]]], lengths: Sequence[int]
 ) -> Iterator[tuple[int, SequencePlace]]:
-    """Yield each sequence with its place: a bin (its number, its sequences) holds them in order, without gaps."""
+    """Yield each sequence and its place, if each bin (number, sequences) holds its sequences in order, without gaps."""
     for number, sequences in bins:
         first = 0
         for k, sequence in enumerate(sequences):
@@ -64,13 +69,17 @@ def consecutive(
 def best_fit(
     lengths: Sequence[int], order: Sequence[int], capacity: int, rows: int | None = None, lookahead: int = LOOKAHEAD
 ) -> list[list[int]]:
-    """Pack all sequences into as many bins as they need; returns the sequences of each bin.
+    """Pack sequences into as many bins as they need; returns the sequences of each bin.
 
-    A bin starts with the first sequence of `order` that is left. While the bin has room, it takes the longest sequence
-    that fits among the next `lookahead`.
+    A bin starts with the first sequence in `order` that is not packed yet. While there is room, the longest sequence
+    that fits, among the next `lookahead` sequences, is added.
 
     Args:
-        rows: the largest number of sequences in a bin; None: no limit.
+        lengths: tokens of each sequence.
+        order: numbers of all sequences.
+        capacity: tokens of a bin.
+        rows: largest number of sequences in a bin; None: no limit.
+        lookahead: sequences to search.
     """
     waiting: list[deque[int]] = [deque() for _ in range(capacity + 1)]  # by length
     waiting_lengths, seen = 0, 0  # bit n of waiting_lengths: a sequence of n tokens waits
@@ -102,10 +111,10 @@ class Bins:
     """The bins of a pass: `count` bins of `capacity` tokens, for sequences of up to `length` tokens.
 
     Attributes:
-        quadratic: a sequence of n tokens costs n + quadratic * n^2.
-        inputs: the inputs that the packed graph declares.
-        rows: the largest number of sequences in a bin; None: as many as fit.
-        tokens: the largest number of tokens in a pass; 0: as many as fit into the bins.
+        quadratic: the work on a sequence of n tokens is n + quadratic * n^2.
+        inputs: inputs that the packed graph declares.
+        rows: largest number of sequences in a bin; None: as many as fit.
+        tokens: largest number of tokens in a pass; 0: as many as fit into the bins.
     """
 
     count: int
@@ -118,34 +127,34 @@ class Bins:
 
     @property
     def room(self) -> int:
-        """Tokens of a bin if the tokens of a pass are spread evenly."""
+        """Tokens of each bin if a pass has its largest number of tokens, spread evenly."""
         return (self.tokens or self.count * self.capacity) // self.count
 
     def work(self, n: int) -> float:
-        """Return the cost of a sequence of n tokens."""
+        """Return the work on a sequence of n tokens."""
         return n + self.quadratic * n * n
 
     def places(self, lengths: Sequence[int], passes: int = 1, batch: int | None = None) -> list[SequencePlace]:
         """Spread sequences over the bins of all passes so that bins have nearly equal work.
 
-        With exactly passes * batch sequences, each pass gets `batch` consecutive ones.
+        If there are exactly passes * batch sequences, each pass has `batch` consecutive sequences.
 
         Raises:
             ValueError: the sequences do not fit.
         """
-        found: dict[int, SequencePlace] = {}
+        places: dict[int, SequencePlace] = {}
         if batch and len(lengths) == passes * batch:
             for k in range(passes):
                 bins = range(k * self.count, (k + 1) * self.count)
-                found |= self._spread(lengths, range(k * batch, (k + 1) * batch), bins)
+                places |= self._spread(lengths, range(k * batch, (k + 1) * batch), bins)
         else:
-            found = self._spread(lengths, range(len(lengths)), range(passes * self.count))
-        return [found[row] for row in range(len(lengths))]
+            places = self._spread(lengths, range(len(lengths)), range(passes * self.count))
+        return [places[row] for row in range(len(lengths))]
 
     def _spread(self, lengths: Sequence[int], rows: range, bins: range) -> dict[int, SequencePlace]:
         """Place the sequences `rows`, longest first, each into the bin with the least work that has room.
 
-        Swaps then even out the work of the bins, see `_swap`.
+        Then swap sequences between bins until their work is nearly equal, see `_swap`.
         """
         total, limit = sum(lengths[k] for k in rows), self.tokens * len(bins) // self.count
         content: dict[int, list[int]] = {k: [] for k in bins}
@@ -172,10 +181,10 @@ class Bins:
     def _swap(
         self, lengths: Sequence[int], content: dict[int, list[int]], used: dict[int, int], work: dict[int, float]
     ) -> bool:
-        """Even out the bins with the most and the least work: swap a pair of sequences, or move one sequence.
+        """Swap two sequences between the bins with the most and the least work, or move one sequence.
 
-        Returns False if no swap brings the two bins nearer by more than 1 % of the larger one's work. Without swaps,
-        bins of few sequences differ by up to a tenth.
+        Returns False if no swap reduces the difference by more than 1 % of the larger work. Without swaps, the work of
+        bins with few sequences differs by up to a tenth.
         """
         most, least = max(content, key=lambda k: work[k]), min(content, key=lambda k: work[k])
         gap = work[most] - work[least]
@@ -205,10 +214,12 @@ class Bins:
 
         Args:
             inputs: padded arrays with transformers' attention_mask, or lists of arrays of unequal lengths.
+            passes: passes of a step.
+            batch: sequences of a pass.
             shift: shift the labels of a causal model to the positions of the inputs.
 
         Raises:
-            ValueError: empty or too long sequences, masks with holes, labels of padding, arrays of unequal sizes.
+            ValueError: a sequence is empty or too long, a mask has holes, padding has labels, or sizes differ.
         """
         arrays = self._checked(inputs) if self.inputs else padded(inputs, self.length)
         lengths = lengths_of(arrays, self.length)
@@ -221,7 +232,7 @@ class Bins:
         """Return the inputs as padded arrays with their mask.
 
         Raises:
-            ValueError: an input that the model does not have, named as the user knows it.
+            ValueError: the model has no such input; the message leaves out inputs that the engine computes.
         """
         allowed = {name: one for name, one in self.inputs.items() if name not in OWN and not callable(one.default)}
         mask = Input(Tensor(MASK, ["batch", "seq"], [1, self.length], "int64"), below=2)
@@ -236,7 +247,7 @@ class Bins:
             needed = ", ".join(name for name, one in allowed.items() if one.default is None)
             raise ValueError(f"no inputs of tokens were given; the model needs {needed}")
         rows = len(tokens[0]) if tokens[0].ndim > 1 else 1
-        user_sizes = {"batch": (rows or 1,), "seq": (self.length,), "sequence": ()}  # where these differ from a bin's
+        user_sizes = {"batch": (rows or 1,), "seq": (self.length,), "sequence": ()}  # of axes with other sizes in a bin
         checked = {}
         for name, value in arrays.items():
             one = allowed.get(name, mask)
@@ -245,24 +256,24 @@ class Bins:
         return checked
 
     def _check_labels(self, arrays: Mapping[str, Array], lengths: Sequence[int]) -> None:
-        """Raise ValueError if padding has labels that count: a packed batch has no position for them."""
+        """Raise ValueError if padding has labels that are not ignored: a packed batch has no padding."""
         padding = np.arange(self.length) >= np.array(lengths)[:, None]
         for name, one in self.inputs.items():
             if name in arrays and one.ignored is not None and "seq" in one.tensor.axes:
                 wrong = ((arrays[name] != one.ignored) & padding).any(1)
                 if wrong.any():
                     need = f"{one.ignored} there, as padding is left out"
-                    message = f"{name}[{wrong.argmax()}]: some count where {MASK} is 0"
+                    message = f"{name}[{wrong.argmax()}]: has labels where {MASK} is 0"
                     raise ValueError(f"{message}; allowed with pack: {need}")
 
     def filled(
         self, arrays: Mapping[str, Array], places: Sequence[SequencePlace], passes: int, *, shift: bool
     ) -> StepInputs:
-        """Pack padded arrays, without their mask, into known places; `shift` as in `fill`."""
+        """Pack padded arrays, without their mask, into `places`; see `fill`."""
         packed = {name: self._packed(name, value, places, passes, shift) for name, value in arrays.items()}
         packed[SEGMENTS] = self._segments(places, passes)
         packed[DRAWS], packed[ROWS] = self._padded_positions(places, passes)
-        # An empty bin has one token, which attends to nothing and counts in no mean: kernels see no empty tiles.
+        # An empty bin gets one token, so that no tile is empty. The token attends to nothing; means leave it out.
         counts = {axis: np.zeros(passes * self.count, np.int64) for axis in LIVE}
         for place in places:
             counts["seq"][place.bin] += place.length
@@ -280,7 +291,7 @@ class Bins:
         return StepInputs(packed, live, places)
 
     def _packed(self, name: str, value: Array, places: Sequence[SequencePlace], passes: int, shift: bool) -> Array:
-        """Pack one array: of tokens [sequences, length, ...], or of whole sequences [sequences]."""
+        """Pack one array: a value for each token [sequences, length, ...], or for each sequence [sequences]."""
         one = self.inputs.get(name)
         ignored = one.ignored if one is not None and one.ignored is not None else 0
         out = np.full((passes * self.count, self.capacity, *value.shape[2:]), ignored, value.dtype)
@@ -309,7 +320,7 @@ class Bins:
         return out
 
     def _padded_positions(self, places: Sequence[SequencePlace], passes: int) -> tuple[Array, Array]:
-        """Return each token's position in the padded array of its pass, and each sequence's row there.
+        """Return the position of each token, and the row of each sequence, in the padded array of its pass.
 
         Dropout draws its random numbers by these positions, so packed and padded batches drop the same elements.
         """
@@ -323,7 +334,7 @@ class Bins:
         return tokens, sequences
 
     def unpacked(self, value: Array, places: Sequence[SequencePlace], axes: Sequence[str]) -> Array:
-        """Return an output with these axes in the caller's order of sequences, as it would be without packing.
+        """Return an output as it would be without packing, with the sequences in the caller's order.
 
         [bins, seq, ...] becomes [sequences, length, ...] with zeros where padded; [bins, sequence, ...] becomes
         [sequences, ...]; [bins, row, ...] becomes [sequences, 1, ...].

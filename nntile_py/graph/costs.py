@@ -29,27 +29,28 @@ Table = np.ndarray[Any, np.dtype[np.float64]]
 class SharedCopy:
     """A transposed copy of a tensor, shared by all products of a phase.
 
-    `orders` are the orders that these products can use; None means that there is no copy.
+    Attributes:
+        orders: possible orders of the copy, those that the products can use; None: there is no copy.
     """
 
     tensor: Tensor
     orders: list[Order | None]
 
 
-Variable = Edge | SharedCopy  # a value of a variable is the number of one of its orders
+Variable = Edge | SharedCopy  # its value is an index into its `orders`
 Values = Mapping[Variable, int]
 Term = tuple[Sequence[Variable], Table]  # seconds for each combination of the values of some variables
 
 
 class Costs:
-    """Costs in seconds.
+    """Seconds of operators and transposes, from measured times.
 
     Args:
-        careful: an operator in another layout than its default one, or with another kernel width, costs more by the
-            noise of its times.
+        careful: add the noise of an operator's times to its cost in a layout, or a kernel width, that is not the
+            default.
 
     Attributes:
-        missing: operators that were not measured, by the texts of `described`.
+        missing: operators without a measured time, by the texts of `described`.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Costs:
         self._copied = _copied(ops)
 
     def timing(self, op: Op, layout: Layout) -> Timing:
-        """Return the timing of an operator; zero seconds if it was not measured, which is recorded in `missing`."""
+        """Return the timing of an operator in a layout; zero seconds, and an entry in `missing`, if not measured."""
         if isinstance(op, Transpose) and layout[0] == layout[-1]:  # both orders are equal now: no task
             return Timing("Transpose", "", 0.0)
         key = self._alike(op), layout
@@ -80,7 +81,7 @@ class Costs:
         return self._known[key]
 
     def _described(self, op: Op, layout: Layout) -> tuple[str, str]:
-        """Return the texts of an operator in a layout, cached for contractions, which have many layouts."""
+        """Return `described` of an operator in a layout; cached for contractions, which have many layouts."""
         if not isinstance(op, Contract | Transpose):
             return described(laid(op, layout), self.tiling, self.policy)
         cuts = tuple(self.tiling.tile(axis, size) for t in tensors_of(op) for axis, size in t.sizes.items())
@@ -90,7 +91,7 @@ class Costs:
         return self.timings.texts[key]
 
     def default(self, op: Op) -> Timing:
-        """Return the timing of an operator without any search."""
+        """Return the timing of an operator in its default layout and kernel width."""
         best = self.timing(op, layout_of(op))
         return self.timings.plain(best.operator, best.layout) or best
 
@@ -101,9 +102,9 @@ class Costs:
         return timing.seconds if same else timing.seconds * (1 + self._noise(timing.operator))
 
     def transpose_seconds(self, tensor: Tensor, now: Order, then: Order) -> float:
-        """Return the cost of a transpose; infinite if neither order is the default one.
+        """Return the cost of transposing a tensor from the order `now` to `then`.
 
-        The search leaves out transposes between two orders that are not the default.
+        The cost is infinite if neither order is the default: the search leaves such transposes out.
         """
         if now == then:
             return 0.0
@@ -117,7 +118,7 @@ class Costs:
     # -- by the values of variables
 
     def terms(self, ops: Sequence[Op]) -> list[Term]:
-        """Return terms that add up to the cost of all operators."""
+        """Return terms whose sum is the cost of all operators."""
 
         def of_copy(copied: SharedCopy) -> Term:
             tensor = copied.tensor
@@ -126,7 +127,7 @@ class Costs:
         return [*map(of_copy, dict.fromkeys(self._copied.values())), *map(self.table, ops)]
 
     def _term(self, tensor: Tensor, copied: SharedCopy | None, of: Callable[[Order, Order | None], float]) -> Term:
-        """Return the cost by the order of a tensor and of its shared copy."""
+        """Return the cost as a table over the orders of a tensor's edge and of its shared copy."""
         edge = self.edges[tensor]
         copies = copied.orders if copied else [None]
         table = np.array([[of(now, copy) for copy in copies] for now in self._orders(tensor)])
@@ -134,7 +135,7 @@ class Costs:
         return [v for v, _ in both], table[tuple(slice(None) if k in [k for _, k in both] else 0 for k in range(2))]
 
     def _orders(self, tensor: Tensor) -> list[Order]:
-        """Return the orders that the tensor's edge may have, as orders of the tensor."""
+        """Return the order of the tensor for each order of its edge."""
         edge = self.edges[tensor]
         return [edge.of(tensor, number) for number in range(len(edge.orders))]
 
@@ -144,7 +145,7 @@ class Costs:
         for tensor, wanted in zip(tensors_of(op), layout, strict=True):
             copied = self._copied.get((tensor, op.phase)) if tensor in (op.a, op.b) else None
             lasts = tensor in op.outputs and tensor.storage.kind != "temp"
-            key = tensor, copied, lasts, wanted  # many layouts want a tensor in the same order
+            key = tensor, copied, lasts, wanted  # many layouts use the same order of a tensor
             if key not in self._operand_terms:
                 of_product = partial(_read, wanted) if copied else partial(self._operand_seconds, lasts, tensor, wanted)
                 self._operand_terms[key] = self._term(tensor, copied, of_product)
@@ -152,10 +153,9 @@ class Costs:
         return terms
 
     def _operand_seconds(self, lasts: bool, tensor: Tensor, wanted: Order, now: Order, _: Order | None) -> float:
-        """Return the cost of a product's transposes of a tensor without a shared copy.
+        """Return the cost of transposing an operand of a product from the order `now`, without a shared copy.
 
-        A persistent tensor is written in the order in which it is kept; a transpose could not add to its contents
-        either.
+        lasts: the product writes or adds to a persistent tensor, which no transpose can do.
         """
         return math.inf if lasts and now != wanted else self.transpose_seconds(tensor, now, wanted)
 
@@ -182,7 +182,7 @@ class Costs:
         return mine, self._tables[key]
 
     def layout(self, op: Op, values: Values) -> Layout:
-        """Return the layout in which an operator runs if the variables have these values."""
+        """Return the cheapest layout of an operator if the variables have these values."""
         if not isinstance(op, Contract):
             return tuple(self.edges[t].of(t, values.get(self.edges[t], 0)) for t in tensors_of(op))
 
@@ -193,12 +193,12 @@ class Costs:
 
 
 def _read(wanted: Order, *has: Order | None) -> float:
-    """Return zero if a product reads the tensor or its copy in the wanted order, else infinity."""
+    """Return 0 if the tensor or its copy has the wanted order, else infinity."""
     return 0.0 if wanted in has else math.inf
 
 
 def _copied(ops: Sequence[Op]) -> dict[tuple[Tensor, str], SharedCopy]:
-    """Return the possible shared copies of what products read, by tensor and phase."""
+    """Return the possible shared copies of the operands of products, by tensor and phase."""
     wanted: dict[tuple[Tensor, str], dict[Order | None, None]] = {}
     for op in ops:
         if not isinstance(op, Contract):
@@ -215,7 +215,7 @@ def _choices(op: Contract) -> list[Layout]:
 
 
 def _placed(term: Term, variables: Sequence[Variable]) -> Table:
-    """Return the table of a term with an axis for each of these variables."""
+    """Return the table of a term, reshaped to one axis for each of `variables`."""
     of, table = term
     places = [variables.index(v) for v in of]
     shape = [len(v.orders) if v in of else 1 for v in variables]
@@ -223,7 +223,7 @@ def _placed(term: Term, variables: Sequence[Variable]) -> Table:
 
 
 def _left_out(op: Op, layout: Layout) -> bool:
-    """Whether a transpose has the default order on neither side: there are too many to search."""
+    """Return whether neither tensor of a transpose has its default order; the search leaves such transposes out."""
     now = layout_of(op)
     return isinstance(op, Transpose) and layout[0] != layout[1] and all(map(operator.ne, layout, now))
 

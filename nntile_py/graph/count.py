@@ -16,12 +16,12 @@ A_FEW = 8  # upper bound on the tasks of any operator for one tile of each of it
 
 
 def count_tasks(graph: Graph, tiling: Tiling, policy: str = "chain") -> int:
-    """Return the number of tasks that `lower` would make, in a time that does not grow with it.
+    """Return the number of tasks that `lower` would list. The time does not grow with this number.
 
-    The operators lower themselves on a corner of the graph: a few tiles of each axis. For each operator and kernel the
-    number of tasks is a product of polynomials in the numbers of tiles, of degree one, or two in seq, where attention
-    works on pairs. Corners with more tiles of one axis give the coefficients. The count is exact except for tree sums,
-    shared key heads, wide attention windows, and tensors that differ in the size of an axis.
+    For each operator and kernel the number of tasks is a product of polynomials in the numbers of tiles of the axes, of
+    degree one; of degree two for seq, as attention works on pairs of tiles. The coefficients come from samples: the
+    operators are lowered for FEW tiles of each axis, and for one or two tiles more of one axis. The count is exact
+    except for tree sums, shared key heads, wide attention windows, and tensors that differ in the size of an axis.
     """
     for op in graph.ops:
         op.fit(tiling)
@@ -44,7 +44,7 @@ def count_tasks(graph: Graph, tiling: Tiling, policy: str = "chain") -> int:
 
 
 def most_tasks(graph: Graph, tiling: Tiling) -> int:
-    """Return an upper bound on the tasks that `lower` makes, at almost no cost.
+    """Return an upper bound on the tasks that `lower` would list, at almost no cost.
 
     Each operator counts A_FEW tasks for each combination of the tiles of its axes. Attention works on pairs of tiles of
     seq, which may stand for both axes.
@@ -59,7 +59,7 @@ def most_tasks(graph: Graph, tiling: Tiling) -> int:
 
 
 def _distinct(graph: Graph) -> list[tuple[Op, int]]:
-    """Return operators that lower differently, each with its number of occurrences; layers repeat most."""
+    """Return one of all operators that lower to equal tasks, as in equal layers, and how many operators these are."""
     distinct: dict[Hashable, tuple[Op, int]] = {}
     for op in graph.ops:
         sizes = tuple((t.axes, t.shape) for t in (*op.inputs, *op.outputs))
@@ -70,7 +70,7 @@ def _distinct(graph: Graph) -> list[tuple[Op, int]]:
 
 
 def _tally(ops: list[tuple[Op, int]], tiling: Tiling, policy: str, more: Mapping[str, int]) -> Counter[Hashable]:
-    """Count the tasks of a corner by operator, kernel, and the tensors of the first two tiles."""
+    """Count the tasks of a sample by operator, kernel, and the tensors of the first two tiles."""
     lowering, counts = _Corner(tiling, policy, more), Counter[Hashable]()
     for number, (op, times) in enumerate(ops):
         lowering.tasks.tasks = []

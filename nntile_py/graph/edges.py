@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.layouts import Group, Order, fits, groups_of, products, tensors_of
+from nntile_py.graph.layouts import Order, SameOrder, fits, products, same_orders_of, tensors_of
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.elementwise import Rename
 from nntile_py.tasks.op import Op, Tensor
@@ -22,10 +22,9 @@ class Edge:
     """Tensors that share one order of axes.
 
     Attributes:
-        names: the axes of each tensor by the edge's own names, in their present order; axes that are always the last
-            ones are left out.
-        orders: the possible orders, the present one first.
-        searchable: whether the edge may have another order.
+        names: for each tensor, the edge's names of its axes in their present order, without axes that always stay last.
+        orders: the possible orders of these names; the first is the present order.
+        searchable: the search may choose another order than the present one.
     """
 
     names: dict[Tensor, Order]
@@ -33,7 +32,7 @@ class Edge:
     searchable: bool = False
 
     def of(self, tensor: Tensor, number: int) -> Order:
-        """Return the axes of a tensor if the edge has the order with this number."""
+        """Return the axes of a tensor under the edge's order `number`."""
         names = self.names[tensor]
         axes = dict(zip(names, tensor.axes, strict=False))
         moved = tuple(axes[name] for name in self.orders[number] if name in axes)
@@ -41,7 +40,7 @@ class Edge:
 
 
 class _Sets:
-    """Union-find over axes of tensors that are one axis, and over tensors that are one edge."""
+    """Union-find over tensors that belong to one edge, and over their axes that are the same axis of the edge."""
 
     def __init__(self) -> None:
         self.parent: dict[object, object] = {}
@@ -56,23 +55,24 @@ class _Sets:
 
 
 def edges_of(graph: Graph, *, weights: bool = True) -> dict[Tensor, Edge]:
-    """Return the edge of each tensor; an edge that is not searchable has the present order only.
+    """Return the edge of each tensor. An edge that is not searchable has only the present order.
 
     Args:
-        weights: weights may have other orders too.
+        graph: the fused graph.
+        weights: the search may also change the orders of weights.
     """
     sets, fixed, trailing = _Sets(), set[Tensor](), set[TensorAxis]()
     for op in graph.ops:
-        groups = groups_of(op)
-        for group in groups:
-            _tie(group, sets, trailing)
-        movable = {t for group in groups for t in group.names}
+        ties = same_orders_of(op)
+        for tie in ties:
+            _tie(tie, sets, trailing)
+        movable = {t for tie in ties for t in tie.names}
         fixed |= {t for t in tensors_of(op) if t not in movable or not _free(t, op, weights)}
     for param, grad in graph.grads.items():  # optimizer states take the order of the gradient
-        _tie(Group({param: param.axes, grad: param.axes}), sets, trailing)
+        _tie(SameOrder({param: param.axes, grad: param.axes}), sets, trailing)
     # A weight with several readers has a gradient in parts.
     for part in (t for op in graph.ops for t in op.outputs if t.storage.kind == "grad"):
-        _tie(Group({part.storage: part.storage.axes, part: part.storage.axes}), sets, trailing)
+        _tie(SameOrder({part.storage: part.storage.axes, part: part.storage.axes}), sets, trailing)
     members: dict[object, list[Tensor]] = {}
     for tensor in dict.fromkeys(t for op in graph.ops for t in tensors_of(op)):
         members.setdefault(sets.find(tensor), []).append(tensor)
@@ -89,10 +89,10 @@ def edges_of(graph: Graph, *, weights: bool = True) -> dict[Tensor, Edge]:
 
 
 def _free(tensor: Tensor, op: Op, weights: bool) -> bool:
-    """Whether a tensor may have another order.
+    """Return whether the search may change the order of a tensor of an operator.
 
-    A temporary tensor may, as only operators of this program write and read it. A weight, its gradient and parts of the
-    gradient in the same tiles may if only products use them.
+    The order of a temporary tensor may change, as only operators of this program use the tensor. The order of a weight,
+    of its gradient, and of parts of the gradient in the same tiles may change if only products use them.
     """
     if tensor.kind == "param" or tensor.storage.kind == "grad":
         return weights and isinstance(op, Contract) and (tensor.storage is tensor or tensor in op.outputs)
@@ -100,11 +100,11 @@ def _free(tensor: Tensor, op: Op, weights: bool) -> bool:
     return tensor.kind == "temp" and tensor.storage.kind == "temp" and not alias
 
 
-def _tie(group: Group, sets: _Sets, trailing: set[TensorAxis]) -> None:
-    """Join the tensors of a group into one edge, and their axes by name."""
+def _tie(tie: SameOrder, sets: _Sets, trailing: set[TensorAxis]) -> None:
+    """Put tensors that must have the same order into one edge, and identify their axes by name."""
     first: dict[str, TensorAxis] = {}
-    for tensor, names in group.names.items():
-        sets.join(tensor, next(iter(group.names)))
+    for tensor, names in tie.names.items():
+        sets.join(tensor, next(iter(tie.names)))
         for axis, name in zip(tensor.axes, names, strict=True):
             if name:
                 sets.join((tensor, axis), first.setdefault(name, (tensor, axis)))
@@ -113,7 +113,7 @@ def _tie(group: Group, sets: _Sets, trailing: set[TensorAxis]) -> None:
 
 
 def _edge(tensors: list[Tensor], sets: _Sets, trailing: set[TensorAxis]) -> Edge:
-    """Return the edge of these tensors, without any order if the present orders of the tensors disagree."""
+    """Return the edge of these tensors. It has no order if the present orders of the tensors disagree."""
     numbers: dict[object, str] = {}
     names: dict[Tensor, Order] = {}
     for t in sorted(tensors, key=lambda t: -len(t.axes)):
@@ -129,12 +129,12 @@ def _edge(tensors: list[Tensor], sets: _Sets, trailing: set[TensorAxis]) -> Edge
 
 
 def _add_orders(graph: Graph, edges: dict[Tensor, Edge]) -> None:
-    """Add to each edge the orders in which a product takes one of its tensors and which all operators allow."""
-    rules: dict[int, list[Group]] = {}
+    """Add to each edge the orders that a product can use for one of its tensors, if all operators allow them."""
+    rules: dict[int, list[SameOrder]] = {}
     for op in graph.ops:
-        for group in groups_of(op):
-            if group.names:
-                rules.setdefault(id(edges[next(iter(group.names))]), []).append(group)
+        for tie in same_orders_of(op):
+            if tie.names:
+                rules.setdefault(id(edges[next(iter(tie.names))]), []).append(tie)
     known: dict[int, set[Order]] = {}
     for op in graph.ops:
         if not isinstance(op, Contract):
@@ -147,18 +147,18 @@ def _add_orders(graph: Graph, edges: dict[Tensor, Edge]) -> None:
             whole = _whole(edge, tensor, order)
             if whole and whole not in tried:
                 tried.add(whole)
-                if all(_allowed(edge, whole, group) for group in rules[id(edge)]):
+                if all(_allowed(edge, whole, tie) for tie in rules[id(edge)]):
                     edge.orders.append(whole)
 
 
 def _asked(op: Contract) -> Iterator[tuple[Tensor, Order]]:
-    """Yield each tensor of a product with each order that one of its layouts uses."""
+    """Yield each tensor of a product with each order that the product's layouts use for it."""
     tensors = tensors_of(op)
     yield from dict.fromkeys(pair for layout in products(op) for pair in zip(tensors, layout, strict=True))
 
 
 def _whole(edge: Edge, tensor: Tensor, order: Order) -> Order | None:
-    """Return the order of the edge in which the tensor has this order; axes that the tensor lacks come first."""
+    """Return the edge's order in which `tensor` has the order `order`. Axes that the tensor lacks come first."""
     name_of = dict(zip(tensor.axes, edge.names[tensor], strict=False))
     if any(axis not in name_of for axis in order):
         return None
@@ -166,10 +166,10 @@ def _whole(edge: Edge, tensor: Tensor, order: Order) -> Order | None:
     return (*(name for name in edge.orders[0] if name not in here), *here)
 
 
-def _allowed(edge: Edge, order: Order, group: Group) -> bool:
-    """Whether the tensors of an operator's group may have this order of the edge."""
-    here: dict[str, str] = {}  # the group's name of each of the edge's
-    for tensor, names in group.names.items():
+def _allowed(edge: Edge, order: Order, tie: SameOrder) -> bool:
+    """Return whether an operator allows this order of the edge for the tensors of `tie`."""
+    here: dict[str, str] = {}  # the edge's names of axes to the names in `tie`
+    for tensor, names in tie.names.items():
         own = [name for name in names if name]
         here |= dict(zip(edge.names[tensor], own, strict=False))
-    return fits(group, tuple(here[name] for name in order if name in here))
+    return fits(tie, tuple(here[name] for name in order if name in here))

@@ -50,13 +50,13 @@ class Fusion(Settings):
     """Names of groups of `found` that are not fused, such as dropout_add_layer_norm; `nntile plan` lists them."""
 
     @property
-    def packed(self) -> int:
-        """Number of projections, to queries, keys and values, that one product computes."""
+    def projections(self) -> int:
+        """Number of projections (queries, keys, values) that one product computes."""
         return 2 if self.qkv == "qk" else 3 if self.qkv else 1
 
     @staticmethod
     def of(value: Fusion | bool | Mapping[str, Any]) -> Fusion:
-        """Return the Fusion of True or False, for all switches, or of {switch: bool}; switches left out are on."""
+        """Return the Fusion of True or False (all switches), or of {switch: value}; a switch left out is on."""
         if isinstance(value, Fusion):
             return value
         if isinstance(value, bool):
@@ -72,12 +72,12 @@ class Fusion(Settings):
 
 
 def every_rule(on: bool) -> dict[str, Any]:
-    """What `fusion: true` or `false` stands for."""
+    """Return the switches of `fusion: true` or `fusion: false`."""
     return {name: on for name in Fusion.model_fields if name != "exclude"}
 
 
 def fuse(graph: Graph, fusion: Fusion, tiling: Tiling | None = None) -> Graph:
-    """Run the passes that are switched on, in place; returns the graph. Without a tiling, no axis is cut."""
+    """Run the passes that are switched on, in place; returns the graph. tiling: None: no axis is cut."""
     tiling = tiling or Tiling()
     for op in graph.ops:
         op.fit(tiling)
@@ -91,8 +91,8 @@ def fuse(graph: Graph, fusion: Fusion, tiling: Tiling | None = None) -> Graph:
 def _passes(fusion: Fusion, tiling: Tiling, *, greedy: bool) -> Iterator[Pass]:
     """Yield the passes in their order.
 
-    With greedy fusion the rules before it leave to the groups what a group does as fast or faster: norms over uncut
-    rows, and most activations. The rules after it take the activations and bias gradients that no group has.
+    With greedy fusion, the rules before it skip norms over uncut rows and most activations: a group of greedy fusion
+    computes them as fast or faster. The rules after it fuse activations and bias gradients that are in no group.
     """
 
     def all_of(*rules: Rule) -> Iterator[Pass]:
@@ -124,22 +124,25 @@ def _passes(fusion: Fusion, tiling: Tiling, *, greedy: bool) -> Iterator[Pass]:
 
 
 def _fuse_greedily(rewriter: Rewriter, fusion: Fusion, tiling: Tiling) -> None:
-    """Run greedy fusion; ConfigError if `exclude` names a group that the graph does not have."""
+    """Run greedy fusion. Raises ConfigError if `exclude` names a group that the graph does not have."""
     met = fuse_greedily(rewriter, tiling, fusion.exclude)
     missing = [name for name in fusion.exclude if name not in met]
     # A forward pass may lack a group of the backward pass.
     if missing and any(op.phase == "backward" for op in rewriter.order):
-        known = ", ".join(sorted(met)) or "none, this model has no groups"
-        raise ConfigError(f"fusion.exclude: {missing[0]!r} is no group that is found here; allowed: {known}")
+        known = ", ".join(sorted(met)) or "none, as there are no groups"
+        raise ConfigError(f"fusion.exclude: this model has no group {missing[0]!r}; allowed: {known}")
 
 
 def lacking(dtype: str) -> str | None:
-    """Return why there are no generated kernels, None if there are; bf16 and fp16 run on GPUs only and need no C++."""
+    """Return why generated kernels cannot be compiled; None if they can.
+
+    bf16 and fp16 run on GPUs only, which need no C++ compiler.
+    """
     return None if is_low(dtype) else native.why_not()
 
 
 def _has_generated_kernels(dtype: str) -> bool:
-    """Whether generated kernels can be compiled; says once why not."""
+    """Return whether generated kernels can be compiled; print the reason once if not."""
     why = lacking(dtype)
     if why:
         say_once(f"fusion: the rules of `found: false` are used, which are some percent slower, as {why}")
@@ -147,9 +150,9 @@ def _has_generated_kernels(dtype: str) -> bool:
 
 
 def _cross_entropy(rewriter: Rewriter, op: Op, tiling: Tiling) -> bool:
-    """CrossEntropy and its gradient over uncut classes: one task reads the logits once.
+    """Fuse CrossEntropy and its gradient over uncut classes into one task, which reads the logits once.
 
-    The two stay apart if another operator reads the logits between them.
+    They do not fuse if another operator reads the logits between them.
     """
     if not isinstance(op, CrossEntropyGrad) or op.fused:
         return False

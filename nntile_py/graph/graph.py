@@ -84,14 +84,15 @@ class Graph:
         """Declare a parameter of the model.
 
         Args:
+            name: name of the parameter.
             axes: {axis: size}.
             init: initialisation.
-            sources: place in a checkpoint: the weight's name (default: `name`), a Part of a weight, or Joined weights.
-                The dimensions of the weight are the axes, except that head_dim and the axis before it are one
-                dimension.
+            sources: the checkpoint weights that hold the parameter: the name of a weight (default: `name`), a Part of a
+                weight, or Joined weights. A weight has the parameter's axes as dimensions, except that head_dim and the
+                axis before it are one dimension.
 
         Raises:
-            ConfigError: a name declared before, or sources that do not fit.
+            ConfigError: the name was declared before, or the sources do not fit.
         """
         self._check_declared("parameter", name, axes)
         if not isinstance(init, Init):
@@ -104,7 +105,7 @@ class Graph:
         return tensor
 
     def _check_declared(self, what: str, name: str, axes: Mapping[str, int]) -> None:
-        """Raise ConfigError for a name, axes or sizes that a tensor cannot have."""
+        """Raise ConfigError if the name or the axes of a declaration are not allowed."""
         if not isinstance(name, str) or not name:
             raise ConfigError(f"{what}: the name {name!r} is not allowed; use a text")
         if name in self.tensors:
@@ -118,7 +119,7 @@ class Graph:
                 raise ConfigError(f"{what} {name}: axis {axis!r} of size {size!r} is not allowed; {need}")
 
     def _check_source(self, name: str, source: Source) -> None:
-        """Raise ConfigError for a weight with two shapes, or a part of a weight in two parameters."""
+        """Raise ConfigError if a weight has two shapes, or if a part of it belongs to two parameters."""
         parts = self._sources.setdefault(source.weight, [])
         for other in parts:
             if other.shape != source.shape:
@@ -169,7 +170,7 @@ class Graph:
         return op
 
     def dropout_key(self) -> int:
-        """Return a number that differs for each dropout of the graph, in the order of the model's text."""
+        """Return a number for each dropout of the graph: 1, 2, ... in the order of the trace."""
         self._dropouts += 1
         return self._dropouts
 
@@ -179,14 +180,14 @@ class Graph:
     def backward(self, loss: Tensor) -> dict[Tensor, Tensor]:
         """Add the operators of the gradients of the loss.
 
-        The gradients are persistent, so the host can read them. Every operator that adds to the loss starts a gradient.
+        The gradients are persistent, so the host can read them. It starts at every operator that adds to the loss.
 
         Returns:
             {parameter: gradient}
 
         Raises:
-            ValueError: an operator reads a tensor after another tensor took its tiles, e.g. a second loss reads logits
-                after their gradient.
+            ValueError: an operator reads a tensor whose tiles another tensor has already overwritten. For example, a
+                second loss reads the logits after the first loss has replaced them by their gradient.
         """
         self._phase = "backward"
         grads: dict[Tensor, Tensor] = {}
@@ -222,7 +223,8 @@ class Graph:
     def _sum_parts(self, parts: Mapping[Tensor, list[Tensor]]) -> None:
         """Add the contributions to each parameter's gradient.
 
-        They are added in the tiles of the first one if all operators can add to tiles, else by an operator.
+        If all operators that compute contributions can add to existing tiles, all of them add to the tiles of the first
+        contribution. Otherwise operators add the contributions.
         """
         uses = Counter(part for some in parts.values() for part in some)
         sums = {tensor for op in self.ops for tensor in op.sums if uses[tensor] == 1}
@@ -235,7 +237,7 @@ class Graph:
                     parts[param][0] = functools.reduce(functools.partial(add, self), others, first)
 
     def sizes(self) -> dict[str, int]:
-        """Return the size of each axis, the largest one if tensors differ."""
+        """Return the size of each axis; the largest size if tensors differ."""
         sizes: dict[str, int] = {}
         for tensor in (t for op in self.ops for t in (*op.inputs, *op.outputs)):
             for axis, size in tensor.sizes.items():
@@ -296,11 +298,11 @@ class Graph:
         self.kept = {key: one for key, one in self.kept.items() if one in needed}
 
     def computed(self, op: Op, cuts: Tiling) -> float:
-        """Return an operator's flop on the part of its tiles that a step can fill, which reports count."""
+        """Return the flop of an operator for reports, without the part of its tiles that no step can fill."""
         return op.flop() * op.filled(cuts) * self.filled
 
     def flop(self, cuts: Tiling | None = None) -> float:
-        """Return the flop of contractions and attentions, the customary count; `cuts` replaces the graph's tiling."""
+        """Return the flop of contractions and attentions, as is customary. cuts: default: the graph's tiling."""
         counted = (op.products() * op.filled(cuts or self.cuts) for op in self.ops if op.category is CONTRACTION)
         return sum(counted) * self.filled
 

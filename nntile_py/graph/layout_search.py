@@ -1,9 +1,8 @@
-"""The layout search: the cheapest choice of a layout for each edge of a graph, for all operators together.
+"""The layout search: choose a layout for each edge of a graph so that all operators together take the least time.
 
-Ivanov et al. 2021 ("Data movement is all you need", section VI.A), here for forward and backward together and with
-residual connections. For a chain of operators the choice is the shortest path over (operator, layout). Where several
-operators read an edge, edges are eliminated one by one (Bertele and Brioschi 1972, "Nonserial dynamic programming"),
-which is exact.
+Source: Ivanov et al. 2021 ("Data movement is all you need", section VI.A), which finds a shortest path over (operator,
+layout). Forward and backward with residual connections are no path, so this search uses nonserial dynamic programming
+(Bertele and Brioschi 1972): it eliminates one edge after the other, and the result is exact.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from nntile_py.errors import ConfigError, say_once
 from nntile_py.graph.costs import Costs, Table, Variable
 from nntile_py.graph.edges import Edge, edges_of
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.layouts import Layout, Order, groups_of, layout_of, on, tensors_of
+from nntile_py.graph.layouts import Layout, Order, layout_of, on, same_orders_of, tensors_of
 from nntile_py.graph.timings import Timings
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.elementwise import Rename, Transpose
@@ -34,10 +33,10 @@ class LayoutChoice:
     """The layout chosen for an operator, with times in seconds.
 
     Attributes:
-        layout: the chosen layout, with the operator's time `seconds`.
-        default: the default layout, with the operator's time `default_seconds`.
-        least: the operator's time in its best layout.
-        transposes: the time of the transposes that the choice needs.
+        layout: the chosen layout; the operator takes `seconds` in it.
+        default: the default layout; the operator takes `default_seconds` in it.
+        least: the operator's time in its fastest layout.
+        transposes: the time of the transposes that the chosen layout needs.
     """
 
     op: Op
@@ -58,9 +57,9 @@ class SearchedLayouts:
         orders: order of each tensor.
         layouts: layout in which each operator runs.
         widths: width of each generated kernel.
-        missing: operators that were not measured, by the texts of `described`; times are valid only if there are none.
-        program: a digest of the graph and of the choice; None if the choice is the default.
-        refused: whole steps were slower than in the default layouts.
+        missing: operators without a measured time, by the texts of `described`. If there are any, `rows` is not valid.
+        program: a digest of the graph and of the chosen layouts; None if these are the default layouts.
+        refused: whole steps were measured to be slower than in the default layouts.
     """
 
     orders: dict[Tensor, Order]
@@ -81,7 +80,7 @@ class SearchedLayouts:
 
     @property
     def least(self) -> float:
-        """The sum of the operators' optima, without the transposes that they need."""
+        """The sum of the operators' times in their fastest layouts, without transposes."""
         return math.fsum(row.least for row in self.rows)
 
 
@@ -91,18 +90,21 @@ def search(
     """Choose a layout for each edge of a fused graph, without changing the graph.
 
     Args:
+        graph: the fused graph.
+        timings: measured times of its operators.
+        tiling: tiling of the graph.
+        policy: accumulation policy.
         weights: choose layouts for weights too.
-        careful: a layout other than the default must gain more than the noise of its times. Otherwise the choice has
-            the smallest sum.
+        careful: choose another layout than the default only if it gains more than the noise of its times.
     """
     edges = edges_of(graph, weights=weights)
-    ops = [op for op in graph.ops if groups_of(op) and not isinstance(op, Rename)]
+    ops = [op for op in graph.ops if same_orders_of(op) and not isinstance(op, Rename)]
     costs = Costs(timings, tiling, policy, edges, ops, careful=careful)
     values = _least(costs, ops)
     chosen = SearchedLayouts(
         {t: edge.of(t, values.get(edge, 0)) for t, edge in edges.items()}, {}, missing=costs.missing
     )
-    copied = set[tuple[Tensor, Order, str]]()  # the first reader of a copy pays for it
+    copied = set[tuple[Tensor, Order, str]]()  # a copy's time is counted for its first reader
     for op in ops:
         layout = costs.layout(op, values)
         timing, default = costs.timing(op, layout), costs.default(op)
@@ -121,7 +123,7 @@ def search(
 
 
 def _program(graph: Graph, chosen: SearchedLayouts, tiling: Tiling, policy: str) -> str | None:
-    """Return the digest `SearchedLayouts.program`, the same in every process."""
+    """Return the digest `SearchedLayouts.program`, which is the same in every process."""
     numbers: dict[Tensor, int] = {}
     parts: list[object] = [sorted(tiling.tiles.items()), policy]
     changed = False
@@ -140,7 +142,7 @@ def _least(costs: Costs, ops: Sequence[Op]) -> dict[Variable, int]:
     """Return the values of the variables with the least total cost."""
     terms = costs.terms(ops)
     every = dict.fromkeys(v for of, _ in terms for v in of)
-    variables = sorted(every, key=lambda v: isinstance(v, Edge))  # among equal choices, edges stay as they are
+    variables = sorted(every, key=lambda v: isinstance(v, Edge))  # at equal cost, edges keep their present order
     at = {v: number for number, v in enumerate(variables)}
     factors = [([at[v] for v in of], table) for of, table in terms]
     kept = _useful(factors, [len(v.orders) for v in variables])
@@ -152,15 +154,19 @@ def _least(costs: Costs, ops: Sequence[Op]) -> dict[Variable, int]:
 def arrange(
     graph: Graph, timings: Timings, tiling: Tiling, policy: str = "chain", kept: Mapping[str, Order] | None = None
 ) -> SearchedLayouts:
-    """Give each edge of a fused graph the searched layout, in place.
+    """Search the layouts of a fused graph and change the graph to them, in place.
 
-    The graph keeps the default layouts if a comparison says that the searched ones are slower.
+    The graph keeps the default layouts if whole steps were measured to be slower in the searched layouts.
 
     Args:
-        kept: orders of weights by name, if these are not to be chosen.
+        graph: the fused graph.
+        timings: measured times of its operators.
+        tiling: tiling of the graph.
+        policy: accumulation policy.
+        kept: orders of weights by name; the search then chooses no orders of weights.
 
     Raises:
-        ConfigError: the timings lack some that the search needs.
+        ConfigError: an operator has no measured time.
     """
     if kept is not None:
         keep_in(graph, kept)
@@ -185,7 +191,7 @@ def arrange(
 
 
 def keep_in(graph: Graph, kept: Mapping[str, Order]) -> None:
-    """Give the weights of a graph, and their gradients with all parts, these orders by name, in place."""
+    """Change weights and their gradients to the orders `kept`, by name of the weight, in place."""
     weights = {name: t for name, t in graph.tensors.items() if t.kind == "param" and name in kept}
     moved = {t: kept[name] for name, param in weights.items() for t in (param, graph.grads.get(param)) if t}
     every = [t for op in graph.ops for t in tensors_of(op)]
@@ -197,13 +203,13 @@ def keep_in(graph: Graph, kept: Mapping[str, Order]) -> None:
 # -- the search
 
 
-Factor = tuple[Sequence[int], Table]  # some variables, and a cost for each combination of their values
+Factor = tuple[Sequence[int], Table]  # numbers of variables, and a cost for each combination of their values
 
 
 def _useful(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list[int]]:
-    """Return for each variable value 0 and the values that can be better than value 0 for some values of the others.
+    """Return the values of each variable that the search needs.
 
-    The search needs no other values.
+    These are value 0, and each value that can cost less than value 0 for some values of the other variables.
     """
     gains = [np.zeros(size) for size in sizes]  # upper bounds
     for variables, table in factors:
@@ -216,10 +222,10 @@ def _useful(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def cheapest(factors: Sequence[Factor], sizes: Sequence[int]) -> list[int]:
-    """Return the value of each variable for which the sum of all factors is least, the lower numbers among equal sums.
+    """Return the values of the variables with the least sum of all factors; at equal sums the lower values.
 
-    A variable is eliminated by the table of its best value for all values of its neighbours, variables with small
-    tables first.
+    The search eliminates one variable after the other: it tabulates the best value for each combination of the values
+    of the variable's neighbours. Variables with small tables come first.
     """
     left, todo = list(factors), set(range(len(sizes)))
     steps: list[tuple[int, list[int], np.ndarray[Any, Any]]] = []
@@ -244,7 +250,7 @@ def cheapest(factors: Sequence[Factor], sizes: Sequence[int]) -> list[int]:
 
 
 class _Rearranged:
-    """Rewrites a graph in the chosen layouts, with transposes where an operator reads or writes another order."""
+    """Rewrites a graph in the chosen layouts; adds transposes where an operator needs another order than the edge."""
 
     def __init__(self, chosen: SearchedLayouts) -> None:
         self.chosen = chosen
@@ -289,7 +295,7 @@ class _Rearranged:
             yield from after
 
     def _same(self, op: Transpose) -> bool:
-        """Whether both tensors of a transpose have one order now: readers then take the first instead of the second."""
+        """Return whether both tensors of a transpose have the same order now; its readers then read its input."""
         x, y = self._in_order(op.inputs[0]), op.output
         if y.kind != "temp" or y.storage is not y or self.chosen.orders[y] != x.axes:
             return False
@@ -297,10 +303,7 @@ class _Rearranged:
         return True
 
     def _in_order(self, tensor: Tensor) -> Tensor:
-        """Return the tensor in the order of its edge.
-
-        A tensor in the tiles of another one shares the other's new tiles.
-        """
+        """Return the tensor in the chosen order. Tensors that shared tiles share them in the new order too."""
         if tensor not in self.new_tensors:
             order = self.chosen.orders.get(tensor, tensor.axes)
             owner = tensor.storage if tensor.storage is tensor else self._in_order(tensor.storage)
@@ -310,7 +313,7 @@ class _Rearranged:
 
 
 def _reordered(tensor: Tensor, order: Order, owner: Tensor | None = None, kind: str = "temp") -> Tensor:
-    """Return a tensor with its axes in another order; `owner` is the tensor that owns its tiles, if that is another."""
+    """Return a tensor with its axes in another order. owner: a tensor whose tiles it shares; None: tiles of its own."""
     owner, shape = None if owner is tensor else owner, [tensor.size(axis) for axis in order]
     monoid, band = tensor.monoid, tensor.band
     new = Tensor(tensor.name, order, shape, tensor.dtype, kind, monoid=monoid, storage=owner, band=band)
@@ -319,7 +322,7 @@ def _reordered(tensor: Tensor, order: Order, owner: Tensor | None = None, kind: 
 
 
 def _transpose(beside: Op, x: Tensor, y: Tensor) -> Transpose:
-    """Return a transpose from x to y, named and placed like the operator `beside`."""
+    """Return a transpose from x to y in the scope and the phase of the operator `beside`."""
     new = Transpose(x, y)
     new.name, new.phase = f"{beside.name.rpartition('.')[0] or 'model'}.Transpose", beside.phase
     return new

@@ -34,13 +34,13 @@ BY_ROWS = (Add, Multiply, BiasAdd, Sum, Dropout, Activation, ActivationGrad, Gat
 
 
 @dataclass(frozen=True)
-class Group:
-    """Tensors of an operator whose axes must have the same order, any order.
+class SameOrder:
+    """Tensors of an operator that must all have the same order of axes.
 
     Attributes:
-        names: the group's names for the axes of each tensor; "" marks an axis that stays behind all named ones.
-        last: names that stay last.
-        kept: in each tuple, names that keep their order relative to each other, as the axes of a bias do.
+        names: common names for the axes of each tensor; "" marks an axis that stays behind all named axes.
+        last: names of axes that stay last.
+        kept: in each tuple, names whose relative order is fixed, such as the axes of a bias.
     """
 
     names: Mapping[Tensor, Order]
@@ -58,33 +58,33 @@ def layout_of(op: Op) -> Layout:
     return tuple(t.axes for t in tensors_of(op))
 
 
-def groups_of(op: Op) -> list[Group]:
-    """Return the tensors that may have other orders, in groups; the operator takes all other tensors as they are."""
+def same_orders_of(op: Op) -> list[SameOrder]:
+    """Return the tensors that may change their order, by tensors of one order. All other tensors keep their order."""
     if isinstance(op, Contract):
         with_out = [t for t in (op.output, op.residual, op.pre, op.aux) if t]
         kept = [t.axes for t in (op.bias, op.bias_grad[1] if op.bias_grad else None) if t]
-        one = Group({t: t.axes for t in with_out}, kept=tuple(kept))
-        return [*(Group({t: t.axes}) for t in (op.a, op.b) if t not in with_out), one]
+        one = SameOrder({t: t.axes for t in with_out}, kept=tuple(kept))
+        return [*(SameOrder({t: t.axes}) for t in (op.a, op.b) if t not in with_out), one]
     if isinstance(op, Transpose):
-        return [Group({t: t.axes}) for t in tensors_of(op)]
+        return [SameOrder({t: t.axes}) for t in tensors_of(op)]
     if isinstance(op, Rename):
-        return [Group({op.inputs[0]: op.inputs[0].axes, op.output: op.inputs[0].axes})]
+        return [SameOrder({op.inputs[0]: op.inputs[0].axes, op.output: op.inputs[0].axes})]
     if isinstance(op, Unpack | Pack):
-        return [Group({t: t.axes for t in tensors_of(op)})]
+        return [SameOrder({t: t.axes for t in tensors_of(op)})]
     if isinstance(op, Attention | AttentionGrad):
-        return _attention_groups(op)
+        return _attention_orders(op)
     if isinstance(op, (Generated, *BY_ROWS)):
         form = op.scalar()
-        masked = isinstance(op, Softmax) and op.mask.inputs  # padding is found by the place of the batch
-        return [] if form is None or masked else _row_groups(op, form)
+        masked = isinstance(op, Softmax) and op.mask.inputs  # the mask's kernel expects the batch axis in its place
+        return [] if form is None or masked else _row_orders(op, form)
     return []
 
 
-def _attention_groups(op: Attention | AttentionGrad) -> list[Group]:
-    """Return the groups of attention: its operands, their gradients, and each single tensor by itself."""
+def _attention_orders(op: Attention | AttentionGrad) -> list[SameOrder]:
+    """Return the tensors of one order in attention: operands, gradients of operands, output, gradient of the output."""
 
-    def roles(tensors: Iterable[Tensor]) -> Group:
-        return Group({t: tuple(ROLES.get(a, a) for a in t.axes) for t in tensors}, last=("head_dim",))
+    def roles(tensors: Iterable[Tensor]) -> SameOrder:
+        return SameOrder({t: tuple(ROLES.get(a, a) for a in t.axes) for t in tensors}, last=("head_dim",))
 
     forward = op.forward if isinstance(op, AttentionGrad) else op
     single = [forward.output, *([op.do] if isinstance(op, AttentionGrad) else [])]
@@ -92,21 +92,21 @@ def _attention_groups(op: Attention | AttentionGrad) -> list[Group]:
     return [*map(roles, many), *(roles([t]) for t in single)]
 
 
-def _row_groups(op: Op, form: Definition) -> list[Group]:
-    """Return the groups of an operator over rows, from the loads and stores of its scalar form."""
+def _row_orders(op: Op, form: Definition) -> list[SameOrder]:
+    """Return the tensors of one order in an operator over rows, from the loads and stores of its scalar form."""
     if any(node.row_numbers for node in nodes_of(form, Keep)):
-        return []  # dropout numbers the rows
+        return []  # random numbers of dropout depend on the order of the rows
     at = {op.inputs[node.number]: node.at for node in nodes_of(form, Element)}
     at |= {op.outputs[out.number]: out.at for out in form.outputs if not out.total}
     rows = {t: tuple(a if isinstance(a, str) else "" for a in of) for t, of in at.items()}
     free = {t: of for t, of in rows.items() if len(of) > 1 and t.kind == "temp"}
     if isinstance(op, Generated):  # a generated kernel takes any order of each tensor
-        return [Group(free)]
-    # Tensors that cannot move keep the order of their axes in all others.
+        return [SameOrder(free)]
+    # The axes of a tensor with a fixed order have this order in the other tensors too.
     kept = [t.axes for t in (*(t for t in rows if t not in free), *op.sums)]
     reduces = any(True for kind in (Reduce, Keep) for _ in nodes_of(form, kind))
     last = ("seq", "key") if isinstance(op, Softmax | SoftmaxGrad) else form.axes[-1:] if reduces else ()
-    return [Group(free, last, tuple(kept))]
+    return [SameOrder(free, last, tuple(kept))]
 
 
 # -- an operator in another layout
@@ -143,7 +143,7 @@ def on(op: Op, other: Mapping[Tensor, Tensor]) -> Op:
 
 
 def _attention_on(op: Attention, of: Any) -> Attention:
-    """Return attention on other tensors."""
+    """Return attention with each tensor replaced by `of(tensor)`."""
     changed = copy.copy(op)
     changed.lse, changed.outputs = of(op.lse), [of(t) for t in op.outputs]
     changed.read([of(t) for t in op.operands.tensors])
@@ -151,8 +151,8 @@ def _attention_on(op: Attention, of: Any) -> Attention:
 
 
 def laid(op: Op, layout: Layout) -> Op:
-    """Return the operator in a layout, on new tensors."""
-    other, movable = {}, {t for group in groups_of(op) for t in group.names}
+    """Return a copy of the operator whose tensors have the orders of a layout."""
+    other, movable = {}, {t for tie in same_orders_of(op) for t in tie.names}
     for tensor, order in zip(tensors_of(op), layout, strict=True):
         if tensor not in movable:
             continue
@@ -172,7 +172,7 @@ def products(op: Contract) -> Iterator[Layout]:
     the batch is not last: a BLAS library takes strides between matrices, and contiguous rows or columns within a
     matrix.
     """
-    one = groups_of(op)[-1]
+    one = same_orders_of(op)[-1]
     if op.a is op.b or {op.a, op.b} & {*one.names}:
         return  # one tensor has two roles
     free = [list(itertools.permutations(part)) for part in (op.batch, op.m, op.n, op.k)]
@@ -192,26 +192,27 @@ def _forms(batch: Order, rows: Order, columns: Order) -> list[Order]:
 
 
 def _subsequence(axes: Sequence[str], order: Sequence[str]) -> bool:
-    """Whether the members of `axes` that occur in `order` have the same relative order in both."""
+    """Return whether the axes that occur in both sequences have the same relative order."""
     return [a for a in order if a in axes] == [a for a in axes if a in order]
 
 
-def fits(group: Group, order: Order) -> bool:
-    """Whether the names of a group may have this order."""
-    return all(_subsequence(axes, order) for axes in group.kept) and order[len(order) - len(group.last) :] == group.last
+def fits(tie: SameOrder, order: Order) -> bool:
+    """Return whether the tensors of `tie` may have this order."""
+    return all(_subsequence(axes, order) for axes in tie.kept) and order[len(order) - len(tie.last) :] == tie.last
 
 
 # -- texts that identify a measurement
 
 
 def described(op: Op, tiling: Tiling, policy: str = "chain") -> tuple[str, str]:
-    """Return texts of an operator and of its layout, equal for operators that run the same kernels on the same memory.
+    """Return a text of the operator and a text of its layout, which identify a measured time.
 
-    Axes that are contiguous in all tensors count as one. The axes of a contraction are called B (batch), M, N and K.
+    Two operators have equal texts if they run the same kernels on the same memory layout. Axes that are contiguous in
+    all tensors count as one axis. The axes of a contraction are called B (batch), M, N and K.
     """
     tensors = tensors_of(op)
     attention = op.forward if isinstance(op, AttentionGrad) else op if isinstance(op, Attention) else None
-    solid = {axis for group in groups_of(op) for axis in group.last}
+    solid = {axis for tie in same_orders_of(op) for axis in tie.last}
     solid |= {op.definition.axes[-1]} if isinstance(op, Generated) else set()
     solid |= {axis for t in tensors for axis in t.axes} if attention else set()
     solid |= set() if isinstance(op, Contract) else {"qkv", "stat"}
@@ -240,7 +241,7 @@ def described(op: Op, tiling: Tiling, policy: str = "chain") -> tuple[str, str]:
 
 
 def _role(op: Op, solid: set[str], axis: str) -> str:
-    """Return the role of an axis in the texts: B, M, N, K; its own name; R for all others."""
+    """Return the name of an axis in the texts: B, M, N or K in a contraction; else its own name if solid, else R."""
     if isinstance(op, Contract):
         parts = {"B": op.batch, "M": op.m, "N": op.n, "K": op.k}
         return next((name for name, axes in parts.items() if axis in axes), axis)
@@ -248,13 +249,13 @@ def _role(op: Op, solid: set[str], axis: str) -> str:
 
 
 def _named(part: Order, names: dict[Order, str], cuts: dict[str, str], roles: dict[str, list[str]], role: Any) -> str:
-    """Return the name of a part; with its sizes if other parts have the same role."""
+    """Return the name of a part of the axes, with sizes if other parts have the same role."""
     whole = len(roles[role(part[0])]) == len(part)
     return names[part] if whole else f"{names[part]}({'x'.join(sorted(cuts[a] for a in part))})"
 
 
 def _together(tensors: Sequence[Tensor], solid: set[str]) -> list[Order]:
-    """Return the axes; axes that are contiguous in every tensor that has one of them form one part."""
+    """Return the axes in parts: axes that are contiguous in every tensor that has any of them form one part."""
     follows: dict[str, str] = {}
     axes = list(dict.fromkeys(a for t in tensors for a in t.axes))
     for a, b in itertools.permutations(axes, 2):
@@ -271,7 +272,7 @@ def _together(tensors: Sequence[Tensor], solid: set[str]) -> list[Order]:
 
 
 def _beside(axes: Order, a: str, b: str) -> bool:
-    """Whether axis b directly follows axis a."""
+    """Return whether axis b directly follows axis a."""
     return a in axes and b in axes and axes.index(b) == axes.index(a) + 1
 
 

@@ -25,8 +25,11 @@ def lower(
     """Lower every operator and resolve the list.
 
     Args:
-        holds: further tensors that hold data before the list runs; the tasks add to them.
-        meeting: how sums of several ranks are added; None: as on one rank, in a chain from rank to rank.
+        graph: the graph.
+        tiling: its tiling.
+        policy: accumulation policy.
+        holds: further tensors that hold data before the list runs; the tasks add to these data.
+        rank_sums: how ranks add their partial sums; None: in a chain from rank to rank.
     """
     for op in graph.ops:
         op.fit(tiling)  # the tiling learns which axes must be cut together

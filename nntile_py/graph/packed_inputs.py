@@ -1,11 +1,13 @@
 """Inputs of models on packed sequences: a row of the batch is a bin that holds several sequences.
 
-A packed graph has inputs besides the model's own: `segments` [batch, offset], the offsets of the sequences in each bin
-(see Mask); `draws` [batch, seq] and `rows` [batch, sequence], the position of each token in the padded array and of
-each sequence in the batch, on which dropout's random numbers depend. The axis sequence counts the sequences of a bin.
+The engine adds three inputs to those of the model:
 
-If a model asks for its sequences padded one by one (see `apart`), the axes are [batch, row, place]: `row` counts the
-sequences of a bin, or is 1 without packing, and `place` the positions of the longest sequence.
+* `segments` [batch, offset]: offsets of the sequences in each bin (see Mask).
+* `draws` [batch, seq]: position of each token in the padded array. Random numbers of dropout depend on it.
+* `rows` [batch, sequence]: row of each sequence in the padded array, likewise. The axis counts the sequences of a bin.
+
+A model may unpack its sequences into padded rows (see `apart`), with the axes [batch, row, place]. `row` counts the
+sequences of a bin (1 without packing), and `place` the positions of the longest sequence.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def starts(g: Graph) -> Tensor:
 
 
 def positions_of(segments: Array, capacity: int) -> Array:
-    """Return the position of each token in its sequence, 0 behind the last sequence: int64 [bins, capacity]."""
+    """Return each token's position in its sequence, and 0 behind the last sequence of a bin: int64 [bins, capacity]."""
     places = np.arange(capacity)
     out = np.zeros((len(segments), capacity), np.int64)
     for number, offsets in enumerate(segments):
@@ -63,20 +65,26 @@ def positions_of(segments: Array, capacity: int) -> Array:
 
 
 def apart(g: Graph, batch: Batch, mask: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
-    """Return two inputs that convert between tokens and sequences padded to `length`; -1 marks padding.
+    """Declare two inputs of indices: to unpack tokens into rows padded to `length`, and to pack the rows again.
 
-    The first, [batch, row, place], holds the position of each place among the tokens; the second, [batch, seq], the
-    position of each token among the places. They derive from each bin's `segments`, or without packing from `mask`, an
-    input [batch, seq].
+    Args:
+        g: the graph.
+        batch: the batch of the trace.
+        mask: without packing, the input attention_mask [batch, seq], or None: all positions hold tokens.
+        length: positions of a padded row.
+
+    Returns:
+        Index [batch, row, place] of the token at each place, and index [batch, seq] of the place of each token; -1 is
+        padding.
 
     Raises:
-        ConfigError: sequences are longer than `length`, or the model asked for another length before.
+        ConfigError: sequences are longer than `length`, or the model has unpacked them to another length before.
     """
     if ROW_PLACES in g.tensors and g.tensors[ROW_PLACES].size("place") == length:
         return g.tensors[ROW_PLACES], g.tensors[TOKEN_PLACES]
     if ROW_PLACES in g.tensors or length < batch.length:
         need = "the same in all places of a model" if ROW_PLACES in g.tensors else f"at least seq = {batch.length}"
-        raise ConfigError(f"sequences_apart: a length of {length} is not allowed; use {need}")
+        raise ConfigError(f"sequences_apart: length {length} is not allowed; use {need}")
     count = batch.seq // batch.length
     padded = np.where(np.arange(length) < batch.seq, np.arange(length), NOWHERE)  # rows of a padded batch
 
@@ -102,7 +110,7 @@ def apart(g: Graph, batch: Batch, mask: Tensor | None, length: int) -> tuple[Ten
 
 
 def rows_of(inputs: Mapping[str, Input]) -> int | None:
-    """Return the largest number of sequences in a bin, None if there is no limit."""
+    """Return the largest number of sequences that fit into a bin; None: no limit except the capacity."""
     return inputs[ROW_PLACES].tensor.size("row") if ROW_PLACES in inputs else None
 
 
@@ -121,7 +129,7 @@ def row_places(segments: Array, rows: int, length: int) -> Array:
 
 
 def token_places(places: Array, tokens: int) -> Array:
-    """Return the inverse: for each token its index among places [rows, ...], or -1; int64 [rows, tokens]."""
+    """Return the inverse of `row_places`: each token's index in `places` [rows, ...], or -1: int64 [rows, tokens]."""
     flat = places.reshape(len(places), -1)
     out = np.full((len(places), tokens), NOWHERE, np.int64)
     row, at = np.nonzero(flat != NOWHERE)
@@ -130,14 +138,14 @@ def token_places(places: Array, tokens: int) -> Array:
 
 
 def check(g: Graph, model: Any) -> None:
-    """Raise ConfigError if a model would mix packed sequences."""
+    """Raise ConfigError if an operator or an input of a model would mix the sequences of a bin."""
     here = f"model {type(model).__name__}: pack needs"
     for op in g.ops:
         mask = getattr(op, "mask", None)
         if mask is not None and hasattr(mask, "segments") and mask.segments is None:
-            raise ConfigError(f"{here} a mask with segments in {op.name}; make it by attention_mask(g, batch)")
+            raise ConfigError(f"{here} a mask with segments in {op.name}; use attention_mask(g, batch)")
         if isinstance(op, Select) and op.axis == "seq":
-            raise ConfigError(f"{here} first_tokens(g, x) in the place of {op.name}, which takes one of a bin")
+            raise ConfigError(f"{here} first_tokens(g, x) instead of {op.name}, which selects one token per bin")
     for name, one in g.inputs.items():
         if "seq" in one.tensor.axes and "batch" not in one.tensor.axes:
             raise ConfigError(f"{here} an axis batch in the input {name}; see position_input(g, batch, positions)")

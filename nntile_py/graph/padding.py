@@ -1,4 +1,4 @@
-"""Padded arrays of sequences: made of lists of arrays, widened to a model's length, measured by attention_mask."""
+"""Padded arrays of sequences: from lists of arrays, padded further to a model's length; lengths by attention_mask."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ def padded(inputs: Mapping[str, Any], length: int, declared: Mapping[str, Input]
     """Return inputs as arrays; a list of arrays of unequal lengths becomes a padded array with an attention_mask.
 
     Args:
-        declared: the model's inputs, as far as they are known.
+        inputs: arrays, or lists of arrays, by name.
+        length: positions of a padded array.
+        declared: the model's inputs, if known.
 
     Raises:
-        ValueError: a list that does not hold such arrays, or inputs that do not fit each other.
+        ValueError: a list holds anything but such arrays, or inputs have different lengths.
     """
     without_seq = {MASK, *(name for name, one in declared.items() if "seq" not in one.tensor.axes)}
     lists = {
@@ -53,7 +55,7 @@ def padded(inputs: Mapping[str, Any], length: int, declared: Mapping[str, Input]
 
 
 def widened(arrays: dict[str, Array], length: int, declared: Mapping[str, Input]) -> dict[str, Array]:
-    """Pad arrays [sequences, n, ...] of their longest sequence's n positions to `length` positions."""
+    """Pad arrays [sequences, n, ...] with n < length to [sequences, length, ...]."""
     with_seq = {
         name: value
         for name, value in arrays.items()
@@ -82,7 +84,7 @@ def _check_row(name: str, row: Array, length: int, more: tuple[int, ...]) -> Non
 
 
 def _flat(value: Any) -> bool:
-    """Whether a list holds one number for each sequence."""
+    """Return whether a list holds one number for each sequence."""
     return bool(value) and not any(isinstance(one, list | tuple) or np.ndim(one) for one in value)
 
 
@@ -94,7 +96,7 @@ def _array(name: str, value: Any) -> Array:
 
 
 def lengths_of(arrays: Mapping[str, Array], length: int) -> list[int]:
-    """Return the length of each sequence by the attention_mask of padded arrays.
+    """Return the length of each sequence of padded arrays, from their attention_mask.
 
     Raises:
         ValueError: the mask has holes, or a sequence is empty.

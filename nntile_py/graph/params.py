@@ -1,4 +1,4 @@
-"""Declarations of a model: parameters with their initialisation and place in a checkpoint, inputs with their ranges."""
+"""Declarations of a model: parameters with their initialisation and checkpoint weights, inputs with their ranges."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ ONES = Constant(1.0)
 
 @dataclass(frozen=True)
 class Source:
-    """The place of a parameter, or of a part of it, in a checkpoint.
+    """A weight of a checkpoint, or a part of a weight, that holds a parameter or a part of it.
 
     Attributes:
-        weight: name of the weight.
+        weight: name of the weight in the checkpoint.
         shape: shape of the weight.
-        view: the weight's shape with a dimension for each axis of the parameter.
-        index: the part of the view that belongs to the parameter.
-        at: the part of the parameter to which it belongs.
+        view: shape to which the weight is reshaped: a dimension for each axis of the parameter.
+        index: selects the parameter's values in the reshaped weight.
+        at: the part of the parameter that these values fill.
     """
 
     weight: str
@@ -81,7 +81,7 @@ class Source:
             raise ConfigError(f"model: weight {self.weight} is {dtype}; allowed: float16, float32, float64")
 
     def take(self, weights: Weights) -> Array:
-        """Return the values of parameter[at]; raises ConfigError as `check` does."""
+        """Return the values of the part `at` of the parameter; raises ConfigError as `check` does."""
         self.check(weights)
         return np.asarray(weights[self.weight]).reshape(self.view)[self.index]
 
@@ -95,7 +95,7 @@ class Source:
 @typed_fields
 @dataclass(frozen=True)
 class Part:
-    """For a parameter's `sources`: part `number` of `of` equal parts of a weight along an axis."""
+    """For a parameter's `sources`: a weight has `of` equal parts along `axis`; part `number` is the parameter."""
 
     weight: str
     number: int
@@ -106,7 +106,7 @@ class Part:
 @typed_fields
 @dataclass(frozen=True)
 class Joined:
-    """For a parameter's `sources`: entry k along one of its axes is weight number k."""
+    """For a parameter's `sources`: entry k of the parameter along `axis` is weight number k."""
 
     axis: str
     weights: tuple[str, ...]
@@ -117,8 +117,8 @@ class Param:
     """A declared parameter.
 
     Attributes:
-        sources: the places in a checkpoint that hold its values.
-        order: order of the axes as declared; empty if the tensor has that order. A layout search may change the order.
+        sources: the weights of a checkpoint that hold its values.
+        order: the declared order of the axes, if a layout search has given the tensor another one; else empty.
     """
 
     tensor: Tensor
@@ -127,7 +127,7 @@ class Param:
     order: tuple[str, ...] = ()
 
     def on(self, tensor: Tensor) -> Param:
-        """Return the same parameter with another tensor, whose axes have another order."""
+        """Return the same parameter with a tensor that has its axes in another order."""
         return replace(self, tensor=tensor, order=self.order or self.tensor.axes)
 
     def value(self, weights: Weights) -> Array:
@@ -144,7 +144,7 @@ class Param:
         return np.ascontiguousarray(value.transpose(permutation(order, self.tensor.axes)))
 
     def weight(self, weights: Weights) -> Array:
-        """Return the same; raises ConfigError for numbers beyond the range of fp16."""
+        """Return `value(weights)`; raises ConfigError if fp16 cannot represent it."""
         value = self.value(weights)
         if self.tensor.dtype == "fp16" and value.size and (most := float(np.abs(value).max())) >= FP16_END:
             names = ", ".join(source.weight for source in self.sources)
@@ -187,7 +187,10 @@ def sources_of(name: str, axes: Mapping[str, int], sources: str | Part | Joined 
 
 
 def cover(sources: Sequence[Source]) -> bool:
-    """Whether sources of one weight together take each of its values once. The sources differ in view or index."""
+    """Return whether the sources of one weight together take each of its values exactly once.
+
+    No two sources have both the same view and the same index.
+    """
     first = sources[0]
     cut = [axis for axis, at in enumerate(first.index) if isinstance(at, int)]
     if len({(s.view, tuple(isinstance(at, int) for at in s.index)) for s in sources}) == 1:  # parts of equal size
@@ -198,8 +201,8 @@ def cover(sources: Sequence[Source]) -> bool:
     return bool((taken == 1).all())
 
 
-def packed(params: Sequence[Param], tensor: Tensor, axis: str) -> Param:
-    """Return parameters of equal axes as one parameter with a further axis that numbers them."""
+def stacked(params: Sequence[Param], tensor: Tensor, axis: str) -> Param:
+    """Return one parameter with the values of several parameters of equal axes, numbered along a new axis."""
     place = tensor.axes.index(axis)
     sources = []
     for number, param in enumerate(params):
@@ -230,10 +233,10 @@ class Input:
 
     Attributes:
         below: integers go from 0 to below - 1.
-        ignored: a further integer that is allowed and does not count in means.
-        default: value if a step gives none: an array of the full shape, a number, or a function of the inputs declared
-            before.
-        shifted: position s holds what the user gives for position s + 1, as labels of a causal model.
+        ignored: a further integer that is allowed; means leave it out.
+        default: value if a step does not pass this input: an array of the full shape, a number, or a function of the
+            inputs declared before.
+        shifted: position s holds the user's value of position s + 1, as labels of a causal model do.
         scale: name of a slot of the program: 1 / (number of values that count in all micro-batches of a step).
         max_count: upper bound on the values per row that count. A collator must refuse a row with more; random inputs
             use exactly this many.
@@ -249,7 +252,7 @@ class Input:
 
     @property
     def batched(self) -> bool:
-        """Whether each micro-batch of a step has rows of its own."""
+        """True if the first axis is the batch, so that each micro-batch of a step has other rows."""
         return self.tensor.axes[0] == "batch"
 
     def shape(self, rows: int) -> tuple[int, ...]:
@@ -257,10 +260,10 @@ class Input:
         return (rows, *self.tensor.shape[1:]) if self.batched else tuple(self.tensor.shape)
 
     def checked(self, value: Any, rows: int, shape: tuple[int, ...] | None = None) -> Array:
-        """Return the value as an array of the shape for `rows` rows, or of another shape.
+        """Return the value as an array. `shape`: default: the shape for `rows` rows.
 
         Raises:
-            ValueError: another shape, dtype or range; the message says what is allowed.
+            ValueError: the value has another shape, dtype or range; the message says what is allowed.
         """
         name, tensor, shape = self.tensor.name, self.tensor, shape or self.shape(rows)
         noun, kinds = ("ints", "iub") if tensor.dtype == "int64" else ("numbers", "iuf")
@@ -283,7 +286,7 @@ class Input:
         return array
 
     def filled(self, rows: int, given: Mapping[str, Array] | None = None) -> Array | None:
-        """Return the default as an array, None if there is none. A derived default needs the inputs `given`."""
+        """Return the default as an array; None without a default, or if it derives from inputs and `given` is None."""
         if callable(self.default):
             return None if given is None else self.default(given)
         if self.default is None:
@@ -305,14 +308,14 @@ class Input:
 @typed_fields
 @dataclass
 class Batch:
-    """What a model is traced for.
+    """The sizes of a batch, for which a model is traced, and its optional inputs.
 
     Attributes:
-        size: rows of a pass: sequences, or bins.
+        size: rows of a forward and backward pass: sequences, or bins with several sequences each.
         seq: positions of a row.
-        given: names of the optional inputs that a step will have.
-        optional: filled by the trace: each optional input that the model asked for, with its neutral value.
-        packed: length of the longest sequence if each row is a bin of several sequences, else None.
+        given: names of the optional inputs that a step passes.
+        optional: optional inputs that the model asked for by `has`, each with its neutral value; the trace fills it.
+        packed: length of the longest sequence if rows are bins; None: each row is one sequence.
     """
 
     size: int
@@ -327,7 +330,7 @@ class Batch:
         return self.packed or self.seq
 
     def has(self, name: str, *, neutral: float) -> bool:
-        """Whether steps have the optional input `name`. An array that holds only `neutral` has no effect."""
+        """Return whether steps pass the optional input `name`. An array that holds only `neutral` has no effect."""
         self.optional[name] = neutral
         return name in self.given
 
@@ -348,7 +351,7 @@ class Traceable(Protocol):
 
 
 def trace(model: Traceable, graph: Any, batch: Batch) -> Traced:
-    """Trace a model on a new graph; any error in a user's model becomes a ConfigError that names the place."""
+    """Trace a model on a new graph. An error in a user's model becomes a ConfigError that names file and line."""
     cls = type(model)
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     here = f"model {cls.__name__}" + (f" ({file})" if file else "")

@@ -12,14 +12,17 @@ from nntile_py.graph.params import Array
 
 
 def random_inputs(graph: Any, rows: int, seed: int, alpha: float = 1.0, predicted: float = 1.0) -> dict[str, Array]:
-    """Return random values within the declared ranges, and the inputs derived from them, for `rows` rows of the batch.
+    """Return random values within the declared ranges, and the inputs that derive from them.
 
     Inputs with a constant default are left out.
 
     Args:
-        alpha: mean length of the sequences relative to the longest. Lengths are uniform around it, an attention_mask
-            holds them, and labels of padding are ignored.
-        predicted: share of the labels that count.
+        graph: the graph that declares the inputs.
+        rows: rows of the batch.
+        seed: seed of the random numbers.
+        alpha: mean length of the sequences divided by the longest length. Lengths are uniform around the mean; an
+            attention_mask is added, and labels of padding are ignored.
+        predicted: share of the labels that are not ignored.
     """
     rng = np.random.default_rng(seed)
     values: dict[str, Array] = {}
@@ -48,7 +51,7 @@ def random_lengths(rng: np.random.Generator, count: int, longest: int, alpha: fl
 def _lengths(
     graph: Any, values: Mapping[str, Array], rows: int, rng: np.random.Generator, alpha: float, predicted: float
 ) -> dict[str, Array]:
-    """Return the inputs that change if sequences have unequal lengths or not all labels count."""
+    """Return the inputs that change if sequences have unequal lengths, or if some labels are ignored."""
     tokens = [one.tensor for one in graph.inputs.values() if one.tensor.axes[:2] == ("batch", "seq")]
     if not tokens or alpha == predicted == 1:
         return {}

@@ -1,4 +1,7 @@
-"""A training step and an evaluation as task lists: pure data for running, planning, profiling and drawing."""
+"""StepSpec: everything that determines a training step; and the step and the evaluation as task lists.
+
+The lists are pure data. Runs, plans, profiles and drawings read them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from nntile_py.graph.lowering import lower
 from nntile_py.graph.optimizers import add_update
 from nntile_py.graph.params import Array, Batch, Param, Traceable, Traced, trace
 from nntile_py.graph.passes.precision import narrow_gradients
-from nntile_py.graph.passes.qkv_fusion import pack_projections
+from nntile_py.graph.passes.qkv_fusion import merge_projections
 from nntile_py.graph.random_inputs import random_inputs
 from nntile_py.graph.timings import Timings
 from nntile_py.tasks.adamw import AdamW
@@ -45,13 +48,13 @@ def check_precision(key: str, precision: str, cuda: bool) -> None:
 
 
 def check_pack(pack: bool, tile: int | None) -> None:
-    """Raise ConfigError if packed sequences are cut."""
+    """Raise ConfigError if tiles cut the sequences of a bin."""
     if pack and tile is not None:
         raise ConfigError(f"tiles.seq: got {tile}; allowed with pack: none, a bin is not cut")
 
 
 def _check_scalable(graph: Graph, loss: Tensor, dtype: str) -> None:
-    """Raise ConfigError if a part of the loss has no slot that scales it: its gradients would not be scaled."""
+    """Raise ConfigError if an operator adds to the loss without a scaled slot: its gradients would lack the scale."""
     scales = {one.scale for one in graph.inputs.values()}
     for op in graph.ops:
         slot = getattr(op, "scale", None)
@@ -62,14 +65,14 @@ def _check_scalable(graph: Graph, loss: Tensor, dtype: str) -> None:
 
 @dataclass
 class Step:
-    """The task lists of a step.
+    """The graphs and task lists of a step.
 
     Attributes:
         first: forward and backward of the first micro-batch.
-        more: the same of each further micro-batch, added to the gradients.
+        more: forward and backward of each further micro-batch, which add to the gradients.
         update: update of the weights.
-        optional: inputs that a step may have in addition, each with the neutral value that has no effect.
-        refused: the searched layouts were measured to be slower, so the step has the default ones.
+        optional: optional inputs of the model, each with its neutral value, which has no effect.
+        refused: the searched layouts were measured to be slower, so the step has the default layouts.
     """
 
     graph: Graph
@@ -87,7 +90,7 @@ class Step:
 
     @property
     def kept(self) -> dict[str, Order]:
-        """The orders of the weights with another order than declared, by name."""
+        """The axes of each weight that a layout search has reordered, by name."""
         return {param.tensor.name: param.tensor.axes for param in self.params if param.order}
 
     @property
@@ -143,23 +146,23 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """Everything that determines the programs of a training step.
+    """Everything that determines the programs of a training step. A config is resolved to it once.
 
     Attributes:
         batch: sequences of a micro-batch.
         seq: positions of a sequence.
         accumulate: accumulation policy.
-        given: optional inputs that steps have.
-        pack: sequences of unequal lengths, of at most `seq` tokens, lie in bins, one bin for each tile of the batch.
-            Every bin holds the same number of full-length sequences. A pass never exceeds batch * seq tokens.
-        one_machine: False if other machines, each with a batch of its own, add to the gradients.
+        given: names of the optional inputs that steps pass.
+        pack: pack sequences of at most `seq` tokens into bins, one bin for each tile of the batch. All bins have room
+            for the same number of sequences of `seq` tokens. A pass has at most batch * seq tokens.
+        one_machine: False if other machines, each with its own batch, add to the gradients.
         ranks: number of ranks that share the tasks, see allreduce.RankSums.
-        timings: times of operators; forward and backward get the cheapest layouts by these (layout_search).
-        kept: orders of weights by name, where another program chose other orders than declared.
+        timings: measured times of operators. Forward and backward get the fastest layouts (layout_search).
+        kept: orders of weights by name, as the layout search of another program has chosen them.
         loss_scale: initial loss scale, see training/loss_scale.py; None: 65536 in fp16, else no scale.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
     """
 
     model: Traceable
@@ -228,16 +231,16 @@ class StepSpec:
         return self.seq * -(-self.batch // self.rows)
 
     def live_slots(self) -> list[str]:
-        """Return the slots that say how much of each bin is filled."""
+        """Return the names of the slots for the filled lengths of each bin."""
         return [live_slot(axis, k) for axis in packed_inputs.LIVE for k in range(self.rows)] if self.pack else []
 
     @property
     def cuts(self) -> Tiling:
-        """The tiling of the graph; each bin is a tile."""
+        """The tiling of the graph. With packing, a tile of the batch is one bin."""
         return Tiling({**self.tiling.tiles, "batch": 1}) if self.pack else self.tiling
 
     def with_inputs(self, given: Iterable[str]) -> StepSpec:
-        """Return the same for steps that have these optional inputs."""
+        """Return the spec of steps that pass these optional inputs."""
         return self if self.given == frozenset(given) else replace(self, given=frozenset(given))
 
     @operators_refuse()
@@ -254,22 +257,22 @@ class StepSpec:
         if self.pack:
             packed_inputs.check(graph, self.model)
         if self.fusion.qkv:
-            pack_projections(graph, traced.outputs.values(), self.fusion.packed)
+            merge_projections(graph, traced.outputs.values(), self.fusion.projections)
         return graph, traced, batch
 
     def random_inputs(
         self, rows: int, seed: int, alpha: float = 1.0, predicted: float = 1.0, *, training: bool = True
     ) -> dict[str, Array]:
-        """Return random inputs for `rows` sequences as a user gives them, see random_inputs.py.
+        """Return random inputs of `rows` padded sequences, as a user passes them; see random_inputs.py.
 
         Raises:
-            ConfigError: more sequences than tiles can have; raised before any number is drawn.
+            ConfigError: the batch would have too many tiles.
         """
         self.tiling.parts("batch", rows)
         graph = self.padded.trace(training=training)[0]
         inputs = random_inputs(graph, rows, seed, alpha, predicted)
         derived = {name for name, one in graph.inputs.items() if callable(one.default)} if self.pack else set()
-        return {name: value for name, value in inputs.items() if name not in derived}  # packing derives its own
+        return {name: value for name, value in inputs.items() if name not in derived}  # packing computes these
 
     @cached_property
     @operators_refuse()
@@ -318,20 +321,23 @@ class StepSpec:
         return Step(graph, update, grads, first, more, last, graphs.optional, graphs.refused)
 
     def _rank_sums(self, grads: Iterable[Tensor] = ()) -> RankSums | None:
-        """Return how ranks add sums; None: in a chain. Gradients of several micro-batches are added over ranks once."""
+        """Return how ranks add their partial sums; None: in a chain.
+
+        Gradients of several micro-batches are added over the ranks once, after the last micro-batch.
+        """
         if self.ranks == 1 or self.accumulate == "chain":
             return None
         return RankSums(self.ranks, {(t.storage.kind, t.storage.name) for t in grads if self.grad_accumulation > 1})
 
     @operators_refuse()
     def evaluation(self, keep: bool = False) -> Evaluation:
-        """Return a forward pass without dropout; with `keep` the host can read the model's outputs."""
+        """Return a forward pass without dropout. keep: the outputs stay in memory, so that the host can read them."""
         graph, traced, _ = self.trace(training=False)
         return self._evaluation(graph, traced.outputs, traced.outputs if keep else {})
 
     @operators_refuse()
     def outputs(self, name: str) -> Evaluation:
-        """Return a forward pass for one of the model's outputs, without the operators that this output does not need.
+        """Return a forward pass that computes only the output `name`.
 
         Raises:
             ConfigError: the model has no such output.
@@ -356,7 +362,7 @@ class StepSpec:
 
 
 def _no_loss(config: Any) -> str:
-    """Return the message for a model without a loss: what it lacks and what is allowed."""
+    """Return the second half of the message for a model without a loss."""
     own = getattr(type(config), "model_fields", {}).get("head")
     if not own or (head := config.head) == own.default:
         return " has no loss; allowed in training: a model whose trace returns one"

@@ -1,4 +1,4 @@
-"""Times of operators in each layout: measured once, kept in a file for each device, version, dtype and method."""
+"""The database of layouts: measured times of operators in each layout, one file per device, version, dtype, method."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Timing:
     """The time of an operator in a layout.
 
     Attributes:
-        seconds: the least of the times.
-        width: width of a generated kernel, see Generated.on; None: the operator's own.
-        turns: it was measured again, alternating with the default layout.
+        seconds: the shortest of the repeated `times`.
+        width: width of a generated kernel, see Generated.on; None: the kernel's default width.
+        turns: the layout was measured a second time, alternating with the default layout.
     """
 
     operator: str
@@ -52,10 +52,10 @@ class LayoutComparison:
 
     @property
     def slower(self) -> bool:
-        """Whether the searched layouts are slower beyond noise.
+        """True if the searched layouts are slower, and the difference exceeds the noise.
 
-        That is, the median of the differences is above zero by more than half the width of its notch (McGill, Tukey and
-        Larsen 1978: 1.57 interquartile ranges over the square root of their number, about 95 %).
+        The median difference must be above half the width of its notch: 1.57 interquartile ranges divided by the square
+        root of the number of differences (McGill, Tukey and Larsen 1978), which is about 95 % confidence.
         """
         gaps = [searched - default for default, searched in zip(self.default, self.searched, strict=True)]
         first, middle, third = statistics.quantiles(gaps, n=4, method="inclusive")
@@ -85,27 +85,24 @@ class Timings:
 
     @property
     def workers(self) -> str:
-        """The device of the times, as text; with several ranks, that of one rank."""
+        """The device of the times, as text; with several ranks, the device of one rank."""
         advice = "tune without mpirun, and with runtime.cpus or runtime.cuda as one rank has them"
         how = f"a rank's: {advice}" if launcher.started()[1] > 1 else "by runtime.cpus or runtime.cuda"
         return f"for {self.of['device']} ({how})"
 
     def best(self, operator: str, layout: str) -> Timing | None:
-        """Return the timing in the best width: another than the operator's own only if it gains more than the noise."""
+        """Return the timing in the best kernel width: the default one unless another gains more than the noise."""
         timings = [t for (where, _), t in self.known.get(operator, {}).items() if where == layout]
         best, plain = min(timings, key=lambda t: t.seconds, default=None), self.plain(operator, layout)
         gains = best and plain and best.seconds * (1 + self.noise(operator)) < plain.seconds
         return best if gains else plain or best
 
     def plain(self, operator: str, layout: str) -> Timing | None:
-        """Return the timing in the operator's own width, None if that was not measured."""
+        """Return the timing in the default kernel width; None if it was not measured."""
         return self.known.get(operator, {}).get((layout, None))
 
     def noise(self, operator: str) -> float:
-        """Return the noise of an operator's times relative to their minimum.
-
-        It is the median over its layouts of how far the median of the repeated times is above their minimum.
-        """
+        """Return the noise of an operator's times: median / minimum - 1 of the repeated times, median over layouts."""
         of = [statistics.median(t.times) / t.seconds - 1 for t in self.known.get(operator, {}).values() if t.times]
         return statistics.median(of) if of else 0.0
 

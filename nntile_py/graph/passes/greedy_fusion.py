@@ -1,10 +1,9 @@
 """Greedy fusion: operators merge wherever their iteration spaces allow it, without a list of patterns.
 
-Ivanov et al. 2021 ("Data movement is all you need", section IV): two operators that share a tensor merge if one loop
-over the same space computes both (equal axes, in order and size, whatever either operator reduces) and fewer elements
-move. Merging repeats until no pair is left. The patterns are those of the paper's figure 3: a producer and its
-consumer, or two readers of one tensor, with equal spaces or one that reduces. Contractions take their epilogues before
-this pass.
+Source: Ivanov et al. 2021 ("Data movement is all you need", section IV). Two operators that share a tensor merge if one
+loop over the same axes, equal in order and size, computes both, and if fewer elements then move. Merging repeats until
+no pair can merge. The pairs are those of the paper's figure 3: a producer and its consumer, or two readers of a tensor;
+one of them may be a reduction. Epilogues of contractions are fused before this pass.
 """
 
 from __future__ import annotations
@@ -24,10 +23,12 @@ def fuse_greedily(rewriter: Rewriter, tiling: Tiling, exclude: Collection[str] =
     """Merge operators until no pair can merge.
 
     Args:
-        exclude: names of groups (`Generated.group`) that are not made.
+        rewriter: the graph.
+        tiling: tiling of the graph.
+        exclude: names of groups (`Generated.group`) that must not form.
 
     Returns:
-        The names of all groups that could be made, excluded ones included.
+        The names of all groups that can form, excluded groups included.
     """
     fuser = _GreedyFuser(rewriter, tiling, exclude)
     rewriter.apply(fuser.merge)
@@ -41,7 +42,7 @@ class _GreedyFuser:
         writers = Counter(
             t.storage for op in rewriter.ops.values() if not isinstance(op, Rename) for t in op.outputs
         )  # fmt: skip
-        # Storage that several operators write, or one changes in place: the order of reads and writes matters there.
+        # Storage with several writers, or that an operator changes in place: reads and writes must keep their order.
         self._ordered = {t for t, count in writers.items() if count > 1 or t.kind in ("input", "param", "state")}
 
     def merge(self, rewriter: Rewriter, op: Op) -> bool:
@@ -49,17 +50,17 @@ class _GreedyFuser:
         return self._can_move(op) and any(self._merged(rewriter, op, other) for other in self._neighbours(rewriter, op))
 
     def _can_move(self, op: Op) -> bool:
-        """Whether an operator has a scalar form and touches no storage where the order matters."""
+        """Return whether an operator has a scalar form and uses no storage of `_ordered`."""
         if op not in self._movable:
             plain = {*op.inputs, *op.outputs} - {*op.sums}
             self._movable[op] = op.scalar() is not None and self._ordered.isdisjoint(t.storage for t in plain)
         return self._movable[op]
 
     def _neighbours(self, rewriter: Rewriter, op: Op) -> Iterator[Op]:
-        """Yield the makers of its inputs, the readers of its outputs and of its inputs; of the same phase."""
+        """Yield the makers of an operator's inputs and the readers of its outputs and inputs, of the same phase."""
         form = op.scalar()
         assert form
-        full = [t for t in op.inputs if set(form.axes) <= set(t.axes)]  # no weights, which all layers may share
+        full = [t for t in op.inputs if set(form.axes) <= set(t.axes)]  # without weights, which all layers may share
         makers = (rewriter.maker[t] for t in op.inputs if t in rewriter.maker)
         readers = (reader for t in (*op.outputs, *full) for reader in rewriter.readers.get(t, []))
         for other in dict.fromkeys((*makers, *readers)):
@@ -89,7 +90,7 @@ class _GreedyFuser:
 
     @staticmethod
     def _read_elsewhere(rewriter: Rewriter, members: list[Op]) -> set[Tensor]:
-        """Return the results of the members that the group must write: persistent ones, or read by others."""
+        """Return the results that the group must write: persistent tensors, and tensors that other operators read."""
         results = [t for op in members for t in op.outputs]
         return {t for t in results if t.persistent or any(r not in members for r in rewriter.readers.get(t, []))}
 

@@ -1,4 +1,4 @@
-"""Rules that fold the operators before or after a norm, or its gradient, into the norm."""
+"""Rules that fuse the operators before or after a norm, or its gradient, into the norm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nntile_py.tiles import Tiling
 
 
 def where_rows_are_cut(rule: Rule, tiling: Tiling) -> Rule:
-    """Limit a rule to norms over cut rows: their gradient is several tasks, which greedy fusion does not merge."""
+    """Limit a rule to norms over cut rows: their gradient has several tasks, which greedy fusion cannot merge."""
 
     def limited(rewriter: Rewriter, op: Op) -> bool:
         rows = [(x.axes[-1], x.shape[-1]) for x in op.inputs[:1] if x.axes]
@@ -23,7 +23,7 @@ def where_rows_are_cut(rule: Rule, tiling: Tiling) -> Rule:
 
 
 def norm_bias_grad(rewriter: Rewriter, op: Op) -> bool:
-    """Sum over all rows of LayerNormGrad's dx, or of its dropout: the gradient also sums the rows that it writes."""
+    """Fuse Sum(LayerNormGrad), or Sum(Dropout(LayerNormGrad)), over all rows: the gradient sums the rows it writes."""
     if not isinstance(op, Sum):
         return False
     summed = op.inputs[0]
@@ -36,7 +36,7 @@ def norm_bias_grad(rewriter: Rewriter, op: Op) -> bool:
 
 
 def _into_gradient(rewriter: Rewriter, norm: LayerNormGrad, op: Op, **changes: Any) -> bool:
-    """Fold `op` into the gradient of a norm, at the gradient's position: operators before `op` may read dx."""
+    """Fuse `op` into the gradient of a norm, at the gradient's position, as operators before `op` may read dx."""
     dy, x, statistics, gamma = norm.inputs[:4]
     dx, dgamma, dbeta = norm.outputs[:3]
     options = {"add": norm.extra, "dbias": norm.bias, "dropout": norm.dropout} | changes
@@ -46,9 +46,9 @@ def _into_gradient(rewriter: Rewriter, norm: LayerNormGrad, op: Op, **changes: A
 
 
 def norm_residual(rewriter: Rewriter, op: Op, tiling: Tiling) -> bool:
-    """Norm(Add(x, r)) and LayerNorm(Add(Dropout(x), r)): the norm also writes the sum, the new residual stream.
+    """Fuse Norm(Add(x, r)) and LayerNorm(Add(Dropout(x), r)): the norm also writes the sum, the new residual stream.
 
-    The dropout stays where embed is cut: the norm is several tasks then, and none of them would save the dropout's.
+    The dropout does not fuse if embed is cut: the norm then consists of several tasks, and the dropout remains a task.
     """
     if not isinstance(op, Norm) or op.residual:
         return False
@@ -70,18 +70,15 @@ def norm_residual(rewriter: Rewriter, op: Op, tiling: Tiling) -> bool:
 
 
 def norm_grad_add(rewriter: Rewriter, op: Op) -> bool:
-    """Add(NormGrad's dx, g): the gradient of the norm adds g, the gradient of the residual stream."""
-    if not isinstance(op, Add):
-        return False
-    for mine, other in ((0, 1), (1, 0)):
-        norm = rewriter.sole_maker(op.inputs[mine], op, NormGrad)
-        if norm and norm.extra is None and norm.output is op.inputs[mine]:
-            return rewriter.replace([norm, op], norm.plus(op.inputs[other], op.output))
+    """Fuse Add(NormGrad, g): the gradient of the norm adds g, the gradient of the residual stream."""
+    for norm, dx, other in rewriter.summands(op, NormGrad) if isinstance(op, Add) else ():
+        if norm.extra is None and norm.output is dx:
+            return rewriter.replace([norm, op], norm.plus(other, op.output))
     return False
 
 
 def norm_grad_dropout(rewriter: Rewriter, op: Op) -> bool:
-    """Dropout(LayerNormGrad's dx): the gradient of the norm writes dx, for the residual stream, and its dropout."""
+    """Fuse Dropout(LayerNormGrad): the gradient of the norm writes dx, for the residual stream, and its dropout."""
     norm = rewriter.maker.get(op.inputs[0]) if isinstance(op, Dropout) else None
     if not isinstance(norm, LayerNormGrad) or norm.output is not op.inputs[0] or norm.dropout:
         return False

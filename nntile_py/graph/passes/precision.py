@@ -13,10 +13,10 @@ from nntile_py.tiles.dtypes import is_low
 
 
 def narrow_gradients(graph: Graph, grads: Iterable[Tensor], tiling: Tiling) -> None:
-    """Keep a weight's gradient in bf16 or fp16 if a single product writes all of it, as autocast does.
+    """Store a weight's gradient in bf16 or fp16 if a single product computes it, as autocast does.
 
-    A gradient that several tasks add to stays in fp32. A product sums in fp32; where cuBLASLt splits a product, it may
-    round the parts.
+    A gradient to which several tasks add stays in fp32. The product itself sums in fp32, but cuBLASLt may round partial
+    sums if it splits the product.
     """
     if not is_low(graph.dtype):
         return
@@ -33,5 +33,5 @@ def narrow_gradients(graph: Graph, grads: Iterable[Tensor], tiling: Tiling) -> N
 
 
 def sums_in_parts(op: Contract, tiling: Tiling) -> bool:
-    """Whether several tasks compute each tile of a product, as its summed axes are cut."""
+    """Return whether the summed axes of a product are cut, so that several tasks add to each tile."""
     return any(tiling.cut(axis, op.a.size(axis)) for axis in op.k)

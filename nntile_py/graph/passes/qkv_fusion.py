@@ -1,7 +1,7 @@
 """The projections to queries, keys and values as one product (fusion.qkv).
 
 Algebraic fusion of Table II in Ivanov et al. 2021 ("Data movement is all you need"). The pass runs before the gradients
-are added, so the gradients are packed too.
+are added, so their products merge too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.params import packed
+from nntile_py.graph.params import stacked
 from nntile_py.graph.passes.rewriter import Rewriter
 from nntile_py.tasks.attention import Attention
 from nntile_py.tasks.attention_operands import Operands
@@ -22,28 +22,28 @@ Chain = Sequence[Op]  # the operators of one projection: Contract, BiasAdd, Tran
 Chains = Mapping[tuple[Tensor, ...], Sequence[Chain]]  # the chains of an attention, by their results
 
 
-def pack_projections(graph: Graph, outputs: Iterable[Tensor] = (), count: int = 3) -> Graph:
-    """Pack the products of each attention's queries, keys and values into one product, in place.
+def merge_projections(graph: Graph, outputs: Iterable[Tensor] = (), count: int = 3) -> Graph:
+    """Merge the products of each attention's queries, keys and values into one product, in place.
 
-    Products are packed if they read the same input and have weights and biases of equal axes and sizes. No other
+    Products merge if they read the same input, and if their weights and biases have equal axes and sizes. No other
     operator may read these weights, except the same products of further attentions.
 
     Args:
-        outputs: tensors of the model's outputs; chains that make one of them stay.
-        count: 3, or 2 for queries and keys only.
+        outputs: the model's outputs; a chain that computes an output does not merge.
+        count: 3, or 2 to merge queries and keys only.
     """
     asked = set(outputs)
     rewriter = Rewriter(graph)
     maker, readers = rewriter.maker, rewriter.readers
     replaced: dict[Op, list[Op]] = {}  # the new operators, by the first one that they replace
     removed: set[Op] = set()
-    renamed: dict[str, Tensor | None] = {}  # by name of a parameter: the packed one, or None if it only disappears
+    renamed: dict[str, Tensor | None] = {}  # by a removed parameter's name: the new parameter in its place, or None
     wanted = [tuple(some[:count]) for some in graph.projections]
     every = {qkv: [_chain(tensor, maker, readers) for tensor in qkv] for qkv in wanted}
     free = {qkv: chains for qkv, chains in every.items() if not asked & {op.output for ops in chains for op in ops}}
-    packed_params: dict[tuple[Tensor, ...], Tensor] = {}  # by the parameters that it replaces
-    for qkv, chains in _packable({qkv: chains for qkv, chains in free.items() if _alike(chains)}, readers).items():
-        new_ops, out = _packed_chain(graph, chains, renamed, packed_params)
+    merged_params: dict[tuple[Tensor, ...], Tensor] = {}  # by the parameters that each replaces
+    for qkv, chains in _mergeable({qkv: chains for qkv, chains in free.items() if _alike(chains)}, readers).items():
+        new_ops, out = _merged_chain(graph, chains, renamed, merged_params)
         attention = readers[qkv[0]][0]
         if isinstance(attention, Attention):
             parts = [part if index < 0 else (part, index) for part, index in attention.operands.parts]
@@ -62,7 +62,7 @@ def pack_projections(graph: Graph, outputs: Iterable[Tensor] = (), count: int = 
 
 
 def _chain(tensor: Tensor, maker: dict[Tensor, Op], readers: dict[Tensor, list[Op]]) -> list[Op]:
-    """Return the operators from a product to `tensor`, in order; empty if other operators read what is between."""
+    """Return the operators from a product to `tensor`, in order; empty if another operator reads a result between."""
     chain: list[Op] = []
     while (op := maker.get(tensor)) and isinstance(op, Contract | BiasAdd | Transpose) and len(readers[tensor]) == 1:
         chain.insert(0, op)
@@ -73,7 +73,7 @@ def _chain(tensor: Tensor, maker: dict[Tensor, Op], readers: dict[Tensor, list[O
 
 
 def _alike(chains: Sequence[Chain]) -> bool:
-    """Whether chains differ in their parameters only, and these in name and values only."""
+    """Return whether chains are equal except for the names and values of their parameters."""
     first = chains[0]
     if not first or "heads" not in first[-1].output.axes:
         return False
@@ -89,10 +89,11 @@ def _alike(chains: Sequence[Chain]) -> bool:
     )
 
 
-def _packable(every: Chains, readers: Mapping[Tensor, Sequence[Op]]) -> Chains:
-    """Return the chains whose parameters only chains read, each parameter beside the same other ones in all of them.
+def _mergeable(every: Chains, readers: Mapping[Tensor, Sequence[Op]]) -> Chains:
+    """Return the chains whose parameters can merge.
 
-    Layers that share weights read the same parameters.
+    Only chains read these parameters. Layers that share weights have several chains with the same parameter; all of
+    them combine it with the same other parameters.
     """
     ops = {op for chains in every.values() for chain in chains for op in chain}
     beside: dict[Tensor, set[tuple[Tensor, ...]]] = {}
@@ -106,24 +107,27 @@ def _packable(every: Chains, readers: Mapping[Tensor, Sequence[Op]]) -> Chains:
         return all(len(beside[one]) == 1 and ops.issuperset(readers[one]) for one in params)
 
     left = {qkv: chains for qkv, chains in every.items() if closed(chains)}
-    return left if len(left) == len(every) else _packable(left, readers)
+    return left if len(left) == len(every) else _mergeable(left, readers)
 
 
 def _params(chains: Sequence[Chain]) -> list[tuple[Tensor, ...]]:
-    """Return the parameters to pack into one, for each operator of a chain that has a parameter."""
+    """Return, for each operator of the chains that has a parameter, the parameters to merge into one."""
     return [tuple(op.inputs[1] for op in ops) for ops in zip(*chains, strict=True) if len(ops[0].inputs) > 1]
 
 
-def _packed_chain(
+def _merged_chain(
     graph: Graph,
     chains: Sequence[Chain],
     renamed: dict[str, Tensor | None],
-    packed_params: dict[tuple[Tensor, ...], Tensor],
+    merged_params: dict[tuple[Tensor, ...], Tensor],
 ) -> tuple[list[Op], Tensor]:
-    """Return one chain that replaces several, and its output: with axis qkv before heads, or first if transposed."""
+    """Return one chain that replaces several, and its output.
+
+    The output has the axis qkv before heads; after a transposition qkv is the first axis.
+    """
     for params in _params(chains):
-        if params not in packed_params:
-            packed_params[params] = _pack_param(graph, params, renamed)
+        if params not in merged_params:
+            merged_params[params] = _merge_params(graph, params, renamed)
     new_ops: list[Op] = []
     out = chains[0][0].inputs[0]
     for ops in zip(*chains, strict=True):
@@ -138,15 +142,15 @@ def _packed_chain(
         if isinstance(one, Transpose):
             new = Transpose(source, out)
         elif isinstance(one, BiasAdd):
-            new = BiasAdd(source, packed_params[tuple(op.inputs[1] for op in ops)], out)
+            new = BiasAdd(source, merged_params[tuple(op.inputs[1] for op in ops)], out)
         else:
-            new = Contract(source, packed_params[tuple(op.inputs[1] for op in ops)], out)
+            new = Contract(source, merged_params[tuple(op.inputs[1] for op in ops)], out)
         new.name = one.name
         new_ops.append(new)
     return new_ops, out
 
 
-def _pack_param(graph: Graph, tensors: Sequence[Tensor], renamed: dict[str, Tensor | None]) -> Tensor:
+def _merge_params(graph: Graph, tensors: Sequence[Tensor], renamed: dict[str, Tensor | None]) -> Tensor:
     """Replace parameters of a graph by one with the axis qkv."""
     params = [graph.params.pop(tensor) for tensor in tensors]
     first = tensors[0]
@@ -155,7 +159,7 @@ def _pack_param(graph: Graph, tensors: Sequence[Tensor], renamed: dict[str, Tens
     name = weights[0] if len(weights) == 1 else "+".join(t.name for t in tensors)
     axes = [*first.axes[:place], AXIS, *first.axes[place:]]
     tensor = Tensor(name, axes, [*first.shape[:place], len(tensors), *first.shape[place:]], first.dtype, "param")
-    # In the place of the first one: the order of parameters is that of gradients and updates.
+    # The new parameter takes the first one's place: gradients and updates have the order of the parameters.
     renamed.update({first.name: tensor} | dict.fromkeys((t.name for t in tensors[1:]), None))
-    graph.params[tensor] = packed(params, tensor, AXIS)
+    graph.params[tensor] = stacked(params, tensor, AXIS)
     return tensor

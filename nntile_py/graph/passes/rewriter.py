@@ -1,10 +1,10 @@
-"""The graph while passes rewrite it: who writes and who reads each tensor, and a worklist that applies a rule."""
+"""The Rewriter: a graph with the writer and the readers of each tensor, and a worklist that applies a rule."""
 
 from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from nntile_py.graph.graph import Graph
@@ -30,7 +30,7 @@ class Rewriter:
         self.order: dict[Op, int] = {}
         self.maker: dict[Tensor, Op] = {}
         self.readers: dict[Tensor, list[Op]] = {}
-        self._known: dict[Op, list[list[Tensor]]] = {}  # inputs and outputs under which an operator is entered above
+        self._known: dict[Op, list[list[Tensor]]] = {}  # inputs and outputs of each operator, as recorded above
         self._touched: set[Tensor] = set()  # tensors of the operators that the current rule changed
         for place, op in self.ops.items():
             self._enter(op, place)
@@ -60,18 +60,24 @@ class Rewriter:
         only_reader = self.readers.get(tensor) == [reader] and tensor.kind == "temp"
         return op if only_reader and isinstance(op, kind) else None
 
+    def summands(self, op: Op, kind: type[Kind]) -> Iterator[tuple[Kind, Tensor, Tensor]]:
+        """Yield the sole maker of each of an addition's two inputs if it is of this kind, this input, the other one."""
+        for mine, other in (op.inputs, op.inputs[::-1]):
+            if maker := self.sole_maker(mine, op, kind):
+                yield maker, mine, other
+
     def remove(self, op: Op) -> None:
         """Remove an operator."""
         del self.ops[self._leave(op)]
 
     def changed(self, op: Op) -> None:
-        """Record that an operator has other inputs or outputs now."""
+        """Update the records of an operator after a change of its inputs or outputs."""
         self._enter(op, self._leave(op))
 
     def replace(self, old: list[Op], new: Op) -> bool:
-        """Replace operators by one at the position of the last of them.
+        """Replace operators by one operator at the position of the last of them.
 
-        Returns False, and changes nothing, if an operator before that position reads a result of the others.
+        Returns False, and changes nothing, if an operator before that position reads a removed result.
         """
         *others, last = sorted(old, key=self.order.__getitem__)
         readers = [reader for op in others for t in op.outputs for reader in self.readers.get(t, [])]
@@ -84,17 +90,14 @@ class Rewriter:
         return True
 
     def place(self, old: list[Op], new: Op) -> int | None:
-        """Return the first position of `old` where `new` can stand: after all its makers, before all its readers.
-
-        Returns None if there is no such position.
-        """
+        """Return the first position among `old` that is after all makers and before all readers of `new`, or None."""
         makers = [self.order[self.maker[t]] for t in new.inputs if t in self.maker and self.maker[t] not in old]
         readers = [self.order[r] for op in old for t in op.outputs for r in self.readers.get(t, []) if r not in old]
         places = sorted(self.order[op] for op in old)
         return next((k for k in places if max(makers, default=-1) < k < min(readers, default=k + 1)), None)
 
     def put(self, old: list[Op], new: Op, place: int) -> None:
-        """Replace operators by one that has a name already, at the position of one of them."""
+        """Replace operators by one operator, which has a name, at the position `place` of one of them."""
         new.phase = old[0].phase
         for at in [self._leave(op) for op in old]:
             if at != place:
@@ -102,10 +105,10 @@ class Rewriter:
         self._enter(new, place)
 
     def apply(self, rule: Rule) -> None:
-        """Apply a rule until it matches nowhere, always to the first operator that it matches.
+        """Apply a rule to the first operator that it matches, again and again until it matches no operator.
 
-        A rule may look at the neighbours of its operator (operators that share a tensor with it) and at the neighbours
-        of those. After a change, the rule is tried again on the operators within that distance only.
+        A rule may look at its operator's neighbours (operators that share a tensor with it) and at their neighbours.
+        After a change, the rule is tried again only on operators within this distance.
         """
         waiting = list(self.ops)  # sorted, so it is a heap
         while waiting:
@@ -118,7 +121,7 @@ class Rewriter:
                     heapq.heappush(waiting, self.order[op])
 
     def _around(self, tensors: set[Tensor]) -> set[Op]:
-        """Return the makers and readers of tensors, except of tensors without a maker, such as a mask of all layers."""
+        """Return the makers and readers of tensors. Tensors without a maker are skipped: all layers may read a mask."""
         return {op for t in tensors if t in self.maker for op in (self.maker[t], *self.readers.get(t, []))}
 
 

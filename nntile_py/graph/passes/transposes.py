@@ -32,7 +32,10 @@ def attention_layout(rewriter: Rewriter, op: Op) -> bool:
 
 
 def _around_attention(rewriter: Rewriter, op: Attention) -> list[Op | None] | None:
-    """Let attention read or write past transposes; returns the makers of its operands, None if nothing changes."""
+    """Let attention read its operands, or write its output, without a transpose.
+
+    Returns the makers of the operands; None if nothing changes.
+    """
     gradient = next((g for g in rewriter.readers.get(op.lse, []) if isinstance(g, AttentionGrad)), None)
     before = [rewriter.maker.get(t) for t in op.operands.tensors]
     users = [r for r in rewriter.readers.get(op.output, []) if r is not gradient]
@@ -51,7 +54,7 @@ def _around_attention(rewriter: Rewriter, op: Attention) -> list[Op | None] | No
 
 
 def _around_gradient(rewriter: Rewriter, op: AttentionGrad) -> list[Op | None] | None:
-    """The same of attention's gradient."""
+    """Do the same for the gradient of attention."""
     before = [rewriter.maker.get(op.do)]
     readers = [rewriter.readers.get(t, []) for t in op.outputs]
     after = [r[0] for r in readers if len(r) == 1]
@@ -67,7 +70,7 @@ def _around_gradient(rewriter: Rewriter, op: AttentionGrad) -> list[Op | None] |
 
 
 def _transpose_alike(ops: Sequence[Op | None]) -> bool:
-    """Whether all operators are transposes with the same permutation."""
+    """Return whether all operators are transposes with the same permutation."""
     kinds = {tuple(permutation(op.inputs[0].axes, op.output.axes)) if isinstance(op, Transpose) else None for op in ops}
     return len(kinds) == 1 and None not in kinds
 
@@ -100,7 +103,7 @@ def transposed_input(rewriter: Rewriter, op: Op) -> bool:
 
 
 def _reads_matrix(product: Contract, tensor: Tensor, x: Tensor) -> bool:
-    """Whether a product that reads x instead of `tensor` finds a matrix, or a transposed matrix, in each tile of x."""
+    """Return whether each tile of x is a matrix, maybe transposed, for a product that reads x instead of `tensor`."""
     side = 0 if product.a is tensor else 1
     changed = rebuilt(product, product.output, **{"ab"[side]: x})
     groups = [group for group in (changed.batch, changed.n if side else changed.m, changed.k) if group]
@@ -112,7 +115,7 @@ def transposed_output(rewriter: Rewriter, op: Op, tiling: Tiling) -> bool:
     """Transpose(Contract) and Transpose(BiasAdd(Contract)): the product writes the transposed order.
 
     This is GEMM + reshape, algorithm 4 of the NNTile report. The transpose stays if the summed axes are cut: it
-    scatters the sum once, and without it each partial product would be scattered.
+    reorders the sum once, whereas a fused transposition would reorder every partial product.
     """
     if not isinstance(op, Transpose):
         return False
