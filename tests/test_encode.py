@@ -228,7 +228,7 @@ def test_refused(runtime: nt.Runtime, folder: Any, tmp_path: Path) -> None:
             encoder(texts)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"output": "vectors"}, "output: 'vectors' is not allowed; use hidden, mean, pooled, logits"),
-        ({"output": "logits"}, "output: 'logits' is not allowed; the model's own are hidden"),
+        ({"output": "logits"}, "output: 'logits' is not allowed; use hidden"),
         ({"batch_tokens": 0}, "batch_tokens: 0 is not allowed"),
         ({"max_length": 41}, "max_length: 41 is not allowed; the model has 40 positions"),
         ({"max_length": 2}, "max_length: 2 is not allowed; the tokenizer's template alone has 2 tokens"),
@@ -373,7 +373,7 @@ def test_what_the_command_refuses(folder: Any, nntile: Any, tmp_path: Path) -> N
     masked, _ = folder("Bert", "ForMaskedLM")
     (tmp_path / "x.txt").write_text("a")
     status, _, said = nntile("encode", masked, "--input", "x.txt", "--out", "x.npz", "--output", "pooled")
-    told = "--output: pooled needs what is not there: model: weight bert.pooler.dense.weight is missing (in "
+    told = "--output: pooled is not possible: model: weight bert.pooler.dense.weight is missing (in "
     assert status == 2 and told in said and "); allowed: hidden, mean, logits\n" in said, said
     bare = shutil.copytree(path, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer.json"))
     for name in ("mean", "logits"):

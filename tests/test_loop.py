@@ -216,7 +216,7 @@ def test_a_signal_ends_cleanly_with_weights_saved(number: signal.Signals, tmp_pa
     assert process.returncode == 128 + number, err
     assert err == ""
     done = metrics(lines.parent)
-    assert f"stopped by {number.name} after step {len(done)} of 1000000; what was trained is saved" in out
+    assert f"stopped by {number.name} after step {len(done)} of 1000000; all trained steps are saved" in out
     assert [line["step"] for line in done] == list(range(1, len(done) + 1))
     from safetensors.numpy import load_file
 

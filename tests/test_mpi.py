@@ -115,7 +115,7 @@ def test_ranks_send_what_is_planned(trained: dict[int, list[dict[str, Any]]], ra
             "other compiler",
             ["see the C++ compiler (with fusion.found: false none is needed): rank 1 has none, rank 0 has one"],
         ),
-        ("other data", ["what step 1 is given is not the same on all ranks, see input_ids of rank 1"]),
+        ("other data", ["the input of step 1 is not the same on all ranks, see input_ids of rank 1"]),
     ],
 )
 def test_an_error_on_one_rank_ends_all(what: str, told: list[str], tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def test_a_signal_to_one_rank_ends_all_with_weights_saved(tmp_path: Path) -> Non
     os.kill(pid_of(1, tmp_path), signal.SIGTERM)
     status, out, errors = ended(process)
     assert status == 143, errors
-    assert "stopped by SIGTERM after step" in out and "what was trained is saved" in out
+    assert "stopped by SIGTERM after step" in out and "all trained steps are saved" in out
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 

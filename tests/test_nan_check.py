@@ -197,7 +197,7 @@ def test_a_scale_that_can_fall_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
         assert trainer.submit(data[0]).result().overflow
         pending = trainer.submit(data[1])
         assert trainer.loss_scale == 2.0**99
-        with pytest.raises(nt.NotFinite, match=told + (".*the first such value was made by" if look else "")):
+        with pytest.raises(nt.NotFinite, match=told + (".*the first such value was written by" if look else "")):
             pending.result()
         trainer.submit(data[2])
         trainer.submit(data[3])  # step 2 was asked for
@@ -340,6 +340,6 @@ def test_weights_that_are_ruined_replace_no_checkpoint(tmp_path: Path) -> None:
 def test_a_run_that_names_the_operator(tmp_path: Path) -> None:
     done = nntile(tmp_path, "optimizer.lr=1e30", "optimizer.warmup_steps=0", "debug.nonfinite=true")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "the first such value was made by" in done.stderr and "of step" in done.stderr
+    assert "the first such value was written by" in done.stderr and "of step" in done.stderr
     assert metrics(tmp_path / "runs" / "tiny")[-1]["loss"] is None
     assert not (tmp_path / "runs" / "tiny" / "model.safetensors").exists()

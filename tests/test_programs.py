@@ -194,7 +194,7 @@ def test_numbers_of_numpy_are_saved(runtime: nt.Runtime, tmp_path: Path) -> None
 
 def test_arguments_of_a_step(runtime: nt.Runtime) -> None:
     trainer = nt.Trainer(nt.models.GPT2(CONFIG), 2, 8)
-    with pytest.raises(nt.TaskError, match="no step has been made yet"):
+    with pytest.raises(nt.TaskError, match="no step has run yet"):
         trainer.gradients()
     for ids, labels, text in (
         (IDS[:1], IDS, r"input_ids: int64 \(1, 8\) is not allowed; expected ints \(2, 8\)"),

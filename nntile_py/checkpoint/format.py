@@ -1,4 +1,4 @@
-"""The format of a checkpoint: a folder, complete or absent, with all that a bitwise equal continuation needs.
+"""The format of a checkpoint: a folder, complete or absent, from which training continues bitwise equally.
 
 Files: model.safetensors and config.json, as transformers reads them; optimizer.safetensors, the optimizer's averages
 `WEIGHT.m` and `WEIGHT.v`; state.json, the step, the settings of the run and a hash of each file. `nntile train` adds
@@ -43,7 +43,7 @@ Array = np.ndarray[Any, Any]
 
 
 class DamagedCheckpoint(ConfigError):
-    """A file of a checkpoint is not as it was written."""
+    """A file of a checkpoint has changed since it was written, or is missing."""
 
 
 @dataclass(frozen=True)

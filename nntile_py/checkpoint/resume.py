@@ -1,16 +1,15 @@
-"""How a trainer is loaded, and how a run resumes: which checkpoint, whether it belongs to the run."""
+"""Load a trainer, and resume a run: choose the checkpoint and check that it belongs to the run."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from nntile_py.checkpoint.format import STATE, DamagedCheckpoint, checkpoints_in, read_averages, read_facts
@@ -23,12 +22,12 @@ from nntile_py.models.registry import find
 from nntile_py.system.folders import read
 from nntile_py.tasks.optimizer import OPTIMIZERS
 
-# Keys that may differ and change no number.
+# Keys whose values may differ: they have no effect on the trained weights.
 FREE = (
     "out", "runtime", "scheduler", "profile", "debug", "sample", "checkpoint", "data", "tokenizer", "model.from",
     "train.log_every", "train.eval_every", "train.eval_batches",
 )  # fmt: skip
-FIXED = ("model", "optimizer.name")  # keys that must not differ; the run reports differences of all other keys
+FIXED = ("model", "optimizer.name")  # keys that must not differ; differences of other keys are allowed and reported
 _OPTIMIZERS = {optimizer.__name__: optimizer for optimizer in OPTIMIZERS.values()}
 
 
@@ -75,16 +74,6 @@ def loss_scale_of(facts: Mapping[str, Any], trainer: Any) -> dict[str, Any] | No
     """Return the saved LossScale.state; None if the trainer starts with another scale than the saved trainer."""
     same = facts["trainer"].get("loss_scale") == trainer.spec.loss_scale
     return facts.get("loss_scale") if same else None
-
-
-def check_averages(needed: Collection[str], averages: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise ConfigError if an average is missing, or has values that are not finite."""
-    if needed != averages.keys():
-        names = [", ".join(names) or "none" for names in (averages, needed)]
-        raise ConfigError(f"optimizer: the averages that were saved are {names[0]}, those that it needs {names[1]}")
-    for name, values in averages.items():
-        if wrong := [weight for weight, value in values.items() if not np.isfinite(value).all()]:
-            raise ConfigError(f"optimizer: {name} of {wrong[0]} has values that are no finite numbers")
 
 
 # -- nntile train --resume

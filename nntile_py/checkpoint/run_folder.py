@@ -78,7 +78,7 @@ class RunFolder:
         self.close()
 
     def settle(self) -> None:
-        """Take the place of the earlier run, when there is a checkpoint. Files that are not a run's stay."""
+        """Replace the earlier run, once this run has a checkpoint. Files that no run has written stay."""
         if self.path == self.out:
             return
         old = self.path
@@ -90,7 +90,7 @@ class RunFolder:
         shutil.rmtree(old, ignore_errors=True)
 
     def publish(self, step: int) -> None:
-        """Publish the weights of a checkpoint as the run's: by hard links, or copies on disks without links."""
+        """Put a checkpoint's weights into the run's folder: by hard links, or copies on disks without hard links."""
         source = checkpoint.checkpoint_folder(self.path, step)
         files = checkpoint.TOKENIZER, checkpoint.TOKENIZER_CONFIG, GENERATION, checkpoint.CONFIG, checkpoint.MODEL
         for name in files:  # the weights last
@@ -115,7 +115,7 @@ def _locked(folder: Path) -> int:
 
 
 def check_place(option: str, folder: Path) -> None:
-    """Raise ConfigError for a folder inside the checkpoints of a run, which are removed in time."""
+    """Raise ConfigError for a folder inside a run's `checkpoints`, which the run removes sooner or later."""
     real = Path(os.path.realpath(folder))
     for above in (real, *real.parents):
         if above.name == "checkpoints" and (above.parent / METRICS).is_file():

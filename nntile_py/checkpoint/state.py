@@ -50,31 +50,33 @@ def averages_of(built: Step) -> dict[str, dict[Tensor, Tensor]]:
 # -- weights between a model's arrays and tiles
 
 
-def read_tensors(
-    built: Step, store: Store, tensors: Mapping[Tensor, Tensor], masters: Mapping[Tensor, Tensor] | None = None
-) -> dict[str, Array]:
-    """Read a tensor of each parameter from its tiles. Returns {name in transformers: array}.
-
-    Args:
-        built: The step whose tiles the tensors are.
-        store: Holds the tiles.
-        tensors: The tensor of each parameter to read: the parameter itself, or its gradient.
-        masters: Tensors that complete a parameter to its master weight.
-    """
-    arrays: dict[str, Array] = {}
+def read_weights(built: Step, store: Store) -> dict[str, Array]:
+    """Read the master weights from their tiles. Returns {name in transformers: array}."""
+    arrays, masters = dict[str, Array](), masters_of(built)
     for param in built.params:
-        if param.tensor in tensors:
-            value = store.read(built.first, tensors[param.tensor])
-            if master := (masters or {}).get(param.tensor):
-                value = joined(value, store.read(built.update, master))
-            param.put(arrays, value)
+        value = store.read(built.first, param.tensor)
+        if master := masters.get(param.tensor):
+            value = joined(value, store.read(built.update, master))
+        param.put(arrays, value)
     return arrays
 
 
-def write_weights(
+def read_gradients(built: Step, store: Store, scale: float) -> dict[str, Array]:
+    """Read the gradients, divided by the loss scale, from their tiles. Returns {name in transformers: array}."""
+    arrays: dict[str, Array] = {}
+    for param in built.params:
+        if param.tensor in built.grads:
+            value = store.read(built.first, built.grads[param.tensor])
+            param.put(arrays, value / value.dtype.type(scale))
+    return arrays
+
+
+def write_first_state(
     model: Any, built: Step, store: Store, check_equal: Callable[[str, Mapping[str, Any]], None]
 ) -> None:
-    """Write a model's weights into tiles. `check_equal` raises ConfigError if the weights of ranks differ."""
+    """Write a model's weights into tiles, and zeros into the optimizer's averages.
+
+    `check_equal` raises ConfigError if the weights of ranks differ."""
     masters, weights = masters_of(built), getattr(model, "weights", None)
     if not isinstance(weights, Mapping):
         raise ConfigError(f"model: {type(model).__name__}.weights is no dict; allowed: {{name: array}}")
@@ -85,6 +87,27 @@ def write_weights(
             value, master = split(value, param.tensor.dtype)
             store.write(built.update, masters[param.tensor], master)
         store.write(built.first, param.tensor, value)
+    for tensors in averages_of(built).values():
+        for tensor in tensors.values():
+            store.zero(built.update, tensor)
+
+
+def write_averages(built: Step, store: Store, averages: Mapping[str, Mapping[str, Array]]) -> None:
+    """Write the optimizer's averages, {m or v: {name in transformers: array}}, into tiles.
+
+    Raises:
+        ConfigError: An average is missing, has another shape, or has values that are not finite.
+    """
+    states = averages_of(built)
+    if states.keys() != averages.keys():
+        saved, needed = (", ".join(names) or "none" for names in (averages, states))
+        raise ConfigError(f"optimizer: the averages that were saved are {saved}, those that it needs {needed}")
+    for name, values in averages.items():
+        if wrong := [weight for weight, value in values.items() if not np.isfinite(value).all()]:
+            raise ConfigError(f"optimizer: {name} of {wrong[0]} has values that are no finite numbers")
+    for name, tensors in states.items():
+        for param in built.params:
+            store.write(built.update, tensors[param.tensor], param.value(averages[name]))
 
 
 # -- the state of a step
@@ -159,7 +182,7 @@ class LiveState:
 
 
 class Snapshot(LiveState):
-    """A copy of weights and averages, made while the next steps run. When `done`, any thread may read `state`."""
+    """A copy of weights and averages, taken while the next steps run. When `done`, any thread may read `state`."""
 
     def __init__(self, step: int, built: Step, store: Store, loss_scale: Mapping[str, Any] | None) -> None:
         super().__init__(step, built, store, loss_scale)
@@ -208,9 +231,9 @@ class Checkpointable(Protocol):
 
 
 def memory_for_copies(trainer: Checkpointable) -> tuple[int, int]:
-    """Return the bytes of a copy of weights and averages, and the free bytes, of the rank with least to spare.
+    """Return the bytes of a copy of weights and averages, and the free bytes, of the rank with the least free memory.
 
-    All ranks call it."""
+    The free memory is counted without the copy. All ranks call it."""
     live = trainer.live()
     if not live.ranks:
         return live.state().bytes, free_memory()

@@ -1,4 +1,4 @@
-"""When and how checkpoints are written: by `Trainer.save`, during a run, and at its end."""
+"""Write checkpoints: by `Trainer.save`, during a run, and at its end."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ class CheckpointWriter:
 
 
 class TileSender:
-    """Stands in for the CheckpointWriter on ranks other than 0: sends rank 0 the tiles that rank 0 lacks.
+    """The CheckpointWriter of ranks other than 0: sends rank 0 the tiles that rank 0 lacks.
 
     async_: send copies while the next steps run, if all ranks have the memory for copies."""
 

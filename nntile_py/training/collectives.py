@@ -1,4 +1,4 @@
-"""Collective operations of a run's ranks, and what replaces files and output on ranks other than 0."""
+"""Collective operations of a run's ranks. Only rank 0 writes files and prints."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ def ranks_of_run() -> Ranks | None:
 
 
 def agree(stop: list[str], due: bool = False) -> tuple[bool, bool]:
-    """Combine what ranks know, so that all ranks act at the same step.
+    """Combine signals and due checkpoints of all ranks, so that all ranks act at the same step.
 
     Args:
-        stop: Names of the signals that came to this rank. Gets a name if a signal came to another rank.
-        due: True if this rank has a checkpoint due.
+        stop: Names of the signals that this rank has received. If another rank has received one, a name is added.
+        due: True if a checkpoint is due on this rank.
 
     Returns:
-        True if a signal came to any rank, and True if any rank has a checkpoint due. The next call reports a signal
-        that comes during this call.
+        Whether any rank has received a signal, and whether a checkpoint is due on any rank. A signal that comes during
+        this call is reported by the next call.
     """
     if not (ranks := ranks_of_run()):
         return bool(stop), due
@@ -39,7 +39,7 @@ def from_rank_0(value: float) -> float:
 
 
 class NoOutput:
-    """Stands in for metrics and display on ranks other than 0, which write and show nothing."""
+    """Metrics and display of ranks other than 0: writes and shows nothing."""
 
     lines: tuple[dict[str, Any], ...] = ()
 

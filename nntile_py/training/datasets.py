@@ -1,4 +1,4 @@
-"""From a run's config to its Dataset, after a check that the model can be trained on such data."""
+"""Build the Dataset of a run's config, and check that the model can be trained on such data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from nntile_py.graph.bin_packing import bins_of
 from nntile_py.graph.step import StepSpec
 from nntile_py.models.registry import known
 
-# By objective: special tokens that a tokenizer needs, axes of the labels.
+# By objective: the special tokens that the tokenizer must have, and the axes of the labels.
 SPECIAL: dict[str, Sequence[str]] = {"causal": (), "masked": MASKED, CLASSIFICATION: MASKED}
 _LABEL_AXES = {"causal": ["batch", "seq"], "masked": ["batch", "seq"], CLASSIFICATION: ["batch"]}
 
@@ -46,7 +46,7 @@ def build_dataset(config: RunConfig, spec: StepSpec) -> Dataset:
 
 
 def _text_dataset(config: RunConfig, spec: StepSpec) -> TextDataset:
-    """Text of a causal model, or of a masked model: [CLS], a part of the text, [SEP]."""
+    """Return text for a causal model, or for a masked model: each sequence is [CLS], a part of the text, [SEP]."""
     data, train, path = config.data, config.train, config.tokenizer.path
     masked = config.aim == "masked"
     corpus = read_corpus(
@@ -63,7 +63,7 @@ def _text_dataset(config: RunConfig, spec: StepSpec) -> TextDataset:
 
 
 def _masking(config: RunConfig, corpus: Corpus) -> tuple[tuple[int, ...], MaskedCollator]:
-    """Return the tokens around a masked model's text, and the collator that masks tokens."""
+    """Return the tokens before and after a masked model's text, and the collator that masks tokens."""
     numbers: dict[str, int] = {token: number_of(corpus.tokenizer, token) or 0 for token in MASKED}  # none is missing
     padding = getattr(config.model, "padding_token", numbers[PAD])
     _check_padding(padding, numbers[PAD], corpus.tokenizer)

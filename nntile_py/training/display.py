@@ -21,7 +21,7 @@ _LIMIT = "its gradient norm is not below train.skip_above_norm"
 
 
 class Screen(Console):
-    """A console that may be closed, as by `nntile train CONFIG | head -1`; training continues."""
+    """A console whose reader may close it, as in `nntile train CONFIG | head -1`; training continues."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -35,7 +35,7 @@ class Screen(Console):
 
 
 class Display:
-    """Prints a line for some steps; a terminal has also a live display, which vanishes at the end."""
+    """Prints a line every few steps; on a terminal also a live display, which vanishes at the end."""
 
     def __init__(self, console: Console, config: RunConfig, trainer: Trainer) -> None:
         self._console, self._train, self._trainer = console, config.train, trainer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,22 +14,21 @@ IntArray = np.ndarray[Any, Any]
 Inputs = Mapping[str, Any] | IntArray | StepInputs
 
 
-def as_dict(inputs: Mapping[str, Any] | IntArray, labels: IntArray | None) -> Mapping[str, Any]:
-    """Return the dict of inputs. An array is `input_ids`, with `labels` beside it."""
-    if isinstance(inputs, Mapping):
+def as_step_inputs(
+    inputs: Inputs, labels: IntArray | None, passes: int, pack: Callable[[Mapping[str, Any]], StepInputs] | None
+) -> StepInputs:
+    """Return the inputs of `passes` passes; an array is `input_ids`. pack: packs sequences into bins."""
+    if isinstance(inputs, StepInputs):
         if labels is not None:
-            raise ValueError("labels: given beside a dict of inputs; put them into it")
+            raise ValueError("labels: given beside inputs that are filled; fill them with these")
+        if len(inputs.live) != passes:
+            raise ValueError(f"inputs: filled for {len(inputs.live)} passes; allowed here: {passes}")
         return inputs
-    return {"input_ids": inputs} if labels is None else {"input_ids": inputs, "labels": labels}
-
-
-def as_filled(inputs: StepInputs, labels: IntArray | None, passes: int) -> StepInputs:
-    """Check that filled inputs are for this many passes; they contain the labels."""
-    if labels is not None:
-        raise ValueError("labels: given beside inputs that are filled; fill them with these")
-    if len(inputs.live) != passes:
-        raise ValueError(f"inputs: filled for {len(inputs.live)} passes; allowed here: {passes}")
-    return inputs
+    if not isinstance(inputs, Mapping):
+        inputs = {"input_ids": inputs} if labels is None else {"input_ids": inputs, "labels": labels}
+    elif labels is not None:
+        raise ValueError("labels: given beside a dict of inputs; put them into it")
+    return pack(inputs) if pack else StepInputs(inputs, [{}] * passes)
 
 
 def dropout_seed(seed: int, step: int, micro: int) -> float:

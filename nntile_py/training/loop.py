@@ -17,8 +17,8 @@ from nntile_py.data.dataset import Dataset
 from nntile_py.errors import NotFinite
 from nntile_py.training.collectives import NoOutput, agree, from_rank_0
 from nntile_py.training.display import Display
-from nntile_py.training.step_handle import Pending, StepResult
-from nntile_py.training.trainer import STEPS_IN_FLIGHT, Trainer
+from nntile_py.training.step_handle import STEPS_IN_FLIGHT, Pending, StepResult
+from nntile_py.training.trainer import Trainer
 
 MAX_SKIPS = 10  # skipped steps in a row that end the run
 
@@ -29,19 +29,19 @@ def learning_rate(optimizer: OptimizerSection, step: int, steps: int) -> float:
         return optimizer.lr * step / optimizer.warmup_steps
     if optimizer.schedule == "constant":
         return optimizer.lr
-    low = optimizer.min_lr or 0.0
+    min_lr = optimizer.min_lr or 0.0
     part = (step - optimizer.warmup_steps) / (steps - optimizer.warmup_steps)
-    return low + (optimizer.lr - low) * 0.5 * (1 + math.cos(math.pi * part))
+    return min_lr + (optimizer.lr - min_lr) * 0.5 * (1 + math.cos(math.pi * part))
 
 
 def run_steps(
     config: RunConfig, dataset: Dataset, trainer: Trainer, metrics: Metrics | NoOutput, display: Display | NoOutput,
     saver: CheckpointWriter | TileSender, stop: list[str],
 ) -> tuple[float, dict[str, Any] | None]:  # fmt: skip
-    """Train the steps that are left, or until a signal comes.
+    """Train the remaining steps, or until a signal comes.
 
     Returns:
-        The held-out loss before the first step of the run, and the last measurement since; None: none was made.
+        The held-out loss before the first step of the run, and the last measurement after it, None if there is none.
     """
     train = config.train
     recorded = (line["held_out_loss_before"] for line in metrics.lines if "held_out_loss_before" in line)
@@ -98,13 +98,13 @@ def run_steps(
 
 
 class _SkipCount:
-    """Counts skipped steps in a row; after MAX_SKIPS no later step will be better."""
+    """Counts skipped steps in a row; MAX_SKIPS of them end the run."""
 
     def __init__(self, limit: float | None) -> None:
         self.in_a_row, self._limit = 0, limit
 
     def count(self, result: StepResult) -> None:
-        """Count a step. Raises NotFinite after MAX_SKIPS skipped steps; LossScale counts steps that overflow."""
+        """Count a step. Raises NotFinite after MAX_SKIPS skipped steps. Overflows are left to LossScale."""
         if result.overflow:
             return
         self.in_a_row = self.in_a_row + 1 if result.skipped else 0
@@ -127,7 +127,7 @@ def _ends_if_not_finite(metrics: Metrics | NoOutput, line: dict[str, Any]) -> It
     except NotFinite as error:
         metrics.write(line)
         setting = "" if "use precision" in str(error) else "try a smaller optimizer.lr, or optimizer.clip_grad_norm=1.0"
-        source = "" if "first such value" in str(error) else "debug.nonfinite=true tells where it came from"
+        source = "" if "first such value" in str(error) else "debug.nonfinite=true names the operator that wrote it"
         advice = "; ".join(filter(None, (setting, source)))
         raise NotFinite(f"{error}; stopped, the weights are not written" + f" ({advice})" * bool(advice)) from None
 

@@ -40,7 +40,7 @@ class LossScale:
         return {"value": self.value, "good": self.good}
 
     def after(self, *, overflow: bool) -> None:
-        """Update the scale after a step. If it cannot fall further, the step's result raises NotFinite."""
+        """Update the scale after a step. At an overflow with the least scale, the step's result raises NotFinite."""
         if not overflow:
             self.good += 1
             if self.good >= INTERVAL and 2 * self.value <= MOST_SCALE:

@@ -1,4 +1,4 @@
-"""Which operator wrote the first value that is not finite."""
+"""NanCheck: names the operator that wrote the first value that is not finite."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NanCheck:
         self._latest: deque[tuple[int, Program, str]] = deque(maxlen=runs)
 
     def ran(self, program: Program, what: str) -> None:
-        """Note a run. what: describes it in messages."""
+        """Record a run of a program. what: the run's name in messages."""
         if self.enabled:
             self._latest.append((program.checked_run, program, what))
 
@@ -32,12 +32,12 @@ class NanCheck:
             _core.take_not_finite()
 
     def end(self, what: str) -> None:
-        """Raise NotFinite with the first operator that wrote such a value, if the check is enabled."""
+        """Raise NotFinite, which names the first operator that wrote nan or infinity, if the check is enabled."""
         if not self.enabled:
             return
         number, task, part = _core.take_not_finite() or (0, 0, 0)
         for run, program, description in self._latest:
             if run == number:
                 source = program.named(task, part)
-                raise NotFinite(f"{what}; the first such value was made by {source}, in {description}")
-        raise NotFinite(f"{what}; no first such value was found among what tasks wrote")
+                raise NotFinite(f"{what}; the first such value was written by {source}, in {description}")
+        raise NotFinite(f"{what}; no task wrote such a value")

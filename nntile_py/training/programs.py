@@ -1,4 +1,4 @@
-"""The programs of a trainer: of a step and of an evaluation, for each set of optional inputs."""
+"""The programs of a trainer: a step's and an evaluation's, for each set of optional inputs that a user passes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Programs:
         self._runtime, self._checked = runtime, checked
         self._evaluations: dict[tuple[frozenset[str], bool], ForwardProgram] = {}
         self._changed: set[str] = set()  # inputs whose tiles no longer have the default
-        self._optional: dict[str, float] = {}  # optional inputs; the value that means none
+        self._optional: dict[str, float] = {}  # neutral value of each optional input: it acts as if absent
         self._optional_inputs: dict[str, Input] = {}  # declarations of the optional inputs that the model uses
         built = self.of(spec.given).built  # weights have the layouts of these programs
         searched = spec.timings if not built.refused else None
@@ -59,7 +59,7 @@ class Programs:
             self._optional |= built.optional
             memory.check_step(built, self._runtime)
             _core.advise(f"the largest tensors are {built.largest()}")
-            first, *more, update = self._bound([low.tasks for low in built.lists])
+            first, *more, update = self._bound([lowering.tasks for lowering in built.lists])
             given_slots = {one.scale for one in built.graph.inputs.values()}
             known = {*given_slots, *self.spec.live_slots(), "lr", "dropout_seed", *self.spec.optimizer.slots(1)}
             known.add(INVERSE_SCALE)
@@ -70,9 +70,9 @@ class Programs:
             self._write_defaults(built.graph, built.first)
         return self.steps[given]
 
-    def evaluation(self, made: StepPrograms, keep: bool) -> ForwardProgram:
-        """Return the evaluation with the inputs of these steps. keep: the outputs are kept, to be read."""
-        given = next(names for names, programs in self.steps.items() if programs is made)
+    def evaluation(self, step: StepPrograms, keep: bool) -> ForwardProgram:
+        """Return the evaluation with the inputs of `step`. keep: the outputs stay in memory, so they can be read."""
+        given = next(names for names, known in self.steps.items() if known is step)
         if (given, keep) not in self._evaluations:
             evaluation, tf32 = self.spec.with_inputs(given).evaluation(keep), self.spec.precision == "tf32"
             self._evaluations[given, keep] = ForwardProgram(evaluation, self.store, tf32=tf32, checked=self._checked)
@@ -81,19 +81,19 @@ class Programs:
     def check(
         self, given: Mapping[str, Any], rows: int, shift: bool, unlabelled: bool = False
     ) -> tuple[dict[str, IntArray], StepPrograms]:
-        """Check inputs. Returns the arrays to write, and the programs that take them.
+        """Check inputs. Returns the arrays to write, and the programs that read them.
 
         Args:
             given: Arrays by name, as the user gives them.
             rows: Rows of the batch.
-            shift: Labels stand at the positions of the inputs.
+            shift: Labels are at the positions of the inputs and must be shifted.
             unlabelled: Labels may be missing.
         """
         optional = {name: one for name in self._optional if name in given and (one := self._optional_input(name))}
         values = {name: one.checked(given[name], rows) for name, one in optional.items()}
         absent = {name for name, value in values.items() if (value == self._optional[name]).all()}
-        made = self.of(frozenset(optional) - absent)
-        declared = made.built.graph.inputs
+        step = self.of(frozenset(optional) - absent)
+        declared = step.built.graph.inputs
         for name in given:
             if name not in declared and name not in absent:
                 known = [*declared, *(n for n in self._optional if n not in declared and self._optional_input(n))]
@@ -102,7 +102,7 @@ class Programs:
         arrays = check_inputs(declared, {**given, **values}, rows, shift=shift, unlabelled=unlabelled, own=own)
         self._changed |= {name for name in arrays if name in given and declared[name].default is not None}
         unchanged = {name for name in arrays if name not in given and self._keeps_default(name, declared[name])}
-        return {name: value for name, value in arrays.items() if name not in unchanged}, made
+        return {name: value for name, value in arrays.items() if name not in unchanged}, step
 
     def _keeps_default(self, name: str, one: Input) -> bool:
         """True if the tiles of an input still have its default, which `of` has written."""
@@ -111,11 +111,11 @@ class Programs:
     def _bound(self, lists: Sequence[TaskList]) -> list[Program]:
         return programs(lists, self.store, tf32=self.spec.precision == "tf32", checked=self._checked)
 
-    def _write_defaults(self, graph: Graph, low: Lowering) -> None:
-        """Write the defaults of inputs, which stay until a step gives a value."""
+    def _write_defaults(self, graph: Graph, lowering: Lowering) -> None:
+        """Write the defaults of inputs into tiles; they stay until a step passes a value."""
         for one in graph.inputs.values():
             if (value := one.filled(self.spec.rows)) is not None:
-                self.store.write(low, one.tensor, value)
+                self.store.write(lowering, one.tensor, value)
 
     def _optional_input(self, name: str) -> Input | None:
         """Return the declaration of an optional input; None if the model does not declare it."""

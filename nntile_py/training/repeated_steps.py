@@ -1,4 +1,4 @@
-"""Steps and forward passes that repeat with the same inputs, to be timed."""
+"""Repeated steps and forward passes with the same inputs, for measurements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from nntile_py.training.trainer import Trainer
 def same_steps(trainer: Trainer, inputs: Inputs, labels: IntArray | None = None) -> Callable[[int], list[float]]:
     """Return a function that submits n steps, waits for them and returns their losses. Arguments as of Trainer.submit.
 
-    Sequences are packed here, once. A run packs while steps run, and PyTorch, too, gets its offsets and masks ready."""
+    Sequences are packed once, outside the measured time: a training run packs while other steps run, and the compared
+    PyTorch programs also get their offsets and masks ready."""
     filled = trainer.filled(inputs, labels)
 
     def run(count: int) -> list[float]:
@@ -33,7 +34,7 @@ def forward_passes(
 
     Args:
         spec: The model and its sizes. A model without a loss has losses of 0.
-        inputs: Padded arrays, as of spec.random_inputs. They are written once, as PyTorch's lie on its device.
+        inputs: Padded arrays, as of spec.random_inputs. They are written once, like PyTorch's inputs on its device.
         captured: Run as a CUDA graph; see Served.
     """
     filled = StepInputs(inputs, [{}])

@@ -64,7 +64,7 @@ def train(
     Raises:
         NNTileError: The loss or the gradient norm is not finite any more; no weights are written.
     """
-    # Refuse what cannot be trained, and what the machine lacks, before any work.
+    # Before any work: check that the model can be trained, and that the machine has the workers.
     check_objective(config, spec)
     runtime = Runtime(**runtime_options(config.runtime.model_dump()), mpi=True)
     ranks = runtime.ranks
@@ -103,7 +103,7 @@ def train(
     if stop:
         more = f"; {again} --resume goes on" if trainer.steps < config.train.steps else ""
         done = f"after step {trainer.steps} of {config.train.steps}"
-        report(f"stopped by {stop[0]} {done}; what was trained is saved{more}")
+        report(f"stopped by {stop[0]} {done}; all trained steps are saved{more}")
         return 128 + signal.Signals[stop[0]].value
     return 0
 
@@ -159,9 +159,11 @@ def _first_trainer(config: RunConfig, spec: StepSpec, runtime: Runtime, point: R
 
 @dataclass(frozen=True)
 class _Run:
-    """What rank 0 has before the first step.
+    """A run on rank 0, ready for its first step.
 
-    facts: entries of each checkpoint's state.json. stop: see _signals."""
+    Attributes:
+        facts: Entries of each checkpoint's state.json.
+        stop: Names of the signals received, see _signals."""
 
     config: RunConfig
     out: Path
@@ -177,7 +179,7 @@ class _Run:
 def _run_folder(out: Path, resume: Path | None, replaces: bool, checkpoints: list[tuple[int, Path]]) -> RunFolder:
     """Create the run's folder, after all checks, so that a refused run leaves nothing behind.
 
-    checkpoints: those in `out` at the start, to notice another process that trained into it meanwhile."""
+    checkpoints: the checkpoints in `out` at the start; if they have changed, another process trains into `out`."""
     folder = RunFolder(out, replaces, new=not (resume or replaces))
     if resume and checkpoint.checkpoints_in(out) != checkpoints:
         raise ConfigError(f"--resume: another process has trained into {out} meanwhile; allowed: to begin again")
@@ -274,7 +276,7 @@ def _train_on_other_rank(config: RunConfig, dataset: Dataset, trainer: Trainer, 
 def _signals() -> Iterator[list[str]]:
     """Give a list to which SIGINT and SIGTERM append their names.
 
-    After the first signal a SIGINT acts as usual, at once. A further SIGTERM does not: Slurm sends each rank two."""
+    After the first signal, SIGINT interrupts at once. A second SIGTERM does not, as Slurm sends each rank two."""
     stop: list[str] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -1,14 +1,19 @@
-"""Handle of a submitted step, and the step's result."""
+"""Handle of a submitted step, its result, and the steps that are in flight."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nntile_py import _core
 from nntile_py.errors import NotFinite
-from nntile_py.training.loss_scale import is_least
+from nntile_py.graph.step import StepSpec
+from nntile_py.training.loss_scale import LossScale, is_least
 from nntile_py.training.nan_check import NanCheck
+
+STEPS_IN_FLIGHT = 2  # submitted steps whose results the trainer has not waited for
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class StepResult:
         loss: Mean loss before the update.
         grad_norm: Norm of the gradient before clipping.
         skipped: The weights did not change: grad_norm was above skip_above_norm, or the gradients overflowed.
-        loss_scale: What the loss was multiplied by; None: it was not scaled.
+        loss_scale: Factor of the loss; None: the loss was not scaled.
     """
 
     step: int
@@ -57,8 +62,7 @@ class Pending:
 
         Raises:
             TaskError: A task failed.
-            NotFinite: The gradients overflow with the least loss scale; or a value is not finite, if the trainer checks
-                for that.
+            NotFinite: The gradients overflow with the least loss scale; or, with check_finite, a value is not finite.
         """
         result, self._reported = self.unchecked_result(), True
         if self._hopeless(result):
@@ -71,21 +75,54 @@ class Pending:
         return result
 
     def settle(self) -> None:
-        """Wait for the step. Raises as `result` does, unless `result` has raised."""
+        """Wait for the step. Raises the errors of `result`, unless the user has already called `result`."""
         self.unchecked_result() if self._reported else self.result()
 
     def unchecked_result(self) -> StepResult:
-        """Wait for the step and return its result, also if numbers are not finite."""
+        """Wait for the step and return its result, even if loss or norm are not finite."""
         loss, norm = self._fetch.wait()
         loss /= self._scale or 1.0
         skipped = self._limit is not None and not norm <= self._limit
         result = StepResult(self.step, loss, norm, skipped, self._scale)
         if not result.overflow:
             return result
-        if not self._forgot and not self._hopeless(result):  # once: later findings belong to later steps
+        if not self._forgot and not self._hopeless(result):  # once: values found later belong to later steps
             self._nan_check.forget()
         self._forgot = True
         return replace(result, skipped=True)
 
     def _hopeless(self, result: StepResult) -> bool:
         return result.overflow and is_least(self._scale or 1.0)
+
+
+class StepsInFlight:
+    """The submitted steps whose results the trainer has not waited for, and the loss scale that these results decide.
+
+    Attributes:
+        scale: The loss scale; None: the loss is not scaled.
+    """
+
+    def __init__(self, spec: StepSpec) -> None:
+        self.scale, self._steps = LossScale.of(spec), deque[Pending]()
+        self._deciding: Pending | None = None  # the step whose gradient norm decides the next loss scale
+
+    def add(self, step: Pending) -> None:
+        """Add a step that was just submitted."""
+        self._steps.append(step)
+        self._deciding = step if self.scale else None
+
+    def settle(self) -> None:
+        """Wait until another step may be submitted; with a scaled loss, until the next scale is known."""
+        while len(self._steps) >= STEPS_IN_FLIGHT:
+            self._steps.popleft().settle()
+        self.scale_state()  # last: a step that overflows discards the values that NanCheck found so far
+
+    def scale_state(self) -> dict[str, Any] | None:
+        """Return LossScale.state of the next step; waits for earlier steps. None: the loss is not scaled."""
+        if self.scale is None:
+            return None
+        if self._deciding:
+            result, self._deciding = self._deciding.unchecked_result(), None
+            if result.overflow or math.isfinite(result.grad_norm):  # otherwise no scale helps
+                self.scale.after(overflow=result.overflow)
+        return self.scale.state

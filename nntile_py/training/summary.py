@@ -1,4 +1,4 @@
-"""What a run shows at its end: a sample of text, or a classifier's confusion matrix."""
+"""The end of a run's output: a sample of text, or a classifier's confusion matrix."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,12 +27,12 @@ def sample_text(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: lis
 
 
 def missing_logits(trainer: Trainer) -> str:
-    """Return why the model can give no sample of text; empty if it can."""
+    """Return why no sample of text is possible with this model; empty if it is possible."""
     outputs = trainer.outputs
     if "logits" in outputs and tuple(outputs["logits"].axes[:-1]) == ("batch", "seq"):
         return ""
     return (
-        "no sample: it is made of the model's output logits [batch, seq, vocab]; the outputs of"
+        "no sample: it needs the model's output logits [batch, seq, vocab]; the outputs of"
         f" {type(trainer.model).__name__} are {', '.join(f'{n} {[*t.axes]}' for n, t in outputs.items()) or 'none'}"
     )
 

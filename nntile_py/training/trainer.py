@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -13,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from nntile_py import _core
-from nntile_py.checkpoint.resume import check_averages, load_trainer
+from nntile_py.checkpoint.resume import load_trainer
 from nntile_py.checkpoint.state import (
     LiveState,
     Snapshot,
-    averages_of,
-    masters_of,
-    read_tensors,
-    write_weights,
+    read_gradients,
+    read_weights,
+    write_averages,
+    write_first_state,
 )
 from nntile_py.checkpoint.writer import save_trainer
 from nntile_py.errors import ConfigError, TaskError
@@ -36,14 +35,12 @@ from nntile_py.tasks.adamw import AdamW
 from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.optimizer import INVERSE_SCALE, Optimizer
 from nntile_py.tiles import TaskList, Tiling
-from nntile_py.training.inputs import Inputs, IntArray, as_dict, as_filled, dropout_seed
+from nntile_py.training.inputs import Inputs, IntArray, as_step_inputs, dropout_seed
 from nntile_py.training.loss_scale import LossScale
 from nntile_py.training.nan_check import NanCheck
 from nntile_py.training.programs import Programs
-from nntile_py.training.step_handle import Pending
+from nntile_py.training.step_handle import STEPS_IN_FLIGHT, Pending, StepsInFlight
 from nntile_py.typed import plain, typed
-
-STEPS_IN_FLIGHT = 2
 
 
 class Trainer:
@@ -61,7 +58,7 @@ class Trainer:
         clip_grad_norm: Upper bound on the norm of all gradients together; larger gradients are scaled down.
         skip_above_norm: A step with a larger gradient norm, or one that is not finite, changes no weights and no
             averages. The step counts.
-        accumulate: How partial sums of a tile are added: chain (deterministic), commute, redux or tree.
+        accumulate: How tasks add partial sums of a tile: chain (deterministic), commute, redux or tree.
         fusion: True, False or {bias, activation, reshape, qkv, residual_norm, found: bool, exclude: [names of groups]}.
         attention: Attention backend instead of the model's own: vendor, merge, flash or naive.
         grad_accumulation: Passes whose gradients are averaged into one step.
@@ -104,7 +101,8 @@ class Trainer:
         loss_scale: float | None = None,
     ) -> None:
         if attention is not None and not hasattr(model, "changed"):
-            raise ConfigError(f"attention: {type(model).__name__} is no nt.Model; its own text says which it has")
+            need = f"None, as {type(model).__name__} is no nt.Model and chooses its attention itself"
+            raise ConfigError(f"attention: got {attention!r}; allowed: {need}")
         chosen = model if attention is None else model.changed(attention=attention)  # type: ignore[attr-defined]
         spec = StepSpec(
             chosen, batch, seq, Tiling(tiles), precision, optimizer or AdamW(), clip_grad_norm, accumulate,
@@ -120,31 +118,25 @@ class Trainer:
         return self
 
     def _start(self, model: Any, spec: StepSpec, seed: int, shift_labels: bool, check_finite: bool) -> None:
-        if Runtime.current is None:
+        if (runtime := Runtime.current) is None:
             raise TaskError("Trainer: no runtime is running; use it inside `with nntile_py.Runtime(...):`")
         check_precision("precision", spec.precision, bool(_core.cuda_workers()))
-        self.model, self.seed, self.shift_labels = model, plain(seed), plain(shift_labels)
-        if Runtime.current.ranks:
-            spec = replace(spec, ranks=Runtime.current.ranks.size)
-        if check_finite and Runtime.current.ranks:
-            need = "False, as each sees only its own tasks"
-            raise ConfigError(f"check_finite (debug.nonfinite): got True; allowed on several ranks: {need}")
+        if runtime.ranks:
+            spec = replace(spec, ranks=runtime.ranks.size)
+            if check_finite:
+                need = "False, as each sees only its own tasks"
+                raise ConfigError(f"check_finite (debug.nonfinite): got True; allowed on several ranks: {need}")
+        self.model, self.seed, self.shift_labels, self._runtime = model, plain(seed), plain(shift_labels), runtime
         self.nan_check = NanCheck(plain(check_finite), (STEPS_IN_FLIGHT + 1) * (spec.grad_accumulation + 1))
         self.batch, self.seq, self.precision = spec.batch, spec.seq, spec.precision
         self.optimizer, self.grad_accumulation = spec.optimizer, spec.grad_accumulation
-        self._runtime = Runtime.current
-        self._check_alone(self._runtime)
-        self.steps, self._pending, self._scale, self._scaled = 0, deque[Pending](), LossScale.of(spec), 1.0
-        self._deciding: Pending | None = None  # the step whose norm decides the next loss scale
-        self._programs = Programs(spec, self._runtime, self.nan_check.enabled)
+        self._check_alone()
+        self.steps, self._in_flight, self._scaled = 0, StepsInFlight(spec), 1.0
+        self._programs = Programs(spec, runtime, self.nan_check.enabled)
         self._store, self.spec = self._programs.store, self._programs.spec
         self._built = self._programs.of(spec.given).built
-        write_weights(model, self._built, self._store, self._check_equal)
-        written = set(masters_of(self._built).values())
-        for tensor in self._built.update_graph.kept.values():
-            if tensor.kind == "state" and tensor not in written:
-                self._store.zero(self._built.update, tensor)
-        self._runtime.at_exit(self)
+        write_first_state(model, self._built, self._store, self._check_equal)
+        runtime.at_exit(self)
 
     def __repr__(self) -> str:
         tiles = ", ".join(f"{axis}: {size}" for axis, size in self.spec.tiling.tiles.items()) or "uncut"
@@ -164,9 +156,9 @@ class Trainer:
 
     @property
     def tasks_per_step(self) -> int:
-        made = self._programs.of(self.spec.given)
-        more = made.more.tasks if made.more else 0
-        return made.first.tasks + (self.grad_accumulation - 1) * more + made.update.tasks
+        programs = self._programs.of(self.spec.given)
+        more = programs.more.tasks if programs.more else 0
+        return programs.first.tasks + (self.grad_accumulation - 1) * more + programs.update.tasks
 
     @property
     def built(self) -> Step:
@@ -193,55 +185,54 @@ class Trainer:
     @property
     def loss_scale(self) -> float | None:
         """Factor of the next step's loss; waits for earlier steps. None: the loss is not scaled."""
-        state = self._scale_state()
+        state = self._in_flight.scale_state()
         return state["value"] if state else None
 
     @typed
     def submit(self, inputs: Inputs, labels: IntArray | None = None, lr: float | None = None) -> Pending:
         """Submit one step and return at once.
 
-        At most two steps are in flight, with a scaled loss one: its gradient norm decides the next step's factor.
+        At most two steps are in flight. With a scaled loss, only one: its gradient norm decides the next step's factor.
 
         Args:
             inputs: Dict as transformers' model takes it (input_ids, labels, ...), of arrays with
                 grad_accumulation * batch rows; or the array input_ids, with `labels` beside it.
-            labels: Integers; -100 is left out of the mean loss.
+            labels: Integers; the mean loss leaves out labels of -100.
             lr: Learning rate of this step. Default: the optimizer's.
 
         Raises:
             ValueError: An input is missing, unknown, or has the wrong shape, dtype or values.
-            NotFinite: An earlier step failed with NotFinite, and its result was not read.
+            NotFinite: An earlier step whose result nobody has read failed with NotFinite.
         """
         filled = self.filled(inputs, labels)
-        arrays, made = self._programs.check(filled.arrays, self.grad_accumulation * self.spec.rows, self._shifts)
-        rate = self.optimizer.lr if lr is None else self.optimizer.changed(lr=lr).lr  # refuses what no rate may be
+        arrays, programs = self._programs.check(filled.arrays, self.grad_accumulation * self.spec.rows, self._shifts)
+        rate = self.optimizer.lr if lr is None else self.optimizer.changed(lr=lr).lr  # checks the rate
         if not self.steps:
-            self._check_alone(self._runtime)
-        self._settle()
+            self._check_alone()
+        self._in_flight.settle()
         self.steps += 1
-        built, declared = made.built, made.built.graph.inputs
+        built, declared = programs.built, programs.built.graph.inputs
         slots = {"lr": rate, **self.optimizer.slots(self.steps)}
-        scale = self._scale.value if self._scale else None
+        scale = self._in_flight.scale.value if self._in_flight.scale else None
         slots |= mean_slots(label_counts(declared, arrays, filled.arrays), scale or 1.0)
         if scale:
             slots[INVERSE_SCALE], self._scaled = 1 / scale, scale
-        self._check_equal(f"what step {self.steps} is given", {**arrays, **slots, "seed": self.seed})
+        self._check_equal(f"the input of step {self.steps}", {**arrays, **slots, "seed": self.seed})
         for micro in range(self.grad_accumulation):
             part = slice(micro * self.spec.rows, (micro + 1) * self.spec.rows)
             slots |= filled.live[micro]
             slots["dropout_seed"] = dropout_seed(self.seed, self.steps, micro)
-            program, low = (made.first, built.first)
-            if micro and made.more and built.more:
-                program, low = made.more, built.more
+            program, lowering = programs.first, built.first
+            if micro and programs.more and built.more:
+                program, lowering = programs.more, built.more
             for name, value in arrays.items():
-                self._store.write(low, declared[name].tensor, value[part] if declared[name].batched else value)
+                self._store.write(lowering, declared[name].tensor, value[part] if declared[name].batched else value)
             self._run(program, slots, f"pass {micro + 1} of step {self.steps}")
-        self._run(made.update, slots, f"the update of step {self.steps}")
+        self._run(programs.update, slots, f"the update of step {self.steps}")
         tokens = filled.tokens(self.tokens_per_step)
         fetch = self._store.fetch("loss", "grad_norm")
         pending = Pending(self.steps, fetch, tokens, self.nan_check, self.spec.skip_above_norm, scale)
-        self._pending.append(pending)
-        self._deciding = pending if scale else None
+        self._in_flight.add(pending)
         return pending
 
     @typed
@@ -258,28 +249,28 @@ class Trainer:
         return_logits: bool = False,
         return_outputs: bool = False,
     ) -> Any:
-        """Evaluate `batch` rows without dropout. Arguments as of `submit`.
+        """Evaluate `batch` rows without dropout.
 
         Args:
-            inputs: Dict of arrays, or input_ids.
-            labels: Labels; with return_logits or return_outputs they may be left out.
+            inputs: As of `submit`.
+            labels: As of `submit`; with return_logits or return_outputs they may be left out.
             return_logits: Return also the logits.
             return_outputs: Return also all outputs of the model.
 
         Returns:
-            The mean loss, (loss, logits) or (loss, {name: array}). The loss is nan if no label counts.
+            The mean loss, (loss, logits) or (loss, {name: array}). The loss is nan if all labels are ignored.
         """
         if Runtime.current is not self._runtime:
-            raise TaskError("evaluate: the runtime of this Trainer has stopped; make a Trainer of another")
+            raise TaskError("evaluate: the Runtime of this Trainer has stopped; create a Trainer on a running Runtime")
         keep = return_logits or return_outputs
         filled = self.filled(inputs, labels, 1)
-        arrays, made = self._programs.check(filled.arrays, self.spec.rows, self._shifts, unlabelled=keep)
-        program = self._programs.evaluation(made, keep)
+        arrays, programs = self._programs.check(filled.arrays, self.spec.rows, self._shifts, unlabelled=keep)
+        program = self._programs.evaluation(programs, keep)
         if return_logits and not return_outputs and "logits" not in program.outputs:
             raise ValueError(f"return_logits: the outputs are {', '.join(program.outputs)}; use return_outputs")
-        program.write(arrays)  # of which dropout's are no inputs of an evaluation
+        program.write(arrays)  # skips the inputs of dropout, which an evaluation lacks
         counts = label_counts(program.inputs, arrays, filled.arrays)
-        self._check_equal("what an evaluation is given", {**arrays, **counts})
+        self._check_equal("the input of an evaluation", {**arrays, **counts})
         program.run(mean_slots(counts) | dict(filled.live[0]))
         self.nan_check.ran(program.served.program, "an evaluation")
         loss = program.loss()
@@ -300,49 +291,43 @@ class Trainer:
     def gradients(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return {name in transformers: gradient} of the last step, before clipping."""
         if not self.steps:
-            raise TaskError("gradients: no step has been made yet")
-        found = read_tensors(self._built, self._store, self._built.grads)
-        return {name: value / value.dtype.type(self._scaled) for name, value in found.items()}
+            raise TaskError("gradients: no step has run yet")
+        return read_gradients(self._built, self._store, self._scaled)
 
     def state_dict(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return {name in transformers: weight}, tied weights once; store it in the model, too."""
-        params = {param.tensor: param.tensor for param in self._built.params}
-        self.model.weights = read_tensors(self._built, self._store, params, masters_of(self._built))
+        """Return {name in transformers: weight}, and store it in the model too. A tied weight occurs once."""
+        self.model.weights = read_weights(self._built, self._store)
         return dict(self.model.weights)
 
     def snapshot(self) -> Snapshot:
-        """Start to copy weights and averages as the submitted steps leave them; return at once."""
-        return Snapshot(self.steps, self._built, self._store, self._scale_state())
+        """Start to copy weights and averages as they are after all submitted steps; return at once."""
+        return Snapshot(self.steps, self._built, self._store, self._in_flight.scale_state())
 
     def live(self) -> LiveState:
-        """Return weights and averages, to be read one by one."""
-        return LiveState(self.steps, self._built, self._store, self._scale_state())
+        """Return weights and averages in their tiles; arrays are read one by one."""
+        return LiveState(self.steps, self._built, self._store, self._in_flight.scale_state())
 
     def restore(
         self, step: int, averages: Mapping[str, Mapping[str, np.ndarray[Any, Any]]],
         loss_scale: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """Continue after `step` steps. The weights are the model's.
+        """Continue after `step` steps, with the weights of the model.
 
         Args:
             step: Steps trained so far.
             averages: The optimizer's averages, {m or v: {name in transformers: array}}.
-            loss_scale: LossScale.state; None: that of a first step.
+            loss_scale: LossScale.state; None: the initial loss scale.
 
         Raises:
-            ConfigError: An average is missing, or has another shape.
+            ConfigError: An average is missing, has another shape, or has values that are not finite.
         """
-        states = averages_of(self._built)
-        check_averages(states.keys(), averages)
-        for name, of in states.items():
-            for param in self._built.params:
-                self._store.write(self._built.update, of[param.tensor], param.value(averages[name]))
+        write_averages(self._built, self._store, averages)
         for name, values in averages.items():
             self._check_equal(f"{name} of the checkpoint", values)
-        if self._scale and loss_scale:
-            self._scale = LossScale(**loss_scale)
+        if self._in_flight.scale and loss_scale:
+            self._in_flight.scale = LossScale(**loss_scale)
         self.steps = step
-        self._check_alone(self._runtime)
+        self._check_alone()
 
     @typed
     def save(self, folder: str | Path) -> None:
@@ -387,16 +372,15 @@ class Trainer:
     # -- inside
 
     def filled(self, inputs: Inputs, labels: IntArray | None = None, passes: int | None = None) -> StepInputs:
-        """Return the arguments of `submit` as it uses them: packed, if the trainer packs. `submit` accepts the result.
+        """Return the inputs of a step, packed if the trainer packs. `submit` and `evaluate` accept the result.
 
-        passes: default: the passes of a step."""
+        passes: forward and backward passes. Default: those of a step."""
         passes = passes or self.grad_accumulation
-        if isinstance(inputs, StepInputs):
-            return as_filled(inputs, labels, passes)
-        inputs = as_dict(inputs, labels)
-        if not self.spec.pack:
-            return StepInputs(inputs, [{}] * passes)
-        return self._bins.fill(inputs, passes, self.batch, shift=self.shift_labels)
+
+        def pack(arrays: Mapping[str, Any]) -> StepInputs:
+            return self._bins.fill(arrays, passes, self.batch, shift=self.shift_labels)
+
+        return as_step_inputs(inputs, labels, passes, pack if self.spec.pack else None)
 
     @cached_property
     def _bins(self) -> Bins:
@@ -407,26 +391,10 @@ class Trainer:
         """True if labels must still be shifted. Packed batches arrive shifted."""
         return self.shift_labels and not self.spec.pack
 
-    def _check_alone(self, runtime: Runtime) -> None:
+    def _check_alone(self) -> None:
         """Raise ConfigError if another trainer trains the same model: one would overwrite the other's weights."""
-        if any(user is not self and user.model is self.model and user.steps for user in runtime.users):
+        if any(user is not self and user.model is self.model and user.steps for user in self._runtime.users):
             raise ConfigError("model: another Trainer trains it; use close() of that one first, or a model of its own")
-
-    def _settle(self) -> None:
-        """Wait until another step may be submitted; with a scaled loss, until the next scale is known."""
-        while len(self._pending) >= STEPS_IN_FLIGHT:
-            self._pending.popleft().settle()
-        self._scale_state()  # last: a step that overflows discards the values that nan_check found so far
-
-    def _scale_state(self) -> dict[str, Any] | None:
-        """Return LossScale.state of the next step."""
-        if self._scale is None:
-            return None
-        if self._deciding:
-            result, self._deciding = self._deciding.unchecked_result(), None
-            if result.overflow or math.isfinite(result.grad_norm):  # otherwise no scale helps
-                self._scale.after(overflow=result.overflow)
-        return self._scale.state
 
     def _run(self, program: Program, slots: dict[str, float], what: str) -> None:
         program.run(slots)
