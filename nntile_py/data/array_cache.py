@@ -24,12 +24,12 @@ def cached(kind: str, key: str, make: Callable[[], Arrays]) -> Arrays:
 
     Args:
         kind: Folder in the cache.
-        key: Hash of all that decides the arrays.
+        key: Hash of everything that determines the arrays.
         make: Computes the arrays.
     """
     path = cache_folder() / kind / f"{key}.npz"
     try:
-        if not path.is_file():  # a pipe of this name would block
+        if not path.is_file():  # opening a pipe of this name would wait for ever
             raise FileNotFoundError
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}

@@ -49,7 +49,7 @@ class LabelledCorpus:
 
     Attributes:
         names: Names of the classes.
-        cut: How many texts had more tokens than a sequence and were cut.
+        cut: Number of texts that had too many tokens and were cut.
     """
 
     tokenizer: Tokenizer
@@ -145,7 +145,7 @@ def _check_frames(tokenizer: Tokenizer, path: str | None) -> None:
 def _tokenized(
     tokenizer: Tokenizer, samples: list[LabelledText], numbers: dict[str, int], seq: int
 ) -> tuple[TokenizedTexts, int]:
-    """Encode samples, cut to `seq` tokens. Returns also how many texts were cut."""
+    """Encode samples, cut to `seq` tokens. Returns also the number of texts that were cut."""
     cutting = Tokenizer.from_str(tokenizer.to_str())  # a copy: the tokenizer that the run saves cuts nothing
     cutting.no_padding()
     cutting.enable_truncation(seq)
@@ -205,14 +205,13 @@ class ClassificationDataset:
         return self._bins.filled(padded, places, self._passes, shift=False)
 
     def samples(self, step: int) -> TokenizedTexts:
-        """Return the texts of a training step. Each epoch has every text once, in an order that the seed decides. With
-        bins a step has as many texts as fit."""
+        """Return the texts of a training step. An epoch has each text once, in an order that depends on the seed."""
         return self.corpus.train.take(np.array(self._sampler.step(step)[0]))
 
     def held_out(self, whole: bool = False) -> Iterator[dict[str, Array]]:
         """Yield batches of held-out texts, spread evenly: `eval_batches` of them, or all texts if `whole`.
 
-        Rows without a label fill the last batch."""
+        The last batch is filled with rows whose labels are ignored."""
         texts, rows = self.corpus.held_out, self._batch
         count = len(texts) if whole else min(len(texts), self._eval_batches * rows)
         numbers = np.linspace(0, len(texts) - 1, count).astype(np.int64)

@@ -1,4 +1,4 @@
-"""The protocol of training data: what a run trains on, and what it measures."""
+"""Dataset: the protocol of a run's training data and held-out data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Dataset(Protocol):
     Attributes:
         tokenizer: Turns text into token numbers; the run saves it beside the weights.
         class_names: Names of a classifier's classes; None for a language model.
-        example: Padded held-out inputs that the end of a run shows with the model's guesses; None: no such example.
+        example: Padded held-out inputs; the end of a run shows the model's guesses for their masked tokens. None: no
+            example.
     """
 
     tokenizer: Tokenizer

@@ -21,8 +21,8 @@ class Sampler:
         rows: Sequences of a step, if there are no bins.
         bins: A step reads as many sequences as fit into the bins of its passes.
         passes: Forward and backward passes of a step.
-        lookahead: How many sequences to look at for one that fits into a bin. Looking at all sequences would read long
-            sequences first, and, if lengths depend on labels, steps with few labels.
+        lookahead: Number of sequences among which to search one that fits into a bin. A search among all sequences
+            would read the long ones first; if lengths depend on labels, such steps would have few different labels.
     """
 
     def __init__(

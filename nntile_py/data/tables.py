@@ -85,7 +85,7 @@ def no_numbers(names: list[str] | None) -> bool:
 
 @lru_cache(maxsize=2)
 def _read(key: str, source: str, text: str, label: str, changed: tuple[int, int]) -> list[LabelledText]:
-    """Read a table once. `changed`, its time and size, makes the cache read a changed file again."""
+    """Read a table; results are cached. changed: time and size of the file, so that a changed file is read again."""
     where, need = f"{key}: {source}", _allowed(text, label)
     samples = [
         LabelledText(*_checked(f"{where}, line {line}", row, text, label), line)
@@ -119,7 +119,7 @@ def read_rows(where: str, path: Path, columns: Sequence[str], need: str) -> Iter
     """Yield the rows of a table, each with the number of its first line.
 
     Args:
-        where: Begin of error messages.
+        where: Beginning of error messages.
         path: A file with a suffix of FORMATS.
         columns: Columns that every row must have.
         need: What is allowed, for error messages.

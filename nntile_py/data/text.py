@@ -154,8 +154,9 @@ def encode(tokenizer: Tokenizer, documents: list[str], *, ends: bool = True) -> 
 class Corpus:
     """Tokens of the training text and of the held-out text, 1-D integer arrays, with their tokenizer.
 
-    train_lengths, held_out_lengths: lengths of the sequences that lie one after the other in the tokens; None if
-    sequences are windows of the text."""
+    Attributes:
+        train_lengths: Tokens of each sequence of the training text; None if sequences are windows of the text.
+        held_out_lengths: The same for the held-out text."""
 
     tokenizer: Tokenizer
     train: Array
@@ -179,7 +180,7 @@ def read_corpus(
     """Read, split and tokenize text. The cache folder keeps the tokens of a long text.
 
     Args:
-        source: Text, as of `read_documents`, as are extensions and max_bytes.
+        source: `python-stdlib`, a text file, or a folder.
         extensions: File name endings to read in a folder.
         max_bytes: Upper bound on the bytes to read.
         val_fraction: Share of the text to hold out.
@@ -229,7 +230,7 @@ def _check_size(text: str, tokens: int, unit: str, seq: int, max_bytes: int | No
 
 
 def _key(documents: list[str], val_fraction: float, settings: str) -> str:
-    """Hash all that decides a corpus: the text, its split, the tokenizer, and this module."""
+    """Return a hash of everything that determines a corpus: the text, its split, the tokenizer, and this module."""
     made_by = Path(__file__).read_text(encoding="utf-8"), tokenizers.__version__
     digest = hashlib.sha256()
     for part in (*made_by, repr(val_fraction), settings, *documents):
@@ -245,7 +246,7 @@ class Pieces:
 
     Attributes:
         lengths: Tokens of each piece.
-        cut: How many sequences of the text were longer.
+        cut: Number of sequences that were longer than `longest`.
     """
 
     def __init__(self, tokens: Array, lengths: Array, longest: int) -> None:
@@ -262,7 +263,7 @@ class Pieces:
 
 
 def training_batch(tokens: Array, rows: int, seq: int, seed: int, step: int) -> Array:
-    """Return `rows` windows at random places, int64 [rows, seq]; a function of seed and step only."""
+    """Return `rows` windows at random places, int64 [rows, seq]. They depend only on seed and step."""
     starts = np.random.default_rng([seed, step]).integers(0, len(tokens) - seq + 1, rows)
     return _windows(tokens, starts, seq)
 
@@ -283,7 +284,7 @@ class TextDataset:
 
     Args:
         corpus: Tokens, as of `read_corpus`.
-        collator: Makes the inputs of the model from token numbers.
+        collator: Turns token numbers into the inputs of the model.
         seq: Tokens of a sequence, `ends` included.
         batch: Sequences of one forward and backward pass.
         passes: Forward and backward passes of a step.
@@ -320,12 +321,12 @@ class TextDataset:
         self.example: Mapping[str, Array] | None
         if corpus.train_lengths is None:
             parts = held_out_batches(corpus.held_out, batch, self._text, eval_batches)
-            whole = self.collate(self._framed(np.concatenate(list(parts))), 0)  # no training step has the number 0
+            arrays = self.collate(self._framed(np.concatenate(list(parts))), 0)  # no training step has the number 0
             self._held_out = [
-                {name: array[row : row + batch] for name, array in whole.items()}
+                {name: array[row : row + batch] for name, array in arrays.items()}
                 for row in range(0, batch * eval_batches, batch)
             ]
-            self.example = {name: array[:batch] for name, array in whole.items()}
+            self.example = {name: array[:batch] for name, array in arrays.items()}
         else:
             self._cut_sequences(batch, eval_batches)
 
@@ -370,7 +371,7 @@ class TextDataset:
         return self.collate(self._framed(windows), step)
 
     def held_out(self, whole: bool = False) -> list[Inputs]:
-        """Return the evaluation's batches, with the same tokens masked each time. `whole` makes no difference."""
+        """Return the held-out batches, always with the same tokens masked. `whole` has no effect."""
         return self._held_out
 
     def collate(self, samples: Any, step: int = 0) -> dict[str, Array]:

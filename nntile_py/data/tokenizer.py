@@ -26,18 +26,18 @@ def load_tokenizer(path: Path, key: str = "tokenizer.path") -> Tokenizer:
 
 
 def token_name(tokenizer: Tokenizer, token: str) -> str:
-    """Return the tokenizer's name of a token in MASKED: BERT's name, or RoBERTa's if BERT's is unknown."""
+    """Return a tokenizer's name for a token of MASKED: BERT's name if the tokenizer knows it, else RoBERTa's."""
     return token if tokenizer.token_to_id(token) is not None else ROBERTA[token]
 
 
 def number_of(tokenizer: Tokenizer, token: str) -> int | None:
-    """Return the number of a token in MASKED under either name; None if the tokenizer lacks the token."""
+    """Return the number of a token of MASKED, under BERT's or RoBERTa's name; None if the tokenizer lacks it."""
     number: int | None = tokenizer.token_to_id(token_name(tokenizer, token))
     return number
 
 
 def lacking(tokenizer: Tokenizer, tokens: Iterable[str] = MASKED) -> list[str]:
-    """Return the tokens that a tokenizer has under neither name."""
+    """Return the tokens that a tokenizer has neither under BERT's nor under RoBERTa's name."""
     return [token for token in tokens if number_of(tokenizer, token) is None]
 
 
@@ -71,6 +71,6 @@ def token_numbers(tokenizer: Tokenizer) -> int:
 
 
 def special_numbers(tokenizer: Tokenizer) -> set[int]:
-    """Return the numbers of special tokens, and the gaps: numbers below token_numbers that are no token."""
+    """Return the numbers of special tokens, and all numbers below `token_numbers` that have no token."""
     special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     return special | (set(range(token_numbers(tokenizer))) - set(tokenizer.get_vocab().values()))

@@ -55,7 +55,7 @@ def encode_file(
     texts = read_texts(source, key)
     if (folder / "config.json").is_file() and not (folder / TOKENIZER).is_file():
         need = "a folder with a model and its tokenizer, as `nntile train` and save_pretrained write"
-        raise ConfigError(f"FOLDER: {folder} has no {TOKENIZER}, which makes texts into tokens; allowed: {need}")
+        raise ConfigError(f"FOLDER: {folder} has no {TOKENIZER}, which turns texts into tokens; allowed: {need}")
     try:
         with _options("output", *how):
             encoder = Encoder.from_hf(folder, output, **how)
@@ -64,7 +64,7 @@ def encode_file(
         if output in ("hidden", "mean"):  # which every model has
             raise
         others = ", ".join(one for one in OUTPUTS if one != output)
-        raise ConfigError(f"--output: {output} needs what is not there: {error}; allowed: {others}") from None
+        raise ConfigError(f"--output: {output} is not possible: {error}; allowed: {others}") from None
     if encoder.of_tokens and out.suffix == ONE_ARRAY:
         raise ConfigError(f"--out: {out} holds one array; allowed with --output {output}: {', '.join(NAMED)}")
     begun = time.perf_counter()
@@ -107,17 +107,19 @@ def _check_out(out: Path, overwrite: bool) -> None:
         raise ConfigError(f"--out: {out} is {what}; allowed: the name of a new file, or --overwrite")
 
 
-def _write(path: Path, suffix: str, name: str, found: Iterator[Array], count: int, of_tokens: bool) -> tuple[int, ...]:
+def _write(
+    path: Path, suffix: str, name: str, outputs: Iterator[Array], count: int, of_tokens: bool
+) -> tuple[int, ...]:
     """Write the outputs of `count` texts. Returns the shape of the array."""
     if suffix == ONE_ARRAY:
-        first = next(found)
+        first = next(outputs)
         array = np.lib.format.open_memmap(path, "w+", first.dtype, (count, *first.shape))
         array[0] = first
-        for number, one in enumerate(found, 1):
+        for number, one in enumerate(outputs, 1):
             array[number] = one
         array.flush()
         return array.shape
-    every = list(found)
+    every = list(outputs)
     arrays = {name: np.concatenate(every) if of_tokens else np.stack(every)}
     if of_tokens:
         arrays["offsets"] = np.cumsum([0, *map(len, every)])

@@ -1,4 +1,4 @@
-"""From texts or token numbers to an encoder's output: hidden states, a vector for each text, or logits."""
+"""Encoder: turns texts or token numbers into hidden states, a vector for each text, or logits."""
 
 from __future__ import annotations
 
@@ -96,10 +96,10 @@ class Encoder:
         if tokenizer is not None:
             self._tokenizer = with_limit(tokenizer, self.max_length, getattr(model, "objective", None) == "masked")
         self._model, self._name = _headed(model, output)
-        graph, (_, made), _ = self._spec(1, self._capacity(1)).trace(training=False)  # checks the model and its sizes
-        if self._name not in made:
-            raise ConfigError(f"output: {output!r} is not allowed; the model's own are {', '.join(made)}")
-        self._axes, self._width = made[self._name].axes, made[self._name].shape[-1]
+        graph, (_, outputs), _ = self._spec(1, self._capacity(1)).trace(training=False)  # checks the sizes
+        if self._name not in outputs:
+            raise ConfigError(f"output: {output!r} is not allowed; use {', '.join(outputs)}")
+        self._axes, self._width = outputs[self._name].axes, outputs[self._name].shape[-1]
         self._apart = rows_of(graph.inputs) is not None
         self._bound_model: _BoundModel | None = None
         self._own: Runtime | None = None
@@ -140,10 +140,10 @@ class Encoder:
         Raises:
             ValueError: A sequence has no tokens, or token numbers that the model does not have.
         """
-        found = list(self.each(texts))
+        outputs = list(self.each(texts))
         if self.of_tokens:
-            return found
-        return np.stack(found) if found else np.zeros((0, self._width), np.float32)
+            return outputs
+        return np.stack(outputs) if outputs else np.zeros((0, self._width), np.float32)
 
     def each(self, texts: Sequence[Any] | Array) -> Iterator[Array]:
         """Yield the output of each text as it is computed, for more texts than memory holds."""
@@ -214,9 +214,9 @@ class Encoder:
             end, total = first + 1, lengths[first]
             while end < len(lengths) and total + lengths[end] <= self.batch_tokens:
                 total, end = total + lengths[end], end + 1
-            while (found := self._fitting(lengths[first:end], workers)) is None:
+            while (fitting := self._fitting(lengths[first:end], workers)) is None:
                 end -= 1
-            yield slice(first, end), *found
+            yield slice(first, end), *fitting
             first = end
 
     def _fitting(self, lengths: Sequence[int], workers: int) -> tuple[Bins, list[SequencePlace]] | None:
@@ -254,14 +254,14 @@ class Encoder:
         spec = self._spec(bins.count, bins.capacity)
         program = bound.program((bins.count, bins.capacity), lambda: spec.outputs(self._name))
         given = {"input_ids": [text.ids for text in tokens], "token_type_ids": [text.kinds for text in tokens]}
-        known = {name for name, one in program.inputs.items() if one.below != 1}  # RoBERTa's pairs are of one kind
+        known = {name for name, one in program.inputs.items() if one.below != 1}  # RoBERTa has only one token type
         padded_arrays = padded({name: value for name, value in given.items() if name in known}, bins.length)
         del padded_arrays[MASK]
         filled = bins.filled(padded_arrays, places, 1, shift=False)
         try:
             program.write(program.check(filled.arrays))
         except MissingInput as error:
-            allowed = "input_ids, and what has a default"
+            allowed = "input_ids, and inputs with a default"
             raise ConfigError(f"model: it needs {', '.join(error.needed)}; allowed here: {allowed}") from None
         program.run(dict(filled.live[0]))
         return _Pass(places, program, program.start_copy(self._name))

@@ -72,20 +72,20 @@ def to_tokens(
             check_whole(f"texts[{first + k}]", "".join(one), ValueError)
         _check_pairs(texts, tokenizer.num_special_tokens_to_add(True), longest, first)
         encodings = tokenizer.encode_batch(list(map(_plain, texts)))
-        found = [
+        tokens = [
             TokenizedText(np.array(e.ids, np.int64), np.array(e.type_ids, np.int64), bool(e.overflowing))
             for e in encodings
         ]
     else:
-        found = [_numbers(one, f"texts[{first + k}]") for k, one in enumerate(texts)]
-    for k, one in enumerate(found):
+        tokens = [_numbers(one, f"texts[{first + k}]") for k, one in enumerate(texts)]
+    for k, one in enumerate(tokens):
         here, n = f"texts[{first + k}]", len(one.ids)
         if not 1 <= n <= longest:
             raise ValueError(f"{here}: {n} tokens; allowed: 1 to {longest}")
         if one.ids.min() < 0 or (vocab and one.ids.max() >= vocab):
             numbers = f"token numbers from {one.ids.min()} to {one.ids.max()}"
             raise ValueError(f"{here}: {numbers}; allowed: 0 to {(vocab or 0) - 1}, those of the model")
-    return found
+    return tokens
 
 
 def _is_text(one: Any) -> bool:
