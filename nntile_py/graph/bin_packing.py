@@ -75,9 +75,6 @@ def best_fit(
     that fits, among the next `lookahead` sequences, is added.
 
     Args:
-        lengths: tokens of each sequence.
-        order: numbers of all sequences.
-        capacity: tokens of a bin.
         rows: largest number of sequences in a bin; None: no limit.
         lookahead: sequences to search.
     """
@@ -214,8 +211,6 @@ class Bins:
 
         Args:
             inputs: padded arrays with transformers' attention_mask, or lists of arrays of unequal lengths.
-            passes: passes of a step.
-            batch: sequences of a pass.
             shift: shift the labels of a causal model to the positions of the inputs.
 
         Raises:

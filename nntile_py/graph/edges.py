@@ -57,9 +57,7 @@ class _Sets:
 def edges_of(graph: Graph, *, weights: bool = True) -> dict[Tensor, Edge]:
     """Return the edge of each tensor. An edge that is not searchable has only the present order.
 
-    Args:
-        graph: the fused graph.
-        weights: the search may also change the orders of weights.
+    weights: the search may also change the orders of weights.
     """
     sets, fixed, trailing = _Sets(), set[Tensor](), set[TensorAxis]()
     for op in graph.ops:

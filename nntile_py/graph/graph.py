@@ -84,9 +84,7 @@ class Graph:
         """Declare a parameter of the model.
 
         Args:
-            name: name of the parameter.
             axes: {axis: size}.
-            init: initialisation.
             sources: the checkpoint weights that hold the parameter: the name of a weight (default: `name`), a Part of a
                 weight, or Joined weights. A weight has the parameter's axes as dimensions, except that head_dim and the
                 axis before it are one dimension.

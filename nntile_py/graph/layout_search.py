@@ -90,10 +90,6 @@ def search(
     """Choose a layout for each edge of a fused graph, without changing the graph.
 
     Args:
-        graph: the fused graph.
-        timings: measured times of its operators.
-        tiling: tiling of the graph.
-        policy: accumulation policy.
         weights: choose layouts for weights too.
         careful: choose another layout than the default only if it gains more than the noise of its times.
     """
@@ -159,10 +155,6 @@ def arrange(
     The graph keeps the default layouts if whole steps were measured to be slower in the searched layouts.
 
     Args:
-        graph: the fused graph.
-        timings: measured times of its operators.
-        tiling: tiling of the graph.
-        policy: accumulation policy.
         kept: orders of weights by name; the search then chooses no orders of weights.
 
     Raises:

@@ -25,9 +25,6 @@ def lower(
     """Lower every operator and resolve the list.
 
     Args:
-        graph: the graph.
-        tiling: its tiling.
-        policy: accumulation policy.
         holds: further tensors that hold data before the list runs; the tasks add to these data.
         rank_sums: how ranks add their partial sums; None: in a chain from rank to rank.
     """

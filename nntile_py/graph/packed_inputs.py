@@ -68,8 +68,6 @@ def apart(g: Graph, batch: Batch, mask: Tensor | None, length: int) -> tuple[Ten
     """Declare two inputs of indices: to unpack tokens into rows padded to `length`, and to pack the rows again.
 
     Args:
-        g: the graph.
-        batch: the batch of the trace.
         mask: without packing, the input attention_mask [batch, seq], or None: all positions hold tokens.
         length: positions of a padded row.
 

@@ -16,8 +16,6 @@ def padded(inputs: Mapping[str, Any], length: int, declared: Mapping[str, Input]
     """Return inputs as arrays; a list of arrays of unequal lengths becomes a padded array with an attention_mask.
 
     Args:
-        inputs: arrays, or lists of arrays, by name.
-        length: positions of a padded array.
         declared: the model's inputs, if known.
 
     Raises:

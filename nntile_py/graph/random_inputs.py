@@ -17,9 +17,6 @@ def random_inputs(graph: Any, rows: int, seed: int, alpha: float = 1.0, predicte
     Inputs with a constant default are left out.
 
     Args:
-        graph: the graph that declares the inputs.
-        rows: rows of the batch.
-        seed: seed of the random numbers.
         alpha: mean length of the sequences divided by the longest length. Lengths are uniform around the mean; an
             attention_mask is added, and labels of padding are ignored.
         predicted: share of the labels that are not ignored.

@@ -25,16 +25,17 @@ from nntile_py.checkpoint.run_folder import (
 from nntile_py.checkpoint.writer import CheckpointWriter, TileSender, error_text, save_final
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import RunConfig, runtime_options
+from nntile_py.data.confusion import FILES, Confusion
 from nntile_py.data.dataset import Dataset
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import StepSpec
+from nntile_py.inference.generate import fill_masked, generate
 from nntile_py.system.folders import replace_file
-from nntile_py.training.collectives import NoOutput, agree
+from nntile_py.training.collectives import NoOutput, agree, ranks_of_run
 from nntile_py.training.datasets import build_dataset, check_objective
 from nntile_py.training.display import Display, Screen, say
 from nntile_py.training.loop import run_steps
-from nntile_py.training.summary import sample_text, save_confusion
 from nntile_py.training.trainer import Trainer
 
 Report = Callable[[str], None]
@@ -254,8 +255,8 @@ def _train_on_rank_0(run: _Run, make_folder: Callable[[], RunFolder], rescue: Pa
         run.report(skips)
     run.report(f"weights saved in {saved / checkpoint.MODEL}")
     if last and "confusion" in last and run.dataset.class_names:
-        save_confusion(run.dataset.class_names, last["confusion"], saved, run.report)
-    elif sample := sample_text(run.config, run.dataset, run.trainer, run.stop):
+        _save_confusion(run.dataset.class_names, last["confusion"], saved, run.report)
+    elif sample := _sample_text(run.config, run.dataset, run.trainer, run.stop):
         run.report(sample)
     return True
 
@@ -268,8 +269,56 @@ def _train_on_other_rank(config: RunConfig, dataset: Dataset, trainer: Trainer, 
     _, last = run_steps(config, dataset, trainer, silent, silent, sender, stop)
     sender.finish()
     if not (last and "confusion" in last):
-        sample_text(config, dataset, trainer, stop)
+        _sample_text(config, dataset, trainer, stop)
     return 0
+
+
+# -- the end of a run's output
+
+
+def _sample_text(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: list[str]) -> str:
+    """Return the model's continuation of a prompt, or its guesses at masked tokens; empty if there is no sample.
+
+    All ranks call it. It waits until rank 0 has saved the run."""
+    stopped, _ = agree(stop)
+    if dataset.example is None or not config.sample.tokens or stopped:
+        return ""
+    if reason := _missing_logits(trainer):
+        return reason
+    if config.aim == "causal":
+        return f"\nsample:\n{generate(trainer, dataset.tokenizer, config, [] if ranks_of_run() else stop)}"
+    guesses = fill_masked(trainer, dataset.tokenizer, dataset.example, config.sample.tokens)
+    return f"\nheld-out text, guesses at its masked tokens in [[ ]]:\n{guesses}"
+
+
+def _missing_logits(trainer: Trainer) -> str:
+    """Return why no sample of text is possible with this model; empty if it is possible."""
+    outputs = trainer.outputs
+    if "logits" in outputs and tuple(outputs["logits"].axes[:-1]) == ("batch", "seq"):
+        return ""
+    return (
+        "no sample: it needs the model's output logits [batch, seq, vocab]; the outputs of"
+        f" {type(trainer.model).__name__} are {', '.join(f'{n} {[*t.axes]}' for n, t in outputs.items()) or 'none'}"
+    )
+
+
+def _save_confusion(names: list[str], counts: object, folder: Path, report: Report) -> None:
+    """Report a classifier's last measurement as a table, and draw it into the run's folder."""
+    confusion = Confusion(names, counts)
+    metrics = confusion.metrics()
+    two = f"F1 {metrics['f1']:.4f} of {names[1]}, " if "f1" in metrics else ""
+    count = f"{confusion.counts.sum():,} held-out texts"
+    report(f"\n{count}: accuracy {metrics['accuracy']:.4f}, {two}F1 {metrics['f1_macro']:.4f} (mean of the classes)")
+    report(confusion.table())
+    try:
+        confusion.save(folder)
+    except OSError as error:
+        report(f"no picture of it: {error.filename}: {error.strerror}")
+    else:
+        report(f"drawn in {folder / FILES[0]}")
+
+
+# -- signals
 
 
 @contextmanager

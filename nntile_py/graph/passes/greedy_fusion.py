@@ -23,8 +23,6 @@ def fuse_greedily(rewriter: Rewriter, tiling: Tiling, exclude: Collection[str] =
     """Merge operators until no pair can merge.
 
     Args:
-        rewriter: the graph.
-        tiling: tiling of the graph.
         exclude: names of groups (`Generated.group`) that must not form.
 
     Returns:
