@@ -3,6 +3,7 @@
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,10 @@ from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.errors import ConfigError
 from nntile_py.graph.count import most_tasks
+from nntile_py.graph.params import trace
 from nntile_py.measure import autotune
 from nntile_py.tiles import AXES, device_model
+from nntile_py.training.datasets import check_objective
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 FINE = ("tiles={batch: 1, embed: 8, heads: 1, ffn: 8, vocab: 64}",)  # 587,218 tasks a step
@@ -128,3 +131,20 @@ def test_a_search_lists_no_tiling_of_far_too_many_tasks(monkeypatch: pytest.Monk
     figure.canvas.draw()
     ticks = [text.get_text() for text in figure.axes[0].get_xticklabels(which="both") if text.get_text()]
     assert len(ticks) > 1 and all(tick.replace(",", "").isdigit() for tick in ticks)  # no 4 x 10^2 over the next one
+
+
+def test_one_trace_serves_the_note_the_check_and_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces, config = list[bool](), of("gpt2_tiny")
+
+    def counted(model: Any, graph: Any, batch: Any) -> Any:
+        traces.append(graph.training)
+        return trace(model, graph, batch)
+
+    monkeypatch.setattr("nntile_py.graph.step.trace", counted)
+    spec = step_spec(config)
+    note(config, spec)
+    check_objective(config, spec)
+    spec.step()
+    assert traces == [True]
+    spec.with_inputs(["attention_mask"]).step()
+    assert len(traces) == 2
