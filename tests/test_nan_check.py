@@ -93,10 +93,10 @@ def test_gradients_that_are_no_numbers_are_skipped() -> None:
 @pairwise(fusion=[True, {"found": False}, False], tiling=list(TILES), policy=["chain", "commute", "redux", "tree"])
 def test_the_operator_that_made_it(fusion: Any, tiling: str, policy: str) -> None:
     trainer = nt.Trainer(overflowing(), 4, 8, TILES[tiling], accumulate=policy, fusion=fusion, check_finite=True)
-    with pytest.raises(nt.NNTileError, match=r"step 1: the loss is nan.*made by .*h1\.mlp.*pass 1 of step 1"):
+    with pytest.raises(nt.NNTileError, match=r"step 1: the loss is nan.*written by .*h1\.mlp.*pass 1 of step 1"):
         trainer.step(batches(1)[0])
     trainer = nt.Trainer(overflowing(), 4, 8, TILES[tiling], accumulate=policy, fusion=fusion, check_finite=True)
-    with pytest.raises(nt.NNTileError, match=r"made by .*h1\.mlp.*in an evaluation"):
+    with pytest.raises(nt.NNTileError, match=r"written by .*h1\.mlp.*in an evaluation"):
         trainer.evaluate(batches(1)[0])
 
 
@@ -237,7 +237,7 @@ def test_a_step_that_overflows_forgets_none_before_it() -> None:
     trainer = nt.Trainer(model, 4, 8, pack=True, loss_scale=2.0**127, check_finite=True)
     masks = [np.arange(8) < [[end]] * 4 for end in (8, 5)]
     pending = [trainer.submit({**one, "labels": np.where(m, one["labels"], -100), "attention_mask": m}) for m in masks]
-    with pytest.raises(nt.NotFinite, match=r"step 1: the loss is nan.*made by .*pass 1 of step 1"):
+    with pytest.raises(nt.NotFinite, match=r"step 1: the loss is nan.*written by .*pass 1 of step 1"):
         trainer.submit(one)
     assert pending[1].result().overflow
     trainer.close()
