@@ -12,9 +12,10 @@ from test_sweep import nntile
 from nntile_py.analysis import draw
 from nntile_py.cli import measurements as cli
 from nntile_py.errors import ConfigError, NNTileError
-from nntile_py.measure import experiment, experiments
+from nntile_py.measure import experiment, experiment_parts, experiments
 from nntile_py.measure import runner as sweep_run
 from nntile_py.measure import sweep_spec as sweep
+from nntile_py.measure.experiment_parts import ExperimentResult
 from nntile_py.measure.sweep_report import report
 from nntile_py.profiling import FILES
 
@@ -32,12 +33,12 @@ def test_only_a_profile_is_deleted(tmp_path: Path) -> None:
     (folder / "mine.txt").rename(tmp_path / "mine.txt")
     (folder / "gantt.png").rename(folder / "config.yaml")
     with pytest.raises(ConfigError, match=r"profile/config.yaml: not of an earlier"):  # alone it may be anybody's
-        experiment._clear(folder)
+        experiment_parts.clear_profile(folder)
     for name in FILES:
         (folder / name).touch()
-    experiment._clear(folder)
+    experiment_parts.clear_profile(folder)
     assert not any(folder.iterdir()) and (tmp_path / "mine.txt").exists()
-    experiment._clear(tmp_path / "none")
+    experiment_parts.clear_profile(tmp_path / "none")
 
 
 def test_the_experiments_own_folder_is_refused() -> None:
@@ -101,16 +102,16 @@ def test_experiments_take_the_gpus_that_are_there(monkeypatch: pytest.MonkeyPatc
     made = experiments.load_experiment("fig15").part("gpu")
     for there, kept in ((2, [1, 2]), (8, [1, 2, 4, 8]), (0, [1, 2, 4, 8])):  # none: refused later
         monkeypatch.setattr("torch.cuda.device_count", lambda there=there: there)
-        part, told = experiment._on_gpus_there(made)
+        part, told = experiment._on_present_gpus(made)
         assert part.grid["runtime.cuda"] == kept
         assert told == ("left out: runtime.cuda 4, 8; this machine has 2 GPUs" if there == 2 else "")
     made = experiments.load_experiment("fig09").part("gpu", "inference")
     for there, taken in ((1, 1), (4, 2), (0, 2)):
         monkeypatch.setattr("torch.cuda.device_count", lambda there=there: there)
-        part, told = experiment._on_gpus_there(made)
-        assert experiment._config(part).runtime.cuda == taken and part.work == "inference"
+        part, told = experiment._on_present_gpus(made)
+        assert part.resolved().runtime.cuda == taken and part.work == "inference"
         assert told == ("runtime.cuda 1 instead of 2; this machine has 1 GPU" if there == 1 else "")
-    text = report(experiments.load_experiment("fig09"), "gpu", [], "a\n1\n", 0.0, note="left out: 8")
+    text = report(experiments.load_experiment("fig09"), "gpu", ExperimentResult("a\n1\n"), 0.0, note="left out: 8")
     assert "\nLeft out: 8.\n" in text
 
 
@@ -192,7 +193,7 @@ def test_a_folder_that_is_not_empty(tmp_path: Path) -> None:
     ("args", "message"),
     [
         (["table3", "--mode", "inference"], "--mode: not allowed with table3, which measures forward and backward"),
-        (["bt-fig12", "--mode", "inference"], "--mode: not allowed with bt-fig12, which is a forward pass in any case"),
+        (["bt-fig12", "--mode", "inference"], "--mode: not allowed with bt-fig12, which measures forward passes only"),
         (["bt-fig14", "--set", "fusion.bias=true"], "`variants` of the sweep's file sets fusion.bias; allowed: oth"),
     ],
 )
@@ -227,8 +228,8 @@ def test_ratios_of_variants() -> None:
     times = {"baseline": 4.0, "+ bias and norm": 2.0, "+ no padding": 1.0}
     rows = [{"sets": {"train.seq": 128, "variant": name}, "status": "ok", "seconds": of, "seconds_min": of / 2}
             for name, of in times.items()]  # fmt: skip
-    told = report(made, "cpu", rows, "", 0.0)
-    assert "Time of the others over time baseline, median (best repeat):" in told
+    told = report(made, "cpu", ExperimentResult("", rows=rows), 0.0)
+    assert "Times divided by the time of baseline, median (best repeat):" in told
     assert "* train.seq 128: + bias and norm 0.50 (0.50), + no padding 0.25 (0.25)" in told
 
 

@@ -174,11 +174,11 @@ def test_plots_hide_nothing(kind: Any) -> None:
     assert [one.get_text() for one in legend.get_texts()] == ["fused", "naive"]
     assert axis.get_xlabel() == "tile size along embed" and axis.get_ylabel() == "time of a step (ms)"
     small = drawn.get_supxlabel()
-    assert "median of 3 repeats; error bars: all of them" in small and "a machine" in small
+    assert "median of 3 repeats; error bars: all repeats" in small and "a machine" in small
     assert "other processes kept up to 1000.0 cores busy" in small and part.get_suptitle() == "GPT-2"
     least = sweep.Plot(kind=kind, x="tiles.embed", y=["best ms"], series="fusion")
     assert caption(rows[1:], metrics=least.metrics) == "best of 3 repeats"
-    assert caption(rows[1:], metrics=["ms", "best ms"]) == "median and best of 3 repeats; error bars: all of them"
+    assert caption(rows[1:], metrics=["ms", "best ms"]) == "median and best of 3 repeats; error bars: all repeats"
     heat = figure_of([sweep.Plot(kind="heat", x="tiles.embed", series="fusion")], rows)
     ticks = [one.get_text() for one in heat.subfigs[0].axes[0].get_yticklabels()]
     assert ticks == ["fused", "naive"]

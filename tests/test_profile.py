@@ -100,7 +100,7 @@ def test_advice_for_attention_whose_sequence_is_cut() -> None:
         found = diagnosis.low_roofline(
             {"operators": [row], "tiles": {"seq": {"tile": tile, "size": 32, "tiles": 32 // tile}}}
         )
-        assert found and named in found.advice
+        assert found and named in found[1]
 
 
 def test_short_tasks_are_told_tiles_that_are_coarse_enough_at_once() -> None:

@@ -93,7 +93,7 @@ def test_who_waits_for_whom() -> None:
     }  # fmt: skip
     found = {rule["rule"]: rule for rule in diagnosis.report(summary)}
     cause = found["other-ranks"]["cause"]
-    assert "x[0, 0] (rank 1 for rank 0)" in cause and "equal work" in found["other-ranks"]["advice"]
+    assert "x[0, 0] (rank 1 waits for rank 0)" in cause and "equal work" in found["other-ranks"]["advice"]
     assert not found.keys() & {"few-tiles", "imbalance", "serial-chain"}
     # Where the tile is there in time, nobody waits; the rank is idle for another reason.
     trace.messages = [replace(m, receive=replace(m.receive, ended=int(trace.submit.max()))) for m in trace.messages]

@@ -23,7 +23,7 @@ def test_every_phase_runs(work: str) -> None:
 
 def test_a_stacked_layer_is_torchs() -> None:
     config = preset("encoder", [*TINY, "model.dropout=0", "model.attention_dropout=0"]).model
-    ours, theirs = (torch_module(config, "encoder", stacked, {}) for stacked in (True, False))
+    ours, theirs = (torch_module(config, "encoder", stacked) for stacked in (True, False))
     names = {
         "attention.project": "self_attn.in_proj_", "attention.out": "self_attn.out_proj.", "up": "linear1.",
         "down": "linear2.", "norms.0": "norm1.", "norms.1": "norm2.",

@@ -1,4 +1,4 @@
-"""`nntile bench capacity`: which GPT sizes train within a limit of GPU memory, ours and PyTorch's FSDP2."""
+"""`nntile bench capacity`: the largest GPT that nntile_py and PyTorch's FSDP2 train within a limit of GPU memory."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MODELS = {  # sizes in the order of SHAPE: GPT-2's, then GPT-3's (Brown et al. 2
     "tiny": (2, 32, 2), "124M": (12, 768, 12), "355M": (24, 1024, 16), "774M": (36, 1280, 20), "XL": (48, 1600, 25),
     "2.7B": (32, 2560, 32), "6.7B": (32, 4096, 32), "13B": (40, 5120, 40),
 }  # fmt: skip
-HOST_BYTES = {"nntile": 22, "fsdp2_offload": 18}  # bytes of main memory a parameter, if all state goes there
-STATE_BYTES = 16  # of a bf16 parameter: value, low bits of its master weight, gradient, two moments
-NO_ANSWER = "no answer within"  # of NoAnswer
+HOST_BYTES = {"nntile": 22, "fsdp2_offload": 18}  # bytes of main memory for each parameter, at most
+STATE_BYTES = 16  # for each bf16 parameter: value, low bits of the master weight, gradient, two moments
+NO_ANSWER = "no answer within"  # in the message of NoAnswer
 HEAD = "| model | contestant | trains | tokens/s | s a step | GiB of the fullest GPU | GiB of main memory |"
 
 
@@ -88,7 +88,7 @@ def config_of(model: str, sets: Sequence[str]) -> RunConfig:
 
 
 def _allowed(option: str, text: str, names: Collection[str]) -> list[str]:
-    """Return the values of an option with commas between."""
+    """Return the values in a comma-separated option."""
     for name in text.split(","):
         if name not in names:
             raise ConfigError(f"{option}: {name!r} is not allowed; use {', '.join(names)}")
@@ -99,13 +99,13 @@ def _tried(
     names: Sequence[str], configs: dict[str, RunConfig], first: int, how: Measure, rounds: int, time_limit: float,
     host_memory: float, budget: float,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each contestant and model, the contestants by turns, so that `budget` ends all of them alike."""
+    """Yield a row for each contestant and model. Contestants alternate, so that `budget` cuts off all of them alike."""
     trains: dict[str, dict[str, bool]] = {name: {} for name in names}
-    too_slow: set[str] = set()  # contestants with a model that did not answer in time
+    too_slow: set[str] = set()  # contestants that did not answer in time
     end = time.monotonic() + (budget or math.inf)
     while turns := [
-        (name, of) for name in names
-        if name not in too_slow and (of := next_model([*configs], first, trains[name]))
+        (name, model) for name in names
+        if name not in too_slow and (model := next_model([*configs], first, trains[name]))
     ]:
         for name, model in turns:
             config = configs[model]
@@ -127,7 +127,12 @@ def _tried(
 
 
 def next_model(models: Sequence[str], first: int, trains: dict[str, bool]) -> str | None:
-    """Return the next of these growing models to try: `first`, then towards the largest that trains; None: done."""
+    """Return the model to try next: `first`, then by bisection towards the largest that trains; None: it is known.
+
+    Args:
+        models: in the order of their sizes.
+        trains: results so far.
+    """
     good, bad = ([k for k, model in enumerate(models) if trains.get(model) is fits] for fits in (True, False))
     if good and bad:
         at = (max(good) + min(bad)) // 2 if min(bad) - max(good) > 1 else -1

@@ -1,4 +1,4 @@
-"""`nntile bench`: the cost of a task, a training step beside PyTorch's; other commands have modules of their own."""
+"""`nntile bench`: commands `tasks` and `step`; the other commands are in modules of their names."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tasks(
         print(json.dumps(result, indent=2))
         return
     total, submit = result["us_per_task"], result["submit_us_per_task"]
-    print(f"{total['median']:.2f} us a task end to end ({total['min']:.2f} to {total['max']:.2f}), of which submission")
+    print(f"{total['median']:.2f} us a task end to end ({total['min']:.2f} to {total['max']:.2f}), with submission in")
     print(f"{submit['median']:.2f} us; {count} tasks, {tiles} tiles each, {result['workers']} workers, {scheduler}")
     for kind, at in result["profiled"].items():
         print(f"{at['median']:.2f} us ({at['min']:.2f} to {at['max']:.2f}) with a {kind} profile")
@@ -66,7 +66,7 @@ def measure_tasks(
     from nntile_py.execution.runtime import Runtime
     from nntile_py.execution.task_payload import body
 
-    total, submit = [], []
+    total, submit = list[float](), list[float]()
     profiles: dict[str, list[float]] = {"light": [], "full": []} if profiled else {}
     with Runtime(cpus=cpus, scheduler=scheduler) as runtime:
         pool = [_core.Tile([1], "fp32") for _ in range(64)]
@@ -158,7 +158,7 @@ def step(
 ) -> None:
     """Measure the seconds of a training step of CONFIG: forward, backward, clipping, optimizer.
 
-    Under mpirun: steps of all ranks together."""
+    Under mpirun: a step of all ranks together."""
     names = parse_peers(peer)
     run, how = load_contest(config, sets or [], names, alpha, inference=inference, steps=steps, cuda_memory=cuda_memory)
     if launcher.started()[1] > 1:
@@ -181,7 +181,7 @@ def load_contest(
     path: str, sets: list[str], peers: list[str], alpha: float = 1.0,
     *, inference: bool = False, steps: int | None = None, cuda_memory: float = 0.0,
 ) -> tuple[RunConfig, Measure]:  # fmt: skip
-    """Return the config and what to measure of it. Raises ConfigError for peers that cannot run it."""
+    """Return the config and its measurement. Raises ConfigError if a peer cannot run the config."""
     config = load(path, sets)
     for name in peers:
         check_peer(config, name, "inference" if inference else "train")
@@ -201,12 +201,12 @@ def result_text(result: dict[str, Any], names: list[str]) -> str:
         ratio = f"{r['median']:.3f} (by round {r['min']:.3f} to {r['max']:.3f})"
         lines.append(f"ours / {result['fastest_peer']}: {ratio}, {rate}")
     if result.get("memory", "held") != "held":
-        lines.append("Memory was given back: each contestant ended after its turn and started anew for the next.")
+        lines.append("Memory was given back: each contestant ended after its turn and was started again for the next.")
     return "\n".join(lines)
 
 
 def row_text(name: str, row: dict[str, Any]) -> str:
-    """Return a contestant's line."""
+    """Return a contestant's metrics as a line."""
     if "error" in row:
         return f"{name:14} failed: {row['error']}"
     t = row["seconds"]

@@ -1,7 +1,7 @@
-"""Contestants in turns: each in processes of its own, one turn after the other, in medians and ratios by round.
+"""Comparison of contestants: each has its own processes, and they are timed one after the other, round by round.
 
-All contestants are held at once, stopped by a signal outside their turns. Where they do not fit into memory together,
-each one ends after its turn and starts anew for the next, so that only one holds memory.
+All contestants stay in memory; a signal stops a contestant outside its turns. If they do not fit into memory together,
+each contestant ends after its turn and is started again for the next turn.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from nntile_py.system.clock import clocked, spread
 from nntile_py.system.machine import machine
 
 TIME_LIMIT = 600.0  # seconds for the start of a contestant, and for one of its turns
-PASS_TURNS = 15  # times of which a turn of forward passes is the median: a pass is short, and the first is disturbed
+PASS_TURNS = 15  # measurements in a turn of forward passes, whose median counts: a pass is short
 OUT_OF_MEMORY = ("out of memory", "outofmemory", "memoryerror", "cannot allocate", "unable to allocate", "signal 9")
 
 
 class Contestant:
-    """One side of a comparison: a worker process, or one for each GPU. `error`: why it failed."""
+    """A contestant with its worker process, or with a process for each GPU. `error`: why it failed."""
 
     def __init__(self, name: str, config: RunConfig, how: Measure, time_limit: float) -> None:
         self.name, self.error, self.limit = name, "", time_limit
         self.facts: dict[str, Any] = {}
-        self.last: dict[str, Any] = {}  # answer of the last turn
-        self.times: list[float] = []  # seconds of a step, of each turn
+        self.last: dict[str, Any] = {}  # peaks of memory in the last turn
+        self.times: list[float] = []  # seconds of a step, for each turn
         measure = how.model_copy(update={"contestant": OURS, "peers": []}).model_dump()
         self._request = {"config": config.model_dump(by_alias=True), "measure": measure, "contestant": name}
         self._count = world_size(config) if name in RANKED else None
@@ -84,7 +84,7 @@ class Contestant:
         return found
 
     def _signal(self, number: signal.Signals) -> None:
-        for worker in [] if self._count else self.workers:  # ranks watch each other by the clock
+        for worker in [] if self._count else self.workers:  # ranks that wait for a stopped rank would time out
             with suppress(ProcessLookupError):
                 worker.process.send_signal(number)
 
@@ -94,16 +94,16 @@ def measure_in_turns(
     hold: bool | None = None, losses: int = 0, time_limit: float = TIME_LIMIT,
     tell: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Time every contestant in turns; returns medians, spread and ratios by round. A failed contestant is a row too.
+    """Time the contestants alternately; return medians, spread and ratios by round, and the errors of failed ones.
 
     Args:
-        how: Workload and `steps` of a turn; its contestant and repeats are ignored.
+        how: Workload, and `steps` of a turn; contestant and repeats are ignored.
         rounds: Turns of each contestant.
-        hold: Keep all contestants in memory; False: end each one after its turn. None: keep them, and if one then finds
-            too little memory measure all of them again without.
-        losses: Losses of the first steps to report.
+        hold: True: keep all contestants in memory. False: end each contestant after its turn. None: keep them; if one
+            of them then lacks memory, measure all of them again without.
+        losses: Number of first losses to report.
         time_limit: Seconds of a contestant's start, and of a turn.
-        tell: Called with a line of text as each contestant starts.
+        tell: Called with a line of text when a contestant is ready or has had its turn.
     """
     tell = tell or (lambda _: None)
     how = how.model_copy(update={"warmup": max(3, losses)})
@@ -122,9 +122,7 @@ def _run(
     config: RunConfig, how: Measure, names: Sequence[str], rounds: int, hold: bool, losses: int, time_limit: float,
     tell: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
-    """Time the contestants in turns, held in memory or not.
-
-    One starts after the other: compilations and measured choices of kernels disturb nothing else."""
+    """Time the contestants alternately. They start one after the other, so that no start disturbs a measurement."""
     sides = [Contestant(name, config, how, time_limit) for name in names]
     try:
         for side in sides if hold else ():
@@ -155,13 +153,7 @@ def _result(
         if side.error:
             result[side.name] = {"error": side.error}
             continue
-        t, first, facts = spread(side.times), side.facts["losses"], side.facts
-        row = {"seconds": t, "tokens_per_s": facts["tokens"] / t["median"]}
-        row |= {"gflop_per_s": flop / t["median"] / 1e9} if flop else {}
-        row |= side.last | {"first_loss": first[0], "third_loss": first[2]}
-        row |= {"losses": first[:losses]} if losses else {}
-        row |= {key: facts[key] for key in ("tokens", "tasks", "processes", "captured") if key in facts}
-        result[side.name] = row
+        result[side.name] = _row(side.times, side.facts, side.last, flop, losses)
     ours = next((side for side in sides if side.name == OURS and not side.error), None)
     peers = [side for side in sides if side.name != OURS and not side.error]
     if ours and peers:
@@ -172,26 +164,38 @@ def _result(
     return result
 
 
+def _row(
+    times: Sequence[float], facts: dict[str, Any], last: dict[str, Any], flop: float | None, losses: int
+) -> dict[str, Any]:  # fmt: skip
+    """Return a contestant's metrics. facts: of its start; last: of its last measurement; flop: of a step."""
+    t, first = spread(times), facts["losses"]
+    row = {"seconds": t, "tokens_per_s": facts["tokens"] / t["median"]}
+    row |= {"gflop_per_s": flop / t["median"] / 1e9} if flop else {}
+    row |= {key: last[key] for key in ("peak_mib", "host_mib")} | {"first_loss": first[0], "third_loss": first[2]}
+    row |= {"losses": first[:losses]} if losses else {}
+    return row | {key: facts[key] for key in ("tokens", "tasks", "processes", "captured") if key in facts}
+
+
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
     """Return our times over theirs: median, minimum and maximum by round, and the ratio of the medians."""
     by_round = spread([a / b for a, b in zip(ours, theirs, strict=True)])
     return by_round | {"of_medians": statistics.median(ours) / statistics.median(theirs)}
 
 
-# -- the ranks that mpirun started
+# -- ranks started by mpirun
 
 
 def check_ranks(peers: Sequence[str]) -> None:
-    """Raise ConfigError for peers, which several ranks cannot measure."""
+    """Raise ConfigError for peers: under mpirun, peers are not measured."""
     if peers:
         raise ConfigError(
             f"nntile bench step: mpirun or srun has started {launcher.started()[1]} of it; allowed on several ranks: a"
-            " CONFIG, and no --peer, which is measured without mpirun"
+            " CONFIG without --peer; peers are measured without mpirun"
         )
 
 
 def measure_ranks(config: RunConfig, how: Measure, rounds: int, losses: int = 0) -> dict[str, Any]:
-    """Time steps of all ranks together, in their own processes. Called on every rank; the times are those of rank 0."""
+    """Time steps that all ranks run together. Every rank calls it; the times are those of rank 0."""
     from nntile_py.measure.worker import Session
 
     how = how.model_copy(update={"warmup": max(3, losses)})
@@ -210,11 +214,8 @@ def measure_ranks(config: RunConfig, how: Measure, rounds: int, losses: int = 0)
             all_ranks.barrier()
             times += [seconds / how.steps for seconds in clocked(lambda _: together(how.steps), 1)]
         last = session.times(1, 1)
-    t, first, facts = spread(times), session.facts["losses"], session.facts
-    row: dict[str, Any] = {"seconds": t, "tokens_per_s": facts["tokens"] / t["median"]}
-    row |= {"gflop_per_s": facts["flop"] / t["median"] / 1e9, "first_loss": first[0], "third_loss": first[2]}
-    row |= {"tasks_of_rank": facts["tasks"], "ranks": all_ranks.size, "tokens": facts["tokens"]}
-    row |= {key: last[key] for key in ("peak_mib", "host_mib")} | ({"losses": first[:losses]} if losses else {})
+    row = _row(times, session.facts, last, session.facts["flop"], losses) | {"ranks": all_ranks.size}
+    row["tasks_of_rank"] = row.pop("tasks")
     return {"measure": how.model_dump(), "rounds": rounds, "steps_per_round": how.steps, **machine(), OURS: row}
 
 
@@ -222,7 +223,7 @@ def measure_ranks(config: RunConfig, how: Measure, rounds: int, losses: int = 0)
 
 
 def point_with_peers(config: RunConfig, how: Measure, time_limit: float) -> dict[str, Any]:
-    """Return the metrics of a sweep's point whose `measure.peers` are timed in turns with ours."""
+    """Return the metrics of a sweep's point with `measure.peers`."""
     result = measure_in_turns(config, how, [OURS, *how.peers], how.repeats, time_limit=time_limit)
     ours = result[OURS]
     if "error" in ours:

@@ -1,4 +1,4 @@
-"""The contestants of a comparison: their names, and the configs that each of them can run."""
+"""Contestants of a comparison: their names, and checks that a contestant can run a config."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ RANKED = ("ddp", "fsdp2", "fsdp2_offload")  # peers with a process for each GPU
 PEERS = ("torch_eager", "torch_compile", *BERT_PEERS, *RANKED)
 Peer = Literal["torch_eager", "torch_compile", "torch_packed", "torch_padded", "ddp", "fsdp2", "fsdp2_offload"]
 LAYER_WORKS = ("encoder", "mha")  # see torch_layer.py
-PLAIN_GPT2: dict[str, Any] = {  # what the GPT-2 of torch_gpt2.py has
+PLAIN_GPT2: dict[str, Any] = {  # settings of the GPT-2 in torch_gpt2.py
     "dropout": 0.0, "attention_dropout": 0.0, "activation": "gelu_new", "tie_embeddings": True, "layer_norm_eps": 1e-5,
 }  # fmt: skip
 
 
 def parse_peers(text: str | None) -> list[str]:
-    """Return the peers that an option names, with commas between; `torch` stands for torch_eager and torch_compile."""
+    """Return the peers in a comma-separated text; `torch` stands for torch_eager and torch_compile."""
     both = {"torch": ["torch_eager", "torch_compile"]}
     names = [name for item in text.split(",") for name in both.get(item, [item])] if text else []
     for name in names:
@@ -38,13 +38,13 @@ def world_size(config: RunConfig) -> int:
 
 
 def is_plain_gpt2(config: RunConfig) -> bool:
-    """Return whether torch_gpt2.py has the config's model."""
+    """Return whether torch_gpt2.py implements the config's model."""
     model = config.model
     return bool(model.type == "gpt2") and all(getattr(model, key) == value for key, value in PLAIN_GPT2.items())
 
 
 def check_gpus(count: int, key: str) -> None:
-    """Raise ConfigError if the machine has fewer GPUs; before any contestant starts."""
+    """Raise ConfigError if the machine has fewer GPUs than `count`."""
     from nntile_py.execution.starpu_settings import cuda_devices
 
     if count > (present := cuda_devices() if count else 0):
@@ -52,7 +52,7 @@ def check_gpus(count: int, key: str) -> None:
 
 
 def check_peer(config: RunConfig, name: str, work: Work = "train") -> None:
-    """Raise ConfigError for a config that a peer cannot run; before any contestant starts."""
+    """Raise ConfigError if a peer cannot run the config."""
     of, inference = f"with --peer {name}", work != "train"
     if name in RANKED and inference:
         known = [one for one in PEERS if one not in RANKED]
@@ -68,7 +68,7 @@ def check_peer(config: RunConfig, name: str, work: Work = "train") -> None:
     _check_model(config, of, inference)
     if config.train.grad_accumulation != 1:
         raise ConfigError(f"train.grad_accumulation: got {config.train.grad_accumulation}; allowed {of}: 1")
-    # Flash attention needs 16 bits; with fp16's scaled loss the ranks would have to agree on the steps to skip.
+    # Flash attention needs 16 bits. Under fp16, ranks would have to agree on the steps that loss scaling skips.
     known = (["bf16"] if name in RANKED else ["bf16", "fp16"]) if gpus else ["fp32"]
     if config.precision not in known:
         raise ConfigError(f"precision: got {config.precision}; allowed {of}: {' or '.join(known)}")

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
-from nntile_py.analysis.workloads import Work
 from nntile_py.errors import ConfigError
+from nntile_py.measure.experiment_parts import ConfigPart, GraphExperiment, ProfileExperiment
 from nntile_py.measure.layout_experiment import LayoutExperiment
 from nntile_py.measure.operator_experiment import OperatorExperiment, PaperRow
 from nntile_py.measure.sweep_spec import check_sweep
-from nntile_py.schema import Count, Section, assignment, read_yaml, validated
+from nntile_py.schema import Section, assignment, read_yaml, validated
 from nntile_py.system.console_tables import plain_table
 from nntile_py.system.folders import installed
 
@@ -22,27 +22,6 @@ if TYPE_CHECKING:
 EXPERIMENTS = installed("experiments")
 ROUNDS = 3  # rounds of a sweep that sets none
 Mode = Literal["training", "inference"]
-
-
-class GraphExperiment(Section):
-    """A section of kind `graph`: what `nntile graph` draws."""
-
-    config: str
-    set_: dict[str, Any] = Field(default_factory=dict, alias="set")
-    work: Work = "train"
-    level: Literal["logical", "tiles"] = "logical"
-    layer: int | None = None
-    phase: Literal["forward", "backward", "update", "all"] = "all"
-    fusion: Literal["before", "after", "both"] = "both"
-
-
-class ProfileExperiment(Section):
-    """A section of kind `profile`: what `nntile profile` traces."""
-
-    config: str
-    set_: dict[str, Any] = Field(default_factory=dict, alias="set")
-    work: Literal["train", "inference"] = "train"
-    steps: Count = 3
 
 
 KINDS = {
@@ -55,11 +34,11 @@ class Experiment(Section):
 
     title: str
     shows: str
-    paper: str  # the result in the paper
+    paper: str  # result in the paper
     kind: Literal["sweep", "graph", "profile", "analysis", "layouts"]
-    rows: list[PaperRow] = Field(default_factory=list)  # the paper's table, which an analysis is compared with
+    rows: list[PaperRow] = Field(default_factory=list)  # the paper's table, for the kind `analysis`
     columns: list[str] = Field(default=["seconds", "seconds_min", "tasks"])  # metrics in the report
-    ratio: str | None = None  # a key: the report gives the times of its other values over that of the first
+    ratio: str | None = None  # a key: the report divides the times of its other values by the first value's time
     cpu: dict[str, Any]
     gpu: dict[str, Any]
 
@@ -71,16 +50,15 @@ class Experiment(Section):
 
     @property
     def goes_on(self) -> bool:
-        """Whether a run continues from the files of an earlier one in its folder."""
+        """Whether an interrupted run continues from the files in its folder."""
         return self.kind in ("sweep", "layouts")
 
     def part(self, scale: str, mode: Mode | None = None, sets: Sequence[str] = ()) -> Any:
-        """Return the Sweep, or the section of another kind, of a scale.
+        """Return the section of a scale, cpu or gpu, checked: a Sweep or an ExperimentPart.
 
         Args:
-            scale: cpu or gpu.
-            mode: Replaces the experiment's own mode.
-            sets: KEY=VALUE, over the keys of the whole part.
+            mode: instead of the experiment's own mode.
+            sets: KEY=VALUE; they override the section's `set`.
         """
         path, tree = EXPERIMENTS / f"{self.name}.yaml", getattr(self, scale)
         if mode:
@@ -89,21 +67,20 @@ class Experiment(Section):
             return check_sweep({"rounds": ROUNDS} | tree, path, sets)
         cls: Any = KINDS[self.kind]
         try:
-            made = validated(cls, tree, f"{scale}.")
+            part = validated(cls, tree, f"{scale}.")
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-        made = made.model_copy(update={"set_": made.set_ | dict(map(assignment, sets))})
-        if isinstance(made, OperatorExperiment | LayoutExperiment):
-            return made
-        return made.model_copy(update={"config": str(path.parent / made.config)})
+        changed = {"set_": part.set_ | dict(map(assignment, sets))}
+        changed |= {"config": str(path.parent / part.config)} if isinstance(part, ConfigPart) else {}
+        return part.model_copy(update=changed)
 
     def _in_mode(self, tree: dict[str, Any], mode: Mode) -> dict[str, Any]:
-        """Return the section in another mode: the work of a whole model changes, the phase of a small graph."""
+        """Return the section in another mode: with another `work` for a model, another `phase` for a small graph."""
         inner = tree.get("measure", {}) if self.kind == "sweep" else tree
         if self.kind in ("analysis", "layouts") or {"measure.work", "measure.phase"} & tree.get("grid", {}).keys():
-            raise ConfigError(f"--mode: not allowed with {self.name}, which measures forward and backward by itself")
+            raise ConfigError(f"--mode: not allowed with {self.name}, which measures forward and backward separately")
         if inner.get("work") == "attention":
-            raise ConfigError(f"--mode: not allowed with {self.name}, which is a forward pass in any case")
+            raise ConfigError(f"--mode: not allowed with {self.name}, which measures forward passes only")
         if inner.get("work", "train") in ("train", "inference"):
             inner = inner | {"work": "train" if mode == "training" else mode}
         else:
@@ -126,16 +103,16 @@ def load_experiment(name: str) -> Experiment:
         raise ConfigError(f"NAME: no experiment {name!r}; allowed: {', '.join(names())}")
     path = EXPERIMENTS / f"{name}.yaml"
     try:
-        made: Experiment = validated(Experiment, read_yaml(path, "NAME", Experiment))
+        experiment: Experiment = validated(Experiment, read_yaml(path, "NAME", Experiment))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    made._name = name
-    return made
+    experiment._name = name
+    return experiment
 
 
 def listing() -> RenderableType:
-    shown = plain_table(heads := ("name", "what", "shows"), text=heads)
+    table = plain_table(heads := ("name", "what", "shows"), text=heads)
     for name in names():
-        made = load_experiment(name)
-        shown.add_row(name, made.title, made.shows)
-    return shown
+        experiment = load_experiment(name)
+        table.add_row(name, experiment.title, experiment.shows)
+    return table

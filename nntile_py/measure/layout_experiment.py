@@ -1,25 +1,21 @@
-"""Experiments of kind `layouts`: operators in all layouts, the cheapest choice for all, and a step in that choice."""
+"""Experiments of kind `layouts`: operators in all layouts, the fastest layouts together, and a step in them."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING
 
 from nntile_py.analysis.layout_analysis import STACKED, LayoutResult, layout_results, sums, violins
-from nntile_py.analysis.workloads import preset
 from nntile_py.config.builders import timings as opened
 from nntile_py.config.run_config import runtime_options
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.timings import Timings
+from nntile_py.measure.experiment_parts import ExperimentResult, PresetPart
 from nntile_py.profiling.layout_timer import compare, tune
-from nntile_py.schema import Count, Section
+from nntile_py.schema import Count
+from nntile_py.system.console_tables import csv_text
 from nntile_py.system.pictures import files_of
 from nntile_py.system.progress import telling
 
@@ -29,35 +25,29 @@ if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
 
 
-class LayoutExperiment(Section):
-    """A section of kind `layouts`: what `nntile layouts tune --work` measures."""
+class LayoutExperiment(PresetPart):
+    """A section of kind `layouts`: operators that are timed as by `nntile layouts tune --work`."""
 
-    work: Literal["encoder", "decoder", "mha"]
-    set_: dict[str, Any] = Field(default_factory=dict, alias="set")
     repeats: Count = 5
 
-    def config(self) -> RunConfig:
-        return preset(self.work, [f"{key}={json.dumps(of)}" for key, of in self.set_.items()])
+    def run(self, folder: Path, console: Console) -> ExperimentResult:
+        """Time the operators in all layouts; timings.jsonl holds the times, from which a later run continues."""
+        config = self.resolved()
+        timings = opened(config, folder / "timings.jsonl", new=True)
+        with telling(console) as tell:
+            tuned = tune(config, self.work, timings, self.repeats, tell)
+        results = layout_results(config, self.work, timings)
+        best = min(results, key=lambda result: result.seconds)
+        lines = [*map(sums, results), _worst(best), *_steps(config, self, timings, results)]
+        if tuned.others:
+            busy = f"Other processes kept {tuned.others:.1f} cores busy while operators were timed"
+            lines.append(f"{busy}: times are too long.")
+        return ExperimentResult(_csv(results), files_of(violins(best, timings)), totals=lines)
 
 
-def run(part: LayoutExperiment, folder: Path, console: Console) -> tuple[str, dict[str, bytes], list[str]]:
-    """Write timings.jsonl, from which a later run continues; returns CSV, violin plots by form, and totals as text."""
-    config = part.config()
-    timings = opened(config, folder / "timings.jsonl", new=True)
-    with telling(console) as tell:
-        tuned = tune(config, part.work, timings, part.repeats, tell)
-    found = layout_results(config, part.work, timings)
-    best = min(found, key=lambda of: of.seconds)
-    lines = [*map(sums, found), _worst(best), *_steps(config, part, timings, found)]
-    if tuned.others:
-        told_others = f"Other processes kept {tuned.others:.1f} cores busy as operators were measured"
-        lines.append(f"{told_others}: times are too long.")
-    return _csv(found), files_of(violins(best, timings)), lines
-
-
-def _worst(of: LayoutResult) -> str:
-    """Return the largest effect of a layout, and the largest gain over the default layout."""
-    timed = [line for line in of.lines if line.best]  # a Transpose that layouts make needless takes no time
+def _worst(result: LayoutResult) -> str:
+    """Return a sentence: the largest ratio of worst to best layout, and the largest gain over the default layout."""
+    timed = [line for line in result.lines if line.best]  # a Transpose that layouts make needless takes no time
     spread = max(timed, key=lambda line: line.worst / line.best)
     gain = max(timed, key=lambda line: line.default / line.best)
     times, percent = spread.worst / spread.best, 100 * (gain.default / gain.best - 1)
@@ -65,30 +55,27 @@ def _worst(of: LayoutResult) -> str:
             f"{percent:.0f} % more than the best.")  # fmt: skip
 
 
-def _csv(found: Sequence[LayoutResult]) -> str:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    times = [f"{what} ms" for what in ("default", "chosen", "transposes", "best", "worst")]
-    writer.writerow(["Q, K, V", "operator", "x", "layouts", *times, "chosen"])
-    for of in found:
-        for line in of.lines:
-            took = (line.default, line.chosen, line.transposes, line.best, line.worst)
-            cells = [STACKED[of.stacked], line.name, line.count, line.layouts, *(f"{ms:.4f}" for ms in took)]
-            writer.writerow([*cells, line.layout or "needless"])
-    return out.getvalue()
+def _csv(results: Sequence[LayoutResult]) -> str:
+    times = ("default", "chosen", "transposes", "best", "worst")
+    rows = [
+        [STACKED[result.stacked], line.name, line.count, line.layouts,
+         *(f"{getattr(line, time):.4f}" for time in times), line.layout or "needless"]
+        for result in results for line in result.lines
+    ]  # fmt: skip
+    return csv_text(["Q, K, V", "operator", "x", "layouts", *(f"{time} ms" for time in times), "chosen"], rows)
 
 
-def _steps(config: RunConfig, part: LayoutExperiment, timings: Timings, found: Sequence[LayoutResult]) -> list[str]:
-    """Time forward and backward passes in default and in searched layouts, in turns."""
+def _steps(config: RunConfig, part: LayoutExperiment, timings: Timings, results: Sequence[LayoutResult]) -> list[str]:
+    """Time forward and backward passes in default and in searched layouts, alternating."""
     lines = []
     with Runtime(**runtime_options(config.runtime.model_dump())):
-        for of in found:
-            comparison = of.comparison or compare(config, part.work, timings, of.stacked, of.program)
-            if of.program and not of.comparison:
+        for result in results:
+            comparison = result.comparison or compare(config, part.work, timings, result.stacked, result.program)
+            if result.program and not result.comparison:
                 timings.add_comparison(comparison)
             for layouts in ("default", "searched"):
                 ms = sorted(1e3 * t for t in getattr(comparison, layouts))
-                lines.append(f"A step of {part.work}, {STACKED[of.stacked]}, {layouts} layouts: median "
+                lines.append(f"A step of {part.work}, {STACKED[result.stacked]}, {layouts} layouts: median "
                              f"{statistics.median(ms):.3f} ms ({ms[0]:.3f} to {ms[-1]:.3f}, {len(ms)} runs in turns"
                              f"{', slower beyond noise' * (layouts == 'searched' and comparison.slower)}"
                              ").")  # fmt: skip

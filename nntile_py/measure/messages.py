@@ -1,7 +1,7 @@
 """`mpirun -n 2 nntile bench messages`: the cost of sending a tile to another rank, by the tile's size.
 
-hop: one tile goes back and forth between two tasks that change it: the time from task to task. message: many tiles go
-one way at a time, each from a task that writes the tile to a task that reads it.
+hop: two ranks change one tile alternately; the time from task to task. message: rank 0 writes many tiles at the same
+time, and rank 1 reads them; the time divided by their number.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def messages(
     """Measure microseconds and GB/s of messages from rank 0 to rank 1, by tile size. Needs mpirun."""
     items = [item.strip() for item in sizes.split(",")]
     if not all(item.isdigit() and int(item) >= 4 for item in items):
-        raise ConfigError(f"--sizes: {sizes!r} is not allowed; write bytes, 4 or more, with commas between")
+        raise ConfigError(f"--sizes: {sizes!r} is not allowed; write bytes, 4 or more, separated by commas")
     if system.started()[1] < 2:
         raise ConfigError("nntile bench messages: got one process; allowed: several, such as mpirun -n 2 nntile ...")
     result = measure_messages([int(item) // 4 * 4 for item in items], seconds, repeats, cuda)
@@ -48,15 +48,15 @@ def messages(
         return
     print("     bytes   us a hop (least to greatest)   us a message    GB/s")
     for row in result["rows"]:
-        hop, one = row["hop_us"], row["message_us"]
-        between = f"({hop['min']:.1f} to {hop['max']:.1f})"
-        print(f"{row['bytes']:10,} {hop['median']:10.1f} {between:>18} {one['median']:14.2f} {row['gb_per_s']:7.2f}")
+        hop, message = row["hop_us"], row["message_us"]["median"]
+        ends = f"({hop['min']:.1f} to {hop['max']:.1f})"
+        print(f"{row['bytes']:10,} {hop['median']:10.1f} {ends:>18} {message:14.2f} {row['gb_per_s']:7.2f}")
     thread = result["progress_thread"]
-    print(f"MPI's thread: {thread['idle']:.1%} of a core idle, {thread['busy']:.1%} while tiles go")
+    print(f"MPI's thread takes {thread['idle']:.1%} of a core while idle, {thread['busy']:.1%} while tiles are sent")
 
 
 def measure_messages(sizes: list[int], seconds: float, repeats: int, cuda: int = 0) -> dict[str, Any]:
-    """Measure on all ranks; the numbers are those of rank 0. cuda: GPUs of each rank, instead of a CPU worker."""
+    """Measure on all ranks; the times are those of rank 0. cuda: GPUs of each rank, instead of a CPU worker."""
     from nntile_py import _core
     from nntile_py.execution.program import Store, programs
     from nntile_py.execution.runtime import Runtime
@@ -90,10 +90,10 @@ def measure_messages(sizes: list[int], seconds: float, repeats: int, cuda: int =
         idle = (_progress_seconds() - used) / IDLE
         for size in sizes:
             count = max(1, min(HOPS, AT_A_TIME // size))
-            one = timed(_one_way(size, count), count)
+            message = timed(_one_way(size, count), count)
             rows.append({
-                "bytes": size, "hop_us": timed(_to_and_fro(size), HOPS), "message_us": one,
-                "at_a_time": count, "gb_per_s": size / one["median"] / 1e3,
+                "bytes": size, "hop_us": timed(_to_and_fro(size), HOPS), "message_us": message,
+                "at_a_time": count, "gb_per_s": size / message["median"] / 1e3,
             })  # fmt: skip
         return {
             "rows": rows, "progress_thread": {"idle": idle, "busy": spread(busy)["median"]}, "ranks": ranks.size,
@@ -133,7 +133,7 @@ def _one_way(size: int, count: int) -> TaskList:
 
 
 def _progress_seconds() -> float:
-    """Return the seconds of a core that this process's StarPU-MPI thread has used."""
+    """Return the processor time of this process's StarPU-MPI thread."""
     ticks = 0
     for thread in Path("/proc/self/task").iterdir():
         name, _, rest = (thread / "stat").read_text().rpartition(") ")

@@ -1,9 +1,8 @@
-"""`nntile bench metg`: the shortest tasks without visible overhead (METG of Task Bench, Slaughter et al. 2020).
+"""`nntile bench metg`: the minimum effective task granularity (METG), as in Task Bench (Slaughter et al. 2020).
 
-A task is a loop of dependent multiply-adds, on a CPU core or on one warp of a GPU: its time is proportional to their
-number. A long task gives the time of one multiply-add, and so the duration of all tasks without overhead. The launch of
-a kernel counts as overhead of the runtime. `in_stream` measures launches apart: the same kernels, back to back in a
-single task.
+A task is a loop of dependent multiply-adds on a CPU core or on one warp of a GPU. A long task gives the time of a
+multiply-add, hence the time of each task without overhead. The efficiency is this time divided by the measured time.
+The launch of a kernel counts as overhead. `in_stream` is the efficiency of the same kernels, back to back in one task.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from nntile_py.system.machine import machine
 
 DURATIONS = "2,5,10,20,50,100,200,500,1000,2000"
 IN_STREAM = 32  # kernels in one task
-GOALS = (0.5, 0.95)
+GOALS = (0.5, 0.95)  # efficiencies
 
 
 def metg(
@@ -39,13 +38,13 @@ def metg(
 ) -> None:
     """Find the shortest tasks that keep the workers busy: measure the efficiency for several task lengths."""
     if cuda and cpus:
-        raise ConfigError("--cpus: not beside --cuda; a task's length is that of one kind of worker")
+        raise ConfigError("--cpus: not allowed with --cuda, as all workers must have the same speed")
     try:
         lengths = sorted({float(item) for item in us.split(",")})
     except ValueError:
         lengths = []
     if not lengths or lengths[0] <= 0:
-        raise ConfigError(f"--us: {us!r} is not allowed; write positive numbers with commas between")
+        raise ConfigError(f"--us: {us!r} is not allowed; write positive numbers, separated by commas")
     result = measure_metg(cuda, cpus, scheduler, chains, lengths, seconds, repeats)
     if as_json:
         print(json.dumps(result, indent=2))
@@ -57,8 +56,8 @@ def metg(
             f"{row['us']:9.1f} {row['tasks']:8} {e['median']:12.3f} ({e['min']:.3f} to {e['max']:.3f})"
             f" {row['in_stream']:17.3f}"
         )
-    for goal, found in result["metg_us"].items():
-        print(f"{goal} % busy from {'none of these' if found is None else f'{found:.1f} us'} a task")
+    for goal, length in result["metg_us"].items():
+        print(f"{goal} % busy: " + ("no such length" if length is None else f"from {length:.1f} us a task"))
     print(f"{result['workers']} {result['kind']} workers, {chains} chains each, {scheduler}")
 
 
@@ -81,38 +80,43 @@ def measure_metg(
             run = _program([tile for _ in range(each) for tile in tiles], count)
             run()  # moves the tiles; dmda* policies calibrate
             times = [run() for _ in range(repeats)]
-            alone = _program([tiles[0]], count, IN_STREAM)
-            measured.append((count, each * chains, times, min(alone() for _ in range(10))))
-    for count, tasks, times, in_stream in measured:
-        step = min(step, min(times) / tasks / count, in_stream / IN_STREAM / count)
+            in_stream = _program([tiles[0]], count, IN_STREAM)
+            measured.append((count, each * chains, times, min(in_stream() for _ in range(10))))
+    for count, tasks, times, seconds in measured:
+        step = min(step, min(times) / tasks / count, seconds / IN_STREAM / count)
     rows = [
         {
             "us": count * step * 1e6, "tasks": tasks * workers, "seconds": spread(times),
             "efficiency": spread([tasks * count * step / t for t in times]),
-            "in_stream": IN_STREAM * count * step / in_stream,
+            "in_stream": IN_STREAM * count * step / seconds,
         }
-        for count, tasks, times, in_stream in measured
+        for count, tasks, times, seconds in measured
     ]  # fmt: skip
-    found = {f"{goal * 100:g}": shortest(rows, goal) for goal in GOALS}
+    metg_us = {f"{goal * 100:g}": shortest(rows, goal) for goal in GOALS}
     return {
-        "metg_us": found, "rows": rows, "workers": workers, "kind": "CUDA" if cuda else "CPU", "scheduler": scheduler,
+        "metg_us": metg_us, "rows": rows, "workers": workers, "kind": "CUDA" if cuda else "CPU", "scheduler": scheduler,
         "chains": chains, "us_per_multiply_add": step * 1e6, **machine(),
     }  # fmt: skip
 
 
 def _program(tiles: Sequence[Any], count: int, bodies: int = 1) -> Callable[[], float]:
-    """Return a run of tasks, one on each tile, of `bodies` loops of `count` multiply-adds; it returns its seconds."""
+    """Return a function that runs a task on each tile and returns the seconds.
+
+    Args:
+        count: multiply-adds in a loop.
+        bodies: loops in a task.
+    """
     from nntile_py import _core
     from nntile_py.execution.task_payload import body, capability_of_devices, encoded_launches
     from nntile_py.tiles import RW, Tile
     from nntile_py.tiles.tasklist import BusyArgs, Task
 
     described = Task("busy", [RW(Tile("busy", (0,), (1,), "fp32"))], BusyArgs(count))
-    one = body("busy", "busy", [0], [count], launched=encoded_launches([described], capability_of_devices()))
+    loop = body("busy", "busy", [0], [count], launched=encoded_launches([described], capability_of_devices()))
     program = _core.Program()
     for tile in tiles:
         program.add(
-            bodies=[one] * bodies, codelet="busy", name="busy", tiles=[tile], modes=["RW"], floats=[], slots=[],
+            bodies=[loop] * bodies, codelet="busy", name="busy", tiles=[tile], modes=["RW"], floats=[], slots=[],
             footprint=zlib.crc32(repr((count, bodies)).encode()), priority=0, flop=0.0,
         )  # fmt: skip
 
@@ -126,7 +130,7 @@ def _program(tiles: Sequence[Any], count: int, bodies: int = 1) -> Callable[[], 
 
 
 def _calibrate(tile: Any) -> float:
-    """Return the seconds of a multiply-add in a task of 20 ms, against which its start is negligible."""
+    """Return the seconds of a multiply-add in a task of 20 ms, whose overhead is negligible."""
     count, last = 1000, 0.0
     while (last := min(_program([tile], count)() for _ in range(5))) < 2e-3:
         count *= 4
@@ -136,8 +140,8 @@ def _calibrate(tile: Any) -> float:
 
 
 def shortest(rows: Sequence[dict[str, Any]], goal: float) -> float | None:
-    """Return the length from which all tasks are efficient enough, by log-linear interpolation of the measured ones."""
-    found, longer = None, None
+    """Return the length (us) from which tasks reach the efficiency `goal`, by log-linear interpolation."""
+    length, longer = None, None
     for row in reversed(rows):
         e = row["efficiency"]["median"]
         if e < goal:
@@ -146,5 +150,5 @@ def shortest(rows: Sequence[dict[str, Any]], goal: float) -> float | None:
                 share = (goal - e) / (above - e)
                 return float(math.exp(math.log(row["us"]) + share * (math.log(below) - math.log(row["us"]))))
             return None
-        found, longer = row["us"], (row["us"], e)
-    return found
+        length, longer = row["us"], (row["us"], e)
+    return length

@@ -1,4 +1,4 @@
-"""The pictures of a sweep, as PNG, SVG and PDF: lines, bars or a heat map, with the spread of the repeats."""
+"""Plots of a sweep: lines, bars or a heat map, with error bars for the spread of the repeats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nntile_py.measure.sweep_spec import Best, Plot
 
 Row = dict[str, Any]
-QUARTILES = 4  # with at least this many repeats the spread is their middle half: a disturbed repeat does not widen it
+QUARTILES = 4  # repeats from which an error bar is their middle half, which one disturbed repeat does not widen
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKERS = "osD^vPX"
 HATCHES, STYLES = ("", "///", "..."), ("-", "--", ":")  # bars, lines
@@ -37,7 +37,11 @@ _LABELS = {
 
 
 def spread(row: Row, metric: str = "seconds") -> tuple[float, float] | None:
-    """Return the range of a metric of time: the middle half of its repeats, or all of few; None: not repeated."""
+    """Return the ends of a metric's error bar: the middle half of its repeats, or all of fewer than QUARTILES.
+
+    Returns:
+        None if the metric is neither a time nor a rate, or was measured only once.
+    """
     times = row.get("times", [])
     if metric not in (*_TIMES, *RATES) or len(times) < 2:
         return None
@@ -45,37 +49,47 @@ def spread(row: Row, metric: str = "seconds") -> tuple[float, float] | None:
     if len(times) >= QUARTILES:
         low, _, high = quantiles(times, n=4, method="inclusive")
     middle = row["seconds"]
-    low, high = min(low, middle), max(high, middle)  # the median of rounds' medians may lie beside
+    low, high = min(low, middle), max(high, middle)  # the median of the rounds' medians may lie outside
     if metric in RATES:
         return row[metric] * middle / high, row[metric] * middle / low
     return low * _TIMES[metric], high * _TIMES[metric]
 
 
-def caption(rows: list[Row], where: str = "", metrics: Sequence[str] = ("seconds",), bars: bool = True) -> str:
-    """Return the caption: number of repeats, meaning of error bars, machine, load by other processes.
+def disturbance(rows: Sequence[Row]) -> str:
+    """Return a clause on the cores that other processes kept busy during a measurement; empty if too few to matter."""
+    busy = max((row["others"] for row in rows if row.get("others") is not None), default=0.0)
+    return f"other processes kept up to {busy:.1f} cores busy" if is_busy(busy) else ""
 
-    metrics: the metrics in the picture."""
+
+def caption(rows: list[Row], where: str = "", metrics: Sequence[str] = ("seconds",), bars: bool = True) -> str:
+    """Return the caption: number of repeats, meaning of error bars, load by other processes, machine.
+
+    Args:
+        where: the machine.
+        metrics: the metrics in the picture.
+        bars: whether the picture has error bars.
+    """
     good = [row for row in rows if row["status"] == "ok"]
     repeats, rounds = sorted({len(row.get("times", [])) for row in good} - {0}), {row.get("rounds", 1) for row in good}
-    told = []
+    lines = []
     if repeats:
         count = f"{repeats[0]}" if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
         turns = f" in {max(rounds)} rounds of all points" if max(rounds, default=1) > 1 else ""
-        ends = "the middle half of them" if repeats[0] >= QUARTILES else "all of them"
+        ends = "the middle half of the repeats" if repeats[0] >= QUARTILES else "all repeats"
         best = {metric in _BEST for metric in metrics}
-        shown = " and ".join("best" if one else "median" for one in sorted(best))
-        told.append(f"{shown} of {count} repeats{turns}" if repeats[-1] > 1 else "one repeat")
-        told[-1] += f"; error bars: {ends}" if bars and False in best and repeats[-1] > 1 else ""
-    busy = max((row["others"] for row in good if row.get("others") is not None), default=0.0)
-    if is_busy(busy):
-        told.append(f"other processes kept up to {busy:.1f} cores busy meanwhile")
-    return "\n".join([*told, *([where] if where else [])])
+        shown = " and ".join("best" if of else "median" for of in sorted(best))
+        lines.append(f"{shown} of {count} repeats{turns}" if repeats[-1] > 1 else "one repeat")
+        lines[-1] += f"; error bars: {ends}" if bars and False in best and repeats[-1] > 1 else ""
+    return "\n".join(filter(None, [*lines, disturbance(good), where]))
 
 
 def figure_of(plots: Sequence[Plot], rows: list[Row], best: Best | None = None, where: str = "") -> Figure:
-    """Draw all plots side by side, a panel for each value of `panel`; plots without data have no axes.
+    """Draw all plots side by side, each with a panel for each value of `panel`; plots without data have no axes.
 
-    where: the machine, for the caption."""
+    Args:
+        best: the sweep's choice of the best row.
+        where: the machine, for the caption.
+    """
     panels = [_panels(plot, rows, best) for plot in plots]
     widths = [4.4 * len(own) + 1.5 for own in panels]
     figure = new_figure((max(sum(widths), 6.5), 4.2))
@@ -123,7 +137,11 @@ def _draw(figure: Any, plot: Plot, panels: list[Any], rows: list[Row], best: Bes
 
 
 def shown_rows(plot: Plot, rows: list[Row], best: Best | None = None) -> tuple[list[Row], list[str]]:
-    """Return the best good row of each place, by the first y, and the keys in which the hidden rows differ from it."""
+    """Choose the rows to draw. If several good rows have the same x, series and panel, the best by the first y.
+
+    Returns:
+        The rows to draw, and the keys in which hidden rows differ from them.
+    """
     y = plot.metrics[0]
     most = best.of == "greatest" if best and best.metric == y else y.endswith("_per_s") or y == "parallelism"
     places: dict[tuple[str, ...], list[Row]] = {}
@@ -136,17 +154,18 @@ def shown_rows(plot: Plot, rows: list[Row], best: Best | None = None) -> tuple[l
 
 
 def good_rows(plot: Plot, rows: list[Row]) -> list[Row]:
-    """Return the rows with all metrics of a plot."""
+    """Return the good rows that have all metrics of a plot."""
     return [row for row in rows if row["status"] == "ok" and all(y in row for y in plot.metrics)]
 
 
 def _unit(plot: Plot, rows: list[Row]) -> tuple[float, str]:
-    """Return the factor and unit of times: short times are drawn in ms unless the plot's label names a unit."""
+    """Return factor and unit for times: ms if all are below 1 s and the plot has no label, else no change."""
     short = plot.ylabel is None and all(y in ("seconds", "seconds_min") for y in plot.metrics)
     return (1e3, "(ms)") if short and max((r[y] for r in rows for y in plot.metrics), default=1) < 1 else (1.0, "")
 
 
 def _y_label(plot: Plot, unit: tuple[float, str], rows: Sequence[Row]) -> str:
+    """Return the plot's label of the y axis, or a label derived from its metric."""
     if plot.ylabel is not None:
         return plot.ylabel
     measured = [row.get("measure", {}) for row in rows]
@@ -156,33 +175,39 @@ def _y_label(plot: Plot, unit: tuple[float, str], rows: Sequence[Row]) -> str:
 
 
 def _lines(axis: Any, plot: Plot, rows: list[Row], every: list[Row], unit: tuple[float, str]) -> float:
-    """Draw lines or bars; returns the highest point with error bars. every: the rows of all panels, for one x axis."""
+    """Draw lines or bars with error bars; return the highest point.
+
+    Args:
+        rows: of this panel.
+        every: of all panels, which have the same x axis.
+    """
     xs = values(every, plot.x)
     numeric = plot.kind == "line" and all(isinstance(x, int | float) and not isinstance(x, bool) for x in xs)
     places = xs if numeric else list(range(len(xs)))
     series = [(of, y) for of in (values(every, plot.series) if plot.series else [None]) for y in plot.metrics]
     highest = 0.0
     for number, (of, y) in enumerate(series):
-        mine = {plain(value(r, plot.x)): r for r in rows if plot.series is None or value(r, plot.series) == of}
-        here = [(at, mine[plain(x)]) for at, x in zip(places, xs, strict=True) if plain(x) in mine]
-        told = ", ".join([*([named(plot.series, of)] if plot.series else []), *([y] if len(plot.metrics) > 1 else [])])
-        ys = [row[y] * unit[0] for _, row in here]
-        ends = [[end * unit[0] for end in spread(row, y) or (row[y], row[y])] for _, row in here]
+        own = {plain(value(r, plot.x)): r for r in rows if plot.series is None or value(r, plot.series) == of}
+        points = [(at, own[plain(x)]) for at, x in zip(places, xs, strict=True) if plain(x) in own]
+        names = [*([named(plot.series, of)] if plot.series else []), *([y] if len(plot.metrics) > 1 else [])]
+        text = ", ".join(names) or None
+        ys = [row[y] * unit[0] for _, row in points]
+        ends = [[end * unit[0] for end in spread(row, y) or (row[y], row[y])] for _, row in points]
         highest = max([highest, *ys, *(high for _, high in ends)])
         below, above = ([abs(end[k] - at) for at, end in zip(ys, ends, strict=True)] for k in (0, 1))
         bars = [below, above] if any((*below, *above)) else None
-        colour, where = COLOURS[number % len(COLOURS)], [at for at, _ in here]
+        colour, where = COLOURS[number % len(COLOURS)], [at for at, _ in points]
         again = number // len(COLOURS) % len(HATCHES)  # the colours repeat
         if plot.kind == "bar":
             width = 0.8 / len(series)
             where = [at + (number - (len(series) - 1) / 2) * width for at in where]
-            axis.bar(where, ys, 0.92 * width, yerr=bars, capsize=3, color=colour, label=told or None,
+            axis.bar(where, ys, 0.92 * width, yerr=bars, capsize=3, color=colour, label=text,
                      error_kw={"elinewidth": 1}, hatch=HATCHES[again], edgecolor="white", linewidth=0)  # fmt: skip
         else:
             if not numeric:  # side by side, so that error bars do not cover each other
                 where = [at + 0.05 * (number - (len(series) - 1) / 2) for at in where]
             axis.errorbar(where, ys, bars, marker=MARKERS[number % len(MARKERS)], markersize=5, capsize=3,
-                          color=colour, label=told or None, linestyle=STYLES[again])  # fmt: skip
+                          color=colour, label=text, linestyle=STYLES[again])  # fmt: skip
     if plot.log and numeric:
         axis.set_xscale("log", base=2)
     axis.set_xticks(places, [named(plot.x, x) if isinstance(x, bool) else plain(x) for x in xs], minor=False)
@@ -194,18 +219,17 @@ def _lines(axis: Any, plot: Plot, rows: list[Row], every: list[Row], unit: tuple
 
 
 def _heat(axis: Any, plot: Plot, rows: list[Row], every: list[Row], unit: tuple[float, str]) -> float:
+    """Draw the first metric as colour; all panels have one colour scale."""
     assert plot.series
-    xs, ys = values(every, plot.x), values(every, plot.series)
-    found = {(plain(value(r, plot.x)), plain(value(r, plot.series))): r[plot.metrics[0]] * unit[0] for r in rows}
-    nan, all_of_it = float("nan"), [row[plot.metrics[0]] * unit[0] for row in every]
-    shown = [[found.get((plain(x), plain(y)), nan) for x in xs] for y in ys]
-    image = axis.imshow(shown, cmap="viridis_r", vmin=min(all_of_it), vmax=max(all_of_it), aspect="auto")
-    for column, x in enumerate(xs):
-        for line, y in enumerate(ys):
-            if (plain(x), plain(y)) in found:
-                number = found[plain(x), plain(y)]
-                box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1.5}
-                axis.text(column, line, f"{number:.3g}", ha="center", va="center", fontsize=8, bbox=box)
+    metric, (xs, ys) = plot.metrics[0], (values(every, key) for key in (plot.x, plot.series))
+    numbers = {(plain(value(r, plot.x)), plain(value(r, plot.series))): r[metric] * unit[0] for r in rows}
+    scale = [row[metric] * unit[0] for row in every]
+    cells = [[numbers.get((plain(x), plain(y)), float("nan")) for x in xs] for y in ys]
+    image = axis.imshow(cells, cmap="viridis_r", vmin=min(scale), vmax=max(scale), aspect="auto")
+    box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1.5}
+    for (x, y), number in numbers.items():
+        at = [plain(of) for of in xs].index(x), [plain(of) for of in ys].index(y)
+        axis.text(*at, f"{number:.3g}", ha="center", va="center", fontsize=8, bbox=box)
     for key, of, set_ticks in ((plot.x, xs, axis.set_xticks), (plot.series, ys, axis.set_yticks)):
         set_ticks(range(len(of)), [named(key, v) if isinstance(v, bool) else plain(v) for v in of])
     axis.set_ylabel(label(plot.series))
@@ -221,7 +245,7 @@ def label(key: str) -> str:
 
 
 def named(key: str, of: Any) -> str:
-    """Return a value as text of a legend."""
+    """Return a value as text for a legend, which names the key."""
     if key in ("variant", "measure.contestant"):
         return plain(of)
     if key.partition(".")[0] == "fusion" and isinstance(of, bool):
@@ -233,24 +257,29 @@ def named(key: str, of: Any) -> str:
 
 
 def value(row: Row, key: str) -> Any:
-    """Return the value of a row's key, or its metric of that name."""
+    """Return a row's value of a key, or its metric of this name."""
     return row["sets"].get(key, row.get(key))
 
 
 def word(key: str, of: Any) -> str:
-    """Return a value as text of a table whose column names the key."""
+    """Return a value as text for a table, whose head names the key."""
     return named(key, of).rpartition(" ")[2] if key.startswith("fusion") and isinstance(of, bool) else plain(of)
 
 
 def values(rows: list[Row], key: str) -> list[Any]:
-    """Return the values of a key in the order of the points; numbers ascending, uncut last; fused before naive."""
-    found = list({plain(value(row, key)): value(row, key) for row in rows}.values())
-    if all(isinstance(v, bool) for v in found):
-        return sorted(found, reverse=True)
-    numbers = [v for v in found if isinstance(v, int | float) and not isinstance(v, bool)]
-    return sorted(numbers) + [v for v in found if v is None] if len(numbers) + (None in found) == len(found) else found
+    """Return the distinct values of a key in the order of the rows.
+
+    Numbers are ascending, with uncut as the last; true, as in fused, comes before false.
+    """
+    distinct = list({plain(value(row, key)): value(row, key) for row in rows}.values())
+    if all(isinstance(v, bool) for v in distinct):
+        return sorted(distinct, reverse=True)
+    numbers = [v for v in distinct if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(numbers) + (None in distinct) < len(distinct):
+        return distinct
+    return sorted(numbers) + [v for v in distinct if v is None]
 
 
 def plain(of: Any) -> str:
-    """Return a value as YAML text; null as `uncut`."""
+    """Return a value as YAML text, but null as `uncut`."""
     return of if isinstance(of, str) else "uncut" if of is None else json.dumps(of)

@@ -1,4 +1,4 @@
-"""Worker processes: each runs worker.py, and answers every line of JSON on its stdin with one on its stdout."""
+"""Worker processes. Each runs worker.py: it reads a line of JSON from stdin, and answers with a line on stdout."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from nntile_py.errors import ConfigError, NNTileError
 STOP_LIMIT = 30.0  # seconds for a worker process to stop its runtime
 MPIRUN_LIMIT = 10.0  # seconds for mpirun to end its ranks
 
-# On Linux the kernel kills a worker process when its parent ends (PR_SET_PDEATHSIG), and kills it first if main memory
-# runs out. Both are requested before any import, as imports take a second.
+# On Linux the kernel kills a worker process when its parent ends (PR_SET_PDEATHSIG), and kills it before others
+# if main memory runs out. Both are requested before the imports, which take a second.
 _START = """
 import ctypes, os, sys
 if sys.platform == "linux":
@@ -50,7 +50,7 @@ class NoAnswer(NNTileError):
 
 
 def mpirun(ranks: int) -> list[str]:
-    """Return the command that starts `ranks` ranks; NNTILE_MPIRUN, such as `mpirun --bind-to none`, replaces mpirun."""
+    """Return the command that starts ranks. NNTILE_MPIRUN, such as `mpirun --bind-to none`, replaces mpirun."""
     command = shlex.split(os.environ.get("NNTILE_MPIRUN", "mpirun"))
     if not command or not shutil.which(command[0]):
         need = f"needs {command[0] if command else 'mpirun'}, which is not installed"
@@ -59,12 +59,12 @@ def mpirun(ranks: int) -> list[str]:
 
 
 class WorkerProcess:
-    """One worker process.
+    """A worker process, or the ranks of an mpirun, which serve each request together.
 
     Args:
-        label: Text before each of its error messages.
-        ranks: MPI ranks that mpirun starts, all of which serve each request; None: one process without mpirun.
-        errors: Keep stderr for error messages; otherwise it is the parent's.
+        label: Text before each error message.
+        ranks: Number of MPI ranks; None: one process without mpirun.
+        errors: Keep stderr for error messages; False: it is the parent's stderr.
     """
 
     def __init__(self, label: str = "", ranks: int | None = None, *, errors: bool = True) -> None:
@@ -82,7 +82,7 @@ class WorkerProcess:
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
 
     def read(self) -> dict[str, Any] | None:
-        """Return the answer if it has arrived. Raises WorkerFailed if it is an error or will never come."""
+        """Return the answer if it has arrived. Raises WorkerFailed if it is an error, or if the process has ended."""
         assert self.process.stdout
         data = os.read(self.process.stdout.fileno(), 1 << 16)
         if not data:
@@ -97,7 +97,7 @@ class WorkerProcess:
         return None
 
     def ended(self) -> WorkerFailed:
-        """Return the error that tells how the process ended."""
+        """Wait for the end of the process; return an error with its last lines of stderr, or its status."""
         status = self.process.wait()
         how = f"status {status}" if status >= 0 else f"signal {-status} ({signal.Signals(-status).name})"
         last = ""
@@ -107,7 +107,7 @@ class WorkerProcess:
         return WorkerFailed(f"{self.label}{last or f'ended with {how}'}")
 
     def close(self, patience: float = 0.0) -> None:
-        """Let the process stop its runtime for `patience` seconds, then kill it."""
+        """Wait `patience` seconds for the process to stop its runtime, then kill it."""
         assert self.process.stdin and self.process.stdout
         self.process.send_signal(signal.SIGCONT)
         with suppress(BrokenPipeError):
@@ -131,8 +131,8 @@ def answers(workers: Sequence[WorkerProcess], seconds: float) -> list[dict[str, 
     """Return the next answer of each worker process.
 
     Raises:
-        WorkerFailed: As soon as one of them fails.
-        NoAnswer: After `seconds` seconds.
+        WorkerFailed: A process failed.
+        NoAnswer: A process did not answer within `seconds`.
     """
     received: dict[WorkerProcess, dict[str, Any]] = {}
     end = time.monotonic() + seconds

@@ -1,20 +1,18 @@
-"""The results of a sweep: results.csv, results.json with the best row and rows within its spread, and plots."""
+"""Results of a sweep: results.csv, plots, and results.json with the best row and the rows that may be as good."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nntile_py.measure.plots import RATES, Row, figure_of, good_rows, plain, spread, word
+from nntile_py.measure.plots import RATES, Row, disturbance, figure_of, good_rows, plain, spread, word
 from nntile_py.measure.sweep_spec import VARIANT
-from nntile_py.system.console_tables import plain_table
+from nntile_py.system.console_tables import csv_text, plain_table
 from nntile_py.system.folders import replace_file
-from nntile_py.system.load import is_busy
-from nntile_py.system.pictures import FORMS, files_of
+from nntile_py.system.machine import described, machine
+from nntile_py.system.pictures import FORMS, save_figure
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,11 +20,14 @@ if TYPE_CHECKING:
     from nntile_py.measure.sweep_spec import Best, Sweep
 
 _NOT_IN_CSV = ("id", "sets", "measure", "times", "started", "by_round")
-_SHOWN = 5  # errors, or rows within the spread
+_SHOWN = 5  # errors, or rows as good as the best, that a message lists
 
 
 def pooled(rows: list[Row]) -> Row:
-    """Join the rows of a point's rounds: medians, and extremes of extremes; the first failed row, if one failed."""
+    """Join the rows of a point's rounds into one row; return the first failed row if a round failed.
+
+    Metrics are medians over the rounds; minima, maxima and peaks are those of all rounds.
+    """
     failed = next((row for row in rows if row["status"] != "ok"), None)
     if failed or len(rows) == 1:
         return failed or rows[0]
@@ -35,21 +36,22 @@ def pooled(rows: list[Row]) -> Row:
     for key, value in rows[0].items():
         if isinstance(value, float):
             least, most = key.startswith("best") or key.endswith("_min"), key.endswith("_max") or key.startswith("peak")
-            of = min if least else max if most else statistics.median
-            result[key] = of([row[key] for row in rows if row.get(key) is not None])
+            pool = min if least else max if most else statistics.median
+            result[key] = pool([row[key] for row in rows if row.get(key) is not None])
     return result
 
 
 def best_row(rows: list[Row], best: Best) -> Row | None:
-    """Return the good row with the least or greatest metric."""
+    """Return the good row with the least, or greatest, value of the metric."""
     good = [row for row in rows if row["status"] == "ok" and best.metric in row]
     return (min if best.of == "least" else max)(good, key=lambda row: row[best.metric], default=None)
 
 
 def within_spread(rows: list[Row], best: Best) -> list[Row]:
-    """Return the rows that may be as good as the best: their range of the metric over all rounds overlaps with its own.
+    """Return the rows that may be as good as the best row: the ranges of their metric overlap.
 
-    One disturbed round widens a range: it makes no other point the winner."""
+    A range covers all rounds. So one disturbed round does not decide which point is the best.
+    """
     chosen = best_row(rows, best)
     own = chosen and _range(chosen, best.metric)
     if not own:
@@ -60,7 +62,7 @@ def within_spread(rows: list[Row], best: Best) -> list[Row]:
 
 
 def _range(row: Row, metric: str) -> tuple[float, float] | None:
-    """Return the range of a metric of time over the rounds; with one round its spread; None: it was measured once."""
+    """Return the range of a time or rate over the rounds, with one round over its repeats; None: measured once."""
     rounds, seconds = row.get("by_round", []), row.get("seconds")
     if len(rounds) < 2 or not seconds or not (within := spread(row, metric)):
         return spread(row, metric)
@@ -69,7 +71,7 @@ def _range(row: Row, metric: str) -> tuple[float, float] | None:
 
 
 def gain(row: Row, base: Row) -> tuple[float, float, float]:
-    """Return how many times as fast a row is as `base`: the median, minimum and maximum over the rounds."""
+    """Return the speed-up of a row over `base`: median, minimum and maximum over the rounds."""
     pairs = list(zip(base.get("by_round", []), row.get("by_round", []), strict=False))
     ratios = [before / after for before, after in pairs] or [base["seconds"] / row["seconds"]]
     return statistics.median(ratios), min(ratios), max(ratios)
@@ -102,15 +104,17 @@ def best_options(rows: list[Row], best: Best) -> str:
     """Return the best row as options of a command."""
     row = best_row(rows, best)
     sets = row["sets"].items() if row else []
-    told = ((key, f"{key}={'null' if of is None else plain(of)}") for key, of in sets)
-    own = (VARIANT, "measure.")  # of the sweep, no keys of a config
-    return " ".join(text if key.startswith(own) else f"--set {text}" for key, text in told) or "none"
+    texts = ((key, f"{key}={'null' if of is None else plain(of)}") for key, of in sets)
+    own = (VARIANT, "measure.")  # keys of the sweep, not of a config
+    return " ".join(text if key.startswith(own) else f"--set {text}" for key, text in texts) or "none"
 
 
 def best_text(rows: list[Row], best: Best, baseline: Row | None = None) -> str:
-    """Return what the sweep recommends: the best row if its spread overlaps with no other's, and how much it gains.
+    """Return the sweep's recommendation: the best row, or that no row is clearly the best; and the speed-up.
 
-    baseline: the row of the config's own settings."""
+    Args:
+        baseline: the row of the config's own tiles.
+    """
     chosen, alike = best_row(rows, best), within_spread(rows, best)
     lines = [f"best: {best_options(rows, best)}"]
     if chosen and alike:
@@ -125,9 +129,8 @@ def best_text(rows: list[Row], best: Best, baseline: Row | None = None) -> str:
         lines.append(f"within the spread of: {'; '.join(each)}")
     elif chosen and len(rows) > 1 and not spread(chosen, best.metric):
         lines.append("measured once: measure.repeats and rounds show whether the difference is more than noise")
-    busy = max((row["others"] for row in rows if row.get("others") is not None), default=0.0)
-    if chosen and is_busy(busy):
-        lines.append(f"other processes kept up to {busy:.1f} cores busy: measure again before you rely on this")
+    if chosen and (busy := disturbance(rows)):
+        lines.append(f"{busy}: measure again before you rely on this")
     if chosen and baseline:
         lines.append(_gain_text(chosen, baseline, baseline in alike))
     return "\n".join(lines)
@@ -143,52 +146,47 @@ def _gain_text(chosen: Row, baseline: Row, alike: bool) -> str:
 
 
 def write_results(sweep: Sweep, rows: list[Row], folder: Path) -> list[str]:
-    """Write all files, each atomically; returns messages about plots without data."""
-    from nntile_py.system.machine import described, machine
-
+    """Write all files, each atomically; return messages about plots without data."""
     best, where = best_row(rows, sweep.best), machine()
     alike = [row["sets"] for row in within_spread(rows, sweep.best)]
     result = {"machine": where, "sweep": sweep.model_dump(by_alias=True), "best": best, "within_spread": alike}
     replace_file(folder / "results.json", json.dumps(result | {"rows": rows}, indent=1).encode())
     replace_file(folder / "results.csv", table(rows).encode())
-    said = []
+    messages = []
     rows = [row | {"sets": sweep.set_ | row["sets"]} for row in rows]  # plots may name keys that all points share
     for number, plot in enumerate(sweep.plots):
         if good_rows(plot, rows):
             name = plot.title or Path(sweep.config).stem
             hardware = f"{described(where)}, {where['date']}"
-            drawn = figure_of([plot.model_copy(update={"title": name})], rows, sweep.best, hardware)
-            for form, content in files_of(drawn).items():
-                replace_file(folder / _picture(number, form), content)
+            figure = figure_of([plot.model_copy(update={"title": name})], rows, sweep.best, hardware)
+            save_figure(figure, folder / _stem(number))
         else:
-            remove_pictures(folder, number)  # a picture of earlier rows
-            said.append(f"{_picture(number, 'png')}: not drawn, no point has {', '.join(plot.metrics)}")
+            remove_pictures(folder, number)  # pictures of earlier rows
+            messages.append(f"{_stem(number)}.png: not drawn, no point has {', '.join(plot.metrics)}")
     number = len(sweep.plots)
     while remove_pictures(folder, number):  # of an earlier sweep with more plots
         number += 1
-    return said
+    return messages
 
 
 def remove_pictures(folder: Path, number: int) -> bool:
-    """Remove a picture in all forms; returns whether one existed."""
-    there = [path for form in FORMS if (path := folder / _picture(number, form)).exists()]
-    for path in there:
+    """Remove a plot's files; return whether there was one."""
+    old = [path for form in FORMS if (path := folder / f"{_stem(number)}.{form}").exists()]
+    for path in old:
         path.unlink()
-    return bool(there)
+    return bool(old)
 
 
-def _picture(number: int, form: str) -> str:
-    return f"plot{number + 1 if number else ''}.{form}"
+def _stem(number: int) -> str:
+    return f"plot{number + 1 if number else ''}"
 
 
 def table(rows: list[Row]) -> str:
     """Return the CSV: keys that points set, status, metrics."""
     keys = list(dict.fromkeys(key for row in rows for key in row["sets"]))
     others = [key for key in dict.fromkeys(k for row in rows for k in row) if key not in (*_NOT_IN_CSV, "error")]
-    out = io.StringIO()
-    writer = csv.writer(out)
-    writer.writerow([*keys, *others, "error"])
-    for row in rows:
-        sets = [plain(row["sets"].get(key, "")) for key in keys]
-        writer.writerow([*sets, *(row.get(key, "") for key in others), row.get("error", "")])
-    return out.getvalue()
+    cells = [
+        [*(plain(row["sets"].get(key, "")) for key in keys), *(row.get(key, "") for key in [*others, "error"])]
+        for row in rows
+    ]
+    return csv_text([*keys, *others, "error"], cells)

@@ -1,7 +1,7 @@
-"""`nntile sweep`: measure a config at many points, each in a process of its own, or points of one runtime in one.
+"""`nntile sweep`: measure a config at many points, in worker processes.
 
-A finished or failed point is one line of rows.jsonl, synced to disk before the next point starts: a killed sweep
-continues where it ended. worker.py has the measurement of a point.
+Each finished or failed point is a line of rows.jsonl, synced to disk before the next point starts, so that a killed
+sweep can continue. worker.py measures a point.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.measure.contest import point_with_peers
 from nntile_py.measure.process import STOP_LIMIT, NoAnswer, WorkerProcess, answers
 from nntile_py.measure.results import pooled, write_results
+from nntile_py.measure.sweep_report import sets_text
 from nntile_py.measure.sweep_spec import Point, Sweep, points
 from nntile_py.system.folders import read
 
@@ -30,7 +31,7 @@ _TEXTS = ("id", "status", "error", "limit")
 
 
 class Rows:
-    """The file rows.jsonl of a folder: one line for each finished point. One sweep at a time."""
+    """The file rows.jsonl of a folder, with a line for each finished point. Only one sweep may have it open."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "rows.jsonl"
@@ -86,9 +87,12 @@ def _whole(row: dict[str, Any]) -> bool:
 
 
 def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) -> list[dict[str, Any]]:
-    """Measure every point without a row (with `retry`: without a good row); returns the rows in the points' order.
+    """Measure every point that has no row yet; return the rows in the points' order.
 
-    With several rounds the file has a row for each round, the results have one for all of them.
+    rows.jsonl has a row for each point and round; the result has a row for each point.
+
+    Args:
+        retry: measure failed points again.
     """
     every = points(sweep)
     names = {p.id: [p.id if k == 0 else f"{p.id}.{k + 1}" for k in range(sweep.rounds)] for p in every}
@@ -105,13 +109,13 @@ def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) ->
                 before = len(todo) - len(left)
                 bar = progress.add_task("", total=len(todo), completed=before)
                 for number, (point, name) in enumerate(left, 1):
-                    progress.update(bar, description=_told(point.sets))
+                    progress.update(bar, description=sets_text(point.sets))
                     row = measure_point(point, sweep.time_limit, processes, [p for p, _ in left[number:]])
                     rows.append(row | {"id": name})
                     progress.advance(bar)
                     if not console.is_terminal:  # without a progress bar
                         ended = f"{row['seconds']:.4g} s" if row["status"] == "ok" else row["status"]
-                        _say(console, f"{before + number} of {len(todo)}: {_told(point.sets)}: {ended}")
+                        _say(console, f"{before + number} of {len(todo)}: {sets_text(point.sets)}: {ended}")
         finally:  # however the sweep ends, its rows can be read
             there = [(p, [rows.all[name] for name in names[p.id] if name in rows.all]) for p in every]
             result = [pooled(own) | {"id": p.id, "sets": p.sets} for p, own in there if own]
@@ -123,7 +127,12 @@ def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) ->
 def measure_point(
     point: Point, time_limit: float, processes: Processes | None = None, follows: Sequence[Point] = ()
 ) -> dict[str, Any]:
-    """Measure a point and return its row; without `processes` in a process of its own. follows: the points after it."""
+    """Measure a point; return its row.
+
+    Args:
+        processes: None: a new process for this point.
+        follows: the points that are measured afterwards.
+    """
     row: dict[str, Any] = {"id": point.id, "sets": point.sets, "measure": point.measure.model_dump()}
     if point.config is None:
         return row | {"status": "refused", "error": point.error}
@@ -133,15 +142,14 @@ def measure_point(
 
 
 class Processes:
-    """The worker processes of a sweep: a new one for each point, or with `together` one for points of equal
-    Point.process.
+    """The worker processes of a sweep: one for each point; with `together` one for all points of equal Point.process.
 
-    With `together` on GPUs the next process starts while the one before measures: its imports take seconds."""
+    With `together` on GPUs, the next process starts during the measurement, since its imports take seconds."""
 
     def __init__(self, together: bool) -> None:
         self.together = together
         self._last: WorkerProcess | None = None
-        self._key: Any = None  # Point.process of the last one's points
+        self._key: Any = None  # Point.process of its points
         self._next = WorkerProcess() if together else None
 
     def measure(self, point: Point, time_limit: float, follows: Sequence[Point] = ()) -> dict[str, Any]:
@@ -149,7 +157,7 @@ class Processes:
         config, how = point.config, point.measure
         assert config
         if how.peers:
-            self.close()  # contestants have processes of their own, and the machine
+            self.close()  # contestants have their own processes, and need the whole machine
             try:
                 return {"status": "ok", **point_with_peers(config, how, time_limit)}
             except NNTileError as error:
@@ -176,7 +184,7 @@ class Processes:
         return {"status": "ok", **answer}
 
     def _take(self, point: Point) -> WorkerProcess:
-        """Return the idle process if it has as many ranks as the point needs, else start a new process."""
+        """Return the process that is ready if it has the ranks that the point needs, else a new process."""
         assert point.config
         ranks = point.config.runtime.nodes if point.measure.how != "plan" else None
         if self._next and self._next.ranks == ranks:
@@ -201,10 +209,6 @@ def _failed(error: NNTileError, time_limit: float) -> dict[str, Any]:
     if isinstance(error, NoAnswer):
         return {"status": "timeout", "error": f"no result after {time_limit:g} s (time_limit)"}
     return {"status": "failed", "error": str(error)}
-
-
-def _told(sets: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {json.dumps(value)}" for key, value in sets.items())
 
 
 def _progress(console: Console) -> Progress:

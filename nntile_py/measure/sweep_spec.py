@@ -1,4 +1,4 @@
-"""A sweep's YAML, typed and checked, and its points."""
+"""A sweep's YAML, checked, and its points."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Measure(Section):
     """Run forward passes and small graphs, such as `encoder`, on one GPU as a CUDA graph. Null: if that is faster. For
     `encoder` and `mha` of torch_compile: true runs each phase as one CUDA graph, null runs single kernels."""
     autotune: Switch = False
-    """Use torch.compile's mode max-autotune, for torch_compile's `encoder` and `mha`; CUDA graphs need `captured`."""
+    """Use torch.compile's mode max-autotune, for `encoder` and `mha` by torch_compile; CUDA graphs need `captured`."""
     stacked: Switch = False
     """For PyTorch's `encoder` and `mha`: compute Q, K and V as one product and call scaled_dot_product_attention,
     instead of layers of torch.nn."""
@@ -110,36 +110,39 @@ class Measure(Section):
 
     @model_validator(mode="after")
     def _what_pytorch_runs(self) -> Measure:
-        whole = ("train", *FORWARD, *LAYER_WORKS)
-        if self.peers and (self.contestant, self.how) != (OURS, "run"):
-            where = "measure.how is not run or measure.contestant not nntile"
-            raise ConfigError(f"measure.peers: got {', '.join(self.peers)}; allowed: none where {where}")
-        if (self.peers or self.contestant in BERT_PEERS) and self.work not in ("train", "inference"):
-            raise ConfigError(f"measure.work: got {self.work}; allowed with such contestants: train or inference")
-        if self.contestant != "nntile" and (self.how != "run" or self.work not in whole):
-            raise ConfigError(
-                f"measure.contestant: got {self.contestant}; allowed: nntile, where measure.how is not run or"
-                f" measure.work is none of {', '.join(whole)}"
-            )
-        layer = self.work in LAYER_WORKS and self.contestant != "nntile"
+        """Check keys that do not go together."""
+        ours, run, train = self.contestant == OURS, self.how == "run", self.work == "train"
+        works = ("train", *FORWARD, *LAYER_WORKS)
+        layer = self.work in LAYER_WORKS and not ours
         compiled = layer and self.contestant == "torch_compile"
-        ours = (self.contestant, self.how, self.work != "train") == ("nntile", "run", True)
-        if self.captured is not None and not ours and not compiled:
-            need = "null where measure.work is train, measure.how not run, or measure.contestant not nntile"
-            raise ConfigError(f"measure.captured: got {str(self.captured).lower()}; allowed: {need}")
-        for name, may, by in (("autotune", compiled, "torch_compile"), ("stacked", layer, "PyTorch")):
-            if getattr(self, name) and not may:
-                raise ConfigError(f"measure.{name}: got true; allowed: false where {by} runs no encoder or mha")
-        if self.nodes is not None and (self.how != "plan" or self.work != "train"):
-            need = "null where measure.how is not plan or measure.work not train"
-            raise ConfigError(f"measure.nodes: got {self.nodes}; allowed: {need}")
-        if self.phase == "backward" and self.work in FORWARD:
-            raise ConfigError(f"measure.phase: got backward; allowed: all or forward, as {self.work} has no other")
+        no_layer = "false where {} runs no encoder or mha"
+        # A key, whether its value is refused, and what is allowed.
+        for key, refused, need in (
+            ("peers", self.peers and not (ours and run),
+             "none where measure.how is not run or measure.contestant not nntile"),
+            ("work", (self.peers or self.contestant in BERT_PEERS) and self.work not in ("train", "inference"),
+             "train or inference with these contestants"),
+            ("contestant", not ours and not (run and self.work in works),
+             f"nntile, where measure.how is not run or measure.work is none of {', '.join(works)}"),
+            ("captured", self.captured is not None and not (ours and run and not train) and not compiled,
+             "null where measure.work is train, measure.how not run, or measure.contestant not nntile"),
+            ("autotune", self.autotune and not compiled, no_layer.format("torch_compile")),
+            ("stacked", self.stacked and not layer, no_layer.format("PyTorch")),
+            ("nodes", self.nodes is not None and (self.how != "plan" or not train),
+             "null where measure.how is not plan or measure.work not train"),
+            ("phase", self.phase == "backward" and self.work in FORWARD,
+             f"all or forward, as {self.work} has no other"),
+        ):  # fmt: skip
+            if refused:
+                value = getattr(self, key)
+                value = ", ".join(value) if isinstance(value, list) else value
+                value = str(value).lower() if isinstance(value, bool) else value
+                raise ConfigError(f"measure.{key}: got {value}; allowed: {need}")
         return self
 
 
 class Random(Section):
-    """`count` points of the grid of `over`, drawn without replacement."""
+    """Random points of the grid that `over` defines, each at most once."""
 
     count: Count
     """Number of points."""
@@ -152,7 +155,7 @@ class Random(Section):
 
 
 class Plot(Section):
-    """y over x, a line or bars for each `series`, side by side for each `panel`; `heat`: y as colour over x, series."""
+    """y over x: a line or bars for each value of `series`, a panel for each of `panel`; `heat`: y as colour."""
 
     kind: Literal["line", "bar", "heat"] = "line"
     """Kind of plot."""
@@ -189,7 +192,7 @@ class Plot(Section):
 
 
 class Best(Section):
-    """Which point is reported as the best."""
+    """The point that is reported as the best."""
 
     metric: str = "seconds"
     """A column of results.csv."""
@@ -198,7 +201,7 @@ class Best(Section):
 
 
 class Sweep(Section):
-    """A sweep's YAML: the base config with `set` over it, and its points."""
+    """A sweep's YAML: the base config, keys that `set` changes, and the points."""
 
     config: str
     """YAML of a run: the settings of all points. The path is relative to this file."""
@@ -242,7 +245,7 @@ class Sweep(Section):
         return self
 
     def varied(self) -> dict[str, str]:
-        """Return the keys that points set, each with the section that sets it."""
+        """Return the keys that points set, with the section that sets each key."""
         over = [(key, "random") for key in self.random_.over] if self.random_ else []
         over += [(key, "variants") for keys in (self.variants or {}).values() for key in keys]
         over += [(VARIANT, "variants")] if self.variants else []
@@ -275,7 +278,7 @@ class Sweep(Section):
             wanted += [(f"plots.{number}.y", y, metrics) for y in plot.metrics]
         for name, of, known in wanted:
             if of not in known:
-                what = "a metric that this measure gives" if known is metrics else "a key that the sweep sets"
+                what = "a metric of this measure" if known is metrics else "a key that the sweep sets"
                 raise ConfigError(f"{name}: {of!r} is not {what}; {allowed(of, known)}")
 
     def settings(self) -> Iterator[dict[str, Any]]:
@@ -298,9 +301,9 @@ class Point:
     """One configuration to measure.
 
     Attributes:
-        id: Hash of everything that decides the measurement.
-        sets: Keys in which points differ: of the grid or list, and the name of the variant.
-        error: Why the configuration is refused.
+        id: Hash of the config and the measurement.
+        sets: Keys of the grid or list with their values, and the name of the variant.
+        error: The reason for which the config is refused.
     """
 
     id: str
@@ -311,12 +314,12 @@ class Point:
 
     @property
     def process(self) -> Any:
-        """Key that is equal for points that may share a process."""
+        """Return a key that is equal for points that may share a process."""
         return self.config and self.config.runtime, self.measure.contestant
 
 
 def load_sweep(path: Path, overrides: Iterable[str] = ()) -> Sweep:
-    """Read and check a sweep's YAML, with `overrides` of the config's keys; its `config` is relative to the file."""
+    """Read and check a sweep's YAML. overrides: KEY=VALUE, for the config."""
     tree = read_yaml(path, "SWEEP", Sweep)
     if tree.keys() & RunConfig.model_fields and not tree.keys() & {"config", *_POINTS}:
         raise ConfigError(f"{path}: this is a run's config, not a sweep's YAML; did you mean --auto?")
@@ -324,7 +327,7 @@ def load_sweep(path: Path, overrides: Iterable[str] = ()) -> Sweep:
 
 
 def check_sweep(tree: Mapping[str, Any], path: Path, overrides: Iterable[str] = ()) -> Sweep:
-    """Check the tree that was read from `path`; returns the sweep."""
+    """Check the tree that was read from `path`; return the sweep."""
     try:
         sweep: Sweep = validated(Sweep, dict(tree))
         for item in overrides:
@@ -349,7 +352,11 @@ def check_sweep(tree: Mapping[str, Any], path: Path, overrides: Iterable[str] = 
 
 
 def points(sweep: Sweep) -> list[Point]:
-    """Return all points, each once; refused ones have an error. Raises ConfigError for a value that all refuse."""
+    """Return all points, each once; a refused point has an error.
+
+    Raises:
+        ConfigError: all points with the same value of a key are refused.
+    """
     found: dict[str, Point] = {}
     for sets in sweep.settings():
         config, error = None, None
@@ -359,16 +366,16 @@ def points(sweep: Sweep) -> list[Point]:
             own = {key.removeprefix("measure."): v for key, v in every.items() if key.startswith("measure.")}
             measure: Measure = validated(Measure, sweep.measure.model_dump() | own, "measure.")
             rest = sweep.set_ | {key: value for key, value in every.items() if not key.startswith("measure.")}
-            config = load(sweep.config, _overrides(rest))
+            config = load(sweep.config, overrides_of(rest))
             if config.runtime.nodes and (measure.how == "operators" or measure.contestant != "nntile"):
-                told = "null, where measure.how is operators or measure.contestant another than nntile"
-                raise ConfigError(f"runtime.nodes: got {config.runtime.nodes}; allowed: {told}")
+                need = "null, where measure.how is operators or measure.contestant another than nntile"
+                raise ConfigError(f"runtime.nodes: got {config.runtime.nodes}; allowed: {need}")
             for peer in [*measure.peers, *({measure.contestant} & {*BERT_PEERS})]:
                 check_peer(config, peer, measure.work)
         except ConfigError as refused:
             measure, error = sweep.measure, str(refused)
         what = [config.model_dump(by_alias=True) if config else sets, _set(measure)]
-        what += [{VARIANT: sets[VARIANT]}] if VARIANT in sets else []  # two may come to the same
+        what += [{VARIANT: sets[VARIANT]}] if VARIANT in sets else []  # two variants may give the same config
         name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
         found.setdefault(name, Point(name, sets, config, measure, error))
     result = list(found.values())
@@ -383,7 +390,7 @@ def points(sweep: Sweep) -> list[Point]:
 
 
 def _set(measure: Measure) -> dict[str, Any]:
-    """Return the keys that decide a measurement; newer keys only if set, so that earlier rows keep their ids."""
+    """Return the measurement for the point's id, without newer keys that are not set: ids of older rows stay valid."""
     new = {key for key in ("peers", "gpu_memory") if not getattr(measure, key)}
     return measure.model_dump(exclude=new | (set() if measure.nodes else {"nodes", *_OF_NODES}))
 
@@ -391,7 +398,7 @@ def _set(measure: Measure) -> dict[str, Any]:
 def _check_base(sweep: Sweep) -> None:
     """If all points are refused for a key that they share, raise a ConfigError that names that key."""
     try:
-        load(sweep.config, _overrides(sweep.set_))
+        load(sweep.config, overrides_of(sweep.set_))
     except ConfigError as error:
         try:
             load(sweep.config)
@@ -400,5 +407,6 @@ def _check_base(sweep: Sweep) -> None:
         raise ConfigError(f"set: {error}") from None
 
 
-def _overrides(sets: dict[str, Any]) -> list[str]:
+def overrides_of(sets: Mapping[str, Any]) -> list[str]:
+    """Return keys and values as KEY=VALUE."""
     return [f"{key}={json.dumps(value)}" for key, value in sets.items()]

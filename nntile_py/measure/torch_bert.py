@@ -1,14 +1,14 @@
-"""BERT in PyTorch in its fastest form: `torch_packed`, `torch_padded` and `ddp` of `nntile bench step`.
+"""PyTorch's fastest BERT: `torch_packed`, `torch_padded` and `ddp` of `nntile bench step`.
 
-torch_packed: Tokens without padding, sequence after sequence, and flash attention over their offsets. One graph,
-    compiled for the batch's sizes, serves all layers. Logits are computed for masked tokens only. Indices are computed
-    once, as by a data loader.
-torch_padded: The same model on padded arrays, with scaled_dot_product_attention and a mask of the keys if needed.
-ddp: Packed or padded by train.pack; each rank has its share of the sequences.
+torch_packed: Tokens without padding, sequence after sequence, and flash attention with their offsets. All layers use
+    one graph, compiled for the batch's sizes. Logits are computed for masked tokens only. Indices are computed before
+    the measurement, as by a data loader.
+torch_padded: The same model on padded arrays, with scaled_dot_product_attention and, if needed, a mask of the keys.
+ddp: Packed if train.pack is on, else padded; each rank has its share of the sequences.
 
-Training uses the config's dropout. A forward pass (`--inference`) computes hidden states by embeddings and layers, with
-weights of the config's precision; on a GPU kernel by kernel or as a CUDA graph, whichever is faster. CPUs lack
-variable-length attention: there sequences attend one by one.
+Training uses the config's dropout. A forward pass (`--inference`) computes hidden states with weights of the config's
+precision; on a GPU kernel by kernel or as a CUDA graph, whichever is faster. On CPUs, which lack variable-length
+attention, packed sequences attend one by one.
 """
 
 from __future__ import annotations
@@ -27,38 +27,31 @@ from nntile_py.config.run_config import RunConfig
 from nntile_py.graph.bin_packing import bins_of
 from nntile_py.graph.padding import MASK
 from nntile_py.measure.contestants import world_size
-from nntile_py.measure.torch_peers import (
-    CapturedCall,
-    Step,
-    replicated,
-    torch_device,
-    torch_dtype,
-    trained,
-)
+from nntile_py.measure.torch_peers import CapturedCall, Step, replicated, torch_device, torch_dtype, trained
 from nntile_py.measure.workload_inputs import Array
 from nntile_py.models.bert_parts import LayerNames
 from nntile_py.system.clock import clocked
 from nntile_py.tasks.cross_entropy import IGNORED
 
-VOCAB_STEP = 64  # rows of the embedding table are a multiple of it: tensor cores need aligned operands
-NEVER = -1e4  # bias of the added rows: they take no probability from tokens
-TURNS, PASSES = 3, 20  # measured times of each way to run a forward pass, and passes in each
+VOCAB_STEP = 64  # the rows of the embedding table are a multiple: tensor cores need aligned operands
+NEVER = -1e4  # bias of the rows that are added, which makes their probability 0
+TURNS, PASSES = 3, 20  # measurements of kernel-by-kernel and graph launches; passes in a measurement
 
 
-# -- batches, as a data loader gives them
+# -- batches
 
 
 class Sequences(NamedTuple):
-    """The sequences within which attention stays: packed with offsets, or padded with a mask of the keys, if any."""
+    """Bounds of the sequences for attention: offsets of packed sequences, or the mask of padded ones."""
 
-    mask: torch.Tensor | None  # [rows, 1, 1, seq], if padded
-    offsets: torch.Tensor | None  # int32 [sequences + 1], if packed, as flash attention takes them
+    mask: torch.Tensor | None  # [rows, 1, 1, seq]; None: packed, or no padding
+    offsets: torch.Tensor | None  # int32 [sequences + 1], as flash attention needs them; None: padded
     lengths: tuple[int, ...]
     longest: int
 
 
 class TorchBatch(NamedTuple):
-    """Token ids [tokens], or padded [rows, seq], with their positions; `places` and labels of the masked tokens."""
+    """A batch on the device: token ids [tokens], or padded [rows, seq]; `places`: indices of masked tokens."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -71,7 +64,7 @@ class TorchBatch(NamedTuple):
 def batch_of(
     arrays: Mapping[str, Array], mine: Array, *, packed: bool, device: torch.device, world: int = 1
 ) -> TorchBatch:
-    """Return the sequences `mine` of padded arrays, scaled for the mean over `world` ranks."""
+    """Return a rank's batch. mine: numbers of its sequences; world: number of ranks, over which losses are averaged."""
     ids, seq = arrays["input_ids"][mine], arrays["input_ids"].shape[1]
     real = arrays[MASK][mine] != 0 if MASK in arrays else np.ones(ids.shape, bool)
     positions, lengths = np.arange(seq), real.sum(1)
@@ -99,7 +92,7 @@ def _on(value: Array | None, device: torch.device) -> Any:
 
 
 def shares(config: RunConfig, arrays: Mapping[str, Array], world: int) -> list[Array]:
-    """Return the sequences of each rank: packed ones of equal work, as in our bins; padded ones of equal number."""
+    """Return the sequences of each rank: of equal work if packed, as in nntile_py's bins, else of equal number."""
     rows = len(arrays["input_ids"])
     if not config.train.pack or MASK not in arrays:
         return np.array_split(np.arange(rows), world)
@@ -114,23 +107,22 @@ def shares(config: RunConfig, arrays: Mapping[str, Array], world: int) -> list[A
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: Sequences, dropout: float) -> torch.Tensor:
     """Return attention of q, k, v [tokens, heads, head_dim], or padded [rows, seq, heads, head_dim], in that shape."""
     if of.offsets is None:
-        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, of.mask, dropout).transpose(1, 2)
     if q.device.type == "cpu":
-        every = zip(*(one.transpose(0, 1).split(of.lengths, 1) for one in (q, k, v)), strict=True)
-        apart = [F.scaled_dot_product_attention(a, b, c, None, dropout) for a, b, c in every]
-        return torch.cat(apart, 1).transpose(0, 1)
+        parts = zip(*(tensor.transpose(0, 1).split(of.lengths, 1) for tensor in (q, k, v)), strict=True)
+        outputs = [F.scaled_dot_product_attention(a, b, c, None, dropout) for a, b, c in parts]
+        return torch.cat(outputs, 1).transpose(0, 1)
     sizes = of.offsets, of.offsets, of.longest, of.longest
     if dropout:  # varlen_attn has no dropout
-        found: torch.Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, dropout, False, False)[0]
-        return found
-    from torch.nn.attention.varlen import varlen_attn  # reads torch's compiler, and Triton: a second
+        return cast(torch.Tensor, torch.ops.aten._flash_attention_forward(q, k, v, *sizes, dropout, False, False)[0])
+    from torch.nn.attention.varlen import varlen_attn  # this import takes a second
 
     return cast(torch.Tensor, varlen_attn(q, k, v, *sizes))
 
 
 class TorchBERTLayer(nn.Module):
-    """Attention and a feed-forward part. Modules have the names of LayerNames; query, key and value are one."""
+    """Attention and feed-forward block. Modules have the names of LayerNames, but `qkv` is query, key and value."""
 
     def __init__(self, c: Any) -> None:
         super().__init__()
@@ -167,13 +159,13 @@ class TorchBERT(nn.Module):
         if c.head == "masked_lm":
             self.dense, self.head_norm = nn.Linear(c.embed, c.embed), nn.LayerNorm(c.embed, c.layer_norm_eps)
             self.bias = nn.Parameter(torch.zeros(self.words.num_embeddings))
-        # Compiled functions take a module: their graphs take its weights, so that one graph serves all layers. With
-        # fullgraph a part that is not compiled, or compiled too often, is an error and does not run eagerly.
+        # The module is an argument of the compiled functions, so that all layers use one graph. With fullgraph=True,
+        # code that cannot be compiled is an error, not run eagerly.
         parts: list[Callable[..., Any]] = [TorchBERTLayer.forward, TorchBERT.embedded, TorchBERT.loss]
         self.run = {part: torch.compile(part, dynamic=False, fullgraph=True) for part in parts}
 
     def embedded(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings; all tokens are of the first token type, as on our side."""
+        """Return the embeddings; all tokens have the first token type, as in nntile_py."""
         x = self.norm(self.words(ids) + self.positions(positions) + self.kinds.weight[0])
         return F.dropout(x, self.config.dropout, self.training)
 
@@ -194,7 +186,7 @@ class TorchBERT(nn.Module):
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Array]) -> None:
-        """Copy weights under the names of transformers. Raises KeyError for a missing one."""
+        """Copy weights, which have the names of transformers. Raises KeyError for a missing weight."""
 
         def copy(module: nn.Module, *names: str) -> None:
             for own, value in module.named_parameters():
@@ -228,7 +220,7 @@ def loaded(config: RunConfig, device: torch.device) -> TorchBERT:
 
 
 def torch_bert(config: RunConfig, arrays: Mapping[str, Array], name: str, work: str) -> tuple[Step, dict[str, Any]]:
-    """Return the run of `torch_packed` or `torch_padded`, which check_peer accepted, and its facts."""
+    """Return the run of `torch_packed` or `torch_padded`, and its facts; check_peer must accept the config."""
     device = torch_device(config)
     model = loaded(config, device)
     batch = batch_of(arrays, np.arange(len(arrays["input_ids"])), packed=name == "torch_packed", device=device)
@@ -261,7 +253,7 @@ def passes(model: TorchBERT, batch: TorchBatch) -> tuple[Step, dict[str, Any]]:
 
 
 def ranked_bert(config: RunConfig, arrays: Mapping[str, Array], rank: int, device: torch.device) -> Step:
-    """Return the training steps of a rank of DDP, whose process group has been joined."""
+    """Return a rank's training steps by DDP; the process group must be joined."""
     world = world_size(config)
     mine = shares(config, arrays, world)[rank]
     batch = batch_of(arrays, mine, packed=config.train.pack, device=device, world=world)

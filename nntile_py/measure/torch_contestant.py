@@ -1,9 +1,9 @@
-"""Which model in PyTorch runs a workload for a contestant.
+"""The PyTorch model of each contestant.
 
 Contestants (`nntile bench step --peer`, `measure.contestant`, `measure.peers`):
     torch_eager, torch_compile: The model of transformers, padded, with its attention_mask. For GPT-2 training on a GPU:
         the plain model of torch_gpt2.py. For `encoder` and `mha`: torch.nn's layers (torch_layer.py).
-    torch_packed, torch_padded: BERT in its fastest form (torch_bert.py).
+    torch_packed, torch_padded: PyTorch's fastest BERT (torch_bert.py).
     ddp, fsdp2, fsdp2_offload: BERT or GPT-2, a process for each GPU; on the CPU, for tests, two processes.
 """
 
@@ -26,7 +26,7 @@ from nntile_py.measure.workload_inputs import Array, count_tokens, inputs_of
 
 
 def torch_contestant(config: RunConfig, how: Measure, place: Mapping[str, int] | None) -> tuple[Any, dict[str, Any]]:
-    """Return a contestant's run and its facts; place: rank and port, of one with a process for each GPU."""
+    """Return a contestant's run and its facts. place: rank and port, if it has a process for each GPU."""
     name, work = how.contestant, how.work
     if work in LAYER_WORKS:
         options = {"captured": bool(how.captured), "autotune": how.autotune, "stacked": how.stacked}
@@ -49,7 +49,7 @@ def torch_contestant(config: RunConfig, how: Measure, place: Mapping[str, int] |
 def ranked(
     config: RunConfig, arrays: Mapping[str, Array], name: str, rank: int, port: int
 ) -> tuple[Step, dict[str, Any]]:
-    """Return one rank's part of `ddp`, `fsdp2` or `fsdp2_offload`, whose losses are the mean over all ranks."""
+    """Return a rank's part of `ddp`, `fsdp2` or `fsdp2_offload`; losses are means over all ranks."""
     world = world_size(config)
     device = join_ranks(config, rank, port, offload=name == "fsdp2_offload")
     if config.model.type == "gpt2":

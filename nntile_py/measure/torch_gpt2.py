@@ -1,7 +1,8 @@
 """GPT-2 in plain PyTorch, as nanoGPT writes it, on one GPU or several: eager, compiled, DDP, FSDP2.
 
-Attention is scaled_dot_product_attention, the head is tied, labels are shifted once. FSDP2 follows torchtitan: each
-block is compiled, then sharded; weights and activations in bf16, shards in fp32, gradients reduced in fp32.
+Attention is scaled_dot_product_attention; the head is tied; labels are shifted before the measurement. FSDP2 follows
+torchtitan: each block is compiled, then sharded; weights and activations are bf16, shards fp32, gradients are reduced
+in fp32.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class PlainGPT2(nn.Module):
         return self.loss(self.ln_f(x), self.wte.weight, labels, scale)
 
     def load(self, values: Iterable[tuple[str, Array]], copy: Callable[..., Any] = torch.Tensor.copy_) -> None:
-        """Copy weights under the names of transformers, whose matrices are stored transposed."""
+        """Copy weights, which have the names of transformers; its matrices are stored transposed."""
         own = {name.replace("_orig_mod.", ""): value for name, value in self.named_parameters()}  # of torch.compile
         with torch.no_grad():
             for name, value in values:
@@ -77,7 +78,7 @@ class PlainGPT2(nn.Module):
 
 
 def start_weights(config: RunConfig) -> Iterator[tuple[str, Array]]:
-    """Yield name and value of each weight that our side starts from; initial weights one after the other."""
+    """Yield name and value of each weight that nntile_py starts from; initial weights are computed one at a time."""
     model = build_model(config)
     if config.model.from_ is not None:
         yield from model.weights.items()
@@ -86,12 +87,12 @@ def start_weights(config: RunConfig) -> Iterator[tuple[str, Array]]:
 
 
 def shifted(config: RunConfig, arrays: Mapping[str, Array], rank: int, world: int, device: Any) -> tuple[Any, ...]:
-    """Return a rank's token ids, its shifted labels, and the factor by which its sum of losses counts."""
+    """Return a rank's token ids, its shifted labels, and the factor of its sum of losses."""
     ids, labels = arrays["input_ids"], np.full_like(arrays["labels"], IGNORED)
     labels[:, :-1] = arrays["labels"][:, 1:]
     scale = world / max(int((labels != IGNORED).sum()), 1)
     rows = np.array_split(np.arange(len(ids)), world)[rank]
-    return *(torch.from_numpy(np.ascontiguousarray(one[rows])).to(device) for one in (ids, labels)), scale
+    return *(torch.from_numpy(np.ascontiguousarray(array[rows])).to(device) for array in (ids, labels)), scale
 
 
 def torch_gpt2(config: RunConfig, arrays: Mapping[str, Array], *, compiled: bool) -> Step:
@@ -105,7 +106,7 @@ def torch_gpt2(config: RunConfig, arrays: Mapping[str, Array], *, compiled: bool
 
 
 def ranked_gpt2(config: RunConfig, arrays: Mapping[str, Array], name: str, rank: int, device: Any) -> Step:
-    """Return a rank's training steps by DDP or FSDP2, whose process group has been joined."""
+    """Return a rank's training steps by DDP or FSDP2; the process group must be joined."""
     world = world_size(config)
     forward = _ddp(config, device) if name == "ddp" else _fsdp(config, device, world, offload=name == "fsdp2_offload")
     part = shifted(config, arrays, rank, world, device)
@@ -121,7 +122,7 @@ def _ddp(config: RunConfig, device: torch.device) -> nn.Module:
 
 
 def _fsdp(config: RunConfig, device: torch.device, world: int, *, offload: bool) -> nn.Module:
-    """Return the sharded model; only one weight at a time is ever in memory as a whole."""
+    """Return the sharded model. Weights are initialised one at a time, so that memory never holds all of them."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 

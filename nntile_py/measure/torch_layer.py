@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import nn
+
 from nntile_py.analysis.workloads import Phase
 from nntile_py.config.run_config import RunConfig
 from nntile_py.errors import ConfigError
@@ -15,22 +19,20 @@ def torch_layer(
     config: RunConfig, work: str, phase: Phase, name: str,
     *, captured: bool = False, autotune: bool = False, stacked: bool = False,
 ) -> Callable[[int], None]:  # fmt: skip
-    """Return a run of an encoder layer or of multi-head attention.
+    """Return a run of an encoder layer or of multi-head attention, in training mode and in the config's precision.
 
-    It trains: with dropout, in the config's precision, with gradients of weights and x. Attention is
-    scaled_dot_product_attention, which stores no scores. The layers are those of torch.nn.
+    The backward pass computes gradients of weights and x. Attention is scaled_dot_product_attention, which stores no
+    scores.
 
     Args:
         name: torch_eager or torch_compile.
         captured: Launch the phase as one CUDA graph.
-        autotune: torch.compile's mode max-autotune.
-        stacked: Use layers with one product for Q, K and V instead of those of torch.nn.
+        autotune: Use torch.compile's mode max-autotune.
+        stacked: Use layers with one product for Q, K and V, instead of the layers of torch.nn.
 
     Raises:
         ConfigError: The model lacks the sizes of a layer; `captured` without a GPU.
     """
-    import torch
-
     c: Any = config.model
     if missing := {"embed", "heads", "ffn", "dropout"} - type(c).model_fields.keys():
         raise ConfigError(f"model.type: got {c.type}, without {min(missing)}; allowed for {work} in PyTorch: encoder")
@@ -40,7 +42,8 @@ def torch_layer(
     functorch: Any = torch._functorch
     functorch.config.donated_buffer = False  # the backward pass runs repeatedly
     dtype = torch_dtype(config.precision)
-    module = torch_module(c, work, stacked, {"device": device, "dtype": dtype}).train()
+    with device:
+        module = torch_module(c, work, stacked).to(dtype).train()
     mode = "max-autotune-no-cudagraphs" if autotune else None
     forward = torch.compile(module, mode=mode, dynamic=False) if name == "torch_compile" else module
     shape = config.train.batch, config.train.seq, c.embed
@@ -53,7 +56,7 @@ def torch_layer(
     if captured:
         replay = _captured(lambda: forward(x), gradients, phase)
 
-        def once(_: Any = (wanted, dy)) -> None:  # a graph holds only addresses: the tensors must outlive it
+        def once(_: Any = (wanted, dy)) -> None:  # keeps the tensors, of which a graph holds only addresses
             replay()
     else:
         kept = forward(x) if phase == "backward" else None
@@ -73,7 +76,7 @@ def torch_layer(
 
 
 def _captured(forward: Callable[[], Any], gradients: Callable[[Any], None], phase: Phase) -> Callable[[], Any]:
-    """Return the phase as one CUDA graph; a backward pass is that of a forward pass in a graph of its own."""
+    """Return the phase as one CUDA graph. For a backward pass, a second graph first runs its forward pass once."""
 
     def both() -> Any:
         y = forward()
@@ -86,75 +89,57 @@ def _captured(forward: Callable[[], Any], gradients: Callable[[Any], None], phas
     second = CapturedCall(lambda: gradients(first.result), pool=first.graph.pool())
     first()
 
-    def replay(of: Any = (first, second)) -> None:  # keeps both: the second graph reads the results of the first
+    def replay(of: Any = (first, second)) -> None:  # keeps both graphs: the second reads results of the first
         of[1]()
 
     return replay
 
 
-def torch_module(c: Any, work: str, stacked: bool, options: dict[str, Any]) -> Any:
-    """Return the encoder layer, or the attention, of a model's sizes; options: device and dtype of the parameters."""
-    import torch
-
+def torch_module(c: Any, work: str, stacked: bool) -> Any:
+    """Return an encoder layer, or attention, of a model's sizes."""
+    if work == "mha":
+        return StackedAttention(c) if stacked else UnweightedAttention(c)
     if stacked:
-        attention = _stacked(c, options)
-        return attention if work == "mha" else _layer(c, attention, options)
-    if work == "encoder":
-        return torch.nn.TransformerEncoderLayer(c.embed, c.heads, c.ffn, c.dropout, batch_first=True, **options)
-    attention = torch.nn.MultiheadAttention(c.embed, c.heads, c.attention_dropout, batch_first=True, **options)
-    return _self_attention(attention)
+        return StackedLayer(c)
+    return nn.TransformerEncoderLayer(c.embed, c.heads, c.ffn, c.dropout, batch_first=True)
 
 
-def _stacked(c: Any, options: dict[str, Any]) -> Any:
-    """Return multi-head attention of one input, with one product for Q, K and V."""
-    import torch
+class UnweightedAttention(nn.Module):
+    """Self-attention of torch.nn that returns no probabilities."""
 
-    class StackedAttention(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.project = torch.nn.Linear(c.embed, 3 * c.embed, **options)
-            self.out = torch.nn.Linear(c.embed, c.embed, **options)
+    def __init__(self, c: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(c.embed, c.heads, c.attention_dropout, batch_first=True)
 
-        def forward(self, x: Any) -> Any:
-            parts = self.project(x).unflatten(-1, (3, c.heads, -1)).transpose(1, 3)
-            q, k, v = parts.unbind(2)  # [batch, heads, seq, head_dim]
-            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=c.attention_dropout)
-            return self.out(y.transpose(1, 2).flatten(2))
-
-    return StackedAttention()
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.attention(x, x, x, need_weights=False)[0]
 
 
-def _layer(c: Any, attention: Any, options: dict[str, Any]) -> Any:
-    """Return the encoder layer around an attention, with ReLU and norms after the sums."""
-    import torch
+class StackedAttention(nn.Module):
+    """Self-attention with one product for Q, K and V."""
 
-    class StackedLayer(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = attention
-            self.up = torch.nn.Linear(c.embed, c.ffn, **options)
-            self.down = torch.nn.Linear(c.ffn, c.embed, **options)
-            self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(c.embed, **options) for _ in range(2))
-            self.dropout = torch.nn.Dropout(c.dropout)
+    def __init__(self, c: Any) -> None:
+        super().__init__()
+        self.heads, self.dropout = c.heads, c.attention_dropout
+        self.project, self.out = nn.Linear(c.embed, 3 * c.embed), nn.Linear(c.embed, c.embed)
 
-        def forward(self, x: Any) -> Any:
-            x = self.norms[0](x + self.dropout(self.attention(x)))
-            inner = self.dropout(torch.relu(self.up(x)))
-            return self.norms[1](x + self.dropout(self.down(inner)))
-
-    return StackedLayer()
+    def forward(self, x: torch.Tensor) -> Any:
+        parts = self.project(x).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)
+        q, k, v = parts.unbind(2)  # [batch, heads, seq, head_dim]
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
-def _self_attention(attention: Any) -> Any:
-    """Return the attention of one input to itself, without the probabilities."""
-    import torch
+class StackedLayer(nn.Module):
+    """Encoder layer around StackedAttention, with ReLU and norms after the sums."""
 
-    class UnweightedAttention(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = attention
+    def __init__(self, c: Any) -> None:
+        super().__init__()
+        self.attention, self.dropout = StackedAttention(c), nn.Dropout(c.dropout)
+        self.up, self.down = nn.Linear(c.embed, c.ffn), nn.Linear(c.ffn, c.embed)
+        self.norms = nn.ModuleList(nn.LayerNorm(c.embed) for _ in range(2))
 
-        def forward(self, x: Any) -> Any:
-            return self.attention(x, x, x, need_weights=False)[0]
-
-    return UnweightedAttention()
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.norms[0](x + self.dropout(self.attention(x)))
+        inner = self.dropout(torch.relu(self.up(x)))
+        return self.norms[1](x + self.dropout(self.down(inner)))

@@ -1,7 +1,8 @@
-"""What PyTorch's contestants share: recipe, devices, CUDA graphs, ranks, and the models of transformers.
+"""Common parts of PyTorch's contestants: training steps, devices, CUDA graphs, ranks, and the models of transformers.
 
-Both sides have equal start weights, inputs, precision and optimizer. PyTorch trains under bf16 or fp16 autocast with a
-fused optimizer, and infers with weights of that dtype; its attention is scaled_dot_product_attention.
+nntile_py and PyTorch have equal initial weights, inputs, precision and optimizer. PyTorch trains under bf16 or fp16
+autocast with a fused optimizer; its forward passes have weights of this dtype. Attention is
+scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -11,6 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
 from nntile_py.analysis.workloads import Work
 from nntile_py.config.builders import build_model
 from nntile_py.config.run_config import RunConfig
@@ -19,23 +25,19 @@ from nntile_py.measure.workload_inputs import Array
 from nntile_py.system.load import cores
 
 Step = Callable[[int], list[float]]  # runs n steps; returns their losses
-CONNECT_LIMIT = 600.0  # seconds for ranks to find each other
+CONNECT_LIMIT = 600.0  # seconds for ranks to connect
 
 
-# -- recipe
+# -- training steps
 
 
 def torch_dtype(precision: str) -> Any:
     """Return the dtype of PyTorch's activations; float32 for precisions without a dtype of their own."""
-    import torch
-
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
 
 
 def torch_device(config: RunConfig) -> Any:
-    """Return the device of a config's contestant; sets threads and precision, and forgets earlier compilations."""
-    import torch
-
+    """Return the config's device; set threads and precision, and drop earlier compilations."""
     torch._dynamo.reset()
     device = torch.device("cuda" if config.runtime.cuda else "cpu")
     if device.type == "cpu":
@@ -47,9 +49,7 @@ def torch_device(config: RunConfig) -> Any:
 def trained(
     config: RunConfig, model: Any, loss_of: Callable[[Any], Any], parts: Sequence[Any], *, autocast: bool = True
 ) -> Step:
-    """Return training steps; the loss of a step is the mean over `parts`, its micro-batches."""
-    import torch
-
+    """Return training steps. parts: micro-batches, over whose losses a step takes the mean."""
     how, dtype, parameters = config.optimizer, torch_dtype(config.precision), list(model.parameters())
     device = torch.device("cuda" if config.runtime.cuda else "cpu")
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -78,7 +78,7 @@ def trained(
 
 
 def clip_gradients(parameters: Sequence[Any], limit: float) -> None:
-    """Clip the global norm; of sharded gradients the norm is that of all shards."""
+    """Clip the global norm of the gradients, of all shards if they are sharded."""
     from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
     norm: Any = get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -86,11 +86,9 @@ def clip_gradients(parameters: Sequence[Any], limit: float) -> None:
 
 
 class CapturedCall:
-    """A call as one CUDA graph. Calling the object launches the graph; `result` is the call's, rewritten in place."""
+    """A call as one CUDA graph. Calling the object launches the graph, which overwrites `result` in place."""
 
     def __init__(self, call: Callable[[], Any], warm_up: Callable[[], Any] | None = None, pool: Any = None) -> None:
-        import torch
-
         if warm_up:  # compiles, chooses kernels and allocates workspaces before the capture
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -111,11 +109,9 @@ class CapturedCall:
 
 
 def transformers_model(config: RunConfig, arrays: Mapping[str, Array], name: str, work: Work) -> Step:
-    """Return a workload's steps with the model of transformers, by `torch_eager` or `torch_compile`."""
-    import torch
-
+    """Return a workload's steps with the model of transformers. name: torch_eager or torch_compile."""
     device = torch_device(config)
-    model = _attention() if work == "attention" else build_model(config).to_hf()
+    model: Any = PlainAttention() if work == "attention" else build_model(config).to_hf()
     if hasattr(getattr(model, "config", None), "use_cache"):  # keys and values for generation, not used here
         model.config.use_cache = False
     forward = torch.compile(model) if name == "torch_compile" else model
@@ -139,30 +135,23 @@ def transformers_model(config: RunConfig, arrays: Mapping[str, Array], name: str
     return run
 
 
-def _attention() -> Any:
-    """Return attention of q, k, v [batch, seq, heads, head_dim]."""
-    import torch
+class PlainAttention(torch.nn.Module):
+    """Attention of q, k, v [batch, seq, heads, head_dim]."""
 
-    class _Attention(torch.nn.Module):
-        def forward(self, q: Any, k: Any, v: Any, attention_mask: Any = None) -> Any:
-            mask = None if attention_mask is None else attention_mask[:, None, None].bool()
-            q, k, v = (one.transpose(1, 2) for one in (q, k, v))
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
-
-    return _Attention()
+    def forward(self, q: Any, k: Any, v: Any, attention_mask: Any = None) -> Any:
+        mask = None if attention_mask is None else attention_mask[:, None, None].bool()
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, mask)
 
 
 # -- a process for each GPU
 
 
 def join_ranks(config: RunConfig, rank: int, port: int, *, offload: bool) -> Any:
-    """Join the process group; returns this rank's device."""
-    import torch
-    import torch.distributed as dist
-
+    """Join the process group; return this rank's device."""
     world = world_size(config)
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores() // world)))  # otherwise all cores each
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo looks up the machine's host name
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores() // world)))  # default: all cores
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # default: the address of the host name
     if config.runtime.cuda:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
@@ -179,9 +168,7 @@ def join_ranks(config: RunConfig, rank: int, port: int, *, offload: bool) -> Any
 
 
 def replicated(model: Any, device: Any) -> Any:
-    """Return the model with gradients that are the mean over all ranks."""
-    from torch.nn.parallel import DistributedDataParallel
-
+    """Return the model under DDP, whose gradients are the mean over all ranks."""
     return DistributedDataParallel(
         model, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False,
         gradient_as_bucket_view=True,

@@ -1,10 +1,10 @@
 """The worker process of all measurements: sweeps, experiments and the contestants of `nntile bench step`.
 
-A request is one line of JSON with any of these parts; its answer is one line of JSON with the facts of both:
-    config, measure[, contestant, place]: Start what `measure` (a section of a sweep) names, and warm it up. `config`: a
-        resolved config, or the path of one, with `sets`. `contestant`: replaces that of `measure`. `place`: rank and
-        port of this process, for a contestant with a process for each GPU.
-    repeats, steps: Time what was started, `repeats` times, each over `steps` steps in flight together.
+A request and its answer are each one line of JSON. A request has one or both of these parts:
+    config, measure[, contestant, place]: Start a workload, and warm it up. `config`: a resolved config, or the path of
+        a config, with `sets`. `measure`: a section of a sweep. `contestant`: replaces the contestant of `measure`.
+        `place`: rank and port of this process, for a contestant with a process for each GPU.
+    repeats, steps: Time the workload `repeats` times, each time over `steps` steps in flight together.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from nntile_py.training.repeated_steps import forward_passes, same_steps
 from nntile_py.training.trainer import Trainer
 
 Run = Callable[[int], Any]  # runs n steps; returns their losses, if it has any
-RESERVE = 2**30  # bytes of a GPU that our tiles leave to kernels' workspaces, where measure.gpu_memory limits them
+RESERVE = 2**30  # bytes of measure.gpu_memory for kernels' workspaces; tiles use the rest
 
 
 def main() -> None:
-    """Serve requests until stdin ends, or until one fails, which is answered with {"error": ...}.
+    """Serve requests until stdin ends or a request fails, whose answer is {"error": ...}.
 
-    Several MPI ranks serve each request together: rank 0 reads and answers."""
-    with ExitStack() as running:  # StarPU, from the first request that needs it
+    MPI ranks serve each request together; rank 0 reads and answers."""
+    with ExitStack() as running:  # stops StarPU, which starts with the first request that needs it
         session: Session | None = None
         try:
             for line in _requests():
@@ -63,7 +63,7 @@ def main() -> None:
                 answer: dict[str, Any] = {}
                 if "config" in request:
                     session = None
-                    gc.collect()  # the tiles of the request before
+                    gc.collect()  # frees the tiles of the earlier request
                     session = Session(request, running)
                     answer |= session.facts
                 if "repeats" in request and session and session.run:
@@ -73,7 +73,7 @@ def main() -> None:
         except Exception as error:
             launcher.failing()
             text = f"{type(error).__name__}: {error}".strip()
-            if not isinstance(error, NNTileError):  # a text that is not written for users
+            if not isinstance(error, NNTileError):  # not a message for users
                 traceback.print_exc()
                 text = text.splitlines()[0][:400]
             print("\n" + json.dumps({"error": text}), flush=True)
@@ -85,17 +85,22 @@ def main() -> None:
 
 
 def _requests() -> Iterator[str]:
-    """Lines of stdin, which rank 0 reads for all ranks."""
+    """Yield the lines of stdin, which rank 0 reads for all ranks."""
     if launcher.started()[1] == 1:
         yield from sys.stdin
         return
-    every = ranks()
-    while line := every.from_first(sys.stdin.readline() if launcher.leads() else ""):
+    all_ranks = ranks()
+    while line := all_ranks.from_first(sys.stdin.readline() if launcher.leads() else ""):
         yield line
 
 
 class Session:
-    """What a request started: `run`, unless only a plan was asked for, and `facts` that need no clock."""
+    """A workload that a request started.
+
+    Attributes:
+        run: runs steps; None if the request asks for a plan only.
+        facts: figures that need no timing.
+    """
 
     def __init__(self, request: Mapping[str, Any], running: ExitStack) -> None:
         given = request["config"]
@@ -120,7 +125,7 @@ class Session:
             self.facts["losses"] = losses
 
     def _limit_memory(self, most: int) -> None:
-        """Limit ATen's allocator, and our tiles, to `most` bytes of each GPU."""
+        """Limit PyTorch's allocator, and tiles, to `most` bytes of each GPU."""
         import torch
 
         for device in range(torch.cuda.device_count()):
@@ -130,7 +135,7 @@ class Session:
         self.config = self.config.model_copy(update={"runtime": runtime})
 
     def times(self, repeats: int, steps: int) -> dict[str, Any]:
-        """Time the run; returns the metrics that every contestant has."""
+        """Time the run; return the metrics that all contestants have."""
         assert self.run
         with Load() as load:
             times = clocked(self.run, repeats, steps)
@@ -138,7 +143,7 @@ class Session:
         loads = all_ranks.to_first(load) if all_ranks else [load]
         seconds, facts, host = statistics.median(times), self.facts, _host_mib()
         hosts = (all_ranks.to_first(host) if all_ranks else None) or [host]
-        found = {
+        metrics = {
             "seconds": seconds, "seconds_min": min(times), "seconds_max": max(times),
             "ms": seconds * 1e3, "us": seconds * 1e6, "best ms": min(times) * 1e3, "best us": min(times) * 1e6,
             "tokens_per_s": facts["tokens"] / seconds, "times": times,
@@ -146,15 +151,16 @@ class Session:
             "others": among(loads)["others"] if loads else None,
         }  # fmt: skip
         if "flop" in facts:
-            found |= {"gflop_per_s": facts["flop"] / seconds / 1e9}
-            found |= {"us_per_task": seconds / max(facts["tasks"], 1) * 1e6}
-        return found
+            metrics |= {"gflop_per_s": facts["flop"] / seconds / 1e9}
+            metrics |= {"us_per_task": seconds / max(facts["tasks"], 1) * 1e6}
+        return metrics
 
 
 def _forget_peak(config: RunConfig, contestant: str) -> None:
-    if _core.cuda_workers() or (config.runtime.cuda and contestant != "nntile"):  # of earlier requests
+    """Reset the peaks of GPU memory and main memory."""
+    if _core.cuda_workers() or (config.runtime.cuda and contestant != "nntile"):
         memory.forget_gpu_peak()
-    with suppress(OSError):  # without the right to do so the peak is that of the process so far
+    with suppress(OSError):  # not permitted: the peak is then that of the process since its start
         Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -164,21 +170,21 @@ def _host_mib() -> float:
     return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
 
-# -- this project's side
+# -- the contestant nntile
 
 
 def _ours(config: RunConfig, how: Measure, running: ExitStack) -> tuple[Run | None, dict[str, Any]]:
-    """Start or plan our side. The runtime stops with `running`."""
+    """Start or plan the workload. The runtime stops with `running`."""
     network = how.gpus_per_node, how.network, how.gpus_per_nic
     if cluster := cluster_plan.requested_cluster(config, how.nodes, *network, name="measure.{}".format):
         return None, _on_nodes(config, cluster, how)
-    whole = how.how == "run" and how.work in ("train", *FORWARD)  # built together with its program
-    built = None if whole else build(config, how.work, how.phase)
+    model = how.how == "run" and how.work in ("train", *FORWARD)  # _training and _forward build it
+    built = None if model else build(config, how.work, how.phase)
     if how.how != "plan" and Runtime.current is None:
         running.enter_context(Runtime(**runtime_options(config.runtime.model_dump()), mpi=True))
     run: Run | None = None
     tokens = round(how.alpha * config.train.batch * config.train.seq)
-    if whole:
+    if model:
         built, run, tokens = (_training if how.work == "train" else _forward)(config, how)
     assert built is not None
     plan = estimate(built.lists, config.workers, gpu=config.runtime.cuda != 0)
@@ -199,7 +205,7 @@ def _on_nodes(config: RunConfig, cluster: cluster_plan.Cluster, how: Measure) ->
 
 
 def _training(config: RunConfig, how: Measure) -> tuple[Built, Run, int]:
-    """Build training steps on random inputs, from fresh weights."""
+    """Build training steps on random inputs, with initial weights."""
     model = build_model(config)
     spec = step_spec(config, model)
     inputs = inputs_of(config, "train", how.alpha, spec)
@@ -213,7 +219,7 @@ def _training(config: RunConfig, how: Measure) -> tuple[Built, Run, int]:
 
 
 def _forward(config: RunConfig, how: Measure) -> tuple[Built, Run, int]:
-    """Build forward passes on random inputs, without what only training needs."""
+    """Build forward passes on random inputs, without tensors that only training needs."""
     spec = spec_of(config, how.work) if how.work == "attention" else step_spec(config, build_model(config))
     inputs = inputs_of(config, how.work, how.alpha, spec)
     evaluation, run = forward_passes(spec, inputs, how.captured)
@@ -221,9 +227,9 @@ def _forward(config: RunConfig, how: Measure) -> tuple[Built, Run, int]:
 
 
 def tight_bins(spec: StepSpec, inputs: Mapping[str, Array]) -> StepSpec:
-    """Return packed steps with as many bins, of the fewest whole sequences that hold these inputs.
+    """Return a packed step with bins that are just large enough for these inputs.
 
-    PyTorch's arrays are as long as the batch has tokens; so are our bins then, up to a whole sequence."""
+    PyTorch's packed arrays are as long as the number of tokens; bins are multiples of train.seq."""
     lengths, parts = lengths_of(inputs, spec.seq), spec.grad_accumulation
     least = math.ceil(sum(lengths) / (spec.seq * spec.rows * parts))
     for size in range(least, spec.capacity // spec.seq):
@@ -235,7 +241,7 @@ def tight_bins(spec: StepSpec, inputs: Mapping[str, Array]) -> StepSpec:
 
 
 def _operators(config: RunConfig, how: Measure) -> dict[str, Any]:
-    """Time each operator of a small graph by itself; returns seconds and flop by class of operator."""
+    """Time each operator of a small graph by itself; return seconds and flop by class of operator."""
     graph = small_graph(config, how.work, config.fusion, backward=how.phase != "forward")
     cuts = tiling(config)
     classes = {name: {"seconds": 0.0, "flop": 0.0} for name in (category.name for category in CATEGORIES)}

@@ -1,4 +1,4 @@
-"""The inputs of a measured workload, equal for all contestants."""
+"""Random inputs of a measured workload, the same for all contestants."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rows_of(config: RunConfig, work: Work) -> int:
 
 
 def inputs_of(config: RunConfig, work: Work, alpha: float = 1.0, spec: StepSpec | None = None) -> dict[str, Array]:
-    """Return random padded inputs; alpha: mean length of the sequences over train.seq."""
+    """Return random padded inputs. alpha: mean length of the sequences divided by train.seq."""
     rows, training = rows_of(config, work), work == "train"
     return (spec or spec_of(config, work)).random_inputs(rows, config.seed, alpha, predicted(config), training=training)
 

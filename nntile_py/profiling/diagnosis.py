@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from nntile_py.system.load import BUSY, is_busy
@@ -16,28 +16,13 @@ OVERHEAD = 0.05
 SUBMITTING = 0.8  # of the run
 SERIAL = 0.5  # of the critical path
 LOW, LARGE = 0.3, 0.15  # share of the roofline reached, share of the tasks' time
+DOUBT = "Only if a profile on a quiet machine shows the same: "
 
 Summary = Mapping[str, Any]
+Finding = tuple[str, str] | None  # cause, with figures, and advice; None: the rule does not apply
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A finding. rule: its name; cause: with figures; advice: what to change."""
-
-    rule: str
-    cause: str
-    advice: str
-
-    def to_dict(self) -> dict[str, str]:
-        return asdict(self)
-
-
-def findings(summary: Summary) -> list[Finding]:
-    """Return all findings, the first cause first. Rules on the runtime come first: they hide the kernels' causes."""
-    return [finding for rule in RULES if (finding := rule(summary))]
-
-
-def other_ranks(s: Summary) -> Finding | None:
+def other_ranks(s: Summary) -> Finding:
     """Workers are idle mostly because their inputs must come from another rank."""
     ranks, waiting = s.get("ranks"), sum(w.get("waiting", 0.0) for w in s["workers"]) / max(len(s["workers"]), 1)
     if not ranks or waiting < MOVING or waiting < 0.5 * _share(s, "idle"):
@@ -45,87 +30,89 @@ def other_ranks(s: Summary) -> Finding | None:
     worst, longest = max(ranks, key=lambda r: r["waiting"]), s["waited_for"][0]
     unready = sum(r["waiting_for_tasks"] * r["workers"] for r in ranks) / len(s["workers"])
     moved, count = (sum(m[key] for m in s["messages"]) / max(s["steps"], 1) for key in ("bytes", "messages"))
-    cause = f"Workers wait for another machine {waiting:.0%} of the time, the workers of rank {worst['rank']} most"
-    cause += f" ({worst['waiting']:.0%}); of all that they wait for, longest for {longest['tile']}"
-    cause += f" (rank {longest['rank']} for rank {longest['for_rank']}). {unready / waiting:.0%} of that time it was"
-    cause += f" not computed yet, else in transit: {moved / 1e6:,.2f} MB in {count:,.0f} messages a step."
+    cause = f"Workers wait for another rank {waiting:.0%} of the time, the workers of rank {worst['rank']} most"
+    cause += f" ({worst['waiting']:.0%}). The longest wait is for {longest['tile']}"
+    cause += f" (rank {longest['rank']} waits for rank {longest['for_rank']}). For {unready / waiting:.0%} of the"
+    cause += " waiting time the tile was not computed yet, for the rest it was in transit:"
+    cause += f" {moved / 1e6:,.2f} MB in {count:,.0f} messages a step."
     batch = s["tiles"].get("batch")
     now = f" (now {batch['tiles']} in all)" if batch else ""
     if unready >= 0.5 * waiting:
-        advice = f"Give ranks equal work: as many tiles of the batch for each, two or more{now}; and compute more"
-        advice += " between two updates: a larger `train.batch` or `train.grad_accumulation`."
+        advice = f"Give ranks equal work: two or more tiles of the batch for each, as many for all{now}; and compute"
+        advice += " more between two updates: a larger `train.batch` or `train.grad_accumulation`."
     else:
         advice = "Send less often: a larger `train.batch` or `train.grad_accumulation`; let a rank compute while it"
         advice += f" sends: two or more tiles of the batch for each{now}; or a faster network, or cores not shared."
-    return Finding("other-ranks", cause, advice)
+    return cause, advice
 
 
-def short_tasks(s: Summary) -> Finding | None:
+def short_tasks(s: Summary) -> Finding:
     """Tasks are shorter than GOOD times the overhead, which takes much time; or workers wait for submission."""
     mean, overhead = s["mean_task_s"], s["overhead_per_task_s"]
     starved = s["submission"] >= SUBMITTING and _share(s, "idle") >= IDLE
     serial = _path_bound(s) and _share(s, "idle") > 2 * _share(s, "overhead")  # longer tasks would not help
-    # If other processes take the cores, their time looks like overhead; unless the plan expects short tasks, too.
-    theirs = busy_machine(s) and not _too_fine(s)
-    if not starved and (serial or theirs or mean >= GOOD * overhead or _share(s, "overhead") < OVERHEAD):
+    # If other processes use the cores, their time looks like overhead, unless the plan expects short tasks, too.
+    disturbed = busy_machine(s) and not _too_fine(s)
+    if not starved and (serial or disturbed or mean >= GOOD * overhead or _share(s, "overhead") < OVERHEAD):
         return None
     cause = f"A task lasts {_us(mean)} on average, and the runtime needs {_us(overhead)} of a worker for each: "
     cause += f"{_share(s, 'overhead'):.0%} of the workers' time."
     if starved:
-        cause += f" Tasks are used up as fast as they are submitted, which takes {s['submission']:.0%} of the run."
-    return Finding("short-tasks", cause, f"Fewer, larger tasks: {_coarser(s)}, and `fusion: true` if it is off.")
+        cause += f" Tasks end as fast as they are submitted, which takes {s['submission']:.0%} of the run."
+    return cause, f"Fewer, larger tasks: {_coarser(s)}, and `fusion: true` if it is off."
 
 
-def serial_chain(s: Summary) -> Finding | None:
+def serial_chain(s: Summary) -> Finding:
     """Workers are idle while tiles are added one after the other."""
     path = s["critical_path"]
     if _share(s, "idle") < IDLE or not _path_bound(s) or path["accumulation_share"] < SERIAL:
         return None
-    return Finding(
-        "serial-chain",
-        f"Workers are idle {_share(s, 'idle'):.0%} of the time; the critical path takes "
-        f"{path['share_of_run']:.0%} of the run, and {path['accumulation_share']:.0%} of it are tasks that add to one "
-        f"tile after the other, most of them {_top(path)}.",
-        "Let partial results meet in another order: `accumulate: tree` or `redux` (or `commute`, which reorders "
+    return (
+        f"{_idle(s)}; the critical path takes {path['share_of_run']:.0%} of the run, and "
+        f"{path['accumulation_share']:.0%} of the path are tasks that add to one tile one after the other, most of "
+        f"them {_top(path)}.",
+        "Add partial results in another order: `accumulate: tree` or `redux` (or `commute`, which reorders "
         "but does not overlap them); or cut the summed axis into fewer tiles.",
     )
 
 
-def few_tiles(s: Summary) -> Finding | None:
+def few_tiles(s: Summary) -> Finding:
     """Workers are idle because there are fewer independent tasks than workers."""
     if _share(s, "idle") < IDLE or not _path_bound(s):
         return None
-    workers, path = len(s["workers"]), s["critical_path"]
-    return Finding(
-        "few-tiles",
-        f"Workers are idle {_share(s, 'idle'):.0%} of the time: all tasks together last {s['parallelism']:.1f} times "
-        f"as long as the longest chain among them, for {workers} workers. That chain is mostly {_top(path)}.",
+    return (
+        f"{_idle(s)}: all tasks together last {s['parallelism']:.1f} times as long as the longest chain of dependent "
+        f"tasks, for {len(s['workers'])} workers. That chain is mostly {_top(s['critical_path'])}.",
         f"Cut finer, so that more tasks can run at once: {_finer(s)}.",
     )
 
 
-def transfers(s: Summary) -> Finding | None:
+def transfers(s: Summary) -> Finding:
     """Workers wait for their data."""
-    if _share(s, "communicating") < MOVING:
+    waiting, moved = _share(s, "communicating"), sum(t["bytes"] for t in s["transfers"])
+    if waiting < MOVING or not moved:
         return None
-    moved = sum(t["bytes"] for t in s["transfers"])
-    if not moved:
-        return Finding(
-            "allocation",
-            f"Workers spend {_share(s, 'communicating'):.0%} of their time on getting memory for their tiles.",
-            f"Fewer, larger tiles of fewer different sizes: {_coarser(s)}; or more memory (`runtime.memory`).",
-        )
     worst = max(s["transfers"], key=lambda t: t["bytes"])
-    return Finding(
-        "transfers",
-        f"Workers wait for their data {_share(s, 'communicating'):.0%} of the time; {moved / 1e9:.2f} GB were moved, "
+    return (
+        f"Workers wait for their data {waiting:.0%} of the time; {moved / 1e9:.2f} GB were moved, "
         f"most of it from {worst['from']} to {worst['to']}.",
         "Place tasks where their data is (`runtime.placement: planned`, or `runtime.scheduler: dmdar`), give "
         "more memory (`runtime.cuda_memory`), or cut along batch, which moves activations least.",
     )
 
 
-def low_roofline(s: Summary) -> Finding | None:
+def allocation(s: Summary) -> Finding:
+    """Workers wait for memory for their tiles."""
+    waiting = _share(s, "communicating")
+    if waiting < MOVING or any(t["bytes"] for t in s["transfers"]):
+        return None
+    return (
+        f"Workers spend {waiting:.0%} of their time on allocating memory for their tiles.",
+        f"Fewer, larger tiles of fewer different sizes: {_coarser(s)}; or more memory (`runtime.memory`).",
+    )
+
+
+def low_roofline(s: Summary) -> Finding:
     """An operator takes much of the time and is far below the roofline."""
     rows = [r for r in s["operators"] if r["share"] >= LARGE and r["roofline"] is not None and r["roofline"] < LOW]
     if not rows:
@@ -139,34 +126,32 @@ def low_roofline(s: Summary) -> Finding | None:
     else:
         advice = "Its tiles are too small or too narrow for the kernel"
     about = "about " if row["estimated"] else ""
-    return Finding(
-        "low-roofline",
+    return (
         f"{row['operator']} ({row['phase']}) takes {about}{row['share']:.0%} of the tasks' time at "
         f"{row['roofline']:.0%} of the roofline ({row['tflop_per_s'] * 1e3:.1f} Gflop/s, {row['gb_per_s']:.1f} GB/s).",
         f"{advice}; larger tiles help: {_coarser(s)}.",
     )
 
 
-def imbalance(s: Summary) -> Finding | None:
+def imbalance(s: Summary) -> Finding:
     """Workers are idle although there are enough independent tasks."""
     if _share(s, "idle") < IDLE:
         return None
     worst = max(s["workers"], key=lambda w: w["idle"])
-    return Finding(
-        "imbalance",
-        f"Workers are idle {_share(s, 'idle'):.0%} of the time ({worst['name']}: {worst['idle']:.0%}) although "
-        f"there is work for {s['parallelism']:.1f} of them at once.",
-        "Try another scheduler, one that knows priorities (`scheduler: cpu_dmdas`), or a larger `runtime.window`; "
+    return (
+        f"{_idle(s)} ({worst['name']}: {worst['idle']:.0%}) although there is work for {s['parallelism']:.1f} of them "
+        "at once.",
+        "Try another scheduler, such as `scheduler: cpu_dmdas`, which knows priorities, or a larger `runtime.window`; "
         "on a machine that others use, measure again.",
     )
 
 
-def busy_machine(s: Summary) -> Finding | None:
+def busy_machine(s: Summary) -> Finding:
     """Other processes took processor time from the run, or from the measurement of the peak."""
     load, causes = s.get("load") or {}, list[str]()
     if is_busy(load.get("others")):
-        busy = f"{load['others']:.1f} of the {load['cores']} cores"
-        causes.append(f"other processes kept {busy} busy while the steps ran")
+        busy = f"{load['others']:.1f} of the {load['cores']} cores busy"
+        causes.append(f"other processes kept {busy} while the steps ran")
     shares = [p["cpu_share"] for p in s["peaks"].values() if p.get("cpu_share") is not None]
     if shares and min(shares) < 1 - BUSY:
         causes.append(
@@ -175,68 +160,70 @@ def busy_machine(s: Summary) -> Finding | None:
         )
     if not causes:
         return None
-    text = "; ".join(causes)
-    return Finding(
-        "busy-machine",
-        f"The machine was busy: {text}. Tasks took longer than they would alone; all times are of this run only.",
+    return (
+        f"The machine was busy: {'; '.join(causes)}. Tasks took longer than on a quiet machine.",
         "Measure again when nothing else runs before comparing these times with others.",
     )
 
 
-# In this order: each rule explains idle time that later rules would misread.
-RULES: list[Callable[[Summary], Finding | None]] = [
-    busy_machine,
-    other_ranks,
-    short_tasks,
-    serial_chain,
-    few_tiles,
-    transfers,
-    imbalance,
-    low_roofline,
-]
-# Rules that explain the same idle time: only the first one counts.
-EXCLUSIVE = {"other-ranks", "short-tasks", "serial-chain", "few-tiles", "imbalance"}
+@dataclass(frozen=True)
+class Diagnosis:
+    """A rule with its name.
+
+    Attributes:
+        explains_idle: of several such rules that apply, only the first is reported.
+        in_block: advice in the place of the rule's own if there is no config: for tasks in Python under nt.profile.
+    """
+
+    rule: str
+    check: Callable[[Summary], Finding]
+    explains_idle: bool = False
+    in_block: str = ""
 
 
-# Advice without a config: for tasks in Python, in a block under nt.profile.
-IN_BLOCKS = {
-    "other-ranks": "Give ranks equal work, and more of it between two exchanges.",
-    "short-tasks": "Fewer, larger tasks: larger tiles, or lists of tiles as arguments.",
-    "serial-chain": "Let tasks that add to one tile use mode REDUX, or cut the sum into fewer parts.",
-    "few-tiles": "Cut the arrays finer, so that more tasks can run at once.",
-    "imbalance": "Give tasks that others wait for a priority, `NAME.options(priority=1)(...)`, or another scheduler.",
-}
-
-
-DOUBT = "Only if a profile on a quiet machine shows the same: "
+# In this order: each rule explains idle time that later rules would misread. Rules on the runtime come before rules on
+# kernels.
+RULES = (
+    Diagnosis("busy-machine", busy_machine),
+    Diagnosis("other-ranks", other_ranks, True, "Give ranks equal work, and more of it between two exchanges."),
+    Diagnosis("short-tasks", short_tasks, True,
+              "Fewer, larger tasks: larger tiles, or lists of tiles as arguments."),
+    Diagnosis("serial-chain", serial_chain, True,
+              "Let tasks that add to one tile use mode REDUX, or cut the sum into fewer parts."),
+    Diagnosis("few-tiles", few_tiles, True, "Cut the arrays finer, so that more tasks can run at once."),
+    Diagnosis("transfers", transfers),
+    Diagnosis("allocation", allocation),
+    Diagnosis("imbalance", imbalance, True,
+              "Give a priority to tasks that other tasks wait for, `NAME.options(priority=1)(...)`, or try another "
+              "scheduler."),
+    Diagnosis("low-roofline", low_roofline),
+)  # fmt: skip
 
 
 def report(summary: Summary) -> list[dict[str, str]]:
     """Return the findings for summary.json, with one explanation of the idle time; or that there is none.
 
-    Advice for larger tiles is left out beside advice for smaller ones. Advice says if it rests on times that other
-    processes have made longer."""
+    Advice for larger tiles is left out beside advice for smaller tiles. Advice is marked by DOUBT if other processes
+    may have caused the finding.
+    """
     result, idle_explained = [], ""
-    for finding in findings(summary):
-        if finding.rule in EXCLUSIVE:
-            if idle_explained:
-                continue
-            idle_explained = finding.rule
-        if finding.rule == "low-roofline" and idle_explained == "few-tiles":
+    for diagnosis in RULES:
+        rule, finding = diagnosis.rule, diagnosis.check(summary)
+        opposite = (idle_explained, rule) == ("few-tiles", "low-roofline")  # smaller tiles, larger tiles
+        if not finding or opposite or (diagnosis.explains_idle and idle_explained):
             continue
-        if not summary["tiles"]:
-            finding = replace(finding, advice=IN_BLOCKS.get(finding.rule, finding.advice))
-        if _doubtful(finding.rule, summary):
-            finding = replace(finding, advice=DOUBT + finding.advice)
-        result.append(finding.to_dict())
+        idle_explained = rule if diagnosis.explains_idle else idle_explained
+        cause, advice = finding
+        advice = advice if summary["tiles"] else diagnosis.in_block or advice
+        result.append({"rule": rule, "cause": cause, "advice": DOUBT * _doubtful(rule, summary) + advice})
     if not result:
-        busy = f"Workers compute {_share(summary, 'working'):.0%} of the time and no operator stands out."
-        result.append(Finding("none", busy, "This profile shows nothing to change.").to_dict())
+        cause = f"Workers compute {_share(summary, 'working'):.0%} of the time and no operator stands out."
+        result.append({"rule": "none", "cause": cause, "advice": "This profile shows nothing to change."})
     return result
 
 
 def _doubtful(rule: str, s: Summary) -> bool:
-    """Return whether other processes may cause a finding: they used cores in the run or as the peak was measured."""
+    """Return whether other processes may have caused a finding, as they used cores in the run or in a measurement."""
     if rule == "busy-machine" or (rule == "short-tasks" and _too_fine(s)):
         return False
     busy = is_busy((s.get("load") or {}).get("others"))
@@ -247,8 +234,12 @@ def _share(s: Summary, name: str) -> float:
     return float(sum(w[name] for w in s["workers"]) / max(len(s["workers"]), 1))
 
 
+def _idle(s: Summary) -> str:
+    return f"Workers are idle {_share(s, 'idle'):.0%} of the time"
+
+
 def _path_bound(s: Summary) -> bool:
-    """Return whether more workers would not have made the run faster."""
+    """Return whether the critical path limits the run, so that more workers would not help."""
     return bool(s["parallelism"] < 1.25 * len(s["workers"]) or s["critical_path"]["share_of_run"] > 0.8)
 
 
@@ -262,14 +253,15 @@ def _us(seconds: float) -> str:
 
 
 def _too_fine(s: Summary) -> list[tuple[str, Any]]:
-    """Return the axes whose tiles are too small by the plan as well."""
+    """Return the axes whose tiles the plan, too, finds too small."""
     return [(name, a) for name, a in s["tiles"].items() if a.get("good", a["tile"]) > a["tile"]]
 
 
 def _coarser(s: Summary) -> str:
-    """Return larger tiles: those that the plan finds good, else twice the tile of the two axes with most tiles.
+    """Return larger tiles as text: the tiles that the plan finds good, else twice the tile of the two most cut axes.
 
-    The batch keeps a tile for each worker."""
+    The batch keeps a tile for each worker.
+    """
     if good := _too_fine(s):
         return " and ".join(f"`tiles.{name}: {a['good']}` (now {a['tile']})" for name, a in good)
     workers = len(s.get("workers", ()))
@@ -283,7 +275,7 @@ def _coarser(s: Summary) -> str:
 
 
 def _finer(s: Summary) -> str:
-    """Return smaller tiles: of the batch first, which needs no sums, then of the axes with fewest tiles."""
+    """Return smaller tiles as text: for the batch first, which needs no sums, then for the axes with fewest tiles."""
     order = {"batch": 0, "heads": 1, "ffn": 2, "vocab": 3, "embed": 4, "seq": 5}
     cut = [(name, a) for name, a in s["tiles"].items() if a["tile"] > 1]
     cut.sort(key=lambda item: (item[1]["tiles"] * 2 if item[0] == "batch" else 4 * item[1]["tiles"], order[item[0]]))

@@ -1,8 +1,10 @@
-"""Tables and lists of facts in a terminal."""
+"""Tables and lists of facts in a terminal; tables as CSV."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import csv
+import io
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -28,6 +30,13 @@ def plain_table(
         left = head in text
         table.add_column(head, justify="left" if left else "right", overflow=overflow, no_wrap=head in rigid)
     return table
+
+
+def csv_text(heads: Sequence[object], rows: Iterable[Iterable[object]]) -> str:
+    """Return a table as CSV."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([heads, *rows])
+    return out.getvalue()
 
 
 def facts(values: Mapping[str, str]) -> RenderableType:
