@@ -186,7 +186,7 @@ def test_what_another_phase_made_is_drawn_again() -> None:
     nodes = {node: number for number, box in enumerate(boxes) for node in re.findall(r"^(after_\w+) \[", box, re.M)}
     edges = re.findall(r"^(after_\w+) -> (after_\w+) \[", dot, re.M)
     assert len(set(nodes.values())) == 3 and all(nodes[a] == nodes[b] for a, b in edges)
-    assert 'dashed" label="h0.attn.lse"' in dot and "written in another part" in dot
+    assert 'dashed" label="h0.attn.lse"' in dot and "that another part writes" in dot
 
 
 def test_the_legend_is_of_what_is_drawn() -> None:

@@ -1,9 +1,9 @@
 """Plan of a training step on several nodes, simulated without them: `nntile plan --nodes`.
 
-Nodes with CPU workers run what mpirun runs: each rank runs its part of one common program (rank_tasks.py). Nodes with
-GPUs all run the same program, each on its part of the batch; the plan takes the largest part. Gradients are summed
-inside a node as on one machine, then between nodes (tiles/allreduce.py) during the backward pass. The update is the
-same on all nodes; a node's workers share the optimizer states. Every task is simulated (simulate.py).
+CPU nodes are simulated as ranks of mpirun: each rank runs its part of one common program (rank_tasks.py). GPU nodes run
+the same program on different parts of the batch; the largest part is planned. Gradients are summed inside a node as on
+one machine, then between nodes (tiles/allreduce.py) during the backward pass. All nodes compute the same update; a
+node's workers share the optimizer states. Every task is simulated (simulate.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nntile_py.analysis.simulate import SimulatedList, programs, rank_programs, simulate
+from nntile_py.analysis.workloads import of_step
 from nntile_py.config.builders import step_spec
 from nntile_py.errors import ConfigError
 from nntile_py.graph.step import StepSpec
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 MOST_NODES = 4096
 BUSY_ENOUGH = 0.5  # share of a step in which workers compute; below it, arithmetic does not limit the step
 GOOD = 0.95  # efficiency from which nothing else than arithmetic limits the step
-FULL = 0.8  # share of time in use from which a card or a thread limits the step
+FULL = 0.8  # share of time in use, from which a network card or a thread limits the step
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(bit|b|B)/s\s*")
 _SCALE = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _DEFAULT = {True: "400Gb/s", False: "40Gb/s"}  # of GPU nodes, of CPU nodes
@@ -41,7 +42,7 @@ _DEFAULT = {True: "400Gb/s", False: "40Gb/s"}  # of GPU nodes, of CPU nodes
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes. workers: GPUs of each node; 1 for a CPU node, whose cores are one worker."""
+    """A cluster of equal nodes. workers: GPUs of each node; 1 for a CPU node, whose cores are one worker."""
 
     nodes: int
     workers: int
@@ -52,12 +53,12 @@ def requested_cluster(
     config: RunConfig, nodes: int | None, gpus_per_node: int | None = None, network: str | None = None,
     gpus_per_nic: int | None = None, name: Callable[[str], str] = lambda key: "--" + key.replace("_", "-"),
 ) -> Cluster | None:  # fmt: skip
-    """Check the options of a cluster; return None without `nodes`.
+    """Check the options of a cluster; return None if `nodes` is None.
 
     Args:
-        network: bits or bytes a second of a network card, each way.
+        network: rate of a network card in each direction, such as 400Gb/s.
         gpus_per_nic: GPUs that share a network card; default 1.
-        name: the name of a key in errors.
+        name: returns the name of an option for errors.
 
     Raises:
         ConfigError: an option is out of range, or the config does not allow it.
@@ -117,17 +118,17 @@ class ClusterPlan:
         peak_bytes: on the fullest worker.
         lacking_bytes: the part of peak_bytes that exceeds the worker's memory.
         computed_seconds: until the end of the backward pass.
-        exposed_seconds: from the end of the backward pass to the end of its sums.
+        exposed_seconds: from the end of the backward pass to the end of the gradients' sums.
         busy: share of a step in which workers compute.
-        adding: share of a step in which workers add what comes from other nodes.
+        adding: share of a step in which workers add gradients of other nodes.
         card: share of the time of sums in which the busiest network card sends.
-        thread: share of the time of sums in which the thread of messages works.
-        own_seconds: step time of one node without others, with its part of the batch.
-        alone_seconds: step time of one node without others, with the batch that `efficiency` refers to.
-        parts: the batch divided by the largest part of a node: less than the number of nodes if parts are uneven.
-        worker_seconds, worker_efficiency: the same for one GPU; None if the batch cannot be divided so.
-        strong: efficiency refers to the whole batch on one node.
-        limit: what limits the efficiency.
+        thread: share of the time of sums in which the message thread works.
+        own_seconds: step time of a single node with its part of the batch.
+        alone_seconds: step time of a single node with the batch of the efficiency's reference.
+        parts: the batch divided by the largest part of a node; less than the number of nodes if parts are uneven.
+        worker_seconds, worker_efficiency: the same for one GPU; None if GPUs would have unequal parts.
+        strong: the efficiency's reference is a node with the whole batch, not with its part.
+        limit: the cause that limits the efficiency.
     """
 
     nodes: int
@@ -168,22 +169,22 @@ class ClusterPlan:
     def render(self) -> RenderableType:
         kind = "with the whole batch" if self.strong else "with its part of the batch"
         if not self.strong and self.parts < self.nodes:
-            kind = f"with the largest part, by tokens/s: all nodes together have {self.parts:.3g} of it"
-        efficiency = [f"{self.efficiency:.3f} of a node alone {kind} ({self.alone_seconds:,.3g} s)"]
+            kind = f"with the largest part, in tokens/s: the batch is {self.parts:.3g} such parts"
+        efficiency = [f"{self.efficiency:.3f} of a single node {kind} ({self.alone_seconds:,.3g} s)"]
         if self.worker_seconds is not None and self.workers > 1:
             efficiency.append(f"{self.worker_efficiency:.3f} of one GPU ({self.worker_seconds:,.3g} s)")
         phases = [
             f"{self.computed_seconds:,.3g} s to the end of the backward pass",
-            f"{self.exposed_seconds:,.3g} s more until its sums are complete", f"{self.update_seconds:,.3g} s update",
+            f"{self.exposed_seconds:,.3g} s more for the gradients' sums", f"{self.update_seconds:,.3g} s update",
         ]  # fmt: skip
         return facts({
             "nodes": f"{self.nodes:,}, each {self.machine}",
             "network": self.network,
             "tokens a step": f"{self.tokens:,}",
-            "tasks a step": f"{self.tasks:,} and {self.messages:,} messages sent, of each node",
+            "tasks a step": f"{self.tasks:,} on each node, which sends {self.messages:,} messages",
             "bytes a step": f"{self.inside_bytes / 1e9:,.2f} GB between workers of a node, "
-            f"{self.between_bytes / 1e9:,.2f} GB from each node to others",
-            "memory at peak": f"{self.peak_bytes / 2**30:,.1f} GiB of the fullest worker"
+            f"{self.between_bytes / 1e9:,.2f} GB from each node to other nodes",
+            "memory at peak": f"{self.peak_bytes / 2**30:,.1f} GiB on the fullest worker"
             + (f", {self.lacking_bytes / 2**30:,.1f} more than it has" if self.lacking_bytes else ""),
             "time a step": f"{self.step_seconds:,.3g} s: {', '.join(phases)}",
             "throughput": f"{self.tokens_per_s:,.0f} tokens/s",
@@ -193,13 +194,13 @@ class ClusterPlan:
 
 
 def plan_cluster(config: RunConfig, on: Cluster, *, strong: bool = False, every: bool = False) -> ClusterPlan:
-    """Plan a training step on the cluster, each node with its part of the batch; nothing is run.
+    """Plan a training step in which each node has its part of the batch; nothing runs.
 
-    If the batch is not cut, each GPU gets one tile of it.
+    If the config does not cut the batch, each GPU gets one tile of it.
 
     Args:
-        strong: efficiency refers to one node, and to one GPU, with the whole batch.
-        every: simulate all nodes, not one node for all.
+        strong: compute the efficiency from a node, and a GPU, with the whole batch.
+        every: simulate all nodes instead of one node that stands for all.
     """
     with no_search_for_cycles():
         batch, gpu = config.train.batch, config.runtime.cuda != 0
@@ -208,7 +209,7 @@ def plan_cluster(config: RunConfig, on: Cluster, *, strong: bool = False, every:
         lists = _lists(spec)
         speed = device_model.speed(lists, gpu) if gpu else device_model.node(config.workers)
         node = programs(lists, on.workers, speed, group=gpu)
-        sums = len(lists) - 2  # the last list that computes gradients
+        sums = len(lists) - 2  # number of the last list that computes gradients
         if gpu or on.nodes == 1:
             places = (ClusterNode(n, on.nodes, on.network, on.workers, speed) for n in range(on.nodes if every else 1))
             nodes = [[*node[:sums], with_sums(node[sums], at), *node[sums + 1 :]] for at in places]
@@ -263,7 +264,7 @@ def _machine(config: RunConfig, on: Cluster, speed: Speed) -> str:
 
 
 def _memory(config: RunConfig) -> int:
-    """Return the bytes that tiles may take on a worker: of a GPU's memory, or of a CPU node's."""
+    """Return the bytes that tiles may take in the memory of a GPU or of a CPU node."""
     runtime = config.runtime
     return runtime.cuda_memory or device_model.MEMORY if runtime.cuda else runtime.memory or sys.maxsize
 
@@ -275,10 +276,10 @@ def _network(on: Cluster) -> str:
 
 
 def _limit(plan: ClusterPlan, last: Tile | None) -> str:
-    """Return what limits the efficiency, or why the times cannot be right."""
+    """Return the cause that limits the efficiency, or for which the times are wrong."""
     if plan.lacking_bytes:
-        lacking = f"memory: {plan.lacking_bytes / 2**30:,.1f} GiB have no room on the fullest worker"
-        return f"{lacking}, which is not simulated; smaller tiles.batch or train.batch, or more workers a node"
+        lacking = f"memory: the fullest worker lacks {plan.lacking_bytes / 2**30:,.1f} GiB"
+        return f"{lacking}, which is not simulated; try smaller tiles.batch or train.batch, or more workers a node"
     if plan.busy < BUSY_ENOUGH and plan.efficiency >= GOOD:
         return f"too few tasks for a node's workers: they are busy for {plan.busy:.0%} of a step; smaller tiles.batch"
     if plan.efficiency >= GOOD:
@@ -286,8 +287,8 @@ def _limit(plan: ClusterPlan, last: Tile | None) -> str:
     fair, ms = plan.efficiency * plan.step_seconds, plan.exposed_seconds * 1e3
     if plan.own_seconds - fair > plan.step_seconds - plan.own_seconds:
         return (
-            f"the small part of the batch on each node: a node alone takes {plan.own_seconds:.3g} s for it,"
-            f" {fair:.3g} s would be in proportion"
+            f"the small part of the batch on each node: a single node takes {plan.own_seconds:.3g} s for it, in"
+            f" proportion to the batch it would take {fair:.3g} s"
         )
     if plan.card >= FULL:
         return (
@@ -297,9 +298,9 @@ def _limit(plan: ClusterPlan, last: Tile | None) -> str:
     if plan.thread >= FULL:
         return f"the number of messages: the thread that sends and receives is busy for {plan.thread:.0%} of the time"
     if plan.adding * plan.step_seconds > (plan.step_seconds - plan.own_seconds) / 2:
-        return f"adding up what comes from other nodes: {plan.adding:.1%} of the workers' time"
+        return f"the addition of other nodes' gradients: {plan.adding:.1%} of the workers' time"
     tile = f" ({last}, {last.bytes / 1e6:,.3g} MB)" if last else ""
-    return f"sums that begin late: the last sum{tile} ends {ms:.3g} ms after the backward pass"
+    return f"sums that start late: the last sum{tile} ends {ms:.3g} ms after the backward pass"
 
 
 def _spec(config: RunConfig, rows: int, workers: int, *, alone: bool) -> StepSpec:
@@ -310,16 +311,14 @@ def _spec(config: RunConfig, rows: int, workers: int, *, alone: bool) -> StepSpe
 
 
 def _ranks(config: RunConfig, ranks: int) -> list[list[list[Task]]]:
-    """Return the tasks of each CPU node. All nodes share one program; mpirun starts one rank per node."""
+    """Return the tasks of each CPU node, which is a rank of one common program."""
     spec = replace(_spec(config, config.train.batch, ranks, alone=True), ranks=ranks)
     return rank_programs(_lists(spec), ranks, device_model.rank(config.workers), config.runtime.shard_weights)
 
 
 def _lists(spec: StepSpec) -> list[TaskList]:
     """Return a step's task lists in the order in which they run."""
-    step = spec.step()
-    more = [step.more.tasks] * (spec.grad_accumulation - 1) if step.more else []
-    return [step.first.tasks, *more, step.update.tasks]
+    return of_step(spec.step(), spec.grad_accumulation).lists
 
 
 def _alone(config: RunConfig, rows: int, workers: int, speed: Speed) -> float:
@@ -335,7 +334,7 @@ def _seconds(steps: Sequence[SimulatedList], lists: Sequence[TaskList], speed: S
 
 
 def peaks(lists: Sequence[Sequence[Task]], workers: int) -> list[int]:
-    """Return the peak bytes of tiles on each worker in a step whose tasks run in order, weights and states included.
+    """Return the peak bytes of tiles on each worker, weights and states included, if tasks run in the lists' order.
 
     A worker keeps its copy of a tile until another worker writes the tile. Kernels' workspaces are not counted.
     """

@@ -1,4 +1,4 @@
-"""The conclusion of an analysis: what bounds a workload, which operators take most of its time, what to try."""
+"""The conclusion of an analysis: memory-bound or not, the longest operators, and keys of the config to change."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nntile_py.analysis.operator_row import OperatorRow
 from nntile_py.analysis.roofline import Peak
 from nntile_py.tasks.op import CATEGORIES, CONTRACTION
 
@@ -15,17 +14,13 @@ if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
 
 MUCH = 0.15  # share of the time from which a cause gets advice
-REREAD = 1.3  # moved elements over the least: above, tasks read operands several times
+REREAD = 1.3  # moved elements divided by the least number, above which tasks read operands several times
 LOW_PEAK = 0.5  # share of the peak flop/s below which products gain from larger tiles
 LONGEST = 3  # operators that the conclusion names
 
 
 def conclusion(rows: Sequence[OperatorRow], peak: Peak, config: RunConfig) -> list[str]:
-    """Return the conclusion as sentences.
-
-    Args:
-        rows: operators after fusion.
-    """
+    """Return the conclusion as sentences. rows: operators after fusion."""
     seconds = {row.name: row.least_seconds(peak) for row in rows}
     total = math.fsum(seconds.values())
     if not total or math.isnan(total):
@@ -47,7 +42,7 @@ def conclusion(rows: Sequence[OperatorRow], peak: Peak, config: RunConfig) -> li
 
 
 def _moves(row: OperatorRow, peak: Peak, timed: bool) -> bool:
-    """Return whether memory bounds the row: by its least bytes if timed, else by the bytes that its tasks move."""
+    """Return whether memory bounds the row: a measured row by its least bytes, another by the bytes that it moves."""
     if timed or peak.flop is None or peak.bytes is None:
         return bool(row.memory_bound(peak))
     return row.bytes / peak.bytes > row.flop / peak.flop
@@ -56,7 +51,7 @@ def _moves(row: OperatorRow, peak: Peak, timed: bool) -> bool:
 def _advice(
     rows: Sequence[OperatorRow], seconds: dict[str, float], total: float, peak: Peak, config: RunConfig, timed: bool
 ) -> list[str]:
-    """Return what to try, for each cause that takes at least MUCH of the time."""
+    """Return advice for each cause that takes at least MUCH of the time."""
 
     def share(of: Sequence[OperatorRow]) -> float:
         return math.fsum(seconds[row.name] for row in of) / total
@@ -72,7 +67,7 @@ def _advice(
     if unfused and share(moving) >= MUCH:
         advice.append(f"`fusion: true` (fusion.{', fusion.'.join(unfused)} are off)")
     if getattr(config.model, "attention", "vendor") == "naive" and share(scores) >= MUCH:
-        advice.append(f"`model.attention: vendor`, which keeps no scores ({share(scores):.0%} of the time)")
+        advice.append(f"`model.attention: vendor`, which stores no scores ({share(scores):.0%} of the time)")
     if cut and share(reread) >= MUCH:
         advice.append(f"larger {', '.join(cut)}: tasks read operands several times ({share(reread):.0%} of the time)")
     if share(update) >= MUCH:

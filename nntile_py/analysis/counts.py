@@ -1,4 +1,4 @@
-"""Flop of an operator, and the elements of the tiles that its own tasks read and write."""
+"""Flop of an operator, and the elements that its tasks read and write."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class Counts:
         return {of.name: sum(counts[of.name] for counts in known) for of in fields(Counts)}
 
 
-HELD = ("grad", "scalar")  # kinds of tensors that all micro-batches of a step add to: gradients of weights, the loss
+HELD = ("grad", "scalar")  # gradients of weights, the loss: all micro-batches of a step add to these tensors
 
 
 def alone(op: Op, cuts: Tiling, policy: str, *, again: bool = False) -> Lowering:
-    """Return the tasks of a single operator. Its inputs and tied outputs exist before; other outputs are written anew.
+    """Return the tasks of a single operator, whose inputs and tied outputs have values already.
 
     Args:
-        again: for a micro-batch after the first, which adds to the tensors of the first.
+        again: for a micro-batch after the first, which adds to the first one's results.
     """
     lowering = Lowering(cuts, TaskList(policy))
     sums = {t.storage for t in op.outputs if again and t.storage.kind in HELD}
@@ -80,8 +80,8 @@ class Fact:
     Attributes:
         place: the operator's number in the graph.
         times: runs in a step.
-        group: after fusion, the operator that does this operator's work.
-        members: of an operator after fusion, the operators before fusion.
+        group: the fused operator that includes this operator.
+        members: for a fused operator, the operators that it includes.
     """
 
     op: Op
@@ -94,7 +94,7 @@ class Fact:
 
 
 class Tally:
-    """Counts operators of a workload; operators that look alike, such as those of all layers, are counted once."""
+    """Counts the operators of a workload; equal operators, such as those of all layers, are counted once."""
 
     def __init__(self, config: RunConfig, work: Work) -> None:
         self.cuts, self.policy = step_spec(default_layouts(config)).cuts, config.accumulate
@@ -118,7 +118,7 @@ class Tally:
         times, phase = (1, "update") if number else (self.repeats, _phase(op))
         runs = [self._moved(op, again=n > 0) for n in range(times)]
         read, written, size = map(sum, zip(*runs, strict=True))
-        # Later micro-batches read these tensors, to add to them.
+        # Later micro-batches read these tensors and add to them.
         held = sum(t.elements for t in op.outputs if t.storage.kind in HELD and t not in op.tied)
         least = times * op.elements() + (times - 1) * held
         counts = Counts(
@@ -152,7 +152,7 @@ def _numel(tile: Any) -> int:
 def looks(op: Op) -> Hashable:
     """Return a key that is equal for operators that do the same work."""
     tensors = tuple((t.axes, t.shape, t.dtype, t.band) for t in (*op.inputs, *op.outputs))
-    mask = getattr(getattr(op, "forward", op), "mask", None)  # of attention, which has no tensor of scores
+    mask = getattr(getattr(op, "forward", op), "mask", None)  # of attention, whose tensors have no band
     return op.kind, op.title, op.phase, tensors, mask and mask.band
 
 

@@ -1,4 +1,4 @@
-"""A picture in the DOT language: nodes in nested boxes, edges as wide as their bytes are many, a legend."""
+"""A picture in the DOT language: nodes in nested boxes, edges whose width shows their bytes, a legend."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ MODES = {
     "COMMUTE": ("dashed", "added in any order"),
     "REDUX": ("dotted", "added to a copy on each worker"),
 }
-BOUND = 'color="#c2410c" penwidth=2.5', "memory-bound"  # style of an operator, text of the legend
-AGAIN = "dashed", "written in another part, drawn again"  # style of a node, text of the legend
+BOUND = 'color="#c2410c" penwidth=2.5', "memory-bound"  # style of a memory-bound operator, text of the legend
+AGAIN = "dashed", "second node of a tensor that another part writes"  # style of the node, text of the legend
 
-Group = tuple[str, ...]  # titles of the boxes around a node, from the outside
+Group = tuple[str, ...]  # titles of the boxes around a node, the outermost first
 
 
 class Picture:
@@ -49,12 +49,12 @@ class Picture:
         self._count = 0
 
     def data(self, group: Group, kind: str, *lines: str, again: bool = False) -> str:
-        """Add a tensor or a tile; `again`: another box holds its first node."""
+        """Add a tensor or a tile. again: another box has a node for it already."""
         self.used |= {kind: None, **({"again": None} if again else {})}
         return self._node("t", group, data_style(kind, again), lines)
 
     def operator(self, group: Group, category: Category, title: str, *lines: str, bound: bool = False) -> str:
-        """Add an operator or a task; `bound`: memory bounds it."""
+        """Add an operator or a task. bound: whether it is memory-bound."""
         self.used |= {category.name: None, **({"bound": None} if bound else {})}
         style = f"{operator_style(category)} {BOUND[0]}" if bound else operator_style(category)
         return self._node("o", group, style, [f"{category.mark} {title}", *lines])
@@ -71,7 +71,7 @@ class Picture:
         return name
 
     def lines(self, title: str) -> list[str]:
-        """Return all nodes and edges in a box with this title."""
+        """Return the lines of all nodes and edges, in a box with this title."""
         most = max((size for _, _, size, *_ in self.edges), default=1) or 1
         edges = [
             f"{a} -> {b} [penwidth={0.5 + 2.5 * (size / most) ** 0.5:.2f} style={MODES[mode][0]}"
@@ -87,13 +87,13 @@ class Picture:
         lines = [f"subgraph cluster_{self.part}{self._count} {{", f"label={quote(title)} fontsize={size} color=gray"]
         lines += ['style="rounded,dashed" color="#6b7280"'] if depth > 1 else []
         lines += self.groups.get(group, [])
-        for one in reversed(inner):  # dot puts the last box leftmost
-            lines += self._boxed(one, one[-1], 12)
+        for box in reversed(inner):  # dot puts the last box leftmost
+            lines += self._boxed(box, box[-1], 12)
         return [*lines, "}"]
 
 
 def legend(used: Iterable[str]) -> list[str]:
-    """Return the legend of the kinds that are drawn."""
+    """Return the lines of a legend. used: names of the kinds that are drawn."""
     rows, names = [], set(used)
     for category in CATEGORIES:
         if category.name in names:

@@ -1,9 +1,9 @@
 """`nntile graph`: a picture of a config's operators or tile tasks, drawn by graphviz.
 
-Operators are ellipses marked by class as in the data-movement paper (contraction, normalization, element-wise); data
-are boxes, weights cylinders, inputs parallelograms. Nodes show flop and bytes; edges are as wide as their bytes are
-many. Forward pass, backward pass and update have a box each. A tensor that another pass reads is drawn in both boxes,
-so that no edge crosses the picture. Equal layers are drawn once. A whole model is drawn as an overview of operators.
+Operators are ellipses, marked by class (contraction, normalization, element-wise) as in the data-movement paper. Data
+are boxes, weights cylinders, inputs parallelograms. Nodes show flop and bytes; an edge's width shows its bytes. Forward
+pass, backward pass and update each have a box. A tensor that another pass reads is drawn in both boxes, so that no edge
+crosses the picture. Equal layers are drawn once. A whole model is drawn as an overview of operators.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FEWER = "choose --layer 0, --phase forward, --level logical, or larger tiles"
 
 
 class NoPicture(NNTileError):
-    """Graphviz drew no picture. advice: what a user of `nntile graph` can do."""
+    """Graphviz drew no picture. advice: for users of `nntile graph`."""
 
     def __init__(self, why: str, advice: str) -> None:
         super().__init__(why)
@@ -53,16 +53,16 @@ def draw(
     Args:
         fusion: `before`, `after`, or `both`.
         folded: draw equal layers once.
-        before: what is fused before fusion; None: nothing.
-        bound: returns whether to mark an operator as memory-bound.
-        tensors: draw the tensors of a whole model, too; see is_overview.
+        before: the fusion that the part `before` already has; None: none.
+        bound: returns whether an operator is memory-bound, which is then marked.
+        tensors: draw tensors even for a whole model.
     """
     titles = {"before": "naive (before fusion)", "after": "fused (after fusion)"}
     parts = ["before", "after"] if fusion == "both" else [fusion]
     lines = [*dot.HEAD, f"label={dot.quote(_about(config, work, layer, phase))} labelloc=t fontsize=16"]
     used: dict[str, None] = {}
     for part in parts:
-        # Without a backward pass, inputs of activations are not kept.
+        # A graph without a backward pass does not store the inputs of activations.
         only: Phase = "forward" if phase == "forward" else "all"
         other = (before or Fusion.of(False)) if part == "before" else None
         drawing: LogicalDrawing | TaskDrawing
@@ -82,12 +82,12 @@ def draw(
 
 
 def is_overview(level: str, work: str, layer: int | None, phase: str) -> bool:
-    """Return whether a picture shows a whole model. Tensors would make it unreadable, so only operators are drawn."""
+    """Return whether a picture shows a whole model: then only operators are drawn, as tensors make it unreadable."""
     return level == "logical" and work in ("train", "inference") and layer is None and phase == "all"
 
 
 def note(text: str, overview: bool) -> str:
-    """Return how to get a picture with more details, or one that can be read; else an empty text."""
+    """Return advice for more details, or for a picture that can be read; else an empty text."""
     if overview:
         return "an overview of the operators; --layer 0 draws a layer with its tensors, --tensors draws all tensors"
     nodes = text.count("shape=")
@@ -95,7 +95,7 @@ def note(text: str, overview: bool) -> str:
 
 
 def _about(config: RunConfig, work: str, layer: int | None, phase: str) -> str:
-    """Return the title: the part that is drawn, its sizes and tiles."""
+    """Return the picture's title: the part that is drawn, with its sizes and tiles."""
     tiles = [f"{axis} {size}" for axis, size in config.tiles.model_dump().items() if size]
     part = "" if layer is None else f"layer {layer}: "
     part += {"all": "", "update": "the update in "}.get(phase, f"{phase} pass in ")
@@ -103,7 +103,7 @@ def _about(config: RunConfig, work: str, layer: int | None, phase: str) -> str:
 
 
 def write(text: str, out: Path) -> None:
-    """Write the picture: .dot as it is; graphviz draws .svg, .png and .pdf."""
+    """Write the picture: a .dot without graphviz, a .svg, .png or .pdf by graphviz."""
     if out.suffix in (".dot", ".gv"):
         out.write_text(text, encoding="utf-8")
         return
@@ -125,7 +125,7 @@ def picture(text: str, form: str) -> bytes:
         raise ConfigError(f"--out: {nodes} nodes are too many for a picture that can be read (at most {MOST_NODES}): "
                           f"{FEWER}; or write a .dot")  # fmt: skip
     straight = ["-Gsplines=line", "-Gnslimit=1", "-Gnslimit1=1"] if nodes > MOST_CURVED else []
-    try:  # run() kills dot at the timeout
+    try:
         command = [program, f"-T{form}", *straight]
         drawn = subprocess.run(command, input=text.encode(), capture_output=True, timeout=MOST_SECONDS)
     except subprocess.TimeoutExpired:
@@ -138,7 +138,7 @@ def picture(text: str, form: str) -> bytes:
 
 
 def _kept(text: str, path: Path) -> str:
-    """Write the graph beside the picture that failed, but not over another file; return a message."""
+    """Write the .dot of a picture that could not be drawn, but not over another file; return a message."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

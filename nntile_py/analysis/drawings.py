@@ -15,15 +15,15 @@ from nntile_py.tasks.op import ELEMENTWISE, Category, Op, Tensor
 from nntile_py.tiles import Task, Tile
 from nntile_py.tiles.dtypes import DTYPES
 
-MOST_ALIKE = 4  # update operators of one kind that a picture of a whole step draws one by one
+MOST_ALIKE = 4  # update operators of one kind, from which a picture of a whole step draws one node for all
 BOXES = {"forward": "forward pass", "backward": "backward pass", "update": "update of the weights"}
 
 
-Bound = Callable[[Counts], bool]  # returns whether memory bounds an operator
+Bound = Callable[[Counts], bool]  # returns whether an operator is memory-bound
 
 
 def _phases(graphs: Sequence[Graph], layer: int | None, phase: str) -> Iterator[tuple[Graph, list[Op], set[str]]]:
-    """Yield each distinct graph with its operators of this layer and phase, and the names that their tasks carry."""
+    """Yield each distinct graph with its operators of this layer and phase, and the names of their tasks."""
     seen: list[Graph] = []
     weights: set[str] = set()  # names of the layer's weights
     for graph in graphs:
@@ -32,20 +32,20 @@ def _phases(graphs: Sequence[Graph], layer: int | None, phase: str) -> Iterator[
         seen.append(graph)
         inside = [op for op in graph.ops if layer is None or layer_number(op.name) == layer]
         weights |= {t.name for op in inside for t in op.inputs if t.storage.kind == "param"}
-        if layer is not None and len(seen) == 2:  # operators of the update have names of weights
+        if layer is not None and len(seen) == 2:  # operators of the update are named after weights
             inside = [op for op in graph.ops if any(t.name in weights for t in op.inputs)]
         chosen = [op for op in inside if phase in ("all", "update" if len(seen) == 2 else op.phase)]
         yield graph, chosen, {op.name if op.phase == "forward" else f"{op.name}.{op.phase}" for op in chosen}
 
 
 def layers(graphs: Sequence[Graph]) -> str:
-    """Return the number of layers for a message; an empty text if the model has no layers."""
+    """Return the number of layers, for a message; an empty text if the model has no layers."""
     numbers = {layer_number(op.name) for graph in graphs for op in graph.ops} - {None}
     return f"; the model has {len(numbers)} layers" if numbers else ""
 
 
 class GraphDrawing:
-    """A picture of one level: its nodes, sums, phases and folded layers."""
+    """Common base of both levels: nodes, sums, phases and folded layers of a picture."""
 
     def __init__(self, graphs: Sequence[Graph], part: str, layer: int | None, phase: str, folded: bool) -> None:
         self.graphs, self.picture = graphs, dot.Picture(part)
@@ -69,14 +69,14 @@ class GraphDrawing:
         raise NotImplementedError
 
     def fold_layers(self, units: list[tuple[str, Unit]]) -> None:
-        """Fold equal layers of each phase: layers with equal forward passes may have different backward passes."""
+        """Fold equal layers, in each phase separately: equal forward passes may have different backward passes."""
         for phase in dict.fromkeys(phase for phase, _ in units):
             own = [(n, unit) for n, (of, unit) in enumerate(units) if of == phase]
             self.folds[phase] = fold(own) if self.fold else Folded()
             self.same |= self.folds[phase].same
 
     def drawn_read(self, phase: str, unit: int, number: int, key: Hashable) -> Hashable:
-        """Return the drawn tensor or tile that stands for `key` where a unit reads it."""
+        """Return the tensor or tile that is drawn in the place of `key`, the unit's read of this number."""
         key = self.folds[phase].comes_from.get((unit, number), key)
         return self.same.get(key, key)
 
@@ -85,7 +85,7 @@ class GraphDrawing:
         return starred(name) if self.folds[phase].run_of(layer) else name
 
     def layer_of(self, op: Op, updates: bool) -> int | None:
-        """Return an operator's layer; for the update of a weight, the only layer that uses the weight."""
+        """Return an operator's layer; for the update of a weight, the layer if only one uses the weight."""
         if not updates:
             return layer_number(op.name)
         return next((self.owners[t.name] for t in op.inputs if t.name in self.owners), None)
@@ -100,7 +100,7 @@ class GraphDrawing:
     def data(
         self, key: Hashable, phase: str, layer: int | None, kind: str, lines: tuple[str, ...], fresh: bool = False
     ) -> str:
-        """Return the node of `key` for an operator of this phase and layer; `fresh`: the operator writes it."""
+        """Return the node of `key` for an operator of this phase and layer. fresh: the operator writes `key`."""
         group, name = self.group(phase, layer), self.node_name(phase, layer, _data_name(lines[0]))
         if fresh or key not in self.nodes:
             self.nodes[key] = phase, self.picture.data(group, kind, name, *lines[1:])
@@ -119,12 +119,13 @@ class GraphDrawing:
 
 
 class LogicalDrawing(GraphDrawing):
-    """Operators and tensors. The title counts all micro-batches, a node one. Operators without tasks are left out.
+    """Drawing of operators and tensors. Operators without tasks are left out.
+
+    A node's numbers are those of one micro-batch, the title's numbers those of all.
 
     Args:
-        tally: counts the operators.
-        bound: marks memory-bound operators; edges then show their bytes.
-        overview: draw operators only, with the tensors between them as edges; inputs and results stay nodes.
+        bound: if set, memory-bound operators are marked, and edges show their bytes.
+        overview: draw tensors as edges between operators; only inputs and results are nodes.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class LogicalDrawing(GraphDrawing):
         self.bound, self.repeats, self.overview = bound, tally.repeats, overview
         self.writers: dict[Tensor, tuple[str, str]] = {}  # in an overview: phase and node of each tensor's operator
         self.facts = {fact.op: fact for n, graph in enumerate(graphs) for fact in tally.facts(graph, n).values()}
-        self.renamed: dict[Tensor, Tensor] = {}  # outputs of operators without tasks: the tensor that they rename
+        self.renamed: dict[Tensor, Tensor] = {}  # outputs of operators without tasks: equal to these inputs
         for op in (op for graph in graphs for op in graph.ops if op not in self.facts):
             self.renamed[op.output] = self._before(op.inputs[0])
         super().__init__(graphs, part, layer, phase, folded)
@@ -153,7 +154,7 @@ class LogicalDrawing(GraphDrawing):
         ]  # fmt: skip
         self.fold_layers([(phase, self._unit(op, of)) for op, phase, of in chosen])
         kinds = Counter(op.kind for op, phase, _ in chosen if phase == "update")
-        # A picture of a whole step joins the updates of all weights: one by one they would be wider than all the rest.
+        # In a picture of a whole step, the updates of all weights would be wider than the rest: they are joined.
         short = self.many and kinds.total() > MOST_ALIKE
         alike: dict[str, list[Op]] = {}
         for number, (op, phase, of) in enumerate(chosen):
@@ -197,7 +198,7 @@ class LogicalDrawing(GraphDrawing):
                 self.picture.edge(node, end, _bytes(tensor), text=self._beside(tensor))
 
     def _start(self, tensor: Tensor, phase: str, layer: int | None) -> str | None:
-        """Return the node at which the edge of a read begins; None if an overview does not draw the tensor."""
+        """Return the node from which a tensor is read; None if an overview does not draw it."""
         if not self.overview or tensor.storage.kind in ("input", "scalar"):
             return self._tensor(tensor, phase, layer)
         writer_phase, node = self.writers.get(tensor, ("", ""))
@@ -208,7 +209,7 @@ class LogicalDrawing(GraphDrawing):
         return Unit(layer, looks, [self._before(t) for t in op.inputs], list(op.outputs))
 
     def _beside(self, tensor: Tensor) -> str:
-        """Return the bytes beside an edge, in an overview or if `bound` is set."""
+        """Return the text beside an edge: its bytes, if they are shown."""
         return f"{si(_bytes(tensor))}B" if self.bound or self.overview else ""
 
     def _tensor(self, tensor: Tensor, phase: str, layer: int | None) -> str:
@@ -218,7 +219,7 @@ class LogicalDrawing(GraphDrawing):
 
 
 class TaskDrawing(GraphDrawing):
-    """Tasks and versions of tiles: each write makes a new version of its tile."""
+    """Drawing of tasks and tiles. Each write of a tile is a new version, with a node of its own."""
 
     def __init__(self, built: Built, part: str, layer: int | None, phase: str, folded: bool) -> None:
         # Micro-batches after the first are not drawn.

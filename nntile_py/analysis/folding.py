@@ -1,4 +1,4 @@
-"""Layers of a model that are alike, so that a picture draws only one of them."""
+"""Runs of equal layers of a model, of which a picture draws only one layer."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ MIN_LAYERS = 3  # shorter runs of equal layers are not folded
 
 
 def layer_number(name: str) -> int | None:
-    """Return the layer of an operator's name, whose scope is h0, h1, ...; None outside of layers."""
+    """Return the number of the layer (h0, h1, ...) in an operator's name; None outside of layers."""
     match = re.match(r"h(\d+)\.", name)
     return int(match[1]) if match else None
 
 
 def starred(name: str) -> str:
-    """Replace a layer's number by a star: one name for the same place in all layers."""
+    """Replace the layer's number by a star, so that the same operator of all layers has one name."""
     return re.sub(r"(?<![^.])(h?)\d+(?=\.)", r"\1*", name)
 
 
 @dataclass
 class Unit:
-    """An operator or a task. Layers whose units have equal `looks` are alike."""
+    """An operator or a task. Two layers are equal if their units have equal `looks`."""
 
     layer: int | None
     looks: Hashable
@@ -32,12 +32,12 @@ class Unit:
 
 @dataclass
 class Folded:
-    """Which layers to draw.
+    """Folds: runs of equal layers, of which only the first layer is drawn.
 
     Attributes:
         runs: first and last layer of each fold.
-        same: for a tensor or tile that is not drawn, the drawn one that stands for it.
-        comes_from: for a unit and the number of one of its reads, what the picture reads instead.
+        same: for a tensor or tile that is not drawn, the one that is drawn in its place.
+        comes_from: for a drawn unit and the number of a read, the tensor or tile that the picture reads instead.
     """
 
     runs: list[tuple[int, int]] = field(default_factory=list)
@@ -49,16 +49,16 @@ class Folded:
         return next((run for run in self.runs if layer is not None and run[0] <= layer <= run[1]), None)
 
     def draws(self, layer: int | None) -> bool:
-        """Return whether the layer is drawn: the first layer of a fold is, the other layers of the fold are not."""
+        """Return whether the layer is drawn, as the first layer of a fold or outside of folds."""
         run = self.run_of(layer)
         return run is None or layer == run[0]
 
 
 def fold(numbered: Sequence[tuple[int, Unit]]) -> Folded:
-    """Fold runs of consecutive layers with the same units.
+    """Fold runs of consecutive equal layers.
 
-    The units after a run read from the run's last layer. In a backward pass, the first layer reads from the second
-    layer: the picture shows what the run's last layer reads there, from outside of the run.
+    In a backward pass, the first layer of a run reads from the second, which is not drawn. The picture then shows the
+    corresponding read of the run's last layer, from outside of the run.
 
     Args:
         numbered: units with their numbers.
@@ -76,7 +76,7 @@ def fold(numbered: Sequence[tuple[int, Unit]]) -> Folded:
         for layer in range(first + 1, last + 1):
             for n, here in zip(of_layer[first], of_layer[layer], strict=True):
                 for key, own in zip(units[n].writes, units[here].writes, strict=True):
-                    if own != key:  # a tensor that all layers add to stands for itself
+                    if own != key:  # equal for a tensor to which all layers add
                         result.same.setdefault(own, key)
                 for key, own in zip(units[n].reads, units[here].reads, strict=True):
                     if own != key and key not in writer_layer and own not in writer_layer:  # weights

@@ -1,4 +1,4 @@
-"""Layouts of a workload: which timings the search lacks, which layouts it chooses, how much layouts matter."""
+"""Layouts of a workload: timings that the search lacks, the layouts that it chooses, and what they gain."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
 
 Stacked = bool | Literal["qk"]
-STACKED: dict[Stacked, str] = {False: "none", "qk": "QK", True: "QKV"}  # algebraic fusion, as in the paper's Table II
-WIDE = 150  # columns at least; a narrower terminal wraps lines
-NARROW = 118  # a narrower terminal shows only times
-LEGEND = """x: number of equal operators. Times are milliseconds of one operator. transposes: transpositions before or
-after it. needless: the operator is left out.
-A layout is the order of axes in memory, of what is read -> of what is written. In a product, M and N are the axes of
-rows and columns, K the summed axes, B the batch axes. In other operators, R are all axes without a letter."""
-WIDTHS = (4, 8, 16)  # elements that a generated kernel computes together, besides the kernel's own number
+STACKED: dict[Stacked, str] = {False: "none", "qk": "QK", True: "QKV"}  # Q, K, V computed by one product (Table II)
+WIDE = 150  # columns of the full table; a narrower terminal wraps its lines
+NARROW = 118  # columns below which a terminal shows times only
+LEGEND = """x: number of equal operators. Times are milliseconds of one operator. transposes: transpositions before and
+after it. needless: these layouts need no such operator.
+A layout is the order of axes in memory: of the inputs -> of the outputs. In a product, M and N are the axes of rows and
+columns, K the summed axes, B the batch axes. In other operators, R stands for all axes without a letter."""
+WIDTHS = (4, 8, 16)  # elements that a generated kernel computes together; these are tried besides its default
 TimingKey = tuple[str, str, int | None]  # operator, layout, width
 
 
 def graph_of(config: RunConfig, work: Work, stacked: Stacked) -> Graph:
-    """Return the forward and backward pass, fused, in the default layout.
+    """Return the fused graph of forward and backward pass, in the default layout.
 
     Raises:
-        ConfigError: no operator of the workload has a choice of layouts.
+        ConfigError: the workload has no product, or packed batches.
     """
     plain = default_layouts(config)
     if config.train.pack:
@@ -56,12 +56,12 @@ def graph_of(config: RunConfig, work: Work, stacked: Stacked) -> Graph:
 
 
 def own_stacked(config: RunConfig) -> Stacked:
-    """Return the algebraic fusion that the config asks for."""
+    """Return the config's own fusion of Q, K and V."""
     return config.fusion.qkv
 
 
 def widened(op: Op, width: int) -> Op:
-    """Return a generated operator whose kernel computes `width` elements together."""
+    """Return the operator with a kernel that computes `width` elements together."""
     assert isinstance(op, Generated)
     wider = op.on(op.inputs, op.outputs, width)
     wider.name, wider.phase = op.name, op.phase
@@ -69,7 +69,7 @@ def widened(op: Op, width: int) -> Op:
 
 
 def variants(config: RunConfig, work: Work) -> Iterator[tuple[Stacked, Graph]]:
-    """Yield the graph of each algebraic fusion of queries, keys and values; equal graphs once."""
+    """Yield the graph for each fusion of Q, K and V; equal graphs once."""
     seen = set()
     for stacked in STACKED:
         graph = graph_of(config, work, stacked)
@@ -79,9 +79,10 @@ def variants(config: RunConfig, work: Work) -> Iterator[tuple[Stacked, Graph]]:
 
 
 def missing_timings(graph: Graph, timings: Timings, config: RunConfig) -> dict[TimingKey, Op]:
-    """Return operators in the layouts without a timing; layouts that only the search needs are last.
+    """Return operators in each layout without a timing.
 
-    Products come also in the layouts that need weights in another order than theirs."""
+    Products have all layouts, also those with another order of the weights' axes. The layouts that the search needs for
+    other operators come last."""
     cuts, policy = step_spec(default_layouts(config)).cuts, config.accumulate
     missing: dict[TimingKey, Op] = {}
     for op in graph.ops:
@@ -100,7 +101,7 @@ def missing_timings(graph: Graph, timings: Timings, config: RunConfig) -> dict[T
 
 @dataclass(frozen=True)
 class LayoutLine:
-    """An operator in the table. Times are milliseconds of one operator: in the default layout, the chosen one, ..."""
+    """A row of the table. default, chosen, transposes, best, worst: milliseconds of one operator."""
 
     name: str
     count: int
@@ -117,13 +118,13 @@ class LayoutLine:
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """The search's result for one algebraic fusion.
+    """The search's result for one fusion of Q, K and V.
 
     Attributes:
         seconds: sum over the operators in the chosen layouts.
         default: sum in the default layouts.
-        bound: lower bound: no choice for all operators together takes less.
-        least: sum of each operator's fastest layout.
+        bound: sum in the layouts that are fastest for all operators together, if noise is ignored.
+        least: sum over each operator's own fastest layout.
         program: see SearchedLayouts.
         comparison: of whole steps; None if they were not compared.
     """
@@ -138,7 +139,7 @@ class LayoutResult:
     comparison: LayoutComparison | None
 
     def above(self, seconds: float) -> float:
-        """Return the percent by which `seconds` is above the sum of the operators' optima."""
+        """Return by how many percent `seconds` is above `least`."""
         return 100 * (seconds / self.least - 1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,10 +152,10 @@ class LayoutResult:
 
 
 def layout_results(config: RunConfig, work: Work, timings: Timings) -> list[LayoutResult]:
-    """Return the search's result for each algebraic fusion that was measured.
+    """Return the search's result for each fusion of Q, K and V whose timings are complete.
 
     Raises:
-        ConfigError: timings are missing for each of them.
+        ConfigError: timings are missing for all.
     """
     cuts, results, lacking = step_spec(default_layouts(config)).cuts, [], 0
     for stacked, graph in variants(config, work):
@@ -168,8 +169,8 @@ def layout_results(config: RunConfig, work: Work, timings: Timings) -> list[Layo
                              chosen.program, timings.comparisons.get(chosen.program or ""))
             )  # fmt: skip
     if not results:
-        raise ConfigError(f"{timings.path}: lacks {lacking} timings of this; measure them first, by `nntile layouts "
-                          f"tune` with the same work and keys, {timings.workers}")  # fmt: skip
+        raise ConfigError(f"{timings.path}: lacks {lacking} timings; measure them first by `nntile layouts tune` "
+                          f"with the same work and keys, {timings.workers}")  # fmt: skip
     return results
 
 
@@ -193,12 +194,12 @@ def _lines(chosen: SearchedLayouts, timings: Timings) -> list[LayoutLine]:
 
 
 def render(results: Sequence[LayoutResult], timings: Timings, console: Console) -> None:
-    """Print the conclusion, the operators of the fastest result, and the sums of all results."""
+    """Print the conclusions, the table of the fastest result, and the sums of all results."""
     best = min(results, key=lambda of: of.seconds)
     short = console.is_terminal and console.width < NARROW
     times = ("default", "chosen", "best", "worst") if short else ("default", "chosen", "transposes", "best", "worst")
     heads = ("operator", *times) if short else ("operator", "x", "layouts", *times, "layout chosen")
-    # The name and the layout leave room for times.
+    # Only the name and the layout are wrapped.
     table = plain_table(heads, text=("operator", "layout chosen"), rigid=() if short else heads[:-1])
     for line in best.lines:
         cells = [f"{getattr(line, head):.3f}" for head in times]
@@ -220,7 +221,7 @@ def render(results: Sequence[LayoutResult], timings: Timings, console: Console) 
 
 
 def sums(result: LayoutResult) -> str:
-    """Return a sentence with the sums of all operators' times."""
+    """Return a sentence with the sums over all operators."""
     each = (
         ("default layouts", result.default),
         ("chosen", result.seconds),
@@ -232,19 +233,19 @@ def sums(result: LayoutResult) -> str:
 
 
 def conclusion(result: LayoutResult) -> str:
-    """Return the result in one sentence: which layouts `layout: searched` takes, and what they gain."""
+    """Return the result in one sentence: the layouts of `layout: searched`, and their gain."""
     return f"Q, K, V as one: {STACKED[result.stacked]}. {decision(result.program, result.comparison)}"
 
 
 def decision(program: str | None, comparison: LayoutComparison | None) -> str:
-    """Return which layouts `layout: searched` takes, and why.
+    """Return a sentence on the layouts of `layout: searched`, with the reason.
 
     Args:
         program: the searched program; None if the search chooses the default layouts.
         comparison: of whole steps in the default and in the searched layouts.
     """
     if not program:
-        return "The default layouts stay: other layouts gain less than the noise of the times."
+        return "The default layouts stay: other layouts gain less than the noise of the measured times."
     if not comparison:
         how = "`nntile layouts tune` compares them for the config's own Q, K, V"
         return f"`layout: searched` takes other layouts than the default; whole steps were not compared: {how}."
@@ -254,9 +255,9 @@ def decision(program: str | None, comparison: LayoutComparison | None) -> str:
 
 
 def violins(result: LayoutResult, timings: Timings) -> Figure:
-    """Draw the distribution of each operator's times over its layouts; marks are the best, chosen and default layout.
+    """Draw the distribution of each operator's times over its layouts, with the best, chosen and default layout marked.
 
-    The paper's figures 4 (products) and 5 (other operators)."""
+    These are the paper's figures 4 (products) and 5 (other operators)."""
     distinct = {line.operator: line for line in reversed(result.lines) if line.layouts > 1}.values()
     halves = [[line for line in result.lines if line in distinct and line.product is of] for of in (True, False)]
     titles = [t for t, half in zip(("products", "other operators"), halves, strict=True) if half]
@@ -269,14 +270,14 @@ def violins(result: LayoutResult, timings: Timings) -> Figure:
         bodies = axes.violinplot(times, places, orientation="horizontal", widths=0.8, showextrema=False)["bodies"]
         for body in bodies:
             body.set(facecolor="#0072b2", alpha=0.35)
-        for mark, colour, of in (("|", "#333333", "best"), ("o", "#d55e00", "chosen"), ("x", "#009e73", "default")):
-            axes.plot([getattr(line, of) for line in half], places, mark, color=colour, label=of, markersize=6)
+        for mark, colour, name in (("|", "#333333", "best"), ("o", "#d55e00", "chosen"), ("x", "#009e73", "default")):
+            axes.plot([getattr(line, name) for line in half], places, mark, color=colour, label=name, markersize=6)
         axes.set_yticks(places, [f"{line.name}, {line.layouts}" for line in half], fontsize=7)
         axes.invert_yaxis()
         axes.set_xscale("log")
         axes.tick_params(axis="x", which="both", labelsize=7)
         axes.set_title(title, fontsize=9)
-    every[-1].set_xlabel("ms, in all layouts that were measured (their number)")
+    every[-1].set_xlabel("time in each measured layout (ms); after each name the number of layouts")
     every[0].legend(fontsize=7)
     source = ", ".join(timings.of.values())
     figure.supxlabel(f"{sums(result)}\n{source}", fontsize=7, color="#59636e", x=0.01, ha="left")
@@ -284,6 +285,6 @@ def violins(result: LayoutResult, timings: Timings) -> Figure:
 
 
 def timing(key: TimingKey, times: Sequence[float]) -> Timing:
-    """Return the database's entry for a measurement. The shortest time counts: it was disturbed least."""
+    """Return the entry for the database. Its time is the shortest, which was disturbed least."""
     operator, layout, width = key
     return Timing(operator, layout, min(times), tuple(times), width)

@@ -1,4 +1,4 @@
-"""A row of an analysis: an operator with its counts, its time, and what bounds its speed."""
+"""A row of an analysis: an operator with its counts, its time and its efficiency."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nntile_py.tasks.op import Category, Op
 
 
 def bound_by_memory(counts: Counts, peak: Peak) -> bool | None:
-    """Return whether the least bytes take longer than the flop; None if a rate is unknown."""
+    """Return whether, at the peak rates, the least bytes take longer than the flop; None if a rate is unknown."""
     if peak.flop is None or peak.bytes is None:
         return None
     return counts.least_bytes / peak.bytes > counts.flop / peak.flop
@@ -25,8 +25,8 @@ class OperatorRow(Counts):
         phase: forward, dX (gradients of inputs), dW (gradients of weights), dX dW, or update.
         independent, reduced: axes of the iteration space and their sizes.
         count: number of operators, in all micro-batches.
-        ops: the distinct operators, with their numbers.
-        group: the fused operator that runs this operator.
+        ops: the distinct operators, each with its number.
+        group: name of the fused operator that includes this operator.
         seconds: measured time; None if not measured.
     """
 
@@ -42,25 +42,24 @@ class OperatorRow(Counts):
     seconds: float | None = None
 
     def peak_share(self, peak: Peak) -> float | None:
-        """Return the flop/s reached, in percent of the peak."""
+        """Return the measured flop/s in percent of the peak."""
         return 100 * self.flop / self.seconds / peak.flop if self.seconds and peak.flop else None
 
     def mue(self, peak: Peak) -> float | None:
-        """Return the memory usage efficiency in percent: Q/D * B/Bpeak.
+        """Return the memory usage efficiency in percent: Q/D * B/Bpeak, above 100 if operands were in a cache.
 
-        Q is the least number of bytes, D the bytes moved, B = D / seconds (Fuhrer et al. 2018; Ivanov et al. 2021,
-        section III.C). The value is above 100 if operands were in a cache."""
+        Q is the least number of bytes, D the moved bytes, B = D / seconds (Fuhrer et al. 2018; Ivanov et al. 2021,
+        section III.C)."""
         if not (self.seconds and peak.bytes and self.bytes):
             return None
-        reached = self.bytes / self.seconds
-        return 100 * self.least_bytes / self.bytes * reached / peak.bytes
+        return 100 * self.least_bytes / self.bytes * (self.bytes / self.seconds) / peak.bytes
 
     def memory_bound(self, peak: Peak) -> bool | None:
-        """Return whether the MUE is above the share of the peak flop/s. This does not depend on the time."""
+        """Return whether the MUE is above the share of the peak flop/s, which does not depend on the time."""
         return bound_by_memory(self, peak)
 
     def least_seconds(self, peak: Peak) -> float:
-        """Return the measured time, else the least time for the flop and the moved bytes at the peak rates."""
+        """Return the measured time; without a measurement, the least time at the peak rates."""
         return float(peak.seconds(self.flop, self.bytes)) if self.seconds is None else self.seconds
 
     def to_dict(self, peak: Peak) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Every operator of a step: its flop and the elements that it moves, before fusion and after.
 
-The accounting of Ivanov et al. 2021 ("Data movement is all you need", sections III and IV, Tables I and III). Elements
-are counted, not estimated: they are the elements of all tiles that the operator's own tasks read and write. Nothing
-is run.
+The method is that of Ivanov et al. 2021 ("Data movement is all you need", sections III and IV, Tables I and III).
+Elements are counted in the tiles that the operator's tasks read and write. Nothing is run.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ class Analysis:
     Attributes:
         title: the workload and its sizes.
         operators: operators before fusion.
-        groups: operators after fusion, which run.
+        groups: operators after fusion.
         peak: of all workers together.
-        config, work: what was analysed; the config is in the default layouts.
+        config: the config in the default layouts.
     """
 
     title: str
@@ -51,7 +50,7 @@ class Analysis:
     work: Work
 
     def totals(self) -> dict[str, Any]:
-        """Return sums by class before fusion, of all, and of all after fusion; percent of moves that fusion saves."""
+        """Return sums by class before fusion, over all operators before and after fusion, and what fusion saves."""
         classes = {of.name: _total([r for r in self.operators if r.category is of]) for of in CATEGORIES}
         before, after = _total(self.operators), _total(self.groups)
         for entry in classes.values():
@@ -63,7 +62,7 @@ class Analysis:
         return {**classes, "all": before, "fused": after, "movement_saved_percent": saved}
 
     def conclusion(self) -> list[str]:
-        """Return sentences: what bounds the workload, which operators take most of the time, what to try."""
+        """Return the conclusion as sentences."""
         return conclusion(self.groups, self.peak, self.config)
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,8 +92,8 @@ def _total(rows: Sequence[OperatorRow]) -> dict[str, Any]:
 def analyse(config: RunConfig, work: Work = "train") -> Analysis:
     """Count all operators of a workload of the config's sizes, in the default layouts.
 
-    The title says if the config itself runs in other layouts. A product of queries, keys and values as one (fusion.qkv)
-    stays one product before fusion, as in the paper: algebraic fusion gives other operators, not fewer tasks.
+    The title says if the config itself has other layouts. As in the paper, a single product for queries, keys and
+    values (fusion.qkv) is single before fusion, too.
 
     Raises:
         ConfigError: the config has no such workload, or sizes do not fit.
@@ -120,15 +119,15 @@ def analyse(config: RunConfig, work: Work = "train") -> Analysis:
 
 
 def unfused(config: RunConfig) -> Fusion:
-    """Return no fusion but the algebraic fusion of queries, keys and values that the config asks for."""
+    """Return no fusion except the config's fusion of queries, keys and values."""
     return Fusion.of(False).changed(qkv=config.fusion.qkv)
 
 
 def _owners(graph: Graph, fusion: Fusion, cuts: Tiling) -> dict[int, int]:
-    """Fuse the graph; return for each operator's place before fusion the place of the operator that does its work.
+    """Fuse the graph; map each operator's place before fusion to the place of the fused operator that includes it.
 
-    This is the operator that writes its output, or, if no operator writes it any more, the owner of an operator that
-    read it."""
+    The fused operator writes the operator's output. If no operator writes this output any more, it is the fused
+    operator of an operator that read the output."""
     places = {op: place for place, op in enumerate(graph.ops)}
     outputs = {op: list(op.outputs) for op in graph.ops}
     readers = Rewriter(graph).readers
@@ -151,10 +150,10 @@ def _title(config: RunConfig, work: Work) -> str:
 
 
 def _rows(facts: Sequence[Fact], groups: Mapping[int, str] | None = None) -> tuple[list[OperatorRow], dict[int, str]]:
-    """Join equal facts into rows; return the rows, and the name of each fact's row by the fact's id.
+    """Join equal facts into rows. Return the rows, and the name of each fact's row by the fact's id.
 
     Args:
-        groups: the names of rows after fusion, by the id of their facts.
+        groups: names of the rows after fusion, by the ids of their facts.
     """
     alike: dict[tuple[str, Hashable, str | None], list[Fact]] = {}
     for fact in facts:
@@ -190,7 +189,7 @@ def _row(name: str, phase: str, group: str | None, facts: Sequence[Fact]) -> Ope
 
 
 def _name(facts: Sequence[Fact]) -> str:
-    """Return the place in the model and the kind; a gradient's name says dX, dW or both."""
+    """Return place in the model and kind, for a gradient also dX, dW or both."""
     first = facts[0]
     if first.phase == "update":
         return first.op.kind

@@ -1,4 +1,4 @@
-"""Cost of a config before it runs: `nntile plan`."""
+"""`nntile plan`: cost of a training step, estimated without a run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate for task lists that run one after the other.
+    """Cost of task lists that run one after the other.
 
     Attributes:
-        mean_task: seconds.
-        parallelism: time of all tasks over the time of the longest chain of tasks.
+        mean_task: seconds of a mean task.
+        parallelism: time of all tasks divided by the time of the longest chain of dependent tasks.
         speed: of one worker.
     """
 
@@ -73,7 +73,7 @@ def _work_and_chain(tasks: TaskList, speed: Speed) -> tuple[float, float]:
 
 @dataclass
 class PlanRow:
-    """Operators of one kind and phase: their number, and the sums over all of them."""
+    """Operators of one kind and phase: their number, and sums over them."""
 
     operators: int = 0
     tiles: int = 0
@@ -160,7 +160,7 @@ def summarise(step: Step, *, config: RunConfig) -> Plan:
         with_tasks = {task.op for task in lowering.tasks.tasks}
         for op in graph.ops:
             name = op.name if op.phase == "forward" else f"{op.name}.{op.phase}"
-            if name not in with_tasks:  # another operator's tasks do its work, or it has no work
+            if name not in with_tasks:  # an operator without work, or whose work another operator's tasks do
                 continue
             phase = "update" if graph is step.update_graph else op.phase
             row = rows.setdefault((phase, op.kind), PlanRow())
@@ -180,7 +180,7 @@ def summarise(step: Step, *, config: RunConfig) -> Plan:
     of = estimate(lists, config.workers, gpu)
     seconds = of.seconds
     evicted = 0
-    if config.planned or (gpu and config.workers == 1):  # one GPU runs tasks in order and in groups, as a plan does
+    if config.planned or (gpu and config.workers == 1):  # one GPU runs tasks in planned order and groups, too
         seconds = planned_seconds(lists, config.workers, of.speed)
         runtime = config.runtime
         if gpu and config.workers == 1 and runtime.cuda_memory and not runtime.cpus and not runtime.disk:

@@ -21,8 +21,8 @@ class Peak:
     Attributes:
         flop: flop/s; None if unknown.
         bytes: bytes/s; None if unknown.
-        source: where the rates come from.
-        cpu_share: share of the time of the measurement in which its threads had a core; None if not measured.
+        source: text on the origin of the rates.
+        cpu_share: share of the measurement's time in which its threads had a core; None if not measured.
     """
 
     flop: float | None
@@ -31,21 +31,21 @@ class Peak:
     cpu_share: float | None = None
 
     def seconds(self, flop: Any, size: Any) -> Any:
-        """Return the least time for so many flop and bytes: NaN if a rate is unknown."""
+        """Return the least time for this flop and these bytes; NaN if a rate is unknown."""
         if self.flop is None or self.bytes is None:
             return np.nan * flop
         return np.maximum(flop / self.flop, size / self.bytes)
 
     def of_workers(self, count: int) -> Peak:
-        """Return the rates of `count` such workers together."""
+        """Return the rates of `count` equal workers together."""
         flop, size = (None if rate is None else count * rate for rate in (self.flop, self.bytes))
         return replace(self, flop=flop, bytes=size)
 
     def at_least(self, flop: float, reached: str) -> Peak:
-        """Raise the peak to flop/s that a task reached: a busy machine may have hidden them from the measurement."""
+        """Raise the peak to flop/s that a task reached, as a busy machine may have disturbed the peak's measurement."""
         if self.flop is None or flop <= self.flop:
             return self
-        return replace(self, flop=flop, source=f"{self.source}; it gave {self.flop / 1e9:,.1f} Gflop/s, {reached}")
+        return replace(self, flop=flop, source=f"{self.source}; {self.flop / 1e9:,.1f} Gflop/s, but {reached}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rates for summary.json and analysis.json."""
@@ -55,7 +55,7 @@ class Peak:
 
 
 def assumed_peak(config: RunConfig) -> Peak:
-    """Return the peak of all workers together: from the config, else from the device model that plans use."""
+    """Return the peak of all workers together: from the config, else from the device model of plans."""
     count, own = config.workers, config.profile
     if own.peak_flop and own.peak_bytes:
         return Peak(own.peak_flop, own.peak_bytes, "config").of_workers(count)

@@ -1,7 +1,7 @@
 """Simulation of a planned program on several GPUs or nodes: tasks are placed, grouped, then simulated event by event.
 
-Nodes add up their sums over a network (tiles/allreduce.py). Nodes that run the same program, each on its part of the
-batch, do the same at the same time. One node is then simulated for all: it receives what it sends itself.
+Nodes sum gradients over a network (tiles/allreduce.py). If all nodes run the same program on parts of the batch, one
+node is simulated for all: it receives its own messages.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from nntile_py.tiles.rank_tasks import RECEIVE, MessageTask, Replicas
 from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
 from nntile_py.tiles.tasklist import Task
 
-Copies = dict[Hashable, set[int]]  # workers that hold each tile
-# Events: a task's tiles are on its worker; a task ended; a message reached a node, passed its card, was taken.
+Copies = dict[Hashable, set[int]]  # for each tile the workers that hold it
+# Events: a task's tiles are on its worker; a task ended; a message reached a node, passed its card, passed its thread.
 READY, ENDED, LANDED, CAME, TAKEN = range(5)
 
 
@@ -33,12 +33,12 @@ class SimulatedList:
         busy: time of each worker, including the runtime's time for its tasks.
         adding: the part of `busy` for sums over nodes.
         inside: bytes between workers of the node.
-        between: bytes sent to other nodes; as many are received.
+        between: bytes sent to other nodes, equal to the bytes received.
         messages: messages sent to other nodes.
         cards: time in which each network card sends.
-        thread: time of the thread that sends and receives messages.
-        computed: from the start to the end of the last task that is not part of a sum over nodes.
-        sending: from the first message to the end.
+        thread: busy time of the thread that sends and receives messages.
+        computed: time from the start to the end of the last task that is not part of a sum over nodes.
+        sending: time from the first message to the end.
         last: the tile whose sum ended last.
     """
 
@@ -61,7 +61,7 @@ class SimulatedList:
 
 
 def planned_seconds(lists: Sequence[TaskList], workers: int, speed: Speed) -> float:
-    """Return the seconds of a step after a first step, which put tiles in place.
+    """Return the seconds of a step after a first step, which has put tiles in place.
 
     Args:
         lists: the step's resolved task lists, in the order in which they run.
@@ -71,7 +71,7 @@ def planned_seconds(lists: Sequence[TaskList], workers: int, speed: Speed) -> fl
 
 
 def programs(lists: Sequence[TaskList], workers: int, speed: Speed, *, group: bool = True) -> list[list[Task]]:
-    """Return the tasks of each list as a run would have them: placed on workers, and grouped."""
+    """Return the tasks of each list as in a run: placed on workers, and grouped."""
     residency: Residency = {}
     tasks_of: dict[int, list[Task]] = {}  # a list that runs several times is placed once
     for tasks in lists:
@@ -86,13 +86,13 @@ def programs(lists: Sequence[TaskList], workers: int, speed: Speed, *, group: bo
 def simulate(
     nodes: Sequence[Sequence[Sequence[Task]]], workers: int, speed: Speed, network: Network | None = None
 ) -> list[SimulatedList]:
-    """Simulate a step after a first step, which put tiles in place.
+    """Simulate a step after a first step, which has put tiles in place.
 
     Args:
-        nodes: the task lists of each node, of all nodes or of one node that stands for all.
+        nodes: task lists of all nodes, or of one node that stands for all.
 
     Returns:
-        A result for each list, on the first node.
+        The first node's result for each list.
     """
     copies: list[Copies] = [{} for _ in nodes]
     now, result = 0.0, list[SimulatedList]()
@@ -105,7 +105,7 @@ def simulate(
 
 
 def rank_programs(lists: Sequence[TaskList], ranks: int, speed: Speed, shard: bool = False) -> list[list[list[Task]]]:
-    """Return the tasks and messages of each rank, list by list, as they are in the second step."""
+    """Return the tasks and messages of each rank in the second step, list by list."""
     residency: Residency = {}
     distinct = {id(tasks): tasks for tasks in lists}
     placed = {number: place(tasks, ranks, speed, residency) for number, tasks in distinct.items()}
@@ -139,11 +139,11 @@ def evicted_bytes(lists: Sequence[TaskList], memory: float) -> int:
 def simulate_list(tasks: Sequence[Task], workers: int, speed: Speed, copies: Copies, start: float = 0.0) -> float:
     """Simulate one node's tasks, all submitted at `start`; return when the last task ends.
 
-    A task's tiles are fetched as soon as its predecessors have ended, one tile at a time into each worker. A worker
-    takes the first task of the list whose tiles it holds. Lack of memory and the end of a reduction are not simulated.
+    A task's tiles are fetched when its predecessors have ended, one tile at a time into each worker. A worker runs the
+    first task of the list whose tiles it holds. Lack of memory and the end of a reduction are not simulated.
 
     Args:
-        copies: the workers that hold each tile, updated here. A tile that it lacks is wherever it is needed.
+        copies: for each tile the workers that hold it, updated here; a tile without entry is on all workers.
     """
     return _Simulation([tasks], workers, speed, [copies], start).run()
 
@@ -176,11 +176,11 @@ class _Node:
 class _Simulation:
     """Simulation of one list of each node; see `simulate_list`.
 
-    A node's thread sends a message when its tile is complete. The network card of its worker transmits messages one
-    after the other; the receiving node's card and thread take them in the same way.
+    A node's thread sends a message when its tile is complete. The network card of the tile's worker transmits one
+    message at a time. So do the card and the thread of the receiving node.
 
     Args:
-        used: result for the first node, filled in here.
+        used: result for the first node, which the simulation fills in.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class _Simulation:
         cards = -(-workers // self.network.share)
         several = len(lists) > 1
         self.nodes = [_Node(one, workers, held, start, cards, several) for one, held in zip(lists, copies, strict=True)]
-        self.events: list[tuple[float, int, int, int]] = []  # when, what, the node, the task
+        self.events: list[tuple[float, int, int, int]] = []  # date, kind, node, task
 
     def run(self) -> float:
         """Return when the last task ends."""
@@ -215,7 +215,7 @@ class _Simulation:
         return now
 
     def _begin(self, at: int, number: int, now: float) -> None:
-        """Start a task's transfers: its predecessors have ended."""
+        """Start the transfers of a task whose predecessors have ended."""
         task = self.nodes[at].tasks[number]
         if isinstance(task, MessageTask) and task.kernel == RECEIVE:
             heapq.heappush(self.events, (now, ENDED, at, number))
@@ -223,7 +223,7 @@ class _Simulation:
             heapq.heappush(self.events, (self._fetched(at, task, now), READY, at, number))
 
     def _ready(self, at: int, number: int, now: float) -> None:
-        """Queue a task: its worker has its tiles."""
+        """Queue a task whose tiles are on its worker."""
         task = self.nodes[at].tasks[number]
         if isinstance(task, MessageTask):
             self._send(at, number, task, now)

@@ -1,4 +1,4 @@
-"""Tasks of a tiling, counted in a second before they are listed; and tiles that are coarse enough."""
+"""Number of tasks of a tiling, counted without listing them, and coarser tiles if there are too many."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nntile_py.tiles.placement import Speed
 if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
 
-MANY = 20_000  # tasks: fewer tasks are listed, and run, in a second or two
+MANY = 20_000  # tasks; fewer are listed, and run, within two seconds
 LONG = 5.0  # seconds to list the tasks, from which a note says so
 
 
@@ -39,19 +39,19 @@ class TileCost:
 
     @property
     def far_too_fine(self) -> bool:
-        """Return whether there are many tasks, whose arithmetic takes less time than the runtime needs for each."""
+        """Return whether there are many tasks, and a mean task's arithmetic takes less time than its overhead."""
         return self.tasks > MANY and self.work < self.speed.beside
 
 
 def own_cost(config: RunConfig, spec: StepSpec | None = None) -> TileCost:
-    """Return the cost of the config's own tiles. Raises ConfigError, as the step would."""
+    """Return the cost of the config's own tiles."""
     return next(_coarser(config, spec))
 
 
 def coarse(config: RunConfig, spec: StepSpec | None = None, *, inference: bool = False) -> TileCost:
     """Make tiles coarser until a mean task is long enough (Speed.good), or until no axis is cut.
 
-    The axis with most tiles comes first. The batch keeps a tile for each worker.
+    Each step halves the number of tiles along the axis that has most. The batch keeps a tile for each worker.
 
     Args:
         config: the run.
@@ -72,10 +72,10 @@ def note(config: RunConfig, spec: StepSpec | None = None) -> str:
     better = coarse(config, spec)
     sets = " ".join(f"--set tiles.{axis}={size}" for axis, size in better.tiles.items() if own.tiles.get(axis) != size)
     advice = (
-        f"note: {own.tasks:,} tasks a step; each has {own.work * 1e6:.1f} us of arithmetic and costs about"
-        f" {own.speed.beside * 1e6:.0f} us besides: tiles are far too small; try {sets} ({better.tasks:,} tasks)"
+        f"note: {own.tasks:,} tasks a step; each has {own.work * 1e6:.1f} us of arithmetic and an overhead of about"
+        f" {own.speed.beside * 1e6:.0f} us: tiles are far too small; try {sets} ({better.tasks:,} tasks)"
     )
-    return advice if own.tasks > MOST_TASKS else f"{advice}; going on: {listing}"
+    return advice if own.tasks > MOST_TASKS else f"{advice}; continuing: {listing}"
 
 
 def sizes(config: RunConfig) -> dict[str, int]:

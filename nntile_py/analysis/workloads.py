@@ -1,6 +1,6 @@
-"""Workloads that can be drawn, swept and timed: training steps, inference, and the small graphs that papers measure.
+"""Workloads that are drawn, swept and timed: training steps, inference, and the small graphs that papers measure.
 
-All sizes come from a run's config, so that any of its keys can be swept. Nothing here uses StarPU.
+All sizes come from a config, so that a sweep can change each of them. This module does not use StarPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Work = Literal[
     "train", "inference", "attention", "linear_relu", "linear_reshape", "qkv_none", "qkv_qk", "qkv_all",
     "encoder", "decoder", "mha",
 ]  # fmt: skip
-FORWARD = ("inference", "attention")  # forward passes, also of packed sequences
+FORWARD = ("inference", "attention")  # forward passes
 Phase = Literal["forward", "backward", "all"]
 TITLES = {
     "train": "a training step of",
@@ -61,7 +61,7 @@ class Built:
 
 
 def build(config: RunConfig, work: Work = "train", phase: Phase = "all", *, fusion: Fusion | None = None) -> Built:
-    """Return the graphs of a workload of the config's sizes. fusion: instead of the config's own."""
+    """Return the graphs of a workload with their task lists. fusion: replaces the config's."""
     spec = spec_of(config, work, fusion)
     if work == "train":
         return of_step(spec.step(), config.train.grad_accumulation)
@@ -81,7 +81,7 @@ PRESETS = {  # works without a config: BERT-large's sizes (Ivanov et al. 2021, s
 
 
 def preset(work: str, overrides: Sequence[str]) -> RunConfig:
-    """Return the config of a work without one, with `overrides` of its sizes."""
+    """Return the config of a work of PRESETS, with KEY=VALUE overrides."""
     from nntile_py.config.run_config import RunConfig, resolve
     from nntile_py.schema import read_yaml
 
@@ -92,7 +92,7 @@ def preset(work: str, overrides: Sequence[str]) -> RunConfig:
 
 
 def work_title(config: RunConfig, work: str) -> str:
-    """Return the workload, its model, its sizes and its precision."""
+    """Return a text with the workload, its model, sizes and precision."""
     sizes = {"batch": config.train.batch, "seq": config.train.seq}
     names = ("layers", "embed", "heads") if work in ("train", "inference") else ("embed", "heads")
     sizes |= {name: getattr(config.model, name) for name in names if hasattr(config.model, name)}
@@ -101,11 +101,11 @@ def work_title(config: RunConfig, work: str) -> str:
 
 
 def logical(config: RunConfig, work: Work, fusion: Fusion | None = None, phase: Phase = "all") -> list[Graph]:
-    """Return the graphs of a workload, not cut into tiles; of a training step, the update is the second.
+    """Return the graphs of a workload without tiles; the second graph of a training step is the update.
 
     Args:
         fusion: see spec_of.
-        phase: of the small graphs that papers measure.
+        phase: for the small graphs that papers measure.
     """
     spec = spec_of(config, work, fusion)
     if work == "train":
@@ -120,10 +120,10 @@ def logical(config: RunConfig, work: Work, fusion: Fusion | None = None, phase: 
 
 
 def spec_of(config: RunConfig, work: Work, fusion: Fusion | None = None) -> StepSpec:
-    """Return the spec of the config's model, or of its attention only.
+    """Return the StepSpec of the config's model, or of its attention only.
 
     Args:
-        fusion: instead of the config's own, in the default layout.
+        fusion: replaces the config's; the layout is then the default.
     """
     spec = step_spec(config)
     if fusion:
@@ -166,12 +166,12 @@ def of_step(step: Step, grad_accumulation: int) -> Built:
 
 
 def small_graph(config: RunConfig, work: Work, fusion: Fusion, *, backward: bool) -> Graph:
-    """Return a graph of x [batch, seq, embed]; with `backward`, the output gradients are inputs of the graph, too."""
+    """Return a small graph of x [batch, seq, embed]. backward: also the gradients, with those of outputs as inputs."""
     graph = Graph(TILE_DTYPE.get(config.precision, config.precision), cuts=tiling(config))
     _need(config, work, "embed", "heads")
     sizes = [config.train.batch, config.train.seq, config.model.embed]
     x = graph.named("x", ["batch", "seq", "embed"], sizes, "input")
-    x.requires_grad = True  # as a layer inside a model
+    x.requires_grad = True  # as for a layer inside a model
     outputs = _MAKERS[work](graph, x, config)
     if fusion.qkv:
         merge_projections(graph, count=fusion.projections)
@@ -180,7 +180,7 @@ def small_graph(config: RunConfig, work: Work, fusion: Fusion, *, backward: bool
         graph.backward(loss)
         graph.ops = [op for op in graph.ops if not isinstance(op, _OutputGradients)]
     for tensor in outputs:
-        tensor.kind = "scalar"  # a result, which fusion keeps
+        tensor.kind = "scalar"  # a result, which fusion may not remove
     return fuse(graph, fusion, tiling(config))
 
 
@@ -191,7 +191,7 @@ def _need(config: RunConfig, work: Work, *fields: str) -> None:
 
 
 def select(graph: Graph, phase: str) -> Graph:
-    """Keep only the operators of one phase, in place; tensors that other operators wrote become inputs."""
+    """Remove the operators of other phases from the graph; tensors that they wrote become inputs."""
     graph.ops = [op for op in graph.ops if phase in ("all", op.phase)]
     written = {t.storage for op in graph.ops for t in op.outputs}
     for op in graph.ops:
@@ -200,7 +200,7 @@ def select(graph: Graph, phase: str) -> Graph:
                 tensor.storage.kind = "input"
                 tensor.storage.name = tensor.name = f"{tensor.name}#{len(graph.tensors)}"
                 graph.tensors[tensor.name] = tensor.storage
-    for op in graph.ops:  # keep outputs that no operator reads any more
+    for op in graph.ops:  # outputs that no operator reads any more become results
         for tensor in op.outputs:
             if not any(tensor in other.inputs for other in graph.ops) and tensor.storage.kind == "temp":
                 tensor.storage.kind = "scalar"
@@ -210,7 +210,7 @@ def select(graph: Graph, phase: str) -> Graph:
 
 
 class _OutputGradients(Op):
-    """Stands for the rest of a model: the gradients of its inputs are inputs of the graph. It has no task."""
+    """Placeholder for the rest of a model: the gradients of its inputs are inputs of the graph. It has no task."""
 
     def __init__(self, inputs: list[Tensor], loss: Tensor) -> None:
         super().__init__(inputs, [loss])
@@ -248,9 +248,9 @@ def _linear_reshape(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
 
 
 def _qkv(stacked: int) -> Callable[[Graph, Tensor, RunConfig], list[Tensor]]:
-    """Queries, keys, values: three products, two (QK as one), or one; Table II of the data-movement paper.
+    """Queries, keys and values by 3, 2 (QK stacked) or 1 products: Table II of the data-movement paper.
 
-    The backward pass has dX and dW of each product, and with more than one the sum of their dX."""
+    The backward pass has dX and dW of each product, and the sum of several dX."""
 
     def make(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
         names = {1: ["q", "k", "v"], 2: ["qk", "v"], 3: ["qkv"]}[stacked]
@@ -265,28 +265,28 @@ def _qkv(stacked: int) -> Callable[[Graph, Tensor, RunConfig], list[Tensor]]:
 
 
 def _layers(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
-    """An encoder layer (models/layer.py) of the config's sizes: Tables I, III and V of that paper."""
+    """An encoder layer (models/layer.py): Tables I, III and V of the data-movement paper."""
     return [_one_layer(c, TransformerEncoderConfig).layers(g, x)]
 
 
 def _decoder(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
-    """A decoder layer: attention to itself, causal, then to an encoder's output of as many positions, or `memory`."""
+    """A decoder layer: causal self-attention, then attention to an encoder's output with seq or `memory` positions."""
     layer = _one_layer(c, TransformerDecoderConfig)
     sizes = c.train.batch, getattr(layer.config, "memory", None) or c.train.seq, c.model.embed
     memory = g.named("memory", ["batch", "key", "embed"], sizes, "input")
-    memory.requires_grad = True  # as the output of an encoder
+    memory.requires_grad = True  # as for the output of an encoder
     return [layer.layers(g, x, memory)]
 
 
 def _mha(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
-    """Multi-head self-attention with its four products: Table IV of that paper."""
+    """Multi-head self-attention with its four products: Table IV of the data-movement paper."""
     layer = _one_layer(c, TransformerEncoderConfig)
     with g.scope("attn"):
         return [layer.attend(g, x, x, "self_attn", layer.config.causal)]
 
 
 def _one_layer(c: RunConfig, kind: type[TransformerEncoderConfig]) -> TransformerEncoder:
-    """Return an encoder layer of the config's sizes: its own kind for layer models, else with ReLU."""
+    """Return a layer of the config's sizes: the config's own layer, or for other models an encoder layer with ReLU."""
     if isinstance(c.model, kind):
         return TransformerEncoder(c.model.model_copy(update={"layers": 1}))
     names = {"embed", "heads", "ffn", "dropout", "attention_dropout", "attention", "layer_norm_eps"}

@@ -128,18 +128,18 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
     return Search(path.stem, tilings, validated(Sweep, tree), own)
 
 
-def write_search(found: Search, rows: list[Row], folder: Path) -> None:
+def write_search(searched: Search, rows: list[Row], folder: Path) -> None:
     """Write searched.csv and plot.png, .svg, .pdf: all planned tilings, with the times of the measured ones."""
     heads = [*(f"tiles.{axis}" for axis in AXES), "planned_seconds", "tasks", "planned_task_us", "parallelism",
              "peak_bytes", "pruned", "seconds"]  # fmt: skip
     measured, lines = _measured(rows), []
-    for tiling in found.tilings:
+    for tiling in searched.tilings:
         of, row = tiling.plan, measured.get(tiling.key)
         planned = [of.seconds, of.tasks, of.mean_task * 1e6, of.parallelism, of.peak_bytes] if of else [""] * 5
         lines.append([*map(plain, tiling.key), *planned, tiling.pruned or "", row["seconds"] if row else ""])
     replace_file(folder / "searched.csv", csv_text(heads, lines))
     where = machine()
-    save_figure(draw_search(found, rows, f"{described(where)}, {where['date']}"), folder / "plot")
+    save_figure(draw_search(searched, rows, f"{described(where)}, {where['date']}"), folder / "plot")
 
 
 def _measured(rows: list[Row]) -> dict[Key, Row]:
@@ -147,14 +147,14 @@ def _measured(rows: list[Row]) -> dict[Key, Row]:
     return {tuple(row["sets"][f"tiles.{axis}"] for axis in AXES): row for row in rows if row["status"] == "ok"}
 
 
-def draw_search(found: Search, rows: list[Row], where: str) -> Figure:
+def draw_search(searched: Search, rows: list[Row], where: str) -> Figure:
     """Draw planned time against number of tasks, by reason of pruning (left), and measured times (right)."""
     measured = _measured(rows)
-    ordered = sorted(((tiling, measured[tiling.key]) for tiling in found.tilings if tiling.key in measured),
+    ordered = sorted(((tiling, measured[tiling.key]) for tiling in searched.tilings if tiling.key in measured),
                      key=lambda pair: -float(pair[1]["seconds"]))  # fmt: skip
     figure = new_figure((11.5, max(4.4, 2.2 + 0.28 * len(ordered))))
     left, right = figure.subplots(1, 2)
-    _draw_planned(left, found, measured)
+    _draw_planned(left, searched, measured)
     for place, (_, row) in enumerate(ordered):
         middle, (low, high) = row["seconds"], spread(row) or (row["seconds"],) * 2
         best = place == len(ordered) - 1
@@ -165,16 +165,16 @@ def draw_search(found: Search, rows: list[Row], where: str) -> Figure:
     right.set_xlabel("measured time of a step (ms)")
     right.set_title(f"{len(ordered)} measured, the best at the top", fontsize=10)
     right.grid(alpha=0.3, axis="x")
-    figure.suptitle(f"{found.name}: search of tile sizes", fontsize=11)
+    figure.suptitle(f"{searched.name}: search of tile sizes", fontsize=11)
     figure.supxlabel(caption(rows, where), fontsize=7.5, color="#59636e", x=0.01, ha="left")
     return figure
 
 
-def _draw_planned(axes: Any, found: Search, measured: Mapping[Key, Row]) -> None:
+def _draw_planned(axes: Any, searched: Search, measured: Mapping[Key, Row]) -> None:
     from matplotlib.ticker import LogLocator
 
-    plans = [(tiling, tiling.plan) for tiling in found.tilings if tiling.plan]
-    reasons = dict.fromkeys([None, *(tiling.pruned for tiling in found.tilings)])
+    plans = [(tiling, tiling.plan) for tiling in searched.tilings if tiling.plan]
+    reasons = dict.fromkeys([None, *(tiling.pruned for tiling in searched.tilings)])
     colours = ("#0072b2", "#9aa0a6", "#cc79a7", "#e69f00", "#000000")
     series: list[tuple[str, list[Estimate], dict[str, Any]]] = [
         (f"pruned: {reason}" if reason else "kept", [plan for tiling, plan in plans if tiling.pruned == reason],
@@ -193,7 +193,7 @@ def _draw_planned(axes: Any, found: Search, measured: Mapping[Key, Row]) -> None
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(counts) < 100 * min(counts) else (1,)))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.xaxis.set_minor_formatter("")
-    axes.set_title(f"{len(found.tilings)} tilings planned", fontsize=10)
+    axes.set_title(f"{len(searched.tilings)} tilings planned", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.14), ncols=2, fontsize=8, frameon=False)
 

@@ -60,10 +60,10 @@ class Contestant:
         if not self.workers:
             self.start()
         self._signal(signal.SIGCONT)
-        if not self.error and (found := self._ask([{"repeats": self._repeats, "steps": steps}] * len(self.workers))):
-            self.times.append(max(each["seconds"] for each in found))
-            self.last = {"peak_mib": max(each["peak_mib"] for each in found)}
-            self.last |= {"host_mib": sum(each["host_mib"] for each in found)}
+        if not self.error and (replies := self._ask([{"repeats": self._repeats, "steps": steps}] * len(self.workers))):
+            self.times.append(max(each["seconds"] for each in replies))
+            self.last = {"peak_mib": max(each["peak_mib"] for each in replies)}
+            self.last |= {"host_mib": sum(each["host_mib"] for each in replies)}
 
     def close(self) -> None:
         for worker in self.workers:
@@ -75,13 +75,13 @@ class Contestant:
         for worker, request in zip(self.workers, requests, strict=True):
             worker.send(request)
         try:
-            found = answers(self.workers, self.limit)
+            replies = answers(self.workers, self.limit)
         except NNTileError as error:
             self.error = str(error)
             self.close()
             return []
         self._signal(signal.SIGSTOP)
-        return found
+        return replies
 
     def _signal(self, number: signal.Signals) -> None:
         for worker in [] if self._count else self.workers:  # ranks that wait for a stopped rank would time out

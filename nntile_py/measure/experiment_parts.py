@@ -1,4 +1,4 @@
-"""Kinds of experiments: what their sections have in common, the graph and the profile, and an experiment's result."""
+"""Base classes of experiments' sections; the kinds `graph` and `profile`; the result of an experiment."""
 
 from __future__ import annotations
 

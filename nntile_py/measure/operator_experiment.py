@@ -21,7 +21,7 @@ from nntile_py.system.pictures import files_of, new_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MEMORY, FLOP = "#d55e00", "#0072b2"  # colours of what bounds an operator
+MEMORY, FLOP = "#d55e00", "#0072b2"  # colours of memory-bound operators and of others
 
 
 class PaperRow(Section):

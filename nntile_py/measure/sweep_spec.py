@@ -357,7 +357,7 @@ def points(sweep: Sweep) -> list[Point]:
     Raises:
         ConfigError: all points with the same value of a key are refused.
     """
-    found: dict[str, Point] = {}
+    by_id: dict[str, Point] = {}
     for sets in sweep.settings():
         config, error = None, None
         try:
@@ -377,8 +377,8 @@ def points(sweep: Sweep) -> list[Point]:
         what = [config.model_dump(by_alias=True) if config else sets, _set(measure)]
         what += [{VARIANT: sets[VARIANT]}] if VARIANT in sets else []  # two variants may give the same config
         name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
-        found.setdefault(name, Point(name, sets, config, measure, error))
-    result = list(found.values())
+        by_id.setdefault(name, Point(name, sets, config, measure, error))
+    result = list(by_id.values())
     if all(point.error for point in result):
         _check_base(sweep)
     for point in result:

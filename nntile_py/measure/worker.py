@@ -103,8 +103,8 @@ class Session:
     """
 
     def __init__(self, request: Mapping[str, Any], running: ExitStack) -> None:
-        given = request["config"]
-        config = load(given, request.get("sets", [])) if isinstance(given, str) else RunConfig.model_validate(given)
+        source = request["config"]
+        config = load(source, request.get("sets", [])) if isinstance(source, str) else RunConfig.model_validate(source)
         how = Measure(**request["measure"])
         how = how.model_copy(update={"contestant": request.get("contestant", how.contestant)})
         self.config, self.measure = config, how

@@ -1,4 +1,4 @@
-"""`nntile profile`: a few steps of a config under StarPU's task profiling, and their analysis."""
+"""`nntile profile`: run a few steps of a config under StarPU's task profiling, and analyse them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from nntile_py.profiling.trace import Trace
 
 
-# All files that a profile writes, without --fxt.
+# The files of a profile, without those of --fxt.
 FILES = ("config.yaml", "trace.json", "gantt.png", "gantt.svg", "gantt.pdf", "report.html", "summary.json")
 
 
 def profile(
     config: RunConfig, folder: Path, name: str, steps: int, fxt: bool = False, inference: bool = False
 ) -> dict[str, Any]:
-    """Run steps; write trace.json, the Gantt chart as PNG, SVG and PDF, report.html, summary.json.
+    """Run steps on random tokens; write FILES.
 
-    The steps run on random tokens; no corpus is read. All ranks of a run call it; rank 0 writes for all.
+    All ranks of a run call the function; rank 0 writes the files.
 
     Args:
-        fxt: write StarPU's own trace into the folder `fxt`, too.
+        fxt: also write StarPU's own trace, into the folder `fxt`.
         inference: run forward passes instead of training steps.
 
     Returns:
@@ -67,18 +67,18 @@ def profile(
             recorder.convert_fxt(raw)
     except BaseException:
         with suppress(OSError):  # a folder that is not empty stays
-            for path in raw.glob("prof_file_*") if new_folders and not ran else ():  # useless files of StarPU
+            for path in raw.glob("prof_file_*") if new_folders and not ran else ():  # incomplete files of StarPU
                 path.unlink()
             for path in new_folders:
                 path.rmdir()
         raise
     if ranks:
-        ranks.barrier()  # ranks on one machine measure their peaks at the same time
+        ranks.barrier()  # ranks of one machine measure their peaks at the same time
     peaks = peak_rates.peaks_of(trace, config)
     loads = ranks.to_first(load) if ranks else [load]
     if loads is None:
         return {}
-    folder.mkdir(parents=True, exist_ok=True)  # not before there is something to write
+    folder.mkdir(parents=True, exist_ok=True)  # not before the run has succeeded
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     return write(trace, peaks, recorder.axes(config, inference), folder, name, among(loads))
 

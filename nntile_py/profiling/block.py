@@ -1,4 +1,4 @@
-"""`nt.profile()`: a profile of the tasks of a block."""
+"""`nt.profile()`: profile the tasks of a `with` block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nntile_py.profiling import diagnosis, recorder, trace_analysis, write
 
 @dataclass
 class BlockProfile:
-    """Profile of a block. summary: as in summary.json, once the block has ended; str(...) is a short text."""
+    """Profile of a block; its text is a short summary. summary: as in summary.json, empty until the block has ended."""
 
     folder: Path | None
     summary: dict[str, Any] = field(default_factory=dict)
@@ -40,19 +40,19 @@ class BlockProfile:
 def profile(folder: str | Path | None = None) -> Iterator[BlockProfile]:
     """Profile all tasks of a block on the running Runtime: `with nt.profile("folder") as block: ...; print(block)`.
 
-    The end of the block waits for its tasks. The block counts as one step. All ranks of a run enter it; rank 0 then has
-    the tasks of all ranks and writes the files, another rank has its own tasks.
+    The end of the block waits for its tasks. The block counts as one step. All ranks of a run must enter it.
+    Rank 0 collects the tasks of all ranks and writes the files; other ranks have only their own tasks.
 
     Args:
-        folder: for report.html, the Gantt chart, trace.json, summary.json, as from `nntile profile`; None: no files.
+        folder: for report.html, the Gantt chart, trace.json and summary.json, as from `nntile profile`; None: no files.
 
     Raises:
-        TaskError: no runtime is running, another profile is being taken, a task of the block fails, or it has no task.
+        TaskError: no runtime is running, another profile is running, a task of the block fails, or it has no task.
     """
     if not isinstance(folder, str | Path | None):
         raise TypeError(f"nt.profile: folder: got {folder!r}; allowed: a path")
     if Runtime.watched is not None:
-        raise TaskError("nt.profile: another profile is being taken; one at a time")
+        raise TaskError("nt.profile: another profile is running; allowed: one at a time")
     block = BlockProfile(Path(folder) if folder is not None else None)
     with recorder.watched() as recording:
         yield block

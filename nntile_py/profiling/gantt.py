@@ -1,4 +1,4 @@
-"""The Gantt chart of a trace, with few enough bars to draw: gantt.png, .svg, .pdf, and in report.html."""
+"""The Gantt chart of a trace: gantt.png, .svg, .pdf, and part of report.html. Many short tasks share a bar."""
 
 from __future__ import annotations
 
@@ -18,16 +18,22 @@ from nntile_py.tasks.optimizer import OPTIMIZERS
 # For kinds without a colour of their own.
 SPARE = ("#b39ddb", "#17becf", "#6b4f2a", "#f781bf", "#2f4f4f", "#c0ca33", "#8d6e9f", "#e4b9a0")
 OTHER = "#9aa0a6"
-MOST_KINDS = 8  # with a colour each; all others share OTHER
-MOST_MESSAGES = 40  # arrows, of the messages that workers waited for longest; more arrows would hide bars
+MOST_KINDS = 8  # kinds of operators with their own colour; all others share OTHER
+MOST_MESSAGES = 40  # arrows, for the messages that workers waited for longest; more would hide bars
 # Rows of a rank's messages.
 LANES = {"sending": "#333333", "receiving": "#8a8a8a", "waiting for another rank": "#e41a1c"}
-COLUMNS = 1200  # of a row with more bars than this; kinds share the columns in proportion to their times
+COLUMNS = 1200  # bars in a row; in a row with more tasks, kinds share so many columns in proportion to their times
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar of a worker's row. left, right: shares of the window; kind: its colour; task: -1 for several tasks."""
+    """A bar of a worker's row.
+
+    Attributes:
+        left, right: ends, as shares of the window.
+        kind: index of the kind of operator.
+        task: -1 for a bar of several tasks.
+    """
 
     left: float
     right: float
@@ -37,7 +43,7 @@ class Bar:
 
 @dataclass
 class Gantt:
-    """Bars of all workers. kinds: names of the colours; rows: bars of each worker."""
+    """Bars of all workers. kinds: kinds of operators, each with its colour; rows: bars of each worker."""
 
     kinds: list[str]
     colours: list[str]
@@ -45,7 +51,7 @@ class Gantt:
 
 
 def gantt(trace: Trace, columns: int = COLUMNS) -> Gantt:
-    """Return the bars; the kinds of operator that take most time have colours of their own."""
+    """Return the bars. The MOST_KINDS kinds of operators that take most time have their own colours."""
     seconds: dict[str, float] = {}
     spent = np.bincount(trace.info, weights=trace.seconds, minlength=len(trace.infos)).tolist()
     for info, time in zip(trace.infos, spent, strict=True):
@@ -60,14 +66,14 @@ def gantt(trace: Trace, columns: int = COLUMNS) -> Gantt:
 
 
 def fixed_colours() -> dict[str, str]:
-    """Return the colour of each kind of operator, the same in all pictures."""
+    """Return the colours of the kinds of operators that have the same colour in all pictures."""
     fixed = {optimizer.__name__: optimizer.colour for optimizer in OPTIMIZERS.values() if optimizer.colour}
     by_phase = ((name, phase, colour) for name, op in operators().items() for phase, colour in op.colours.items())
     return fixed | {f"{name} {phase}": colour for name, phase, colour in by_phase}
 
 
 def _colours(kinds: list[str]) -> list[str]:
-    """Return fixed colours; other kinds take spare colours by name, so that times change no colour."""
+    """Return the colours of these kinds. Kinds without a fixed colour get spare colours in the order of their names."""
     fixed = fixed_colours()
     spare = dict(zip(sorted(set(kinds) - {*fixed, "other"}), (*SPARE, OTHER), strict=False))
     return [fixed.get(kind) or spare.get(kind, OTHER) for kind in kinds]
@@ -99,9 +105,9 @@ def _row(trace: Trace, worker: int, kinds: Any, columns: int) -> list[Bar]:
 
 
 def _shared(filled: Any) -> Any:
-    """Return the kind to show in each column: the kind present there that has been shown too little so far.
+    """Return the kind to show in each column, so that the area of each kind is in proportion to its time.
 
-    So the area of each kind is in proportion to its time."""
+    filled: the time of each kind in each column. The kind with the most time not shown yet comes first."""
     owed, best = np.zeros(len(filled)), np.zeros(filled.shape[1], np.int64)
     for column, here in enumerate(filled.T):
         owed += here
@@ -119,11 +125,11 @@ def _fill(trace: Trace, tasks: Any, edges: Any) -> Any:
     return np.diff(total[at] - cut)
 
 
-Spans = dict[str, list[tuple[float, float]]]  # by name: (left, right) as shares of the window
+Spans = dict[str, list[tuple[float, float]]]  # for each name of LANES: (left, right) as shares of the window
 
 
 def lanes(trace: Trace) -> list[Spans]:
-    """Return for each rank when it sent, received, and had workers that waited for another rank."""
+    """Return for each rank the times in which it sent, received, or had workers that waited for another rank."""
     (t0, t1), every, result = trace.window, waits(trace), []
     for rank in range(trace.ranks):
         spans = {
@@ -131,35 +137,34 @@ def lanes(trace: Trace) -> list[Spans]:
             "receiving": [m.way for m in trace.messages if m.target == rank],
             "waiting for another rank": [(w.start, w.end) for w in every if w.rank == rank],
         }
-        apart = {name: [dates.tolist() for dates in intervals(of)] for name, of in spans.items()}
-        part = {name: [[(date - t0) / (t1 - t0) for date in dates] for dates in of] for name, of in apart.items()}
-        result.append({name: [*zip(*of, strict=True)] for name, of in part.items()})
+        shares = {name: [((dates - t0) / (t1 - t0)).tolist() for dates in intervals(of)] for name, of in spans.items()}
+        result.append({name: [*zip(*of, strict=True)] for name, of in shares.items()})
     return result
 
 
 def arrows(trace: Trace) -> list[tuple[int, float, int, float]]:
-    """Return messages as (source, left, target, right): at most MOST_MESSAGES, waited for longest."""
+    """Return the MOST_MESSAGES messages that workers waited for longest, as (source, left, target, right)."""
     (t0, t1), shown = trace.window, trace.messages
     if len(shown) > MOST_MESSAGES:
         waited: dict[int, tuple[int, TracedMessage]] = {}
         for wait in waits(trace):
             waited[id(wait.message)] = waited.get(id(wait.message), (0,))[0] + wait.end - wait.start, wait.message
-        shown = [message for _, message in sorted(waited.values(), key=lambda one: -one[0])[:MOST_MESSAGES]]
+        shown = [message for _, message in sorted(waited.values(), key=lambda of: -of[0])[:MOST_MESSAGES]]
     return [(m.source, (m.ready - t0) / (t1 - t0), m.target, (m.receive.ended - t0) / (t1 - t0)) for m in shown]
 
 
 def save(trace: Trace, summary: dict[str, Any], folder: Path, title: str, hardware: str, whole: Trace) -> None:
-    """Draw gantt.png, gantt.svg and gantt.pdf.
+    """Draw gantt.png, gantt.svg and gantt.pdf. Each rank has a row for its messages below its workers.
 
     Args:
-        trace: by parts.
-        hardware: machine and tiles, in small print below the title.
-        whole: the same trace with groups, and with messages between ranks, which have a row for each rank.
+        trace: the trace by parts.
+        hardware: text on machine and tiles, below the title.
+        whole: the trace with task groups, and with messages.
     """
     from matplotlib.patches import Patch
 
     chart, milliseconds = gantt(trace), summary["seconds"] * 1e3
-    # From the top: the workers of a rank, then its messages.
+    # Rows as (rank, number of the worker); -1: the rank's messages, below its workers.
     order: list[tuple[int, int]] = [(worker.rank, number) for number, worker in enumerate(trace.workers)]
     order += [(rank, -1) for rank in range(trace.ranks) if whole.messages]
     order.sort(key=lambda at: (at[0], at[1] < 0, at[1]))
@@ -203,14 +208,14 @@ def save(trace: Trace, summary: dict[str, Any], folder: Path, title: str, hardwa
 
 
 def step_starts(trace: Trace) -> list[float]:
-    """Return when the first task of each step began, as shares of the window."""
+    """Return the start of each step's first task, as a share of the window."""
     t0, t1 = trace.window
     steps = np.unique(trace.step[trace.step > 0])
     return [(int(trace.start[trace.step == step].min()) - t0) / (t1 - t0) for step in steps]
 
 
 def titles(trace: Trace, bars: list[Bar], kinds: list[str]) -> Iterator[str]:
-    """Yield the text for a pointer on each bar."""
+    """Yield for each bar the text that appears when the pointer is on it."""
     for bar in bars:
         if bar.task < 0:
             yield kinds[bar.kind]

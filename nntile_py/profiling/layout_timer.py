@@ -1,8 +1,7 @@
-"""Timing of operators in every layout, for the database that the layout search reads; then whole steps in the chosen
-layouts, beside the default ones.
+"""`nntile layouts tune`: time operators in every layout for the layout search, then whole steps in the chosen layouts.
 
-An operator cycles through copies of its tiles, so that they come from memory. In a step most tiles do, since more data
-than a cache holds lies between two uses of a tile. In a cache, transpositions would look cheaper than they are.
+An operator cycles through copies of its tiles, so that it reads them from memory, as in a step. From a cache,
+transpositions would look cheaper than they are.
 """
 
 from __future__ import annotations
@@ -39,20 +38,20 @@ from nntile_py.tasks.op import Op
 from nntile_py.training.repeated_steps import same_steps
 from nntile_py.training.trainer import Trainer
 
-ROUNDS = 3  # in which chosen layouts are measured again
-TURNS = 5, 25  # of whole steps: at least, at most
-STEP_SECONDS = 5.0  # of all turns of whole steps, unless the least number of turns takes longer
+ROUNDS = 3  # rounds in which chosen layouts are measured again
+TURNS = 5, 25  # least and greatest number of measurements of whole steps
+STEP_SECONDS = 5.0  # of all measurements of whole steps, if this allows the least number
 
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What `tune` measured.
+    """Result of `tune`.
 
     Attributes:
-        measured: number of operators in layouts.
+        measured: number of timings: of operators, each in several layouts.
         others: cores that other processes kept busy; None if too few to matter.
-        comparison: of the config's own program in the default and in the searched layouts; None if the search chooses
-            the default layouts.
+        comparison: of the config's own steps in default and in searched layouts; None if the search chooses the default
+            layouts.
     """
 
     measured: int
@@ -66,10 +65,10 @@ def tune(
 ) -> TuneResult:  # fmt: skip
     """Measure the operators that `timings` lacks, then the chosen layouts again, then whole steps of the config.
 
-    Waits for other processes that measure into the same file.
+    The function first waits for other processes that write to the same file.
 
     Args:
-        own_alone: only for the config's own algebraic fusion of queries, keys and values.
+        own_alone: measure only the config's own fusion of Q, K and V, not all of them.
     """
     plain = default_layouts(config)
     with timings.exclusive():
@@ -88,22 +87,22 @@ def tune(
                 timings.add(timing(key, *timer.times([op])))
             time_chosen(timer, graphs, timings, tell)
             program = _chosen(own, timings, plain).program
-            if program not in (None, *timings.comparisons) and work not in FORWARD:  # they keep the default
-                tell("whole steps in default and in searched layouts, in turns")
+            if program not in (None, *timings.comparisons) and work not in FORWARD:  # FORWARD: always default layouts
+                tell("whole steps in default and in searched layouts, alternating")
                 timings.add_comparison(compare(plain, work, timings, own_stacked(plain), program))
     others = load.others if is_busy(load.others) else None
     return TuneResult(len(todo), others, timings.comparisons.get(program or ""))
 
 
 def time_chosen(timer: OperatorTimer, graphs: Sequence[Graph], timings: Timings, tell: Tell) -> None:
-    """Measure the chosen layouts again, in turns with the default layout; these times replace the first ones.
+    """Measure the chosen layouts again, alternating with the default layout; the new times replace the old times.
 
-    With many equally fast layouts, the measured best is partly luck. What the search then chooses is measured again
-    too, for ROUNDS rounds."""
+    With many equally fast layouts, the measured best is partly luck. After each of ROUNDS rounds the search chooses
+    again, and newly chosen layouts are measured in the next round."""
     for turn, graph in itertools.product(range(ROUNDS), graphs):
         unsure = dict(_unsure(graph, timings, timer.config))
         for number, (keys, ops) in enumerate(unsure.items()):
-            tell(f"{number} of {len(unsure)} chosen layouts beside the default ones, turn {turn + 1} of {ROUNDS}")
+            tell(f"{number} of {len(unsure)} chosen layouts against the default ones, round {turn + 1} of {ROUNDS}")
             for key, times in zip(keys, timer.times(ops), strict=True):
                 timings.add(replace(timing(key, times), turns=True))
 
@@ -115,7 +114,7 @@ def _chosen(graph: Graph, timings: Timings, config: RunConfig) -> SearchedLayout
 def _unsure(
     graph: Graph, timings: Timings, config: RunConfig
 ) -> Iterator[tuple[tuple[TimingKey, TimingKey], tuple[Op, Op]]]:
-    """Yield each default layout with the chosen one that was not yet measured in turns with it."""
+    """Yield keys and operators of each default and chosen layout that were not yet measured alternately."""
     chosen = _chosen(graph, timings, config)
     for row in chosen.rows:
         key, width = (row.operator, row.layout, chosen.widths[row.op]), chosen.widths[row.op]
@@ -131,10 +130,7 @@ def _unsure(
 
 
 def compare(config: RunConfig, work: Work, timings: Timings, stacked: Stacked, program: str | None) -> LayoutComparison:
-    """Measure steps in the default and in the searched layouts, in turns.
-
-    Args:
-        program: see SearchedLayouts.
+    """Measure steps in default and in searched layouts, alternating. program: see SearchedLayouts.
 
     Raises:
         TaskError: memory is too small for both programs together.

@@ -1,4 +1,4 @@
-"""Merge of the traces of several ranks: one clock, and the messages between ranks."""
+"""Merge of the traces of several ranks, on one clock and with the messages between ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def with_ends(
     """Add the sends and receives of one rank to its trace, with their dependencies.
 
     Args:
-        passages: for each end of a message: replay, place in its list, description, end.
-        replay, index: replay and place in its list of each task.
+        passages: for each end of a message: replay, place in the task list, description, end.
+        replay, index: for each task: replay, place in the task list.
     """
     if not passages:
         return
@@ -50,10 +50,10 @@ def with_ends(
 
 
 class RankClock:
-    """Converts dates of a rank to rank 0's clock. Between the two readings, the clocks are assumed to drift evenly.
+    """Converts dates of a rank to rank 0's clock, with a constant drift between the clocks.
 
     Args:
-        start, end: readings of rank 0's date, the rank's date, half of the round trip; ns.
+        start, end: readings at the start and end of a run: rank 0's date, the rank's date, half of the round trip; ns.
     """
 
     def __init__(self, start: Sequence[int], end: Sequence[int]) -> None:
@@ -101,7 +101,7 @@ def together(traces: Sequence[Trace], hosts: Sequence[str], start: Any, end: Any
     return merged
 
 
-Which = tuple[int, int]  # a rank, and the number of a task or end on it
+Which = tuple[int, int]  # a rank, and the number of its task or message end
 
 
 def _pairs(ends: Sequence[Sequence[MessageEnd]]) -> Iterable[tuple[Which, Which]]:
@@ -120,15 +120,15 @@ def _pairs(ends: Sequence[Sequence[MessageEnd]]) -> Iterable[tuple[Which, Which]
 def _order(
     traces: Sequence[Trace], ends: Sequence[Sequence[MessageEnd]], pairs: Sequence[tuple[Which, Which]]
 ) -> tuple[list[list[int]], dict[Which, set[Which]]]:
-    """Number the tasks of all ranks so that each comes after the tasks that it waits for.
+    """Number the tasks of all ranks so that each task comes after its predecessors on all ranks.
 
     Returns:
-        For each rank, the new number of each task; for each task, the tasks of other ranks that it waits for.
+        For each rank the new number of each task; for each task its predecessors on other ranks.
     """
     senders = {receive: send for send, receive in pairs}
 
     def makers(rank: int, number: int) -> set[Which]:
-        """Return the tasks, on all ranks, that an end waits for."""
+        """Return the tasks, on all ranks, that a message end waits for."""
         end = ends[rank][number]
         tasks = {(rank, task) for task in end.before}
         if not end.sends:
@@ -162,7 +162,7 @@ def _renumbered(end: MessageEnd, place: Sequence[int]) -> MessageEnd:
 
 
 def _joined(traces: Sequence[Trace], hosts: Sequence[str], place: Sequence[Sequence[int]]) -> Trace:
-    """Join the tasks in their new order; names of workers and nodes get their rank."""
+    """Join the tasks in their new order; names of workers and nodes begin with their rank."""
     number = np.argsort(np.concatenate([np.asarray(p, np.int64) for p in place]), kind="stable")
     infos: list[TaskInfo] = []
     workers: list[Worker] = []
@@ -193,7 +193,7 @@ def _joined(traces: Sequence[Trace], hosts: Sequence[str], place: Sequence[Seque
 def _ready(
     ends: Sequence[Sequence[MessageEnd]], pairs: Sequence[tuple[Which, Which]], trace: Trace
 ) -> dict[Which, int]:
-    """Return when the tile of each send was complete."""
+    """Return for each send the date at which its tile was complete."""
     arrived = {receive: ends[receive[0]][receive[1]].ended for _, receive in pairs}
     ready = {}
     for send, (target, number) in pairs:
@@ -205,5 +205,5 @@ def _ready(
 
 
 def _open(trace: Trace, receive: MessageEnd) -> int:
-    """Return when the target tile was free: its earlier readers had ended."""
+    """Return the date at which the target tile was free, as its earlier readers had ended."""
     return max([receive.posted, *(int(trace.end[task]) for task in receive.before)])

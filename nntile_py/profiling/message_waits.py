@@ -10,7 +10,7 @@ import numpy as np
 
 from nntile_py.profiling.trace import Ints, Trace, TracedMessage, common, intervals, length, merge
 
-# A shorter pause between two tasks is overhead of the runtime; in a longer one the worker had no task.
+# A shorter pause between two tasks counts as overhead of the runtime, a longer pause as idle time.
 PAUSE_NS = 10_000
 
 
@@ -18,10 +18,10 @@ PAUSE_NS = 10_000
 class Wait:
     """A wait of an idle worker, from `start` to `end` (ns), for a message from another rank.
 
-    The worker's next task, directly or through its inputs, lacked only this message.
+    The worker's next task waited for this message, directly or through its predecessors.
 
     Attributes:
-        task: the task that lacked the message.
+        task: the task whose input the message is.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class Wait:
 
     @property
     def late(self) -> int:
-        """Return when the message was ready to go; from then on the wait is for its transfer."""
+        """Return the date from which the wait is for the transfer; before, the tile was not computed yet."""
         return min(max(self.message.way[0], self.start), self.end)
 
 
@@ -54,7 +54,7 @@ def waits(trace: Trace) -> list[Wait]:
         for start, end in zip(*(dates.tolist() for dates in idle(trace, worker)), strict=True):
             place = int(np.searchsorted(begin, end))
             task = int(mine[place]) if place < len(mine) else -1
-            while task >= 0 and start < end:  # back along the predecessors that each task waited for last
+            while task >= 0 and start < end:  # back along each task's last predecessor
                 if task in lacking:
                     since, arrived, message = lacking[task]
                     if (a := max(start, since)) < (b := min(end, arrived)):
@@ -66,11 +66,11 @@ def waits(trace: Trace) -> list[Wait]:
 
 
 def _releases(trace: Trace) -> tuple[dict[int, tuple[int, int, TracedMessage]], list[int]]:
-    """Return the tasks whose last input was a message, and each task's last predecessor.
+    """Find the tasks that waited for a message last, and each task's last predecessor.
 
     Returns:
-        For each such task: from when and until when it lacked only the message, and the message. For each task: its
-        predecessor on the same rank that ended last; -1 if it has none.
+        For each such task: start and end of the time in which only the message was missing, and the message. For each
+        task: the predecessor on the same rank that ended last; -1: none.
     """
     last: dict[int, tuple[int, TracedMessage]] = {}
     for message in trace.messages:
@@ -92,7 +92,7 @@ def _releases(trace: Trace) -> tuple[dict[int, tuple[int, int, TracedMessage]], 
 
 
 def idle(trace: Trace, worker: int) -> tuple[Ints, Ints]:
-    """Return the intervals in which a worker had no task and the runtime did not prepare one."""
+    """Return the intervals in which a worker had no task, and none was prepared for it."""
     mine, (t0, t1) = trace.worker == worker, trace.window
     handle = np.minimum(trace.pop[mine], trace.fetch[mine]), trace.released[mine]
     parts = [(trace.fetch[mine], trace.fetched[mine]), (trace.start[mine], trace.end[mine]), handle]
@@ -104,7 +104,7 @@ def idle(trace: Trace, worker: int) -> tuple[Ints, Ints]:
 
 
 def summarised(trace: Trace, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the part of summary.json on several ranks; add `waiting` to the rows of `workers`."""
+    """Return the part of summary.json on messages between ranks; add `waiting` to the rows of `workers`."""
     t0, t1 = trace.window
     window, every = max(t1 - t0, 1), waits(trace)
     ranks = [_rank(trace, rank, [w for w in every if w.rank == rank], workers) for rank in range(trace.ranks)]
@@ -148,11 +148,11 @@ def _rank(trace: Trace, rank: int, own: Sequence[Wait], workers: Sequence[dict[s
         "workers": len(numbers),
         "tasks": int(of_rank.sum()),
         "working": sum(workers[n]["working"] for n in numbers) / len(numbers),
-        "communicating": length(way) / window,  # share of the run in which a message to or from the rank was in transit
-        "hidden": common(way, running) / max(length(way), 1),  # the part of it in which a worker of the rank computed
-        "exposed": (length(way) - common(way, running)) / window,  # share of the run in which no worker of the rank did
+        "communicating": length(way) / window,  # share of the run with a message in transit
+        "hidden": common(way, running) / max(length(way), 1),  # its part in which a worker of the rank computed
+        "exposed": (length(way) - common(way, running)) / window,  # share of the run: in transit, no worker computes
         "waiting": sum(workers[n]["waiting"] for n in numbers) / len(numbers),  # share of its workers' time
-        "waiting_for_tasks": unready,  # the part of it before the message was ready
+        "waiting_for_tasks": unready,  # the part of `waiting` before the tile was computed
         "sent_bytes": sum(m.send.bytes for m in sent),
         "sent_messages": len(sent),
         "received_bytes": sum(m.send.bytes for m in received),

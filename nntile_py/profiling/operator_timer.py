@@ -1,4 +1,4 @@
-"""Timing of single operators: an operator's own tasks, run again and again on the workers of the runtime."""
+"""Timing of single operators: the tasks of an operator run repeatedly on the workers of the runtime."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from nntile_py.tasks.op import Lowering, Op, Tensor
 from nntile_py.tiles import Tiling
 from nntile_py.tiles.dtypes import DTYPES
 
-SLOTS = {"lr": 1e-3, "beta1_correction": 0.1, "beta2_correction": 0.05}  # values of a program's slots; others: 1
+SLOTS = {"lr": 1e-3, "beta1_correction": 0.1, "beta2_correction": 0.05}  # values of slots; other slots: 1
 MOST_COPIES = 64  # of an operator's tiles
 
 
 def measure(analysis: Analysis, config: RunConfig, repeats: int = 7) -> Analysis:
-    """Add the median seconds of each operator, before and after fusion, on the workers of `config`.
+    """Measure each operator, before and after fusion, on the workers of `config`; return the analysis with the times.
 
-    The peak is the profiler's, for all workers, and at least what an operator reached."""
+    The peak of all workers is measured, too; it is at least the highest flop/s of an operator."""
     with Runtime(**runtime_options(config.runtime.model_dump())):
         timer = OperatorTimer(config, repeats)
         with Load() as load:
@@ -54,10 +54,9 @@ def measure(analysis: Analysis, config: RunConfig, repeats: int = 7) -> Analysis
 
 
 class OperatorTimer:
-    """Times operators in the default layouts' tiling.
+    """Times operators under the tiling of the default layouts.
 
     Args:
-        config: sizes, tiles and workers.
         repeats: measurements of each operator.
         copies_bytes: see `runner`.
     """
@@ -78,35 +77,32 @@ class OperatorTimer:
             raise NNTileError(f"out of memory at {row.name}: {error}; {need}") from None
 
     def seconds(self, op: Op) -> float:
-        """Return the median seconds of an operator; operators that look alike are timed once."""
+        """Return the median seconds of an operator; equal operators are timed once."""
         key = looks(op)
         if key not in self._known:
-            run = self._runner(op)
+            run = runner(op, self.cuts, self.config, self.copies_bytes)
             self._known[key] = statistics.median(clocked(run, self.repeats, runs_to_measure(run)))
         return self._known[key]
 
     def times(self, ops: Iterable[Op]) -> list[list[float]]:
-        """Return the seconds of each operator, all measurements. Several operators are measured in turns."""
+        """Return all measured seconds of each operator; the operators alternate."""
         runs = []
         for op in ops:
             op.fit(self.cuts)
-            runs.append(self._runner(op))
+            runs.append(runner(op, self.cuts, self.config, self.copies_bytes))
         return clocked_in_turns(runs, self.repeats, [runs_to_measure(run) for run in runs])
-
-    def _runner(self, op: Op) -> Run:
-        return runner(op, self.cuts, self.config, self.copies_bytes)
 
 
 def runner(op: Op, cuts: Tiling, config: RunConfig, copies_bytes: int = 0) -> Run:
-    """Return a function that runs the operator's tasks so many times, on tiles that are in memory beforehand.
+    """Return a function that runs the operator's tasks a number of times, on random tiles.
 
     Args:
-        copies_bytes: least bytes of all tiles. If the operator's tiles take less, they are copied, and each run takes
-            the next copy. So tiles come from memory, not from a cache of fewer bytes.
+        copies_bytes: least bytes of all tiles. If the operator's tiles have fewer bytes, they are copied, and each run
+            uses the next copy, so that tiles come from memory, not from a smaller cache.
     """
     owners = list(dict.fromkeys(t.storage for t in [*op.inputs, *op.outputs]))
     before = [(t.name, t.kind) for t in owners]
-    for number, tensor in enumerate(owners):  # every tensor stays from run to run, under a name of its own
+    for number, tensor in enumerate(owners):  # inputs with distinct names keep their values from run to run
         tensor.name, tensor.kind = f"tensor{number}", "input"
     try:
         lowering = alone(op, cuts, config.accumulate)
@@ -126,7 +122,7 @@ def runner(op: Op, cuts: Tiling, config: RunConfig, copies_bytes: int = 0) -> Ru
 
 
 def small_program(lowered: tuple[Graph, Lowering], config: RunConfig, captured: bool | None = False) -> Run:
-    """Return a function that runs a small graph's task list on random values. captured: as a CUDA graph, see Served."""
+    """Return a function that runs a graph's task list on random values. captured: as a CUDA graph, see Served."""
     graph, lowering = lowered
     tf32 = config.precision == "tf32"
     program = ForwardProgram(Evaluation(graph, {}, lowering), Store(), tf32=tf32, captured=captured)
@@ -135,7 +131,7 @@ def small_program(lowered: tuple[Graph, Lowering], config: RunConfig, captured: 
 
 
 def _in_turn(programs: Sequence[Program | Served]) -> Run:
-    """Return a function that runs `count` programs, one after the other, each with a dropout seed of its own."""
+    """Return a function that runs `count` programs one after the other, each with another dropout seed."""
     turns, seeds = itertools.cycle(programs), itertools.count(1)
 
     def run(count: int) -> None:
@@ -148,9 +144,9 @@ def _in_turn(programs: Sequence[Program | Served]) -> Run:
 
 
 def write_random(lowering: Lowering, store: Store, tensors: Sequence[Tensor]) -> None:
-    """Write random values: from 0.1 to 1, integers 0, weights from -1 to 1 over the root of their longest axis.
+    """Write random values: 0.1 to 1, weights within 1 / sqrt(longest axis) of 0 as in a model, integers 0.
 
-    Weights then have the size of a model's weights. Larger ones give softmax exponentials that are slow to compute."""
+    Larger weights would give softmax exponentials that are slow to compute."""
     _write(lowering, store, tensors, _random(tensors))
 
 
@@ -171,16 +167,12 @@ def _write(lowering: Lowering, store: Store, tensors: Sequence[Tensor], values: 
 
 
 def _peak(config: RunConfig, rows: Sequence[OperatorRow]) -> Peak:
-    """Return the peak of all workers, raised to what the fastest of the rows reached."""
+    """Return the peak of all workers, raised to the flop/s of the fastest row."""
+    import torch
+
     gpus = _core.cuda_workers()
-    count = gpus or config.workers
-    peak = known_peak("CUDA" if gpus else "CPU", _device() if gpus else "", count, config).of_workers(count)
+    count, name = gpus or config.workers, torch.cuda.get_device_name(0) if gpus else ""
+    peak = known_peak("CUDA" if gpus else "CPU", name, count, config).of_workers(count)
     best = max(rows, key=lambda row: row.flop / (row.seconds or math.inf))
     reached = best.flop / best.seconds if best.seconds else 0.0
     return peak.at_least(reached, f"{best.name} reached more in this run")
-
-
-def _device() -> str:
-    import torch
-
-    return torch.cuda.get_device_name(0)

@@ -18,7 +18,7 @@ DEVICES = {"H200": (790e12, 4.3e12)}
 
 
 def peaks_of(trace: Trace, config: RunConfig) -> dict[str, Peak]:
-    """Return the peak of a worker for each kind of worker; at least what a task reached, unless a table gave it."""
+    """Return the peak of a worker for each kind of worker; unless it is from a table, at least what a task reached."""
     peaks: dict[str, Peak] = {}
     for worker in trace.workers:
         if worker.kind in peaks:
@@ -30,7 +30,7 @@ def peaks_of(trace: Trace, config: RunConfig) -> dict[str, Peak]:
 
 
 def known_peak(kind: str, name: str, workers: int, config: RunConfig) -> Peak:
-    """Return the peak of one worker of a kind: from the config, else measured with all CPU workers, or the table's."""
+    """Return the peak of one worker: from the config, else measured on all CPU workers, or from the table of GPUs."""
     rates = config.profile
     if rates.peak_flop and rates.peak_bytes:
         return Peak(rates.peak_flop, rates.peak_bytes, "config")
@@ -38,7 +38,7 @@ def known_peak(kind: str, name: str, workers: int, config: RunConfig) -> Peak:
 
 
 def device_peak(name: str, precision: str) -> Peak:
-    """Return a GPU's peak by its name. Flop/s are known for bf16 only; fp16 is taken to be as fast."""
+    """Return a GPU's peak by its name. Flop/s are known for bf16, and assumed to be equal for fp16."""
     for part, (flop, size) in DEVICES.items():
         if part in name:
             return Peak(flop if precision in ("bf16", "fp16") else None, size, f"table: {part}, {precision}")
@@ -46,7 +46,7 @@ def device_peak(name: str, precision: str) -> Peak:
 
 
 def at_least_seen(peak: Peak, trace: Trace, kind: str) -> Peak:
-    """Raise the peak to the flop/s that a task on a worker of this kind reached. A peak of the config stays."""
+    """Raise the peak to the highest flop/s of a task on this kind of worker; a config's peak only gets a remark."""
     rates = np.where(trace.on_kind(kind), trace.column("flop") / np.maximum(trace.seconds, 1e-9), 0.0)
     best = int(rates.argmax()) if len(rates) else -1
     if peak.flop is None or best < 0 or rates[best] <= peak.flop:
@@ -58,16 +58,16 @@ def at_least_seen(peak: Peak, trace: Trace, kind: str) -> Peak:
 
 
 def best_of(work: Callable[[], object], seconds: float = 0.2) -> tuple[float, float, float]:
-    """Call `work` again and again for so many seconds, at least once.
+    """Call `work` repeatedly for a number of seconds, at least once.
 
     Returns:
-        Seconds of the best call: the shortest, or the mean processor time of a call, which leaves out the time of other
+        Seconds of the best call: the shortest time, or the mean processor time if it is shorter, which excludes other
         processes; wall time of all calls; processor time of this thread for all calls.
     """
     times: list[float] = []
     start, own = time.perf_counter(), time.thread_time()
     now = start
-    while not times or now < start + seconds:  # a thread may wait for its core as long as that
+    while not times or now < start + seconds:  # on a busy machine the first call may take longer
         work()
         times.append(time.perf_counter() - now)
         now = time.perf_counter()
@@ -76,7 +76,7 @@ def best_of(work: Callable[[], object], seconds: float = 0.2) -> tuple[float, fl
 
 
 def measure_cpu(workers: int, precision: str) -> Peak:
-    """Measure the peak of a CPU worker while all workers are busy: a GEMM, and a copy larger than caches; 0.5 s."""
+    """Measure the peak of a CPU worker while all workers are busy, by a GEMM and a large copy; takes 0.5 s."""
     import torch
 
     dtype = torch.float64 if precision == "fp64" else torch.float32

@@ -20,7 +20,7 @@ MOST_SAMPLES = 5_000  # of a counter
 
 
 def write(trace: Trace, path: Path, parts: Trace | None = None) -> None:
-    """Write the whole trace, one event a line. parts: the trace by parts, drawn inside their groups."""
+    """Write the trace, one event a line. parts: the trace by parts, which are drawn inside their groups."""
     with path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -70,7 +70,7 @@ def events(trace: Trace, parts: Trace | None = None) -> Iterator[dict[str, Any]]
 
 
 def _spans(trace: Trace, t0: int) -> tuple[list[float], list[float]]:
-    """Return start and length of each task, us."""
+    """Return start and length of each task in us."""
     return ((trace.start - t0) / 1e3).tolist(), (np.maximum(trace.end - trace.start, 0) / 1e3).tolist()
 
 
@@ -87,25 +87,25 @@ def _named(pid: int, tid: int | None, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _rows(trace: Trace) -> Iterator[dict[str, Any]]:
-    named = _named
+    """Yield the names of workers, fetches and buses."""
     for rank in range(trace.ranks):
-        yield from named(WORKERS + RANKS * rank, None, f"rank {rank}: workers" if trace.ranks > 1 else "workers")
+        yield from _named(WORKERS + RANKS * rank, None, f"rank {rank}: workers" if trace.ranks > 1 else "workers")
     for number, worker in enumerate(trace.workers):
-        yield from named(WORKERS + RANKS * worker.rank, number, worker.name)
+        yield from _named(WORKERS + RANKS * worker.rank, number, worker.name)
     if remote(trace):
-        yield from named(FETCHES, None, "fetching input")
+        yield from _named(FETCHES, None, "fetching input")
         for number in remote(trace):
-            yield from named(FETCHES, number, f"to {trace.workers[number].name}")
+            yield from _named(FETCHES, number, f"to {trace.workers[number].name}")
     moved = [number for number, bus in enumerate(trace.buses) if bus.transfers]
     if moved:
-        yield from named(BUSES, None, "buses, in all")
+        yield from _named(BUSES, None, "buses (sums)")
     for number in moved:
         bus = trace.buses[number]
-        yield from named(BUSES, number, f"{trace.nodes[bus.source]} to {trace.nodes[bus.target]}")
+        yield from _named(BUSES, number, f"{trace.nodes[bus.source]} to {trace.nodes[bus.target]}")
 
 
 def remote(trace: Trace) -> list[int]:
-    """Return the workers whose memory is not the main memory."""
+    """Return the numbers of the workers with a memory of their own, not the main memory."""
     return [number for number, worker in enumerate(trace.workers) if worker.node not in trace.mains]
 
 
@@ -113,7 +113,7 @@ Slice = tuple[int, int, float, float]  # process, row, start, end (us)
 
 
 def _last(place: Slice) -> float:
-    """Return the last date of a slice that an arrow may use: the end itself is outside the slice."""
+    """Return a date just before a slice's end, as viewers do not attach arrows to the end itself."""
     return max(place[2], place[3] - 0.001)
 
 
@@ -125,7 +125,7 @@ def _arrow(number: int, name: str, tail: Slice, at: float, head: Slice, to: floa
 
 
 def _arrows(trace: Trace, places: list[Slice]) -> Iterator[dict[str, Any]]:
-    """Yield arrows between dependent tasks of a rank; between ranks, messages have arrows."""
+    """Yield arrows between dependent tasks of the same rank."""
     rank = trace.rank.tolist()
     before = [[other for other in b if rank[other] == rank[task]] for task, b in enumerate(trace.before)]
     if sum(map(len, before)) > MOST_ARROWS:
@@ -139,14 +139,14 @@ def _arrows(trace: Trace, places: list[Slice]) -> Iterator[dict[str, Any]]:
 
 
 class _Between:
-    """Messages between ranks: for each rank a row of sends, a row of receives, a row of its workers' waits.
+    """Rows of each rank for its sends, its receives, and the waits of its workers.
 
-    Of several messages in transit, each is drawn from the arrival of the message before it."""
+    Slices of a row must not overlap: a message's slice starts not before the end of the slice before it."""
 
     def __init__(self, trace: Trace, t0: int) -> None:
         self._trace, self._t0, self._waits = trace, t0, _merged(waits(trace), trace.ranks)
         self._slices: list[tuple[TracedMessage, Slice, Slice]] = []
-        full: dict[tuple[int, int], int] = {}  # the last end in each row
+        full: dict[tuple[int, int], int] = {}  # end of each row's last slice
         for message in sorted(trace.messages, key=lambda m: m.receive.ended):
             start, end = message.way
             sent, received = (MESSAGES + RANKS * message.source, SENDS), (MESSAGES + RANKS * message.target, RECEIVES)
@@ -168,7 +168,7 @@ class _Between:
         for message, sent, received in self._slices:
             args = {"tile": message.send.name, "bytes": message.send.bytes, "step": message.send.step}
             start, end = message.way
-            args |= {"made_us": (message.ready - self._t0) / 1e3, "under_way_us": (end - start) / 1e3}
+            args |= {"complete_us": (message.ready - self._t0) / 1e3, "in_transit_us": (end - start) / 1e3}
             for (pid, tid, left, right), name in (
                 (sent, f"to rank {message.target}: {message.send.name}"),
                 (received, f"from rank {message.source}: {message.send.name}"),
@@ -178,7 +178,7 @@ class _Between:
             yield from _arrow(number := number + 1, "message", sent, sent[2], received, _last(received))
             sources = [(tasks[task], sent) for task in message.send.before]
             for tail, head in sources + [(received, tasks[task]) for task in message.receive.after]:
-                if _last(tail) <= head[2]:  # else the ranks' clocks are not known well enough
+                if _last(tail) <= head[2]:  # otherwise the clocks of the ranks are too inexact
                     yield from _arrow(number := number + 1, "then", tail, _last(tail), head, head[2])
         for rank, of in enumerate(self._waits):
             for start, end, wait in of:
@@ -188,7 +188,7 @@ class _Between:
 
 
 def _merged(every: list[Wait], ranks: int) -> list[list[tuple[int, int, Wait]]]:
-    """Return for each rank when workers wait, each time with the wait that ends last."""
+    """Join overlapping waits of each rank's workers into (start, end, the wait that ends last)."""
     merged: list[list[tuple[int, int, Wait]]] = [[] for _ in range(ranks)]
     for wait in sorted(every, key=lambda w: w.start):
         own = merged[wait.rank]
@@ -202,7 +202,7 @@ def _merged(every: list[Wait], ranks: int) -> list[list[tuple[int, int, Wait]]]:
 
 def _fetches(trace: Trace, t0: int) -> Iterator[dict[str, Any]]:
     tasks = np.flatnonzero(np.isin(trace.worker, remote(trace)) & (trace.fetched > trace.fetch))
-    shown = dict.fromkeys(remote(trace), t0)  # the last end in each row full: several tasks may be fetched for at once
+    shown = dict.fromkeys(remote(trace), t0)  # end of each row's last slice: fetches may overlap
     for task in tasks[np.argsort(trace.fetch[tasks], kind="stable")].tolist():
         worker, end = int(trace.worker[task]), int(trace.fetched[task])
         start = max(int(trace.fetch[task]), shown[worker])
@@ -213,7 +213,7 @@ def _fetches(trace: Trace, t0: int) -> Iterator[dict[str, Any]]:
 
 
 def in_flight(trace: Trace) -> tuple[Any, Any]:
-    """Return the number of tasks that were submitted and have not ended: dates in ns, values from then on."""
+    """Return the number of tasks that were submitted and have not ended: dates (ns), and the values from each on."""
     dates = np.concatenate((trace.submit, trace.end))
     change = np.repeat([1, -1], len(trace))
     order = np.argsort(dates, kind="stable")
@@ -221,7 +221,7 @@ def in_flight(trace: Trace) -> tuple[Any, Any]:
 
 
 def memory(trace: Trace) -> dict[str, tuple[Any, Any]]:
-    """Return the bytes in use on each memory node: dates in ns, values from then on."""
+    """Return the bytes in use on each memory node: dates (ns), and the values from each on."""
     order, used = np.argsort(trace.end, kind="stable"), {}
     for rank, main in enumerate(trace.mains):
         own = order[trace.rank[order] == rank]
@@ -234,7 +234,7 @@ def memory(trace: Trace) -> dict[str, tuple[Any, Any]]:
 
 
 def sampled(dates: Any, values: Any, most: int = MOST_SAMPLES) -> list[tuple[int, int]]:
-    """Return at most `most` points; a point has the largest value of the points that it replaces."""
+    """Return at most `most` points (date, value); a point has the largest value of the points that it replaces."""
     if len(dates) <= most:
         return list(zip(dates.tolist(), values.tolist(), strict=True))
     edges = np.linspace(0, len(dates), most, endpoint=False).astype(int)

@@ -1,4 +1,4 @@
-"""report.html: the profile as one file that opens without a network."""
+"""report.html: the profile as one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def write(trace: Trace, parts: Trace, summary: dict[str, Any], path: Path, title
     """Write report.html.
 
     Args:
-        parts: the trace with task groups split into their tasks, see `trace_analysis.parts`.
-        hardware: a line on the machine and the tiles.
+        parts: the trace by parts, see `trace_analysis.parts`.
+        hardware: text on machine and tiles.
     """
     environment = templates(Path(__file__).parent)
     environment.filters |= {"size": size, "duration": duration, "percent": percent}
@@ -46,7 +46,7 @@ def write(trace: Trace, parts: Trace, summary: dict[str, Any], path: Path, title
 
 
 def curve(trace: Trace, name: str, dates: Any, values: Any, unit: str) -> dict[str, Any]:
-    """Return a stepped line in a box of 10000 x 100, with its name and its largest value."""
+    """Return name, largest value and points of a step curve in a box of 10000 x 100."""
     t0, t1 = trace.window
     points = perfetto.sampled(dates, values, POINTS)
     top = max((value for _, value in points), default=0) or 1

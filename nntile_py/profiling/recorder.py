@@ -1,4 +1,4 @@
-"""Runs steps of a config under StarPU's task profiling, and turns its notes into a Trace."""
+"""Run steps of a config under StarPU's task profiling, and convert its records to a Trace."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ COLUMNS = (
 PASSAGE = ("replay", "index", "peer", "sends", "tag", "bytes", "posted", "ended")  # of csrc/profile.h
 
 
-# StarPU's task profiling takes up to 1.4 us a task. If this would be 5 % of a step, a light profile is taken.
-LIGHT_BELOW = 30e-6  # seconds of a step for each of its tasks
+# StarPU's task profiling takes up to 1.4 us a task. If this would be 5 % of a step, the profile is light.
+LIGHT_BELOW = 30e-6  # seconds of a step divided by the number of its tasks
 
 
 def run_steps(trainer: Trainer, steps: int, warmup: int) -> Trace:
@@ -50,7 +50,7 @@ def run_steps(trainer: Trainer, steps: int, warmup: int) -> Trace:
 
 
 def run_passes(spec: StepSpec, steps: int, warmup: int) -> Trace:
-    """Run forward passes one after the other, of a model with or without a loss, as run_steps does."""
+    """Run forward passes one after the other: `warmup` without a profile, then `steps` with one."""
     evaluation, run = forward_passes(spec, spec.random_inputs(spec.batch, seed=0, training=False), captured=False)
     each = len(evaluation.forward.tasks.tasks)
     return _run(lambda count: [loss for _ in range(count) for loss in run(1)], each, steps, warmup)
@@ -59,14 +59,11 @@ def run_passes(spec: StepSpec, steps: int, warmup: int) -> Trace:
 def _run(
     run: Callable[[int], Any], tasks: int, steps: int, warmup: int, update: TaskList | None = None
 ) -> Trace:  # fmt: skip
-    """Profile steps.
-
-    If tasks are so short that StarPU's profiling would change their times, and all workers are CPU workers, the profile
-    is a light one.
+    """Profile steps. The profile is light if all workers are CPU workers, and tasks are short: see LIGHT_BELOW.
 
     Args:
-        run: makes a number of steps.
-        tasks: about the number of tasks of a step.
+        run: runs a number of steps.
+        tasks: approximate number of tasks of a step.
         update: see make_trace.
     """
     light, expected = False, tasks * steps
@@ -86,7 +83,7 @@ def _run(
 
 
 class Recording:
-    """A profile's data: task lists in the order of submission, the binding's notes, clocks of several ranks."""
+    """Raw data of a profile: task lists in the order of submission, StarPU's records, clocks of several ranks."""
 
     def __init__(self) -> None:
         self.programs: list[TaskList] = []
@@ -94,7 +91,7 @@ class Recording:
         self.clocks: list[Any] = []
 
     def trace(self, update: TaskList | None) -> Trace:
-        """Return the trace of all ranks on rank 0, the own trace on other ranks; all ranks call it."""
+        """Return the trace of all ranks on rank 0, a rank's own trace on other ranks. All ranks call it."""
         own, all_ranks = make_trace(self.programs, self.native, update), ranks_of_run()
         parts = all_ranks.to_first((own, platform.node())) if all_ranks else None
         if not parts:
@@ -105,11 +102,11 @@ class Recording:
 
 @contextmanager
 def watched(expected: int = 0, light: bool = False) -> Iterator[Recording]:
-    """Profile the programs that run in the context. All ranks enter it.
+    """Profile the programs that run in the context, which all ranks must enter.
 
     Args:
-        expected: number of tasks, whose notes are allocated beforehand.
-        light: note only submission, start and end of each task, on CPU workers.
+        expected: number of tasks for whose records memory is allocated beforehand.
+        light: record only submission, start and end of each task, on CPU workers.
     """
     recording, all_ranks = Recording(), ranks_of_run()
     if all_ranks:
@@ -135,7 +132,7 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
 
     Args:
         native: the result of profile_finish.
-        update: the program that ends a step; None: each program is a step.
+        update: the task list that ends a step; None: each program is a step.
     """
     infos: list[TaskInfo] = []
     first: dict[int, int] = {}  # index of each list's first task among the infos
@@ -179,7 +176,7 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
         **{name: column[name] for name in kept},
     )
     with_ends(trace, _passages(native, infos, offsets, steps), column["replay"], column["task"])
-    if trace.light:  # when a worker took a task was not noted: not before the task was ready
+    if trace.light:  # the date at which a worker got a task was not recorded: not before the task was ready
         ends = trace.end.tolist()
         ready = [max((ends[other] for other in before), default=0) for before in trace.before]
         for end in trace.ends:
@@ -192,14 +189,14 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
 def _passages(
     native: dict[str, Any], infos: Sequence[TaskInfo], offsets: Sequence[int], steps: Sequence[int]
 ) -> list[tuple[int, int, TaskInfo, MessageEnd]]:
-    """Return the messages between ranks in the order of posting: replay, place in its list, description, end."""
+    """Return the ends of messages in the order of posting: replay, place in the task list, description, end."""
     passages = []
     for row in native["messages"][np.lexsort(native["messages"].T[[1, 0]])].tolist():
-        one = dict(zip(PASSAGE, row, strict=True))
-        replay, index = one.pop("replay"), one.pop("index")
+        record = dict(zip(PASSAGE, row, strict=True))
+        replay, index = record.pop("replay"), record.pop("index")
         info = infos[offsets[replay - 1] + index]
-        one["sends"] = bool(one["sends"])
-        end = MessageEnd(name=info.tiles.partition(" ")[2], step=steps[replay - 1], **one)
+        record["sends"] = bool(record["sends"])
+        end = MessageEnd(name=info.tiles.partition(" ")[2], step=steps[replay - 1], **record)
         passages.append((replay, index, info, end))
     return passages
 
@@ -220,7 +217,7 @@ def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> TaskInfo:
 
 
 def axes(config: RunConfig, inference: bool = False) -> dict[str, dict[str, int]]:
-    """Return for each axis its size, its tile, the number of tiles, and a tile that is coarse enough."""
+    """Return for each axis its size, its tile, the number of tiles, and a tile that is large enough."""
     own, good, result = tiling(config), coarse(config, inference=inference).tiles, {}
     for axis, size in sizes(config).items():
         tile = own.tile(axis, size)
@@ -229,10 +226,10 @@ def axes(config: RunConfig, inference: bool = False) -> dict[str, dict[str, int]
 
 
 def convert_fxt(folder: Path) -> None:
-    """Convert FxT's raw file in `folder` by StarPU's tool to paje.trace and its other files, for ViTE and StarVZ."""
+    """Convert FxT's raw file in `folder` by StarPU's tool to paje.trace and other files, for ViTE and StarVZ."""
     raw = sorted(str(path) for path in folder.glob("prof_file_*"))
     if not raw:
-        raise TaskError("--fxt: StarPU left no trace: it was built without FxT (libfxt-dev)")
+        raise TaskError("--fxt: StarPU wrote no trace, as it was built without FxT (libfxt-dev)")
     info = build_info()
     tool = Path(info["starpu_prefix"]) / "bin" / "starpu_fxt_tool"
     libraries = ":".join(filter(None, [info["starpu_libdir"], os.environ.get("LD_LIBRARY_PATH")]))

@@ -20,9 +20,9 @@ class TaskInfo:
     """Description of a task, the same in every step.
 
     Attributes:
-        tiles: names of its tiles with their indices.
-        parts: for a group of tasks, the tasks in their order.
-        estimated: the task is a part of a group; its time is estimated.
+        tiles: access mode, name and index of each tile.
+        parts: for a group of tasks, its tasks in order.
+        estimated: the task is part of a group, so that its time is an estimate.
     """
 
     layer: str
@@ -42,14 +42,14 @@ class TaskInfo:
 
     @property
     def group(self) -> tuple[str, str]:
-        """Return operator and phase. The same place in all layers is one operator; all updates are one operator."""
+        """Return operator and phase; the same for all layers, and for all updates."""
         where = "" if self.phase == "update" else re.sub(r"\d+", "*", self.layer)
         return " ".join(filter(None, (where, self.operator))), self.phase
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker. node: its memory node; counters: seconds by StarPU's own account."""
+    """A worker. node: its memory node; counters: StarPU's own sums of seconds."""
 
     name: str
     kind: str
@@ -60,7 +60,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Bus:
-    """Sum of the transfers from one memory node to another."""
+    """Sums over all transfers from one memory node to another."""
 
     source: int
     target: int
@@ -74,8 +74,8 @@ class MessageEnd:
 
     Attributes:
         name: of the tile.
-        before, after: tasks of the rank that the end waits for, and that wait for it.
-        relays: numbers of the rank's other ends that it waits for, such as the receive of a tile that it sends on.
+        before, after: tasks of the rank that precede, or follow, this end.
+        relays: numbers of the rank's other ends that precede it, such as the receive of a tile that it forwards.
     """
 
     sends: bool
@@ -93,7 +93,7 @@ class MessageEnd:
 
 @dataclass(frozen=True, slots=True)
 class TracedMessage:
-    """A message from one rank to another. ready: when its tile was complete; open: when its target was free; ns."""
+    """A message between ranks. ready, open: dates (ns) at which the tile was complete, and its target free."""
 
     source: int
     target: int
@@ -104,28 +104,27 @@ class TracedMessage:
 
     @property
     def way(self) -> tuple[int, int]:
-        """Return the time in transit: from when both ranks were ready to the arrival."""
+        """Return start and end of the transit. It starts when both ranks are ready."""
         return min(max(self.ready, self.open), self.receive.ended), self.receive.ended
 
 
 @dataclass
 class Trace:
-    """Columns of all tasks in the order of submission; dates in ns. StarPU's own tasks are last, without uses.
+    """Tasks as columns, in the order of submission; dates in ns. StarPU's own tasks are last, and access no tiles.
 
-    A trace of several ranks has the tasks of all ranks, on the clock of rank 0, in a possible order of submission.
+    A merged trace has the tasks of all ranks, on the clock of rank 0, each task after its predecessors.
 
     Attributes:
         info: index into infos.
         replay: number of the submission of the task's program.
         pop: the worker got the task.
-        fetch, fetched: allocation and transfer of the task's data.
+        fetch, fetched: start and end of allocation and transfer of the task's data.
         memory, main_memory: bytes in use at the end of the task, on the worker's node and in main memory.
-        light: only submit, start and end were noted. `pop` is then when the task was ready; other dates equal one of
-            these.
-        mains: the nodes that are main memories, by rank.
-        ends: sends and receives of one rank, before the traces of the ranks are merged.
+        light: only submit, start and end were recorded; `pop` is then an estimate, and other dates equal these.
+        mains: for each rank the node that is its main memory.
+        ends: sends and receives of one rank, before the merge.
         messages: messages between ranks, after the merge.
-        clock: offset and drift of the ranks' clocks, and their error.
+        clock: offsets, drift and error of the ranks' clocks.
     """
 
     infos: list[TaskInfo]
@@ -161,11 +160,11 @@ class Trace:
 
     @property
     def window(self) -> tuple[int, int]:
-        """Return the dates of the first submission and of the last end, messages included."""
+        """Return start and end of the trace: first submission and last end, of tasks and messages."""
         first = min((m.posted for both in self.messages for m in (both.send, both.receive)), default=self.submit.min())
         last = max((m.ended for both in self.messages for m in (both.send, both.receive)), default=self.released.max())
         begin = int(min(first, self.submit.min()))
-        return begin, max(int(max(last, self.released.max())), begin + 1)  # figures are shares of it
+        return begin, max(int(max(last, self.released.max())), begin + 1)  # not empty, as figures are shares of it
 
     @property
     def rank(self) -> Ints:
@@ -197,12 +196,12 @@ class Trace:
 
 
 def by_parts(trace: Trace, floors: Callable[[TaskInfo, Worker], float]) -> Trace:
-    """Split groups into their tasks, for figures by operator.
+    """Split each group into its tasks, for figures by operator.
 
-    A group has only one start and one end. Each part gets a share of its time in proportion to its floor.
+    Only start and end of a group are known. Each task gets a share of this time in proportion to its least time.
 
     Args:
-        floors: the least time of a task on a worker.
+        floors: returns the least time of a task on a worker.
     """
     if not any(info.parts for info in trace.infos):
         return trace
@@ -237,14 +236,14 @@ def _ends(floors: Sequence[float]) -> Any:
 
 
 def accumulating(trace: Trace, path: Sequence[int]) -> list[int]:
-    """Return the tasks of a path that wait for the task before them only to add to the same tile."""
+    """Return the tasks of a path that add to a tile to which the task before them added, too, or which it wrote."""
     added = [{use.tile for use in trace.info_of(task).uses if use.adds} for task in path]
     outputs = [{use.tile for use in trace.info_of(task).uses if use.adds or use.mode == "W"} for task in path]
     return [path[k] for k in range(1, len(path)) if added[k] & outputs[k - 1]]
 
 
 def one_after_the_other(start: Ints, end: Ints) -> Ints:
-    """Return when each task of a stream really began. StarPU notes the launch, when earlier tasks may still run."""
+    """Return the true start of each task of a CUDA stream: StarPU records the launch, while earlier tasks still run."""
     order = np.argsort(end, kind="stable")
     result = start.copy()
     result[order[1:]] = np.maximum(start[order[1:]], end[order[:-1]])
@@ -252,7 +251,7 @@ def one_after_the_other(start: Ints, end: Ints) -> Ints:
 
 
 def merge(start: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """Return the union of intervals as sorted, disjoint intervals."""
+    """Return the union of intervals as sorted disjoint intervals."""
     if not len(start):
         return start, end
     order = np.argsort(start, kind="stable")

@@ -1,4 +1,4 @@
-"""Figures of summary.json from a trace: shares of workers' time, operators and their roofline, critical path."""
+"""Figures of summary.json: shares of the workers' time, operators and their roofline, critical path."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from nntile_py.profiling.message_waits import idle, summarised
 from nntile_py.profiling.trace import REDUCTION, TaskInfo, Trace, Worker, accumulating, by_parts, length
 from nntile_py.tiles.dependencies import critical_path
 
-# Assumed flop/s and bytes/s of an unknown device, where only proportions matter: the times of a group's parts.
+# Assumed flop/s and bytes/s of an unknown device, for the proportions of the times of a group's tasks.
 ASSUMED = (600e12, 3.5e12)
 
 
 def summarise(trace: Trace, peaks: Mapping[str, Peak], tiles: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return all of summary.json but the findings.
+    """Return summary.json without the findings.
 
-    Figures by operator count the parts of groups, whose times are estimates; `estimated` is the share of such time.
+    Figures by operator count the tasks of a group separately; `estimated` is the share of such estimated time.
 
     Args:
-        peaks: of one worker, by kind.
+        peaks: of one worker, by kind of worker.
         tiles: for each axis its size, its tile, the number of tiles.
     """
     t0, t1 = trace.window
@@ -58,7 +58,7 @@ def summarise(trace: Trace, peaks: Mapping[str, Peak], tiles: Mapping[str, Any] 
 
 
 def parts(trace: Trace, peaks: Mapping[str, Peak]) -> Trace:
-    """Split groups: each part gets a share of the group's time in proportion to max(flop / peak, bytes / peak)."""
+    """Split groups: each task gets time in proportion to max(flop / peak flop/s, bytes / peak bytes/s)."""
 
     def floor(info: TaskInfo, worker: Worker) -> float:
         peak = peaks.get(worker.kind)
@@ -69,7 +69,7 @@ def parts(trace: Trace, peaks: Mapping[str, Peak]) -> Trace:
 
 
 def _worker(trace: Trace, number: int) -> dict[str, Any]:
-    """Return a worker's shares of the run. Overlapping times count as working, else communicating, else overhead."""
+    """Return a worker's shares of the run. Overlapping times count once: as working, communicating or overhead."""
     worker, mine = trace.workers[number], trace.worker == number
     t0, t1 = trace.window
     run = trace.start[mine], trace.end[mine]
@@ -91,7 +91,7 @@ def _worker(trace: Trace, number: int) -> dict[str, Any]:
 
 
 def _operators(trace: Trace, peaks: Mapping[str, Peak]) -> list[dict[str, Any]]:
-    """Return a row for each operator and phase, the longest first. trace: by parts."""
+    """Return a row for each operator and phase, the longest first. trace: the trace by parts."""
     groups: dict[tuple[str, str], int] = {}
     of_info = np.array([groups.setdefault(info.group, len(groups)) for info in trace.infos], np.int64)
     of_task = of_info[trace.info]
@@ -166,7 +166,7 @@ def _path(trace: Trace, parts: Trace, window: float) -> dict[str, Any]:
 
 
 def _submission(trace: Trace) -> float:
-    """Return the seconds in which the main thread submitted programs; the maximum over ranks."""
+    """Return the seconds in which the main thread submitted programs, of the slowest rank."""
     totals, rank = [0] * trace.ranks, trace.rank
     for replay in np.unique(trace.replay[trace.replay > 0]):
         tasks = trace.replay == replay
