@@ -1,9 +1,9 @@
-"""What a checkpoint every N steps costs: steps with one and without, in turns.
+"""Cost of a checkpoint every N steps: steps with and without checkpoints, alternating.
 
 python experiments/checkpoints.py experiments/gpt2_tiny.yaml --every 100 --rounds 8 [KEY=VALUE ...]
 
-With one means as in `nntile train` with checkpoint.every=N: copied and written while the steps run, and waited for at
-the end of the turn. Inputs are random; the files go to a folder beside the current one's runs and are removed.
+As in `nntile train` with checkpoint.every=N, a checkpoint is copied and written during the steps; the measurement ends
+when it is written. Inputs are random. The checkpoints are removed afterwards.
 """
 
 import argparse
@@ -29,7 +29,7 @@ parser.add_argument("config")
 parser.add_argument("set", nargs="*")
 parser.add_argument("--every", type=int, default=100)
 parser.add_argument("--rounds", type=int, default=8)
-parser.add_argument("--folder", type=Path, default=Path("runs"), help="on the disk that is to be measured")
+parser.add_argument("--folder", type=Path, default=Path("runs"), help="folder on the disk to measure")
 options = parser.parse_args()
 
 config = load(options.config, options.set)
@@ -41,7 +41,7 @@ with Runtime(**runtime_options(config.runtime.model_dump())), tempfile.Temporary
     saver = CheckpointWriter(CheckpointSection(every=options.every), trainer, RunFolder(Path(run)), {}, {}, print)
 
     def turn(saves: bool) -> float:
-        """Seconds a step."""
+        """Run `every` steps; return the seconds of a step."""
         begin, in_flight = time.perf_counter(), deque[Pending]()
         for step in range(options.every):
             in_flight.append(trainer.submit(inputs))
@@ -52,7 +52,7 @@ with Runtime(**runtime_options(config.runtime.model_dump())), tempfile.Temporary
         saver.finish()
         return (time.perf_counter() - begin) / options.every
 
-    turn(False), turn(True)  # what is made once: kernels chosen, memory for copies
+    turn(False), turn(True)  # chooses kernels and allocates memory
     seconds = {False: list[float](), True: list[float]()}
     with Load() as load_of:
         for saves in itertools.islice(itertools.cycle([False, True, True, False]), 2 * options.rounds):

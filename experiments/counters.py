@@ -1,11 +1,11 @@
-"""Bytes that the kernels of a layer move by the GPU's own counters, beside the bytes of their tasks' tiles.
+"""Bytes that the kernels of a layer move, by the GPU's counters, beside the bytes of their tasks' tiles.
 
     python experiments/counters.py [--work encoder] [--phase forward] [--set train.batch=96 --set train.seq=128]
 
-Needs Nsight Compute (`ncu`) and the right to read its counters. The layer is that of encoder_layer.yaml, in bf16, with
-BERT-large's sizes, attention in one kernel and groups that are found. Each kernel runs alone, with empty caches. In
-MB (10^6 bytes): what its tasks read and write, each tile once; what multiprocessors read from the L2 cache and write to
-it; what the L2 cache read from memory and wrote back to it (what it still holds at the kernel's end is not counted).
+Needs Nsight Compute (`ncu`) and permission to read GPU counters. The layer is that of encoder_layer.yaml, in bf16, with
+BERT-large's sizes, fused attention and fusion groups. Each kernel runs by itself, with empty caches. The columns are in
+MB (10^6 bytes). tiles: bytes that the task reads and writes, each tile once. L2: bytes that multiprocessors read from
+the L2 cache and write to it. DRAM: bytes that the L2 cache reads from memory and writes back before the kernel's end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-METRICS = (  # of ncu: from and to L2, from and to memory
+METRICS = (  # names in ncu: read from L2, written to L2, read from memory, written to memory
     "l1tex__m_xbar2l1tex_read_bytes.sum",
     "l1tex__m_l1tex2xbar_write_bytes.sum",
     "dram__bytes_read.sum",
@@ -30,11 +30,11 @@ SETS = (
     "tiles={}", "precision=bf16", "runtime.cpus=0", "runtime.cuda=1", "runtime.memory=null", "model.embed=1024",
     "model.heads=16", "train.batch=8", "train.seq=512", "fusion.found=true",
 )  # fmt: skip
-TASK = "task: "  # what a line of the process under ncu begins with
+TASK = "task: "  # start of the lines that the process under ncu prints for this script
 
 
 def layer(o: argparse.Namespace) -> None:
-    """Run the layer once, between the calls that start and stop ncu; print its tasks in their order."""
+    """Run the layer once while ncu counts; print its tasks in order."""
     import torch
 
     import nntile_py as nt
@@ -46,7 +46,7 @@ def layer(o: argparse.Namespace) -> None:
     built = build(config, o.work, o.phase)
     with nt.Runtime(**runtime_options(config.runtime.model_dump())):
         run = small_program(built.graphs[0], config)
-        run(3)  # compiled, chosen, in memory
+        run(3)  # compiles and chooses kernels, allocates memory
         torch.cuda.cudart().cudaProfilerStart()
         run(1)
         torch.cuda.cudart().cudaProfilerStop()
@@ -55,19 +55,19 @@ def layer(o: argparse.Namespace) -> None:
         print(f"{TASK}{task.op}\t{read}\t{written}")
 
 
-def kernels(told: str) -> list[tuple[str, dict[str, float]]]:
-    """The kernels that ncu saw, in their order, with the value of each metric."""
-    text = told[told.index('"ID"') :]
-    found: dict[str, tuple[str, dict[str, float]]] = {}
-    for row in csv.DictReader(io.StringIO(text)):
-        values = found.setdefault(row["ID"], (row["Kernel Name"], {}))[1]
+def kernels(output: str) -> list[tuple[str, dict[str, float]]]:
+    """Return the kernels in ncu's output, in order, with the value of each metric."""
+    by_id: dict[str, tuple[str, dict[str, float]]] = {}
+    for row in csv.DictReader(io.StringIO(output[output.index('"ID"') :])):
+        values = by_id.setdefault(row["ID"], (row["Kernel Name"], {}))[1]
         values[row["Metric Name"]] = float(row["Metric Value"].replace(",", ""))
-    return [*found.values()]
+    return [*by_id.values()]
 
 
 def table(tasks: Sequence[Sequence[str]], seen: Sequence[tuple[str, dict[str, float]]]) -> None:
-    if len(tasks) != len(seen):  # no telling which kernel is whose
-        print(f"{len(tasks)} tasks and {len(seen)} kernels: not one for each")
+    """Print a row for each task and its kernel. tasks: operator, bytes read, bytes written; seen: see `kernels`."""
+    if len(tasks) != len(seen):
+        print(f"{len(tasks)} tasks and {len(seen)} kernels: rows may pair a task with another task's kernel")
     heads = ("tiles R", "L2 R", "DRAM R", "tiles W", "L2 W", "DRAM W")
     print(f"{'task':34} {'kernel':34}" + "".join(f" {head:>8}" for head in heads))
     for (op, *tiles), (name, values) in zip_longest(tasks, seen, fillvalue=("", {})):
@@ -89,11 +89,11 @@ def main() -> None:
         return
     ncu = ["ncu", "--profile-from-start", "off", "--csv", "--print-units", "base", "--clock-control", "none"]
     command = [*ncu, "--metrics", ",".join(METRICS), sys.executable, "-P", __file__, *sys.argv[1:], "--inside"]
-    told = subprocess.run(command, text=True, capture_output=True, check=False)
-    if told.returncode or '"ID"' not in told.stdout:
-        sys.exit(f"ncu gave no counters (status {told.returncode}):\n{(told.stdout + told.stderr)[-2000:]}")
-    lines = [line[len(TASK) :].split("\t") for line in told.stdout.splitlines() if line.startswith(TASK)]
-    table(lines, kernels(told.stdout))
+    ran = subprocess.run(command, text=True, capture_output=True, check=False)
+    if ran.returncode or '"ID"' not in ran.stdout:
+        sys.exit(f"ncu gave no counters (status {ran.returncode}):\n{(ran.stdout + ran.stderr)[-2000:]}")
+    lines = [line[len(TASK) :].split("\t") for line in ran.stdout.splitlines() if line.startswith(TASK)]
+    table(lines, kernels(ran.stdout))
 
 
 if __name__ == "__main__":

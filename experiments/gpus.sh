@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What is measured of GPUs, on those that the machine has; JSON into a folder, one file a line of the tables.
+# Measure a machine with GPUs. Each row of the tables is a JSON file in a folder.
 #   experiments/gpus.sh [step] [scaling] [strong] [peers] [metg] [capacity] [policies] [figures]     OUT=runs/gpus
-# Each part takes some minutes; PYTHON and PATH as for nntile itself.
+# Each part takes some minutes. `nntile` must be on the PATH.
 set -uo pipefail
 out=${OUT:-runs/gpus}
 mkdir -p "$out"
@@ -25,39 +25,39 @@ step() {
     bench step-xl "$SXL" 16 "" 1 --peer torch_compile --rounds 4 --steps 3
     bench step-2.7b "$S2B7" 8 "" 1 --peer torch_compile --rounds 4 --steps 2
 }
-scaling() { # the same for each GPU
+scaling() { # the same batch for each GPU
     for n in $counts; do
         bench "weak-xl-$n" "$SXL" $((16 * n)) 16 "$n" --rounds 3 --steps 3
         bench "weak-2.7b-$n" "$S2B7" $((8 * n)) 8 "$n" --rounds 3 --steps 3
     done
 }
-strong() { # the same for all together
+strong() { # the same batch for all GPUs together
     for n in $counts; do
         bench "strong-xl-$n" "$SXL" 16 $((16 / n)) "$n" --rounds 3 --steps 3
         bench "strong-2.7b-$n" "$S2B7" 8 $((8 / n)) "$n" --rounds 3 --steps 3
     done
 }
-peers() { # 12 sequences a GPU: two contestants share its memory
+peers() { # 12 sequences a GPU, as two contestants share its memory
     for peer in ddp fsdp2; do
         bench "xl-$peer-$gpus" "$SXL" $((12 * gpus)) 12 "$gpus" --peer $peer --rounds 3 --steps 3
     done
 }
 metg() {
     nntile bench metg --cuda 1 --json >"$out/metg-1.json"
-    # One thread submits to all: the shortest tasks would take minutes.
+    # One thread submits to all GPUs: the shortest tasks would take minutes.
     [ "$gpus" = 1 ] || nntile bench metg --cuda "$gpus" --us 5,10,20,50,100,200,500,1000 --seconds 0.1 --repeats 3 --json >"$out/metg-$gpus.json"
 }
 capacity() { nntile bench capacity --cuda "$gpus" --cuda-memory 20 --search --rounds 1 --budget 60 --time-limit 60 --out "$out/capacity"; }
 policies() { limited 120 nntile sweep experiments/policies.yaml --set runtime.cuda="$gpus" --set train.batch=$((16 * gpus)) --out "$out/policies"; }
-limited() { # SECONDS COMMAND...; a sweep or an experiment that was cut off goes on where it was when it is called again
+limited() { # SECONDS COMMAND...; the same command later continues a sweep or experiment that was cut off
     timeout -s INT -k 10 "$@" || echo "gpus.sh: status $?: ${*:2}" >&2
 }
 figure() { # NAME MODE SECONDS
     echo "$1 $2"
     limited "$3" nntile experiment "$1" --scale gpu --mode "$2" --out "$out/$1-$2"
 }
-figures() { # what matters most comes first
-    figure fig17 training 180  # on a new machine StarPU measures the buses first, and Triton compiles
+figures() { # the most important first
+    figure fig17 training 180  # includes StarPU's measurement of buses and Triton's compilations on a new machine
     figure fig17 inference 60
     figure fig18 inference 90
     figure fig18 training 120

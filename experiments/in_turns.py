@@ -1,4 +1,4 @@
-"""Training steps of a config with a constant of the sources set to each of some values, in turns in one process.
+"""Training steps of a config with several values of a constant in the sources, alternating in one process.
 
 python experiments/in_turns.py experiments/gpt2_124m.yaml nntile_py.tiles.task_groups.EXPORT_SECONDS 1 2e-4 \\
     --set runtime.cuda=2 --set tiles.batch=16
@@ -18,15 +18,15 @@ from nntile_py.system.clock import clocked, spread
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
-    parser.add_argument("constant", help="MODULE.NAME, which is read when a program is built")
+    parser.add_argument("constant", help="MODULE.NAME of a constant that the building of a program reads")
     parser.add_argument("values", type=float, nargs="+")
     parser.add_argument("--set", action="append", default=[], dest="sets", metavar="KEY=VALUE")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="in a turn")
+    parser.add_argument("--turns", type=int, default=5, help="measurements of each value")
+    parser.add_argument("--steps", type=int, default=3, help="steps in a measurement")
     o = parser.parse_args()
     where, _, name = o.constant.rpartition(".")
     module = importlib.import_module(where)
-    kind = type(getattr(module, name))  # setting an unknown constant would change nothing
+    kind = type(getattr(module, name))  # an error for an unknown constant
     request: dict[str, Any] = {"config": load(o.config, o.sets).model_dump(by_alias=True)}
     request["measure"] = Measure(warmup=o.steps).model_dump()
     with ExitStack() as running:

@@ -5,11 +5,12 @@
     python experiments/kernels.py found [--only gpt2] [--search]
     python experiments/kernels.py single [--only gpt2]
 
-step: the kernels of a config's step, and the gaps between them, by torch.profiler. layer: the same of one pass of
-BERT-large's encoder layer, attention in one kernel, groups that are found. found: the generated kernel of
-each group that `fusion: true` makes in three models, as it is launched there, beside a copy of as many bytes
-and beside the kernels of the rules; with --search in other cuts, the fastest of which are listed. single: for each
-operator of four models without fusion, its generated kernel beside the handwritten one (column "rules").
+step: the kernels of a config's step, and the gaps between them, by torch.profiler.
+layer: the same for one pass of BERT-large's encoder layer, with fused attention and fusion groups.
+found: for each fusion group that `fusion: true` forms in three models, the time of its generated kernel, of a copy of
+    as many bytes, and of the kernels that run without the group (column "rules"). --search also
+    times the generated kernel with other block sizes, and lists the fastest.
+single: for each operator of four models without fusion, its generated and its handwritten kernel (column "rules").
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def step(o: dict[str, Any]) -> None:
 
 
 def layer(o: dict[str, Any]) -> None:
-    """One pass of an encoder layer, again and again."""
+    """Passes of an encoder layer."""
     from nntile_py.execution.runtime import Runtime
 
     config = load(Path(__file__).with_name("encoder_layer.yaml"), [*GPU, *LAYER, *o["sets"]])
@@ -81,7 +82,7 @@ def layer(o: dict[str, Any]) -> None:
 
 
 def traced(run: Callable[[int], Any]) -> None:
-    """The kernels of STEPS runs, and the gaps between them."""
+    """Print the kernels of STEPS runs, and the gaps between them."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -109,15 +110,20 @@ def traced(run: Callable[[int], Any]) -> None:
             print(f"{us / 1e3 / STEPS:9.3f} ms between {before[:45]} and {after[:45]}")
 
 
-# -- groups that are found
+# -- fusion groups
 
-COLD = 500e6  # bytes that are gone through before one is used again: ten times an H200's L2
-LAUNCHED = 24  # sets of tiles in a CUDA graph, at least
+COLD = 500e6  # bytes that a kernel accesses before it reuses tiles: ten times an H200's L2 cache
+LAUNCHED = 24  # least number of launches in a CUDA graph
 
 
 @dataclass
 class Case:
-    """A group, or a cut of it; `rules`: the tasks that make the same without it; `within`: products that do a part."""
+    """A fusion group with its task.
+
+    Attributes:
+        rules: tasks that compute the same without the group.
+        within: products whose epilogues compute a part of it without the group.
+    """
 
     name: str
     task: Task
@@ -130,8 +136,13 @@ class Case:
 
 
 @dataclass
-class Made:
-    """Launches of tasks, compiled: each with the number of its task; of each task the tiles and their bytes."""
+class Compiled:
+    """Compiled launches of tasks.
+
+    Attributes:
+        launches: number of the task, and the encoded launch.
+        tiles: for each task the keys of its tiles and their bytes.
+    """
 
     launches: list[tuple[int, Any]]
     scratch: int
@@ -151,28 +162,29 @@ FUSED = ["model.attention=vendor", "model.attention_dropout=0"]
 
 
 def cases() -> Iterator[Case]:
-    """Each group of other sizes or another definition once."""
+    """Yield each distinct fusion group of the models once."""
     seen = set()
     for model, config, work in models():
         cuts = step_spec(config).cuts
-        found, rules = (logical(config, work, Fusion.of(how))[0] for how in (True, {"found": False}))
-        for op in found.ops:
+        fused, rules = (logical(config, work, Fusion.of(how))[0] for how in (True, {"found": False}))
+        for op in fused.ops:
             if not isinstance(op, Generated):
                 continue
             sizes = "x".join(map(str, op.definition.sizes.values()))
             if (key := (op.kernel.source, sizes)) in seen:
                 continue
             seen.add(key)
-            made = {(t.name, tuple(t.shape)) for member in op.members for t in member.outputs}
-            others = [one for one in rules.ops if any((t.name, tuple(t.shape)) in made for t in one.outputs)]
-            products = [one.name for one in others if isinstance(one, Contract)]
-            tasks = [t for one in others if one.name not in products for t in alone(one, cuts, "chain").tasks.tasks]
+            outputs = {(t.name, tuple(t.shape)) for member in op.members for t in member.outputs}
+            others = [other for other in rules.ops if any((t.name, tuple(t.shape)) in outputs for t in other.outputs)]
+            products = [other.name for other in others if isinstance(other, Contract)]
+            single = [alone(other, cuts, "chain").tasks.tasks for other in others if other.name not in products]
+            tasks = [task for tasks in single for task in tasks]
             (task,) = alone(op, cuts, "chain").tasks.tasks
             yield Case(f"{model} {op.group} {sizes}", task, tasks, products)
 
 
 def single_cases() -> Iterator[Case]:
-    """Each operator that has a scalar form, as a group of its own, beside its handwritten kernel."""
+    """Yield each operator with a scalar form as a group of its own, with its handwritten kernel."""
     llama = [*GPU, "train.batch=8", "train.seq=1024", "model.layers=2"]
     every = [*models(), ("llama", load(installed("experiments") / "llama_1b.yaml", llama), "train")]
     seen = set()
@@ -194,47 +206,47 @@ def single_cases() -> Iterator[Case]:
 
 
 def other_cuts(task: Task) -> list[BlockSizes]:
-    """What may be fast, of rows, columns, elements of a thread, programs and stages."""
-    made = KERNELS[task.kernel]
+    """Return block sizes that may be fast: rows, columns, elements of a thread, programs and stages."""
+    kernel = KERNELS[task.kernel]
     shapes = [shape(task, number) for number in range(len(task.accesses))]
-    writer = Writer(made.definition, made.tiles, shapes, made.outputs, [a.accumulate for a in task.accesses])
-    usual, n, found = writer.usual_cut(), writer.sizes[writer.column], []
+    writer = Writer(kernel.definition, kernel.tiles, shapes, kernel.outputs, [a.accumulate for a in task.accesses])
+    usual, n, cuts = writer.usual_cut(), writer.sizes[writer.column], []
     blocks = [usual.block] if writer.whole_rows else [block for block in (256, 512, 1024, 2048) if n % block == 0]
     for block, rows, each in itertools.product(blocks, (1, 2, 4, 8), (8, 16, 32, 64)):
         warps = rows * block // (32 * each)
         if not 1 <= warps <= 16 or rows * block > 8192:
             continue
         if not writer.sums and each < 64:
-            found.append(BlockSizes(rows, block, warps))
+            cuts.append(BlockSizes(rows, block, warps))
         for programs, stages in itertools.product((2, 3, 4, 6), (2, 3, 4)):
             if writer.sums and 2048 <= rows * block <= 4096 and each > 8:
-                found.append(BlockSizes(rows, block, warps, max(16, 132 * programs // -(-n // block)), stages))
-    return found
+                cuts.append(BlockSizes(rows, block, warps, max(16, 132 * programs // -(-n // block)), stages))
+    return cuts
 
 
-def compiled(job: tuple[list[Task], BlockSizes | None]) -> Made | str:
-    """Or why not."""
+def compiled(job: tuple[list[Task], BlockSizes | None]) -> Compiled | str:
+    """Compile the tasks, with other block sizes if the job has them; return the reason if that is impossible."""
     from nntile_py.tasks.generated_triton import in_cut
 
     tasks, cut = job
-    made = Made([], 0, [[(a.tile.key, a.tile.bytes) for a in task.accesses] for task in tasks])
+    result = Compiled([], 0, [[(a.tile.key, a.tile.bytes) for a in task.accesses] for task in tasks])
     for number, task in enumerate(tasks):
         known = describer(task.kernel)
         if known is None:
             return f"{task.kernel} is in C++"
         try:
             launches: Launches = in_cut(task, cut) if cut else known([task])
-            made.launches += [(number, encode(one, compile_launch(one))) for one in launches.launches]
-        except Exception as error:  # of Triton's compiler: a cut that it does not take
+            result.launches += [(number, encode(one, compile_launch(one))) for one in launches.launches]
+        except Exception as error:  # any error of Triton's compiler
             return f"{type(error).__name__}: {str(error)[:80]}"
-        made.scratch = max(made.scratch, launches.scratch)
-    return made
+        result.scratch = max(result.scratch, launches.scratch)
+    return result
 
 
 class Clock:
-    """Times launches with tiles that are not in a cache, all in a CUDA graph, on as many sets of tiles as are needed.
+    """Times launches on tiles that are not in a cache: a CUDA graph launches a kernel on several sets of tiles.
 
-    They are launched by the driver, as in csrc/runtime_cuda.cpp."""
+    Kernels are launched through CUDA's driver API, as in csrc/runtime_cuda.cpp."""
 
     def __init__(self) -> None:
         import torch
@@ -248,7 +260,7 @@ class Clock:
         return max(2, math.ceil(COLD / size))
 
     def seconds(self, runs: Sequence[Callable[[], None]]) -> float:
-        """Of one of them."""
+        """Return the seconds of a run, of which all are launched in one CUDA graph."""
         torch, times = self.torch, math.ceil(LAUNCHED / len(runs))
         for run in runs:
             run()
@@ -257,18 +269,18 @@ class Clock:
         with torch.cuda.graph(graph):
             for run in times * list(runs):
                 run()
-        found = []
+        measured = []
         for _ in range(11):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             graph.replay()
             end.record()
             end.synchronize()
-            found.append(start.elapsed_time(end) / 1e3 / times / len(runs))
-        return statistics.median(found[2:])
+            measured.append(start.elapsed_time(end) / 1e3 / times / len(runs))
+        return statistics.median(measured[2:])
 
     def copy(self, size: int) -> float:
-        """Of so many bytes, half of them read: by cudaMemcpy or by a kernel of PyTorch's, whichever is faster."""
+        """Return the seconds of a copy that reads and writes `size` bytes together, by cudaMemcpy or by PyTorch."""
         if size not in self._known:
             half = size // 4
             parts = [self.pool[2 * k * half : 2 * (k + 1) * half].view(2, half) for k in range(self.sets(size))]
@@ -277,18 +289,19 @@ class Clock:
             self._known[size] = min(map(self.seconds, ways))
         return self._known[size]
 
-    def made(self, made: Made) -> float:
-        assert made.scratch <= self.scratch.numel(), made.scratch
+    def kernels(self, compiled: Compiled) -> float:
+        """Return the seconds of compiled launches."""
+        assert compiled.scratch <= self.scratch.numel(), compiled.scratch
         at, runs = self.pool.data_ptr(), []
-        own = sum(dict(itertools.chain(*made.tiles)).values())  # with what lies between several kernels
+        own = sum(dict(itertools.chain(*compiled.tiles)).values())  # intermediate tiles included
         for _ in range(self.sets(own)):
             places: dict[Any, int] = {}
-            for key, count in itertools.chain(*made.tiles):
+            for key, count in itertools.chain(*compiled.tiles):
                 if key not in places:
                     places[key], at = at, at + -(-count // 512) * 512
             assert at < self.pool.data_ptr() + 2 * self.pool.numel()
-            tiles = [[places[key] for key, _ in task] for task in made.tiles]
-            runs.append([self._launch(encoded, tiles[number]) for number, encoded in made.launches])
+            tiles = [[places[key] for key, _ in task] for task in compiled.tiles]
+            runs.append([self._launch(encoded, tiles[number]) for number, encoded in compiled.launches])
         return self.seconds([lambda one=one: [launch() for launch in one] for one in runs])  # type: ignore[misc]
 
     def _launch(self, encoded: Any, tiles: list[int]) -> Callable[[], None]:
@@ -311,7 +324,7 @@ class Clock:
         return run
 
     def _value(self, kind: int, value: Any, tiles: list[int]) -> Any:
-        """As of `encode`; slots are 1."""
+        """Return a parameter of an encoded launch, see `encode`; slots are 1."""
         kinds = {2: ctypes.c_int32, 3: ctypes.c_int64, 4: ctypes.c_float}
         if kind in kinds:
             return kinds[kind](value)
@@ -325,31 +338,32 @@ class Clock:
             raise RuntimeError(f"CUDA driver error {code}")
 
 
-def found(every: Iterator[Case], only: str, search: bool = False) -> None:
+def compare(every: Iterator[Case], only: str, search: bool = False) -> None:
+    """Print the times of all cases with `only` in their names."""
     some = [case for case in every if only in case.name]
     jobs: list[tuple[list[Task], BlockSizes | None]] = []
     for case in some:
         jobs += [([case.task], None), (case.rules, None)]
         jobs += [([case.task], cut) for cut in other_cuts(case.task)] if search else []
-    with ProcessPoolExecutor(os.cpu_count()) as pool:  # before this process has a GPU
+    with ProcessPoolExecutor(os.cpu_count()) as pool:  # before this process uses the GPU
         results = iter(list(pool.map(compiled, jobs, chunksize=2)))
     clock = Clock()
     print(clock.torch.cuda.get_device_name(0))
     print(f"{'group':74}      MB  copy us  generated  GB/s  share  rules us  share")
     for case in some:
         size, copy, ours, rules = case.bytes, clock.copy(case.bytes), next(results), next(results)
-        assert isinstance(ours, Made), ours
-        seconds = clock.made(ours)
+        assert isinstance(ours, Compiled), ours
+        seconds = clock.kernels(ours)
         print(f"{case.name:74} {size / 1e6:7.1f} {copy * 1e6:8.1f} {seconds * 1e6:10.1f} {size / seconds / 1e9:5.0f}"
               f" {copy / seconds:6.2f}", end=" ")  # fmt: skip
-        told = f"{rules}"
-        if isinstance(rules, Made):
-            other = clock.made(rules)
-            told = f"{other * 1e6:9.1f} {copy / other:6.2f}  {' + '.join(task.kernel for task in case.rules)}"
-        print(told, *(f"and in {name}" for name in case.within))
+        text = f"{rules}"
+        if isinstance(rules, Compiled):
+            other = clock.kernels(rules)
+            text = f"{other * 1e6:9.1f} {copy / other:6.2f}  {' + '.join(task.kernel for task in case.rules)}"
+        print(text, *(f"and in {name}" for name in case.within))
         if search:
-            timed = [(clock.made(made), cut) for cut in other_cuts(case.task)
-                     if isinstance(made := next(results), Made)]  # fmt: skip
+            timed = [(clock.kernels(result), cut) for cut in other_cuts(case.task)
+                     if isinstance(result := next(results), Compiled)]  # fmt: skip
             for seconds, cut in sorted(timed, key=lambda of: of[0])[:8]:
                 print(f"    {seconds * 1e6:8.2f} us, share {copy / seconds:.3f}: {cut}")
 
@@ -368,15 +382,15 @@ def main() -> None:
     of_layer.add_argument("--set", action="append", default=[], dest="sets", metavar="KEY=VALUE")
     two = parts.add_parser("found")
     two.add_argument("--only", default="", help="groups with this in their names, such as gpt2")
-    two.add_argument("--search", action="store_true", help="try other cuts")
+    two.add_argument("--search", action="store_true", help="try other block sizes")
     three = parts.add_parser("single")
     three.add_argument("--only", default="", help="operators with this in their names, such as layer_norm")
     o = vars(parser.parse_args())
     what = o.pop("what")
     if what == "found":
-        return found(cases(), o["only"], o["search"])
+        return compare(cases(), o["only"], o["search"])
     if what == "single":
-        return found(single_cases(), o["only"])
+        return compare(single_cases(), o["only"])
     return (step if what == "step" else layer)(o)
 
 

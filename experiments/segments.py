@@ -1,14 +1,15 @@
-"""Attention over packed sequences on a GPU: our kernels beside ATen's varlen and cuDNN's ragged, in microseconds.
+"""Attention over packed sequences on a GPU: times of nntile_py's kernels, ATen's varlen and cuDNN's ragged kernel.
 
     experiments/segments.py [--table 64x64,64x512] [--heads 12] [--head-dim 64] [--alpha 0.6] [--dropout 0.1] [--causal]
 
-A row of the table is SEQUENCESxLONGEST; lengths are uniform about alpha times the longest. Calls are timed in a CUDA
-graph, so that launching costs nothing; errors are |difference| / |value| from fp32 attention of each sequence. cuDNN's
-kernel is a task of this project, with what it needs beside: offsets, zeros for tokens of no sequence, the log-sum-exp
-transposed. --grouped times the kernels of examples/grouped_attention in the place of ours.
+A row of the table is SEQUENCESxLONGEST; lengths are distributed uniformly about alpha times the longest. Times are in
+microseconds, of calls in a CUDA graph, so without launch overhead. Errors are |difference| / |value| against fp32
+attention of each sequence. cuDNN's kernel runs as a task of nntile_py; its time includes the preparation of offsets, of
+zeros for tokens without a sequence, and of the transposed log-sum-exp. --grouped times the kernels of
+examples/grouped_attention instead of nntile_py's.
 
---instructions needs no GPU: kernels are compiled for compute capability 9.0 and taken apart, and the instructions of
-their innermost loops are told for an element of the scores.
+--instructions needs no GPU: it compiles the kernels for compute capability 9.0, disassembles them, and prints the
+instructions of their innermost loops divided by the number of scores that a loop computes.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from nntile_py.tiles import TaskList, Tile, Tiling
 from nntile_py.tiles.dtypes import DTYPES
 from nntile_py.tiles.tasklist import Task
 
-CALLS, ROUNDS = 20, 5
-FLIGHT = 10  # graphs of so many calls that are launched together
+CALLS, ROUNDS = 20, 5  # calls in a CUDA graph, measurements
+FLIGHT = 10  # graphs in flight together
 SLOTS = {"dropout_seed": 1234567.0}
 
 
@@ -55,28 +56,28 @@ def lengths_of(count: int, longest: int, alpha: float) -> list[int]:
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Microseconds of a call, the least of several rounds."""
+    """Return the microseconds of a call, the least of several measurements."""
     for _ in range(2):
         call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(CALLS):
             call()
-    found = []
+    measured = []
     for _ in range(ROUNDS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        found.append(start.elapsed_time(end) * 1e3 / CALLS)
-    return min(found)
+        measured.append(start.elapsed_time(end) * 1e3 / CALLS)
+    return min(measured)
 
 
 def lowered(
     backend: str, qkv: torch.Tensor, offsets: int, longest: int, o: Any
 ) -> tuple[Graph, Lowering, list[Tensor]]:
-    """The tasks of attention and of its gradient; their results, which outlive a program as the log-sum-exp does."""
+    """Return graph and tasks of attention and its gradient, and their results, which outlive a program."""
     tokens, _, heads, head_dim = qkv.shape
     g = Graph("bf16")
     axes = ["batch", "seq", "qkv", "heads", "head_dim"]
@@ -96,19 +97,19 @@ def lowered(
 
 
 class Ours:
-    """Our kernels, on tensors."""
+    """nntile_py's kernels on tensors of PyTorch."""
 
     def __init__(
         self, qkv: torch.Tensor, offsets: torch.Tensor, d_out: torch.Tensor, longest: int, o: Any, backend: str
     ) -> None:
-        _, low, results = lowered(backend, qkv, len(offsets), longest, o)
-        places = torch.arange(len(qkv), device=qkv.device)
-        given = {"qkv": qkv, "segments": offsets, "do": d_out, "draws": places}
-        self.tasks, self.tiles = low.tasks.tasks, dict[Tile, torch.Tensor]()
+        _, lowering, results = lowered(backend, qkv, len(offsets), longest, o)
+        rows = torch.arange(len(qkv), device=qkv.device)
+        inputs = {"qkv": qkv, "segments": offsets, "do": d_out, "draws": rows}
+        self.tasks, self.tiles = lowering.tasks.tasks, dict[Tile, torch.Tensor]()
         for tile in {access.tile for task in self.tasks for access in task.accesses}:
-            made = torch.empty(tile.shape, dtype=getattr(torch, DTYPES[tile.dtype].torch), device=qkv.device)
-            self.tiles[tile] = given[tile.tensor].view(tile.shape) if tile.tensor in given else made
-        self.out, self.grad = (self.tiles[low.tile(t, dict.fromkeys(t.axes, 0))] for t in results)
+            empty = torch.empty(tile.shape, dtype=getattr(torch, DTYPES[tile.dtype].torch), device=qkv.device)
+            self.tiles[tile] = inputs[tile.tensor].view(tile.shape) if tile.tensor in inputs else empty
+        self.out, self.grad = (self.tiles[lowering.tile(t, dict.fromkeys(t.axes, 0))] for t in results)
 
     def run(self, task: Task, way: int) -> None:
         interpreter.interpret([task], [self.tiles[a.tile] for a in task.accesses], SLOTS, way=way)
@@ -117,15 +118,15 @@ class Ours:
 def captured(
     backend: str, qkv: torch.Tensor, offsets: torch.Tensor, d_out: torch.Tensor, longest: int, o: Any
 ) -> list[tuple[float, np.ndarray[Any, Any]]]:
-    """Microseconds and results of a backend's tasks, forward and backward: CUDA graphs of CALLS each."""
-    g, low, results = lowered(backend, qkv, len(offsets), longest, o)
-    given, store, found = {"qkv": qkv, "segments": offsets, "do": d_out}, Store(), []
+    """Return microseconds and result of a backend's forward and backward task, each CALLS times in a CUDA graph."""
+    g, lowering, results = lowered(backend, qkv, len(offsets), longest, o)
+    inputs, store, timed_results = {"qkv": qkv, "segments": offsets, "do": d_out}, Store(), []
     for tensor in g.tensors.values():
-        if (value := given.get(tensor.name)) is not None:
+        if (value := inputs.get(tensor.name)) is not None:
             value = value if tensor.dtype == "int64" else value.float()
-            store.write(low, tensor, value.cpu().numpy().reshape(tensor.shape))
-    for task, result in zip(low.tasks.tasks, results, strict=True):
-        many = TaskList(low.tasks.policy, [access.tile for access in task.accesses if access.mode == "R"])
+            store.write(lowering, tensor, value.cpu().numpy().reshape(tensor.shape))
+    for task, result in zip(lowering.tasks.tasks, results, strict=True):
+        many = TaskList(lowering.tasks.policy, [access.tile for access in task.accesses if access.mode == "R"])
         many.tasks = [replace(task) for _ in range(CALLS)]
         program = Served(many, store, captured=torch.cuda.is_available())
         times = []
@@ -136,12 +137,12 @@ def captured(
                 program.run({})
             nt.Runtime.wait()
             times.append((time.perf_counter() - start) * 1e6 / FLIGHT / CALLS)
-        found.append((min(times[1:]), store.read(low, result)))
-    return found
+        timed_results.append((min(times[1:]), store.read(lowering, result)))
+    return timed_results
 
 
 def expected(qkv: torch.Tensor, bounds: list[int], d_out: torch.Tensor, causal: bool) -> list[torch.Tensor]:
-    """The output and the gradient in fp32, a sequence at a time."""
+    """Return output and gradient in fp32, computed sequence by sequence."""
     outs, grads = [], []
     for start, end in pairwise(bounds):
         part = qkv[start:end].float().requires_grad_()
@@ -154,12 +155,13 @@ def expected(qkv: torch.Tensor, bounds: list[int], d_out: torch.Tensor, causal: 
     return [torch.cat(outs), torch.cat(grads)]
 
 
-def off(got: torch.Tensor, want: torch.Tensor) -> float:
-    """How far a result is from the right one, as a part of that."""
+def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Return the relative error of a result."""
     return float((got.to(want).view(want.shape) - want).norm() / want.norm())
 
 
 def measure(count: int, longest: int, o: Any) -> None:
+    """Print the times of all kernels for `count` sequences."""
     lengths = lengths_of(count, longest, o.alpha)
     bounds = np.cumsum([0, *lengths]).tolist()
     tokens, device = bounds[-1], torch.device("cuda")
@@ -185,43 +187,43 @@ def measure(count: int, longest: int, o: Any) -> None:
         except nt.TaskError as error:
             print(error)
     for direction in range(2):
-        found = [("ATen varlen", timed(lambda d=direction: aten(d)), 0.0)]  # type: ignore[misc]
+        rows = [("ATen varlen", timed(lambda d=direction: aten(d)), 0.0)]  # type: ignore[misc]
         for us, got in ragged[direction : direction + 1]:
-            found.append(("cuDNN ragged", us, off(torch.tensor(got), want[direction])))
-        before = len(found)
+            rows.append(("cuDNN ragged", us, error_of(torch.tensor(got), want[direction])))
+        before = len(rows)
         task = ours.tasks[direction]
         for number, way in enumerate(launch.load()[task.kernel]([task]).ways):
             try:
                 us = timed(lambda t=task, w=number: ours.run(t, w))  # type: ignore[misc]
-            except Exception as error:  # what Triton raises where a kernel needs more than the GPU has: any of many
+            except Exception as error:  # any error of Triton: the kernel may need more than the GPU has
                 print(f"{names_of([way])}: {type(error).__name__}: {str(error)[:100]}")
                 continue
-            found.append((names_of([way]), us, off(ours.grad if direction else ours.out, want[direction])))
-        base, best = found[0][1], min(us for _, us, _ in found[before:])
-        cells = ", ".join(f"{name} {us:.1f}" + (f" (error {wrong:.0e})" if wrong else "") for name, us, wrong in found)
+            rows.append((names_of([way]), us, error_of(ours.grad if direction else ours.out, want[direction])))
+        base, best = rows[0][1], min(us for _, us, _ in rows[before:])
+        cells = ", ".join(f"{name} {us:.1f}" + (f" (error {wrong:.0e})" if wrong else "") for name, us, wrong in rows)
         print(f"{count} x {longest}, {tokens} tokens, {'backward' if direction else 'forward'}: {cells};"
-              f" ATen / best of ours {base / best:.2f}", flush=True)  # fmt: skip
+              f" ATen / fastest of nntile_py {base / best:.2f}", flush=True)  # fmt: skip
 
 
 def loop_of(cubin: bytes) -> int:
-    """Instructions of the shortest loop that has products of matrices; 0: there is none."""
+    """Return the instructions of the shortest loop with matrix products; 0: no such loop."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run(
+        assembly = subprocess.run(
             [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name], capture_output=True, text=True, check=True
         ).stdout
-    places = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", told, re.M)]
+    places = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", assembly, re.M)]
     loops = []
     for at, text in places:
         back = re.search(r"\bBRA\b.*\b0x([0-9a-f]+)", text)
-        body = [one for place, one in places if back and int(back[1], 16) <= place <= at]
-        loops += [len(body)] if any("MMA" in one for one in body) else []
+        body = [line for place, line in places if back and int(back[1], 16) <= place <= at]
+        loops += [len(body)] if any("MMA" in line for line in body) else []
     return min(loops, default=0)
 
 
 def count_instructions(longest: int, o: Any) -> None:
-    """Of each kernel with a loop."""
+    """Print the instructions of each kernel with a loop."""
     qkv = torch.zeros(longest, 3, o.heads, o.head_dim, dtype=torch.bfloat16)
     for task in Ours(qkv, torch.tensor([0, longest]), qkv[:, 0], longest, o, "segments").tasks:
         for one in (one for way in launch.load()[task.kernel]([task]).ways for one in way):
@@ -229,7 +231,7 @@ def count_instructions(longest: int, o: Any) -> None:
             length = loop_of(launch.compile_launch(one, 90).cubin)
             each = length * 32 * one.warps / (sizes["ROWS"] * sizes["KEYS"])
             if length:
-                print(f"{longest} positions, {names_of([(one,)])}: {each:.1f} instructions an element")
+                print(f"{longest} positions, {names_of([(one,)])}: {each:.1f} instructions for each score")
 
 
 def main() -> None:
@@ -261,7 +263,7 @@ def main() -> None:
         parser.error("no GPU here; --instructions needs none")
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, {o.heads} heads of {o.head_dim},"
-          f" alpha {o.alpha}, dropout {o.dropout}; us; with dropout the error is that of the draws")  # fmt: skip
+          f" alpha {o.alpha}, dropout {o.dropout}; us; errors with dropout are mostly of random masks")  # fmt: skip
     for count, longest in rows:
         measure(count, longest, o)
 

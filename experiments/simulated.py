@@ -1,4 +1,4 @@
-"""Simulated times over measured ones, of each point of an experiment's GPU part that results/ holds.
+"""Simulated times divided by measured times, for the points of an experiment's GPU results.
 
 python experiments/simulated.py experiments/results/2026-11-22-fig17-training-gpu.csv ...   # no GPU is needed
 """
@@ -19,11 +19,11 @@ from nntile_py.tiles import device_model
 
 def compared(path: Path) -> None:
     """Print a line for each number of GPUs: minimum, median and maximum of simulated over measured time."""
-    found = re.fullmatch(r"[\d-]*-(\w+)-(\w+)-gpu", path.stem)
-    assert found, f"{path}: allowed: results of an experiment's GPU part in a mode, such as DATE-fig17-training-gpu.csv"
-    sweep = load_experiment(found[1]).part("gpu", found[2])  # type: ignore[arg-type]
+    match = re.fullmatch(r"[\d-]*-(\w+)-(\w+)-gpu", path.stem)
+    assert match, f"{path}: allowed: results of an experiment's GPU part in a mode, such as DATE-fig17-training-gpu.csv"
+    sweep = load_experiment(match[1]).part("gpu", match[2])  # type: ignore[arg-type]
     measured = list(csv.DictReader(path.open()))
-    for row in measured:  # older results have the key that distinguished the variants
+    for row in measured:  # older results have the key `fusion` in the place of `variant`
         row.setdefault("variant", "fused" if row.get("fusion") == "true" else "naive")
     ratios: dict[int, list[float]] = {}
     for point in points(sweep):
@@ -33,8 +33,9 @@ def compared(path: Path) -> None:
             simulated = planned_seconds(lists, point.config.workers, device_model.speed(lists, gpu=True))
             ratios.setdefault(point.config.workers, []).append(simulated / float(rows[0]["seconds"]))
     for workers, of in ratios.items():
-        told = f"{min(of):.2f}, {statistics.median(of):.2f}, {max(of):.2f} (minimum, median, maximum of {len(of)})"
-        print(f"{found[1]} {found[2]}, {workers} GPUs: simulated / measured {told}", flush=True)
+        ratios_text = f"{min(of):.2f}, {statistics.median(of):.2f}, {max(of):.2f}"
+        print(f"{match[1]} {match[2]}, {workers} GPUs: simulated / measured {ratios_text} (minimum, median, maximum of "
+              f"{len(of)} points)", flush=True)  # fmt: skip
 
 
 for name in sys.argv[1:]:

@@ -1,9 +1,9 @@
-"""Steps of a config by two installations of nntile_py, in turns: what a change of the sources costs.
+"""Steps of a config by two installations of nntile_py, alternating: the cost of a change in the sources.
 
 python experiments/two_commits.py BEFORE AFTER gpt2_124m.yaml --set tokenizer.vocab_size=50304 --steps 12
 
 BEFORE and AFTER are clones after `make setup`, or unpacked bundles after `./install.sh`. Both read CONFIG.
-Each installation is a process of its own with half of the cores. This script needs Python alone.
+Each installation runs in its own process, on half of the cores. This script needs only Python.
 """
 
 import argparse
@@ -23,7 +23,7 @@ class Installation:
         here, self._passes = Path(folder).resolve(), o.inference
         bundle = (here / "env.sh").is_file()
         python, source = ("python3", here / "src") if bundle else (here / ".venv/bin/python", here)
-        self._old = not (source / "nntile_py/measure/worker.py").is_file()  # its worker processes had another protocol
+        self._old = not (source / "nntile_py/measure/worker.py").is_file()  # with an older protocol
         old = "step_worker" if (source / "nntile_py/bench/step_worker.py").is_file() else "step"
         module = f"nntile_py.bench.{old} nntile '{json.dumps(self._old_options(o))}'"
         start = f"{'. ./env.sh; ' if bundle else ''}cd {source}; exec taskset -c {cores} {python} -P -m "
@@ -73,18 +73,18 @@ def main() -> None:
     parser.add_argument("after")
     parser.add_argument("config")
     parser.add_argument("--set", action="append", default=[], dest="sets", metavar="KEY=VALUE")
-    parser.add_argument("--alpha", type=float, default=1.0, help="mean length of the sequences over train.seq")
+    parser.add_argument("--alpha", type=float, default=1.0, help="mean length of the sequences divided by train.seq")
     parser.add_argument("--inference", action="store_true", help="time forward passes")
     parser.add_argument("--cpu", action="store_false", dest="gpu", help="the config runs on CPU workers")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=4, help="in a turn")
+    parser.add_argument("--steps", type=int, default=4, help="steps in a measurement")
     o = parser.parse_args()
     mine = sorted(os.sched_getaffinity(0))
     half = max(1, len(mine) // 2)
     parts = [",".join(map(str, part)) for part in (mine[:half], mine[-half:])]
     both = [Installation(folder, o, cores) for folder, cores in zip((o.before, o.after), parts, strict=True)]
     for one in both:
-        one.answer()  # it has started
+        one.answer()  # when it has started
     for turn in range(o.rounds):
         for one in both[:: 1 if turn % 2 == 0 else -1]:
             one.turn(o.steps)
