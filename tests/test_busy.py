@@ -27,7 +27,7 @@ def test_a_peak_is_at_least_what_a_task_reached() -> None:
     low = roofline.Peak(1e9, 1e9, "measured", 0.4)
     raised = peak_rates.at_least_seen(low, trace, "CPU")
     assert raised.flop == pytest.approx(4e9, rel=1e-3) and raised.bytes == 1e9 and raised.cpu_share == 0.4
-    assert "gave 1.0 Gflop/s, Contract reached 4.0 Gflop/s" in raised.source
+    assert "1.0 Gflop/s, but Contract reached 4.0 Gflop/s" in raised.source
     (row,) = trace_analysis.summarise(trace, {"CPU": raised})["operators"]
     assert row["roofline"] < 1
     high = roofline.Peak(5e9, 1e9, "measured")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ from nntile_py.analysis.operator_row import OperatorRow, bound_by_memory
 from nntile_py.analysis.operators import Analysis, unfused
 from nntile_py.analysis.roofline import Peak
 from nntile_py.errors import NNTileError
-from nntile_py.system.console_tables import plain_table
+from nntile_py.system.console_tables import csv_text, plain_table
 from nntile_py.system.folders import replace_file
 from nntile_py.system.pages import templates
 from nntile_py.tasks.op import CATEGORIES
@@ -45,7 +43,7 @@ class Column(NamedTuple):
 
 
 def _number(value: float | None, digits: int = 3) -> str:
-    """Write three significant digits without an exponent; an unknown value is empty."""
+    """Write a number with three significant digits, without exponent; None as an empty text."""
     if value is None:
         return ""
     if 0 < value < 10**-digits:
@@ -93,7 +91,7 @@ TEXT = [column.head for column in COLUMNS if column.number is None]
 
 
 def render(analysis: Analysis, console: Console) -> None:
-    """Print the tables and the conclusion. Columns for which the console has no room are left out."""
+    """Print the tables and the conclusion. On a narrow console, tables have fewer columns."""
     console.print(f"{analysis.title}", style="bold", highlight=False)
     for title, rows in (("before fusion", analysis.operators), ("as they run, after fusion", analysis.groups)):
         console.print()
@@ -109,7 +107,7 @@ def render(analysis: Analysis, console: Console) -> None:
 
 
 def _filled(rows: Sequence[OperatorRow], peak: Peak) -> list[tuple[Column, list[str]]]:
-    """Return the columns that are not empty, with their cells."""
+    """Return the columns that are not empty, each with its cells."""
     columns = [(column, [column.cell(row, peak) for row in rows]) for column in COLUMNS]
     empty = {"x": "1"}
     return [(column, cells) for column, cells in columns if any(cell != empty.get(column.head, "") for cell in cells)]
@@ -140,13 +138,13 @@ def _classes(analysis: Analysis) -> Table:
 
 
 def class_heads(analysis: Analysis) -> list[str]:
-    """Return the heads for class_rows; without times if none were measured."""
+    """Return the heads for class_rows, without those of times if none were measured."""
     heads = ["class", "operators", "Gflop", "% flop", "million elements", "least", "ms", "% time"]
     return heads if any(row.seconds is not None for row in analysis.operators) else heads[:6]
 
 
 def class_rows(analysis: Analysis) -> list[list[str]]:
-    """Return a row for each class, then rows for all operators before and after fusion; columns as in class_heads."""
+    """Return a row for each class, and for all operators before and after fusion; see class_heads for the columns."""
     totals, rows = analysis.totals(), []
     names = [*((of.name, f"{of.mark} {of.name}") for of in CATEGORIES), ("all", "all"), ("fused", "all, after fusion")]
     for key, name in names:
@@ -162,7 +160,7 @@ def class_rows(analysis: Analysis) -> list[list[str]]:
 
 
 def movement(analysis: Analysis) -> list[str]:
-    """Return sentences: how many moves fusion saves, how near this is to the least, the peak rates."""
+    """Return sentences on the elements that fusion saves, the least number, and the peak rates."""
     t, peak = analysis.totals(), analysis.peak
     before, after = (t[key]["read_elements"] + t[key]["written_elements"] for key in ("all", "fused"))
     least = t["fused"]["least_elements"]
@@ -209,7 +207,7 @@ def write(analysis: Analysis, folder: Path) -> list[Path]:
 
 
 def _page_rows(rows: Sequence[OperatorRow], peak: Peak) -> Iterator[tuple[bool, list[tuple[str, float | str | None]]]]:
-    """Yield for each row whether memory bounds it, and its cells; a cell is a text and the number to sort by."""
+    """Yield for each row whether it is memory-bound, and its cells. A cell is a text and the number to sort by."""
     filled = _filled(rows, peak)
     for place, row in enumerate(rows):
         numbers = [column.number and column.number(row, peak) for column, _ in filled]
@@ -229,11 +227,7 @@ def dot_of(analysis: Analysis, fusion: str) -> str:
 
 
 def table(rows: Sequence[OperatorRow], peak: Peak) -> str:
-    """Return all that to_dict returns, as CSV."""
-    out = io.StringIO()
-    dicts = [row.to_dict(peak) for row in rows]
-    writer = csv.DictWriter(out, list(dicts[0]), lineterminator="\n")
-    writer.writeheader()
-    for entry in dicts:
-        writer.writerow({key: _axes(of) if isinstance(of, dict) else of for key, of in entry.items()})
-    return out.getvalue()
+    """Return the rows as CSV, with the columns of to_dict."""
+    entries = [row.to_dict(peak) for row in rows]
+    cells = ([_axes(of) if isinstance(of, dict) else of for of in entry.values()] for entry in entries)
+    return csv_text(list(entries[0]), cells)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from nntile_py.analysis.workloads import Work
@@ -53,44 +54,34 @@ def check_gpus(count: int, key: str) -> None:
 
 def check_peer(config: RunConfig, name: str, work: Work = "train") -> None:
     """Raise ConfigError if a peer cannot run the config."""
-    of, inference = f"with --peer {name}", work != "train"
-    if name in RANKED and inference:
-        known = [one for one in PEERS if one not in RANKED]
+    of, inference, ranked = f"with --peer {name}", work != "train", name in RANKED
+    if ranked and inference:
+        known = [peer for peer in PEERS if peer not in RANKED]
         raise ConfigError(f"--peer: {name!r} is not allowed beside --inference; use torch, {', '.join(known)}")
     gpus = config.workers if config.runtime.cuda else 0
-    if name not in RANKED and gpus > 1:
+    if not ranked and gpus > 1:
         raise ConfigError(f"runtime.cuda: got {config.runtime.cuda!r}; allowed {of}: 0 or 1; several are for ddp")
-    if name not in (*RANKED, *BERT_PEERS):
+    if not ranked and name not in BERT_PEERS:
         return
-    kinds = {"ddp": ("bert", "gpt2")}.get(name, ("gpt2",) if name in RANKED else ("bert",))
-    if config.model.type not in kinds:
-        raise ConfigError(f"model.type: got {config.model.type}; allowed {of}: {' or '.join(kinds)}")
-    _check_model(config, of, inference)
-    if config.train.grad_accumulation != 1:
-        raise ConfigError(f"train.grad_accumulation: got {config.train.grad_accumulation}; allowed {of}: 1")
-    # Flash attention needs 16 bits. Under fp16, ranks would have to agree on the steps that loss scaling skips.
-    known = (["bf16"] if name in RANKED else ["bf16", "fp16"]) if gpus else ["fp32"]
-    if config.precision not in known:
-        raise ConfigError(f"precision: got {config.precision}; allowed {of}: {' or '.join(known)}")
-    if name in RANKED:
-        _check_batch(config, of)
-
-
-def _check_model(config: RunConfig, of: str, inference: bool) -> None:
-    if config.model.type == "gpt2":
-        for key, value in PLAIN_GPT2.items():
-            if (got := getattr(config.model, key)) != value:
-                raise ConfigError(f"model.{key}: got {got}; allowed {of}: {value}")
-        return
-    doing, head = ("a forward pass", "none") if inference else ("training", "masked_lm")
-    if config.model.head != head:
-        raise ConfigError(f"model.head: got {config.model.head}; allowed {of} in {doing}: {head}")
-
-
-def _check_batch(config: RunConfig, of: str) -> None:
-    """Raise ConfigError for a batch that the ranks of a peer cannot share."""
-    batch, ranks = config.train.batch, world_size(config)
+    for key, value, values in _needs(config, name, inference, gpus):
+        if value not in values:
+            phase = (" in a forward pass" if inference else " in training") if key == "model.head" else ""
+            raise ConfigError(f"{key}: got {value}; allowed {of}{phase}: {' or '.join(map(str, values))}")
+    batch, ranks = config.train.batch, world_size(config) if ranked else 1
     if config.model.type == "bert" and batch < ranks:
         raise ConfigError(f"train.batch: got {batch}; allowed {of}: at least {ranks}, one for each rank")
     if config.model.type == "gpt2" and batch % ranks:
         raise ConfigError(f"train.batch: got {batch}; allowed {of}: a multiple of {ranks}")
+
+
+def _needs(config: RunConfig, name: str, inference: bool, gpus: int) -> Iterator[tuple[str, Any, Sequence[Any]]]:
+    """Yield keys of the config with their values and the values that the peer can run."""
+    model, ranked = config.model, name in RANKED
+    yield "model.type", model.type, {"ddp": ("bert", "gpt2")}.get(name, ("gpt2",) if ranked else ("bert",))
+    if model.type == "gpt2":
+        yield from ((f"model.{key}", getattr(model, key), [value]) for key, value in PLAIN_GPT2.items())
+    else:
+        yield "model.head", model.head, ["none" if inference else "masked_lm"]
+    yield "train.grad_accumulation", config.train.grad_accumulation, [1]
+    # Flash attention needs 16 bits. Under fp16, ranks would have to agree on the steps that loss scaling skips.
+    yield "precision", config.precision, ["fp32"] if not gpus else ["bf16"] if ranked else ["bf16", "fp16"]

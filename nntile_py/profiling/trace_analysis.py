@@ -101,46 +101,29 @@ def _operators(trace: Trace, peaks: Mapping[str, Peak]) -> list[dict[str, Any]]:
     for kind, peak in peaks.items():
         here = trace.on_kind(kind)
         ideal[here] = peak.seconds(flop[here], size[here])
-    sums = {
-        name: np.bincount(of_task, weights=values, minlength=len(groups))
-        for name, values in (
-            ("s", seconds),
-            ("flop", flop),
-            ("bytes", size),
-            ("ideal", ideal),
-            ("estimated", seconds * estimated),
-        )
-    }
+    columns = seconds, flop, size, ideal, seconds * estimated
+    sums = [np.bincount(of_task, column, len(groups)) for column in columns]
     counts, total = np.bincount(of_task, minlength=len(groups)), max(float(seconds.sum()), 1e-12)
-    compute = {kind: (p.flop or 0) / p.bytes for kind, p in peaks.items() if p.bytes}
-    ridge = min(compute.values(), default=0.0)
-    rows = []
+    ridge = min(((peak.flop or 0) / peak.bytes for peak in peaks.values() if peak.bytes), default=0.0)
+    rows: list[dict[str, Any]] = []
     for (operator, phase), k in groups.items():
         if not counts[k]:
             continue
-        s = float(sums["s"][k])
-        reached = float(sums["ideal"][k]) / s if s and np.isfinite(sums["ideal"][k]) and operator != REDUCTION else None
-        intensity = float(sums["flop"][k] / sums["bytes"][k]) if sums["bytes"][k] else None
-        rows.append(
-            {
-                "operator": operator,
-                "phase": phase,
-                "seconds": s,
-                "share": s / total,
-                "estimated": float(sums["estimated"][k]) / s if s else 0.0,
-                "tasks": int(counts[k]),
-                "mean_s": s / int(counts[k]),
-                "tflop_per_s": float(sums["flop"][k]) / s / 1e12 if s else 0.0,
-                "gb_per_s": float(sums["bytes"][k]) / s / 1e9 if s else 0.0,
-                "flop_per_byte": intensity,
-                "bound_by": None if intensity is None or not ridge else ("flop" if intensity > ridge else "memory"),
-                "roofline": reached,
-            }
-        )
+        s, work, moved, least, guessed = (float(of[k]) for of in sums)
+        intensity = work / moved if moved else None
+        rows.append({
+            "operator": operator, "phase": phase, "seconds": s, "share": s / total,
+            "estimated": guessed / s if s else 0.0, "tasks": int(counts[k]), "mean_s": s / int(counts[k]),
+            "tflop_per_s": work / s / 1e12 if s else 0.0, "gb_per_s": moved / s / 1e9 if s else 0.0,
+            "flop_per_byte": intensity,
+            "bound_by": None if intensity is None or not ridge else ("flop" if intensity > ridge else "memory"),
+            "roofline": least / s if s and np.isfinite(least) and operator != REDUCTION else None,
+        })  # fmt: skip
     return sorted(rows, key=lambda row: -row["seconds"])
 
 
 def _path(trace: Trace, parts: Trace, window: float) -> dict[str, Any]:
+    """Return the figures of the critical path."""
     path = critical_path(trace.before, trace.seconds)
     seconds, of_part = trace.seconds, parts.seconds
     counts = np.array([len(info.parts) or 1 for info in trace.infos], np.int64)[trace.info]
@@ -149,20 +132,15 @@ def _path(trace: Trace, parts: Trace, window: float) -> dict[str, Any]:
     for part in (first[task] + k for task in path for k in range(counts[task])):
         by.setdefault(parts.info_of(part).group, []).append(float(of_part[part]))
     total = float(seconds[path].sum()) if path else 0.0
-    chained = accumulating(trace, path)
+    rows = [
+        {"operator": operator, "phase": phase, "seconds": sum(times), "tasks": len(times)}
+        for (operator, phase), times in sorted(by.items(), key=lambda item: -sum(item[1]))
+    ]
     return {
-        "seconds": total,
-        "share_of_run": total / window if window else 0.0,
-        "tasks": len(path),
-        "accumulation_share": float(seconds[chained].sum()) / total if total else 0.0,
-        "operators": sorted(
-            (
-                {"operator": operator, "phase": phase, "seconds": sum(times), "tasks": len(times)}
-                for (operator, phase), times in by.items()
-            ),
-            key=lambda row: -float(str(row["seconds"])),
-        ),
-    }
+        "seconds": total, "share_of_run": total / window if window else 0.0, "tasks": len(path),
+        "accumulation_share": float(seconds[accumulating(trace, path)].sum()) / total if total else 0.0,
+        "operators": rows,
+    }  # fmt: skip
 
 
 def _submission(trace: Trace) -> float:
