@@ -8,7 +8,7 @@ in fp32.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,12 +95,18 @@ def shifted(config: RunConfig, arrays: Mapping[str, Array], rank: int, world: in
     return *(torch.from_numpy(np.ascontiguousarray(array[rows])).to(device) for array in (ids, labels)), scale
 
 
-def torch_gpt2(config: RunConfig, arrays: Mapping[str, Array], *, compiled: bool) -> Step:
-    """Return training steps on one device."""
-    device = torch_device(config)
+def loaded_gpt2(config: RunConfig, device: torch.device) -> PlainGPT2:
+    """Return the model with the weights that nntile_py starts from."""
     with device:
         model = PlainGPT2(config)
     model.load(start_weights(config))
+    return model
+
+
+def torch_gpt2(config: RunConfig, arrays: Mapping[str, Array], *, compiled: bool) -> Step:
+    """Return training steps on one device."""
+    device = torch_device(config)
+    model = loaded_gpt2(config, device)
     forward: Any = torch.compile(model) if compiled else model
     return trained(config, model, lambda part: forward(*part), [shifted(config, arrays, 0, 1, device)])
 
@@ -108,17 +114,13 @@ def torch_gpt2(config: RunConfig, arrays: Mapping[str, Array], *, compiled: bool
 def ranked_gpt2(config: RunConfig, arrays: Mapping[str, Array], name: str, rank: int, device: Any) -> Step:
     """Return a rank's training steps by DDP or FSDP2; the process group must be joined."""
     world = world_size(config)
-    forward = _ddp(config, device) if name == "ddp" else _fsdp(config, device, world, offload=name == "fsdp2_offload")
+    forward: Any
+    if name == "ddp":
+        forward = torch.compile(replicated(loaded_gpt2(config, device), device))  # DDP's buckets cut the graph
+    else:
+        forward = _fsdp(config, device, world, offload=name == "fsdp2_offload")
     part = shifted(config, arrays, rank, world, device)
     return trained(config, forward, lambda part: forward(*part), [part], autocast=name == "ddp")
-
-
-def _ddp(config: RunConfig, device: torch.device) -> nn.Module:
-    with device:
-        model = PlainGPT2(config)
-    model.load(start_weights(config))
-    compiled: Any = torch.compile(replicated(model, device))  # cuts the graph where DDP's buckets are full
-    return cast(nn.Module, compiled)
 
 
 def _fsdp(config: RunConfig, device: torch.device, world: int, *, offload: bool) -> nn.Module:

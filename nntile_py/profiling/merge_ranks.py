@@ -81,7 +81,10 @@ def together(traces: Sequence[Trace], hosts: Sequence[str], start: Any, end: Any
     pairs = [*_pairs(ends)]
     place, across = _order(dated, ends, pairs)
     merged = _joined(dated, hosts, place)
-    ends = [[_renumbered(e, place[rank]) for e in of] for rank, of in enumerate(ends)]
+    ends = [
+        [replace(e, **{name: tuple(at[t] for t in getattr(e, name)) for name in ("before", "after")}) for e in of]
+        for of, at in zip(ends, place, strict=True)
+    ]
     ready = _ready(ends, pairs, merged)
     merged.messages = [
         TracedMessage(send[0], receive[0], sent, received, ready[send], _open(merged, received))
@@ -155,10 +158,6 @@ def _order(
                 count += 1
         assert count > before, "ranks wait for each other in a circle"
     return place, across
-
-
-def _renumbered(end: MessageEnd, place: Sequence[int]) -> MessageEnd:
-    return replace(end, before=tuple(place[t] for t in end.before), after=tuple(place[t] for t in end.after))
 
 
 def _joined(traces: Sequence[Trace], hosts: Sequence[str], place: Sequence[Sequence[int]]) -> Trace:

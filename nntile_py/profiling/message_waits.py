@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,7 +120,7 @@ def summarised(trace: Trace, workers: Sequence[dict[str, Any]]) -> dict[str, Any
         "ranks": ranks,
         "messages": [
             {"from": source, "to": target, "messages": len(of), "bytes": sum(m.send.bytes for m in of),
-             "share_of_run": _length(m.way for m in of) / window}
+             "share_of_run": length(intervals(m.way for m in of)) / window}
             for (source, target), of in sorted(links.items())
         ],
         "waited_for": [
@@ -139,18 +139,17 @@ def _rank(trace: Trace, rank: int, own: Sequence[Wait], workers: Sequence[dict[s
     unready = sum(w.late - w.start for w in own) / window / len(numbers)
     mine = [m for m in trace.messages if rank in (m.source, m.target)]
     sent, received = [m for m in mine if m.source == rank], [m for m in mine if m.target == rank]
-    way = intervals(m.way for m in mine)
-    of_rank = trace.rank == rank
-    running = merge(trace.start[of_rank], trace.end[of_rank])
+    way, of_rank = intervals(m.way for m in mine), trace.rank == rank
+    transit, hidden = length(way), common(way, merge(trace.start[of_rank], trace.end[of_rank]))
     return {
         "rank": rank,
         "host": trace.hosts[rank] if trace.hosts else "",
         "workers": len(numbers),
         "tasks": int(of_rank.sum()),
         "working": sum(workers[n]["working"] for n in numbers) / len(numbers),
-        "communicating": length(way) / window,  # share of the run with a message in transit
-        "hidden": common(way, running) / max(length(way), 1),  # its part in which a worker of the rank computed
-        "exposed": (length(way) - common(way, running)) / window,  # share of the run: in transit, no worker computes
+        "communicating": transit / window,  # share of the run with a message in transit
+        "hidden": hidden / max(transit, 1),  # its part in which a worker of the rank computed
+        "exposed": (transit - hidden) / window,  # share of the run: in transit, no worker computes
         "waiting": sum(workers[n]["waiting"] for n in numbers) / len(numbers),  # share of its workers' time
         "waiting_for_tasks": unready,  # the part of `waiting` before the tile was computed
         "sent_bytes": sum(m.send.bytes for m in sent),
@@ -158,7 +157,3 @@ def _rank(trace: Trace, rank: int, own: Sequence[Wait], workers: Sequence[dict[s
         "received_bytes": sum(m.send.bytes for m in received),
         "received_messages": len(received),
     }
-
-
-def _length(pairs: Iterable[tuple[int, int]]) -> int:
-    return length(intervals(pairs))
