@@ -82,7 +82,7 @@ def together(traces: Sequence[Trace], hosts: Sequence[str], start: Any, end: Any
     place, across = _order(dated, ends, pairs)
     merged = _joined(dated, hosts, place)
     ends = [
-        [replace(e, **{name: tuple(at[t] for t in getattr(e, name)) for name in ("before", "after")}) for e in of]
+        [replace(e, before=tuple(at[t] for t in e.before), after=tuple(at[t] for t in e.after)) for e in of]
         for of, at in zip(ends, place, strict=True)
     ]
     ready = _ready(ends, pairs, merged)
