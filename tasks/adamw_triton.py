@@ -1,10 +1,6 @@
 """AdamW on CUDA. Tiles as in adamw.cpp, then the master."""
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import triton
@@ -14,7 +10,7 @@ from nntile_py.tiles.tasklist import Task
 
 from .adamw import AdamWArgs
 from .launch import Launches, Parameter, Scratch, launch, launches_together, numbered, numel, slot, tile
-from .optimizer_triton import address_of, load_param, master_bits, row_of, store_param, table_of, type_of, words_of
+from .optimizer_triton import address_of, load_param, master_bits, numel_of, row_of, store_param, table_of, type_of
 
 
 @triton.jit
@@ -26,7 +22,7 @@ def _adamw(
     row, block = row_of(TABLE, ROWS)
     at = block * BLOCK + tl.arange(0, BLOCK)
     clip = tl.load(CLIP).to(tl.float32)
-    inside = (at < words_of(row, ROWS, ALIGNED)) & (tl.full([BLOCK], clip, tl.float32) >= 0)
+    inside = (at < numel_of(row, ROWS, ALIGNED)) & (tl.full([BLOCK], clip, tl.float32) >= 0)
     PARAM, M, V = address_of(row, 2, TYPE, ROWS), address_of(row, 3, STATE, ROWS), address_of(row, 4, STATE, ROWS)
     if MASTER_BITS == 0:
         MASTER = PARAM
@@ -35,8 +31,8 @@ def _adamw(
     else:
         MASTER = address_of(row, 6, tl.float32, ROWS)
     g = tl.load(address_of(row, 5, GRAD, ROWS) + at, inside).to(tl.float32) * clip
-    # Which product of a sum is fused with it would be the compiler's choice, another one for aligned tables: bits would
-    # depend on which tiles are updated together, and so on the number of GPUs.
+    # Explicit fma: otherwise the compiler chooses which product of a sum to fuse, and chooses differently for aligned
+    # tables. Bits would then depend on which tiles are updated together, and so on the number of GPUs.
     m = tl.fma(keep1, tl.load(M + at, inside).to(tl.float32), new1 * g)
     v = tl.fma(keep2, tl.load(V + at, inside).to(tl.float32), new2 * g * g)
     tl.store(M + at, m, inside)
@@ -55,11 +51,12 @@ def _describe_adamw(tasks: Sequence[Task]) -> Launches:
     assert len({task.accesses[4].tile for task in tasks}) == 1, "one clip for all"
     table = table_of([numel(task, 0) for task in tasks], [a[:4] + a[5:] for a in numbered(tasks)], block)
     scratch = Scratch()
-    at = scratch.take(len(table.words), "int64")
+    at = scratch.take(len(table.entries), "int64")
     types = {name: type_of(tile(first, k)) for name, k in (("TYPE", 0), ("STATE", 1), ("GRAD", 3))}
     a = AdamWArgs.of(first)
     slots = (slot(first, s) for s in (a.lr, a.beta1_correction, a.beta2_correction))
     b1, b2 = float(a.beta1), float(a.beta2)
     floats: list[Parameter] = [*slots, b1, 1 - b1, b2, 1 - b2, float(a.eps), float(a.weight_decay)]
-    form = {**table.form, **types, "MASTER_BITS": master_bits(first, 5), "BLOCK": block}
-    return Launches((launch(_adamw, table.programs, at, tile(first, 4), *floats, **form),), scratch.bytes, table.words)
+    constants = {**table.constants, **types, "MASTER_BITS": master_bits(first, 5), "BLOCK": block}
+    update = launch(_adamw, table.programs, at, tile(first, 4), *floats, **constants)
+    return Launches((update,), scratch.bytes, table.entries)

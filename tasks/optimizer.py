@@ -1,4 +1,4 @@
-"""Gradient norm, clipping, and what all optimizers share: settings, registry, operator."""
+"""Gradient norm and clipping; base class, registry and operator of optimizers."""
 
 from __future__ import annotations
 
@@ -18,32 +18,36 @@ from .op import NORMALIZATION, Array, Lowering, Op, Tensor
 FAN_IN = 8  # partial sums added by one task
 LARGEST = float(np.finfo(np.float32).max)
 INVERSE_SCALE = "inverse_loss_scale"
-MOST_SCALE = 3e38  # of a loss: a task gets the scale in fp32
+MOST_SCALE = 3e38  # largest scale of a loss: tasks get the scale in fp32
 # For each low-precision dtype: name and dtype of the state that, with the parameter, gives the fp32 master weight.
 MASTERS = {"bf16": ("low_bits", "int16"), "fp16": ("master", "fp32")}
 Ends = Mapping[Hashable, int]
-Node = Tile | Sequence["Node"]  # of a tree of sums: what is squared, or sums
+Node = Tile | Sequence["Node"]  # node of a tree of sums: a gradient's tile, or several nodes
 
 
 class ClipArgs(TaskArgs):
-    max_norm: float  # 0: none
-    skip_above: float  # 0: none
+    max_norm: float  # 0: no clipping
+    skip_above: float  # 0: no step is skipped
 
 
 class ScaledClipArgs(TaskArgs):
     clip: ClipArgs
-    inverse: Slot  # 1 / what the loss is scaled by
+    inverse: Slot  # 1 / scale of the loss
 
 
 class GradNorm(Op):
     """norm = sqrt(sum of squares of all gradients), fp64 [1]; clip = min(1, max_norm / (norm + 1e-6)), fp64 [1].
 
-    As torch.nn.utils.clip_grad_norm_; without max_norm clip is 1. Where norm is above `skip_above`, or no number, clip
-    is -1: the optimizers then leave everything as it is. Sums go up a tree of fixed shape: the result does
-    not depend on the order in which tasks run. What `ends` names alike, by the key of a gradient's tile, is
-    added first: tiles that lie on the same device. With `scaled` the gradients are those of a loss that was multiplied
-    by 1 / `inverse_loss_scale`, a slot: norm is that of the loss's own, clip is multiplied by the slot, and a norm that
-    is no finite number makes clip -1 (Micikevicius et al. 2018, 3.2).
+    As torch.nn.utils.clip_grad_norm_; without max_norm, clip is 1. If norm is above `skip_above` or NaN, clip is -1:
+    optimizers then change nothing. The sums form a tree of fixed shape, so the result does not depend on the order in
+    which tasks run.
+
+    Args:
+        ends: numbers by the key of a gradient's tile. Tiles with equal numbers, which are on the same device, are
+            added first.
+        scaled: the gradients are those of a loss multiplied by 1 / `inverse_loss_scale`, a slot. norm is then the norm
+            of the unscaled gradients, clip is multiplied by the slot, and clip is -1 if norm is not finite
+            (Micikevicius et al. 2018, 3.2).
     """
 
     category = NORMALIZATION
@@ -64,29 +68,32 @@ class GradNorm(Op):
     def flop(self) -> float:
         return 2.0 * sum(t.numel for t in self.inputs)
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         near: dict[int, list[Tile]] = {}
         for grad in self.inputs:
-            for tile in (low.tile(grad, index) for index in low.indices(grad)):
+            for tile in (lowering.tile(grad, index) for index in lowering.indices(grad)):
                 near.setdefault(self.ends.get(tile.key, 0), []).append(tile)
         tops = [_nested(tiles, 1)[0] for _, tiles in sorted(near.items())]
         numbers = itertools.count()
-        sums = [self._sum(low, node, numbers) for node in _nested(tops, FAN_IN)]
-        norm, clip = (low.tile(t, {"one": 0}) for t in self.outputs)
+        sums = [self._sum(lowering, node, numbers) for node in _nested(tops, FAN_IN)]
+        norm, clip = (lowering.tile(t, {"one": 0}) for t in self.outputs)
         accesses, args = [W(norm), W(clip), *map(R, sums)], ClipArgs(self.max_norm or 0.0, self.skip_above or 0.0)
         if self.scaled:
-            low.emit("clip_scaled", accesses, ScaledClipArgs(args, Slot(INVERSE_SCALE)))
+            lowering.emit("clip_scaled", accesses, ScaledClipArgs(args, Slot(INVERSE_SCALE)))
         else:
-            low.emit("clip", accesses, args)
+            lowering.emit("clip", accesses, args)
 
-    def _sum(self, low: Lowering, node: Node, numbers: Iterator[int]) -> Tile:
-        """What all squares below a node add up to; first of the gradients that a backward pass makes first."""
-        below = [] if isinstance(node, Tile) else [self._sum(low, one, numbers) for one in reversed(node)]
+    def _sum(self, lowering: Lowering, node: Node, numbers: Iterator[int]) -> Tile:
+        """Emit the tasks that add the squares below a node, and return the tile of the sum.
+
+        The last gradients come first, as a backward pass computes them first.
+        """
+        below = [] if isinstance(node, Tile) else [self._sum(lowering, one, numbers) for one in reversed(node)]
         total = Tile(f"{self.name}.sum", (next(numbers),), (1,), "fp64")
         if isinstance(node, Tile):
-            low.emit("sum_squares", [W(total), R(node)])
+            lowering.emit("sum_squares", [W(total), R(node)])
         else:
-            low.emit("add_scalars", [W(total), *map(R, reversed(below))])
+            lowering.emit("add_scalars", [W(total), *map(R, reversed(below))])
         return total
 
     def reference(self, *inputs: Array, inverse: float = 1.0) -> tuple[Array, ...]:
@@ -98,39 +105,42 @@ class GradNorm(Op):
 
 
 def _nested(nodes: Sequence[Node], most: int) -> Sequence[Node]:
-    """At most so many nodes, each of FAN_IN at most."""
+    """Return at most `most` nodes, each with at most FAN_IN nodes below it."""
     while len(nodes) > most:
         nodes = [nodes[first : first + FAN_IN] for first in range(0, len(nodes), FAN_IN)]
     return nodes
 
 
 def split(value: Array, dtype: str = "bf16") -> tuple[Array, Array]:
-    """fp32 values as a parameter of this dtype and its `master`. Of bf16: rounded, halves away from zero, and what that
-    left, int16, the lower half of their bits. Of fp16, whose bits are no part of fp32's: rounded, and the values."""
+    """Split fp32 values into a parameter of this dtype and its `master`.
+
+    bf16: the values rounded, halves away from zero, and their lower 16 bits as int16. fp16, which has another exponent
+    than fp32: the values rounded, and the fp32 values.
+    """
     if dtype == "fp16":
         value = value.astype(np.float32)
-        with np.errstate(over="ignore"):  # as on a GPU
+        with np.errstate(over="ignore"):  # infinity without a warning, as on a GPU
             return value.astype(np.float16), value
-    value = np.where(np.isnan(value), np.nan, value)  # some NaN would be rounded to a number
+    value = np.where(np.isnan(value), np.nan, value)  # rounding turns some NaN into numbers
     bits = value.astype(np.float32).view(np.int32)
     low_bits = bits.astype(np.int16)
     return (bits - low_bits).view(np.float32), low_bits
 
 
 def joined(param: Array, master: Array) -> Array:
-    """The fp32 values of which `split` made these, to the bit."""
+    """Return the fp32 values that `split` divided, equal to the bit."""
     if np.asarray(master).dtype.kind == "f":
         return np.asarray(master, np.float32)
     return (np.asarray(param, np.float32).view(np.int32) + np.asarray(master, np.int32)).view(np.float32)
 
 
 class Optimizer(Settings):
-    """Settings of an optimizer, its states and its kernel. Each subclass is a file of this folder: `adamw.py`.
+    """Settings of an optimizer, its states and its kernel. Each subclass has a file in this folder, such as adamw.py.
 
-    A subclass declares its settings as fields: they are keys of a YAML's section `optimizer`, too. It has `flop`,
-    `states`, `args` and `reference`, and `slots` if its kernel has scalars that change every step. The kernel is named
-    like the class, in lower case. Its tiles are param, states..., grad, clip, and the master of bf16 and fp16.
-    Raises ConfigError for values out of range.
+    A subclass declares its settings as fields, which are also keys of the section `optimizer` of a YAML file. It
+    defines `flop`, `states`, `args` and `reference`, and `slots` if its kernel has scalars that change every step. The
+    kernel has the name of the class in lower case. Its tiles are param, states..., grad, clip, and for bf16 and fp16
+    the master. Raises ConfigError for values out of range.
     """
 
     section: ClassVar = "optimizer"
@@ -138,10 +148,10 @@ class Optimizer(Settings):
     lr: NonNegative = 1e-3
     """Learning rate, after the warm-up."""
     weight_decay: NonNegative = 0.0
-    """Weight decay, as the class of this name in torch.optim applies it."""
+    """Weight decay, applied as by the class of the same name in torch.optim."""
     decay: Literal["all", "matrices"] = "all"
-    """Weights that weight decay acts on: `all`, as in torch.optim, or only `matrices`, weights with two or more axes in
-    the checkpoint: no biases, no gains of norms."""
+    """Weights to which weight decay applies: `all`, as in torch.optim, or only `matrices`, the weights with two or more
+    axes in the checkpoint, without biases and gains of norms."""
 
     flop: ClassVar[float]  # per element of a parameter
     colour: ClassVar[str] = ""  # in Gantt charts; none: a spare one
@@ -155,12 +165,12 @@ class Optimizer(Settings):
 
     @property
     def method(self) -> type[Optimizer]:
-        """The class of OPTIMIZERS that this is, or that a section of a YAML extends."""
+        """The class in OPTIMIZERS of this object, or from which a section of a YAML file derives."""
         return next(cls for cls in type(self).__mro__ if cls in OPTIMIZERS.values())
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Values of the fields that the method has."""
+        """Values of the method's fields."""
         return {name: getattr(self, name) for name in self.method.model_fields}
 
     def changed(self, **fields: Any) -> Optimizer:
@@ -169,32 +179,32 @@ class Optimizer(Settings):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Names of the tensors, of a parameter's shape, that the optimizer keeps from step to step."""
+        """Names of the tensors that the optimizer keeps from step to step; each has the parameter's shape."""
         raise NotImplementedError
 
     def slots(self, step: int) -> dict[str, float]:
-        """Scalars of step 1, 2, ..., besides the learning rate `lr`."""
+        """Return the scalars of step 1, 2, ..., besides the learning rate `lr`."""
         return {}
 
     def args(self, weight_decay: float) -> TaskArgs:
-        """Arguments of the kernel for a parameter with this weight decay."""
+        """Return the arguments of the kernel for a parameter with this weight decay."""
         raise NotImplementedError
 
     def reference(
         self, p: Array, grad: Array, states: Sequence[Array], weight_decay: float, lr: float, step: int
     ) -> tuple[Array, ...]:
-        """The parameter and the states after a step, in float64."""
+        """Return the parameter and the states after a step, in float64."""
         raise NotImplementedError
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {}  # by their name in a YAML
+OPTIMIZERS: dict[str, type[Optimizer]] = {}  # by name in a YAML file
 
 
 class Update(Op):
-    """A step of an optimizer for one parameter: the parameter, its states and its master are changed in place.
+    """A step of an optimizer for one parameter, which changes the parameter, its states and its master in place.
 
-    The gradient is multiplied by clip. All stay as they are where clip is below 0 (GradNorm). With `master`, see
-    `split`, param is bf16 or fp16, and the optimizer works on the fp32 value of both.
+    The gradient is multiplied by clip. If clip is below 0 (see GradNorm), nothing changes. With a `master` (see
+    `split`), param is bf16 or fp16, and the optimizer computes with the fp32 value of both.
     """
 
     def __init__(

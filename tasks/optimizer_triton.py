@@ -1,10 +1,6 @@
-"""Gradient norm on CUDA, and what the kernels of optimizers share. Tiles as in optimizer.cpp."""
+"""Gradient norm on CUDA, and shared functions of the optimizers' kernels. Tiles as in optimizer.cpp."""
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,27 +28,27 @@ from .launch import (
     slot,
     tile,
 )
-from .optimizer import ClipArgs, ScaledClipArgs
+from .optimizer import FAN_IN, ClipArgs, ScaledClipArgs
 
-FAN_IN = 8  # tiles of scalars that one kernel takes: FAN_IN of optimizer.py
 BLOCK = 4096
 SQUARES = 8 * BLOCK  # elements that one program sums; constant, so that sums have a fixed order
 
 
-# A table is COLUMNS of ROWS int64 each: where a tile's programs begin (beyond all of them in rows without a tile), its
-# words, the addresses of its data. ROWS is a power of two.
+# A table describes several tiles of each kind to one kernel. It has columns of ROWS int64, one row for each task: the
+# row's first program, the number of elements, then the addresses of the task's tiles. ROWS is a power of two; rows
+# without a task begin behind the last program.
 
 
 @triton.jit
 def row_of(TABLE, ROWS: tl.constexpr):
-    """This program's row of the table, and which of the row's programs it is."""
+    """Return this program's row of the table, and the program's number within the row."""
     begins = tl.load(TABLE + tl.arange(0, ROWS))
     row = tl.sum((begins <= tl.program_id(0)).to(tl.int32), 0) - 1
     return TABLE + row, tl.program_id(0) - tl.load(TABLE + row)
 
 
 @triton.jit
-def words_of(ROW, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+def numel_of(ROW, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
     n = tl.load(ROW + ROWS)
     return tl.multiple_of(n, 16) if ALIGNED else n
 
@@ -68,7 +64,7 @@ def _squares(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, part = row_of(TABLE, ROWS)
-    n, x = words_of(row, ROWS, ALIGNED), address_of(row, 3, TYPE, ROWS)
+    n, x = numel_of(row, ROWS, ALIGNED), address_of(row, 3, TYPE, ROWS)
     total, first = tl.zeros([BLOCK], tl.float32), part * BLOCKS * BLOCK
     for start in range(first, tl.minimum(n, first + BLOCKS * BLOCK), BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -78,10 +74,10 @@ def _squares(
 
 
 @triton.jit
-def _total(TABLE, PART, ROWS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+def _total(TABLE, PART, ROWS: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr):
     row = TABLE + tl.program_id(0)
     first, total = tl.load(row), tl.zeros([BLOCK], tl.float64)
-    parts = tl.cdiv(tl.load(row + ROWS), WORDS)
+    parts = tl.cdiv(tl.load(row + ROWS), EACH)
     for start in range(0, parts, BLOCK):
         k = start + tl.arange(0, BLOCK)
         total += tl.load(PART + first + k, k < parts, 0.0)
@@ -90,21 +86,10 @@ def _total(TABLE, PART, ROWS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def _load_sum(A, B, C, D, E, F, G, H, COUNT: tl.constexpr):
+    terms = A, B, C, D, E, F, G, H
     total = tl.load(A)
-    if COUNT > 1:
-        total += tl.load(B)
-    if COUNT > 2:
-        total += tl.load(C)
-    if COUNT > 3:
-        total += tl.load(D)
-    if COUNT > 4:
-        total += tl.load(E)
-    if COUNT > 5:
-        total += tl.load(F)
-    if COUNT > 6:
-        total += tl.load(G)
-    if COUNT > 7:
-        total += tl.load(H)
+    for k in tl.static_range(1, COUNT):
+        total += tl.load(terms[k])
     return total
 
 
@@ -129,7 +114,7 @@ def _clip(
     tl.store(CLIP, factor)
 
 
-# As `split` and `joined` of optimizer.py.
+# The next two functions are `joined` and `split` of optimizer.py.
 
 
 @triton.jit
@@ -158,11 +143,11 @@ def store_param(PARAM, MASTER, at, p, inside, MASTER_BITS: tl.constexpr):
 
 @dataclass(frozen=True)
 class _Table:
-    """A row a task: what `row_of` reads, with the programs of all rows, and the constexprs that describe it."""
+    """A table for `row_of`: its entries, the programs of all rows, and the constexprs of kernels that read it."""
 
-    words: tuple[TileAddress | Int, ...]
+    entries: tuple[TileAddress | Int, ...]
     programs: int
-    form: dict[str, Any]
+    constants: dict[str, Any]
 
 
 def table_of(counts: Sequence[int], addresses: Sequence[Sequence[TileAddress]], block: int) -> _Table:
@@ -175,11 +160,11 @@ def table_of(counts: Sequence[int], addresses: Sequence[Sequence[TileAddress]], 
     columns: list[list[TileAddress | Int]] = [[*begins, *[Int(programs)] * len(nothing)], [*map(Int, counts), *nothing]]
     columns += [[*column, *nothing] for column in zip(*addresses, strict=True)]
     aligned = all(n % ALIGNMENT == 0 for n in counts)
-    return _Table(tuple(word for column in columns for word in column), programs, {"ROWS": rows, "ALIGNED": aligned})
+    return _Table(tuple(one for column in columns for one in column), programs, {"ROWS": rows, "ALIGNED": aligned})
 
 
 def type_of(address: TileAddress) -> Any:
-    """Triton's name of a tile's dtype."""
+    """Return Triton's dtype of a tile."""
     return getattr(tl, DTYPES[address.dtype].torch)
 
 
@@ -188,15 +173,15 @@ def type_of(address: TileAddress) -> Any:
 def _describe_squares(tasks: Sequence[Task]) -> Launches:
     table = table_of([numel(task, 1) for task in tasks], numbered(tasks), SQUARES)
     scratch = Scratch()
-    at, part = scratch.take(len(table.words), "int64"), scratch.take(table.programs, "fp64")
-    form = {"TYPE": type_of(tile(tasks[0], 1)), "BLOCK": BLOCK, "warps": 8}
-    total = launch(_total, len(tasks), at, part, ROWS=table.form["ROWS"], WORDS=SQUARES, BLOCK=1024)
-    squares = launch(_squares, table.programs, at, part, **table.form, **form, BLOCKS=SQUARES // BLOCK)
-    return Launches((squares, total), scratch.bytes, table.words)
+    at, part = scratch.take(len(table.entries), "int64"), scratch.take(table.programs, "fp64")
+    constants = {**table.constants, "TYPE": type_of(tile(tasks[0], 1)), "BLOCK": BLOCK, "BLOCKS": SQUARES // BLOCK}
+    total = launch(_total, len(tasks), at, part, ROWS=table.constants["ROWS"], EACH=SQUARES, BLOCK=1024)
+    squares = launch(_squares, table.programs, at, part, **constants, warps=8)
+    return Launches((squares, total), scratch.bytes, table.entries)
 
 
 def _terms(task: Task, first: int) -> list[Any]:
-    """The addresses of the tiles from `first`, filled up to FAN_IN."""
+    """Return the addresses of the tiles from `first` on, the last repeated up to FAN_IN addresses."""
     count = len(task.accesses) - first
     assert 0 < count <= FAN_IN, task.kernel
     return [tile(task, first + min(k, count - 1)) for k in range(FAN_IN)]
@@ -222,10 +207,10 @@ def _describe_scaled_clip(task: Task) -> Launches:
 def _clipped(task: Task, a: ClipArgs, inverse: Parameter) -> Launches:
     limits = float(a.max_norm), float(a.skip_above)
     args: list[Parameter] = [tile(task, 0), tile(task, 1), *_terms(task, 2), *limits, inverse]
-    form = {"COUNT": len(task.accesses) - 2, "LIMITED": a.max_norm > 0, "SKIPS": a.skip_above > 0}
-    return Launches((launch(_clip, 1, *args, **form, warps=1),))
+    constants = {"COUNT": len(task.accesses) - 2, "LIMITED": a.max_norm > 0, "SKIPS": a.skip_above > 0}
+    return Launches((launch(_clip, 1, *args, **constants, warps=1),))
 
 
 def master_bits(task: Task, number: int) -> int:
-    """Of an element of the master, tile `number`; 0 where there is none."""
+    """Return the bits of an element of the master, tile `number`; 0: no master."""
     return 8 * DTYPES[tile(task, number).dtype].bytes if number < len(task.accesses) else 0

@@ -1,10 +1,6 @@
 """SGD on CUDA. Tiles as in sgd.cpp, then the master."""
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
