@@ -125,6 +125,14 @@ def test_one_normalization_a_group() -> None:
     assert first.flop() == sum(op.flop() for op in members)
 
 
+@pytest.mark.parametrize(("seq", "expected"), [(16, {"softmax": 2, "softmax_grad": 2}), (8, {})])
+def test_a_softmax_without_neighbours(seq: int, expected: dict[str, int]) -> None:
+    """It is a group of its own, unless its axis is cut."""
+    model = models.TransformerEncoder(models.TransformerEncoderConfig(**HEADS, attention="naive"))
+    softmax = {name: count for name, count in found(model, seq=seq).items() if "softmax" in name}
+    assert softmax == expected
+
+
 def test_excluded_groups() -> None:
     without = found(MODELS["encoder"](), Fusion(exclude=("dropout_add_layer_norm",)))
     assert without["dropout_add_layer_norm"] == 0 and without["dropout_add"] == 4

@@ -16,6 +16,7 @@ from nntile_py.graph.passes.rewriter import Rewriter
 from nntile_py.tasks.elementwise import Rename
 from nntile_py.tasks.generated import Generated, NotFusible
 from nntile_py.tasks.op import Op, Tensor
+from nntile_py.tasks.softmax import Softmax, SoftmaxGrad
 from nntile_py.tiles import Tiling
 
 
@@ -30,6 +31,7 @@ def fuse_greedily(rewriter: Rewriter, tiling: Tiling, exclude: Collection[str] =
     """
     fuser = _GreedyFuser(rewriter, tiling, exclude)
     rewriter.apply(fuser.merge)
+    rewriter.apply(fuser.convert_softmax)
     return fuser.met
 
 
@@ -46,6 +48,10 @@ class _GreedyFuser:
     def merge(self, rewriter: Rewriter, op: Op) -> bool:
         """Merge an operator with the first neighbour that can merge with it."""
         return self._can_move(op) and any(self._merged(rewriter, op, other) for other in self._neighbours(rewriter, op))
+
+    def convert_softmax(self, rewriter: Rewriter, op: Op) -> bool:
+        """Turn a softmax that merged with no neighbour into a group: one pass over the scores instead of two."""
+        return isinstance(op, Softmax | SoftmaxGrad) and self._can_move(op) and self._merged(rewriter, op)
 
     def _can_move(self, op: Op) -> bool:
         """Return whether an operator has a scalar form and uses no storage of `_ordered`."""
@@ -65,8 +71,9 @@ class _GreedyFuser:
             if other is not op and other.phase == op.phase and self._can_move(other):
                 yield other
 
-    def _merged(self, rewriter: Rewriter, a: Op, b: Op) -> bool:
-        members = sorted((a, b), key=rewriter.order.__getitem__)
+    def _merged(self, rewriter: Rewriter, *ops: Op) -> bool:
+        """Replace operators by a group if they fit into one and, for several operators, fewer elements move."""
+        members = sorted(ops, key=rewriter.order.__getitem__)
         try:
             group = Generated(members, self._read_elsewhere(rewriter, members))
         except NotFusible:
@@ -74,7 +81,7 @@ class _GreedyFuser:
         axis = group.definition.axes[-1]
         if group.reduces and self.tiling.cut(axis, group.definition.sizes[axis]):
             return False
-        if group.elements() >= a.elements() + b.elements():
+        if len(members) > 1 and group.elements() >= sum(op.elements() for op in members):
             return False
         place = rewriter.place(members, group)
         if place is None:
@@ -82,7 +89,7 @@ class _GreedyFuser:
         self.met.add(group.group)
         if group.group in self.exclude:
             return False
-        group.name = f"{a.name.rpartition('.')[0] or 'model'}.{group.group}"
+        group.name = f"{ops[0].name.rpartition('.')[0] or 'model'}.{group.group}"
         rewriter.put(members, group, place)
         return True
 
