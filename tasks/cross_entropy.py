@@ -137,7 +137,7 @@ def cross_entropy(
 
     Args:
         labels: int64, with the other axes of the logits; -100 is ignored.
-        scale: the slot for 1 / (number of labels that are not ignored).
+        scale: name of the slot with 1 / (number of labels that are not ignored).
 
     Raises:
         ValueError: axes or sizes of the labels do not fit.

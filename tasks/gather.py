@@ -1,4 +1,4 @@
-"""Gather positions of each row of the batch with indices from an input, such as the masked tokens."""
+"""Gather positions of each row of the batch, such as the masked tokens, by indices from an input."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Gather(Op):
     """
 
     def __init__(self, x: Tensor, places: Tensor, out: Tensor, inverse: Tensor | None = None) -> None:
-        rule = "gather: places need x's first axes, then new ones, in the place of those that they choose from"
+        rule = "gather: places need x's first axes, then new axes, which replace the gathered axes of x"
         self.lead, width = _shared(x, places), out.axes[len(places.axes) :]
         self.axes = x.axes[self.lead : len(x.axes) - len(width)]
         new = places.axes[self.lead :]

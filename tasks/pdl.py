@@ -44,7 +44,7 @@ def waits(ptx: str) -> bool:
 
 @contextmanager
 def compiled_so() -> Iterator[None]:
-    """Let Triton insert the wait into kernels whose options have launch_pdl."""
+    """Within the block, Triton inserts the wait into kernels with the option launch_pdl."""
     from triton import knobs
 
     before = knobs.runtime.add_stages_inspection_hook

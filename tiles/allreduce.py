@@ -252,7 +252,7 @@ class RankSums:
         return last
 
     def joined(self, tiles: Iterable[Tile], op: str) -> list[Task]:
-        """Return the tasks at the start of such a list that add the ranks' tiles of these sums."""
+        """Return the tasks that add the ranks' tiles of these sums, for the start of a list that reads the sums."""
         sums = ((t, self._own_tiles[t.key]) for t in tiles if t.key in self._own_tiles and not self._continues(t))
         return [task for tile, own in sums for task in _reduced({**own, next(iter(own)): tile}, op)]
 

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 from .tasklist import Access, Task, TaskList, Tile, merge
 
 GOOD = 20  # a task should last this many times the runtime's overhead for it, which is 5 % of a worker's time then
-Placement = Literal["scheduler", "planned"]  # what chooses the worker of a task
+Placement = Literal["scheduler", "planned"]  # the scheduler, or a plan, chooses the worker of a task
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 
 
@@ -107,8 +107,8 @@ def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | No
 def delay(lists: Sequence[TaskList], workers: int) -> None:
     """Schedule each weight update as late as possible: shortly before the next step's first task that reads the weight.
 
-    Workers then compute with the weights of the first layers while those of later layers are updated and moved. The
-    lists are placed and run in turn. A delayed update runs `2 * workers` tasks of the list before its reader.
+    Workers then compute with the weights of the first layers while the weights of later layers are updated and moved.
+    The lists are placed and run in turn. A delayed update runs `2 * workers` tasks of the list before its reader.
     """
     if workers == 1:
         return

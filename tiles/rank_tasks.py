@@ -163,7 +163,7 @@ def _doubled(number: int, below: int) -> int:
 class _Sharing:
     """Splits one list over the ranks, with messages between them.
 
-    A copy becomes invalid when another rank writes the tile. A borrowed copy is given up after its last near use.
+    A copy becomes invalid when another rank writes the tile. A rank frees a borrowed copy after its last near use.
     """
 
     def __init__(self, tasks: TaskList, replicas: Replicas) -> None:

@@ -24,7 +24,7 @@ MONOIDS = ("sum", "softmax", "moments")
 
 
 class Tile:
-    """A tile of a tensor: what becomes one StarPU data handle.
+    """A tile of a tensor, which becomes one StarPU data handle.
 
     Persistent tiles outlive the program: weights, optimizer state, inputs. All other tiles are freed after their last
     reader. `monoid` is the operation that combines partial results. `kind` is the kind of the tensor; tensors of
@@ -66,7 +66,7 @@ class Tile:
 class Access:
     tile: Tile
     mode: str  # R, W, RW, ACC; after resolve also COMMUTE and REDUX
-    accumulate: bool = False  # the kernel adds to what the tile holds
+    accumulate: bool = False  # the kernel adds to the tile's contents
 
 
 def R(tile: Tile) -> Access:
@@ -229,7 +229,7 @@ class TaskList:
                     access.mode = "W" if fresh else "COMMUTE"
                 elif self.policy == "redux":
                     tile.redux = True
-                    if fresh and tile.persistent:  # a reduction adds to what the tile holds
+                    if fresh and tile.persistent:  # a reduction adds to the tile's contents
                         task.clears.append(tile)
                     access.mode, access.accumulate = "REDUX", True
                 elif first:
@@ -310,7 +310,7 @@ class TaskList:
             task.priority = min(int(rank), 2**31 - 1)
 
     def forget(self, tiles: Iterable[Tile]) -> None:
-        """When this list begins, discard what a previous run left in these tiles; the list overwrites them."""
+        """Discard the contents of these tiles from a previous run when this list begins; the list overwrites them."""
         self.tasks[0].clears += tiles
 
     # -- reports

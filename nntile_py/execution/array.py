@@ -24,7 +24,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True, order=True)
 class TileGrid:
-    """One way to cut an array: tiles of `sizes`; the last tile of an axis is what is left."""
+    """A division of an array into tiles of `sizes`; the last tile of an axis may be smaller."""
 
     shape: Ints
     sizes: Ints
@@ -78,7 +78,7 @@ class ArrayStorage:
             raise TaskError("no runtime is running: use `with nntile_py.Runtime(...):`")
         self.shape, self.dtype, self.zeros, self.number = shape, dtype, zeros, next(_numbers)
         self.whole = TileGrid(shape, tuple(max(length, 1) for length in shape))
-        # Grids that hold what the tasks submitted so far write; empty: no task wrote the array.
+        # Grids with the contents that the tasks submitted so far write; empty: no task wrote the array.
         self.current: set[TileGrid] = set()
         self._handles: dict[TileGrid, Handles] = {}
 
@@ -225,7 +225,7 @@ class Array:
     def tiles(self, *sizes: int | None, rows: int | None = None, columns: int | None = None) -> Tiles:
         """Cut the array: `x.tiles(64, 64)` by axis, `x.tiles(rows=64)` by name. None, or an axis left out: not cut.
 
-        Sizes need not divide: the last tile of an axis is what is left. Nothing is copied until a task uses the tiles.
+        Sizes need not divide: the last tile of an axis may be smaller. Nothing is copied until a task uses the tiles.
 
         Raises:
             ValueError: a size that is not a positive integer, more sizes than axes, or a tile that is cut again.

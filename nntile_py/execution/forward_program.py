@@ -114,7 +114,7 @@ class ForwardProgram:
     def check(
         self, given: Mapping[str, Any], rows: int | None = None, *, shift: bool = False, unlabelled: bool = False
     ) -> dict[str, Array]:
-        """Check input arrays and fill in defaults; see check_inputs. rows: default: those of the program."""
+        """Check input arrays and fill in defaults; see check_inputs. rows: default: the rows of the program."""
         if rows is None:
             rows = next((one.tensor.shape[0] for one in self.inputs.values() if one.batched), 1)
         return check_inputs(self.inputs, given, rows, shift=shift, unlabelled=unlabelled)

@@ -90,7 +90,7 @@ class Store:
         return not (self._replicas and self.ranks) or self.ranks.rank in self._replicas.users(tile)
 
     def share(self, lists: Sequence[TaskList]) -> list[RankLists]:
-        """Return what each rank runs of placed lists, after a check that all ranks have the same lists."""
+        """Return each rank's part of placed lists, after a check that all ranks have the same lists."""
         assert self._replicas and self.ranks
         self.ranks.same("the plan", described(lists), self._causes)
         self._grids.clear()  # the rank may use further tiles now
@@ -102,7 +102,7 @@ class Store:
         self._replicas.ran(shared)
 
     def bring(self, needs: Iterable[tuple[Tile, Iterable[int]]]) -> None:
-        """Send tiles so that these ranks hold what the tasks submitted so far write; called on all ranks."""
+        """Send tiles to ranks, with the contents that the tasks submitted so far write; called on all ranks."""
         if not (self._replicas and self.ranks):
             return
         for rank, message in self._replicas.brought(needs):

@@ -31,7 +31,7 @@ Spec = tuple[Call, bool, bool, list[bool], int]
 
 
 class Submitted:
-    """A submitted call of a task. `result()` waits for it and returns what the function returned."""
+    """A submitted call of a task. `result()` waits for the task and returns the function's value."""
 
     def __init__(self, name: str) -> None:
         self.name = name

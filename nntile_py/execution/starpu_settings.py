@@ -17,7 +17,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.system.folders import cache_folder
 
 CHUNKS_FROM = 4 << 30  # bytes of main memory from which on StarPU allocates tiles in chunks
-_OURS: set[str] = set()  # StarPU's settings that this module made
+_OURS: set[str] = set()  # names of the settings that this module, not the user, has set
 
 
 def create_model_folder() -> None:

@@ -89,7 +89,7 @@ def capability_of_devices() -> int | None:
 def lives_on_cuda(tasks: TaskList) -> bool:
     """Whether CUDA workers can compute only the filled part of tiles.
 
-    The filled part must be the first rows of a tile; else kernels would add what lies behind it. Attention reads the
+    The filled part must be the first rows of a tile; otherwise kernels would add other rows. Attention reads the
     offsets of segments instead. Tasks in Python need full tiles.
     """
     for task in (part for one in tasks.tasks for part in one.parts or [one]):
