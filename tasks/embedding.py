@@ -84,17 +84,12 @@ class EmbeddingGrad(Op):
         ids, dy = self.inputs
         for row in lowering.indices(self.output):
             part = lowering.part(self.output, self.rows, row)
-            here = self.padding is not None and part.offset <= self.padding < part.offset + part.size
-            args = EmbeddingGradArgs(part.offset, (self.padding,) if here else ())
+            padding = [p for p in (self.padding,) if p is not None and part.offset <= p < part.end]
+            args = EmbeddingGradArgs(part.offset, tuple(padding))
             for index in lowering.indices(ids):
-                accesses = [
-                    ACC(lowering.tile(self.output, row)),
-                    R(lowering.tile(ids, index)),
-                    R(lowering.tile(dy, index | row)),
-                ]
-                lowering.emit(
-                    "embedding_grad", accesses, args, flop=float(math.prod(lowering.tile(dy, index | row).shape))
-                )
+                of_rows = lowering.tile(dy, index | row)
+                accesses = [ACC(lowering.tile(self.output, row)), R(lowering.tile(ids, index)), R(of_rows)]
+                lowering.emit("embedding_grad", accesses, args, flop=float(math.prod(of_rows.shape)))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         out = np.zeros(self.output.shape)
@@ -105,10 +100,10 @@ class EmbeddingGrad(Op):
 
 
 def embedding(g: GraphLike, ids: Tensor, table: Tensor, *, padding: int | None = None) -> Tensor:
-    """Look up the rows of the table with numbers ids (int64); axes: those of ids, then the table's second.
+    """Return the rows of the table with the numbers `ids` (int64): the axes of ids, then the table's second axis.
 
     Args:
-        padding: number of the row that gets no gradient from look-ups; None: all rows get one.
+        padding: number of the row that gets no gradient from look-ups; None: all rows get a gradient.
     """
     axes, shape = [*ids.axes, table.axes[1]], [*ids.shape, table.shape[1]]
     return g.add(Embedding(ids, table, g.temp("rows", axes, shape, table.dtype), padding)).output
