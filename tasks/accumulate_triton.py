@@ -1,16 +1,12 @@
 """Combination of partial results on CUDA, as in accumulate.cpp."""
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
 from nntile_py.tiles.tasklist import MONOIDS, BusyArgs, CombineArgs, Task
 
-from .launch import Launches, ceil_div, launch, launches, numel, power_of_two, shape, tile
+from .launch import Launches, ceil_div, elementwise, launch, launches, numel, power_of_two, shape, tile
 
 
 @triton.jit
@@ -71,12 +67,11 @@ def _combine_moments(A, B, rows, ROWS: tl.constexpr):
 # tiles: into, part
 @launches("combine")
 def _combine(task: Task) -> Launches:
-    a, b, n = tile(task, 0), tile(task, 1), numel(task, 0)
-    monoid = MONOIDS[CombineArgs.of(task).monoid]
+    a, b, monoid = tile(task, 0), tile(task, 1), MONOIDS[CombineArgs.of(task).monoid]
     if monoid == "sum":
-        return Launches((launch(_add_to, ceil_div(n, 1024), a, b, n, BLOCK=1024),))
+        return elementwise(_add_to, task)
     width = shape(task, 0)[-1]
-    rows = n // width
+    rows = numel(task, 0) // width
     if monoid == "moments":
         return Launches((launch(_combine_moments, ceil_div(rows, 128), a, b, rows, ROWS=128),))
     block = min(power_of_two(max(width - 2, 1)), 128)

@@ -1,17 +1,13 @@
 """Activations on CUDA. A KIND is a position in activation.ACTIVATIONS."""
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
 from nntile_py.tiles.tasklist import Task
 
 from .activation import ActivationArgs
-from .launch import Launches, Parameter, ceil_div, launch, launches, numel, tile
+from .launch import Launches, elementwise, launches
 
 
 @triton.jit
@@ -22,7 +18,7 @@ def _gelu_new_gate(x):
 
 @triton.jit
 def tanh(x):
-    """tanh by exponentials; near zero, where these cancel, by a series whose next term is below fp32's rounding."""
+    """Return tanh from exponentials; near zero, where they cancel, from a series that is exact to fp32's rounding."""
     e, x2 = tl.exp(-2 * tl.abs(x)), x * x
     far = tl.where(x < 0, -1.0, 1.0) * (1 - e) / (1 + e)
     return tl.where(x2 < 0.04, x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 - x2 * (17 / 315)))), far)
@@ -79,13 +75,9 @@ def _activation_grad(DX, DY, X, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
 
 @launches("activation")
 def _describe(task: Task) -> Launches:
-    n, kind = numel(task, 0), ActivationArgs.of(task).kind
-    args: list[Parameter] = [tile(task, 0), tile(task, 1), n]
-    return Launches((launch(_activation, ceil_div(n, 1024), *args, KIND=kind, BLOCK=1024),))
+    return elementwise(_activation, task, KIND=ActivationArgs.of(task).kind)
 
 
 @launches("activation_grad")
 def _describe_grad(task: Task) -> Launches:
-    n, kind = numel(task, 0), ActivationArgs.of(task).kind
-    args: list[Parameter] = [*(tile(task, k) for k in range(3)), n]
-    return Launches((launch(_activation_grad, ceil_div(n, 1024), *args, KIND=kind, BLOCK=1024),))
+    return elementwise(_activation_grad, task, KIND=ActivationArgs.of(task).kind)

@@ -5,11 +5,7 @@ one pass. Longer sequences: one pass for dq, then one for dk and dv. There are n
 same to the bit each time.
 """
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -10,11 +10,7 @@ Short sequences: all keys and values are on chip, without online softmax (the sh
 are the fastest, for `vendor` also ATen's and cuDNN's kernels.
 """
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -4,11 +4,7 @@ Tiles as in cross_entropy.cpp. No row is stored in fp32. A label outside the cla
 cannot throw; on the CPU it is an error.
 """
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 from typing import Any
 
 import triton

@@ -4,11 +4,7 @@ Two neighbours share one hash, so a thread that holds both computes the hash onc
 once per row, not per element.
 """
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

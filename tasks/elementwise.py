@@ -298,13 +298,9 @@ class Dropout(Op):
             ]
             lowering.emit("dropout", accesses, self.args(lowering, index))
 
-    def dropped(self, x: Expression, row_numbers: Element | None = None) -> Expression:
-        """Return the expression x * mask / (1 - p); row_numbers: the number of the element's row."""
-        return Call("select", Keep(self.key, self.p, row_numbers), x * (1 / (1 - self.p)), 0.0)
-
     def scalar(self) -> Definition:
         axes = self.output.axes
-        y = self.dropped(Element(0, axes), Element(1, axes[:-1]) if self.row_numbers else None)
+        y = dropped(self, Element(0, axes), Element(1, axes[:-1]) if self.row_numbers else None)
         return Definition(self.output.sizes, (Output(0, axes, y),))
 
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
@@ -316,6 +312,11 @@ class Dropout(Op):
             index = (inputs[1].astype(np.uint64) * np.uint64(width))[..., None] + np.arange(width, dtype=np.uint64)
         keep = dropout_hash(index, self.key, seed) >= np.uint64(int(self.p * 2**32))
         return (inputs[0] * keep / (1 - self.p),)
+
+
+def dropped(of: Dropout | DropoutArgs, x: Expression, row_numbers: Element | None = None) -> Expression:
+    """Return the expression x * mask / (1 - p); row_numbers: the number of the element's row."""
+    return Call("select", Keep(of.key, of.p, row_numbers), x * (1 / (1 - of.p)), 0.0)
 
 
 def add(g: GraphLike, a: Tensor, b: Tensor) -> Tensor:

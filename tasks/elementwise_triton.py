@@ -4,11 +4,7 @@ Axes that are contiguous in every tensor of a task become one axis. The remainin
 compiled kernel, so that indices need no divisions by variables and accesses are as wide as the strides allow.
 """
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -28,9 +24,9 @@ from .launch import (
     Parameter,
     Scratch,
     ceil_div,
+    elementwise,
     launch,
     launches,
-    numel,
     power_of_two,
     shape,
     slot,
@@ -133,22 +129,14 @@ def _sum(
 
 
 @triton.jit
-def row_in_whole(row, kept, DRAWS, SIZES: tl.constexpr, STRIDES: tl.constexpr, DRAWN: tl.constexpr):
-    """Return the index in the whole tensor of the first element of a tile's rows, relative to the tile's first."""
-    if DRAWN:
-        return tl.load(DRAWS + row, kept, 0) * STRIDES[0]
-    else:
-        return offset_of(row, SIZES, STRIDES)
-
-
-@triton.jit
 def _dropout(
     Y, X, rows, columns, DRAWS, first, seed, key, limit, scale,
     SIZES: tl.constexpr, STRIDES: tl.constexpr, STEP: tl.constexpr, DRAWN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, col, inside = _block(rows, columns, ROWS, BLOCK)
-    index = first + row_in_whole(row, row < rows, DRAWS, SIZES, STRIDES, DRAWN)[:, None] + col[None, :] * STEP
+    index = tl.load(DRAWS + row, row < rows, 0) * STRIDES[0] if DRAWN else offset_of(row, SIZES, STRIDES)
+    index = first + index[:, None] + col[None, :] * STEP  # in the whole tensor
     at = row[:, None] * columns + col[None, :]
     x = tl.load(X + at, inside).to(tl.float32)
     tl.store(Y + at, dropped(x, index, seed, key, limit, scale), inside)
@@ -214,14 +202,12 @@ def _copies(y: Argument, x: Argument, sizes: Sequence[int], y_strides: Sequence[
 
 @launches("add")
 def _describe_add(task: Task) -> Launches:
-    n = numel(task, 0)
-    return Launches((launch(_add, ceil_div(n, 1024), *(tile(task, k) for k in range(3)), n, BLOCK=1024),))
+    return elementwise(_add, task)
 
 
 @launches("multiply")
 def _describe_multiply(task: Task) -> Launches:
-    n = numel(task, 0)
-    return Launches((launch(_multiply, ceil_div(n, 1024), *(tile(task, k) for k in range(3)), n, BLOCK=1024),))
+    return elementwise(_multiply, task)
 
 
 @launches("bias_add")
@@ -262,13 +248,10 @@ def _describe_sum(task: Task) -> Launches:
     )  # fmt: skip
     if splits == 1:
         return Launches((first,))
-    return Launches((first, sum_of_parts(tile(task, 0), part, splits, n, acc=acc)), scratch.bytes)
-
-
-def sum_of_parts(out: Argument, part: Argument, parts: int, n: int, *, acc: bool) -> Launch:
-    """out[n] (+)= the sum of part[parts, n] in its order."""
-    axes: dict[str, Any] = {"KEPT_SIZES": (n,), "KEPT_STRIDES": (1,), "SUM_SIZES": (parts,), "SUM_STRIDES": (n,)}
-    return launch(_sum, (ceil_div(n, 32), 1), out, part, n, parts, **axes, ACC=acc, ROWS=32, BLOCK=32)
+    axes = {"KEPT_SIZES": (n,), "KEPT_STRIDES": (1,), "SUM_SIZES": (splits,), "SUM_STRIDES": (n,)}
+    args = tile(task, 0), part, n, splits
+    total = launch(_sum, (ceil_div(n, 32), 1), *args, **axes, ACC=acc, ROWS=32, BLOCK=32)  # in the order of the parts
+    return Launches((first, total), scratch.bytes)
 
 
 def _chosen(sizes: Sequence[int], strides: Sequence[int], axes: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -326,20 +309,14 @@ def sizes_and_strides(sizes: Sequence[int], strides: Sequence[int]) -> dict[str,
     return {"SIZES": _last_first(merged), "STRIDES": _last_first(steps)}
 
 
-def rows_in_whole(sizes: Sequence[int], dropout: DropoutArgs) -> dict[str, Any]:
-    """Return the constants of `row_in_whole` for a tile of these sizes."""
-    if dropout.row_numbers:
-        return {"SIZES": (math.prod(sizes[:-1]),), "STRIDES": (dropout.strides[-2],), "DRAWN": True}
-    return {**sizes_and_strides(sizes[:-1], dropout.strides[:-1]), "DRAWN": False}
-
-
 @launches("dropout")
 def _describe_dropout(task: Task) -> Launches:
     full, args_of = shape(task, 0), DropoutArgs.of(task)
     sizes, (_, steps) = _merged(full, strides_of(full), args_of.strides)
     outer: dict[str, Any] = {"SIZES": _last_first(sizes[:-1]), "STRIDES": _last_first(steps[:-1]), "DRAWN": False}
     if args_of.row_numbers:
-        sizes, steps, outer = [math.prod(full[:-1]), full[-1]], [1], rows_in_whole(full, args_of)
+        sizes, steps = [math.prod(full[:-1]), full[-1]], [1]
+        outer = {"SIZES": (sizes[0],), "STRIDES": (args_of.strides[-2],), "DRAWN": True}
     grid, size, blocks = _plane(sizes)
     args: list[Parameter] = [tile(task, 0), tile(task, 1), *size, *mask_of(task, args_of)]
     return Launches((launch(_dropout, grid, *args, **outer, STEP=steps[-1], **blocks),))

@@ -5,11 +5,7 @@ positions by id, then a program sums the rows of an id. An id outside the table 
 throw; on the CPU it is an error.
 """
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,10 +1,6 @@
 """Gated activations on CUDA. Tiles as in gated.cpp."""
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -12,7 +8,7 @@ from nntile_py.tiles.tasklist import Task
 
 from .activation_triton import activate, derivative
 from .gated import GatedArgs
-from .launch import Launches, Parameter, ceil_div, launch, launches, numel, tile
+from .launch import Launches, elementwise, launches
 
 
 @triton.jit
@@ -33,13 +29,9 @@ def _gated_grad(DGATE, DUP, DY, GATE, UP, n, KIND: tl.constexpr, BLOCK: tl.const
 
 @launches("gated")
 def _describe(task: Task) -> Launches:
-    n = numel(task, 0)
-    args: list[Parameter] = [*(tile(task, k) for k in range(3)), n]
-    return Launches((launch(_gated, ceil_div(n, 1024), *args, KIND=GatedArgs.of(task).kind, BLOCK=1024),))
+    return elementwise(_gated, task, KIND=GatedArgs.of(task).kind)
 
 
 @launches("gated_grad")
 def _describe_grad(task: Task) -> Launches:
-    n = numel(task, 0)
-    args: list[Parameter] = [*(tile(task, k) for k in range(5)), n]
-    return Launches((launch(_gated_grad, ceil_div(n, 1024), *args, KIND=GatedArgs.of(task).kind, BLOCK=1024),))
+    return elementwise(_gated_grad, task, KIND=GatedArgs.of(task).kind)

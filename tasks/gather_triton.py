@@ -3,11 +3,7 @@
 A place outside the positions gives a row of NaN, as a kernel cannot throw; on the CPU it is an error.
 """
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 import math
 
 import triton

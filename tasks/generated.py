@@ -15,19 +15,7 @@ from nntile_py.tiles import ACC, Access, R, Slot, TaskArgs, W
 from .band import Band
 from .op import NORMALIZATION, Array, Category, Index, Lowering, Op, Tensor, accumulation_dtype, permutation
 from .scalar import cpp
-from .scalar.expression import Access as ElementAccess
-from .scalar.expression import (
-    AxisIndex,
-    Definition,
-    Element,
-    Expression,
-    Keep,
-    Output,
-    Reduce,
-    TileType,
-    nodes_of,
-    replaced,
-)
+from .scalar import expression as ex
 
 
 class GeneratedArgs(TaskArgs):
@@ -48,8 +36,8 @@ class GeneratedKernel:
     """A generated kernel: its computation, and the types of its tiles (outputs, then inputs)."""
 
     name: str
-    definition: Definition
-    tiles: tuple[TileType, ...]
+    definition: ex.Definition
+    tiles: tuple[ex.TileType, ...]
     outputs: int
     source: str  # C++ text
     width: int | None = None  # elements of a row per vector, or per thread on GPUs
@@ -104,18 +92,18 @@ class Generated(Op):
         other.inputs, other.outputs, other.width = list(inputs), list(outputs), width or self.width
         pairs = zip(self._tensors, other._tensors, strict=True)
         permutations = {old: permutation(old.axes, new.axes) for old, new in pairs}
-        done: dict[Expression, Expression] = {}
+        done: dict[ex.Expression, ex.Expression] = {}
 
-        def at(tensor: Tensor, access: ElementAccess) -> ElementAccess:
+        def at(tensor: Tensor, access: ex.Access) -> ex.Access:
             return tuple(access[k] for k in permutations[tensor])
 
-        def change(load: Element) -> Expression:
-            return Element(load.number, at(self.inputs[load.number], load.at))
+        def change(load: ex.Element) -> ex.Expression:
+            return ex.Element(load.number, at(self.inputs[load.number], load.at))
 
-        other.definition = Definition(
+        other.definition = ex.Definition(
             self.definition.sizes,
             tuple(
-                replace(out, at=at(self.outputs[out.number], out.at), value=replaced(out.value, done, change))
+                replace(out, at=at(self.outputs[out.number], out.at), value=ex.replaced(out.value, done, change))
                 for out in self.definition.outputs
             ),
         )
@@ -153,15 +141,15 @@ class Generated(Op):
     @property
     def reduces(self) -> bool:
         """Whether a member reduces within rows: over the last axis."""
-        return any(True for _ in nodes_of(self.definition, Reduce))
+        return ex.has(self.definition, ex.Reduce)
 
     def flop(self) -> float:
         return sum(op.flop() for op in self.members)
 
     def _check(self) -> None:
-        if sum(any(True for _ in nodes_of(form, Reduce)) for form in map(_form, self.members)) > 1:
+        if sum(ex.has(form, ex.Reduce) for form in map(_form, self.members)) > 1:
             raise NotFusible("only one may reduce within rows")
-        if any(node.axis != self.definition.axes[-1] for node in nodes_of(self.definition, Reduce)):
+        if any(node.axis != self.definition.axes[-1] for node in ex.nodes_of(self.definition, ex.Reduce)):
             raise NotFusible("another axis than the last is reduced within rows")
         if self._whole is None:
             raise NotFusible("no tensor has all axes of the space")
@@ -184,7 +172,7 @@ class Generated(Op):
     def _at(self) -> dict[Tensor, tuple[str | int, ...]]:
         """For each tensor: the axis of the space for each axis; 0: an uncut axis with fixed indices."""
         axes: dict[Tensor, tuple[str | int, ...]] = {}
-        loads = [(self.inputs[load.number], load.at) for load in nodes_of(self.definition, Element)]
+        loads = [(self.inputs[load.number], load.at) for load in ex.nodes_of(self.definition, ex.Element)]
         for tensor, at in [*loads, *((self.outputs[out.number], out.at) for out in self.definition.outputs)]:
             plain = tuple(a if isinstance(a, str) else 0 for a in at)
             if axes.setdefault(tensor, plain) != plain:
@@ -195,7 +183,7 @@ class Generated(Op):
     def kernel(self) -> GeneratedKernel:
         """The generated kernel; operators that differ only in names, sizes and dropout keys share one kernel."""
         sums = set(self.sums)
-        tiles = tuple(TileType(t.dtype, self._at[t], t in sums) for t in self._tensors)
+        tiles = tuple(ex.TileType(t.dtype, self._at[t], t in sums) for t in self._tensors)
         source = cpp.source(self.definition, tiles, len(self.outputs), self.width)
         name = f"{self.group[:60]}_{hashlib.sha256(source.encode()).hexdigest()[:8]}"
         return GeneratedKernel(name, self.definition, tiles, len(self.outputs), source, self.width)
@@ -216,14 +204,14 @@ class Generated(Op):
 
     def _args(self, lowering: Lowering, index: Index) -> TaskArgs:
         assert self._whole, self
-        keys = tuple(dict.fromkeys(node.key for node in nodes_of(self.definition, Keep)))
-        if not keys and not any(True for _ in nodes_of(self.definition, AxisIndex)):
+        keys = tuple(dict.fromkeys(node.key for node in ex.nodes_of(self.definition, ex.Keep)))
+        if not keys and not ex.has(self.definition, ex.AxisIndex):
             return TaskArgs()
         offsets = tuple(lowering.part(self._whole, axis, index).offset for axis in self.definition.axes)
         numbers = (*offsets, *self.definition.sizes.values())
         return GeneratedDropoutArgs(Slot("dropout_seed"), (*numbers, *keys)) if keys else GeneratedArgs(numbers)
 
-    def scalar(self) -> Definition:
+    def scalar(self) -> ex.Definition:
         return self.definition
 
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
@@ -233,40 +221,40 @@ class Generated(Op):
         (read, written), own = self._member_tensors, zip(self.inputs, inputs, strict=True)
         values = {first: transposed(x, t, first) for first, (t, x) in zip(read, own, strict=True)}
         for op in self.members:
-            options = {"seed": seed} if any(True for _ in nodes_of(_form(op), Keep)) else {}
+            options = {"seed": seed} if ex.has(_form(op), ex.Keep) else {}
             values.update(zip(op.outputs, op.reference(*(values[t] for t in op.inputs), **options), strict=True))
         return tuple(transposed(values[first], first, t) for first, t in zip(written, self.outputs, strict=True))
 
 
-def _form(op: Op) -> Definition:
+def _form(op: Op) -> ex.Definition:
     form = op.scalar()
     if form is None:
         raise NotFusible(f"{op.kind} has no scalar form")
     return form
 
 
-def _joined(members: Iterable[Op], kept: Collection[Tensor]) -> tuple[list[Tensor], list[Tensor], Definition]:
+def _joined(members: Iterable[Op], kept: Collection[Tensor]) -> tuple[list[Tensor], list[Tensor], ex.Definition]:
     """Return inputs, outputs and the joint definition of operators; values between operators are substituted."""
-    known: dict[tuple[Tensor, tuple[str | int, ...]], Expression] = {}
+    known: dict[tuple[Tensor, tuple[str | int, ...]], ex.Expression] = {}
     written: set[Tensor] = set()
     inputs: dict[Tensor, int] = {}
     outputs: dict[Tensor, int] = {}
-    results: list[Output] = []
+    results: list[ex.Output] = []
     sizes: dict[str, int] | None = None
 
-    def of(op: Op, load: Element) -> Expression:
+    def of(op: Op, load: ex.Element) -> ex.Expression:
         tensor = op.inputs[load.number]
         if tensor in written and (tensor, load.at) not in known:
             raise NotFusible(f"{tensor} is read with other axes than it is written")
         number = inputs.setdefault(tensor, len(inputs)) if tensor not in written else 0
-        return known.setdefault((tensor, load.at), Element(number, load.at))
+        return known.setdefault((tensor, load.at), ex.Element(number, load.at))
 
     for op in members:
-        form, done = _form(op), dict[Expression, Expression]()
+        form, done = _form(op), dict[ex.Expression, ex.Expression]()
         sizes = sizes or dict(form.sizes)
         if list(sizes.items()) != list(form.sizes.items()):
             raise NotFusible("their spaces differ")
-        values = [replaced(out.value, done, partial(of, op)) for out in form.outputs]
+        values = [ex.replaced(out.value, done, partial(of, op)) for out in form.outputs]
         for out, value in zip(form.outputs, values, strict=True):
             tensor = op.outputs[out.number]
             written.add(tensor)
@@ -274,5 +262,5 @@ def _joined(members: Iterable[Op], kept: Collection[Tensor]) -> tuple[list[Tenso
                 known[tensor, out.at] = value
             if tensor in kept:
                 number = outputs.setdefault(tensor, len(outputs))
-                results.append(Output(number, out.at, value, out.total))
-    return list(inputs), list(outputs), Definition(sizes or {}, tuple(results))
+                results.append(ex.Output(number, out.at, value, out.total))
+    return list(inputs), list(outputs), ex.Definition(sizes or {}, tuple(results))

@@ -1,24 +1,24 @@
 """Launches of generated kernels on CUDA, from the text that scalar/tl.py generates."""
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 import functools
 import hashlib
 import linecache
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import triton
 import triton.language as tl
 
+from nntile_py.tiles import Slot
 from nntile_py.tiles.tasklist import Task
 
 from .activation_triton import tanh
 from .dropout_rng_triton import kept_columns
-from .elementwise_triton import mixed_key
+from .elementwise import DropoutArgs
+from .elementwise_triton import mixed_key, strides_of
 from .generated import GENERATED, KERNELS, GeneratedDropoutArgs
 from .launch import (
     Int,
@@ -34,8 +34,10 @@ from .launch import (
     slot,
     tile,
 )
-from .layer_norm_triton import WIDEST
+from .scalar.expression import Definition, Element, Output, TileType, nodes_of
 from .scalar.tl import BlockSizes, Text, Writer
+
+WIDEST = 16384  # elements of a row in registers
 
 
 @triton.jit
@@ -74,32 +76,84 @@ def describe(task: Task) -> Launches:
 
 def in_cut(task: Task, cut: BlockSizes | None) -> Launches:
     """Describe the launches of a task with these block sizes; None: the usual sizes."""
-    kernel = KERNELS[task.kernel]
-    shapes = [shape(task, k) for k in range(len(task.accesses))]
-    adds = [access.accumulate for access in task.accesses]
+    kernel, every = KERNELS[task.kernel], range(len(task.accesses))
     axes = len(kernel.definition.axes)
-    firsts, whole_sizes = task.ints[:axes] or [0] * axes, task.ints[axes : 2 * axes]
-    even = bool(whole_sizes) and whole_sizes[-1] % 2 == firsts[-1] % 2 == 0
-    text = Writer(kernel.definition, kernel.tiles, shapes, kernel.outputs, adds, whole_sizes, even, cut).text()
+    sizes = task.ints[axes : 2 * axes]
+    indices = Indices(task.ints[:axes], strides_of(sizes), math.prod(sizes), task.ints[2 * axes :])
+    seed = task.args.seed if isinstance(task.args, GeneratedDropoutArgs) else None
+    return _launches(task, kernel.definition, kernel.tiles, kernel.outputs, every, indices, seed, cut, kernel.width)
+
+
+@dataclass(frozen=True)
+class Indices:
+    """The indices of a tile's elements in the whole tensor, from which AxisIndex and dropout compute.
+
+    Args:
+        first: first index along each axis; empty: not needed.
+        strides: of each axis.
+        numel: more than the largest index.
+        keys: of each dropout.
+    """
+
+    first: Sequence[int] = ()
+    strides: Sequence[int] = ()
+    numel: int = 0
+    keys: Sequence[int] = ()
+
+
+def axes_of(task: Task, number: int, last: str = "column") -> tuple[str, ...]:
+    """Return names for the axes of a tile."""
+    return (*(f"row{k}" for k in range(len(shape(task, number)) - 1)), last)
+
+
+def by_formula(
+    task: Task, axes: tuple[str, ...], outputs: Sequence[Output], tiles: Sequence[int],
+    dropout: DropoutArgs | None = None,
+) -> Launches:  # fmt: skip
+    """Describe a task by a kernel generated from expressions.
+
+    Args:
+        tiles: numbers of the task's tiles: outputs, then inputs, as the expressions number them.
+        dropout: the dropout among the expressions, of a tensor with the axes of the first output.
+    """
+    definition, count, indices = Definition(dict.fromkeys(axes, 0), tuple(outputs)), 1 + outputs[-1].number, Indices()
+    at = {count + load.number: load.at for load in nodes_of(definition, Element)}
+    at |= {out.number: out.at for out in outputs}
+    sums = {out.number for out in outputs if out.total}
+    plain = [tuple(a if isinstance(a, str) else 0 for a in at[k]) for k in range(len(tiles))]
+    types = [TileType(task.accesses[k].tile.dtype, plain[n], n in sums) for n, k in enumerate(tiles)]
+    if dropout:
+        steps = zip(shape(task, tiles[0]), dropout.strides, strict=True)
+        last = dropout.first + sum((int(size) - 1) * step for size, step in steps)
+        indices = Indices([*[0] * (len(axes) - 1), dropout.first], dropout.strides, last + 1, [dropout.key])
+    return _launches(task, definition, types, count, tiles, indices, dropout.seed if dropout else None)
+
+
+def _launches(
+    task: Task, definition: Definition, types: Sequence[TileType], outputs: int, tiles: Sequence[int], indices: Indices,
+    seed: Slot | None, cut: BlockSizes | None = None, width: int | None = None,
+) -> Launches:  # fmt: skip
+    """Describe the launches of a kernel on these tiles of a task, outputs first."""
+    shapes, adds = [shape(task, k) for k in tiles], [task.accesses[k].accumulate for k in tiles]
+    first, strides = indices.first or [0] * len(definition.axes), indices.strides
+    even = bool(strides) and all(step % 2 == 0 for step in (*strides[:-1], first[-1]))
+    text = Writer(definition, types, shapes, outputs, adds, strides, even, indices.numel, cut).text()
     if text.cut.block > WIDEST:
         raise ValueError(f"{task.op}: rows of {text.cut.block} are not allowed on CUDA; cut them into at most {WIDEST}")
-    dropout = task.args if isinstance(task.args, GeneratedDropoutArgs) else None
-    numbers = [*firsts, *map(mixed_key, task.ints[2 * axes :])]
+    numbers = [*first, *map(mixed_key, indices.keys)]
     programs, n, scratch = text.groups * text.per, text.n, Scratch()
-    dtype = task.accesses[text.sums[0].output].tile.dtype if text.sums else "fp32"
+    dtype = types[text.sums[0].output].dtype if text.sums else "fp32"
     parts = [scratch.take(programs * n, dtype) for _ in text.sums]
-    seed: Parameter = slot(task, dropout.seed, "int64") if dropout else Int(0, 64)
-    args = [*(tile(task, k) for k in range(len(shapes))), text.filled, *(Int(k, 64) for k in numbers), seed, *parts]
-    warps = text.cut.warps
-    if kernel.width:
-        warps = min(16, max(1, text.cut.rows * text.cut.block // (32 * kernel.width)))
+    seed_value: Parameter = slot(task, seed, "int64") if seed else Int(0, 64)
+    args = [*(tile(task, k) for k in tiles), text.filled, *(Int(k, 64) for k in numbers), seed_value, *parts]
+    warps = min(16, max(1, text.cut.rows * text.cut.block // (32 * width))) if width else text.cut.warps
     blocks = programs if text.sums or text.groups > 1 else ceil_div(text.filled, text.cut.rows)
-    sizes = {"ROWS": text.cut.rows, "BLOCK": text.cut.block}
-    first = launch(kernel_of(text.source), (blocks, text.columns), *args, warps=warps, **sizes)
-    return Launches((first, *_of_parts(task, text, parts)), scratch.bytes)
+    constants = {"ROWS": text.cut.rows, "BLOCK": text.cut.block}
+    main = launch(kernel_of(text.source), (blocks, text.columns), *args, warps=warps, **constants)
+    return Launches((main, *_of_parts(task, text, parts, tiles)), scratch.bytes)
 
 
-def _of_parts(task: Task, text: Text, parts: Sequence[Parameter]) -> list[Launch]:
+def _of_parts(task: Task, text: Text, parts: Sequence[Parameter], tiles: Sequence[int]) -> list[Launch]:
     """Return the launches that add up partial sums; sums with equal numbers of groups share one launch."""
     added: list[Launch] = []
     for groups in dict.fromkeys(one.groups for one in text.sums):
@@ -109,10 +163,10 @@ def _of_parts(task: Task, text: Text, parts: Sequence[Parameter]) -> list[Launch
         columns = max(16, min(8192 // at_once, power_of_two(text.n), 1024))
         lines = ["def made(" + ", ".join([*(f"T{k}" for k in some), *(f"PART{k}" for k in some)]) + "):"]
         for number, k in enumerate(some):
-            sizes = f"{per}, {text.n}, {task.accesses[text.sums[k].output].accumulate}, {at_once}, {columns}"
+            sizes = f"{per}, {text.n}, {task.accesses[tiles[text.sums[k].output]].accumulate}, {at_once}, {columns}"
             lines.append(f"    if tl.program_id(2) == {number}:")
             lines.append(f"        sum_parts(T{k}, PART{k}, {sizes})")
-        outs = [tile(task, text.sums[k].output) for k in some]
+        outs = [tile(task, tiles[text.sums[k].output]) for k in some]
         grid = ceil_div(text.n, columns), groups, len(some)
         warps = max(1, at_once * columns // 1024)
         kernel = kernel_of("\n".join([*lines, ""]))

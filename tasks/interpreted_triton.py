@@ -1,7 +1,5 @@
 """Whether kernels run in Triton's interpreter, where numpy has no bf16 and GPU instructions are missing."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

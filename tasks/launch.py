@@ -2,7 +2,8 @@
 
 A function with `@launches("NAME")` in tasks/*_triton.py takes a task of kernel NAME and returns its launches. With
 `@launches_together("NAME")` it takes several such tasks, whose tiles the kernels read from a table. Only these files
-import triton, and `load` imports the files, as an installation without a GPU has no triton.
+import triton, and `load` imports the files, as an installation without a GPU has no triton. Functions of Triton's
+language have no Python types.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def launches(name: str) -> Callable[[Callable[[Task], Launches]], Callable[[Task
 
 
 def launches_together(name: str) -> Callable[[Describe], Describe]:
-    """Register the same for several tasks at once, whose tiles are numbered consecutively, task by task."""
+    """Register a function that describes the launches of several tasks at once; their tiles are numbered in order."""
 
     def register(describe: Describe) -> Describe:
         LAUNCHES[name] = describe
@@ -239,6 +240,16 @@ def launch(kernel: Any, grid: int | Sequence[int], *args: Parameter, warps: int 
     assert min(x, y, z) > 0 and max(y, z) < 2**16, (kernel, x, y, z)
     constants = tuple(sorted((name, _constant(value)) for name, value in constexprs.items()))
     return Launch(kernel, (x, y, z), tuple(map(_argument, args)), constants, warps)
+
+
+def elementwise(kernel: Any, task: Task, *args: Parameter, **constexprs: Any) -> Launches:
+    """Return one launch on all tiles of a task, in blocks of the first tile's elements.
+
+    The kernel takes the tiles, the number of elements, `args`, and a BLOCK.
+    """
+    n = numel(task, 0)
+    tiles = [tile(task, k) for k in range(len(task.accesses))]
+    return Launches((launch(kernel, ceil_div(n, 1024), *tiles, n, *args, **constexprs, BLOCK=1024),))
 
 
 def _constant(value: Any) -> Any:

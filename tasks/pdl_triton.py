@@ -1,10 +1,6 @@
 """Instructions of kernels before they wait for the previous kernel; see pdl.py."""
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

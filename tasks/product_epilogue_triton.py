@@ -1,10 +1,6 @@
 """Shared parts of product kernels: order of blocks, activations of sums in fp32 and their derivatives."""
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

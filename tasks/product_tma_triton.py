@@ -4,11 +4,7 @@ Each program computes several blocks in turn. The tensor memory accelerator move
 TMA).
 """
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,11 +4,7 @@ Tiles as in contract_cuda.cpp. C++ measures whether these kernels or cuBLASLt ar
 from the sum in fp32, not from the stored bf16 or fp16 value.
 """
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 
@@ -235,6 +231,13 @@ MULTIPROCESSORS = 132  # of an H200; correct on other GPUs too
 FILLED = range(MULTIPROCESSORS // 2, 3 * MULTIPROCESSORS)  # programs
 
 
+class Sizes(NamedTuple):
+    m: int
+    n: int
+    k: int
+    b_by_k: bool
+
+
 def ways_of(sizes: Sizes, e: EpilogueArgs) -> list[Way]:
     """Return the candidates to measure; none: cuBLASLt, with a separate kernel for an activation."""
     deep = sizes.n <= 4096 <= 2 * sizes.k
@@ -248,13 +251,6 @@ def ways_of(sizes: Sizes, e: EpilogueArgs) -> list[Way]:
 
 def programs_of(way: Way, sizes: Sizes) -> int:
     return int(ceil_div(sizes.m, way.rows)) * ceil_div(sizes.n, way.columns) * way.parts
-
-
-class Sizes(NamedTuple):
-    m: int
-    n: int
-    k: int
-    b_by_k: bool
 
 
 def sizes_of(task: Task, plan: PlanArgs) -> Sizes | None:

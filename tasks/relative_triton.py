@@ -5,11 +5,7 @@ along `relative` are consecutive. A program searches their interval and adds up 
 distances. There are no atomic additions, so results are the same to the bit each time.
 """
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

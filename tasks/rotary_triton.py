@@ -4,11 +4,7 @@ A program rotates a few positions of a few heads, or of other axes. It reads the
 have more bytes than a row of bf16, once for all these heads.
 """
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 import math
 
 import triton

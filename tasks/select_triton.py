@@ -1,10 +1,6 @@
 """One position of an axis on CUDA. Tiles as in select.cpp."""
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 import math
 
 import triton
@@ -12,7 +8,7 @@ import triton.language as tl
 
 from nntile_py.tiles.tasklist import Task
 
-from .launch import Launches, ceil_div, launch, launches, numel, shape, tile
+from .launch import Launches, ceil_div, elementwise, launch, launches, numel, shape, tile
 from .select import SelectArgs
 
 
@@ -39,9 +35,7 @@ def _axis(task: Task, number: int) -> dict[str, int]:
 
 @launches("select")
 def _describe(task: Task) -> Launches:
-    n = numel(task, 0)
-    args = (tile(task, 0), tile(task, 1), n, SelectArgs.of(task).index)
-    return Launches((launch(_select, ceil_div(n, 1024), *args, **_axis(task, 1), BLOCK=1024),))
+    return elementwise(_select, task, SelectArgs.of(task).index, **_axis(task, 1))
 
 
 @launches("select_grad")

@@ -1,10 +1,6 @@
 """Softmax over the last axis of tiles [..., seq, key] on CUDA. Tiles as in softmax.cpp."""
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 from typing import Any
 
 import triton
@@ -13,11 +9,11 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .accumulate_triton import combine_softmax
+from .generated_triton import WIDEST, axes_of, by_formula
 from .launch import Launches, Parameter, ceil_div, launch, launches, numel, power_of_two, shape, tile
 from .relative_triton import first_of
+from .scalar.expression import Element, Output
 from .softmax import SoftmaxArgs
-
-WIDEST = 16384  # elements of a row in registers
 
 
 @triton.jit
@@ -91,22 +87,6 @@ def _softmax(
     tl.store(P + at, p, inside)
 
 
-@triton.jit
-def _grad_sums(SUMS, P, DP, rows, n, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    row, valid, _col, at, inside = _rows(rows, n, ROWS, BLOCK)
-    total = tl.sum(tl.load(P + at, inside, 0.0).to(tl.float32) * tl.load(DP + at, inside, 0.0).to(tl.float32), 1)
-    if ACC:
-        total += tl.load(SUMS + row, valid, 0.0)
-    tl.store(SUMS + row, total, valid)
-
-
-@triton.jit
-def _grad(OUT, P, DP, SUMS, rows, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    row, valid, _col, at, inside = _rows(rows, n, ROWS, BLOCK)
-    p, dp = tl.load(P + at, inside, 0.0).to(tl.float32), tl.load(DP + at, inside, 0.0).to(tl.float32)
-    tl.store(OUT + at, p * (dp - tl.load(SUMS + row, valid, 0.0)[:, None]), inside)
-
-
 def _blocks(task: Task, number: int) -> tuple[int, tuple[int, int], dict[str, Any]]:
     """Return the number of programs; rows and columns of a tile; rows, columns and warps of a program."""
     n = shape(task, number)[-1]
@@ -158,13 +138,13 @@ def _describe(task: Task) -> Launches:
 
 @launches("softmax_grad_sums")
 def _describe_grad_sums(task: Task) -> Launches:
-    grid, size, blocks = _blocks(task, 1)
-    args: list[Parameter] = [*(tile(task, k) for k in range(3)), *size]
-    return Launches((launch(_grad_sums, grid, *args, ACC=task.accesses[0].accumulate, **blocks),))
+    axes = axes_of(task, 1)
+    products = Element(0, axes) * Element(1, axes)
+    return by_formula(task, axes, [Output(0, axes[:-1], products, total=True)], [0, 1, 2])
 
 
 @launches("softmax_grad")
 def _describe_grad(task: Task) -> Launches:
-    grid, size, blocks = _blocks(task, 1)
-    args: list[Parameter] = [*(tile(task, k) for k in range(4)), *size]
-    return Launches((launch(_grad, grid, *args, **blocks),))
+    axes = axes_of(task, 0)
+    scores = Element(0, axes) * (Element(1, axes) - Element(2, axes[:-1]))
+    return by_formula(task, axes, [Output(0, axes, scores)], [0, 1, 2, 3])

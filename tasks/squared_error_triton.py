@@ -1,17 +1,13 @@
 """The mean squared error on CUDA. Tiles as in squared_error.cpp."""
 
-# Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
 from nntile_py.tiles.tasklist import Task
 
 from .cross_entropy_triton import scaled_total
-from .launch import Launches, Parameter, Scratch, ceil_div, launch, launches, numel, slot, tile
+from .launch import Launches, Scratch, ceil_div, elementwise, launch, launches, numel, slot, tile
 from .squared_error import SquaredErrorArgs
 
 PROGRAMS = 1024  # programs of a sum; constant, so that sums have a fixed order
@@ -52,6 +48,4 @@ def _describe(task: Task) -> Launches:
 
 @launches("squared_error_grad")
 def _describe_grad(task: Task) -> Launches:
-    n = numel(task, 0)
-    args: list[Parameter] = [*(tile(task, k) for k in range(3)), n, slot(task, SquaredErrorArgs.of(task).scale)]
-    return Launches((launch(_squared_error_grad, ceil_div(n, 1024), *args, BLOCK=1024),))
+    return elementwise(_squared_error_grad, task, slot(task, SquaredErrorArgs.of(task).scale))

@@ -10,22 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .expression import (
-    FUNCTIONS,
-    Access,
-    AxisIndex,
-    Call,
-    Definition,
-    Element,
-    Expression,
-    Extent,
-    Keep,
-    Output,
-    Reduce,
-    ScalarConstant,
-    TileType,
-    nodes_of,
-)
+from . import expression as ex
 
 ELEMENTS = {
     "fp32": "float", "fp64": "double", "bf16": "Bf16", "fp16": "_Float16", "int16": "int16_t", "int64": "int64_t",
@@ -79,7 +64,7 @@ static inline uint32_t hash_of(uint64_t index, uint64_t start) {
 """
 
 
-def source(definition: Definition, tiles: Sequence[TileType], outputs: int, width: int | None = None) -> str:
+def source(definition: ex.Definition, tiles: Sequence[ex.TileType], outputs: int, width: int | None = None) -> str:
     """Return the C++ file.
 
     Args:
@@ -99,30 +84,32 @@ class _Loop:
 
 
 class _Writer:
-    def __init__(self, definition: Definition, tiles: Sequence[TileType], outputs: int, width: int | None) -> None:
+    def __init__(
+        self, definition: ex.Definition, tiles: Sequence[ex.TileType], outputs: int, width: int | None
+    ) -> None:
         self.definition, self.tiles, self.outputs, self.width = definition, tiles, outputs, width
         self.axes, self.column = definition.axes, definition.axes[-1]
         self.accumulator = "double" if any(tile.dtype == "fp64" for tile in tiles) else "float"
-        self.varies: dict[Expression, frozenset[str]] = {}
-        self.level: dict[Expression, int] = {}  # number of loops before the value is known
+        self.varies: dict[ex.Expression, frozenset[str]] = {}
+        self.level: dict[ex.Expression, int] = {}  # number of loops before the value is known
         self.results = [self._summed(out) for out in definition.outputs]
         for out in self.results:
             self._measure(out.value)
         loops = 1 + max(self.level[out.value] for out in self.results)
         self.loops = [_Loop() for _ in range(loops)]
-        self.names: dict[tuple[Expression, int, bool], str] = {}  # by loop, and whether inside the loop
-        self.pointers: dict[tuple[int, Access], str] = {}
-        self.buffers: dict[Expression, str] = {}
-        self.keys = list(dict.fromkeys(node.key for node in nodes_of(definition, Keep)))
+        self.names: dict[tuple[ex.Expression, int, bool], str] = {}  # by loop, and whether inside the loop
+        self.pointers: dict[tuple[int, ex.Access], str] = {}
+        self.buffers: dict[ex.Expression, str] = {}
+        self.keys = list(dict.fromkeys(node.key for node in ex.nodes_of(definition, ex.Keep)))
         self.drawn = False
 
-    def _summed(self, out: Output) -> Output:
+    def _summed(self, out: ex.Output) -> ex.Output:
         """Write a sum over the last axis as a reduction of the row plus an addition, as the row may have more tiles."""
         if not out.total or self.column in out.at:
             return out
-        return Output(out.number, out.at, Reduce("sum", self.column, out.value), total=True)
+        return ex.Output(out.number, out.at, ex.Reduce("sum", self.column, out.value), total=True)
 
-    def _measure(self, node: Expression) -> None:
+    def _measure(self, node: ex.Expression) -> None:
         """Fill in `varies` and `level` of the node and its parts."""
         if node in self.level:
             return
@@ -131,38 +118,38 @@ class _Writer:
         varies = frozenset[str]().union(*(self.varies[part] for part in node.parts))
         level = max((self.level[part] for part in node.parts), default=0)
         match node:
-            case Element(_, at):
+            case ex.Element(_, at):
                 varies = frozenset(axis for axis in at if isinstance(axis, str))
-            case AxisIndex(axis):
+            case ex.AxisIndex(axis):
                 varies = frozenset([axis])
-            case Keep():
+            case ex.Keep():
                 varies = frozenset(self.axes)
-            case Reduce(_, axis, _):
+            case ex.Reduce(_, axis, _):
                 assert axis == self.column, "only the last axis is reduced"
                 varies, level = varies - {axis}, level + 1
         self.varies[node], self.level[node] = varies, level
 
-    def inside(self, node: Expression) -> bool:
+    def inside(self, node: ex.Expression) -> bool:
         """Return whether the value differs along a row."""
         return self.column in self.varies[node]
 
     # -- values
 
-    def value(self, node: Expression, loop: int, inside: bool) -> str:
+    def value(self, node: ex.Expression, loop: int, inside: bool) -> str:
         """Return the variable or the text of a value, in a loop or once before the loop."""
         inside = inside and self.inside(node)
-        if isinstance(node, ScalarConstant):
+        if isinstance(node, ex.ScalarConstant):
             return self._literal(node.value)
         for earlier in range(loop if inside else 0, loop + 1):
             if (node, earlier, inside) in self.names:
                 return self.names[node, earlier, inside]
         if inside and self.level[node] < loop and not self._cheap(node):
             text = f"{self._buffer(node)}[c]"
-        elif isinstance(node, Reduce):
+        elif isinstance(node, ex.Reduce):
             return self._reduce(node)
         else:
             text = self._text(node, loop, inside)
-        if isinstance(node, Keep) or (isinstance(node, Call) and FUNCTIONS[node.name].truth):
+        if isinstance(node, ex.Keep) or (isinstance(node, ex.Call) and ex.FUNCTIONS[node.name].truth):
             return text
         name = f"v{len(self.names)}"
         lines = self.loops[loop].each if inside else self.loops[loop].once
@@ -170,23 +157,23 @@ class _Writer:
         self.names[node, loop, inside] = name
         return name
 
-    def _text(self, node: Expression, loop: int, inside: bool) -> str:
+    def _text(self, node: ex.Expression, loop: int, inside: bool) -> str:
         match node:
-            case Element(number, at):
+            case ex.Element(number, at):
                 return f"load({self._element(self.outputs + number, at)})"
-            case Call():
-                return FUNCTIONS[node.name].cpp.format(*(self.value(part, loop, inside) for part in node.parts))
-            case Extent(axis):
+            case ex.Call():
+                return ex.FUNCTIONS[node.name].cpp.format(*(self.value(part, loop, inside) for part in node.parts))
+            case ex.Extent(axis):
                 return f"T(n{self.axes.index(axis)})"
-            case AxisIndex(axis):
+            case ex.AxisIndex(axis):
                 self.drawn = True
                 k = self.axes.index(axis)
                 return f"T(ints[{k}] + i{k})" if k < len(self.axes) - 1 else f"T(ints[{k}] + c)"
-            case Keep():
+            case ex.Keep():
                 return self._keep(node)
         raise TypeError(f"no C++ of {node!r}")
 
-    def _keep(self, node: Keep) -> str:
+    def _keep(self, node: ex.Keep) -> str:
         self.drawn = True
         row, last, start = "row", len(self.axes) - 1, f"start{self.keys.index(node.key)}"
         if node.row_numbers:
@@ -194,7 +181,7 @@ class _Writer:
             row = f"{number} * ints[{2 * last + 1}] + ints[{last}]"
         return f"(hash_of(uint64_t({row} + c), {start}) >= {node.limit}ULL)"
 
-    def _reduce(self, node: Reduce) -> str:
+    def _reduce(self, node: ex.Reduce) -> str:
         loop = self.level[node] - 1
         name = f"r{len(self.names)}"
         self.names[node, loop + 1, False] = name
@@ -204,13 +191,13 @@ class _Writer:
         here.reductions.append((name, "+" if node.kind == "sum" else "max"))
         return name
 
-    def _cheap(self, node: Expression) -> bool:
+    def _cheap(self, node: ex.Expression) -> bool:
         """Return whether recomputation costs less than a buffer."""
-        leaf = [isinstance(part, Element) or not self.inside(part) for part in node.parts]
-        plain = isinstance(node, Call) and (FUNCTIONS[node.name].truth or (node.name in CHEAP and all(leaf)))
-        return plain or isinstance(node, Element | AxisIndex | Keep)
+        leaf = [isinstance(part, ex.Element) or not self.inside(part) for part in node.parts]
+        plain = isinstance(node, ex.Call) and (ex.FUNCTIONS[node.name].truth or (node.name in CHEAP and all(leaf)))
+        return plain or isinstance(node, ex.Element | ex.AxisIndex | ex.Keep)
 
-    def _buffer(self, node: Expression) -> str:
+    def _buffer(self, node: ex.Expression) -> str:
         if node not in self.buffers:
             self.buffers[node] = name = f"b{len(self.buffers)}"
             loop = self.level[node]
@@ -221,7 +208,7 @@ class _Writer:
         infinite = value in (float("inf"), float("-inf"))
         return f"T({'-' if value < 0 else ''}__builtin_inf())" if infinite else f"T({value!r})"
 
-    def _element(self, tile: int, at: Access) -> str:
+    def _element(self, tile: int, at: ex.Access) -> str:
         """Return a pointer to the element of a tile in this row, and in this column if the tile has columns."""
         if (tile, at) not in self.pointers:
             self.pointers[tile, at] = f"p{len(self.pointers)}"
@@ -233,7 +220,7 @@ class _Writer:
 
     # -- the file
 
-    def _store(self, out: Output) -> None:
+    def _store(self, out: ex.Output) -> None:
         loop, inside = self.level[out.value], self.column in out.at
         value, element = self.value(out.value, loop, inside), self._element(out.number, out.at)
         lines = self.loops[loop].each if inside else self.loops[loop].once

@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from .expression import (
-    FUNCTIONS,
-    Access,
-    AxisIndex,
-    Call,
-    Definition,
-    Element,
-    Expression,
-    Extent,
-    Keep,
-    Reduce,
-    ScalarConstant,
-)
+from . import expression as ex
 
 Array = np.ndarray[Any, Any]
 
 
 def evaluate(
-    definition: Definition, inputs: Sequence[Array], shapes: Sequence[tuple[int, ...]], seed: int = 0
+    definition: ex.Definition, inputs: Sequence[Array], shapes: Sequence[tuple[int, ...]], seed: int = 0
 ) -> list[Array]:
     """Compute all outputs in float64. Operators' references are independent of this, and tests compare both."""
     axes, sizes = definition.axes, tuple(definition.sizes.values())
     outputs = [np.zeros(shape) for shape in shapes]
-    known: dict[Expression, Any] = {}
+    known: dict[ex.Expression, Any] = {}
+
+    def value_of(node: ex.Expression) -> Any:
+        match node:
+            case ex.Element(number, at):
+                return aligned(inputs[number], at, axes)
+            case ex.ScalarConstant(value):
+                return value
+            case ex.Extent(axis):
+                return definition.sizes[axis]
+            case ex.AxisIndex(axis):
+                return aligned(np.arange(definition.sizes[axis]), (axis,), axes)
+            case ex.Call():
+                return ex.FUNCTIONS[node.name].numpy(*(known[part] for part in node.parts))
+            case ex.Reduce(kind, axis, x):
+                full = np.broadcast_to(known[x], sizes)
+                return getattr(full, kind)(axis=axes.index(axis), keepdims=True)
+            case ex.Keep():
+                index = np.arange(np.prod(sizes), dtype=np.uint64).reshape(sizes)
+                if node.row_numbers:
+                    rows = known[node.row_numbers].astype(np.uint64) * np.uint64(sizes[-1])
+                    index = rows + np.arange(sizes[-1], dtype=np.uint64)
+                return dropout_hash(index, node.key, seed) >= np.uint64(node.limit)
+        raise TypeError(f"no value of {node!r}")
+
     for node in definition.nodes():
-        known[node] = _value(node, known, definition, inputs, seed)
+        known[node] = value_of(node)
     for out in definition.outputs:
         value = np.broadcast_to(known[out.value], sizes)
         lacking = tuple(k for k, axis in enumerate(axes) if axis not in out.at)
@@ -43,34 +55,7 @@ def evaluate(
     return outputs
 
 
-def _value(
-    node: Expression, known: Mapping[Expression, Any], definition: Definition, inputs: Sequence[Array], seed: int
-) -> Any:
-    axes, sizes = definition.axes, tuple(definition.sizes.values())
-    match node:
-        case Element(number, at):
-            return aligned(inputs[number], at, axes)
-        case ScalarConstant(value):
-            return value
-        case Extent(axis):
-            return definition.sizes[axis]
-        case AxisIndex(axis):
-            return aligned(np.arange(definition.sizes[axis]), (axis,), axes)
-        case Call():
-            return FUNCTIONS[node.name].numpy(*(known[part] for part in node.parts))
-        case Reduce(kind, axis, x):
-            full = np.broadcast_to(known[x], sizes)
-            return getattr(full, kind)(axis=axes.index(axis), keepdims=True)
-        case Keep():
-            index = np.arange(np.prod(sizes), dtype=np.uint64).reshape(sizes)
-            if node.row_numbers:
-                rows = known[node.row_numbers].astype(np.uint64) * np.uint64(sizes[-1])
-                index = rows + np.arange(sizes[-1], dtype=np.uint64)
-            return dropout_hash(index, node.key, seed) >= np.uint64(node.limit)
-    raise TypeError(f"no value of {node!r}")
-
-
-def aligned(array: Array, at: Access, axes: tuple[str, ...]) -> Array:
+def aligned(array: Array, at: ex.Access, axes: tuple[str, ...]) -> Array:
     """Return the array with one axis per axis of the space, of size 1 where the access lacks the axis."""
     array = array[tuple(slice(None) if isinstance(a, str) else a for a in at)]
     named = [a for a in at if isinstance(a, str)]

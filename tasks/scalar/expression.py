@@ -256,6 +256,11 @@ def nodes_of(definition: Definition, kind: type[Any]) -> Iterator[Any]:
     return (node for node in definition.nodes() if isinstance(node, kind))
 
 
+def has(definition: Definition, kind: type[Any]) -> bool:
+    """Return whether the definition has an expression of a class."""
+    return any(isinstance(node, kind) for node in definition.nodes())
+
+
 # -- functions of expressions and of arrays
 
 

@@ -15,22 +15,7 @@ from dataclasses import dataclass, field
 
 from nntile_py.tiles.dtypes import DTYPES
 
-from .expression import (
-    FUNCTIONS,
-    Access,
-    AxisIndex,
-    Call,
-    Definition,
-    Element,
-    Expression,
-    Extent,
-    Keep,
-    Output,
-    Reduce,
-    ScalarConstant,
-    TileType,
-    nodes_of,
-)
+from . import expression as ex
 
 AHEAD = 64 << 10  # bytes of shared memory for prefetched rows; each GPU has at least 99 KiB per program
 
@@ -85,7 +70,7 @@ class Text:
     sums: tuple[PartialSum, ...]
 
 
-def kept_axes(definition: Definition) -> tuple[str, ...]:
+def kept_axes(definition: ex.Definition) -> tuple[str, ...]:
     """Return the row axes that sums over rows keep; all such sums keep the same axes."""
     column = definition.axes[-1]
     kept = (out.at[:-1] for out in definition.outputs if out.total and column in out.at)
@@ -99,23 +84,25 @@ class Writer:
     Args:
         shapes: of the tiles, outputs first.
         accumulates: for each tile: whether the kernel adds to the tile.
-        whole_sizes: sizes of the space in the whole tensor; only kernels with dropout need them.
+        strides: strides of the axes in the whole tensor; only kernels with dropout need them.
         even: whether the rows of the tile begin at even indices in the whole tensor.
+        numel: more than the largest index in the whole tensor.
         cut: None: `usual_cut`.
     """
 
-    definition: Definition
-    tiles: Sequence[TileType]
+    definition: ex.Definition
+    tiles: Sequence[ex.TileType]
     shapes: Sequence[tuple[int, ...]]
     outputs: int
     accumulates: Sequence[bool]
-    whole_sizes: Sequence[int] = ()
+    strides: Sequence[int] = ()
     even: bool = False
+    numel: int = 0
     cut: BlockSizes | None = None
     lines: list[str] = field(default_factory=list)
     before: list[str] = field(default_factory=list)  # statements before the loop over rows
-    names: dict[Expression, str] = field(default_factory=dict)
-    offsets: dict[tuple[int, Access], str] = field(default_factory=dict)
+    names: dict[ex.Expression, str] = field(default_factory=dict)
+    offsets: dict[tuple[int, ex.Access], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.axes, self.column = self.definition.axes, self.definition.axes[-1]
@@ -124,7 +111,7 @@ class Writer:
             number = next(k for k, tile in enumerate(self.tiles) if axis in tile.at)
             self.sizes[axis] = self.shapes[number][self.tiles[number].at.index(axis)]
         self.accumulator = "tl.float64" if any(tile.dtype == "fp64" for tile in self.tiles) else "tl.float32"
-        self.keys = list(dict.fromkeys(node.key for node in nodes_of(self.definition, Keep)))
+        self.keys = list(dict.fromkeys(node.key for node in ex.nodes_of(self.definition, ex.Keep)))
         self.sums = [out for out in self.definition.outputs if out.total and self.column in out.at]
         self.kept = kept_axes(self.definition)
         self.rest = [axis for axis in self.axes[:-1] if axis not in self.kept]
@@ -173,8 +160,7 @@ class Writer:
     @property
     def whole_rows(self) -> bool:
         """Whether a program needs whole rows: a reduction within rows, or an output per row."""
-        reduced = any(True for _ in nodes_of(self.definition, Reduce))
-        return reduced or any(self.column not in out.at for out in self.definition.outputs)
+        return ex.has(self.definition, ex.Reduce) or any(self.column not in out.at for out in self.definition.outputs)
 
     def usual_cut(self) -> BlockSizes:
         """Return the block sizes that were fastest on an H200 (experiments/results/2026-11-24-kernels-h200.md)."""
@@ -224,7 +210,7 @@ class Writer:
         masks = ["valid_rows"] * (rows and not self.exact[1]) + ["valid_columns"] * (columns and not self.exact[0])
         return ", " + " & ".join(masks) if masks else ""
 
-    def _add_row(self, out: Output, value: str) -> None:
+    def _add_row(self, out: ex.Output, value: str) -> None:
         """Write a sum over columns for each row; rows are whole here."""
         at = f"T{out.number} + {self._offset(out.number, out.at)}"
         self.lines.append(f"row{out.number} = {self._reduced('sum', value)}")
@@ -237,48 +223,47 @@ class Writer:
         value = value if self.exact[0] else f"tl.where(valid_columns, {value}, {lowest})"
         return f"tl.{kind}({value}, 1)[:, None]"
 
-    def value(self, node: Expression) -> str:
-        if isinstance(node, ScalarConstant):
+    def value(self, node: ex.Expression) -> str:
+        if isinstance(node, ex.ScalarConstant):
             return f'float("{node.value}")' if math.isinf(node.value) else repr(node.value)
         if node not in self.names:
             text = self._text(node)
             self.names[node] = name = f"v{len(self.names)}"
-            lines = self.before if isinstance(node, Element) and node.at == (self.column,) else self.lines
+            lines = self.before if isinstance(node, ex.Element) and node.at == (self.column,) else self.lines
             lines.append(f"{name} = {text}")
         return self.names[node]
 
-    def _text(self, node: Expression) -> str:
+    def _text(self, node: ex.Expression) -> str:
         match node:
-            case Element(number, at):
+            case ex.Element(number, at):
                 return f"{self._loaded(number, at)}.to({self.accumulator})"
-            case Call():
-                return FUNCTIONS[node.name].triton.format(*map(self.value, node.parts))
-            case Extent(axis):
+            case ex.Call():
+                return ex.FUNCTIONS[node.name].triton.format(*map(self.value, node.parts))
+            case ex.Extent(axis):
                 return f"{self._size(axis)}.0"
-            case AxisIndex(axis):
+            case ex.AxisIndex(axis):
                 k = self.axes.index(axis)
                 return f"(I{k} + {'col' if axis == self.column else f'i{k}'}).to({self.accumulator})"
-            case Reduce(kind, _, x):
+            case ex.Reduce(kind, _, x):
                 return self._reduced(kind, self.value(x))
-            case Keep():
+            case ex.Keep():
                 return self._keep(node)
         raise TypeError(f"no Triton of {node!r}")
 
-    def _loaded(self, number: int, at: Access) -> str:
+    def _loaded(self, number: int, at: ex.Access) -> str:
         tile = self.outputs + number
         mask = ", valid_columns, 0" if self.column in at and not self.exact[0] else ""
         return f"tl.load(T{tile} + {self._offset(tile, at)}{mask})"
 
-    def _keep(self, node: Keep) -> str:
-        last, whole_sizes = len(self.axes) - 1, self.whole_sizes
-        key = f"K{self.keys.index(node.key)}"
+    def _keep(self, node: ex.Keep) -> str:
+        last, key = len(self.axes) - 1, f"K{self.keys.index(node.key)}"
         assert self.cut
-        even, same = self.even and self.cut.block > 1, not node.row_numbers and math.prod(whole_sizes) <= 2**33
+        even, same = self.even and self.cut.block > 1, not node.row_numbers and self.numel <= 2**33
         how = f"tl.program_id(1) * BLOCK, seed, {key}, {node.limit}, BLOCK, {even}, {same}"
         if node.row_numbers:
-            row = f"{self._loaded(node.row_numbers.number, node.row_numbers.at)} * {whole_sizes[last]}"
+            row = f"{self._loaded(node.row_numbers.number, node.row_numbers.at)} * {self.strides[-2]}"
             return f"kept_columns({row} + I{last}, {how})"
-        steps = {axis: math.prod(whole_sizes[k + 1 :]) for k, axis in enumerate(self.axes[:-1])}
+        steps = dict(zip(self.axes[:-1], self.strides, strict=False))
         first = " + ".join(f"I{k} * {step}" for k, step in enumerate(steps.values()))
         row = " + ".join([*([first] if first else []), f"I{last}", *self._places(steps)])
         return f"kept_columns({row}, {how})"
@@ -297,7 +282,7 @@ class Writer:
             terms += [f"{number} * {inner}"] if own and one else each
         return terms
 
-    def _offset(self, tile: int, at: Access) -> str:
+    def _offset(self, tile: int, at: ex.Access) -> str:
         """Return the variable with the offsets of the block's elements in a tile."""
         if (tile, at) not in self.offsets:
             steps = [math.prod(map(int, self.shapes[tile][k + 1 :])) for k in range(len(at))]
