@@ -45,7 +45,10 @@ void for_blocks(const Triple& x, const PairMask& mask, double scale, Body body) 
         const auto keys = kept_by_rows(mask, first, rows, k.size(0));
         const auto s = scores_of(buffer, q, k, first, rows, keys, scale);
         for (int64_t row = 0; row < rows && !bias.empty(); ++row)
-          add_bias(s.data_ptr<T>() + row * keys.size(), bias.data() + keys.from, keys.size());
+          {
+            auto* x = s.data_ptr<T>() + row * keys.size();
+            add_rows(x, x, bias.data() + keys.from, keys.size());
+          }
         body(b, h, h_k, s, first, rows, keys);
       }
     }
@@ -210,12 +213,6 @@ void add_grads(const Triple& x, const Triple& grads, const PairMask& mask, const
     at::addmm_out(dq, dq, ds, rows_of(head(x.k, b, h_k), keys));
     at::addmm_out(dk, dk, ds.t(), head(x.q, b, h).narrow(0, first, rows));
   });
-}
-
-// Clears the tiles of [first, first + count) to which the task does not add.
-void clear(Args& t, size_t first, size_t count) {
-  for (size_t k = first; k < first + count; ++k)
-    if (!t.accumulates(k)) t[k].zero_();
 }
 
 // tiles: do, out, lse, q/k/v, dq/dk/dv, padding, segments

@@ -76,4 +76,10 @@ inline at::Tensor of_groups(const at::Tensor& x, int64_t group) {
   return group == 1 ? x : x.unflatten(1, {-1, group}).sum(2);
 }
 
+// Clears the tiles of [first, first + count) to which the task does not add.
+inline void clear(Args& t, size_t first, size_t count) {
+  for (size_t k = first; k < first + count; ++k)
+    if (!t.accumulates(k)) t[k].zero_();
+}
+
 }  // namespace nntile

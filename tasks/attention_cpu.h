@@ -54,14 +54,6 @@ void padding_bias(const at::Tensor& padding, int64_t b, std::vector<T>& bias) {
   else throw std::invalid_argument("this padding is of no integers that are known here");
 }
 
-// x += bias
-template <class T>
-void add_bias(T* x, const T* bias, int64_t n) {
-  for_vectors<T>(n, [&](int64_t k, int64_t count) {
-    (load(x + k, count) + load(bias + k, count)).store(x + k, static_cast<int>(count));
-  });
-}
-
 // Dropout of the probabilities; see attention_dropout.py.
 class ScoresDropout {
  public:

@@ -204,12 +204,6 @@ void add_pair(const Triple& x, const PairMask& mask, const Triple& grads, const 
   grads.k.add_(of_groups(at::matmul(ds.transpose(-1, -2), in_fp32(x.q)), x.group()));
 }
 
-// Clears the tiles of [first, first + count) to which the task does not add.
-void clear(Args& t, size_t first, size_t count) {
-  for (size_t k = first; k < first + count; ++k)
-    if (!t.accumulates(k)) t[k].zero_();
-}
-
 // tiles: do, out, lse, q/k/v, dq/dk/dv, padding, segments
 template <packed::Way way>
 void attention_grad(Args& t) {

@@ -52,4 +52,12 @@ inline Vec<T> load(const T* p, int64_t count) {
   return count == Vec<T>::size() ? Vec<T>::loadu(p) : Vec<T>::loadu(p, count);
 }
 
+// out = a + b; out may be a or b.
+template <class T>
+inline void add_rows(T* out, const T* a, const T* b, int64_t n) {
+  for_vectors<T>(n, [&](int64_t k, int64_t count) {
+    (load(a + k, count) + load(b + k, count)).store(out + k, static_cast<int>(count));
+  });
+}
+
 }  // namespace nntile

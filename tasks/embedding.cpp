@@ -37,9 +37,7 @@ void embedding_grad(Args& t) {
     for (int64_t k = 0; k < ids.numel(); ++k, grad += width) {
       if (id[k] < first || id[k] >= last || id[k] == padding) continue;
       auto* row = rows + (id[k] - first) * width;
-      for_vectors<T>(width, [&](int64_t c, int64_t count) {
-        (load(row + c, count) + load(grad + c, count)).store(row + c, static_cast<int>(count));
-      });
+      add_rows(row, row, grad, width);
     }
   });
 }

@@ -53,9 +53,7 @@ void gather_grad(Args& t) {
       const int64_t at = place[k] - args.first;
       if (place[k] < 0 || at < 0 || at >= positions) continue;
       auto* row = out + (k / count * positions + at) * width;
-      for_vectors<T>(width, [&](int64_t c, int64_t n) {
-        (load(row + c, n) + load(from + c, n)).store(row + c, static_cast<int>(n));
-      });
+      add_rows(row, row, from, width);
     }
   });
 }

@@ -24,7 +24,7 @@ struct Rows {
 
   // Sets the scores of padding keys to -inf.
   void pad(T* x, int64_t row, Interval in) const {
-    if (!bias.empty()) add_bias(x, bias[row / rows % bias.size()].data() + in.from, in.size());
+    if (!bias.empty()) add_rows(x, x, bias[row / rows % bias.size()].data() + in.from, in.size());
   }
 
   int64_t seq, keys, count, rows = 1;

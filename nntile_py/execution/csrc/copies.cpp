@@ -108,20 +108,8 @@ struct Copies::Item {
 #endif
 
   static starpu_codelet* codelet() {
-    static starpu_codelet* made = [] {
-      auto* cl = new starpu_codelet;
-      starpu_codelet_init(cl);
-      cl->name = "checkpoint";
-      cl->cpu_funcs[0] = on_cpu;
-#ifdef NNTILE_CUDA
-      cl->cuda_funcs[0] = on_gpu;
-      cl->cuda_flags[0] = STARPU_CUDA_ASYNC;
-#endif
-      cl->nbuffers = 1;
-      cl->modes[0] = STARPU_R;
-      return cl;
-    }();
-    return made;
+    static starpu_codelet* codelet = new_codelet("checkpoint", {STARPU_R}, on_cpu, IF_CUDA(on_gpu));
+    return codelet;
   }
 };
 
@@ -160,11 +148,7 @@ Copies::Copies(std::vector<std::shared_ptr<Tile>> tiles) : state_(std::make_shar
 bool Copies::done() const { return state_->missing == 0; }
 
 void Copies::wait() {
-  require_main_thread();
-  wake();
-  wait_until([&] { return done(); });
-  sleep_if_idle();
-  check();
+  wait_for([&] { return done(); });
   if (state_->dropped) throw TaskError("a task had failed before the tiles were copied: " + last_failure());
 }
 

@@ -145,16 +145,12 @@ uint32_t Captured::run(const std::vector<double>& slots) {
   if (!holds_) throw TaskError("a captured program was run without its weights");
   const uint32_t replay = profile::begin_run();
   static starpu_codelet* codelet = [] {
-    auto* cl = new starpu_codelet;
-    starpu_codelet_init(cl);
-    cl->name = "captured";
-    cl->nbuffers = STARPU_VARIABLE_NBUFFERS;
-    cl->cuda_funcs[0] = [](void** buffers, void* arg) {
+    auto* cl = new_codelet("captured", {}, nullptr, [](void** buffers, void* arg) {
       const std::unique_ptr<Run> run(static_cast<Run*>(arg));
       on_cuda(buffers, run->captured->tiles_.size(),
               [&](c10::Device device) { run->captured->on_worker(run->slots, buffers, device); });
-    };
-    cl->cuda_flags[0] = STARPU_CUDA_ASYNC;
+    });
+    cl->nbuffers = STARPU_VARIABLE_NBUFFERS;
     return cl;
   }();
   wait_for_window();

@@ -95,6 +95,36 @@ void wait_until(Done done) {
   }
 }
 
+// Waits on the main thread until done(); throws TaskError if a task failed.
+template <class Done>
+void wait_for(Done done) {
+  require_main_thread();
+  wake();  // the result may need a transfer or a reduction
+  wait_until(done);
+  sleep_if_idle();
+  check();
+}
+
+// Returns a codelet that lives as long as the process. cuda is null in builds without CUDA; see IF_CUDA.
+inline starpu_codelet* new_codelet(const char* name, std::initializer_list<starpu_data_access_mode> modes,
+                                   starpu_cpu_func_t cpu, starpu_cuda_func_t cuda) {
+  auto* codelet = new starpu_codelet;
+  starpu_codelet_init(codelet);
+  codelet->name = name;
+  codelet->cpu_funcs[0] = cpu;
+  codelet->cuda_funcs[0] = cuda;
+  if (cuda) codelet->cuda_flags[0] = STARPU_CUDA_ASYNC;
+  std::copy(modes.begin(), modes.end(), codelet->modes);
+  codelet->nbuffers = static_cast<int>(modes.size());
+  return codelet;
+}
+
+#ifdef NNTILE_CUDA
+#define IF_CUDA(function) function
+#else
+#define IF_CUDA(function) nullptr
+#endif
+
 // For planned programs (policy.cpp); `plan` must precede the submission of a task.
 starpu_sched_policy* planned_policy();
 void plan(starpu_task* task, const TaskRecord& record);

@@ -29,9 +29,7 @@ starpu_codelet* python_codelet(bool cpu, bool cuda) {
   static starpu_codelet* codelets[4] = {};
   auto*& cl = codelets[2 * cpu + cuda];
   if (cl) return cl;
-  cl = new starpu_codelet;
-  starpu_codelet_init(cl);
-  cl->name = "python";
+  cl = new_codelet("python", {}, nullptr, nullptr);
   cl->nbuffers = STARPU_VARIABLE_NBUFFERS;
   if (cpu) cl->cpu_funcs[0] = [](void** buffers, void* arg) { run_python_task(buffers, arg, -1, nullptr); };
 #ifdef NNTILE_CUDA

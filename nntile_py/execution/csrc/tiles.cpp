@@ -60,20 +60,9 @@ starpu_codelet* reduction_codelet(Monoid monoid, at::ScalarType dtype, int64_t w
   static std::map<std::tuple<Monoid, at::ScalarType, int64_t>, ReductionCodelet*> table;
   auto& codelet = table[{monoid, dtype, width}];
   if (!codelet) {
-    codelet = new ReductionCodelet;
-    codelet->monoid = monoid;
-    codelet->dtype = dtype;
-    codelet->width = width;
-    starpu_codelet_init(&codelet->cl);
-    codelet->cl.name = "reduction";
-    codelet->cl.cpu_funcs[0] = run_reduction;
-#ifdef NNTILE_CUDA
-    codelet->cl.cuda_funcs[0] = run_reduction_cuda;
-    codelet->cl.cuda_flags[0] = STARPU_CUDA_ASYNC;
-#endif
-    codelet->cl.nbuffers = 2;
-    codelet->cl.modes[0] = STARPU_RW;
-    codelet->cl.modes[1] = STARPU_R;
+    const auto modes = {STARPU_RW, STARPU_R};
+    const std::unique_ptr<starpu_codelet> cl(new_codelet("reduction", modes, run_reduction, IF_CUDA(run_reduction_cuda)));
+    codelet = new ReductionCodelet{*cl, monoid, dtype, width};
   }
   return &codelet->cl;
 }
@@ -83,30 +72,14 @@ starpu_data_interface_ops* tile_interface() { return &starpu_interface_variable_
 #endif
 
 starpu_codelet* zero_codelet() {
-  static starpu_codelet* codelet = [] {
-    auto* cl = new starpu_codelet;
-    starpu_codelet_init(cl);
-    cl->name = "zero";
-    cl->cpu_funcs[0] = fill_zero;
-#ifdef NNTILE_CUDA
-    cl->cuda_funcs[0] = fill_zero_cuda;
-    cl->cuda_flags[0] = STARPU_CUDA_ASYNC;
-#endif
-    cl->nbuffers = 1;
-    cl->modes[0] = STARPU_W;
-    return cl;
-  }();
+  static starpu_codelet* codelet = new_codelet("zero", {STARPU_W}, fill_zero, IF_CUDA(fill_zero_cuda));
   return codelet;
 }
 
 void submit_barrier(const Tile& tile) {
   static starpu_codelet* codelet = [] {
-    auto* cl = new starpu_codelet;
-    starpu_codelet_init(cl);
-    cl->name = "barrier";
+    auto* cl = new_codelet("barrier", {STARPU_RW}, nullptr, nullptr);
     cl->where = STARPU_NOWHERE;  // it fetches no data
-    cl->nbuffers = 1;
-    cl->modes[0] = STARPU_RW;
     return cl;
   }();
   auto* task = starpu_task_create();
@@ -114,6 +87,24 @@ void submit_barrier(const Tile& tile) {
   task->handles[0] = tile.handle;
   task->name = "barrier";
   if (starpu_task_submit(task)) throw TaskError("barrier: the task was refused");
+}
+
+// Calls use(address in main memory) when the tasks submitted so far have ended, and then() after the release.
+template <class Use, class Then>
+void acquire(const std::shared_ptr<Tile>& tile, starpu_data_access_mode mode, Use use, Then then) {
+  struct Call {
+    std::shared_ptr<Tile> tile;
+    Use use;
+    Then then;
+  };
+  const auto run = [](void* arg) {
+    const std::unique_ptr<Call> call(static_cast<Call*>(arg));
+    const auto handle = call->tile->handle;
+    call->use(host_pointer(handle));
+    starpu_data_release(handle);
+    call->then();
+  };
+  starpu_data_acquire_cb(tile->handle, mode, run, new Call{tile, std::move(use), std::move(then)});
 }
 
 }  // namespace
@@ -178,29 +169,20 @@ Tile::~Tile() {
 }
 
 void write_tile(const std::shared_ptr<Tile>& tile, const void* data) {
-  struct Write {
-    std::shared_ptr<Tile> tile;
-    std::unique_ptr<char[]> data;
-  };
   require(*tile);
   wake();
   before_write(*tile);
-  auto write = std::make_unique<Write>(tile, std::make_unique<char[]>(tile->bytes));
-  std::memcpy(write->data.get(), data, tile->bytes);
+  auto copy = std::make_unique<char[]>(tile->bytes);
+  std::memcpy(copy.get(), data, tile->bytes);
   tile->initialised = true;
   ++g.leaving;
-  starpu_data_acquire_cb(
-      tile->handle, STARPU_W,
-      [](void* arg) {
-        const std::unique_ptr<Write> owned(static_cast<Write*>(arg));
-        const auto handle = owned->tile->handle;
-        std::memcpy(host_pointer(handle), owned->data.get(),
-                    owned->tile->bytes);
-        starpu_data_release(handle);
+  acquire(
+      tile, STARPU_W,
+      [copy = std::move(copy), bytes = tile->bytes](void* to) { std::memcpy(to, copy.get(), bytes); },
+      [] {
         ++g.ended;
         --g.leaving;
-      },
-      write.release());
+      });
 }
 
 void zero_tile(const std::shared_ptr<Tile>& tile) {
@@ -217,7 +199,6 @@ void zero_tile(const std::shared_ptr<Tile>& tile) {
 
 void read_tile(const std::shared_ptr<Tile>& tile, void* data) {
   struct Read {
-    std::shared_ptr<Tile> tile;
     std::unique_ptr<char[]> data;
     std::atomic<bool> done{false};
   };
@@ -225,22 +206,11 @@ void read_tile(const std::shared_ptr<Tile>& tile, void* data) {
   require_main_thread();
   check();
   if (!tile->initialised) throw TaskError("a tile was read before any task wrote it");
-  wake();  // a reduction may be pending
-  auto read = std::make_shared<Read>(tile, std::make_unique<char[]>(tile->bytes));
-  starpu_data_acquire_cb(
-      tile->handle, STARPU_R,
-      [](void* arg) {
-        const std::unique_ptr<std::shared_ptr<Read>> owned(static_cast<std::shared_ptr<Read>*>(arg));
-        auto& r = **owned;
-        const auto handle = r.tile->handle;
-        std::memcpy(r.data.get(), host_pointer(handle), r.tile->bytes);
-        starpu_data_release(handle);
-        r.done = true;
-      },
-      new std::shared_ptr<Read>(read));
-  wait_until([&] { return read->done.load(); });
-  sleep_if_idle();
-  check();
+  auto read = std::make_shared<Read>(std::make_unique<char[]>(tile->bytes));  // outlives an interrupted wait
+  acquire(
+      tile, STARPU_R, [read, bytes = tile->bytes](void* from) { std::memcpy(read->data.get(), from, bytes); },
+      [read] { read->done = true; });
+  wait_for([&] { return read->done.load(); });
   std::memcpy(data, read->data.get(), tile->bytes);
 }
 
@@ -272,11 +242,6 @@ struct Fetch::State {
 };
 
 Fetch::Fetch(const std::vector<std::shared_ptr<Tile>>& tiles) : state_(std::make_shared<State>()) {
-  struct Item {
-    std::shared_ptr<State> state;
-    std::shared_ptr<Tile> tile;
-    size_t k;
-  };
   require_running();
   state_->values.resize(tiles.size());
   state_->missing = tiles.size();
@@ -284,29 +249,19 @@ Fetch::Fetch(const std::vector<std::shared_ptr<Tile>>& tiles) : state_(std::make
     require(*tiles[k]);
     if (!tiles[k]->initialised || tiles[k]->dtype != at::kDouble)
       throw TaskError("a scalar was fetched before any task wrote it");
-    starpu_data_acquire_cb(
-        tiles[k]->handle, STARPU_R,
-        [](void* arg) {
-          const std::unique_ptr<Item> item(static_cast<Item*>(arg));
-          const auto handle = item->tile->handle;
-          const double value = *static_cast<double*>(host_pointer(handle));
-          starpu_data_release(handle);
-          item->state->values[item->k] = value;
-          if (failure_count() != item->state->failures) item->state->dropped = true;
-          --item->state->missing;
-        },
-        new Item{state_, tiles[k], k});
+    acquire(
+        tiles[k], STARPU_R, [state = state_, k](void* from) { state->values[k] = *static_cast<double*>(from); },
+        [state = state_] {
+          if (failure_count() != state->failures) state->dropped = true;
+          --state->missing;
+        });
   }
 }
 
 bool Fetch::done() const { return state_->missing == 0; }
 
 std::vector<double> Fetch::wait() {
-  require_main_thread();
-  wake();  // the values may need a transfer
-  wait_until([&] { return done(); });
-  sleep_if_idle();
-  check();
+  wait_for([&] { return done(); });
   if (state_->dropped) throw TaskError("the step was dropped, a task before it had failed: " + last_failure());
   return state_->values;
 }
