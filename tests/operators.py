@@ -1,4 +1,4 @@
-"""One row per operator, by its name: how to build it on tensors with random values.
+"""One row per operator: its name, and a function that builds it on tensors with random values.
 
 A row makes tensors (`case.x`: an input, `case.y`: an output) and adds one operator or a few to the case's graph.
 """

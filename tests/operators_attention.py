@@ -1,4 +1,4 @@
-"""Rows of attention and of what it is made of: see operators.py."""
+"""Rows of attention and of its parts: see operators.py."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def attention_grad(qkv: list[str], backend: str, causal: bool, do: str = _HEADS)
 
 
 def dropped(qkv: list[str], *, gradient: bool, masks: bool = False) -> Callable[[Case], Op]:
-    """With dropout of the probabilities, in one task, or its gradient; masks: causal, and with padding."""
+    """Attention, or its gradient, with dropout of the probabilities, in one task; masks: causal, with padding."""
 
     def row(case: Case) -> Op:
         case.slots["dropout_seed"], case.options["seed"], case.whole = 7.0, 7, {"seq"}
@@ -110,7 +110,7 @@ def dropped(qkv: list[str], *, gradient: bool, masks: bool = False) -> Callable[
 
 
 def relative(products: str = "queries keys", axes: str = _SCORES, gradient: bool = False, rows: int = 5) -> Any:
-    """Scores with what `products` names, or the gradient; of index `rows` rows at most."""
+    """Scores with the products named by `products`, or their gradient; the index has at most `rows` rows."""
 
     def row(case: Case) -> Op:
         case.sizes |= {"distance": case.sizes["seq"] + case.sizes["key"] - 1, "relative": rows}
@@ -132,7 +132,7 @@ def rising_rows(rows: int) -> Maker:
 
 
 def repeat(gradient: bool) -> Callable[[Case], Op]:
-    """Two key heads, cut where the heads are; tiles of heads need not fit them: test_attention.py has those."""
+    """Two key heads, cut where the heads are cut. test_attention.py has tiles of heads that do not fit key heads."""
 
     def row(case: Case) -> Op:
         case.whole, case.sizes["kv_heads"], case.sizes["heads"] = {"heads"}, 2, 6

@@ -23,7 +23,7 @@ _SCORES = "batch heads seq key"
 
 
 def generated(make: Callable[[Case], list[Op]], *whole: str, seed: int | None = 6) -> Callable[[Case], Op]:
-    """Operators as one; what outlives the program is kept. seed: of the dropout that is among them."""
+    """Several operators as one, with all persistent outputs. seed: seed of the dropout among them."""
 
     def row(case: Case) -> Op:
         case.whole = {*whole}
@@ -74,7 +74,7 @@ def activation_grads(kind: str) -> Callable[[Case], list[Op]]:
 
 
 def bias_and_activation(kind: str) -> Callable[[Case], list[Op]]:
-    """BRD; two dropouts, one of them by numbers of rows."""
+    """Bias, activation and dropout, with two dropouts, one with row numbers."""
 
     def make(case: Case) -> list[Op]:
         axes = "batch seq ffn"

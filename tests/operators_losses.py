@@ -1,4 +1,4 @@
-"""Rows of losses and of what updates weights: see operators.py."""
+"""Rows of losses and of weight updates: see operators.py."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def losses(case: Case) -> None:
 
 
 def squared_error(target: str | None = None) -> Callable[[Case], Op]:
-    """target: its dtype on GPUs, where it may be wider than that of what it is compared with."""
+    """target: dtype of the target, which on GPUs may be wider than the dtype of x."""
 
     def row(case: Case) -> Op:
         x, wanted = case.x("batch seq embed"), case.x("batch seq embed", dtype=case.sum_dtype if target else None)
@@ -92,7 +92,7 @@ def grad_norm(
 
 
 def with_master(case: Case, param: Tensor) -> dict[str, Tensor]:
-    """The operand that makes a bf16 or fp16 parameter an fp32 one."""
+    """Return the state that completes a bf16 or fp16 parameter to its fp32 master weight."""
     if param.dtype not in MASTERS:
         return {}
     case.masters[param] = case.x("embed ffn", low_bits if param.dtype == "bf16" else normal, MASTERS[param.dtype][1])

@@ -1,4 +1,4 @@
-"""Rows of element-wise operators, of norms, and of what moves or picks data: see operators.py."""
+"""Rows of element-wise operators, norms, and operators that move or select data: see operators.py."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def places(positions: int) -> Maker:
 
 
 def gather(x: str, new: str, *, gradient: bool, axes: int = 1, lead: int | None = None) -> Callable[[Case], Op]:
-    """At the places [..., new] of x, behind its first `lead` axes: all but the last two, if it is not given."""
+    """Gather at places [..., new] of x after its first `lead` axes; default: all axes but the last two."""
 
     def row(case: Case) -> Op:
         names = x.split()

@@ -1,4 +1,4 @@
-"""Every mask with every attention backend, forward and gradient: against float64 references, those against PyTorch."""
+"""Every mask with every attention backend, forward and gradient, against references; references against PyTorch."""
 
 import itertools
 from collections import Counter
@@ -75,7 +75,7 @@ class Row:
         return {**(CROSS if "cross" in self.layout else SIZES), **({"batch": 1} if "segments" in self.mask else {})}
 
     def build(self, case: Case) -> tuple[list[Tensor], Tensor, Tensor, Mask]:
-        """q, k, v or what holds them; the output; its gradient; the mask."""
+        """Return q, k and v, or packed tensors with them; the output; its gradient; the mask."""
         case.sizes["qkv"] = 3 if len(LAYOUTS[self.layout]) == 1 else 2
         inputs = [case.x(axes) for axes in LAYOUTS[self.layout]]
         for tensor in inputs:
@@ -123,7 +123,7 @@ def rows(**options: Any) -> list[Row]:
 
 
 def attended(row: Row, sizes: Mapping[str, int], data: list[Any]) -> torch.Tensor:
-    """[batch, 1, seq, key], one pair of positions after the other."""
+    """Return [batch, 1, seq, key], computed for each pair of positions."""
     batch, seq, key = sizes["batch"], sizes["seq"], sizes["key"]
     words, result = row.mask.split(), torch.zeros(batch, 1, seq, key, dtype=torch.bool)
     for b, s, k in itertools.product(range(batch), range(seq), range(key)):
@@ -280,7 +280,7 @@ def test_dropout_draws_as_with_scores_in_memory(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_dropout_of_cut_sequences() -> None:
-    """Scores in memory, if the graph knows; a graph that was made for whole sequences says so."""
+    """If the graph knows that sequences are cut, scores are in memory; a graph for whole sequences raises an error."""
     for cuts, kinds in (({"heads": 2}, {"Attention"}), ({"seq": 4}, {"Contract", "Softmax", "Dropout", "Rename"})):
         case = Case(SIZES, "fp64")
         g = case.graph = Graph("fp64", cuts=Tiling(cuts))
@@ -321,7 +321,7 @@ def test_any_shape(runtime: nt.Runtime, drawn: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_pairs_outside_of_the_window_are_absent(backend: str) -> None:
-    """Of 5 tiles of 3 positions (the last of 2), each attends to itself and to those that the window still reaches."""
+    """Five tiles of 3 positions, the last of 2: each attends to itself and to the tiles within the window."""
     for window, reach in ((1, 0), (2, 1), (4, 1), (5, 2), (8, 3), (100, 4)):
         case = Case({**SIZES, "batch": 1, "seq": 14, "heads": 1}, "fp64")
         g, t = case.graph, [case.x(BSHD) for _ in range(3)]
@@ -351,7 +351,7 @@ def test_pairs_outside_of_the_window_are_absent(backend: str) -> None:
     tile=st.integers(1, 9), size=st.integers(1, 30),
 )  # fmt: skip
 def test_bands(band: Band, tile: int, size: int) -> None:
-    """What is said of tiles is true of their elements; areas add up; words are those of pairs that attend."""
+    """Properties of tiles agree with their elements; areas add up; elements are the attended pairs."""
     parts, allowed = Tiling({"seq": tile}).parts("seq", size), band.allowed(size, size)
     total, there = 0.0, 0
     for seq, key in itertools.product(parts, parts):
@@ -371,7 +371,7 @@ def test_bands(band: Band, tile: int, size: int) -> None:
     assert scores.filled(Tiling({"seq": tile})) == pytest.approx(there / size**2)
 
 
-# -- what is refused
+# -- rejected arguments
 
 
 def test_refused() -> None:

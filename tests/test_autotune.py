@@ -1,4 +1,4 @@
-"""Choices made by measurement outlive the process, so that the next one computes the same to the bit."""
+"""Measured choices are stored, so that a later process computes the same bits."""
 
 import os
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def test_a_last_line_without_its_end(choose: Any, tmp_path: Path) -> None:
 
 
 def test_half_a_line_is_not_kept(python: Any, tmp_path: Path) -> None:
-    """As on a full disk: what is there stays, and of a line that finds no room nothing does."""
+    """On a full disk, stored lines stay, and a line that does not fit is not stored in part."""
     code = """
 import resource, signal, sys
 from nntile_py import _core

@@ -25,7 +25,7 @@ def forget() -> None:
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty one, where libraries will be kept."""
+    """Return an empty cache folder for libraries."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     forget()
@@ -48,7 +48,7 @@ def compiler(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sc
 
 @pytest.mark.parametrize("damage", [b"", b"x", b"\0" * 20000, 4097, -1])
 def test_a_damaged_library_is_made_anew(cache: Path, damage: bytes | int) -> None:
-    """Loading one that is cut off would end the process."""
+    """A truncated library is compiled again; loading it would end the process."""
     assert native.address(SOURCE)
     (kept,) = cache.iterdir()
     whole = kept.read_bytes()
@@ -59,7 +59,7 @@ def test_a_damaged_library_is_made_anew(cache: Path, damage: bytes | int) -> Non
 
 
 def test_a_library_under_the_name_of_another_is_made_anew(cache: Path) -> None:
-    """Its function would be called with what the other takes."""
+    """A library under another kernel's name is not used; its function takes other arguments."""
     other = SOURCE.replace("1", "2")
     assert native.address(SOURCE) and native.address(other)
     own, wrong = native.path_of(SOURCE), native.path_of(other)
@@ -78,7 +78,7 @@ def test_a_library_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_cache_that_cannot_be_written(cache: Path) -> None:
-    """Libraries are made for the process alone, and one line says so."""
+    """Libraries are compiled for this process only, and one line says so."""
     cache.parent.mkdir()
     cache.touch()
     with pytest.warns(UserWarning, match=r"^fusion: kernels are compiled at each start, as .*kernels cannot") as told:
@@ -88,7 +88,7 @@ def test_a_cache_that_cannot_be_written(cache: Path) -> None:
 
 @pytest.mark.parametrize("where", ["folder", "file"])
 def test_a_library_that_another_could_have_written(cache: Path, where: str) -> None:
-    """It is not loaded: that would do whatever is in it."""
+    """A library of another user is not loaded, as loading executes its code."""
     assert native.address(SOURCE)
     (kept,) = cache.iterdir()
     (cache if where == "folder" else kept).chmod(0o777)
@@ -119,7 +119,7 @@ def test_a_library_that_another_could_have_written(cache: Path, where: str) -> N
     ],
 )
 def test_compilers_that_fail(compiler: Script, script: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line each, and at once: also where what a wrapper has started goes on."""
+    """One line for each failure, without delay, even if a child of a compiler wrapper keeps running."""
     monkeypatch.setattr(native, "VERSION_SECONDS", 0.3 if "sleep" in script else 20.0)
     compiler(script)
     start = time.monotonic()

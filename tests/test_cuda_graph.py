@@ -1,4 +1,4 @@
-"""What may be one CUDA graph, what tiles are to it, how much of them it computes, when it runs; without a GPU."""
+"""Programs as CUDA graphs: which may be one, roles of tiles, computed sizes, when a graph runs; without a GPU."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_tasks_in_python_are_refused(runtime: nt.Runtime) -> None:
 
 @pytest.mark.parametrize("most", [8, 64, 65, 512, 1000, 4096, 8192, 16384, 20000])
 def test_rounded(most: int) -> None:
-    """Few sizes, none too small, all within the tile; products choose for as many rows as for what is filled."""
+    """There are few sizes, all at least the filled size and within the tile; products choose the same algorithms."""
     source = (Path(__file__).parents[1] / "tasks/cublaslt_cuda.cpp").read_text()
     assert "(most / 16 + 127) / 128 * 128;" in source  # as below
 
@@ -121,7 +121,7 @@ def test_rounded(most: int) -> None:
 
 
 def test_on_cpu_workers(runtime: nt.Runtime) -> None:
-    """Asked for, it is an error; left open, the tasks run."""
+    """captured: true is an error here; with the default, the tasks run one by one."""
     with pytest.raises(ConfigError, match=r"captured: true is not allowed here: it needs a runtime of one GPU"):
         nt.Encoder(MODEL, captured=True)([[1, 2]])
     with pytest.raises(ConfigError, match="captured: 'no' is not allowed; use True, False or None"):
@@ -139,7 +139,7 @@ def test_a_sweep_that_captures_nothing(other: dict[str, Any]) -> None:
         Measure(**asked | other)
 
 
-# -- what runs a program, with a stand-in for the graph: the same tasks, on as much of the tiles as a graph computes
+# -- runs of a program, with a substitute for the graph: the same tasks, on the part of tiles that a graph computes
 
 MODEL = nt.models.BERT(CONFIG, seed=1)
 TEXTS = [[1, 2, 3], [*range(30)], [4], [5] * 17]

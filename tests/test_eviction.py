@@ -1,4 +1,4 @@
-"""Tiles that leave a device's memory: the furthest next use first, after the last use before it, no more than need."""
+"""Eviction: the tile with the furthest next use leaves first, after its last use, and no more tiles than necessary."""
 
 from collections import OrderedDict
 from typing import Any
@@ -33,7 +33,7 @@ def names(tasks: TaskList) -> list[str]:
 
 
 def fetched(tasks: list[Task], room: int, marks: bool) -> int:
-    """Bytes that come in a late round, where the least recently used leaves first, with `marks` a marked one."""
+    """Return the bytes that arrive in a late round; the least recently used tile leaves, with `marks` a marked one."""
     held: OrderedDict[Tile, bool] = OrderedDict()
     total = 0
     for turn in range(6):
@@ -60,7 +60,7 @@ def test_nothing_leaves_where_all_fits() -> None:
 
 
 def test_a_scan_keeps_what_fits() -> None:
-    """The worst of cases for the least recently used: ten tiles one after the other, again and again, room for six."""
+    """The worst case of least recently used: ten tiles in turn, repeatedly, with room for six."""
     tasks = a_list(*(Task("k", [RW(tile(str(k)))]) for k in range(10)))
     assert mark_evictions([tasks], 6 << 10)
     assert sum(map(bool, names(tasks))) == 5  # four have no room, and what is used needs some
@@ -72,7 +72,7 @@ def test_tiles_of_several_lists_are_the_same_by_name() -> None:
     first = a_list(*(Task("k", [RW(tile(name))]) for name in "ab"), Task("k", [RW(tile("x", 4))]))
     then = a_list(Task("k", [RW(tile("a"))]), Task("k", [RW(tile("x", 4))]))
     assert mark_evictions([first, then], 5 << 10)
-    # With x, 4 of 5 KiB, there is room for one more: a has none while b is used, nor b while a is.
+    # x takes 4 of 5 KiB, so one more tile fits: a and b are never in memory together.
     assert names(first) == ["a", "b", ""] and names(then) == ["", ""]
 
 

@@ -1,4 +1,4 @@
-"""Which GPUs ranks take: each its own, of those that it sees."""
+"""Assignment of GPUs to ranks: each rank gets its own GPUs among the visible ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_each_takes_its_own(name: str) -> None:
 
 
 def test_none_is_taken_twice_where_there_are_enough() -> None:
-    """All of what two and three ranks can see of three GPUs, against trying every way."""
+    """All visibilities of three GPUs to two and three ranks, against exhaustive search."""
     some = ["".join(gpus) for count in (1, 2, 3) for gpus in itertools.combinations("abc", count)]
     for ranks in (2, 3):
         for seen_by in itertools.product(some, repeat=ranks):

@@ -1,4 +1,4 @@
-"""Fusion that is found: which groups, that training stays the same, and what happens without a compiler."""
+"""Greedy fusion: its groups, unchanged results of training, and training without a compiler."""
 
 import multiprocessing
 import os
@@ -59,7 +59,7 @@ def test_groups_of_the_paper() -> None:
 
 
 def test_groups_where_rows_are_cut() -> None:
-    """A norm over a cut axis is several tasks, in no group; its gradient has what the rules put into it."""
+    """A norm over a cut axis is several tasks and in no group; rules fuse operators into its gradient."""
     graph = StepSpec(MODELS["encoder"](), 4, 16, Tiling({"embed": 10, "seq": 5})).graphs.graph
     assert Counter(op.group for op in groups(graph)) == {"dropout_activation_grad_sum": 2, "dropout_add": 4}
     norms = [op for op in graph.ops if isinstance(op, LayerNormGrad)]
@@ -72,7 +72,7 @@ def test_groups_where_rows_are_cut() -> None:
     dtype=["fp32", "bf16"],
 )
 def test_no_more_tasks_than_the_rules(name: str, tiles: dict[str, int], dtype: str) -> None:
-    """Nor, in fp32, more bytes: in bf16 a product's task may have two kernels, which write and read what is between."""
+    """In fp32 no more bytes either; in bf16 a product's task may have two kernels with a tensor between them."""
     counts = []
     for fusion in (FOUND, RULES):
         spec = StepSpec(MODELS[name](), 4, 16, Tiling(tiles), precision=dtype, fusion=fusion, optimizer=nt.AdamW())
@@ -83,7 +83,7 @@ def test_no_more_tasks_than_the_rules(name: str, tiles: dict[str, int], dtype: s
 
 
 def test_activations_that_no_group_has() -> None:
-    """In bf16 groups come first; what is alone after a product is made by its task, as by the rules."""
+    """In bf16 groups come first; an activation in no group becomes part of the product before it."""
     for dropped, titles in ((0.0, ["Contract + bias + gelu"]), (0.1, ["Contract + bias", "Activation + Dropout"])):
         g = Graph("bf16")
         x = g.named("x", ["batch", "seq", "embed"], [2, 4, 8], "input")
@@ -127,7 +127,7 @@ def test_one_normalization_a_group() -> None:
 
 @pytest.mark.parametrize(("seq", "expected"), [(16, {"softmax": 2, "softmax_grad": 2}), (8, {})])
 def test_a_softmax_without_neighbours(seq: int, expected: dict[str, int]) -> None:
-    """It is a group of its own, unless its axis is cut."""
+    """A softmax that merges with no neighbour is a group, unless its axis is cut."""
     model = models.TransformerEncoder(models.TransformerEncoderConfig(**HEADS, attention="naive"))
     softmax = {name: count for name, count in found(model, seq=seq).items() if "softmax" in name}
     assert softmax == expected
@@ -164,7 +164,7 @@ def losses(model: Any, fusion: Any, tiles: dict[str, int], policy: str, steps: i
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_training_stays_the_same(runtime: nt.Runtime, name: str, tiles: dict[str, int], policy: str) -> None:
-    """Also the draws of dropout: losses of three steps differ by rounding alone."""
+    """Dropout has the same random numbers: losses of three steps differ only by rounding."""
     if name == "llama" and "heads" in tiles:
         tiles = {**tiles, "heads": 4}
     naive = losses(MODELS[name](), False, tiles, policy)
@@ -186,7 +186,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rules take over, and one note says why; bf16 runs on GPUs, which need none."""
+    """Without a compiler the rules apply, and one note says why; bf16 runs on GPUs, which need no compiler."""
     say_once.cache_clear()
     with pytest.warns(UserWarning, match=r"the rules of `found: false` are used, .* false failed on a generated"):
         left = fuse(chain(), FOUND)
@@ -278,7 +278,7 @@ def test_two_processes_compile_the_same(tmp_path: Path) -> None:
 
 
 def test_layers_share_a_kernel() -> None:
-    """Keys of dropout and sizes are no part of it, dtypes are."""
+    """The kernel's name depends on dtypes, but not on sizes and keys of dropout."""
     spec = StepSpec(MODELS["encoder"](), 4, 16, fusion=FOUND)
     made = Counter(op.kernel.name for op in groups(spec.graphs.graph))
     assert sorted(made.values()) == [2, 2, 2, 4, 4]

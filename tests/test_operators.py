@@ -61,7 +61,7 @@ def test_in_fp32(runtime: nt.Runtime, row: Any) -> None:
 
 
 def test_policies_give_other_programs_only_where_partial_sums_meet() -> None:
-    """What check_programs skips: all policies of a sum differ, those of an element-wise operator are the same."""
+    """check_programs skips equal programs: policies matter only for operators with sums."""
     programs = {}
     for name in ("Sum", "Add"):
         case = Case(SIZES, "fp64")
@@ -87,7 +87,7 @@ LARGE = {"batch": 5, "seq": 47, "embed": 530, "ffn": 75, "heads": 2, "head_dim":
     ],
 )  # fmt: skip
 def test_products_of_many_rows_and_columns(runtime: nt.Runtime, row: Any, dtype: str) -> None:
-    """In blocks and parts of blocks of all axes, one row of tiles added to another."""
+    """Tiles of whole blocks and of parts of blocks along all axes, where one row of tiles is added to another."""
     check(row, {"embed": 400, "ffn": 60, "batch": 3}, "chain", dtype, SIZES | LARGE)
 
 
@@ -100,7 +100,7 @@ LIMITS = {
 
 @st.composite
 def tilings(draw: st.DrawFn) -> tuple[dict[str, int], dict[str, int]]:
-    """Sizes of the axes, and tile sizes of some of them: at most five tiles an axis, the last one of any size."""
+    """Draw sizes of axes, and tile sizes of some axes: at most five tiles per axis, the last tile of any size."""
     sizes = {axis: draw(st.integers(*limits), label=axis) for axis, limits in LIMITS.items()}
     cut = draw(st.sets(st.sampled_from(sorted(set(sizes) - {"head_dim"})), min_size=1), label="cut")
     return sizes, {axis: draw(st.integers(-(-sizes[axis] // 5), sizes[axis])) for axis in sorted(cut)}

@@ -29,7 +29,7 @@ def step(tiles: dict[str, int], policy: str = "chain", layers: int = CONFIG.laye
 
 
 def moved(tasks: list[Task], kinds: tuple[str, ...]) -> int:
-    """Bytes of tiles, other than those whose tensor begins with one of `kinds`, that a task finds elsewhere."""
+    """Return the bytes of tiles that tasks find on another worker, without tensors with a name prefix in `kinds`."""
     copies: dict[Tile, set[int]] = {}
     total = 0
     for task in tasks:
@@ -54,7 +54,7 @@ def load(tasks: list[Task], workers: int) -> list[float]:
 def test_batch_tiles_stay_where_they_are() -> None:
     residency: Residency = {}
     first, update = (place(low.tasks, 4, GPU, residency).tasks for low in step({"batch": 16}, layers=8).lists)
-    # Weights travel and their gradients, and in the embedding what is the same for all of the batch.
+    # Weights and their gradients travel, and in the embedding the tensors without a batch axis.
     grads = {access.tile.tensor for task in first for access in task.accesses if access.tile.persistent}
     others = [t for t in first if not t.kernel.startswith("embedding_grad")]
     assert moved(others, ("embed.", *grads)) == 0
@@ -108,7 +108,7 @@ def test_sums_beside_are_added_in_the_order_of_the_batch(size: int) -> None:
     one, tasks = step({"batch": size}).lists[0].tasks, place(step({"batch": size}).lists[0].tasks, 4, GPU)
 
     def contributions(of: list[Task]) -> dict[str, list[str]]:
-        """To each gradient, by the name of an input of the task that made it."""
+        """Map each gradient to the name of an input of the task that wrote it."""
         made, found = {}, {}  # type: ignore[var-annotated]
         for task in of:
             name = next((str(a.tile) for a in task.accesses if "batch" in a.tile.axes), "")
@@ -129,7 +129,7 @@ def test_sums_beside_are_added_in_the_order_of_the_batch(size: int) -> None:
 
 @pytest.mark.parametrize("size", [64, 16])
 def test_squares_are_taken_as_a_backward_pass_makes_gradients(size: int) -> None:
-    """Of those that end with the same part of the batch; and what can be added up by then is."""
+    """Gradients that end with the same part of the batch are added first, as far as they exist by then."""
     first, update = step({"batch": size}, layers=4).lists
     made, ends = {}, first.tasks.ends("batch")
     for at, task in enumerate(first.tasks.tasks):
@@ -146,7 +146,7 @@ def test_squares_are_taken_as_a_backward_pass_makes_gradients(size: int) -> None
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_weights_are_updated_as_the_next_run_needs_them(workers: int) -> None:
-    """Those of the first layer at once; of others not before the tasks that need weights of layers before them."""
+    """Updates of the first layer run at once; updates of a later layer run after tasks that need earlier weights."""
     lists, residency = step({"batch": 16}, layers=8).lists, Residency()
     placed = [place(low.tasks, workers, GPU, residency) for low in lists]
     placement.delay(placed, workers)
@@ -184,7 +184,7 @@ def test_delayed_tasks_run_later() -> None:
 
 
 def test_parts_of_a_layer_spread() -> None:
-    """One batch tile: the heads and the hidden units are what there is to share."""
+    """One batch tile: heads and hidden units are divided among the workers."""
     first = place(step({"ffn": 256, "heads": 1}).lists[0].tasks, 4, GPU).tasks
     work = load(first, 4)
     assert max(work) < 1.5 * min(work)
@@ -212,7 +212,7 @@ def test_what_travels_against_who_is_idle() -> None:
 
 @pytest.mark.parametrize("size", [16, 8])
 def test_the_norm_is_summed_where_gradients_are(size: int) -> None:
-    """One sum of each part of the batch meets the others; that is the only thing to travel but clip."""
+    """Only one sum of squares of each part of the batch travels, and clip."""
     lists, residency = step({"batch": size}).lists, Residency()
     for low in lists:
         tasks = place(low.tasks, 4, GPU, residency).tasks
@@ -249,7 +249,7 @@ def test_training_with_planned_workers() -> None:
 
 
 def test_planned_tasks_run_in_the_order_of_submission() -> None:
-    """On one worker; by urgency, sums of weights' gradients would wait for the end of the step."""
+    """One worker, in submission order; by priority, sums of weights' gradients would wait for the end of the step."""
     config = nt.models.GPT2Config(layers=2, embed=32, heads=4, vocab=64, positions=16)
     with nt.Runtime(cpus=1, placement="planned"):
         trace = run_steps(nt.Trainer(nt.models.GPT2(config, seed=0), 4, 16, {"batch": 1}), 2, 1)
@@ -264,7 +264,7 @@ def axpy(x: np.ndarray, y: np.ndarray, *, alpha: float) -> None:
 
 
 def test_tasks_without_a_plan() -> None:
-    """Whoever is free runs them; one that fails is told, and others run after it."""
+    """Any free worker runs Python tasks; a failure is reported, and later tasks run."""
     with nt.Runtime(cpus=2, placement="planned"):
         x, y = nt.array(np.ones(4)), [nt.array(np.zeros(4)) for _ in range(20)]
         for _ in range(10):
@@ -287,7 +287,7 @@ def test_unknown_placement(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_all_workers(task: Task, load: Any, copies: Any, readers: Any, speed: Speed) -> int:
-    """The cheapest worker, found by a look at each; of equal costs, if rounding hides it, the one with least to do."""
+    """Return the cheapest worker by comparing all; among equal costs, up to rounding, the least loaded worker."""
     seconds = load.seconds
     most = len(seconds) * speed.seconds(task)
     costs = [

@@ -86,7 +86,7 @@ def test_other_activations(kind: str, aux: bool) -> None:
 
 @pytest.mark.parametrize("way", range(len(EVERY)))
 def test_rows_that_a_step_fills(monkeypatch: pytest.MonkeyPatch, way: int) -> None:
-    """NaN behind them is not read, and what lies there in the result stays."""
+    """NaN behind the filled rows is not read, and the result behind them is not written."""
     monkeypatch.setattr(product_triton, "FEW", [EVERY[way]])
     case, filled, slot = Case(SIZES, "bf16"), 37, Slot("filled")
     linear(bias="ffn", activation="gelu", pre=True)(case)
@@ -184,7 +184,7 @@ assert parameters[15:17] == [(9, (2, 768, 2, 9, 128, 64, 3)), (2, 3072)], parame
 assert grid == [(2, 264), (2, 1), (2, 1)]
 assert encoded_launches([task], 80) == NOT_LAUNCHED
 
-# Ways that a device has no room for are none, so what is left in C++ computes it.
+# Candidates that need more shared memory than the device has are left out, so the C++ kernel computes the product.
 needs = sorted(launch.compile_launch(one, 90).shared for way in launch.load()["contract"]([task]).ways for one in way)
 for room, ways in (needs[-1], 2), (needs[0] - 1, 0):
     launch.shared_memory = lambda capability: room

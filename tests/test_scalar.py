@@ -14,7 +14,7 @@ from nntile_py.testing import SIZES, Case, error
 
 
 def cases() -> dict[str, Any]:
-    """The rows of which each operator has a scalar form."""
+    """Return the rows in which each operator has a scalar form."""
     found = {}
     for name, row in ROWS.items():
         case = Case(SIZES, "fp64")
@@ -43,7 +43,7 @@ def test_scalar_forms_are_the_references(name: str) -> None:
 
 
 def test_which_operators_have_one() -> None:
-    """All but contractions, what moves or looks up rows, losses, optimizers."""
+    """Every operator has a scalar form, except contractions, moves and look-ups of rows, losses and optimizers."""
     made = {type(op) for row in CASES.values() for op in built(row)}
     names = {
         "Add", "Multiply", "BiasAdd", "Dropout", "Sum", "Activation", "ActivationGrad", "Gated", "GatedGrad",

@@ -74,7 +74,7 @@ def test_a_group_ends_soon_after_what_another_worker_waits_for(elsewhere: bool) 
 
 
 def test_a_group_ends_with_what_is_made_at_once_and_waited_for() -> None:
-    """A factor for all gradients, and then the updates of one worker, for which the other does not wait."""
+    """A factor for all gradients, then the updates of one worker, for which no other worker waits."""
     tasks = TaskList()
     clip = Tile("clip", (0,), (1,), "fp64")
     tasks.emit("clip", [W(clip)])
@@ -88,7 +88,7 @@ def test_a_group_ends_with_what_is_made_at_once_and_waited_for() -> None:
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_others_wait_for_few_tiles(alone: bool) -> None:
-    """A group of one worker may have all of an optimizer's."""
+    """With one worker, a group may have all tasks of an optimizer."""
     tasks = TaskList()
     for number in range(100):
         tasks.emit("update", [W(Tile(name, (number,), (10,), "fp32")) for name in "wmv"])

@@ -114,7 +114,7 @@ Recipe = list[tuple[str, list[tuple[str, int]]]]  # kernel, [(mode, number of th
 
 
 def expected(recipe: Recipe, tiles: Sequence[Tile], held: dict[Tile, Bag]) -> Machine:
-    """What the accesses mean: ACC adds to what the list or its start has put into the tile."""
+    """Simulate the accesses: ACC adds to the contents of the tile, from the list or from before it."""
     machine = Machine({t: Counter(bag) for t, bag in held.items()})
     for number, (_, accesses) in enumerate(recipe):
         before = {t: Counter(bag) for t, bag in machine.tiles.items()}
@@ -130,7 +130,7 @@ def expected(recipe: Recipe, tiles: Sequence[Tile], held: dict[Tile, Bag]) -> Ma
 
 @st.composite
 def recipes(draw: st.DrawFn) -> tuple[Recipe, list[bool], list[bool]]:
-    """Tasks on up to five tiles, of which some are persistent, of which some hold data; nothing unwritten is read."""
+    """Draw tasks on up to five tiles, some persistent, some of these with data; no tile is read before a write."""
     count = draw(st.integers(1, 5))
     persistent = [draw(st.booleans()) for _ in range(count)]
     holds = [p and draw(st.booleans()) for p in persistent]
@@ -158,7 +158,7 @@ def listed(recipe: Recipe, tiles: Sequence[Tile], holds: Sequence[bool], policy:
 
 
 def edges(tasks: TaskList) -> list[tuple[Any, Any]]:
-    """(earlier, later) tasks that StarPU orders: by a tile that one of them writes. Contributions are not ordered."""
+    """Return the pairs (earlier, later) of tasks that StarPU orders, since one of them writes a tile of the other."""
     result = []
     for first, second in itertools.combinations(tasks.tasks, 2):
         for a, b in itertools.product(first.accesses, second.accesses):

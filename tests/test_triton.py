@@ -67,7 +67,7 @@ TABLE = {name: row for name, row in ROWS.items() if of_triton(row)} | SPLIT
 
 
 class Interpreted:
-    """A lowered graph on torch tensors, one a tile, its tasks run in order."""
+    """Runs the tasks of a lowered graph in order, on one torch tensor per tile."""
 
     def __init__(self, low: Lowering, way: int = 0) -> None:
         """way: which launches, where there are several."""
@@ -127,7 +127,7 @@ def test_against_the_reference(row: str, dtype: str, tiling: str, policy: str) -
         for where, _ in ran.low.grid(tensor):
             there[where] = True
         wrong = error(got[tensor], want * there)
-        # Statistics are of the sum with the residual as it was stored, a bias' gradient of dx as it was stored.
+        # Kernels may compute statistics and a bias' gradient from stored values, which are rounded.
         of_stored = "Norm residual" in row or (row.startswith("LayerNormGrad") and "bias" in row)
         rounded = (is_low(tensor.dtype) and tensor.storage not in case.masters) or (is_low(dtype) and of_stored)
         assert wrong < (ROUNDING[dtype] if rounded else 1e-5), f"{tensor}: off by {wrong:.1e}"
@@ -135,7 +135,7 @@ def test_against_the_reference(row: str, dtype: str, tiling: str, policy: str) -
 
 @pytest.mark.parametrize("row", ["Generated norm of a sum", "Generated bias gelu", "Generated softmax causal"])
 def test_generated_draws_of_odd_rows(row: str) -> None:
-    """Whose pairs lie in two rows."""
+    """Rows of odd length: two neighbours that share a hash may be in two rows."""
     case = Case({**SIZES, "embed": 25, "ffn": 21, "seq": 7, "key": 7}, "fp32")
     TABLE[row](case)
     values = case.draw(np.random.default_rng(0))
@@ -200,12 +200,13 @@ def test_attention_with_dropout(name: str, dtype: str, positions: int) -> None:
     check_ways(row, {**ROWS_OF_BATCH, "seq": positions, "key": keys}, tiles, dtype)
 
 
-# In the first a row has pairs on both sides of 2^32; rows of a power of two end there; those of 41 have no even start.
+# First case: a row has pairs on both sides of 2^32; second: rows of a power of two end there; third: rows begin at odd
+# indices.
 @pytest.mark.parametrize(
     ("positions", "large"), [(40, 2**33 - 1606), (64, 2**33 - 64 * 101), (41, 2**33 - 1607), (40, 5 * 2**31 + 8)]
 )
 def test_large_indices_of_dropout(monkeypatch: pytest.MonkeyPatch, positions: int, large: int) -> None:
-    """Those of pairs of probabilities beyond 2^32 are drawn as such."""
+    """Dropout of probabilities with indices beyond 2^32 equals the reference."""
     monkeypatch.setattr(ScoresDropout, "args", lambda self, batch, head: replace(ARGS(self, batch, head), first=large))
     kept = ScoresDropout._kept
     monkeypatch.setattr(ScoresDropout, "_kept", lambda self, first, sizes, seed: kept(self, first + large, sizes, seed))
@@ -216,7 +217,7 @@ ARGS = ScoresDropout.args
 
 
 def check_ways(row: AttentionRow, sizes: Mapping[str, int], tiles: Mapping[str, int], dtype: str) -> None:
-    """Each of the ways to compute it, which C++ chooses from."""
+    """Compare each candidate, among which C++ chooses, with the reference."""
     case = Case(sizes, dtype)
     case.slots["dropout_seed"] = case.options["seed"] = 3
     row(case)
@@ -241,7 +242,7 @@ def lowered(case: Case) -> Lowering:
 
 
 def fills_first_rows(row: Callable[[Case], Any]) -> bool:
-    """Whether CUDA workers would compute the filled part of a bin alone; see lives_on_cuda."""
+    """Return whether CUDA workers compute only the filled part of a bin; see lives_on_cuda."""
     case = Case(FILLED, "fp32")
     row(case)
     if any(op.kind.startswith("Select") for op in case.graph.ops):  # of one place of all: refused with pack
@@ -256,7 +257,7 @@ FIRST_ROWS = [name for name, row in TABLE.items() if fills_first_rows(row)]
 
 @pytest.mark.parametrize(("name", "dtype"), list(zip(FIRST_ROWS, itertools.cycle(("fp32", "bf16")))))
 def test_what_a_step_fills(name: str, dtype: str) -> None:
-    """Of tiles of 40 positions 5 are filled; what lies behind them, NaN and the id 1, is not added to anything."""
+    """A step fills 5 of 40 positions. The values behind them, NaN and the id 1, affect no result."""
     case, whole = Case(FILLED, dtype), Case({**FILLED, "seq": 40, "key": 40}, dtype)
     TABLE[name](case)
     TABLE[name](whole)
@@ -286,7 +287,7 @@ def test_what_a_step_fills(name: str, dtype: str) -> None:
 
 
 def test_live_sizes() -> None:
-    """A kernel's sizes and grids as functions of what a step fills."""
+    """Sizes and grids of kernels depend on the number of filled rows."""
     rows = DynamicSize(100, position=3)
     words = rows * 6
     assert (words, words // 3, words // 4) == (600, 200, 150) and not isinstance(words // 4, DynamicSize)
@@ -298,7 +299,7 @@ def test_live_sizes() -> None:
 
 
 def test_every_kernel_has_launches() -> None:
-    """All but those in C++ alone (attention without segments, parts of a contraction) that a task may name."""
+    """Every kernel has launches, except kernels only in C++: attention without segments, parts of a contraction."""
     named = set()
     for path in (Path(launch.__file__).parent).glob("*.cpp"):
         named |= set(re.findall(r"^NNTILE_KERNEL\((\w+),", path.read_text(), re.M))
@@ -369,7 +370,7 @@ def adamw_tasks(sizes: list[int]) -> tuple[list[Task], list[torch.Tensor]]:
 
 
 def test_tasks_together() -> None:
-    """One launch for several tasks has the bits of a launch each; tasks that share what they write stay apart."""
+    """One launch for several tasks gives the bits of separate launches; tasks that write one tile stay separate."""
     sizes = [48, 5000, 1, 40000]
     tasks, alone = adamw_tasks(sizes)
     _, merged = adamw_tasks(sizes)
@@ -386,13 +387,13 @@ def test_tasks_together() -> None:
             part, grad = (alone[a.tile] for a in task.accesses)
             assert part.item() == pytest.approx((grad.double() ** 2).sum().item(), rel=1e-6)
     other = replace(tasks[1], args=replace(tasks[1].args, weight_decay=0.2))
-    # The second waits for the first, and so does nobody else; the fourth overtakes the third.
+    # The second task depends on the first, no other task depends on another; the fourth overtakes the third.
     assert [len(run) for run in launch.together([tasks[0], tasks[0], other, tasks[2]])] == [1, 2, 1]
 
 
 @pytest.mark.parametrize("kernel", ["adamw", "sgd"])
 def test_every_value_of_a_split_parameter(kernel: str) -> None:
-    """A step of nothing changes no bit of any number, NaN stays NaN in either part, and what is stored is `split`'s."""
+    """A step without a gradient changes no bit; NaN stays NaN in both parts; stored parts equal those of `split`."""
     special = [0x7F7FFFFF, 0x7F7F8000, 0, -(2**31), 1, 0x8000, 0xFFFF, -0x7FFF8000, 0x7FC00000, 0x7F800001, -1]
     bits = np.concatenate([np.random.default_rng(0).integers(-(2**31), 2**31, 500), special]).astype(np.int32)
     value = bits.view(np.float32)
