@@ -1,4 +1,4 @@
-"""What tests/test_mpi.py has mpirun start: trains small models and tells what came out, or fails in some way."""
+"""The script that tests/test_mpi.py starts by mpirun: trains small models and prints results, or fails on purpose."""
 
 import hashlib
 import json
@@ -77,7 +77,7 @@ def trained(model: str, tiles: str, policy: str, options: dict[str, Any]) -> dic
 
 
 def database(spec: StepSpec, seed: int) -> Timings:
-    """Times of all operators of a step, drawn; those of transpositions are short, so that many are taken."""
+    """Return random times of all operators of a step; transpositions are short, so that layouts use many of them."""
     timings = Timings(dict.fromkeys(KEYS, "drawn"), Path("drawn.jsonl"))
     while missing := search(spec.graphs.graph, timings, spec.cuts).missing:
         for operator, layout in missing:
@@ -92,7 +92,7 @@ def sent_bytes(tasks: TaskList) -> int:
 
 
 def planned(lists: list[TaskList], ranks: Ranks | None) -> list[int]:
-    """On the first rank: bytes that each rank sends in a step, as it is planned and simulated without the others."""
+    """Return, on rank 0, the bytes that each rank sends in a step, planned and simulated without the other ranks."""
     if not ranks:
         return [0]
     if ranks.rank:
@@ -131,7 +131,7 @@ def profiled(trainer: nt.Trainer, out: str) -> dict[str, Any]:
 
 
 def saved(trainer: nt.Trainer, out: str) -> dict[str, Any]:
-    """A checkpoint, how many tiles this rank had before and after it, and one that cannot be written."""
+    """Write a checkpoint, count this rank's tiles before and after, and try a checkpoint that cannot be written."""
     for step in (1, 2):
         trainer.step(inputs(step, BATCH))
     before = len(trainer._store.handles)

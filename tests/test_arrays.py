@@ -1,4 +1,4 @@
-"""nt.array and @nt.task as a tiled-array library: tilings, modes, lists, results, options, and what is refused."""
+"""nt.array and @nt.task as a tiled-array library: tilings, modes, lists, results, options, rejected arguments."""
 
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ def test_rows_of_a_matrix_need_one_index(runtime: nt.Runtime) -> None:
 
 
 def test_a_failure_costs_no_elements(runtime: nt.Runtime) -> None:
-    """Tasks after a failure are not run, but what moves elements between tilings is."""
+    """After a failure tasks do not run, except copies between tilings."""
     value = RNG.standard_normal((6, 6))
     x, y = nt.array(value), nt.array(np.ones(2))
     fail(y)
@@ -344,7 +344,7 @@ def test_profile_of_a_block(runtime: nt.Runtime, tmp_path: Path) -> None:
 
 
 def test_what_waits_for_what_in_a_profile(runtime: nt.Runtime) -> None:
-    """A chain on one tile is a critical path of all its tasks, independent tiles are none."""
+    """The critical path of a chain on one tile has all its tasks; independent tiles form no path."""
     x = nt.array(np.ones((8, 8)))
     with nt.profile() as chain:
         for _ in range(8):

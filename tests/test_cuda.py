@@ -109,7 +109,7 @@ def test_training(cuda: nt.Runtime, expected: list[float], dtype: str, limit: fl
 
 
 def test_gradients_that_overflow(cuda: nt.Runtime) -> None:
-    """In fp16 with a scale that is too large: steps change nothing until it fits."""
+    """fp16 with a too large loss scale: steps change nothing until the scale is small enough."""
     trainer = nt.Trainer(nt.models.GPT2(CONFIG, seed=1), 8, 64, precision="fp16", loss_scale=2.0**24)
     ids = np.random.default_rng(5).integers(0, CONFIG.vocab, (8, 64))
     steps, weights = [], [trainer.state_dict()]
@@ -124,7 +124,7 @@ def test_gradients_that_overflow(cuda: nt.Runtime) -> None:
 
 
 def test_a_precision_is_its_trainers_own(cuda: nt.Runtime) -> None:
-    """Another trainer in tf32, made meanwhile, changes no bit of one in fp32."""
+    """A trainer in tf32, created meanwhile, changes no bit of a trainer in fp32."""
     alone = train("fp32", steps=4)
     fp32, tf32 = (
         nt.Trainer(
@@ -170,7 +170,7 @@ with nt.Runtime(cpus=0, cuda=1):
 
 
 def test_each_way_to_permute(python: Any, cuda: nt.Runtime, tmp_path: Path) -> None:
-    """A product gets into a target whose axes are in another order by a copy, by rows, by columns: all are right."""
+    """A product is written into a target with another order of axes by a copy, by rows or by columns, all correct."""
     first = python(BLOCKS, FOLDER, XDG_CACHE_HOME=str(tmp_path))
     assert first.returncode == 0, first.stderr[-2000:]
     (kept,) = (tmp_path / "nntile_py").glob("gemm-*")
@@ -199,7 +199,7 @@ with nt.Runtime(cpus=0, cuda=1):
 
 
 def test_each_product_with_an_epilogue(python: Any, cuda: nt.Runtime, tmp_path: Path) -> None:
-    """The fastest of cuBLASLt's with a kernel behind it and our kernels is measured once; all are right."""
+    """cuBLASLt with a separate kernel and our kernels are measured once; all are correct."""
     first = python(PRODUCTS, FOLDER, XDG_CACHE_HOME=str(tmp_path))
     assert first.returncode == 0, first.stderr[-2000:]
     (kept,) = (tmp_path / "nntile_py").glob("launches-*")
@@ -359,7 +359,7 @@ RAGGED = [  # of 300 tokens: some of none before and behind, segments of none, o
 @pytest.mark.parametrize("layout", ["by seq", "packed by seq", "groups"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_ragged_kernels(cuda: nt.Runtime, dtype: str, layout: str, mask: str, backend: str) -> None:
-    """Each by its name, in one task and in one for each head: gradients of shared keys are then added."""
+    """Each backend by name, in one task and in one task per head, where gradients of shared keys are added."""
     for (start, ends), tiles in itertools.product(RAGGED, ({}, {"heads": 1})):
         check(AttentionRow(mask, backend, layout, ends=ends, start=start), tiles, "chain", dtype, BIN)
 
@@ -367,7 +367,7 @@ def test_ragged_kernels(cuda: nt.Runtime, dtype: str, layout: str, mask: str, ba
 @pytest.mark.parametrize("backend", ["varlen", "cudnn"])
 @pytest.mark.parametrize("model", [nt.models.BERT, nt.models.GPT2])
 def test_ragged_bins(cuda: nt.Runtime, model: Any, backend: str) -> None:
-    """Filled more and less, in one program, as without packing."""
+    """Bins with more and fewer tokens, in one program, give the results without packing."""
     batch, other, found = inputs(LENGTHS["some"]), inputs([LENGTH] * len(LENGTHS["some"]), seed=1), []
     config = model.Config(layers=2, embed=32, heads=2, vocab=30, positions=LENGTH, attention=backend)
     for pack in (False, True):
@@ -504,7 +504,7 @@ with nt.Runtime(cpus=0, cuda=1, cuda_memory=60 << 20):
 
 
 def test_what_is_used_soon_stays(python: Any, cuda: nt.Runtime) -> None:
-    """64 tiles one after the other, with room for 39: the least recently used is always the next to be used."""
+    """64 tiles in turn, with room for 39: the least recently used tile is always the next in use."""
     runs = [python(MOVED, how) for how in ("marked", "unmarked")]
     assert not any(run.returncode for run in runs), [run.stderr[-1000:] for run in runs]
     marked, unmarked = (int(run.stdout) / (384 * 1024 * 4) / 6 for run in runs)
@@ -528,7 +528,7 @@ import test_cuda, nntile_py as nt
 with nt.Runtime(cpus=0, cuda=int(sys.argv[2]), placement=sys.argv[3], cuda_memory=int(sys.argv[4]) << 20, window=200):
     print(test_cuda.train(sys.argv[5], tiles=eval(sys.argv[6])))
 """
-# Tiles of which some have a multiple of 16 words and others have not: kernels know, and may round otherwise.
+# Some tiles have a multiple of 16 elements: kernels are compiled for this, and could round differently.
 UNLIKE = "fp32", {"embed": 25}
 EVEN = "bf16", {"batch": 1, "ffn": 96}
 PLACEMENTS = [("planned", 4096, EVEN), ("scheduler", 4096, EVEN), ("planned", 8, EVEN), ("planned", 4096, UNLIKE)]
@@ -536,7 +536,7 @@ PLACEMENTS = [("planned", 4096, EVEN), ("scheduler", 4096, EVEN), ("planned", 8,
 
 @pytest.mark.parametrize(("placement", "limit", "how"), PLACEMENTS)
 def test_several_gpus(python: Any, placement: str, limit: int, how: tuple[str, dict[str, int]]) -> None:
-    """Whoever runs what, and if memory is short, the losses are those of one GPU to the bit."""
+    """With any assignment of tasks, and with little memory, the losses equal those of one GPU to the bit."""
     if (count := torch.cuda.device_count()) < 2:
         pytest.skip("there is one GPU")
     runs = [python(PLACED, FOLDER, *where, *how) for where in ((1, "scheduler", 4096), (count, placement, limit))]

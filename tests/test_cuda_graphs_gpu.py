@@ -1,4 +1,4 @@
-"""On a CUDA device: forward passes that are one CUDA graph give what their tasks give, one by one."""
+"""On a CUDA device: forward passes as one CUDA graph give the results of their separate tasks."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -46,7 +46,7 @@ def texts(*lengths: int, seed: int = 0) -> Texts:
     return [rng.integers(0, 500, n).tolist() for n in lengths]
 
 
-# Each of the first two is alone in a bin of 64 and of 256; then two of 512, of several texts, less and more filled.
+# The first two texts have a bin each, of 64 and 256; then two bins of 512 with several texts, less and more filled.
 PASSES = [texts(38), texts(150, seed=1), texts(200, 130, 9, seed=2), texts(256, 200, 1, 40, seed=3)]
 
 
@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def choose_alike(folder: Path) -> None:
-    """What was chosen for launched kernels is what graphs take: others of tf32 differ by roundings of the type."""
+    """Graphs use the kernels that were chosen for launches; other tf32 kernels would differ by rounding."""
     for file in folder.iterdir():
         lines = [line for line in file.read_text().splitlines() if not line.startswith("in a graph, ")]
         file.write_text("".join(f"{line}\nin a graph, {line}\n" for line in lines))
@@ -119,7 +119,7 @@ def test_as_in_fp32(cuda: nt.Runtime, dtype: str, limit: float, output: str) -> 
 
 
 def test_one_graph_serves_all_fillings(cuda: nt.Runtime) -> None:
-    """Bins of 64, filled with anything: one graph, which is captured once."""
+    """Bins of 64 with any number of tokens: one graph, captured once."""
     model = nt.models.BERT(CONFIG, seed=1)
     with nt.Encoder(model, captured=True) as encoder:
         for n in range(33, 65):
@@ -137,7 +137,7 @@ def test_what_is_faster_is_chosen(cuda: nt.Runtime) -> None:
 
 
 def test_two_encoders_and_a_trainer(cuda: nt.Runtime) -> None:
-    """Weights that stay on the device are in nobody's way."""
+    """Weights that stay on the device do not prevent other work."""
     models = [nt.models.BERT(CONFIG, seed=seed) for seed in (1, 2)]
     want = []
     for model in models:
@@ -179,7 +179,7 @@ def give(made: Any, store: Store, seed: int) -> None:
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_weights_that_change(cuda: nt.Runtime, rounds: int) -> None:
-    """Whoever writes them waits for the passes before, and those after it see what was written; padded sequences."""
+    """A write of weights waits for earlier passes, and later passes read the new values; padded sequences."""
     made, given = StepSpec(nt.models.BERT(BARE), 2, 64).outputs("hidden"), {"input_ids": np.array(texts(64, 64))}
     stores = Store(), Store()
     ways = [forward(store, captured) for store, captured in zip(stores, (False, True), strict=True)]
@@ -236,7 +236,7 @@ def test_numbers_that_differ_from_run_to_run(cuda: nt.Runtime, phase: Phase) -> 
 
 
 def losses_of(factors: list[float], *, captured: bool) -> list[float]:
-    """Of a pass whose loss is multiplied by a number that is given with each run, times these."""
+    """Return the results of a pass with a factor of the loss that changes from run to run, for these factors."""
     spec = StepSpec(nt.models.BERT(CONFIG.model_copy(update={"head": "masked_lm"}), seed=1), 2, 64)
     inputs, found = spec.random_inputs(2, 0, 1.0, 10, training=False), list[float]()
     submit = Served.run
@@ -251,7 +251,7 @@ def losses_of(factors: list[float], *, captured: bool) -> list[float]:
 
 
 def test_a_pass_with_means(cuda: nt.Runtime) -> None:
-    """Whether as a graph or, where there is none, as its tasks: the number of each run is what counts."""
+    """As a graph or as separate tasks, each run uses its own factor."""
     factors = [1.0, 1.0, 1.0, 2.0, 1.0, 0.5, 2.0]
     want = losses_of(factors, captured=False)
     assert want == pytest.approx([factor * want[0] for factor in factors], rel=1e-5)
@@ -259,7 +259,7 @@ def test_a_pass_with_means(cuda: nt.Runtime) -> None:
 
 
 def test_too_little_memory() -> None:
-    """A quarter of what tiles may take is for graphs."""
+    """Graphs may take a quarter of the memory for tiles."""
     model = nt.models.BERT(CONFIG, seed=1)
     with nt.Runtime(cpus=0, cuda=1, cuda_memory=8 << 20):
         with nt.Encoder(model, captured=False, batch_tokens=64) as encoder:
@@ -276,7 +276,7 @@ def test_too_little_memory() -> None:
 
 
 def test_runtimes_that_stop() -> None:
-    """An encoder outlives the runtime that holds its weights, and goes on with the next one."""
+    """An encoder outlives the runtime that holds its weights, and continues with the next runtime."""
     model = nt.models.BERT(CONFIG, seed=1)
     with nt.Runtime(cpus=0, cuda=1), nt.Encoder(model, captured=False) as encoder:
         want = encoder(PASSES[0])

@@ -35,7 +35,7 @@ Losses = Callable[..., list[list[str]]]
 
 @pytest.fixture(scope="module")
 def losses(python: Any) -> Losses:
-    """Losses and gradient norms of five steps and the norms of the weights after them, one list for each runtime."""
+    """Return losses and gradient norms of five steps, then norms of the weights, one list per runtime."""
 
     def run(runs: list[dict[str, Any]], **options: Any) -> list[list[str]]:
         done = python(CODE, json.dumps({"tiles": TILES, "attention": "merge"} | options), json.dumps(runs))
@@ -56,7 +56,7 @@ def once(losses: Losses) -> list[str]:
 
 @pytest.mark.parametrize("scheduler", ["lws", "dmdas", "eager", "prio"])
 def test_workers_and_schedulers(losses: Losses, once: list[str], scheduler: str) -> None:
-    """In a second run in the process dmdas has the times that it has measured in the first."""
+    """In a second run of the process, dmdas uses times measured in the first run."""
     runs = [{"cpus": cpus, "scheduler": scheduler} for cpus in (CPUS, 1, CPUS)]
     assert losses(runs) == [once] * 3
 
@@ -67,7 +67,7 @@ def test_a_window_of_few_tasks(losses: Losses, once: list[str]) -> None:
 
 @pytest.mark.parametrize("found", [True, False])
 def test_whole_rows(losses: Losses, once: list[str], found: bool) -> None:
-    """Where `tiles` leave the rows of norms whole, these are in groups, whose sums several tasks add to."""
+    """With uncut rows, norms are in groups, and several tasks add to their sums."""
     options = {"tiles": {"batch": 1, "ffn": 50}, "fusion": {"found": found}}
     runs = [{"cpus": 1}, {"cpus": CPUS}, {"cpus": CPUS, "scheduler": "dmdas"}, {"cpus": 2, "placement": "planned"}]
     first, *others = losses(runs, **options)

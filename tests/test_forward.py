@@ -1,4 +1,4 @@
-"""Forward passes that are timed: the losses of a Trainer's evaluation, padded and packed; attention alone."""
+"""Timed forward passes: the losses of a Trainer's evaluation, padded and packed; attention only."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_losses_are_those_of_an_evaluation(runtime: nt.Runtime, kind: str, pack:
 @pytest.mark.parametrize("form", ["vendor", "naive"])
 @pytest.mark.parametrize("pack", [False, True])
 def test_attention_alone(runtime: nt.Runtime, form: str, pack: bool) -> None:
-    """Against float64, in what is no padding; the pass that is timed has no loss."""
+    """Against float64, except in padding; the timed pass has no loss."""
     spec = StepSpec(AttentionOnly(config(attention=form).model), 4, 10, Tiling({"batch": 2, "heads": 1}), pack=pack)
     inputs = spec.random_inputs(4, 0, 0.6, training=False)
     assert forward_passes(spec, inputs)[1](1) == [0.0]
@@ -73,7 +73,7 @@ def test_pytorch_runs_the_same(work: Any) -> None:
 
 
 def test_a_forward_program_keeps_inputs_and_names_outputs(runtime: nt.Runtime) -> None:
-    """Outputs are a Trainer's; an input keeps its value until it is written again; each run has its own slots."""
+    """Outputs equal a Trainer's; an input keeps its value until the next write; each run has its own slots."""
     made = config(type="gpt2", dropout=0.0)
     spec = step_spec(made, build_model(made))
     ids = np.random.default_rng(0).integers(0, 300, (2, 4, 10))

@@ -43,7 +43,7 @@ while True:
 
 
 def interrupted(code: str, times: int, moment: random.Random) -> tuple[int, str, float]:
-    """Exit status, what was said, and seconds from the last signal to the end."""
+    """Return exit status, output, and seconds from the last signal to the end."""
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout and process.stdout.readline() == "ready\n"
@@ -115,7 +115,7 @@ print("works")
 
 @pytest.mark.timeout(7200)
 def test_a_notebook_goes_on() -> None:
-    """Interrupted while it starts, works or waits; tasks that had not begun are dropped; the next runtime works."""
+    """An interrupt during start, work or wait drops tasks that have not begun; the next runtime works."""
     code = NOTEBOOK % (MOMENTS * 10, PATIENCE / 2)
     patience = 3600 if TORTURE else 280
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience, check=False)

@@ -1,4 +1,4 @@
-"""Several losses in one graph, of what the small operators make: values and gradients against PyTorch."""
+"""Several losses in one graph, on results of small operators: values and gradients against PyTorch."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Logits of the tokens alone that are to be predicted: the same loss and gradients, how many there may be of them."""
+"""Logits only of masked tokens: the same loss and gradients, and the bound on their number."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_random_inputs_of_hardly_a_token(alpha: float) -> None:
 
 
 def test_a_collator_never_masks_more() -> None:
-    """What chance exceeds in one of 700 rows; up to there draws are what they were."""
+    """The bound is exceeded by chance in one of 700 rows; rows within the bound keep their masks."""
     samples = np.random.default_rng(0).integers(5, 100, (3000, 64))
     free, usual, few = (MaskedCollator(64, 100, 4, probability=0.2, most=most) for most in (64, None, 10))
     assert usual.most == 24 and few.most == 10

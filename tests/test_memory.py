@@ -1,4 +1,4 @@
-"""Memory that does not suffice: the disk where there is one, else an exception that names keys and tensors."""
+"""Too little memory: tiles go to the disk; without a disk, an exception names keys and tensors."""
 
 import re
 from pathlib import Path
@@ -105,7 +105,7 @@ FITS: dict[str, Any] = {}  # by policy: the run that needs no disk
 def test_a_model_that_does_not_fit_in_memory(
     python: Any, tmp_path: Path, policy: str, direct: bool, scheduler: str
 ) -> None:
-    """With the disk it learns the same."""
+    """Training with the disk gives the same losses."""
     if policy not in FITS:
         FITS[policy] = python(PRELUDE + TRAIN, 1000, "", policy, direct, scheduler)
     fits, rest = FITS[policy], python(PRELUDE + TRAIN, 6, tmp_path, policy, direct, scheduler)
@@ -159,7 +159,7 @@ print("end")
     ends_well(python, code, refused=2)
 
 
-# -- checks before the first step, on what GPUs would be given
+# -- checks before the first step, on the task lists of GPUs
 
 
 class Gpu:
@@ -193,7 +193,7 @@ def test_a_task_larger_than_the_gpu() -> None:
 
 
 def test_a_task_larger_than_what_the_disk_fills() -> None:
-    """What comes from the disk passes through main memory, where a tile of each worker's and one more must fit."""
+    """Tiles from the disk pass through main memory, which must hold one tile per worker and one more."""
     uncut = step({}).first.tasks
     memory.check_tasks(uncut, Gpu(2**30, 3 * MIB, disk=True))  # type: ignore[arg-type]
     with pytest.raises(nt.TaskError, match=r"runtime\.memory = 3\.0 MiB has room for 0\.6; the largest"):
@@ -243,7 +243,7 @@ def test_the_least_that_is_named_is_taken(batch: int) -> None:
 
 
 def test_main_memory_for_weights_at_the_start() -> None:
-    """They are written there first, in bf16 with what rounding left."""
+    """Weights are written in main memory first, in bf16 with the low bits of their master weights."""
     built = StepSpec(
         nt.models.GPT2(CONFIG, {}), 2, 64, Tiling({}), precision="bf16", optimizer=nt.AdamW(), clip_grad_norm=1.0,
         accumulate="chain", fusion=Fusion(), grad_accumulation=1,
@@ -255,7 +255,7 @@ def test_main_memory_for_weights_at_the_start() -> None:
 
 
 def test_main_memory_for_what_leaves_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is marked where the copies would fill main memory: StarPU evicts what it has room for."""
+    """No tile is marked if the copies would fill main memory; StarPU then evicts by itself."""
     built = step({})
     lists = [low.tasks for low in built.lists]
     kept, peak = sum(built.kept_tiles().values()), built.peak_bytes()
@@ -279,7 +279,7 @@ def test_more_than_the_machine_has() -> None:
 
 
 def test_what_a_killed_process_left_on_the_disk(python: Any, tmp_path: Path) -> None:
-    """Its folder goes with the next run there; those of runs that go on, and of others, stay."""
+    """The folder of a killed run is removed by the next run; folders of running processes and other folders stay."""
     code = """
 import os, signal, sys
 nt.Runtime(cpus=1, memory=1 << 24, disk={"path": sys.argv[1], "size": 1 << 24}).__enter__()

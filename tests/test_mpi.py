@@ -1,4 +1,4 @@
-"""Ranks that mpirun starts: the same numbers as one process, and an end of all where one fails."""
+"""Ranks started by mpirun: the same numbers as one process, and all ranks end if one fails."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ END = 120  # seconds until all ranks have ended after one failed
 PATIENCE = 6  # of a rank with another: less than END, more than a busy machine keeps a thread waiting
 
 
-# They share the cores, which Open MPI has to be told.
+# The ranks share the cores, which Open MPI must be allowed to do.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_hwloc_base_binding_policy": "none", "OMPI_MCA_mpi_yield_when_idle": "1",
@@ -49,7 +49,7 @@ OPEN_MPI = {
 def start(
     ranks: int, *command: Any, cwd: Path | None = None, always: bool = False, **variables: str
 ) -> subprocess.Popen[str]:
-    """Python on so many ranks, or on one without mpirun."""
+    """Run Python on this number of ranks; one rank runs without mpirun."""
     started = ["mpirun", "-n", str(ranks)] if ranks > 1 or always else []
     return subprocess.Popen(
         [*started, sys.executable, *map(str, command)], cwd=cwd, text=True, stdout=subprocess.PIPE,
@@ -69,7 +69,7 @@ def ended(process: subprocess.Popen[str], timeout: float = 280) -> tuple[int, st
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """What each rank of 1 to 4 has found."""
+    """Return the results of each rank, for 1 to 4 ranks."""
     found = {}
     for ranks in (1, 2, 3, 4):
         out = tmp_path_factory.mktemp("mpi") / "found"
@@ -151,7 +151,7 @@ def test_a_stopped_rank_ends_all(rank: int, tmp_path: Path) -> None:
     other = 1 - rank
     told = rf"rank {other} of 2: error: rank {rank} has given no sign of life for {PATIENCE} s: "
     told += rf".* Rank {other} waits for .+"
-    # No tile, where it waits for the other to say what its inputs are.
+    # No tile: the rank waits for the other rank's description of its inputs.
     assert re.search(rf"{told}( from| to) rank {rank}\n|{told[:-2]}no tile\n", errors), errors
 
 
@@ -307,7 +307,7 @@ def left(run: Path, steps: int = 8) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, str]]:
-    """By the number of ranks: the folder of a run, and what it printed."""
+    """By number of ranks: the folder of a run, and its output."""
     found = {}
     for ranks in (1, 2):
         folder = tmp_path_factory.mktemp("run")
@@ -364,7 +364,7 @@ def test_a_signal_to_one_rank_ends_all_with_weights_saved(tmp_path: Path) -> Non
 
 
 def pid_of(rank: int, folder: Path) -> int:
-    """The process that is this rank of those that run in a folder."""
+    """Return the process of this rank among the processes that run in a folder."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             environment = (process / "environ").read_bytes().split(b"\0")

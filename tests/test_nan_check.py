@@ -148,7 +148,7 @@ def test_a_scale_is_taken_out_again(tiling: str) -> None:
 
 
 def test_a_scale_follows_overflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Halved until gradients are finite, then doubled every so many steps; a checkpoint goes on with it."""
+    """The loss scale is halved until gradients are finite, then doubled periodically; a checkpoint keeps it."""
     monkeypatch.setattr(loss_scale, "INTERVAL", 3)
     data, scale, good = batches(12), 2.0**70, 0
     trainer = nt.Trainer(made(), 4, 8, TILES["ragged"], optimizer=nt.AdamW(lr=0.01), loss_scale=scale)
@@ -189,7 +189,7 @@ def test_a_scale_that_no_run_has(tmp_path: Path) -> None:
 
 
 def test_a_scale_that_can_fall_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step itself tells it; a later one where nobody has asked."""
+    """The step itself reports the failure; without a request for its result, a later step does."""
     monkeypatch.setattr(loss_scale, "LEAST", 2.0**99)
     told = "step 2: the gradients overflow with a loss scale of 6.3.*; use precision"
     for look in (False, True):
@@ -208,7 +208,7 @@ def test_a_scale_that_can_fall_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("steps", [2, 12])
 def test_a_run_whose_scale_can_fall_no_more(tmp_path: Path, steps: int) -> None:
-    """It ends as other steps do that fail, be it the last one."""
+    """A step with NaN ends as other failed steps, also as the last step."""
     least = "import sys; from nntile_py.training import loss_scale; loss_scale.LEAST = 2.0**99; "
     run = least + "from nntile_py.cli import main; sys.argv[0] = 'nntile'; main()"
     python, _, _, *arguments = command(tmp_path, f"train.loss_scale={2.0**100}", f"train.steps={steps}")
@@ -231,7 +231,7 @@ def test_a_loss_that_is_no_number_says_nothing_of_its_scale() -> None:
 
 
 def test_a_step_that_overflows_forgets_none_before_it() -> None:
-    """Only the first batch reaches the place that is no number; the second one's scale is too large."""
+    """Only the first batch reads the NaN; the second batch's loss scale is too large."""
     model, name, (one,) = made(), "transformer.wpe.weight", batches(1)
     model.weights[name] = np.where(np.arange(8)[:, None] == 7, np.float32(math.inf), model.weights[name])
     trainer = nt.Trainer(model, 4, 8, pack=True, loss_scale=2.0**127, check_finite=True)
@@ -274,7 +274,7 @@ def test_weights_that_fp16_lacks() -> None:
 
 
 def test_a_run_with_a_scale(tmp_path: Path) -> None:
-    """Metrics have it, and a resumed run goes on with it."""
+    """Metrics contain the loss scale, and a resumed run continues with it."""
     for steps, more in ((3, ()), (12, ("--resume",))):
         how = f"train.loss_scale={2.0**70}", f"train.steps={steps}"
         done = nntile(tmp_path, *how, arguments=("--out", "run", *more))
@@ -302,7 +302,7 @@ def test_limits_that_are_none(value: Any) -> None:
 
 
 def test_a_run_that_skips(tmp_path: Path) -> None:
-    """Checkpoints after each step: what no later step has shown to be good is left out.
+    """Checkpoints after each step: a checkpoint is left out unless a later step has confirmed its values.
 
     With so small a rate the norms are those of the batches, whichever steps are skipped."""
     each = "checkpoint.every=1", "checkpoint.keep=20", "optimizer.lr=1e-7"

@@ -1,4 +1,4 @@
-"""Kernels in Python: what they are given, what is refused, what they raise, that nothing leaks."""
+"""Kernels in Python: their arguments, rejected arguments, exceptions, no leaks."""
 
 import gc
 import sys
@@ -19,7 +19,7 @@ from nntile_py.tiles.tasklist import POLICIES
 HERE = Path(__file__).parent
 
 
-# -- what a kernel is given
+# -- arguments of a kernel
 
 
 class Group(TaskArgs):
@@ -99,7 +99,7 @@ def test_closures_are_told_apart(runtime: nt.Runtime) -> None:
     assert [store.handle(tile).read().tolist() for tile in tiles] == [[1, 1], [2, 2]]
 
 
-# -- what is refused, and what fails
+# -- rejected arguments, and failures
 
 
 @nt.task(y="W", x="R")
@@ -224,7 +224,7 @@ def test_nothing_leaks(runtime: nt.Runtime) -> None:
 
 
 def test_a_program_in_flight_may_go(runtime: nt.Runtime) -> None:
-    """Its tasks end, then what they call is dropped."""
+    """The tasks of a deleted program end, then their functions are freed."""
     called: list[int] = []
 
     class Thing:

@@ -253,7 +253,7 @@ def test_the_same_to_the_bit_on_any_number_of_workers(own: Any) -> None:
 
 
 def test_digest(tmp_path: Path) -> None:
-    """The same for the same sources, another one where a kernel's has changed."""
+    """The digest is the same for equal sources, and differs if a kernel's source has changed."""
     text, found = (HERE / "own_operators.py").read_text(), []
     for k, change in enumerate(("", "", "0 + ")):
         path = tmp_path / f"load{k}" / "again.py"

@@ -1,4 +1,4 @@
-"""The fusion pass: which operators its rules leave of a GPT-2 of two layers without dropout, and what they took in.
+"""The fusion pass: the operators that remain of a GPT-2 of two layers without dropout, and their fused operations.
 
 Of groups that are found see test_found.py."""
 
@@ -46,7 +46,7 @@ FUSED = {
     "Attention": 2, "AttentionGrad": 2, "Contract": 3 * (2 * 4 + 1), "BiasAdd": 1, "Sum": 1,
 }  # fmt: skip
 
-# What each switch leaves where it alone is off.
+# Operators that remain if only this switch is off.
 OFF = {
     "bias": {"BiasAdd": 1 + 2 * 4, "Sum": 1 + 2 * 4, "Activation": 2},  # the bias stands between GEMM and activation
     "activation": {"Activation": 2, "ActivationGrad": 2},
@@ -55,7 +55,7 @@ OFF = {
     "residual_norm": {"Add": 4 + 4},
 }
 ONE_OFF = [{name: False} for name in OFF]
-# What each switch changes where it alone is on.
+# Changes if only this switch is on.
 ON = {
     "bias": {"BiasAdd": 1, "Sum": 1},
     "activation": {"ActivationGrad": 0},  # the bias is in the way of the other
@@ -102,7 +102,7 @@ def test_epilogues_of_the_fused_model() -> None:
 
 
 def test_dropout_in_the_norms() -> None:
-    """That of the embedding stays: the residual stream reads it too. Its gradient goes into the first norm's."""
+    """The dropout of the embedding stays, as the residual stream reads it too. Its gradient joins the first norm's."""
     left = {on: kinds({"residual_norm": on}, dropout=0.1)["Dropout"] for on in (True, False)}
     assert left == {True: 1, False: 2 * (1 + 4)}
     assert kinds(True, dropout=0.1) == Counter({**FUSED, "Dropout": 1})
@@ -111,7 +111,7 @@ def test_dropout_in_the_norms() -> None:
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_dropout_and_add_in_either_order(swapped: bool) -> None:
-    """Also after an encoder's dropout, the add's second operand; not where somebody else reads it or embed is cut."""
+    """Also an encoder's dropout, the second operand of the add; not if another operator reads it or embed is cut."""
     axes, shape = ["batch", "seq", "embed"], [2, 4, 8]
     for tiles, read_again, left in (({}, False, 0), ({}, True, 1), ({"embed": 4}, False, 1)):
         g = Graph("fp32")
@@ -142,7 +142,7 @@ def rms_norm_of_a_sum(g: Graph, swapped: bool = False) -> None:
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_residual_of_an_rms_norm(swapped: bool) -> None:
-    """The sum is made with the norm, its gradient with that of the norm; it takes no dropout."""
+    """RMSNorm also adds the residual, its gradient the residual's gradient; it fuses no dropout."""
     g = Graph("fp32")
     rms_norm_of_a_sum(g, swapped)
     count = Counter(op.kind for op in g.ops)
@@ -180,7 +180,7 @@ def test_a_bias_gradient_is_summed_where_dx_is_made(dtype: str) -> None:
 @pytest.mark.parametrize("fusion", [Fusion(), RULES], ids=["found", "rules"])
 @pytest.mark.parametrize("axes", [["batch", "heads", "seq", "head_dim"], ["heads", "head_dim", "batch", "seq"]])
 def test_tiles_that_two_products_read_are_turned_once(axes: list[str], fusion: Fusion) -> None:
-    """dX and dW read dY: with heads before positions it is no matrix for either, columns first it is one for both."""
+    """dX and dW read dY: with heads before positions dY is a matrix for neither, with columns first for both."""
     g, sizes = Graph("fp32"), {"batch": 2, "seq": 8, "heads": 2, "head_dim": 3}
     dy = g.named("dy", axes, [sizes[axis] for axis in axes], "input")
     x = g.named("x", ["batch", "seq", "embed"], [2, 8, 6], "input")

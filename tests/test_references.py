@@ -242,7 +242,7 @@ def test_dropout_is_linear_and_keeps_the_mean(pair: Pair) -> None:
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_draws_are_independent(p: float) -> None:
-    """Of neighbours, which have one hash in common, at other distances, of other keys, seeds and large indices."""
+    """Dropout is independent between neighbours (which share a hash), distant elements, keys, seeds, large indices."""
     n = 2**20
     index = np.arange(n, dtype=np.uint64)
 
@@ -320,7 +320,7 @@ def test_rms_norm_of_a_residual() -> None:
 
 
 def modeling_llama() -> Any:
-    """Imported late: it imports triton, which test_triton.py sets up first."""
+    """Import the example late, as it imports triton, which test_triton.py sets up first."""
     from transformers.models.llama import modeling_llama as module
 
     return module
@@ -339,7 +339,7 @@ def test_rms_norm_is_that_of_llama() -> None:
 
 @pytest.mark.parametrize("axes", ["batch seq heads head_dim", "head_dim heads seq batch"])
 def test_rotary(pair: Pair, axes: str) -> None:
-    """As transformers applies it, in float64."""
+    """The rotation equals that of transformers, in float64."""
     x, table = pair.param(axes), pair.temp("seq rotary")
     pair.values[table] = pair.rng.standard_normal(table.shape)
     pair.torch[table] = torch.tensor(pair.values[table])
@@ -366,7 +366,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
      {"rope_type": "llama3", **LLAMA3}],
 )  # fmt: skip
 def test_rotary_table(scaling: dict[str, Any] | None) -> None:
-    """As transformers makes it; low, middle and high frequencies."""
+    """The scaled table equals that of transformers, at low, middle and high frequencies."""
     head_dim, positions, theta = 32, 100, 5e3
     parameters = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
     llama = modeling_llama()
@@ -490,7 +490,7 @@ SPECIAL = [2**31 - 1, -1, 0x7F7FFFFF, 0x7F800000]  # bits of NaN, NaN, the great
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1) | st.sampled_from(SPECIAL), min_size=1))
 def test_split_and_joined(bits: list[int]) -> None:
-    """A parameter in two parts is the fp32 one to the bit; what is no number stays none in either."""
+    """A split parameter equals the fp32 parameter to the bit; NaN stays NaN in both parts."""
     value = np.array(bits, np.int32).view(np.float32)
     near, low = split(value)
     numbers = ~np.isnan(value)

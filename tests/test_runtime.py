@@ -1,4 +1,4 @@
-"""StarPU under Python: tasks in Python, and what comes of everything that can go wrong: an exception, never a hang."""
+"""StarPU under Python: tasks in Python; every failure ends in an exception, never in a hang."""
 
 import gc
 import os
@@ -269,7 +269,7 @@ def test_leaving_brings_the_weights_back() -> None:
 
 
 def test_one_trainer_a_model(python: Any) -> None:
-    """A second one would start from weights of before, and what the first has learnt be lost when both end."""
+    """A second trainer of a model is refused: it would start from old weights, and one result would be lost."""
     code = """
 before = model.weights["transformer.wte.weight"].copy()
 def expect(text, call):

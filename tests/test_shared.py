@@ -120,7 +120,7 @@ def test_shared_gradients_are_summed_in_place() -> None:
 
 @pytest.mark.parametrize(("shared", "products"), [("qkv", 2), ("", 2), ("k", 6), ("qk", 6)])
 def test_projections_that_layers_share(shared: str, products: int) -> None:
-    """Two attentions: each has one product if they share all of their projections or none of them."""
+    """Two attentions have one product each if they share all projections or none."""
     g, embed, heads = nt.Graph(), {"embed": 8}, {"heads": 2, "head_dim": 4}
     x = g.input("x", {"batch": 2, "seq": 4} | embed, None)
     known: dict[str, Any] = {}

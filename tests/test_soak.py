@@ -1,4 +1,4 @@
-"""Hours of the same: nothing grows, nothing stops. `make torture` runs it."""
+"""Hours of training: no memory grows, no run stops. `make torture` runs this file."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def held():
     files = len(os.listdir("/proc/self/fd"))
     return {"kib": int(fields["VmRSS"].split()[0]), "threads": int(fields["Threads"]), "files": files}
 """
-# The setting in which an evaluation once came to a standstill.
+# The setting of an evaluation that once stopped for ever.
 EVALUATE = HEAD + """
 with nt.Runtime(cpus=2, scheduler="lws"):
     model = nt.models.GPT2(nt.models.GPT2Config(layers=4, embed=16, heads=2, vocab=300, positions=12))
