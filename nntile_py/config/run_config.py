@@ -104,7 +104,6 @@ class RunConfig(Section):
     out: str | None = None
     """Folder of the run; null: runs/NAME for the config NAME.yaml."""
 
-
     @model_validator(mode="after")
     def _together(self) -> "RunConfig":
         model: Any = self.model  # its fields are its type's own
@@ -120,7 +119,7 @@ class RunConfig(Section):
             model = self._with_labels(model)
         elif self.data.held_out:
             raise ConfigError(f"data.held_out: allowed: null unless model.head is {CLASSIFICATION}")
-        elif (key := next((one for one in ("text", "label") if getattr(self.data, one) != one), None)) is not None:
+        elif (key := next((key for key in ("text", "label") if getattr(self.data, key) != key), None)) is not None:
             need = f"{key}, since only classifiers (model.head: {CLASSIFICATION}) read a table with columns"
             raise ConfigError(f"data.{key}: got {getattr(self.data, key)}; allowed: {need}")
         if model.from_ and "vocab" in fields and self.tokenizer.path is None:
@@ -133,7 +132,7 @@ class RunConfig(Section):
             share = self.train.mask_probability
             model = model.changed(masked=most_masked(seq, share) if model.masked is None else model.masked)
             if 0 < model.masked < seq * share:
-                need = f"0, or at least the {math.ceil(seq * share)} tokens that train.mask_probability asks for"
+                need = f"0, or at least the {math.ceil(seq * share)} tokens of train.mask_probability = {share}"
                 raise ConfigError(f"model.masked: got {model.masked}; allowed: {need}")
         if "vocab" in fields:
             size = self.tokenizer.size()
@@ -156,7 +155,7 @@ class RunConfig(Section):
             return model
         if model.labels is not None:
             numbers = class_numbers(model.labels, model.classes, samples)
-            if other := next((one for one in samples if one.label not in numbers), None):
+            if other := next((sample for sample in samples if sample.label not in numbers), None):
                 need = f"{', '.join(model.labels)} (model.labels)"
                 raise ConfigError(
                     f"data.source: {data.source}, line {other.line}: the label {other.label!r}; allowed: {need}"
