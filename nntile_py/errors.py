@@ -31,7 +31,7 @@ class TaskError(NNTileError):
 
 
 class NotFinite(NNTileError):
-    """A loss or a gradient norm is not finite. The message names the step, and with `check_finite` the operator."""
+    """A loss or a gradient norm is not finite. The message names the step, with `debug.nonfinite` the operator."""
 
 
 @contextmanager

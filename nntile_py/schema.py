@@ -58,7 +58,7 @@ _BOUNDS: dict[str, tuple[str, str, Callable[[Any, Any], bool]]] = {
 
 
 def integer(least: int, most: int | None = None) -> tuple[PlainValidator, Rule]:
-    """Accept integers from `least` to `most`, always below 2^63: StarPU and torch cannot count further."""
+    """Accept integers from `least` to `most`, and never above 2^63: listing the tiles of such a size would not end."""
     words = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
     end = 2**63 if most is None else most + 1
 

@@ -106,7 +106,7 @@ class TokenizerSection(Section):
         return self
 
     def size(self) -> int:
-        """Tokens in the vocabulary."""
+        """Return the size of the vocabulary."""
         if self.path is None:
             assert self.vocab_size is not None
             return self.vocab_size

@@ -1,3 +1,3 @@
-"""The version: of the package, and in what it writes."""
+"""The version of the package."""
 
 VERSION = "0.1.0"
