@@ -51,7 +51,7 @@ void padding_bias(const at::Tensor& padding, int64_t b, std::vector<T>& bias) {
   bias.resize(padding.size(1));
   if (padding.scalar_type() == at::kLong) fill(padding.data_ptr<int64_t>() + b * padding.size(1));
   else if (padding.scalar_type() == at::kShort) fill(padding.data_ptr<int16_t>() + b * padding.size(1));
-  else throw std::invalid_argument("this padding is of no integers that are known here");
+  else throw std::invalid_argument("the padding must be int64 or int16");
 }
 
 // Dropout of the probabilities; see attention_dropout.py.

@@ -30,7 +30,7 @@ cudaDataType type_of(const View& x) {
     case at::kBFloat16: return CUDA_R_16BF;
     case at::kHalf: return CUDA_R_16F;
     case at::kFloat: return CUDA_R_32F;
-    default: throw std::invalid_argument("cuBLASLt is given bf16, fp16 and fp32 tiles only");
+    default: throw std::invalid_argument("cuBLASLt supports only bf16, fp16 and fp32 tiles");
   }
 }
 

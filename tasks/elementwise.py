@@ -176,7 +176,7 @@ class Rename(Op):
         for old, new in self.names.items():
             size = self.output.size(new)
             if lowering.tiling.tile(old, size) != lowering.tiling.tile(new, size):
-                raise ValueError(f"{self.name}: {old} and {new} are cut into other tiles; they have to be cut alike")
+                raise ValueError(f"{self.name}: {old} and {new} are cut into different tiles; they must be cut alike")
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (inputs[0],)

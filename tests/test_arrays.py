@@ -231,7 +231,7 @@ def test_a_view_is_no_result(runtime: nt.Runtime) -> None:
 
     x = nt.array(np.arange(5.0))
     for call in (first(x), last(x, False)):
-        with pytest.raises(TypeError, match="returned a view of an array that it was given; return a copy"):
+        with pytest.raises(TypeError, match="returned a view of one of its arrays; return a copy"):
             call.result()
     assert last(x, True).result().tolist() == [4]
 
@@ -280,11 +280,11 @@ def test_where_and_priority(runtime: nt.Runtime) -> None:
         (lambda x, A: A[0, 0].tiles(2), ValueError, "cannot be cut again"),
         (lambda x, A: x.tiles(0), ValueError, "size 0 is not allowed"),
         (lambda x, A: x.tiles(2.5), ValueError, r"size 2\.5 is not allowed"),
-        (lambda x, A: x.tiles(1, 2, 3), ValueError, "3 sizes were given for .*, which has 2 axes"),
+        (lambda x, A: x.tiles(1, 2, 3), ValueError, "3 sizes are too many for .*, which has 2 axes"),
         (lambda x, A: x.tiles(4, rows=4), ValueError, "rows=4 is not allowed"),
         (lambda x, A: nt.array([1.0]).tiles(columns=1), ValueError, "columns=1 is not allowed"),
         (lambda x, A: double(A), TypeError, "task double: x is Tiles.*; give one tile, a list, or the whole array"),
-        (lambda x, A: update(A[0, 0], A[1, 0], A[0, 0]), ValueError, "one array was given for two arguments"),
+        (lambda x, A: update(A[0, 0], A[1, 0], A[0, 0]), ValueError, "two arguments are the same array"),
         (lambda x, A: update(A[0, 0], A[1, 0], x), ValueError, "c, which is written, and a are of one array, but cut"),
         (lambda x, A: total([x, 3]), TypeError, r"xs\[1\] is no nt\.array but int"),
         (lambda x, A: nt.empty((2, -1)), ValueError, r"shape \(2, -1\) is not allowed"),

@@ -1,4 +1,4 @@
-"""Lists shared out to ranks, played without MPI: the results of the whole list, no standstill, nothing sent twice."""
+"""Lists split over ranks, simulated without MPI: the results of the whole list, no deadlock, no tile sent twice."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ class Array:
                 raise ValueError(f"tiles: {('rows', 'columns')[axis]}={size} is not allowed for {self!r} here")
             wanted[axis] = size
         if len(wanted) > self.ndim:
-            raise ValueError(f"tiles: {len(sizes)} sizes were given for {self!r}, which has {self.ndim} axes")
+            raise ValueError(f"tiles: {len(sizes)} sizes are too many for {self!r}, which has {self.ndim} axes")
         for size in wanted:
             if size is not None and (not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1):
                 raise ValueError(f"tiles: size {size!r} is not allowed; use a positive integer, or None: uncut")

@@ -54,7 +54,7 @@ class Submitted:
         if self._error:
             raise TaskError(f"{self.name}: {type(self._error).__name__}, which was reported before") from self._error
         if self._view:
-            raise TypeError(f"task {self.name}: returned a view of an array that it was given; return a copy")
+            raise TypeError(f"task {self.name}: returned a view of one of its arrays; return a copy")
         if not self._returned:
             raise TaskError(f"{self.name}: was not run, because a task before it had failed")
         return self._returned[0]
@@ -209,7 +209,7 @@ class PythonTask:
                 )
             same = tiles.setdefault(use.array.key, use)
             if same is not use and same.mode != "R":
-                raise ValueError(f"task {self.__name__}: one array was given for two arguments")
+                raise ValueError(f"task {self.__name__}: two arguments are the same array")
             if use.mode != "R":
                 writers.setdefault(id(use.array.data), use)
         return tiles
@@ -236,8 +236,8 @@ class PythonTask:
             raise ValueError(f"task {self.name}: {error}; emitted with {args}") from None
         if any(self._lacks(access.tile.dtype) for access in accesses):
             raise ConfigError(
-                f"precision: bf16 is not allowed with {self.name}, which is given arrays of numpy or cupy, neither of"
-                ' which has it; use fp32, or write it with @nt.task("torch", ...)'
+                f"precision: bf16 is not allowed with {self.name}: numpy and cupy, its libraries, lack bf16;"
+                ' use fp32, or write it with @nt.task("torch", ...)'
             )
         return self.name
 
@@ -286,8 +286,8 @@ class PythonTask:
                         submitted.ended(value, arrays)
                     elif value is not None and not any(value is array for array in arrays):
                         raise TypeError(
-                            f"returned {type(value).__name__}, but nobody gets what an operator's kernel returns:"
-                            " write it to an argument"
+                            f"returned {type(value).__name__}, but the kernel of an operator must return None:"
+                            " write the result to an argument"
                         )
             except BaseException as error:
                 if submitted:

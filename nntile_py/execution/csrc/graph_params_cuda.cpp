@@ -11,7 +11,7 @@ namespace nntile {
 
 void Changing::refuse() const {
   if (!slots_.empty())
-    throw TaskError(body_->name + ": its kernel in C++ takes a number that differs from run to run");
+    throw TaskError(body_->name + ": its kernel in C++ takes a number that differs from run to run, so it cannot be in a graph");
 }
 
 void Changing::add(const Launch& launch, const Parameter* parameters, CUstream stream) {
@@ -28,7 +28,7 @@ void Changing::add(const Launch& launch, const Parameter* parameters, CUstream s
                          std::numeric_limits<double>::quiet_NaN()});
   }
   if (numbers.empty()) return;
-  if (maps) throw TaskError(body_->name + ": a tensor map beside a number that differs from run to run is in no graph");
+  if (maps) throw TaskError(body_->name + ": a kernel with a tensor map and a number that differs from run to run cannot be in a graph");
   CUstreamCaptureStatus status;
   const CUgraphNode* last = nullptr;
   size_t count = 0;

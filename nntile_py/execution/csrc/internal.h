@@ -86,7 +86,7 @@ void wait_until(Done done) {
   for (; clock::now() < asleep && !g.stuck; std::this_thread::yield())
     if (done()) return;
   while (!done()) {
-    if (g.stuck) throw TaskError("the runtime came to a standstill before");
+    if (g.stuck) throw TaskError("the runtime has stopped making progress");
     std::this_thread::sleep_for(std::clamp((clock::now() - begun) / 64, least, most));
     if (clock::now() < next) continue;
     next = clock::now() + std::chrono::milliseconds(100);

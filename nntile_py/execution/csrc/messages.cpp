@@ -34,8 +34,8 @@ void use_transport(const Transport* transport, int most) {
 
 void post(const Message& message, uint32_t run, uint32_t index) {
   require(*message.tile);
-  if (!g_transport) throw TaskError("a tile was to travel between ranks, and there is one: use nntile_py.Runtime(mpi=True)");
-  if (message.sends && !message.tile->initialised) throw TaskError("a tile was to be sent before any task wrote it");
+  if (!g_transport) throw TaskError("a tile cannot be sent or received, as there is only one rank: use nntile_py.Runtime(mpi=True)");
+  if (message.sends && !message.tile->initialised) throw TaskError("a tile cannot be sent before a task has written it");
   wake();
   // All ranks post messages in the order of the whole program, so the first waiting message can always end.
   if (g.messages >= g_most) wait_until([] { return g.messages < g_most; });

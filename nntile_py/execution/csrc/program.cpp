@@ -208,7 +208,7 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
   }
   for (size_t k = 0; k < record.tiles.size(); ++k)
     if ((record.modes.at(k) & STARPU_REDUX) && !record.tiles[k]->reducible)
-      throw std::invalid_argument(record.name + ": REDUX on a tile that was not made for it");
+      throw std::invalid_argument(record.name + ": REDUX needs a tile that was created for reductions");
   for (const auto& [position, slot] : record.slots) slots_ = std::max(slots_, static_cast<size_t>(slot) + 1);
   if (record.worker >= 0) {  // numbered among CUDA workers, or among CPU workers if there are no CUDA workers
     const auto kind = cuda ? STARPU_CUDA_WORKER : STARPU_CPU_WORKER;

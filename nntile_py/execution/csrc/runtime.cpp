@@ -86,7 +86,7 @@ void start(const RuntimeOptions& options) {
   if (g.forked) throw TaskError(kForked);
   watch_forks();
   if (g.running) throw TaskError("a runtime is running already: one at a time in a process");
-  if (g.stuck) throw TaskError("a runtime of this process came to a standstill and cannot be replaced: start a new process");
+  if (g.stuck) throw TaskError("a runtime of this process stopped making progress and cannot be replaced: start a new process");
   advise("");
   starpu_conf conf;
   starpu_conf_init(&conf);

@@ -75,7 +75,7 @@ void run_way(const TaskBody& body, const std::vector<Launch>& launches, const do
   };
   const bool captured = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
   if (!body.table.empty() && captured)
-    throw TaskError(body.name + ": a table of addresses, which is copied from main memory, is in no graph");
+    throw TaskError(body.name + ": a kernel that reads a table of addresses, copied from main memory, cannot be in a graph");
   if (!body.table.empty()) {  // `words` is not pinned, so it is copied before the call returns
     std::vector<int64_t> words;
     for (const auto& a : body.table)

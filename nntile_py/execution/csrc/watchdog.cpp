@@ -1,4 +1,4 @@
-// Detects standstill: StarPU waits for ever for memory that nobody frees.
+// Detects that no task makes progress: StarPU waits for ever for memory that is never freed.
 #include <filesystem>
 #include <fstream>
 #include <map>

@@ -93,7 +93,7 @@ class Watch {
         lost(before, text);
       }
       if (last.process && last.place == place_ && kill(static_cast<pid_t>(last.process), 0) && errno == ESRCH)
-        lost(before, "has ended, and told nobody: it was killed, or crashed");
+        lost(before, "has ended without a message: it was killed, or crashed");
     }
     say(true);
   }
