@@ -66,7 +66,7 @@ def kernel_of(source: str) -> Any:
         "tl": tl, "kept_columns": kept_columns, "tanh": tanh, "sum_parts": sum_parts, "__name__": __name__,
     }  # fmt: skip
     exec(compile(source, file, "exec"), names)
-    return type(kept_columns)(names["made"])
+    return type(kept_columns)(names["generated"])
 
 
 @launches(GENERATED)
@@ -161,7 +161,7 @@ def _of_parts(task: Task, text: Text, parts: Sequence[Parameter], tiles: Sequenc
         per = text.groups * text.per // groups
         at_once = min(power_of_two(per), 512)
         columns = max(16, min(8192 // at_once, power_of_two(text.n), 1024))
-        lines = ["def made(" + ", ".join([*(f"T{k}" for k in some), *(f"PART{k}" for k in some)]) + "):"]
+        lines = ["def generated(" + ", ".join([*(f"T{k}" for k in some), *(f"PART{k}" for k in some)]) + "):"]
         for number, k in enumerate(some):
             sizes = f"{per}, {text.n}, {task.accesses[tiles[text.sums[k].output]].accumulate}, {at_once}, {columns}"
             lines.append(f"    if tl.program_id(2) == {number}:")

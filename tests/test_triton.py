@@ -515,5 +515,5 @@ def test_compiles_for_sm_90(python: Python, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     names = {"_cross_entropy", "_sum_rows", "_swap", "_adamw", "_squares", "_total", "_clip"}
     names |= {"_gated_grad", "_select_grad", "_gather", "_gather_grad", "_squared_error"}
-    names |= {"_rotary", "made", "_sum_parts"}
+    names |= {"_rotary", "generated", "_sum_parts"}
     assert names <= set(done.stdout.split())

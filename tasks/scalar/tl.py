@@ -130,7 +130,7 @@ class Writer:
         parts = [k for k, out in enumerate(self.sums) if not (direct and len(out.at) > 1)]
         arguments = [*(f"T{k}" for k in range(len(self.tiles))), "rows", *numbers, "seed", *(f"PART{k}" for k in parts)]
         head = [
-            f"def made({', '.join(arguments)}, ROWS: tl.constexpr, BLOCK: tl.constexpr):",
+            f"def generated({', '.join(arguments)}, ROWS: tl.constexpr, BLOCK: tl.constexpr):",
             f"    group, part = tl.program_id(0).to(tl.int64) // {per}, tl.program_id(0).to(tl.int64) % {per}",
             "    col = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]",
             f"    valid_columns = col < {n}",
