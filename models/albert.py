@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
@@ -12,7 +11,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Batch, Traced
 from nntile_py.models.bert_parts import (
     INIT,
-    KEYS,
+    PADDED_KEYS,
     EncoderLayer,
     LayerNames,
     TextEncoder,
@@ -25,7 +24,7 @@ from nntile_py.models.bert_parts import (
     predicted,
     token_logits,
 )
-from nntile_py.models.parts import attention_mask, dense, of_sequences
+from nntile_py.models.parts import ActivationName, PaddedConfig, attention_mask, dense, of_sequences
 from nntile_py.schema import Count, Positive
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import dropout, rename
@@ -37,7 +36,7 @@ _LAYER = LayerNames(
 _HEAD = "predictions.dense", "predictions.LayerNorm", "predictions.bias"
 
 
-class ALBERTConfig(TextEncoderConfig):
+class ALBERTConfig(TextEncoderConfig, PaddedConfig):
     type: str = "albert"
     groups: Count = 1
     """Number of groups of consecutive layers. The layers of a group share one set of weights."""
@@ -48,7 +47,7 @@ class ALBERTConfig(TextEncoderConfig):
     """Number of token types, such as sentence A and sentence B (transformers' token_type_ids)."""
     embedding: Count = 128
     """Width of the embedding. A product expands it to `embed`."""
-    activation: Literal["gelu", "gelu_new", "relu"] = "gelu_new"
+    activation: ActivationName = "gelu_new"
     """Activation function of the feed-forward part."""
     layer_norm_eps: Positive = 1e-12
     """Added to the variance in LayerNorm."""
@@ -73,13 +72,10 @@ class ALBERT(TextEncoder):
 
     Config = ALBERTConfig
     prefix = "albert."
-    architectures: ClassVar = {
-        "masked_lm": "AlbertForMaskedLM", "pretraining": "AlbertForPreTraining",
-        "classification": "AlbertForSequenceClassification",
-        "token_classification": "AlbertForTokenClassification",
-        "pooler": "AlbertModel", "none": "AlbertModel",
-    }  # fmt: skip
-    keys: ClassVar = KEYS | {
+    stem = "Albert"
+    decoder = "predictions.decoder.weight"
+    absent: ClassVar = TextEncoder.absent | {"hidden_act": "gelu_new"}
+    keys: ClassVar = PADDED_KEYS | {
         "embedding": "embedding_size", "groups": "num_hidden_groups", "inner": "inner_group_num"
     }  # fmt: skip
 
@@ -102,7 +98,7 @@ class ALBERT(TextEncoder):
                 return bare(g, c, x, "albert.pooler")
             if c.head == "token_classification":
                 return classified_tokens(g, batch, c, x)
-            if c.head == "classification":
+            if c.head in ("classification", "regression"):
                 return classified(g, batch, c, first_token(g, x, c, "albert.pooler", "tanh"))
             y, labels = predicted(g, batch, c, x)
             logits = token_logits(g, y, c, words, c.activation, _HEAD)
@@ -118,10 +114,6 @@ class ALBERT(TextEncoder):
             return Traced(loss, {"prediction_logits": logits, "sop_logits": order})
 
     # -- transformers
-
-    @classmethod
-    def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return super().read_config({"hidden_act": "gelu_new"} | dict(raw))
 
     def hf_config(self) -> dict[str, Any]:
         return {"classifier_dropout_prob": self.config.dropout} | super().hf_config()

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
 from typing_extensions import TypeVar  # of pydantic
 
-from nntile_py.errors import ConfigError, raised
+from nntile_py.errors import ConfigError, MissingWeight, raised
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Batch, Param, Traced, trace
 from nntile_py.models.hf_config import (
@@ -21,12 +21,14 @@ from nntile_py.models.hf_config import (
     Weights,
     arrays,
     check_layers,
+    check_type,
     choice,
     named,
     read_raw,
     tensors_of,
     translated,
 )  # fmt: skip
+from nntile_py.models.hf_keys import Keys
 from nntile_py.models.init import initial_weights
 from nntile_py.schema import Count, Section, allowed, explained, short
 from nntile_py.typed import typed
@@ -132,7 +134,9 @@ class Model(Generic[ConfigT]):
     Config: ClassVar[type[ModelConfig]]
     objective: ClassVar[str | None] = None  # what text is made into: causal, masked; None: it is not trained on text
     prefix: ClassVar[str] = ""  # that checkpoints of the bare model leave out
-    tied: ClassVar[tuple[str, ...]] = ()  # weights of a checkpoint that are there under another name too
+    head_weights: ClassVar[tuple[str, ...]] = ()  # that a bare model's checkpoint lacks: new_head draws them
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # keys of config.json: allowed values, the default first
+    absent: ClassVar[Mapping[str, Any]] = {}  # values of keys that config.json lacks
     old_names: ClassVar[Mapping[str, str]] = {}  # first parts of names in other versions of a checkpoint: names here
     head_fields: ClassVar[tuple[str, ...]] = ()  # of the config: a checkpoint with others gets a new head, see from_hf
 
@@ -210,13 +214,21 @@ class Model(Generic[ConfigT]):
     def saved_fields(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """What read_config makes of config.json; whatever is wrong in that is a ConfigError."""
         choice(raw, "quantization_config", None)
+        keys = Keys({**cls.absent, **raw})
+        if cls.fixed:
+            check_type(keys, cls.Config.model_fields["type"].default)
+        for key, values in cls.fixed.items():
+            choice(keys, key, *values)
         try:
-            return cls.read_config(raw)
+            fields = cls.read_config(keys)
         except KeyError as error:
             raise ConfigError(f"model: {error} is missing in config.json; {cls.__name__} needs it") from error
         except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
             told = f"{type(error).__name__}: {error}"
             raise ConfigError(f"model: config.json does not hold a {cls.__name__} ({told})") from error
+        if cls.fixed:
+            keys.check_used(cls.__name__)
+        return fields
 
     def hf_config(self) -> dict[str, Any]:
         """What config.json holds: for transformers its config of the model, with model_type and architectures."""
@@ -242,9 +254,12 @@ class Model(Generic[ConfigT]):
         kept = {name: value for name, value in saved.items() if not (own & fields.keys() and name in own)}
         config: Any = cls.Config(**(kept | fields))
         model = cls(config, hf=raw, seed=seed)
-        shapes = model.weight_shapes()
-        tensors = translated(tensors_of(source), shapes, cls.prefix, cls.old_names)
-        tensors = {name: value for name, value in tensors.items() if name not in cls.tied}
+        shapes, copies = model.weight_shapes(), model.copies()
+        tensors = translated(tensors_of(source), {*shapes, *copies}, cls.prefix, cls.old_names)
+        for copy, weight in copies.items():
+            if (same := tensors.pop(copy, None)) is not None and weight in tensors and not same.equal(tensors[weight]):
+                need = f"equal weights, as the model computes with {weight} in both places"
+                raise ConfigError(f"model: the checkpoint's {copy} differs from {weight}; allowed: {need}")
         new = model._new_head(saved, tensors)
         weights = arrays({name: tensors[name] for name in shapes if name in tensors and name not in (new or ())})
         if new is not None:
@@ -260,11 +275,20 @@ class Model(Generic[ConfigT]):
         model.weights = weights
         return model
 
+    def copies(self) -> Mapping[str, str]:
+        """Return weights that a checkpoint may have, and the weights that this model uses in their place."""
+        return {}
+
     def _new_head(self, saved: Mapping[str, Any], tensors: Mapping[str, Any]) -> set[str] | None:
         """Weights that a checkpoint with the fields `saved` lacks where any of `head_fields` differs from its own.
 
         Those of the classes (parameters that have an axis of this name) are among them. None: the head is the same. A
         head without a loss has none: what no training would mend is not drawn."""
+        if bare := {name for name in self.head_weights if name in self.weight_shapes() and name not in tensors}:
+            if self.config.new_head:
+                return bare
+            need = "new_head: true, which draws it anew"
+            raise MissingWeight(f"model: weight {min(bare)} is missing: the checkpoint has no head; allowed: {need}")
         if all(saved.get(name) == getattr(self.config, name) for name in self.head_fields):
             return None
         if trace(self, Graph(), Batch(1, 1)).loss is None:

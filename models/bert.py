@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Batch, Traced
 from nntile_py.models.bert_parts import (
@@ -20,14 +18,14 @@ from nntile_py.models.bert_parts import (
     predicted,
     token_logits,
 )
-from nntile_py.models.parts import attention_mask, dense, of_sequences
+from nntile_py.models.parts import PaddedConfig, attention_mask, dense, of_sequences
 from nntile_py.schema import Count, Positive
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 
 _HEAD = "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias"
 
 
-class BERTConfig(TextEncoderConfig):
+class BERTConfig(TextEncoderConfig, PaddedConfig):
     type: str = "bert"
     kinds: Count = 2
     """Number of token types, such as sentence A and sentence B (transformers' token_type_ids)."""
@@ -45,12 +43,8 @@ class BERT(TextEncoder):
 
     Config = BERTConfig
     prefix = "bert."
-    architectures: ClassVar = {
-        "masked_lm": "BertForMaskedLM", "pretraining": "BertForPreTraining",
-        "classification": "BertForSequenceClassification",
-        "token_classification": "BertForTokenClassification",
-        "pooler": "BertModel", "none": "BertModel",
-    }  # fmt: skip
+    stem = "Bert"
+    decoder = "cls.predictions.decoder.weight"
 
     def trace(self, g: Graph, batch: Batch) -> Traced:
         c = self.config
@@ -63,7 +57,7 @@ class BERT(TextEncoder):
                 return classified_tokens(g, batch, c, x)
             if c.head in ("pooler", "none"):
                 return bare(g, c, x, "bert.pooler.dense")
-            if c.head == "classification":
+            if c.head in ("classification", "regression"):
                 return classified(g, batch, c, first_token(g, x, c, "bert.pooler.dense", "tanh"))
             y, labels = predicted(g, batch, c, x)
             logits = token_logits(g, y, c, words, c.activation, _HEAD)

@@ -6,7 +6,7 @@ Axes: batch, seq, embed, hidden (of a head), heads, head_dim, ffn, vocab, positi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 from pydantic import model_validator
@@ -16,8 +16,9 @@ from nntile_py.graph import packed_inputs
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ZEROS, Array, Batch, Normal, Traced
 from nntile_py.models.base import Model, TokenConfig
-from nntile_py.models.hf_config import architecture, check_type, choice
+from nntile_py.models.hf_config import ACTIVATIONS, architecture, choice, padding_row
 from nntile_py.models.parts import (
+    ActivationName,
     Dense,
     LayerConfig,
     Sizes,
@@ -40,18 +41,24 @@ from nntile_py.tasks.elementwise import add, dropout, rename, transpose
 from nntile_py.tasks.embedding import embedding
 from nntile_py.tasks.gather import NOWHERE, gather
 from nntile_py.tasks.mask import Mask
-from nntile_py.tasks.op import Tensor
+from nntile_py.tasks.op import Tensor, accumulation_dtype
+from nntile_py.tasks.select import select
+from nntile_py.tasks.squared_error import squared_error
 
 INIT = Normal(0.02)
-_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "relu": "relu"}
-
-
+# Last parts of the names of transformers' classes, by head. A class with two heads reads as the last one.
+CLASSES = {
+    "masked_lm": "ForMaskedLM", "pretraining": "ForPreTraining", "regression": "ForSequenceClassification",
+    "classification": "ForSequenceClassification", "token_classification": "ForTokenClassification",
+    "pooler": "Model", "none": "Model",
+}  # fmt: skip
 KEYS = {
     "layers": "num_hidden_layers", "embed": "hidden_size", "heads": "num_attention_heads", "ffn": "intermediate_size",
     "vocab": "vocab_size", "positions": "max_position_embeddings", "kinds": "type_vocab_size",
     "activation": "hidden_act", "layer_norm_eps": "layer_norm_eps", "dropout": "hidden_dropout_prob",
     "attention_dropout": "attention_probs_dropout_prob",
 }  # fmt: skip
+PADDED_KEYS = KEYS | {"padding_idx": "pad_token_id"}
 
 
 class TextEncoderConfig(LayerConfig, TokenConfig):
@@ -59,13 +66,15 @@ class TextEncoderConfig(LayerConfig, TokenConfig):
 
     positions: Count | None = None
     """Length of the longest sequence; null: `train.seq`."""
-    head: Literal["masked_lm", "pretraining", "classification", "token_classification", "pooler", "none"] = "masked_lm"
-    """What the model predicts. `nntile train` trains masked_lm and classification; pretraining and token_classification
-    are trained from Python. Without a loss, for nt.Encoder: `none` returns hidden states, `pooler` also a vector for
-    each sequence."""
+    head: Literal[
+        "masked_lm", "pretraining", "regression", "classification", "token_classification", "pooler", "none"
+    ] = "masked_lm"
+    """What the model predicts. `nntile train` trains masked_lm and classification; pretraining, regression (mean
+    squared error) and token_classification are trained from Python. Without a loss, for nt.Encoder: `none` returns
+    hidden states, `pooler` also a vector for each sequence."""
     classes: Count | None = None
-    """Number of classes of a head for classification or token_classification. Null: the number of `labels`; in Python
-    without `labels`: 2."""
+    """Number of classes of a head for classification or token_classification; for regression, the number of values to
+    predict. Null: the number of `labels`; without `labels`: 2, for regression 1."""
     labels: list[str] | None = None
     """Names of a classifier's classes, in order. Null: `nntile train` sorts the labels of the table; numeric labels are
     sorted by value."""
@@ -75,14 +84,17 @@ class TextEncoderConfig(LayerConfig, TokenConfig):
     derived from train.mask_probability, with packed sequences the number of masked tokens, otherwise 0."""
     dropout: BelowOne = 0.0
     """Dropout of the embedding, of the residual branches and before a classifier."""
-    activation: Literal["gelu", "gelu_new", "relu"] = "gelu"
+    activation: ActivationName = "gelu"
     """Activation function of the feed-forward part."""
 
     @model_validator(mode="after")
     def _fitting(self) -> Self:
         self.check_size("embed", "heads")
         self.check_dropout()
-        self.fill(classes=len(self.labels or ()) or 2)
+        self.fill(classes=len(self.labels or ()) or (1 if self.head == "regression" else 2))
+        if self.head == "classification" and self.classes == 1:
+            need = "at least 2 with head: classification; head: regression predicts a number"
+            raise ConfigError(f"model.classes: got 1; allowed: {need}")
         if self.labels is not None and len(self.labels) != self.classes:
             need = f"a name for each of model.classes = {self.classes}"
             raise ConfigError(f"model.labels: got {len(self.labels)} names; allowed: {need}")
@@ -97,20 +109,30 @@ class TextEncoder(Model):
 
     objective = "masked"
     head_fields = ("head", "classes", "labels")
-    architectures: ClassVar[Mapping[str, str]]  # {head: the class of transformers}, masked_lm first
-    keys: ClassVar[Mapping[str, str]] = KEYS  # {field of the config: what config.json calls it}
+    stem: ClassVar[str]  # first part of the names of transformers' classes
+    keys: ClassVar[Mapping[str, str]] = PADDED_KEYS  # fields of the config: keys of config.json
+    fixed: ClassVar = {
+        "is_decoder": (False, None), "add_cross_attention": (False, None), "is_encoder_decoder": (False, None),
+        "position_embedding_type": ("absolute",), "tie_word_embeddings": (True,),
+        "problem_type": (None, "single_label_classification", "regression"),
+    }  # fmt: skip
+    absent: ClassVar[dict[str, Any]] = {"pad_token_id": 0}
+    decoder: ClassVar[str] = ""  # weight of a head that computes with the tokens' table, in some checkpoints
+
+    @classmethod
+    def architectures(cls) -> dict[str, str]:
+        """Return transformers' class for each head of the model."""
+        return {head: cls.stem + CLASSES[head] for head in get_args(cls.Config.model_fields["head"].annotation)}
+
+    def copies(self) -> Mapping[str, str]:
+        table = next(name for name in self.weight_shapes() if "embeddings" in name)
+        return {self.decoder: table} if self.config.head in ("masked_lm", "pretraining") else {}
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        check_type(raw, cls.Config.model_fields["type"].default)
-        heads = {name: head for head, name in cls.architectures.items()}
+        heads = {name: head for head, name in cls.architectures().items()}
         head = heads[architecture(raw, *heads)]
-        for key in ("is_decoder", "add_cross_attention"):
-            choice(raw, key, False, None)
-        choice(raw, "position_embedding_type", "absolute")
-        choice(raw, "tie_word_embeddings", True)
-        choice(raw, "problem_type", None, "single_label_classification")
-        act, names = choice(raw, cls.keys["activation"], *_ACTIVATIONS), raw.get("id2label") or {}
+        act, names = choice(raw, cls.keys["activation"], *ACTIVATIONS), raw.get("id2label") or {}
         if not isinstance(names, dict):
             raise ConfigError(f"model: id2label is {names!r} in the model's config; allowed: an object")
         known = cls.Config.model_fields
@@ -118,18 +140,23 @@ class TextEncoder(Model):
             name: raw[key] for name, key in cls.keys.items()
             if "dropout" not in name and (key in raw or known[name].is_required() or known[name].default is None)
         }  # fmt: skip
-        classes = len(names) or raw.get("num_labels", 2)
-        return found | {
-            "head": head, "activation": _ACTIVATIONS[act], "classes": classes, "labels": _labels(names)
-        }  # fmt: skip
+        if "padding_idx" in found:
+            found["padding_idx"] = padding_row(raw)
+        classes, problem = len(names) or raw.get("num_labels", 2), raw.get("problem_type")
+        if head == "classification" and (problem == "regression" or (classes == 1 and problem is None)):
+            head = "regression"
+        labels = None if head == "regression" else _labels(names)
+        return found | {"head": head, "activation": ACTIVATIONS[act], "classes": classes, "labels": labels}
 
     def hf_options(self) -> dict[str, Any]:
-        pooled = "pooler" in self.architectures and self.config.head == "none"
+        pooled = "pooler" in self.architectures() and self.config.head == "none"
         return {"add_pooling_layer": False} if pooled else {}
 
     def hf_config(self) -> dict[str, Any]:
         c = self.config
-        own = {"model_type": c.type, "architectures": [self.architectures[c.head]], "num_labels": c.classes}
+        own = {"model_type": c.type, "architectures": [self.architectures()[c.head]], "num_labels": c.classes}
+        if c.head == "regression":
+            own["problem_type"] = "regression"
         if c.labels:
             own["id2label"] = {str(number): name for number, name in enumerate(c.labels)}
             own["label2id"] = {name: number for number, name in enumerate(c.labels)}
@@ -179,7 +206,9 @@ def embedded(
     """The normed sum of the embeddings of tokens, positions and token types; and the tokens' table.
 
     Their tables are NAME.word_embeddings.weight and so on. Inputs: input_ids, token_type_ids if there are kinds.
-    padding: the token from whose number on positions are counted (see counted_positions); None: they are 0, 1, ...
+    padding: number of the padding token from which positions are counted (see counted_positions), and of the rows
+    without a gradient in the tables of tokens and positions; None: positions are 0, 1, ..., and the row
+    config.padding_idx of the tokens' table has no gradient.
     places: whether there is a table of positions. width: of the tables, where it is another one than the model's; it
     has the axis embed, too.
     """
@@ -189,11 +218,11 @@ def embedded(
         positions = position_input(g, batch, rows) if padding is None else counted_positions(g, batch, rows, padding)
     with g.scope("embed"):
         words = g.param(f"{name}.word_embeddings.weight", {"vocab": c.vocab} | embed, INIT)
-        x = embedding(g, ids, words)
+        x = embedding(g, ids, words, padding=c.padding_idx if padding is None else padding)
         if positions:
             rows += 0 if padding is None else padding + 1
             table = g.param(f"{name}.position_embeddings.weight", {"position": rows} | embed, INIT)
-            x = embedded_positions(g, x, positions, table)
+            x = embedded_positions(g, x, positions, table, padding=padding)
         if kinds:
             kind = g.input("token_type_ids", tokens, below=c.kinds, default=0)
             types = g.param(f"{name}.token_type_embeddings.weight", {"kind": c.kinds} | embed, INIT)
@@ -331,7 +360,14 @@ def classified_tokens(g: Graph, batch: Batch, c: Any, x: Tensor) -> Traced:
 
 
 def classified(g: Graph, batch: Batch, c: Any, pooled: Tensor, name: str = "classifier") -> Traced:
-    """Logits and loss of labels [batch], the class of each sequence."""
+    """Logits and loss of labels [batch], the class of each sequence; with head: regression its number, or its numbers
+    [batch, classes]."""
     logits = dense(g, dropout(g, pooled, c.dropout), name, {"hidden": c.embed}, {"classes": c.classes}, INIT)
+    if c.head == "regression":
+        if batch.packed:
+            raise ConfigError("model.head: got regression; allowed with packed sequences: another head")
+        y = select(g, logits, "classes", 0) if c.classes == 1 else logits
+        numbers = g.input("labels", y.sizes, accumulation_dtype(g.dtype), scale="mse_scale")
+        return Traced(squared_error(g, y, numbers), {"logits": logits})
     labels = g.input("labels", of_sequences(batch), below=c.classes, ignored=IGNORED, scale="loss_scale")
     return Traced(cross_entropy(g, logits, labels), {"logits": logits})

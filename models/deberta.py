@@ -18,7 +18,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ZEROS, Array, Batch, Part, Traced
 from nntile_py.models.bert_parts import (
     INIT,
-    KEYS,
+    PADDED_KEYS,
     EncoderLayer,
     LayerNames,
     TextEncoder,
@@ -31,7 +31,7 @@ from nntile_py.models.bert_parts import (
     token_logits,
 )
 from nntile_py.models.hf_config import choice
-from nntile_py.models.parts import Dense, Sizes, attention_mask, check_length, dense_weights, norm
+from nntile_py.models.parts import Dense, PaddedConfig, Sizes, attention_mask, check_length, dense_weights, norm
 from nntile_py.schema import Count, Positive, integer, short
 from nntile_py.tasks.contract import contract
 from nntile_py.tasks.cross_entropy import cross_entropy
@@ -47,9 +47,9 @@ _LEGACY_HEAD = "cls.predictions.transform.dense", "cls.predictions.transform.Lay
 _KINDS = "c2p", "p2c"
 
 
-class DeBERTaConfig(TextEncoderConfig):
+class DeBERTaConfig(TextEncoderConfig, PaddedConfig):
     type: str = "deberta"
-    head: Literal["masked_lm", "classification", "none"] = "masked_lm"
+    head: Literal["masked_lm", "regression", "classification", "none"] = "masked_lm"
     """What the model predicts. `none`: the model returns hidden states and has no loss, for nt.Encoder."""
     legacy: bool = False
     """Names of the weights of the head for masked_lm. True: cls.predictions..., as in transformers' models with
@@ -205,11 +205,18 @@ class DeBERTa(TextEncoder):
     Config: ClassVar[Any] = DeBERTaConfig
     Layer: ClassVar[Any] = DeBERTaLayer
     prefix = "deberta."
-    architectures: ClassVar = {
-        "masked_lm": "DebertaForMaskedLM", "classification": "DebertaForSequenceClassification", "none": "DebertaModel"
-    }  # fmt: skip
+    stem = "Deberta"
     old_names: ClassVar = dict(zip(_HEAD, _LEGACY_HEAD, strict=True))  # published files, whose config has no `legacy`
-    keys: ClassVar = KEYS | {"position_biased_input": "position_biased_input", "legacy": "legacy"}
+    decoder = "cls.predictions.decoder.weight"
+    fixed: ClassVar = TextEncoder.fixed | {
+        "relative_attention": (True,), "talking_head": (False,), "conv_kernel_size": (0,),
+        "pooler_hidden_act": ("gelu",),
+    }  # fmt: skip
+    absent: ClassVar = {
+        "pad_token_id": 0, "relative_attention": False, "position_biased_input": True, "layer_norm_eps": 1e-7,
+        "type_vocab_size": 0, "legacy": True,
+    }  # fmt: skip
+    keys: ClassVar = PADDED_KEYS | {"position_biased_input": "position_biased_input", "legacy": "legacy"}
 
     def relative(self, g: Graph, batch: Batch) -> Relative:
         """The embeddings of the distances that there are; not of all that the table has."""
@@ -237,7 +244,7 @@ class DeBERTa(TextEncoder):
         with g.scope("head"):
             if c.head == "none":
                 return bare(g, c, x)
-            if c.head == "classification":
+            if c.head in ("classification", "regression"):
                 return classified(g, batch, c, first_token(g, x, c, "pooler.dense", "gelu"))
             y, labels = predicted(g, batch, c, x)
             logits = token_logits(g, y, c, words, c.activation, _LEGACY_HEAD if c.legacy else _HEAD)
@@ -247,21 +254,11 @@ class DeBERTa(TextEncoder):
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        defaults = {
-            "relative_attention": False, "position_biased_input": True, "share_att_key": False, "position_buckets": -1,
-            "layer_norm_eps": 1e-7, "type_vocab_size": 0, "legacy": True,
-        }  # fmt: skip
-        raw = defaults | dict(raw)
-        choice(raw, "relative_attention", True)
-        choice(raw, "talking_head", False)
-        choice(raw, "conv_kernel_size", 0)
-        choice(raw, "pooler_hidden_act", "gelu")
         width = raw["hidden_size"]
         for key in ("embedding_size", "pooler_hidden_size"):
             choice(raw, key, width)
         choice(raw, "attention_head_size", width // raw["num_attention_heads"])
         kinds, longest = _kinds(raw.get("pos_att_type")), raw.get("max_relative_positions", -1)
-        raw["position_buckets"] = max(raw["position_buckets"], 0)
         fields = super().read_config(raw) | {kind: kind in kinds for kind in _KINDS}
         return fields | {"relative_positions": longest if longest > 0 else None}
 
@@ -279,10 +276,8 @@ class DeBERTaV2(DeBERTa):
 
     Config = DeBERTaV2Config
     Layer = DeBERTaV2Layer
-    architectures: ClassVar = {
-        "masked_lm": "DebertaV2ForMaskedLM", "classification": "DebertaV2ForSequenceClassification",
-        "none": "DebertaV2Model",
-    }  # fmt: skip
+    stem = "DebertaV2"
+    absent: ClassVar = DeBERTa.absent | {"share_att_key": False, "position_buckets": -1}
     keys: ClassVar = DeBERTa.keys | {"share_att_key": "share_att_key", "position_buckets": "position_buckets"}
 
     def normed(self, g: Graph, table: Tensor) -> Tensor:
@@ -291,8 +286,8 @@ class DeBERTaV2(DeBERTa):
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        kind = choice(raw, "norm_rel_ebd", "none", "layer_norm")
-        return super().read_config(raw) | {"norm_rel_ebd": kind == "layer_norm"}
+        kind, buckets = choice(raw, "norm_rel_ebd", "none", "layer_norm"), max(raw["position_buckets"], 0)
+        return super().read_config(raw) | {"norm_rel_ebd": kind == "layer_norm", "position_buckets": buckets}
 
     def hf_config(self) -> dict[str, Any]:
         return super().hf_config() | {"norm_rel_ebd": "layer_norm" if self.config.norm_rel_ebd else "none"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from nntile_py.graph.graph import Graph
@@ -20,8 +19,7 @@ from nntile_py.models.bert_parts import (
     predicted,
     token_logits,
 )
-from nntile_py.models.hf_config import choice
-from nntile_py.models.parts import attention_mask
+from nntile_py.models.parts import PaddedConfig, attention_mask
 from nntile_py.tasks.cross_entropy import cross_entropy
 
 _LAYER = LayerNames(
@@ -30,11 +28,11 @@ _LAYER = LayerNames(
 )  # fmt: skip
 
 
-class DistilBERTConfig(TextEncoderConfig):
+class DistilBERTConfig(TextEncoderConfig, PaddedConfig):
     type: str = "distilbert"
-    head: Literal["masked_lm", "classification", "token_classification", "none"] = "masked_lm"
-    """What the model predicts. `nntile train` trains masked_lm and classification; token_classification is trained from
-    Python. Without a loss, for nt.Encoder: `none` returns hidden states."""
+    head: Literal["masked_lm", "regression", "classification", "token_classification", "none"] = "masked_lm"
+    """What the model predicts. `nntile train` trains masked_lm and classification; regression and token_classification
+    are trained from Python. Without a loss, for nt.Encoder: `none` returns hidden states."""
     layer_norm_eps: ClassVar[float] = 1e-12  # a constant in transformers
 
 
@@ -47,16 +45,13 @@ class DistilBERT(TextEncoder):
 
     Config = DistilBERTConfig
     prefix = "distilbert."
-    tied = ("vocab_projector.weight",)
-    architectures: ClassVar = {
-        "masked_lm": "DistilBertForMaskedLM", "classification": "DistilBertForSequenceClassification",
-        "token_classification": "DistilBertForTokenClassification",
-        "none": "DistilBertModel",
-    }  # fmt: skip
+    decoder = "vocab_projector.weight"
+    fixed: ClassVar = TextEncoder.fixed | {"sinusoidal_pos_embds": (False,)}
+    stem = "DistilBert"
     keys: ClassVar = {
         "layers": "n_layers", "embed": "dim", "heads": "n_heads", "ffn": "hidden_dim", "vocab": "vocab_size",
         "positions": "max_position_embeddings", "activation": "activation", "dropout": "dropout",
-        "attention_dropout": "attention_dropout",
+        "attention_dropout": "attention_dropout", "padding_idx": "pad_token_id",
     }  # fmt: skip
 
     def trace(self, g: Graph, batch: Batch) -> Traced:
@@ -70,7 +65,7 @@ class DistilBERT(TextEncoder):
                 return classified_tokens(g, batch, c, x)
             if c.head == "none":
                 return bare(g, c, x)
-            if c.head == "classification":
+            if c.head in ("classification", "regression"):
                 return classified(g, batch, c, first_token(g, x, c, "pre_classifier", "relu"))
             names = "vocab_transform", "vocab_layer_norm", "vocab_projector.bias"
             y, labels = predicted(g, batch, c, x)
@@ -78,11 +73,6 @@ class DistilBERT(TextEncoder):
             return Traced(cross_entropy(g, logits, labels), {"logits": logits})
 
     # -- transformers
-
-    @classmethod
-    def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        choice(raw, "sinusoidal_pos_embds", False)
-        return super().read_config(raw)
 
     def hf_config(self) -> dict[str, Any]:
         return {"seq_classif_dropout": self.config.dropout} | super().hf_config()

@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 from pydantic import model_validator
 
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Batch, Normal, Traced
-from nntile_py.models.base import Model, TokenConfig
-from nntile_py.models.hf_config import architecture, check_type, choice
+from nntile_py.models.base import Model
+from nntile_py.models.hf_config import ACTIVATIONS, architecture, choice
 from nntile_py.models.parts import (
-    LayerConfig,
+    ActivationName,
+    DecoderConfig,
     attention_mask,
     dense,
     embedded_positions,
     norm,
     position_input,
 )
-from nntile_py.schema import BelowOne, Count, Positive, Switch
+from nntile_py.schema import BelowOne, Positive, Switch
 from nntile_py.tasks.activation import activation
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.contract import linear
@@ -32,16 +33,12 @@ from nntile_py.tasks.elementwise import add, dropout, transpose
 from nntile_py.tasks.embedding import embedding
 from nntile_py.tasks.op import Tensor
 
-_ACTIVATIONS = {"gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
 
-
-class GPT2Config(LayerConfig, TokenConfig):
+class GPT2Config(DecoderConfig):
     type: str = "gpt2"
-    positions: Count | None = None
-    """Length of the longest sequence; null: `train.seq`."""
     dropout: BelowOne = 0.0
     """Dropout of the embedding and of the residual branches."""
-    activation: Literal["gelu_new", "gelu", "relu"] = "gelu_new"
+    activation: ActivationName = "gelu_new"
     """Activation function of the feed-forward part."""
     tie_embeddings: Switch = True
     """Compute the logits with the weights of the embedding; false: with weights of their own."""
@@ -62,6 +59,11 @@ class GPT2(Model):
     Config = GPT2Config
     objective = "causal"
     prefix = "transformer."
+    head_weights = ("lm_head.weight",)
+    fixed: ClassVar = {
+        "scale_attn_by_inverse_layer_idx": (False, None), "add_cross_attention": (False, None),
+        "is_encoder_decoder": (False, None), "scale_attn_weights": (True,),
+    }  # fmt: skip
 
     def trace(self, g: Graph, batch: Batch) -> Traced:
         c = self.config
@@ -106,18 +108,17 @@ class GPT2(Model):
 
     # -- transformers
 
+    def copies(self) -> Mapping[str, str]:
+        return {"lm_head.weight": "transformer.wte.weight"} if self.config.tie_embeddings else {}
+
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        check_type(raw, "gpt2")
-        architecture(raw, "GPT2LMHeadModel", "GPT2Model", "GPT2DoubleHeadsModel")
-        for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-            choice(raw, key, False, None)
-        choice(raw, "scale_attn_weights", True)
-        act = choice(raw, "activation_function", *_ACTIVATIONS)
+        architecture(raw, "GPT2LMHeadModel", "GPT2Model")
+        act = choice(raw, "activation_function", "gelu_new", *ACTIVATIONS)
         return {
             "layers": raw["n_layer"], "embed": raw["n_embd"], "heads": raw["n_head"], "vocab": raw["vocab_size"],
             "positions": raw["n_positions"], "ffn": raw.get("n_inner") or 4 * raw["n_embd"],
-            "activation": _ACTIVATIONS[act], "tie_embeddings": raw.get("tie_word_embeddings", True),
+            "activation": ACTIVATIONS[act], "tie_embeddings": raw.get("tie_word_embeddings", True),
             "layer_norm_eps": raw.get("layer_norm_epsilon", 1e-5),
         }  # fmt: skip
 

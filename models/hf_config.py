@@ -16,6 +16,14 @@ from nntile_py.system.folders import read
 
 Weights = dict[str, np.ndarray[Any, Any]]
 HEAD_KEYS = ("architectures", "num_labels", "id2label", "label2id")  # of config.json: what the head is
+# Activations of transformers, and their names here.
+ACTIVATIONS = {
+    "gelu": "gelu", "gelu_python": "gelu",
+    **dict.fromkeys(
+        ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"), "gelu_new"
+    ),
+    "quick_gelu": "quick_gelu", "relu": "relu", "tanh": "tanh", "silu": "silu", "swish": "silu",
+}  # fmt: skip
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # files with weights, the first one that exists is read
 _NEED = "expected weights that save_pretrained wrote"
 # How a folder is read that holds a model of the user's.
@@ -180,6 +188,14 @@ def architecture(raw: Mapping[str, Any], *known: str) -> str:
     if not isinstance(given, list) or given[0] not in list(known):
         raise ConfigError(f"model: architectures is {given!r} in the model's config; allowed: {', '.join(known)}")
     return str(given[0])
+
+
+def padding_row(raw: Mapping[str, Any]) -> int | None:
+    """Return the row of the embedding's table that gets no gradient, of pad_token_id. -1 is the last row."""
+    number = raw.get("pad_token_id")
+    if isinstance(number, int) and number < 0:
+        return int(raw["vocab_size"]) + number
+    return number
 
 
 def check_type(raw: Mapping[str, Any], kind: str) -> None:

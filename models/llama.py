@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023; Llama 3: Grattafiori et al. 2024) as in transformers' LlamaForCausalLM.
+"""Llama (Touvron et al. 2023; Llama 3: Grattafiori et al. 2024), Mistral and Qwen 2 and 3, as in transformers.
 
 RMSNorm before each part, rotary positions, grouped-query attention, SwiGLU. Axes: batch, seq, embed, heads, kv_heads,
 head_dim, ffn, vocab; rotary (cosines and sines of a position).
@@ -7,30 +7,49 @@ head_dim, ffn, vocab; rotary (cosines and sines of a position).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ONES, Batch, Normal, Traced
-from nntile_py.models.base import Model, TokenConfig
-from nntile_py.models.hf_config import architecture, check_type, choice
-from nntile_py.models.parts import LayerConfig, attention_mask, check_length, dense, rotary_input
-from nntile_py.schema import Count, Positive, Switch
+from nntile_py.models.base import Model
+from nntile_py.models.hf_config import ACTIVATIONS, architecture, choice, padding_row
+from nntile_py.models.parts import (
+    ActivationName,
+    DecoderConfig,
+    PaddedConfig,
+    attention_mask,
+    check_length,
+    dense,
+    rotary_input,
+)
+from nntile_py.schema import Count, Natural, Positive, Switch, short
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import add, transpose
 from nntile_py.tasks.embedding import embedding
 from nntile_py.tasks.gated import gated
+from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.rms_norm import rms_norm
 from nntile_py.tasks.rotary import rotary, rotary_table
 
+# Keys of the config and of config.json that need no conversion.
+_KEYS = {
+    "layers": "num_hidden_layers", "embed": "hidden_size", "heads": "num_attention_heads", "ffn": "intermediate_size",
+    "vocab": "vocab_size", "positions": "max_position_embeddings", "tie_embeddings": "tie_word_embeddings",
+    "rms_norm_eps": "rms_norm_eps", "kv_heads": "num_key_value_heads", "head_dim": "head_dim",
+}  # fmt: skip
+_KINDS = ("full_attention", "sliding_attention")  # of layers
 
-class LlamaConfig(LayerConfig, TokenConfig):
-    type: str = "llama"
+
+class RotaryDecoderConfig(DecoderConfig, PaddedConfig):
+    """Config of Llama and of the models that differ from it by little."""
+
     kv_heads: Count | None = None
     """Number of heads of keys and values. If it is smaller than `heads`, groups of heads share keys and values. Null:
     `heads`."""
@@ -38,10 +57,8 @@ class LlamaConfig(LayerConfig, TokenConfig):
     """Width of a head; null: `embed` divided by `heads`."""
     ffn: Count
     """Width of the feed-forward part."""
-    positions: Count | None = None
-    """Length of the longest sequence; null: `train.seq`."""
-    tie_embeddings: Switch = False
-    """Compute the logits with the weights of the embedding; false: with weights of their own."""
+    activation: ActivationName = "silu"
+    """Activation of the feed-forward part's gate."""
     rms_norm_eps: Positive = 1e-6
     """Added to the mean square in RMSNorm."""
     rope_theta: Positive = 10000.0
@@ -50,7 +67,7 @@ class LlamaConfig(LayerConfig, TokenConfig):
     """Rotary positions for longer sequences, as in transformers: `rope_type` (default, linear, llama3) and its keys."""
 
     @model_validator(mode="after")
-    def _fitting(self) -> LlamaConfig:
+    def _fitting(self) -> Self:
         if self.head_dim is None:
             self.check_size("embed", "heads")
         self.fill(kv_heads=self.heads, head_dim=self.embed // self.heads)
@@ -59,12 +76,33 @@ class LlamaConfig(LayerConfig, TokenConfig):
         return self
 
 
+class LlamaConfig(RotaryDecoderConfig):
+    type: str = "llama"
+    attention_bias: Switch = False
+    """Queries, keys, values and the product after attention have biases."""
+    mlp_bias: Switch = False
+    """The products of the feed-forward part have biases."""
+
+
 class Llama(Model):
     """Llama with a language modelling head. Inputs: input_ids, labels; attention_mask if given."""
 
-    Config = LlamaConfig
+    Config: ClassVar[Any] = LlamaConfig
     objective = "causal"
     prefix = "model."
+    stem: ClassVar[str] = "Llama"  # first part of the names of transformers' classes
+    head_weights = ("lm_head.weight",)
+    norm_heads: ClassVar[bool] = False  # each head's query and key is normed
+    keys: ClassVar[Mapping[str, str]] = _KEYS | {"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"}
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"pretraining_tp": (1,), "is_encoder_decoder": (False, None)}
+
+    def window(self, layer: int) -> int | None:
+        """Return how many positions a layer attends to; None: all up to the query's."""
+        return None
+
+    def biases(self) -> tuple[bool, bool, bool]:
+        """Return whether queries, keys and values have biases, the product after attention, the feed-forward part."""
+        return self.config.attention_bias, self.config.attention_bias, self.config.mlp_bias
 
     def trace(self, g: Graph, batch: Batch) -> Traced:
         c = self.config
@@ -77,32 +115,36 @@ class Llama(Model):
         def norm(x: Tensor, name: str) -> Tensor:
             return rms_norm(g, x, g.param(f"{name}.weight", embed, ONES), c.rms_norm_eps)
 
-        def project(x: Tensor, name: str, inner: dict[str, int], out: dict[str, int]) -> Tensor:
-            return dense(g, x, name, inner, out, init, bias=False)
+        def turned(x: Tensor, name: str, out: dict[str, int]) -> Tensor:
+            y = dense(g, x, f"{name}_proj", embed, out, init, bias=biases[0])
+            if self.norm_heads:
+                y = rms_norm(g, y, g.param(f"{name}_norm.weight", {"head_dim": c.head_dim}, ONES), c.rms_norm_eps)
+            return rotary(g, y, table)
 
-        def attend(x: Tensor, name: str) -> Tensor:
-            q = rotary(g, project(x, f"{name}.q_proj", embed, heads), table)
-            k = rotary(g, project(x, f"{name}.k_proj", embed, kv_heads), table)
-            v = project(x, f"{name}.v_proj", embed, kv_heads)
+        def attend(x: Tensor, name: str, mask: Mask) -> Tensor:
+            q, k = turned(x, f"{name}.q", heads), turned(x, f"{name}.k", kv_heads)
+            v = dense(g, x, f"{name}.v_proj", embed, kv_heads, init, bias=biases[0])
             q, k, v = (transpose(g, t, ["batch", t.axes[2], "seq", "head_dim"]) for t in (q, k, v))
-            a = attention(g, q, k, v, mask, c.attention, c.attention_dropout)
-            return project(transpose(g, a, ["batch", "seq", *heads]), f"{name}.o_proj", heads, embed)
+            a = transpose(g, attention(g, q, k, v, mask, c.attention, c.attention_dropout), ["batch", "seq", *heads])
+            return dense(g, a, f"{name}.o_proj", heads, embed, init, bias=biases[1])
 
         def mlp(x: Tensor, name: str) -> Tensor:
-            gate, up = (project(x, f"{name}.{part}_proj", embed, ffn) for part in ("gate", "up"))
-            return project(gated(g, gate, up, "silu"), f"{name}.down_proj", ffn, embed)
+            biased = {"bias": biases[2]}
+            gate, up = (dense(g, x, f"{name}.{part}_proj", embed, ffn, init, **biased) for part in ("gate", "up"))
+            return dense(g, gated(g, gate, up, c.activation), f"{name}.down_proj", ffn, embed, init, **biased)
 
         ids = g.input("input_ids", tokens, below=c.vocab)
         labels = g.input("labels", tokens, below=c.vocab, ignored=IGNORED, shifted=True, scale="loss_scale")
         table = rotary_input(g, batch, rotary_table(c.head_dim, batch.length, c.rope_theta, c.rope_scaling))
-        mask = attention_mask(g, batch, causal=True)
+        mask, biases = attention_mask(g, batch, causal=True), self.biases()
         with g.scope("embed"):
             words = g.param("model.embed_tokens.weight", {"vocab": c.vocab} | embed, init)
-            x = embedding(g, ids, words)
+            x = embedding(g, ids, words, padding=c.padding_idx)
         for layer in range(c.layers):
             here = f"model.layers.{layer}"
             with g.scope(f"h{layer}.attn"):
-                x = add(g, attend(norm(x, f"{here}.input_layernorm"), f"{here}.self_attn"), x)
+                own = replace(mask, window=self.window(layer))
+                x = add(g, attend(norm(x, f"{here}.input_layernorm"), f"{here}.self_attn", own), x)
             with g.scope(f"h{layer}.mlp"):
                 x = add(g, mlp(norm(x, f"{here}.post_attention_layernorm"), f"{here}.mlp"), x)
         with g.scope("head"):
@@ -113,36 +155,115 @@ class Llama(Model):
 
     # -- transformers
 
+    def copies(self) -> Mapping[str, str]:
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.config.tie_embeddings else {}
+
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        check_type(raw, "llama")
-        architecture(raw, "LlamaForCausalLM", "LlamaModel")
-        for key in ("attention_bias", "mlp_bias"):
-            choice(raw, key, False, None)
-        choice(raw, "hidden_act", "silu")
-        choice(raw, "pretraining_tp", 1)
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        architecture(raw, f"{cls.stem}ForCausalLM", f"{cls.stem}Model")
+        act = choice(raw, "hidden_act", "silu", *ACTIVATIONS)
+        parameters, scaling, theta = (raw.get(f"rope_{key}") for key in ("parameters", "scaling", "theta"))
+        rope = parameters or scaling or {}
         if not isinstance(rope, dict):
             raise ConfigError(f"model: rope_parameters is {rope!r} in the model's config; allowed: an object")
-        theta = rope.get("rope_theta") or raw.get("rope_theta", 10000.0)
-        rope = {key: value for key, value in rope.items() if key != "rope_theta"}
-        sizes = {"kv_heads": raw.get("num_key_value_heads"), "head_dim": raw.get("head_dim")}
-        return {
-            "layers": raw["num_hidden_layers"], "embed": raw["hidden_size"], "heads": raw["num_attention_heads"],
-            "ffn": raw["intermediate_size"], "vocab": raw["vocab_size"],
-            "positions": raw.get("max_position_embeddings"),
-            "tie_embeddings": raw.get("tie_word_embeddings", False), "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
-            "rope_theta": theta, "rope_scaling": rope or None,
-        } | {name: size for name, size in sizes.items() if size is not None}  # fmt: skip
+        found = {name: raw.get(key) for name, key in cls.keys.items()}
+        needed = ("layers", "embed", "heads", "ffn", "vocab")
+        return {name: raw[cls.keys[name]] for name in needed} | {
+            "activation": ACTIVATIONS[act], "padding_idx": padding_row(raw),
+            "rope_theta": rope.get("rope_theta") or theta or 10000.0,
+            "rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"} or None,
+        } | {name: value for name, value in found.items() if value is not None}  # fmt: skip
 
     def hf_config(self) -> dict[str, Any]:
         c = self.config
         rope = {"rope_type": "default"} | (c.rope_scaling or {}) | {"rope_theta": c.rope_theta}
-        return self.merged_hf({
-            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": c.vocab,
-            "hidden_size": c.embed, "intermediate_size": c.ffn, "num_hidden_layers": c.layers,
-            "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim,
-            "hidden_act": "silu", "max_position_embeddings": c.positions, "rms_norm_eps": c.rms_norm_eps,
-            "tie_word_embeddings": c.tie_embeddings, "rope_parameters": rope, "attention_dropout": c.attention_dropout,
-            "bos_token_id": None, "eos_token_id": None,
+        return self.merged_hf({key: getattr(c, name) for name, key in self.keys.items()} | {
+            "model_type": c.type, "architectures": [f"{self.stem}ForCausalLM"], "hidden_act": c.activation,
+            "rope_parameters": rope, "attention_dropout": c.attention_dropout, "bos_token_id": None,
+            "eos_token_id": None, "pad_token_id": c.padding_idx,
         })  # fmt: skip
+
+
+class MistralConfig(RotaryDecoderConfig):
+    type: str = "mistral"
+    window: Count | None = None
+    """Positions that a query attends to, up to its own; null: all."""
+
+
+class Mistral(Llama):
+    """Mistral (Jiang et al. 2023): Llama whose layers attend to the last `window` positions."""
+
+    Config = MistralConfig
+    stem = "Mistral"
+    keys = _KEYS | {"window": "sliding_window"}
+    fixed: ClassVar = {"is_encoder_decoder": (False, None)}
+
+    def window(self, layer: int) -> int | None:
+        size: int | None = self.config.window
+        return size
+
+    def biases(self) -> tuple[bool, bool, bool]:
+        return False, False, False
+
+
+class Qwen2Config(RotaryDecoderConfig):
+    type: str = "qwen2"
+    window: Count | None = None
+    """Positions that a query attends to, up to its own, in the layers after the first `full_layers`; null: all."""
+    full_layers: Natural = 0
+    """With a window: the number of layers without it, which are the first ones."""
+
+
+class Qwen2(Llama):
+    """Qwen 2 and 2.5 (Yang et al. 2024): Llama with biases of queries, keys and values."""
+
+    Config = Qwen2Config
+    stem = "Qwen2"
+    keys = _KEYS
+    fixed: ClassVar = {"is_encoder_decoder": (False, None)}
+
+    def window(self, layer: int) -> int | None:
+        return self.config.window if layer >= self.config.full_layers else None
+
+    def biases(self) -> tuple[bool, bool, bool]:
+        return True, False, False
+
+    @classmethod
+    def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().read_config(raw)
+        size, first = raw.get("sliding_window"), raw.get("max_window_layers")
+        kinds: Any = raw.get("layer_types")
+        window, full = size if raw.get("use_sliding_window") else None, 0
+        if window and kinds is None:
+            full = min(first or 0, found["layers"])
+        elif window:
+            full = kinds.index(_KINDS[1]) if _KINDS[1] in kinds else found["layers"]
+        wanted = [_KINDS[window is not None and layer >= full] for layer in range(found["layers"])]
+        if kinds is not None and kinds != wanted:
+            need = f"{_KINDS[0]}, after it {_KINDS[1]} if use_sliding_window is true"
+            raise ConfigError(f"model: layer_types is {short(kinds)} in the model's config; allowed: {need}")
+        return found | {"window": window, "full_layers": full}
+
+    def hf_config(self) -> dict[str, Any]:
+        c = self.config
+        kinds = [_KINDS[self.window(layer) is not None] for layer in range(c.layers)]
+        window = {"use_sliding_window": c.window is not None, "sliding_window": c.window, "layer_types": kinds}
+        return window | {"max_window_layers": c.full_layers} | super().hf_config()
+
+
+class Qwen3Config(Qwen2Config):
+    type: str = "qwen3"
+    attention_bias: Switch = False
+    """Queries, keys, values and the product after attention have biases."""
+
+
+class Qwen3(Qwen2):
+    """Qwen 3 (Yang et al. 2025): Qwen 2 whose queries and keys are normed in each head."""
+
+    Config = Qwen3Config
+    stem = "Qwen3"
+    keys = _KEYS | {"attention_bias": "attention_bias"}
+    norm_heads = True
+
+    def biases(self) -> tuple[bool, bool, bool]:
+        return self.config.attention_bias, self.config.attention_bias, False

@@ -18,7 +18,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ONES, ZEROS, Batch, Normal, Traced
 from nntile_py.models.bert_parts import (
     INIT,
-    KEYS,
+    PADDED_KEYS,
     TextEncoder,
     TextEncoderConfig,
     bare,
@@ -26,7 +26,7 @@ from nntile_py.models.bert_parts import (
     predicted,
 )
 from nntile_py.models.hf_config import choice
-from nntile_py.models.parts import attention_mask, check_length, dense, first_tokens, rotary_input
+from nntile_py.models.parts import PaddedConfig, attention_mask, check_length, dense, first_tokens, rotary_input
 from nntile_py.schema import Count, Positive
 from nntile_py.tasks.activation import activation
 from nntile_py.tasks.attention import attention
@@ -45,9 +45,9 @@ _NO_BIASES = ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias")
 _OTHER_DROPOUTS = ("embedding_dropout", "classifier_dropout")
 
 
-class ModernBERTConfig(TextEncoderConfig):
+class ModernBERTConfig(TextEncoderConfig, PaddedConfig):
     type: str = "modernbert"
-    head: Literal["masked_lm", "classification", "none"] = "masked_lm"
+    head: Literal["masked_lm", "regression", "classification", "none"] = "masked_lm"
     """What the model predicts. `none`: the model returns hidden states and has no loss, for nt.Encoder."""
     ffn: Count | None = None
     """Width of the feed-forward part after its gate; null: 1.5 times `embed`."""
@@ -81,12 +81,15 @@ class ModernBERT(TextEncoder):
 
     Config = ModernBERTConfig
     prefix = "model."
-    tied = ("decoder.weight",)
-    architectures: ClassVar = {
-        "masked_lm": "ModernBertForMaskedLM", "classification": "ModernBertForSequenceClassification",
-        "none": "ModernBertModel",
+    decoder = "decoder.weight"
+    fixed: ClassVar = TextEncoder.fixed | dict.fromkeys(_NO_BIASES, (False,)) | {
+        "decoder_bias": (True,), "classifier_activation": ("gelu",)
     }  # fmt: skip
-    keys: ClassVar = {name: key for name, key in KEYS.items() if name != "kinds"} | {
+    absent: ClassVar = {
+        "pad_token_id": 50283, "hidden_activation": "gelu", "norm_eps": 1e-5, "local_attention": 128
+    }  # fmt: skip
+    stem = "ModernBert"
+    keys: ClassVar = {name: key for name, key in PADDED_KEYS.items() if name != "kinds"} | {
         "activation": "hidden_activation", "layer_norm_eps": "norm_eps", "dropout": "mlp_dropout",
         "attention_dropout": "attention_dropout", "local_attention": "local_attention",
     }  # fmt: skip
@@ -99,14 +102,15 @@ class ModernBERT(TextEncoder):
         layers = _Layers(g, batch, c)
         with g.scope("embed"):
             words = g.param("model.embeddings.tok_embeddings.weight", {"vocab": c.vocab} | embed, INIT)
-            x = dropout(g, layers.norm(embedding(g, ids, words), "model.embeddings.norm"), c.dropout)
+            x = embedding(g, ids, words, padding=c.padding_idx)
+            x = dropout(g, layers.norm(x, "model.embeddings.norm"), c.dropout)
         for layer in range(c.layers):
             x = layers(x, layer)
         x = layers.norm(x, "model.final_norm")
         with g.scope("head"):
             if c.head == "none":
                 return bare(g, c, x)
-            if c.head == "classification":
+            if c.head in ("classification", "regression"):
                 pooled = layers.transformed(first_tokens(g, x))
                 return classified(g, batch, c, rename(g, pooled, embed="hidden"))
             bias = g.param("decoder.bias", {"vocab": c.vocab}, ZEROS)
@@ -118,12 +122,8 @@ class ModernBERT(TextEncoder):
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        for key in _NO_BIASES:
-            choice(raw, key, False)
-        choice(raw, "decoder_bias", True)
-        choice(raw, "classifier_activation", "gelu")
-        found = super().read_config({"hidden_activation": "gelu", "norm_eps": 1e-5, "local_attention": 128} | dict(raw))
-        if found["head"] == "classification":
+        found = super().read_config(raw)
+        if raw.get("classifier_pooling") and found["head"] in ("classification", "regression"):
             choice(raw, "classifier_pooling", "cls")
         return found | _thetas(raw) | {"global_every": _global_every(raw, found["layers"])}
 
@@ -134,9 +134,9 @@ class ModernBERT(TextEncoder):
         own = {
             "layer_types": [_KINDS[not c.is_global(layer)] for layer in range(c.layers)], "rope_parameters": rope,
             **dict.fromkeys(_OTHER_DROPOUTS, c.dropout),
-            **dict.fromkeys(f"{name}_token_id" for name in ("pad", "bos", "eos", "cls", "sep")),
+            **dict.fromkeys(f"{name}_token_id" for name in ("bos", "eos", "cls", "sep")),
         }  # fmt: skip
-        pooled = {"classifier_pooling": "cls"} if c.head == "classification" else {}
+        pooled = {"classifier_pooling": "cls"} if c.head in ("classification", "regression") else {}
         return own | super().hf_config() | pooled
 
 
@@ -213,22 +213,22 @@ class _Layers:
 
 def _thetas(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Bases of the wavelengths: of rope_parameters, in older folders keys of their own."""
-    rope = raw.get("rope_parameters") or {}
+    rope, older = raw.get("rope_parameters") or {}, {k: raw.get(f"{k}_rope_theta") for k in ("global", "local")}
     if not isinstance(rope, dict):
         raise ConfigError(f"model: rope_parameters is {rope!r} in the model's config; allowed: an object")
     found: dict[str, Any] = {}
     for kind, name, default in zip(_KINDS, ("global", "local"), (160000.0, 10000.0), strict=True):
         own = rope.get(kind) or {}
         choice(own, "rope_type", "default")
-        found[f"{name}_theta"] = own.get("rope_theta", raw.get(f"{name}_rope_theta", default))
+        found[f"{name}_theta"] = own.get("rope_theta", older[name] or default)
     return {name: float(theta) for name, theta in found.items()}
 
 
 def _global_every(raw: Mapping[str, Any], layers: int) -> int:
     """Of layer_types, in older folders a key of its own."""
-    kinds = raw.get("layer_types")
+    kinds, number = raw.get("layer_types"), raw.get("global_attn_every_n_layers", 3)
     if kinds is None:
-        return int(raw.get("global_attn_every_n_layers", 3))
+        return int(number)
     every = kinds.index(_KINDS[0], 1) if isinstance(kinds, list) and _KINDS[0] in kinds[1:] else max(layers, 1)
     if kinds != [_KINDS[bool(layer % every)] for layer in range(layers)]:
         need = f"{_KINDS[0]} in every n-th layer from the first on, {_KINDS[1]} in the others"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
+from pydantic import model_validator
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph import packed_inputs
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ONES, ZEROS, Array, Batch, Init, Part
-from nntile_py.models.base import ModelConfig
-from nntile_py.schema import BelowOne, Count, Layers
+from nntile_py.models.base import ModelConfig, TokenConfig
+from nntile_py.schema import BelowOne, Count, Layers, Natural, Switch
 from nntile_py.tasks.attention import WITH_DROPOUT, Backend
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.elementwise import add, bias_add
@@ -24,6 +25,22 @@ from nntile_py.tasks.op import Tensor, accumulation_dtype
 from nntile_py.tasks.select import select
 
 Sizes = Mapping[str, int]
+ActivationName = Literal["gelu", "gelu_new", "quick_gelu", "relu", "silu", "tanh"]
+
+
+class PaddedConfig(TokenConfig):
+    """Config of a model whose embedding may have a row without a gradient."""
+
+    padding_idx: Natural | None = None
+    """Row of the embedding's table that gets no gradient from look-ups, as torch.nn.Embedding's padding_idx
+    (transformers' pad_token_id); null: each row gets one."""
+
+    @model_validator(mode="after")
+    def _padding_in_vocab(self) -> Self:
+        if self.vocab and self.padding_idx is not None and self.padding_idx >= self.vocab:
+            need = f"less than model.vocab = {self.vocab}"
+            raise ConfigError(f"model.padding_idx: got {self.padding_idx}; allowed: {need}")
+        return self
 
 
 class LayerConfig(ModelConfig):
@@ -54,6 +71,17 @@ class LayerConfig(ModelConfig):
                 f"model.attention_dropout: got {self.attention_dropout}; allowed: 0 unless model.attention is"
                 f" {' or '.join(WITH_DROPOUT)}"
             )
+
+
+class DecoderConfig(LayerConfig, TokenConfig):
+    """Config of a model that predicts the next token."""
+
+    positions: Count | None = None
+    """Length of the longest sequence; null: `train.seq`."""
+    tie_embeddings: Switch = False
+    """Compute the logits with the weights of the embedding; false: with weights of their own."""
+    new_head: Switch = False
+    """Draw the head's weights anew where the checkpoint `from` has none, as that of a bare LlamaModel."""
 
 
 class Dense(NamedTuple):
@@ -152,9 +180,14 @@ def _packed_input(
     return g.input(name, {"batch": batch.size, "seq": batch.seq} | dict(sizes or {}), default=made, **options)
 
 
-def embedded_positions(g: Graph, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-    """Add position embeddings to x [batch, seq, embed]: the rows of the table [position, embed] for `positions`."""
-    y = embedding(g, positions, table)
+def embedded_positions(
+    g: Graph, x: Tensor, positions: Tensor, table: Tensor, *, padding: int | None = None
+) -> Tensor:
+    """Add position embeddings to x [batch, seq, embed]: the rows of the table [position, embed] for `positions`.
+
+    The row `padding` gets no gradient.
+    """
+    y = embedding(g, positions, table, padding=padding)
     return add(g, x, y) if y.axes == x.axes else bias_add(g, x, y)
 
 

@@ -1,4 +1,4 @@
-"""RoBERTa (Liu et al. 2019) as in transformers: BERT with one kind of tokens, positions that padding does not count in.
+"""RoBERTa (Liu et al. 2019), XLM-RoBERTa and CamemBERT: BERT with one kind of tokens, positions without padding.
 
 Position p of a sequence without padding has the number padding_token + 1 + p, so that a table of positions has
 padding_token + 1 rows more than the longest sequence has tokens.
@@ -37,9 +37,10 @@ _HEAD = "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"
 
 class RoBERTaConfig(TextEncoderConfig):
     type: str = "roberta"
-    head: Literal["masked_lm", "classification", "token_classification", "pooler", "none"] = "masked_lm"
-    """What the model predicts. `nntile train` trains masked_lm and classification; token_classification is trained from
-    Python. Without a loss, for nt.Encoder: `none` returns hidden states, `pooler` also a vector for each sequence."""
+    head: Literal["masked_lm", "regression", "classification", "token_classification", "pooler", "none"] = "masked_lm"
+    """What the model predicts. `nntile train` trains masked_lm and classification; regression and token_classification
+    are trained from Python. Without a loss, for nt.Encoder: `none` returns hidden states, `pooler` also a vector for
+    each sequence."""
     kinds: Count = 1
     """Number of token types (transformers' token_type_ids)."""
     padding_token: Annotated[int, *integer(0)] = 1
@@ -64,11 +65,9 @@ class RoBERTa(TextEncoder):
 
     Config = RoBERTaConfig
     prefix = "roberta."
-    architectures: ClassVar = {
-        "masked_lm": "RobertaForMaskedLM", "classification": "RobertaForSequenceClassification",
-        "token_classification": "RobertaForTokenClassification",
-        "pooler": "RobertaModel", "none": "RobertaModel",
-    }  # fmt: skip
+    stem = "Roberta"
+    decoder = "lm_head.decoder.weight"
+    absent: ClassVar = {"pad_token_id": 1, "type_vocab_size": 2, "layer_norm_eps": 1e-12}
     keys: ClassVar = KEYS | {"padding_token": "pad_token_id"}
 
     def trace(self, g: Graph, batch: Batch) -> Traced:
@@ -82,7 +81,7 @@ class RoBERTa(TextEncoder):
                 return classified_tokens(g, batch, c, x)
             if c.head in ("pooler", "none"):
                 return bare(g, c, x, "roberta.pooler.dense")
-            if c.head == "classification":
+            if c.head in ("classification", "regression"):
                 pooled = first_token(g, x, c, "classifier.dense", "tanh", c.dropout)
                 return classified(g, batch, c, pooled, "classifier.out_proj")
             y, labels = predicted(g, batch, c, x)
@@ -93,7 +92,6 @@ class RoBERTa(TextEncoder):
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        raw = {"pad_token_id": 1, "type_vocab_size": 2, "layer_norm_eps": 1e-12} | dict(raw)
         fields = super().read_config(raw)
         first = _at_least(raw, "pad_token_id", 0) + 1
         return fields | {"positions": _at_least(raw, "max_position_embeddings", first + 1) - first}
@@ -101,6 +99,28 @@ class RoBERTa(TextEncoder):
     def hf_config(self) -> dict[str, Any]:
         c = self.config
         return super().hf_config() | {"max_position_embeddings": c.positions + c.padding_token + 1}
+
+
+class XLMRoBERTaConfig(RoBERTaConfig):
+    type: str = "xlm-roberta"
+
+
+class XLMRoBERTa(RoBERTa):
+    """XLM-RoBERTa (Conneau et al. 2020): RoBERTa with another vocabulary."""
+
+    Config = XLMRoBERTaConfig
+    stem = "XLMRoberta"
+
+
+class CamemBERTConfig(RoBERTaConfig):
+    type: str = "camembert"
+
+
+class CamemBERT(RoBERTa):
+    """CamemBERT (Martin et al. 2020): RoBERTa with another vocabulary."""
+
+    Config = CamemBERTConfig
+    stem = "Camembert"
 
 
 def _at_least(raw: Mapping[str, Any], key: str, least: int) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from nntile_py.tiles import ACC, Access, R, TaskArgs, Tile, W
 
 from .elementwise import Dropout, DropoutArgs
-from .norm import AXIS, Norm, NormGrad
+from .norm import Norm, NormGrad
 from .op import Array, GraphLike, Index, Lowering, Tensor, accumulation_dtype
 from .scalar.expression import Expression, mean, sqrt
 
@@ -52,10 +52,12 @@ class LayerNorm(Norm):
         return LayerNormStatisticsArgs(self.eps)
 
     @staticmethod
-    def of_row(s: Expression, weights: Sequence[Expression], eps: float) -> tuple[Expression, list[Expression]]:
-        middle = mean(s, AXIS)
+    def of_row(
+        s: Expression, weights: Sequence[Expression], eps: float, axis: str
+    ) -> tuple[Expression, list[Expression]]:
+        middle = mean(s, axis)
         d = s - middle
-        rstd = 1 / sqrt(mean(d * d, AXIS) + eps)
+        rstd = 1 / sqrt(mean(d * d, axis) + eps)
         return d * rstd * weights[0] + weights[1], [middle, rstd]
 
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
@@ -101,7 +103,7 @@ class LayerNormGrad(NormGrad):
             dbias=place(ACC(lowering.tile(self.bias, at)) if self.bias else None),
             sums=place(R(sums) if sums else None),
             dropped=place(W(lowering.tile(self.dropout.output, at)) if self.dropout else None),
-            embed=self.inputs[1].size(AXIS),
+            embed=self.inputs[1].shape[-1],
             dropout=self.dropout.args(lowering, at) if self.dropout else None,
         )
         numbers = self.dropout.numbers(lowering, at) if self.dropout else []

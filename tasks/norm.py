@@ -1,4 +1,4 @@
-"""Base classes of the norms over embed and of their gradients: fused operations, lowering, scalar form."""
+"""Base classes of the norms over the last axis and of their gradients: fused operations, lowering, scalar form."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from nntile_py.tiles import ACC, R, TaskArgs, Tile, W
 from .elementwise import Dropout, DropoutArgs, dropped
 from .op import NORMALIZATION, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype, require
 from .scalar.expression import Definition, Element, Expression, Output, mean
-
-AXIS = "embed"
 
 
 def normalised(x: Expression, statistics: Sequence[Expression]) -> Expression:
@@ -42,7 +40,7 @@ class _NormBase(Op):
 
 
 class Norm(_NormBase):
-    """A normalisation over embed of s = x, x + residual, or dropout(x) + residual.
+    """A normalisation over the last axis, mostly embed, of s = x, x + residual, or dropout(x) + residual.
 
     Inputs: x, the weights, the residual if there is one. Outputs: y; statistics, fp32 or fp64 [..., stat]; with a
     residual also s, `total`. Where embed is not cut, each tile is one task. Where embed is cut, a task per tile adds to
@@ -59,9 +57,9 @@ class Norm(_NormBase):
         self, x: Tensor, weights: Sequence[Tensor], y: Tensor, statistics: Tensor, eps: float,
         residual: Tensor | None, total: Tensor | None, dropout: Dropout | None = None,
     ) -> None:  # fmt: skip
-        require(x.axes[-1] == AXIS, f"{self.kernel}: the last axis must be embed", x)
         for weight in weights:
-            require(list(weight.axes) == [AXIS], f"{self.kernel}: a weight must have the axis embed alone", x, weight)
+            rule = f"{self.kernel}: a weight must have the last axis of x alone"
+            require(weight.axes == x.axes[-1:], rule, x, weight)
         assert (residual is None) == (total is None) and (residual or not dropout), x
         super().__init__([x, *weights, *([residual] if residual else [])], [y, statistics, *([total] if total else [])])
         self.statistics, self.eps, self.residual, self.total, self.dropout = statistics, eps, residual, total, dropout
@@ -101,7 +99,7 @@ class Norm(_NormBase):
         x = self.inputs[0]
         for index in lowering.indices(x, x.axes[:-1]):
             statistics = lowering.tile(self.statistics, index | {"stat": 0})
-            columns = [index | {AXIS: k} for k in range(len(lowering.parts(x, AXIS)))]
+            columns = [index | {x.axes[-1]: k} for k in range(len(lowering.parts(x, x.axes[-1])))]
             if len(columns) > 1:
                 self._lower_cut(lowering, index, columns, statistics)
                 continue
@@ -131,8 +129,10 @@ class Norm(_NormBase):
     # -- scalar form
 
     @staticmethod
-    def of_row(s: Expression, weights: Sequence[Expression], eps: float) -> tuple[Expression, list[Expression]]:
-        """Return y and the statistics."""
+    def of_row(
+        s: Expression, weights: Sequence[Expression], eps: float, axis: str
+    ) -> tuple[Expression, list[Expression]]:
+        """Return y and the statistics over an axis."""
         raise NotImplementedError
 
     @classmethod
@@ -144,7 +144,7 @@ class Norm(_NormBase):
         x = Element(0, axes)
         s: Expression = dropped(dropout, x, row_numbers) if dropout else x
         s = s + Element(1 + cls.weights, axes) if residual else s
-        y, statistics = cls.of_row(s, [Element(1 + k, (AXIS,)) for k in range(cls.weights)], eps)
+        y, statistics = cls.of_row(s, [Element(1 + k, axes[-1:]) for k in range(cls.weights)], eps, axes[-1])
         outputs = [Output(0, axes, y), *(Output(1, (*axes[:-1], k), value) for k, value in enumerate(statistics))]
         return (*outputs, *([Output(2, axes, s)] if residual else []))
 
@@ -160,7 +160,7 @@ class NormGrad(_NormBase):
 
     With xhat the normalised x and w = dy gamma: dx = rstd (w - xhat mean(w xhat)) (+ add), and for norms that subtract
     the mean rstd (w - mean(w) - xhat mean(w xhat)) (+ add); dgamma = sum dy xhat, dbeta = sum dy. Sums are over all
-    rows, means over embed.
+    rows, means over the last axis.
 
     Inputs: dy, x, statistics, gamma, `add` if there is one. Outputs: dx and the gradients of the weights. The
     constructor of a subclass takes (dy, x, statistics, gamma, *outputs, add).
@@ -202,7 +202,7 @@ class NormGrad(_NormBase):
     def lower(self, lowering: Lowering) -> None:
         dy, x, statistics, gamma = self.inputs[:4]
         for index in lowering.indices(x, x.axes[:-1]):
-            columns = [index | {AXIS: k} for k in range(len(lowering.parts(x, AXIS)))]
+            columns = [index | {x.axes[-1]: k} for k in range(len(lowering.parts(x, x.axes[-1])))]
             of_rows, sums = lowering.tile(statistics, index | {"stat": 0}), None
             if len(columns) > 1:
                 sums = lowering.scratch(f"{self.name}.sums", index, of_rows.shape, of_rows.dtype)
@@ -216,7 +216,7 @@ class NormGrad(_NormBase):
     def terms(cls, axes: tuple[str, ...]) -> tuple[list[Expression], Expression, Expression]:
         """Return the statistics, xhat and w."""
         statistics: list[Expression] = [Element(2, (*axes[:-1], k)) for k in range(cls.weights)]
-        return statistics, normalised(Element(1, axes), statistics), Element(0, axes) * Element(3, (AXIS,))
+        return statistics, normalised(Element(1, axes), statistics), Element(0, axes) * Element(3, axes[-1:])
 
     @classmethod
     def results(
@@ -234,13 +234,13 @@ class NormGrad(_NormBase):
         if sums:
             means = [Element(sums[0], (*axes[:-1], k)) * (1 / sums[1]) for k in range(cls.weights)]
         else:
-            means = [mean(value, AXIS) for value in values]
+            means = [mean(value, axes[-1]) for value in values]
         dx = rstd * ((w - means[0] if cls.weights > 1 else w) - xhat * means[-1])
         dx = dx + Element(4, axes) if add else dx
         last = dropped(dropout, dx, row_numbers) if dropout else dx
         every = [dx, dy * xhat, dy][: 1 + cls.weights] + [last] * dbias + [last] * (dropout is not None)
         rows = [k for k in range(len(every)) if 0 < k < 1 + cls.weights + dbias]  # outputs that are sums over rows
-        return tuple(Output(k, (AXIS,) if k in rows else axes, value, k in rows) for k, value in enumerate(every))
+        return tuple(Output(k, axes[-1:] if k in rows else axes, value, k in rows) for k, value in enumerate(every))
 
     def scalar(self) -> Definition | None:
         if self.dropout and self.dropout.row_numbers:  # the row numbers are not an input

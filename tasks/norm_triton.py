@@ -15,9 +15,11 @@ from .elementwise import DropoutArgs
 from .generated_triton import WIDEST, axes_of, by_formula
 from .launch import Launches, ceil_div, launch, launches, numel, power_of_two, shape, tile
 from .layer_norm import LayerNorm, LayerNormArgs, LayerNormGrad, LayerNormGradArgs, LayerNormStatisticsArgs
-from .norm import AXIS, Norm, NormGrad, normalised
+from .norm import Norm, NormGrad, normalised
 from .rms_norm import RMSNorm, RMSNormArgs, RMSNormGrad, RMSNormGradArgs, RMSNormRstdArgs
 from .scalar.expression import Element, Expression, Output, maximum, sqrt
+
+AXIS = "embed"  # name of a tile's last axis in expressions
 
 
 def _axes(task: Task, number: int) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from nntile_py.tiles import ACC, R, TaskArgs, Tile, W
 
-from .norm import AXIS, Norm, NormGrad
+from .norm import Norm, NormGrad
 from .op import Array, GraphLike, Index, Lowering, Tensor, accumulation_dtype
 from .scalar.expression import Expression, mean, sqrt
 
@@ -51,11 +51,13 @@ class RMSNorm(Norm):
         return RMSNormArgs(self.eps)
 
     def statistics_args(self) -> TaskArgs:
-        return RMSNormRstdArgs(self.inputs[0].size(AXIS), self.eps)
+        return RMSNormRstdArgs(self.inputs[0].shape[-1], self.eps)
 
     @staticmethod
-    def of_row(s: Expression, weights: Sequence[Expression], eps: float) -> tuple[Expression, list[Expression]]:
-        rstd = 1 / sqrt(mean(s * s, AXIS) + eps)
+    def of_row(
+        s: Expression, weights: Sequence[Expression], eps: float, axis: str
+    ) -> tuple[Expression, list[Expression]]:
+        rstd = 1 / sqrt(mean(s * s, axis) + eps)
         return s * rstd * weights[0], [rstd]
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
@@ -79,7 +81,7 @@ class RMSNormGrad(NormGrad):
         tiles = [dy, x, statistics, gamma, *([sums] if sums else [])]
         tiles += [lowering.tile(self.extra, at)] if self.extra else []
         dx, dgamma = (lowering.tile(t, at) for t in self.outputs)
-        args = RMSNormGradArgs(self.inputs[1].size(AXIS), sums is not None)
+        args = RMSNormGradArgs(self.inputs[1].shape[-1], sums is not None)
         lowering.emit(self.kernel, [W(dx), ACC(dgamma), *map(R, tiles)], args)
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:

@@ -43,9 +43,12 @@ WRONG: dict[str, tuple[Text, str]] = {
     "gated": (lambda g, p: gated(g, p(ffn=4), p(embed=4), "silu"), "gated: p0.*have to have the same axes and sizes"),
     "layer_norm": (
         lambda g, p: layer_norm(g, p(embed=4, batch=2), p(embed=4), p(embed=4), 1e-5),
-        "layer_norm: the last axis must be embed",
+        "layer_norm: a weight must have the last axis of x alone",
     ),
-    "rms_norm": (lambda g, p: rms_norm(g, p(batch=2, ffn=4), p(ffn=4), 1e-6), "rms_norm: the last axis must be embed"),
+    "rms_norm": (
+        lambda g, p: rms_norm(g, p(batch=2, ffn=4), p(embed=4), 1e-6),
+        "rms_norm: a weight must have the last axis of x alone",
+    ),
     "cross_entropy": (
         lambda g, p: cross_entropy(g, p(batch=2, seq=3, vocab=4), g.input("labels", {"batch": 2}, below=4)),
         "cross_entropy: the labels .* need the axes of .* but the last one",

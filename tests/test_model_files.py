@@ -65,10 +65,10 @@ def test_a_model_without_a_head(tmp_path: Path, name: str, part: str) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: bert("BertForMaskedLM", hidden_act="silu"), "hidden_act is 'silu' in the .*; allowed: 'gelu'"),
+        (lambda: bert("BertForMaskedLM", hidden_act="mish"), "hidden_act is 'mish' in the .*; allowed: 'gelu'"),
         (lambda: bert("BertForQuestionAnswering"), r"BertForQuestionAnswering'\] in .* allowed: BertFor"),
         (lambda: bert("BertForMaskedLM", is_decoder=True), "is_decoder is True in the model's config; allowed: False"),
-        (lambda: distilbert("DistilBertForMaskedLM", activation="silu"), "activation is 'silu' in .*; allowed: 'gelu'"),
+        (lambda: distilbert("DistilBertForMaskedLM", activation="mish"), "activation is 'mish' in .*; allowed: 'gelu'"),
         (lambda: distilbert("DistilBertForMaskedLM", sinusoidal_pos_embds=True), "sinusoidal_pos_embds is True.*False"),
         (lambda: distilbert("DistilBertForMultipleChoice"), r"MultipleChoice'\] in .* allowed: DistilBert"),
         (lambda: deberta(), "relative_attention is False in the model's config; allowed: True"),
@@ -76,8 +76,7 @@ def test_a_model_without_a_head(tmp_path: Path, name: str, part: str) -> None:
         (lambda: deberta(relative_attention=True, pos_att_type=["p2p"]), "pos_att_type is .'p2p'.*; allowed: c2p, p2c"),
         (lambda: deberta(relative_attention=True, conv_kernel_size=3), "conv_kernel_size is 3 in .*; allowed: 0"),
         (lambda: deberta(relative_attention=True, pooler_hidden_act="tanh"), "pooler_hidden_act is 'tanh' .* 'gelu'"),
-        (lambda: llama(attention_bias=True), "attention_bias is True"),
-        (lambda: llama(hidden_act="gelu"), "hidden_act is 'gelu' in the model's config; allowed: 'silu'"),
+        (lambda: llama(hidden_act="mish"), "hidden_act is 'mish' in the model's config; allowed: 'silu'"),
         (lambda: torch.nn.Linear(2, 2), "Linear is not allowed; use a transformers model, or its folder"),
     ],
 )  # fmt: skip

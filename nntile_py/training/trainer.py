@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -132,6 +133,7 @@ class Trainer:
         self.optimizer, self.grad_accumulation = spec.optimizer, spec.grad_accumulation
         self._check_alone()
         self.steps, self._in_flight, self._scaled = 0, StepsInFlight(spec), 1.0
+        self._unlabelled = False  # a step without a label that counts was reported
         self._programs = Programs(spec, runtime, self.nan_check.enabled)
         self._store, self.spec = self._programs.store, self._programs.spec
         self._built = self._programs.of(spec.given).built
@@ -214,7 +216,12 @@ class Trainer:
         built, declared = programs.built, programs.built.graph.inputs
         slots = {"lr": rate, **self.optimizer.slots(self.steps)}
         scale = self._in_flight.scale.value if self._in_flight.scale else None
-        slots |= mean_slots(label_counts(declared, arrays, filled.arrays), scale or 1.0)
+        counts = label_counts(declared, arrays, filled.arrays)
+        if counts and not any(counts.values()) and not self._unlabelled:
+            self._unlabelled = True
+            message = f"step {self.steps}: no label counts, all are -100; the loss and the gradients are zero"
+            warnings.warn(message, stacklevel=3)
+        slots |= mean_slots(counts, scale or 1.0)
         if scale:
             slots[INVERSE_SCALE], self._scaled = 1 / scale, scale
         self._check_equal(f"the input of step {self.steps}", {**arrays, **slots, "seed": self.seed})

@@ -1,0 +1,104 @@
+"""Each attribute of transformers' config classes is honoured, harmless for a listed reason, or refused by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+import nntile_py as nt
+from nntile_py.models.hf_keys import HARMLESS, Keys, harmless
+
+FAMILIES = {
+    "Bert": "BERT", "Roberta": "RoBERTa", "XLMRoberta": "XLMRoBERTa", "Camembert": "CamemBERT",
+    "DistilBert": "DistilBERT", "Albert": "ALBERT", "Deberta": "DeBERTa", "DebertaV2": "DeBERTaV2",
+    "ModernBert": "ModernBERT", "GPT2": "GPT2", "Llama": "Llama", "Mistral": "Mistral", "Qwen2": "Qwen2",
+    "Qwen3": "Qwen3",
+}  # fmt: skip
+RELATIVE = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+# Keys that the weights decide, or that count only with other keys.
+ELSEWHERE = {
+    "share_att_key": "the weights have other names", "max_window_layers": "layer_types says the same",
+    "use_sliding_window": "layer_types says the same", "sliding_window": "without use_sliding_window there is none",
+    "id2label": "names of classes", "label2id": "names of classes", "classifier_pooling": "of classification alone",
+    "legacy": "names of weights",
+}  # fmt: skip
+
+
+def raw_of(kind: str) -> dict[str, Any]:
+    config = getattr(transformers, f"{kind}Config")(**(RELATIVE if "Deberta" in kind else {}))
+    return {key: value for key, value in config.to_dict().items() if key != "architectures"}
+
+
+def changed(value: Any) -> Any:
+    """Return another value of about the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return abs(value) * 2 or 1
+    if isinstance(value, str):
+        return "other"
+    return ["other"]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_each_attribute(kind: str) -> None:
+    cls, raw = getattr(nt.models, FAMILIES[kind]), raw_of(kind)
+    fields = cls.saved_fields(raw)
+    refused, honoured, ignored = set(), set(), set()
+    for key, value in raw.items():
+        if key == "model_type":
+            continue
+        try:
+            other = cls.saved_fields(raw | {key: changed(value)})
+        except nt.ConfigError as error:
+            assert key in str(error) or key in cls.keys.values(), (key, str(error))
+            refused.add(key)
+        else:
+            (honoured if other != fields else ignored).add(key)
+    wrong = {key for key in ignored if not harmless(key)} - ELSEWHERE.keys()
+    assert not wrong, f"{sorted(wrong)} change nothing, and no list says why"
+    assert len(honoured) >= 6 and refused, (honoured, refused)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_key_that_nobody_knows(kind: str) -> None:
+    cls, raw = getattr(nt.models, FAMILIES[kind]), raw_of(kind)
+    with pytest.raises(nt.ConfigError, match=f"alibi is True in the model's config, and {cls.__name__} does not know"):
+        cls.saved_fields(raw | {"alibi": True})
+    for nothing in (None, False, 0, [], {}, ""):
+        assert cls.saved_fields(raw | {"alibi": nothing}) == cls.saved_fields(raw)
+    for patterns in HARMLESS.values():
+        for pattern in patterns.split():
+            key = pattern.replace("*", "some_")
+            if key not in (*cls.fixed, *raw, "architectures", "model_type"):
+                cls.saved_fields(raw | {key: 3})
+
+
+def test_keys_remember_what_is_read() -> None:
+    keys = Keys({"a": 1, "b": 2, "c": 3, "d": 4, "bos_token_id": 5})
+    assert (keys["a"], keys.get("b"), "c" in keys, keys.get("e", 7)) == (1, 2, True, 7)
+    assert keys.used == {"a", "b", "c", "e"}
+    with pytest.raises(nt.ConfigError, match=r"d is 4 in the model's config, and Mine does not know this key; remove"):
+        keys.check_used("Mine")
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("GPT2", {"architectures": ["GPT2DoubleHeadsModel"]}, "GPT2DoubleHeadsModel.* allowed: GPT2LMHeadModel, GPT2M"),
+        ("GPT2", {"activation_function": "mish"}, "activation_function is 'mish' .*; allowed: 'gelu_new'"),
+        ("GPT2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        ("Llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "rope_type: 'yarn'"),
+        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: 'dynamic'"),
+        ("Llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("Qwen2", {"layer_types": ["sliding_attention"] * 32}, "layer_types is .*; allowed: full_attention, after it"),
+        ("Llama", {"auto_map": {"AutoModel": "own.Model"}}, "auto_map is .*Llama does not know this key"),
+    ],
+)
+def test_what_is_refused_by_name(kind: str, change: dict[str, Any], message: str) -> None:
+    cls = getattr(nt.models, FAMILIES[kind])
+    with pytest.raises(nt.ConfigError, match=message):
+        config = cls.Config(**cls.saved_fields(raw_of(kind) | change))
+        cls(config.changed(layers=1, embed=32, ffn=8, vocab=9, heads=2, kv_heads=2, head_dim=16)).params()
