@@ -130,7 +130,7 @@ def _fuse_greedily(rewriter: Rewriter, fusion: Fusion, tiling: Tiling) -> None:
     # A forward pass may lack a group of the backward pass.
     if missing and any(op.phase == "backward" for op in rewriter.order):
         known = ", ".join(sorted(met)) or "none, as there are no groups"
-        raise ConfigError(f"fusion.exclude: this model has no group {missing[0]!r}; allowed: {known}")
+        raise ConfigError(f"fusion.exclude: {missing[0]!r} is no group of this model; allowed: {known}")
 
 
 def lacking(dtype: str) -> str | None:
