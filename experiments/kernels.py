@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nntile_py.analysis.counts import alone
+from nntile_py.analysis.counts import lower_single
 from nntile_py.analysis.workloads import Work, build, logical, preset
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import RunConfig, load, runtime_options
@@ -177,9 +177,9 @@ def cases() -> Iterator[Case]:
             outputs = {(t.name, tuple(t.shape)) for member in op.members for t in member.outputs}
             others = [other for other in rules.ops if any((t.name, tuple(t.shape)) in outputs for t in other.outputs)]
             products = [other.name for other in others if isinstance(other, Contract)]
-            single = [alone(other, cuts, "chain").tasks.tasks for other in others if other.name not in products]
+            single = [lower_single(other, cuts, "chain").tasks.tasks for other in others if other.name not in products]
             tasks = [task for tasks in single for task in tasks]
-            (task,) = alone(op, cuts, "chain").tasks.tasks
+            (task,) = lower_single(op, cuts, "chain").tasks.tasks
             yield Case(f"{model} {op.group} {sizes}", task, tasks, products)
 
 
@@ -196,11 +196,11 @@ def single_cases() -> Iterator[Case]:
             except NotFusible:
                 continue
             key = group.kernel.source, tuple(group.definition.sizes.values())
-            tasks = alone(op, cuts, "chain").tasks.tasks
+            tasks = lower_single(op, cuts, "chain").tasks.tasks
             if key in seen or not tasks or describer(tasks[0].kernel) is None:
                 continue
             seen.add(key)
-            sizes, (task,) = "x".join(map(str, key[1])), alone(group, cuts, "chain").tasks.tasks
+            sizes, (task,) = "x".join(map(str, key[1])), lower_single(group, cuts, "chain").tasks.tasks
             act = getattr(op, "act", "")
             yield Case(f"{model} {group.group} {act} {sizes}", task, tasks, [])
 

@@ -21,7 +21,7 @@ from nntile_py.analysis import roofline
 from nntile_py.cli import inspect
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.profiling import diagnosis, peak_rates, perfetto, recorder, trace_analysis
-from nntile_py.profiling.trace import Trace, accumulating, one_after_the_other
+from nntile_py.profiling.trace import Trace, accumulating, stream_starts
 from nntile_py.tiles.dependencies import TileUse, critical_path, dependencies
 
 PEAKS = {"CPU": roofline.Peak(1e9, 1e9, "test"), "CUDA": roofline.Peak(1e9, 1e9, "test")}
@@ -147,7 +147,7 @@ def test_submission_that_does_not_keep_up_is_found() -> None:
 
 def test_a_stream_runs_one_task_after_the_other() -> None:
     start, end = np.array([0, 10, 100, 5]), np.array([50, 90, 120, 40])
-    assert one_after_the_other(start, end).tolist() == [40, 50, 100, 5]
+    assert stream_starts(start, end).tolist() == [40, 50, 100, 5]
 
 
 def test_accumulation_is_told_from_other_chains() -> None:

@@ -11,7 +11,7 @@ from traces import US, check_format, info, scheduled
 from nntile_py import profiling as profile
 from nntile_py.analysis import roofline
 from nntile_py.profiling import diagnosis, gantt, message_waits, perfetto, trace_analysis
-from nntile_py.profiling.merge_ranks import RankClock, together, with_ends
+from nntile_py.profiling.merge_ranks import RankClock, merge_traces, with_ends
 from nntile_py.profiling.trace import MessageEnd, Trace
 from nntile_py.system.load import Load, among
 from nntile_py.tiles.dependencies import TileUse
@@ -56,7 +56,7 @@ def pair() -> Trace:
     reads = [[TileUse("x", "R"), TileUse("z", "W")]]
     second = rank(1, reads, [(2610 * US, 3610 * US)], [(0, x, receives)])
     readings = [np.array([[t, t, 0], [t, int(theirs(t)), 1500]]) for t in (0, 10 * MS)]
-    return together([first, second], ["here", "there"], *readings)
+    return merge_traces([first, second], ["here", "there"], *readings)
 
 
 def test_clocks_are_put_right_and_messages_paired() -> None:
@@ -115,7 +115,7 @@ def test_a_tile_that_is_sent_on_and_one_that_has_to_be_sent_first() -> None:
     two = rank(0, [], [], [(0, [TileUse("x", "W")], end(False, 0, 1, 0, 3 * MS)), (1, x, end(True, 2, 2, 0, 5 * MS))])
     three = rank(0, [x], [(6 * MS, 7 * MS)], [(0, [TileUse("x", "W")], end(False, 1, 2, 0, 5 * MS))])
     zeros = np.zeros((3, 3), np.int64)
-    trace = together([one, two, three], ["a"] * 3, zeros, zeros)
+    trace = merge_traces([one, two, three], ["a"] * 3, zeros, zeros)
     last = len(trace) - 1
     assert trace.before[last] == [0] and trace.rank.tolist() == [0, 0, 2]  # by way of rank 1, which has no task
     relayed = next(m for m in trace.messages if m.target == 2)
@@ -149,7 +149,7 @@ def test_messages_that_overlap_share_a_row(tmp_path: Path) -> None:
     two = rank(0, [[TileUse(tag, "R") for tag in range(3)]], [(8 * MS, 9 * MS)],
                [(k, uses[k], end) for k, end in enumerate(others)])  # fmt: skip
     zeros = np.zeros((2, 3), np.int64)
-    trace = together([one, two], ["a", "a"], zeros, zeros)
+    trace = merge_traces([one, two], ["a", "a"], zeros, zeros)
     perfetto.write(trace, tmp_path / "trace.json")
     found = check_format(tmp_path / "trace.json")  # no two in a row at a time
     spans = [(e["pid"], e["ts"], e["dur"]) for e in found if e.get("cat") == "message" and e["ph"] == "X"]

@@ -42,7 +42,7 @@ def conclusion(rows: Sequence[OperatorRow], peak: Peak, config: RunConfig) -> li
 
 
 def _moves(row: OperatorRow, peak: Peak, timed: bool) -> bool:
-    """Return whether memory bounds the row: a measured row by its least bytes, another by the bytes that it moves."""
+    """Return whether the row is memory-bound, by its least bytes if it was timed, else by the bytes that it moves."""
     if timed or peak.flop is None or peak.bytes is None:
         return bool(row.memory_bound(peak))
     return row.bytes / peak.bytes > row.flop / peak.flop

@@ -55,7 +55,7 @@ class Counts:
 HELD = ("grad", "scalar")  # gradients of weights, the loss: all micro-batches of a step add to these tensors
 
 
-def alone(op: Op, cuts: Tiling, policy: str, *, again: bool = False) -> Lowering:
+def lower_single(op: Op, cuts: Tiling, policy: str, *, again: bool = False) -> Lowering:
     """Return the tasks of a single operator, whose inputs and tied outputs have values already.
 
     Args:
@@ -130,7 +130,7 @@ class Tally:
     def _moved(self, op: Op, again: bool) -> tuple[int, int, int]:
         key = looks(op), len(op.tied), again
         if key not in self._known:
-            tasks = alone(op, self.cuts, self.policy, again=again).tasks.tasks
+            tasks = lower_single(op, self.cuts, self.policy, again=again).tasks.tasks
             accesses = [a for task in tasks for a in task.accesses]
             read, written = ([a.tile for a in accesses if a.mode != other] for other in ("W", "R"))
             size = sum(tile.bytes for tile in (*read, *written))

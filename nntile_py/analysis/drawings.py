@@ -76,7 +76,7 @@ class GraphDrawing:
             self.same |= self.folds[phase].same
 
     def drawn_read(self, phase: str, unit: int, number: int, key: Hashable) -> Hashable:
-        """Return the tensor or tile that is drawn in the place of `key`, the unit's read of this number."""
+        """Return the tensor or tile that the picture shows where a unit reads `key`."""
         key = self.folds[phase].comes_from.get((unit, number), key)
         return self.same.get(key, key)
 

@@ -77,20 +77,19 @@ def measure_tasks(
             used = [pool[(k + j) % len(pool)] for j in range(tiles)]
             empty = [body("empty", "empty", range(tiles))]
             program.add(bodies=empty, codelet="empty", name="empty", tiles=used, modes=["RW"] * tiles)
-        for _ in range(repeats + 1):
+
+        def timed(times: list[float], submission: list[float]) -> None:
             start = time.perf_counter()
             program.run([])
-            submitted = time.perf_counter()
+            submission.append((time.perf_counter() - start) / count * 1e6)
             _core.wait_all()
-            end = time.perf_counter()
-            total.append((end - start) / count * 1e6)
-            submit.append((submitted - start) / count * 1e6)
+            times.append((time.perf_counter() - start) / count * 1e6)
+
+        for _ in range(repeats + 1):
+            timed(total, submit)
             for kind, times in profiles.items():
                 _core.profile_begin(count, kind == "light")
-                start = time.perf_counter()
-                program.run([])
-                _core.wait_all()
-                times.append((time.perf_counter() - start) / count * 1e6)
+                timed(times, [])
                 _core.profile_finish()
         workers = runtime.cpus
     return {

@@ -253,7 +253,7 @@ def _us(seconds: float) -> str:
 
 
 def _too_fine(s: Summary) -> list[tuple[str, Any]]:
-    """Return the axes whose tiles the plan, too, finds too small."""
+    """Return the axes whose tiles are too small by the plan, too."""
     return [(name, a) for name, a in s["tiles"].items() if a.get("good", a["tile"]) > a["tile"]]
 
 

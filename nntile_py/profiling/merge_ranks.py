@@ -70,7 +70,7 @@ class RankClock:
         return replace(end, posted=int(self.dates(end.posted)), ended=int(self.dates(end.ended)))
 
 
-def together(traces: Sequence[Trace], hosts: Sequence[str], start: Any, end: Any) -> Trace:
+def merge_traces(traces: Sequence[Trace], hosts: Sequence[str], start: Any, end: Any) -> Trace:
     """Merge the traces of all ranks. start, end: Ranks.clocks before and after."""
     clocks = [RankClock(*readings) for readings in zip(start, end, strict=True)]
     ends = [[clock.end(e) for e in trace.ends] for trace, clock in zip(traces, clocks, strict=True)]

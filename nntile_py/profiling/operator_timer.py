@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py import _core
-from nntile_py.analysis.counts import alone, looks
+from nntile_py.analysis.counts import looks, lower_single
 from nntile_py.analysis.operator_row import OperatorRow
 from nntile_py.analysis.operators import Analysis
 from nntile_py.analysis.roofline import Peak
@@ -105,7 +105,7 @@ def runner(op: Op, cuts: Tiling, config: RunConfig, copies_bytes: int = 0) -> Ru
     for number, tensor in enumerate(owners):  # inputs with distinct names keep their values from run to run
         tensor.name, tensor.kind = f"tensor{number}", "input"
     try:
-        lowering = alone(op, cuts, config.accumulate)
+        lowering = lower_single(op, cuts, config.accumulate)
         size = sum(tensor.elements * DTYPES[tensor.dtype].bytes for tensor in owners)
         values, copies = _random(owners), []
         for _ in range(min(max(math.ceil(copies_bytes / size), 1), MOST_COPIES)):

@@ -18,7 +18,7 @@ DEVICES = {"H200": (790e12, 4.3e12)}
 
 
 def peaks_of(trace: Trace, config: RunConfig) -> dict[str, Peak]:
-    """Return the peak of a worker for each kind of worker; unless it is from a table, at least what a task reached."""
+    """Return a worker's peak for each kind of worker; a measured peak is at least the highest flop/s of a task."""
     peaks: dict[str, Peak] = {}
     for worker in trace.workers:
         if worker.kind in peaks:

@@ -213,7 +213,7 @@ def _fetches(trace: Trace, t0: int) -> Iterator[dict[str, Any]]:
 
 
 def in_flight(trace: Trace) -> tuple[Any, Any]:
-    """Return the number of tasks that were submitted and have not ended: dates (ns), and the values from each on."""
+    """Return the number of tasks that were submitted and have not ended: dates of changes (ns), values after them."""
     dates = np.concatenate((trace.submit, trace.end))
     change = np.repeat([1, -1], len(trace))
     order = np.argsort(dates, kind="stable")
@@ -221,7 +221,7 @@ def in_flight(trace: Trace) -> tuple[Any, Any]:
 
 
 def memory(trace: Trace) -> dict[str, tuple[Any, Any]]:
-    """Return the bytes in use on each memory node: dates (ns), and the values from each on."""
+    """Return the bytes in use on each memory node: dates of changes (ns), values after them."""
     order, used = np.argsort(trace.end, kind="stable"), {}
     for rank, main in enumerate(trace.mains):
         own = order[trace.rank[order] == rank]

@@ -20,8 +20,8 @@ from nntile_py.config.run_config import RunConfig
 from nntile_py.errors import TaskError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import StepSpec
-from nntile_py.profiling.merge_ranks import together, with_ends
-from nntile_py.profiling.trace import REDUCTION, Bus, MessageEnd, TaskInfo, Trace, Worker, one_after_the_other
+from nntile_py.profiling.merge_ranks import merge_traces, with_ends
+from nntile_py.profiling.trace import REDUCTION, Bus, MessageEnd, TaskInfo, Trace, Worker, stream_starts
 from nntile_py.system.clock import clocked
 from nntile_py.system.folders import build_info
 from nntile_py.tiles.dependencies import TileUse
@@ -97,7 +97,7 @@ class Recording:
         if not parts:
             return own
         traces, hosts = zip(*parts, strict=True)
-        return together(traces, hosts, *self.clocks)
+        return merge_traces(traces, hosts, *self.clocks)
 
 
 @contextmanager
@@ -162,7 +162,7 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
     for number, worker in enumerate(workers):
         mine = column["worker"] == number
         if worker.kind != "CPU":
-            column["start"][mine] = one_after_the_other(column["start"][mine], column["end"][mine])
+            column["start"][mine] = stream_starts(column["start"][mine], column["end"][mine])
     kept = ("replay", "worker", "submit", "pop", "fetch", "fetched", "start", "end", "released", "memory")
     trace = Trace(
         infos=infos,

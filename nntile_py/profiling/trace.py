@@ -236,13 +236,13 @@ def _ends(floors: Sequence[float]) -> Any:
 
 
 def accumulating(trace: Trace, path: Sequence[int]) -> list[int]:
-    """Return the tasks of a path that add to a tile to which the task before them added, too, or which it wrote."""
+    """Return the tasks of a path that add to a tile which the task before them has written or added to."""
     added = [{use.tile for use in trace.info_of(task).uses if use.adds} for task in path]
     outputs = [{use.tile for use in trace.info_of(task).uses if use.adds or use.mode == "W"} for task in path]
     return [path[k] for k in range(1, len(path)) if added[k] & outputs[k - 1]]
 
 
-def one_after_the_other(start: Ints, end: Ints) -> Ints:
+def stream_starts(start: Ints, end: Ints) -> Ints:
     """Return the true start of each task of a CUDA stream: StarPU records the launch, while earlier tasks still run."""
     order = np.argsort(end, kind="stable")
     result = start.copy()
