@@ -206,7 +206,7 @@ def test_programs_of_other_inputs_follow(monkeypatch: pytest.MonkeyPatch, runtim
     default = [op.title for op in graph.ops]
     for pair, refused in (FASTER, False), (SLOWER, True):
         timings.comparisons = {program: LayoutComparison(program, *pair)}
-        trainer = nt.Trainer.of_spec(spec)
+        trainer = nt.Trainer.of_spec(replace(spec))  # a spec keeps its graphs
         assert (trainer.spec.timings is None) == refused == (trainer.spec.kept is None)
         assert ([op.title for op in trainer.built.graph.ops] == default) == refused
         trainer.close()
@@ -269,7 +269,7 @@ def test_a_lucky_layout_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> No
         assert search(g, timings, Tiling()).program
         profiled.time_chosen(timer, [g], timings, told.append)
         assert (search(g, timings, Tiling()).program is not None) == stays and asked
-        assert told[0].startswith("0 of ") and told[0].endswith("chosen layouts beside the default ones, turn 1 of 3")
+        assert told[0].startswith("0 of ") and told[0].endswith("chosen layouts against the default ones, round 1 of 3")
         counts = len(asked), len(told)
         profiled.time_chosen(timer, [g], timings, told.append)
         assert (len(asked), len(told)) == counts
