@@ -218,9 +218,6 @@ def test_files_and_names_that_the_pages_name_are_there() -> None:
         for path in set(re.findall(r"`((?:\w+/)+[\w*]+\.\w+|[A-Z]+\.md|(?:\w+/)+)`", text)):
             if "NAME" not in path:
                 assert list(ROOT.glob(path.rstrip("/"))), path
-    lines = [len((ROOT / f"tasks/rms_norm{end}").read_text().splitlines()) for end in (".py", ".cpp", "_triton.py")]
-    told = [int(n) for n in re.findall(r"\d+", re.findall(r"RMSNorm takes about (.*) lines", OPERATOR)[0])]
-    assert np.allclose(lines, told, rtol=0.1)
     code = "\n".join(path.read_text() for path in (ROOT / "tasks").glob("*.*"))
     code += (ROOT / "tests" / "test_references.py").read_text()
     part = OPERATOR.partition("## B.")[2]
