@@ -9,7 +9,7 @@ from nntile_py.execution.runtime import Runtime
 
 
 def ranks_of_run() -> Ranks | None:
-    """Return the ranks of the run; None for a single process."""
+    """Return the running Runtime's Ranks, the MPI ranks of the run; None without MPI or without a Runtime."""
     return Runtime.current.ranks if Runtime.current else None
 
 
@@ -39,7 +39,7 @@ def from_rank_0(value: float) -> float:
 
 
 class NoOutput:
-    """Metrics and display of ranks other than 0: writes and shows nothing."""
+    """Replaces Metrics and Display on ranks other than 0. Writes and shows nothing."""
 
     lines: tuple[dict[str, Any], ...] = ()
 

@@ -1,4 +1,4 @@
-"""Build the Dataset of a run's config, and check that the model can be trained on such data."""
+"""Build a run's Dataset from its config, and check that the model can be trained on text."""
 
 from __future__ import annotations
 
@@ -31,22 +31,23 @@ from nntile_py.graph.bin_packing import bins_of
 from nntile_py.graph.step import StepSpec
 from nntile_py.models.registry import known
 
-# By objective: the special tokens that the tokenizer must have, and the axes of the labels.
+# Both dicts have the model's objective as key. SPECIAL: special tokens that the tokenizer must have. _LABEL_AXES: axes
+# of the array of labels.
 SPECIAL: dict[str, Sequence[str]] = {"causal": (), "masked": MASKED, CLASSIFICATION: MASKED}
 _LABEL_AXES = {"causal": ["batch", "seq"], "masked": ["batch", "seq"], CLASSIFICATION: ["batch"]}
 
 
 def build_dataset(config: RunConfig, spec: StepSpec) -> Dataset:
-    """Read the data of `config` and return its batches.
+    """Read the training data that `config` names, and return them as a Dataset, which makes the batches.
 
     Raises:
-        ConfigError: The data or the tokenizer does not fit the config; see `check_objective` for the model.
+        ConfigError: The data or the tokenizer does not fit the config. (`check_objective` checks the model.)
     """
     return (_classification_dataset if config.aim == CLASSIFICATION else _text_dataset)(config, spec)
 
 
 def _text_dataset(config: RunConfig, spec: StepSpec) -> TextDataset:
-    """Return text for a causal model, or for a masked model: each sequence is [CLS], a part of the text, [SEP]."""
+    """Return the dataset of a causal or masked model. A masked model's sequence is [CLS], part of the text, [SEP]."""
     data, train, path = config.data, config.train, config.tokenizer.path
     masked = config.aim == "masked"
     corpus = read_corpus(
@@ -63,8 +64,9 @@ def _text_dataset(config: RunConfig, spec: StepSpec) -> TextDataset:
 
 
 def _masking(config: RunConfig, corpus: Corpus) -> tuple[tuple[int, ...], MaskedCollator]:
-    """Return the tokens before and after a masked model's text, and the collator that masks tokens."""
-    numbers: dict[str, int] = {token: number_of(corpus.tokenizer, token) or 0 for token in MASKED}  # none is missing
+    """Return the tokens ([CLS], [SEP]) around each sequence of a masked model, and the collator that masks tokens."""
+    # `or 0` never applies: check_objective refuses a tokenizer without these tokens.
+    numbers: dict[str, int] = {token: number_of(corpus.tokenizer, token) or 0 for token in MASKED}
     padding = getattr(config.model, "padding_token", numbers[PAD])
     _check_padding(padding, numbers[PAD], corpus.tokenizer)
     vocab, special = token_numbers(corpus.tokenizer), special_numbers(corpus.tokenizer)
@@ -93,10 +95,10 @@ def _classification_dataset(config: RunConfig, spec: StepSpec) -> Classification
 
 
 def check_objective(config: RunConfig, spec: StepSpec) -> str:
-    """Return the objective of the config's model, a key of SPECIAL.
+    """Check that the config's model can be trained on text. Returns its objective: causal, masked or classification.
 
     Raises:
-        ConfigError: Text cannot train such a model, or the tokenizer lacks special tokens.
+        ConfigError: The model cannot be trained on text, or the tokenizer lacks special tokens.
     """
     kind, objective = config.model.type, config.aim
     elsewhere = "train it from Python with nt.Trainer"
@@ -123,7 +125,7 @@ def check_objective(config: RunConfig, spec: StepSpec) -> str:
 
 
 def _check_special_tokens(config: RunConfig, objective: str) -> None:
-    """Raise ConfigError if a sequence cannot be framed by [CLS] and [SEP]."""
+    """Raise ConfigError if train.seq is too short for [CLS] and [SEP], or the tokenizer lacks special tokens."""
     if config.train.seq < 3:
         raise ConfigError(f"train.seq: got {config.train.seq}; allowed: at least 3, as {CLS} and {SEP} take two places")
     if (path := config.tokenizer.path) is None:
@@ -134,14 +136,14 @@ def _check_special_tokens(config: RunConfig, objective: str) -> None:
         return
     tokenizer = load_tokenizer(Path(path))
     if objective == CLASSIFICATION:
-        return  # the tokenizer's template may have other tokens
+        return  # a classifier uses the tokenizer's template, which may have other special tokens
     if missing := lacking(tokenizer):
         need = f"a tokenizer with {', '.join(MASKED)}, or with {', '.join(ROBERTA.values())}"
         raise ConfigError(f"tokenizer.path: {path} has no token {', '.join(missing)}; allowed: {need}")
 
 
 def _check_padding(padding: int | None, token: int, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError if the model's padding token is not the tokenizer's."""
+    """Raise ConfigError if the model's padding token differs from the tokenizer's, which is `token`."""
     if padding != token:
         name = token_name(tokenizer, PAD)
         raise ConfigError(f"model.padding_token: got {padding}; allowed: {token}, the tokenizer's {name}")

@@ -1,4 +1,4 @@
-"""Progress of a run on the console: printed lines, and on a terminal a live display."""
+"""Show a run's progress on the console: printed lines and, on a terminal, a live display."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LIMIT = "its gradient norm is not below train.skip_above_norm"
 
 
 class Screen(Console):
-    """A console whose reader may close it, as in `nntile train CONFIG | head -1`; training continues."""
+    """A console for a run. If the reader of the output exits (`nntile train CONFIG | head -1`), training continues."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -35,14 +35,14 @@ class Screen(Console):
 
 
 class Display:
-    """Prints a line every few steps; on a terminal also a live display, which vanishes at the end."""
+    """Prints a line every `train.log_every` steps. On a terminal, also shows a live display until the run ends."""
 
     def __init__(self, console: Console, config: RunConfig, trainer: Trainer) -> None:
         self._console, self._train, self._trainer = console, config.train, trainer
-        self._times: deque[tuple[float, float]] = deque(maxlen=20)  # seconds, tokens
+        self._times: deque[tuple[float, float]] = deque(maxlen=20)  # (seconds, tokens) of the last steps
         self._held_out = ""
         self._speed = ""
-        self._skipped = Counter[str]()  # steps, by reason
+        self._skipped = Counter[str]()  # number of skipped steps, by reason
         columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(None), TextColumn("{task.fields[left]}")
         self._progress = Progress(*columns, expand=True)
         self._task = self._progress.add_task("", total=config.train.steps, left="")
@@ -57,11 +57,11 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live.stop()
-        if self._console.is_terminal and self._speed:  # the printed lines leave the speed to the live display
+        if self._console.is_terminal and self._speed:  # the lines printed on a terminal lack the speed
             say(self._console, self._speed)
 
     def show(self, line: dict[str, Any]) -> None:
-        """Show a line of the metrics."""
+        """Show the metrics of one step. line: the step's entry in metrics.jsonl."""
         step, steps = line["step"], self._train.steps
         self._times.append((line["step_time_s"], line["tokens_per_s"] * line["step_time_s"]))
         seconds, tokens = (sum(values) for values in zip(*self._times, strict=True))
@@ -85,14 +85,14 @@ class Display:
         )
         if step == 1 or step % self._train.log_every == 0 or line.keys() & {"held_out_loss", "skipped"}:
             now = self._held_out if "held_out_loss" in line else ""
-            # A terminal may be 80 columns wide; its live display has the speed.
+            # A terminal may be only 80 columns wide, and its live display has the speed.
             rest = "" if self._console.is_terminal else f"  {speed}  {left_text}"
             say(self._console, f"step {step}/{steps}  {now}{learnt}{rest}")
         self._progress.update(self._task, completed=step, left=left_text)
         self._live.update(Group(self._progress, Text(f"{self._held_out}{learnt}\n{speed}")))
 
     def skips(self) -> str:
-        """Return how many steps were skipped, by reason; empty if none was."""
+        """Return a sentence with the number of skipped steps and the reasons; an empty string if there are none."""
         count, each = self._skipped.total(), self._skipped.items()
         reasons = ", ".join(name if len(each) == 1 else f"{name}: {steps}" for name, steps in each)
         return f"{count} step{'s were' if count > 1 else ' was'} skipped ({reasons})" if count else ""

@@ -1,4 +1,4 @@
-"""The arguments of a step in their different forms, and the seed of its dropout."""
+"""Convert the inputs that a user passes to a step into StepInputs, and compute the seed of the step's dropout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ Inputs = Mapping[str, Any] | IntArray | StepInputs
 def as_step_inputs(
     inputs: Inputs, labels: IntArray | None, passes: int, pack: Callable[[Mapping[str, Any]], StepInputs] | None
 ) -> StepInputs:
-    """Return the inputs of `passes` passes; an array is `input_ids`. pack: packs sequences into bins."""
+    """Convert the inputs that a user passes to a step into StepInputs.
+
+    Args:
+        inputs: A dict of arrays, the array `input_ids`, or StepInputs, which are returned unchanged.
+        labels: The array `labels`; only beside the array `input_ids`.
+        passes: Number of forward and backward passes that the inputs are for.
+        pack: Packs the sequences of a dict into bins. None: no packing.
+
+    Raises:
+        ValueError: `labels` has no place beside these inputs, or StepInputs are for another number of passes.
+    """
     if isinstance(inputs, StepInputs):
         if labels is not None:
             raise ValueError("labels: given beside inputs that are filled; fill them with these")
@@ -32,6 +42,8 @@ def as_step_inputs(
 
 
 def dropout_seed(seed: int, step: int, micro: int) -> float:
-    """Return a seed for each seed, step and micro-batch; 48 bits, which a float holds exactly."""
+    """Return the dropout seed of a micro-batch: a hash of `seed`, `step` and `micro`, the micro-batch's number.
+
+    The hash has 48 bits, which a float holds exactly."""
     key = f"{seed} {step} {micro}".encode()
     return float(int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big"))

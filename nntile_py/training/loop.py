@@ -1,4 +1,4 @@
-"""The training loop: submit steps, take their results, measure, save."""
+"""The training loop: submit steps, wait for their results, measure the held-out loss, save checkpoints."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from nntile_py.training.display import Display
 from nntile_py.training.step_handle import STEPS_IN_FLIGHT, Pending, StepResult
 from nntile_py.training.trainer import Trainer
 
-MAX_SKIPS = 10  # skipped steps in a row that end the run
+MAX_SKIPS = 10  # the run ends with NotFinite after this number of skipped steps in a row
 
 
 def learning_rate(optimizer: OptimizerSection, step: int, steps: int) -> float:
-    """Return the learning rate of step 1 ... `steps`: a linear warm-up to lr, then constant, or a cosine to min_lr."""
+    """Return the learning rate of a step: linear warm-up to lr, then constant, or a cosine decay to min_lr.
+
+    step: number of the step, 1 to `steps`."""
     if step <= optimizer.warmup_steps:
         return optimizer.lr * step / optimizer.warmup_steps
     if optimizer.schedule == "constant":
@@ -41,7 +43,8 @@ def run_steps(
     """Train the remaining steps, or until a signal comes.
 
     Returns:
-        The held-out loss before the first step of the run, and the last measurement after it, None if there is none.
+        The held-out loss before the run's first step, and the entries of the last measurement that this process made
+        after a step. The second is None if there was no such measurement.
     """
     train = config.train
     recorded = (line["held_out_loss_before"] for line in metrics.lines if "held_out_loss_before" in line)
@@ -51,7 +54,7 @@ def run_steps(
     in_flight: deque[tuple[Pending, float]] = deque()
     skips = _SkipCount(train.skip_above_norm)
     clock = time.perf_counter()
-    for step in range(trainer.steps + 1, train.steps + 2):  # the last turn only takes results
+    for step in range(trainer.steps + 1, train.steps + 2):  # the last iteration submits no step
         stopped, due = agree(stop, step <= train.steps and saver.due(step))
         ends = step > train.steps or stopped
 
@@ -60,7 +63,8 @@ def run_steps(
             lr = learning_rate(config.optimizer, step, train.steps)
             in_flight.append((trainer.submit(dataset.train(step), lr=lr), lr))
 
-        # Take the results of earlier steps, of all steps if the run measures, saves or ends now.
+        # Wait for results until one step is in flight; until no step is, if the run measures or ends now, or saves a
+        # checkpoint that needs the results of all steps.
         measures = not ends and (step % train.eval_every == 0 or step == train.steps)
         due = due and not ends
         takes_all = ends or measures or (due and saver.needs_report)
@@ -98,13 +102,15 @@ def run_steps(
 
 
 class _SkipCount:
-    """Counts skipped steps in a row; MAX_SKIPS of them end the run."""
+    """Counts skipped steps in a row, and ends the run after MAX_SKIPS of them."""
 
     def __init__(self, limit: float | None) -> None:
         self.in_a_row, self._limit = 0, limit
 
     def count(self, result: StepResult) -> None:
-        """Count a step. Raises NotFinite after MAX_SKIPS skipped steps. Overflows are left to LossScale."""
+        """Count a step's result. Raises NotFinite after MAX_SKIPS skipped steps in a row.
+
+        A step whose gradients overflow does not count: LossScale handles it."""
         if result.overflow:
             return
         self.in_a_row = self.in_a_row + 1 if result.skipped else 0
@@ -121,7 +127,7 @@ def _check_finite(result: StepResult) -> None:
 
 @contextmanager
 def _ends_if_not_finite(metrics: Metrics | NoOutput, line: dict[str, Any]) -> Iterator[None]:
-    """Write `line` to the metrics if the run ends here with NotFinite, and complete the error with advice."""
+    """If the block raises NotFinite, write `line` to the metrics and raise the error again with advice added."""
     try:
         yield
     except NotFinite as error:

@@ -1,4 +1,4 @@
-"""Loss scaling for fp16, whose smallest gradients would vanish.
+"""Loss scaling for fp16. Without it, the smallest gradients would round to zero.
 
 Source: Micikevicius et al. (2018), Mixed precision training, section 3.2.
 """
@@ -11,19 +11,20 @@ from typing import Any, Self
 from nntile_py.graph.step import StepSpec
 from nntile_py.tasks.optimizer import MOST_SCALE
 
-INTERVAL = 2000  # steps in a row without an overflow that double the scale
+INTERVAL = 2000  # the scale doubles after this number of steps in a row without an overflow
 LEAST = 1.0
 
 
 @dataclass
 class LossScale:
-    """The factor of the loss, with the defaults of torch.amp.GradScaler.
+    """The factor by which the loss is multiplied. It changes as in torch.amp.GradScaler with that class's defaults.
 
-    A step whose gradients overflow changes no weight and halves the factor; 2000 other steps in a row double it.
+    A step whose gradients overflow changes no weight and halves the factor. 2000 steps in a row without an overflow
+    double it.
 
     Attributes:
         value: Factor of the next step.
-        good: Steps without an overflow since the factor changed.
+        good: Number of steps without an overflow since the factor last changed.
     """
 
     value: float
@@ -31,16 +32,18 @@ class LossScale:
 
     @classmethod
     def of(cls, spec: StepSpec) -> Self | None:
-        """Return the scale of a run's first step; None if the loss is not scaled."""
+        """Return the LossScale before a run's first step; None if the loss is not scaled."""
         return cls(spec.scale) if spec.scale else None
 
     @property
     def state(self) -> dict[str, Any]:
-        """Value and count, as a checkpoint stores them."""
+        """The dict {"value": ..., "good": ...}, which checkpoints store."""
         return {"value": self.value, "good": self.good}
 
     def after(self, *, overflow: bool) -> None:
-        """Update the scale after a step. At an overflow with the least scale, the step's result raises NotFinite."""
+        """Update the factor after a step. overflow: the step's gradients overflowed.
+
+        The smallest factor is not halved: Pending.result raises NotFinite for such a step."""
         if not overflow:
             self.good += 1
             if self.good >= INTERVAL and 2 * self.value <= MOST_SCALE:
@@ -50,5 +53,5 @@ class LossScale:
 
 
 def is_least(scale: float) -> bool:
-    """Return True if the scale cannot be halved."""
+    """Return True if half of the scale would be below LEAST."""
     return scale / 2 < LEAST

@@ -1,4 +1,4 @@
-"""NanCheck: names the operator that wrote the first value that is not finite."""
+"""NanCheck: finds the operator that wrote the first nan or infinity."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from nntile_py.execution.program import Program
 
 
 class NanCheck:
-    """Remembers the latest runs of a trainer's programs, to name the operator that wrote the first nan or infinity.
+    """Finds the operator that wrote the first nan or infinity. For this it remembers a trainer's latest program runs.
 
     Args:
-        enabled: The programs check all values that tasks write.
-        runs: How many runs to remember.
+        enabled: True if the trainer's programs check all values that tasks write. False: the check does nothing.
+        runs: Number of program runs to remember.
     """
 
     def __init__(self, enabled: bool, runs: int) -> None:
@@ -22,17 +22,19 @@ class NanCheck:
         self._latest: deque[tuple[int, Program, str]] = deque(maxlen=runs)
 
     def ran(self, program: Program, what: str) -> None:
-        """Record a run of a program. what: the run's name in messages."""
+        """Record that `program` was submitted. what: the run's name in messages, such as "pass 1 of step 3"."""
         if self.enabled:
             self._latest.append((program.checked_run, program, what))
 
     def forget(self) -> None:
-        """Discard the values found so far: an overflow with a loss scale is no error."""
+        """Discard the nan or infinity found so far. Called when scaled gradients overflow, which is no error."""
         if self.enabled:
             _core.take_not_finite()
 
     def end(self, what: str) -> None:
-        """Raise NotFinite, which names the first operator that wrote nan or infinity, if the check is enabled."""
+        """Raise NotFinite if the check is enabled. The message names the operator that first wrote nan or infinity.
+
+        what: beginning of the message."""
         if not self.enabled:
             return
         number, task, part = _core.take_not_finite() or (0, 0, 0)

@@ -1,4 +1,6 @@
-"""The programs of a trainer: a step's and an evaluation's, for each set of optional inputs that a user passes."""
+"""Programs of a trainer: bound task lists of training steps and evaluations.
+
+Each set of optional inputs that a user passes has programs of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +27,14 @@ from nntile_py.training.inputs import IntArray
 
 @dataclass
 class StepPrograms:
-    """Programs of a step with certain optional inputs: first micro-batch, further micro-batches, update."""
+    """Programs of a training step for one set of optional inputs.
+
+    Attributes:
+        built: Graphs and task lists of the step.
+        first: Forward and backward pass of the first micro-batch.
+        more: Forward and backward pass of each further micro-batch, which add to the gradients. None: one micro-batch.
+        update: Update of the weights.
+    """
 
     built: Step
     first: Program
@@ -34,7 +43,17 @@ class StepPrograms:
 
 
 class Programs:
-    """Builds a trainer's programs when they are first needed. `store` holds all persistent tiles."""
+    """Builds a trainer's programs when they are first needed.
+
+    Args:
+        spec: The training step.
+        runtime: The running Runtime.
+        checked: The programs check all values that tasks write for nan and infinity.
+
+    Attributes:
+        store: The persistent tiles, which all programs share.
+        steps: The programs of steps built so far, by names of optional inputs.
+    """
 
     def __init__(self, spec: StepSpec, runtime: Runtime, checked: bool) -> None:
         path, digest = (spec.timings.path, spec.timings.digest()) if spec.timings else ("", "none")
@@ -45,15 +64,15 @@ class Programs:
         self.steps: dict[frozenset[str], StepPrograms] = {}
         self._runtime, self._checked = runtime, checked
         self._evaluations: dict[tuple[frozenset[str], bool], ForwardProgram] = {}
-        self._changed: set[str] = set()  # inputs whose tiles no longer have the default
-        self._optional: dict[str, float] = {}  # neutral value of each optional input: it acts as if absent
+        self._changed: set[str] = set()  # inputs whose tiles no longer hold the default value
+        self._optional: dict[str, float] = {}  # for each optional input, the value that has no effect
         self._optional_inputs: dict[str, Input] = {}  # declarations of the optional inputs that the model uses
-        built = self.of(spec.given).built  # weights have the layouts of these programs
+        built = self.of(spec.given).built  # these programs fix the layouts of the weights
         searched = spec.timings if not built.refused else None
         self.spec = replace(spec, timings=searched, kept=built.kept if searched else None)
 
     def of(self, given: frozenset[str]) -> StepPrograms:
-        """Return the programs of steps with these optional inputs."""
+        """Return the programs of a step with the optional inputs named in `given`; build them at the first call."""
         if given not in self.steps:
             built = self.spec.with_inputs(given).step()
             self._optional |= built.optional
@@ -71,7 +90,9 @@ class Programs:
         return self.steps[given]
 
     def evaluation(self, step: StepPrograms, keep: bool) -> ForwardProgram:
-        """Return the evaluation with the inputs of `step`. keep: the outputs stay in memory, so they can be read."""
+        """Return the evaluation program that has the inputs of `step`; build it at the first call.
+
+        keep: the model's outputs stay in memory, so that they can be read."""
         given = next(names for names, known in self.steps.items() if known is step)
         if (given, keep) not in self._evaluations:
             evaluation, tf32 = self.spec.with_inputs(given).evaluation(keep), self.spec.precision == "tf32"
@@ -81,13 +102,16 @@ class Programs:
     def check(
         self, given: Mapping[str, Any], rows: int, shift: bool, unlabelled: bool = False
     ) -> tuple[dict[str, IntArray], StepPrograms]:
-        """Check inputs. Returns the arrays to write, and the programs that read them.
+        """Check a user's inputs. Returns the arrays to write into tiles, and the programs that read these tiles.
 
         Args:
-            given: Arrays by name, as the user gives them.
+            given: The user's arrays by name.
             rows: Rows of the batch.
-            shift: Labels are at the positions of the inputs and must be shifted.
+            shift: Labels are at the positions of the inputs; shift them.
             unlabelled: Labels may be missing.
+
+        Raises:
+            ValueError: An input is missing, unknown, or has the wrong shape, dtype or values.
         """
         optional = {name: one for name in self._optional if name in given and (one := self._optional_input(name))}
         values = {name: one.checked(given[name], rows) for name, one in optional.items()}
@@ -105,14 +129,14 @@ class Programs:
         return {name: value for name, value in arrays.items() if name not in unchanged}, step
 
     def _keeps_default(self, name: str, one: Input) -> bool:
-        """True if the tiles of an input still have its default, which `of` has written."""
+        """Return True if the tiles of an input still hold the default value that `of` has written."""
         return not (one.default is None or name in self._changed or one.scale or callable(one.default))
 
     def _bound(self, lists: Sequence[TaskList]) -> list[Program]:
         return programs(lists, self.store, tf32=self.spec.precision == "tf32", checked=self._checked)
 
     def _write_defaults(self, graph: Graph, lowering: Lowering) -> None:
-        """Write the defaults of inputs into tiles; they stay until a step passes a value."""
+        """Write the default values of inputs into their tiles. A default stays until a step passes another value."""
         for one in graph.inputs.values():
             if (value := one.filled(self.spec.rows)) is not None:
                 self.store.write(lowering, one.tensor, value)

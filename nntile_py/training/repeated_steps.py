@@ -15,10 +15,11 @@ from nntile_py.training.trainer import Trainer
 
 
 def same_steps(trainer: Trainer, inputs: Inputs, labels: IntArray | None = None) -> Callable[[int], list[float]]:
-    """Return a function that submits n steps, waits for them and returns their losses. Arguments as of Trainer.submit.
+    """Return a function `run(n)` that submits n steps, waits for them and returns their losses.
 
-    Sequences are packed once, outside the measured time: a training run packs while other steps run, and the compared
-    PyTorch programs also get their offsets and masks ready."""
+    All steps have the same inputs and labels, as of Trainer.submit. Sequences are packed once, outside the measured
+    time: a training run packs while other steps run, and the compared PyTorch programs also get their offsets and
+    masks ready."""
     filled = trainer.filled(inputs, labels)
 
     def run(count: int) -> list[float]:
@@ -30,12 +31,15 @@ def same_steps(trainer: Trainer, inputs: Inputs, labels: IntArray | None = None)
 def forward_passes(
     spec: StepSpec, inputs: Mapping[str, Any], captured: bool | None = None
 ) -> tuple[Evaluation, Callable[[int], list[float]]]:
-    """Return a forward pass, and a function that runs it n times; needs a running Runtime.
+    """Return a model's forward pass, and a function `run(n)` that runs the pass n times and returns n losses.
+
+    All runs have the same inputs. Needs a running Runtime.
 
     Args:
-        spec: The model and its sizes. A model without a loss has losses of 0.
-        inputs: Padded arrays, as of spec.random_inputs. They are written once, like PyTorch's inputs on its device.
-        captured: Run as a CUDA graph; see Served.
+        spec: The model and its sizes. The losses of a model without a loss are 0.
+        inputs: Padded arrays, as of spec.random_inputs. They are written into tiles once, outside the measured time, as
+            the compared PyTorch programs have their inputs on the device.
+        captured: True: run as a CUDA graph. False: never. None: if a graph is possible and faster.
     """
     filled = StepInputs(inputs, [{}])
     if spec.pack:

@@ -1,4 +1,4 @@
-"""`nntile train` from top to bottom: data, trainer, training loop, checkpoints, weights and a summary."""
+"""The command `nntile train`: read data, create the trainer, train, save checkpoints and weights, print a summary."""
 
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -46,31 +46,31 @@ def train(
     replaces: bool = False, rescue: Path | None = None, again: str = "nntile train CONFIG",
     overrides: list[str] | None = None,
 ) -> int:  # fmt: skip
-    """Train as `config` says; leave config, tokenizer, metrics, checkpoints and weights in the folder `out`.
+    """Train the model of `config`. Write config, tokenizer, metrics, checkpoints and weights into the folder `out`.
 
     Args:
         config: The run's config.
-        spec: The step of the config.
+        spec: The training step that the config describes.
         out: The run's folder.
         console: Shows progress.
-        resume: The folder of a run, or a checkpoint, from which to resume.
-        replaces: Replace an earlier run in `out`, when this run has its first checkpoint.
+        resume: The folder of a run, or a checkpoint, from which to resume. None: a new run.
+        replaces: Replace an earlier run in `out`, as soon as this run has its first checkpoint.
         rescue: Folder for the run if the disk of `out` is full at the start or at the end.
-        again: The command of this run, for messages.
-        overrides: The command's `--set` options; a resumed run applies them again.
+        again: The command line that started this run, for messages.
+        overrides: The command's `--set` options. Checkpoints store them, and a resumed run applies them again.
 
     Returns:
-        The exit status: 0; after SIGINT 130, after SIGTERM 143, with all trained steps saved.
+        The exit status: 0; after SIGINT 130, after SIGTERM 143. All trained steps are saved, also after a signal.
 
     Raises:
-        NNTileError: The loss or the gradient norm is not finite any more; no weights are written.
+        NNTileError: The loss or the gradient norm became nan or infinite. No weights are written.
     """
     # Before any work: check that the model can be trained, and that the machine has the workers.
     check_objective(config, spec)
     runtime = Runtime(**runtime_options(config.runtime.model_dump()), mpi=True)
     ranks = runtime.ranks
-    is_rank_0 = not ranks or ranks.rank == 0  # writes and shows everything; other ranks only compute and read
-    if ranks:  # mpirun's pipes look like a terminal
+    is_rank_0 = not ranks or ranks.rank == 0  # rank 0 writes and shows everything; other ranks only compute and read
+    if ranks:  # no live display: mpirun's pipes look like a terminal, but are none
         console = Screen(quiet=not is_rank_0, force_terminal=False)
     report = partial(say, console)
     if config.short_warmup:
@@ -125,7 +125,7 @@ def _check_ranks(
     config: RunConfig, spec: StepSpec, runtime: Runtime, data: dict[str, str], point: ResumePoint | None,
     report: Report,
 ) -> None:  # fmt: skip
-    """Check that all ranks have the same config, data and checkpoint; report their workers."""
+    """Raise ConfigError if ranks differ in config, data or checkpoint; report the ranks' workers."""
     if not (ranks := runtime.ranks):
         return
     ranks.same("the config", flattened(config.model_dump(mode="json", by_alias=True)))
@@ -140,19 +140,23 @@ def _check_ranks(
 
 
 def build_trainer(config: RunConfig, spec: StepSpec | None = None) -> Trainer:
-    """Return the Trainer of a config; needs a running Runtime. spec: default: the config's, with its weights."""
+    """Return the Trainer of a config. Needs a running Runtime.
+
+    spec: The training step and its model. Default: those of the config, with the weights that `model.from` names."""
     spec = spec or step_spec(config, build_model(config))
     return Trainer.of_spec(spec, seed=config.seed, check_finite=config.debug.nonfinite)
 
 
 def _first_trainer(config: RunConfig, spec: StepSpec, runtime: Runtime, point: ResumePoint | None) -> Trainer:
-    """Return the trainer before the first step of this process; it starts from `point`, or from `model.from`."""
+    """Return the trainer as it is before this process's first step.
+
+    It starts from the checkpoint `point`, else from the weights that `model.from` names, else from `spec.model`."""
     if point or config.model.from_ is not None:
         spec = replace(spec, model=point.model(config) if point else build_model(config))
     trainer = build_trainer(config, spec)
     if runtime.ranks:
-        runtime.forget(trainer)  # at the end no rank gathers all weights: rank 0 has written them
-        trainer.model.weights = {}  # the tiles have them
+        runtime.forget(trainer)  # the runtime's end gathers no weights: rank 0 has written them by then
+        trainer.model.weights = {}  # free this copy: the tiles hold the weights
     if point:
         point.restore(trainer)
     return trainer
@@ -163,8 +167,9 @@ class _Run:
     """A run on rank 0, ready for its first step.
 
     Attributes:
-        facts: Entries of each checkpoint's state.json.
-        stop: Names of the signals received, see _signals."""
+        facts: Entries of each checkpoint's state.json: config, hashes of the data, `--set` options.
+        point: The checkpoint from which the run resumes; None: a new run.
+        stop: Names of the signals received so far, see _signals."""
 
     config: RunConfig
     out: Path
@@ -178,9 +183,10 @@ class _Run:
 
 
 def _run_folder(out: Path, resume: Path | None, replaces: bool, checkpoints: list[tuple[int, Path]]) -> RunFolder:
-    """Create the run's folder, after all checks, so that a refused run leaves nothing behind.
+    """Create the run's folder. Called after all checks, so that a refused run leaves nothing behind.
 
-    checkpoints: the checkpoints in `out` at the start; if they have changed, another process trains into `out`."""
+    checkpoints: Step and folder of each checkpoint that `out` had at the start. A resumed run raises ConfigError if
+    they have changed since: another process has trained into `out`."""
     folder = RunFolder(out, replaces, new=not (resume or replaces))
     if resume and checkpoint.checkpoints_in(out) != checkpoints:
         raise ConfigError(f"--resume: another process has trained into {out} meanwhile; allowed: to begin again")
@@ -188,7 +194,9 @@ def _run_folder(out: Path, resume: Path | None, replaces: bool, checkpoints: lis
 
 
 def _first_files(run: _Run, make_folder: Callable[[], RunFolder]) -> tuple[RunFolder, Metrics]:
-    """Create the run's folder with config, tokenizer and metrics; remove it again if that fails."""
+    """Create the run's folder and write config, tokenizer and metrics into it. If that fails, remove these again.
+
+    Returns the folder and its metrics."""
     folder = make_folder()
 
     def set_aside() -> None:
@@ -211,7 +219,7 @@ def _first_files(run: _Run, make_folder: Callable[[], RunFolder]) -> tuple[RunFo
 def _train_on_rank_0(run: _Run, make_folder: Callable[[], RunFolder], rescue: Path | None) -> bool:
     """Train on rank 0: steps, metrics, checkpoints, weights, summary. Returns False if no step was trained.
 
-    If the disk has no room for `make_folder`, the run goes to `rescue`."""
+    If the disk is full when `make_folder` creates the run's folder, the run goes to the folder `rescue`."""
     try:
         folder, metrics = _first_files(run, make_folder)
     except OSError as error:
@@ -262,9 +270,10 @@ def _train_on_rank_0(run: _Run, make_folder: Callable[[], RunFolder], rescue: Pa
 
 
 def _train_on_other_rank(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: list[str]) -> int:
-    """Train on a rank other than 0: the same steps, and the collective operations of all ranks.
+    """Train on a rank other than 0: run the same steps, and take part in the collective operations of all ranks.
 
-    Returns 0 also after a signal: with another status mpirun would end rank 0 before rank 0 reports the signal."""
+    Returns the exit status 0, also after a signal: with another status, mpirun would end rank 0 before rank 0 reports
+    the signal."""
     silent, sender = NoOutput(), TileSender(trainer, config.checkpoint.async_)
     _, last = run_steps(config, dataset, trainer, silent, silent, sender, stop)
     sender.finish()
@@ -277,9 +286,9 @@ def _train_on_other_rank(config: RunConfig, dataset: Dataset, trainer: Trainer, 
 
 
 def _sample_text(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: list[str]) -> str:
-    """Return the model's continuation of a prompt, or its guesses at masked tokens; empty if there is no sample.
+    """Return the model's continuation of a prompt, or its guesses at masked tokens; "" if there is no sample.
 
-    All ranks call it. It waits until rank 0 has saved the run."""
+    All ranks must call this function. Other ranks wait in it until rank 0 has saved the run."""
     stopped, _ = agree(stop)
     if dataset.example is None or not config.sample.tokens or stopped:
         return ""
@@ -292,7 +301,7 @@ def _sample_text(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: li
 
 
 def _missing_logits(trainer: Trainer) -> str:
-    """Return why no sample of text is possible with this model; empty if it is possible."""
+    """Return the reason why this model can give no sample of text; "" if it can."""
     outputs = trainer.outputs
     if "logits" in outputs and tuple(outputs["logits"].axes[:-1]) == ("batch", "seq"):
         return ""
@@ -303,7 +312,7 @@ def _missing_logits(trainer: Trainer) -> str:
 
 
 def _save_confusion(names: list[str], counts: object, folder: Path, report: Report) -> None:
-    """Report a classifier's last measurement as a table, and draw it into the run's folder."""
+    """Report a classifier's confusion matrix as a table, and save it as pictures in the run's folder."""
     confusion = Confusion(names, counts)
     metrics = confusion.metrics()
     two = f"F1 {metrics['f1']:.4f} of {names[1]}, " if "f1" in metrics else ""
@@ -323,9 +332,10 @@ def _save_confusion(names: list[str], counts: object, folder: Path, report: Repo
 
 @contextmanager
 def _signals() -> Iterator[list[str]]:
-    """Give a list to which SIGINT and SIGTERM append their names.
+    """Yield a list to which SIGINT and SIGTERM append their names while the block runs.
 
-    After the first signal, SIGINT interrupts at once. A second SIGTERM does not, as Slurm sends each rank two."""
+    After the first signal, a SIGINT raises KeyboardInterrupt at once. A second SIGTERM does not interrupt: Slurm sends
+    each rank two."""
     stop: list[str] = []
 
     def note(number: int, frame: FrameType | None) -> None:

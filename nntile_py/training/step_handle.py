@@ -1,4 +1,4 @@
-"""Handle of a submitted step, its result, and the steps that are in flight."""
+"""Pending: handle of a submitted step. StepResult: its result. StepsInFlight: the steps not waited for yet."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from nntile_py.graph.step import StepSpec
 from nntile_py.training.loss_scale import LossScale, is_least
 from nntile_py.training.nan_check import NanCheck
 
-STEPS_IN_FLIGHT = 2  # submitted steps whose results the trainer has not waited for
+STEPS_IN_FLIGHT = 2  # most submitted steps whose results the trainer has not waited for
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step.
+    """Result of a training step.
 
     Attributes:
         step: Number of the step, from 1.
         loss: Mean loss before the update.
         grad_norm: Norm of the gradient before clipping.
-        skipped: The weights did not change: grad_norm was above skip_above_norm, or the gradients overflowed.
-        loss_scale: Factor of the loss; None: the loss was not scaled.
+        skipped: True if the step changed no weights: grad_norm was nan or above skip_above_norm, or the gradients
+            overflowed.
+        loss_scale: Factor by which the loss was multiplied; None: the loss was not scaled.
     """
 
     step: int
@@ -41,7 +42,7 @@ class StepResult:
 
 
 class Pending:
-    """A submitted step; `result()` waits for it."""
+    """Handle of a submitted step. `result()` waits for the step."""
 
     def __init__(
         self, step: int, fetch: _core.Fetch, tokens: int, nan_check: NanCheck, skip_above_norm: float | None,
@@ -49,7 +50,7 @@ class Pending:
     ) -> None:  # fmt: skip
         self._scale, self._forgot, self._reported = loss_scale, False, False
         self.step, self._fetch, self._nan_check, self._limit = step, fetch, nan_check, skip_above_norm
-        self.tokens = tokens  # without padding
+        self.tokens = tokens  # tokens of the step, without padding
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of step {self.step}: {'done' if self.done() else 'running'}>"
@@ -62,7 +63,8 @@ class Pending:
 
         Raises:
             TaskError: A task failed.
-            NotFinite: The gradients overflow with the least loss scale; or, with check_finite, a value is not finite.
+            NotFinite: The gradients overflow even with the smallest loss scale; or, with check_finite, the loss or the
+                gradient norm is not finite.
         """
         result, self._reported = self.unchecked_result(), True
         if self._hopeless(result):
@@ -79,14 +81,14 @@ class Pending:
         self.unchecked_result() if self._reported else self.result()
 
     def unchecked_result(self) -> StepResult:
-        """Wait for the step and return its result, even if loss or norm are not finite."""
+        """Wait for the step and return its result, even if the loss or the gradient norm is not finite."""
         loss, norm = self._fetch.wait()
         loss /= self._scale or 1.0
         skipped = self._limit is not None and not norm <= self._limit
         result = StepResult(self.step, loss, norm, skipped, self._scale)
         if not result.overflow:
             return result
-        if not self._forgot and not self._hopeless(result):  # once: values found later belong to later steps
+        if not self._forgot and not self._hopeless(result):  # only once: NanCheck's later finds belong to later steps
             self._nan_check.forget()
         self._forgot = True
         return replace(result, skipped=True)
@@ -96,7 +98,7 @@ class Pending:
 
 
 class StepsInFlight:
-    """The submitted steps whose results the trainer has not waited for, and the loss scale that these results decide.
+    """The submitted steps whose results the trainer has not waited for. Their results update the loss scale.
 
     Attributes:
         scale: The loss scale; None: the loss is not scaled.
@@ -112,17 +114,17 @@ class StepsInFlight:
         self._deciding = step if self.scale else None
 
     def settle(self) -> None:
-        """Wait until another step may be submitted; with a scaled loss, until the next scale is known."""
+        """Wait until another step may be submitted; with a scaled loss, also until the next step's scale is known."""
         while len(self._steps) >= STEPS_IN_FLIGHT:
             self._steps.popleft().settle()
-        self.scale_state()  # last: a step that overflows discards the values that NanCheck found so far
+        self.scale_state()  # last: if the step overflows, this discards what NanCheck has found so far
 
     def scale_state(self) -> dict[str, Any] | None:
-        """Return LossScale.state of the next step; waits for earlier steps. None: the loss is not scaled."""
+        """Wait for earlier steps, and return LossScale.state for the next step; None if the loss is not scaled."""
         if self.scale is None:
             return None
         if self._deciding:
             result, self._deciding = self._deciding.unchecked_result(), None
-            if result.overflow or math.isfinite(result.grad_norm):  # otherwise no scale helps
+            if result.overflow or math.isfinite(result.grad_norm):  # if the loss is not finite either, no scale helps
                 self.scale.after(overflow=result.overflow)
         return self.scale.state

@@ -49,29 +49,29 @@ class Trainer:
 
     Args:
         model: A model of nt.models, or an object of your own with `trace(graph, batch)` and `weights`.
-        batch: Sequences of one forward and backward pass.
-        seq: Tokens of a sequence.
-        tiles: {axis: size} over batch, seq, embed, heads, ffn, vocab. An axis left out is not cut.
+        batch: Number of sequences in one forward and backward pass.
+        seq: Number of tokens in a sequence.
+        tiles: {axis: tile size} for any of the axes batch, seq, embed, heads, ffn, vocab. An axis left out is not cut.
         precision: `fp32`; `fp64` on CPU workers; `tf32`, `bf16` and `fp16` on CUDA workers. tf32: fp32 tiles, products
             rounded to tf32. bf16: fp32 accumulation, moments and master weights (bf16 plus its low bits); a gradient
             to which several tasks add is fp32. fp16: the same with fp32 master weights and a scaled loss.
         optimizer: nt.AdamW(...) or nt.SGD(...). Default: nt.AdamW().
         clip_grad_norm: Upper bound on the norm of all gradients together; larger gradients are scaled down.
-        skip_above_norm: A step with a larger gradient norm, or one that is not finite, changes no weights and no
-            averages. The step counts.
-        accumulate: How tasks add partial sums of a tile: chain (deterministic), commute, redux or tree.
+        skip_above_norm: A step whose gradient norm is larger or not finite changes no weights and no optimizer
+            averages. The step is still counted.
+        accumulate: How tasks add their partial sums to a tile: chain (deterministic), commute, redux or tree.
         fusion: True, False or {bias, activation, reshape, qkv, residual_norm, found: bool, exclude: [names of groups]}.
         attention: Attention backend instead of the model's own: vendor, merge, flash or naive.
-        grad_accumulation: Passes whose gradients are averaged into one step.
+        grad_accumulation: Number of forward and backward passes whose gradients are averaged into one step.
         seed: Seed of dropout.
-        shift_labels: Labels of a causal model are aligned with the inputs and shifted here, as in transformers. False:
-            labels[b, s] is the target of position s.
-        pack: Pack sequences of up to `seq` tokens into bins, one for each tile of the batch, instead of padding them;
-            kernels compute only the filled part. Inputs are padded arrays with their attention_mask, or lists of
+        shift_labels: True: a causal model's labels are at the positions of the inputs, as in transformers, and the
+            trainer shifts them. False: labels[b, s] is the target of position s.
+        pack: Pack sequences of up to `seq` tokens into bins instead of padding them. Each tile of the batch is a bin,
+            and kernels compute only its filled part. Inputs are padded arrays with their attention_mask, or lists of
             arrays of unequal lengths. `tiles` must not cut seq.
-        loss_scale: Factor of the loss in the first step, so that small gradients do not vanish. A step whose gradients
-            overflow changes nothing and halves the factor; 2000 other steps in a row double it. Default: 65536 for
-            fp16, else the loss is not scaled.
+        loss_scale: Factor by which the first step's loss is multiplied, so that small gradients do not round to zero. A
+            step whose gradients overflow changes nothing and halves the factor. 2000 steps in a row without an
+            overflow double it. Default: 65536 for fp16, else the loss is not scaled.
         check_finite: Check all values that tasks write. A loss or norm that is not finite then raises NotFinite, which
             names the operator that wrote the first such value. Slow: for debugging.
 
@@ -113,7 +113,7 @@ class Trainer:
 
     @classmethod
     def of_spec(cls, spec: StepSpec, *, seed: int = 0, check_finite: bool = False) -> Trainer:
-        """Return the trainer of a StepSpec."""
+        """Return a Trainer whose training step is described by a StepSpec."""
         self = cls.__new__(cls)
         self._start(spec.model, spec, seed, True, check_finite)
         return self
@@ -133,7 +133,7 @@ class Trainer:
         self.optimizer, self.grad_accumulation = spec.optimizer, spec.grad_accumulation
         self._check_alone()
         self.steps, self._in_flight, self._scaled = 0, StepsInFlight(spec), 1.0
-        self._unlabelled = False  # a step without a label that counts was reported
+        self._unlabelled = False  # True after the warning about a step all of whose labels are ignored
         self._programs = Programs(spec, runtime, self.nan_check.enabled)
         self._store, self.spec = self._programs.store, self._programs.spec
         self._built = self._programs.of(spec.given).built
@@ -153,7 +153,7 @@ class Trainer:
 
     @property
     def flop_per_step(self) -> int:
-        """Floating point operations of a step's products and attention."""
+        """Floating point operations of the matrix products and attention of a training step."""
         return int(self.grad_accumulation * self._built.flop)
 
     @property
@@ -164,47 +164,47 @@ class Trainer:
 
     @property
     def built(self) -> Step:
-        """Graphs and task lists of a step."""
+        """Graphs and task lists of a training step."""
         return self._built
 
     @property
     def outputs(self) -> Mapping[str, Tensor]:
-        """The model's outputs, which `evaluate` can return."""
+        """{name: Tensor} of the model's outputs: axes and dtypes. `evaluate` can return the outputs' values."""
         return self._programs.evaluation(self._programs.of(self.spec.given), keep=True).outputs
 
     @property
     def update_list(self) -> TaskList:
-        """The tasks that update the weights."""
+        """The task list that updates the weights at the end of a step."""
         return self._programs.of(self.spec.given).update.list
 
     @staticmethod
     def memory_bytes() -> int:
-        """Return the bytes of tiles now in main memory; with CUDA workers the peak of the fullest GPU."""
+        """Return the bytes of tiles now in main memory; with CUDA workers, this process's peak on its fullest GPU."""
         return memory.gpu_peak() if _core.cuda_workers() else int(_core.memory_used())
 
     # -- training
 
     @property
     def loss_scale(self) -> float | None:
-        """Factor of the next step's loss; waits for earlier steps. None: the loss is not scaled."""
+        """Factor by which the next step's loss is multiplied; None: the loss is not scaled. Waits for earlier steps."""
         state = self._in_flight.scale_state()
         return state["value"] if state else None
 
     @typed
     def submit(self, inputs: Inputs, labels: IntArray | None = None, lr: float | None = None) -> Pending:
-        """Submit one step and return at once.
+        """Submit one training step and return its handle at once; `result()` of the handle waits for the step.
 
         At most two steps are in flight. With a scaled loss, only one: its gradient norm decides the next step's factor.
 
         Args:
-            inputs: Dict as transformers' model takes it (input_ids, labels, ...), of arrays with
-                grad_accumulation * batch rows; or the array input_ids, with `labels` beside it.
+            inputs: Dict of arrays with grad_accumulation * batch rows, named as in transformers (input_ids, labels,
+                ...); or only the array input_ids, with the argument `labels`.
             labels: Integers; the mean loss leaves out labels of -100.
             lr: Learning rate of this step. Default: the optimizer's.
 
         Raises:
             ValueError: An input is missing, unknown, or has the wrong shape, dtype or values.
-            NotFinite: An earlier step whose result nobody has read failed with NotFinite.
+            NotFinite: The `result()` of an earlier step would raise NotFinite, and the user has not called it.
         """
         filled = self.filled(inputs, labels)
         arrays, programs = self._programs.check(filled.arrays, self.grad_accumulation * self.spec.rows, self._shifts)
@@ -244,7 +244,7 @@ class Trainer:
 
     @typed
     def step(self, inputs: Inputs, labels: IntArray | None = None, lr: float | None = None) -> float:
-        """Train one step and return the mean loss before the update. Arguments as of `submit`."""
+        """Train one step, wait for it, and return its mean loss before the update. Arguments as of `submit`."""
         return self.submit(inputs, labels, lr).result().loss
 
     @typed
@@ -256,7 +256,7 @@ class Trainer:
         return_logits: bool = False,
         return_outputs: bool = False,
     ) -> Any:
-        """Evaluate `batch` rows without dropout.
+        """Run one forward pass of `batch` rows without dropout and return the loss.
 
         Args:
             inputs: As of `submit`.
@@ -302,28 +302,30 @@ class Trainer:
         return read_gradients(self._built, self._store, self._scaled)
 
     def state_dict(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return {name in transformers: weight}, and store it in the model too. A tied weight occurs once."""
+        """Return {name in transformers: weight} with the current weights, and store them in `model.weights` too.
+
+        A tied weight occurs once."""
         self.model.weights = read_weights(self._built, self._store)
         return dict(self.model.weights)
 
     def snapshot(self) -> Snapshot:
-        """Start to copy weights and averages as they are after all submitted steps; return at once."""
+        """Start to copy weights and optimizer averages as they are after all submitted steps. Returns at once."""
         return Snapshot(self.steps, self._built, self._store, self._in_flight.scale_state())
 
     def live(self) -> LiveState:
-        """Return weights and averages in their tiles; arrays are read one by one."""
+        """Return a LiveState, which reads weights and optimizer averages from their tiles, one array at a time."""
         return LiveState(self.steps, self._built, self._store, self._in_flight.scale_state())
 
     def restore(
         self, step: int, averages: Mapping[str, Mapping[str, np.ndarray[Any, Any]]],
         loss_scale: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """Continue after `step` steps, with the weights of the model.
+        """Set the state of a checkpoint, except for the weights: the trainer has those of its model already.
 
         Args:
-            step: Steps trained so far.
+            step: Number of steps trained so far.
             averages: The optimizer's averages, {m or v: {name in transformers: array}}.
-            loss_scale: LossScale.state; None: the initial loss scale.
+            loss_scale: LossScale.state of the checkpoint; None: the initial loss scale.
 
         Raises:
             ConfigError: An average is missing, has another shape, or has values that are not finite.
@@ -340,7 +342,7 @@ class Trainer:
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint: the model as transformers' from_pretrained reads it, the optimizer's averages, the step.
 
-        The folder is complete or absent, and replaces an earlier checkpoint of that name.
+        The folder appears only when it is complete. It replaces an earlier checkpoint of that name.
 
         Raises:
             OSError: The disk does not take the files.
@@ -371,7 +373,7 @@ class Trainer:
         return trainer
 
     def close(self) -> None:
-        """Copy the weights into the model and release the trainer; the runtime does so before it stops."""
+        """Copy the weights into the model and release the trainer. A runtime calls this before it stops."""
         if self.steps:
             self.state_dict()
         self._runtime.forget(self)
@@ -379,9 +381,9 @@ class Trainer:
     # -- inside
 
     def filled(self, inputs: Inputs, labels: IntArray | None = None, passes: int | None = None) -> StepInputs:
-        """Return the inputs of a step, packed if the trainer packs. `submit` and `evaluate` accept the result.
+        """Return a step's inputs as StepInputs, packed if the trainer packs. `submit` and `evaluate` accept these.
 
-        passes: forward and backward passes. Default: those of a step."""
+        passes: Number of forward and backward passes. Default: that of a step."""
         passes = passes or self.grad_accumulation
 
         def pack(arrays: Mapping[str, Any]) -> StepInputs:
@@ -399,7 +401,7 @@ class Trainer:
         return self.shift_labels and not self.spec.pack
 
     def _check_alone(self) -> None:
-        """Raise ConfigError if another trainer trains the same model: one would overwrite the other's weights."""
+        """Raise ConfigError if another trainer has trained the same model: each would overwrite the other's weights."""
         if any(user is not self and user.model is self.model and user.steps for user in self._runtime.users):
             raise ConfigError("model: another Trainer trains it; use close() of that one first, or a model of its own")
 
@@ -408,6 +410,6 @@ class Trainer:
         self.nan_check.ran(program, what)
 
     def _check_equal(self, what: str, parts: Mapping[str, Any]) -> None:
-        """Raise ConfigError if the values of ranks differ."""
+        """Raise ConfigError if ranks have different values. what: name of the values in the message."""
         if self._runtime.ranks:
             self._runtime.ranks.same(what, parts)
