@@ -16,23 +16,24 @@ if TYPE_CHECKING:
     from nntile_py.profiling.trace import Trace
 
 
-# The files of a profile, without those of --fxt.
+# The files that `nntile profile` writes, apart from the files of --fxt.
 FILES = ("config.yaml", "trace.json", "gantt.png", "gantt.svg", "gantt.pdf", "report.html", "summary.json")
 
 
 def profile(
     config: RunConfig, folder: Path, name: str, steps: int, fxt: bool = False, inference: bool = False
 ) -> dict[str, Any]:
-    """Run steps on random tokens; write FILES.
+    """Profile `steps` steps of the config on random tokens; write FILES into `folder`.
 
     All ranks of a run call the function; rank 0 writes the files.
 
     Args:
+        name: of the profile, for the titles of chart and report.
         fxt: also write StarPU's own trace, into the folder `fxt`.
         inference: run forward passes instead of training steps.
 
     Returns:
-        The summary; {} on ranks other than 0.
+        The content of summary.json; {} on ranks other than 0.
     """
     from nntile_py.checkpoint.resume import flattened
     from nntile_py.config.builders import build_model, step_spec
@@ -51,7 +52,7 @@ def profile(
     if fxt:
         new_folders = [path for path in (raw, raw.parent) if not path.exists()]
         raw.mkdir(parents=True, exist_ok=True)
-        os.environ |= {"STARPU_FXT_TRACE": "1", "STARPU_FXT_PREFIX": f"{raw}/"}  # before StarPU starts
+        os.environ |= {"STARPU_FXT_TRACE": "1", "STARPU_FXT_PREFIX": f"{raw}/"}  # StarPU reads them at its start
     try:
         with runtime:
             with Load() as load:
@@ -86,7 +87,13 @@ def profile(
 def write(
     trace: Trace, peaks: Any, tiles: Any, folder: Path, name: str, load: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Write all files of a profile from its trace. load: Load.facts() of the run."""
+    """Write all files of a profile, except config.yaml; return the content of summary.json.
+
+    Args:
+        peaks: peak rates of one worker, by kind of worker.
+        tiles: for each axis its size, its tile, the number of tiles.
+        load: Load.facts() of the run.
+    """
     from nntile_py.profiling import diagnosis, gantt, perfetto, profile_report, trace_analysis
     from nntile_py.system.machine import described, machine
 

@@ -18,7 +18,12 @@ from nntile_py.profiling import diagnosis, recorder, trace_analysis, write
 
 @dataclass
 class BlockProfile:
-    """Profile of a block; its text is a short summary. summary: as in summary.json, empty until the block has ended."""
+    """Profile of a `with` block; str() of it is a short summary.
+
+    Attributes:
+        folder: where the files are written; None: no files.
+        summary: the content of summary.json; empty until the block has ended.
+    """
 
     folder: Path | None
     summary: dict[str, Any] = field(default_factory=dict)
@@ -40,14 +45,14 @@ class BlockProfile:
 def profile(folder: str | Path | None = None) -> Iterator[BlockProfile]:
     """Profile all tasks of a block on the running Runtime: `with nt.profile("folder") as block: ...; print(block)`.
 
-    The end of the block waits for its tasks. The block counts as one step. All ranks of a run must enter it.
-    Rank 0 collects the tasks of all ranks and writes the files; other ranks have only their own tasks.
+    The end of the block waits for its tasks. The block counts as one step. All ranks of a run must enter the block.
+    Rank 0 collects the tasks of all ranks and writes the files. On other ranks the summary covers their own tasks only.
 
     Args:
         folder: for report.html, the Gantt chart, trace.json and summary.json, as from `nntile profile`; None: no files.
 
     Raises:
-        TaskError: no runtime is running, another profile is running, a task of the block fails, or it has no task.
+        TaskError: no runtime is running, another profile is running, a task of the block fails, or no task ran.
     """
     if not isinstance(folder, str | Path | None):
         raise TypeError(f"nt.profile: folder: got {folder!r}; allowed: a path")

@@ -1,4 +1,4 @@
-"""Rules that find what limits a run's speed in the figures of its profile, and which key of the config to change."""
+"""Rules on a profile's figures. Each rule detects one limit of a run's speed and advises which config key to change."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from nntile_py.system.load import BUSY, is_busy
 from nntile_py.tiles.placement import GOOD
 
-# Shares from which a rule applies.
-IDLE = 0.15  # of the workers' time
-MOVING = 0.10
-OVERHEAD = 0.05
-SUBMITTING = 0.8  # of the run
-SERIAL = 0.5  # of the critical path
-LOW, LARGE = 0.3, 0.15  # share of the roofline reached, share of the tasks' time
+# Thresholds of the rules. A rule applies if the share is at least as large; for LOW, if it is smaller.
+IDLE = 0.15  # idle share of the workers' time
+MOVING = 0.10  # share of the workers' time spent waiting for data, or for another rank
+OVERHEAD = 0.05  # the runtime's share of the workers' time
+SUBMITTING = 0.8  # share of the run in which the main thread submits tasks
+SERIAL = 0.5  # share of the critical path in tasks that add to one tile one after the other
+LOW, LARGE = 0.3, 0.15  # of an operator: share of the roofline that it reaches, share of the tasks' time
 DOUBT = "Only if a profile on a quiet machine shows the same: "
 
 Summary = Mapping[str, Any]
-Finding = tuple[str, str] | None  # cause, with figures, and advice; None: the rule does not apply
+Finding = tuple[str, str] | None  # (cause with figures, advice); None: the rule does not apply
 
 
 def other_ranks(s: Summary) -> Finding:
@@ -47,11 +47,11 @@ def other_ranks(s: Summary) -> Finding:
 
 
 def short_tasks(s: Summary) -> Finding:
-    """Tasks are shorter than GOOD times the overhead, which takes much time; or workers wait for submission."""
+    """Tasks are too short: below GOOD times the runtime's overhead for a task. Or workers wait for submission."""
     mean, overhead = s["mean_task_s"], s["overhead_per_task_s"]
     starved = s["submission"] >= SUBMITTING and _share(s, "idle") >= IDLE
     serial = _path_bound(s) and _share(s, "idle") > 2 * _share(s, "overhead")  # longer tasks would not help
-    # If other processes use the cores, their time looks like overhead, unless the plan expects short tasks, too.
+    # Time that other processes take looks like overhead. On a busy machine the plan must find tiles too small, too.
     disturbed = busy_machine(s) and not _too_fine(s)
     if not starved and (serial or disturbed or mean >= GOOD * overhead or _share(s, "overhead") < OVERHEAD):
         return None
@@ -63,7 +63,7 @@ def short_tasks(s: Summary) -> Finding:
 
 
 def serial_chain(s: Summary) -> Finding:
-    """Workers are idle while tiles are added one after the other."""
+    """Workers are idle while tasks of the critical path add to one tile one after the other."""
     path = s["critical_path"]
     if _share(s, "idle") < IDLE or not _path_bound(s) or path["accumulation_share"] < SERIAL:
         return None
@@ -88,7 +88,7 @@ def few_tiles(s: Summary) -> Finding:
 
 
 def transfers(s: Summary) -> Finding:
-    """Workers wait for their data."""
+    """Workers wait until the data of their tasks are transferred between memories."""
     waiting, moved = _share(s, "communicating"), sum(t["bytes"] for t in s["transfers"])
     if waiting < MOVING or not moved:
         return None
@@ -102,7 +102,7 @@ def transfers(s: Summary) -> Finding:
 
 
 def allocation(s: Summary) -> Finding:
-    """Workers wait for memory for their tiles."""
+    """Workers wait until memory for their tiles is allocated."""
     waiting = _share(s, "communicating")
     if waiting < MOVING or any(t["bytes"] for t in s["transfers"]):
         return None
@@ -113,7 +113,7 @@ def allocation(s: Summary) -> Finding:
 
 
 def low_roofline(s: Summary) -> Finding:
-    """An operator takes much of the time and is far below the roofline."""
+    """An operator takes much of the tasks' time and reaches only a small share of the roofline."""
     rows = [r for r in s["operators"] if r["share"] >= LARGE and r["roofline"] is not None and r["roofline"] < LOW]
     if not rows:
         return None
@@ -147,7 +147,7 @@ def imbalance(s: Summary) -> Finding:
 
 
 def busy_machine(s: Summary) -> Finding:
-    """Other processes took processor time from the run, or from the measurement of the peak."""
+    """Other processes took processor time from the run, or from the measurement of the peak flop/s."""
     load, causes = s.get("load") or {}, list[str]()
     if is_busy(load.get("others")):
         busy = f"{load['others']:.1f} of the {load['cores']} cores busy"
@@ -171,8 +171,9 @@ class Diagnosis:
     """A rule with its name.
 
     Attributes:
-        explains_idle: of several such rules that apply, only the first is reported.
-        in_block: advice in the place of the rule's own if there is no config: for tasks in Python under nt.profile.
+        check: returns the rule's finding for a summary.
+        explains_idle: the rule explains idle time. If several such rules apply, only the first is reported.
+        in_block: advice that replaces the rule's own for a block under nt.profile, which has no config to change.
     """
 
     rule: str
@@ -181,8 +182,8 @@ class Diagnosis:
     in_block: str = ""
 
 
-# In this order: each rule explains idle time that later rules would misread. Rules on the runtime come before rules on
-# kernels.
+# The order matters: each rule explains idle time that later rules would misread. Rules on the runtime come before rules
+# on kernels.
 RULES = (
     Diagnosis("busy-machine", busy_machine),
     Diagnosis("other-ranks", other_ranks, True, "Give ranks equal work, and more of it between two exchanges."),
@@ -201,10 +202,10 @@ RULES = (
 
 
 def report(summary: Summary) -> list[dict[str, str]]:
-    """Return the findings for summary.json, with one explanation of the idle time; or that there is none.
+    """Return the findings for summary.json: rule, cause and advice of each. At most one finding explains idle time.
 
-    Advice for larger tiles is left out beside advice for smaller tiles. Advice is marked by DOUBT if other processes
-    may have caused the finding.
+    If no rule applies, the only entry has the rule `none`. Advice for larger tiles is left out beside advice for
+    smaller tiles. Advice begins with DOUBT if other processes may have caused the finding.
     """
     result, idle_explained = [], ""
     for diagnosis in RULES:
@@ -223,7 +224,10 @@ def report(summary: Summary) -> list[dict[str, str]]:
 
 
 def _doubtful(rule: str, s: Summary) -> bool:
-    """Return whether other processes may have caused a finding, as they used cores in the run or in a measurement."""
+    """Return whether other processes may have caused a finding.
+
+    They do if they used cores during the run, or, for low-roofline, during the measurement of the peak.
+    """
     if rule == "busy-machine" or (rule == "short-tasks" and _too_fine(s)):
         return False
     busy = is_busy((s.get("load") or {}).get("others"))
@@ -253,14 +257,15 @@ def _us(seconds: float) -> str:
 
 
 def _too_fine(s: Summary) -> list[tuple[str, Any]]:
-    """Return the axes whose tiles are too small by the plan, too."""
+    """Return (name, sizes) of the axes whose tile is smaller than the tile that the plan finds good."""
     return [(name, a) for name, a in s["tiles"].items() if a.get("good", a["tile"]) > a["tile"]]
 
 
 def _coarser(s: Summary) -> str:
-    """Return larger tiles as text: the tiles that the plan finds good, else twice the tile of the two most cut axes.
+    """Return advice on larger tiles as text: the tiles that the plan finds good.
 
-    The batch keeps a tile for each worker.
+    If no tile is too small for the plan: twice the tile of the two axes that have most tiles. The batch is named only
+    if it has more tiles than there are workers.
     """
     if good := _too_fine(s):
         return " and ".join(f"`tiles.{name}: {a['good']}` (now {a['tile']})" for name, a in good)
@@ -275,7 +280,10 @@ def _coarser(s: Summary) -> str:
 
 
 def _finer(s: Summary) -> str:
-    """Return smaller tiles as text: for the batch first, which needs no sums, then for the axes with fewest tiles."""
+    """Return advice on smaller tiles as text: half the tile of two axes.
+
+    Axes with few tiles come first. The batch is preferred, because cutting it adds no partial sums.
+    """
     order = {"batch": 0, "heads": 1, "ffn": 2, "vocab": 3, "embed": 4, "seq": 5}
     cut = [(name, a) for name, a in s["tiles"].items() if a["tile"] > 1]
     cut.sort(key=lambda item: (item[1]["tiles"] * 2 if item[0] == "batch" else 4 * item[1]["tiles"], order[item[0]]))

@@ -15,14 +15,16 @@ from nntile_py.system.pictures import new_figure, save_figure
 from nntile_py.tasks.op import operators
 from nntile_py.tasks.optimizer import OPTIMIZERS
 
-# For kinds without a colour of their own.
+# Colours for kinds of operators without a fixed colour.
 SPARE = ("#b39ddb", "#17becf", "#6b4f2a", "#f781bf", "#2f4f4f", "#c0ca33", "#8d6e9f", "#e4b9a0")
 OTHER = "#9aa0a6"
 MOST_KINDS = 8  # kinds of operators with their own colour; all others share OTHER
-MOST_MESSAGES = 40  # arrows, for the messages that workers waited for longest; more would hide bars
-# Rows of a rank's messages.
+MOST_MESSAGES = 40  # messages drawn as arrows: those that workers waited for longest; more would hide bars
+# Rows of a rank's messages, with their colours.
 LANES = {"sending": "#333333", "receiving": "#8a8a8a", "waiting for another rank": "#e41a1c"}
-COLUMNS = 1200  # bars in a row; in a row with more tasks, kinds share so many columns in proportion to their times
+# Largest number of bars in a row. A row with more tasks is drawn as this many columns, divided among the kinds of
+# operators in proportion to their times.
+COLUMNS = 1200
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +32,9 @@ class Bar:
     """A bar of a worker's row.
 
     Attributes:
-        left, right: ends, as shares of the window.
-        kind: index of the kind of operator.
-        task: -1 for a bar of several tasks.
+        left, right: start and end, as shares of the time that the chart shows.
+        kind: kind of operator, as an index into Gantt.kinds.
+        task: number of the task; -1 for a bar of several tasks.
     """
 
     left: float
@@ -43,7 +45,13 @@ class Bar:
 
 @dataclass
 class Gantt:
-    """Bars of all workers. kinds: kinds of operators, each with its colour; rows: bars of each worker."""
+    """Bars of all workers.
+
+    Attributes:
+        kinds: names of the kinds of operators.
+        colours: the colour of each kind.
+        rows: the bars of each worker.
+    """
 
     kinds: list[str]
     colours: list[str]
@@ -51,7 +59,10 @@ class Gantt:
 
 
 def gantt(trace: Trace, columns: int = COLUMNS) -> Gantt:
-    """Return the bars. The MOST_KINDS kinds of operators that take most time have their own colours."""
+    """Return the bars of all workers, at most `columns` for each.
+
+    The MOST_KINDS kinds of operators that take most time have their own colours.
+    """
     seconds: dict[str, float] = {}
     spent = np.bincount(trace.info, weights=trace.seconds, minlength=len(trace.infos)).tolist()
     for info, time in zip(trace.infos, spent, strict=True):
@@ -66,7 +77,7 @@ def gantt(trace: Trace, columns: int = COLUMNS) -> Gantt:
 
 
 def fixed_colours() -> dict[str, str]:
-    """Return the colours of the kinds of operators that have the same colour in all pictures."""
+    """Return {kind of operator: colour} for the kinds that have the same colour in all pictures."""
     fixed = {optimizer.__name__: optimizer.colour for optimizer in OPTIMIZERS.values() if optimizer.colour}
     by_phase = ((name, phase, colour) for name, op in operators().items() for phase, colour in op.colours.items())
     return fixed | {f"{name} {phase}": colour for name, phase, colour in by_phase}
@@ -107,7 +118,11 @@ def _row(trace: Trace, worker: int, kinds: Any, columns: int) -> list[Bar]:
 def _shared(filled: Any) -> Any:
     """Return the kind to show in each column, so that the area of each kind is in proportion to its time.
 
-    filled: the time of each kind in each column. The kind with the most time not shown yet comes first."""
+    A column shows the kind, of those that ran in it, with the most time not yet shown.
+
+    Args:
+        filled: the time of each kind in each column; the last kind is idle time.
+    """
     owed, best = np.zeros(len(filled)), np.zeros(filled.shape[1], np.int64)
     for column, here in enumerate(filled.T):
         owed += here
@@ -117,7 +132,7 @@ def _shared(filled: Any) -> Any:
 
 
 def _fill(trace: Trace, tasks: Any, edges: Any) -> Any:
-    """Return the time of the tasks in each column."""
+    """Return the time (ns) that these tasks ran within each column. edges: the dates between the columns."""
     start, end = merge(trace.start[tasks], trace.end[tasks])
     total = np.concatenate(([0], np.cumsum(end - start)))
     at = np.searchsorted(start, edges, side="right")
@@ -129,7 +144,7 @@ Spans = dict[str, list[tuple[float, float]]]  # for each name of LANES: (left, r
 
 
 def lanes(trace: Trace) -> list[Spans]:
-    """Return for each rank the times in which it sent, received, or had workers that waited for another rank."""
+    """Return for each rank the intervals in which it sent, received, or had workers that waited for another rank."""
     (t0, t1), every, result = trace.window, waits(trace), []
     for rank in range(trace.ranks):
         spans = {
@@ -143,7 +158,10 @@ def lanes(trace: Trace) -> list[Spans]:
 
 
 def arrows(trace: Trace) -> list[tuple[int, float, int, float]]:
-    """Return the MOST_MESSAGES messages that workers waited for longest, as (source, left, target, right)."""
+    """Return the MOST_MESSAGES messages that workers waited for longest, as arrows (source, left, target, right).
+
+    source and target are ranks; left and right are start and end of the arrow, as shares of the chart's time.
+    """
     (t0, t1), shown = trace.window, trace.messages
     if len(shown) > MOST_MESSAGES:
         waited: dict[int, tuple[int, TracedMessage]] = {}
@@ -157,9 +175,9 @@ def save(trace: Trace, summary: dict[str, Any], folder: Path, title: str, hardwa
     """Draw gantt.png, gantt.svg and gantt.pdf. Each rank has a row for its messages below its workers.
 
     Args:
-        trace: the trace by parts.
+        trace: the trace with each fused group split into its tasks.
         hardware: text on machine and tiles, below the title.
-        whole: the trace with task groups, and with messages.
+        whole: the trace with unsplit groups, and with the messages between ranks.
     """
     from matplotlib.patches import Patch
 
@@ -208,7 +226,7 @@ def save(trace: Trace, summary: dict[str, Any], folder: Path, title: str, hardwa
 
 
 def step_starts(trace: Trace) -> list[float]:
-    """Return the start of each step's first task, as a share of the window."""
+    """Return the start of each step's first task, as a share of the chart's time."""
     t0, t1 = trace.window
     steps = np.unique(trace.step[trace.step > 0])
     return [(int(trace.start[trace.step == step].min()) - t0) / (t1 - t0) for step in steps]

@@ -1,7 +1,7 @@
 """`nntile layouts tune`: time operators in every layout for the layout search, then whole steps in the chosen layouts.
 
-An operator cycles through copies of its tiles, so that it reads them from memory, as in a step. From a cache,
-transpositions would look cheaper than they are.
+A timed operator cycles through copies of its tiles, so that it reads them from memory, as in a step. With tiles in a
+cache, transpositions would look cheaper than they are.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from nntile_py.training.repeated_steps import same_steps
 from nntile_py.training.trainer import Trainer
 
 ROUNDS = 3  # rounds in which chosen layouts are measured again
-TURNS = 5, 25  # least and greatest number of measurements of whole steps
-STEP_SECONDS = 5.0  # of all measurements of whole steps, if this allows the least number
+TURNS = 5, 25  # least and greatest number of measurements of a whole step
+STEP_SECONDS = 5.0  # about so long last all measurements of whole steps, within the bounds of TURNS
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class TuneResult:
     """Result of `tune`.
 
     Attributes:
-        measured: number of timings: of operators, each in several layouts.
-        others: cores that other processes kept busy; None if too few to matter.
-        comparison: of the config's own steps in default and in searched layouts; None if the search chooses the default
-            layouts.
+        measured: number of operators that were timed, each in all its layouts.
+        others: number of cores that other processes kept busy; None if too few to matter.
+        comparison: times of the config's own steps in default and in searched layouts; None if the search chooses the
+            default layouts.
     """
 
     measured: int
@@ -65,10 +65,12 @@ def tune(
 ) -> TuneResult:  # fmt: skip
     """Measure the operators that `timings` lacks, then the chosen layouts again, then whole steps of the config.
 
-    The function first waits for other processes that write to the same file.
+    The function first waits for other processes that write to the same file of timings.
 
     Args:
-        own_alone: measure only the config's own fusion of Q, K and V, not all of them.
+        repeats: measurements of each operator in each layout.
+        tell: shows a line of progress.
+        own_alone: measure only the operators of the config's own fusion of Q, K and V, not of all its fusions.
     """
     plain = default_layouts(config)
     with timings.exclusive():
@@ -87,7 +89,7 @@ def tune(
                 timings.add(timing(key, *timer.times([op])))
             time_chosen(timer, graphs, timings, tell)
             program = _chosen(own, timings, plain).program
-            if program not in (None, *timings.comparisons) and work not in FORWARD:  # FORWARD: always default layouts
+            if program not in (None, *timings.comparisons) and work not in FORWARD:  # FORWARD: default layouts only
                 tell("whole steps in default and in searched layouts, alternating")
                 timings.add_comparison(compare(plain, work, timings, own_stacked(plain), program))
     others = load.others if is_busy(load.others) else None
@@ -95,7 +97,7 @@ def tune(
 
 
 def time_chosen(timer: OperatorTimer, graphs: Sequence[Graph], timings: Timings, tell: Tell) -> None:
-    """Measure the chosen layouts again, alternating with the default layout; the new times replace the old times.
+    """Time the layouts that the search chose again, alternating with the default layout; new times replace old ones.
 
     With many equally fast layouts, the measured best is partly luck. After each of ROUNDS rounds the search chooses
     again, and newly chosen layouts are measured in the next round."""
@@ -114,7 +116,10 @@ def _chosen(graph: Graph, timings: Timings, config: RunConfig) -> SearchedLayout
 def _unsure(
     graph: Graph, timings: Timings, config: RunConfig
 ) -> Iterator[tuple[tuple[TimingKey, TimingKey], tuple[Op, Op]]]:
-    """Yield keys and operators of each default and chosen layout that were not yet measured alternately."""
+    """Yield (keys, operators) for each operator whose chosen layout was not yet timed alternating with its default one.
+
+    keys and operators are pairs: default layout, chosen layout.
+    """
     chosen = _chosen(graph, timings, config)
     for row in chosen.rows:
         key, width = (row.operator, row.layout, chosen.widths[row.op]), chosen.widths[row.op]
@@ -130,7 +135,10 @@ def _unsure(
 
 
 def compare(config: RunConfig, work: Work, timings: Timings, stacked: Stacked, program: str | None) -> LayoutComparison:
-    """Measure steps in default and in searched layouts, alternating. program: see SearchedLayouts.
+    """Return the times of whole steps in default and in searched layouts, measured alternately.
+
+    Args:
+        program: digest of the graph and its layouts, see SearchedLayouts.
 
     Raises:
         TaskError: memory is too small for both programs together.
@@ -149,7 +157,7 @@ def _small(config: RunConfig, work: Work, timings: Timings | None, stacked: Stac
 
 
 def _training(config: RunConfig, work: Work, timings: Timings | None, stacked: Stacked) -> Run:
-    """Return training steps on random inputs, with the update of the weights."""
+    """Return a function that runs training steps on random inputs, with the update of the weights."""
     spec = step_spec(config, build_model(config))
     spec = replace(spec, timings=timings, fusion=spec.fusion.changed(qkv=stacked))
     trainer = Trainer.of_spec(spec, seed=config.seed)

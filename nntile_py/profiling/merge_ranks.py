@@ -1,4 +1,4 @@
-"""Merge of the traces of several ranks, on one clock and with the messages between ranks."""
+"""Merge the traces of several ranks into one trace, on rank 0's clock, with the messages between ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def with_ends(
     """Add the sends and receives of one rank to its trace, with their dependencies.
 
     Args:
-        passages: for each end of a message: replay, place in the task list, description, end.
-        replay, index: for each task: replay, place in the task list.
+        passages: for each send or receive: number of its program's submission, position in the task list, its task,
+            the send or receive.
+        replay, index: for each task: number of its program's submission, position in the task list.
     """
     if not passages:
         return
@@ -50,7 +51,7 @@ def with_ends(
 
 
 class RankClock:
-    """Converts dates of a rank to rank 0's clock, with a constant drift between the clocks.
+    """Converts dates of a rank to rank 0's clock. The drift between the two clocks is assumed to be constant.
 
     Args:
         start, end: readings at the start and end of a run: rank 0's date, the rank's date, half of the round trip; ns.
@@ -71,7 +72,12 @@ class RankClock:
 
 
 def merge_traces(traces: Sequence[Trace], hosts: Sequence[str], start: Any, end: Any) -> Trace:
-    """Merge the traces of all ranks. start, end: Ranks.clocks before and after."""
+    """Return the merged trace of all ranks.
+
+    Args:
+        hosts: name of each rank's machine.
+        start, end: results of Ranks.clocks before and after the run.
+    """
     clocks = [RankClock(*readings) for readings in zip(start, end, strict=True)]
     ends = [[clock.end(e) for e in trace.ends] for trace, clock in zip(traces, clocks, strict=True)]
     dated = [
@@ -104,11 +110,11 @@ def merge_traces(traces: Sequence[Trace], hosts: Sequence[str], start: Any, end:
     return merged
 
 
-Which = tuple[int, int]  # a rank, and the number of its task or message end
+Which = tuple[int, int]  # (rank, number of its task), or (rank, number of its send or receive)
 
 
 def _pairs(ends: Sequence[Sequence[MessageEnd]]) -> Iterable[tuple[Which, Which]]:
-    """Yield each send with its receive. Messages of one tag between two ranks arrive in order."""
+    """Yield each send with its receive. Messages of one tag between two ranks arrive in the order of sending."""
     waiting: dict[tuple[int, int, int], deque[int]] = {}
     for rank, of in enumerate(ends):
         for number, end in enumerate(of):
@@ -131,7 +137,7 @@ def _order(
     senders = {receive: send for send, receive in pairs}
 
     def makers(rank: int, number: int) -> set[Which]:
-        """Return the tasks, on all ranks, that a message end waits for."""
+        """Return the tasks, on all ranks, that a send or receive waits for."""
         end = ends[rank][number]
         tasks = {(rank, task) for task in end.before}
         if not end.sends:
@@ -161,7 +167,11 @@ def _order(
 
 
 def _joined(traces: Sequence[Trace], hosts: Sequence[str], place: Sequence[Sequence[int]]) -> Trace:
-    """Join the tasks in their new order; names of workers and nodes begin with their rank."""
+    """Return one trace with the tasks of all ranks; names of workers and nodes begin with their rank.
+
+    Args:
+        place: for each rank the new number of each task.
+    """
     number = np.argsort(np.concatenate([np.asarray(p, np.int64) for p in place]), kind="stable")
     infos: list[TaskInfo] = []
     workers: list[Worker] = []
@@ -204,5 +214,5 @@ def _ready(
 
 
 def _open(trace: Trace, receive: MessageEnd) -> int:
-    """Return the date at which the target tile was free, as its earlier readers had ended."""
+    """Return the date from which the receiver's tile could be overwritten: all earlier tasks that use it had ended."""
     return max([receive.posted, *(int(trace.end[task]) for task in receive.before)])

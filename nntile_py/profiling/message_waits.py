@@ -16,12 +16,12 @@ PAUSE_NS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A wait of an idle worker, from `start` to `end` (ns), for a message from another rank.
+    """An idle worker waited from `start` to `end` (ns) for a message to or from another rank.
 
     The worker's next task waited for this message, directly or through its predecessors.
 
     Attributes:
-        task: the task whose input the message is.
+        task: the task that the message delayed: the worker's next task, or a predecessor of it.
     """
 
     rank: int
@@ -37,12 +37,12 @@ class Wait:
 
     @property
     def late(self) -> int:
-        """Return the date from which the wait is for the transfer; before, the tile was not computed yet."""
+        """Return the date (ns) from which the worker waited for the transfer. Before, the tile was not computed yet."""
         return min(max(self.message.way[0], self.start), self.end)
 
 
 def waits(trace: Trace) -> list[Wait]:
-    """Return the waits of all workers, sorted by worker and time."""
+    """Return the waits of all workers for messages, sorted by worker and time."""
     if not trace.messages:
         return []
     lacking, released = _releases(trace)
@@ -66,11 +66,11 @@ def waits(trace: Trace) -> list[Wait]:
 
 
 def _releases(trace: Trace) -> tuple[dict[int, tuple[int, int, TracedMessage]], list[int]]:
-    """Find the tasks that waited for a message last, and each task's last predecessor.
+    """Find the tasks that a message delayed, and each task's last predecessor.
 
     Returns:
-        For each such task: start and end of the time in which only the message was missing, and the message. For each
-        task: the predecessor on the same rank that ended last; -1: none.
+        For each delayed task: start and end of the time in which it lacked only the message, and the message. For each
+        task of the trace: its predecessor on the same rank that ended last; -1: none.
     """
     last: dict[int, tuple[int, TracedMessage]] = {}
     for message in trace.messages:
@@ -92,7 +92,10 @@ def _releases(trace: Trace) -> tuple[dict[int, tuple[int, int, TracedMessage]], 
 
 
 def idle(trace: Trace, worker: int) -> tuple[Ints, Ints]:
-    """Return the intervals in which a worker had no task, and none was prepared for it."""
+    """Return starts and ends (ns) of the intervals in which a worker had no task, not even one in preparation.
+
+    Pauses between two tasks that are shorter than PAUSE_NS are left out.
+    """
     mine, (t0, t1) = trace.worker == worker, trace.window
     handle = np.minimum(trace.pop[mine], trace.fetch[mine]), trace.released[mine]
     parts = [(trace.fetch[mine], trace.fetched[mine]), (trace.start[mine], trace.end[mine]), handle]
@@ -104,7 +107,10 @@ def idle(trace: Trace, worker: int) -> tuple[Ints, Ints]:
 
 
 def summarised(trace: Trace, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the part of summary.json on messages between ranks; add `waiting` to the rows of `workers`."""
+    """Return the part of summary.json on messages between ranks.
+
+    Also add to each row of `workers` the key `waiting`: the share of the run in which the worker waited for messages.
+    """
     t0, t1 = trace.window
     window, every = max(t1 - t0, 1), waits(trace)
     ranks = [_rank(trace, rank, [w for w in every if w.rank == rank], workers) for rank in range(trace.ranks)]
@@ -147,10 +153,10 @@ def _rank(trace: Trace, rank: int, own: Sequence[Wait], workers: Sequence[dict[s
         "workers": len(numbers),
         "tasks": int(of_rank.sum()),
         "working": sum(workers[n]["working"] for n in numbers) / len(numbers),
-        "communicating": transit / window,  # share of the run with a message in transit
-        "hidden": hidden / max(transit, 1),  # its part in which a worker of the rank computed
-        "exposed": (transit - hidden) / window,  # share of the run: in transit, no worker computes
-        "waiting": sum(workers[n]["waiting"] for n in numbers) / len(numbers),  # share of its workers' time
+        "communicating": transit / window,  # share of the run in which a message was in transit
+        "hidden": hidden / max(transit, 1),  # share of the transit time in which a worker of the rank computed
+        "exposed": (transit - hidden) / window,  # share of the run: a message in transit, no worker computing
+        "waiting": sum(workers[n]["waiting"] for n in numbers) / len(numbers),  # share of the workers' time
         "waiting_for_tasks": unready,  # the part of `waiting` before the tile was computed
         "sent_bytes": sum(m.send.bytes for m in sent),
         "sent_messages": len(sent),

@@ -33,14 +33,15 @@ from nntile_py.tasks.op import Lowering, Op, Tensor
 from nntile_py.tiles import Tiling
 from nntile_py.tiles.dtypes import DTYPES
 
-SLOTS = {"lr": 1e-3, "beta1_correction": 0.1, "beta2_correction": 0.05}  # values of slots; other slots: 1
-MOST_COPIES = 64  # of an operator's tiles
+# Values of slots, the scalars that a program gets at each run; other slots are 1.
+SLOTS = {"lr": 1e-3, "beta1_correction": 0.1, "beta2_correction": 0.05}
+MOST_COPIES = 64  # largest number of copies of an operator's tiles
 
 
 def measure(analysis: Analysis, config: RunConfig, repeats: int = 7) -> Analysis:
     """Measure each operator, before and after fusion, on the workers of `config`; return the analysis with the times.
 
-    The peak of all workers is measured, too; it is at least the highest flop/s of an operator."""
+    The analysis also gets the peak of all workers; its flop/s are at least the highest flop/s of an operator."""
     with Runtime(**runtime_options(config.runtime.model_dump())):
         timer = OperatorTimer(config, repeats)
         with Load() as load:
@@ -54,11 +55,11 @@ def measure(analysis: Analysis, config: RunConfig, repeats: int = 7) -> Analysis
 
 
 class OperatorTimer:
-    """Times operators under the tiling of the default layouts.
+    """Times single operators, with the tiles that the config has in default layouts.
 
     Args:
         repeats: measurements of each operator.
-        copies_bytes: see `runner`.
+        copies_bytes: least bytes of all copies of an operator's tiles, see `runner`.
     """
 
     def __init__(self, config: RunConfig, repeats: int, copies_bytes: int = 0) -> None:
@@ -67,7 +68,11 @@ class OperatorTimer:
         self._known: dict[Hashable, float] = {}
 
     def row_seconds(self, row: OperatorRow) -> float:
-        """Return the seconds of all operators of a row. Raises NNTileError if memory is too small for their tiles."""
+        """Return the seconds of all operators that a row of the analysis stands for.
+
+        Raises:
+            NNTileError: memory is too small for the operators' tiles.
+        """
         try:
             return math.fsum(count * self.seconds(op) for op, count in row.ops)
         except MemoryError as error:
@@ -77,7 +82,7 @@ class OperatorTimer:
             raise NNTileError(f"out of memory at {row.name}: {error}; {need}") from None
 
     def seconds(self, op: Op) -> float:
-        """Return the median seconds of an operator; equal operators are timed once."""
+        """Return the median seconds of an operator; operators that do the same work are timed once."""
         key = looks(op)
         if key not in self._known:
             run = runner(op, self.cuts, self.config, self.copies_bytes)
@@ -85,7 +90,7 @@ class OperatorTimer:
         return self._known[key]
 
     def times(self, ops: Iterable[Op]) -> list[list[float]]:
-        """Return all measured seconds of each operator; the operators alternate."""
+        """Return all measured seconds of each operator; the operators are measured alternately."""
         runs = []
         for op in ops:
             op.fit(self.cuts)
@@ -122,7 +127,11 @@ def runner(op: Op, cuts: Tiling, config: RunConfig, copies_bytes: int = 0) -> Ru
 
 
 def small_program(lowered: tuple[Graph, Lowering], config: RunConfig, captured: bool | None = False) -> Run:
-    """Return a function that runs a graph's task list on random values. captured: as a CUDA graph, see Served."""
+    """Return a function that runs a graph's task list on random values.
+
+    Args:
+        captured: whether to run the list as a CUDA graph: True, False, or None to choose the faster way.
+    """
     graph, lowering = lowered
     tf32 = config.precision == "tf32"
     program = ForwardProgram(Evaluation(graph, {}, lowering), Store(), tf32=tf32, captured=captured)
@@ -131,7 +140,7 @@ def small_program(lowered: tuple[Graph, Lowering], config: RunConfig, captured: 
 
 
 def _in_turn(programs: Sequence[Program | Served]) -> Run:
-    """Return a function that runs `count` programs one after the other, each with another dropout seed."""
+    """Return a function run(count) that runs the next `count` programs, in rotation, each with a new dropout seed."""
     turns, seeds = itertools.cycle(programs), itertools.count(1)
 
     def run(count: int) -> None:
@@ -144,7 +153,7 @@ def _in_turn(programs: Sequence[Program | Served]) -> Run:
 
 
 def write_random(lowering: Lowering, store: Store, tensors: Sequence[Tensor]) -> None:
-    """Write random values: 0.1 to 1, weights within 1 / sqrt(longest axis) of 0 as in a model, integers 0.
+    """Write random values: weights within 1 / sqrt(longest axis) of 0 as in a model, integers 0, others 0.1 to 1.
 
     Larger weights would give softmax exponentials that are slow to compute."""
     _write(lowering, store, tensors, _random(tensors))
@@ -167,7 +176,7 @@ def _write(lowering: Lowering, store: Store, tensors: Sequence[Tensor], values: 
 
 
 def _peak(config: RunConfig, rows: Sequence[OperatorRow]) -> Peak:
-    """Return the peak of all workers, raised to the flop/s of the fastest row."""
+    """Return the peak rates of all workers together; the flop/s are at least those of the fastest row."""
     import torch
 
     gpus = _core.cuda_workers()

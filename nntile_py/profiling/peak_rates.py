@@ -1,4 +1,4 @@
-"""Peak rates of workers: from the config, from a table of devices, or measured."""
+"""Peak flop/s and bytes/s of workers: from the config, from a table of devices, or measured."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from nntile_py.analysis.roofline import Peak
 from nntile_py.config.run_config import RunConfig
 from nntile_py.profiling.trace import Trace
 
-# Measured bf16 flop/s and bytes/s, by a part of the device's name.
+# Measured bf16 flop/s and bytes/s of GPUs, by a part of the device's name.
 DEVICES = {"H200": (790e12, 4.3e12)}
 
 
 def peaks_of(trace: Trace, config: RunConfig) -> dict[str, Peak]:
-    """Return a worker's peak for each kind of worker; a measured peak is at least the highest flop/s of a task."""
+    """Return {kind of worker: peak of one worker}. A measured peak is at least the highest flop/s of a task."""
     peaks: dict[str, Peak] = {}
     for worker in trace.workers:
         if worker.kind in peaks:
@@ -30,7 +30,7 @@ def peaks_of(trace: Trace, config: RunConfig) -> dict[str, Peak]:
 
 
 def known_peak(kind: str, name: str, workers: int, config: RunConfig) -> Peak:
-    """Return the peak of one worker: from the config, else measured on all CPU workers, or from the table of GPUs."""
+    """Return the peak of one worker: from the config, else measured for a CPU worker, or from DEVICES for a GPU."""
     rates = config.profile
     if rates.peak_flop and rates.peak_bytes:
         return Peak(rates.peak_flop, rates.peak_bytes, "config")
@@ -38,7 +38,7 @@ def known_peak(kind: str, name: str, workers: int, config: RunConfig) -> Peak:
 
 
 def device_peak(name: str, precision: str) -> Peak:
-    """Return a GPU's peak by its name. Flop/s are known for bf16, and assumed to be equal for fp16."""
+    """Return the peak of a GPU from DEVICES. Flop/s are known for bf16, and assumed to be equal for fp16."""
     for part, (flop, size) in DEVICES.items():
         if part in name:
             return Peak(flop if precision in ("bf16", "fp16") else None, size, f"table: {part}, {precision}")
@@ -61,8 +61,10 @@ def best_of(work: Callable[[], object], seconds: float = 0.2) -> tuple[float, fl
     """Call `work` repeatedly for a number of seconds, at least once.
 
     Returns:
-        Seconds of the best call: the shortest time, or the mean processor time if it is shorter, which excludes other
-        processes; wall time of all calls; processor time of this thread for all calls.
+        1. Seconds of the best call: the shortest wall time, or the mean processor time of a call if this is shorter.
+           Processor time excludes other processes.
+        2. Wall time of all calls.
+        3. Processor time of this thread for all calls.
     """
     times: list[float] = []
     start, own = time.perf_counter(), time.thread_time()
@@ -76,7 +78,7 @@ def best_of(work: Callable[[], object], seconds: float = 0.2) -> tuple[float, fl
 
 
 def measure_cpu(workers: int, precision: str) -> Peak:
-    """Measure the peak of a CPU worker while all workers are busy, by a GEMM and a large copy; takes 0.5 s."""
+    """Measure the peak of one CPU worker, by a GEMM and a large copy on all workers at once; takes 0.5 s."""
     import torch
 
     dtype = torch.float64 if precision == "fp64" else torch.float32
@@ -84,7 +86,7 @@ def measure_cpu(workers: int, precision: str) -> Peak:
     measured: list[tuple[float, float, float]] = []
 
     def run() -> None:
-        torch.set_num_threads(1)  # of this thread
+        torch.set_num_threads(1)  # threads that torch uses for calls from this thread
         a, b = torch.rand(768, 768, dtype=dtype), torch.rand(768, 768, dtype=dtype)
         source, target = torch.rand(1 << 22), torch.empty(1 << 22)
         product, best, wall, own = torch.empty_like(a), [], 0.0, 0.0

@@ -16,11 +16,15 @@ WORKERS, FETCHES, BUSES, MESSAGES = 1, 2, 3, 4  # processes of the viewer: group
 RANKS = 10  # step between the process numbers of two ranks
 SENDS, RECEIVES, WAITING = 0, 1, 2  # rows of MESSAGES
 MOST_ARROWS = 200_000  # with more, each task keeps only the arrow from its last predecessor
-MOST_SAMPLES = 5_000  # of a counter
+MOST_SAMPLES = 5_000  # largest number of points of a counter's curve
 
 
 def write(trace: Trace, path: Path, parts: Trace | None = None) -> None:
-    """Write the trace, one event a line. parts: the trace by parts, which are drawn inside their groups."""
+    """Write trace.json, one event a line.
+
+    Args:
+        parts: the same trace with each fused group split into its tasks; the viewer shows them inside the group.
+    """
     with path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -105,7 +109,7 @@ def _rows(trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 def remote(trace: Trace) -> list[int]:
-    """Return the numbers of the workers with a memory of their own, not the main memory."""
+    """Return the numbers of the workers that use a memory of their own, such as a GPU's, instead of main memory."""
     return [number for number, worker in enumerate(trace.workers) if worker.node not in trace.mains]
 
 
@@ -118,7 +122,7 @@ def _last(place: Slice) -> float:
 
 
 def _arrow(number: int, name: str, tail: Slice, at: float, head: Slice, to: float) -> Iterator[dict[str, Any]]:
-    """Yield an arrow from a date of one slice to a date of another."""
+    """Yield an arrow from the date `at` in slice `tail` to the date `to` in slice `head`."""
     both = {"name": name, "cat": "dependency" if name == "then" else name, "id": number}
     yield both | {"ph": "s", "pid": tail[0], "tid": tail[1], "ts": at}
     yield both | {"ph": "f", "bp": "e", "pid": head[0], "tid": head[1], "ts": to}
@@ -141,7 +145,7 @@ def _arrows(trace: Trace, places: list[Slice]) -> Iterator[dict[str, Any]]:
 class _Between:
     """Rows of each rank for its sends, its receives, and the waits of its workers.
 
-    Slices of a row must not overlap: a message's slice starts not before the end of the slice before it."""
+    Slices of a row must not overlap. If messages do, the later one's slice starts at the end of the earlier slice."""
 
     def __init__(self, trace: Trace, t0: int) -> None:
         self._trace, self._t0, self._waits = trace, t0, _merged(waits(trace), trace.ranks)
@@ -178,7 +182,7 @@ class _Between:
             yield from _arrow(number := number + 1, "message", sent, sent[2], received, _last(received))
             sources = [(tasks[task], sent) for task in message.send.before]
             for tail, head in sources + [(received, tasks[task]) for task in message.receive.after]:
-                if _last(tail) <= head[2]:  # otherwise the clocks of the ranks are too inexact
+                if _last(tail) <= head[2]:  # otherwise the ranks' clocks are too inexact for an arrow
                     yield from _arrow(number := number + 1, "then", tail, _last(tail), head, head[2])
         for rank, of in enumerate(self._waits):
             for start, end, wait in of:
@@ -188,7 +192,7 @@ class _Between:
 
 
 def _merged(every: list[Wait], ranks: int) -> list[list[tuple[int, int, Wait]]]:
-    """Join overlapping waits of each rank's workers into (start, end, the wait that ends last)."""
+    """Return for each rank its workers' waits. Overlapping waits are joined: (start, end, the wait that ends last)."""
     merged: list[list[tuple[int, int, Wait]]] = [[] for _ in range(ranks)]
     for wait in sorted(every, key=lambda w: w.start):
         own = merged[wait.rank]
@@ -213,7 +217,7 @@ def _fetches(trace: Trace, t0: int) -> Iterator[dict[str, Any]]:
 
 
 def in_flight(trace: Trace) -> tuple[Any, Any]:
-    """Return the number of tasks that were submitted and have not ended: dates of changes (ns), values after them."""
+    """Return how many tasks were submitted and had not ended: dates of changes (ns), numbers after the changes."""
     dates = np.concatenate((trace.submit, trace.end))
     change = np.repeat([1, -1], len(trace))
     order = np.argsort(dates, kind="stable")
@@ -221,7 +225,7 @@ def in_flight(trace: Trace) -> tuple[Any, Any]:
 
 
 def memory(trace: Trace) -> dict[str, tuple[Any, Any]]:
-    """Return the bytes in use on each memory node: dates of changes (ns), values after them."""
+    """Return the bytes in use on each memory node: dates of changes (ns), bytes after the changes."""
     order, used = np.argsort(trace.end, kind="stable"), {}
     for rank, main in enumerate(trace.mains):
         own = order[trace.rank[order] == rank]

@@ -12,14 +12,14 @@ from nntile_py.system.pages import templates
 from nntile_py.system.units import duration, percent, size
 
 SHARES = (("working", "#009e73"), ("communicating", "#e69f00"), ("overhead", "#d55e00"), ("idle", "#d0d4d8"))
-POINTS = 600  # of a curve
+POINTS = 600  # largest number of points of a curve
 
 
 def write(trace: Trace, parts: Trace, summary: dict[str, Any], path: Path, title: str, hardware: str) -> None:
     """Write report.html.
 
     Args:
-        parts: the trace by parts, see `trace_analysis.parts`.
+        parts: the trace with each fused group split into its tasks, see `trace_analysis.parts`.
         hardware: text on machine and tiles.
     """
     environment = templates(Path(__file__).parent)
@@ -46,7 +46,7 @@ def write(trace: Trace, parts: Trace, summary: dict[str, Any], path: Path, title
 
 
 def curve(trace: Trace, name: str, dates: Any, values: Any, unit: str) -> dict[str, Any]:
-    """Return name, largest value and points of a step curve in a box of 10000 x 100."""
+    """Return a step curve for the template: name, largest value as text, SVG points in a box of 10000 x 100."""
     t0, t1 = trace.window
     points = perfetto.sampled(dates, values, POINTS)
     top = max((value for _, value in points), default=0) or 1

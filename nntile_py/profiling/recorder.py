@@ -1,4 +1,4 @@
-"""Run steps of a config under StarPU's task profiling, and convert its records to a Trace."""
+"""Run steps of a config under StarPU's task profiling, and convert StarPU's records to a Trace."""
 
 from __future__ import annotations
 
@@ -31,26 +31,27 @@ from nntile_py.training.collectives import ranks_of_run
 from nntile_py.training.repeated_steps import forward_passes, same_steps
 from nntile_py.training.trainer import Trainer
 
-# Columns of csrc/profile.cpp. ready: the scheduler took the task.
+# Columns of the records of execution/csrc/profile.cpp. ready: date at which the scheduler got the task.
 COLUMNS = (
     "replay", "task", "worker", "submit", "ready", "pop", "popped", "fetch", "fetched", "start", "end", "released",
     "memory", "main_memory",
 )  # fmt: skip
-PASSAGE = ("replay", "index", "peer", "sends", "tag", "bytes", "posted", "ended")  # of csrc/profile.h
+# Members of the struct Passage, a send or a receive, in execution/csrc/profile.h.
+PASSAGE = ("replay", "index", "peer", "sends", "tag", "bytes", "posted", "ended")
 
 
-# StarPU's task profiling takes up to 1.4 us a task. If this would be 5 % of a step, the profile is light.
+# StarPU's task profiling takes up to 1.4 us a task. If this would be 5 % of a step, the profile is light (see watched).
 LIGHT_BELOW = 30e-6  # seconds of a step divided by the number of its tasks
 
 
 def run_steps(trainer: Trainer, steps: int, warmup: int) -> Trace:
-    """Train on random inputs: `warmup` steps without a profile, then `steps` with one."""
+    """Train on random inputs, `warmup` steps without a profile, then `steps` steps with one; return the trace."""
     inputs = trainer.spec.random_inputs(trainer.batch * trainer.grad_accumulation, seed=0)
     return _run(same_steps(trainer, inputs), trainer.tasks_per_step, steps, warmup, trainer.update_list)
 
 
 def run_passes(spec: StepSpec, steps: int, warmup: int) -> Trace:
-    """Run forward passes one after the other: `warmup` without a profile, then `steps` with one."""
+    """Run forward passes one by one, `warmup` without a profile, then `steps` with one; return the trace."""
     evaluation, run = forward_passes(spec, spec.random_inputs(spec.batch, seed=0, training=False), captured=False)
     each = len(evaluation.forward.tasks.tasks)
     return _run(lambda count: [loss for _ in range(count) for loss in run(1)], each, steps, warmup)
@@ -59,12 +60,12 @@ def run_passes(spec: StepSpec, steps: int, warmup: int) -> Trace:
 def _run(
     run: Callable[[int], Any], tasks: int, steps: int, warmup: int, update: TaskList | None = None
 ) -> Trace:  # fmt: skip
-    """Profile steps. The profile is light if all workers are CPU workers, and tasks are short: see LIGHT_BELOW.
+    """Return the trace of steps. The profile is light if all workers are CPU workers, and tasks are short: LIGHT_BELOW.
 
     Args:
         run: runs a number of steps.
         tasks: approximate number of tasks of a step.
-        update: see make_trace.
+        update: the task list that ends a step; None: each program is a step.
     """
     light, expected = False, tasks * steps
     if warmup:
@@ -91,7 +92,7 @@ class Recording:
         self.clocks: list[Any] = []
 
     def trace(self, update: TaskList | None) -> Trace:
-        """Return the trace of all ranks on rank 0, a rank's own trace on other ranks. All ranks call it."""
+        """Return the trace of all ranks on rank 0, a rank's own trace on other ranks. All ranks must call this."""
         own, all_ranks = make_trace(self.programs, self.native, update), ranks_of_run()
         parts = all_ranks.to_first((own, platform.node())) if all_ranks else None
         if not parts:
@@ -128,14 +129,15 @@ def watched(expected: int = 0, light: bool = False) -> Iterator[Recording]:
 
 
 def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: TaskList | None) -> Trace:
-    """Return the trace of programs.
+    """Return the trace of the programs of one rank.
 
     Args:
-        native: the result of profile_finish.
+        programs: task lists in the order of submission.
+        native: StarPU's records, from _core.profile_finish.
         update: the task list that ends a step; None: each program is a step.
     """
     infos: list[TaskInfo] = []
-    first: dict[int, int] = {}  # index of each list's first task among the infos
+    first: dict[int, int] = {}  # by id of a task list: index of its first task in `infos`
     numbers: dict[Any, int] = {}
     offsets, steps, step = [], [], 1
     for tasks in programs:
@@ -176,7 +178,7 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
         **{name: column[name] for name in kept},
     )
     with_ends(trace, _passages(native, infos, offsets, steps), column["replay"], column["task"])
-    if trace.light:  # the date at which a worker got a task was not recorded: not before the task was ready
+    if trace.light:  # no record of the date at which a worker got a task: estimated as the date at which it was ready
         ends = trace.end.tolist()
         ready = [max((ends[other] for other in before), default=0) for before in trace.before]
         for end in trace.ends:
@@ -189,7 +191,11 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
 def _passages(
     native: dict[str, Any], infos: Sequence[TaskInfo], offsets: Sequence[int], steps: Sequence[int]
 ) -> list[tuple[int, int, TaskInfo, MessageEnd]]:
-    """Return the ends of messages in the order of posting: replay, place in the task list, description, end."""
+    """Return the sends and receives, sorted by submission and position in the task list.
+
+    Returns:
+        For each: number of its program's submission, position in the task list, its task, the send or receive.
+    """
     passages = []
     for row in native["messages"][np.lexsort(native["messages"].T[[1, 0]])].tolist():
         record = dict(zip(PASSAGE, row, strict=True))
@@ -217,7 +223,7 @@ def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> TaskInfo:
 
 
 def axes(config: RunConfig, inference: bool = False) -> dict[str, dict[str, int]]:
-    """Return for each axis its size, its tile, the number of tiles, and a tile that is large enough."""
+    """Return for each axis its size, its tile, the number of tiles, and `good`: a tile that makes tasks long enough."""
     own, good, result = tiling(config), coarse(config, inference=inference).tiles, {}
     for axis, size in sizes(config).items():
         tile = own.tile(axis, size)

@@ -21,8 +21,9 @@ class TaskInfo:
 
     Attributes:
         tiles: access mode, name and index of each tile.
-        parts: for a group of tasks, its tasks in order.
-        estimated: the task is part of a group, so that its time is an estimate.
+        uses: accesses to tiles, from which dependencies follow.
+        parts: if the task is a fused group: the tasks of the group, in order.
+        estimated: the task is part of a fused group, so that its time is an estimate.
     """
 
     layer: str
@@ -42,14 +43,20 @@ class TaskInfo:
 
     @property
     def group(self) -> tuple[str, str]:
-        """Return operator and phase; the same for all layers, and for all updates."""
+        """Return (operator, phase), the same for all layers: `*` replaces their numbers. Updates are one group."""
         where = "" if self.phase == "update" else re.sub(r"\d+", "*", self.layer)
         return " ".join(filter(None, (where, self.operator))), self.phase
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker. node: its memory node; counters: StarPU's own sums of seconds."""
+    """A worker.
+
+    Attributes:
+        kind: CPU or CUDA.
+        node: number of its memory node.
+        counters: StarPU's own sums of the worker's seconds.
+    """
 
     name: str
     kind: str
@@ -73,9 +80,13 @@ class MessageEnd:
     """The send or the receive of a message between ranks; dates in ns on the rank's own clock.
 
     Attributes:
-        name: of the tile.
-        before, after: tasks of the rank that precede, or follow, this end.
-        relays: numbers of the rank's other ends that precede it, such as the receive of a tile that it forwards.
+        sends: True for the send, False for the receive.
+        peer: the other rank.
+        name: name of the tile.
+        posted, ended: dates at which the send or receive was started and had ended.
+        before, after: tasks of the rank that precede, or follow, this send or receive.
+        relays: numbers of the rank's sends and receives that precede this one, such as the receive of a tile that this
+            send forwards.
     """
 
     sends: bool
@@ -93,7 +104,13 @@ class MessageEnd:
 
 @dataclass(frozen=True, slots=True)
 class TracedMessage:
-    """A message between ranks. ready, open: dates (ns) at which the tile was complete, and its target free."""
+    """A message between ranks.
+
+    Attributes:
+        source, target: ranks.
+        ready: date (ns) at which the tile was complete on the sender.
+        open: date (ns) from which the receiver's tile could be overwritten.
+    """
 
     source: int
     target: int
@@ -104,24 +121,29 @@ class TracedMessage:
 
     @property
     def way(self) -> tuple[int, int]:
-        """Return start and end of the transit. It starts when both ranks are ready."""
+        """Return start and end (ns) of the transit. It starts when both the sender and the receiver are ready."""
         return min(max(self.ready, self.open), self.receive.ended), self.receive.ended
 
 
 @dataclass
 class Trace:
-    """Tasks as columns, in the order of submission; dates in ns. StarPU's own tasks are last, and access no tiles.
+    """Trace of a run. Each array has an entry for each task, in the order of submission; dates are in ns.
 
-    A merged trace has the tasks of all ranks, on the clock of rank 0, each task after its predecessors.
+    StarPU's own tasks come last, and access no tiles. A merged trace has the tasks of all ranks, on the clock of rank
+    0, each task after its predecessors.
 
     Attributes:
-        info: index into infos.
-        replay: number of the submission of the task's program.
-        pop: the worker got the task.
+        info: index of the task's description in `infos`.
+        step: number of the task's step, from 1; 0: of no step.
+        replay: number of the submission of the task's program, from 1; 0: StarPU's own task.
+        worker: index of the task's worker in `workers`.
+        pop: date at which the worker got the task.
         fetch, fetched: start and end of allocation and transfer of the task's data.
+        start, end: start and end of the task's kernels.
+        released: date at which the runtime had finished with the task.
         memory, main_memory: bytes in use at the end of the task, on the worker's node and in main memory.
-        light: only submit, start and end were recorded; `pop` is then an estimate, and other dates equal these.
-        mains: for each rank the node that is its main memory.
+        light: only submit, start and end were recorded; `pop` is then an estimate, and other dates equal start or end.
+        mains: for each rank the number of the memory node that is its main memory.
         ends: sends and receives of one rank, before the merge.
         messages: messages between ranks, after the merge.
         clock: offsets, drift and error of the ranks' clocks.
@@ -180,11 +202,11 @@ class Trace:
         return (self.end - self.start) * 1e-9
 
     def column(self, name: str) -> Any:
-        """Return a field of each task's info as numbers."""
+        """Return a numeric field of TaskInfo, such as `flop`, for each task."""
         return np.array([getattr(info, name) for info in self.infos], np.float64)[self.info]
 
     def on_kind(self, kind: str) -> Any:
-        """Return for each task whether its worker is of this kind."""
+        """Return for each task whether its worker is of the kind `kind`."""
         return np.isin(self.worker, [number for number, worker in enumerate(self.workers) if worker.kind == kind])
 
     @property
@@ -196,18 +218,19 @@ class Trace:
 
 
 def by_parts(trace: Trace, floors: Callable[[TaskInfo, Worker], float]) -> Trace:
-    """Split each group into its tasks, for figures by operator.
+    """Return a trace in which each fused group is replaced by its tasks, for figures by operator.
 
-    Only start and end of a group are known. Each task gets a share of this time in proportion to its least time.
+    Only start and end of a group are known. Each task of the group gets a share of this time, in proportion to the
+    task's least possible time.
 
     Args:
-        floors: returns the least time of a task on a worker.
+        floors: returns the least possible time of a task on a worker.
     """
     if not any(info.parts for info in trace.infos):
         return trace
     infos = [part for info in trace.infos for part in info.parts or (info,)]
     counts = np.array([len(info.parts) or 1 for info in trace.infos], np.int64)
-    # The end of each part as a share of its group's time, by info and kind of worker.
+    # The end of each part as a share of its group's time, by (index of the group's TaskInfo, kind of worker).
     ends: dict[tuple[int, str], Any] = {}
     for which, worker in np.unique(np.stack((trace.info, trace.worker)), axis=1).T.tolist():
         on = trace.workers[worker]
@@ -221,7 +244,7 @@ def by_parts(trace: Trace, floors: Callable[[TaskInfo, Worker], float]) -> Trace
     columns: dict[str, Any] = {
         f.name: np.repeat(getattr(trace, f.name), repeat) for f in fields(trace) if f.type == "Ints"
     }
-    first = np.cumsum(repeat) - repeat  # for each task: the place of its first part
+    first = np.cumsum(repeat) - repeat  # for each task: index of its first part in the new trace
     number = np.arange(repeat.sum()) - np.repeat(first, repeat)
     columns["info"] = np.repeat((np.cumsum(counts) - counts)[trace.info], repeat) + number
     length = columns["end"] - columns["start"]
@@ -236,14 +259,14 @@ def _ends(floors: Sequence[float]) -> Any:
 
 
 def accumulating(trace: Trace, path: Sequence[int]) -> list[int]:
-    """Return the tasks of a path that add to a tile which the task before them has written or added to."""
+    """Return the tasks of a path that add to a tile which the path's previous task has written or added to."""
     added = [{use.tile for use in trace.info_of(task).uses if use.adds} for task in path]
     outputs = [{use.tile for use in trace.info_of(task).uses if use.adds or use.mode == "W"} for task in path]
     return [path[k] for k in range(1, len(path)) if added[k] & outputs[k - 1]]
 
 
 def stream_starts(start: Ints, end: Ints) -> Ints:
-    """Return the true start of each task of a CUDA stream: StarPU records the launch, while earlier tasks still run."""
+    """Return the true start of each task of a CUDA stream. StarPU records the launch, when earlier tasks still run."""
     order = np.argsort(end, kind="stable")
     result = start.copy()
     result[order[1:]] = np.maximum(start[order[1:]], end[order[:-1]])
@@ -251,7 +274,7 @@ def stream_starts(start: Ints, end: Ints) -> Ints:
 
 
 def merge(start: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """Return the union of intervals as sorted disjoint intervals."""
+    """Return the union of intervals: starts and ends of sorted disjoint intervals."""
     if not len(start):
         return start, end
     order = np.argsort(start, kind="stable")
@@ -267,7 +290,7 @@ def common(one: tuple[Ints, Ints], other: tuple[Ints, Ints]) -> int:
 
 
 def intervals(pairs: Iterable[tuple[int, int]]) -> tuple[Ints, Ints]:
-    """Return the union of (start, end) pairs."""
+    """Return the union of (start, end) pairs: starts and ends of sorted disjoint intervals."""
     table = np.array([*pairs], np.int64).reshape(-1, 2)
     return merge(table[:, 0], table[:, 1])
 

@@ -12,17 +12,18 @@ from nntile_py.profiling.message_waits import idle, summarised
 from nntile_py.profiling.trace import REDUCTION, TaskInfo, Trace, Worker, accumulating, by_parts, length
 from nntile_py.tiles.dependencies import critical_path
 
-# Assumed flop/s and bytes/s of an unknown device, for the proportions of the times of a group's tasks.
+# Assumed flop/s and bytes/s of an unknown device, for splitting a fused group's time among its tasks.
 ASSUMED = (600e12, 3.5e12)
 
 
 def summarise(trace: Trace, peaks: Mapping[str, Peak], tiles: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return summary.json without the findings.
+    """Return the content of summary.json without the findings.
 
-    Figures by operator count the tasks of a group separately; `estimated` is the share of such estimated time.
+    Figures by operator count the tasks of a fused group separately, with estimated times. `estimated` is the estimated
+    share of an operator's time.
 
     Args:
-        peaks: of one worker, by kind of worker.
+        peaks: peak rates of one worker, by kind of worker.
         tiles: for each axis its size, its tile, the number of tiles.
     """
     t0, t1 = trace.window
@@ -58,7 +59,10 @@ def summarise(trace: Trace, peaks: Mapping[str, Peak], tiles: Mapping[str, Any] 
 
 
 def parts(trace: Trace, peaks: Mapping[str, Peak]) -> Trace:
-    """Split groups: each task gets time in proportion to max(flop / peak flop/s, bytes / peak bytes/s)."""
+    """Return the trace with each fused group split into its tasks.
+
+    A task gets a share of the group's time in proportion to max(flop / peak flop/s, bytes / peak bytes/s).
+    """
 
     def floor(info: TaskInfo, worker: Worker) -> float:
         peak = peaks.get(worker.kind)
@@ -91,7 +95,7 @@ def _worker(trace: Trace, number: int) -> dict[str, Any]:
 
 
 def _operators(trace: Trace, peaks: Mapping[str, Peak]) -> list[dict[str, Any]]:
-    """Return a row for each operator and phase, the longest first. trace: the trace by parts."""
+    """Return a row for each operator and phase, the longest first. trace: with fused groups split into their tasks."""
     groups: dict[tuple[str, str], int] = {}
     of_info = np.array([groups.setdefault(info.group, len(groups)) for info in trace.infos], np.int64)
     of_task = of_info[trace.info]
@@ -123,7 +127,12 @@ def _operators(trace: Trace, peaks: Mapping[str, Peak]) -> list[dict[str, Any]]:
 
 
 def _path(trace: Trace, parts: Trace, window: float) -> dict[str, Any]:
-    """Return the figures of the critical path."""
+    """Return the figures of the critical path for summary.json.
+
+    Args:
+        parts: the trace with fused groups split into their tasks.
+        window: seconds of the run.
+    """
     path = critical_path(trace.before, trace.seconds)
     seconds, of_part = trace.seconds, parts.seconds
     counts = np.array([len(info.parts) or 1 for info in trace.infos], np.int64)[trace.info]
@@ -144,7 +153,7 @@ def _path(trace: Trace, parts: Trace, window: float) -> dict[str, Any]:
 
 
 def _submission(trace: Trace) -> float:
-    """Return the seconds in which the main thread submitted programs, of the slowest rank."""
+    """Return the seconds that the main thread spent submitting programs, on the rank where this took longest."""
     totals, rank = [0] * trace.ranks, trace.rank
     for replay in np.unique(trace.replay[trace.replay > 0]):
         tasks = trace.replay == replay
