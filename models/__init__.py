@@ -1,4 +1,4 @@
-"""Models: plain texts of layers over named axes, one file each; `from_hf` reads any of them."""
+"""Models, one file each: plain Python that calls operators on tensors with named axes. `from_hf` loads a checkpoint."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ __all__ = ["Model", "ModelConfig", "find", "from_hf"]
 
 
 def _classes() -> dict[str, type]:
-    """The models of this folder and their configs, by name: GPT2, GPT2Config, ..."""
+    """Return the model classes of this folder and their config classes by class name: GPT2, GPT2Config, ..."""
     return {cls.__name__: cls for model in known().values() for cls in (model, model.Config)}
 
 

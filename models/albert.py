@@ -65,9 +65,9 @@ class ALBERTConfig(TextEncoderConfig, PaddedConfig):
 class ALBERT(TextEncoder):
     """ALBERT with the head that config.head names. Inputs: input_ids, labels; attention_mask, token_type_ids if given.
 
-    labels: of masked_lm and pretraining the token of each position, -100 elsewhere; of classification [batch] classes,
-    of token_classification the class of each position.
-    pretraining has sentence_order_label [batch] besides.
+    Labels by head. masked_lm and pretraining: the masked token of each position, -100 at unmasked positions;
+    classification: a class for each sequence, [batch]; token_classification: a class for each token. pretraining also
+    needs sentence_order_label [batch].
     """
 
     Config = ALBERTConfig

@@ -1,4 +1,4 @@
-"""Base classes of models: a typed config, weights by their names in a checkpoint, conversion to transformers."""
+"""Base classes of models and their configs; loading of checkpoints, and conversion from and to transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from nntile_py.typed import typed
 
 
 class ModelConfig(Section):
-    """Sizes and choices of a model: the section `model` of a YAML. Frozen; raises ConfigError for wrong values.
+    """Sizes and options of a model: the section `model` of a YAML. Immutable; raises ConfigError for wrong values.
 
     A subclass adds fields and sets `type`, the model's name in a YAML. A run fills in `vocab` from the tokenizer,
     `positions` from train.seq, and `masked` from train.seq and train.mask_probability, if the model has these fields.
@@ -43,7 +43,7 @@ class ModelConfig(Section):
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
-    if TYPE_CHECKING:  # fields of its subclasses, where only a model's own text knows which
+    if TYPE_CHECKING:  # code that handles any model may read fields that only subclasses declare
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -58,7 +58,7 @@ class ModelConfig(Section):
             super().__init__(**fields)
         except ValidationError as error:
             raise ConfigError(explained(type(self), error, "model.")) from None
-        except Exception as error:  # of a validator of the user's
+        except Exception as error:  # raised by a validator in the user's subclass
             raise told(type(self), error) from error
         for name, value in self:
             try:
@@ -70,7 +70,10 @@ class ModelConfig(Section):
     @field_validator("*", mode="wrap")
     @classmethod
     def _as_yaml_has_it(cls, value: Any, checked: Any, info: ValidationInfo) -> Any:
-        """Strict as JSON is, which has no other types than YAML: a list may be a tuple or a set, a text a path."""
+        """Return the validated value; retry a list or text as JSON, because YAML has no tuples, sets or paths.
+
+        A field may thus be annotated as tuple or set (written as a list) or as Path (written as a text).
+        """
         try:
             return checked(value)
         except ValidationError:
@@ -92,13 +95,13 @@ class ModelConfig(Section):
         return type(self)(**(self.model_dump(by_alias=True) | fields))
 
     def fill(self, **defaults: Any) -> None:
-        """Set fields that are None; for validators."""
+        """Set the named fields that are None to the given defaults. Validators call it."""
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 self.__dict__[name] = value
 
     def check_size(self, name: str, divisor: str) -> None:
-        """Raise ConfigError unless the size `divisor` divides the size `name`."""
+        """Raise ConfigError unless the field `divisor` divides the field `name`, such as heads and embed."""
         whole, part = getattr(self, name), getattr(self, divisor)
         for key, size in ((name, whole), (divisor, part)):
             if not isinstance(size, int) or size < 1:
@@ -120,25 +123,31 @@ ConfigT = TypeVar("ConfigT", bound=ModelConfig, default=Any)
 
 
 class Model(Generic[ConfigT]):
-    """A model: its `Config`, and `trace(g, batch)`, which declares inputs and parameters where it uses them.
+    """Base class of models. A subclass sets `Config` and defines `trace(g, batch)`, which builds the model's graph.
 
-    `class Mine(nt.Model[MyConfig])` tells type checkers the class of `self.config`.
+    `trace` declares inputs and parameters where it uses them. `class Mine(nt.Model[MyConfig])` tells type checkers
+    the class of `self.config`.
 
     Args:
-        config: Sizes and choices, an instance of `Config`.
+        config: Sizes and options, an instance of `Config`.
         weights: {name in the checkpoint: numpy array}, fp32 or fp64. Default: random weights, drawn at their first use.
         seed: Seed of the random weights.
         hf: Content of the checkpoint's config.json.
     """
 
     Config: ClassVar[type[ModelConfig]]
-    objective: ClassVar[str | None] = None  # what text is made into: causal, masked; None: it is not trained on text
-    prefix: ClassVar[str] = ""  # that checkpoints of the bare model leave out
-    head_weights: ClassVar[tuple[str, ...]] = ()  # that a bare model's checkpoint lacks: new_head draws them
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # keys of config.json: allowed values, the default first
-    absent: ClassVar[Mapping[str, Any]] = {}  # values of keys that config.json lacks
-    old_names: ClassVar[Mapping[str, str]] = {}  # first parts of names in other versions of a checkpoint: names here
-    head_fields: ClassVar[tuple[str, ...]] = ()  # of the config: a checkpoint with others gets a new head, see from_hf
+    # Training objective on text: causal (next token) or masked (masked tokens); None: not trained on text.
+    objective: ClassVar[str | None] = None
+    prefix: ClassVar[str] = ""  # prefix of weight names; checkpoints of the model without a head lack the prefix
+    # Weights missing from checkpoints of the model without a head; with new_head: true they are random.
+    head_weights: ClassVar[tuple[str, ...]] = ()
+    # {key of config.json: its allowed values}; the first value is assumed if config.json lacks the key.
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    absent: ClassVar[Mapping[str, Any]] = {}  # {key of config.json: value assumed if config.json lacks the key}
+    # {prefix of weight names in other versions of the checkpoint: prefix in this model}
+    old_names: ClassVar[Mapping[str, str]] = {}
+    # Config fields that describe the head. If they differ from a checkpoint's, from_hf draws a new head.
+    head_fields: ClassVar[tuple[str, ...]] = ()
 
     @typed
     def __init__(
@@ -160,13 +169,16 @@ class Model(Generic[ConfigT]):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
     def trace(self, g: Graph, batch: Batch) -> Traced:
-        """The model's operators on one micro-batch; see docs/write-a-model.md."""
+        """Add the model's operators for one micro-batch to the graph; return loss and outputs.
+
+        See docs/write-a-model.md.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no trace(g, batch)")
 
     # -- parameters
 
     def params(self) -> list[Param]:
-        """Return the parameters that `trace` declares; their sizes depend only on the config."""
+        """Return the parameters that `trace` declares. Their sizes depend only on the config, not on the batch."""
         if self._params is None:
             graph = Graph()
             trace(self, graph, Batch(1, 1))
@@ -174,11 +186,11 @@ class Model(Generic[ConfigT]):
         return self._params
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The checkpoint's weights: {name: shape}."""
+        """Return {name in the checkpoint: shape} of all weights."""
         return {source.weight: source.shape for param in self.params() for source in param.sources}
 
     def numel(self) -> int:
-        """Number of elements of all parameters."""
+        """Return the total number of elements of all parameters."""
         return sum(param.tensor.numel for param in self.params())
 
     @property
@@ -192,18 +204,19 @@ class Model(Generic[ConfigT]):
         self._weights = weights
 
     def changed(self, **fields: Any) -> Self:
-        """The same weights with other values of some fields of the config, such as attention="merge"."""
+        """Return a model with the same weights and some config fields changed, such as attention="merge"."""
         return type(self)(self.config.changed(**fields), self._weights, seed=self.seed, hf=self.hf)
 
     # -- transformers
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of the config, from config.json; raises ConfigError for what is not supported.
+        """Return the config's fields from the content of config.json. Raises ConfigError for unsupported values.
 
-        A model that transformers knows has its own, as of hf_config; the others write and read their fields.
+        Models that exist in transformers override read_config and hf_config. For other models config.json simply
+        holds the fields of `Config`, and these two functions read and write them.
         """
-        if "architectures" in raw:  # transformers wrote it
+        if "architectures" in raw:  # transformers wrote this config.json
             raise ConfigError(
                 f"{cls.__name__} has no read_config(raw), so {cls.__name__}.from_hf reads what nntile train saved of it"
                 " and no model of transformers"
@@ -212,7 +225,7 @@ class Model(Generic[ConfigT]):
 
     @classmethod
     def saved_fields(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """What read_config makes of config.json; whatever is wrong in that is a ConfigError."""
+        """Return read_config's fields for a config.json. Every error in its content becomes a ConfigError."""
         choice(raw, "quantization_config", None)
         keys = Keys({**cls.absent, **raw})
         if cls.fixed:
@@ -231,17 +244,22 @@ class Model(Generic[ConfigT]):
         return fields
 
     def hf_config(self) -> dict[str, Any]:
-        """What config.json holds: for transformers its config of the model, with model_type and architectures."""
+        """Return the content of config.json. For models of transformers it includes model_type and architectures."""
         return self.config.model_dump(mode="json", exclude={"from_"})
 
     @classmethod
     def from_hf(cls, source: Any, *, seed: int = 0, **fields: Any) -> Self:
-        """From a model of transformers, or a folder saved by save_pretrained (safetensors).
+        """Load a model from a transformers model, or from a folder that save_pretrained wrote.
 
-        fields: of the config, such as attention= and dropout=; dropout is off unless it is given. If the head or the
-        classes differ from the saved ones, the new head's weights are random. They are seeded with `seed` and the kind
-        of the saved head, so they do not repeat the random weights that the saved model started from.
-        Raises ConfigError for a folder or a variant of the model that cannot be read.
+        Args:
+            source: A transformers model object, or the folder's path.
+            seed: Seed of a new head's random weights. A head is new if its kind or classes differ from the saved
+                ones. The kind of the saved head enters the seed too, so the new weights do not repeat the random
+                weights that the saved model started from.
+            fields: Fields of the config to change, such as attention= and dropout=. Dropout is off unless it is given.
+
+        Raises:
+            ConfigError: The folder, or this variant of the model, cannot be read.
         """
         with named(source):
             return cls._read(source, fields, seed)
@@ -250,7 +268,8 @@ class Model(Generic[ConfigT]):
     def _read(cls, source: Any, fields: dict[str, Any], seed: int) -> Self:
         raw = read_raw(source)
         saved = cls.saved_fields(raw)
-        own = {*cls.head_fields} - {"head"}  # go together: labels without classes say how many there are
+        # If the caller sets classes or labels, drop both saved values: one of the two implies the other.
+        own = {*cls.head_fields} - {"head"}
         kept = {name: value for name, value in saved.items() if not (own & fields.keys() and name in own)}
         config: Any = cls.Config(**(kept | fields))
         model = cls(config, hf=raw, seed=seed)
@@ -263,7 +282,7 @@ class Model(Generic[ConfigT]):
         new = model._new_head(saved, tensors)
         weights = arrays({name: tensors[name] for name in shapes if name in tensors and name not in (new or ())})
         if new is not None:
-            # The weights that the folder comes from may be drawn from this seed, too.
+            # The saved model may have been initialised from the same seed; the hash makes the new weights differ.
             old_head = zlib.crc32(repr([saved.get(name) for name in cls.head_fields]).encode())
             drawn = initial_weights(model.params(), [seed, old_head])
             weights |= {name: drawn[name] for name in new}
@@ -276,14 +295,24 @@ class Model(Generic[ConfigT]):
         return model
 
     def copies(self) -> Mapping[str, str]:
-        """Return weights that a checkpoint may have, and the weights that this model uses in their place."""
+        """Return {duplicate weight in a checkpoint: weight that this model uses instead}, such as tied embeddings.
+
+        `from_hf` refuses a checkpoint whose two weights differ.
+        """
         return {}
 
     def _new_head(self, saved: Mapping[str, Any], tensors: Mapping[str, Any]) -> set[str] | None:
-        """Weights that a checkpoint with the fields `saved` lacks where any of `head_fields` differs from its own.
+        """Return the names of the head's weights to draw at random; None if the checkpoint has the same head.
 
-        Those of the classes (parameters that have an axis of this name) are among them. None: the head is the same. A
-        head without a loss has none: what no training would mend is not drawn."""
+        With `new_head: true` these are the weights of `head_weights` that the checkpoint lacks. Otherwise the head is
+        new if a field of `head_fields` differs from the checkpoint's. Drawn are then all weights with an axis
+        `classes`, and weights that neither the checkpoint nor a model with the checkpoint's head has. A head without
+        a loss gets no random weights, because no training would ever improve them.
+
+        Args:
+            saved: Config fields of the checkpoint.
+            tensors: The checkpoint's weights by name.
+        """
         if bare := {name for name in self.head_weights if name in self.weight_shapes() and name not in tensors}:
             if self.config.new_head:
                 return bare
@@ -301,15 +330,15 @@ class Model(Generic[ConfigT]):
         }  # fmt: skip
 
     def hf_options(self) -> dict[str, Any]:
-        """What transformers' class takes besides its config."""
+        """Return keyword arguments for the constructor of the transformers class, besides its config."""
         return {}
 
     def merged_hf(self, own: dict[str, Any]) -> dict[str, Any]:
-        """A config for transformers; a model that came from there keeps what it came with."""
+        """Return `own` updated with the config.json that the model was loaded from, whose values take precedence."""
         return own | {key: value for key, value in self.hf.items() if value is not None}
 
     def to_hf(self) -> Any:
-        """The model of transformers with these weights."""
+        """Return the transformers model with these weights, in evaluation mode."""
         import torch
         import transformers
 
@@ -323,7 +352,7 @@ class Model(Generic[ConfigT]):
         (architecture,) = raw["architectures"]
         try:
             config = transformers.AutoConfig.for_model(**raw)
-        except Exception as error:  # whatever its checks say; they change with its versions
+        except Exception as error:  # the exception type of a failed check depends on transformers' version
             told = " ".join(str(error).split())
             raise ConfigError(f"model: transformers does not take these sizes ({told})") from error
         dtype = torch.float64 if next(iter(self.weights.values())).dtype == np.float64 else torch.float32
@@ -338,7 +367,10 @@ class Model(Generic[ConfigT]):
 
 
 def told(cls: type, error: Exception) -> Exception:
-    """An error in a user's class as a ConfigError that names file and line; others as they are."""
+    """Turn an error raised in a user's own class into a ConfigError that names file and line.
+
+    Return a ConfigError, and an error of nntile_py's own classes, unchanged.
+    """
     if isinstance(error, ConfigError) or cls.__module__.startswith("nntile_py."):
         return error
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)

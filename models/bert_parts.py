@@ -1,6 +1,6 @@
-"""What BERT and the models that came from it share: config, embedding, layers, heads, how transformers' is read.
+"""Shared by BERT and its descendants: config, embedding, layers, heads, and reading of transformers' config.
 
-Axes: batch, seq, embed, hidden (of a head), heads, head_dim, ffn, vocab, position, kind (of token), classes.
+Axes: batch, seq, embed, hidden (width of a head), heads, head_dim, ffn, vocab, position, kind (token type), classes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from nntile_py.tasks.select import select
 from nntile_py.tasks.squared_error import squared_error
 
 INIT = Normal(0.02)
-# Last parts of the names of transformers' classes, by head. A class with two heads reads as the last one.
+# {head: end of the name of transformers' class}. Some heads share a class: `regression` and `classification`, and
+# `pooler` and `none`. A config.json with such a class is read as the later of the two heads.
 CLASSES = {
     "masked_lm": "ForMaskedLM", "pretraining": "ForPreTraining", "regression": "ForSequenceClassification",
     "classification": "ForSequenceClassification", "token_classification": "ForTokenClassification",
@@ -62,7 +63,7 @@ PADDED_KEYS = KEYS | {"padding_idx": "pad_token_id"}
 
 
 class TextEncoderConfig(LayerConfig, TokenConfig):
-    """Of BERT and its like; each adds `layer_norm_eps`."""
+    """Config of BERT and its descendants. Each subclass adds the field `layer_norm_eps`."""
 
     positions: Count | None = None
     """Length of the longest sequence; null: `train.seq`."""
@@ -105,23 +106,24 @@ class TextEncoderConfig(LayerConfig, TokenConfig):
 
 
 class TextEncoder(Model):
-    """A model of this family."""
+    """Base class of BERT and its descendants. A subclass sets `Config`, `stem` and other attributes, and `trace`."""
 
     objective = "masked"
     head_fields = ("head", "classes", "labels")
-    stem: ClassVar[str]  # first part of the names of transformers' classes
-    keys: ClassVar[Mapping[str, str]] = PADDED_KEYS  # fields of the config: keys of config.json
+    stem: ClassVar[str]  # prefix of the names of transformers' classes, such as Bert
+    keys: ClassVar[Mapping[str, str]] = PADDED_KEYS  # {field of the config: key of config.json}
     fixed: ClassVar = {
         "is_decoder": (False, None), "add_cross_attention": (False, None), "is_encoder_decoder": (False, None),
         "position_embedding_type": ("absolute",), "tie_word_embeddings": (True,),
         "problem_type": (None, "single_label_classification", "regression"),
     }  # fmt: skip
     absent: ClassVar[dict[str, Any]] = {"pad_token_id": 0}
-    decoder: ClassVar[str] = ""  # weight of a head that computes with the tokens' table, in some checkpoints
+    # Name under which some checkpoints also store the token embedding, which the head's last product shares.
+    decoder: ClassVar[str] = ""
 
     @classmethod
     def architectures(cls) -> dict[str, str]:
-        """Return transformers' class for each head of the model."""
+        """Return {head: name of transformers' class} for the heads of the model."""
         return {head: cls.stem + CLASSES[head] for head in get_args(cls.Config.model_fields["head"].annotation)}
 
     def copies(self) -> Mapping[str, str]:
@@ -164,7 +166,10 @@ class TextEncoder(Model):
 
 
 def _labels(names: Mapping[Any, Any]) -> list[str] | None:
-    """The classes' names of transformers' id2label; None where it has none of its own."""
+    """Return the class names of transformers' id2label, in order; None for the default names LABEL_0, LABEL_1, ...
+
+    Return None also if names are missing or occur twice.
+    """
     found = [names.get(str(number), names.get(number)) for number in range(len(names))]
     named = all(isinstance(one, str) for one in found) and len(set(found)) == len(found)
     return found if named and found != [f"LABEL_{number}" for number in range(len(found))] and found else None
@@ -174,15 +179,16 @@ def _labels(names: Mapping[Any, Any]) -> list[str] | None:
 
 
 def counted_positions(g: Graph, batch: Batch, positions: int | None, padding: int) -> Tensor:
-    """Positions [batch, seq] as RoBERTa counts them: padding + 1, padding + 2, ... over the tokens that are no padding.
+    """Declare the input `positions` [batch, seq] with RoBERTa's positions, by default computed from input_ids.
 
-    The token `padding` itself has the position `padding`. Made of input_ids unless a step gives them as `positions`.
+    Tokens that are not padding get padding + 1, padding + 2, ...; a padding token gets the position `padding`.
+    `padding` is the number of the padding token. `positions` is the length of the longest sequence.
     """
 
     def counted(given: Mapping[str, Array]) -> Array:
         real = given["input_ids"] != padding
         count = np.cumsum(real, axis=1)
-        if batch.packed:  # from where each sequence begins
+        if batch.packed:  # count anew in each sequence of a bin
             begin = np.arange(batch.seq) - packed_inputs.positions_of(given[packed_inputs.SEGMENTS], batch.seq)
             count = count - np.take_along_axis(count - real, begin, axis=1)
         numbers: Array = count * real + padding
@@ -203,14 +209,19 @@ def embedded(
     places: bool = True,
     width: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The normed sum of the embeddings of tokens, positions and token types; and the tokens' table.
+    """Return the sum of token, position and token type embeddings after LayerNorm and dropout; and the token table.
 
-    Their tables are NAME.word_embeddings.weight and so on. Inputs: input_ids, token_type_ids if there are kinds.
-    padding: number of the padding token from which positions are counted (see counted_positions), and of the rows
-    without a gradient in the tables of tokens and positions; None: positions are 0, 1, ..., and the row
-    config.padding_idx of the tokens' table has no gradient.
-    places: whether there is a table of positions. width: of the tables, where it is another one than the model's; it
-    has the axis embed, too.
+    Declares the inputs input_ids and, if `kinds`, token_type_ids.
+
+    Args:
+        c: Config of the model.
+        name: Prefix of the weights: NAME.word_embeddings.weight, NAME.LayerNorm.weight, ...
+        kinds: Whether to add token type embeddings.
+        padding: Number of the padding token. Positions are then counted from it (see counted_positions), and its rows
+            in the tables of tokens and positions get no gradient. None: positions are 0, 1, ..., and row
+            c.padding_idx of the token table gets no gradient.
+        places: Whether to add position embeddings.
+        width: Width of the tables (axis embed); 0: the model's width.
     """
     tokens, embed = {"batch": batch.size, "seq": batch.seq}, {"embed": width or c.embed}
     ids, positions, rows = g.input("input_ids", tokens, below=c.vocab), None, c.positions
@@ -234,7 +245,7 @@ def embedded(
 
 
 class LayerNames(NamedTuple):
-    """What a checkpoint calls the weights of one layer, behind the layer's own name."""
+    """Names of the weights of one layer in a checkpoint, without the layer's prefix."""
 
     query: str = "attention.self.query"
     key: str = "attention.self.key"
@@ -247,7 +258,11 @@ class LayerNames(NamedTuple):
 
 
 class EncoderLayer:
-    """Attention and a feed-forward part, each with its norm after the residual, and their weights: NAME.query, ..."""
+    """One encoder layer: attention and a feed-forward part, each followed by residual and norm.
+
+    The constructor declares the weights NAME.attention.self.query.weight, ...; `layer(g, x, mask, scope)` applies
+    them. Several calls share the weights.
+    """
 
     def __init__(self, g: Graph, c: Any, name: str, names: LayerNames) -> None:
         embed, heads = {"embed": c.embed}, {"heads": c.heads, "head_dim": c.embed // c.heads}
@@ -261,17 +276,20 @@ class EncoderLayer:
         self.narrow_norm = norm_weights(g, at.narrow_norm, c.embed)
 
     def projected(self, g: Graph, at: LayerNames, embed: Sizes, heads: Sizes) -> list[Dense]:
-        """The weights of queries, keys and values."""
+        """Declare and return the weights of queries, keys and values."""
         return [dense_weights(g, one, embed, heads, INIT) for one in (at.query, at.key, at.value)]
 
     def attend(self, g: Graph, x: Tensor, mask: Mask) -> Tensor:
-        """The heads' output, with the axes batch, seq, heads and head_dim in any order."""
+        """Return the attention's output before the output projection.
+
+        Its axes are batch, seq, heads and head_dim, in any order.
+        """
         c = self.config
         q, k, v = (transpose(g, y(g, x), ["batch", "heads", "seq", "head_dim"]) for y in self.projections)
         return attention(g, q, k, v, mask, c.attention, c.attention_dropout)
 
     def __call__(self, g: Graph, x: Tensor, mask: Mask, scope: str) -> Tensor:
-        """The layer's output for x [batch, seq, embed]."""
+        """Return the layer's output for x [batch, seq, embed]. `scope` prefixes the operators' names, such as h0."""
         c = self.config
         with g.scope(f"{scope}.attn"):
             y = self.attended(g, transpose(g, self.attend(g, x, mask), ["batch", "seq", "heads", "head_dim"]))
@@ -285,11 +303,12 @@ class EncoderLayer:
 
 
 def predicted(g: Graph, batch: Batch, c: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of x [batch, seq, embed] that logits are needed of, and their labels.
+    """Return the hidden states that need logits, and their labels. Declares the input labels [batch, seq].
 
-    The input is labels [batch, seq]: the token of each position, -100 where none is to be predicted. Where
-    config.masked says how many are, a training step takes those rows alone, [batch, masked, embed]; of packed sequences
-    as many as there are. An evaluation takes all, as it may return the logits. ValueError in a step: a row has more.
+    Labels hold the token to predict at each position, -100 at positions without a prediction. If config.masked is set
+    or the sequences are packed, a training step gathers only the positions to predict: [batch, masked, embed]. An
+    evaluation keeps all positions of x [batch, seq, embed], because it may return their logits. A step raises
+    ValueError if a sequence has more than config.masked positions to predict.
     """
     tokens, options = {"batch": batch.size, "seq": batch.seq}, {"below": c.vocab, "ignored": IGNORED}
     most = batch.seq if batch.packed else min(batch.seq, c.masked or 0)
@@ -309,24 +328,30 @@ def predicted(g: Graph, batch: Batch, c: Any, x: Tensor) -> tuple[Tensor, Tensor
 
 
 def masked_places(labels: Array, most: int) -> Array:
-    """The positions [rows, most] of the labels [rows, seq] that count, then -1. ValueError: more count in a row."""
+    """Return the positions [rows, most] of labels other than -100 in each row of `labels` [rows, seq], then -1.
+
+    Raises:
+        ValueError: A row has more than `most` of them.
+    """
     counts = (labels != IGNORED).sum(axis=1)
     if counts[row := int(counts.argmax())] > most:
         need = f"at most {most}, for which model.masked was set (0: any number)"
         raise ValueError(f"labels[{row}]: {counts[row]} tokens are to be predicted; allowed: {need}")
-    first = np.argsort(labels == IGNORED, axis=1, kind="stable")[:, :most]  # those that count, in their order
+    first = np.argsort(labels == IGNORED, axis=1, kind="stable")[:, :most]  # stable: positions stay in order
     places: Array = np.where(np.arange(most) < counts[:, None], first, NOWHERE)
     return places
 
 
 def labels_at(labels: Array, places: Array) -> Array:
-    """The labels at these places, -100 where a place is none."""
+    """Return the labels at the positions `places` of each row; -100 where the position is -1."""
     return np.where(places == NOWHERE, IGNORED, np.take_along_axis(labels, np.maximum(places, 0), axis=1))
 
 
 def bare(g: Graph, c: Any, x: Tensor, pooler: str | None = None) -> Traced:
-    """What a model without a loss ends in: the hidden states; with head: pooler, what stands for a sequence besides,
-    whose product has the weights `pooler`."""
+    """Return the outputs of a model without a loss: the hidden states `hidden`.
+
+    With head: pooler also `pooled`, a vector for each sequence. Its dense layer has the weights named `pooler`.
+    """
     outputs = {"hidden": x}
     if c.head == "pooler" and pooler:
         outputs["pooled"] = first_token(g, x, c, pooler, "tanh")
@@ -334,9 +359,12 @@ def bare(g: Graph, c: Any, x: Tensor, pooler: str | None = None) -> Traced:
 
 
 def token_logits(g: Graph, x: Tensor, c: Any, words: Tensor, kind: str, names: tuple[str, str, str]) -> Tensor:
-    """Logits [..., vocab] of x [..., embed] by the tokens' own table, after a product, the activation `kind`, a norm.
+    """Return logits [..., vocab] of x [..., embed]: a dense layer, an activation, a norm, a product with `words`.
 
-    names: of the product, of the norm, of the bias for each token of the vocabulary.
+    Args:
+        words: The table of token embeddings, which serves as the last product's weight.
+        kind: The activation function.
+        names: Names of the dense layer, of the norm, and of the bias [vocab] of the last product.
     """
     transform, normed, bias = names
     y = dense(g, x, transform, {"embed": c.embed}, {"hidden": words.size("embed")}, INIT)
@@ -345,14 +373,19 @@ def token_logits(g: Graph, x: Tensor, c: Any, words: Tensor, kind: str, names: t
 
 
 def first_token(g: Graph, x: Tensor, c: Any, name: str, kind: str, dropped: float = 0.0) -> Tensor:
-    """What stands for a sequence [batch, hidden]: a product and the activation `kind` of its first position, of which
-    the share `dropped` is dropped before."""
+    """Return a vector for each sequence, [batch, hidden]: dropout, dense layer and activation of its first token.
+
+    `name` is the prefix of the dense layer's weights, `kind` the activation, `dropped` the dropout probability.
+    """
     first = dropout(g, first_tokens(g, x), dropped)
     return activation(g, dense(g, first, name, {"embed": c.embed}, {"hidden": c.embed}, INIT), kind)
 
 
 def classified_tokens(g: Graph, batch: Batch, c: Any, x: Tensor) -> Traced:
-    """Logits and loss of labels [batch, seq], the class of each token, -100 where it does not count."""
+    """Return loss and logits of token classification.
+
+    Declares the input labels [batch, seq]: the class of each token, -100 for tokens that do not count.
+    """
     logits = dense(g, dropout(g, x, c.dropout), "classifier", {"embed": c.embed}, {"classes": c.classes}, INIT)
     tokens = {"batch": batch.size, "seq": batch.seq}
     labels = g.input("labels", tokens, below=c.classes, ignored=IGNORED, scale="loss_scale")
@@ -360,8 +393,11 @@ def classified_tokens(g: Graph, batch: Batch, c: Any, x: Tensor) -> Traced:
 
 
 def classified(g: Graph, batch: Batch, c: Any, pooled: Tensor, name: str = "classifier") -> Traced:
-    """Logits and loss of labels [batch], the class of each sequence; with head: regression its number, or its numbers
-    [batch, classes]."""
+    """Return loss and logits of a classifier of sequences, whose vectors are `pooled`.
+
+    Declares the input labels [batch]: the class of each sequence. With head: regression the labels are the numbers to
+    predict: [batch], or [batch, classes] if there are several for each sequence.
+    """
     logits = dense(g, dropout(g, pooled, c.dropout), name, {"hidden": c.embed}, {"classes": c.classes}, INIT)
     if c.head == "regression":
         if batch.packed:

@@ -1,7 +1,8 @@
 """DeBERTa (He et al. 2021) and its versions 2 and 3 as in transformers: attention by content and by relative position.
 
-Scores are (q k + q r_k[d] + k r_q[d]) / sqrt(3 head_dim): r_k and r_q are products with the embedding of the distance d
-of query and key, which is clipped (version 1) or put into buckets that grow with its logarithm (versions 2 and 3).
+The score of a query q and a key k at distance d is (q k + q r_k[d] + k r_q[d]) / sqrt(3 head_dim). r_k[d] and r_q[d]
+are projections of the embedding of d. Version 1 clips d. Versions 2 and 3 group distances into buckets; buckets of
+large distances are wider, on a logarithmic scale.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class DeBERTaConfig(TextEncoderConfig, PaddedConfig):
 
     @property
     def buckets(self) -> int:
-        """Buckets of distances; 0: none."""
+        """Number of buckets of distances in each direction; 0: each distance has its own embedding."""
         return 0
 
     @property
@@ -109,9 +110,13 @@ class DeBERTaV2Config(DeBERTaConfig):
 
 
 def log_buckets(distance: Array, buckets: int, longest: int) -> Array:
-    """The bucket of each distance, int64: the distance itself up to buckets / 2 = m, then m + ceil((m - 1) log(distance
-    / m) / log((longest - 1) / m)), with the distance's sign. To the bit as in transformers (make_log_bucket_position),
-    whose fp32 decides where a bucket ends."""
+    """Return the bucket (int64) of each distance between key and query.
+
+    With m = buckets / 2, the bucket of a distance d up to m is d. The bucket of a larger d is
+    m + ceil((m - 1) log(d / m) / log((longest - 1) / m)). Negative distances have negative buckets. The logarithm is
+    computed in fp32, because its rounding decides where a bucket ends: results equal those of transformers'
+    make_log_bucket_position.
+    """
     import torch
 
     middle, size = buckets // 2, np.abs(distance)
@@ -121,8 +126,16 @@ def log_buckets(distance: Array, buckets: int, longest: int) -> Array:
 
 
 def distance_rows(places: int, length: int, buckets: int, longest: int) -> tuple[Array, Array]:
-    """Which rows of the table of distances sequences of this length need, the last one first, and which of these each
-    distance has: of key - query from -(places - 1) to places - 1, those of `length` and more as the longest."""
+    """Return the rows of the distance table that are needed, in descending order, and an index into them.
+
+    The index has an entry for each distance query - key from places - 1 down to -(places - 1).
+
+    Args:
+        places: Size of the axis seq.
+        length: Length of the longest sequence. Distances of `length` or more have the row of distance length - 1.
+        buckets: Number of buckets in each direction; 0: each distance has a row.
+        longest: The number of rows in each direction without buckets.
+    """
     distance, span = np.clip(np.arange(places - 1, -places, -1), 1 - length, length - 1), buckets or longest
     bucket = log_buckets(distance, buckets, longest) if buckets else distance
     rows, index = np.unique(-np.clip(bucket + span, 0, 2 * span - 1), return_inverse=True)
@@ -130,14 +143,19 @@ def distance_rows(places: int, length: int, buckets: int, longest: int) -> tuple
 
 
 class Relative(NamedTuple):
-    """Table of distance embeddings [relative, embed]; index of each distance's row [distance]. See RelativeScores."""
+    """Embeddings of distances between query and key, for RelativeScores.
+
+    Attributes:
+        table: Embeddings [relative, embed], only of the distances that occur.
+        of_distance: Row of the table for each distance, [distance].
+    """
 
     table: Tensor
     of_distance: Tensor
 
 
 class DeBERTaLayer(EncoderLayer):
-    """A layer of version 1: queries, keys and values in one weight, those of each head one behind the other."""
+    """A layer of version 1. Its checkpoint has one weight that holds, head by head, query, key and value weights."""
 
     def __init__(self, g: Graph, c: Any, name: str, relative: Relative) -> None:
         self.own, self.relative = f"{name}.attention.self", relative
@@ -155,7 +173,7 @@ class DeBERTaLayer(EncoderLayer):
         return made
 
     def position_weights(self, g: Graph, embed: Sizes, heads: Sizes) -> tuple[Dense | None, Dense | None]:
-        """What makes keys and queries of the embeddings of distances."""
+        """Declare the weights that project embeddings of distances to keys (for c2p) and queries (for p2c), or None."""
         key = dense_weights(g, f"{self.own}.pos_proj", embed, heads, INIT, bias=False) if self.config.c2p else None
         return key, dense_weights(g, f"{self.own}.pos_q_proj", embed, heads, INIT) if self.config.p2c else None
 
@@ -199,14 +217,16 @@ class DeBERTa(TextEncoder):
     """DeBERTa, version 1. Inputs: input_ids, labels; optionally attention_mask, and token_type_ids if the model has
     token types.
 
-    labels: of masked_lm the token of each position, -100 elsewhere; of classification [batch] classes. What comes out
-    at padding is not what transformers has there: here padding attends to the other tokens, there to nothing."""
+    Labels by head. masked_lm: the masked token of each position, -100 at unmasked positions; classification: a class
+    for each sequence, [batch]. Outputs at padding positions differ from transformers': here padding attends to the
+    other tokens, in transformers to nothing."""
 
     Config: ClassVar[Any] = DeBERTaConfig
     Layer: ClassVar[Any] = DeBERTaLayer
     prefix = "deberta."
     stem = "Deberta"
-    old_names: ClassVar = dict(zip(_HEAD, _LEGACY_HEAD, strict=True))  # published files, whose config has no `legacy`
+    # Published checkpoints have no key `legacy` but the head's newer names.
+    old_names: ClassVar = dict(zip(_HEAD, _LEGACY_HEAD, strict=True))
     decoder = "cls.predictions.decoder.weight"
     fixed: ClassVar = TextEncoder.fixed | {
         "relative_attention": (True,), "talking_head": (False,), "conv_kernel_size": (0,),
@@ -219,7 +239,7 @@ class DeBERTa(TextEncoder):
     keys: ClassVar = PADDED_KEYS | {"position_biased_input": "position_biased_input", "legacy": "legacy"}
 
     def relative(self, g: Graph, batch: Batch) -> Relative:
-        """The embeddings of the distances that there are; not of all that the table has."""
+        """Look up the embeddings of the distances that occur in this batch, not of the whole table."""
         c, name = self.config, "deberta.encoder.rel_embeddings.weight"
         rows, index = distance_rows(batch.seq, batch.length, c.buckets, c.longest)
         size = 2 * (c.buckets or c.longest)
@@ -230,7 +250,7 @@ class DeBERTa(TextEncoder):
             return Relative(self.normed(g, table), of_distance)
 
     def normed(self, g: Graph, table: Tensor) -> Tensor:
-        """What layers see of the embeddings of distances."""
+        """Return the embeddings of distances as the layers use them. Versions 2 and 3 may apply a norm."""
         return table
 
     def trace(self, g: Graph, batch: Batch) -> Traced:
@@ -271,8 +291,8 @@ class DeBERTa(TextEncoder):
 
 
 class DeBERTaV2(DeBERTa):
-    """DeBERTa, versions 2 and 3, without the convolution of the larger models of version 2. Inputs are those of
-    DeBERTa."""
+    """DeBERTa, versions 2 and 3. The convolution in the larger models of version 2 is not supported. Inputs are those
+    of DeBERTa."""
 
     Config = DeBERTaV2Config
     Layer = DeBERTaV2Layer
@@ -294,7 +314,7 @@ class DeBERTaV2(DeBERTa):
 
 
 def _kinds(value: Any) -> list[str]:
-    """c2p, p2c or both, of pos_att_type: a list, or a text with | between them."""
+    """Return the list of score terms, c2p and/or p2c, from pos_att_type: a list, or a text such as "c2p|p2c"."""
     found = value.split("|") if isinstance(value, str) else value
     if not found or not isinstance(found, list) or not set(found) <= set(_KINDS) or len(set(found)) < len(found):
         raise ConfigError(f"model: pos_att_type is {short(value)} in the model's config; allowed: c2p, p2c or both")

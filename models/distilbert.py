@@ -1,4 +1,4 @@
-"""DistilBERT (Sanh et al. 2019) as in transformers: BERT without token types; half of its layers, as published."""
+"""DistilBERT (Sanh et al. 2019) as in transformers: BERT without token types. Published models have 6 layers."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class DistilBERTConfig(TextEncoderConfig, PaddedConfig):
 class DistilBERT(TextEncoder):
     """DistilBERT with the head that config.head names. Inputs: input_ids, labels; attention_mask if given.
 
-    labels: of masked_lm the token of each position, -100 elsewhere; of classification [batch] classes,
-    of token_classification the class of each position.
+    Labels by head. masked_lm: the masked token of each position, -100 at unmasked positions; classification: a class
+    for each sequence, [batch]; token_classification: a class for each token.
     """
 
     Config = DistilBERTConfig

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019) as in transformers' GPT2LMHeadModel, and its weights under the names used there.
+"""GPT-2 (Radford et al. 2019) as in transformers' GPT2LMHeadModel, with the same names of weights.
 
 Axes: batch, seq, embed, heads, head_dim, ffn, vocab, position.
 """
@@ -54,7 +54,7 @@ class GPT2Config(DecoderConfig):
 
 
 class GPT2(Model):
-    """GPT-2 with a language modelling head."""
+    """GPT-2 with a language modelling head. Inputs: input_ids, labels; attention_mask if given."""
 
     Config = GPT2Config
     objective = "causal"

@@ -1,4 +1,4 @@
-"""A checkpoint, as save_pretrained of transformers writes it or as one of its models holds it: config and weights."""
+"""Reads config and weights of a transformers checkpoint: a folder of save_pretrained, or a model object."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from nntile_py.schema import short
 from nntile_py.system.folders import read
 
 Weights = dict[str, np.ndarray[Any, Any]]
-HEAD_KEYS = ("architectures", "num_labels", "id2label", "label2id")  # of config.json: what the head is
-# Activations of transformers, and their names here.
+HEAD_KEYS = ("architectures", "num_labels", "id2label", "label2id")  # keys of config.json that describe the head
+# {activation in transformers: its name in nntile_py}
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_python": "gelu",
     **dict.fromkeys(
@@ -24,15 +24,18 @@ ACTIVATIONS = {
     ),
     "quick_gelu": "quick_gelu", "relu": "relu", "tanh": "tanh", "silu": "silu", "swish": "silu",
 }  # fmt: skip
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # files with weights, the first one that exists is read
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # names of weight files; the first existing file is read
 _NEED = "expected weights that save_pretrained wrote"
-# How a folder is read that holds a model of the user's.
+# Part of error messages: how to read a folder with a model of the user's own class.
 OWN = "a model of your own by YourModel.from_hf(FOLDER), in a YAML by model.type: my_file.py:YourModel"
 
 
 @contextmanager
 def named(source: Any) -> Iterator[None]:
-    """A ConfigError inside of it, also one for a wrong type that was saved, says which folder is read."""
+    """Context in which the message of a ConfigError names the folder that is read.
+
+    A TypeError, raised for a saved value of a wrong type, becomes a ConfigError.
+    """
     try:
         yield
     except (ConfigError, TypeError) as error:
@@ -43,7 +46,7 @@ def named(source: Any) -> Iterator[None]:
 
 
 def read_raw(source: Any) -> dict[str, Any]:
-    """What config.json holds, of a folder that save_pretrained wrote or of a model of transformers."""
+    """Return the content of config.json of a folder, or the same content for a transformers model."""
     if isinstance(source, str | Path):
         return _read_json(Path(source) / "config.json", "a folder saved by save_pretrained")
     if not hasattr(source, "state_dict") or not hasattr(source, "config"):
@@ -53,7 +56,7 @@ def read_raw(source: Any) -> dict[str, Any]:
 
 
 def tensors_of(source: Any) -> dict[str, Any]:
-    """Return all tensors of a checkpoint by name, buffers included."""
+    """Return {name: torch tensor} of a checkpoint or a transformers model, including its buffers."""
     if not isinstance(source, str | Path):
         return {name: value.detach().cpu().clone() for name, value in source.state_dict().items()}
     tensors: dict[str, Any] = {}
@@ -68,10 +71,10 @@ def tensors_of(source: Any) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files with a folder's weights: one of WEIGHTS, or the parts that its index lists.
+    """Return the weight files of a folder: a file named in WEIGHTS, or the files that NAME.index.json lists.
 
     Raises:
-        ConfigError: The folder has none of them.
+        ConfigError: The folder has no weight file.
     """
     for name in WEIGHTS:
         index = folder / f"{name}.index.json"
@@ -83,7 +86,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _parts(index: Path) -> list[Path]:
-    """Return the files that an index of a checkpoint in several files lists."""
+    """Return the weight files that the index of a checkpoint in several files lists."""
     places = _read_json(index, _NEED).get("weight_map")
     if not isinstance(places, dict):
         raise ConfigError(f"model: {index} has no weight_map; {_NEED}")
@@ -94,7 +97,7 @@ def _parts(index: Path) -> list[Path]:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    """Return the tensors of a file in safetensors, or of a file of torch.save. Code in the file is never run."""
+    """Return {name: tensor} of a safetensors file or a torch.save file. Code in the file is never run."""
     if file.suffix == ".safetensors":
         from safetensors.torch import load_file
 
@@ -107,7 +110,7 @@ def _load(file: Path) -> dict[str, Any]:
     return {str(name): value.detach().contiguous() for name, value in tensors.items()}
 
 
-# Names of a LayerNorm's weights in files of 2018 to 2020, as transformers reads them.
+# {suffix of LayerNorm's weights in files of 2018 to 2020: suffix today}; transformers renames them too.
 _OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 
 
@@ -115,11 +118,12 @@ def translated(tensors: dict[str, Any], shapes: Collection[str], prefix: str, ol
     """Return a checkpoint's tensors under the names that the model uses.
 
     Args:
-        tensors: As in the files.
+        tensors: Tensors by their names in the checkpoint.
         shapes: Names of the model's weights.
-        prefix: First part of the names, which checkpoints of the bare model leave out.
-        old: Names in other versions of the checkpoint and their names in the model. They count only if the checkpoint
-            lacks the model's own name.
+        prefix: Prefix of the model's names. It is added if no name in the checkpoint has the prefix, as in
+            checkpoints of the model without a head.
+        old: {prefix in other versions of the checkpoint: prefix in the model}. A tensor is renamed only if the
+            checkpoint lacks the model's own name.
     """
     bare = bool(prefix) and not any(name.startswith(prefix) for name in tensors)
     result: dict[str, Any] = {}
@@ -137,7 +141,11 @@ def translated(tensors: dict[str, Any], shapes: Collection[str], prefix: str, ol
 
 
 def arrays(tensors: Mapping[str, Any]) -> Weights:
-    """Weights as fp32, as fp64 where all are. Others than floating-point numbers are those of a quantised model."""
+    """Return the weights as numpy arrays: fp64 if all of them are fp64, otherwise fp32.
+
+    Raises:
+        ConfigError: A weight is not floating-point (as in a quantised model), or has values that are not finite.
+    """
     import torch
 
     for name, value in tensors.items():
@@ -151,9 +159,10 @@ def arrays(tensors: Mapping[str, Any]) -> Weights:
 
 
 def check_layers(shapes: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Refuse more weights in a layer than the model's own has (a bias, a scale): it would compute something else.
+    """Raise ConfigError if the checkpoint has an extra weight, such as a bias, in a layer of this model.
 
-    Whole layers that the model does not have, such as another head, and buffers are left out, as transformers does.
+    The checkpoint's layer would then compute something else. Layers that this model lacks altogether, such as
+    another head, are ignored, and so are buffers, as in transformers.
     """
     layers = {name.rpartition(".")[0] for name in shapes}
     if more := [name for name in found if name not in shapes and "." in name and name.rpartition(".")[0] in layers]:
@@ -161,7 +170,7 @@ def check_layers(shapes: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def _read_json(path: Path, need: str) -> dict[str, Any]:
-    """The object that a JSON file holds."""
+    """Return the object that a JSON file holds. Raises ConfigError, which says what is needed with `need`."""
     if not path.is_file():
         raise ConfigError(f"model: {path} is missing; expected {need}")
     try:
@@ -174,7 +183,10 @@ def _read_json(path: Path, need: str) -> dict[str, Any]:
 
 
 def choice(raw: Mapping[str, Any], key: str, *known: Any) -> Any:
-    """What config.json has under `key`, one of `known`; where it has none the first of these. Else a ConfigError."""
+    """Return the value of `key` in config.json. Raises ConfigError unless it is one of `known`.
+
+    If config.json lacks the key, return the first of `known`.
+    """
     value = raw.get(key, known[0])
     if value not in list(known):
         listed = ", ".join(map(repr, known))
@@ -183,7 +195,10 @@ def choice(raw: Mapping[str, Any], key: str, *known: Any) -> Any:
 
 
 def architecture(raw: Mapping[str, Any], *known: str) -> str:
-    """The class of transformers that wrote config.json, one of `known`; where none is told the first of these."""
+    """Return the transformers class that config.json names. Raises ConfigError unless it is one of `known`.
+
+    If config.json names no class, return the first of `known`.
+    """
     given = raw.get("architectures") or [known[0]]
     if not isinstance(given, list) or given[0] not in list(known):
         raise ConfigError(f"model: architectures is {given!r} in the model's config; allowed: {', '.join(known)}")
@@ -191,7 +206,10 @@ def architecture(raw: Mapping[str, Any], *known: str) -> str:
 
 
 def padding_row(raw: Mapping[str, Any]) -> int | None:
-    """Return the row of the embedding's table that gets no gradient, of pad_token_id. -1 is the last row."""
+    """Return the row of the embedding table that gets no gradient: config.json's pad_token_id, or None without it.
+
+    A negative number counts from the end: -1 is the last row.
+    """
     number = raw.get("pad_token_id")
     if isinstance(number, int) and number < 0:
         return int(raw["vocab_size"]) + number
@@ -199,6 +217,6 @@ def padding_row(raw: Mapping[str, Any]) -> int | None:
 
 
 def check_type(raw: Mapping[str, Any], kind: str) -> None:
-    """Refuse another model_type than `kind`."""
+    """Raise ConfigError unless config.json's model_type is `kind`."""
     if raw.get("model_type") != kind:
         raise ConfigError(f"model: model_type is {raw.get('model_type')!r}; only {kind} can be read here, {OWN}")

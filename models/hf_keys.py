@@ -1,4 +1,4 @@
-"""Keys of transformers' config.json: which of them a model has read, and which do not change loss and gradients."""
+"""Detects keys of transformers' config.json that a model ignores although they could change loss or gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from nntile_py.errors import ConfigError
 from nntile_py.schema import short
 
-# Patterns of keys that do not change the loss or the gradients, by the reason.
+# {reason: patterns of keys of config.json that for this reason do not change loss and gradients}
 HARMLESS: dict[str, str] = {
     "the run's config sets dropout": "*dropout* *_pdrop",
     "special tokens are part of a step's input": "*_token_id *_token_ids",
@@ -34,7 +34,7 @@ _PATTERNS = [pattern for patterns in HARMLESS.values() for pattern in patterns.s
 
 
 class Keys(dict[str, Any]):
-    """The content of config.json; `used` has the keys that were read."""
+    """The content of config.json as a dict that records in `used` which keys were read."""
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         super().__init__(content)
@@ -53,8 +53,10 @@ class Keys(dict[str, Any]):
         return super().__contains__(key)
 
     def check_used(self, model: str) -> None:
-        """Raise ConfigError for a key that neither the model has read nor HARMLESS lists. Null, false, 0 and empty
-        values count as absent."""
+        """Raise ConfigError for a key that the model has not read and that HARMLESS does not list.
+
+        Keys whose value is null, false, 0 or empty count as absent.
+        """
         for key, value in self.items():
             if value and key not in self.used and not harmless(key):
                 raise ConfigError(
@@ -64,5 +66,5 @@ class Keys(dict[str, Any]):
 
 
 def harmless(key: str) -> bool:
-    """Return whether HARMLESS lists the key."""
+    """Return whether the key of config.json matches a pattern of HARMLESS, so it cannot change loss or gradients."""
     return any(fnmatchcase(key, pattern) for pattern in _PATTERNS)

@@ -1,4 +1,4 @@
-"""Start values, drawn by all cores: the same numbers however many cores there are."""
+"""Random initial weights, drawn in parallel. The numbers do not depend on the number of cores."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ import numpy as np
 from nntile_py.graph.params import Constant, Init, Param, Source
 from nntile_py.system.load import cores
 
-BLOCK = 1 << 20  # words that one generator draws
+BLOCK = 1 << 20  # elements drawn by one random generator
 
 Array = np.ndarray[Any, Any]
-Draw = Callable[[np.random.Generator, Array, int], None]  # fill a block of array number so-and-so
+Draw = Callable[[np.random.Generator, Array, int], None]  # draw(generator, block to fill, number of its array)
 
 
 def fill(arrays: Sequence[Array], seed: int | Sequence[int], draw: Draw, first: int = 0) -> None:
-    """Fill contiguous arrays block by block, each with a generator of its own: of the seed, its array, its place.
+    """Fill contiguous arrays with random numbers, in blocks, on all cores.
 
-    first: number of the first array."""
+    Each block has its own generator, seeded with `seed`, the array's number and the block's number.
+
+    Args:
+        arrays: Arrays to fill.
+        seed: Seed, or several seeds that are combined.
+        draw: Fills one block.
+        first: Number of the first array; the others follow.
+    """
 
     def one(place: tuple[int, int]) -> None:
         number, at = place
@@ -40,7 +47,7 @@ def _inits(params: Iterable[Param]) -> dict[str, tuple[Init, Source]]:
 
 
 def each_initial_weight(params: Iterable[Param], seed: int) -> Iterator[tuple[str, Array]]:
-    """Yield names and values of initial_weights one after the other, so that not all are in memory at once."""
+    """Yield (name, value) of each weight of `initial_weights`, so that only one weight is in memory at a time."""
     number = 0
     for name, (init, source) in _inits(params).items():
         if isinstance(init, Constant):
@@ -58,7 +65,7 @@ def each_initial_weight(params: Iterable[Param], seed: int) -> Iterator[tuple[st
 
 
 def initial_weights(params: Iterable[Param], seed: int | Sequence[int]) -> dict[str, Array]:
-    """{weight in the checkpoint: fp32 array} with the start values that the parameters declare."""
+    """Return {name in the checkpoint: fp32 array} of random or constant initial weights, as the parameters declare."""
     weights: dict[str, Array] = {}
     drawn: list[tuple[str, np.float32]] = []
     for name, (init, source) in _inits(params).items():

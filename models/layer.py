@@ -1,8 +1,8 @@
-"""Plain layers of an encoder and of a decoder (Vaswani et al. 2017), as torch.nn.TransformerEncoder and -Decoder.
+"""Encoder and decoder layers of Vaswani et al. 2017, as torch.nn.TransformerEncoder and torch.nn.TransformerDecoder.
 
-What Ivanov et al. 2021 ("Data movement is all you need") measure: norm after the residual, ReLU, dropout. Inputs are
-numbers, not tokens: x [batch, seq, embed], labels of the same shape; the loss is the mean squared error. Axes: batch,
-seq, key (positions of the memory), embed, heads, head_dim, ffn.
+Ivanov et al. 2021 ("Data movement is all you need") measure such layers: norm after the residual, ReLU, dropout. The
+input x [batch, seq, embed] holds vectors, not tokens. Labels have the same shape; the loss is the mean squared error.
+Axes: batch, seq, key (positions of the encoder's output), embed, heads, head_dim, ffn.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class TransformerDecoderConfig(TransformerEncoderConfig):
 
 
 class TransformerEncoder(Model):
-    """Layers of self-attention and feed-forward."""
+    """Encoder layers: self-attention and a feed-forward part."""
 
     Config = TransformerEncoderConfig
 
     def trace(self, g: Graph, batch: Batch) -> Traced:
         x = g.input("x", {"batch": batch.size, "seq": batch.seq, "embed": self.config.embed}, None)
-        x.requires_grad = True  # a layer inside of a model passes a gradient on
+        x.requires_grad = True  # compute the gradient of x too, as a layer inside a model must
         return self._loss(g, self.layers(g, x))
 
     def layers(self, g: Graph, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        """All layers' output; with `memory` each attends to that too, as a decoder's."""
+        """Return the output of the last layer. With `memory` (an encoder's output) each layer also attends to it."""
         for layer in range(self.config.layers):
             here = f"layers.{layer}"
             with g.scope(f"h{layer}.attn"):
@@ -81,7 +81,10 @@ class TransformerEncoder(Model):
         return norm(g, add(g, x, dropout(g, branch, self.config.dropout)), name, self.config.layer_norm_eps)
 
     def attend(self, g: Graph, x: Tensor, memory: Tensor, name: str, causal: bool) -> Tensor:
-        """Attention of x to `memory`, or to itself, with the products before and after it; `name`: of the weights."""
+        """Return multi-head attention of x to `memory`, with its input and output projections.
+
+        `memory` is x for self-attention. `name` is the prefix of the weights' names.
+        """
         c, embed = self.config, {"embed": self.config.embed}
         heads, parts = {"heads": c.heads, "head_dim": c.embed // c.heads}, []
         for number, (one, source) in enumerate((("q", x), ("k", memory), ("v", memory))):
@@ -104,7 +107,7 @@ class TransformerEncoder(Model):
 
 
 class TransformerDecoder(TransformerEncoder):
-    """Layers of self-attention, attention to an encoder's output `memory` [batch, key, embed], and feed-forward."""
+    """Decoder layers: self-attention, attention to an encoder's output `memory` [batch, key, embed], feed-forward."""
 
     Config = TransformerDecoderConfig
 
@@ -112,5 +115,5 @@ class TransformerDecoder(TransformerEncoder):
         c, sizes = self.config, {"batch": batch.size, "seq": batch.seq, "embed": self.config.embed}
         x = g.input("x", sizes, None)
         memory = g.input("memory", {"batch": batch.size, "key": c.memory or batch.seq, "embed": c.embed}, None)
-        x.requires_grad = memory.requires_grad = True  # as of layers inside of a model
+        x.requires_grad = memory.requires_grad = True  # compute both gradients, as layers inside a model must
         return self._loss(g, self.layers(g, x, memory))

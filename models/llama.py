@@ -1,7 +1,7 @@
 """Llama (Touvron et al. 2023; Llama 3: Grattafiori et al. 2024), Mistral and Qwen 2 and 3, as in transformers.
 
-RMSNorm before each part, rotary positions, grouped-query attention, SwiGLU. Axes: batch, seq, embed, heads, kv_heads,
-head_dim, ffn, vocab; rotary (cosines and sines of a position).
+RMSNorm before attention and before the feed-forward part, rotary positions, grouped-query attention, SwiGLU. Axes:
+batch, seq, embed, heads, kv_heads, head_dim, ffn, vocab; rotary (cosines and sines of a position).
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.rms_norm import rms_norm
 from nntile_py.tasks.rotary import rotary, rotary_table
 
-# Keys of the config and of config.json that need no conversion.
+# {field of the config: key of config.json with the same value}
 _KEYS = {
     "layers": "num_hidden_layers", "embed": "hidden_size", "heads": "num_attention_heads", "ffn": "intermediate_size",
     "vocab": "vocab_size", "positions": "max_position_embeddings", "tie_embeddings": "tie_word_embeddings",
     "rms_norm_eps": "rms_norm_eps", "kv_heads": "num_key_value_heads", "head_dim": "head_dim",
 }  # fmt: skip
-_KINDS = ("full_attention", "sliding_attention")  # of layers
+_KINDS = ("full_attention", "sliding_attention")  # values of layer_types in config.json
 
 
 class RotaryDecoderConfig(DecoderConfig, PaddedConfig):
-    """Config of Llama and of the models that differ from it by little."""
+    """Config fields that Llama, Mistral and Qwen share."""
 
     kv_heads: Count | None = None
     """Number of heads of keys and values. If it is smaller than `heads`, groups of heads share keys and values. Null:
@@ -90,18 +90,18 @@ class Llama(Model):
     Config: ClassVar[Any] = LlamaConfig
     objective = "causal"
     prefix = "model."
-    stem: ClassVar[str] = "Llama"  # first part of the names of transformers' classes
+    stem: ClassVar[str] = "Llama"  # prefix of the names of transformers' classes
     head_weights = ("lm_head.weight",)
-    norm_heads: ClassVar[bool] = False  # each head's query and key is normed
+    norm_heads: ClassVar[bool] = False  # whether each head's query and key pass an RMSNorm
     keys: ClassVar[Mapping[str, str]] = _KEYS | {"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"}
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"pretraining_tp": (1,), "is_encoder_decoder": (False, None)}
 
     def window(self, layer: int) -> int | None:
-        """Return how many positions a layer attends to; None: all up to the query's."""
+        """Return the window of a layer: how many positions, up to its own, a query attends to. None: no limit."""
         return None
 
     def biases(self) -> tuple[bool, bool, bool]:
-        """Return whether queries, keys and values have biases, the product after attention, the feed-forward part."""
+        """Return three flags: biases of queries, keys and values; of attention's output projection; of the MLP."""
         return self.config.attention_bias, self.config.attention_bias, self.config.mlp_bias
 
     def trace(self, g: Graph, batch: Batch) -> Traced:

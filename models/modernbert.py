@@ -1,8 +1,9 @@
 """ModernBERT (Warner et al. 2024) as in transformers: rotary positions, gated feed-forward parts, local attention.
 
-Norms stand before each part and have no bias; layer 0 has none before its attention. Layer i attends globally where i
-is a multiple of `global_every`, else to what is at most local_attention / 2 positions away; both kinds of layers have
-rotary wavelengths of their own. Axes as in bert_parts.py; rotary (cosines and sines of a position).
+Each attention and feed-forward part is preceded by a norm without a bias, except that layer 0 has no norm before its
+attention. If i is a multiple of `global_every`, layer i attends to all tokens; otherwise a token attends to tokens at
+most local_attention / 2 positions away. Global and local layers have different rotary wavelengths. Axes: those of
+bert_parts.py, and rotary (cosines and sines of a position).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.rotary import rotary, rotary_table
 
-_KINDS = ("full_attention", "sliding_attention")  # of layers, as transformers calls them
+_KINDS = ("full_attention", "sliding_attention")  # values of layer_types in transformers' config.json
 _NO_BIASES = ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias")
 _OTHER_DROPOUTS = ("embedding_dropout", "classifier_dropout")
 
@@ -76,7 +77,8 @@ class ModernBERTConfig(TextEncoderConfig, PaddedConfig):
 class ModernBERT(TextEncoder):
     """ModernBERT with the head that config.head names. Inputs: input_ids, labels; attention_mask if given.
 
-    labels: of masked_lm the token of each position, -100 elsewhere; of classification [batch] classes.
+    Labels by head. masked_lm: the masked token of each position, -100 at unmasked positions; classification: a class
+    for each sequence, [batch].
     """
 
     Config = ModernBERTConfig
@@ -141,7 +143,11 @@ class ModernBERT(TextEncoder):
 
 
 class _Layers:
-    """The layers of a trace, and what they share: masks and rotary tables of the two kinds, the norms' zeros."""
+    """Builds the layers of a model in a graph.
+
+    Layers share one mask and one rotary table for global layers, and one of each for local layers. All norms share
+    an input of zeros as their bias.
+    """
 
     def __init__(self, g: Graph, batch: Batch, c: Any) -> None:
         self.g, self.batch, self.c = g, batch, c
@@ -149,12 +155,12 @@ class _Layers:
         self.kinds: dict[bool, tuple[Mask, Tensor]] = {}
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        """LayerNorm over embed, without a bias."""
+        """Declare NAME.weight and return the LayerNorm of x over the axis embed, without a bias."""
         weight = self.g.param(f"{name}.weight", {"embed": self.c.embed}, ONES)
         return layer_norm(self.g, x, weight, self.zeros, self.c.layer_norm_eps)
 
     def kind(self, everywhere: bool) -> tuple[Mask, Tensor]:
-        """Mask and rotary table of global or of local layers, made when the first of them needs it."""
+        """Return mask and rotary table of global layers (`everywhere`) or local layers, created at the first call."""
         if everywhere not in self.kinds:
             g, batch, c = self.g, self.batch, self.c
             theta, name = (c.global_theta, "rotary") if everywhere else (c.local_theta, "rotary_local")
@@ -170,7 +176,7 @@ class _Layers:
         return int(self.c.embed // self.c.heads)
 
     def __call__(self, x: Tensor, layer: int) -> Tensor:
-        """The layer's output for x [batch, seq, embed]."""
+        """Return the output of layer number `layer` for x [batch, seq, embed]."""
         g, c, here = self.g, self.c, f"model.layers.{layer}"
         with g.scope(f"h{layer}.attn"):
             y = self.attended(self.norm(x, f"{here}.attn_norm") if layer else x, f"{here}.attn", c.is_global(layer))
@@ -202,17 +208,20 @@ class _Layers:
 
     @property
     def narrow(self) -> Normal:
-        """Start values of what ends a residual branch."""
+        """Initialisation of the last weight of a residual branch: a standard deviation that shrinks with the depth."""
         return Normal(INIT.std / (2 * self.c.layers) ** 0.5)
 
     def transformed(self, x: Tensor) -> Tensor:
-        """Before the decoder or the classifier: a product, gelu, a norm."""
+        """Return x after the head's first part, which precedes decoder or classifier: dense layer, gelu, norm."""
         y = dense(self.g, x, "head.dense", {"embed": self.c.embed}, {"hidden": self.c.embed}, self.narrow, bias=False)
         return self.norm(rename(self.g, activation(self.g, y, "gelu"), hidden="embed"), "head.norm")
 
 
 def _thetas(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Bases of the wavelengths: of rope_parameters, in older folders keys of their own."""
+    """Return the bases of the rotary wavelengths of global and local layers from config.json.
+
+    Newer checkpoints have them in rope_parameters, older ones in global_rope_theta and local_rope_theta.
+    """
     rope, older = raw.get("rope_parameters") or {}, {k: raw.get(f"{k}_rope_theta") for k in ("global", "local")}
     if not isinstance(rope, dict):
         raise ConfigError(f"model: rope_parameters is {rope!r} in the model's config; allowed: an object")
@@ -225,7 +234,10 @@ def _thetas(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _global_every(raw: Mapping[str, Any], layers: int) -> int:
-    """Of layer_types, in older folders a key of its own."""
+    """Return the distance between global layers from config.json.
+
+    Newer checkpoints list a type for each layer in layer_types; older ones have global_attn_every_n_layers.
+    """
     kinds, number = raw.get("layer_types"), raw.get("global_attn_every_n_layers", 3)
     if kinds is None:
         return int(number)

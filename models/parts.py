@@ -1,4 +1,4 @@
-"""Layers that several models' texts share."""
+"""Layers and config fields that several models share."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PaddedConfig(TokenConfig):
 
 
 class LayerConfig(ModelConfig):
-    """Of a model that is made of layers of attention and a feed-forward part."""
+    """Config of a model whose layers each have an attention part and a feed-forward part."""
 
     layers: Layers
     """Layers, each of attention and a feed-forward part."""
@@ -85,7 +85,14 @@ class DecoderConfig(LayerConfig, TokenConfig):
 
 
 class Dense(NamedTuple):
-    """A product's weight and bias, the axes that it sums over, and the axes of its result: see dense_weights."""
+    """Weight and bias of a dense layer x W + b, made by `dense_weights`. Call it as `weights(g, x)`.
+
+    Attributes:
+        weight: The weight W.
+        bias: The bias b, or None.
+        inner: Axes that the product sums over.
+        out: Axes of the result that come from the weight.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -108,12 +115,13 @@ def dense_weights(
     transposed: bool = False,
     part: tuple[str, str, int, int] | None = None,
 ) -> Dense:
-    """Declare weights for x W + b, as of torch.nn.Linear. The result is called as `weights(g, x)`.
+    """Declare weights for x W + b, as torch.nn.Linear has. Call the result as `weights(g, x)` to compute x W + b.
 
     The product sums over the axes `inner` of x; its result has the axes `out` after batch and seq. The weight is
-    NAME.weight [out, inner], with `transposed` [inner, out] (as GPT-2's Conv1D); the bias is NAME.bias [out]. part =
-    (name of a weight, name of a bias, number, count): W and b are a part of this weight and bias, which are divided in
-    `count` equal parts along the first axis of `out`."""
+    NAME.weight [out, inner], with `transposed` [inner, out] (as GPT-2's Conv1D); the bias is NAME.bias [out]. If the
+    checkpoint stores several weights as one, such as queries, keys and values, give `part` = (name of the checkpoint's
+    weight, name of its bias, number, count). The checkpoint's weight and bias then have `count` equal parts along the
+    first axis of `out`; W and b are part `number`, from 0."""
     axes = {**inner, **out} if transposed else {**out, **inner}
     along = next(iter(out))
     sources = [Part(whole, *part[2:], along) for whole in part[:2]] if part else [None, None]
@@ -122,12 +130,12 @@ def dense_weights(
 
 
 def dense(g: Graph, x: Tensor, name: str, inner: Sizes, out: Sizes, init: Init, **options: Any) -> Tensor:
-    """Return x W + b, as torch.nn.Linear does, with new weights. Arguments and options are those of dense_weights."""
+    """Declare weights and return x W + b, as torch.nn.Linear does. Arguments and options are those of dense_weights."""
     return dense_weights(g, name, inner, out, init, **options)(g, x)
 
 
 class NormWeights(NamedTuple):
-    """The declared weights of a LayerNorm over embed."""
+    """Weight and bias of a LayerNorm over the axis embed, made by `norm_weights`. Call it as `weights(g, x, eps)`."""
 
     weight: Tensor
     bias: Tensor
@@ -137,20 +145,20 @@ class NormWeights(NamedTuple):
 
 
 def norm_weights(g: Graph, name: str, embed: int) -> NormWeights:
-    """Declare the weights NAME.weight and NAME.bias of a LayerNorm over embed. The result is called as `weights(g, x,
-    eps)`."""
+    """Declare NAME.weight and NAME.bias of a LayerNorm over the axis embed. Call the result as `weights(g, x, eps)` to
+    apply it."""
     weight = g.param(f"{name}.weight", {"embed": embed}, ONES)
     return NormWeights(weight, g.param(f"{name}.bias", {"embed": embed}, ZEROS))
 
 
 def norm(g: Graph, x: Tensor, name: str, eps: float) -> Tensor:
-    """Apply a LayerNorm over embed, with new weights NAME.weight and NAME.bias."""
+    """Declare NAME.weight and NAME.bias of a LayerNorm over the axis embed, and return the LayerNorm of x."""
     return norm_weights(g, name, x.size("embed"))(g, x, eps)
 
 
 def check_length(batch: Batch, positions: int | None) -> int:
-    """Return the number of positions of a model. Raises ConfigError if it is not set or smaller than a sequence's
-    length."""
+    """Return `positions`, the number of positions of a model. Raises ConfigError if it is None or less than the length
+    of the batch's longest sequence."""
     if positions is None:
         raise ConfigError("model.positions: missing; how many tokens the longest sequence has")
     if batch.length > positions:
@@ -159,10 +167,11 @@ def check_length(batch: Batch, positions: int | None) -> int:
 
 
 def position_input(g: Graph, batch: Batch, positions: int | None) -> Tensor:
-    """Return the position numbers, int64 [seq], which `embedded_positions` looks up in a table of `positions` rows.
+    """Declare an input with each token's position, int64 [seq], for `embedded_positions`. `positions` is the number of
+    rows of the table of position embeddings.
 
-    They are 0, 1, ... or the input `positions` of a step. For packed sequences: [batch, seq], beginning with 0 in
-    each sequence. Raises ConfigError if a sequence is longer than the table."""
+    The positions are 0, 1, ... unless a step has an input `positions`. For packed sequences the tensor is [batch, seq],
+    and each sequence begins with 0. Raises ConfigError if a sequence is longer than the table."""
     positions = check_length(batch, positions)
     if batch.packed:
         return _packed_input(g, batch, "positions", lambda found: found, below=positions)
@@ -172,7 +181,10 @@ def position_input(g: Graph, batch: Batch, positions: int | None) -> Tensor:
 def _packed_input(
     g: Graph, batch: Batch, name: str, make: Callable[[Array], Array], sizes: Sizes | None = None, **options: Any
 ) -> Tensor:
-    """An input [batch, seq, ...] that is made of each token's position in its sequence."""
+    """Declare an input [batch, seq, ...] of packed sequences; `make` computes it from each token's position.
+
+    The position counts from 0 in each packed sequence.
+    """
 
     def made(given: Mapping[str, Array]) -> Array:
         return make(packed_inputs.positions_of(given[packed_inputs.SEGMENTS], batch.seq))
@@ -183,16 +195,17 @@ def _packed_input(
 def embedded_positions(
     g: Graph, x: Tensor, positions: Tensor, table: Tensor, *, padding: int | None = None
 ) -> Tensor:
-    """Add position embeddings to x [batch, seq, embed]: the rows of the table [position, embed] for `positions`.
+    """Return x [batch, seq, embed] plus position embeddings: the rows `positions` of the table [position, embed].
 
-    The row `padding` gets no gradient.
+    The row `padding` of the table gets no gradient.
     """
     y = embedding(g, positions, table, padding=padding)
     return add(g, x, y) if y.axes == x.axes else bias_add(g, x, y)
 
 
 def rotary_input(g: Graph, batch: Batch, table: Array, name: str = "rotary") -> Tensor:
-    """Return the rows of a `rotary_table` [positions, head_dim] for the tokens, as `rotary` needs them."""
+    """Declare an input with cosines and sines of each token's position, for `rotary`. `table` [positions, head_dim] is
+    made by `rotary_table`; row p belongs to position p."""
     sizes, dtype = {"rotary": table.shape[1]}, accumulation_dtype(g.dtype)
     if batch.packed:
         return _packed_input(g, batch, name, lambda found: table[found], sizes, dtype=dtype)
@@ -200,43 +213,48 @@ def rotary_input(g: Graph, batch: Batch, table: Array, name: str = "rotary") -> 
 
 
 def first_tokens(g: Graph, x: Tensor) -> Tensor:
-    """Return the first position of each sequence of x [batch, seq, embed]: [batch, embed]. For packed sequences the
-    result is [batch, sequence, embed], with zeros after the last sequence of a bin."""
+    """Return the vector of each sequence's first token: [batch, embed] of x [batch, seq, embed]. For packed sequences
+    the result is [batch, sequence, embed], with zeros after the last sequence of a bin."""
     return gather(g, x, packed_inputs.starts(g)) if packed_inputs.SEGMENTS in g.tensors else select(g, x, "seq", 0)
 
 
 def sequences_apart(g: Graph, batch: Batch, x: Tensor, length: int | None = None) -> Tensor:
-    """Return x [batch, seq, ...] as sequences [batch, row, place, ...], padded with zeros.
+    """Unpack x [batch, seq, ...] to [batch, row, place, ...]: each sequence gets a row of its own, padded with zeros.
 
-    For operators along the positions of a sequence in models that can be packed. `row` numbers the sequences of a bin,
-    and is 1 without packing; `place` has `length` positions, by default batch.length; neither axis is cut. The inverse
-    and the gradient is `sequences_together`. A bin then holds at most `tiles.batch` sequences, and dropout between both
-    calls has other random numbers than in a padded batch. Raises ConfigError if sequences may be longer."""
+    Use it before operators that compute along the positions of a sequence, in models that support packed sequences.
+    The axis `row` numbers the sequences of a bin; without packing its size is 1. The axis `place` is the position in
+    the sequence; its size is `length`, by default batch.length. Neither axis is cut into tiles. `sequences_together`
+    is the inverse and the gradient. With this function a bin holds at most `tiles.batch` sequences. Dropout between
+    both calls uses other random numbers than in a padded batch. Raises ConfigError if sequences may be longer than
+    `length`."""
     rows, tokens = packed_inputs.apart(g, batch, None if batch.packed else padding(g, batch), length or batch.length)
     return gather(g, x, rows, inverse=tokens)
 
 
 def sequences_together(g: Graph, batch: Batch, x: Tensor) -> Tensor:
-    """Return padded sequences [batch, row, place, ...] as tokens [batch, seq, ...]: the inverse of sequences_apart,
-    with zeros for padding."""
+    """Pack padded sequences [batch, row, place, ...] again to tokens [batch, seq, ...]: the inverse of sequences_apart.
+    Positions that hold no token become zeros."""
     rows, tokens = packed_inputs.apart(g, batch, None if batch.packed else padding(g, batch), x.size("place"))
     return gather(g, x, tokens, axes=2, inverse=rows)
 
 
 def of_sequences(batch: Batch) -> dict[str, int]:
-    """Return the axes of an input that has one value for each sequence."""
+    """Return {axis: size} for an input with one value for each sequence: batch, and for packed sequences also
+    sequence."""
     return {"batch": batch.size} | ({"sequence": batch.seq} if batch.packed else {})
 
 
 def attention_mask(g: Graph, batch: Batch, *, causal: bool = False, window: int | None = None) -> Mask:
-    """Return the mask of attention: it hides padding if steps have an attention_mask, and other packed sequences."""
+    """Return the attention mask of the batch. It hides padding if steps have an input attention_mask. With packed
+    sequences it hides a bin's other sequences. `causal` hides later tokens; `window` limits the distance."""
     if batch.packed:
         return Mask(causal, window, segments=packed_inputs.segments(g), longest=batch.packed)
     return Mask(causal, window, padding=padding(g, batch))
 
 
 def padding(g: Graph, batch: Batch) -> Tensor | None:
-    """Return the input attention_mask (0 for padding, as in transformers), or None if no step has padding."""
+    """Return the input attention_mask [batch, seq] (0 for padding, as in transformers), or None if no step has
+    padding."""
     if not batch.has("attention_mask", neutral=1):
         return None
     if "attention_mask" in g.tensors:

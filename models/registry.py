@@ -1,4 +1,4 @@
-"""The registry of models by type: the models of this folder, and classes in a user's own files."""
+"""Finds a model's class by its type in a YAML: a model of this folder, or a class in a user's own file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nntile_py.schema import absolute, allowed
 
 
 def known() -> dict[str, type[Model]]:
-    """Return the models of this folder by type."""
+    """Return {type in a YAML: model class} for the models of this folder."""
     found: dict[str, type[Model]] = {}
     for info in pkgutil.iter_modules([str(Path(__file__).parent)]):
         module = importlib.import_module(f"{__package__}.{info.name}")
@@ -28,7 +28,11 @@ def known() -> dict[str, type[Model]]:
 
 
 def find(name: Any) -> type[Model]:
-    """Return the model of a type in a YAML: a type of `known`, or my_file.py:MyModel. Raises ConfigError."""
+    """Return the model class for `model.type` of a YAML: a name such as gpt2, or my_file.py:MyModel.
+
+    Raises:
+        ConfigError: The type is unknown, or the file has no such model.
+    """
     models = known()
     if isinstance(name, str) and name in models:
         return models[name]
@@ -39,7 +43,7 @@ def find(name: Any) -> type[Model]:
 
 
 def type_of(model: Any) -> str:
-    """Return the type that names a model's class in a YAML; for a user's own class: my_file.py:MyModel."""
+    """Return the `model.type` of a model in a YAML; for a user's own class: /path/my_file.py:MyModel."""
     cls = type(model)
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if cls.__module__.startswith("nntile_py.") or not file:
@@ -48,13 +52,13 @@ def type_of(model: Any) -> str:
 
 
 def resolved(name: Any) -> Any:
-    """Return a type with an absolute path, which is valid in any folder."""
+    """Return a `model.type` my_file.py:MyModel with an absolute path, valid in any folder; other types unchanged."""
     file, colon, wanted = str(name).rpartition(":")
     return f"{absolute(file)}:{wanted}" if colon else name
 
 
 def new(config: ModelConfig, seed: int = 0) -> Model:
-    """Return a model with random weights for a config. Errors of a user's own __init__ become ConfigError."""
+    """Return a model with random weights for a config. An error in a user's own __init__ becomes a ConfigError."""
     cls = find(config.type)
     try:
         return cls(config, seed=seed)
@@ -63,13 +67,13 @@ def new(config: ModelConfig, seed: int = 0) -> Model:
 
 
 def _own(path: Path, wanted: str) -> type[Model]:
-    """Return the class of that name in a user's file."""
+    """Return the model class named `wanted` in a user's file. Raises ConfigError if it cannot be used."""
     here, need = f"model.type: {path}:{wanted}", "a subclass of nt.Model with a Config of nt.ModelConfig"
     if not os.path.isfile(path):
         raise ConfigError(f"{here}: no such file; allowed: the path of a Python file with {need}")
     try:
         module = _loaded(path, path.stat().st_mtime_ns)
-    except (Exception, SystemExit) as error:  # whatever the user's file does
+    except (Exception, SystemExit) as error:  # importing the user's file may raise anything
         raise ConfigError(f"{here}: the file raises {raised(error, str(path))}") from error
     found = {cls.__name__: cls for cls in _models_in(module)}
     if wanted not in found:
@@ -88,13 +92,16 @@ def _own(path: Path, wanted: str) -> type[Model]:
 
 @functools.cache
 def _loaded(path: Path, changed: int) -> Any:
-    """Import a user's file once for each modification time, so that its classes stay the same objects."""
-    if str(path.parent) not in sys.path:  # as `python file.py` does, for what the file imports from beside it
+    """Import a user's file, again only if it has changed, so that its classes stay the same objects.
+
+    `changed` is the file's modification time; it is only a key of the cache.
+    """
+    if str(path.parent) not in sys.path:  # as `python file.py` does: the file may import its neighbours
         sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(f"own model {path}", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where pydantic and dataclasses look annotations up
+    sys.modules[spec.name] = module  # pydantic and dataclasses look up annotations in sys.modules
     spec.loader.exec_module(module)
     return module
 
@@ -113,14 +120,14 @@ def _config_of(cls: type[Model]) -> bool:
 
 
 def from_hf(source: Any, **fields: Any) -> Model:
-    """Read a transformers model, or a folder of save_pretrained: see Model.from_hf."""
+    """Load a model of any known type from a transformers model or a folder of save_pretrained: see Model.from_hf."""
     with named(source):
         cls = of_hf_type(read_raw(source).get("model_type"))
     return cls.from_hf(source, **fields)
 
 
 def of_hf_type(name: Any) -> type[Model]:
-    """Return the model class for a model_type of transformers."""
+    """Return the model class for transformers' model_type, such as "gpt2". Raises ConfigError if there is none."""
 
     def reads(cls: type[Model]) -> Any:
         return inspect.getattr_static(cls, "read_config")

@@ -1,7 +1,7 @@
-"""RoBERTa (Liu et al. 2019), XLM-RoBERTa and CamemBERT: BERT with one kind of tokens, positions without padding.
+"""RoBERTa (Liu et al. 2019), XLM-RoBERTa and CamemBERT: BERT with one token type and another count of positions.
 
-Position p of a sequence without padding has the number padding_token + 1 + p, so that a table of positions has
-padding_token + 1 rows more than the longest sequence has tokens.
+Positions count only tokens that are not padding, and begin with padding_token + 1. The table of position embeddings
+therefore has padding_token + 1 rows more than the longest sequence has tokens.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class RoBERTaConfig(TextEncoderConfig):
 class RoBERTa(TextEncoder):
     """RoBERTa with the head that config.head names. Inputs: input_ids, labels; attention_mask, token_type_ids if given.
 
-    labels: of masked_lm the token of each position, -100 elsewhere; of classification [batch] classes,
-    of token_classification the class of each position.
+    Labels by head. masked_lm: the masked token of each position, -100 at unmasked positions; classification: a class
+    for each sequence, [batch]; token_classification: a class for each token.
     """
 
     Config = RoBERTaConfig
@@ -85,7 +85,7 @@ class RoBERTa(TextEncoder):
                 pooled = first_token(g, x, c, "classifier.dense", "tanh", c.dropout)
                 return classified(g, batch, c, pooled, "classifier.out_proj")
             y, labels = predicted(g, batch, c, x)
-            logits = token_logits(g, y, c, words, "gelu", _HEAD)  # whatever the layers' activation is
+            logits = token_logits(g, y, c, words, "gelu", _HEAD)  # the head has gelu even if the layers have another
             return Traced(cross_entropy(g, logits, labels), {"logits": logits})
 
     # -- transformers
