@@ -1,4 +1,4 @@
-"""Costs for the layout search: seconds of operators and transposes for each order of their edges."""
+"""Costs for the layout search: measured seconds of operators and transposes, for each order of their tensors' axes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class SharedCopy:
     """A transposed copy of a tensor, shared by all products of a phase.
 
     Attributes:
-        orders: possible orders of the copy, those that the products can use; None: there is no copy.
+        orders: the orders of axes that the products can use, and None, which stands for no copy.
     """
 
     tensor: Tensor
     orders: list[Order | None]
 
 
-Variable = Edge | SharedCopy  # its value is an index into its `orders`
+Variable = Edge | SharedCopy  # the search chooses the variable's value: an index into its `orders`
 Values = Mapping[Variable, int]
 Term = tuple[Sequence[Variable], Table]  # seconds for each combination of the values of some variables
 
@@ -46,11 +46,10 @@ class Costs:
     """Seconds of operators and transposes, from measured times.
 
     Args:
-        careful: add the noise of an operator's times to its cost in a layout, or a kernel width, that is not the
-            default.
+        careful: add the noise of an operator's times to its cost if the layout or the kernel width is not the default.
 
     Attributes:
-        missing: operators without a measured time, by the texts of `described`.
+        missing: operators in layouts without a measured time; the keys are their texts, see layouts.described.
     """
 
     def __init__(
@@ -68,7 +67,10 @@ class Costs:
         self._copied = _copied(ops)
 
     def timing(self, op: Op, layout: Layout) -> Timing:
-        """Return the timing of an operator in a layout; zero seconds, and an entry in `missing`, if not measured."""
+        """Return the measured timing of an operator in a layout.
+
+        If there is none, return a timing of zero seconds and add the operator to `missing`.
+        """
         if isinstance(op, Transpose) and layout[0] == layout[-1]:  # both orders are equal now: no task
             return Timing("Transpose", "", 0.0)
         key = self._alike(op), layout
@@ -81,7 +83,10 @@ class Costs:
         return self._known[key]
 
     def _described(self, op: Op, layout: Layout) -> tuple[str, str]:
-        """Return `described` of an operator in a layout; cached for contractions, which have many layouts."""
+        """Return the texts that identify an operator in a layout (layouts.described).
+
+        They are cached for contractions, which have many layouts, and for transposes.
+        """
         if not isinstance(op, Contract | Transpose):
             return described(laid(op, layout), self.tiling, self.policy)
         cuts = tuple(self.tiling.tile(axis, size) for t in tensors_of(op) for axis, size in t.sizes.items())
@@ -96,13 +101,13 @@ class Costs:
         return self.timings.plain(best.operator, best.layout) or best
 
     def cost(self, op: Op, layout: Layout) -> float:
-        """Return the cost of an operator in a layout."""
+        """Return the seconds of an operator in a layout; noise is added if layout or width is not the default."""
         timing, default = self.timing(op, layout), self.default(op)
         same = (timing.layout, timing.width) == (default.layout, default.width)
         return timing.seconds if same else timing.seconds * (1 + self._noise(timing.operator))
 
     def transpose_seconds(self, tensor: Tensor, now: Order, then: Order) -> float:
-        """Return the cost of transposing a tensor from the order `now` to `then`.
+        """Return the cost of transposing a tensor from the order `now` to the order `then`; 0 if they are equal.
 
         The cost is infinite if neither order is the default: the search leaves such transposes out.
         """
@@ -118,7 +123,7 @@ class Costs:
     # -- by the values of variables
 
     def terms(self, ops: Sequence[Op]) -> list[Term]:
-        """Return terms whose sum is the cost of all operators."""
+        """Return terms whose sum is the cost of all operators and of all shared copies."""
 
         def of_copy(copied: SharedCopy) -> Term:
             tensor = copied.tensor
@@ -127,7 +132,7 @@ class Costs:
         return [*map(of_copy, dict.fromkeys(self._copied.values())), *map(self.table, ops)]
 
     def _term(self, tensor: Tensor, copied: SharedCopy | None, of: Callable[[Order, Order | None], float]) -> Term:
-        """Return the cost as a table over the orders of a tensor's edge and of its shared copy."""
+        """Return `of(order of the tensor, order of its copy)`, a cost, for all values of the edge and the copy."""
         edge = self.edges[tensor]
         copies = copied.orders if copied else [None]
         table = np.array([[of(now, copy) for copy in copies] for now in self._orders(tensor)])
@@ -135,12 +140,12 @@ class Costs:
         return [v for v, _ in both], table[tuple(slice(None) if k in [k for _, k in both] else 0 for k in range(2))]
 
     def _orders(self, tensor: Tensor) -> list[Order]:
-        """Return the order of the tensor for each order of its edge."""
+        """Return the tensor's order of axes for each order of its edge."""
         edge = self.edges[tensor]
         return [edge.of(tensor, number) for number in range(len(edge.orders))]
 
     def _product(self, op: Contract, layout: Layout) -> list[Term]:
-        """Return the terms of a product in this layout."""
+        """Return terms whose sum is the cost of a product in a layout, with the transposes of its operands."""
         terms: list[Term] = [((), np.asarray(self.cost(op, layout)))]
         for tensor, wanted in zip(tensors_of(op), layout, strict=True):
             copied = self._copied.get((tensor, op.phase)) if tensor in (op.a, op.b) else None
@@ -153,9 +158,10 @@ class Costs:
         return terms
 
     def _operand_seconds(self, lasts: bool, tensor: Tensor, wanted: Order, now: Order, _: Order | None) -> float:
-        """Return the cost of transposing an operand of a product from the order `now`, without a shared copy.
+        """Return the cost of a transpose between the order `now` of a product's tensor and the order `wanted`.
 
-        lasts: the product writes or adds to a persistent tensor, which no transpose can do.
+        For tensors without a shared copy. lasts: the product writes or adds to a persistent tensor, for which no
+        transpose is possible; the cost of different orders is then infinite.
         """
         return math.inf if lasts and now != wanted else self.transpose_seconds(tensor, now, wanted)
 
@@ -193,12 +199,12 @@ class Costs:
 
 
 def _read(wanted: Order, *has: Order | None) -> float:
-    """Return 0 if the tensor or its copy has the wanted order, else infinity."""
+    """Return the cost 0 if `has`, the orders of a tensor and its copy, contains `wanted`, else infinity."""
     return 0.0 if wanted in has else math.inf
 
 
 def _copied(ops: Sequence[Op]) -> dict[tuple[Tensor, str], SharedCopy]:
-    """Return the possible shared copies of the operands of products, by tensor and phase."""
+    """Return {(tensor, phase): shared copy} for each operand of a product, with all orders that products can use."""
     wanted: dict[tuple[Tensor, str], dict[Order | None, None]] = {}
     for op in ops:
         if not isinstance(op, Contract):

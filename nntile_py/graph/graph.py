@@ -24,18 +24,20 @@ class Graph:
     """Operators in the order in which they run. Pure data, without StarPU.
 
     Args:
-        dtype: dtype of parameters and activations: fp32, fp64, bf16 or fp16. With bf16 and fp16, statistics, gradients
-            of parameters and moments are fp32; see passes.precision for exceptions.
-        training: without training there is no dropout.
-        cuts: tiling for the lowering. Attention with dropout is another operator if sequences are cut.
+        dtype: dtype of parameters and activations: fp32, fp64, bf16 or fp16. With bf16 and fp16, statistics of norms,
+            gradients of parameters and moments of optimizers are fp32; passes/precision.py has the exceptions.
+        training: False: the graph has no dropout.
+        cuts: tiling with which the graph will be lowered. If it cuts sequences, attention with dropout uses another
+            operator.
     """
 
     @typed
     def __init__(self, dtype: str = "fp32", *, training: bool = True, cuts: Tiling | None = None) -> None:
         self.dtype, self.training, self.cuts = dtype, training, cuts or Tiling()
-        self.live: frozenset[str] = frozenset()  # axes that a step fills in part, see TaskList
-        self.filled = 1.0  # upper bound on the filled share of a tile
-        # Packed sequences: for each axis, the padded positions on which dropout's random numbers depend.
+        self.live: frozenset[str] = frozenset()  # axes along which a step fills only a part of each tile (packing)
+        self.filled = 1.0  # upper bound on the share of a tile that a step fills (packing)
+        # Packing: for each axis, the input with the positions in the padded batch. Dropout draws its random numbers by
+        # these positions.
         self.row_numbers: dict[str, Tensor] = {}
         self.params: dict[Tensor, Param] = {}
         self.grads: dict[Tensor, Tensor] = {}  # gradients by parameter, after `backward`
@@ -44,7 +46,7 @@ class Graph:
         self.ops: list[Op] = []
         self.tensors: dict[str, Tensor] = {}  # inputs and parameters
         self.kept: dict[tuple[str, str], Tensor] = {}  # other persistent tensors, by kind and name
-        self._sources: dict[str, list[Source]] = {}  # declared sources of each weight
+        self._sources: dict[str, list[Source]] = {}  # for each checkpoint weight: the parts that parameters declare
         self._scope: list[str] = []
         self._phase = "forward"
         self._dropouts = 0
@@ -64,7 +66,7 @@ class Graph:
     def named(
         self, name: str, axes: Sequence[str], shape: Sequence[int], kind: str, dtype: str | None = None
     ) -> Tensor:
-        """Return a new persistent tensor, which the host accesses by its name."""
+        """Create and return a persistent tensor, which the host can access by its name."""
         tensor = Tensor(name, axes, shape, dtype or self.dtype, kind)
         if kind in ("input", "param"):
             self.tensors[name] = tensor
@@ -85,9 +87,10 @@ class Graph:
 
         Args:
             axes: {axis: size}.
+            init: start values.
             sources: the checkpoint weights that hold the parameter: the name of a weight (default: `name`), a Part of a
-                weight, or Joined weights. A weight has the parameter's axes as dimensions, except that head_dim and the
-                axis before it are one dimension.
+                weight, or Joined weights. A weight has one dimension for each axis of the parameter, except that
+                head_dim and the axis before it share one dimension.
 
         Raises:
             ConfigError: the name was declared before, or the sources do not fit.
@@ -117,7 +120,7 @@ class Graph:
                 raise ConfigError(f"{what} {name}: axis {axis!r} of size {size!r} is not allowed; {need}")
 
     def _check_source(self, name: str, source: Source) -> None:
-        """Raise ConfigError if a weight has two shapes, or if a part of it belongs to two parameters."""
+        """Raise ConfigError if parameters disagree about a weight's shape, or if two of them hold the same part."""
         parts = self._sources.setdefault(source.weight, [])
         for other in parts:
             if other.shape != source.shape:
@@ -142,7 +145,7 @@ class Graph:
         scale: str | None = None,
         max_count: int | None = None,
     ) -> Tensor:
-        """Declare an array of each step; dtype None is the graph's. See Input for the other options."""
+        """Declare an array that each step passes. dtype None: the graph's dtype. See Input for the other options."""
         self._check_declared("input", name, axes)
         if dtype not in (None, *INPUT_DTYPES):
             raise ConfigError(f"input {name}: dtype {dtype!r} is not allowed; use None or {', '.join(INPUT_DTYPES)}")
@@ -157,7 +160,7 @@ class Graph:
         return Tensor(".".join([*self._scope, name]), axes, shape, dtype, **options)
 
     def add(self, op: Op) -> Op:
-        """Append an operator; returns it."""
+        """Append an operator to the graph and return the operator."""
         op.name = op.name or ".".join([*self._scope, op.kind])
         op.phase = self._phase
         if self._phase == "forward":
@@ -168,7 +171,7 @@ class Graph:
         return op
 
     def dropout_key(self) -> int:
-        """Return a number for each dropout of the graph: 1, 2, ... in the order of the trace."""
+        """Return the number of the next dropout, 1, 2, ... in the order of the trace, as key of its random numbers."""
         self._dropouts += 1
         return self._dropouts
 
@@ -176,9 +179,10 @@ class Graph:
 
     @typed
     def backward(self, loss: Tensor) -> dict[Tensor, Tensor]:
-        """Add the operators of the gradients of the loss.
+        """Add the operators that compute the gradient of the loss for each parameter.
 
-        The gradients are persistent, so the host can read them. It starts at every operator that adds to the loss.
+        Backpropagation starts at every operator that adds to the loss. The gradients are persistent tensors, so the
+        host can read them.
 
         Returns:
             {parameter: gradient}
@@ -219,10 +223,10 @@ class Graph:
         return self.grads
 
     def _sum_parts(self, parts: Mapping[Tensor, list[Tensor]]) -> None:
-        """Add the contributions to each parameter's gradient.
+        """Sum the contributions to each parameter's gradient.
 
         If all operators that compute contributions can add to existing tiles, all of them add to the tiles of the first
-        contribution. Otherwise operators add the contributions.
+        contribution. Otherwise each contribution keeps its own tiles, and additional operators sum the contributions.
         """
         uses = Counter(part for some in parts.values() for part in some)
         sums = {tensor for op in self.ops for tensor in op.sums if uses[tensor] == 1}
@@ -235,7 +239,7 @@ class Graph:
                     parts[param][0] = functools.reduce(functools.partial(add, self), others, first)
 
     def sizes(self) -> dict[str, int]:
-        """Return the size of each axis; the largest size if tensors differ."""
+        """Return {axis: size}; the largest size of an axis if tensors differ."""
         sizes: dict[str, int] = {}
         for tensor in (t for op in self.ops for t in (*op.inputs, *op.outputs)):
             for axis, size in tensor.sizes.items():
@@ -243,7 +247,12 @@ class Graph:
         return sizes
 
     def check_end(self, loss: Tensor | None, outputs: Mapping[str, Tensor]) -> None:
-        """Raise ConfigError if a trace with these results cannot be trained, or its weights cannot be saved."""
+        """Check the loss and the outputs that a trace returned.
+
+        Raises:
+            ConfigError: the loss or an output is not allowed, or the parameters do not cover each value of a checkpoint
+                weight exactly once, so the weight could not be saved.
+        """
         if (loss and loss.storage) is not self.loss or not (loss or outputs):
             raise ConfigError(f"the loss is {loss}; allowed: what cross_entropy or squared_error returned here")
         last, written = self._check_in_place()
@@ -264,13 +273,17 @@ class Graph:
                 )
 
     def _check_in_place(self) -> tuple[dict[Tensor, int], dict[Tensor, int]]:
-        """Count the writes to each tensor's storage: up to the one that computed the tensor, and over the whole graph.
+        """Check that no operator reads a tensor after an operator in place has overwritten its tiles.
+
+        Returns:
+            For each tensor, the number of writes to its storage up to the write that computed the tensor. For each
+            storage, the number of writes in the whole graph.
 
         Raises:
-            ValueError: An operator reads a tensor whose tiles an operator in place has already overwritten.
+            ValueError: an operator reads an overwritten tensor.
         """
-        written: dict[Tensor, int] = {}  # number of writes of each storage
-        seen: dict[Tensor, int] = {}  # the same at the time each tensor was computed
+        written: dict[Tensor, int] = {}  # number of writes to each storage so far
+        seen: dict[Tensor, int] = {}  # for each tensor: that number when the tensor was computed
         for op in self.ops:
             for t in op.inputs:
                 if seen.setdefault(t, 0) != written.get(t.storage, 0):
@@ -296,17 +309,20 @@ class Graph:
         self.kept = {key: one for key, one in self.kept.items() if one in needed}
 
     def computed(self, op: Op, cuts: Tiling) -> float:
-        """Return the flop of an operator for reports, without the part of its tiles that no step can fill."""
+        """Return an operator's flop for reports: without tiles outside a mask's band and room that no step can fill."""
         return op.flop() * op.filled(cuts) * self.filled
 
     def flop(self, cuts: Tiling | None = None) -> float:
-        """Return the flop of contractions and attentions, as is customary. cuts: default: the graph's tiling."""
+        """Return the graph's flop in contractions and attention only, as is customary.
+
+        cuts: tiling, which decides how many tiles lie outside a mask's band; None: the graph's tiling.
+        """
         counted = (op.products() * op.filled(cuts or self.cuts) for op in self.ops if op.category is CONTRACTION)
         return sum(counted) * self.filled
 
 
 def _check_sizes(op: Op) -> None:
-    """Raise ValueError if tensors of an operator differ in the size of an axis: their tiles would not match."""
+    """Raise ValueError if an axis has different sizes in an operator's tensors: their tiles would not match."""
     seen: dict[str, Tensor] = {}
     for tensor in [] if op.independent else [*op.inputs, *op.outputs]:
         for axis, size in tensor.sizes.items():

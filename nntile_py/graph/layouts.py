@@ -1,7 +1,8 @@
-"""Layouts: the order of the axes of an operator's tensors in memory, and the orders that its kernels take.
+"""Layouts: the order of the axes of an operator's tensors in memory, and the orders that its kernels accept.
 
-Ivanov et al. 2021 ("Data movement is all you need", section V): a contraction takes all orders that map to one
-(batched) matrix product. Other operators take all orders of rows; the axis along a row is the last one.
+Ivanov et al. 2021 ("Data movement is all you need", section V): a contraction accepts all orders that map to one
+(batched) matrix product. Other operators work on rows: the axis along a row comes last, and the other axes may have any
+order.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class SameOrder:
     """Tensors of an operator that must all have the same order of axes.
 
     Attributes:
-        names: common names for the axes of each tensor; "" marks an axis that stays behind all named axes.
+        names: for each tensor, a name for each axis. Axes of the same name correspond. "" marks an axis that stays
+            behind all named axes.
         last: names of axes that stay last.
         kept: in each tuple, names whose relative order is fixed, such as the axes of a bias.
     """
@@ -54,12 +56,15 @@ def tensors_of(op: Op) -> list[Tensor]:
 
 
 def layout_of(op: Op) -> Layout:
-    """Return the present layout of an operator."""
+    """Return the present layout of an operator: the order of axes of each tensor."""
     return tuple(t.axes for t in tensors_of(op))
 
 
 def same_orders_of(op: Op) -> list[SameOrder]:
-    """Return the tensors that may change their order, by tensors of one order. All other tensors keep their order."""
+    """Return the tensors of an operator whose axes may be reordered, in sets of tensors that need the same order.
+
+    All other tensors of the operator keep their order.
+    """
     if isinstance(op, Contract):
         with_out = [t for t in (op.output, op.residual, op.pre, op.aux) if t]
         kept = [t.axes for t in (op.bias, op.bias_grad[1] if op.bias_grad else None) if t]
@@ -81,7 +86,10 @@ def same_orders_of(op: Op) -> list[SameOrder]:
 
 
 def _attention_orders(op: Attention | AttentionGrad) -> list[SameOrder]:
-    """Return the tensors of one order in attention: operands, gradients of operands, output, gradient of the output."""
+    """Return the sets of attention's tensors that need the same order.
+
+    They are the operands, the gradients of the operands, the output, and the gradient of the output.
+    """
 
     def roles(tensors: Iterable[Tensor]) -> SameOrder:
         return SameOrder({t: tuple(ROLES.get(a, a) for a in t.axes) for t in tensors}, last=("head_dim",))
@@ -93,7 +101,10 @@ def _attention_orders(op: Attention | AttentionGrad) -> list[SameOrder]:
 
 
 def _row_orders(op: Op, form: Definition) -> list[SameOrder]:
-    """Return the tensors of one order in an operator over rows, from the loads and stores of its scalar form."""
+    """Return the sets of tensors that need the same order in an operator on rows.
+
+    The loads and stores of the operator's scalar form determine the sets.
+    """
     if any(node.row_numbers for node in nodes_of(form, Keep)):
         return []  # random numbers of dropout depend on the order of the rows
     at = {op.inputs[node.number]: node.at for node in nodes_of(form, Element)}
@@ -113,7 +124,7 @@ def _row_orders(op: Op, form: Definition) -> list[SameOrder]:
 
 
 def on(op: Op, other: Mapping[Tensor, Tensor]) -> Op:
-    """Return the operator on other tensors, whose axes may have other orders."""
+    """Return a copy of an operator with its tensors replaced as in `other`; their axes may have other orders."""
 
     def of(tensor: Tensor) -> Tensor:
         return other.get(tensor, tensor)
@@ -143,7 +154,7 @@ def on(op: Op, other: Mapping[Tensor, Tensor]) -> Op:
 
 
 def _attention_on(op: Attention, of: Any) -> Attention:
-    """Return attention with each tensor replaced by `of(tensor)`."""
+    """Return a copy of an attention operator with each tensor replaced by `of(tensor)`."""
     changed = copy.copy(op)
     changed.lse, changed.outputs = of(op.lse), [of(t) for t in op.outputs]
     changed.read([of(t) for t in op.operands.tensors])
@@ -185,7 +196,10 @@ def products(op: Contract) -> Iterator[Layout]:
 
 
 def _forms(batch: Order, rows: Order, columns: Order) -> list[Order]:
-    """Return the orders of a matrix or its transpose, with the batch first or between rows and columns."""
+    """Return the orders of axes of a batch of matrices or transposed matrices.
+
+    The batch axes come first, or between rows and columns.
+    """
     orders = [(*batch, *rows, *columns), (*batch, *columns, *rows)]
     orders += [(*rows, *batch, *columns), (*columns, *batch, *rows)] if batch else []
     return list(dict.fromkeys(orders))
@@ -241,7 +255,10 @@ def described(op: Op, tiling: Tiling, policy: str = "chain") -> tuple[str, str]:
 
 
 def _role(op: Op, solid: set[str], axis: str) -> str:
-    """Return the name of an axis in the texts: B, M, N or K in a contraction; else its own name if solid, else R."""
+    """Return the name of an axis in the texts of `described`.
+
+    In a contraction the name is B, M, N or K. In other operators, axes in `solid` keep their name, and others are R.
+    """
     if isinstance(op, Contract):
         parts = {"B": op.batch, "M": op.m, "N": op.n, "K": op.k}
         return next((name for name, axes in parts.items() if axis in axes), axis)
@@ -249,13 +266,13 @@ def _role(op: Op, solid: set[str], axis: str) -> str:
 
 
 def _named(part: Order, names: dict[Order, str], cuts: dict[str, str], roles: dict[str, list[str]], role: Any) -> str:
-    """Return the name of a part of the axes, with sizes if other parts have the same role."""
+    """Return the text of a part (see `_together`): its name, with its sizes if other parts have the same role."""
     whole = len(roles[role(part[0])]) == len(part)
     return names[part] if whole else f"{names[part]}({'x'.join(sorted(cuts[a] for a in part))})"
 
 
 def _together(tensors: Sequence[Tensor], solid: set[str]) -> list[Order]:
-    """Return the axes in parts: axes that are contiguous in every tensor that has any of them form one part."""
+    """Return the tensors' axes in parts. A part is a tuple of axes that are contiguous wherever one of them occurs."""
     follows: dict[str, str] = {}
     axes = list(dict.fromkeys(a for t in tensors for a in t.axes))
     for a, b in itertools.permutations(axes, 2):
@@ -277,5 +294,5 @@ def _beside(axes: Order, a: str, b: str) -> bool:
 
 
 def _split(axes: Order, parts: Sequence[Order]) -> list[Order]:
-    """Return the parts of a tensor's axes, in order."""
+    """Return the parts (see `_together`) that make up a tensor's axes, in the tensor's order."""
     return sorted((p for p in parts if p[0] in axes), key=lambda p: axes.index(p[0]))

@@ -16,7 +16,7 @@ from nntile_py.tasks.op import Tensor, permutation
 from nntile_py.typed import typed_fields
 
 Array = np.ndarray[Any, Any]
-FP16_END = 65520.0  # fp16 rounds numbers from here on to infinity
+FP16_END = 65520.0  # fp16 rounds numbers of at least this size to infinity
 Weights = Mapping[str, Array]
 Derived = Callable[[Mapping[str, Array]], Array]  # computes an input from the other inputs of a step
 
@@ -40,7 +40,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Constant:
-    """Initialisation by one value."""
+    """Initialisation of all elements to one value."""
 
     value: float
 
@@ -55,14 +55,14 @@ ONES = Constant(1.0)
 
 @dataclass(frozen=True)
 class Source:
-    """A weight of a checkpoint, or a part of a weight, that holds a parameter or a part of it.
+    """A checkpoint weight, or a part of one, whose values fill a parameter or a part of a parameter.
 
     Attributes:
         weight: name of the weight in the checkpoint.
         shape: shape of the weight.
         view: shape to which the weight is reshaped: a dimension for each axis of the parameter.
-        index: selects the parameter's values in the reshaped weight.
-        at: the part of the parameter that these values fill.
+        index: selects the parameter's values in the reshaped weight; empty: all values.
+        at: the part of the parameter that these values fill; empty: the whole parameter.
     """
 
     weight: str
@@ -81,12 +81,12 @@ class Source:
             raise ConfigError(f"model: weight {self.weight} is {dtype}; allowed: float16, float32, float64")
 
     def take(self, weights: Weights) -> Array:
-        """Return the values of the part `at` of the parameter; raises ConfigError as `check` does."""
+        """Return the weight's values for the part `at` of the parameter; raises ConfigError as `check` does."""
         self.check(weights)
         return np.asarray(weights[self.weight]).reshape(self.view)[self.index]
 
     def put(self, weights: dict[str, Array], value: Array) -> None:
-        """Write the parameter's part into its weight, which is created if it is missing."""
+        """Copy the part `at` of a parameter's `value` into the weight. Create the weight if it is missing."""
         if self.weight not in weights:
             weights[self.weight] = np.zeros(self.shape, value.dtype)
         weights[self.weight].reshape(self.view)[self.index] = value[self.at]
@@ -95,7 +95,7 @@ class Source:
 @typed_fields
 @dataclass(frozen=True)
 class Part:
-    """For a parameter's `sources`: a weight has `of` equal parts along `axis`; part `number` is the parameter."""
+    """Argument `sources` of Graph.param: the parameter is part `number`, from 0, of `of` equal parts along `axis`."""
 
     weight: str
     number: int
@@ -106,7 +106,7 @@ class Part:
 @typed_fields
 @dataclass(frozen=True)
 class Joined:
-    """For a parameter's `sources`: entry k of the parameter along `axis` is weight number k."""
+    """Argument `sources` of Graph.param: the parameter stacks weights; its entry k along `axis` is weight number k."""
 
     axis: str
     weights: tuple[str, ...]
@@ -127,11 +127,11 @@ class Param:
     order: tuple[str, ...] = ()
 
     def on(self, tensor: Tensor) -> Param:
-        """Return the same parameter with a tensor that has its axes in another order."""
+        """Return a copy of this parameter that uses `tensor`, which has the same axes in another order."""
         return replace(self, tensor=tensor, order=self.order or self.tensor.axes)
 
     def value(self, weights: Weights) -> Array:
-        """Return the parameter from a checkpoint's weights."""
+        """Return the parameter's value, read from a checkpoint's weights, in the tensor's order of axes."""
         parts = [source.take(weights) for source in self.sources]
         value, order = parts[0], self.order or self.tensor.axes
         if len(parts) > 1 or self.sources[0].at:
@@ -144,7 +144,7 @@ class Param:
         return np.ascontiguousarray(value.transpose(permutation(order, self.tensor.axes)))
 
     def weight(self, weights: Weights) -> Array:
-        """Return `value(weights)`; raises ConfigError if fp16 cannot represent it."""
+        """Return `value(weights)`; raises ConfigError if a number is too large for an fp16 tensor."""
         value = self.value(weights)
         if self.tensor.dtype == "fp16" and value.size and (most := float(np.abs(value).max())) >= FP16_END:
             names = ", ".join(source.weight for source in self.sources)
@@ -152,11 +152,11 @@ class Param:
         return value
 
     def declared(self, value: Array) -> Array:
-        """Return the tensor's value with the axes in the declared order."""
+        """Return `value`, which has the tensor's order of axes, with its axes in the declared order."""
         return value.transpose(permutation(self.tensor.axes, self.order or self.tensor.axes))
 
     def put(self, weights: dict[str, Array], value: Array) -> None:
-        """Write the parameter's value, or its gradient, into a checkpoint's weights."""
+        """Copy the parameter's value, or its gradient, into the checkpoint weights that hold the parameter."""
         for source in self.sources:
             source.put(weights, self.declared(value))
 
@@ -189,7 +189,7 @@ def sources_of(name: str, axes: Mapping[str, int], sources: str | Part | Joined 
 def cover(sources: Sequence[Source]) -> bool:
     """Return whether the sources of one weight together take each of its values exactly once.
 
-    No two sources have both the same view and the same index.
+    The caller has checked that no two sources have both the same view and the same index.
     """
     first = sources[0]
     cut = [axis for axis, at in enumerate(first.index) if isinstance(at, int)]
@@ -202,7 +202,7 @@ def cover(sources: Sequence[Source]) -> bool:
 
 
 def stacked(params: Sequence[Param], tensor: Tensor, axis: str) -> Param:
-    """Return one parameter with the values of several parameters of equal axes, numbered along a new axis."""
+    """Return one parameter that stacks parameters of equal axes: its entry k along the new `axis` is params[k]."""
     place = tensor.axes.index(axis)
     sources = []
     for number, param in enumerate(params):
@@ -217,7 +217,7 @@ def _everywhere(axes: int) -> tuple[slice, ...]:
 
 
 def _merged(axes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of a weight in a checkpoint: there, heads and head_dim are one dimension."""
+    """Return the shape of a checkpoint weight with these axes; head_dim and the axis before it are one dimension."""
     shape: list[int] = []
     for axis, size in axes.items():
         if axis == "head_dim" and shape:
@@ -229,17 +229,17 @@ def _merged(axes: Mapping[str, int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Input:
-    """A declared input: the requirements on a step's array.
+    """A declared input: the requirements on the array that a step passes.
 
     Attributes:
-        below: integers go from 0 to below - 1.
-        ignored: a further integer that is allowed; means leave it out.
+        below: integers must be 0 to below - 1; None: no limit.
+        ignored: a further integer that is allowed. Values equal to it do not count in means, as labels of padding.
         default: value if a step does not pass this input: an array of the full shape, a number, or a function of the
-            inputs declared before.
-        shifted: position s holds the user's value of position s + 1, as labels of a causal model do.
-        scale: name of a slot of the program: 1 / (number of values that count in all micro-batches of a step).
-        max_count: upper bound on the values per row that count. A collator must refuse a row with more; random inputs
-            use exactly this many.
+            inputs declared before. None: each step must pass the input.
+        shifted: the program's position s holds the user's value of position s + 1, as labels of a causal model do.
+        scale: name of the slot that holds 1 / (number of values of all micro-batches of a step that are not `ignored`).
+        max_count: upper bound on the values per row that are not `ignored`. A collator must refuse a row with more;
+            random inputs use exactly this many.
     """
 
     tensor: Tensor
@@ -252,7 +252,7 @@ class Input:
 
     @property
     def batched(self) -> bool:
-        """True if the first axis is the batch, so that each micro-batch of a step has other rows."""
+        """True if the first axis is the batch, so each micro-batch of a step gets other rows of the array."""
         return self.tensor.axes[0] == "batch"
 
     def shape(self, rows: int) -> tuple[int, ...]:
@@ -260,7 +260,7 @@ class Input:
         return (rows, *self.tensor.shape[1:]) if self.batched else tuple(self.tensor.shape)
 
     def checked(self, value: Any, rows: int, shape: tuple[int, ...] | None = None) -> Array:
-        """Return the value as an array. `shape`: default: the shape for `rows` rows.
+        """Return a user's value for this input as an array. `shape`: the required shape; None: `self.shape(rows)`.
 
         Raises:
             ValueError: the value has another shape, dtype or range; the message says what is allowed.
@@ -286,7 +286,10 @@ class Input:
         return array
 
     def filled(self, rows: int, given: Mapping[str, Array] | None = None) -> Array | None:
-        """Return the default as an array; None without a default, or if it derives from inputs and `given` is None."""
+        """Return the default as an array, or None if there is no default.
+
+        given: the other inputs, for a default that derives from them. If it is None, such a default gives None.
+        """
         if callable(self.default):
             return None if given is None else self.default(given)
         if self.default is None:
@@ -301,7 +304,7 @@ class Input:
         return result
 
     def counted(self, array: Array) -> int:
-        """Return the number of values that count in a mean."""
+        """Return the number of values of an array that count in a mean: all except `ignored`."""
         return int(array.size if self.ignored is None else (array != self.ignored).sum())
 
 
@@ -315,7 +318,7 @@ class Batch:
         seq: positions of a row.
         given: names of the optional inputs that a step passes.
         optional: optional inputs that the model asked for by `has`, each with its neutral value; the trace fills it.
-        packed: length of the longest sequence if rows are bins; None: each row is one sequence.
+        packed: largest allowed length of a sequence if rows are bins; None: each row is one sequence.
     """
 
     size: int
@@ -326,7 +329,7 @@ class Batch:
 
     @property
     def length(self) -> int:
-        """Length of the longest sequence."""
+        """The largest allowed length of a sequence."""
         return self.packed or self.seq
 
     def has(self, name: str, *, neutral: float) -> bool:
@@ -343,7 +346,7 @@ class Traced(NamedTuple):
 
 
 class Traceable(Protocol):
-    """The interface of a model for the engine."""
+    """The interface that a model must have for the engine."""
 
     weights: Any  # mapping of names to arrays
 

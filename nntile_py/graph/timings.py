@@ -1,4 +1,7 @@
-"""The database of layouts: measured times of operators in each layout, one file per device, version, dtype, method."""
+"""The database of layouts: measured times of operators in each layout.
+
+There is one file for each combination of device, version, dtype and method.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,21 @@ from nntile_py.system import launcher
 from nntile_py.system.folders import cache_folder, read
 
 KEYS = ("device", "version", "dtype", "method")  # header of a file: the conditions of its times
-METHOD = "out of cache"  # tiles come from memory, see profiling/layout_timer.py; files of other methods are not read
+# Operators are timed with tiles that are in memory but not in a cache, see profiling/layout_timer.py. Files of other
+# methods are not read.
+METHOD = "out of cache"
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of an operator in a layout.
+    """The measured time of an operator in a layout.
 
     Attributes:
+        operator: text that identifies the operator, see layouts.described.
+        layout: text that identifies the layout, see layouts.described.
         seconds: the shortest of the repeated `times`.
         width: width of a generated kernel, see Generated.on; None: the kernel's default width.
-        turns: the layout was measured a second time, alternating with the default layout.
+        turns: True: the layout was measured a second time, alternating with the default layout.
     """
 
     operator: str
@@ -44,7 +51,11 @@ class Timing:
 
 @dataclass(frozen=True)
 class LayoutComparison:
-    """Seconds of whole steps of a program in the default and in the searched layouts, alternating."""
+    """Measured seconds of whole steps of a program, alternating between the default and the searched layouts.
+
+    Attributes:
+        program: the digest SearchedLayouts.program.
+    """
 
     program: str
     default: tuple[float, ...]
@@ -72,9 +83,9 @@ class LayoutComparison:
 
 @dataclass(eq=False)
 class Timings:
-    """Timings by operator, layout and width, and comparisons by program.
+    """The database of layouts in memory: timings by operator, layout and width, and comparisons by program.
 
-    A file holds the header `of` (see KEYS) and one line for each entry.
+    Its file has a first line with the header `of` (see KEYS), then one line for each timing or comparison.
     """
 
     of: Mapping[str, str]
@@ -85,24 +96,31 @@ class Timings:
 
     @property
     def workers(self) -> str:
-        """The device of the times, as text; with several ranks, the device of one rank."""
+        """Text for messages: the device that was or must be measured, and the keys that select it."""
         advice = "tune without mpirun, and with runtime.cpus or runtime.cuda as one rank has them"
         how = f"a rank's: {advice}" if launcher.started()[1] > 1 else "by runtime.cpus or runtime.cuda"
         return f"for {self.of['device']} ({how})"
 
     def best(self, operator: str, layout: str) -> Timing | None:
-        """Return the timing in the best kernel width: the default one unless another gains more than the noise."""
+        """Return the timing of an operator in a layout; None if it was not measured.
+
+        The kernel width is the default one, unless another width is faster by more than the noise.
+        """
         timings = [t for (where, _), t in self.known.get(operator, {}).items() if where == layout]
         best, plain = min(timings, key=lambda t: t.seconds, default=None), self.plain(operator, layout)
         gains = best and plain and best.seconds * (1 + self.noise(operator)) < plain.seconds
         return best if gains else plain or best
 
     def plain(self, operator: str, layout: str) -> Timing | None:
-        """Return the timing in the default kernel width; None if it was not measured."""
+        """Return the timing of an operator in a layout and the default kernel width; None if it was not measured."""
         return self.known.get(operator, {}).get((layout, None))
 
     def noise(self, operator: str) -> float:
-        """Return the noise of an operator's times: median / minimum - 1 of the repeated times, median over layouts."""
+        """Return the noise of an operator's times, as a share of the time.
+
+        In each layout it is the median of the repeated times divided by their minimum, minus 1. The median over the
+        layouts is returned.
+        """
         of = [statistics.median(t.times) / t.seconds - 1 for t in self.known.get(operator, {}).values() if t.times]
         return statistics.median(of) if of else 0.0
 
@@ -111,7 +129,11 @@ class Timings:
         return min((t.seconds for t in self.known.get(operator, {}).values()), default=math.nan)
 
     def _take(self, line: Any) -> None:
-        """Take an entry of the file; raises KeyError, TypeError or ValueError for a wrong line."""
+        """Add the timing or comparison in a line of the file.
+
+        Raises:
+            KeyError, TypeError, ValueError: the line is wrong.
+        """
         if "program" in line:
             default, searched = _seconds(line["default"]), _seconds(line["searched"])
             if not (isinstance(line["program"], str) and line["program"] and len(default) == len(searched) > 1):
@@ -126,14 +148,14 @@ class Timings:
         self.known.setdefault(timing.operator, {})[timing.layout, timing.width] = timing
 
     def add(self, timing: Timing) -> None:
-        """Add a timing, or replace an earlier one, also in the file."""
+        """Store a timing here and in the file. It replaces an earlier timing of the same layout and width."""
         self.known.setdefault(timing.operator, {})[timing.layout, timing.width] = timing
         line: dict[str, Any] = {"operator": timing.operator, "layout": timing.layout, "seconds": timing.seconds}
         line |= {"times": list(timing.times)} | ({"width": timing.width} if timing.width else {})
         self._append(line | ({"turns": True} if timing.turns else {}))
 
     def add_comparison(self, comparison: LayoutComparison) -> None:
-        """Add a comparison, also in the file."""
+        """Store a comparison here and in the file."""
         self.comparisons[comparison.program] = comparison
         self._append(vars(comparison))
 
@@ -164,7 +186,7 @@ class Timings:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold the lock of the file: wait for other processes that measure into it, and read their entries."""
+        """Lock the file inside the block. Wait for other processes that measure into it, and read their entries."""
         if not self.path:
             yield
             return
@@ -181,19 +203,21 @@ class Timings:
 
 
 def default_path(of: Mapping[str, str]) -> Path:
-    """Return the file's path in the cache folder, beside other measured choices."""
+    """Return the default path of the database for these conditions (see KEYS), in the cache folder."""
     name = "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", of[key]) for key in KEYS)
     return cache_folder() / "layouts" / f"{name}.jsonl"
 
 
 def opened(of: Mapping[str, str], path: Path | None = None, *, new: bool = False) -> Timings:
-    """Return the timings in a file.
+    """Return the database of layouts in a file.
 
     Args:
-        new: the file need not exist yet.
+        of: the conditions (see KEYS) that the file must have.
+        path: the file; None: `default_path(of)`.
+        new: True: the file need not exist yet.
 
     Raises:
-        ConfigError: the file is not there, is no database of layouts, or has other conditions.
+        ConfigError: the file does not exist, is no database of layouts, or has other conditions.
     """
     path = path or default_path(of)
     timings = Timings(of, path)
@@ -230,7 +254,7 @@ def opened(of: Mapping[str, str], path: Path | None = None, *, new: bool = False
 
 
 def _object(text: str) -> Any:
-    """Return the object in a line of JSON, None if there is none."""
+    """Return the JSON object in a line of text as a dict; None if the line holds anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -239,7 +263,7 @@ def _object(text: str) -> Any:
 
 
 def _seconds(values: Any) -> tuple[float, ...]:
-    """Return a list of times; raises ValueError unless all are finite and above zero."""
+    """Return a list of times as a tuple; raises ValueError unless all are finite and above zero."""
     if not isinstance(values, list) or any(isinstance(value, str | bool) for value in values):
         raise ValueError
     seconds = tuple(map(float, values))
