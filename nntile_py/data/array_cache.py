@@ -11,7 +11,7 @@ import numpy as np
 
 from nntile_py.system.folders import cache_folder, replaced
 
-MAX_BYTES = 4 * 2**30  # of all files of one kind; the files used least recently are removed first
+MAX_BYTES = 4 * 2**30  # limit for all files of one kind together; the files used least recently are removed first
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -19,11 +19,11 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 def cached(kind: str, key: str, make: Callable[[], Arrays]) -> Arrays:
     """Return the cached arrays of this key; compute and cache them if there are none.
 
-    A file is complete or absent, also with several writers. A damaged file is computed again (zip's CRC-32). On a full
-    or read-only disk nothing is cached.
+    A cached file is complete or absent, even if several processes write it. The arrays of a damaged file (zip's CRC-32)
+    are computed again. On a full or read-only disk nothing is cached.
 
     Args:
-        kind: Folder in the cache.
+        kind: Name of the folder in the cache.
         key: Hash of everything that determines the arrays.
         make: Computes the arrays.
     """

@@ -1,4 +1,4 @@
-"""Tables of texts with labels as training data: tokens, classes, and the batches of a classifier."""
+"""Training data of a classifier: read a table of texts with labels, tokenize it, and make batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ LOOKAHEAD_STEPS = 16  # the sampler looks for a sample that fits a bin among the
 
 
 class TokenizedTexts(NamedTuple):
-    """Texts as a classifier reads them: token numbers of each text, and classes, int64 [texts]."""
+    """Texts as a classifier reads them.
+
+    Attributes:
+        sequences: Token numbers of each text.
+        classes: Number of each text's class, int64 [texts].
+    """
 
     sequences: list[Array]
     classes: Array
@@ -38,7 +43,7 @@ class TokenizedTexts(NamedTuple):
         return TokenizedTexts([self.sequences[row] for row in rows], self.classes[rows])
 
     def tobytes(self) -> bytes:
-        """Return the content, to compare it with other texts."""
+        """Return the lengths, tokens and classes as bytes, to compare them with other texts."""
         lengths = np.array([len(sequence) for sequence in self.sequences])
         return b"".join(part.tobytes() for part in (lengths, *self.sequences, self.classes))
 
@@ -49,7 +54,7 @@ class LabelledCorpus:
 
     Attributes:
         names: Names of the classes.
-        cut: Number of texts that had too many tokens and were cut.
+        cut: Number of texts, training and held-out, that had too many tokens and were cut.
     """
 
     tokenizer: Tokenizer
@@ -77,12 +82,12 @@ def read_labelled_corpus(
 
     Args:
         source: The table, as of `tables.read_labelled_texts`.
-        seq: Tokens of the longest text. Longer texts are cut.
+        seq: Largest number of tokens of a text. Longer texts are cut.
         text: Column of the texts.
         label: Column of the labels.
-        held_out: A table to measure on. None: `val_fraction` of `source`.
+        held_out: The table of held-out texts. None: hold out `val_fraction` of `source`.
         val_fraction: Share of each label's texts to hold out.
-        classes: Classes of the model. None: the labels of `source` are the classes.
+        classes: Number of the model's classes. None: the labels of `source` are the classes.
         class_names: Names of the model's classes.
         tokenizer: An existing tokenizer. None: a new one is trained on the training texts.
         tokenizer_path: File of the existing tokenizer, for messages.
@@ -95,7 +100,7 @@ def read_labelled_corpus(
     if classes is not None:
         numbers = class_numbers(class_names, classes, samples)
         names = class_names or list(map(str, range(classes)))
-    else:  # a model of the user's own
+    else:  # a model of the user's own, which declares no classes
         names = labels_of(source, samples)
         numbers = class_numbers(names, len(names), samples)
     if held_out:
@@ -134,7 +139,7 @@ def split_samples(
 
 
 def _check_frames(tokenizer: Tokenizer, path: str | None) -> None:
-    """Give the tokenizer a template if it has none; raise ConfigError if it lacks the tokens of a template."""
+    """Give the tokenizer the template [CLS] text [SEP] if it has none; raise ConfigError if it lacks these tokens."""
     frame(tokenizer)
     if not tokenizer.num_special_tokens_to_add(False):
         missing = ", ".join(lacking(tokenizer, (CLS, SEP)))
@@ -145,8 +150,8 @@ def _check_frames(tokenizer: Tokenizer, path: str | None) -> None:
 def _tokenized(
     tokenizer: Tokenizer, samples: list[LabelledText], numbers: dict[str, int], seq: int
 ) -> tuple[TokenizedTexts, int]:
-    """Encode samples, cut to `seq` tokens. Returns also the number of texts that were cut."""
-    cutting = Tokenizer.from_str(tokenizer.to_str())  # a copy: the tokenizer that the run saves cuts nothing
+    """Encode samples; texts of more than `seq` tokens are cut. Returns the encoded texts and how many were cut."""
+    cutting = Tokenizer.from_str(tokenizer.to_str())  # a copy: the run saves the original, which must not cut texts
     cutting.no_padding()
     cutting.enable_truncation(seq)
     sequences, cut = [], 0
@@ -158,14 +163,14 @@ def _tokenized(
 
 
 class ClassificationDataset:
-    """Batches of a classifier; see Dataset.
+    """The Dataset of a classifier: batches of tokenized texts with their classes.
 
     Args:
         corpus: Texts, as of `read_labelled_corpus`.
-        seq: Tokens of the longest text.
-        batch: Texts of one forward and backward pass.
-        passes: Forward and backward passes of a step.
-        eval_batches: Batches of an evaluation that does not read all held-out texts.
+        seq: Largest number of tokens of a text.
+        batch: Number of texts in one forward and backward pass.
+        passes: Number of forward and backward passes in a step.
+        eval_batches: Number of batches in an evaluation that does not read all held-out texts.
         seed: Decides which texts a step reads.
         pad: Token number of padding.
         bins: Packs texts into bins instead of padding them.
@@ -205,13 +210,13 @@ class ClassificationDataset:
         return self._bins.filled(padded, places, self._passes, shift=False)
 
     def samples(self, step: int) -> TokenizedTexts:
-        """Return the texts of a training step. An epoch has each text once, in an order that depends on the seed."""
+        """Return the texts that a training step reads. Each epoch has every text once, in an order set by the seed."""
         return self.corpus.train.take(np.array(self._sampler.step(step)[0]))
 
     def held_out(self, whole: bool = False) -> Iterator[dict[str, Array]]:
-        """Yield batches of held-out texts, spread evenly: `eval_batches` of them, or all texts if `whole`.
+        """Yield batches of held-out texts: `eval_batches` batches, spread evenly over the texts, or all if `whole`.
 
-        The last batch is filled with rows whose labels are ignored."""
+        The last batch is filled up with rows whose labels are ignored."""
         texts, rows = self.corpus.held_out, self._batch
         count = len(texts) if whole else min(len(texts), self._eval_batches * rows)
         numbers = np.linspace(0, len(texts) - 1, count).astype(np.int64)
@@ -225,7 +230,7 @@ class ClassificationDataset:
         return self._collator(samples, step)
 
     def measure(self, model: Evaluator, whole: bool = False) -> dict[str, Any]:
-        """Return the mean loss, accuracy, F1 and the confusion matrix of held-out texts."""
+        """Evaluate the model on held-out texts. Returns mean loss, accuracy, F1 and confusion matrix by name."""
         losses: list[float] = []
         confusion, counts = Confusion(self.corpus.names), list[int]()
         for inputs in self.held_out(whole):

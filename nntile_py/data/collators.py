@@ -1,4 +1,4 @@
-"""From samples of token numbers to the dict of inputs of a training step."""
+"""Collators: turn samples of token numbers into the dict of inputs of a training step."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Samples = Sequence[Any] | Array  # lists or arrays of token numbers, of any leng
 
 
 def most_masked(tokens: int, probability: float) -> int:
-    """Return an upper bound on the masked tokens of a sequence, if each token is masked with this probability.
+    """Return a limit for the masked tokens of a sequence of `tokens` tokens, each masked with this probability.
 
-    Chance exceeds the bound in one of 700 sequences (three standard deviations). The bound is a multiple of 8, for
-    GPUs, or all tokens."""
+    By chance, one of 700 sequences would have more masked tokens (three standard deviations). The limit is a multiple
+    of 8, for GPUs, or all tokens."""
     mean = tokens * probability
     return min(tokens, 8 * math.ceil((mean + 3 * math.sqrt(mean * (1 - probability))) / 8))
 
 
 class Collator(Protocol):
-    """Makes the inputs of a step from samples."""
+    """Turns samples of token numbers into a model's inputs. step: number of the training step, for random choices."""
 
     def __call__(self, samples: Samples, step: int = 0) -> dict[str, Array]: ...
 
@@ -54,14 +54,14 @@ class CausalCollator:
 @typed_fields
 @dataclass(frozen=True)
 class MaskedCollator:
-    """Makes the inputs of a masked language model: CausalCollator's, with masked tokens.
+    """Makes the inputs of a masked language model: pads samples like CausalCollator, then masks tokens.
 
     Source: Devlin et al. (2019), BERT, section 3.1.
 
     The model predicts a share `probability` of the tokens that are not in `special`; other labels are -100. 80 % of
     the predicted tokens become the token `mask`, 10 % become a random token from 0 to vocab - 1 that is not in
     `special`, and 10 % stay. The choice is a function of seed, step and position only. A row has at most `most`
-    predicted tokens, and may have none. `most` None: a bound that chance exceeds in one of 700 rows."""
+    predicted tokens, and may have none. With `most` None, the limit is that of the function most_masked."""
 
     seq: int
     vocab: int

@@ -1,4 +1,4 @@
-"""Accuracy, F1 and the confusion matrix of a classifier, as numbers, a table and a picture."""
+"""Confusion: accuracy, F1 and confusion matrix of a classifier, as numbers, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ FILES = ("confusion.png", "confusion.svg")
 
 
 class Confusion:
-    """Counts of samples by true class (row) and predicted class (column), int64 [classes, classes]."""
+    """Confusion matrix: counts of samples by true class (row) and predicted class (column).
+
+    Args:
+        names: Names of the classes.
+        counts: The matrix [classes, classes]. None: zeros.
+    """
 
     def __init__(self, names: list[str], counts: Any = None) -> None:
         self.names = names
         self.counts = np.zeros((len(names), len(names)), np.int64) if counts is None else np.array(counts)
 
     def add(self, true: Array, predicted: Array) -> None:
-        """Count samples. true, predicted: each sample's class as an index."""
+        """Add samples to the counts. true, predicted: for each sample, the number of its true and predicted class."""
         np.add.at(self.counts, (true, predicted), 1)
 
     @property
@@ -40,8 +45,8 @@ class Confusion:
     def metrics(self) -> dict[str, Any]:
         """Return the entries for metrics.jsonl.
 
-        f1_macro is the mean over the classes that occur or were predicted. f1 is there with two classes only: F1 of the
-        second, positive class."""
+        f1_macro is the mean F1 of the classes that occur or were predicted. f1 exists only with two classes: it is the
+        F1 of the second class, which counts as the positive class."""
         macro = float(np.nanmean(self.f1)) if self.counts.any() else float("nan")
         two = {"f1": float(self.f1[1])} if len(self.names) == 2 else {}
         return {"accuracy": self.accuracy, "f1_macro": macro, **two, "confusion": self.counts.tolist()}
@@ -64,7 +69,9 @@ class Confusion:
         return "\n".join([*head, *lines])
 
     def save(self, folder: Path) -> None:
-        """Draw the matrix into FILES, coloured by the share of each true class. Equal counts give equal bytes."""
+        """Draw the matrix into the files FILES in `folder`. Equal counts give files with equal bytes.
+
+        A cell's colour shows which share of the true class it has."""
         save_figure(self._drawn(), folder / "confusion", [Path(name).suffix[1:] for name in FILES])
 
     def _drawn(self) -> Any:

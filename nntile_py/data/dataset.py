@@ -1,4 +1,4 @@
-"""Dataset: the protocol of a run's training data and held-out data."""
+"""Dataset: the interface of a run's training data and held-out data."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Inputs = dict[str, Array] | StepInputs
 
 
 class Evaluator(Protocol):
-    """Evaluates batches with the current weights: a Trainer."""
+    """An object that evaluates batches with the current weights, such as a Trainer."""
 
     def evaluate(self, inputs: Mapping[str, Any], *, return_logits: bool = False) -> Any: ...
 
 
 class Dataset(Protocol):
-    """Training data of a run, such as TextDataset or ClassificationDataset.
+    """Interface of a run's training data and held-out data. TextDataset and ClassificationDataset implement it.
 
     Batches are functions of the seed and the step only, so a resumed run reads the same batches.
 
     Attributes:
         tokenizer: Turns text into token numbers; the run saves it beside the weights.
         class_names: Names of a classifier's classes; None for a language model.
-        example: Padded held-out inputs; the end of a run shows the model's guesses for their masked tokens. None: no
+        example: Padded held-out inputs. At its end, a run shows the model's guesses for their masked tokens. None: no
             example.
     """
 
@@ -36,15 +36,17 @@ class Dataset(Protocol):
     example: Mapping[str, Array] | None
 
     def describe(self) -> str:
-        """Return one line with the sizes of the training part and the held-out part."""
+        """Return one line of text with the sizes of the training part and the held-out part."""
         ...
 
     def describe_lengths(self) -> str:
-        """Return one line about sequences of unequal lengths; empty if there is nothing to report."""
+        """Return one line of text about sequences of unequal lengths; "" if there is nothing to report."""
         ...
 
     def contents(self) -> dict[str, bytes]:
-        """Return the data by part. Checkpoints keep hashes of it, to refuse other data when a run resumes."""
+        """Return {name of a part of the data: the part as bytes}.
+
+        Checkpoints keep hashes of the parts, so that a run with other data is not resumed."""
         ...
 
     def train(self, step: int) -> Inputs:
@@ -52,13 +54,13 @@ class Dataset(Protocol):
         ...
 
     def held_out(self, whole: bool = False) -> Iterable[Inputs]:
-        """Return held-out batches, the same at each call. `whole` asks for all held-out data."""
+        """Return held-out batches, the same at each call. whole: batches of all held-out data."""
         ...
 
     def collate(self, samples: Any, step: int = 0) -> dict[str, Array]:
-        """Turn samples into the model's dict of inputs."""
+        """Turn samples into the model's dict of inputs. step: number of the training step, for random choices."""
         ...
 
     def measure(self, model: Evaluator, whole: bool = False) -> dict[str, Any]:
-        """Evaluate held-out data; return a line's entries for metrics.jsonl, with at least `held_out_loss`."""
+        """Evaluate the model on held-out data. Returns entries for metrics.jsonl, at least `held_out_loss`."""
         ...

@@ -1,4 +1,4 @@
-"""Which sequences of unequal lengths each step reads: a function of the seed and the step only."""
+"""Sampler: chooses the sequences that each step reads. The choice depends only on the seed and the step."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ SORTED_STEPS = 32  # steps whose bins are sorted together by work, so that the b
 
 
 class Sampler:
-    """Assigns sequences to steps: each epoch has all sequences once, in an order of its own.
+    """Assigns sequences to steps: each epoch has all sequences once, in a random order of its own.
 
     Args:
-        lengths: Tokens of each sequence.
+        lengths: Number of tokens of each sequence.
         seed: Decides the order.
-        rows: Sequences of a step, if there are no bins.
-        bins: A step reads as many sequences as fit into the bins of its passes.
-        passes: Forward and backward passes of a step.
-        lookahead: Number of sequences among which to search one that fits into a bin. A search among all sequences
-            would read the long ones first; if lengths depend on labels, such steps would have few different labels.
+        rows: Number of sequences that a step reads without bins.
+        bins: The bins of a pass. A step reads as many sequences as fit into the bins of its passes. None: no packing.
+        passes: Number of forward and backward passes in a step.
+        lookahead: Number of sequences among which to search for a sequence that fits into a bin. A search among all
+            sequences would read the long ones first. If lengths depend on labels, such steps would have few different
+            labels.
     """
 
     def __init__(
@@ -33,10 +34,12 @@ class Sampler:
         self._bins, self._lookahead = bins, lookahead
         self._count = bins.count * passes if bins else rows  # sequences, or bins, of a step
         self._epochs: dict[int, list[Any]] = {}  # sequences, or bins, of the two epochs read last
-        self._starts = [0]  # number of the first sequence, or bin, of each epoch
+        self._starts = [0]  # for each epoch, the number of its first sequence, or bin, counted over all epochs
 
     def step(self, step: int) -> tuple[list[int], list[SequencePlace]]:
-        """Return the sequences of step 1, 2, ... and, with bins, their places."""
+        """Return the numbers of the sequences that a step reads, and the place of each sequence in a bin.
+
+        step: 1, 2, ... Without bins there are no places."""
         items = self._items((step - 1) * self._count, step * self._count)
         if not self._bins:
             return items, []
@@ -44,7 +47,7 @@ class Sampler:
         return [sequence for sequence, _ in placed], [place for _, place in placed]
 
     def fill(self) -> float:
-        """Return the share of the bins that the sequences of an epoch fill."""
+        """Return the share of the bins' tokens that the sequences of an epoch fill."""
         assert self._bins
         return float(sum(self._lengths) / (len(self._epoch(0)) * self._bins.room))
 
@@ -78,14 +81,14 @@ class Sampler:
         return self._epochs[epoch]
 
     def _balanced(self, bins: list[list[int]], rng: np.random.Generator) -> list[list[int]]:
-        """Order bins so that the bins of one step have equal work."""
+        """Reorder the bins of an epoch so that the bins of each step have about equal work."""
         assert self._bins
         work = [sum(map(self._bins.work, (self._lengths[sequence] for sequence in content))) for content in bins]
         ordered: list[list[int]] = []
         for first in range(0, len(bins), SORTED_STEPS * self._count):
             part = sorted(range(first, min(first + SORTED_STEPS * self._count, len(bins))), key=lambda k: work[k])
             steps = [part[k : k + self._count] for k in range(0, len(part), self._count)]
-            # The last step may have fewer bins. It stays last, or it would shift the steps behind it.
+            # The last step may have fewer bins. It stays last, as it would shift the steps behind it otherwise.
             last = len(part) // self._count
             ordered += [steps[k] for k in rng.permutation(last)] + steps[last:]
         return [bins[k] for step in ordered for k in step]

@@ -1,4 +1,4 @@
-"""Texts with labels: rows of a CSV file or of JSON lines, or functions of Python's standard library."""
+"""Read texts with labels: from a CSV file, from a file of JSON lines, or from Python's standard library."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from nntile_py.schema import short
 from nntile_py.system.folders import STDLIB, read, stdlib, stdlib_files
 
 MAX_LABELS = 256  # a column with more labels is not a column of classes
-MIN_FUNCTIONS = 200  # packages with fewer functions are left out
+MIN_FUNCTIONS = 200  # packages of the standard library with fewer functions are left out
 # A function with its nested functions: the lines below `def` that are empty, indented further, or close its arguments.
 _FUNCTION = re.compile(r"^( *)(?:async )?def .*\n(?:(?:\1[ \t].*)?\n|\1\).*\n)*", re.MULTILINE)
 
-Row = tuple[int, dict[str, Any]]  # number of its first line, values by column
+Row = tuple[int, dict[str, Any]]  # number of the row's first line in the file, {column: value}
 RowReader = Callable[[str, Path, Sequence[str], str], Iterator[Row]]
 
 
@@ -35,11 +35,12 @@ class LabelledText(NamedTuple):
 
 
 def read_labelled_texts(key: str, source: str, text: str, label: str) -> list[LabelledText]:
-    """Read all rows of a table.
+    """Return the texts and labels of all rows of a table.
 
     Args:
         key: Key of the config that names the table, for messages.
-        source: A file with a suffix of FORMATS, or `python-stdlib`.
+        source: A file with a suffix of FORMATS, or `python-stdlib`: functions of Python's standard library, labelled
+            with their package.
         text: Column of the texts.
         label: Column of the labels.
 
@@ -56,7 +57,9 @@ def read_labelled_texts(key: str, source: str, text: str, label: str) -> list[La
 
 
 def labels_of(source: str, samples: list[LabelledText]) -> list[str]:
-    """Return the labels in order; integers sort as numbers. Raises ConfigError for one label only, or too many."""
+    """Return the distinct labels of `samples`, sorted: by value if all labels are integers, else as text.
+
+    Raises ConfigError if there is only one label, or more than MAX_LABELS."""
     labels = {sample.label for sample in samples}
     if len(labels) == 1:
         label, need = labels.pop(), "at least two labels"
@@ -85,7 +88,7 @@ def no_numbers(names: list[str] | None) -> bool:
 
 @lru_cache(maxsize=2)
 def _read(key: str, source: str, text: str, label: str, changed: tuple[int, int]) -> list[LabelledText]:
-    """Read a table; results are cached. changed: time and size of the file, so that a changed file is read again."""
+    """Read a table. The result is cached. changed: time and size of the file, so that a changed file is read again."""
     where, need = f"{key}: {source}", _allowed(text, label)
     samples = [
         LabelledText(*_checked(f"{where}, line {line}", row, text, label), line)
@@ -122,7 +125,7 @@ def read_rows(where: str, path: Path, columns: Sequence[str], need: str) -> Iter
         where: Beginning of error messages.
         path: A file with a suffix of FORMATS.
         columns: Columns that every row must have.
-        need: What is allowed, for error messages.
+        need: End of error messages: text on the tables that are allowed.
 
     Raises:
         ConfigError: The file is not a table, or lacks a column.
@@ -134,7 +137,12 @@ def read_rows(where: str, path: Path, columns: Sequence[str], need: str) -> Iter
 
 
 def read_text(where: str, path: Path) -> str:
-    """Read a file in UTF-8. Raises ConfigError, which begins with `where`, for other encodings; OSError."""
+    """Return the text of a file in UTF-8.
+
+    Raises:
+        ConfigError: The file has another encoding. The message begins with `where`.
+        OSError: The file cannot be read.
+    """
     content = read(path)
     if (place := content.find(0)) >= 0:
         raise ConfigError(f"{where}, line {_line(content, place)}: has a null byte; allowed: text in UTF-8")
@@ -146,7 +154,9 @@ def read_text(where: str, path: Path) -> str:
 
 
 def text_of(here: str, key: str, value: Any, *, empty: bool = False) -> str:
-    """Check that a value is text, not blank unless `empty`. Raises ConfigError, which begins with `here`."""
+    """Return `value` if it is text; blank text is allowed only if `empty`.
+
+    Otherwise raise ConfigError, whose message begins with `here` and names `key`."""
     if not isinstance(value, str) or not (empty or value.strip()):
         need = "a text" if empty else "a text that is not empty"
         raise ConfigError(f"{here}: {key!r} is {short(value)}; allowed: {need}")
@@ -155,7 +165,7 @@ def text_of(here: str, key: str, value: Any, *, empty: bool = False) -> str:
 
 
 def check_whole(here: str, text: str, error: type[Exception]) -> None:
-    """Raise `error`, which begins with `here`, if UTF-8 cannot encode the text."""
+    """Raise `error`, whose message begins with `here`, if UTF-8 cannot encode the text."""
     try:
         text.encode()
     except UnicodeEncodeError:  # such as \ud800 in JSON
@@ -167,7 +177,7 @@ def _line(content: bytes, place: int) -> int:
 
 
 def _json_rows(where: str, path: Path, columns: Sequence[str], need: str) -> Iterator[Row]:
-    """Rows of a file with one JSON object a line. Blank lines are skipped."""
+    """Yield the rows of a file with one JSON object a line. Blank lines are skipped. Arguments as of read_rows."""
     for line, text in enumerate(read_text(where, path).split("\n"), 1):
         if not text.strip():
             continue
@@ -186,7 +196,9 @@ def _json_rows(where: str, path: Path, columns: Sequence[str], need: str) -> Ite
 
 
 def _csv_rows(where: str, path: Path, columns: Sequence[str], need: str, *, delimiter: str = ",") -> Iterator[Row]:
-    """Rows of a file whose first line names the columns. A row may span several lines; empty lines are skipped."""
+    """Yield the rows of a file whose first line names the columns. Arguments as of read_rows.
+
+    A row may span several lines. Empty lines are skipped."""
     names: list[str] = []
     for line, fields in _fields(where, read_text(where, path), delimiter):
         if not names:
@@ -209,8 +221,8 @@ def _check_columns(here: str, columns: list[str], wanted: Sequence[str], need: s
 
 
 def _fields(where: str, content: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the rows that are not empty, each with the number of its first line."""
-    csv.field_size_limit(2**31 - 1)  # a setting of the whole process: never lowered, since other threads may be reading
+    """Yield the fields of each row of CSV text that is not empty, with the number of the row's first line."""
+    csv.field_size_limit(2**31 - 1)  # holds for the whole process; never lowered, since other threads may be reading
     try:
         reader = csv.reader(io.StringIO(content, newline=""), delimiter=delimiter, strict=True)
         line = 1
@@ -223,7 +235,7 @@ def _fields(where: str, content: str, delimiter: str) -> Iterator[tuple[int, lis
         raise ConfigError(f"{where}, line {line}: {error}; allowed: {need}") from None
 
 
-# A new table format is a function and a row here; the function takes the arguments of read_rows.
+# A new table format needs a function, which takes the arguments of read_rows, and an entry here with its file suffix.
 FORMATS: dict[str, RowReader] = {
     ".csv": _csv_rows,
     ".tsv": partial(_csv_rows, delimiter="\t"),
@@ -234,7 +246,9 @@ FORMATS: dict[str, RowReader] = {
 
 @lru_cache(maxsize=1)
 def _functions() -> list[LabelledText]:
-    """Return the functions and methods of the standard library's packages with at least MIN_FUNCTIONS."""
+    """Return the functions and methods of the standard library, each labelled with its package.
+
+    Packages with fewer than MIN_FUNCTIONS functions are left out."""
     root, functions = stdlib(), []
     for path in stdlib_files():
         package, *inside = path.relative_to(root).parts

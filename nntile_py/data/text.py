@@ -1,4 +1,4 @@
-"""Text as training data: documents, a byte-level BPE tokenizer, a held-out part, batches of a language model."""
+"""Training data of a language model: read documents, split off held-out text, train a tokenizer, make batches."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from nntile_py.graph.bin_packing import Bins, SequencePlace
 from nntile_py.graph.padding import MASK as ATTENTION_MASK
 from nntile_py.system.folders import STDLIB, files_in, read, stdlib, stdlib_files
 
-LONGEST_WORD = 256  # characters
-LONG_TEXT = 1_000_000  # characters; tokenizing this much text takes about a second
-HELD_OUT_STEP = 2**40  # number of the first held-out batch of sequences; no training step reaches it
+LONGEST_WORD = 256  # characters; a new tokenizer splits longer runs of letters or spaces
+LONG_TEXT = 1_000_000  # characters from which tokens are cached; tokenizing so many takes about a second
+HELD_OUT_STEP = 2**40  # the first held-out batch is collated as this step, a number that no training step reaches
 
 
 # -- documents
 
 
 def read_documents(source: str, extensions: Sequence[str], max_bytes: int | None = None) -> list[str]:
-    """Read the documents of a file or folder, in an order that depends on file names only.
+    """Return the text of each document in a file or folder, in an order that depends only on file names.
 
     Args:
         source: `python-stdlib`, a text file, or a folder.
         extensions: File name endings to read in a folder.
-        max_bytes: Upper bound on the bytes to read. A character that the bound cuts is dropped.
+        max_bytes: Upper bound on the bytes to read. A character that the bound cuts becomes U+FFFD.
 
     Raises:
         ConfigError: There is no text, or a file is not UTF-8. In Python's standard library, which no user can correct,
@@ -69,7 +69,7 @@ def read_documents(source: str, extensions: Sequence[str], max_bytes: int | None
 
 
 def _decoded(content: bytes, path: Path, cut: bool, errors: str) -> str:
-    """Decode UTF-8. If `cut`, the last character may be incomplete."""
+    """Decode UTF-8. cut: the last character may be incomplete; it then becomes U+FFFD."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     try:
         text = decoder.decode(content, final=not cut)
@@ -81,10 +81,10 @@ def _decoded(content: bytes, path: Path, cut: bool, errors: str) -> str:
 
 
 def split(documents: list[str], val_fraction: float) -> tuple[list[str], list[str]]:
-    """Split documents into training and held-out documents; the same text always gives the same split.
+    """Split documents into training documents and held-out documents. The same text always gives the same split.
 
-    Whole documents are held out, in the order of their hashes. If documents are too few or too long, the end of the
-    text is held out."""
+    Documents are held out whole, in the order of their hashes, up to about `val_fraction` of the text. If documents are
+    too few or too long for that, the end of the text is held out."""
     target = val_fraction * sum(map(len, documents))
     held: set[int] = set()
     size = 0
@@ -99,12 +99,14 @@ def split(documents: list[str], val_fraction: float) -> tuple[list[str], list[st
         )
     text = "\n".join(documents)
     cut = len(text) - int(target)
-    cut = text.find("\n", cut) + 1 or cut  # at a line's end, if there is one
+    cut = text.find("\n", cut) + 1 or cut  # at the end of a line, if the held-out part has one
     return [text[:cut]], [text[cut:]]
 
 
 def split_into_sequences(documents: list[str], unit: str) -> list[str]:
-    """Return the lines, paragraphs or documents that are not blank; for the unit `window` the documents."""
+    """Split documents into sequences that are not blank.
+
+    unit: "lines", "paragraphs" or "documents"; with "window", the documents stay whole."""
     if unit == "lines":
         parts = [line for text in documents for line in text.splitlines()]
     elif unit == "paragraphs":
@@ -136,9 +138,9 @@ def train_tokenizer(documents: list[str], vocab_size: int, special: Sequence[str
 
 
 def encode(tokenizer: Tokenizer, documents: list[str], *, ends: bool = True) -> tuple[Array, Array]:
-    """Encode documents. Returns the token numbers of all, one after the other, and the length of each.
+    """Encode documents. Returns one array with all documents' token numbers in turn, and each document's length.
 
-    ends: the end-of-text token, if the tokenizer has one, closes each document."""
+    ends: close each document with the end-of-text token, if the tokenizer has it."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     tail = [] if end is None or not ends else [end]
     dtype = np.uint16 if token_numbers(tokenizer) <= 2**16 else np.int32
@@ -152,9 +154,11 @@ def encode(tokenizer: Tokenizer, documents: list[str], *, ends: bool = True) -> 
 
 @dataclass
 class Corpus:
-    """Tokens of the training text and of the held-out text, 1-D integer arrays, with their tokenizer.
+    """A tokenized text.
 
     Attributes:
+        train: Tokens of the training text, a 1-D integer array.
+        held_out: Tokens of the held-out text, a 1-D integer array.
         train_lengths: Tokens of each sequence of the training text; None if sequences are windows of the text.
         held_out_lengths: The same for the held-out text."""
 
@@ -188,7 +192,8 @@ def read_corpus(
         seq: Tokens of a window.
         tokenizer: An existing tokenizer. None: a new one is trained on the training text.
         vocab_size: Size of a new tokenizer.
-        special: Tokens of a new tokenizer besides END_OF_TEXT.
+        special: Special tokens of a new tokenizer besides END_OF_TEXT. If there are any, a line, paragraph or document
+            does not end in END_OF_TEXT.
 
     Raises:
         ConfigError: There is no text, or less than one sequence of it.
@@ -200,7 +205,7 @@ def read_corpus(
         used = tokenizer or train_tokenizer(train_text, vocab_size, special)
         arrays = {"tokenizer": np.frombuffer(used.to_str().encode(), np.uint8)}
         for name, text in (("train", train_text), ("held_out", held_out_text)):
-            # A sequence of a masked model ends in [SEP] instead.
+            # Lines, paragraphs and documents of a masked model end in [SEP] instead of the end-of-text token.
             tokens, lengths = encode(used, split_into_sequences(text, unit), ends=unit == "window" or not special)
             arrays |= {name: tokens, f"{name}_lengths": lengths}
         return arrays
@@ -242,7 +247,14 @@ def _key(documents: list[str], val_fraction: float, settings: str) -> str:
 
 
 class Pieces:
-    """Sequences of at most `longest` tokens, cut from the sequences of a text.
+    """Sequences of a text, where a sequence of more than `longest` tokens is cut into several pieces.
+
+    `pieces[k]` has the token numbers of piece k, int64 [tokens].
+
+    Args:
+        tokens: Tokens of all sequences, one after the other.
+        lengths: Tokens of each sequence.
+        longest: Largest number of tokens of a piece.
 
     Attributes:
         lengths: Tokens of each piece.
@@ -263,13 +275,13 @@ class Pieces:
 
 
 def training_batch(tokens: Array, rows: int, seq: int, seed: int, step: int) -> Array:
-    """Return `rows` windows at random places, int64 [rows, seq]. They depend only on seed and step."""
+    """Return `rows` windows of `seq` tokens at random positions, int64 [rows, seq]. Only seed and step decide them."""
     starts = np.random.default_rng([seed, step]).integers(0, len(tokens) - seq + 1, rows)
     return _windows(tokens, starts, seq)
 
 
 def held_out_batches(tokens: Array, rows: int, seq: int, count: int) -> Iterator[Array]:
-    """Yield `count` batches of windows, int64 [rows, seq], spread evenly over the text."""
+    """Yield `count` batches of windows of `seq` tokens, int64 [rows, seq], spread evenly over the text."""
     starts = np.linspace(0, len(tokens) - seq, count * rows).astype(np.int64)
     for part in starts.reshape(count, rows):
         yield _windows(tokens, part, seq)
@@ -280,17 +292,17 @@ def _windows(tokens: Array, starts: Array, seq: int) -> Array:
 
 
 class TextDataset:
-    """Batches of text for a causal or a masked language model; see Dataset.
+    """The Dataset of a causal or a masked language model: batches of tokenized text.
 
     Args:
         corpus: Tokens, as of `read_corpus`.
         collator: Turns token numbers into the inputs of the model.
-        seq: Tokens of a sequence, `ends` included.
-        batch: Sequences of one forward and backward pass.
-        passes: Forward and backward passes of a step.
-        eval_batches: Batches of one evaluation.
+        seq: Largest number of tokens of a sequence, `ends` included.
+        batch: Number of sequences in one forward and backward pass.
+        passes: Number of forward and backward passes in a step.
+        eval_batches: Number of batches in one evaluation.
         seed: Decides which sequences a step reads.
-        ends: The tokens before and after a sequence's text: [CLS] and [SEP] for a masked model.
+        ends: The tokens before and after a sequence's text: [CLS] and [SEP] for a masked model, none for a causal one.
         bins: Packs sequences into bins instead of padding them; needs a corpus with lengths.
         unit: What a sequence is called in `describe_lengths`.
     """
@@ -331,13 +343,13 @@ class TextDataset:
             self._cut_sequences(batch, eval_batches)
 
     def _cut_sequences(self, batch: int, eval_batches: int) -> None:
-        """Prepare batches of whole lines, paragraphs or documents."""
+        """Prepare the sampler, the held-out batches and the example for sequences of lines, paragraphs or documents."""
         corpus, frame = self.corpus, len(self._ends)
         assert corpus.train_lengths is not None and corpus.held_out_lengths is not None
         self._pieces = Pieces(corpus.train, corpus.train_lengths, self._text)
         held_out = Pieces(corpus.held_out, corpus.held_out_lengths, self._text)
         self._sampler = Sampler(self._pieces.lengths + frame, self._seed, self._rows, self._bins, self._passes)
-        fixed = Sampler(held_out.lengths + frame, 0, batch, self._bins)  # the same for each seed of the run
+        fixed = Sampler(held_out.lengths + frame, 0, batch, self._bins)  # seed 0: the run's seed does not change these
         self._held_out = [
             self._inputs(held_out, *fixed.step(k + 1), 1, HELD_OUT_STEP + k) for k in range(eval_batches)
         ]

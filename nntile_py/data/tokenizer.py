@@ -1,4 +1,4 @@
-"""Tokenizer files, special tokens and the size of a vocabulary."""
+"""Load tokenizer files; find special tokens and the size of a vocabulary."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +16,7 @@ ROBERTA = {PAD: "<pad>", CLS: "<s>", SEP: "</s>", MASK: "<mask>"}  # names of th
 
 
 def load_tokenizer(path: Path, key: str = "tokenizer.path") -> Tokenizer:
-    """Read a tokenizer.json. Raises ConfigError, which names `key`, if the file is not a tokenizer."""
+    """Return the tokenizer of a tokenizer.json. Raises ConfigError, which names `key`, if the file is no tokenizer."""
     try:
         return Tokenizer.from_buffer(read(path))
     except KeyboardInterrupt:
@@ -37,12 +37,14 @@ def number_of(tokenizer: Tokenizer, token: str) -> int | None:
 
 
 def lacking(tokenizer: Tokenizer, tokens: Iterable[str] = MASKED) -> list[str]:
-    """Return the tokens that a tokenizer has neither under BERT's nor under RoBERTa's name."""
+    """Return those of `tokens` that a tokenizer has neither under BERT's nor under RoBERTa's name."""
     return [token for token in tokens if number_of(tokenizer, token) is None]
 
 
 def roles(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return {transformers' name of a role: special token}. GPT-2's only special token has several roles."""
+    """Return {transformers' name of a role: special token}, such as {"pad_token": "[PAD]"}.
+
+    GPT-2's only special token has several roles."""
     own = {role: (token, ROBERTA[token]) for role, token in zip(("pad", "cls", "sep", "mask"), MASKED, strict=True)}
     candidates = own | {
         "pad": (*own["pad"], END_OF_TEXT), "unk": ("[UNK]", "<unk>", END_OF_TEXT),
