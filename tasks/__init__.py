@@ -1,7 +1,10 @@
-"""Operators: one family per file, with its kernels in the C++ file of the same name.
+"""Operators, one family per file: NAME.py has the operators, NAME.cpp their CPU kernels.
+
+NAME_triton.py and NAME_cuda.cpp have the CUDA kernels.
 
 This package exports all public classes and functions of its files: `from nntile_py.tasks import linear, layer_norm`.
-`from nntile_py.tasks import *` imports what models call: the functions that take a graph `g`, Mask and rotary_table.
+`from nntile_py.tasks import *` imports only the names for model files: functions that take a graph `g`, Mask and
+rotary_table.
 """
 
 from importlib import import_module
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 __all__: list[str] = []
 for _module in iter_modules(__path__):
-    # Not for authors of models.
+    # Not exported: modules that authors of models do not need.
     if _module.name in ("interpret", "launch") or _module.name.endswith("_triton") or _module.ispkg:
         continue
     _found = import_module(f"{__name__}.{_module.name}")

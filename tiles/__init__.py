@@ -1,4 +1,4 @@
-"""Tilings over named axes, and the flat lists of tile tasks that operators lower to. Pure data: no StarPU here."""
+"""Tilings of named axes, and the flat lists of tasks to which operators are lowered. Pure data: no StarPU here."""
 
 from .arguments import Slot, TaskArgs
 from .tasklist import ACC, RW, Access, R, Task, TaskList, Tile, W

@@ -1,16 +1,16 @@
-"""Sums of tiles over nodes, each node with its part of the batch, as messages and tasks.
+"""All-reduce: sums of tiles over nodes, as messages and tasks. Each node computes a part of the batch.
 
-A node's number has one digit for each prime factor of the number of nodes, and the factors are the bases. In each
-round, the nodes that differ in one digit exchange what they have: pairs where the base is two. So all nodes do the same
-at the same time, for any number of nodes, in as many rounds as there are digits.
+A node's number is written with one digit for each prime factor of the number of nodes; the factor is the digit's base.
+In each round, nodes whose numbers differ only in one digit exchange their data: pairs of nodes if the base is two. So
+all nodes do the same work at the same time, for any number of nodes. There are as many rounds as digits.
 
-A large tile is cut: in each round a node keeps one piece, sends the other pieces to their nodes and adds what it
-receives; then the rounds run backwards and distribute the pieces of the sum (R. Rabenseifner, "Optimization of
-collective reduction operations", ICCS 2004, with bases other than two). A small tile travels whole in each round
-(recursive doubling, same paper).
+A large tile is cut into pieces. In each round a node keeps one piece, sends the other pieces to other nodes, and adds
+the pieces that it receives. Then the rounds run backwards and distribute the pieces of the sum (R. Rabenseifner,
+"Optimization of collective reduction operations", ICCS 2004, with bases other than two). A small tile is sent whole in
+each round (recursive doubling, same paper).
 
-Ranks share one program and need a sum on one rank only, the one that updates the weight. The same rounds bring each
-tile there whole, and tiles end on different ranks. All tiles together move as many bytes as pieces would.
+Ranks share one program, so a sum is needed only on the rank that updates the weight. The same rounds bring each tile
+whole to this rank. Different tiles end on different ranks: all tiles together move as many bytes as pieces would.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Network:
         bytes_s: bytes/s of an adapter, each way.
         latency: seconds of a message in transit.
         message: seconds of a node's communication thread for each message.
-        share: workers that share an adapter.
+        share: number of workers that share an adapter.
     """
 
     bytes_s: float
@@ -45,7 +45,7 @@ class Network:
 
 @dataclass(slots=True)
 class Transfer(MessageTask):
-    """A message of `size` bytes: a piece of its tile."""
+    """A message that carries a piece of a tile, `size` bytes."""
 
     size: int = 0
 
@@ -63,7 +63,7 @@ class Piecewise(Task):
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """One of `nodes` equal nodes, and its hardware."""
+    """Node number `node` of `nodes` equal nodes, and the hardware of each node."""
 
     node: int
     nodes: int
@@ -73,10 +73,11 @@ class ClusterNode:
 
 
 def with_sums(tasks: Sequence[Task], here: ClusterNode) -> list[Task]:
-    """Return a node's tasks, with a sum over all nodes after the last task that adds to a sum over the batch.
+    """Return a node's tasks with all-reduce tasks inserted after the last task that adds to each sum over the batch.
 
-    Sums over the batch are persistent tiles without a batch part: gradients and the loss. Small sums take turns with
-    the workers. A sum whose messages would take longer than the computation that is left goes through all adapters.
+    Sums over the batch are persistent tiles without a batch part: gradients and the loss. The additions of small sums
+    go to the workers in turn. A sum is sent through all adapters if its messages would otherwise take longer than the
+    computation that is left.
     """
     last: dict[Tile, int] = {}
     for number, task in enumerate(tasks):
@@ -101,7 +102,7 @@ def with_sums(tasks: Sequence[Task], here: ClusterNode) -> list[Task]:
 
 
 def all_reduce(tile: Tile, maker: Task, here: ClusterNode, tags: Iterator[int], worker: int) -> list[Task]:
-    """Return a node's tasks for the sum of a tile over nodes.
+    """Return one node's tasks and messages that add a tile over all nodes.
 
     Args:
         maker: the task that writes the node's contribution.
@@ -126,7 +127,7 @@ def all_reduce(tile: Tile, maker: Task, here: ClusterNode, tags: Iterator[int], 
 
 
 def _through_all_adapters(tile: Tile, maker: Task, here: ClusterNode, tags: Iterator[int]) -> list[Task]:
-    """Return the tasks for the sum of a tile in slices, one slice for each adapter, on the adapter's first worker."""
+    """Return tasks that add a tile over all nodes in slices: each adapter's first worker adds one slice."""
     first = range(0, here.workers, here.network.share)
     numel = -(-math.prod(tile.shape) // len(first))
     slices = [Tile(f"{tile.tensor}.slice", (*tile.index, k), (numel,), tile.dtype) for k in range(len(first))]
@@ -139,7 +140,7 @@ def _through_all_adapters(tile: Tile, maker: Task, here: ClusterNode, tags: Iter
 
 
 def _digits(nodes: int) -> Iterator[tuple[int, int]]:
-    """Yield (base, value of a one) for each digit of a node's number, the largest base first."""
+    """Yield (base, place value) for each digit of a node's number, the largest base first."""
     stride = 1
     for base in sorted(_factors(nodes), reverse=True):
         yield base, stride
@@ -147,7 +148,11 @@ def _digits(nodes: int) -> Iterator[tuple[int, int]]:
 
 
 def _others(node: int, base: int, stride: int) -> list[int]:
-    """Return the nodes that differ in this digit only: greater by one, by two, ... (modulo the base)."""
+    """Return the nodes that differ from `node` in one digit only: greater by one, by two, ... (modulo the base).
+
+    Args:
+        stride: place value of this digit.
+    """
     digit = node // stride % base
     return [node + ((digit + by) % base - digit) * stride for by in range(1, base)]
 
@@ -165,7 +170,7 @@ def _factors(number: int) -> Iterator[int]:
 
 
 def _travels_whole(tile: Tile, here: ClusterNode) -> bool:
-    """Whether sending a tile whole is faster than sending its pieces there and back."""
+    """Return whether sending a tile whole in each round is faster than sending pieces and then distributing the sum."""
     digits, network = list(_digits(here.nodes)), here.network
     others = sum(base - 1 for base, _ in digits)
     rounds = others * network.message + len(digits) * network.latency
@@ -174,7 +179,7 @@ def _travels_whole(tile: Tile, here: ClusterNode) -> bool:
 
 
 def _pays_in_slices(tile: Tile, here: ClusterNode) -> bool:
-    """Whether sending a tile through all adapters gains more than its slices and their messages cost."""
+    """Return whether sending a tile through all adapters saves more time than slicing and more messages cost."""
     adapters = -(-here.workers // here.network.share)
     messages = adapters * sum(base - 1 for base, _ in _digits(here.nodes)) * here.network.message
     gain = (1 - 1 / adapters) * tile.bytes / here.network.bytes_s
@@ -184,7 +189,11 @@ def _pays_in_slices(tile: Tile, here: ClusterNode) -> bool:
 def _exchange(
     tile: Tile, into: Sequence[Tile], maker: Task, node: int, base: int, stride: int, size: int, tags: Iterator[int]
 ) -> Iterator[Task]:
-    """Send a piece of the tile to each node that differs in a digit, and receive one from each `into` a tile."""
+    """Yield messages that exchange pieces of the tile with each node that differs from `node` in one digit only.
+
+    Args:
+        into: the tiles that receive the other nodes' pieces.
+    """
     check_size(tile, size)
     others, receives = _others(node, base, stride), list[Task]()
     for to, source, part in zip(others, reversed(others), into, strict=True):
@@ -196,7 +205,7 @@ def _exchange(
 
 
 def _adds(tile: Tile, parts: Sequence[Tile], maker: Task, size: int) -> Task:
-    """Return one task that adds all received parts."""
+    """Return one task that adds all received parts to the tile."""
     model = merge(tile, parts[0], maker.op)
     options: dict[str, Any] = {"op": maker.op, "priority": maker.priority, "worker": maker.worker}
     options["args"] = model.args
@@ -209,22 +218,22 @@ def _adds(tile: Tile, parts: Sequence[Tile], maker: Task, size: int) -> Task:
 
 
 class RankSums:
-    """Sums over the batch to which several ranks contribute, where any order of addition is allowed.
+    """Sums over the batch to which several ranks contribute, if any order of addition is allowed.
 
-    Each rank adds its own contributions in a tile of its own, by the accumulation policy. After the last contribution,
-    these tiles are added on the rank that contributes last.
+    Each rank adds its contributions to a tile of its own, by the accumulation policy. After the last contribution, the
+    rank that contributed last adds the tiles of all ranks.
 
     Args:
-        later: tensors (kind, name) whose sums continue in the next lists; they are added in the list that is lowered
-            with the result of `ended`.
+        later: (kind, name) of tensors whose sums continue in the next lists. The tiles of all ranks are then added in
+            the list that is lowered with the object returned by `ended`.
     """
 
     def __init__(self, ranks: int, later: Collection[tuple[str, str]] = ()) -> None:
         self.ranks, self.later = ranks, later
-        self._own_tiles: dict[Hashable, dict[int, Tile]] = {}  # each rank's tile; the first is where the sum ends
+        self._own_tiles: dict[Hashable, dict[int, Tile]] = {}  # by rank; the first tile gets the total
 
     def divide(self, tasks: TaskList) -> None:
-        """Give each rank its own tiles, in an unresolved list."""
+        """Change an unresolved list so that each rank adds to its own tiles; insert tasks that add these tiles."""
         parts = batch_parts(access.tile for task in tasks.tasks for access in task.accesses)
         after: dict[int, list[Task]] = {}
         for tile, run, ends in tasks.runs():
@@ -246,18 +255,21 @@ class RankSums:
         tasks.tasks = [one for number, task in enumerate(tasks.tasks) for one in (task, *after.get(number, []))]
 
     def ended(self) -> RankSums:
-        """Return the object for the list that reads all sums that continued."""
+        """Return the RankSums for the list that reads the sums which continued from earlier lists."""
         last = RankSums(self.ranks)
         last._own_tiles = self._own_tiles
         return last
 
     def joined(self, tiles: Iterable[Tile], op: str) -> list[Task]:
-        """Return the tasks that add the ranks' tiles of these sums, for the start of a list that reads the sums."""
+        """Return tasks that add the ranks' own tiles of each sum in `tiles`.
+
+        They belong at the start of a list that reads the sums. Sums that continue in later lists are left out.
+        """
         sums = ((t, self._own_tiles[t.key]) for t in tiles if t.key in self._own_tiles and not self._continues(t))
         return [task for tile, own in sums for task in _reduced({**own, next(iter(own)): tile}, op)]
 
     def apart(self) -> list[Tile]:
-        """Return the ranks' own tiles that outlive the list."""
+        """Return the ranks' own tiles that outlive the list, without the tiles that get the totals."""
         return [tile for own in self._own_tiles.values() for tile in [*own.values()][1:]]
 
     def _continues(self, tile: Tile) -> bool:
@@ -265,13 +277,13 @@ class RankSums:
 
 
 def _own(tile: Tile, rank: int, kept: bool) -> Tile:
-    """Return a rank's own tile for a sum; `kept`: it outlives the list."""
+    """Return a new tile for a rank's contributions to the sum `tile`. kept: the new tile outlives the list."""
     name, kind = f"{tile.tensor}.of_rank_{rank}", tile.kind if kept else ""
     return Tile(name, tile.index, tile.shape, tile.dtype, tile.monoid, kept, tile.axes, kind)
 
 
 def _reduced(own: Mapping[int, Tile], op: str) -> Iterator[Task]:
-    """Add the tiles of all ranks to the first one's, in rounds."""
+    """Yield tasks that add the tiles of all ranks to the first rank's tile, in rounds."""
     ranks, tiles = [*own], [*own.values()]
     left = [*range(len(ranks))]
     for base, stride in _digits(len(ranks)):

@@ -1,4 +1,4 @@
-"""The arguments of tile kernels other than tiles: declared once, read by name in Python, Triton and C++."""
+"""Arguments of kernels besides tiles. Each is declared once, and read by name in Python, Triton and C++."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def kind_of(annotation: str) -> Kind:
 
 
 class WithArgs(Protocol):
-    """An object with arguments: a Task."""
+    """Protocol of an object with kernel arguments, such as a Task."""
 
     kernel: str
     args: TaskArgs
@@ -64,9 +64,10 @@ class TaskArgs:
     A field is an int, a bool, a float, a Slot (a float that changes every step), a tuple of ints of fixed length, or a
     group: another class of arguments. A tuple of any length, or a group that may be None, comes last.
 
-    An operator emits an instance. A Triton descriptor reads it by `EmbeddingArgs.of(task)`. C++ reads it by
-    `const EmbeddingArgs args(t)`: setup.py generates a struct of that name in a header named after the Python file.
-    A task carries the arguments as a tuple of ints and a tuple of floats, in the order of the fields.
+    An operator passes an instance to `emit`. Python code that describes Triton launches reads the arguments by
+    `EmbeddingArgs.of(task)`. C++ reads them by `const EmbeddingArgs args(t)`: setup.py generates a struct of this name
+    in a header named after the Python file. A native task carries a tuple of ints and a tuple of floats, in the order
+    of the fields.
     """
 
     _kinds: ClassVar[tuple[tuple[str, Kind], ...]] = ()
@@ -104,7 +105,7 @@ class TaskArgs:
         return tuple(ints), tuple(floats)
 
     def named(self, floats: Iterator[float | Slot]) -> dict[str, Any]:
-        """Return the values by name. `floats` yields the values of all floats and slots, in order."""
+        """Return {field: value}. Floats and slots take their values from `floats`, in the order of the fields."""
         values: dict[str, Any] = {}
         for name, kind in self._kinds:
             value: Any = getattr(self, name)

@@ -1,4 +1,4 @@
-"""Assumed speeds of workers where nothing was measured, for plans, placement and task batching."""
+"""Assumed speeds of workers that were not measured. Plans, placement and task batching use these speeds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nntile_py.tiles.allreduce import Network
 from nntile_py.tiles.dtypes import is_low
 from nntile_py.tiles.placement import Speed
 
-# One of two cores at 2.5 GHz; the cores share the memory. overhead: 16 us a task (12 to 20) in profiles of
+# One of two CPU cores at 2.5 GHz; the cores share the memory. overhead: 16 us a task (12 to 20) in profiles of
 # experiments/gpt2_tiny.yaml cut into 939, 6,342 and 86,758 tasks (`overhead_per_task_s`), with no core left for the
 # thread that submits. launch: time of the shortest of these tasks beyond their flop and bytes. submit: `nntile
 # bench tasks`. All measured on 2026-11-22.
@@ -26,14 +26,17 @@ MEMORY = int(0.85 * 139.8 * 2**30)  # bytes of tiles on an H200 where runtime.cu
 def rank(cores: int) -> Speed:
     """Return the speed of all CPU workers of a rank together.
 
-    Link: two ranks on one machine send 1 MB in 0.2 ms and 8 bytes in 20 us, measured on 2026-11-20 with StarPU-MPI over
-    Open MPI. A network of 40 Gb/s is as fast.
+    Source of link_s and latency: two ranks on one machine send 1 MB in 0.2 ms and 8 bytes in 20 us, measured on
+    2026-11-20 with StarPU-MPI over Open MPI. A network of 40 Gb/s is as fast.
     """
     return replace(CPU, flop_s=cores * CPU.flop_s, link_s=5e9, latency=20e-6)
 
 
 def rank_of_gpus(one: Speed, gpus: int) -> Speed:
-    """Return the speed of all GPUs of a rank together. Tiles pass through main memory at both ends; not measured."""
+    """Return the speed of all GPUs of a rank together.
+
+    Messages pass through main memory at both ends. The link's speed and latency are assumed, not measured.
+    """
     return replace(one, flop_s=gpus * one.flop_s, bytes_s=gpus * one.bytes_s, link_s=4e9, latency=60e-6)
 
 
@@ -46,10 +49,10 @@ def node(cores: int) -> Speed:
 
 
 def network(bytes_s: float, share: int = 1) -> Network:
-    """Return a network between nodes whose adapters move `bytes_s` bytes/s each way, with `share` workers an adapter.
+    """Return a network of nodes. Each adapter moves `bytes_s` bytes/s each way and serves `share` workers.
 
-    Two ranks on one machine need 20 us for 8 bytes from task to task, and 1 to 5 us of CPU for each message (StarPU-MPI
-    over Open MPI, 2026-11-20).
+    Source of the latencies: two ranks on one machine need 20 us for 8 bytes from task to task, and 1 to 5 us of CPU for
+    each message (StarPU-MPI over Open MPI, 2026-11-20).
     """
     return Network(bytes_s, latency=20e-6, message=3e-6, share=share)
 

@@ -1,4 +1,4 @@
-"""The element types of tiles, one table for Python, Triton and C++ (scripts/args_headers.py)."""
+"""The element types of tiles: one table for Python, Triton and C++ (scripts/args_headers.py generates the C++ text)."""
 
 from __future__ import annotations
 

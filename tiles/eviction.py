@@ -8,25 +8,28 @@ from collections.abc import Hashable, Sequence
 
 from .tasklist import Task, TaskList, Tile
 
-FULL = 0.97  # share of a device's memory; tiles that need more do not all fit
+FULL = 0.97  # tiles all fit, without a plan, if they need at most this share of a device's memory
 SHARE = 7 / 8  # share of a device's memory for the plan's tiles; the rest is for tiles in transfer
 MOST_ROUNDS = 12  # bound on the simulated repetitions of the lists
 
 
 def room_in_turn(lists: Sequence[TaskList], memory: float) -> float:
-    """Return the bytes of a memory that an eviction plan may use; 0 if all tiles fit and no plan is needed."""
+    """Return how many bytes of `memory` an eviction plan may use for lists that run in turn.
+
+    Returns 0 if all tiles fit and no plan is needed.
+    """
     fit = not _evictions([task for one in lists for task in one.tasks], FULL * memory, first_only=True)
     return 0 if fit else SHARE * memory
 
 
 def mark_evictions(lists: Sequence[TaskList], room: float) -> bool:
-    """Set `Task.evicts` for lists that one worker repeats in order; returns whether any tile must leave.
+    """Set `Task.evicts` for lists that one worker repeats in order. Return whether any tile must leave the memory.
 
-    Belady's algorithm (IBM Systems Journal 5(2), 1966): the tile with the furthest next use leaves. It leaves right
-    after its last use before that, so it is written back by the time that its memory is needed.
+    Belady's algorithm (IBM Systems Journal 5(2), 1966): the tile whose next use is the latest leaves. The tile leaves
+    right after its last use before then, so it has been written back when the memory is needed.
 
     Args:
-        lists: resolved lists; a persistent tile is the same in all of them by its key.
+        lists: resolved lists; persistent tiles with equal keys are the same tile.
         room: bytes of device memory.
     """
     tasks = [task for one in lists for task in one.tasks]

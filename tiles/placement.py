@@ -2,10 +2,11 @@
 
 A scheduler sees ready tasks one by one and moves tiles to any idle worker. Placement keeps tiles where they are:
 
-* If there is a batch tile for each worker, all tasks on a batch tile run on its worker. Neighbouring batch tiles share
-  workers, so a sum over the batch, a chain in their order, visits each worker once.
-* Every other task, in the list's order, runs where the time to move its tiles plus the work already assigned is least.
-  With few batch tiles, the parts of a layer spread over GPUs, and optimizer states stay where they are.
+* If there are at least as many batch tiles as workers, all tasks on a batch tile run on one worker. Neighbouring batch
+  tiles share a worker, so a sum over the batch, which adds in the order of batch tiles, visits each worker once.
+* Every other task goes to the worker with the least time to move the task's tiles plus time of work already assigned.
+  Tasks are placed in the list's order. With few batch tiles, the parts of a layer spread over GPUs, and optimizer
+  states stay on their GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Literal, get_args
 
 from .tasklist import Access, Task, TaskList, Tile, merge
 
-GOOD = 20  # a task should last this many times the runtime's overhead for it, which is 5 % of a worker's time then
+GOOD = 20  # a task should last this many times its runtime overhead; overhead is then 5 % of a worker's time
 Placement = Literal["scheduler", "planned"]  # the scheduler, or a plan, chooses the worker of a task
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 
@@ -29,13 +30,13 @@ class Speed:
 
     Attributes:
         flop_s: flop/s.
-        bytes_s: bytes/s of its memory.
+        bytes_s: bytes/s of the worker's memory.
         link_s: bytes/s between two workers.
-        latency: seconds of a transfer in addition to its bytes.
+        latency: seconds of a transfer in addition to the time for its bytes.
         overhead: seconds of the runtime for each task.
-        launch: seconds to start a kernel, also for each part of a batch of tasks.
+        launch: seconds to start a kernel, also for each task of a task group.
         submit: seconds of the submitting thread for each task.
-        host_s: bytes/s from main memory, and at the same time to it.
+        host_s: bytes/s from main memory, and as many to main memory at the same time.
     """
 
     flop_s: float
@@ -48,7 +49,7 @@ class Speed:
     host_s: float = math.inf
 
     def seconds(self, task: Task) -> float:
-        """Return the time of the task's own work."""
+        """Return the seconds of the task's kernel: time for its flop or for its bytes, whichever is longer."""
         return max(task.flop / self.flop_s, task.bytes / self.bytes_s)
 
     @property
@@ -66,10 +67,10 @@ Residency = dict[Hashable, set[int]]
 
 
 def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | None = None) -> TaskList:
-    """Return a resolved list with a worker, counted from 0, for each task; it computes the same to the bit.
+    """Return a resolved list in which each task has a worker, counted from 0. Results stay the same to the bit.
 
     Args:
-        residency: the workers that hold each persistent tile, by key; updated.
+        residency: by tile key, the workers that hold each persistent tile. This function updates it.
     """
     residency = {} if residency is None else residency
     readers: dict[Tile, int] = {}
@@ -113,7 +114,7 @@ def delay(lists: Sequence[TaskList], workers: int) -> None:
     if workers == 1:
         return
     every = [task for one in lists for task in one.tasks]
-    after: dict[Hashable, int] = {}  # the place of the next task that uses a tile, in this run or the next one
+    after: dict[Hashable, int] = {}  # by tile key: position of the next task that uses it, in this run or the next
     for place, task in reversed([*enumerate(every + every)]):
         weights = [a.tile.key for a in task.accesses if a.mode != "R" and a.tile.kind == "param"]
         if weights and place < len(every):
@@ -170,7 +171,8 @@ def _cheapest(task: Task, load: _Load, copies: dict[Tile, set[int]], readers: di
     """
     workers = len(load.seconds)
     least, most = load.seconds[load.idlest()], workers * speed.seconds(task)
-    # `apart`: workers that need other transfers than most. Of the rest, only the least loaded worker can be the best.
+    # `apart`: workers that need other transfers than most workers do. Among all other workers, only the least loaded
+    # worker can be the best.
     apart: set[int] = set()
     for held in (copies[access.tile] for access in task.accesses if access.mode != "W"):
         few = 2 * len(held) <= workers
@@ -187,10 +189,11 @@ def _cheapest(task: Task, load: _Load, copies: dict[Tile, set[int]], readers: di
 
 def _own_or_holder(task: Task, own: int, workers: int, copies: dict[Tile, set[int]], readers: dict[Tile, int],
                    speed: Speed) -> int:  # fmt: skip
-    """Return the worker of the task's batch part, or the holder of the sum if moving the inputs there is cheaper.
+    """Return the worker of the task's batch part, or the worker that holds the sum if moving the inputs is cheaper.
 
-    A short task that adds to a large sum runs at the sum: the gradients of a part's embeddings move to the gradient of
-    the vocabulary, and that gradient does not move to each part in turn.
+    A short task that adds to a large sum thus runs on the worker that holds the sum. Example: the gradients of a batch
+    part's embeddings move to the gradient of the embedding table. Otherwise the table's gradient would move to the
+    worker of each batch part in turn.
     """
     sums = [a.tile for a in task.accesses if a.mode != "R"]
     if len(sums) != 1 or sums[0].part("batch") or len(copies[sums[0]]) != 1:
@@ -201,7 +204,7 @@ def _own_or_holder(task: Task, own: int, workers: int, copies: dict[Tile, set[in
 
 
 def _travel(task: Task, worker: int, copies: dict[Tile, set[int]], readers: dict[Tile, int], speed: Speed) -> float:
-    """Return the seconds until all tiles of the task are on a worker."""
+    """Return the seconds to move all tiles that the task needs to a worker."""
     seconds = 0.0
     for access in task.accesses:
         held = copies[access.tile]

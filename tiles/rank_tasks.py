@@ -1,9 +1,9 @@
 """One list of tasks for several ranks: each rank keeps its own tasks, and messages move tiles between ranks.
 
 Every rank builds the same list with the rank of each task (placement.py) and splits it in the same way, so sender and
-receiver agree on each message without communication. Messages have a position in the order of the whole list. A rank
-that submits in this order and waits because its window is full waits only for tasks that other ranks have submitted or
-can submit: there is no deadlock.
+receiver agree on each message without communication. Each message has a position in the order of the whole list, and
+every rank submits in this order. A rank whose window is full therefore waits only for tasks that other ranks have
+submitted or can submit: there is no deadlock.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from nntile_py.errors import ConfigError
 from .tasklist import Access, Task, TaskList, Tile
 
 SEND, RECEIVE = "send", "receive"
-NEAR = 8  # a borrowed weight stays for a use within 1 / NEAR of the list
-MOST_BYTES = 2**31 - 1  # of a message; MPI counts bytes in an int
+NEAR = 8  # a rank keeps a borrowed weight if its next use is at most 1 / NEAR of the list's tasks away
+MOST_BYTES = 2**31 - 1  # of one message, as MPI counts bytes in an int
 
 
 @dataclass(slots=True)
@@ -42,7 +42,11 @@ def check_size(tile: Tile, size: int) -> None:
 
 
 def messages(tile: Tile, source: int, to: int, tag: int, op: str = "", priority: int = 0) -> dict[int, MessageTask]:
-    """Return both ends of a message, by rank. Raises ConfigError for a tile that does not fit into one message."""
+    """Return {rank: its task} for both ends of a message: a send and a receive.
+
+    Raises:
+        ConfigError: the tile does not fit into one message.
+    """
     check_size(tile, tile.bytes)
     how = {"op": op, "priority": priority, "tag": tag}
     return {
@@ -52,7 +56,7 @@ def messages(tile: Tile, source: int, to: int, tag: int, op: str = "", priority:
 
 
 def listed(message: MessageTask) -> TaskList:
-    """Return a task list of one message."""
+    """Return a task list that consists of this message only."""
     tasks = TaskList()
     tasks.tasks.append(message)
     return tasks
@@ -64,9 +68,9 @@ class RankLists:
 
     Attributes:
         lists: the list of each rank.
-        needs: the ranks that read what a tile holds before the list begins, in the order of their first use.
-        held: by tile key, the ranks that hold the newest version of each persistent tile that the list writes,
-            afterwards. Tiles that the list only reads are not in it.
+        needs: for each tile with contents from before the list that ranks read: these ranks, by their first use.
+        held: by tile key, the ranks that hold the newest version of each persistent tile that the list writes, after
+            the list. Tiles that the list only reads are left out.
     """
 
     lists: list[TaskList]
@@ -75,11 +79,11 @@ class RankLists:
 
 
 class Replicas:
-    """The ranks that hold the newest version of each persistent tile; every rank has this knowledge of all ranks.
+    """Records which ranks hold the newest version of each persistent tile. Every rank keeps equal records of all ranks.
 
     Args:
         numbers: yields the tags of tiles, the same on all ranks.
-        shard: a weight stays with the rank that updates it, and other ranks borrow it while they use it (ZeRO-3:
+        shard: a weight stays on the rank that updates the weight, and other ranks borrow it while they use it (ZeRO-3:
             Rajbhandari et al. 2020, section 5.3).
     """
 
@@ -99,7 +103,7 @@ class Replicas:
         return self._tags[tile.key]
 
     def share(self, lists: Iterable[TaskList]) -> list[RankLists]:
-        """Split placed lists, which run in turn, over the ranks."""
+        """Split placed lists, which run in turn, over the ranks. Return a RankLists for each list."""
         lists = list(lists)
         for task in (task for tasks in lists for task in tasks.tasks):
             for access in (access for access in task.accesses if access.tile.persistent):
@@ -120,18 +124,18 @@ class Replicas:
         return self._owner.get(tile.key)
 
     def holders(self, tile: Tile) -> list[int]:
-        """Return the ranks that hold the newest version; rank 0 if nobody has written the tile."""
+        """Return the ranks that hold the tile's newest version; rank 0 if no rank has written the tile."""
         return sorted(self._held.get(tile.key) or {0})
 
     def written(self, tile: Tile) -> set[int]:
-        """Record that each user writes the tile, the same values, from its own program; returns the users."""
+        """Record that each user of the tile writes the same values to it from its own program; return the users."""
         self._held[tile.key] = set(self.users(tile))
         return self._held[tile.key]
 
     def missing(self, tile: Tile, ranks: Iterable[int]) -> list[tuple[int, int]]:
-        """Return the transfers (from, to) after which these ranks hold the newest version, and record them.
+        """Return the transfers (from, to) that bring the tile's newest version to these ranks, and record them as done.
 
-        Receivers pass the tile on, so the number of holders doubles in each round. The result is empty if nobody has
+        Receivers pass the tile on, so the number of holders doubles in each round. The result is empty if no rank has
         written the tile.
         """
         held = self._held.get(tile.key)
@@ -143,7 +147,7 @@ class Replicas:
         return transfers
 
     def brought(self, needs: Iterable[tuple[Tile, Iterable[int]]]) -> Iterator[tuple[int, MessageTask]]:
-        """Yield the messages, each with its rank, after which these ranks hold the newest version of these tiles."""
+        """Yield (rank, message task) pairs that bring the newest version of each tile to the ranks that need it."""
         for tile, ranks in needs:
             for source, to in self.missing(tile, ranks):
                 yield from messages(tile, source, to, self.tag(tile)).items()
@@ -154,7 +158,7 @@ class Replicas:
 
 
 def _doubled(number: int, below: int) -> int:
-    """Return the number doubled as often as the result does not exceed `below`."""
+    """Return the largest number * 2**k that does not exceed `below`."""
     while 2 * number <= below:
         number *= 2
     return number
@@ -163,7 +167,8 @@ def _doubled(number: int, below: int) -> int:
 class _Sharing:
     """Splits one list over the ranks, with messages between them.
 
-    A copy becomes invalid when another rank writes the tile. A rank frees a borrowed copy after its last near use.
+    A copy becomes invalid when another rank writes the tile. A rank frees a borrowed weight after a use if the next use
+    is not near (see NEAR).
     """
 
     def __init__(self, tasks: TaskList, replicas: Replicas) -> None:
@@ -244,7 +249,7 @@ def _free(tasks: list[Task]) -> None:
 
 
 def described(lists: Iterable[TaskList]) -> dict[str, str]:
-    """Return a text for each task of placed lists, by name. Ranks can work together only if the texts are equal."""
+    """Return {name of a task: text about the task} for placed lists. Ranks can run together only with equal texts."""
     return {
         f"task {k} of list {number} ({task.op or task.kernel})": f"for rank {task.worker}: {text}"
         for number, tasks in enumerate(lists)

@@ -1,7 +1,7 @@
-"""Task batching: several short tasks become one, so the runtime's time for a task is paid once.
+"""Task batching: several short tasks become one StarPU task, so the runtime's time for a task is spent only once.
 
-On a CUDA worker, a task waits about 10 us after its predecessor for StarPU to notice the end. Inside a batch the stream
-orders the kernels by itself. A batch of tasks is called a group here; its kernel is "group".
+On a CUDA worker, StarPU needs about 10 us to notice that a task has ended and to start the next task. Inside a batch,
+the CUDA stream orders the kernels without StarPU. A batch of tasks is called a group here; its kernel is "group".
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dataclasses import replace
 from .rank_tasks import SEND, MessageTask
 from .tasklist import Access, Task, TaskList, Tile
 
-GROUP_SECONDS = 1.5e-3  # longest group: 11 groups a step are no faster than 117 and hold more memory
-MOST_PARTS, MOST_TILES = 256, 1536  # room for an optimizer's 200 tasks; as groups of 32 they would wait for the host
-# Bound with several workers: StarPU needs 2 to 3 us to fetch and release a tile, and other workers wait meanwhile.
+GROUP_SECONDS = 1.5e-3  # longest group: a step in 11 longer groups is no faster than in 117, and needs more memory
+MOST_PARTS, MOST_TILES = 256, 1536  # enough for an optimizer's 200 tasks; groups of 32 tasks would wait for the host
+# Most tiles of a group if there are several workers. StarPU needs 2 to 3 us to fetch and release a tile, and other
+# workers wait meanwhile.
 TILES_OF_OTHERS = 96
-# A group ends at most this long after its first task with a result that another worker waits for,
+# If another worker waits for the result of a task, the group ends at most this many seconds after this task.
 EXPORT_SECONDS = 200e-6
-EXPORT_TIMES = 20  # and after at most this many times that task's length: a short result is sent at once
+EXPORT_TIMES = 20  # and at most this many times the task's own length after it, so that a short result is sent soon
 TINY = 15e-6  # seconds; independent tasks this short may share a group
 
 
@@ -36,8 +37,8 @@ def grouped(
     Args:
         flop_s: flop/s of a worker, to estimate durations.
         bytes_s: bytes/s of its memory.
-        most_seconds: the longest group.
-        most_bytes: the most bytes of tiles in a group.
+        most_seconds: estimated seconds of the longest group.
+        most_bytes: most bytes of tiles in a group.
         one_worker: there is only one worker.
     """
     groups = _Groups(most_seconds, most_bytes, one_worker)
@@ -46,7 +47,8 @@ def grouped(
         groups.take(task, max(task.flop / flop_s, task.bytes / bytes_s), position in exported)
     result = TaskList(tasks.policy, tasks.initialised, tasks.live)
     result.tasks = [_as_one(group) for group in groups.groups]
-    # The group of a tile's last reader may run before the group of another reader. A freed tile may be used again.
+    # A tile is freed by the last group that uses it: the group of the list's last reader may run before the group of
+    # another reader. A freed tile may be used again.
     last: dict[int, int] = {}
     frees: list[list[Tile]] = [[] for _ in groups.groups]
     for task, number in zip(tasks.tasks, groups.chosen, strict=True):
@@ -69,11 +71,11 @@ class _Groups:
         self._held: list[_Held] = []
         self._seconds: list[float] = []
         self._until: list[float] = []  # the time at which a group must end
-        self._before: list[int] = []  # all predecessors of a group, direct or not
+        self._before: list[int] = []  # all predecessors of each group, direct or not, as a bit mask
         self._writer: dict[int, int] = {}  # number of the group that wrote each tile last
         self._readers: dict[int, list[int]] = {}
         self._newest: dict[int, int] = {}  # newest group of each worker; where workers are not known, of tiny tasks
-        self._own: dict[int, int] = {}  # the groups of each known worker
+        self._own: dict[int, int] = {}  # the groups of each known worker, as a bit mask
 
     def take(self, task: Task, time: float, exported: bool) -> None:
         """Put the next task of the list into a group; `exported`: another worker waits for its result."""

@@ -51,11 +51,11 @@ class Tile:
 
     @property
     def key(self) -> Hashable:
-        """An identity of the tile in all task lists of a step; a temporary tile is its own key."""
+        """Identity of a persistent tile in all task lists of a step; a temporary tile is its own key."""
         return (self.kind, self.tensor, self.index) if self.persistent else self
 
     def part(self, axis: str) -> list[int]:
-        """Return the tile's index along an axis in a list, or an empty list if its tensor lacks the axis."""
+        """Return a list with the tile's index along an axis; the list is empty if the tensor lacks the axis."""
         return [self.index[self.axes.index(axis)]] if axis in self.axes else []
 
     def __repr__(self) -> str:
@@ -95,8 +95,8 @@ class Task:
         frees: tiles that are dead after this task.
         clears: tiles whose contents are discarded before this task.
         evicts: tiles that leave the device after this task, as later tasks need their memory.
-        parts: the tasks of a batch that runs as one task, in order.
-        worker: number of the worker among those of its kind; -1 lets the scheduler choose.
+        parts: the tasks of a task group, in order; empty for an ordinary task.
+        worker: number of the worker among the workers of its kind (CPU or GPU); -1 lets the scheduler choose.
         delay: number of later tasks of the list that the same worker runs before this one.
     """
 
@@ -140,7 +140,7 @@ class TaskList:
         policy: accumulation policy.
         initialised: tiles that hold data before the first task.
         sums: initialised tiles that the tasks add to, such as the gradients of earlier micro-batches.
-        live: axes along which a step fills only part of a tile; the slot `live_slot` of the batch part holds the size.
+        live: axes along which a step fills only part of a tile; a slot, see `live_slot`, holds the filled size.
     """
 
     def __init__(self, policy: str = "chain", initialised: Iterable[Tile] = (), live: Iterable[str] = ()) -> None:
@@ -164,7 +164,7 @@ class TaskList:
 
         Args:
             kernel: name of a kernel in C++ or Triton, or a kernel of `nt.task`.
-            flop: default: one operation for each element of the largest tile.
+            flop: floating-point operations; default: one for each element of the largest tile.
         """
         if flop is None:
             flop = max(math.prod(a.tile.shape) for a in accesses)
@@ -259,9 +259,10 @@ class TaskList:
         }
 
     def runs(self) -> Iterator[tuple[Tile, list[tuple[int, Access]], bool]]:
-        """Yield the runs of an unresolved list: (tile, contributions as (task number, access), whether it is the last).
+        """Yield each run of an unresolved list: (tile, contributions, whether the run is the tile's last use).
 
-        A run holds the consecutive contributions to a tile up to the next access of another mode.
+        A run is a sequence of ACC accesses to a tile without an access of another mode between them. A contribution is
+        a pair (task number, access).
         """
         begun: dict[Tile, list[tuple[int, Access]]] = {}
         for number, task in enumerate(self.tasks):
@@ -274,7 +275,7 @@ class TaskList:
 
     @staticmethod
     def _finish_tree(stack: list[tuple[int, Tile, Task]], out: list[Task]) -> None:
-        """Merge the partial sums that are left into the tile."""
+        """Append tasks to `out` that merge the remaining partial sums of `stack` into its first tile."""
         while len(stack) > 1:
             _, right, task = stack.pop()
             out.append(merge(stack[-1][1], right, task.op, task.worker))
@@ -292,9 +293,12 @@ class TaskList:
             task.frees.append(tile)
 
     def _priorities(self) -> None:
-        """Set each priority to the longest path to the end, in microseconds of a nominal worker: 10 Gflop/s, 1 GB/s."""
-        next_writer: dict[Tile, float] = {}  # rank of the next task that writes the tile
-        readers: dict[Tile, float] = {}  # highest rank of the tasks that read the tile before that write
+        """Set each task's priority to the length of the longest path from the task to the end.
+
+        The length is in microseconds of a nominal worker: 10 Gflop/s, 1 GB/s.
+        """
+        next_writer: dict[Tile, float] = {}  # path length of the next task that writes the tile
+        readers: dict[Tile, float] = {}  # longest path of the tasks that read the tile before this write
         for task in reversed(self.tasks):
             below = 0.0
             for access in task.accesses:
@@ -330,7 +334,7 @@ class TaskList:
         """Return the largest number of bytes alive at once if the tasks run in order.
 
         Args:
-            kept: bytes of all persistent tiles, also of other programs; default: of this list's.
+            kept: bytes of all persistent tiles, also of other programs; default: the persistent tiles of this list.
         """
         if kept is None:
             tiles = {a.tile for t in self.tasks for a in t.accesses if a.tile.persistent} | self.initialised
@@ -386,6 +390,6 @@ class CombineArgs(TaskArgs):
 
 
 def merge(into: Tile, part: Tile, op: str, worker: int = -1) -> Task:
-    """Return a task that adds one partial result to another."""
+    """Return a task that combines the partial result `part` into the tile `into`."""
     args = CombineArgs(MONOIDS.index(into.monoid))
     return Task("combine", [RW(into), R(part)], args, op, math.prod(into.shape), worker=worker)

@@ -10,8 +10,8 @@ from nntile_py.typed import plain
 
 AXES = ("batch", "seq", "embed", "heads", "ffn", "vocab")
 
-# Axes that share the tile size of another axis: attended positions that of positions, heads of keys that of queries,
-# the second side of a square matrix that of the first.
+# Axes that take the tile size of another axis: key positions from seq, the heads of keys from the heads of queries, the
+# second axis of a square matrix from its first axis.
 _CUT_AS = {"key": "seq", "kv_heads": "heads", "hidden": "embed"}
 
 
@@ -68,7 +68,10 @@ class Tiling:
         return size if tile is None else min(-(-tile // self._groups.get(axis, 1)), size)
 
     def share(self, axis: str, of: str, size: int, group: int) -> None:
-        """Cut `axis` where `of` (`size` elements) is cut: each `group` elements of `of` share one of `axis`.
+        """Cut `axis` at the boundaries of the axis `of`: `group` elements of `of` share one element of `axis`.
+
+        Args:
+            size: elements of the axis `of`.
 
         Raises:
             ConfigError: a tile of `of` is neither a multiple of `group` nor a divisor.
