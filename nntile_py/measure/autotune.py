@@ -1,10 +1,10 @@
 """`nntile sweep --auto`: search the tile sizes of a config. Many tilings are planned, the most promising are measured.
 
-The search starts at the config's own tiles (at coarser tiles if those are far too small) and at two other tilings. It
-changes one axis at a time, towards the shortest planned step. It prunes tilings that need too much memory, tilings
-whose tasks are short against the runtime's overhead, and tilings with fewer parallel tasks than workers. The config's
-own tiling is always measured: the sweep reports the speed-up over it. searched.csv and plot.png, .svg, .pdf show the
-planned, pruned and measured tilings.
+The search starts at the config's own tiles (at coarser tiles if the config's are far too small) and at two other
+tilings. The search changes one axis at a time, towards the shortest planned step. It prunes tilings that need too much
+memory, tilings whose tasks are short against the runtime's overhead, and tilings with fewer parallel tasks than
+workers. The config's own tiling is always measured, except if it is far too small: the sweep reports the speed-up over
+it. searched.csv and plot.png, .svg, .pdf show the planned, pruned and measured tilings.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 Tiles = dict[str, int | None]  # by axis; None: uncut
 Key = tuple[int | None, ...]  # tile sizes in the order of AXES
 Seen = dict[Key, Estimate | str]  # the plan of a tiling, or the reason for which it has none
-CUTS = (1, 2, 3, 4, 8)  # tiles along an axis
+CUTS = (1, 2, 3, 4, 8)  # numbers of tiles along an axis that the search tries
 UNCUTTABLE, TOO_FINE = "operators that cannot be cut so", "far too many tasks"
-MOST_PLANS = 250
-ROUNDS = 3
+MOST_PLANS = 250  # tilings; with more, the search ends
+ROUNDS = 3  # rounds of the sweep
 
 
 @dataclass
@@ -75,15 +75,15 @@ class Search:
     own: Key | None = None  # the config's own tiling, if it is measured
 
     def baseline(self, rows: list[Row]) -> Row | None:
-        """Return the row of the config's own tiling."""
+        """Return the row of the config's own tiling; None if it was not measured."""
         return _measured(rows).get(self.own) if self.own else None
 
 
 def search(path: Path, sets: list[str], budget: int, console: Console) -> Search:
-    """Plan tilings. The sweep measures the config's own tiling, the uncut one, and the most promising others.
+    """Plan tilings; return them with a sweep of the config's own, the uncut and the most promising other tilings.
 
     Args:
-        budget: number of tilings that are measured.
+        budget: largest number of tilings in the sweep.
     """
     tree = read_yaml(path, "SWEEP", RunConfig) if path.is_file() else {}
     if "config" in tree and tree.keys() & {"grid", "list", "random"}:
@@ -143,7 +143,7 @@ def write_search(searched: Search, rows: list[Row], folder: Path) -> None:
 
 
 def _measured(rows: list[Row]) -> dict[Key, Row]:
-    """Return the good rows by their tiling."""
+    """Return {tiling: row} for the rows that were measured without an error."""
     return {tuple(row["sets"][f"tiles.{axis}"] for axis in AXES): row for row in rows if row["status"] == "ok"}
 
 
@@ -204,7 +204,7 @@ def why_not(config: RunConfig, plan: Estimate | str) -> str | None:
         return plan
     if plan.peak_bytes > _memory(config):
         return "memory"
-    if plan.mean_task < plan.speed.good / 2:  # half of a good length: a measurement decides
+    if plan.mean_task < plan.speed.good / 2:  # between half of a good length and all of it, a measurement decides
         return f"tasks shorter than {GOOD // 2} times their overhead"
     if plan.parallelism < config.workers:
         return "less parallelism than workers"
@@ -212,7 +212,7 @@ def why_not(config: RunConfig, plan: Estimate | str) -> str | None:
 
 
 def sizes_to_try(config: RunConfig) -> dict[str, list[int | None]]:
-    """Return the tile sizes to try along each axis: the config's own, uncut, and even cuts."""
+    """Return the tile sizes to try along each axis: the config's own, uncut, and sizes that give CUTS tiles."""
     sizes = step_spec(config).trace()[0].sizes()
     result: dict[str, list[int | None]] = {}
     for axis, own in config.tiles.model_dump().items():
@@ -233,7 +233,7 @@ def _key(tiles: Tiles) -> Key:
 
 
 def _walk(config: RunConfig, start: Tiles, seen: Seen) -> None:
-    """Change one axis at a time to its best tile size, until nothing changes; put all plans into `seen`."""
+    """From `start`, set one axis at a time to its best tile size until nothing changes; put all plans into `seen`."""
     choices, now = sizes_to_try(config), dict(start)
     changed = True
     while changed and len(seen) < MOST_PLANS:
@@ -257,7 +257,7 @@ def _plan(config: RunConfig, tiles: Tiles, seen: Seen) -> Estimate | str:
 
 
 def _score(config: RunConfig, plan: Estimate | str) -> float:
-    """Return the planned seconds, 1000 times as many for a tiling to prune."""
+    """Return the planned seconds of a step, times 1000 if the tiling is pruned; infinity without a plan."""
     return math.inf if isinstance(plan, str) else plan.seconds * (1 if why_not(config, plan) is None else 1e3)
 
 

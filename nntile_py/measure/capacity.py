@@ -88,7 +88,7 @@ def config_of(model: str, sets: Sequence[str]) -> RunConfig:
 
 
 def _allowed(option: str, text: str, names: Collection[str]) -> list[str]:
-    """Return the values in a comma-separated option."""
+    """Return the values in a comma-separated option. Raises ConfigError for a value that is not in `names`."""
     for name in text.split(","):
         if name not in names:
             raise ConfigError(f"{option}: {name!r} is not allowed; use {', '.join(names)}")
@@ -99,7 +99,10 @@ def _tried(
     names: Sequence[str], configs: dict[str, RunConfig], first: int, how: Measure, rounds: int, time_limit: float,
     host_memory: float, budget: float,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each contestant and model. Contestants alternate, so that `budget` cuts off all of them alike."""
+    """Yield a row of the result for each contestant and each model that it tries.
+
+    Contestants alternate, so that `budget` cuts off all of them alike.
+    """
     trains: dict[str, dict[str, bool]] = {name: {} for name in names}
     too_slow: set[str] = set()  # contestants that did not answer in time
     end = time.monotonic() + (budget or math.inf)
@@ -127,11 +130,11 @@ def _tried(
 
 
 def next_model(models: Sequence[str], first: int, trains: dict[str, bool]) -> str | None:
-    """Return the model to try next: `first`, then by bisection towards the largest that trains; None: it is known.
+    """Return the model to try next: `first`, then by bisection towards the largest that trains; None: this is known.
 
     Args:
-        models: in the order of their sizes.
-        trains: results so far.
+        models: names of models in the order of their sizes.
+        trains: for each model that was tried, whether it trains.
     """
     good, bad = ([k for k, model in enumerate(models) if trains.get(model) is fits] for fits in (True, False))
     if good and bad:

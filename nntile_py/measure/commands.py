@@ -180,7 +180,7 @@ def load_contest(
     path: str, sets: list[str], peers: list[str], alpha: float = 1.0,
     *, inference: bool = False, steps: int | None = None, cuda_memory: float = 0.0,
 ) -> tuple[RunConfig, Measure]:  # fmt: skip
-    """Return the config and its measurement. Raises ConfigError if a peer cannot run the config."""
+    """Return the config, and how to measure it. Raises ConfigError if a peer cannot run the config."""
     config = load(path, sets)
     for name in peers:
         check_peer(config, name, "inference" if inference else "train")

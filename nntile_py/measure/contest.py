@@ -25,12 +25,17 @@ from nntile_py.system.clock import clocked, spread
 from nntile_py.system.machine import machine
 
 TIME_LIMIT = 600.0  # seconds for the start of a contestant, and for one of its turns
-PASS_TURNS = 15  # measurements in a turn of forward passes, whose median counts: a pass is short
+PASS_TURNS = 15  # measurements in a turn of forward passes, which are short; the turn's time is their median
 OUT_OF_MEMORY = ("out of memory", "outofmemory", "memoryerror", "cannot allocate", "unable to allocate", "signal 9")
 
 
 class Contestant:
-    """A contestant with its worker process, or with a process for each GPU. `error`: why it failed."""
+    """A contestant with its worker process, or with a process for each GPU.
+
+    Attributes:
+        error: why the contestant failed; empty if it did not.
+        facts: figures of its first start that need no timing.
+    """
 
     def __init__(self, name: str, config: RunConfig, how: Measure, time_limit: float) -> None:
         self.name, self.error, self.limit = name, "", time_limit
@@ -56,7 +61,7 @@ class Contestant:
         self.facts = self.facts or (facts[0] if facts else {})
 
     def turn(self, steps: int) -> None:
-        """Time `steps` steps in flight together."""
+        """Measure the seconds of a step: the time of `steps` steps in flight together, divided by `steps`."""
         if not self.workers:
             self.start()
         self._signal(signal.SIGCONT)
@@ -71,7 +76,10 @@ class Contestant:
         self.workers = []
 
     def _ask(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the answers of all processes, which then stop until their next turn; empty after an error."""
+        """Send a request to each process; return their answers, or [] after an error.
+
+        The processes are then stopped until the contestant's next turn.
+        """
         for worker, request in zip(self.workers, requests, strict=True):
             worker.send(request)
         try:
@@ -94,14 +102,15 @@ def measure_in_turns(
     hold: bool | None = None, losses: int = 0, time_limit: float = TIME_LIMIT,
     tell: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Time the contestants alternately; return medians, spread and ratios by round, and the errors of failed ones.
+    """Time the contestants alternately; return medians, spread, ratios by round, and errors of failed contestants.
 
     Args:
         how: Workload, and `steps` of a turn; contestant and repeats are ignored.
+        names: The contestants.
         rounds: Turns of each contestant.
-        hold: True: keep all contestants in memory. False: end each contestant after its turn. None: keep them; if one
-            of them then lacks memory, measure all of them again without.
-        losses: Number of first losses to report.
+        hold: True: keep all contestants in memory. False: end each contestant after its turn. None: as True; if a
+            contestant then lacks memory, measure all contestants again as with False.
+        losses: Number of steps, from the first, whose losses are reported.
         time_limit: Seconds of a contestant's start, and of a turn.
         tell: Called with a line of text when a contestant is ready or has had its turn.
     """
@@ -167,7 +176,15 @@ def _result(
 def _row(
     times: Sequence[float], facts: dict[str, Any], last: dict[str, Any], flop: float | None, losses: int
 ) -> dict[str, Any]:  # fmt: skip
-    """Return a contestant's metrics. facts: of its start; last: of its last measurement; flop: of a step."""
+    """Return a contestant's metrics.
+
+    Args:
+        times: Seconds of a step, for each turn.
+        facts: Figures from the contestant's start.
+        last: Peaks of memory in its last turn.
+        flop: Floating-point operations of a step; None if unknown.
+        losses: Number of steps, from the first, whose losses are reported.
+    """
     t, first = spread(times), facts["losses"]
     row = {"seconds": t, "tokens_per_s": facts["tokens"] / t["median"]}
     row |= {"gflop_per_s": flop / t["median"] / 1e9} if flop else {}
@@ -177,7 +194,7 @@ def _row(
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Return our times over theirs: median, minimum and maximum by round, and the ratio of the medians."""
+    """Return nntile_py's times divided by a peer's: median, minimum, maximum over rounds, and ratio of the medians."""
     by_round = spread([a / b for a, b in zip(ours, theirs, strict=True)])
     return by_round | {"of_medians": statistics.median(ours) / statistics.median(theirs)}
 
@@ -195,7 +212,7 @@ def check_ranks(peers: Sequence[str]) -> None:
 
 
 def measure_ranks(config: RunConfig, how: Measure, rounds: int, losses: int = 0) -> dict[str, Any]:
-    """Time steps that all ranks run together. Every rank calls it; the times are those of rank 0."""
+    """Time steps that all ranks run together. Every rank must call the function; the times are those of rank 0."""
     from nntile_py.measure.worker import Session
 
     how = how.model_copy(update={"warmup": max(3, losses)})
@@ -223,7 +240,7 @@ def measure_ranks(config: RunConfig, how: Measure, rounds: int, losses: int = 0)
 
 
 def point_with_peers(config: RunConfig, how: Measure, time_limit: float) -> dict[str, Any]:
-    """Return the metrics of a sweep's point with `measure.peers`."""
+    """Return the metrics of a sweep's point with `measure.peers`: nntile_py's, and those of each peer with its name."""
     result = measure_in_turns(config, how, [OURS, *how.peers], how.repeats, time_limit=time_limit)
     ours = result[OURS]
     if "error" in ours:

@@ -17,7 +17,7 @@ RANKED = ("ddp", "fsdp2", "fsdp2_offload")  # peers with a process for each GPU
 PEERS = ("torch_eager", "torch_compile", *BERT_PEERS, *RANKED)
 Peer = Literal["torch_eager", "torch_compile", "torch_packed", "torch_padded", "ddp", "fsdp2", "fsdp2_offload"]
 LAYER_WORKS = ("encoder", "mha")  # see torch_layer.py
-PLAIN_GPT2: dict[str, Any] = {  # settings of the GPT-2 in torch_gpt2.py
+PLAIN_GPT2: dict[str, Any] = {  # the only settings that the GPT-2 of torch_gpt2.py has
     "dropout": 0.0, "attention_dropout": 0.0, "activation": "gelu_new", "tie_embeddings": True, "layer_norm_eps": 1e-5,
 }  # fmt: skip
 
@@ -34,7 +34,7 @@ def parse_peers(text: str | None) -> list[str]:
 
 
 def world_size(config: RunConfig) -> int:
-    """Return the number of processes of a ranked peer: one for each GPU; two on the CPU."""
+    """Return the number of processes of a peer in RANKED: one for each GPU; two on the CPU."""
     return config.workers if config.runtime.cuda else 2
 
 
@@ -75,7 +75,7 @@ def check_peer(config: RunConfig, name: str, work: Work = "train") -> None:
 
 
 def _needs(config: RunConfig, name: str, inference: bool, gpus: int) -> Iterator[tuple[str, Any, Sequence[Any]]]:
-    """Yield keys of the config with their values and the values that the peer can run."""
+    """Yield (key, the config's value, the values that the peer can run) for each key that limits the peer."""
     model, ranked = config.model, name in RANKED
     yield "model.type", model.type, {"ddp": ("bert", "gpt2")}.get(name, ("gpt2",) if ranked else ("bert",))
     if model.type == "gpt2":

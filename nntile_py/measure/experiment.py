@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def plan(
     experiment: Experiment, scale: str, mode: Mode | None = None, sets: Sequence[str] = ()
 ) -> RenderableType:  # fmt: skip
-    """Check and plan every point without running it."""
+    """Check and plan every point without running it; return the table of plans."""
     heads = ("point", "tasks", "Tflop", "GB moved", "GiB peak", "us a task", "parallel")
     planned = plain_table(heads, text=["point"])
     known: dict[str, tuple[Estimate, float]] = {}
@@ -50,7 +50,7 @@ def plan(
 
 
 def _planned(part: Any, kind: str) -> Iterator[tuple[str, RunConfig, Any, Any]]:
-    """Yield label, config, work and phase of each point."""
+    """Yield label, config, work and phase of each point that nntile_py runs; only a sweep has several points."""
     if kind != "sweep":
         yield "", part.resolved(), getattr(part, "work", "train"), "all"
         return
@@ -69,13 +69,14 @@ def run(
     experiment: Experiment, scale: str, folder: Path, results: Path | None, console: Console,
     mode: Mode | None = None, sets: Sequence[str] = (),
 ) -> list[Path]:  # fmt: skip
-    """Run an experiment; return the files of its result: picture, CSV, report.
+    """Run an experiment; return the paths of its result files: picture, CSV, report.
 
     An interrupted sweep writes the same files for the points that it has measured.
 
     Args:
+        scale: `cpu` or `gpu`: the section of the experiment's YAML.
         folder: for the files of the run.
-        results: for the files of the result, with the date in their names; None: `folder`, without the date.
+        results: for the result files, with the date in their names; None: `folder`, without the date.
     """
     part, load_before = experiment.part(scale, mode, sets), os.getloadavg()[0]
     part, note = _on_present_gpus(part) if scale == "gpu" else (part, "")
@@ -117,7 +118,7 @@ def run(
 
 
 def _sweep(sweep: Sweep, folder: Path, console: Console) -> tuple[ExperimentResult, str, KeyboardInterrupt | None]:
-    """Run a sweep; return its result, and after an interruption a note and the error."""
+    """Run a sweep; return its result. After an interruption, also return a note and the KeyboardInterrupt."""
     interrupted, note, count = None, "", len(points(sweep))
     try:
         rows = run_sweep(sweep, folder, console)
@@ -140,7 +141,7 @@ def _sweep(sweep: Sweep, folder: Path, console: Console) -> tuple[ExperimentResu
 def _on_present_gpus(part: Any) -> tuple[Any, str]:
     """Return a sweep or profile limited to this machine's GPUs, and a note of the change.
 
-    On a machine without GPUs it stays unchanged: it needs none, or is refused later."""
+    On a machine without GPUs the sweep or profile stays unchanged: it needs none, or `_need_gpus` refuses it."""
     import torch
 
     present = torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""Base classes of experiments' sections; the kinds `graph` and `profile`; the result of an experiment."""
+"""Sections `cpu` and `gpu` of experiments: base classes, kinds `graph` and `profile`. The result of an experiment."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class ExperimentResult:
     """Result of an experiment.
 
     Attributes:
-        csv: the numbers.
-        pictures: contents of the files, by suffix.
+        csv: text of the CSV file with the numbers.
+        pictures: contents of the picture files, by suffix.
         no_picture: the reason for which there is no picture.
         totals: sentences below the table of the report.
-        rows: points of a sweep.
+        rows: for a sweep, the rows of its points.
     """
 
     csv: str
@@ -78,7 +78,7 @@ class GraphExperiment(ConfigPart):
     fusion: Literal["before", "after", "both"] = "both"
 
     def run(self, folder: Path) -> ExperimentResult:
-        """Draw the graph; the table compares it before and after fusion."""
+        """Draw the graph; the result's table compares the graph before and after fusion."""
         config, rows = self.resolved(), []
         dot = draw.draw(
             config, level=self.level, work=self.work, layer=self.layer, phase=self.phase, fusion=self.fusion
@@ -100,7 +100,7 @@ class ProfileExperiment(ConfigPart):
     steps: Count = 3
 
     def run(self, folder: Path, name: str) -> ExperimentResult:
-        """Run `nntile profile`; the table has a row for each worker."""
+        """Run `nntile profile`; the result's table has a row for each worker."""
         profile = folder / "profile"
         clear_profile(profile)
         config = folder / f"{name}.yaml"
@@ -118,7 +118,7 @@ class ProfileExperiment(ConfigPart):
 
 
 def drawn(dot: str, folder: Path) -> tuple[dict[str, bytes], NNTileError | None]:
-    """Write plot.dot; return its pictures by suffix, and the error if graphviz drew none."""
+    """Write `dot` to plot.dot; return the pictures by suffix, and the error if graphviz could not draw them."""
     draw.write(dot, folder / "plot.dot")
     try:
         return {form: draw.picture(dot, form) for form in FORMS}, None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 EXPERIMENTS = installed("experiments")
-ROUNDS = 3  # rounds of a sweep that sets none
+ROUNDS = 3  # rounds of a sweep that does not set `rounds`
 Mode = Literal["training", "inference"]
 
 
@@ -57,7 +57,7 @@ class Experiment(Section):
         """Return the section of a scale, cpu or gpu, checked: a Sweep or an ExperimentPart.
 
         Args:
-            mode: instead of the experiment's own mode.
+            mode: replaces the experiment's own mode.
             sets: KEY=VALUE; they override the section's `set`.
         """
         path, tree = EXPERIMENTS / f"{self.name}.yaml", getattr(self, scale)
@@ -94,7 +94,7 @@ class Experiment(Section):
 
 
 def names() -> list[str]:
-    """Return the names of all experiments."""
+    """Return the names of all experiments, sorted."""
     return sorted(p.stem for p in EXPERIMENTS.glob("*.yaml") if p.stem.startswith(("bt-", "fig", "table")))
 
 

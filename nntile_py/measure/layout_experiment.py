@@ -1,4 +1,4 @@
-"""Experiments of kind `layouts`: operators in all layouts, the fastest layouts together, and a step in them."""
+"""Experiments of kind `layouts`: time operators in all layouts, search the fastest layouts, time a step in these."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LayoutExperiment(PresetPart):
 
 
 def _worst(result: LayoutResult) -> str:
-    """Return a sentence: the largest ratio of worst to best layout, and the largest gain over the default layout."""
+    """Return a sentence on the operators with the largest ratio of worst to best, and of default to best layout."""
     timed = [line for line in result.lines if line.best]  # a Transpose that layouts make needless takes no time
     spread = max(timed, key=lambda line: line.worst / line.best)
     gain = max(timed, key=lambda line: line.default / line.best)
@@ -66,7 +66,7 @@ def _csv(results: Sequence[LayoutResult]) -> str:
 
 
 def _steps(config: RunConfig, part: LayoutExperiment, timings: Timings, results: Sequence[LayoutResult]) -> list[str]:
-    """Time forward and backward passes in default and in searched layouts, alternating."""
+    """Return sentences with the times of a forward and backward pass, in default and in searched layouts in turns."""
     lines = []
     with Runtime(**runtime_options(config.runtime.model_dump())):
         for result in results:

@@ -1,7 +1,7 @@
 """`mpirun -n 2 nntile bench messages`: the cost of sending a tile to another rank, by the tile's size.
 
-hop: two ranks change one tile alternately; the time from task to task. message: rank 0 writes many tiles at the same
-time, and rank 1 reads them; the time divided by their number.
+A hop is the time from a task of one rank to the next task of the other rank, when both change one tile alternately. A
+message is the time of a tile when rank 0 writes many tiles at the same time, and rank 1 reads them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nntile_py.tiles import RW, R, TaskList, Tile, W
 SIZES = "4,4096,65536,1048576,8388608"
 HOPS = 200
 AT_A_TIME = 64 << 20  # bytes in flight, of at most HOPS messages
-IDLE = 1.0  # seconds without messages
+IDLE = 1.0  # seconds without messages, in which the load of MPI's idle thread is measured
 
 
 def messages(
@@ -56,7 +56,11 @@ def messages(
 
 
 def measure_messages(sizes: list[int], seconds: float, repeats: int, cuda: int = 0) -> dict[str, Any]:
-    """Measure on all ranks; the times are those of rank 0. cuda: GPUs of each rank, instead of a CPU worker."""
+    """Measure messages of these sizes (bytes); every rank must call the function. The times are those of rank 0.
+
+    Args:
+        cuda: number of GPUs of each rank; 0: a CPU worker.
+    """
     from nntile_py import _core
     from nntile_py.execution.program import Store, programs
     from nntile_py.execution.runtime import Runtime
@@ -67,7 +71,7 @@ def measure_messages(sizes: list[int], seconds: float, repeats: int, cuda: int =
         store, rows, busy = Store(), list[dict[str, Any]](), list[float]()
 
         def timed(tasks: TaskList, count: int) -> dict[str, float]:
-            """Return the microseconds of each of `count` messages."""
+            """Return the microseconds of a message, of which `tasks` sends `count`: median, minimum and maximum."""
             (program,) = programs([tasks], store)
             times, runs = list[float](), 1
             while len(times) < repeats:

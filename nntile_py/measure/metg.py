@@ -72,7 +72,7 @@ def measure_metg(
         tiles = [_core.Tile([1], "fp32") for _ in range(chains * workers)]
         for tile in tiles:
             tile.write(np.zeros(1, np.float32))
-        step = _calibrate(tiles[0])  # a multiply-add, in seconds
+        step = _calibrate(tiles[0])  # seconds of a multiply-add
         measured: list[tuple[int, int, list[float], float]] = []
         for length in lengths:
             count = max(1, round(length * 1e-6 / step))
@@ -100,11 +100,11 @@ def measure_metg(
 
 
 def _program(tiles: Sequence[Any], count: int, bodies: int = 1) -> Callable[[], float]:
-    """Return a function that runs a task on each tile and returns the seconds.
+    """Return a function that runs a task on each tile, and returns the seconds of all tasks together.
 
     Args:
-        count: multiply-adds in a loop.
-        bodies: loops in a task.
+        count: number of multiply-adds in a loop.
+        bodies: number of loops in a task.
     """
     from nntile_py import _core
     from nntile_py.execution.task_payload import body, capability_of_devices, encoded_launches
@@ -140,7 +140,7 @@ def _calibrate(tile: Any) -> float:
 
 
 def shortest(rows: Sequence[dict[str, Any]], goal: float) -> float | None:
-    """Return the length (us) from which tasks reach the efficiency `goal`, by log-linear interpolation."""
+    """Return the task length (us) from which the efficiency is at least `goal`, by log-linear interpolation."""
     length, longer = None, None
     for row in reversed(rows):
         e = row["efficiency"]["median"]

@@ -73,7 +73,7 @@ class OperatorExperiment(PresetPart):
 
 
 def compared(analysis: Analysis, rows: Sequence[PaperRow]) -> str:
-    """Return the CSV with the paper's and the counted numbers; a fused kernel's time stands in its first row only."""
+    """Return the CSV with the paper's numbers and ours. The time of a fused kernel is in the first of its rows only."""
     heads = [
         "operator", "Gflop printed", "Gflop here", "in printed", "read here", "out printed", "written here",
         "PyTorch us printed", "us here unfused", "kernel", "us printed", "us here fused", "MUE printed", "MUE here",
@@ -95,10 +95,10 @@ def compared(analysis: Analysis, rows: Sequence[PaperRow]) -> str:
 
 
 def matched(analysis: Analysis, rows: Sequence[PaperRow]) -> Iterator[tuple[PaperRow, list[OperatorRow]]]:
-    """Yield each printed row with the rows of its operators.
+    """Yield each row of the paper's table with the analysis's rows of its operators.
 
     Raises:
-        ConfigError: a printed row names an unknown operator.
+        ConfigError: a row of the paper's table names an unknown operator.
     """
     known = {row.name: row for row in analysis.operators}
     for printed in rows:
@@ -118,7 +118,7 @@ def _or_empty(value: float | None, form: str = "g") -> str:
 
 
 def _reached(analysis: Analysis, rows: Sequence[OperatorRow]) -> list[str]:
-    """Return MUE, share of the peak flop/s, and whether memory bounds the first row; empty texts if unknown."""
+    """Return three texts on the first row, each empty if unknown: MUE, percent of peak flop/s, whether memory-bound."""
     if not rows:
         return ["", "", ""]
     row, peak = rows[0], analysis.peak
@@ -127,7 +127,7 @@ def _reached(analysis: Analysis, rows: Sequence[OperatorRow]) -> list[str]:
 
 
 def _totals(analysis: Analysis) -> list[str]:
-    """Return a line with the sums of each class of operators, then how much fusion saves."""
+    """Return a line with the sums for each class of operators, then lines on how much data movement fusion saves."""
     heads = ["", "operators", "Gflop (10^9)", "% of the flop", "million elements moved", "at least", "ms",
              "% of the time"]  # fmt: skip
     lines = []

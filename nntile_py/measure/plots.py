@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from nntile_py.measure.sweep_spec import Best, Plot
 
 Row = dict[str, Any]
-QUARTILES = 4  # repeats from which an error bar is their middle half, which one disturbed repeat does not widen
+# With at least so many repeats, an error bar covers their middle half, so that one disturbed repeat does not widen it.
+QUARTILES = 4
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKERS = "osD^vPX"
-HATCHES, STYLES = ("", "///", "..."), ("-", "--", ":")  # bars, lines
+HATCHES, STYLES = ("", "///", "..."), ("-", "--", ":")  # of bars, of lines: the next one when the colours repeat
 _TIMES = {"seconds": 1.0, "ms": 1e3, "us": 1e6}
 _BEST = ("seconds_min", "best ms", "best us")
-RATES = ("tokens_per_s", "gflop_per_s")  # inversely proportional to the time
+RATES = ("tokens_per_s", "gflop_per_s")  # metrics that are inversely proportional to the time
 _LABELS = {
     "seconds": "time of a step (s)", "ms": "time of a step (ms)", "us": "time of a step (us)",
     "seconds_min": "time of a step (s), best repeat", "best ms": "time of a step (ms), best repeat",
@@ -37,10 +38,10 @@ _LABELS = {
 
 
 def spread(row: Row, metric: str = "seconds") -> tuple[float, float] | None:
-    """Return the ends of a metric's error bar: the middle half of its repeats, or all of fewer than QUARTILES.
+    """Return the ends of a metric's error bar: the middle half of the repeats, or all repeats if fewer than QUARTILES.
 
     Returns:
-        None if the metric is neither a time nor a rate, or was measured only once.
+        (low, high); None if the metric is neither a time nor a rate, or was measured only once.
     """
     times = row.get("times", [])
     if metric not in (*_TIMES, *RATES) or len(times) < 2:
@@ -62,10 +63,10 @@ def disturbance(rows: Sequence[Row]) -> str:
 
 
 def caption(rows: list[Row], where: str = "", metrics: Sequence[str] = ("seconds",), bars: bool = True) -> str:
-    """Return the caption: number of repeats, meaning of error bars, load by other processes, machine.
+    """Return a picture's caption: number of repeats, meaning of error bars, load by other processes, machine.
 
     Args:
-        where: the machine.
+        where: text on the machine.
         metrics: the metrics in the picture.
         bars: whether the picture has error bars.
     """
@@ -84,11 +85,11 @@ def caption(rows: list[Row], where: str = "", metrics: Sequence[str] = ("seconds
 
 
 def figure_of(plots: Sequence[Plot], rows: list[Row], best: Best | None = None, where: str = "") -> Figure:
-    """Draw all plots side by side, each with a panel for each value of `panel`; plots without data have no axes.
+    """Draw all plots side by side. A plot has a panel for each value of its key `panel`; without data it has no axes.
 
     Args:
-        best: the sweep's choice of the best row.
-        where: the machine, for the caption.
+        best: the sweep's metric for the best row.
+        where: text on the machine, for the caption.
     """
     panels = [_panels(plot, rows, best) for plot in plots]
     widths = [4.4 * len(own) + 1.5 for own in panels]
@@ -137,7 +138,7 @@ def _draw(figure: Any, plot: Plot, panels: list[Any], rows: list[Row], best: Bes
 
 
 def shown_rows(plot: Plot, rows: list[Row], best: Best | None = None) -> tuple[list[Row], list[str]]:
-    """Choose the rows to draw. If several good rows have the same x, series and panel, the best by the first y.
+    """Choose the rows to draw. Of several rows with the same x, series and panel, only the best by the first y counts.
 
     Returns:
         The rows to draw, and the keys in which hidden rows differ from them.
@@ -154,12 +155,12 @@ def shown_rows(plot: Plot, rows: list[Row], best: Best | None = None) -> tuple[l
 
 
 def good_rows(plot: Plot, rows: list[Row]) -> list[Row]:
-    """Return the good rows that have all metrics of a plot."""
+    """Return the rows without an error that have all metrics of a plot."""
     return [row for row in rows if row["status"] == "ok" and all(y in row for y in plot.metrics)]
 
 
 def _unit(plot: Plot, rows: list[Row]) -> tuple[float, str]:
-    """Return factor and unit for times: ms if all are below 1 s and the plot has no label, else no change."""
+    """Return factor and unit for times: ms if all are below 1 s and the plot sets no label, else (1, "")."""
     short = plot.ylabel is None and all(y in ("seconds", "seconds_min") for y in plot.metrics)
     return (1e3, "(ms)") if short and max((r[y] for r in rows for y in plot.metrics), default=1) < 1 else (1.0, "")
 
@@ -178,8 +179,9 @@ def _lines(axis: Any, plot: Plot, rows: list[Row], every: list[Row], unit: tuple
     """Draw lines or bars with error bars; return the highest point.
 
     Args:
-        rows: of this panel.
-        every: of all panels, which have the same x axis.
+        rows: the rows of this panel.
+        every: the rows of all panels, which have the same x axis.
+        unit: factor and unit for times.
     """
     xs = values(every, plot.x)
     numeric = plot.kind == "line" and all(isinstance(x, int | float) and not isinstance(x, bool) for x in xs)
@@ -257,7 +259,7 @@ def named(key: str, of: Any) -> str:
 
 
 def value(row: Row, key: str) -> Any:
-    """Return a row's value of a key, or its metric of this name."""
+    """Return the value that a row's point has for a key, or the row's metric of this name."""
     return row["sets"].get(key, row.get(key))
 
 
@@ -269,7 +271,7 @@ def word(key: str, of: Any) -> str:
 def values(rows: list[Row], key: str) -> list[Any]:
     """Return the distinct values of a key in the order of the rows.
 
-    Numbers are ascending, with uncut as the last; true, as in fused, comes before false.
+    Numbers are ascending, with None (uncut) last; true, as in fused, comes before false.
     """
     distinct = list({plain(value(row, key)): value(row, key) for row in rows}.values())
     if all(isinstance(v, bool) for v in distinct):
@@ -281,5 +283,5 @@ def values(rows: list[Row], key: str) -> list[Any]:
 
 
 def plain(of: Any) -> str:
-    """Return a value as YAML text, but null as `uncut`."""
+    """Return a value as YAML text, but None as `uncut`."""
     return of if isinstance(of, str) else "uncut" if of is None else json.dumps(of)

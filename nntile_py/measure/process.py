@@ -50,7 +50,10 @@ class NoAnswer(NNTileError):
 
 
 def mpirun(ranks: int) -> list[str]:
-    """Return the command that starts ranks. NNTILE_MPIRUN, such as `mpirun --bind-to none`, replaces mpirun."""
+    """Return the command that starts worker processes as MPI ranks.
+
+    The variable NNTILE_MPIRUN, such as `mpirun --bind-to none`, replaces mpirun.
+    """
     command = shlex.split(os.environ.get("NNTILE_MPIRUN", "mpirun"))
     if not command or not shutil.which(command[0]):
         need = f"needs {command[0] if command else 'mpirun'}, which is not installed"
@@ -64,7 +67,7 @@ class WorkerProcess:
     Args:
         label: Text before each error message.
         ranks: Number of MPI ranks; None: one process without mpirun.
-        errors: Keep stderr for error messages; False: it is the parent's stderr.
+        errors: True: keep stderr for error messages. False: stderr is the parent's.
     """
 
     def __init__(self, label: str = "", ranks: int | None = None, *, errors: bool = True) -> None:
@@ -82,7 +85,11 @@ class WorkerProcess:
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
 
     def read(self) -> dict[str, Any] | None:
-        """Return the answer if it has arrived. Raises WorkerFailed if it is an error, or if the process has ended."""
+        """Return the answer; None if it has not arrived completely.
+
+        Raises:
+            WorkerFailed: The answer is an error, or the process has ended.
+        """
         assert self.process.stdout
         data = os.read(self.process.stdout.fileno(), 1 << 16)
         if not data:
@@ -97,7 +104,7 @@ class WorkerProcess:
         return None
 
     def ended(self) -> WorkerFailed:
-        """Wait for the end of the process; return an error with its last lines of stderr, or its status."""
+        """Wait for the end of the process; return an error with the last lines of its stderr, or with its status."""
         status = self.process.wait()
         how = f"status {status}" if status >= 0 else f"signal {-status} ({signal.Signals(-status).name})"
         last = ""

@@ -26,7 +26,7 @@ _SHOWN = 5  # errors, or rows as good as the best, that a message lists
 def pooled(rows: list[Row]) -> Row:
     """Join the rows of a point's rounds into one row; return the first failed row if a round failed.
 
-    Metrics are medians over the rounds; minima, maxima and peaks are those of all rounds.
+    A metric is the median over the rounds. A minimum is the least of all rounds; a maximum or peak is the greatest.
     """
     failed = next((row for row in rows if row["status"] != "ok"), None)
     if failed or len(rows) == 1:
@@ -42,13 +42,13 @@ def pooled(rows: list[Row]) -> Row:
 
 
 def best_row(rows: list[Row], best: Best) -> Row | None:
-    """Return the good row with the least, or greatest, value of the metric."""
+    """Return the row with the least, or greatest, value of the metric; rows with an error do not count."""
     good = [row for row in rows if row["status"] == "ok" and best.metric in row]
     return (min if best.of == "least" else max)(good, key=lambda row: row[best.metric], default=None)
 
 
 def within_spread(rows: list[Row], best: Best) -> list[Row]:
-    """Return the rows that may be as good as the best row: the ranges of their metric overlap.
+    """Return the rows that may be as good as the best row: the range of their metric overlaps the best row's range.
 
     A range covers all rounds. So one disturbed round does not decide which point is the best.
     """
@@ -62,7 +62,7 @@ def within_spread(rows: list[Row], best: Best) -> list[Row]:
 
 
 def _range(row: Row, metric: str) -> tuple[float, float] | None:
-    """Return the range of a time or rate over the rounds, with one round over its repeats; None: measured once."""
+    """Return (low, high) of a time or rate over all rounds; after one round, over its repeats. None: measured once."""
     rounds, seconds = row.get("by_round", []), row.get("seconds")
     if len(rounds) < 2 or not seconds or not (within := spread(row, metric)):
         return spread(row, metric)
@@ -78,7 +78,7 @@ def gain(row: Row, base: Row) -> tuple[float, float, float]:
 
 
 def summary(sweep: Sweep, rows: list[Row]) -> RenderableType:
-    """Return a table of the rows, with the failures below it."""
+    """Return a table of the rows for the terminal, with the errors of failed rows below the table."""
     from rich.console import Group
     from rich.text import Text
 
@@ -101,7 +101,7 @@ def summary(sweep: Sweep, rows: list[Row]) -> RenderableType:
 
 
 def best_options(rows: list[Row], best: Best) -> str:
-    """Return the best row as options of a command."""
+    """Return the keys and values of the best row as options of a command: --set KEY=VALUE."""
     row = best_row(rows, best)
     sets = row["sets"].items() if row else []
     texts = ((key, f"{key}={'null' if of is None else plain(of)}") for key, of in sets)
@@ -110,10 +110,10 @@ def best_options(rows: list[Row], best: Best) -> str:
 
 
 def best_text(rows: list[Row], best: Best, baseline: Row | None = None) -> str:
-    """Return the sweep's recommendation: the best row, or that no row is clearly the best; and the speed-up.
+    """Return the sweep's recommendation as text: the best row, or that no row is clearly the best.
 
     Args:
-        baseline: the row of the config's own tiles.
+        baseline: the row of the config's own tiles; the text then names the speed-up over it.
     """
     chosen, alike = best_row(rows, best), within_spread(rows, best)
     lines = [f"best: {best_options(rows, best)}"]
@@ -146,7 +146,7 @@ def _gain_text(chosen: Row, baseline: Row, alike: bool) -> str:
 
 
 def write_results(sweep: Sweep, rows: list[Row], folder: Path) -> list[str]:
-    """Write all files, each atomically; return messages about plots without data."""
+    """Write results.json, results.csv and the plots, each atomically; return messages about plots without data."""
     best, where = best_row(rows, sweep.best), machine()
     alike = [row["sets"] for row in within_spread(rows, sweep.best)]
     result = {"machine": where, "sweep": sweep.model_dump(by_alias=True), "best": best, "within_spread": alike}
@@ -170,7 +170,7 @@ def write_results(sweep: Sweep, rows: list[Row], folder: Path) -> list[str]:
 
 
 def remove_pictures(folder: Path, number: int) -> bool:
-    """Remove a plot's files; return whether there was one."""
+    """Remove the files of plot `number`; return whether there was any."""
     old = [path for form in FORMS if (path := folder / f"{_stem(number)}.{form}").exists()]
     for path in old:
         path.unlink()
@@ -182,7 +182,7 @@ def _stem(number: int) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Return the CSV: keys that points set, status, metrics."""
+    """Return the text of results.csv: a line for each row, with the keys that points set, status, metrics, error."""
     keys = list(dict.fromkeys(key for row in rows for key in row["sets"]))
     others = [key for key in dict.fromkeys(k for row in rows for k in row) if key not in (*_NOT_IN_CSV, "error")]
     cells = [

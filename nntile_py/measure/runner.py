@@ -77,7 +77,7 @@ class Rows:
 
 
 def _whole(row: dict[str, Any]) -> bool:
-    """Return whether a row holds everything that results need."""
+    """Return whether a row of the file has everything that results need, with finite numbers."""
     others = (*_TEXTS, "sets", "measure", "times")
     numbers = [value for key, value in row.items() if key not in others and not key.endswith(" error")]
     good = row["status"] != "ok" or "seconds" in row
@@ -87,9 +87,9 @@ def _whole(row: dict[str, Any]) -> bool:
 
 
 def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) -> list[dict[str, Any]]:
-    """Measure every point that has no row yet; return the rows in the points' order.
+    """Measure every point that has no row in rows.jsonl yet; return a row for each point, in the points' order.
 
-    rows.jsonl has a row for each point and round; the result has a row for each point.
+    rows.jsonl has a row for each point and round; the result joins the rounds of a point.
 
     Args:
         retry: measure failed points again.
@@ -130,7 +130,7 @@ def measure_point(
     """Measure a point; return its row.
 
     Args:
-        processes: None: a new process for this point.
+        processes: the sweep's worker processes; None: start a new process for this point.
         follows: the points that are measured afterwards.
     """
     row: dict[str, Any] = {"id": point.id, "sets": point.sets, "measure": point.measure.model_dump()}
@@ -144,12 +144,12 @@ def measure_point(
 class Processes:
     """The worker processes of a sweep: one for each point; with `together` one for all points of equal Point.process.
 
-    With `together` on GPUs, the next process starts during the measurement, since its imports take seconds."""
+    With `together` on GPUs, the next process starts during the measurement before, since its imports take seconds."""
 
     def __init__(self, together: bool) -> None:
         self.together = together
         self._last: WorkerProcess | None = None
-        self._key: Any = None  # Point.process of its points
+        self._key: Any = None  # Point.process of the points that self._last measures
         self._next = WorkerProcess() if together else None
 
     def measure(self, point: Point, time_limit: float, follows: Sequence[Point] = ()) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class Processes:
         return {"status": "ok", **answer}
 
     def _take(self, point: Point) -> WorkerProcess:
-        """Return the process that is ready if it has the ranks that the point needs, else a new process."""
+        """Return the process started in advance if it has the ranks that the point needs, else a new process."""
         assert point.config
         ranks = point.config.runtime.nodes if point.measure.how != "plan" else None
         if self._next and self._next.ranks == ranks:

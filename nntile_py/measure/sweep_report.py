@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nntile_py.measure.experiment_parts import ExperimentResult
     from nntile_py.measure.experiments import Experiment, Mode
 
-MOST_ROWS = 59  # of a table in a report
+MOST_ROWS = 59  # largest number of rows of a table in a report
 
 
 def report(
@@ -60,9 +60,9 @@ def report(
 
 
 def _ratios(experiment: Experiment, rows: list[Row]) -> list[str]:
-    """Divide the times of rows that differ only in the key `ratio` by the time of the key's first value.
+    """Return lines that compare rows which differ only in the key `ratio`: their times over that of the first value.
 
-    Each ratio is that of the medians, then of the best repeats: noise disturbs the best repeat less."""
+    Each line has the ratio of the medians, then of the best repeats, which noise disturbs less."""
     key = experiment.ratio
     if not key:
         return []

@@ -327,7 +327,7 @@ def load_sweep(path: Path, overrides: Iterable[str] = ()) -> Sweep:
 
 
 def check_sweep(tree: Mapping[str, Any], path: Path, overrides: Iterable[str] = ()) -> Sweep:
-    """Check the tree that was read from `path`; return the sweep."""
+    """Check the mapping that was read from the YAML `path`; return the sweep. overrides: KEY=VALUE, for the config."""
     try:
         sweep: Sweep = validated(Sweep, dict(tree))
         for item in overrides:
@@ -390,13 +390,16 @@ def points(sweep: Sweep) -> list[Point]:
 
 
 def _set(measure: Measure) -> dict[str, Any]:
-    """Return the measurement for the point's id, without newer keys that are not set: ids of older rows stay valid."""
+    """Return the keys of `measure` that a point's id depends on.
+
+    Newer keys that are not set are left out, so that the ids of rows from before these keys stay valid.
+    """
     new = {key for key in ("peers", "gpu_memory") if not getattr(measure, key)}
     return measure.model_dump(exclude=new | (set() if measure.nodes else {"nodes", *_OF_NODES}))
 
 
 def _check_base(sweep: Sweep) -> None:
-    """If all points are refused for a key that they share, raise a ConfigError that names that key."""
+    """Raise a ConfigError if `config` or `set`, which all points share, is the reason that all points are refused."""
     try:
         load(sweep.config, overrides_of(sweep.set_))
     except ConfigError as error:

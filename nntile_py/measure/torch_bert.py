@@ -33,8 +33,8 @@ from nntile_py.models.bert_parts import LayerNames
 from nntile_py.system.clock import clocked
 from nntile_py.tasks.cross_entropy import IGNORED
 
-VOCAB_STEP = 64  # the rows of the embedding table are a multiple: tensor cores need aligned operands
-NEVER = -1e4  # bias of the rows that are added, which makes their probability 0
+VOCAB_STEP = 64  # the embedding table is filled up to a multiple of so many rows: tensor cores need aligned operands
+NEVER = -1e4  # bias of the rows that fill up the embedding table, which makes their probability 0
 TURNS, PASSES = 3, 20  # measurements of kernel-by-kernel and graph launches; passes in a measurement
 
 
@@ -64,7 +64,12 @@ class TorchBatch(NamedTuple):
 def batch_of(
     arrays: Mapping[str, Array], mine: Array, *, packed: bool, device: torch.device, world: int = 1
 ) -> TorchBatch:
-    """Return a rank's batch. mine: numbers of its sequences; world: number of ranks, over which losses are averaged."""
+    """Return a rank's batch.
+
+    Args:
+        mine: indices of the rank's sequences.
+        world: number of ranks, over which losses are averaged.
+    """
     ids, seq = arrays["input_ids"][mine], arrays["input_ids"].shape[1]
     real = arrays[MASK][mine] != 0 if MASK in arrays else np.ones(ids.shape, bool)
     positions, lengths = np.arange(seq), real.sum(1)
@@ -92,7 +97,10 @@ def _on(value: Array | None, device: torch.device) -> Any:
 
 
 def shares(config: RunConfig, arrays: Mapping[str, Array], world: int) -> list[Array]:
-    """Return the sequences of each rank: of equal work if packed, as in nntile_py's bins, else of equal number."""
+    """Return the indices of each rank's sequences.
+
+    With train.pack, ranks get about equal work, as in nntile_py's bins; else equally many sequences.
+    """
     rows = len(arrays["input_ids"])
     if not config.train.pack or MASK not in arrays:
         return np.array_split(np.arange(rows), world)
@@ -122,7 +130,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: Sequences, dro
 
 
 class TorchBERTLayer(nn.Module):
-    """Attention and feed-forward block. Modules have the names of LayerNames, but `qkv` is query, key and value."""
+    """Attention and feed-forward block. Modules have the names of LayerNames; `qkv` replaces query, key and value."""
 
     def __init__(self, c: Any) -> None:
         super().__init__()
@@ -147,7 +155,7 @@ def activated(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 class TorchBERT(nn.Module):
-    """BERT of a config's sizes: hidden states, or with a head the loss of masked tokens."""
+    """BERT of a config's sizes. Calling the model returns the loss of masked tokens; `hidden` returns hidden states."""
 
     def __init__(self, c: Any) -> None:
         super().__init__()
@@ -186,7 +194,7 @@ class TorchBERT(nn.Module):
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Array]) -> None:
-        """Copy weights, which have the names of transformers. Raises KeyError for a missing weight."""
+        """Copy weights into the model; their names are those of transformers. Raises KeyError for a missing weight."""
 
         def copy(module: nn.Module, *names: str) -> None:
             for own, value in module.named_parameters():
@@ -220,7 +228,10 @@ def loaded(config: RunConfig, device: torch.device) -> TorchBERT:
 
 
 def torch_bert(config: RunConfig, arrays: Mapping[str, Array], name: str, work: str) -> tuple[Step, dict[str, Any]]:
-    """Return the run of `torch_packed` or `torch_padded`, and its facts; check_peer must accept the config."""
+    """Return a function that runs steps of `torch_packed` or `torch_padded`, and facts about it for the result.
+
+    check_peer must accept the config.
+    """
     device = torch_device(config)
     model = loaded(config, device)
     batch = batch_of(arrays, np.arange(len(arrays["input_ids"])), packed=name == "torch_packed", device=device)
@@ -230,7 +241,7 @@ def torch_bert(config: RunConfig, arrays: Mapping[str, Array], name: str, work: 
 
 
 def passes(model: TorchBERT, batch: TorchBatch) -> tuple[Step, dict[str, Any]]:
-    """Return forward passes, launched kernel by kernel or as a CUDA graph, whichever is faster."""
+    """Return a function that runs forward passes the faster way: kernel by kernel or as a CUDA graph; and which it is."""
     call, facts = torch.inference_mode()(lambda: model.hidden(batch)), dict[str, Any]()
     on_gpu = batch.ids.device.type == "cuda"
 
@@ -253,7 +264,7 @@ def passes(model: TorchBERT, batch: TorchBatch) -> tuple[Step, dict[str, Any]]:
 
 
 def ranked_bert(config: RunConfig, arrays: Mapping[str, Array], rank: int, device: torch.device) -> Step:
-    """Return a rank's training steps by DDP; the process group must be joined."""
+    """Return a function that runs a rank's training steps by DDP. The rank must have joined the process group."""
     world = world_size(config)
     mine = shares(config, arrays, world)[rank]
     batch = batch_of(arrays, mine, packed=config.train.pack, device=device, world=world)

@@ -26,7 +26,11 @@ from nntile_py.measure.workload_inputs import Array, count_tokens, inputs_of
 
 
 def torch_contestant(config: RunConfig, how: Measure, place: Mapping[str, int] | None) -> tuple[Any, dict[str, Any]]:
-    """Return a contestant's run and its facts. place: rank and port, if it has a process for each GPU."""
+    """Return a function that runs steps of a PyTorch contestant, and facts about it for the result.
+
+    Args:
+        place: rank and port of this process, if the contestant has a process for each GPU.
+    """
     name, work = how.contestant, how.work
     if work in LAYER_WORKS:
         options = {"captured": bool(how.captured), "autotune": how.autotune, "stacked": how.stacked}
@@ -49,7 +53,10 @@ def torch_contestant(config: RunConfig, how: Measure, place: Mapping[str, int] |
 def ranked(
     config: RunConfig, arrays: Mapping[str, Array], name: str, rank: int, port: int
 ) -> tuple[Step, dict[str, Any]]:
-    """Return a rank's part of `ddp`, `fsdp2` or `fsdp2_offload`; losses are means over all ranks."""
+    """Return a function that runs a rank's steps of `ddp`, `fsdp2` or `fsdp2_offload`, and facts about the contestant.
+
+    The losses of the steps are means over all ranks.
+    """
     world = world_size(config)
     device = join_ranks(config, rank, port, offload=name == "fsdp2_offload")
     if config.model.type == "gpt2":

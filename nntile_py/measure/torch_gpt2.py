@@ -65,7 +65,7 @@ class PlainGPT2(nn.Module):
         return self.loss(self.ln_f(x), self.wte.weight, labels, scale)
 
     def load(self, values: Iterable[tuple[str, Array]], copy: Callable[..., Any] = torch.Tensor.copy_) -> None:
-        """Copy weights, which have the names of transformers; its matrices are stored transposed."""
+        """Copy weights into the model; their names are those of transformers, which stores matrices transposed."""
         own = {name.replace("_orig_mod.", ""): value for name, value in self.named_parameters()}  # of torch.compile
         with torch.no_grad():
             for name, value in values:
@@ -87,7 +87,7 @@ def start_weights(config: RunConfig) -> Iterator[tuple[str, Array]]:
 
 
 def shifted(config: RunConfig, arrays: Mapping[str, Array], rank: int, world: int, device: Any) -> tuple[Any, ...]:
-    """Return a rank's token ids, its shifted labels, and the factor of its sum of losses."""
+    """Return a rank's token ids, its shifted labels, and the factor that turns its sum of losses into a mean."""
     ids, labels = arrays["input_ids"], np.full_like(arrays["labels"], IGNORED)
     labels[:, :-1] = arrays["labels"][:, 1:]
     scale = world / max(int((labels != IGNORED).sum()), 1)
@@ -104,7 +104,7 @@ def loaded_gpt2(config: RunConfig, device: torch.device) -> PlainGPT2:
 
 
 def torch_gpt2(config: RunConfig, arrays: Mapping[str, Array], *, compiled: bool) -> Step:
-    """Return training steps on one device."""
+    """Return a function that runs training steps on one device."""
     device = torch_device(config)
     model = loaded_gpt2(config, device)
     forward: Any = torch.compile(model) if compiled else model
@@ -112,7 +112,7 @@ def torch_gpt2(config: RunConfig, arrays: Mapping[str, Array], *, compiled: bool
 
 
 def ranked_gpt2(config: RunConfig, arrays: Mapping[str, Array], name: str, rank: int, device: Any) -> Step:
-    """Return a rank's training steps by DDP or FSDP2; the process group must be joined."""
+    """Return a function that runs a rank's training steps by DDP or FSDP2. The process group must be joined before."""
     world = world_size(config)
     forward: Any
     if name == "ddp":

@@ -19,12 +19,14 @@ def torch_layer(
     config: RunConfig, work: str, phase: Phase, name: str,
     *, captured: bool = False, autotune: bool = False, stacked: bool = False,
 ) -> Callable[[int], None]:  # fmt: skip
-    """Return a run of an encoder layer or of multi-head attention, in training mode and in the config's precision.
+    """Return a function that runs an encoder layer or multi-head attention in training mode and the config's precision.
 
     The backward pass computes gradients of weights and x. Attention is scaled_dot_product_attention, which stores no
     scores.
 
     Args:
+        work: encoder or mha.
+        phase: forward, backward, or all: both.
         name: torch_eager or torch_compile.
         captured: Launch the phase as one CUDA graph.
         autotune: Use torch.compile's mode max-autotune.
@@ -76,7 +78,7 @@ def torch_layer(
 
 
 def _captured(forward: Callable[[], Any], gradients: Callable[[Any], None], phase: Phase) -> Callable[[], Any]:
-    """Return the phase as one CUDA graph. For a backward pass, a second graph first runs its forward pass once."""
+    """Return a function that launches the phase as one CUDA graph. For a backward pass, a forward graph runs once now."""
 
     def both() -> Any:
         y = forward()
@@ -96,7 +98,7 @@ def _captured(forward: Callable[[], Any], gradients: Callable[[Any], None], phas
 
 
 def torch_module(c: Any, work: str, stacked: bool) -> Any:
-    """Return an encoder layer, or attention, of a model's sizes."""
+    """Return the PyTorch module of an encoder layer, or of attention, with the sizes of the model config `c`."""
     if work == "mha":
         return StackedAttention(c) if stacked else UnweightedAttention(c)
     if stacked:

@@ -32,12 +32,12 @@ CONNECT_LIMIT = 600.0  # seconds for ranks to connect
 
 
 def torch_dtype(precision: str) -> Any:
-    """Return the dtype of PyTorch's activations; float32 for precisions without a dtype of their own."""
+    """Return the dtype of PyTorch's activations under a precision: bfloat16, float16, else float32."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
 
 
 def torch_device(config: RunConfig) -> Any:
-    """Return the config's device; set threads and precision, and drop earlier compilations."""
+    """Return the config's torch device. Also set PyTorch's threads and precision, and drop earlier compilations."""
     torch._dynamo.reset()
     device = torch.device("cuda" if config.runtime.cuda else "cpu")
     if device.type == "cpu":
@@ -49,7 +49,13 @@ def torch_device(config: RunConfig) -> Any:
 def trained(
     config: RunConfig, model: Any, loss_of: Callable[[Any], Any], parts: Sequence[Any], *, autocast: bool = True
 ) -> Step:
-    """Return training steps. parts: micro-batches, over whose losses a step takes the mean."""
+    """Return a function that runs training steps: forward, backward, clipping, optimizer.
+
+    Args:
+        loss_of: returns the loss of a micro-batch.
+        parts: micro-batches of a step; the step's loss is the mean of theirs.
+        autocast: run the forward pass under autocast.
+    """
     how, dtype, parameters = config.optimizer, torch_dtype(config.precision), list(model.parameters())
     device = torch.device("cuda" if config.runtime.cuda else "cpu")
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -78,7 +84,7 @@ def trained(
 
 
 def clip_gradients(parameters: Sequence[Any], limit: float) -> None:
-    """Clip the global norm of the gradients, of all shards if they are sharded."""
+    """Clip the gradients to a global norm of `limit`. If gradients are sharded, the norm is that of all shards."""
     from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
     norm: Any = get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -109,7 +115,12 @@ class CapturedCall:
 
 
 def transformers_model(config: RunConfig, arrays: Mapping[str, Array], name: str, work: Work) -> Step:
-    """Return a workload's steps with the model of transformers. name: torch_eager or torch_compile."""
+    """Return a function that runs a workload's steps with the model of Hugging Face transformers.
+
+    Args:
+        name: torch_eager or torch_compile.
+        work: train, inference, or attention alone.
+    """
     device = torch_device(config)
     model: Any = PlainAttention() if work == "attention" else build_model(config).to_hf()
     if hasattr(getattr(model, "config", None), "use_cache"):  # keys and values for generation, not used here
@@ -168,7 +179,7 @@ def join_ranks(config: RunConfig, rank: int, port: int, *, offload: bool) -> Any
 
 
 def replicated(model: Any, device: Any) -> Any:
-    """Return the model under DDP, whose gradients are the mean over all ranks."""
+    """Return the model under DDP, which averages gradients over all ranks."""
     return DistributedDataParallel(
         model, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False,
         gradient_as_bucket_view=True,

@@ -52,7 +52,7 @@ RESERVE = 2**30  # bytes of measure.gpu_memory for kernels' workspaces; tiles us
 
 
 def main() -> None:
-    """Serve requests until stdin ends or a request fails, whose answer is {"error": ...}.
+    """Serve requests until stdin ends or a request fails. The answer to a failed request is {"error": ...}.
 
     MPI ranks serve each request together; rank 0 reads and answers."""
     with ExitStack() as running:  # stops StarPU, which starts with the first request that needs it
@@ -98,8 +98,8 @@ class Session:
     """A workload that a request started.
 
     Attributes:
-        run: runs steps; None if the request asks for a plan only.
-        facts: figures that need no timing.
+        run: runs a number of steps; None if there is nothing to time: a plan, or operators that are timed at the start.
+        facts: figures that need no timing of `run`.
     """
 
     def __init__(self, request: Mapping[str, Any], running: ExitStack) -> None:
@@ -125,7 +125,7 @@ class Session:
             self.facts["losses"] = losses
 
     def _limit_memory(self, most: int) -> None:
-        """Limit PyTorch's allocator, and tiles, to `most` bytes of each GPU."""
+        """Limit PyTorch's allocator to `most` bytes of each GPU, and tiles to RESERVE bytes less."""
         import torch
 
         for device in range(torch.cuda.device_count()):
@@ -135,7 +135,7 @@ class Session:
         self.config = self.config.model_copy(update={"runtime": runtime})
 
     def times(self, repeats: int, steps: int) -> dict[str, Any]:
-        """Time the run; return the metrics that all contestants have."""
+        """Time the run `repeats` times, each time over `steps` steps; return the metrics that all contestants have."""
         assert self.run
         with Load() as load:
             times = clocked(self.run, repeats, steps)
@@ -174,7 +174,10 @@ def _host_mib() -> float:
 
 
 def _ours(config: RunConfig, how: Measure, running: ExitStack) -> tuple[Run | None, dict[str, Any]]:
-    """Start or plan the workload. The runtime stops with `running`."""
+    """Start or plan nntile_py's workload; return the function that runs steps (None: nothing to time), and the facts.
+
+    The runtime stops with `running`.
+    """
     network = how.gpus_per_node, how.network, how.gpus_per_nic
     if cluster := cluster_plan.requested_cluster(config, how.nodes, *network, name="measure.{}".format):
         return None, _on_nodes(config, cluster, how)
@@ -205,7 +208,10 @@ def _on_nodes(config: RunConfig, cluster: cluster_plan.Cluster, how: Measure) ->
 
 
 def _training(config: RunConfig, how: Measure) -> tuple[Built, Run, int]:
-    """Build training steps on random inputs, with initial weights."""
+    """Return graphs with task lists, the function that runs steps, and a step's tokens, for training steps.
+
+    Inputs are random, weights are initial weights.
+    """
     model = build_model(config)
     spec = step_spec(config, model)
     inputs = inputs_of(config, "train", how.alpha, spec)
@@ -219,7 +225,10 @@ def _training(config: RunConfig, how: Measure) -> tuple[Built, Run, int]:
 
 
 def _forward(config: RunConfig, how: Measure) -> tuple[Built, Run, int]:
-    """Build forward passes on random inputs, without tensors that only training needs."""
+    """Return graphs with task lists, the function that runs passes, and a pass's tokens, for forward passes.
+
+    Inputs are random. Tensors that only training needs do not exist.
+    """
     spec = spec_of(config, how.work) if how.work == "attention" else step_spec(config, build_model(config))
     inputs = inputs_of(config, how.work, how.alpha, spec)
     evaluation, run = forward_passes(spec, inputs, how.captured)

@@ -28,5 +28,5 @@ def inputs_of(config: RunConfig, work: Work, alpha: float = 1.0, spec: StepSpec 
 
 
 def count_tokens(config: RunConfig, work: Work, inputs: Mapping[str, Array]) -> int:
-    """Return the number of tokens that are not padding."""
+    """Return the number of tokens of a step or pass that are not padding."""
     return int(inputs[MASK].sum()) if MASK in inputs else rows_of(config, work) * config.train.seq
