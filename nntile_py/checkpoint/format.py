@@ -1,8 +1,8 @@
-"""The format of a checkpoint: a folder, complete or absent, from which training continues bitwise equally.
+"""Format of a checkpoint: a folder, complete or absent, from which training continues with bitwise equal results.
 
-Files: model.safetensors and config.json, as transformers reads them; optimizer.safetensors, the optimizer's averages
-`WEIGHT.m` and `WEIGHT.v`; state.json, the step, the settings of the run and a hash of each file. `nntile train` adds
-tokenizer.json and tokenizer_config.json.
+model.safetensors and config.json have the form that transformers reads. optimizer.safetensors has the optimizer's
+averages, named `WEIGHT.m` and `WEIGHT.v`. state.json has the step, the settings of the run and a hash of each file.
+`nntile train` adds tokenizer.json and tokenizer_config.json.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Weights and the optimizer's averages after a step, under the checkpoint's names."""
+    """Weights and the optimizer's averages after a step, by the names that they have in a checkpoint."""
 
     step: int
     weights: Mapping[str, StoredArray]
@@ -78,14 +78,14 @@ class TrainerState:
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
-    """Return the folder of a step's checkpoint."""
+    """Return the path of a step's checkpoint inside the folder of a run."""
     return run / "checkpoints" / f"step-{step:06d}"
 
 
 def write_checkpoint(
     folder: Path, state: TrainerState, files: Mapping[str, str | bytes], facts: Mapping[str, Any]
 ) -> None:
-    """Write the checkpoint `folder`; replaces an earlier checkpoint of that name.
+    """Write a checkpoint into `folder`. It replaces an earlier checkpoint in that folder.
 
     Args:
         folder: The folder to write.
@@ -128,7 +128,9 @@ def check_free_space(run: Path, need: int) -> None:
 def write_tensors(
     path: Path, tensors: Mapping[str, StoredArray], check: Callable[[str, Array], None] = lambda name, value: None
 ) -> str:
-    """Write a safetensors file and return its SHA-256. One array at a time is in memory; `check` may refuse it.
+    """Write a safetensors file and return its SHA-256. Only one array at a time is in memory.
+
+    check: called with each array's name and the array before the array is written; may raise an error.
 
     Source: https://huggingface.co/docs/safetensors: length of the header in 8 bytes, header in JSON, arrays.
     safetensors' own save_file copies every array and holds the GIL until the disk has all arrays, which would stop a
@@ -157,7 +159,9 @@ def write_tensors(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Give a folder to fill. Afterwards sync it and rename it to `folder`, in the place of an earlier checkpoint."""
+    """Yield a temporary folder to fill. Afterwards sync it and rename it to `folder`, replacing an earlier checkpoint.
+
+    Raises ConfigError if `folder` exists and is neither empty nor a checkpoint."""
     folder = Path(os.path.realpath(folder))
     if folder.exists() and not (folder / STATE).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: there is something else already; allowed: a new or empty folder, or a checkpoint")
@@ -188,7 +192,7 @@ def remove_leftovers(run: Path) -> None:
 
 
 def set_aside(run: Path, after: int) -> list[Path]:
-    """Rename the checkpoints of steps after `after`, where a run resumes. Returns the new paths."""
+    """Rename the checkpoints of steps after step `after`, from which a run resumes. Returns their new paths."""
     moved = []
     for step, folder in checkpoints_in(run):
         if step > after:
@@ -198,16 +202,17 @@ def set_aside(run: Path, after: int) -> list[Path]:
 
 
 def prune(run: Path, keep: int, keep_every: int | None) -> None:
-    """Remove old checkpoints; keep the newest `keep`, and every `keep_every` steps one for good."""
+    """Remove old checkpoints. The newest `keep` stay, and for ever those whose step is a multiple of `keep_every`."""
     for step, folder in [*checkpoints_in(run)][keep:]:
         if not _is_permanent(step, keep_every):
             remove_checkpoint(folder)
 
 
 def removable(run: Path, newest: int | None, keep_every: int | None) -> list[tuple[int, Path]]:
-    """Return the checkpoints to remove if the disk is full, the oldest first.
+    """Return step and folder of each checkpoint that may be removed if the disk is full, the oldest first.
 
-    newest: step of the newest checkpoint that is known to be complete; older checkpoints may go. None: all stay."""
+    newest: step of the newest checkpoint that is known to be complete. Older checkpoints may be removed, except those
+    whose step is a multiple of `keep_every`. None: no checkpoint may be removed."""
     older = [(step, path) for step, path in checkpoints_in(run) if newest is not None and step < newest]
     return [(step, path) for step, path in reversed(older) if not _is_permanent(step, keep_every)]
 
@@ -224,7 +229,7 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def freed_bytes(folder: Path) -> int:
-    """Return the bytes that removing the folder frees; files with a second link free nothing."""
+    """Return how many bytes the removal of the folder frees. A file with a second hard link frees nothing."""
     return sum(file.stat().st_size for file in folder.iterdir() if file.stat().st_nlink == 1)
 
 
@@ -239,7 +244,7 @@ def checkpoints_in(run: Path) -> list[tuple[int, Path]]:
 
 
 class _Scale(BaseModel):
-    """LossScale.state."""
+    """Schema of LossScale.state in state.json."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     value: float
@@ -254,7 +259,7 @@ class _Scale(BaseModel):
 
 
 class _StateFile(BaseModel):
-    """Required entries of state.json."""
+    """Schema of state.json. Further entries are allowed."""
 
     model_config = ConfigDict(strict=True)
     format: Literal[1]
@@ -275,7 +280,7 @@ class _StateFile(BaseModel):
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """Read state.json and check the hash of every file. Raises DamagedCheckpoint."""
+    """Return the content of a checkpoint's state.json, after a check of every file's hash. Raises DamagedCheckpoint."""
     try:
         state = json.loads(read(folder / STATE))
         _StateFile.model_validate(state)
@@ -298,7 +303,9 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 class Averages(Mapping[str, Array]):
-    """One of the optimizer's averages, by weight. An array is read from the file at each access."""
+    """{name of a weight: array} of one of the optimizer's averages, m or v, in a checkpoint.
+
+    An array is read from the file at each access."""
 
     def __init__(self, path: Path, file: Any, names: Mapping[str, str]) -> None:
         self._path, self._file, self._names = path, file, names
@@ -319,7 +326,7 @@ class Averages(Mapping[str, Array]):
 
 
 def read_averages(folder: Path) -> dict[str, Averages]:
-    """Return the optimizer's averages, by name and by weight."""
+    """Return the optimizer's averages in a checkpoint: {m or v: {name of a weight: array}}."""
     from safetensors import safe_open
 
     path, names = folder / OPTIMIZER, dict[str, dict[str, str]]()

@@ -1,4 +1,4 @@
-"""Load a trainer, and resume a run: choose the checkpoint and check that it belongs to the run."""
+"""Load a trainer from a checkpoint. Resume a run: choose the checkpoint and check that it belongs to the run."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from nntile_py.models.registry import find
 from nntile_py.system.folders import read
 from nntile_py.tasks.optimizer import OPTIMIZERS
 
-# Keys whose values may differ: they have no effect on the trained weights.
+# Keys of the config that may change when a run resumes, without a report: they have no effect on the trained weights.
 FREE = (
     "out", "runtime", "scheduler", "profile", "debug", "sample", "checkpoint", "data", "tokenizer", "model.from",
     "train.log_every", "train.eval_every", "train.eval_batches",
 )  # fmt: skip
-FIXED = ("model", "optimizer.name")  # keys that must not differ; differences of other keys are allowed and reported
+FIXED = ("model", "optimizer.name")  # keys that must not change; changes of other keys are allowed and reported
 _OPTIMIZERS = {optimizer.__name__: optimizer for optimizer in OPTIMIZERS.values()}
 
 
@@ -60,7 +60,9 @@ def load_trainer(cls: type[Any], folder: Path, model: Any, options: Mapping[str,
 
 
 def _trainer_arguments(saved: Mapping[str, Any], file: Path, known: list[str]) -> dict[str, Any]:
-    """Return the saved arguments of Trainer. Arguments that the saving version did not know keep their defaults."""
+    """Return the arguments of Trainer that state.json holds under `trainer`, with the optimizer as an object.
+
+    Arguments that the saving version did not know are absent and get their defaults. known: names of all arguments."""
     if wrong := ({"batch", "seq", "optimizer"} - saved.keys()) | (saved.keys() - {*known}):
         raise DamagedCheckpoint(f"{file}: trainer: {', '.join(sorted(wrong))}")
     try:
@@ -71,7 +73,7 @@ def _trainer_arguments(saved: Mapping[str, Any], file: Path, known: list[str]) -
 
 
 def loss_scale_of(facts: Mapping[str, Any], trainer: Any) -> dict[str, Any] | None:
-    """Return the saved LossScale.state; None if the trainer starts with another scale than the saved trainer."""
+    """Return LossScale.state of a checkpoint; None if `trainer` has another first loss scale than the saved trainer."""
     same = facts["trainer"].get("loss_scale") == trainer.spec.loss_scale
     return facts.get("loss_scale") if same else None
 
@@ -91,17 +93,19 @@ class ResumePoint:
         return int(self.facts["step"])
 
     def model(self, config: RunConfig) -> Model:
-        """Return the model with the weights of the checkpoint."""
+        """Return the config's model with the weights of the checkpoint."""
         section = config.model
         return find(section.type).from_hf(self.folder, **section.model_dump(by_alias=True))
 
     def restore(self, trainer: Any) -> None:
-        """Give a trainer of `model` the averages, the step and the loss scale of the checkpoint."""
+        """Set the checkpoint's averages, step and loss scale in a trainer, whose model is that of `model`."""
         trainer.restore(self.step, read_averages(self.folder), loss_scale_of(self.facts, trainer))
 
 
 def newest_checkpoint(where: Path, report: Callable[[str], None]) -> ResumePoint:
-    """Return the checkpoint `where`, or the newest complete checkpoint of the run `where`. Raises ConfigError."""
+    """Return the checkpoint `where`; if `where` is a run's folder, the run's newest undamaged checkpoint.
+
+    Raises ConfigError if there is none."""
     single = (where / STATE).is_file()
     folders = [where] if single else [folder for _, folder in checkpoints_in(where)]
     for folder in folders:
@@ -118,7 +122,9 @@ def newest_checkpoint(where: Path, report: Callable[[str], None]) -> ResumePoint
 
 
 def saved_overrides(where: Path) -> list[str]:
-    """Return the `--set` options of the run whose folder or checkpoint is `where`; none if no state.json has any."""
+    """Return the `--set` options that a run saved in its newest readable state.json; [] if there are none.
+
+    where: the run's folder or one of its checkpoints."""
     folders = [where] if (where / STATE).is_file() else [folder for _, folder in checkpoints_in(where)]
     for folder in folders:
         try:
@@ -131,10 +137,10 @@ def saved_overrides(where: Path) -> list[str]:
 
 
 def data_facts(config: RunConfig, dataset: Dataset) -> dict[str, str]:
-    """Return hashes of a run's tokens, its tokenizer, and the file of a model of the user's own.
+    """Return {name: SHA-256} of a run's tokens, of its tokenizer, and of the file of a model of the user's own.
 
-    The tokenizer's template is left out: a saved tokenizer may have a template that the original lacks. The tokens
-    show what a template adds."""
+    The tokenizer's hash leaves out its template: a saved tokenizer may have a template that the original lacks. The
+    tokens' hash covers the tokens that a template adds."""
     bare = Tokenizer.from_str(dataset.tokenizer.to_str())
     bare.post_processor = None
     parts = dataset.contents() | {"tokenizer (its template aside)": bare.to_str().encode()}
@@ -144,7 +150,9 @@ def data_facts(config: RunConfig, dataset: Dataset) -> dict[str, str]:
 
 
 def check_same_run(point: ResumePoint, config: RunConfig, data: dict[str, str]) -> str:
-    """Compare a checkpoint's run with `config`. Returns the differences that are allowed, as text.
+    """Check that a checkpoint belongs to the run of `config`. Returns the allowed differences as text.
+
+    data: result of data_facts for `config`.
 
     Raises:
         ConfigError: The checkpoint is of another run, or has reached train.steps. The message names the differences.

@@ -40,7 +40,7 @@ class RunFolder:
         new: The folder must be empty.
 
     Attributes:
-        path: Where the run writes now.
+        path: The folder into which the run writes now: `out`, or a folder beside it until the run replaces `out`.
 
     Raises:
         ConfigError: Another process trains into the folder.
@@ -53,7 +53,7 @@ class RunFolder:
             self._locks.append(_locked(self.out))
             self.path = self.out.with_name(f"{self.out.name}.new")
         self._made = not self.path.exists()
-        self._fresh = new or self._made or self.path != self.out  # all files in it are of this run
+        self._fresh = new or self._made or self.path != self.out  # True if all files in `path` are of this run
         self.path.mkdir(parents=True, exist_ok=True)
         self._locks.append(_locked(self.path))
         if new and any(self.path.iterdir()):
@@ -70,7 +70,7 @@ class RunFolder:
             os.close(self._locks.pop())
 
     def give_up(self) -> None:
-        """Remove all files of this run, which cannot begin here."""
+        """Remove the files of a run that cannot begin here, and unlock the folder. A resumed run's files stay."""
         for name in OWN if self._fresh else ():
             _remove(self.path / name)
         if self._made:
@@ -78,7 +78,9 @@ class RunFolder:
         self.close()
 
     def settle(self) -> None:
-        """Replace the earlier run, once this run has a checkpoint. Files that no run has written stay."""
+        """Replace the earlier run in `out` by this run. Files in `out` that no run has written stay.
+
+        Called when this run has a checkpoint. Does nothing if the run writes into `out` already."""
         if self.path == self.out:
             return
         old = self.path
@@ -90,7 +92,9 @@ class RunFolder:
         shutil.rmtree(old, ignore_errors=True)
 
     def publish(self, step: int) -> None:
-        """Put a checkpoint's weights into the run's folder: by hard links, or copies on disks without hard links."""
+        """Put a checkpoint's weights, config.json and tokenizer files into the run's folder.
+
+        They are hard links to the checkpoint's files, or copies on disks without hard links."""
         source = checkpoint.checkpoint_folder(self.path, step)
         files = checkpoint.TOKENIZER, checkpoint.TOKENIZER_CONFIG, GENERATION, checkpoint.CONFIG, checkpoint.MODEL
         for name in files:  # the weights last
@@ -104,7 +108,9 @@ class RunFolder:
 
 
 def _locked(folder: Path) -> int:
-    """Lock a folder; the process holds the lock until it closes the file."""
+    """Lock a folder and return a file descriptor. The lock lasts until the descriptor is closed.
+
+    Raises ConfigError if another process has locked the folder."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -115,7 +121,9 @@ def _locked(folder: Path) -> int:
 
 
 def check_place(option: str, folder: Path) -> None:
-    """Raise ConfigError for a folder inside a run's `checkpoints`, which the run removes sooner or later."""
+    """Raise ConfigError if `folder` is in the folder `checkpoints` of a run, where the run would remove it later.
+
+    option: the option that names the folder, for the message."""
     real = Path(os.path.realpath(folder))
     for above in (real, *real.parents):
         if above.name == "checkpoints" and (above.parent / METRICS).is_file():
@@ -156,7 +164,9 @@ def _remove(path: Path) -> None:
 
 
 def model_files(trainer: Any, tokenizer: Tokenizer, config: RunConfig) -> Files:
-    """Return config.json and the tokenizer's files as transformers reads them, by name."""
+    """Return {file name: content} of the files beside the weights, as transformers reads them.
+
+    These are config.json, the tokenizer's files and, if the folder of `model.from` has it, generation_config.json."""
     known = roles(tokenizer)
     saved = trainer.hf_config()
     for role in ("bos_token", "eos_token"):
@@ -170,9 +180,10 @@ def model_files(trainer: Any, tokenizer: Tokenizer, config: RunConfig) -> Files:
 
 
 def tokenizer_files(tokenizer: Tokenizer, config: RunConfig) -> Files:
-    """Return tokenizer.json, which frames a text like the training sequences, and tokenizer_config.json.
+    """Return {file name: content} of tokenizer.json and tokenizer_config.json.
 
-    If model and tokenizer come from one folder, its tokenizer_config.json is kept."""
+    The tokenizer frames a text like the training sequences, such as by [CLS] and [SEP]. If model and tokenizer come
+    from one folder, tokenizer_config.json is a copy of the file in that folder."""
     framed = Tokenizer.from_str(tokenizer.to_str())
     if config.aim == "masked":
         frame(framed)
@@ -193,14 +204,17 @@ def tokenizer_files(tokenizer: Tokenizer, config: RunConfig) -> Files:
 
 
 class Metrics:
-    """metrics.jsonl, a line for each step. On a full disk lines wait in memory until there is room.
+    """Writes metrics.jsonl, one line for each step. On a full disk, lines wait in memory until there is room.
 
     Args:
         run: The run's folder.
-        after: Step from which the run resumes; the earlier lines up to it stay. 0: no earlier lines.
+        after: Step after which the run resumes. Lines of earlier runs up to this step stay. 0: there are none.
         report: Shows a message.
-        earlier: Folder of the earlier lines. None: `run`.
-        ready: Called when the earlier lines are on the disk, before the file with later lines is replaced.
+        earlier: Folder of the metrics.jsonl with the earlier lines. None: `run`.
+        ready: Called once, after the lines that stay are on the disk and before they replace the old metrics.jsonl.
+
+    Attributes:
+        lines: The lines that stayed.
     """
 
     def __init__(
@@ -216,7 +230,7 @@ class Metrics:
         self._file, self._left, self._report, self._full = self._path.open("ab", buffering=0), b"", report, False
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write a line. JSON has no infinite numbers and no nan: they become null."""
+        """Append a line. Infinity and nan, which JSON lacks, become null."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
         self._left += json.dumps(finite).encode() + b"\n"
         self.flush()
@@ -233,7 +247,7 @@ class Metrics:
             self._full = True
 
     def move(self, run: Path) -> None:
-        """Continue in another folder, with all earlier lines that can be read."""
+        """Continue the file in the folder `run`, with a copy of all earlier lines that can be read."""
         file, before = (run / METRICS).open("ab", buffering=0), b""
         with suppress(OSError):
             before = read(self._path)
@@ -249,7 +263,7 @@ class Metrics:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Read the complete lines of the run so far; a kill may have cut the last line."""
+    """Return the complete lines of a metrics.jsonl as dicts; [] without a file. A kill may have cut the last line."""
     lines = []
     for text in read(path).decode(errors="replace").splitlines() if path.is_file() else ():
         try:

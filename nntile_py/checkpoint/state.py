@@ -1,4 +1,4 @@
-"""Weights and optimizer state of a trainer: written into tiles, read from them, or copied while training continues."""
+"""Write a trainer's weights and optimizer state into tiles, read them back, or copy them while training continues."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ Array = np.ndarray[Any, Any]
 
 
 def states_of(built: Step) -> dict[str, dict[Tensor, Tensor]]:
-    """Return the optimizer's tensors, by name (m, v, master weight), then by parameter."""
+    """Return the optimizer's tensors: {name of the state, such as m or v: {parameter: tensor with its state}}.
+
+    Tensors that complete bf16 and fp16 parameters to fp32 master weights are included."""
     result: dict[str, dict[Tensor, Tensor]] = {}
     owners = {param.tensor.name: param.tensor for param in built.params}
     for tensor in built.update_graph.kept.values():
@@ -36,13 +38,13 @@ def states_of(built: Step) -> dict[str, dict[Tensor, Tensor]]:
 
 
 def masters_of(built: Step) -> dict[Tensor, Tensor]:
-    """Return the tensor that completes each bf16 or fp16 parameter to its master weight; empty for other dtypes."""
+    """Return {bf16 or fp16 parameter: tensor that completes it to its fp32 master weight}; {} for other dtypes."""
     name, _ = MASTERS.get(built.graph.dtype, ("", ""))
     return states_of(built).get(name, {})
 
 
 def averages_of(built: Step) -> dict[str, dict[Tensor, Tensor]]:
-    """Return the optimizer's tensors without master weights, which belong to the weights."""
+    """Return the optimizer's averages: {m or v: {parameter: tensor}}. Tensors of master weights are left out."""
     masters = masters_of(built)
     return {name: tensors for name, tensors in states_of(built).items() if tensors != masters}
 
@@ -51,7 +53,7 @@ def averages_of(built: Step) -> dict[str, dict[Tensor, Tensor]]:
 
 
 def read_weights(built: Step, store: Store) -> dict[str, Array]:
-    """Read the master weights from their tiles. Returns {name in transformers: array}."""
+    """Read the weights, or their fp32 master weights, from tiles. Returns {name in transformers: array}."""
     arrays, masters = dict[str, Array](), masters_of(built)
     for param in built.params:
         value = store.read(built.first, param.tensor)
@@ -62,7 +64,7 @@ def read_weights(built: Step, store: Store) -> dict[str, Array]:
 
 
 def read_gradients(built: Step, store: Store, scale: float) -> dict[str, Array]:
-    """Read the gradients, divided by the loss scale, from their tiles. Returns {name in transformers: array}."""
+    """Read the gradients from their tiles and divide them by the loss scale. Returns {name in transformers: array}."""
     arrays: dict[str, Array] = {}
     for param in built.params:
         if param.tensor in built.grads:
@@ -74,9 +76,9 @@ def read_gradients(built: Step, store: Store, scale: float) -> dict[str, Array]:
 def write_first_state(
     model: Any, built: Step, store: Store, check_equal: Callable[[str, Mapping[str, Any]], None]
 ) -> None:
-    """Write a model's weights into tiles, and zeros into the optimizer's averages.
+    """Write a model's weights into their tiles, and zeros into the tiles of the optimizer's averages.
 
-    `check_equal` raises ConfigError if the weights of ranks differ."""
+    check_equal: called with a text and each weight; raises ConfigError if ranks have different weights."""
     masters, weights = masters_of(built), getattr(model, "weights", None)
     if not isinstance(weights, Mapping):
         raise ConfigError(f"model: {type(model).__name__}.weights is no dict; allowed: {{name: array}}")
@@ -114,10 +116,16 @@ def write_averages(built: Step, store: Store, averages: Mapping[str, Mapping[str
 
 
 class LiveState:
-    """Weights and averages in a trainer's tiles. `state` reads an array when it is needed, and waits for its tasks.
+    """Reads a trainer's weights and optimizer averages from their tiles, one array at a time.
 
-    All ranks create it. Rank 0 reads `state`; the other ranks `serve` the tiles that rank 0 lacks, until rank 0 calls
-    `end`. Rank 0 never holds more than its own tiles and one tensor."""
+    Reading an array waits for the tasks that write it.
+
+    All ranks create a LiveState. Rank 0 reads `state`; the other ranks call `serve` and send the tiles that rank 0
+    lacks, until rank 0 calls `end`. Rank 0 never holds more than its own tiles and one tensor.
+
+    Attributes:
+        pieces: All tiles of weights and averages, each with the rank that reads it.
+    """
 
     def __init__(self, step: int, built: Step, store: Store, loss_scale: Mapping[str, Any] | None) -> None:
         self.step, self._built, self._store, self._states = step, built, store, states_of(built)
@@ -133,23 +141,23 @@ class LiveState:
 
     @property
     def own_pieces(self) -> list[int]:
-        """Numbers of the pieces that this rank reads."""
+        """Positions in `pieces` of the tiles that this rank reads."""
         return [number for number, piece in enumerate(self.pieces) if piece.rank == self._rank]
 
     def piece(self, number: int) -> Array:
-        """Read a piece that this rank has."""
+        """Return the content of the tile `pieces[number]`, which this rank holds."""
         array: Array = self._store.handle(self.pieces[number].tile).read()
         return array
 
     def serve(self) -> bool:
-        """Send rank 0 the tiles that it requests, until it calls `end`. Returns True if that was the last checkpoint.
+        """On ranks other than 0: send rank 0 the tiles that it requests, until rank 0 calls `end`.
 
-        For ranks other than 0."""
+        Returns True if no other checkpoint follows."""
         assert self.ranks
         return self.ranks.give(self.piece)
 
     def end(self, last: bool = False) -> None:
-        """End the requests to other ranks; for rank 0. last: no other checkpoint follows."""
+        """On rank 0: let `serve` return on the other ranks. last: no other checkpoint follows."""
         if self.ranks:
             self.ranks.end_giving(last)
 
@@ -165,7 +173,9 @@ class LiveState:
         return array
 
     def state(self) -> TrainerState:
-        """Return the state to be written. Raises TaskError if a task has failed."""
+        """Return the state for a checkpoint, whose arrays are read when they are written.
+
+        Reading an array raises TaskError if a task has failed."""
         masters = masters_of(self._built)
 
         def weight(param: Param) -> Array:
@@ -182,7 +192,7 @@ class LiveState:
 
 
 class Snapshot(LiveState):
-    """A copy of weights and averages, taken while the next steps run. When `done`, any thread may read `state`."""
+    """A copy of weights and optimizer averages, made while the next steps run. When `done`, any thread may read it."""
 
     def __init__(self, step: int, built: Step, store: Store, loss_scale: Mapping[str, Any] | None) -> None:
         super().__init__(step, built, store, loss_scale)
@@ -203,9 +213,11 @@ class Snapshot(LiveState):
 
 
 def _stored(params: Sequence[Param], dtype: str, value: Callable[[Param], Array]) -> dict[str, StoredArray]:
-    """Return arrays under the checkpoint's names. `value` reads one parameter, which may hold several weights."""
+    """Return {name of a weight in checkpoints: StoredArray}.
+
+    value: reads the array of one parameter, which may hold several weights of the checkpoint."""
     sources = [(param, source) for param in params for source in param.sources]
-    latest: dict[int, Array] = {}  # the parameter read last
+    latest: dict[int, Array] = {}  # the array of the parameter read last, by the parameter's id
 
     def read(name: str) -> Array:
         arrays: dict[str, Array] = {}
@@ -221,7 +233,7 @@ def _stored(params: Sequence[Param], dtype: str, value: Callable[[Param], Array]
 
 
 class Checkpointable(Protocol):
-    """A trainer, as far as checkpoints need it."""
+    """The part of a Trainer that checkpoints use."""
 
     steps: int
 
@@ -231,9 +243,10 @@ class Checkpointable(Protocol):
 
 
 def memory_for_copies(trainer: Checkpointable) -> tuple[int, int]:
-    """Return the bytes of a copy of weights and averages, and the free bytes, of the rank with the least free memory.
+    """Return the bytes that a copy of weights and averages takes, and the bytes of memory that are free without it.
 
-    The free memory is counted without the copy. All ranks call it."""
+    With several ranks, both numbers are those of the rank that would have the least memory left. All ranks must call
+    this function."""
     live = trainer.live()
     if not live.ranks:
         return live.state().bytes, free_memory()

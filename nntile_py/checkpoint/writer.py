@@ -1,4 +1,4 @@
-"""Write checkpoints: by `Trainer.save`, during a run, and at its end."""
+"""Write checkpoints: for `Trainer.save`, during a run, and at the end of a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def trainer_facts(trainer: Any) -> dict[str, Any]:
 
 
 def save_trainer(trainer: Any, folder: Path, ranks: Ranks | None) -> None:
-    """Write a trainer's checkpoint; see Trainer.save. All ranks call it."""
+    """Write a trainer's checkpoint into `folder`; see Trainer.save. All ranks must call this function."""
     config = hasattr(trainer.model, "hf_config")
     files = {checkpoint.CONFIG: json.dumps(trainer.hf_config(), indent=2)} if config else {}
     live = trainer.live()
@@ -66,9 +66,10 @@ def save_trainer(trainer: Any, folder: Path, ranks: Ranks | None) -> None:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, in a thread while the next steps run. Reports a failure; training continues.
+    """Writes the checkpoints of a run on rank 0, in a thread while the next steps run.
 
-    A checkpoint is written when a later step has shown that its weights are good, or training has ended.
+    If writing fails, the writer reports the failure and training continues. A checkpoint is written only when a later
+    step was not skipped, which shows that the checkpoint's weights are good, or when training has ended.
 
     Args:
         settings: The section `checkpoint` of the run's config.
@@ -100,7 +101,7 @@ class CheckpointWriter:
 
     @property
     def waits(self) -> bool:
-        """True if training waits while a checkpoint is written."""
+        """True if training waits while a checkpoint is written: by the config, or for lack of memory for a copy."""
         if self._copies is None:
             need, free = memory_for_copies(self._trainer)
             self._copies = self._settings.async_ and need < free
@@ -110,7 +111,7 @@ class CheckpointWriter:
         return not self._copies
 
     def due(self, step: int) -> bool:
-        """Return True if a checkpoint is to begin after this step."""
+        """Return True if the config asks for a checkpoint after this step."""
         self._report_failure()
         if (every := self._settings.every) is None or isinstance(every, int):
             return every is not None and step % every == 0
@@ -118,18 +119,18 @@ class CheckpointWriter:
 
     @property
     def needs_report(self) -> bool:
-        """True if all steps must be reported before the next checkpoint begins."""
+        """True if `reported` must be called for all submitted steps before the next checkpoint begins."""
         return self.waits or self._in_doubt
 
     @property
     def _in_doubt(self) -> bool:
-        """True if a copy waits for a later step to show that its weights are good."""
+        """True if a copied checkpoint still waits for a later step to show that its weights are good."""
         return self._thread is not None and self._good <= self._step
 
     def begin(self, step: int) -> None:
-        """Begin a checkpoint. Call it when step `step` is submitted, and no later step.
+        """Begin the checkpoint of step `step`. Call it after this step is submitted and before the next one is.
 
-        All earlier steps must be reported; if `needs_report`, this step too."""
+        `reported` must have been called for all earlier steps; if `needs_report`, for this step too."""
         if self._in_doubt:
             self._leave_out()
         self._join()  # the disk may be slower than the steps; ranks copy together, after the earlier checkpoint
@@ -148,7 +149,7 @@ class CheckpointWriter:
             self._report_failure()
 
     def reported(self, step: int, good: bool) -> None:
-        """Note that the metrics have the line of this step. good: the step was not skipped."""
+        """Record that this step's line is in metrics.jsonl. good: the step was not skipped."""
         self._reported = step
         if good:
             self._good = step
@@ -161,12 +162,14 @@ class CheckpointWriter:
         )
 
     def abandon(self) -> None:
-        """Give up the checkpoint being written: its step failed, or will not be reported."""
+        """Give up a checkpoint that is not written yet, because its step failed or will not be reported.
+
+        Waits for the checkpoint's thread."""
         self._abandoned = True
         self._join()
 
     def write_last(self) -> int:
-        """Write the checkpoint of the last step, if it is missing. Returns the step; raises OSError."""
+        """Write the checkpoint of the last step, if it is missing. Returns the step. Raises an error of writing."""
         self.finish()
         step = self._trainer.steps
         if self.newest != step:
@@ -180,17 +183,17 @@ class CheckpointWriter:
         return step
 
     def close(self) -> None:
-        """Release the other ranks: no other checkpoint follows."""
+        """Tell the other ranks that no other checkpoint follows."""
         self._trainer.live().end(last=True)
 
     def finish(self) -> None:
-        """Wait for the checkpoint being written, after the last step."""
+        """After the last step: wait until the checkpoint that was begun is written."""
         self._ended = True
         self._join()
         self._report_failure()
 
     def _write_snapshot(self, snapshot: Snapshot, run: Path) -> None:
-        """Write a copy when it is complete, its step is in the metrics, and its weights are known to be good."""
+        """Wait until the copy is complete and its weights are known to be good or training has ended, then write it."""
         while not (snapshot.done() and (self._good > snapshot.step or self._is_last(snapshot.step))):
             if self._abandoned:
                 snapshot.end()
@@ -214,7 +217,7 @@ class CheckpointWriter:
             live.end()
 
     def _write_making_room(self, live: LiveState, run: Path) -> None:
-        """Write a checkpoint. On a full disk remove older checkpoints, the oldest first, if that is enough."""
+        """Write a checkpoint. On a full disk remove older checkpoints, the oldest first, if that frees enough bytes."""
         state, removable = live.state(), checkpoint.removable(run, self.newest, self._settings.keep_every)
         freed = sum(checkpoint.freed_bytes(folder) for _, folder in removable)
         checkpoint.check_free_space(run, state.bytes - freed)
@@ -243,7 +246,7 @@ class CheckpointWriter:
             self.folder.settle()
 
     def _report_failure(self) -> None:
-        """Report a failure, once."""
+        """Report an error of the last checkpoint, unless it was reported already."""
         if self._thread and not self._thread.is_alive():
             self._join()
         if self._error and not self._thread:
@@ -253,9 +256,9 @@ class CheckpointWriter:
 
 
 class TileSender:
-    """The CheckpointWriter of ranks other than 0: sends rank 0 the tiles that rank 0 lacks.
+    """Replaces CheckpointWriter on ranks other than 0: sends rank 0 the tiles that rank 0 lacks.
 
-    async_: send copies while the next steps run, if all ranks have the memory for copies."""
+    async_: send copies of tiles while the next steps run, if all ranks have the memory for copies."""
 
     def __init__(self, trainer: Checkpointable, async_: bool) -> None:
         self._trainer, self._async = trainer, async_
@@ -264,7 +267,7 @@ class TileSender:
 
     @property
     def needs_report(self) -> bool:
-        """As CheckpointWriter.needs_report. All ranks evaluate it at the same moment."""
+        """See CheckpointWriter.needs_report. All ranks must evaluate it at the same point of the run."""
         if self._waits is None:
             need, free = memory_for_copies(self._trainer)
             self._waits = not (self._async and need < free)
@@ -286,7 +289,7 @@ class TileSender:
     def reported(self, step: int, good: bool) -> None: ...
 
     def finish(self) -> None:
-        """Serve tiles after the last step, until rank 0 has saved the run."""
+        """After the last step: send tiles to rank 0 until rank 0 has saved the run."""
         self._join()
         live = self._trainer.live()
         while not live.serve():
@@ -311,10 +314,12 @@ def save_final(
     writer: CheckpointWriter, metrics: Metrics, config: RunConfig, rescue: Path | None, stop: list[str],
     report: Callable[[str], None],
 ) -> Path:  # fmt: skip
-    """Write the last checkpoint and publish its weights. Returns the folder that has them.
+    """Write the run's last checkpoint and put its weights into the run's folder. Returns this folder.
 
-    On an error that a user can correct, such as a full disk, the run moves to `rescue`, or tries again every RETRY
-    seconds until a further signal comes."""
+    If that fails by an error that a user can correct, such as a full disk, save the run in the folder `rescue`. Without
+    `rescue`, try again every RETRY seconds until a further signal comes.
+
+    stop: Names of the signals received so far; a signal appends its name."""
     waits, signals, step = False, len(stop), None
     while True:
         try:
@@ -350,7 +355,7 @@ def save_final(
 
 
 def error_text(error: Exception) -> str:
-    """Return the text of an error; for an OSError with its file."""
+    """Return an error as text for a message. For an OSError, the text names the file."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) if isinstance(error, NNTileError) else f"{type(error).__name__}: {error}"
