@@ -16,16 +16,16 @@ from nntile_py.graph.step import StepSpec
 from nntile_py.tasks.op import Tensor
 from nntile_py.tiles.tasklist import live_slot
 
-LOOKAHEAD = 4096  # sequences among which `best_fit` looks for one that fits
+LOOKAHEAD = 4096  # number of waiting sequences among which `best_fit` looks for a sequence that fits
 
 
 @dataclass(frozen=True)
 class SequencePlace:
-    """The place of a sequence: positions `first` to `first + length` of a bin.
+    """Where a packed sequence lies: it fills `length` positions of a bin, from position `first` on.
 
     Attributes:
         bin: number of the bin, counted through all passes of a step.
-        number: number of the sequence in its bin.
+        number: index of the sequence among the sequences of its bin.
     """
 
     bin: int
@@ -36,11 +36,11 @@ class SequencePlace:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The inputs of a step.
+    """The inputs of a step, as its programs take them.
 
     Attributes:
-        arrays: arrays for the step's programs, by name.
-        live: for each pass, the values of the slots for the filled lengths of tiles.
+        arrays: {input: array}.
+        live: for each pass, the values of the slots that say how far the pass fills each bin.
         places: the place of each sequence, in the caller's order; empty without packing.
     """
 
@@ -49,7 +49,7 @@ class StepInputs:
     places: Sequence[SequencePlace] = ()
 
     def tokens(self, array_tokens: int) -> int:
-        """Return the number of tokens without padding; `array_tokens` counts the positions of the step's arrays."""
+        """Return the number of tokens without padding; `array_tokens`: number of positions, padding included."""
         if self.places:
             return sum(place.length for place in self.places)
         return int(np.count_nonzero(np.asarray(self.arrays[MASK]))) if MASK in self.arrays else array_tokens
@@ -58,7 +58,12 @@ class StepInputs:
 def consecutive(
     bins: Iterable[tuple[int, Sequence[int]]], lengths: Sequence[int]
 ) -> Iterator[tuple[int, SequencePlace]]:
-    """Yield each sequence and its place, if each bin (number, sequences) holds its sequences in order, without gaps."""
+    """Yield (sequence, place) for the sequences of all bins; each bin holds its sequences in order, without gaps.
+
+    Args:
+        bins: for each bin, its number and the numbers of its sequences.
+        lengths: the length of each sequence.
+    """
     for number, sequences in bins:
         first = 0
         for k, sequence in enumerate(sequences):
@@ -69,14 +74,17 @@ def consecutive(
 def best_fit(
     lengths: Sequence[int], order: Sequence[int], capacity: int, rows: int | None = None, lookahead: int = LOOKAHEAD
 ) -> list[list[int]]:
-    """Pack sequences into as many bins as they need; returns the sequences of each bin.
+    """Pack sequences into as many bins as they need. Return, for each bin, the numbers of its sequences.
 
-    A bin starts with the first sequence in `order` that is not packed yet. While there is room, the longest sequence
-    that fits, among the next `lookahead` sequences, is added.
+    A bin starts with the first sequence in `order` that is not packed yet. While the bin has room, the longest sequence
+    that fits, among the next `lookahead` sequences of `order`, is added.
 
     Args:
+        lengths: the length of each sequence.
+        order: the numbers of the sequences to pack.
+        capacity: tokens of a bin.
         rows: largest number of sequences in a bin; None: no limit.
-        lookahead: sequences to search.
+        lookahead: number of sequences to search.
     """
     waiting: list[deque[int]] = [deque() for _ in range(capacity + 1)]  # by length
     waiting_lengths, seen = 0, 0  # bit n of waiting_lengths: a sequence of n tokens waits
@@ -108,8 +116,8 @@ class Bins:
     """The bins of a pass: `count` bins of `capacity` tokens, for sequences of up to `length` tokens.
 
     Attributes:
-        quadratic: the work on a sequence of n tokens is n + quadratic * n^2.
-        inputs: inputs that the packed graph declares.
+        quadratic: the work on a sequence of n tokens is n + quadratic * n^2, by which bins are balanced.
+        inputs: {name: input} that the packed graph declares; empty: unknown.
         rows: largest number of sequences in a bin; None: as many as fit.
         tokens: largest number of tokens in a pass; 0: as many as fit into the bins.
     """
@@ -124,15 +132,15 @@ class Bins:
 
     @property
     def room(self) -> int:
-        """Tokens of each bin if a pass has its largest number of tokens, spread evenly."""
+        """Number of tokens in each bin if a pass has its largest number of tokens, spread evenly over the bins."""
         return (self.tokens or self.count * self.capacity) // self.count
 
     def work(self, n: int) -> float:
-        """Return the work on a sequence of n tokens."""
+        """Return the work on a sequence of n tokens, in units of the linear work on one token."""
         return n + self.quadratic * n * n
 
     def places(self, lengths: Sequence[int], passes: int = 1, batch: int | None = None) -> list[SequencePlace]:
-        """Spread sequences over the bins of all passes so that bins have nearly equal work.
+        """Return a place for each sequence, so that the bins of all passes have nearly equal work.
 
         If there are exactly passes * batch sequences, each pass has `batch` consecutive sequences.
 
@@ -149,9 +157,10 @@ class Bins:
         return [places[row] for row in range(len(lengths))]
 
     def _spread(self, lengths: Sequence[int], rows: range, bins: range) -> dict[int, SequencePlace]:
-        """Place the sequences `rows`, longest first, each into the bin with the least work that has room.
+        """Spread the sequences `rows` over `bins`. Return {sequence: place}.
 
-        Then swap sequences between bins until their work is nearly equal, see `_swap`.
+        The longest sequence comes first. Each sequence goes into the bin with the least work among the bins with room.
+        Then sequences are swapped between bins until the bins have nearly equal work, see `_swap`.
         """
         total, limit = sum(lengths[k] for k in rows), self.tokens * len(bins) // self.count
         content: dict[int, list[int]] = {k: [] for k in bins}
@@ -207,11 +216,11 @@ class Bins:
         return True
 
     def fill(self, inputs: Mapping[str, Any], passes: int, batch: int, *, shift: bool) -> StepInputs:
-        """Pack a user's inputs for `passes` passes of `batch` sequences, or of any other number that fits.
+        """Pack a user's inputs for `passes` passes. A pass has `batch` sequences, or any other number that fits.
 
         Args:
             inputs: padded arrays with transformers' attention_mask, or lists of arrays of unequal lengths.
-            shift: shift the labels of a causal model to the positions of the inputs.
+            shift: True: shift the labels of a causal model, so each position gets the label of the next position.
 
         Raises:
             ValueError: a sequence is empty or too long, a mask has holes, padding has labels, or sizes differ.
@@ -224,10 +233,11 @@ class Bins:
         return self.filled({name: one for name, one in arrays.items() if name != MASK}, places, passes, shift=shift)
 
     def _checked(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
-        """Return the inputs as padded arrays with their mask.
+        """Check a user's inputs and return them as padded arrays with their mask.
 
         Raises:
-            ValueError: the model has no such input; the message leaves out inputs that the engine computes.
+            ValueError: the model has no such input, or an array is wrong. The message leaves out inputs that the engine
+                computes.
         """
         allowed = {name: one for name, one in self.inputs.items() if name not in OWN and not callable(one.default)}
         mask = Input(Tensor(MASK, ["batch", "seq"], [1, self.length], "int64"), below=2)
@@ -264,11 +274,11 @@ class Bins:
     def filled(
         self, arrays: Mapping[str, Array], places: Sequence[SequencePlace], passes: int, *, shift: bool
     ) -> StepInputs:
-        """Pack padded arrays, without their mask, into `places`; see `fill`."""
+        """Pack padded arrays, without their mask, so that each sequence lies in its place. shift: as in `fill`."""
         packed = {name: self._packed(name, value, places, passes, shift) for name, value in arrays.items()}
         packed[SEGMENTS] = self._segments(places, passes)
         packed[DRAWS], packed[ROWS] = self._padded_positions(places, passes)
-        # An empty bin gets one token, so that no tile is empty. The token attends to nothing; means leave it out.
+        # An empty bin gets one token, so that no tile is empty. The token attends to nothing and counts in no mean.
         counts = {axis: np.zeros(passes * self.count, np.int64) for axis in LIVE}
         for place in places:
             counts["seq"][place.bin] += place.length
@@ -286,7 +296,10 @@ class Bins:
         return StepInputs(packed, live, places)
 
     def _packed(self, name: str, value: Array, places: Sequence[SequencePlace], passes: int, shift: bool) -> Array:
-        """Pack one array: a value for each token [sequences, length, ...], or for each sequence [sequences]."""
+        """Return one input packed into bins: [bins, capacity, ...].
+
+        value: a value for each token, [sequences, length, ...], or for each sequence, [sequences].
+        """
         one = self.inputs.get(name)
         ignored = one.ignored if one is not None and one.ignored is not None else 0
         out = np.full((passes * self.count, self.capacity, *value.shape[2:]), ignored, value.dtype)
@@ -304,7 +317,7 @@ class Bins:
         return out
 
     def _segments(self, places: Sequence[SequencePlace], passes: int) -> Array:
-        """Return the offsets of each bin's sequences: int64 [bins, capacity + 1]; the last offset is repeated."""
+        """Return the offsets of each bin's sequences: int64 [bins, capacity + 1], filled up with the last offset."""
         ends: list[list[int]] = [[] for _ in range(passes * self.count)]
         for place in sorted(places, key=lambda p: p.first):
             ends[place.bin].append(place.first + place.length)
@@ -331,8 +344,9 @@ class Bins:
     def unpacked(self, value: Array, places: Sequence[SequencePlace], axes: Sequence[str]) -> Array:
         """Return an output as it would be without packing, with the sequences in the caller's order.
 
-        [bins, seq, ...] becomes [sequences, length, ...] with zeros where padded; [bins, sequence, ...] becomes
-        [sequences, ...]; [bins, row, ...] becomes [sequences, 1, ...].
+        An output for each token, with the axes [bins, seq, ...], becomes [sequences, length, ...]; positions behind a
+        sequence's end are 0. An output for each sequence becomes [sequences, ...] if its axes are
+        [bins, sequence, ...], and [sequences, 1, ...] if they are [bins, row, ...].
         """
         if axes[1] in ("sequence", "row"):
             rows = np.stack([value[place.bin, place.number] for place in places])
@@ -344,9 +358,9 @@ class Bins:
 
 
 def bins_of(spec: StepSpec, *, training: bool = True) -> Bins:
-    """Return the bins of a training pass of this step, or of an evaluation."""
+    """Return the bins of a pass: of a training step, or of an evaluation if `training` is False."""
     embed = getattr(getattr(spec.model, "config", None), "embed", None)
-    # A layer has 24 embed^2 flop a token in products, and 4 embed a pair of tokens in attention.
+    # A layer takes 24 embed^2 flop for each token in products, and 4 embed flop for each pair of tokens in attention.
     quadratic = 1 / (6 * embed) if isinstance(embed, int) else 0.0
     if training:
         graph, optional = spec.graphs.graph, spec.graphs.optional

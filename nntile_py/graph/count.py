@@ -11,17 +11,18 @@ from nntile_py.graph.graph import Graph
 from nntile_py.tasks.op import Lowering, Op, Tensor
 from nntile_py.tiles import TaskList, TileRange, Tiling
 
-FEW = 2  # tiles of each axis in a sample of the graph
-A_FEW = 8  # upper bound on the tasks of any operator for one tile of each of its axes
+FEW = 2  # number of tiles of each axis in a sample, from which `count_tasks` extrapolates
+A_FEW = 8  # upper bound on the tasks of any operator for one combination of tiles of its axes
 
 
 def count_tasks(graph: Graph, tiling: Tiling, policy: str = "chain") -> int:
     """Return the number of tasks that `lower` would list. The time does not grow with this number.
 
-    For each operator and kernel the number of tasks is a product of polynomials in the numbers of tiles of the axes, of
-    degree one; of degree two for seq, as attention works on pairs of tiles. The coefficients come from samples: the
-    operators are lowered for FEW tiles of each axis, and for one or two tiles more of one axis. The count is exact
-    except for tree sums, shared key heads, wide attention windows, and tensors that differ in the size of an axis.
+    For each operator and kernel, the number of tasks is a product of polynomials, one for each axis, in the axis's
+    number of tiles. The degree is one; for seq it is two, because attention works on pairs of tiles. The coefficients
+    come from samples: the operators are lowered for FEW tiles of each axis, then for one or two more tiles of one axis.
+    The count is exact except for tree sums, shared key heads, wide attention windows, and tensors that differ in the
+    size of an axis.
     """
     for op in graph.ops:
         op.fit(tiling)
@@ -46,8 +47,8 @@ def count_tasks(graph: Graph, tiling: Tiling, policy: str = "chain") -> int:
 def most_tasks(graph: Graph, tiling: Tiling) -> int:
     """Return an upper bound on the tasks that `lower` would list, at almost no cost.
 
-    Each operator counts A_FEW tasks for each combination of the tiles of its axes. Attention works on pairs of tiles of
-    seq, which may stand for both axes.
+    Each operator counts A_FEW tasks for each combination of the tiles of its axes. An operator with the axis seq but
+    without key counts pairs of tiles of seq, because attention works on such pairs.
     """
     number = {axis: -(-size // tiling.tile(axis, size)) for axis, size in graph.sizes().items()}
     bound = 0
@@ -59,7 +60,10 @@ def most_tasks(graph: Graph, tiling: Tiling) -> int:
 
 
 def _distinct(graph: Graph) -> list[tuple[Op, int]]:
-    """Return one of all operators that lower to equal tasks, as in equal layers, and how many operators these are."""
+    """Group the operators that lower to equal tasks, such as those of equal layers.
+
+    Return one operator of each group, with the number of operators in the group.
+    """
     distinct: dict[Hashable, tuple[Op, int]] = {}
     for op in graph.ops:
         sizes = tuple((t.axes, t.shape) for t in (*op.inputs, *op.outputs))
@@ -70,7 +74,12 @@ def _distinct(graph: Graph) -> list[tuple[Op, int]]:
 
 
 def _tally(ops: list[tuple[Op, int]], tiling: Tiling, policy: str, more: Mapping[str, int]) -> Counter[Hashable]:
-    """Count the tasks of a sample by operator, kernel, and the tensors of the first two tiles."""
+    """Return the number of tasks of a sample by operator, kernel, and the tensors of a task's first two tiles.
+
+    Args:
+        ops: operators, each with the number of equal operators that it stands for.
+        more: number of tiles of an axis, if it is not FEW.
+    """
     lowering, counts = _Corner(tiling, policy, more), Counter[Hashable]()
     for number, (op, times) in enumerate(ops):
         lowering.tasks.tasks = []
@@ -84,9 +93,9 @@ def _tally(ops: list[tuple[Op, int]], tiling: Tiling, policy: str, more: Mapping
 
 
 class _Corner(Lowering):
-    """Lowers a few tiles of each axis; the last tile of an axis stands for all others.
+    """A lowering in which each axis has only a few tiles: the last of them holds the rest of the axis.
 
-    `more` gives the number of tiles of an axis where it is not FEW.
+    more: number of tiles of an axis, if it is not FEW.
     """
 
     def __init__(self, tiling: Tiling, policy: str, more: Mapping[str, int]) -> None:

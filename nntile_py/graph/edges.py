@@ -22,9 +22,10 @@ class Edge:
     """Tensors that share one order of axes.
 
     Attributes:
-        names: for each tensor, the edge's names of its axes in their present order, without axes that always stay last.
+        names: for each tensor, the edge's names of the tensor's axes in their present order, without axes that always
+            stay last.
         orders: the possible orders of these names; the first is the present order.
-        searchable: the search may choose another order than the present one.
+        searchable: True: the search may choose another order than the present order.
     """
 
     names: dict[Tensor, Order]
@@ -32,7 +33,7 @@ class Edge:
     searchable: bool = False
 
     def of(self, tensor: Tensor, number: int) -> Order:
-        """Return the axes of a tensor under the edge's order `number`."""
+        """Return the tensor's order of axes if the edge has its order `number`."""
         names = self.names[tensor]
         axes = dict(zip(names, tensor.axes, strict=False))
         moved = tuple(axes[name] for name in self.orders[number] if name in axes)
@@ -40,7 +41,7 @@ class Edge:
 
 
 class _Sets:
-    """Union-find over tensors that belong to one edge, and over their axes that are the same axis of the edge."""
+    """Union-find with two kinds of sets: tensors of one edge, and (tensor, axis) pairs that are one axis of an edge."""
 
     def __init__(self) -> None:
         self.parent: dict[object, object] = {}
@@ -55,9 +56,9 @@ class _Sets:
 
 
 def edges_of(graph: Graph, *, weights: bool = True) -> dict[Tensor, Edge]:
-    """Return the edge of each tensor. An edge that is not searchable has only the present order.
+    """Return {tensor: edge} for all tensors of a graph. An edge that is not searchable has only the present order.
 
-    weights: the search may also change the orders of weights.
+    weights: True: the search may also change the orders of weights.
     """
     sets, fixed, trailing = _Sets(), set[Tensor](), set[TensorAxis]()
     for op in graph.ops:
@@ -68,7 +69,7 @@ def edges_of(graph: Graph, *, weights: bool = True) -> dict[Tensor, Edge]:
         fixed |= {t for t in tensors_of(op) if t not in movable or not _free(t, op, weights)}
     for param, grad in graph.grads.items():  # optimizer states take the order of the gradient
         _tie(SameOrder({param: param.axes, grad: param.axes}), sets, trailing)
-    # A weight with several readers has a gradient in parts.
+    # If several operators read a weight, its gradient has several contributions, which need the same order.
     for part in (t for op in graph.ops for t in op.outputs if t.storage.kind == "grad"):
         _tie(SameOrder({part.storage: part.storage.axes, part: part.storage.axes}), sets, trailing)
     members: dict[object, list[Tensor]] = {}
@@ -87,10 +88,11 @@ def edges_of(graph: Graph, *, weights: bool = True) -> dict[Tensor, Edge]:
 
 
 def _free(tensor: Tensor, op: Op, weights: bool) -> bool:
-    """Return whether the search may change the order of a tensor of an operator.
+    """Return whether the search may change the order of a tensor, as far as the operator `op` is concerned.
 
-    The order of a temporary tensor may change, as only operators of this program use the tensor. The order of a weight,
-    of its gradient, and of parts of the gradient in the same tiles may change if only products use them.
+    A temporary tensor may change, because only operators of this program use it. If `weights` is set, these may change
+    too if all operators that use them are products: a weight, its gradient, and contributions to the gradient that
+    share its tiles.
     """
     if tensor.kind == "param" or tensor.storage.kind == "grad":
         return weights and isinstance(op, Contract) and (tensor.storage is tensor or tensor in op.outputs)
@@ -99,7 +101,10 @@ def _free(tensor: Tensor, op: Op, weights: bool) -> bool:
 
 
 def _tie(tie: SameOrder, sets: _Sets, trailing: set[TensorAxis]) -> None:
-    """Put tensors that must have the same order into one edge, and identify their axes by name."""
+    """Record that the tensors of `tie` belong to one edge, and which of their axes are the same axis of the edge.
+
+    The axes that always stay last are added to `trailing`.
+    """
     first: dict[str, TensorAxis] = {}
     for tensor, names in tie.names.items():
         sets.join(tensor, next(iter(tie.names)))
@@ -156,7 +161,10 @@ def _asked(op: Contract) -> Iterator[tuple[Tensor, Order]]:
 
 
 def _whole(edge: Edge, tensor: Tensor, order: Order) -> Order | None:
-    """Return the edge's order in which `tensor` has the order `order`. Axes that the tensor lacks come first."""
+    """Return the edge's order in which `tensor` has the order `order`. Axes that the tensor lacks come first.
+
+    None: the order would move an axis that always stays last.
+    """
     name_of = dict(zip(tensor.axes, edge.names[tensor], strict=False))
     if any(axis not in name_of for axis in order):
         return None
@@ -166,7 +174,7 @@ def _whole(edge: Edge, tensor: Tensor, order: Order) -> Order | None:
 
 def _allowed(edge: Edge, order: Order, tie: SameOrder) -> bool:
     """Return whether an operator allows this order of the edge for the tensors of `tie`."""
-    here: dict[str, str] = {}  # the edge's names of axes to the names in `tie`
+    here: dict[str, str] = {}  # {the edge's name of an axis: the axis's name in `tie`}
     for tensor, names in tie.names.items():
         own = [name for name in names if name]
         here |= dict(zip(edge.names[tensor], own, strict=False))

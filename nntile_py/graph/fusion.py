@@ -1,4 +1,7 @@
-"""Fusion of neighbouring operators into one. Each kind of fusion is a pass with a switch; here is their order."""
+"""Fusion of neighbouring operators into one operator.
+
+Each kind of fusion is a pass over the graph, which a switch turns on or off. This file defines the order of the passes.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,10 @@ class Fusion(Settings):
 
     @staticmethod
     def of(value: Fusion | bool | Mapping[str, Any]) -> Fusion:
-        """Return the Fusion of True or False (all switches), or of {switch: value}; a switch left out is on."""
+        """Return the Fusion for a config value: True or False for all switches, or {switch: value}.
+
+        A switch that the mapping lacks is on.
+        """
         if isinstance(value, Fusion):
             return value
         if isinstance(value, bool):
@@ -67,17 +73,20 @@ class Fusion(Settings):
         return Fusion(**{str(name): switch for name, switch in value.items()})
 
     def changed(self, **switches: Any) -> Fusion:
-        """Return the same with other values of some switches."""
+        """Return a copy of this Fusion with other values for some switches."""
         return Fusion(**{**dict(self), **switches})
 
 
 def every_rule(on: bool) -> dict[str, Any]:
-    """Return the switches of `fusion: true` or `fusion: false`."""
+    """Return {switch: on} for all switches, as `fusion: true` or `fusion: false` sets them."""
     return {name: on for name in Fusion.model_fields if name != "exclude"}
 
 
 def fuse(graph: Graph, fusion: Fusion, tiling: Tiling | None = None) -> Graph:
-    """Run the passes that are switched on, in place; returns the graph. tiling: None: no axis is cut."""
+    """Fuse operators of a graph, in place, by the passes that `fusion` switches on. Return the graph.
+
+    tiling: the tiling with which the graph will be lowered; None: no axis is cut.
+    """
     tiling = tiling or Tiling()
     for op in graph.ops:
         op.fit(tiling)
@@ -89,10 +98,10 @@ def fuse(graph: Graph, fusion: Fusion, tiling: Tiling | None = None) -> Graph:
 
 
 def _passes(fusion: Fusion, tiling: Tiling, *, greedy: bool) -> Iterator[Pass]:
-    """Yield the passes in their order.
+    """Yield the fusion passes in the order in which they run. greedy: True: greedy fusion is one of the passes.
 
-    With greedy fusion, the rules before it skip norms over uncut rows and most activations: a group of greedy fusion
-    computes them as fast or faster. The rules after it fuse activations and bias gradients that are in no group.
+    The rules before greedy fusion then skip norms over uncut rows and most activations, because a group of greedy
+    fusion computes them as fast or faster. The rules after it fuse activations and bias gradients that are in no group.
     """
 
     def all_of(*rules: Rule) -> Iterator[Pass]:
@@ -134,7 +143,7 @@ def _fuse_greedily(rewriter: Rewriter, fusion: Fusion, tiling: Tiling) -> None:
 
 
 def lacking(dtype: str) -> str | None:
-    """Return why generated kernels cannot be compiled; None if they can.
+    """Return the reason why generated kernels of this dtype cannot be compiled; None if they can be compiled.
 
     bf16 and fp16 run on GPUs only, which need no C++ compiler.
     """
@@ -142,7 +151,7 @@ def lacking(dtype: str) -> str | None:
 
 
 def _has_generated_kernels(dtype: str) -> bool:
-    """Return whether generated kernels can be compiled; print the reason once if not."""
+    """Return whether generated kernels of this dtype can be compiled. If not, print the reason once."""
     why = lacking(dtype)
     if why:
         say_once(f"fusion: the rules of `found: false` are used, which are some percent slower, as {why}")
@@ -150,9 +159,9 @@ def _has_generated_kernels(dtype: str) -> bool:
 
 
 def _cross_entropy(rewriter: Rewriter, op: Op, tiling: Tiling) -> bool:
-    """Fuse CrossEntropy and its gradient over uncut classes into one task, which reads the logits once.
+    """Fuse CrossEntropy and its gradient into one task, which reads the logits once.
 
-    They do not fuse if another operator reads the logits between them.
+    They do not fuse if the classes are cut, or if another operator reads the logits between the loss and its gradient.
     """
     if not isinstance(op, CrossEntropyGrad) or op.fused:
         return False

@@ -1,8 +1,8 @@
 """The layout search: choose a layout for each edge of a graph so that all operators together take the least time.
 
 Source: Ivanov et al. 2021 ("Data movement is all you need", section VI.A), which finds a shortest path over (operator,
-layout). Forward and backward with residual connections are no path, so this search uses nonserial dynamic programming
-(Bertele and Brioschi 1972): it eliminates one edge after the other, and the result is exact.
+layout). A graph with a backward pass and residual connections is no path, so this search uses nonserial dynamic
+programming (Bertele and Brioschi 1972): it eliminates one edge after the other, and the result is exact.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class LayoutChoice:
     """The layout chosen for an operator, with times in seconds.
 
     Attributes:
-        layout: the chosen layout; the operator takes `seconds` in it.
-        default: the default layout; the operator takes `default_seconds` in it.
+        operator: text that identifies the operator, see layouts.described.
+        layout: the chosen layout, as text; the operator takes `seconds` in it.
+        default: the default layout, as text; the operator takes `default_seconds` in it.
         least: the operator's time in its fastest layout.
         transposes: the time of the transposes that the chosen layout needs.
     """
@@ -54,12 +55,14 @@ class SearchedLayouts:
     """The result of a layout search.
 
     Attributes:
-        orders: order of each tensor.
-        layouts: layout in which each operator runs.
-        widths: width of each generated kernel.
-        missing: operators without a measured time, by the texts of `described`. If there are any, `rows` is not valid.
+        orders: order of axes in which each tensor is stored.
+        layouts: layout in which each operator runs. If it differs from the stored orders, transposes are added.
+        widths: width of each operator's generated kernel; None: the default width.
+        rows: the choice for each operator.
+        missing: operators in layouts without a measured time; the keys are their texts, see layouts.described. If there
+            are any, `rows` is not valid.
         program: a digest of the graph and of the chosen layouts; None if these are the default layouts.
-        refused: whole steps were measured to be slower than in the default layouts.
+        refused: True: whole steps were measured to be slower than in the default layouts.
     """
 
     orders: dict[Tensor, Order]
@@ -90,8 +93,9 @@ def search(
     """Choose a layout for each edge of a fused graph, without changing the graph.
 
     Args:
-        weights: choose layouts for weights too.
-        careful: choose another layout than the default only if it gains more than the noise of its times.
+        policy: accumulation policy.
+        weights: True: choose orders of axes for weights too.
+        careful: True: choose another layout than the default only if it gains more than the noise of its times.
     """
     edges = edges_of(graph, weights=weights)
     ops = [op for op in graph.ops if same_orders_of(op) and not isinstance(op, Rename)]
@@ -119,7 +123,7 @@ def search(
 
 
 def _program(graph: Graph, chosen: SearchedLayouts, tiling: Tiling, policy: str) -> str | None:
-    """Return the digest `SearchedLayouts.program`, which is the same in every process."""
+    """Return the digest SearchedLayouts.program of the graph and the chosen layouts, the same in every process."""
     numbers: dict[Tensor, int] = {}
     parts: list[object] = [sorted(tiling.tiles.items()), policy]
     changed = False
@@ -135,7 +139,7 @@ def _program(graph: Graph, chosen: SearchedLayouts, tiling: Tiling, policy: str)
 
 
 def _least(costs: Costs, ops: Sequence[Op]) -> dict[Variable, int]:
-    """Return the values of the variables with the least total cost."""
+    """Return the value of each variable with which all operators together have the least cost."""
     terms = costs.terms(ops)
     every = dict.fromkeys(v for of, _ in terms for v in of)
     variables = sorted(every, key=lambda v: isinstance(v, Edge))  # at equal cost, edges keep their present order
@@ -150,12 +154,12 @@ def _least(costs: Costs, ops: Sequence[Op]) -> dict[Variable, int]:
 def arrange(
     graph: Graph, timings: Timings, tiling: Tiling, policy: str = "chain", kept: Mapping[str, Order] | None = None
 ) -> SearchedLayouts:
-    """Search the layouts of a fused graph and change the graph to them, in place.
+    """Search the layouts of a fused graph and change the graph, in place, to the layouts that were found.
 
     The graph keeps the default layouts if whole steps were measured to be slower in the searched layouts.
 
     Args:
-        kept: orders of weights by name; the search then chooses no orders of weights.
+        kept: {weight: order of axes}, fixed orders of weights; None: the search chooses the orders of weights too.
 
     Raises:
         ConfigError: an operator has no measured time.
@@ -183,7 +187,7 @@ def arrange(
 
 
 def keep_in(graph: Graph, kept: Mapping[str, Order]) -> None:
-    """Change weights and their gradients to the orders `kept`, by name of the weight, in place."""
+    """Reorder the axes of weights and of their gradients, in place. kept: {name of a weight: order of axes}."""
     weights = {name: t for name, t in graph.tensors.items() if t.kind == "param" and name in kept}
     moved = {t: kept[name] for name, param in weights.items() for t in (param, graph.grads.get(param)) if t}
     every = [t for op in graph.ops for t in tensors_of(op)]
@@ -195,13 +199,16 @@ def keep_in(graph: Graph, kept: Mapping[str, Order]) -> None:
 # -- the search
 
 
-Factor = tuple[Sequence[int], Table]  # numbers of variables, and a cost for each combination of their values
+Factor = tuple[Sequence[int], Table]  # indices of variables, and a cost for each combination of their values
 
 
 def _useful(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list[int]]:
-    """Return the values of each variable that the search needs.
+    """Return, for each variable, the values that the search must consider.
 
     These are value 0, and each value that can cost less than value 0 for some values of the other variables.
+
+    Args:
+        sizes: the number of values of each variable.
     """
     gains = [np.zeros(size) for size in sizes]  # upper bounds
     for variables, table in factors:
@@ -214,10 +221,13 @@ def _useful(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def cheapest(factors: Sequence[Factor], sizes: Sequence[int]) -> list[int]:
-    """Return the values of the variables with the least sum of all factors; at equal sums the lower values.
+    """Return the value of each variable so that the sum of all factors is least; at equal sums the lower values.
 
-    The search eliminates one variable after the other: it tabulates the best value for each combination of the values
-    of the variable's neighbours. Variables with small tables come first.
+    The search eliminates one variable after the other: it tabulates the variable's best value for each combination of
+    the values of its neighbours, the variables with which it shares a factor. Variables with small tables come first.
+
+    Args:
+        sizes: the number of values of each variable.
     """
     left, todo = list(factors), set(range(len(sizes)))
     steps: list[tuple[int, list[int], np.ndarray[Any, Any]]] = []
@@ -242,7 +252,7 @@ def cheapest(factors: Sequence[Factor], sizes: Sequence[int]) -> list[int]:
 
 
 class _Rearranged:
-    """Rewrites a graph in the chosen layouts; adds transposes where an operator needs another order than the edge."""
+    """Rewrites a graph in the chosen layouts. Adds a transpose where an operator needs another order than its edge."""
 
     def __init__(self, chosen: SearchedLayouts) -> None:
         self.chosen = chosen
@@ -287,7 +297,10 @@ class _Rearranged:
             yield from after
 
     def _same(self, op: Transpose) -> bool:
-        """Return whether both tensors of a transpose have the same order now; its readers then read its input."""
+        """Return whether a transpose's input and output have the same order now, so the transpose can be removed.
+
+        If so, record that the readers of the output read the input instead.
+        """
         x, y = self._in_order(op.inputs[0]), op.output
         if y.kind != "temp" or y.storage is not y or self.chosen.orders[y] != x.axes:
             return False
@@ -295,7 +308,7 @@ class _Rearranged:
         return True
 
     def _in_order(self, tensor: Tensor) -> Tensor:
-        """Return the tensor in the chosen order. Tensors that shared tiles share them in the new order too."""
+        """Return the tensor with its axes in the chosen order. Tensors that shared tiles still share them."""
         if tensor not in self.new_tensors:
             order = self.chosen.orders.get(tensor, tensor.axes)
             owner = tensor.storage if tensor.storage is tensor else self._in_order(tensor.storage)
@@ -305,7 +318,10 @@ class _Rearranged:
 
 
 def _reordered(tensor: Tensor, order: Order, owner: Tensor | None = None, kind: str = "temp") -> Tensor:
-    """Return a tensor with its axes in another order. owner: a tensor whose tiles it shares; None: tiles of its own."""
+    """Return a copy of a tensor with its axes in another order.
+
+    owner: the tensor whose tiles the copy shares; None: the copy has its own tiles.
+    """
     owner, shape = None if owner is tensor else owner, [tensor.size(axis) for axis in order]
     monoid, band = tensor.monoid, tensor.band
     new = Tensor(tensor.name, order, shape, tensor.dtype, kind, monoid=monoid, storage=owner, band=band)
@@ -314,7 +330,7 @@ def _reordered(tensor: Tensor, order: Order, owner: Tensor | None = None, kind: 
 
 
 def _transpose(beside: Op, x: Tensor, y: Tensor) -> Transpose:
-    """Return a transpose from x to y in the scope and the phase of the operator `beside`."""
+    """Return a transpose from x to y, with the scope and the phase of the operator `beside`."""
     new = Transpose(x, y)
     new.name, new.phase = f"{beside.name.rpartition('.')[0] or 'model'}.Transpose", beside.phase
     return new

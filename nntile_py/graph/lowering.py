@@ -1,4 +1,4 @@
-"""Lowering of a graph under a tiling to a resolved task list."""
+"""Lowering: from a graph and a tiling to a resolved task list."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nntile_py.tiles.allreduce import RankSums
 
 WRITTEN_BEFORE = ("input", "param", "state")  # kinds of tensors that hold data before the list runs
 LISTING = 1e-4  # seconds to lower one task, on a core at 2.5 GHz
-MOST_TASKS = 2_000_000  # tasks of a list: lowering them takes minutes, and each takes a kilobyte
+MOST_TASKS = 2_000_000  # most tasks of a list: lowering so many takes minutes, and each takes a kilobyte of memory
 
 
 @no_search_for_cycles()
@@ -22,11 +22,13 @@ def lower(
     graph: Graph, tiling: Tiling, policy: str = "chain", *, holds: Collection[Tensor] = (),
     rank_sums: RankSums | None = None,
 ) -> Lowering:  # fmt: skip
-    """Lower every operator and resolve the list.
+    """Lower every operator of a graph to tasks and resolve the task list. Return the Lowering that holds the list.
 
     Args:
-        holds: further tensors that hold data before the list runs; the tasks add to these data.
-        rank_sums: how ranks add their partial sums; None: in a chain from rank to rank.
+        policy: accumulation policy.
+        holds: further tensors that hold data before the list runs, such as gradients of an earlier micro-batch. The
+            tasks add to these data.
+        rank_sums: adds the partial sums of several ranks; None: they are added in a chain from rank to rank.
     """
     for op in graph.ops:
         op.fit(tiling)  # the tiling learns which axes must be cut together
@@ -52,7 +54,7 @@ def lower(
 
 
 def check_count(graph: Graph, tiling: Tiling, policy: str) -> None:
-    """Raise ConfigError if the graph has too many tasks for a list."""
+    """Raise ConfigError if the graph would have more than MOST_TASKS tasks under a tiling."""
     if most_tasks(graph, tiling) <= MOST_TASKS:
         return
     count = count_tasks(graph, tiling, policy)

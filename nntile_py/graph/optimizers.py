@@ -1,4 +1,4 @@
-"""The update of a parameter as operators of a graph; the optimizers themselves are files of tasks/."""
+"""The update of a parameter as operators of a graph. Each optimizer itself is a file of tasks/."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from nntile_py.tasks.optimizer import MASTERS, Optimizer, Update
 
 
 def add_update(g: Graph, optimizer: Optimizer, param: Param, grad: Tensor, clip: Tensor) -> None:
-    """Add the update of a parameter, and the tensors of its optimizer states, to a graph."""
+    """Add the operators that update a parameter, and the tensors of its optimizer states, to a graph.
+
+    clip: the factor by which the gradient is clipped, see GradNorm.
+    """
     tensor = param.tensor
 
     def state(name: str, dtype: str) -> Tensor:

@@ -3,11 +3,13 @@
 The engine adds three inputs to those of the model:
 
 * `segments` [batch, offset]: offsets of the sequences in each bin (see Mask).
-* `draws` [batch, seq]: position of each token in the padded array. Random numbers of dropout depend on it.
-* `rows` [batch, sequence]: row of each sequence in the padded array, likewise. The axis counts the sequences of a bin.
+* `draws` [batch, seq], only in training: position of each token in the padded array. Dropout of values for each token
+  draws its random numbers by this position.
+* `rows` [batch, sequence], only in training: row of each sequence of a bin in the padded array. Dropout of values for
+  each sequence draws its random numbers by this row.
 
-A model may unpack its sequences into padded rows (see `apart`), with the axes [batch, row, place]. `row` counts the
-sequences of a bin (1 without packing), and `place` the positions of the longest sequence.
+A model may unpack its sequences into padded rows (see `apart`), with the axes [batch, row, place]. The axis `row`
+numbers the sequences of a bin; without packing its size is 1. The axis `place` numbers the positions of a padded row.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from nntile_py.tasks.select import Select
 
 SEGMENTS, DRAWS, ROWS, STARTS = "segments", "draws", "rows", "starts"
 ROW_PLACES, TOKEN_PLACES = "row_places", "token_places"
-OWN = SEGMENTS, DRAWS, ROWS, STARTS, ROW_PLACES, TOKEN_PLACES  # inputs that the engine computes
-LIVE = "seq", "sequence", "masked", "offset"  # axes that a bin fills in part
+OWN = SEGMENTS, DRAWS, ROWS, STARTS, ROW_PLACES, TOKEN_PLACES  # inputs that the engine computes, not the user
+LIVE = "seq", "sequence", "masked", "offset"  # axes of which a step fills only a part in each bin
 
 
 def begin(g: Graph, batch: Batch) -> None:
-    """Declare the inputs of a packed graph, before the model's trace."""
+    """Declare the inputs that the engine adds to a packed graph. Call it before the model's trace."""
     g.live = frozenset(LIVE)
     g.input(SEGMENTS, {"batch": batch.size, "offset": batch.seq + 1}, below=batch.seq + 1)
     if g.training:
@@ -40,7 +42,10 @@ def begin(g: Graph, batch: Batch) -> None:
 
 
 def starts(g: Graph) -> Tensor:
-    """Return the input [batch, sequence] with the position of each sequence's first token in its bin, then -1."""
+    """Return the input [batch, sequence] with the position of each sequence's first token in its bin.
+
+    Entries behind the last sequence of a bin are -1. The first call declares the input.
+    """
     if STARTS in g.tensors:
         return g.tensors[STARTS]
     offsets = segments(g)
@@ -54,7 +59,10 @@ def starts(g: Graph) -> Tensor:
 
 
 def positions_of(segments: Array, capacity: int) -> Array:
-    """Return each token's position in its sequence, and 0 behind the last sequence of a bin: int64 [bins, capacity]."""
+    """Return each token's position in its sequence: int64 [bins, capacity]; 0 behind the last sequence of a bin.
+
+    segments: the offsets of each bin's sequences.
+    """
     places = np.arange(capacity)
     out = np.zeros((len(segments), capacity), np.int64)
     for number, offsets in enumerate(segments):
@@ -72,11 +80,12 @@ def apart(g: Graph, batch: Batch, mask: Tensor | None, length: int) -> tuple[Ten
         length: positions of a padded row.
 
     Returns:
-        Index [batch, row, place] of the token at each place, and index [batch, seq] of the place of each token; -1 is
-        padding.
+        Two inputs of indices. The first, [batch, row, place], holds for each place of a padded row the position of its
+        token. The second, [batch, seq], holds for each token the index of its place, counted through the rows of its
+        bin. -1 is padding.
 
     Raises:
-        ConfigError: sequences are longer than `length`, or the model has unpacked them to another length before.
+        ConfigError: sequences may be longer than `length`, or the model has unpacked them to another length before.
     """
     if ROW_PLACES in g.tensors and g.tensors[ROW_PLACES].size("place") == length:
         return g.tensors[ROW_PLACES], g.tensors[TOKEN_PLACES]
@@ -108,12 +117,17 @@ def apart(g: Graph, batch: Batch, mask: Tensor | None, length: int) -> tuple[Ten
 
 
 def rows_of(inputs: Mapping[str, Input]) -> int | None:
-    """Return the largest number of sequences that fit into a bin; None: no limit except the capacity."""
+    """Return the largest number of sequences that a bin may hold; None: no limit except the bin's capacity."""
     return inputs[ROW_PLACES].tensor.size("row") if ROW_PLACES in inputs else None
 
 
 def row_places(segments: Array, rows: int, length: int) -> Array:
-    """Return the positions of each bin's sequences, padded to `length` with -1: int64 [bins, rows, length].
+    """Return for each sequence the positions of its tokens in the bin, then -1: int64 [bins, rows, length].
+
+    Args:
+        segments: the offsets of each bin's sequences.
+        rows: largest number of sequences in a bin.
+        length: positions of a padded row.
 
     Raises:
         ValueError: a bin has more than `rows` sequences.
@@ -127,7 +141,10 @@ def row_places(segments: Array, rows: int, length: int) -> Array:
 
 
 def token_places(places: Array, tokens: int) -> Array:
-    """Return the inverse of `row_places`: each token's index in `places` [rows, ...], or -1: int64 [rows, tokens]."""
+    """Return the inverse of `row_places`: int64 [bins, tokens], for each token of a bin its index in the bin's places.
+
+    places: [bins, rows, length], as `row_places` returns it; an index counts the entries of one bin. -1 is padding.
+    """
     flat = places.reshape(len(places), -1)
     out = np.full((len(places), tokens), NOWHERE, np.int64)
     row, at = np.nonzero(flat != NOWHERE)
@@ -150,5 +167,5 @@ def check(g: Graph, model: Any) -> None:
 
 
 def segments(g: Graph) -> Tensor:
-    """Return the input with the offsets of each bin's sequences."""
+    """Return the input [batch, offset] with the offsets of each bin's sequences."""
     return g.tensors[SEGMENTS]

@@ -1,4 +1,8 @@
-"""Padded arrays of sequences: from lists of arrays, padded further to a model's length; lengths by attention_mask."""
+"""Padded arrays of sequences.
+
+Lists of arrays become padded arrays, shorter arrays are padded to a model's length, and an attention_mask gives the
+lengths of the sequences.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,15 @@ MASK = "attention_mask"
 
 
 def padded(inputs: Mapping[str, Any], length: int, declared: Mapping[str, Input] = {}) -> dict[str, Array]:
-    """Return inputs as arrays; a list of arrays of unequal lengths becomes a padded array with an attention_mask.
+    """Return inputs as arrays. A list of arrays of unequal lengths becomes a padded array, and attention_mask is added.
 
     Args:
+        length: positions of a padded sequence.
         declared: the model's inputs, if known.
 
     Raises:
-        ValueError: a list holds anything but such arrays, or inputs have different lengths.
+        ValueError: a list holds anything but arrays of 1 to `length` tokens, or a sequence has different lengths in
+            different inputs.
     """
     without_seq = {MASK, *(name for name, one in declared.items() if "seq" not in one.tensor.axes)}
     lists = {
@@ -53,7 +59,7 @@ def padded(inputs: Mapping[str, Any], length: int, declared: Mapping[str, Input]
 
 
 def widened(arrays: dict[str, Array], length: int, declared: Mapping[str, Input]) -> dict[str, Array]:
-    """Pad arrays [sequences, n, ...] with n < length to [sequences, length, ...]."""
+    """Pad arrays [sequences, n, ...] with n < length to [sequences, length, ...], and add or pad attention_mask."""
     with_seq = {
         name: value
         for name, value in arrays.items()
@@ -82,7 +88,7 @@ def _check_row(name: str, row: Array, length: int, more: tuple[int, ...]) -> Non
 
 
 def _flat(value: Any) -> bool:
-    """Return whether a list holds one number for each sequence."""
+    """Return whether a list holds plain numbers, one for each sequence, and no arrays."""
     return bool(value) and not any(isinstance(one, list | tuple) or np.ndim(one) for one in value)
 
 

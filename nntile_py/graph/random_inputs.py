@@ -12,11 +12,12 @@ from nntile_py.graph.params import Array
 
 
 def random_inputs(graph: Any, rows: int, seed: int, alpha: float = 1.0, predicted: float = 1.0) -> dict[str, Array]:
-    """Return random values within the declared ranges, and the inputs that derive from them.
+    """Return {input: array}: random values within the declared ranges, and inputs that derive from other inputs.
 
     Inputs with a constant default are left out.
 
     Args:
+        rows: number of sequences.
         alpha: mean length of the sequences divided by the longest length. Lengths are uniform around the mean; an
             attention_mask is added, and labels of padding are ignored.
         predicted: share of the labels that are not ignored.
@@ -40,7 +41,7 @@ def random_inputs(graph: Any, rows: int, seed: int, alpha: float = 1.0, predicte
 
 
 def random_lengths(rng: np.random.Generator, count: int, longest: int, alpha: float) -> Array:
-    """Return lengths of sequences, uniform around a mean of alpha times the longest."""
+    """Return `count` random lengths of sequences, uniform around a mean of alpha * longest."""
     least, most = math.ceil((2 * alpha - 1) * longest), min(longest, int(2 * alpha * longest))
     return rng.integers(max(1, least), max(1, most) + 1, count)
 
@@ -48,7 +49,7 @@ def random_lengths(rng: np.random.Generator, count: int, longest: int, alpha: fl
 def _lengths(
     graph: Any, values: Mapping[str, Array], rows: int, rng: np.random.Generator, alpha: float, predicted: float
 ) -> dict[str, Array]:
-    """Return the inputs that change if sequences have unequal lengths, or if some labels are ignored."""
+    """Return the inputs that change if sequences have unequal lengths (alpha < 1) or some labels are ignored."""
     tokens = [one.tensor for one in graph.inputs.values() if one.tensor.axes[:2] == ("batch", "seq")]
     if not tokens or alpha == predicted == 1:
         return {}

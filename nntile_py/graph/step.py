@@ -1,6 +1,6 @@
-"""StepSpec: everything that determines a training step; and the step and the evaluation as task lists.
+"""StepSpec: everything that determines a training step. It builds the step, or an evaluation, as task lists.
 
-The lists are pure data. Runs, plans, profiles and drawings read them.
+Task lists are pure data. Runs, plans, profiles and drawings read them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from nntile_py.tiles.allreduce import RankSums
 from nntile_py.tiles.tasklist import live_slot
 from nntile_py.typed import plain
 
-# Precisions, and the kinds of workers that compute in them.
+# For each precision: the kinds of workers that compute in it.
 PRECISIONS = {"fp32": ("CPU", "CUDA"), "fp64": ("CPU",), "bf16": ("CUDA",), "fp16": ("CUDA",), "tf32": ("CUDA",)}
-TILE_DTYPE = {"tf32": "fp32"}  # tiles of other precisions have the dtype of that name
+TILE_DTYPE = {"tf32": "fp32"}  # dtype of tiles by precision; for all other precisions the names are equal
 LOSS_SCALE = {"fp16": 65536.0}  # initial loss scale, as torch.amp.GradScaler has it
 
 
 def check_precision(key: str, precision: str, cuda: bool) -> None:
-    """Raise ConfigError, naming `key`, if workers of this kind do not compute in that precision."""
+    """Raise ConfigError, with `key` in its message, if CUDA (or else CPU) workers do not compute in the precision."""
     kind = "CUDA" if cuda else "CPU"
     if kind not in PRECISIONS[precision]:
         known = ", ".join(name for name, kinds in PRECISIONS.items() if kind in kinds)
@@ -48,13 +48,16 @@ def check_precision(key: str, precision: str, cuda: bool) -> None:
 
 
 def check_pack(pack: bool, tile: int | None) -> None:
-    """Raise ConfigError if tiles cut the sequences of a bin."""
+    """Raise ConfigError if sequences are packed into bins and `tile` (the key tiles.seq) would cut the bins."""
     if pack and tile is not None:
         raise ConfigError(f"tiles.seq: got {tile}; allowed with pack: none, a bin is not cut")
 
 
 def _check_scalable(graph: Graph, loss: Tensor, dtype: str) -> None:
-    """Raise ConfigError if an operator adds to the loss without a scaled slot: its gradients would lack the scale."""
+    """Raise ConfigError if an operator adds to the loss without the `scale` slot of an input.
+
+    The slot also holds the loss scale, which the operator's gradients would lack.
+    """
     scales = {one.scale for one in graph.inputs.values()}
     for op in graph.ops:
         slot = getattr(op, "scale", None)
@@ -72,7 +75,7 @@ class Step:
         more: forward and backward of each further micro-batch, which add to the gradients.
         update: update of the weights.
         optional: optional inputs of the model, each with its neutral value, which has no effect.
-        refused: the searched layouts were measured to be slower, so the step has the default layouts.
+        refused: True: the searched layouts were measured to be slower, so the step has the default layouts.
     """
 
     graph: Graph
@@ -90,7 +93,7 @@ class Step:
 
     @property
     def kept(self) -> dict[str, Order]:
-        """The axes of each weight that a layout search has reordered, by name."""
+        """{name: order of axes} for each weight that a layout search has reordered."""
         return {param.tensor.name: param.tensor.axes for param in self.params if param.order}
 
     @property
@@ -102,7 +105,7 @@ class Step:
         return [lowering for lowering in (self.first, self.more, self.update) if lowering]
 
     def kept_tiles(self) -> dict[Hashable, int]:
-        """Return the bytes of every tile that outlives a step: weights, gradients, optimizer state, inputs."""
+        """Return {key: bytes} of every tile that outlives a step: weights, gradients, optimizer state, inputs."""
         tiles = {a.tile for lowering in self.lists for task in lowering.tasks.tasks for a in task.accesses}
         return {t.key: t.bytes for t in tiles if t.persistent}
 
@@ -112,7 +115,7 @@ class Step:
         return max(lowering.tasks.peak_bytes(kept) for lowering in self.lists)
 
     def largest(self, count: int = 3) -> str:
-        """Return the largest tensors with their sizes, as text."""
+        """Return the `count` largest tensors of the step with their sizes, as text."""
         sizes: dict[str, int] = {}
         for tile in {a.tile for lowering in self.lists for task in lowering.tasks.tasks for a in task.accesses}:
             sizes[tile.tensor] = sizes.get(tile.tensor, 0) + tile.bytes
@@ -122,7 +125,12 @@ class Step:
 
 @dataclass
 class Graphs:
-    """Forward and backward of a step in one graph, before it is cut into tiles, and the gradients of its parameters."""
+    """Forward and backward of a step in one graph, before it is cut into tiles.
+
+    Attributes:
+        grads: {parameter: gradient}.
+        optional, refused: as in Step.
+    """
 
     graph: Graph
     grads: dict[Tensor, Tensor]
@@ -146,19 +154,20 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """Everything that determines the programs of a training step. A config is resolved to it once.
+    """Everything that determines the programs of a training step. A config is converted to a StepSpec once.
 
     Attributes:
-        batch: sequences of a micro-batch.
-        seq: positions of a sequence.
-        accumulate: accumulation policy.
+        batch: number of sequences of a micro-batch.
+        seq: number of positions of a sequence.
+        accumulate: accumulation policy: how tasks add partial sums to a tile.
         given: names of the optional inputs that steps pass.
         pack: pack sequences of at most `seq` tokens into bins, one bin for each tile of the batch. All bins have room
             for the same number of sequences of `seq` tokens. A pass has at most batch * seq tokens.
         one_machine: False if other machines, each with its own batch, add to the gradients.
         ranks: number of ranks that share the tasks, see allreduce.RankSums.
-        timings: measured times of operators. Forward and backward get the fastest layouts (layout_search).
-        kept: orders of weights by name, as the layout search of another program has chosen them.
+        timings: measured times of operators, by which forward and backward get the fastest layouts (layout_search);
+            None: default layouts.
+        kept: {weight: order of axes}, as the layout search of another program with the same weights has chosen them.
         loss_scale: initial loss scale, see training/loss_scale.py; None: 65536 in fp16, else no scale.
 
     Raises:
@@ -212,12 +221,12 @@ class StepSpec:
 
     @cached_property
     def padded(self) -> StepSpec:
-        """The same step on padded sequences."""
+        """The same spec without packing: each row is one padded sequence."""
         return replace(self, pack=False) if self.pack else self
 
     @property
     def rows(self) -> int:
-        """Rows of a micro-batch's arrays: sequences, or bins."""
+        """Number of rows of a micro-batch's arrays. A row is a sequence, or with packing a bin."""
         return len(self.tiling.parts("batch", self.batch)) if self.pack else self.batch
 
     @property
@@ -227,11 +236,11 @@ class StepSpec:
 
     @property
     def capacity(self) -> int:
-        """Positions of a row."""
+        """Number of positions of a row: of a sequence, or with packing of a bin."""
         return self.seq * -(-self.batch // self.rows)
 
     def live_slots(self) -> list[str]:
-        """Return the names of the slots for the filled lengths of each bin."""
+        """Return the names of the slots that say how far a step fills each bin; empty without packing."""
         return [live_slot(axis, k) for axis in packed_inputs.LIVE for k in range(self.rows)] if self.pack else []
 
     @property
@@ -240,7 +249,7 @@ class StepSpec:
         return Tiling({**self.tiling.tiles, "batch": 1}) if self.pack else self.tiling
 
     def with_inputs(self, given: Iterable[str]) -> StepSpec:
-        """Return the spec of steps that pass these optional inputs."""
+        """Return this spec for steps that pass the optional inputs `given`."""
         return self if self.given == frozenset(given) else replace(self, given=frozenset(given))
 
     @operators_refuse()
@@ -291,7 +300,7 @@ class StepSpec:
 
     @operators_refuse()
     def update(self, graphs: Graphs, ends: Ends | None = None) -> Graph:
-        """Return the graph of the weight update; `ends`: see GradNorm."""
+        """Return the graph that updates the weights from the gradients in `graphs`; `ends`: see GradNorm."""
         update = Graph(graphs.graph.dtype)
         norm, clip = (update.named(name, ["one"], [1], "scalar", "fp64") for name in ("grad_norm", "clip"))
         norms = list(graphs.grads.values()), norm, clip, self.clip_grad_norm, ends
@@ -305,11 +314,12 @@ class StepSpec:
 
     @operators_refuse()
     def step(self) -> Step:
-        """Return forward, backward and update as task lists."""
+        """Return the training step: forward, backward and update as task lists."""
         graphs, graph, grads = self.graphs, self.graphs.graph, self.graphs.grads
         rank_sums, more = self._rank_sums(grads.values()), None
         first = lower(graph, self.cuts, self.accumulate, rank_sums=rank_sums)
-        # The host can read gradients until the next step begins; activations then use their memory.
+        # The next step discards the gradients when it begins, so activations can use their memory. Until then the host
+        # can read the gradients.
         first.tasks.forget(first.tile(grad, index) for grad in grads.values() for index in first.indices(grad))
         if rank_sums:
             first.tasks.forget(rank_sums.apart())
@@ -321,9 +331,9 @@ class StepSpec:
         return Step(graph, update, grads, first, more, last, graphs.optional, graphs.refused)
 
     def _rank_sums(self, grads: Iterable[Tensor] = ()) -> RankSums | None:
-        """Return how ranks add their partial sums; None: in a chain.
+        """Return the object that adds the partial sums of several ranks; None: one rank, or a chain from rank to rank.
 
-        Gradients of several micro-batches are added over the ranks once, after the last micro-batch.
+        If a step has several micro-batches, gradients are added over the ranks once, after the last micro-batch.
         """
         if self.ranks == 1 or self.accumulate == "chain":
             return None
@@ -331,7 +341,7 @@ class StepSpec:
 
     @operators_refuse()
     def evaluation(self, keep: bool = False) -> Evaluation:
-        """Return a forward pass without dropout. keep: the outputs stay in memory, so that the host can read them."""
+        """Return a forward pass without dropout. keep: True: the outputs stay in memory, so the host can read them."""
         graph, traced, _ = self.trace(training=False)
         return self._evaluation(graph, traced.outputs, traced.outputs if keep else {})
 
@@ -350,7 +360,7 @@ class StepSpec:
         return self._evaluation(graph, kept, kept)
 
     def _evaluation(self, graph: Graph, outputs: dict[str, Tensor], kept: dict[str, Tensor]) -> Evaluation:
-        """Fuse and lower a forward graph; the host can read the tensors `kept`."""
+        """Fuse and lower a forward graph. The outputs `kept` stay in memory, so the host can read them."""
         for name, tensor in kept.items():
             if not tensor.persistent:
                 for one in (tensor, tensor.storage):
@@ -362,7 +372,7 @@ class StepSpec:
 
 
 def _no_loss(config: Any) -> str:
-    """Return the second half of the message for a model without a loss."""
+    """Return the second half of the error message for a model whose trace returned no loss."""
     own = getattr(type(config), "model_fields", {}).get("head")
     if not own or (head := config.head) == own.default:
         return " has no loss; allowed in training: a model whose trace returns one"

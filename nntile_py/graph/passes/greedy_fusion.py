@@ -42,7 +42,7 @@ class _GreedyFuser:
         writers = Counter(
             t.storage for op in rewriter.ops.values() if not isinstance(op, Rename) for t in op.outputs
         )  # fmt: skip
-        # Storage with several writers, or that an operator changes in place: reads and writes must keep their order.
+        # Storage that several operators write, or that is changed in place: reads and writes must keep their order.
         self._ordered = {t for t, count in writers.items() if count > 1 or t.kind in ("input", "param", "state")}
 
     def merge(self, rewriter: Rewriter, op: Op) -> bool:
@@ -54,7 +54,7 @@ class _GreedyFuser:
         return isinstance(op, Softmax | SoftmaxGrad) and self._can_move(op) and self._merged(rewriter, op)
 
     def _can_move(self, op: Op) -> bool:
-        """Return whether an operator has a scalar form and uses no storage of `_ordered`."""
+        """Return whether an operator may move in the graph: it has a scalar form and uses no storage of `_ordered`."""
         if op not in self._movable:
             plain = {*op.inputs, *op.outputs} - {*op.sums}
             self._movable[op] = op.scalar() is not None and self._ordered.isdisjoint(t.storage for t in plain)
@@ -101,5 +101,5 @@ class _GreedyFuser:
 
 
 def groups(graph: Graph) -> list[Generated]:
-    """Return the groups of a fused graph."""
+    """Return the fusion groups of a graph: operators that run as one generated kernel."""
     return [op for op in graph.ops if isinstance(op, Generated)]

@@ -13,7 +13,10 @@ from nntile_py.tiles import Tiling
 
 
 def where_rows_are_cut(rule: Rule, tiling: Tiling) -> Rule:
-    """Limit a rule to norms over cut rows: their gradient has several tasks, which greedy fusion cannot merge."""
+    """Limit a rule to norms whose rows are cut into several tiles.
+
+    The gradient of such a norm consists of several tasks, which greedy fusion cannot merge.
+    """
 
     def limited(rewriter: Rewriter, op: Op) -> bool:
         rows = [(x.axes[-1], x.shape[-1]) for x in op.inputs[:1] if x.axes]
@@ -23,7 +26,10 @@ def where_rows_are_cut(rule: Rule, tiling: Tiling) -> Rule:
 
 
 def norm_bias_grad(rewriter: Rewriter, op: Op) -> bool:
-    """Fuse Sum(LayerNormGrad), or Sum(Dropout(LayerNormGrad)), over all rows: the gradient sums the rows it writes."""
+    """Fuse Sum(LayerNormGrad), or Sum(Dropout(LayerNormGrad)), over all rows.
+
+    The gradient of the norm then also sums the rows that it writes, which gives a bias gradient.
+    """
     if not isinstance(op, Sum):
         return False
     summed = op.inputs[0]
@@ -36,7 +42,7 @@ def norm_bias_grad(rewriter: Rewriter, op: Op) -> bool:
 
 
 def _into_gradient(rewriter: Rewriter, norm: LayerNormGrad, op: Op, **changes: Any) -> bool:
-    """Fuse `op` into the gradient of a norm, at the gradient's position, as operators before `op` may read dx."""
+    """Fuse `op` into the gradient of a norm, which keeps its position, because operators before `op` may read dx."""
     dy, x, statistics, gamma = norm.inputs[:4]
     dx, dgamma, dbeta = norm.outputs[:3]
     options = {"add": norm.extra, "dbias": norm.bias, "dropout": norm.dropout} | changes
@@ -48,7 +54,7 @@ def _into_gradient(rewriter: Rewriter, norm: LayerNormGrad, op: Op, **changes: A
 def norm_residual(rewriter: Rewriter, op: Op, tiling: Tiling) -> bool:
     """Fuse Norm(Add(x, r)) and LayerNorm(Add(Dropout(x), r)): the norm also writes the sum, the new residual stream.
 
-    The dropout does not fuse if embed is cut: the norm then consists of several tasks, and the dropout remains a task.
+    If embed is cut, the norm consists of several tasks, and the dropout is not fused: it remains a task of its own.
     """
     if not isinstance(op, Norm) or op.residual:
         return False
@@ -78,7 +84,7 @@ def norm_grad_add(rewriter: Rewriter, op: Op) -> bool:
 
 
 def norm_grad_dropout(rewriter: Rewriter, op: Op) -> bool:
-    """Fuse Dropout(LayerNormGrad): the gradient of the norm writes dx, for the residual stream, and its dropout."""
+    """Fuse Dropout(LayerNormGrad): the gradient of the norm writes dx, for the residual stream, and Dropout(dx)."""
     norm = rewriter.maker.get(op.inputs[0]) if isinstance(op, Dropout) else None
     if not isinstance(norm, LayerNormGrad) or norm.output is not op.inputs[0] or norm.dropout:
         return False

@@ -13,7 +13,7 @@ from nntile_py.tiles.dtypes import is_low
 
 
 def narrow_gradients(graph: Graph, grads: Iterable[Tensor], tiling: Tiling) -> None:
-    """Store a weight's gradient in bf16 or fp16 if a single product computes it, as autocast does.
+    """Store a weight's gradient in bf16 or fp16 if a single product computes it, as PyTorch's autocast does.
 
     A gradient to which several tasks add stays in fp32. The product itself sums in fp32, but cuBLASLt may round partial
     sums if it splits the product.

@@ -1,7 +1,7 @@
-"""The projections to queries, keys and values as one product (fusion.qkv).
+"""Pass that merges the projections to queries, keys and values into one product (fusion.qkv).
 
 Algebraic fusion of Table II in Ivanov et al. 2021 ("Data movement is all you need"). The pass runs before the gradients
-are added, so their products merge too.
+are added, so the products that compute the gradients are merged too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nntile_py.tasks.op import Op, Tensor
 
 AXIS = "qkv"
 Chain = Sequence[Op]  # the operators of one projection: Contract, BiasAdd, Transpose
-Chains = Mapping[tuple[Tensor, ...], Sequence[Chain]]  # the chains of an attention, by their results
+Chains = Mapping[tuple[Tensor, ...], Sequence[Chain]]  # {(queries, keys, values): their chains} for each attention
 
 
 def merge_projections(graph: Graph, outputs: Iterable[Tensor] = (), count: int = 3) -> Graph:
@@ -29,7 +29,7 @@ def merge_projections(graph: Graph, outputs: Iterable[Tensor] = (), count: int =
     operator may read these weights, except the same products of further attentions.
 
     Args:
-        outputs: the model's outputs; a chain that computes an output does not merge.
+        outputs: the model's outputs; a projection that computes an output does not merge.
         count: 3, or 2 to merge queries and keys only.
     """
     asked = set(outputs)
@@ -62,7 +62,10 @@ def merge_projections(graph: Graph, outputs: Iterable[Tensor] = (), count: int =
 
 
 def _chain(tensor: Tensor, maker: dict[Tensor, Op], readers: dict[Tensor, list[Op]]) -> list[Op]:
-    """Return the operators from a product to `tensor`, in order; empty if another operator reads a result between."""
+    """Return the operators of the projection that computes `tensor`, in order.
+
+    Empty: `tensor` is not computed by a projection, or another operator reads a result of the chain.
+    """
     chain: list[Op] = []
     while (op := maker.get(tensor)) and isinstance(op, Contract | BiasAdd | Transpose) and len(readers[tensor]) == 1:
         chain.insert(0, op)
@@ -92,8 +95,8 @@ def _alike(chains: Sequence[Chain]) -> bool:
 def _mergeable(every: Chains, readers: Mapping[Tensor, Sequence[Op]]) -> Chains:
     """Return the chains whose parameters can merge.
 
-    Only chains read these parameters. Layers that share weights have several chains with the same parameter; all of
-    them combine it with the same other parameters.
+    A parameter can merge if no other operators than the chains read it. In layers that share weights, several chains
+    read the same parameter; all of these must combine it with the same other parameters.
     """
     ops = {op for chains in every.values() for chain in chains for op in chain}
     beside: dict[Tensor, set[tuple[Tensor, ...]]] = {}
@@ -111,7 +114,7 @@ def _mergeable(every: Chains, readers: Mapping[Tensor, Sequence[Op]]) -> Chains:
 
 
 def _params(chains: Sequence[Chain]) -> list[tuple[Tensor, ...]]:
-    """Return, for each operator of the chains that has a parameter, the parameters to merge into one."""
+    """Return, for each step of equal chains that has a parameter, the parameters of all chains, to merge into one."""
     return [tuple(op.inputs[1] for op in ops) for ops in zip(*chains, strict=True) if len(ops[0].inputs) > 1]
 
 
@@ -121,9 +124,12 @@ def _merged_chain(
     renamed: dict[str, Tensor | None],
     merged_params: dict[tuple[Tensor, ...], Tensor],
 ) -> tuple[list[Op], Tensor]:
-    """Return one chain that replaces several, and its output.
+    """Return one chain of operators that replaces several chains, and the output of the new chain.
 
     The output has the axis qkv before heads; after a transposition qkv is the first axis.
+
+    Args:
+        renamed, merged_params: records of replaced parameters, which this function extends.
     """
     for params in _params(chains):
         if params not in merged_params:
@@ -151,7 +157,7 @@ def _merged_chain(
 
 
 def _merge_params(graph: Graph, tensors: Sequence[Tensor], renamed: dict[str, Tensor | None]) -> Tensor:
-    """Replace parameters of a graph by one with the axis qkv."""
+    """Replace parameters of a graph by one parameter with the further axis qkv, and return its tensor."""
     params = [graph.params.pop(tensor) for tensor in tensors]
     first = tensors[0]
     place = first.axes.index("heads")

@@ -61,7 +61,7 @@ class Rewriter:
         return op if only_reader and isinstance(op, kind) else None
 
     def summands(self, op: Op, kind: type[Kind]) -> Iterator[tuple[Kind, Tensor, Tensor]]:
-        """Yield the sole maker of each of an addition's two inputs if it is of this kind, this input, the other one."""
+        """Yield (maker, this input, other input) for each input of an addition whose sole maker is of this kind."""
         for mine, other in (op.inputs, op.inputs[::-1]):
             if maker := self.sole_maker(mine, op, kind):
                 yield maker, mine, other
@@ -71,13 +71,13 @@ class Rewriter:
         del self.ops[self._leave(op)]
 
     def changed(self, op: Op) -> None:
-        """Update the records of an operator after a change of its inputs or outputs."""
+        """Update the Rewriter's records after the inputs or outputs of an operator were changed."""
         self._enter(op, self._leave(op))
 
     def replace(self, old: list[Op], new: Op) -> bool:
-        """Replace operators by one operator at the position of the last of them.
+        """Replace the operators `old` by the operator `new`, at the position of the last of them. Return True.
 
-        Returns False, and changes nothing, if an operator before that position reads a removed result.
+        If an operator before that position reads a result of `old`, change nothing and return False.
         """
         *others, last = sorted(old, key=self.order.__getitem__)
         readers = [reader for op in others for t in op.outputs for reader in self.readers.get(t, [])]
@@ -90,14 +90,17 @@ class Rewriter:
         return True
 
     def place(self, old: list[Op], new: Op) -> int | None:
-        """Return the first position among `old` that is after all makers and before all readers of `new`, or None."""
+        """Return the first position of an operator in `old` where `new` can replace all operators of `old`.
+
+        It is after the makers of the inputs of `new` and before the readers of its outputs. None: there is none.
+        """
         makers = [self.order[self.maker[t]] for t in new.inputs if t in self.maker and self.maker[t] not in old]
         readers = [self.order[r] for op in old for t in op.outputs for r in self.readers.get(t, []) if r not in old]
         places = sorted(self.order[op] for op in old)
         return next((k for k in places if max(makers, default=-1) < k < min(readers, default=k + 1)), None)
 
     def put(self, old: list[Op], new: Op, place: int) -> None:
-        """Replace operators by one operator, which has a name, at the position `place` of one of them."""
+        """Replace the operators `old` by `new`, which already has a name. place: the position of one of `old`."""
         new.phase = old[0].phase
         for at in [self._leave(op) for op in old]:
             if at != place:
@@ -121,8 +124,11 @@ class Rewriter:
                     heapq.heappush(waiting, self.order[op])
 
     def _around(self, tensors: set[Tensor]) -> set[Op]:
-        """Return the makers and readers of tensors. Tensors without a maker are skipped: all layers may read a mask."""
+        """Return the makers and readers of tensors. Tensors without a maker, such as a mask, are skipped.
+
+        All layers may read such a tensor, so its readers are no neighbours.
+        """
         return {op for t in tensors if t in self.maker for op in (self.maker[t], *self.readers.get(t, []))}
 
 
-Rule = Callable[[Rewriter, Op], bool]
+Rule = Callable[[Rewriter, Op], bool]  # changes the graph around an operator; returns whether it changed anything

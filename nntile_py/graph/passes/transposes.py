@@ -15,7 +15,7 @@ from nntile_py.tiles import Tiling
 
 
 def attention_layout(rewriter: Rewriter, op: Op) -> bool:
-    """Remove the transposes around attention, or around its gradient."""
+    """Remove the transposes before or after attention, or before or after its gradient."""
     if isinstance(op, Attention):
         before = _around_attention(rewriter, op)
     elif isinstance(op, AttentionGrad):
@@ -54,7 +54,10 @@ def _around_attention(rewriter: Rewriter, op: Attention) -> list[Op | None] | No
 
 
 def _around_gradient(rewriter: Rewriter, op: AttentionGrad) -> list[Op | None] | None:
-    """Do the same for the gradient of attention."""
+    """Let the gradient of attention read the gradient of the output, or write its outputs, without a transpose.
+
+    Returns the maker of the gradient of the output, in a list; None if nothing changes.
+    """
     before = [rewriter.maker.get(op.do)]
     readers = [rewriter.readers.get(t, []) for t in op.outputs]
     after = [r[0] for r in readers if len(r) == 1]
@@ -76,9 +79,9 @@ def _transpose_alike(ops: Sequence[Op | None]) -> bool:
 
 
 def transposed_input(rewriter: Rewriter, op: Op) -> bool:
-    """Contract(Transpose(x), w) and Sum(Transpose(x)): the operator reads x.
+    """Fuse Contract(Transpose(x), w) and Sum(Transpose(x)): the operator reads x.
 
-    The transpose stays if several products read it and each would have to copy its tiles into a matrix.
+    The transpose stays if several products read it and a product would have to copy tiles of x into a matrix.
     """
     if not isinstance(op, Contract | Sum):
         return False
@@ -112,9 +115,9 @@ def _reads_matrix(product: Contract, tensor: Tensor, x: Tensor) -> bool:
 
 
 def transposed_output(rewriter: Rewriter, op: Op, tiling: Tiling) -> bool:
-    """Transpose(Contract) and Transpose(BiasAdd(Contract)): the product writes the transposed order.
+    """Fuse Transpose(Contract) and Transpose(BiasAdd(Contract)): the product writes the transposed order.
 
-    This is GEMM + reshape, algorithm 4 of the NNTile report. The transpose stays if the summed axes are cut: it
+    This is GEMM + reshape, algorithm 4 of the NNTile report. The transpose stays if the summed axes are cut, because it
     reorders the sum once, whereas a fused transposition would reorder every partial product.
     """
     if not isinstance(op, Transpose):
