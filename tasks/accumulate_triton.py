@@ -1,4 +1,4 @@
-"""Combination of partial results on CUDA, as in accumulate.cpp."""
+"""CUDA kernels that combine two partial results: sums, softmax states or moments. CPU kernels: accumulate.cpp."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import triton
@@ -11,7 +11,10 @@ from .launch import Launches, ceil_div, elementwise, launch, launches, numel, po
 
 @triton.jit
 def combine_softmax(top_a, sum_a, top_b, sum_b):
-    """Combine two (max, sumexp), and return the weights of the values of each, in fp32; sumexp 0: empty."""
+    """Combine two softmax states (max, sumexp). A state with sumexp 0 is empty.
+
+    Return in fp32: max, sumexp, and the factors by which to multiply the values of the first and of the second state.
+    """
     top_a, sum_a, top_b, sum_b = top_a.to(tl.float32), sum_a.to(tl.float32), top_b.to(tl.float32), sum_b.to(tl.float32)
     top = tl.where(sum_a == 0, top_b, tl.where(sum_b == 0, top_a, tl.maximum(top_a, top_b)))
     keep_a = tl.where(sum_a == 0, 0.0, tl.exp(top_a - top))
@@ -21,7 +24,7 @@ def combine_softmax(top_a, sum_a, top_b, sum_b):
 
 @triton.jit
 def combine_moments(n_a, mean_a, m2_a, n_b, mean_b, m2_b):
-    """Combine two (count, mean, M2): Chan, Golub and LeVeque (1979)."""
+    """Combine two (count, mean, M2 = sum of squared deviations from the mean): Chan, Golub and LeVeque (1979)."""
     count, delta = n_a + n_b, mean_b - mean_a
     share = n_b / tl.maximum(count, 1.0)
     return count, mean_a + delta * share, m2_a + m2_b + delta * delta * n_a * share

@@ -1,4 +1,4 @@
-"""Activations as in transformers: relu, gelu (exact, erf), gelu_new (its tanh approximation), tanh, silu, quick_gelu.
+"""Activations as in transformers: relu, gelu (exact, with erf), gelu_new (gelu by tanh), tanh, silu, quick_gelu.
 
 gelu, silu = x sigmoid(x) and quick_gelu = x sigmoid(1.702 x): Hendrycks and Gimpel 2016.
 """
@@ -17,11 +17,11 @@ from .scalar.expression import Number, erf, exp, maximum, select, tanh
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "tanh", "silu", "quick_gelu")  # kernels take the position in this tuple
 
 _C = math.sqrt(2 / math.pi)
-_SLOPES = {"silu": 1.0, "quick_gelu": 1.702}  # x sigmoid(slope x)
+_SLOPES = {"silu": 1.0, "quick_gelu": 1.702}  # the slope in x sigmoid(slope x)
 
 
 def check_kind(kind: str) -> str:
-    """Return the kind. ValueError if it is not an activation."""
+    """Return `kind` unchanged. Raise ValueError if ACTIVATIONS does not contain it."""
     if kind not in ACTIVATIONS:
         raise ValueError(f"activation: {kind!r} is not allowed; use one of {', '.join(ACTIVATIONS)}")
     return kind
@@ -32,7 +32,7 @@ def _sigmoid(x: Number) -> Number:
 
 
 def activate(kind: str, x: Number) -> Number:
-    """Return the activation of an array or an expression."""
+    """Return act(x) for the activation named `kind`; x is an array or an expression."""
     if kind == "relu":
         return maximum(x, 0.0)
     if kind == "gelu":
@@ -45,17 +45,17 @@ def activate(kind: str, x: Number) -> Number:
 
 
 def activate_flop(kind: str) -> float:
-    """Return the flop of the activation per element."""
+    """Return the number of operations of act(x) per element."""
     return 1.0 if kind == "relu" else 10.0
 
 
 def derivative_flop(kind: str) -> float:
-    """Return the flop of a product with the activation's derivative per element."""
+    """Return the number of operations of dy * act'(x) per element."""
     return 1.0 if kind == "relu" else 15.0
 
 
 def derivative(kind: str, x: Number) -> Number:
-    """Return the derivative of the activation, of an array or an expression."""
+    """Return act'(x) for the activation named `kind`; x is an array or an expression."""
     if kind == "relu":
         return select(x > 0, 1.0, 0.0)
     if kind == "gelu":
@@ -123,5 +123,5 @@ class ActivationGrad(Pointwise):
 
 
 def activation(g: GraphLike, x: Tensor, kind: str) -> Tensor:
-    """act(x), element-wise; kind: one of ACTIVATIONS."""
+    """Return act(x), element-wise; kind: one of ACTIVATIONS."""
     return g.add(Activation(x, g.temp(kind, x.axes, x.shape, x.dtype), kind)).output

@@ -1,4 +1,4 @@
-"""Activations on CUDA. A KIND is a position in activation.ACTIVATIONS."""
+"""Activations on CUDA. A kernel's constant KIND is the activation's position in activation.ACTIVATIONS."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import triton
@@ -18,7 +18,7 @@ def _gelu_new_gate(x):
 
 @triton.jit
 def tanh(x):
-    """Return tanh from exponentials; near zero, where they cancel, from a series that is exact to fp32's rounding."""
+    """Return tanh(x) from exponentials. Near zero these cancel: there, use a series that is exact to fp32 rounding."""
     e, x2 = tl.exp(-2 * tl.abs(x)), x * x
     far = tl.where(x < 0, -1.0, 1.0) * (1 - e) / (1 + e)
     return tl.where(x2 < 0.04, x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 - x2 * (17 / 315)))), far)

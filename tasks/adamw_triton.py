@@ -1,4 +1,4 @@
-"""AdamW on CUDA. Tiles as in adamw.cpp, then the master."""
+"""AdamW on CUDA. A task has the tiles of adamw.cpp, then the tile of master weights or of their low bits, if any."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Attention without scores in memory: the vendor's fused kernel, two-pass flash, or one pass with log-sum-exp merges.
+"""Attention that never stores the scores: by a vendor's fused kernel, two-pass flash, or one pass that merges states.
 
 Axes: b batch, h heads, s seq, d head_dim, in any order, the same for q, k and v. k and v may have the axis key instead
-of seq, with another length, and kv_heads instead of heads, so that a group of query heads shares one of kv_heads.
+of seq, with another length. They may have kv_heads instead of heads: then a group of query heads shares each kv_head.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .mask import Limits, Mask, masked_softmax
 from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype
 
 Backend = Literal["vendor", "merge", "flash", "naive", "segments", "varlen", "cudnn"]
-BACKENDS: tuple[str, ...] = get_args(Backend)  # naive: see attention_naive.py; others: Attention
-NAMED: tuple[Backend, ...] = "segments", "varlen", "cudnn"  # as vendor, but with a fixed kernel over segments
+BACKENDS: tuple[str, ...] = get_args(Backend)  # naive is in attention_naive.py, all others in Attention
+NAMED: tuple[Backend, ...] = "segments", "varlen", "cudnn"  # like vendor, but segments always use this kernel
 WITH_DROPOUT: tuple[Backend, ...] = "naive", "segments"  # support dropout of probabilities
 
 
@@ -86,8 +86,8 @@ class PairGradArgs(TaskArgs):
 class Attention(Op):
     """o = softmax(scale q k^T, masked) v with scale 1/sqrt(d); lse [b, h, s]: log-sum-exp of the scores.
 
-    A query that attends to no key gets zeros as its output and 0 as its lse. Pairs of tiles that the mask hides wholly
-    have no task.
+    A query that attends to no key gets an output of zeros and an lse of 0. A pair of tiles that the mask hides wholly
+    has no task.
 
     Args:
         backend: `vendor`: one fused task where seq and key are not cut, else as `merge`.
@@ -98,7 +98,7 @@ class Attention(Op):
             attention_segments_triton.py on CUDA.
             `varlen`, `cudnn`: as `vendor`, but a mask with segments uses ATen's variable-length flash attention or
             cuDNN's ragged kernel on CUDA. TaskError where that kernel does not support the case.
-        dropout: of the probabilities. Only `segments` supports it, and seq and key must not be cut.
+        dropout: dropout of the probabilities. Only `segments` supports dropout, and seq and key must not be cut.
     """
 
     category = CONTRACTION
@@ -122,7 +122,7 @@ class Attention(Op):
 
     @property
     def data(self) -> list[Tensor]:
-        """Inputs besides the operands."""
+        """Inputs besides q, k and v: tensors of the mask, and row numbers for dropout."""
         return [*self.mask.inputs, *([self.dropout.row_numbers] if self.dropout and self.dropout.row_numbers else [])]
 
     @property
@@ -131,7 +131,7 @@ class Attention(Op):
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel for uncut sequences."""
+        """Name of the kernel that computes uncut sequences in one task."""
         own = self.backend in NAMED and (self.mask.segments or self.dropout)
         return f"attention_{self.backend}" if own else "attention"
 
@@ -158,7 +158,7 @@ class Attention(Op):
 
     @property
     def _keys(self) -> tuple[Tensor, str]:
-        """k and its position axis."""
+        """The tensor that holds k, and the name of its position axis: key or seq."""
         k = self.operands.parts[1][0]
         return k, "key" if "key" in k.axes else "seq"
 
@@ -204,7 +204,11 @@ class Attention(Op):
         return lowering.part(self.output, "seq", at), lowering.part(k, axis, key)
 
     def masked(self, lowering: Lowering, at: Index, key: Index) -> tuple[bool, Limits | None, list[Access]]:
-        """Return for a pair of tiles: whether the diagonal crosses it, its other masks, accesses of the masks' data."""
+        """Return how the query tile `at` and the key tile `key` are masked.
+
+        Returns:
+            Whether the causal diagonal crosses the pair of tiles, the other masks, and accesses to the masks' data.
+        """
         seq, keys = self.parts(lowering, at, key)
         accesses, dropout = self.mask.accesses(lowering, key), None
         if self.dropout:
@@ -226,7 +230,7 @@ class Attention(Op):
                 self._lower_tiled(lowering, at)
 
     def _lower_pair(self, lowering: Lowering, kernel: str, first: list[Access], at: Index, key: Index) -> None:
-        """Emit a task that writes or adds to the output; its tiles are out, lse, then its inputs."""
+        """Emit a task that writes the output tile or adds to it. Tiles of the task: out, lse, then the inputs."""
         tiles, qkv = self.operands.tiles(lowering, at, key)
         diagonal, limits, more = self.masked(lowering, at, key)
         out = lowering.tile(self.output, at)
@@ -257,7 +261,7 @@ class Attention(Op):
     # -- reference
 
     def factors(self, data: Sequence[Array], seed: int) -> Array | float:
-        """Return the factors of the probabilities: mask / (1 - p), or 1."""
+        """Return dropout's factors for the probabilities: mask / (1 - p), or 1 without dropout."""
         keys, axis = self._keys
         return self.dropout.factors([*self.lse.shape, keys.size(axis)], data, seed) if self.dropout else 1.0
 
@@ -284,7 +288,7 @@ class AttentionGrad(Op):
 
     With delta = rowsum(do o), p = exp(scale q k^T - lse), dp = do v^T, ds = scale p (dp - delta):
     dq = sum over keys ds k, dk = sum over queries ds^T q, dv = sum over queries p^T do.
-    Dropout multiplies dp, and p in dv.
+    Dropout multiplies dp by mask / (1 - p), and also p in the formula of dv.
     """
 
     category = CONTRACTION
@@ -296,7 +300,7 @@ class AttentionGrad(Op):
         self.write(outs)
 
     def write(self, outs: Sequence[Tensor]) -> None:
-        """Replace the output tensors of the gradients."""
+        """Replace the tensors that receive the gradients of q, k and v."""
         self.outputs, self.grads = list(outs), self.forward.operands.on(outs)
 
     @property
@@ -348,7 +352,7 @@ class AttentionGrad(Op):
 def attention(
     g: GraphLike, q: Operand, k: Operand, v: Operand, mask: Mask, backend: str = "vendor", dropout: float = 0.0
 ) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim), masked) v, with q's axes.
+    """Return softmax(q k^T / sqrt(head_dim), masked) v, with q's axes.
 
     Args:
         q: axes batch, heads, seq, head_dim in any order; batch may be missing. q, k or v may also be a pair
@@ -356,8 +360,8 @@ def attention(
         k: as q, but with kv_heads instead of heads if k and v have fewer heads, and with key instead of seq if the keys
             have other positions than the queries.
         v: as k.
-        backend: see Attention; or naive, with scores in memory.
-        dropout: probability of a zero among the attention probabilities; requires the backend naive or segments. Where
+        backend: a backend of Attention; or naive, which stores the scores in memory.
+        dropout: probability of a zero among the attention probabilities; requires the backend naive or segments. If
             g.cuts cuts seq or key, segments falls back to naive.
 
     Raises:
@@ -389,7 +393,7 @@ def attention(
 
 
 def _dropout(g: GraphLike, rate: float, axes: Sequence[str], sizes: dict[str, int], mask: Mask) -> ScoresDropout:
-    """Return the dropout of the probabilities for queries with these axes, within one task."""
+    """Return the dropout of the attention probabilities, for attention in one task; axes: axes of the queries."""
     if not mask.segments:
         return ScoresDropout(rate, g.dropout_key(), steps_of(scores_axes(axes), sizes))
     padded = sizes | dict.fromkeys(("seq", "key"), mask.longest or sizes["seq"])

@@ -1,4 +1,4 @@
-"""Dropout of the probabilities inside attention kernels."""
+"""Dropout of attention probabilities inside attention kernels, which do not store the probabilities."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Steps = tuple[int, int, int, int]
 
 
 def steps_of(order: Sequence[str], sizes: dict[str, int]) -> Steps:
-    """Return the strides of batch, heads, seq and key in probabilities with this order of axes; 0: missing axis."""
+    """Return the strides of batch, heads, seq and key in probabilities with axes `order`; 0 for a missing axis."""
     steps, step = dict.fromkeys(("batch", "heads", "seq", "key"), 0), 1
     for axis in reversed(order):
         steps[axis], step = step, step * sizes[axis]
@@ -27,12 +27,16 @@ def steps_of(order: Sequence[str], sizes: dict[str, int]) -> Steps:
 
 @dataclass(frozen=True)
 class ScoresDropout:
-    """The mask that Dropout would have on probabilities in memory: a hash of the index of each element.
+    """The dropout mask of attention probabilities: a hash of the index of each probability.
+
+    The mask equals the mask of the operator Dropout on probabilities stored in memory.
 
     Args:
-        steps: strides of that index along batch, heads, seq and key.
-        row_numbers: [batch, seq], for packed sequences: the position of each token in the padded [batch, seq], whose
-            probabilities are [batch, heads, seq, key].
+        p: probability of a zero.
+        key: number of this dropout in the graph.
+        steps: strides of the index along batch, heads, seq and key.
+        row_numbers: for packed sequences, [batch, seq]: the position of each token in the padded batch [batch, seq].
+            The index then counts the padded probabilities [batch, heads, seq, key].
     """
 
     p: float
@@ -46,7 +50,10 @@ class ScoresDropout:
         return DropoutArgs(self.key, self.row_numbers is not None, first, self.steps, Slot("dropout_seed"), self.p)
 
     def factors(self, sizes: Sequence[int], data: Sequence[Array], seed: int) -> Array:
-        """Return mask / (1 - p), [batch, heads, seq, key]; for packed sequences 1 except for pairs within a segment."""
+        """Return mask / (1 - p) as an array [batch, heads, seq, key].
+
+        For packed sequences, only pairs within a segment have a mask; all other entries are 1.
+        """
         if not self.row_numbers:
             return self._kept(0, sizes, seed)
         offsets, row_numbers = data[-2:]

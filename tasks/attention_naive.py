@@ -1,4 +1,4 @@
-"""Attention with scores in memory, as separate operators."""
+"""Attention as separate operators, with the scores stored in memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .softmax import Softmax
 
 
 def scores_axes(queries: Sequence[str]) -> list[str]:
-    """Return the axes of the scores, in the order of the queries' axes."""
+    """Return the axes of the scores: the queries' axes without seq and head_dim, then seq and key."""
     return [*(a for a in queries if a not in ("seq", "head_dim")), "seq", "key"]
 
 
 def naive(g: GraphLike, operands: Operands, mask: Mask, dropout: float) -> Tensor:
-    """Add scores, softmax and weighted sum as separate operators."""
+    """Add operators for scores, softmax and weighted sum to the graph. Return the weighted sum, with the axes of q."""
     packed = dict.fromkeys(t for t, index in operands.parts if index >= 0)
     slices = {t: unpack(g, t, "qkv") for t in packed}
     q, k, v = (slices[t][index] if index >= 0 else t for t, index in operands.parts)

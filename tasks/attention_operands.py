@@ -1,4 +1,4 @@
-"""Operands of attention: q, k and v as tensors, or as slices of packed tensors, and their checks."""
+"""The operands q, k and v of attention: tensors, or slices of packed tensors, and checks of their axes and sizes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .mask import Mask
 from .op import Array, GraphLike, Index, Lowering, Tensor
 
 BHSD = ("batch", "heads", "seq", "head_dim")
-ROLES = {"kv_heads": "heads", "key": "seq"}  # of the axes of k and v
+ROLES = {"kv_heads": "heads", "key": "seq"}  # axes of k and v, and the axis of q with the same role
 
 Operand = Tensor | tuple[Tensor, int]  # a tensor, or a slice of its axis qkv
 
 
 class OperandsArgs(TaskArgs):
-    """Positions of q, k, v, or of their gradients, among a task's tiles, and the order of their axes."""
+    """Where a task finds q, k, v (or dq, dk, dv) among its tiles, and the order of the axes of these tiles."""
 
     axis: int  # position of the axis qkv; -1: no tile has this axis
     order: tuple[int, int, int, int]  # positions of b, h, s, d among the axes without qkv; -1: missing
@@ -29,7 +29,7 @@ class OperandsArgs(TaskArgs):
 
 
 def order_of(axes: Sequence[str]) -> tuple[int, int, int, int]:
-    """Return the positions of batch, heads, seq, head_dim (or kv_heads, key) among axes; -1: no batch."""
+    """Return the positions of batch, heads (kv_heads), seq (key) and head_dim in `axes` without qkv; -1: no batch."""
     roles = [ROLES.get(axis, axis) for axis in axes if axis != "qkv"]
     b, h, s, d = (roles.index(axis) if axis in roles else -1 for axis in BHSD)
     return b, h, s, d
@@ -63,7 +63,7 @@ class Operands:
         return Operands(q, k, v)
 
     def tiles(self, lowering: Lowering, at: Index, key: Index) -> tuple[list[Tile], OperandsArgs]:
-        """Return the distinct tiles with q at `at` and k, v at `key`, and the operands' positions among them."""
+        """Return the distinct tiles of q at index `at` and of k, v at index `key`, and where q, k, v are among them."""
         tiles: list[Tile] = []
         places = []
         for (tensor, index), where in zip(self.parts, (at, key, key), strict=True):
@@ -75,13 +75,13 @@ class Operands:
         return tiles, OperandsArgs(axis=self.axis, order=self.order, q=q, k=k, v=v)
 
     def split(self, *arrays: Array) -> list[Array]:
-        """Return q, k, v as arrays [b, h, s, d]."""
+        """Return q, k, v as arrays [b, h, s, d], from the arrays of the operands' tensors."""
         whole = dict(zip(self.tensors, arrays, strict=True))
         parts = [whole[t] if i < 0 else whole[t].take(i, axis=self.axis) for t, i in self.parts]
         return [as_bhsd(x, self.order) for x in parts]
 
     def join(self, *arrays: Array) -> list[Array]:
-        """Return the tensors with these slices [b, h, s, d]."""
+        """Return the arrays of the operands' tensors, from q, k, v as arrays [b, h, s, d]: the inverse of `split`."""
         result = [np.zeros(t.shape) for t in self.tensors]
         for (tensor, index), x in zip(self.parts, arrays, strict=True):
             whole = result[self.tensors.index(tensor)]
@@ -90,7 +90,11 @@ class Operands:
 
 
 def checked(g: GraphLike, q: Operand, k: Operand, v: Operand, mask: Mask) -> Operands:
-    """Return the operands with one order of axes. ValueError if they do not fit one another or the mask."""
+    """Return the operands, with k and v transposed to q's order of axes.
+
+    Raises:
+        ValueError: q, k and v do not fit one another or the mask.
+    """
     x, *others = (part[0] if isinstance(part, tuple) else part for part in (q, k, v))
     first, *rest = ([axis for axis in t.axes if axis != "qkv"] for t in (x, *others))
     if not set(BHSD[1:]) <= set(first) <= set(BHSD):

@@ -1,4 +1,4 @@
-"""Repeated heads of keys and values for groups of query heads, for attention with scores in memory."""
+"""Repeats each head of keys and values for the query heads that share it. Attention with stored scores needs this."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .op import Array, GraphLike, Lowering, Op, Tensor
 class RepeatArgs(TaskArgs):
     """Arguments of attention_repeat and attention_repeat_grad."""
 
-    axis: int  # position of heads
+    axis: int  # position of the axis heads
 
 
 class AttentionRepeat(Op):
@@ -66,14 +66,14 @@ class AttentionRepeatGrad(Op):
 
 
 def repeat_heads(g: GraphLike, x: Tensor, heads: int) -> Tensor:
-    """Repeat each of x's kv_heads for consecutive query heads, `heads` in total."""
+    """Return x with each kv_head repeated for consecutive query heads, so that the result has `heads` heads."""
     axes = ["heads" if axis == "kv_heads" else axis for axis in x.axes]
     shape = [heads if axis == "heads" else x.size(axis) for axis in axes]
     return g.add(AttentionRepeat(x, g.temp("repeat", axes, shape, x.dtype))).output
 
 
 def tile_of_group(lowering: Lowering, few: Tensor, many: Tensor, heads: int) -> int:
-    """Return the number of the kv_heads tile of `few` for the heads tile number `heads` of `many`."""
+    """Return the number of the tile of `few`, along kv_heads, for tile number `heads` of `many`, along heads."""
     group = many.size("heads") // few.size("kv_heads")
     first = lowering.parts(many, "heads")[heads].offset // group
     return next(i for i, part in enumerate(lowering.parts(few, "kv_heads")) if first < part.end)

@@ -1,8 +1,8 @@
-"""Gradients of attention_segments_triton.py, on CUDA. Tiles as in attention.cpp.
+"""Gradients of the attention in attention_segments_triton.py, on CUDA. attention.cpp lists the tiles of each task.
 
-Short sequences: a program has a whole sequence and all query heads that share its keys, and computes dq, dk and dv in
-one pass. Longer sequences: one pass for dq, then one for dk and dv. There are no atomic additions, so results are the
-same to the bit each time.
+Short sequences: a program has a whole sequence and all query heads that share the keys, and computes dq, dk and dv in
+one pass. Longer sequences: one pass computes dq, a second pass dk and dv. There are no atomic additions, so every run
+gives the same bits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -42,7 +42,7 @@ from .launch import Launch, Launches, Parameter, Scratch, ceil_div, launch, laun
 @triton.jit
 def queries_of(first, n, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
                 TWO_SIDED: tl.constexpr):  # fmt: skip
-    """Return the interval of queries that attend to KEYS keys from `first` on; it begins at a multiple of ROWS."""
+    """Return begin and end of the queries that attend to the KEYS keys from `first` on; begin is a multiple of ROWS."""
     begin, end = first * 0, n
     if CAUSAL:
         begin = first // ROWS * ROWS
@@ -59,10 +59,10 @@ def of_pairs(
     STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr = False,
 ):  # fmt: skip
-    """Return the weights of the values and the gradient of the scaled scores; lse: from `load_queries`.
+    """Return the weights of the values, and the gradient of the scaled scores, for a block of (query, key) pairs.
 
-    TRANSPOSED: both are [keys, rows], with keys in the order of `permuted_keys`. The products over rows, for dk and dv,
-    then take them from registers.
+    lse: from `load_queries`. TRANSPOSED: both results are [keys, rows], with keys in the order of `permuted_keys`. The
+    products over rows, which give dk and dv, then read both results from registers.
     """
     if TRANSPOSED:
         s = scores_of(k, q, row, key, kept, CAUSAL, WINDOW, TWO_SIDED, PRECISION, True)
@@ -84,14 +84,17 @@ def of_pairs(
 
 @triton.jit
 def _along(rows, TRANSPOSED: tl.constexpr):
-    """Return numbers per row in the shape that broadcasts over pairs."""
+    """Return one number per row in the shape that broadcasts over pairs: [1, rows] if TRANSPOSED, else [rows, 1]."""
     return rows[None, :] if TRANSPOSED else rows[:, None]
 
 
 @triton.jit
 def load_queries(Q, D_OUT, LSE, start, head, row, n, Q_AT: tl.constexpr, D_OUT_AT: tl.constexpr, LSE_AT: tl.constexpr,
                  D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Load rows of q, of the output's gradient, and lse to base 2; rows beyond the last get weights of 0."""
+    """Return rows of q, rows of the output's gradient, and lse to base 2 of these rows.
+
+    Rows beyond the last get an infinite lse, so that their weights are 0.
+    """
     q = load_rows(Q, start, head, row, n, Q_AT, D, BLOCK_D)
     d_out = load_rows(D_OUT, start, head, row, n, D_OUT_AT, D, BLOCK_D)
     lse = tl.sum(load_rows(LSE, start, head, row, n, LSE_AT, 1, 1), 1) * LOG2E
@@ -100,7 +103,7 @@ def load_queries(Q, D_OUT, LSE, start, head, row, n, Q_AT: tl.constexpr, D_OUT_A
 
 @triton.jit
 def delta_of(OUT, d_out, start, head, row, n, OUT_AT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the sum over head_dim of the output times its gradient."""
+    """Return for each row the sum over head_dim of the output times the output's gradient."""
     out = load_rows(OUT, start, head, row, n, OUT_AT, D, BLOCK_D)
     return tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
 
@@ -108,7 +111,7 @@ def delta_of(OUT, d_out, start, head, row, n, OUT_AT: tl.constexpr, D: tl.conste
 @triton.jit
 def _clear_keys(DK, DV, DATA, start, n, head, block, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D: tl.constexpr,
                 BLOCKS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
-    """Store zeros behind the last segment, unless the kernel adds to dk and dv."""
+    """Set dk and dv of tokens without a segment to zero, unless the kernel adds to dk and dv (ACC)."""
     if not ACC:
         clear(DK, DATA, start, n, head, block, DK_AT, D, BLOCKS, KEYS, BLOCK_D)
         clear(DV, DATA, start, n, head, block, DV_AT, D, BLOCKS, KEYS, BLOCK_D)
@@ -176,7 +179,7 @@ def _grad_queries(
     D: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr,
     BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of a block of ROWS queries, and delta with the layout of lse."""
+    """Compute dq of a block of ROWS queries. Store their delta for `_grad_keys`, in the layout of lse."""
     number, block, head = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
     start, n, m = sequence_of(DATA, number, offsets, tokens, keys, PACKED)
     first = block * ROWS
@@ -221,7 +224,7 @@ def _grad_keys(
         _clear_keys(DK, DV, DATA, start, n, head, block, DK_AT, DV_AT, D, BLOCKS, KEYS, BLOCK_D, ACC)
     elif first < m:
         key = first + permuted_keys(KEYS)
-        # Values of keys beyond the last are not stored.
+        # Keys beyond the last need no mask: their dk and dv are not stored.
         kept = kept_keys(DATA, start, key, m, PADDED, ENDS=False)
         drawn = first_draw(DRAWS, start, mask_first, STEPS, PACKED)
         k = load_rows(K, start, head, key, m, K_AT, D, BLOCK_D)
@@ -270,7 +273,7 @@ def _describe(task: Task) -> Launches:
         return (launch(_grad_whole, common.grid(1, of_keys), *args, **constants, **options),)
 
     def two(for_queries: tuple[int, int], for_keys: tuple[int, int], warps: int) -> tuple[Launch, ...]:
-        """Return the launches of the passes with these ROWS and KEYS."""
+        """Return the launches of both passes. for_queries, for_keys: (ROWS, KEYS) of the first and the second pass."""
         launched, (queries, of_one) = [], common.longest
         passes = (_grad_queries, heads, queries, for_queries, 0), (_grad_keys, of_keys, of_one, for_keys, 1)
         for kernel, of, positions, sizes, own in passes:
@@ -291,7 +294,7 @@ def _describe(task: Task) -> Launches:
         ways += [whole(min(most, 64), most, 4 if most <= 64 else 8)] if most <= WHOLE else []
         ways += [whole(32, most, 8)] if 64 < most <= WHOLE else []
         ways += [whole(32, 128, 4)] if most == 128 else []
-    if adds:  # a measurement would add again
+    if adds:  # no candidates: each timing of a candidate would add to dk and dv again
         ways = ways[:1]
     key = f"turned gradient {common.key} of {names_of(ways)}"
     return Launches(ways[0], scratch.bytes, others=tuple(ways[1:]), key=key)

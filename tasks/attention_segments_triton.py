@@ -1,13 +1,14 @@
-"""Attention over packed sequences, and over rows of a batch with dropout, on CUDA. Tiles as in attention.cpp.
+"""Attention over packed sequences, or over rows of a batch with dropout, on CUDA.
 
-A program has a block of queries of one sequence and one head. PACKED: sequences are segments of one row of tokens.
-Programs without a segment return at once; programs behind the last segment clear tokens that belong to no segment.
-Otherwise each row of the batch is a sequence. All rows have the same number of queries and the same number of keys, and
-padding may mask keys.
+attention.cpp lists the tiles of each task. A program computes a block of queries of one sequence and one head.
+
+PACKED: the sequences are segments of one row of tokens. Programs without a segment return at once. Programs behind the
+last segment set tokens that belong to no segment to zero. Not PACKED: each row of the batch is a sequence. All rows
+have the same number of queries and the same number of keys, and padding may mask keys.
 
 Short sequences: all keys and values are on chip, without online softmax (the short form of ByteTransformer, Zhai et al.
-2023). Longer sequences: one pass over the keys with online softmax (Dao et al. 2022). C++ measures which block sizes
-are the fastest, for `vendor` also ATen's and cuDNN's kernels.
+2023). Longer sequences: one pass over the keys with online softmax (Dao et al. 2022). The C++ code times the candidate
+block sizes and uses the fastest. For the backend `vendor`, ATen's and cuDNN's kernels are candidates too.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -30,13 +31,13 @@ from .launch import Int, Launch, Launches, Parameter, ceil_div, launch, launches
 from .mask import Limits
 
 Layout = tuple[int, int, int, int, int]  # offset of the first element; strides of tokens, heads, head_dim, `start`
-WHOLE = 256  # maximum positions of a sequence with all keys and values on chip
+WHOLE = 256  # longest sequence whose keys and values are all on chip
 LOG2E, LN2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
 
 
 @triton.jit
 def sequence_of(DATA, number, offsets, tokens, keys, PACKED: tl.constexpr):
-    """Return start (first token of a segment, or row of the batch), queries and keys of a sequence.
+    """Return start (first token of a segment, or row of the batch), number of queries and number of keys of a sequence.
 
     Segment number offsets - 1 stands for the tokens behind the last segment.
     """
@@ -51,7 +52,7 @@ def sequence_of(DATA, number, offsets, tokens, keys, PACKED: tl.constexpr):
 
 @triton.jit
 def kept_keys(DATA, start, key, keys, PADDED: tl.constexpr, ENDS: tl.constexpr = True):
-    """Return which keys are unmasked by padding and, if the sequence ENDS among them, exist."""
+    """Return which keys are not masked by padding. ENDS: also mask keys beyond the end of the sequence."""
     kept = key < keys if ENDS or PADDED else key == key
     if PADDED:
         kept = kept & (tl.load(DATA + start * keys + key, kept, 0) != 0)
@@ -60,7 +61,7 @@ def kept_keys(DATA, start, key, keys, PADDED: tl.constexpr, ENDS: tl.constexpr =
 
 @triton.jit
 def place_of(X, start, head, row, AT: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the offsets of a head's rows, [rows, head_dim]; AT: a Layout."""
+    """Return pointers to rows of one head, [rows, head_dim]; AT: the Layout of X."""
     X += AT[0] + start.to(tl.int64) * AT[4] + head.to(tl.int64) * AT[2]
     return X + row[:, None] * AT[1] + tl.arange(0, BLOCK_D)[None, :] * AT[3]
 
@@ -82,7 +83,10 @@ def clear(
     X, DATA, start, n, head, block,
     AT: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Clear rows without a segment: n rows from `start` on, and rows before the first; every BLOCKS-th block."""
+    """Set rows of X without a segment to zero: n rows from `start` on, and the rows before the first segment.
+
+    A program clears every BLOCKS-th block of ROWS rows, from number `block` on.
+    """
     row, zeros = tl.arange(0, ROWS), tl.zeros([ROWS, BLOCK_D], X.dtype.element_ty)
     for first in range(block * ROWS, n, BLOCKS * ROWS):
         store_rows(X, zeros, start, head, first + row, n, AT, D, BLOCK_D)
@@ -93,7 +97,7 @@ def clear(
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    if INTERPRETED:  # numpy there has no bf16
+    if INTERPRETED:  # Triton's interpreter uses numpy, which has no bf16
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)
 
@@ -104,9 +108,9 @@ def scores_of(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
     TRANSPOSED: tl.constexpr = False,
 ):  # fmt: skip
-    """Return the unscaled scores of queries a and keys b; TRANSPOSED: transposed, of keys a and queries b.
+    """Return the unscaled, masked scores of queries a and keys b. TRANSPOSED: [keys, queries], of keys a and queries b.
 
-    The scale is applied with the next subtraction, as one instruction.
+    The caller multiplies by the scale and subtracts in one instruction.
     """
     s = product(a, tl.trans(b), PRECISION)
     by_row: tl.constexpr = 0 if TRANSPOSED else 1
@@ -123,7 +127,10 @@ def scores_of(
 @triton.jit
 def keys_of(first, n, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
              TWO_SIDED: tl.constexpr):  # fmt: skip
-    """Return the interval of n keys to which ROWS queries from `first` on attend; it begins at a multiple of KEYS."""
+    """Return begin and end of the keys, among n, to which the ROWS queries from `first` on attend.
+
+    begin is a multiple of KEYS.
+    """
     begin, end = first * 0, n
     if CAUSAL:
         end = tl.minimum(end, first + ROWS)
@@ -136,7 +143,10 @@ def keys_of(first, n, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constex
 
 @triton.jit
 def first_draw(DRAWS, start, mask_first, STEPS: tl.constexpr, PACKED: tl.constexpr):
-    """Return the index, among all probabilities, of the sequence's first pair in the task's first head."""
+    """Return the dropout index of the sequence's first (query, key) pair in the task's first head.
+
+    The dropout index is the position of a pair among all attention probabilities.
+    """
     if len(STEPS) == 0:
         return start
     elif PACKED:
@@ -147,10 +157,10 @@ def first_draw(DRAWS, start, mask_first, STEPS: tl.constexpr, PACKED: tl.constex
 
 @triton.jit
 def factors_of(row, at, drawn, head, seed, mix, limit, kept_scale, STEPS: tl.constexpr, KEYS: tl.constexpr):
-    """Return mask / (1 - p) of a head's pairs with KEYS keys from `at` on; drawn: from `first_draw`."""
+    """Return mask / (1 - p) for the queries `row` of a head and KEYS keys from `at` on; drawn: from `first_draw`."""
     first = drawn + head.to(tl.int64) * STEPS[1]
     EVEN: tl.constexpr = (STEPS[0] | STEPS[1] | STEPS[2] | STEPS[0] // STEPS[2]) % 2 == 0
-    SAME: tl.constexpr = STEPS[2] & (STEPS[2] - 1) == 0  # rows of a power of two never cross a multiple of 2**33
+    SAME: tl.constexpr = STEPS[2] & (STEPS[2] - 1) == 0  # such rows, of a power of two, never cross a multiple of 2**33
     return drop_factors(
         first, row[:, None], at, seed, mix, limit, kept_scale, STEPS[2], STEPS[1], KEYS, EVEN, SAME
     )  # fmt: skip
@@ -158,7 +168,11 @@ def factors_of(row, at, drawn, head, seed, mix, limit, kept_scale, STEPS: tl.con
 
 @triton.jit
 def permuted_keys(KEYS: tl.constexpr):
-    """Return an order of keys as rows of a product in which a thread, with rows 8 apart, has both keys of a pair."""
+    """Return an order of keys in which one thread has both keys of a pair.
+
+    The keys are the rows of a matrix product, of which a thread holds rows that are 8 apart. Two neighbouring keys are
+    a pair: they share a hash of dropout.
+    """
     at = tl.arange(0, KEYS)
     return at // 16 * 16 + at % 8 * 2 + at // 8 % 2
 
@@ -180,7 +194,10 @@ def _forward(
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCKS: tl.constexpr, ONLINE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of ROWS queries; ONLINE: keys in blocks of KEYS, else all keys at once, at most KEYS."""
+    """Compute the output and lse of a block of ROWS queries.
+
+    ONLINE: a loop over blocks of KEYS keys. Otherwise all keys at once, at most KEYS.
+    """
     number, block, head = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
     start, n, m = sequence_of(DATA, number, offsets, tokens, keys, PACKED)
     first = block * ROWS
@@ -231,7 +248,10 @@ def _forward(
 
 
 def places(task: Task, args: OperandsArgs, first: int, *, packed: bool) -> tuple[list[Parameter], list[Layout], int]:
-    """Return the tiles of q, k, v (or their gradients) from tile `first` on, their layouts, and the next tile."""
+    """Return the tiles of q, k, v (or dq, dk, dv), the layouts of q, k, v, and the number of the next tile.
+
+    first: number of the first of these tiles in the task.
+    """
     tiles, layouts = [], []
     for number, index in (args.q, args.k, args.v):
         steps, base = strides_of(shape(task, first + number)), 0
@@ -243,19 +263,19 @@ def places(task: Task, args: OperandsArgs, first: int, *, packed: bool) -> tuple
 
 
 def layout(steps: Sequence[int], order: Sequence[int], base: int = 0, *, packed: bool) -> Layout:
-    """Return the Layout for `place_of` of axes in this order."""
+    """Return the Layout for `place_of`. order: positions of batch, heads, seq, head_dim in `steps`, the strides."""
     batch, heads, seq, head_dim = order
     start = steps[seq] if packed else steps[batch] if batch >= 0 else 0
     return base, steps[seq], steps[heads], steps[head_dim], start
 
 
 def layout_of_rows(task: Task, number: int, *, packed: bool) -> Layout:
-    """Return the Layout of tile lse [batch, heads, seq]."""
+    """Return the Layout of the task's tile `number`, which is lse [batch, heads, seq]."""
     return layout([*strides_of(shape(task, number)), 1], (0, 1, 2, 3), packed=packed)
 
 
 def extents(task: Task, args: OperandsArgs, number: int, index: int) -> tuple[int, int, int, int]:
-    """Return sequences, heads, tokens and head_dim of an operand's tile."""
+    """Return the sizes of batch (1 without this axis), heads, seq and head_dim of an operand's tile."""
     sizes = list(shape(task, number))
     if index >= 0:
         sizes.pop(args.axis)
@@ -272,7 +292,7 @@ class SegmentArguments:
     longest: tuple[int, int]  # maximum queries and keys of a sequence
     args: list[Parameter]  # kernel arguments from the mask's data on
     constants: dict[str, Any]
-    key: str  # the choice among block sizes depends on this
+    key: str  # the fastest block sizes are stored for this key
 
     def grid(self, blocks: int, heads: int) -> tuple[int, int]:
         return self.sequences * blocks, heads
@@ -281,7 +301,10 @@ class SegmentArguments:
 def shared(
     task: Task, qkv: OperandsArgs, first: int, scale: float, limits: Limits, *, diagonal: bool, data: int
 ) -> SegmentArguments:
-    """Return the shared arguments; first: first tile of q, k and v; data: first tile of the mask's data."""
+    """Return the arguments that all launches of the task share.
+
+    first: number of the first tile of q, k and v; data: number of the first tile of the mask's data.
+    """
     batch, heads, tokens, head_dim = extents(task, qkv, first + qkv.q[0], qkv.q[1])
     _, of_keys, keys, _ = extents(task, qkv, first + qkv.k[0], qkv.k[1])
     packed, dtype, drop = limits.segments, task.accesses[first].tile.dtype, limits.dropout
@@ -305,7 +328,7 @@ def shared(
 
 
 def names_of(ways: Sequence[tuple[Launch, ...]]) -> str:
-    """Return names of the candidates of a stored choice: kernels with their block sizes."""
+    """Return a text that names the candidates: each kernel with its block sizes. The key of a stored choice has it."""
     return ", ".join(" + ".join(map(_name, way)) for way in ways)
 
 
@@ -316,12 +339,12 @@ def _name(one: Launch) -> str:
 
 def served(task: Task, limits: Limits | None) -> bool:
     """Return whether these kernels support the task `attention`, or its gradient."""
-    adds = any(access.accumulate for access in task.accesses)  # a measurement would add again
+    adds = any(access.accumulate for access in task.accesses)  # then each timing of a candidate would add again
     return limits is not None and limits.segments and not adds
 
 
 def beside_cudnn(launches: Launches) -> Launches:
-    """Return launches with a key of their own, so that choices stored before cuDNN was a candidate do not apply."""
+    """Return the launches with another key, so that choices stored before cuDNN was a candidate do not apply."""
     return replace(launches, key=f"beside cuDNN {launches.key}")
 
 

@@ -1,4 +1,4 @@
-"""The part of an attention mask that depends only on positions, so that fully masked tiles can be omitted."""
+"""The part of an attention mask that depends only on positions. It decides which tiles are fully masked."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from nntile_py.tiles import TileRange
 
 @dataclass(frozen=True)
 class Band:
-    """Attended keys by position.
+    """Which keys a query attends to, by position.
 
     Args:
         causal: only keys up to the query's position.
-        window: only the last `window` of these keys.
-        two_sided: instead, keys less than `window` positions away, before and after.
+        window: only the last `window` keys up to the query's position.
+        two_sided: the window instead has the keys less than `window` positions before or after the query.
     """
 
     causal: bool = False
@@ -27,7 +27,7 @@ class Band:
     two_sided: bool = False
 
     def area(self, seq: TileRange, key: TileRange) -> float:
-        """Return the pairs in the tile for counts of flop; as usual, pairs on the causal diagonal count half."""
+        """Return the number of attended pairs in the tile, to count flop. Pairs on the causal diagonal count half."""
         diagonal = max(min(seq.end, key.end) - max(seq.offset, key.offset), 0) if self.causal else 0
         return self.pairs(seq, key) - diagonal / 2
 
@@ -54,7 +54,7 @@ class Band:
         return key.end <= first or key.offset >= end
 
     def reach(self, seq: TileRange) -> tuple[int, float]:
-        """Return the first attended key of the tile's queries and the end of the attended keys, possibly infinite."""
+        """Return begin and end of the keys to which the tile's queries attend; the end may be infinite."""
         first = max(seq.offset - self.window + 1, 0) if self.window else 0
         end = seq.end - 1 + self.window if self.two_sided and self.window else math.inf
         return first, seq.end if self.causal else end
@@ -70,7 +70,7 @@ class Band:
         return key.offset <= seq.end - 1 - self.window or (self.two_sided and key.end - 1 >= seq.offset + self.window)
 
     def allowed(self, seq: int, key: int) -> np.ndarray[Any, Any]:
-        """Return [seq, key]: whether the key is attended."""
+        """Return a boolean array [seq, key]: whether the query attends to the key."""
         distance = np.arange(seq)[:, None] - np.arange(key)
         everywhere = np.full((seq, key), True)
         if self.causal:
@@ -85,7 +85,10 @@ ALL = Band()
 
 @functools.cache
 def share_in_tiles(band: Band, seq: int, key: int, tiles: tuple[int, int]) -> float:
-    """Return the fraction of all pairs in non-empty tiles [seq, key] of this size."""
+    """Return the fraction of all (query, key) pairs that lie in tiles which are not fully masked.
+
+    tiles: tile sizes along seq and key.
+    """
     pairs = 0
     for offset in range(0, seq, tiles[0]):
         part = TileRange(offset, min(tiles[0], seq - offset))

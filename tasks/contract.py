@@ -1,4 +1,4 @@
-"""Contraction of two tensors over their shared axes: every GEMM of the project, with fused epilogues (FusedLinear)."""
+"""Contraction of two tensors over shared axes: every matrix product, with or without fused operations (FusedLinear)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accu
 
 
 class EpilogueArgs(TaskArgs):
-    """Fused operations of a product; they determine the task's tiles."""
+    """The operations fused into a product. They decide which tiles a task has besides a, b and the output."""
 
     bias_axes: int  # bit mask of the bias' axes among the output's axes; -1: no bias
     residual: bool
     activation: int  # position in ACTIVATIONS; -1: none
-    keep_pre: bool
-    aux: bool
-    colsum: int  # input, 0 or 1, to sum over K as well; -1: none
+    keep_pre: bool  # also store the value before the activation
+    aux: bool  # multiply by the activation's derivative at aux
+    colsum: int  # number of the input, 0 or 1, whose sum over K is stored too; -1: none
 
 
 class PlanArgs(TaskArgs):
-    """Roles of the axes: batch, rows, columns, summed."""
+    """How the tensors are seen as matrices: batch axes, row axes (m), column axes (n), summed axes (k)."""
 
-    swap: bool  # exchange a and b, as the output has its columns first
-    batch: int  # number of axes, as below
+    swap: bool  # exchange a and b, as the output has the columns before the rows
+    batch: int  # number of batch axes; m, n, k: numbers of the other axes
     m: int
     n: int
     k: int
@@ -58,7 +58,7 @@ class Contract(Op):
         activation: one of ACTIVATIONS.
         pre: a second output, the value before the activation.
         aux: the output is multiplied by the activation's derivative at aux instead.
-        bias_grad: number of an input, 0 or 1, and a last output: the sum of this input over K.
+        bias_grad: (number of an input, 0 or 1; tensor of an additional output: the sum of this input over K).
     """
 
     category = CONTRACTION
@@ -158,7 +158,8 @@ class Contract(Op):
                 for axis in axes
             )
             epilogue = self._epilogue(first, last, colsum)
-            args = known.setdefault(epilogue, ContractArgs(epilogue, plan, self.scale))  # few; each encoded once
+            # Tasks share few different arguments; each is encoded once.
+            args = known.setdefault(epilogue, ContractArgs(epilogue, plan, self.scale))
             lowering.emit("contract", [*accesses, *start, *finish, *sums], args, flop=flop)
         if not inline and self.activation:
             accesses = [RW(target), *self._finish(lowering, index, out, target)]
@@ -173,7 +174,10 @@ class Contract(Op):
         return [W(out)] if target is not out else []
 
     def _bias_grad(self, lowering: Lowering, at: Index) -> tuple[list[Access], int]:
-        """Return access and input of the fused sum, only for the other input's first tile: each tile counts once."""
+        """Return the access to the bias gradient and the number of the input that this task sums, or [] and -1.
+
+        Only tasks on the first tile of the other input sum, so that each tile counts once.
+        """
         if not self.bias_grad:
             return [], -1
         side, grad = self.bias_grad
@@ -244,7 +248,11 @@ class Contract(Op):
 def contract(
     g: GraphLike, a: Tensor, b: Tensor, out_axes: Sequence[str], *, scale: float = 1.0, like: Tensor | None = None
 ) -> Tensor:
-    """Contract a and b into a new tensor with `out_axes` and the band of `like`, the tensor with this gradient."""
+    """Return the product of a and b, summed over the shared axes that are not in `out_axes`, with the axes `out_axes`.
+
+    Args:
+        like: if the product is a gradient, the tensor with this gradient. The product gets the band of `like`.
+    """
     sizes = {**a.sizes, **b.sizes}
     for axis in a.axes:
         if axis in b.axes and a.size(axis) != b.size(axis):
@@ -258,9 +266,9 @@ def contract(
 
 
 def linear(g: GraphLike, x: Tensor, weight: Tensor, out_axes: Sequence[str], bias: Tensor | None = None) -> Tensor:
-    """y = sum over the axes that x and weight share of x weight (+ bias), with the axes `out_axes`.
+    """Return x times weight, summed over the axes that both share, plus the bias. The result has the axes `out_axes`.
 
-    The operators are named after the weight: mlp.c_fc.weight makes c_fc.contract.
+    The operators are named after the weight: the weight mlp.c_fc.weight gives the operator c_fc.contract.
     """
     with g.scope(next((part for part in reversed(weight.name.split(".")) if part != "weight"), weight.name)):
         y = contract(g, x, weight, out_axes)
