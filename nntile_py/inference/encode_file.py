@@ -29,10 +29,11 @@ def encode_file(
     folder: Path, source: Path, key: str, out: Path, output: str, how: Mapping[str, Any],
     workers: tuple[int | None, int], overwrite: bool, console: Console,
 ) -> str:  # fmt: skip
-    """Encode the texts of `source` into `out`, which is complete or absent. Returns a summary.
+    """Encode the texts of the file `source` and write the results to `out`. Returns a summary for the user.
 
-    A .npy file holds the array [texts, ...]. A .npz or .safetensors file holds the array under the output's name; an
-    output with a row for each token is [tokens, ...], with `offsets` [texts + 1], where each text begins.
+    The file `out` appears only when it is complete. A .npy file holds the array [texts, ...]. A .npz or .safetensors
+    file holds the array under the output's name. If an output has a row for each token, its array is [tokens, ...] with
+    the tokens of all texts, and a further array `offsets` [texts + 1] says where each text begins.
 
     Args:
         folder: The model's folder.
@@ -41,7 +42,7 @@ def encode_file(
         out: File to write.
         output: Output of the model; see Encoder.
         how: Further arguments of Encoder.
-        workers: CPU workers and CUDA workers.
+        workers: Number of CPU workers (None: the default of Runtime) and of CUDA workers.
         overwrite: Replace an existing file.
         console: Shows progress.
 
@@ -87,7 +88,7 @@ def encode_file(
 
 @contextmanager
 def _options(*names: str) -> Iterator[None]:
-    """Turn the names of arguments in a ConfigError into names of options."""
+    """If the block raises a ConfigError about an argument in `names`, name the command-line option instead."""
     try:
         yield
     except ConfigError as error:
@@ -110,7 +111,9 @@ def _check_out(out: Path, overwrite: bool) -> None:
 def _write(
     path: Path, suffix: str, name: str, outputs: Iterator[Array], count: int, of_tokens: bool
 ) -> tuple[int, ...]:
-    """Write the outputs of `count` texts. Returns the shape of the array."""
+    """Write the outputs of `count` texts to the file `path`. Returns the shape of the array.
+
+    name: name of the output. of_tokens: the output has a row for each token."""
     if suffix == ONE_ARRAY:
         first = next(outputs)
         array = np.lib.format.open_memmap(path, "w+", first.dtype, (count, *first.shape))
@@ -124,7 +127,7 @@ def _write(
     if of_tokens:
         arrays["offsets"] = np.cumsum([0, *map(len, every)])
     if suffix == ".npz":
-        with path.open("wb") as file:  # given a path it would add its own ending
+        with path.open("wb") as file:  # np.savez would add .npz to a path
             np.savez(file, **arrays)  # type: ignore[arg-type]
     else:
         from safetensors.numpy import save_file

@@ -33,31 +33,33 @@ Array = np.ndarray[Any, Any]
 OUTPUTS = ("hidden", "mean", "pooled", "logits")
 HEADS = {"hidden": "none", "mean": "none", "pooled": "pooler"}  # the head that an output needs; logits: the model's own
 SMALLEST = 64  # tokens of the smallest bin; larger bins have 2, 4, ... times as many
-CHUNK = 1024  # texts to tokenize together
-IN_FLIGHT = 2  # passes submitted before the results of the first are read
+CHUNK = 1024  # number of texts that are tokenized together
+IN_FLIGHT = 2  # number of passes submitted before the results of the first pass are read
 
 
 class Encoder:
     """Encodes texts with a model: `encoder(texts)` returns outputs in the order of the texts.
 
-    Sequences are packed, without padding, into bins of 64, 128, 256, ... tokens, one bin for each worker. The program
-    for a size of bins is built at its first use and kept, and serves texts of all lengths.
+    Sequences are packed, without padding, into bins of 64, 128, 256, ... tokens, one bin for each worker. For each size
+    of bins, a program is built at its first use and kept. It serves texts of all lengths.
 
-    The encoder uses the running Runtime. If there is none, it starts one on all cores; this one stops at `close()`, at
-    the end of `with encoder:`, or when another Runtime starts. An encoder is not thread-safe.
+    The encoder uses the running Runtime. If no Runtime runs, the encoder starts one on all cores. That Runtime stops at
+    `close()`, at the end of `with encoder:`, or when the user starts a Runtime. An encoder is not thread-safe.
 
     Args:
-        model: One of nt.models.
+        model: A model of nt.models.
         output: `hidden`: the last layer's output, [tokens, embed] for each text. `mean`: its mean over the tokens,
             [embed]. `pooled`: transformers' pooler_output. `logits`: [classes] for a classifier, else [tokens, vocab].
         tokenizer: Turns texts into tokens, with its template. For a masked model, a tokenizer without a template gets
             [CLS] text [SEP]. None: only token numbers can be encoded.
-        tiles: {axis: size} over embed, heads, ffn, vocab. An axis left out is not cut.
+        tiles: {axis: tile size} for any of the axes embed, heads, ffn, vocab. An axis left out is not cut.
         precision: fp32; on CUDA workers also tf32, bf16 and fp16 (results come in float32), on CPU workers fp64.
-        batch_tokens: Tokens of one pass. More tokens take more memory.
-        max_length: Tokens of the longest text. Default: as many as the model has positions.
-        captured: On one GPU: run each program as a CUDA graph; the weights then stay on the GPU. Default: if that is
-            faster, as the first pass of a program measures.
+        batch_tokens: Largest number of tokens in one forward pass. More tokens take more memory. A longer text has a
+            pass of its own.
+        max_length: Largest number of tokens of a text. Longer texts are cut, longer lists of token numbers refused.
+            Default: the model's number of positions.
+        captured: On one GPU: run each program as a CUDA graph; the weights then stay on the GPU. Default: the first
+            pass of a program measures whether a graph is faster.
 
     Raises:
         ConfigError: A value is out of range, or the model has no such output.
@@ -91,7 +93,7 @@ class Encoder:
             raise ConfigError(f"max_length: {max_length} is not allowed; the model has {positions} positions")
         self.model, self.output, self.precision, self.batch_tokens = model, output, precision, batch_tokens
         self.max_length, self.captured = max_length or positions or batch_tokens, captured
-        self.cut = 0  # texts with more than max_length tokens
+        self.cut = 0  # number of texts that were cut: they had more than max_length tokens
         self._tiles, self._tokenizer = dict(tiles or {}), None
         if tokenizer is not None:
             self._tokenizer = with_limit(tokenizer, self.max_length, getattr(model, "objective", None) == "masked")
@@ -107,10 +109,10 @@ class Encoder:
     @classmethod
     @typed
     def from_hf(cls, folder: str | Path, output: str = "hidden", **options: Any) -> Self:
-        """Return the encoder of a folder that `save_pretrained` or `nntile train` wrote.
+        """Return an encoder with the model of a folder that `save_pretrained` or `nntile train` wrote.
 
         The folder has config.json, model.safetensors and, for texts, tokenizer.json. The model may lack a head.
-        options: arguments of Encoder."""
+        options: further arguments of Encoder."""
         _check_output(output)
         with named(folder):
             kind = of_hf_type(read_raw(folder).get("model_type"))
@@ -146,7 +148,7 @@ class Encoder:
         return np.stack(outputs) if outputs else np.zeros((0, self._width), np.float32)
 
     def each(self, texts: Sequence[Any] | Array) -> Iterator[Array]:
-        """Yield the output of each text as it is computed, for more texts than memory holds."""
+        """Yield the output of each text as soon as it is computed, so that not all outputs need to be in memory."""
         given = tokens_of(texts)
         waiting: deque[_Pass] = deque()
         for first in range(0, len(given), CHUNK):
@@ -178,7 +180,7 @@ class Encoder:
 
     @property
     def programs(self) -> int:
-        """Number of programs built on the latest runtime."""
+        """Number of programs that the encoder has built on its latest Runtime."""
         return len(self._bound_model.programs) if self._bound_model else 0
 
     # -- inside
@@ -193,7 +195,7 @@ class Encoder:
         return tokens
 
     def _bound(self) -> _BoundModel:
-        """Return weights and programs on the running Runtime; start one if there is none."""
+        """Return the model's weights and programs on the running Runtime; start a Runtime if none runs."""
         if Runtime.current is None:
             own = Runtime()
             own.lent = True
@@ -208,7 +210,9 @@ class Encoder:
         return self._bound_model
 
     def _passes(self, lengths: Sequence[int]) -> Iterator[tuple[slice, Bins, list[SequencePlace]]]:
-        """Yield the sequences of each pass, its bins, and the places of its sequences."""
+        """Divide sequences of these lengths into passes.
+
+        Yields for each pass the slice of its sequences, the bins, and for each sequence its place in a bin."""
         workers, first = _core.cuda_workers() or _core.cpu_workers(), 0
         while first < len(lengths):
             end, total = first + 1, lengths[first]
@@ -220,7 +224,9 @@ class Encoder:
             first = end
 
     def _fitting(self, lengths: Sequence[int], workers: int) -> tuple[Bins, list[SequencePlace]] | None:
-        """Return the smallest bins that hold the sequences, with their places; None if a pass would be too large."""
+        """Return the smallest bins that hold sequences of these lengths, and the place of each sequence in a bin.
+
+        None if the bins would have more than about `batch_tokens` tokens together."""
         count = workers if len(lengths) >= workers else 1
         least = max(*lengths, -(-sum(lengths) // count))
         most = max(self._capacity(-(-self.batch_tokens // count)), self._capacity(max(lengths)))
@@ -234,7 +240,9 @@ class Encoder:
         return None
 
     def _capacity(self, least: int) -> int:
-        """Return the smallest capacity of at least `least`: 64, 128, ..., or a multiple of the longest text."""
+        """Return the size of the smallest bin that holds `least` tokens: 64, 128, 256, ... tokens.
+
+        A size above max_length is rounded up to a multiple of max_length."""
         size = SMALLEST
         while size < least:
             size *= 2
@@ -250,7 +258,7 @@ class Encoder:
     def _start(
         self, bound: _BoundModel, tokens: Sequence[TokenizedText], bins: Bins, places: list[SequencePlace]
     ) -> _Pass:
-        """Submit a pass and a copy of its output."""
+        """Submit a pass and a copy of its output to main memory."""
         spec = self._spec(bins.count, bins.capacity)
         program = bound.program((bins.count, bins.capacity), lambda: spec.outputs(self._name))
         given = {"input_ids": [text.ids for text in tokens], "token_type_ids": [text.kinds for text in tokens]}
@@ -267,7 +275,7 @@ class Encoder:
         return _Pass(places, program, program.start_copy(self._name))
 
     def _results(self, submitted: _Pass) -> Iterator[Array]:
-        """Yield the output of each sequence of a pass. Raises TaskError if a task failed."""
+        """Wait for a pass and yield the output of each of its sequences. Raises TaskError if a task failed."""
         value = submitted.program.finish_copy(self._name, submitted.copied)
         for place in submitted.places:
             if self._axes[1] != "seq":
@@ -292,7 +300,7 @@ def _check_head(cls: Any, output: str, head: str) -> None:
 
 
 def _headed(model: Any, output: str) -> tuple[Any, str]:
-    """Return the model with the head that the output needs, and the model's name of the output."""
+    """Return the model with the head that an Encoder output needs, and the name that the model gives the output."""
     if output == "logits":
         return model, output
     _check_head(type(model), output, HEADS[output])
@@ -300,7 +308,7 @@ def _headed(model: Any, output: str) -> tuple[Any, str]:
 
 
 class _Pass(NamedTuple):
-    """A submitted pass: the places of its sequences, its program, and the copy of its output."""
+    """A submitted pass: the place of each sequence in a bin, the program, and the copy of the output."""
 
     places: list[SequencePlace]
     program: ForwardProgram
@@ -316,7 +324,7 @@ class _BoundModel:
         self.programs: dict[Hashable, ForwardProgram] = {}
 
     def program(self, key: Hashable, evaluation: Callable[[], Evaluation]) -> ForwardProgram:
-        """Return the program of a key; build it and write its weights at the first call."""
+        """Return the program stored under `key`; at the first call, build it from `evaluation()` and write weights."""
         if key not in self.programs:
             with no_search_for_cycles():
                 self.programs[key] = self._bound(evaluation())
@@ -327,7 +335,8 @@ class _BoundModel:
             tiles = [tile.key for _, tile in evaluation.forward.grid(param.tensor)]
             if not {*tiles} <= self._weights.handles.keys():
                 self._weights.write(evaluation.forward, param.tensor, param.weight(self._model.weights))
-        # A store for each program: inputs and outputs of other sizes have the same keys. Programs share the weights.
+        # Each program has its own store, as inputs and outputs of all programs have the same keys but other sizes. The
+        # stores share the tiles of the weights.
         store = Store()
         store.handles.update(self._weights.handles)
         store.residency = self._weights.residency

@@ -1,4 +1,4 @@
-"""Text from a trained model: the continuation of a prompt, or guesses at masked tokens."""
+"""Sample text from a trained model: continue a prompt, or guess masked tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,9 @@ from nntile_py.tasks.cross_entropy import IGNORED
 
 
 def generate(trainer: Evaluator, tokenizer: Tokenizer, config: RunConfig, stop: list[str]) -> str:
-    """Continue the prompt of `config.sample` token by token, until the end-of-text token or a signal."""
+    """Return the prompt of `config.sample` and its continuation by the model, as text.
+
+    Tokens are added until there are `sample.tokens`, the end-of-text token comes, or `stop` is not empty (a signal)."""
     sample, batch, seq = config.sample, config.train.batch, config.train.seq
     end = tokenizer.token_to_id(END_OF_TEXT)
     ids = tokenizer.encode(sample.prompt, add_special_tokens=False).ids or [end or 0]
@@ -22,7 +24,7 @@ def generate(trainer: Evaluator, tokenizer: Tokenizer, config: RunConfig, stop: 
         if stop:
             break
         window = ids[-seq:]
-        padded = np.zeros((batch, seq), np.int64)  # a causal model ignores what is right of the window
+        padded = np.zeros((batch, seq), np.int64)  # a causal model ignores the padding, right of the window
         padded[0, : len(window)] = window
         _, logits = trainer.evaluate({"input_ids": padded}, return_logits=True)
         token = _draw(logits[0, len(window) - 1, :tokens], sample.temperature, sample.top_k, rng)
@@ -33,15 +35,15 @@ def generate(trainer: Evaluator, tokenizer: Tokenizer, config: RunConfig, stop: 
 
 
 def fill_masked(trainer: Evaluator, tokenizer: Tokenizer, inputs: Mapping[str, Any], most: int) -> str:
-    """Return the text of a masked sequence, with the model's guesses.
+    """Return the text of a masked sequence in which the model's guesses replace the masked tokens.
 
-    A masked token is shown as [[guess]], or as [[guess, not token]] if the guess is wrong.
+    A correct guess is shown as [[guess]], a wrong guess as [[guess, not 'token']].
 
     Args:
         trainer: Evaluates the model.
         tokenizer: Turns token numbers into text.
         inputs: Inputs as of MaskedCollator, whose first row is shown.
-        most: Upper bound on the tokens to show.
+        most: Largest number of tokens to show.
     """
     _, logits = trainer.evaluate(inputs, return_logits=True)
     most = min(most, int(np.asarray(inputs["attention_mask"])[0].sum()) if "attention_mask" in inputs else most)

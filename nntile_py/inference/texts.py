@@ -18,7 +18,13 @@ Array = np.ndarray[Any, Any]
 
 
 class TokenizedText(NamedTuple):
-    """Token numbers of a text and their token types, int64 [tokens]; whether the text was cut."""
+    """A text as tokens.
+
+    Attributes:
+        ids: Token numbers, int64 [tokens].
+        kinds: Token types, int64 [tokens]: 1 for the second text of a pair, else 0.
+        cut: The text had too many tokens and was cut.
+    """
 
     ids: Array
     kinds: Array
@@ -44,7 +50,7 @@ def with_limit(tokenizer: Tokenizer, longest: int, framed: bool) -> Tokenizer:
 
 
 def tokens_of(texts: Any) -> Sequence[Any]:
-    """Return `texts` as a list. Raises ValueError for anything but a sequence."""
+    """Return `texts` as a list. Raises ValueError unless it is a sequence such as a list; a single text is none."""
     if isinstance(texts, str) or not isinstance(texts, Sequence | np.ndarray):
         raise ValueError(f"texts: got {short(texts)}; allowed: a list of texts, or of lists of token numbers")
     return list(texts)
@@ -53,13 +59,13 @@ def tokens_of(texts: Any) -> Sequence[Any]:
 def to_tokens(
     texts: Sequence[Any], tokenizer: Tokenizer | None, longest: int, vocab: int | None, first: int
 ) -> list[TokenizedText]:
-    """Return the tokens of texts, of pairs of texts, or of lists of token numbers.
+    """Return the tokens of each text, pair of texts, or list of token numbers.
 
     Args:
-        texts: Texts, pairs, or lists of token numbers, all of one sort.
-        tokenizer: Turns texts into tokens.
-        longest: Upper bound on the tokens of a text.
-        vocab: Upper bound on token numbers; None: no bound.
+        texts: Texts and pairs of texts; or only lists of token numbers.
+        tokenizer: Turns texts into tokens. None: only lists of token numbers are allowed.
+        longest: Largest number of tokens of a text.
+        vocab: Number of tokens of the model: token numbers must be smaller. None: no limit.
         first: Number of the first text, for messages.
 
     Raises:
@@ -94,7 +100,9 @@ def _is_text(one: Any) -> bool:
 
 
 def _check_pairs(texts: Sequence[Any], least: int, longest: int, first: int) -> None:
-    """Raise ValueError for a pair if the template of pairs leaves no room; with_limit checks that of single texts."""
+    """Raise ValueError for a pair of texts if the tokenizer's template for pairs leaves no room for text.
+
+    least: tokens of that template. (`with_limit` checks the template for single texts.)"""
     for number, one in enumerate(texts if least >= longest else (), first):
         if not isinstance(one, str):
             need = f"single texts, or a max_length above {least}"
@@ -116,11 +124,11 @@ def _numbers(one: Any, here: str) -> TokenizedText:
     return TokenizedText(ids.astype(np.int64), np.zeros(len(ids), np.int64))
 
 
-# -- out of files
+# -- from files
 
 
 def read_texts(path: Path, key: str) -> list[str]:
-    """Read the texts of a table's column `key` (see tables.read_rows), or of a .txt file with a text a line.
+    """Return the texts of a table's column `key` (see tables.read_rows), or of a .txt file with one text a line.
 
     Raises ConfigError, which names the file and the line, for a missing or unreadable text."""
     where = f"--input: {path}"
