@@ -1,4 +1,4 @@
-"""Training transformers as tiled tasks on StarPU."""
+"""nntile_py trains transformers: tensors are cut into tiles, and StarPU schedules the tasks on them."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 _PACKAGES = ("models", "tasks", "testing", "tiles")
-# The names of the Python interface, by the module that defines them; the imports above tell type checkers the same.
+# {module: names of the Python interface that it defines}. The imports above repeat this for type checkers.
 _NAMES = {
     "data.collators": ("CausalCollator", "LabelledCollator", "MaskedCollator"),
     "errors": ("ConfigError", "NNTileError", "NotFinite", "TaskError"),
@@ -60,7 +60,7 @@ __all__ = [*HOMES, *_PACKAGES]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name at its first use: `nntile --help` or a wrong config need no torch."""
+    """Import a name of the interface at its first use, so that `nntile --help` and config errors need no torch."""
     if name == "_core":
         return import_module("nntile_py.extension").load_core()
     if name in _PACKAGES:

@@ -1,4 +1,4 @@
-"""Check the installation: each part, and how to install a missing part. Works without the compiled extension."""
+"""Checks of `nntile doctor`: which parts are installed, how to install missing parts. Needs no compiled extension."""
 
 import ctypes
 import importlib.metadata
@@ -26,7 +26,7 @@ from nntile_py.system.machine import processor
 
 
 class Check(TypedDict):
-    """One row of the report. `hint` says how to install a missing part, and is empty if `ok`."""
+    """One row of the report of `nntile doctor`. `hint` says how to install a missing part, and is empty if `ok`."""
 
     name: str
     ok: bool
@@ -76,7 +76,10 @@ def _extension() -> list[Check]:
 
 
 def _ranks() -> list[Check]:
-    """Report host, cores and GPU of each rank that mpirun or srun started. Collective; no GPU is used."""
+    """Return a row with host, cores and GPU for each rank that mpirun or srun started; no rows for a single process.
+
+    All ranks must call it, because they exchange their values. No GPU is initialised.
+    """
     if launcher.started()[1] == 1:
         return []
     try:
@@ -108,7 +111,7 @@ def _ranks() -> list[Check]:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Write a set of numbers with its ranges: "0-3,8"."""
+    """Return a set of numbers as text with ranges, such as "0-3,8"."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and number == ranges[-1][-1] + 1:
@@ -119,7 +122,11 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def _config_header() -> Path | None:
-    """Return starpu_config.h of the StarPU of the extension, or of the StarPU that a compilation would take."""
+    """Return the path of StarPU's header starpu_config.h, or None if there is none.
+
+    It belongs to the StarPU that the extension was compiled with; without an extension, to the StarPU that a
+    compilation would use.
+    """
     info = build_info()
     flags = info.get("starpu_cflags", "")
     if not info:

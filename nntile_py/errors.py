@@ -1,4 +1,4 @@
-"""The error classes of nntile_py, with NNTileError as their base; exit statuses, and text of messages."""
+"""Error classes of nntile_py, whose base is NNTileError; exit statuses of commands; helpers for messages."""
 
 import errno
 import functools
@@ -23,7 +23,7 @@ class MissingWeight(ConfigError):
 
 
 class ExtensionError(NNTileError, ImportError):
-    """The compiled extension does not fit this CPU or this version of torch. The message says what to install."""
+    """The compiled extension cannot run on this CPU or with this version of torch. The message says what to install."""
 
 
 class TaskError(NNTileError):
@@ -36,15 +36,15 @@ class NotFinite(NNTileError):
 
 @contextmanager
 def operators_refuse() -> Iterator[None]:
-    """Raise the ValueErrors of a block, such as operators' errors about sizes, as ConfigErrors. Also a decorator."""
+    """Context manager and decorator: a ValueError, such as an operator's error about sizes, becomes a ConfigError."""
     try:
         yield
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
-MOST = 2000  # characters of a message
-# Errors of the system that another path would avoid. Other errors, such as a full disk, are not the user's mistake.
+MOST = 2000  # longest message, in characters
+# OSErrors that another path would avoid: they are the user's mistake, unlike other errors such as a full disk.
 _OF_PATHS = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EACCES, errno.EPERM, errno.EROFS,
     errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP,
@@ -58,19 +58,19 @@ def exit_status(error: BaseException) -> int:
 
 
 def shown(text: str) -> str:
-    """Return a message for a terminal: control characters are escaped, and a message of over MOST characters is cut."""
+    """Return a message for a terminal: with control characters escaped, and shortened in the middle if too long."""
     plain = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     return plain if len(plain) <= MOST else f"{plain[: MOST - 600]} ... {plain[-500:]}"
 
 
 @functools.cache
 def say_once(text: str) -> None:
-    """Issue a warning once for each text, on rank 0 only."""
+    """Issue a Python warning on rank 0; the same text only once."""
     if launcher.leads():
         warnings.warn(text, stacklevel=3)
 
 
 def raised(error: BaseException, file: str | None) -> str:
-    """Describe an error in a user's file with its line there: "ZeroDivisionError in line 7: division by zero"."""
+    """Return a text about an error in a user's file, with the line: "ZeroDivisionError in line 7: division by zero"."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f"{type(error).__name__}{f' in line {lines[-1]}' if lines else ''}: {error}"

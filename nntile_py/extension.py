@@ -1,4 +1,4 @@
-"""Import of the compiled extension nntile_py._core. A wheel has an extension for AVX2 and an extension for AVX-512."""
+"""Imports the compiled extension nntile_py._core. A wheel has one extension for AVX2 and another one for AVX-512."""
 
 import platform
 import re
@@ -10,8 +10,8 @@ from nntile_py.errors import ExtensionError
 from nntile_py.system.folders import build_info
 
 PACKAGE = Path(__file__).parent
-# Folders of a wheel's extensions, the fastest first, with the CPU flags (/proc/cpuinfo) that each needs: those of
-# x86-64-v4 that x86-64-v3 lacks, and those of x86-64-v3.
+# {folder of an extension in a wheel: CPU flags in /proc/cpuinfo that it needs}, the fastest first. The AVX-512 flags
+# are what x86-64-v4 adds to x86-64-v3; the AVX2 flags belong to x86-64-v3.
 VARIANTS = {
     "_avx512": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "_avx2": {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
@@ -19,22 +19,26 @@ VARIANTS = {
 
 
 def load_core() -> ModuleType:
-    """Import nntile_py._core. Raises ExtensionError if a wheel does not fit this CPU or the installed torch."""
+    """Import and return nntile_py._core.
+
+    Raises:
+        ExtensionError: nntile_py was installed from a wheel that does not fit this CPU or the installed torch.
+    """
     info = build_info()
     if "wheel" in info:
         check_torch(info["torch"])
         folder = str(PACKAGE / variant(_cpu_flags()))
         if folder not in (path := import_module("nntile_py").__path__):
             path.append(folder)
-    # Import torch first if the extension cannot find torch's libraries: CUDA's libraries lie in wheels of their own,
-    # and a wheel of nntile_py expects torch in the same site-packages.
+    # Two cases in which the extension cannot find torch's libraries unless torch is imported first: with CUDA, whose
+    # libraries are in wheels of their own; and if a wheel of nntile_py is not in the same site-packages as torch.
     if info.get("cuda") or ("wheel" in info and not (PACKAGE.parent / "torch" / "lib").is_dir()):
         import_module("torch")
     return import_module("nntile_py._core")
 
 
 def check_torch(built: str) -> None:
-    """Raise ExtensionError unless the installed torch has the version `built`, as CPU or CUDA build."""
+    """Raise ExtensionError unless the installed torch has the version `built`. CPU and CUDA builds count as equal."""
     wanted = built.split("+")[0]
     try:
         installed = metadata.version("torch")

@@ -1,4 +1,4 @@
-"""Choice of a run's folder: a new one for a new run, the newest one to resume."""
+"""Chooses the folder of a run: a new folder for a new run, the newest folder to resume a run."""
 
 import itertools
 import os
@@ -11,10 +11,17 @@ from nntile_py.system import launcher
 
 
 def run_folder(name: str, configured: str | None, option: Path | None, overwrite: bool, trains: bool = False) -> Path:
-    """Return the folder of a new run: --out, else `out` of the config, else runs/NAME or runs/NAME-2, ...
+    """Return the folder of a new run: --out, else `out` of the config, else the first free of runs/NAME, runs/NAME-2.
+
+    Args:
+        name: The config's name, NAME.
+        configured: The value of `out` in the config.
+        option: The value of --out.
+        overwrite: Whether --overwrite allows a folder that is not empty.
+        trains: Whether the command is `nntile train`, so that the message may suggest --resume.
 
     Raises:
-        ConfigError: --out or the config's `out` is not empty, without --overwrite."""
+        ConfigError: The folder of --out or `out` is not empty, and --overwrite is not given."""
     asked = option or (Path(configured) if configured else None)
     folder = asked or Path("runs") / name
     if overwrite or not taken(folder):
@@ -29,7 +36,10 @@ def run_folder(name: str, configured: str | None, option: Path | None, overwrite
 
 
 def newest_run(name: str, configured: str | None, option: Path | None) -> Path:
-    """Return the folder to resume: --out, else the config's `out`, else the last of runs/NAME, runs/NAME-2, ..."""
+    """Return the folder of the run to resume: --out (`option`), else the config's `out`, else the newest run of NAME.
+
+    NAME's runs are in runs/NAME, runs/NAME-2, ...; the last of these folders that is not empty is the newest.
+    """
     if asked := option or (Path(configured) if configured else None):
         return asked
     first = Path("runs") / name
@@ -37,12 +47,12 @@ def newest_run(name: str, configured: str | None, option: Path | None) -> Path:
 
 
 def _numbered(folder: Path) -> Iterator[Path]:
-    """Yield runs/NAME-2, runs/NAME-3, ..."""
+    """Yield FOLDER-2, FOLDER-3, ... without end."""
     return (Path(f"{folder}-{n}") for n in itertools.count(2))
 
 
 def run_of(folder: Path) -> Path:
-    """Return the run's folder of a checkpoint; another folder is returned unchanged."""
+    """Return the folder of the run to which a checkpoint's folder belongs. Any other folder is returned unchanged."""
     real = Path(os.path.realpath(folder))
     return real.parents[1] if real.parent.name == "checkpoints" else folder
 

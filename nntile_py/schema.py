@@ -1,4 +1,4 @@
-"""Types of a YAML's keys, and errors that name the key and the allowed values."""
+"""Types of a YAML's keys, and reading of a YAML with errors that name the key and the allowed values."""
 
 import difflib
 import math
@@ -27,7 +27,7 @@ _SIZE = r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*"
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """The allowed values of a key: in words for messages and docs, as a JSON schema for editors."""
+    """The allowed values of a key: `words` for messages and docs, `json` as a JSON schema for editors."""
 
     words: str
     json: dict[str, Any]
@@ -37,7 +37,11 @@ class Rule:
 
 
 def only(words: str, convert: Callable[[Any], Any], **json: Any) -> tuple[PlainValidator, Rule]:
-    """Accept a value unless `convert` returns None for it. The error then names `words` as allowed."""
+    """Return annotations of a key whose values are checked and converted by `convert`.
+
+    If `convert` returns None, the value is refused, and the error names `words` as allowed. `json` is the key's
+    JSON schema.
+    """
 
     def check(value: Any) -> Any:
         result = convert(value)
@@ -48,7 +52,7 @@ def only(words: str, convert: Callable[[Any], Any], **json: Any) -> tuple[PlainV
     return PlainValidator(check), Rule(words, json)
 
 
-# Each bound of a number: its words, its name in JSON schema, its comparison.
+# {argument of `number`: (the bound in words, its name in JSON schema, the comparison)}
 _BOUNDS: dict[str, tuple[str, str, Callable[[Any, Any], bool]]] = {
     "least": ("of at least", "minimum", operator.ge),
     "above": ("above", "exclusiveMinimum", operator.gt),
@@ -58,7 +62,10 @@ _BOUNDS: dict[str, tuple[str, str, Callable[[Any, Any], bool]]] = {
 
 
 def integer(least: int, most: int | None = None) -> tuple[PlainValidator, Rule]:
-    """Accept integers from `least` to `most`, and never above 2^63: listing the tiles of such a size would not end."""
+    """Return annotations of a key that accepts integers from `least` to `most`; without `most`, below 2^63.
+
+    Larger integers are refused because listing the tiles of an axis of such a size would never end.
+    """
     words = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
     end = 2**63 if most is None else most + 1
 
@@ -71,7 +78,7 @@ def integer(least: int, most: int | None = None) -> tuple[PlainValidator, Rule]:
 
 
 def number(**bounds: float) -> tuple[PlainValidator, Rule]:
-    """Accept finite numbers within the bounds `least`, `above`, `most` and `below`."""
+    """Return annotations of a key that accepts finite numbers within the bounds `least`, `above`, `most`, `below`."""
 
     def convert(value: Any) -> float | None:
         inside = type(value) in (int, float) and math.isfinite(value)
@@ -97,7 +104,7 @@ def _betas(value: Any) -> tuple[float, float] | None:
 
 Count = Annotated[int, *integer(1)]
 Natural = Annotated[int, *integer(0)]
-Layers = Annotated[int, *integer(1, 1000)]  # planning more layers takes minutes
+Layers = Annotated[int, *integer(1, 1000)]  # at most 1000, because planning more layers takes minutes
 Rows = Annotated[int, *integer(1, 2**31 - 1)]
 Positive = Annotated[float, *number(above=0)]
 NonNegative = Annotated[float, *number(least=0)]
@@ -128,7 +135,7 @@ Betas = Annotated[
         type="array", minItems=2, maxItems=2, items={"type": "number", "minimum": 0, "exclusiveMaximum": 1},
     ),
 ]  # fmt: skip
-MOST_WORKERS = 4096  # workers of one machine, which may be another machine (`nntile plan`)
+MOST_WORKERS = 4096  # largest number of workers of a machine, even of one that `nntile plan` only simulates
 Workers = Annotated[
     int | str,
     *only(
@@ -149,14 +156,16 @@ class Section(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Give fields without a text the text of the same field of a base class."""
+        """Copy the documentation of a base class's field to the same field here if it has no text of its own."""
         for name, field in cls.model_fields.items():
             above = (base.model_fields.get(name) for base in cls.__mro__[1:] if issubclass(base, Section))
             field.description = field.description or next((f.description for f in above if f and f.description), None)
 
 
 class Settings(Section):
-    """A section that is also a class of the Python interface, such as nt.AdamW: frozen, built from keyword arguments.
+    """A section that is also a class of the Python interface, such as nt.AdamW.
+
+    It is built from keyword arguments and immutable. `section` is the section's name in a YAML.
 
     Raises:
         ConfigError: A value is not allowed. The message names the section and the key."""
@@ -173,7 +182,7 @@ class Settings(Section):
     @field_validator("*", mode="before")
     @classmethod
     def _plain(cls, value: Any) -> Any:
-        """Convert numbers of NumPy to numbers of Python."""
+        """Convert a NumPy number, or a list of NumPy numbers, to Python numbers."""
         return [plain(item) for item in value] if isinstance(value, list | tuple) else plain(value)
 
 
@@ -194,11 +203,11 @@ _Loader.add_implicit_resolver(
 )
 
 
-MOST_BYTES, MOST_VALUES, MOST_BITS = 10**6, 10**5, 1024  # limits of a YAML; bits of one number in it
+MOST_BYTES, MOST_VALUES, MOST_BITS = 10**6, 10**5, 1024  # limits: characters and values of a YAML, bits of a number
 
 
 def parse(text: str, what: str) -> Any:
-    """Parse a YAML text; `what` names the text in errors."""
+    """Parse a YAML text within the limits above; `what` names the text in errors. Raises ConfigError."""
     if len(text) > MOST_BYTES:
         raise ConfigError(f"{what}: {len(text):,} characters; allowed: at most {MOST_BYTES:,}")
     try:
@@ -208,7 +217,7 @@ def parse(text: str, what: str) -> Any:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{what}{where}: {error.problem or error.context}; allowed: YAML") from None
-    except Exception as error:  # constructors of PyYAML, such as the one of !!timestamp, raise various errors
+    except Exception as error:  # PyYAML's constructors, such as of !!timestamp, raise various classes of errors
         raise ConfigError(f"{what}: {error}; allowed: YAML") from None
     if values > MOST_VALUES:
         need = f"at most {MOST_VALUES:,} values; the values of an alias (*name) count at each use"
@@ -217,7 +226,10 @@ def parse(text: str, what: str) -> Any:
 
 
 def _unfolded(value: Any, counted: dict[int, int]) -> int:
-    """Count the values of a tree; a list or mapping within itself counts as too many."""
+    """Return the number of values in a parsed YAML, with aliases counted at each use.
+
+    A list or mapping that contains itself counts as more than MOST_VALUES. `counted` caches the numbers by id.
+    """
     if isinstance(value, dict | list | tuple | set):
         if id(value) not in counted:
             counted[id(value)] = MOST_VALUES + 1
@@ -230,7 +242,7 @@ def _unfolded(value: Any, counted: dict[int, int]) -> int:
 
 
 def assignment(item: str) -> tuple[str, Any]:
-    """Split a --set into key and value."""
+    """Split the argument of --set, such as "tiles.embed=96", into key and parsed value."""
     key, equals, text = item.partition("=")
     if not equals or not all(key.strip().split(".")):
         raise ConfigError(f"--set {item}: allowed: key=value, such as tiles.embed=96")
@@ -238,7 +250,13 @@ def assignment(item: str) -> tuple[str, Any]:
 
 
 def read_yaml(path: Path, key: str, cls: type[BaseModel]) -> dict[str, Any]:
-    """Read the mapping of a YAML file, without checks of its keys; `key` names the file in errors."""
+    """Return the top-level mapping of a YAML file as a dict, without checks of its keys.
+
+    Args:
+        path: The file.
+        key: Name of the option or key that gives the file, for errors.
+        cls: The class of the mapping; errors list its keys.
+    """
     try:
         tree = parse(read(path, 4 * MOST_BYTES + 1).decode(), str(path))
     except OSError as error:
@@ -254,11 +272,12 @@ def read_yaml(path: Path, key: str, cls: type[BaseModel]) -> dict[str, Any]:
 def validated(
     cls: type[Checked], tree: dict[str, Any], prefix: str = "", elsewhere: Callable[[], Iterable[str]] = tuple
 ) -> Checked:
-    """Return the section `cls` with the values of a YAML's mapping.
+    """Return an instance of the section class `cls` with the values of a YAML's mapping.
 
     Args:
+        cls: Class of the section.
         tree: The mapping.
-        prefix: The section's name with a dot, for messages.
+        prefix: The section's name with a dot, such as "train.", for messages.
         elsewhere: Returns the dotted keys of all sections, to suggest the right section for a misplaced key.
 
     Raises:
@@ -270,17 +289,23 @@ def validated(
 
 
 def explained(cls: type[BaseModel], error: ValidationError, prefix: str = "", elsewhere: Iterable[str] = ()) -> str:
-    """Return a message with one line for each wrong key of the section `cls`."""
+    """Return pydantic's error as a message with one line for each wrong key; see `validated` for the arguments."""
     places = list(elsewhere)
-    heads = ((prefix if e["loc"] else prefix.rstrip("."), e) for e in error.errors())  # no loc: an error of the section
+    # An error without `loc` is about the section itself: its name needs no dot.
+    heads = ((prefix if e["loc"] else prefix.rstrip("."), e) for e in error.errors())
     return "\n  ".join(head + _explain(cls, e, places) for head, e in heads)
 
 
 def allowed(given: Any, known: list[str], elsewhere: Iterable[str] = ()) -> str:
-    """Return the end of a message: the name that was probably meant, and all known names.
+    """Return the end of a message about an unknown name: a suggestion, and all allowed names.
 
-    The suggestion is the first match of: the same name in another section (`elsewhere` has dotted keys), a similar name
-    in `known`, a similar name in another section."""
+    The suggestion is the first match of: the same name in another section, a similar name in `known`, a similar name in
+    another section.
+
+    Args:
+        given: The unknown name.
+        known: The allowed names.
+        elsewhere: Dotted keys of all sections."""
     last = {key: key.rpartition(".")[2] for key in elsewhere}
     meant = [key for key, name in last.items() if name == given]
     meant = meant or difflib.get_close_matches(str(given), known, n=1)
@@ -290,7 +315,7 @@ def allowed(given: Any, known: list[str], elsewhere: Iterable[str] = ()) -> str:
 
 
 def _explain(cls: type[BaseModel], error: Any, elsewhere: list[str]) -> str:
-    """Return one line: the key, its value, the allowed values."""
+    """Return one of pydantic's errors as a line with the key, its value and the allowed values."""
     loc = error["loc"]
     key = ".".join(map(str, loc))
     if error["type"] in ("extra_forbidden", "invalid_key"):
@@ -307,7 +332,7 @@ def _explain(cls: type[BaseModel], error: Any, elsewhere: list[str]) -> str:
 
 
 def keys(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every dotted key and its field. A section comes before its keys."""
+    """Yield (dotted key, field) of a section and its inner sections. An inner section comes before its own keys."""
     for name, field in cls.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         yield key, field
@@ -316,7 +341,7 @@ def keys(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInf
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the class of the section that a key holds, or None."""
+    """Return the class of the section that a key holds, or None if the key holds a plain value."""
     kinds = (field.annotation, *get_args(field.annotation))
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
@@ -350,7 +375,7 @@ def _section_words(cls: type[BaseModel]) -> str:
 
 
 def _inner(cls: type[BaseModel], loc: Iterable[Any]) -> type[BaseModel]:
-    """Return the class of the section at `loc`, the names (and places in lists) from `cls` down to the section."""
+    """Return the class of the inner section at the path `loc` of names (and list indices) below the section `cls`."""
     for name in loc:
         field = next((f for n, f in cls.model_fields.items() if name in (n, f.alias)), None)
         cls = (section_of(field) if field else None) or cls
@@ -362,5 +387,5 @@ def _keys(cls: type[BaseModel]) -> list[str]:
 
 
 def absolute(path: str) -> Path:
-    """Return the absolute path with links followed and ~ replaced; circular links stay as they are."""
+    """Return the absolute path, with symbolic links resolved and ~ expanded. Circular links stay unresolved."""
     return Path(os.path.realpath(os.path.expanduser(path)))

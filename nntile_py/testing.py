@@ -1,6 +1,7 @@
-"""Compare operators with their references, in any tiling and under each accumulation policy.
+"""Compares operators with their references in numpy, under several tilings and accumulation policies.
 
-`check_operator` checks a user's operator. `check` checks an operator of the project: a row of tests/operators_*.py.
+`check_operator` checks a user's operator. The project's tests use `check`: a test case is a function that adds an
+operator to a `Case`, and the lists of test cases are in tests/operators_*.py.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> 
 
 
 def large(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
-    """Return values so large that their exponentials overflow."""
+    """Return random values so large that their exponentials overflow."""
     return 300 * rng.standard_normal(shape)
 
 
@@ -63,12 +64,12 @@ def positive(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -
 
 
 def triangle(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
-    """Return values with zeros above the diagonal, like the probabilities of causal attention."""
+    """Return random values with zeros above the diagonal, like the probabilities of causal attention."""
     return np.tril(rng.standard_normal(shape))
 
 
 def ids(below: int, ignored: float = 0.0) -> Maker:
-    """Return a maker of integers from 0 to below - 1; a share `ignored` of them, but never all, is IGNORED."""
+    """Return a function that draws integers from 0 to below - 1. A share `ignored` of them, never all, is IGNORED."""
 
     def make(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
         result = np.where(rng.random(shape) < ignored, IGNORED, rng.integers(0, below, shape))
@@ -86,7 +87,10 @@ def padding(rng: np.random.Generator, shape: tuple[int, ...], values: Values) ->
 
 
 def offsets(positions: int) -> Maker:
-    """Return a maker of offsets of packed sequences. The last sequences may be empty, the last positions unused."""
+    """Return a function that draws offsets of packed sequences in a bin with `positions` positions.
+
+    Sequence k begins at offset k. The last sequences may be empty, and the last positions unused.
+    """
 
     def make(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
         (count,) = shape
@@ -98,17 +102,20 @@ def offsets(positions: int) -> Maker:
 
 
 def low_bits(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
-    """Return random low bits of master weights, as rounding to bf16 leaves them."""
+    """Return random low bits: the 16 bits of fp32 master weights that their bf16 copies lack."""
     return rng.integers(-(2**15), 2**15, shape)
 
 
 def of(op: Op, output: int) -> Maker:
-    """Return a maker that computes an output of another operator by its reference."""
+    """Return a function that computes output number `output` of the operator `op` with op's reference."""
     return lambda rng, shape, values: op.reference(*(values[t] for t in op.inputs))[output]
 
 
 def error(got: Any, want: Any) -> float:
-    """Return the norm of got - want divided by the norm of want; infinite for values not finite or unequal shapes."""
+    """Return the relative error: the norm of got - want divided by the norm of want.
+
+    It is infinite if `got` has another shape or values that are not finite.
+    """
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     if got.shape != want.shape or not np.isfinite(got).all():
         return float("inf")
@@ -116,30 +123,33 @@ def error(got: Any, want: Any) -> float:
 
 
 class Case:
-    """A graph for one test, with makers of its inputs' values and the slots of its program."""
+    """A graph for one test of an operator, functions that draw its inputs' values, and slots of its program."""
 
     def __init__(self, sizes: Mapping[str, int], dtype: str) -> None:
         self.sizes = {**FIXED, "key": sizes["seq"], "position": sizes["seq"] + 3, **sizes}
         self.graph = Graph(dtype)
         self.makers: dict[Tensor, Maker] = {}
-        self.options: dict[str, Any] = {}  # further arguments of the reference
+        self.options: dict[str, Any] = {}  # further keyword arguments of the operators' references
         self.slots: dict[str, float] = {}
         self.whole: set[str] = set()  # axes that must not be cut
-        self.labels: dict[str, Tensor] = {}  # by the name of the slot that scales their loss
-        self.grads: dict[Tensor, Tensor | None] = {}  # gradients of the operator's inputs
-        self.dys: dict[Tensor, Tensor] = {}  # gradients of the operator's outputs, which are inputs of the case
-        self.masters: dict[Tensor, Tensor] = {}  # low bits of parameters that have fp32 master weights
+        self.labels: dict[str, Tensor] = {}  # {slot that scales the loss: labels of the loss}
+        self.grads: dict[Tensor, Tensor | None] = {}  # {input of the operator: its gradient}
+        self.dys: dict[Tensor, Tensor] = {}  # {output of the operator: its gradient, an input of the graph}
+        self.masters: dict[Tensor, Tensor] = {}  # {parameter with an fp32 master weight: the weight's low bits}
         self.sum_dtype = accumulation_dtype(dtype)
 
     def x(self, axes: str, make: Maker = normal, dtype: str | None = None, **options: Any) -> Tensor:
-        """Return an input with values of `make`. `axes` are the names of its axes, separated by spaces."""
+        """Add an input to the graph and return it. `make` draws its values.
+
+        `axes` are the names of its axes, separated by spaces.
+        """
         tensor = self._tensor(axes, "input", dtype, **options)
         self.makers[tensor] = make
         return tensor
 
     def y(self, axes: str, dtype: str | None = None, **options: Any) -> Tensor:
-        """Return an output."""
-        # The program writes a tensor of the kind `scalar`, and the tensor outlives the program.
+        """Add an output to the graph and return it. `axes` are the names of its axes, separated by spaces."""
+        # A tensor of the kind `scalar` may be written by a program and outlives the program.
         return self._tensor(axes, "scalar", dtype, **options)
 
     def like(self, tensor: Tensor) -> Tensor:
@@ -159,7 +169,10 @@ class Case:
         return tensor
 
     def label(self, logits: Tensor, ignored: float = 0.0, scale: str = "loss_scale") -> Tensor:
-        """Return labels for the logits; the slot `scale` becomes 1 / the number of labels that are not ignored."""
+        """Add an input with labels for the logits and return it.
+
+        The slot `scale` gets the value 1 / (number of labels that are not ignored).
+        """
         self.labels[scale] = self.x(" ".join(logits.axes[:-1]), ids(logits.shape[-1], ignored), "int64")
         return self.labels[scale]
 
@@ -177,7 +190,7 @@ class Case:
         return values
 
     def computed(self, inputs: Values) -> Values:
-        """Return the values of all tensors, by the operators' references."""
+        """Return the values of all tensors, computed with the operators' references from the inputs' values."""
         values = dict(inputs)
         for op in self.graph.ops:
             known = inspect.signature(op.reference).parameters
@@ -191,13 +204,16 @@ class Case:
         return values
 
     def expected(self, inputs: Values) -> Values:
-        """Return the values of outputs whose tiles outlive the program."""
+        """Return the expected values of the outputs that can be read after the program (persistent tensors)."""
         values = self.computed(inputs)
-        last = {t.storage: t for t in values if t.persistent}  # tensors may share tiles: the last one counts
+        last = {t.storage: t for t in values if t.persistent}  # of tensors that share tiles, the last written counts
         return {t: values[t] for t in last.values() if t not in inputs}
 
     def whole_values(self, values: Values) -> Values:
-        """Join parameters and their low bits to master weights, which change smoothly; each part alone jumps."""
+        """Return the values with each parameter and its low bits joined to an fp32 master weight.
+
+        Only master weights can be compared within a tolerance. A tiny difference may change all low bits.
+        """
         parts = {low: param for param, low in self.masters.items()}
         by_storage = {t.storage: value for t, value in values.items()}
         joint = {p: joined(by_storage[p], by_storage[r]) for p, r in self.masters.items()}
@@ -213,10 +229,22 @@ def check(
     seed: int = 0,
     tolerance: float | None = None,
 ) -> None:
-    """Run a row's program in StarPU twice, on different values, and compare every output with the reference.
+    """Run an operator's program in StarPU twice, on different values, and compare every output with the reference.
 
-    Outputs are NaN before the first run. The second run starts with the first run's tiles. So the check fails if a task
-    leaves a part unwritten, or adds to a tile that is not cleared.
+    Outputs are NaN before the first run, and the second run starts with the first run's tiles. The check thus also
+    fails if a task leaves a part unwritten, or adds to a tile that was not cleared.
+
+    Args:
+        row: Adds the operator to a Case.
+        tiles: Tile size of each axis.
+        policy: The accumulation policy.
+        dtype: Data type of the tensors.
+        sizes: Size of each axis.
+        seed: Seed of the random values.
+        tolerance: Largest relative error; by default from TOLERANCES.
+
+    Raises:
+        AssertionError: An output is wrong.
     """
     case = Case(sizes, dtype)
     row(case)
@@ -252,7 +280,7 @@ def check(
 
 # -- a user's operator
 
-DIRECTIONS, STEP = 4, 1e-5  # random directions and step of finite differences
+DIRECTIONS, STEP = 4, 1e-5  # of finite differences: number of random directions, step size
 
 
 def check_operator(
@@ -265,7 +293,7 @@ def check_operator(
     seed: int = 0,
     tolerance: float | None = None,
 ) -> None:
-    """Check an operator and its gradient. Starts a runtime with two CPU workers unless a runtime is running.
+    """Compare an operator and its gradient with references. Starts a runtime with two CPU workers if none is running.
 
     The operator and the operators of its gradient are compared with their references: uncut, in even tiles, and in
     ragged tiles under each accumulation policy. The reference of the gradient is compared with finite differences.
@@ -273,11 +301,13 @@ def check_operator(
     Args:
         row: Adds the operator to a Case: `lambda case: case.add(Swish(case.x("batch seq"), case.y("batch seq")))`.
             `case.x` is an input with random values, `case.y` an output.
-        sizes: Sizes of axes, beside or instead of SIZES.
+        sizes: Sizes of axes; they are added to SIZES or replace its values.
+        dtypes: Data types to check. bf16 and fp16 need GPUs, or kernels written with torch.
         gradient: False for an operator without a gradient.
-        outputs: Numbers of the outputs that have gradients.
-        tolerance: Largest norm of the error / norm of the result; by default 1e-12 in fp64, 1e-5 in fp32, 1.5e-2 in
-            bf16, 2e-3 in fp16. bf16 and fp16 need GPUs, or kernels in torch.
+        outputs: Indices of the outputs that have gradients.
+        seed: Seed of the random values.
+        tolerance: Largest relative error (norm of the error / norm of the result). Default: 1e-12 in fp64, 1e-5 in
+            fp32, 1.5e-2 in bf16, 2e-3 in fp16.
 
     Raises:
         AssertionError: A result is wrong; the message has the tensor, the error, the tiling and the policy.
@@ -298,17 +328,20 @@ def check_operator(
 
 
 def even(size: int) -> int:
-    """Return a tile size that cuts an axis in equal parts: at least three if the size has such a divisor."""
+    """Return a tile size that cuts an axis of this size into equal tiles: at least three tiles if possible."""
     return next(tile for tile in range(max(1, size // 3), 0, -1) if size % tile == 0)
 
 
 def ragged(size: int) -> int:
-    """Return a tile size with a smaller last tile: with at least three tiles if possible."""
+    """Return a tile size with which an axis of this size has a smaller last tile; at least three tiles if possible."""
     return next((tile for tile in range(-(-size // 3), 1, -1) if size % tile), size // 2 + 1)
 
 
 def with_gradient(row: Row, outputs: Sequence[int], case: Case) -> None:
-    """Add the row's operator and its gradient to the case; gradients of `outputs` become inputs of the case."""
+    """Add the operator of `row` and the operators of its gradient to the case.
+
+    The gradients of the operator's outputs with the indices `outputs` become inputs of the case.
+    """
     row(case)
     (op,) = case.graph.ops
     for tensor in op.inputs:
@@ -328,7 +361,10 @@ def with_gradient(row: Row, outputs: Sequence[int], case: Case) -> None:
 
 
 def check_gradient(case: Case, rng: np.random.Generator) -> None:
-    """Compare the reference of the gradient with central differences of the operator's, in random directions."""
+    """Compare the gradient with central finite differences of the operator, in random directions.
+
+    Both are computed with the references in numpy.
+    """
     inputs, op = case.draw(rng), case.graph.ops[0]
     values = case.computed(inputs)
 

@@ -1,4 +1,4 @@
-"""Clear errors for arguments of wrong types in the Python interface."""
+"""Clear error messages if a user passes an argument of a wrong type to the Python interface."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from nntile_py.errors import ConfigError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_NUMBERS: dict[Any, Any] = {int: Integral, float: Real}  # numpy's, too
+_NUMBERS: dict[Any, Any] = {int: Integral, float: Real}  # numbers of numpy also fit these annotations
 
 
 def typed(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function: turn an unclear error into a TypeError that names the argument of the wrong type.
+    """Decorator of public functions: turns an unclear error into a TypeError that names the argument of the wrong type.
 
     Arguments are checked against their annotations only after an error, so a correct call costs nothing."""
 
@@ -47,7 +47,7 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def typed_fields(cls: type[R]) -> type[R]:
-    """Decorate a dataclass: apply `typed` to its constructor."""
+    """Decorator of dataclasses: applies `typed` to the constructor."""
     changed = cast(Any, cls)
     changed.__init__ = typed(changed.__init__)
     return cls
@@ -56,7 +56,10 @@ def typed_fields(cls: type[R]) -> type[R]:
 def _annotated(
     function: Callable[..., Any], given: inspect.Signature, bound: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, value and type of each argument, except for types that only type checkers import."""
+    """Yield (name, value, annotated type) of each argument.
+
+    Arguments are left out if their annotation cannot be evaluated, such as a type that only type checkers import.
+    """
     names = vars(sys.modules[function.__module__]) if function.__module__ in sys.modules else {}
     for name, value in bound.items():
         parameter = given.parameters[name]
@@ -73,7 +76,7 @@ def _annotated(
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Return True if a value has an annotation's type, or if the annotation is not understood."""
+    """Return True if a value has the type `kind` of an annotation, or if the annotation is of an unsupported form."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return any(fits(value, kind) for kind in arguments)
@@ -100,7 +103,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Return a number of another library or a fraction as Python's int or float, for JSON; other values unchanged."""
+    """Return a number of numpy or another library, or a Fraction, as Python int or float; other values unchanged."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Real) and not isinstance(value, int | float):
@@ -109,6 +112,6 @@ def plain(value: Any) -> Any:
 
 
 def short(value: Any) -> str:
-    """Return a value's text for a message, at most 60 characters."""
+    """Return repr(value) for a message, cut to at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,4 +1,4 @@
-"""Generates C++ headers from Python declarations: the arguments of kernels (tiles/arguments.py), the table of dtypes.
+"""Generates C++ headers: structs of kernel arguments from Python classes (tiles/arguments.py), and a table of dtypes.
 
     scripts/args_headers.py ROOT FOLDER
 """
@@ -19,8 +19,11 @@ Fields = dict[str, Kind]
 
 
 def write(root: Path, folder: Path) -> list[str]:
-    """Write NAME_args.h of NAME.py to `folder`, and return their paths; unchanged files keep their date."""
-    files: dict[Path, dict[str, Fields]] = {}  # classes of arguments by file
+    """Write NAME_args.h for each NAME.py with argument classes, and dtypes.h, to `folder`; return all their paths.
+
+    Files whose content does not change keep their date, so that nothing is compiled again.
+    """
+    files: dict[Path, dict[str, Fields]] = {}  # {Python file: {argument class: its fields}}
     for path in sorted([*root.glob("tasks/*.py"), *root.glob("tiles/*.py")]):
         nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
         found = {n.name: _fields(path, n) for n in nodes if "TaskArgs" in map(ast.unparse, n.bases)}
@@ -86,7 +89,10 @@ def _fields(path: Path, node: ast.ClassDef) -> Fields:
 
 
 def _check(path: Path, name: str, fields: Fields, classes: dict[str, Fields]) -> None:
-    """Check that nested classes exist, and that only the last field with ints has a varying number of ints."""
+    """Exit with a message if a field's class does not exist, or if fields of varying length would be ambiguous.
+
+    Only the last field with integers may have a varying number of integers.
+    """
 
     def has_ints(kind: Kind) -> bool:
         if kind.group:
@@ -121,7 +127,7 @@ struct {name} {{
 
 
 def _member(name: str, kind: Kind) -> tuple[str, str]:
-    """Return a member's declaration and initialiser; members are initialised in the order of declaration."""
+    """Return the C++ declaration and initialiser of a struct's member. C++ initialises members in declaration order."""
     if kind.optional:
         type_, read = f"std::optional<{kind.base}>", f"r.group<{kind.base}>()"
     elif kind.group:

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: replaces `::: nt.NAME` in a page by the full name of `nntile_py.NAME`, with its module."""
+"""A hook of mkdocs: replaces `::: nt.NAME` in a page by `::: nntile_py.MODULE.NAME`, the module that defines NAME."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Check that PyTorch's index offers a torch wheel for this interpreter and delivers the wheel's first megabyte.
+"""Checks that a package index, such as PyTorch's, has a torch wheel for this Python and delivers its first megabyte.
 
     scripts/probe_index.py INDEX VERSION
 
@@ -17,7 +17,7 @@ from urllib.parse import urljoin
 
 def probe(index: str, version: str) -> None:
     """Raise an exception if `index` does not deliver a wheel of torch `version`."""
-    context = ssl.create_default_context(cafile=os.environ.get("PIP_CERT") or None)  # pip's certificates, if named
+    context = ssl.create_default_context(cafile=os.environ.get("PIP_CERT") or None)  # the same certificates as pip
 
     def read(url: str, size: int) -> bytes:
         request = urllib.request.Request(url, headers={"Range": f"bytes=0-{size - 1}"} if size > 0 else {})

@@ -1,8 +1,8 @@
-"""Writes pages of docs/reference/: keys from typed configs, commands from their help, functions of models/parts.py.
+"""Generates pages of docs/reference/: keys of YAML files, commands and their options, functions of models/parts.py.
 
     scripts/reference.py [FOLDER]
 
-Run it after a change of these sources. A test compares the pages with the result."""
+Run it after a change of the docstrings or help texts that it reads. A test fails if the pages are out of date."""
 
 import inspect
 import sys
@@ -47,17 +47,17 @@ _TYPES = {str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
 
 
 def commands() -> str:
-    """Return the page of all commands."""
+    """Return the page docs/reference/commands.md, with all commands."""
     return "\n".join([_HEAD, *_pages(app, "nntile"), *_pages(bench_app, "nntile bench")])
 
 
 def sweeps() -> str:
-    """Return the page of a sweep's YAML."""
+    """Return the page docs/reference/sweeps.md, with the keys of a sweep's YAML."""
     return "\n".join([_SWEEPS, *tables(Sweep)])
 
 
 def parts() -> str:
-    """Return the page of the layers that models share."""
+    """Return the page docs/reference/parts.md, with the functions of models/parts.py."""
     rows = []
     for name, function in inspect.getmembers(parts_of_models, inspect.isfunction):
         if function.__module__ == parts_of_models.__name__ and not name.startswith("_"):
@@ -67,7 +67,7 @@ def parts() -> str:
 
 
 def _arguments(function: Callable[..., Any]) -> str:
-    """Return a function's parameters with defaults and without types."""
+    """Return a function's parameters as text, with defaults and without types."""
     bare = [given.replace(annotation=given.empty) for given in inspect.signature(function).parameters.values()]
     return str(inspect.Signature(bare))[1:-1]
 
@@ -90,7 +90,7 @@ def _page(function: Callable[..., None], name: str, example: str) -> Iterator[st
 
 
 def _row(name: str, kind: Any, default: Any) -> tuple[str, str]:
-    """Return a parameter as users type it, such as --out PATH, and its help."""
+    """Return a command's parameter as users type it, such as "--out PATH", and its help text."""
     infos = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
     info = next((info for info in infos if isinstance(info, ArgumentInfo | OptionInfo)), OptionInfo())
     kind = get_args(kind)[0] if infos else kind

@@ -1,4 +1,4 @@
-"""The command `nntile`. Each command imports what it needs, so that --help and a wrong config answer at once."""
+"""The command `nntile`. Commands import slow modules only when they run, so --help and config errors appear at once."""
 
 import atexit
 import gc
@@ -20,12 +20,15 @@ __all__ = ["app", "encode", "inspect", "main", "measurements", "train"]
 
 
 def main(run: Callable[[], Any] = app) -> None:
-    """Run a command. An error ends it with one message and an exit status; NNTILE_DEBUG=1 shows the traceback."""
-    atexit.register(gc.freeze)  # no garbage collection at the end of the process: saves 0.4 s
+    """Run the command that sys.argv names, or `run`. An error becomes one message and the exit status 1 or 2.
+
+    NNTILE_DEBUG=1 shows the traceback instead.
+    """
+    atexit.register(gc.freeze)  # skips the garbage collection at the end of the process, which takes 0.4 s
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # terminals without UTF-8 lack some characters
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? for unknown characters
     if os.environ.get("NNTILE_DEBUG") != "1":
-        warnings.formatwarning = lambda message, *_, **__: f"{message}\n"  # without file, line and source
+        warnings.formatwarning = lambda message, *_, **__: f"{message}\n"  # no file name, line number and source line
     try:
         run()
     except (NNTileError, OSError, MemoryError) as error:

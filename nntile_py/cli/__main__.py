@@ -1,4 +1,4 @@
-"""python -m nntile_py.cli"""
+"""Runs the command `nntile` as `python -m nntile_py.cli`."""
 
 from nntile_py.cli import main
 

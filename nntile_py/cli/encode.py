@@ -1,4 +1,4 @@
-"""nntile encode, doctor."""
+"""The commands `nntile encode` and `nntile doctor`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -50,6 +50,6 @@ def doctor(as_json: Json = False) -> None:
     """Check the installation: what is missing, and how to install it."""
     from nntile_py import doctor as parts
 
-    checks = parts.report()  # on all ranks
+    checks = parts.report()  # every rank must call it: ranks exchange their results
     if launcher.leads():
         show(checks if as_json else parts.render(checks))

@@ -1,4 +1,4 @@
-"""nntile plan, profile, graph, analyze, layouts: inspect a training step."""
+"""The commands that inspect a training step: `nntile plan`, `profile`, `graph`, `analyze` and `layouts`."""
 
 import sys
 from pathlib import Path
@@ -22,8 +22,8 @@ from nntile_py.errors import ConfigError
 from nntile_py.runs import run_folder
 from nntile_py.system import launcher
 
-LARGE_TRACE = 20  # MB; viewers are slow with larger traces
-MEASURED, TUNED = 7, 5  # default runs of each operator: for `analyze --measure`, for `layouts tune`
+LARGE_TRACE = 20  # megabytes; viewers are slow with larger traces
+MEASURED, TUNED = 7, 5  # default of --repeats, in runs of each operator: for `analyze --measure` and `layouts tune`
 
 
 @app.command(epilog="Example: nntile plan my.yaml --set tiles.embed=64")
@@ -95,7 +95,7 @@ def profile(
     from rich.text import Text
 
     for finding in summary["findings"]:
-        show(Text(f"{finding['rule']}: {finding['cause']}\n  {finding['advice']}"))  # Text: wrapped between words
+        show(Text(f"{finding['rule']}: {finding['cause']}\n  {finding['advice']}"))  # rich wraps Text between words
     print(f"{summary['seconds_per_step'] * 1e3:.1f} ms a step; open {folder / 'report.html'}")
     print(_trace_message(folder / "trace.json", summary))
 
@@ -246,7 +246,10 @@ def layouts(
 
 
 def _work(config: str | None, work: str | None, sets: list[str] | None) -> tuple[Any, Any]:
-    """Return the config and the work of `analyze` or `layouts`; without CONFIG the config is the work's preset."""
+    """Return the config and the work (such as train or encoder) of `analyze` or `layouts`.
+
+    Without CONFIG, the config is the preset of the work, with BERT-large's sizes.
+    """
     from nntile_py.analysis.workloads import PRESETS, Work, preset
 
     one_of("--work", work or "train", get_args(Work))
@@ -257,7 +260,8 @@ def _work(config: str | None, work: str | None, sets: list[str] | None) -> tuple
 
 
 def _trace_message(path: Path, summary: dict[str, Any]) -> str:
-    """Return the trace's path and size, and how to get a smaller trace if it is large."""
+    """Return a message with the trace file's path and size. If the file is large, it also says how to get a smaller
+    file."""
     size = path.stat().st_size / 1e6
     message = f"{path}, for ui.perfetto.dev: {size:,.1f} MB"
     if size <= LARGE_TRACE:

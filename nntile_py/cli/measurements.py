@@ -1,4 +1,4 @@
-"""nntile sweep, experiment, bench."""
+"""The commands that measure: `nntile sweep`, `nntile experiment` and `nntile bench`."""
 
 from pathlib import Path
 from typing import Annotated, cast

@@ -1,4 +1,4 @@
-"""Parts that the commands of nntile share: the app, options, output."""
+"""Shared by the commands of nntile: the typer app, common options, and printing."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from nntile_py.system import launcher
 if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
 
-UNCUT = 10**4  # columns of output that does not go to a terminal
+UNCUT = 10**4  # width, in characters, of output that does not go to a terminal: no line is wrapped
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -28,7 +28,7 @@ OptionalConfig = Annotated[
 
 
 def _complete_key(incomplete: str) -> list[str]:
-    """Complete --set in a shell: the keys of all models."""
+    """Return completions of --set in a shell: the keys, of any model, that begin with the typed text."""
     from nntile_py.config.run_config import all_keys
     from nntile_py.models.registry import known
 
@@ -47,7 +47,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def load_config(config: str, sets: list[str] | None) -> "RunConfig":
-    """Read CONFIG with the values of --set."""
+    """Read the YAML file CONFIG; the values of --set override its keys."""
     from nntile_py.config.run_config import load
 
     return load(config, sets or [])
@@ -55,7 +55,7 @@ def load_config(config: str, sets: list[str] | None) -> "RunConfig":
 
 @contextmanager
 def ends_at_ctrl_c(message: Callable[[], str]) -> Iterator[None]:
-    """At Ctrl-C, print the message and end the command with status 130."""
+    """Context manager: Ctrl-C in its block prints the message and ends the command with exit status 130."""
     try:
         yield
     except KeyboardInterrupt:
@@ -73,7 +73,7 @@ def alone(command: str) -> None:
 
 
 def note_tiles(config: Any, spec: Any) -> None:
-    """Print a note if tiles are far too small."""
+    """Print a note to stderr if the config's tiles are far too small, so that tasks would be too short."""
     from nntile_py.analysis.tile_advice import note
 
     with suppress(NNTileError):  # the command itself reports wrong configs
@@ -87,16 +87,16 @@ def one_of(option: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def show(what: Any) -> None:
-    """Print a dict or list as JSON, and other objects as rich does, without wrapped lines unless on a terminal."""
+    """Print a dict or list as JSON, and other objects with rich. Lines are wrapped only on a terminal."""
     if isinstance(what, (dict, list)):
         print(json.dumps(what, indent=2))
     else:
         from rich.console import Console
 
         console = Console()
-        if console.is_terminal and launcher.started()[1] == 1:  # output of mpirun's ranks looks like a terminal
+        if console.is_terminal and launcher.started()[1] == 1:  # under mpirun, output may look like a terminal
             console.print(what)
-        else:  # programs that read the output need each row in one line
+        else:  # programs that read the output need each row of a table in one line
             console = Console(width=UNCUT, force_terminal=False)
             with console.capture() as text:
                 console.print(what)

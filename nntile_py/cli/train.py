@@ -1,4 +1,4 @@
-"""nntile init, config, train."""
+"""The commands `nntile init`, `nntile config` and `nntile train`."""
 
 import os
 import shlex
@@ -85,7 +85,7 @@ def train(
     from nntile_py.config.run_config import load
 
     name, command, overrides = Path(config).stem, ["nntile", "train", config], list(sets or [])
-    of_run = resume and where is None and Path(config).is_dir()  # `nntile train --resume runs/own`
+    of_run = resume and where is None and Path(config).is_dir()  # typed as: nntile train --resume runs/my_run
     if of_run:
         where = Path(config)
         config = str(run_of(where) / "config.yaml")
@@ -107,7 +107,7 @@ def train(
         folder = out or run_of(start)
         if again := _saved_overrides(start, overrides):
             overrides = [*again, *overrides]
-            if not of_run:  # the run's own config.yaml has these values
+            if not of_run:  # if CONFIG is a run's folder, its config.yaml already has these values
                 loaded = load(config, overrides, newest)
         if overwrite:
             raise ConfigError("--overwrite: not allowed with --resume, which continues in the run's folder")
@@ -133,7 +133,7 @@ def train(
 
 
 def _saved_overrides(start: Path, overrides: list[str]) -> list[str]:
-    """Return the `--set` options of the run to resume, without keys that `overrides` sets again; report them."""
+    """Return and print the `--set` options of the run to resume, without keys that `overrides` sets again."""
     from nntile_py.checkpoint.resume import saved_overrides
 
     keys = {item.partition("=")[0] for item in overrides}

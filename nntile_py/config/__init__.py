@@ -1,1 +1,1 @@
-"""The YAML of a run, typed and checked."""
+"""Reading and checking of a run's YAML, and documentation of its keys."""

@@ -27,9 +27,9 @@ def build_model(config: RunConfig) -> Model:
 
 @operators_refuse()
 def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
-    """Return the StepSpec of a run.
+    """Return the StepSpec of a run: the model and all settings from which a training step's program is built.
 
-    model: the model with its weights. Default: a new model, whose initial weights are drawn at their first use."""
+    model: The model with its weights. Default: a new model, whose initial weights are drawn at their first use."""
     return StepSpec(
         model or new(config.model, config.seed),
         config.train.batch,
@@ -49,17 +49,18 @@ def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
 
 
 def default_layouts(config: RunConfig) -> RunConfig:
-    """Return the config with `layout: default`, which needs no timings."""
+    """Return a copy of the config with `layout: default`, which needs no measured operator times."""
     return config.model_copy(update={"layout": "default"})
 
 
 def predicted(config: RunConfig) -> float:
-    """Return the share of tokens that the model predicts: below 1 for masked models."""
+    """Return the share of tokens for which the model computes a loss: train.mask_probability for masked models, else
+    1."""
     return config.train.mask_probability if find(config.model.type).objective == "masked" else 1.0
 
 
 def tiling(config: RunConfig) -> Tiling:
-    """Return the config's tile sizes."""
+    """Return the config's tile sizes as a Tiling."""
     return Tiling(config.tiles.model_dump(exclude_none=True))
 
 
@@ -69,15 +70,19 @@ def _gpu() -> str:
 
 
 def measured_on(config: RunConfig) -> dict[str, str]:
-    """Return the conditions of a measurement of operator times: device, versions, dtype, method (graph/timings.py)."""
+    """Return the conditions under which this config's operator times are measured: device, versions, dtype, method.
+
+    A file of operator times stores them; graph/timings.py explains the keys.
+    """
     name = _gpu() if config.runtime.cuda else processor()
     versions = f"nntile_py {VERSION}, torch {version('torch')}"
     return {"device": f"{config.workers} x {name}", "version": versions, "dtype": config.precision, "method": METHOD}
 
 
 def timings(config: RunConfig, path: Path | None = None, *, new: bool = False) -> Timings:
-    """Return the operator times in the file `path`, by default the cache folder's file for this config.
+    """Return the measured operator times in the file `path`, by default the cache folder's file for this config.
 
     Raises:
-        ConfigError: The file does not exist and `new` is False, or its times are of other conditions (KEYS)."""
+        ConfigError: The file does not exist and `new` is False, or its times were measured under other conditions,
+            such as another device (see `measured_on`)."""
     return opened(measured_on(config), path, new=new)

@@ -1,4 +1,4 @@
-"""Documentation of a run's keys, derived from RunConfig: a commented YAML, a JSON schema, pages of docs/reference."""
+"""Generates documentation of a run's keys from RunConfig: a commented YAML, a JSON schema, pages of docs/reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nntile_py.schema import Rule, assignment, keys, read_yaml, section_of, word
 from nntile_py.system.folders import installed
 from nntile_py.tasks.optimizer import OPTIMIZERS
 
-_WIDTH = 100  # characters of a comment's line
+_WIDTH = 100  # longest line of a YAML comment, in characters
 _HEAD = """\
 {path}: written by `nntile init`. `nntile train {path}` trains this model.
 A line such as "#key: value" shows a key's default; remove the # to change the value. On the command line:
@@ -34,7 +34,7 @@ and put this line at the top of the file, without the quotes:
 
 
 def meaning(field: FieldInfo) -> str:
-    """Return a key's documentation in one line."""
+    """Return a key's documentation as one line: its own text, or the docstring of the section that it holds."""
     inner = section_of(field)
     return " ".join((field.description or (inner and inner.__doc__) or "").split())
 
@@ -45,7 +45,7 @@ def _allowed(field: FieldInfo) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """Write a value as YAML in one line."""
+    """Return a value as one line of YAML."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
@@ -58,7 +58,12 @@ def _default(field: FieldInfo) -> Any:
 
 
 def initial(path: str, model: str, sets: Iterable[str] = ()) -> str:
-    """Return a commented YAML that trains a model of this type, with the values of experiments/ and of `sets`.
+    """Return a commented YAML that trains a model of this type, for `nntile init`.
+
+    Args:
+        path: The file that the YAML will be written to; comments name it.
+        model: The type of the model. Sizes and other values come from experiments/MODEL_tiny.yaml.
+        sets: Values that replace them, such as "train.steps=100".
 
     Raises:
         ConfigError: The type is not trained on text, or a value is not allowed."""
@@ -74,13 +79,16 @@ def initial(path: str, model: str, sets: Iterable[str] = ()) -> str:
 
 
 def _example(cls: type[Model], model: str, sets: set[str]) -> dict[str, Any]:
-    """Return the run experiments/MODEL_tiny.yaml. For a user's model: the run of GPT-2 with the keys of the model."""
+    """Return the content of experiments/MODEL_tiny.yaml as a dict.
+
+    For a user's own model, it is gpt2_tiny.yaml without the keys that the model lacks. `sets` has the keys of --set.
+    """
     path = installed("experiments") / f"{model}_tiny.yaml"
     own = not path.is_file()
     tree = read_yaml(installed("experiments") / "gpt2_tiny.yaml" if own else path, "nntile init", RunConfig)
     if own:
         tree["model"] = {key: value for key, value in tree["model"].items() if key in cls.Config.model_fields}
-    if "model.from" in sets:  # the folder has sizes and a tokenizer
+    if "model.from" in sets:  # sizes and tokenizer come from the folder
         tree["model"] = {}
         del tree["tokenizer"]
     tree["model"]["type"] = model
@@ -96,7 +104,7 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _lines(cls: type[BaseModel], values: dict[str, Any], given: set[str], prefix: str = "") -> Iterator[str]:
-    """Yield comment and value of each key of a section. Keys that are not in `given` are commented out."""
+    """Yield the lines of a commented YAML: comment and value of each key. Keys not in `given` are commented out."""
     indent = "  " * prefix.count(".")
     for own, field in cls.model_fields.items():
         name = field.alias or own
@@ -118,7 +126,7 @@ def _lines(cls: type[BaseModel], values: dict[str, Any], given: set[str], prefix
 
 
 def schema(model: str | None = None) -> dict[str, Any]:
-    """Return a JSON schema of a run's YAML, for one type of model or for all types."""
+    """Return a JSON schema of a run's YAML, for one type of model, or for all types if `model` is None."""
     types = [model] if model else [*known()]
     run = _json(RunConfig)
     choices = [_json_model(find(name).Config, name) for name in types]
@@ -146,7 +154,7 @@ def _json(cls: type[BaseModel]) -> dict[str, Any]:
         name, inner = field.alias or own, section_of(field)
         leaf = _json_leaf(field)
         if inner:
-            section = _json(inner) | {"type": ["object", "null"]}  # a section that has only comments is null
+            section = _json(inner) | {"type": ["object", "null"]}  # YAML reads a section of comments only as null
             choice = [rule.json for rule in field.metadata if isinstance(rule, Rule)]
             leaf = {"anyOf": [section, *choice]} if choice else section
         elif not field.is_required():
@@ -166,7 +174,7 @@ def _json_leaf(field: FieldInfo) -> dict[str, Any]:
 
 
 def _is_choice(leaf: dict[str, Any]) -> bool:
-    """Return True if the schema allows only some values, such as a choice of names or a pattern."""
+    """Return True if a key's JSON schema restricts the values themselves: by a list of names, or by a pattern."""
     if "anyOf" in leaf:
         return any(map(_is_choice, leaf["anyOf"]))
     return not leaf.keys().isdisjoint({"enum", "const", "pattern"})
@@ -209,7 +217,10 @@ def reference() -> str:
 
 
 def tables(cls: type[BaseModel], contents: Mapping[str, Iterable[str]] = MappingProxyType({})) -> Iterator[str]:
-    """Yield tables of a YAML's keys: keys outside of sections, then each section; `contents` replaces some tables."""
+    """Yield lines of Markdown with tables of a YAML's keys: keys outside of sections first, then each section.
+
+    `contents` has the lines for sections that are described in another way.
+    """
     plain = [(field.alias or name, field) for name, field in cls.model_fields.items() if not section_of(field)]
     yield from _table(_rows(plain))
     for name, field in cls.model_fields.items():
@@ -241,7 +252,7 @@ def model_reference() -> str:
 
 
 def _optimizers() -> Iterator[str]:
-    """Yield a table of the keys that all optimizers have, then a table of each optimizer's own keys."""
+    """Yield lines of Markdown: a table of the keys of all optimizers, then a table of each optimizer's own keys."""
     rows = {name: list(_rows(keys(optimizer_section(name), "optimizer."))) for name in OPTIMIZERS}
     first, *others = rows.values()
     common = [row for row in first if row[0] == "`optimizer.name`" or all(row in of for of in others)]
@@ -262,7 +273,10 @@ def _rows(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[Row]:
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    """Yield a table with the columns key, value, default, meaning; rows of five have the column models after key."""
+    """Yield a Markdown table with the columns key, value, default, meaning.
+
+    If rows have five cells, the table has a column `models` after `key`.
+    """
     for number, row in enumerate(rows):
         if not number:
             columns = ("key", *["models"] * (len(row) - 4), "value", "default", "meaning")

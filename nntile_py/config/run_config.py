@@ -1,4 +1,4 @@
-"""RunConfig: the YAML of a run, typed and checked. A ConfigError names each wrong key and the allowed values."""
+"""Reads a run's YAML as a RunConfig. If keys are wrong, a ConfigError names each of them and the allowed values."""
 
 import functools
 import math
@@ -54,7 +54,7 @@ from nntile_py.tiles.tasklist import Policy
 
 SCHEDULER_CONFIGS = installed("scheduler_configs")
 DEFAULT_MODEL = "gpt2"
-CLASSIFICATION = "classification"  # a model's head, or its objective
+CLASSIFICATION = "classification"  # value of model.head and of RunConfig.aim
 
 
 class RunConfig(Section):
@@ -106,7 +106,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _together(self) -> "RunConfig":
-        model: Any = self.model  # its fields are its type's own
+        model: Any = self.model  # Any: its fields depend on model.type
         seq = self.train.seq
         check_precision("precision", self.precision, self.runtime.cuda != 0)
         if self.runtime.cpus == 0 == self.runtime.cuda:
@@ -143,7 +143,10 @@ class RunConfig(Section):
         return self
 
     def _with_labels(self, model: Any) -> Any:
-        """Return the model with the table's labels as classes; `model.from` with the same labels keeps its order."""
+        """Return the section `model` of a classifier with the table's labels as its classes.
+
+        If the folder `model.from` has a classifier with the same labels, they keep their order there.
+        """
         data, fields = self.data, type(model).model_fields
         if data.max_bytes:
             raise ConfigError(f"data.max_bytes: got {data.max_bytes}; allowed: null, since a table is read completely")
@@ -176,7 +179,7 @@ class RunConfig(Section):
 
     @property
     def aim(self) -> str | None:
-        """Objective of training on text: `causal`, `masked`, `classification`; None: not trained on text."""
+        """The training objective: `causal`, `masked` or `classification`; None if the model is not trained on text."""
         of_head = getattr(self.model, "head", None) == CLASSIFICATION
         return CLASSIFICATION if of_head else find(self.model.type).objective
 
@@ -188,14 +191,15 @@ class RunConfig(Section):
 
     @property
     def planned(self) -> bool:
-        """Whether a plan assigns tasks to workers: several GPUs and no CPU workers."""
+        """Whether a plan assigns tasks to workers before the run: with several GPUs, no CPU workers, and a
+        runtime.placement other than `scheduler`."""
         several, of = self.runtime.cuda != 0 and self.workers > 1, self.runtime
         # As in Runtime, "all" means no CPU workers if there are GPUs.
         return several and of.cpus in (0, "all") and of.placement != "scheduler"
 
     @property
     def short_warmup(self) -> str | None:
-        """The message about a warm-up that does not end within the run, or None."""
+        """A message if optimizer.warmup_steps exceeds train.steps, so that the warm-up does not end; else None."""
         how, steps = self.optimizer, self.train.steps
         if how.warmup_steps <= steps:
             return None
@@ -211,7 +215,10 @@ class RunConfig(Section):
 
 @functools.cache
 def of_model(config: type[ModelConfig], optimizer: str = "adamw") -> type[RunConfig]:
-    """Return a RunConfig with all keys of `model` and `optimizer`. It describes the keys; `load` does not return it."""
+    """Return a subclass of RunConfig whose fields `model` and `optimizer` have all keys of these classes.
+
+    It serves to list and describe the keys; `load` returns plain RunConfigs.
+    """
     texts = (Field(description=RunConfig.model_fields[name].description) for name in ("model", "optimizer"))
     model, method = zip((config, optimizer_section(optimizer)), texts, strict=True)
     return create_model("RunConfig", __base__=RunConfig, model=model, optimizer=method)
@@ -226,8 +233,8 @@ def load(path: str | Path, overrides: Iterable[str] = (), saved: Saved | None = 
     Args:
         path: The YAML file.
         overrides: Texts such as "tiles.embed=96".
-        saved: For a run that is resumed: returns the checkpoint's folder for the key `out`. The checkpoint replaces a
-            `model.from` or a `tokenizer.path` that does not exist any more.
+        saved: For a resumed run: a function from the value of the key `out` to the checkpoint's folder. If the path
+            of `model.from` or `tokenizer.path` does not exist any more, the checkpoint's copy is used.
 
     Raises:
         ConfigError: A key or a value is not allowed.
@@ -236,7 +243,7 @@ def load(path: str | Path, overrides: Iterable[str] = (), saved: Saved | None = 
 
 
 def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str, saved: Saved | None = None) -> RunConfig:
-    """Return the config of a YAML's mapping, as `load` does. The mapping is changed; `what` names it in errors."""
+    """Return the config of a parsed YAML, with the arguments of `load`. Changes `tree`; `what` names it in errors."""
     chosen = tree.get("scheduler")
     for item in overrides:
         _override(tree, item)
@@ -256,12 +263,12 @@ def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str, saved: Sa
 
 
 def all_keys(model: type[ModelConfig]) -> list[str]:
-    """Return all dotted keys of a run with this model."""
+    """Return all dotted keys of a run's YAML, such as train.steps, for a model with this config class."""
     return list(dict.fromkeys(key for name in OPTIMIZERS for key, _ in keys(of_model(model, name))))
 
 
 def _known_keys(model: Any) -> list[str]:
-    """Return all dotted keys for this section `model`, which may be wrong itself."""
+    """Return all dotted keys of a run whose section `model` has this content, which may itself be invalid."""
     try:
         return all_keys(find(model.get("type", DEFAULT_MODEL) if isinstance(model, dict) else DEFAULT_MODEL).Config)
     except ConfigError:
@@ -269,7 +276,7 @@ def _known_keys(model: Any) -> list[str]:
 
 
 def load_scheduler(name: str) -> dict[str, Any]:
-    """Return the keys of a scheduler file, checked. `name` is a name in scheduler_configs/ or a path."""
+    """Return the checked keys and values of a scheduler file. `name`: a name in scheduler_configs/, or a path."""
     if not isinstance(name, str):
         raise ConfigError(f"scheduler: got {name!r}; allowed: a name in scheduler_configs/ or the path of a YAML file")
     path = Path(os.path.expanduser(name)) if _is_path(name) else SCHEDULER_CONFIGS / f"{name}.yaml"
@@ -283,7 +290,13 @@ def load_scheduler(name: str) -> dict[str, Any]:
 
 
 def runtime_options(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of nntile_py.Runtime for a name in scheduler_configs/, a path, or keys. Resolves 'all'."""
+    """Return keyword arguments of nntile_py.Runtime from a scheduler file or a dict of its keys.
+
+    The value 'all' of `cpus` becomes None; 'all' of `cuda` becomes the number of GPUs.
+
+    Args:
+        config: A name in scheduler_configs/, the path of a file, or a dict of keys.
+    """
     if isinstance(config, Mapping):
         options = validated(SchedulerFile, dict(config)).model_dump(exclude_unset=True)
     else:
@@ -343,7 +356,11 @@ def _is_path(name: str) -> bool:
 
 
 def _tokenizer_in(folder: Path) -> str:
-    """Return the tokenizer of a model's folder: the weights need the tokens that they were trained on."""
+    """Return the path of tokenizer.json in a model's folder, because its weights need the tokenizer of their training.
+
+    Raises:
+        ConfigError: The folder has no tokenizer.json.
+    """
     if not (path := folder / "tokenizer.json").is_file():
         raise ConfigError(
             f"model.from: {folder} has no tokenizer.json, and the model's weights need its own tokenizer; allowed: a"
@@ -353,7 +370,7 @@ def _tokenizer_in(folder: Path) -> str:
 
 
 def _model_section(given: Any) -> Any:
-    """Read the section `model` as the config class of its `type`, or of the model in the folder `from`."""
+    """Return the section `model` as a ModelConfig: of its `type`, or of the type of the model in the folder `from`."""
     if not isinstance(given, dict):
         return given
     given = {key: value for key, value in given.items() if value is not None}

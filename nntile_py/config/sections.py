@@ -42,10 +42,10 @@ _SCHEDULERS += ["pheft", "peager", "heteroprio"]
 
 
 def existing(key: str, path: str, others: str = "") -> str:
-    """Return the absolute path.
+    """Return the absolute form of a path that must exist.
 
     Raises:
-        ConfigError: The path does not exist. The message has `key`, and `others` as allowed besides a path."""
+        ConfigError: The path does not exist. The message names `key`, and `others`: values allowed besides a path."""
     found = absolute(path)
     if not os.path.exists(found):  # False also for texts that cannot be paths
         raise ConfigError(f"{key}: no such file: {path}; allowed: {others} a path that exists".replace(":  ", ": "))
@@ -213,7 +213,7 @@ class OptimizerSection(Optimizer, Schedule):
 
 @functools.cache
 def optimizer_section(name: str) -> type[OptimizerSection]:
-    """Return the section `optimizer` of a YAML for a method: the method's settings, and the schedule."""
+    """Return the class of the section `optimizer` for a method such as adamw: the method's settings and Schedule."""
     method = OPTIMIZERS[name]
     field = Field(name, description=Schedule.model_fields["name"].description)
     bases: Any = (method, OptimizerSection)
@@ -223,10 +223,10 @@ def optimizer_section(name: str) -> type[OptimizerSection]:
 
 
 def read_optimizer(given: Any) -> Any:
-    """Convert the section `optimizer` to the class of its method.
+    """Return the section `optimizer` as an instance of its method's class.
 
-    Keys of the default method (AdamW) are ignored if another method is chosen. Keys of any other method that is not
-    chosen are refused, unless they have their default value."""
+    If another method than AdamW (the default) is chosen, keys that only AdamW has are ignored. Keys that belong to
+    another method that is not chosen are refused, unless they have their default value."""
     if not isinstance(given, dict):
         return given
     chosen = given.get("name", Schedule().name)
@@ -308,8 +308,8 @@ class RuntimeSection(Section):
 
 
 class SchedulerFile(RuntimeSection):
-    """The file that the key `scheduler` names: keys of `runtime`, without the section's name, and optionally
-    `accumulate`. Keys of the run's YAML take precedence over the file."""
+    """The file that the key `scheduler` names. It has keys of the section `runtime`, such as `cuda: 1` in a line of its
+    own, and optionally `accumulate`. Keys of the run's YAML take precedence over the file."""
 
     accumulate: Policy | None = None
     """Accumulation policy if the run's YAML has none."""
@@ -337,7 +337,7 @@ class DebugSection(Section):
 
 
 class ProfileSection(Section):
-    """Settings of `nntile profile`; `nntile analyze` uses the peaks."""
+    """Settings of `nntile profile`. `nntile analyze` also uses the hardware peaks given here."""
 
     steps: Count = 3
     """Steps that are profiled."""

@@ -1,1 +1,1 @@
-"""The operating system: folders and files, clock, load, limits of containers and batch jobs, ranks of mpirun."""
+"""Access to the operating system: files, time measurement, machine load, memory limits, ranks; output to terminals."""

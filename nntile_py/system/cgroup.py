@@ -1,4 +1,4 @@
-"""The main memory that this process may use. Containers and batch systems limit it."""
+"""The main memory that this process may use, with the limits of containers and batch systems."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from pathlib import Path
 
 
 def machine_memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes of main memory: the machine's, or the smallest limit of this process's cgroups (cgroups(7))."""
+    """Return the bytes of main memory that this process may use.
+
+    This is the machine's memory, or a smaller limit of the process's cgroups, see cgroups(7).
+    """
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with suppress(OSError):
         for line in proc.read_text().splitlines():
@@ -18,7 +21,7 @@ def machine_memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
             version_1 = bool(controllers)
             top, name = (root / "memory", "memory.limit_in_bytes") if version_1 else (root, "memory.max")
             own = top / path.lstrip("/")
-            # In a container, `path` may be that of the host, and `top` the container's own cgroup.
+            # In a container, `path` may be a path on the host, while `top` is already the container's own cgroup.
             for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(top))):
                 with suppress(OSError, ValueError):  # the file has "max" if there is no limit
                     found.append(int((folder / name).read_text()))
@@ -26,7 +29,7 @@ def machine_memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
 
 
 def free_memory() -> int:
-    """Return the bytes of main memory that this process may still allocate."""
+    """Return the bytes of main memory that this process may still allocate, within its cgroups' limits."""
     fields = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     free = next(int(field[1]) * 1024 for field in fields if field[0] == "MemAvailable:")
     own = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -34,6 +37,6 @@ def free_memory() -> int:
 
 
 def within_machine(limit: int | None) -> int:
-    """Return the smaller of a limit in bytes, if there is one, and the machine's memory."""
+    """Return the smaller of `limit` (bytes; None: no limit) and the memory that this process may use."""
     total = machine_memory()
     return min(limit or total, total)

@@ -1,4 +1,4 @@
-"""The clock of all measurements: repeated times of a callable, and their median and spread."""
+"""Time measurement for all benchmarks: repeated runs of a function, and median, minimum and maximum of their times."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-Run = Callable[[int], object]  # starts that many runs, and waits until all of them have ended
-SHORTEST = 2e-3  # seconds of one measured time, at least: shorter runs are measured several at once
-MOST_RUNS = 200  # runs in one measured time, at most
+Run = Callable[[int], object]  # run(n) starts n runs of the measured work, and waits until all have ended
+SHORTEST = 2e-3  # shortest measured time in seconds; shorter runs are started several at once
+MOST_RUNS = 200  # largest number of runs started at once
 
 
 def clocked(run: Run, repeats: int, runs: int = 1) -> list[float]:
-    """Return the seconds of one run, measured `repeats` times, each time over `runs` runs in flight together."""
+    """Return `repeats` measured times of one run, in seconds.
+
+    Each time is measured by starting `runs` runs at once and dividing the total time by `runs`.
+    """
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -23,25 +26,30 @@ def clocked(run: Run, repeats: int, runs: int = 1) -> list[float]:
 
 
 def runs_to_measure(run: Run) -> int:
-    """Return how many runs in flight together last at least SHORTEST seconds, after a first run that warms up."""
+    """Return how many runs to start at once so that they take at least SHORTEST seconds. A warm-up run goes first."""
     return repeats_that_last([run], SHORTEST, 1, MOST_RUNS)
 
 
 def repeats_that_last(runs: Sequence[Run], seconds: float, least: int, most: int) -> int:
-    """Return how often to repeat all runs so that the repeats last `seconds`, after first runs that warm up."""
+    """Return how often to repeat all `runs` so that the repeats take `seconds`: at least `least`, at most `most` times.
+
+    Each run is called once to warm up, and once more to estimate its time.
+    """
     for run in runs:
         run(1)
     return min(max(math.ceil(seconds / sum(clocked(run, 1)[0] for run in runs)), least), most)
 
 
 def clocked_in_turns(runs: Sequence[Run], repeats: int, counts: Sequence[int]) -> list[list[float]]:
-    """Measure several runs in turns, so that a disturbance of the machine slows down all of them.
+    """Measure several kinds of runs in turns, so that a disturbance of the machine slows down all of them.
 
     Args:
-        counts: for each run, how many are in flight together.
+        runs: The runs to compare. The order rotates from turn to turn.
+        repeats: Number of turns; each turn measures every run once.
+        counts: For each run, how many to start at once (see `clocked`).
 
     Returns:
-        The seconds of each run. Each run is equally often the first of a turn.
+        For each run, its `repeats` measured times in seconds.
     """
     times: list[list[float]] = [[] for _ in runs]
     for turn in range(repeats):
@@ -52,5 +60,5 @@ def clocked_in_turns(runs: Sequence[Run], repeats: int, counts: Sequence[int]) -
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:
-    """Return median, minimum and maximum."""
+    """Return median, minimum and maximum of measured times as a dict."""
     return {"median": statistics.median(times), "min": min(times), "max": max(times)}

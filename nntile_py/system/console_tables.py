@@ -1,4 +1,4 @@
-"""Tables and lists of facts in a terminal; tables as CSV."""
+"""Tables and lists of names with values for a terminal; tables as CSV."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ def plain_table(
     heads: Iterable[str], *, text: Collection[str] = (), rigid: Collection[str] = (), title: str | None = None,
     overflow: Literal["fold", "ellipsis"] = "fold",
 ) -> Table:  # fmt: skip
-    """Make a table without lines, with bold heads.
+    """Return an empty rich table with bold column heads and without ruled lines.
 
     Args:
-        text: heads of columns of text, at the left; the other columns hold numbers, at the right.
-        rigid: heads of columns that are never wrapped.
-        overflow: what happens to cells that are too wide.
+        heads: The column heads.
+        text: Heads of text columns, which are aligned left; other columns hold numbers and are aligned right.
+        rigid: Heads of columns whose cells are never wrapped.
+        title: A title above the table.
+        overflow: Whether cells that are too wide are wrapped (fold) or cut off (ellipsis).
     """
     from rich.table import Table
 
@@ -33,14 +35,14 @@ def plain_table(
 
 
 def csv_text(heads: Sequence[object], rows: Iterable[Iterable[object]]) -> str:
-    """Return a table as CSV."""
+    """Return column heads and rows as CSV text."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([heads, *rows])
     return out.getvalue()
 
 
 def facts(values: Mapping[str, str]) -> RenderableType:
-    """Make a table of names and values; a long value continues on the next line of its column."""
+    """Return a table with a row for each name and its value. A long value is wrapped within its column."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""Folders of the package, the cache and the standard library; files that are read safely and replaced as a whole."""
+"""Paths of the package, the cache and Python's standard library; safe reading and atomic replacement of files."""
 
 import ctypes
 import errno
@@ -25,12 +25,12 @@ def cache_folder() -> Path:
 
 
 def installed(name: str) -> Path:
-    """Return the path of a folder such as `experiments`: inside the installed package, or in the repository."""
+    """Return the path of a data folder such as `experiments`, in the installed package or in the repository."""
     return next((d for p in Path(__file__).parents[1:3] if (d := p / name).is_dir()), Path(name))
 
 
 def build_info() -> dict[str, str]:
-    """Return setup.py's record of the extension's compilation: StarPU's folder, versions, compiler flags."""
+    """Return how setup.py compiled the extension: StarPU's folder, versions, compiler flags. Empty if unknown."""
     try:
         package = Path(__file__).parents[1]
         info = json.loads((package / "_build_info.json").read_text())
@@ -40,14 +40,17 @@ def build_info() -> dict[str, str]:
         return {}
 
 
-# Folders of the standard library that are no training text: repetitive tests, tables of `encodings`, and installed
-# packages, which differ between machines.
+# Folders of the standard library that are left out of the training text: repetitive tests, the tables in `encodings`,
+# and installed packages, which differ between machines.
 _NO_SOURCES = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 STDLIB = "python-stdlib"  # the value of data.source for the sources of Python's standard library
 
 
 def files_in(root: Path, extensions: Sequence[str], skipped: AbstractSet[str] = frozenset()) -> Iterator[Path]:
-    """Yield files under `root` with these extensions, by name. Hidden, linked and `skipped` folders are left out."""
+    """Yield files under `root` whose lower-case name ends with one of `extensions`, sorted by name in each folder.
+
+    Hidden folders, symbolic links to folders, and folders named in `skipped` are left out.
+    """
     for path in sorted(root.iterdir(), key=lambda p: p.name):
         if path.is_dir() and not path.is_symlink() and path.name not in skipped and not path.name.startswith("."):
             yield from files_in(path, extensions, skipped)
@@ -61,8 +64,8 @@ def stdlib() -> Path:
 
 
 def stdlib_files() -> list[Path]:
-    """Return the source files of Python's standard library."""
-    # _sysconfigdata* has paths of the machine that built this Python.
+    """Return the source files of Python's standard library that serve as training text."""
+    # Left out: _sysconfigdata*, which contains paths of the machine that built this Python.
     return [path for path in files_in(stdlib(), [".py"], _NO_SOURCES) if not path.name.startswith("_sysconfigdata")]
 
 
@@ -70,10 +73,10 @@ def read(path: Path, most: int | None = None) -> bytes:
     """Return a file's content, or its first `most` bytes.
 
     Raises:
-        OSError: The file cannot be read, the path is not a file's (a pipe may have no end), or no valid path."""
+        OSError: The file cannot be read, the path is invalid, or it is not a regular file (a pipe might never end)."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except ValueError as error:  # a null byte
+    except ValueError as error:  # the path contains a null byte
         raise OSError(errno.EINVAL, str(error), str(path)) from None
     mode = os.fstat(number).st_mode
     if not stat.S_ISREG(mode):
@@ -87,7 +90,7 @@ def read(path: Path, most: int | None = None) -> bytes:
 
 
 def sync(path: Path) -> None:
-    """Wait until all data written to a file or a folder is on the disk."""
+    """Wait (fsync) until all data written to a file or a folder is on the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -97,11 +100,14 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to. At the end of the block its file is synced and replaces `path`."""
+    """Context manager: yield a temporary path to write to. At the end of the block this file replaces `path`.
+
+    Readers see either the old or the complete new file. After an exception `path` stays unchanged.
+    """
     beside = path.with_name(f".{path.name}.tmp{os.getpid()}")
     try:
         with beside.open("ab") as held:
-            with suppress(OSError):  # file systems without locks: leftovers of a killed process stay there
+            with suppress(OSError):  # without file locks, `remove_leftovers` cannot tell leftovers from files in use
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield beside
             sync(beside)
@@ -113,28 +119,28 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove the temporary files that processes killed within `replaced(path)` left behind."""
+    """Remove temporary files of `replaced(path)` that killed processes have left behind."""
     for beside in path.parent.glob(f".{glob.escape(path.name)}.tmp*"):
         if beside.suffix.removeprefix(".tmp").isdecimal() and beside.is_file():
             with suppress(OSError), beside.open("ab") as held:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while a process writes to the file
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while a process still writes to this file
                 beside.unlink(missing_ok=True)
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file, so that readers see the old or the new content; missing folders are created."""
+    """Write a file atomically: readers see the old or the new content. Missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as beside:
         beside.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Swap the names of two folders, on Linux in one step."""
+    """Swap the names of two folders: in one step if the file system supports this, else by three renames."""
     libc = ctypes.CDLL(None, use_errno=True)
     here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if hasattr(libc, "renameat2") and libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), swap) == 0:
         return
-    aside = one.with_name(f"{one.name}.old{os.getpid()}")  # a file system without RENAME_EXCHANGE
+    aside = one.with_name(f"{one.name}.old{os.getpid()}")  # the file system does not support RENAME_EXCHANGE
     one.rename(aside)
     other.rename(one)
     aside.rename(other)

@@ -1,4 +1,4 @@
-"""Pauses of Python's garbage collector."""
+"""Pauses Python's garbage collector during long work that creates no reference cycles."""
 
 import gc
 from collections.abc import Iterator
@@ -7,7 +7,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_search_for_cycles() -> Iterator[None]:
-    """Pause the garbage collector. Building graphs and task lists creates no cycles, and takes a quarter less time."""
+    """Context manager that pauses the garbage collector.
+
+    Building graphs and task lists creates no reference cycles, and takes a quarter less time with this pause.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Load of the machine by other processes, which disturbs measurements."""
+"""Measures how busy other processes keep this machine's cores, because their load disturbs measurements."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-BUSY = 0.1  # share of the cores: measurements with more load by other processes are reported as disturbed
+BUSY = 0.1  # if other processes keep this share of the cores busy, a measurement is reported as disturbed
 
 
 class Load:
-    """The load of other processes on this process's cores while a `with` block runs.
+    """Context manager that measures the load of other processes on this process's cores during its block.
 
-    `others` is the mean number of cores that other processes kept busy: the busy time of the cores in /proc/stat, with
-    the time that a hypervisor took, minus the processor time of this process. None if the system has no such counters,
-    or if the block took less than 50 ms."""
+    Afterwards `others` is the mean number of cores that other processes kept busy. It is computed from the busy time
+    of the cores in /proc/stat, including time taken by a hypervisor, minus the processor time of this process. It is
+    None if the system has no such counters, or if the block took less than 50 ms."""
 
     others: float | None = None
-    own = 0.0  # cores that this process kept busy
-    where: tuple[str, frozenset[int]] = ("", frozenset())  # the machine, the cores that this process may use
+    own = 0.0  # mean number of cores that this process kept busy
+    where: tuple[str, frozenset[int]] = ("", frozenset())  # name of the machine, numbers of the usable cores
 
     def __enter__(self) -> Load:
         self._start = time.perf_counter(), _busy_seconds(), time.process_time()
@@ -40,7 +40,11 @@ class Load:
 
 
 def among(loads: Sequence[Load]) -> dict[str, Any]:
-    """Return Load.facts of the rank with the most load by other processes; ranks that share its cores do not count."""
+    """Return Load.facts of the rank that other processes disturbed most.
+
+    Args:
+        loads: The Load of each rank of a run. The load by ranks on the same cores is subtracted.
+    """
     candidates = []
     for load in loads:
         ranks = sum(other.own for other in loads if other is not load and other.where == load.where)
@@ -54,12 +58,15 @@ def cores() -> int:
 
 
 def is_busy(others: float | None) -> bool:
-    """Return True if other processes kept so many cores busy that measured times are too long."""
+    """Return True if other processes kept so many cores busy (`others`) that measured times are too long."""
     return others is not None and others >= BUSY * cores()
 
 
 def _busy_seconds() -> float | None:
-    """Return the busy seconds of all cores that this process may use, since the system started."""
+    """Return the seconds since the system's start that the cores usable by this process were busy, summed over cores.
+
+    None if /proc/stat has no such counters.
+    """
     try:
         lines = Path("/proc/stat").read_text().splitlines()
         tick, mine, total = os.sysconf("SC_CLK_TCK"), {f"cpu{k}" for k in os.sched_getaffinity(0)}, 0

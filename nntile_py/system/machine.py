@@ -1,4 +1,4 @@
-"""Description of the machine of a measurement: processor, GPUs, versions, commit."""
+"""Describes the machine on which a measurement runs: processor, GPUs, versions, commit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from nntile_py.system.load import cores
 
 
 def gpus() -> str:
-    """Return this machine's GPUs, such as "4 NVIDIA H200", or "". nvidia-smi lists them; CUDA is not initialised."""
+    """Return this machine's GPUs, such as "4 NVIDIA H200", or "" without GPUs.
+
+    The names come from nvidia-smi, so CUDA is not initialised.
+    """
     if not shutil.which("nvidia-smi"):
         return ""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -26,7 +29,7 @@ def gpus() -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit of these sources, from the file that `make bundle` wrote or from git, or None."""
+    """Return the commit of these sources: from the file that `make bundle` writes, or from git. None if unknown."""
     here = Path(__file__).resolve().parents[1]
     if (written := here / "_commit.txt").exists():
         return written.read_text().strip()
@@ -46,7 +49,10 @@ def processor() -> str:
 
 
 def cache_bytes(cuda: bool) -> int:
-    """Return the bytes of a GPU's second-level cache, or of the CPU's last-level cache; 32 MiB if unknown."""
+    """Return the size, in bytes, of the GPU's L2 cache (`cuda`) or of the CPU's last-level cache.
+
+    If the CPU's size is unknown, return 32 MiB.
+    """
     if cuda:
         import torch
 
@@ -67,6 +73,6 @@ def machine() -> dict[str, Any]:
 
 
 def described(where: dict[str, Any]) -> str:
-    """Write the result of machine() as one line: 2 NVIDIA H200, AMD EPYC 9654, 16 cores, torch 2.13.0."""
+    """Return the result of machine() as one line: 2 NVIDIA H200, AMD EPYC 9654, 16 cores, torch 2.13.0."""
     gpus = [where["gpus"]] if where["gpus"] else []
     return ", ".join([*gpus, where["processor"], f"{where['cores']} cores", f"torch {where['torch']}"])

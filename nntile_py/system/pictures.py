@@ -1,4 +1,4 @@
-"""Figures of matplotlib, and their files."""
+"""Creates matplotlib figures without a display, and writes them to files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMS = ("png", "svg", "pdf")
 
 
 def new_figure(inches: tuple[float, float]) -> Figure:
-    """Make an empty figure that needs no screen. Its parts do not overlap."""
+    """Return an empty matplotlib figure of this width and height. It needs no display; its parts do not overlap."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -26,13 +26,13 @@ def new_figure(inches: tuple[float, float]) -> Figure:
 
 
 def save_figure(figure: Figure, stem: Path, forms: Sequence[str] = FORMS) -> None:
-    """Write the figure in each form, to `stem` with the form as suffix. An existing file is replaced as a whole."""
+    """Write the figure to STEM.png, STEM.svg, ...: one file for each of `forms`. Existing files are replaced."""
     for form, content in files_of(figure, forms).items():
         replace_file(stem.with_name(f"{stem.name}.{form}"), content)
 
 
 def files_of(figure: Figure, forms: Sequence[str] = FORMS) -> dict[str, bytes]:
-    """Return the file's content for each form. The same figure gives the same bytes."""
+    """Return {form: content of the figure's file}, such as for png and svg. The same figure gives the same bytes."""
     files = {}
     for form in forms:
         out = io.BytesIO()

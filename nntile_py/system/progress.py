@@ -1,4 +1,4 @@
-"""Progress messages of long work."""
+"""Shows progress messages during long work."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-EVERY = 10.0  # seconds between two messages in a log
+EVERY = 10.0  # seconds between two messages if the output is not a terminal
 
 Tell = Callable[[str], None]
 
 
 @contextmanager
 def telling(console: Console, every: float = EVERY) -> Iterator[Tell]:
-    """Yield a function that shows a progress message: in place on a terminal, else a new line every `every` seconds."""
+    """Context manager: yield a function tell(text) that shows a progress message.
+
+    On a terminal the message replaces the previous message. Otherwise a line is printed at most every `every` seconds.
+    """
     last = -every
 
     def tell(text: str) -> None:
