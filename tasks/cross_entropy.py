@@ -1,4 +1,4 @@
-"""Cross-entropy over classes, an axis that may be cut, with an in-place gradient."""
+"""Cross-entropy loss over an axis of classes, which may be cut. The gradient overwrites the logits."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class CrossEntropyGradArgs(TaskArgs):
 class CrossEntropy(Op):
     """loss = (sum over rows of log sum_c exp(logits) - logits[label]) * scale; rows with label -100 are ignored.
 
-    The last axis of the logits are the classes; labels have the other axes. The scale is a slot: 1 / (number of labels
-    that are not ignored, in all micro-batches of the step). If there is a loss `before`, the new loss is added to it.
-    Outputs: loss, fp64 [1]; lse [...], fp32 for 16-bit logits: log-sum-exp of each row. The fusion pass sets `fused`
-    where the classes are not cut: the same task then overwrites the logits by their gradient.
+    The last axis of the logits is the classes; the labels have all other axes. The scale is a slot: 1 / (number of
+    labels that are not ignored, in all micro-batches of the step). With an earlier loss `before`, the new loss is added
+    to `before`. Outputs: loss, fp64 [1]; lse [...], the log-sum-exp of each row, fp32 for 16-bit logits. The fusion
+    pass sets `fused` if the classes are not cut: the same task then overwrites the logits by their gradient.
     """
 
     category = NORMALIZATION
@@ -122,7 +122,7 @@ class CrossEntropyGrad(Op):
 
 
 def loss_tensor(g: GraphLike, before: Tensor | None) -> Tensor:
-    """Return the tensor for an operator's loss: the graph's loss, or its sum with an earlier loss, in the same tile."""
+    """Return the tensor for an operator's loss. With an earlier loss `before`, it has the tile of `before`: a sum."""
     if before:
         return g.temp("loss", before.axes, before.shape, before.dtype, storage=before)
     if g.loss:

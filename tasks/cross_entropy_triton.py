@@ -1,7 +1,7 @@
 """Cross-entropy on tiles of logits [rows, classes] on CUDA: one program per row, in 16-byte vectors.
 
-Tiles as in cross_entropy.cpp. No row is stored in fp32. A label outside the classes makes the loss NaN, as a kernel
-cannot throw; on the CPU it is an error.
+cross_entropy.cpp lists the tiles of each task. No row is stored in fp32. A label outside the classes makes the loss
+NaN, because a CUDA kernel cannot raise an error. On the CPU, such a label is an error.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -37,7 +37,7 @@ LOG2E = tl.constexpr(1.4426950408889634)  # exp2(x LOG2E - y) is two instruction
 
 @triton.jit
 def _parts(n, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return for row `program_id`: offset, first aligned offset, number of whole blocks, offsets within a block."""
+    """Return for this program's row: offset, first aligned offset, number of whole blocks, offsets within a block."""
     start = tl.program_id(0).to(tl.int64) * n
     first = start if ALIGNED else (start + VECTOR - 1) // VECTOR * VECTOR
     blocks = tl.maximum(start + n - first, 0) // (LANES * VECTOR)
@@ -47,16 +47,16 @@ def _parts(n, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _more(top, total, x):
-    """Update a lane's running (max x LOG2E, sumexp) with a vector, with one exponential per element instead of two."""
+    """Return each lane's running (max * LOG2E, sumexp) after a vector x, with one exponential per element, not two."""
     x = x.to(tl.float32) * LOG2E
     new = tl.maximum(top, tl.max(x, 1))
-    known = tl.where(new == float("-inf"), 0.0, new)  # empty
+    known = tl.where(new == float("-inf"), 0.0, new)  # no element so far
     return new, total * tl.exp2(top - known) + tl.sum(tl.exp2(x - known[:, None]), 1)
 
 
 @triton.jit
 def _row_state(X, n, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return (max, sum of exp(x - max)) of the row."""
+    """Return (max, sum of exp(x - max)) of this program's row."""
     start, first, blocks, inner = _parts(n, LANES, VECTOR, ALIGNED)
     top, total = tl.full([LANES], float("-inf"), tl.float32), tl.zeros([LANES], tl.float32)
     for k in range(0, blocks):
@@ -107,7 +107,7 @@ def _row_gradient(
 
 @triton.jit
 def _pick(X, n, label, first_word, vocab):
-    """Return the logit of the label if it is in this tile, else 0; NaN if it is in no tile."""
+    """Return the label's logit if the label is a class of this tile, else 0. A label of `vocab` or more gives NaN."""
     here = label - first_word
     mine = (label >= 0) & (here >= 0) & (here < n)
     value = tl.load(X + tl.program_id(0).to(tl.int64) * n + tl.where(mine, here, 0), mine, 0.0).to(tl.float32)
@@ -136,7 +136,7 @@ def scaled_total(LOSS, ROWS, rows, scale, ACC: tl.constexpr, BLOCK: tl.constexpr
     total = tl.zeros([BLOCK], tl.float64)
     for first in range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
-        total += tl.load(ROWS + row, row < rows, 0.0).to(tl.float64) * scale  # see cross_entropy.cpp
+        total += tl.load(ROWS + row, row < rows, 0.0).to(tl.float64) * scale  # before the sum: see cross_entropy.cpp
     loss = tl.sum(total, 0)
     if ACC:
         loss += tl.load(LOSS)
@@ -180,7 +180,7 @@ def _cross_entropy_grad(
 
 
 def _blocks(task: Task, number: int) -> tuple[int, int, dict[str, Any]]:
-    """Return rows and columns of the logits; lanes and elements of a program's vectors."""
+    """Return the rows and the columns of the task's tile `number`, the logits, and the constants of a kernel."""
     n = shape(task, number)[-1]
     vector = 8 if is_low(tile(task, number).dtype) else 4
     lanes = min(512, power_of_two(ceil_div(n, vector)))

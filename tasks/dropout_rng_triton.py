@@ -1,7 +1,7 @@
 """Random numbers of dropout on CUDA, equal to `dropout_hash` in scalar/evaluate.py.
 
-Two neighbours share one hash, so a thread that holds both computes the hash once. The start of the hash is computed
-once per row, not per element.
+Two neighbouring elements, a pair, share one hash, so a thread that holds both computes the hash once. The start of the
+hash is computed once per row, not per element.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -13,7 +13,7 @@ from .interpreted_triton import INTERPRETED
 
 @triton.jit
 def _starts(low, high, seed, key):
-    """Return the two numbers that the rounds of a hash add, from halves of a pair's number or of the start."""
+    """Return the start of a pair's hash and the number that `_mixed` adds. low, high: halves of the pair's number."""
     start = (seed.to(tl.uint64) * 0x9E3779B97F4A7C15) ^ key.to(tl.uint64)
     return low * 0x9E3779B1 + start.to(tl.uint32), (start >> 32).to(tl.uint32) + high * 0x85EBCA77
 
@@ -34,22 +34,26 @@ def kept(index, seed, key, limit):
 
 @triton.jit
 def dropped(x, index, seed, key, limit, scale):
-    """Return x * mask / (1 - p) of elements with these indices in the whole tensor; other arguments: from `mask_of`."""
+    """Return x * mask / (1 - p). index: of each element in the whole tensor; the arguments after it: from `mask_of`."""
     return tl.where(kept(index, seed, key, limit), x * scale, 0.0)
 
 
 @triton.jit
 def _of_pairs(begin, second, at, COLUMNS: tl.constexpr):
-    """Return the hashes of COLUMNS elements of each row, one per pair; begin, second: from `_starts`; at is even."""
+    """Return the hashes, one per pair, of COLUMNS elements of each row from column `at`, which is even, on.
+
+    begin, second: from `_starts`, for each row.
+    """
     step = ((at >> 1) + tl.arange(0, COLUMNS // 2)).to(tl.uint32)[None, :]
     return _mixed(step * 0x9E3779B1 + begin, second)
 
 
 @triton.jit
 def kept_columns(first, at, seed, key, limit, COLUMNS: tl.constexpr, EVEN: tl.constexpr, SAME: tl.constexpr):
-    """Return `kept` of elements first + at + [0, COLUMNS), [rows, COLUMNS], less than 2**31 from `first`, [rows, 1].
+    """Return whether dropout keeps the elements first + at + k for k < COLUMNS, as an array [rows, COLUMNS].
 
-    EVEN: first and at are even. SAME: the upper half of a pair's number is the same along a row.
+    first: [rows, 1]; the elements are less than 2**31 after `first`. EVEN: first and at are even. SAME: the upper half
+    of a pair's number is the same along a row.
     """
     if EVEN:
         pair = first >> 1
@@ -66,10 +70,10 @@ def kept_columns(first, at, seed, key, limit, COLUMNS: tl.constexpr, EVEN: tl.co
 
 @triton.jit
 def _factors(h, limit, scale):
-    """Return the factors of an even element and of the next odd element."""
+    """Return the factors, scale or 0, of an even element and of the next odd element. h: the hash that both share."""
     if INTERPRETED:
         even, odd = tl.where(h * 0x10001 >= limit, scale, 0.0), tl.where(h >= limit, scale, 0.0)
-    else:  # inline, as LLVM packs the comparisons of 16 elements into one integer and unpacks them
+    else:  # inline assembly: LLVM would pack the comparisons of 16 elements into one integer and unpack them
         even, odd = tl.inline_asm_elementwise(
             """{.reg .pred p; .reg .u32 h; mul.lo.u32 h, $2, 0x10001;
             setp.ge.u32 p, h, $3; selp.f32 $0, $4, 0f00000000, p;
@@ -84,10 +88,11 @@ def drop_factors(
     first, row, at, seed, key, limit, scale,
     STEP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, SAME: tl.constexpr,
 ):  # fmt: skip
-    """Return mask / (1 - p) of elements first + row * STEP + at + [0, COLUMNS), at most SIZE, for blocks of products.
+    """Return mask / (1 - p) of the elements first + row * STEP + at + k for k < COLUMNS, as an array [rows, COLUMNS].
 
-    row: [rows, 1]. The start of a row's hash is a sum, as a thread may have a single pair of each of many rows.
-    `kept_columns` would cost more here, as LLVM stores its bits.
+    row: [rows, 1]. All elements are less than SIZE after `first`. This function is for blocks of matrix products, where
+    a thread may have only one pair of each of many rows: so the start of a row's hash is computed by additions.
+    `kept_columns` would be slower there, because LLVM stores its result as bits.
     """
     if EVEN and SIZE <= 2**33:
         low, high = (first >> 1).to(tl.uint32), (first >> 33).to(tl.uint32)

@@ -1,4 +1,4 @@
-"""Sizes that change with each step: the filled part of a tile of packed sequences, as CUDA kernels receive it."""
+"""Sizes that change with each step: how much of a tile of packed sequences is filled, as arguments of CUDA kernels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from nntile_py.tiles.tasklist import Task
 class DynamicSize(int):
     """A size that depends on the part of a tile that a step fills: ceil(filled * factor / divisor) * times.
 
-    As an int it is the maximum. Arguments and grids of launches get the size of the step. Elsewhere the maximum is
-    correct as well: kernels then compute the whole tile, which is more than needed.
+    The value as an int is the maximum. Arguments and grids of launches get the size of the current step. Elsewhere the
+    maximum is correct as well: kernels then compute the whole tile, which is more than needed.
     """
 
     most: int  # maximum of `filled`
-    position: int  # number of the task's float with `filled`
+    position: int  # which of the task's floats holds `filled`
     factor: int
     divisor: int
     times: int
@@ -42,7 +42,7 @@ class DynamicSize(int):
         return DynamicSize(self.most, self.position, self.factor // other) if exact else int(self) // other
 
     def blocks(self, size: int) -> int:
-        """Return the number of blocks of `size`, rounded up."""
+        """Return how many blocks of `size` elements cover this size."""
         if self.times > 1 or isinstance(size, DynamicSize):
             return -(-int(self) // size)
         return DynamicSize(self.most, self.position, self.factor, self.divisor * size)
@@ -52,7 +52,7 @@ class DynamicSize(int):
         return self.position, self.factor, self.divisor, self.times
 
     def filled(self, size: int) -> int:
-        """Return the size if this much is filled."""
+        """Return this size as an int, for a step that fills `size` entries of the tile."""
         return -(-size * self.factor // self.divisor) * self.times
 
 

@@ -51,7 +51,7 @@ class Multiply(Pointwise):
 
 
 class BiasAddArgs(TaskArgs):
-    shape: tuple[int, ...]  # of the bias; 1 for each missing axis
+    shape: tuple[int, ...]  # of the bias, with size 1 for each axis of x that the bias lacks
 
 
 class BiasAdd(Op):
@@ -124,7 +124,7 @@ class Sum(Op):
 
 
 class TransposeArgs(TaskArgs):
-    order: tuple[int, ...]  # of the input's axes in the output
+    order: tuple[int, ...]  # for each axis of the output: its position in the input
 
 
 class Transpose(Op):
@@ -154,7 +154,7 @@ class Transpose(Op):
 
 
 class Rename(Op):
-    """The same tiles under other axis names, e.g. seq as key. No task."""
+    """y = x with other names for its axes, such as key instead of seq. The tiles are the same: no task is needed."""
 
     def __init__(self, x: Tensor, names: dict[str, str]) -> None:
         axes = [names.get(axis, axis) for axis in x.axes]
@@ -183,7 +183,7 @@ class Rename(Op):
 
 
 class PackArgs(TaskArgs):
-    axis: int  # of the packed tile: the index along it is the number of the other tile
+    axis: int  # of the packed tile: each index along this axis belongs to one of the other tiles
 
 
 class Unpack(Op):
@@ -216,7 +216,7 @@ class Unpack(Op):
 
 
 class Pack(Op):
-    """The inverse of Unpack."""
+    """Stack tensors along a new axis, which is never cut: the inverse of Unpack."""
 
     def __init__(self, xs: Sequence[Tensor], out: Tensor, axis: str) -> None:
         super().__init__(xs, [out])
@@ -241,8 +241,8 @@ class DropoutArgs(TaskArgs):
     """Arguments from which a kernel computes the mask of a tile."""
 
     key: int
-    row_numbers: bool  # the task's last tile has the numbers of the rows
-    first: int  # index in the whole tensor of the tile's first element, without its row's part
+    row_numbers: bool  # whether the task's last tile has row numbers
+    first: int  # index of the tile's first element in the whole tensor; without the part that a row number gives
     strides: tuple[int, ...]  # of the whole tensor
     seed: Slot
     p: float
@@ -257,7 +257,8 @@ class Dropout(Op):
     Args:
         p: probability in [0, 1) of a zero.
         key: number of this dropout; the seed is the slot `dropout_seed`, which changes each step.
-        row_numbers: int64 with all axes of x but the last: the number of each row in the index; None: its position.
+        row_numbers: int64 with all axes of x but the last: for packed sequences, the row number that the index uses
+            instead of the row's position. None: the position.
     """
 
     def __init__(self, x: Tensor, out: Tensor, p: float, key: int, row_numbers: Tensor | None = None) -> None:
@@ -285,7 +286,7 @@ class Dropout(Op):
         return DropoutArgs(self.key, self.row_numbers is not None, first, strides, Slot("dropout_seed"), self.p)
 
     def numbers(self, lowering: Lowering, index: Index) -> list[Access]:
-        """Return the access of the tile with the rows' numbers, which comes last in a task; empty without numbers."""
+        """Return a list with the access to the tile of row numbers, a task's last tile; empty without row numbers."""
         return [R(lowering.tile(self.row_numbers, index))] if self.row_numbers else []
 
     def lower(self, lowering: Lowering) -> None:
@@ -315,22 +316,26 @@ class Dropout(Op):
 
 
 def dropped(of: Dropout | DropoutArgs, x: Expression, row_numbers: Element | None = None) -> Expression:
-    """Return the expression x * mask / (1 - p); row_numbers: the number of the element's row."""
+    """Return the expression x * mask / (1 - p). row_numbers: element with the row number; None: the row's position."""
     return Call("select", Keep(of.key, of.p, row_numbers), x * (1 / (1 - of.p)), 0.0)
 
 
 def add(g: GraphLike, a: Tensor, b: Tensor) -> Tensor:
-    """a + b, tensors of the same axes."""
+    """Return a + b, for tensors of the same axes."""
     return g.add(Add(a, b, g.temp("add", a.axes, a.shape, a.dtype))).output
 
 
 def bias_add(g: GraphLike, x: Tensor, bias: Tensor) -> Tensor:
-    """x + bias; the bias has some of x's axes, in x's order."""
+    """Return x + bias; the bias has some of x's axes, in x's order."""
     return g.add(BiasAdd(x, bias, g.temp("bias_add", x.axes, x.shape, x.dtype))).output
 
 
 def multiply(g: GraphLike, a: Tensor, b: Tensor, *, like: Tensor | None = None) -> Tensor:
-    """a * b, tensors of the same axes and sizes, else ValueError; `like`: the tensor with this gradient."""
+    """Return a * b. Raise ValueError if axes or sizes differ.
+
+    Args:
+        like: if the product is a gradient, the tensor with this gradient.
+    """
     if a.sizes != b.sizes or a.axes != b.axes:
         raise ValueError(f"multiply: {a} and {b} have to have the same axes and sizes")
     dtype = accumulation_dtype(a.dtype) if like and like.kind == "param" else a.dtype
@@ -338,7 +343,7 @@ def multiply(g: GraphLike, a: Tensor, b: Tensor, *, like: Tensor | None = None) 
 
 
 def transpose(g: GraphLike, x: Tensor, axes: Sequence[str]) -> Tensor:
-    """x with its axes in the order `axes`; x itself if the order is the same."""
+    """Return x with its axes in the order `axes`; x itself if the order is the same."""
     if tuple(axes) == x.axes:
         return x
     require(sorted(axes) == sorted(x.axes), f"transpose: the axes {', '.join(axes)} are not those of the tensor", x)
@@ -346,12 +351,12 @@ def transpose(g: GraphLike, x: Tensor, axes: Sequence[str]) -> Tensor:
 
 
 def rename(g: GraphLike, x: Tensor, **names: str) -> Tensor:
-    """The same tensor under other axis names: rename(g, k, seq="key")."""
+    """Return x with other axis names, in the same tiles: rename(g, k, seq="key")."""
     return g.add(Rename(x, names)).output
 
 
 def unpack(g: GraphLike, x: Tensor, axis: str) -> list[Tensor]:
-    """Split x along `axis`, which is never cut, into one tensor per index."""
+    """Return one tensor for each index of x along `axis`, which is never cut."""
     axes = [a for a in x.axes if a != axis]
     shape = [x.size(a) for a in axes]
     outs = [g.temp(f"{axis}{i}", axes, shape, x.dtype) for i in range(x.size(axis))]
@@ -359,7 +364,10 @@ def unpack(g: GraphLike, x: Tensor, axis: str) -> list[Tensor]:
 
 
 def dropout(g: GraphLike, x: Tensor, p: float) -> Tensor:
-    """x with elements set to zero with probability p, the others divided by 1 - p; x itself in an evaluation."""
+    """Return x with elements set to zero with probability p, and all others divided by 1 - p.
+
+    Returns x itself if p is 0 or if the graph is for evaluation.
+    """
     if p == 0 or not g.training:
         return x
     out = g.temp("dropout", x.axes, x.shape, x.dtype, band=x.band)

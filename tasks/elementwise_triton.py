@@ -1,4 +1,4 @@
-"""Element-wise operators on CUDA. Tiles as in elementwise.cpp.
+"""Element-wise operators, sums and transposes on CUDA. Each task has the same tiles as on the CPU (elementwise.cpp).
 
 Axes that are contiguous in every tensor of a task become one axis. The remaining sizes and strides are constants of the
 compiled kernel, so that indices need no divisions by variables and accesses are as wide as the strides allow.
@@ -33,12 +33,12 @@ from .launch import (
     tile,
 )  # fmt: skip
 
-PROGRAMS = 1056  # programs of a sum; constant, so that sums have a fixed order
+PROGRAMS = 1056  # aim for the programs of a sum; a constant, so that sums are added in the same order on all GPUs
 
 
 @triton.jit
 def offset_of(index, SIZES: tl.constexpr, STRIDES: tl.constexpr):
-    """Return the offset of element `index`, for axes with these sizes and strides, the last axis first."""
+    """Return the offset of element number `index`. SIZES, STRIDES: of the axes, the last axis first."""
     offset = index * 0
     for axis in tl.static_range(len(SIZES)):
         if axis + 1 < len(SIZES):
@@ -51,7 +51,7 @@ def offset_of(index, SIZES: tl.constexpr, STRIDES: tl.constexpr):
 
 @triton.jit
 def _block(rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return rows, columns and mask of the program's block."""
+    """Return the row numbers and column numbers of the program's block, and which elements are inside the tile."""
     across = tl.cdiv(columns, BLOCK)
     row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
@@ -98,7 +98,10 @@ def _swap(
     P_STRIDE: tl.constexpr, Q_STRIDE: tl.constexpr,
     SIZES: tl.constexpr, Y_STRIDES: tl.constexpr, X_STRIDES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy with axis p contiguous in y, with P_STRIDE in x, and axis q contiguous in x, with Q_STRIDE in y."""
+    """Copy X to Y with a transpose of two axes.
+
+    Axis p is contiguous in Y and has stride P_STRIDE in X. Axis q is contiguous in X and has stride Q_STRIDE in Y.
+    """
     blocks = tl.cdiv(p_size, BLOCK)
     rest = tl.program_id(0).to(tl.int64) // blocks
     p = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -115,7 +118,10 @@ def _sum(
     KEPT_SIZES: tl.constexpr, KEPT_STRIDES: tl.constexpr, SUM_SIZES: tl.constexpr, SUM_STRIDES: tl.constexpr,
     ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """OUT[program_id(1), :] (+)= the sum over every num_programs(1)-th block of ROWS summed elements."""
+    """Store in OUT[program_id(1), :] the sum over every num_programs(1)-th block of ROWS summed elements.
+
+    ACC: add the sum to OUT instead.
+    """
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for block in range(tl.program_id(1).to(tl.int64), tl.cdiv(summed, ROWS), tl.num_programs(1)):
@@ -151,7 +157,10 @@ def strides_of(sizes: Sequence[int]) -> list[int]:
 
 
 def _merged(sizes: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], list[list[int]]]:
-    """Drop axes of size 1 and merge axes that are contiguous in every tensor; at least one axis remains."""
+    """Return sizes and strides with axes merged that are contiguous in every tensor, and without axes of size 1.
+
+    At least one axis remains.
+    """
     axes: list[tuple[int, list[int]]] = []
     for axis, size in enumerate(sizes):
         steps = [s[axis] for s in strides]
@@ -170,7 +179,10 @@ def _last_first(values: Sequence[int]) -> tuple[int, ...]:
 
 
 def _plane(sizes: Sequence[int]) -> tuple[int, tuple[int, int], dict[str, int]]:
-    """Return the number of programs; rows and columns, which are the last axis; rows and columns of a program."""
+    """Return the number of programs, (rows, columns) of a tensor, and the rows and columns of a program's block.
+
+    The columns are the last axis; the rows are all other axes together.
+    """
     rows, columns = math.prod(sizes[:-1]), sizes[-1]
     block = min(power_of_two(columns), 1024)
     lines = min(1024 // block, power_of_two(rows))
@@ -179,7 +191,10 @@ def _plane(sizes: Sequence[int]) -> tuple[int, tuple[int, int], dict[str, int]]:
 
 def _copies(y: Argument, x: Argument, sizes: Sequence[int], y_strides: Sequence[int], x_strides: Sequence[int],
             y_first: int = 0, x_first: int = 0) -> Launch:  # fmt: skip
-    """y[y_first + ...] = x[x_first + ...] over axes of any strides; each tensor has a contiguous axis."""
+    """Return the launch that copies x to y over axes of any strides. Each tensor has a contiguous axis.
+
+    y_first, x_first: offsets at which the copy starts.
+    """
     sizes, (y_strides, x_strides) = _merged(sizes, y_strides, x_strides)
     if y_strides[-1] == x_strides[-1] == 1:
         grid, size, blocks = _plane(sizes)
@@ -250,7 +265,7 @@ def _describe_sum(task: Task) -> Launches:
         return Launches((first,))
     axes = {"KEPT_SIZES": (n,), "KEPT_STRIDES": (1,), "SUM_SIZES": (splits,), "SUM_STRIDES": (n,)}
     args = tile(task, 0), part, n, splits
-    total = launch(_sum, (ceil_div(n, 32), 1), *args, **axes, ACC=acc, ROWS=32, BLOCK=32)  # in the order of the parts
+    total = launch(_sum, (ceil_div(n, 32), 1), *args, **axes, ACC=acc, ROWS=32, BLOCK=32)  # adds the parts in order
     return Launches((first, total), scratch.bytes)
 
 
@@ -267,7 +282,7 @@ def _describe_transpose(task: Task) -> Launches:
 
 
 def _slices(task: Task, packed: Argument, sizes: Sequence[int], pack: bool) -> Launches:
-    """Return copies between the packed tile and tiles 1, 2, ..., one for each index of the axis."""
+    """Return launches that copy between the packed tile and tiles 1, 2, ..., one for each index of the packed axis."""
     axis = PackArgs.of(task).axis
     inner, outer, count = math.prod(sizes[axis + 1 :]), math.prod(sizes[:axis]), sizes[axis]
     result = []
@@ -291,12 +306,12 @@ def _describe_pack(task: Task) -> Launches:
 
 
 def mixed_key(key: int) -> int:
-    """Return a dropout's key for `kept`, as a signed number of 64 bits."""
+    """Return the key of a dropout as `kept` takes it: mixed, as a signed number of 64 bits."""
     return (key * 0xD1B54A32D192ED03 + 2**63) % 2**64 - 2**63
 
 
 def mask_of(task: Task, dropout: DropoutArgs) -> list[Parameter]:
-    """Return the rows' numbers, the tile's first index, then the arguments of `dropped`."""
+    """Return a kernel's arguments for a dropout: row numbers, the tile's first index, then `dropped`'s from seed on."""
     row_numbers = tile(task, len(task.accesses) - 1 if dropout.row_numbers else 0)
     mixed = mixed_key(dropout.key)
     limit, scale = Int(int(dropout.p * 2**32), 64), 1 / (1 - dropout.p)
@@ -304,7 +319,7 @@ def mask_of(task: Task, dropout: DropoutArgs) -> list[Parameter]:
 
 
 def sizes_and_strides(sizes: Sequence[int], strides: Sequence[int]) -> dict[str, Any]:
-    """Return the constants of `offset_of` for axes with these sizes and strides."""
+    """Return the constants SIZES and STRIDES of `offset_of` for axes with these sizes and strides."""
     merged, (steps,) = _merged(sizes, strides)
     return {"SIZES": _last_first(merged), "STRIDES": _last_first(steps)}
 

@@ -1,4 +1,4 @@
-"""Embedding look-up and its gradient, over a cut table."""
+"""Embedding look-up and its gradient. The table may be cut along its rows."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class EmbeddingGradArgs(TaskArgs):
 
 
 class Embedding(Op):
-    """y[..., :] = table[ids[...], :]; the table's first axis may be cut, then each tile of the table adds its rows.
+    """y[..., :] = table[ids[...], :]. If the table's first axis is cut, each tile of the table adds its rows.
 
-    ids int64, within the table (checked by the kernel). The row `padding` gets no gradient, as torch.nn.Embedding's
-    padding_idx.
+    ids: int64; the kernel checks that they are rows of the table. The row `padding` gets no gradient, like padding_idx
+    of torch.nn.Embedding.
     """
 
     def __init__(self, ids: Tensor, table: Tensor, out: Tensor, padding: int | None = None) -> None:
@@ -76,7 +76,7 @@ class EmbeddingGrad(Op):
         return float(self.inputs[1].numel)
 
     def elements(self) -> int:
-        tied = self.output.storage is not self.output  # plus another gradient of the table
+        tied = self.output.storage is not self.output  # the output also contains another gradient of the table
         (ids, dy), out = self.inputs, self.output
         return ids.numel + dy.numel + (2 * min(dy.numel, out.numel) if tied else out.numel)
 
@@ -100,7 +100,7 @@ class EmbeddingGrad(Op):
 
 
 def embedding(g: GraphLike, ids: Tensor, table: Tensor, *, padding: int | None = None) -> Tensor:
-    """Return the rows of the table with the numbers `ids` (int64): the axes of ids, then the table's second axis.
+    """Return table[ids], with the axes of ids, then the table's second axis; ids: row numbers, int64.
 
     Args:
         padding: number of the row that gets no gradient from look-ups; None: all rows get a gradient.

@@ -1,8 +1,8 @@
-"""Embedding and its gradient on CUDA. Tiles and ints as in embedding.cpp.
+"""Embedding and its gradient on CUDA. Each task has the same tiles and arguments as on the CPU (embedding.cpp).
 
-The gradient sums the rows of an id in the order of positions, without atomic additions: a counting sort sorts the
-positions by id, then a program sums the rows of an id. An id outside the table gives a row of NaN, as a kernel cannot
-throw; on the CPU it is an error.
+The gradient sums the rows of an id in the order of positions, without atomic additions. A counting sort sorts the
+positions by id. Then a program sums the rows of an id. An id outside the table gives a row of NaN, because a CUDA
+kernel cannot raise an error. On the CPU, such an id is an error.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -45,7 +45,11 @@ def _zero(X, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rank(RANK, COUNTS, IDS, count, first, rows, padding, RUN: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr):
-    """Count for each position the earlier ones in its run with the same id; for each run and id, all positions."""
+    """Count equal ids within each run of RUN positions.
+
+    RANK: for each position, the number of earlier positions in the run with the same id. COUNTS: for each run and id,
+    the number of positions.
+    """
     run = tl.program_id(0)
     mine = run * RUN + tl.program_id(1) * SHARE + tl.arange(0, SHARE)
     row = tl.load(IDS + mine, mine < count, -1) - first
@@ -62,7 +66,7 @@ def _rank(RANK, COUNTS, IDS, count, first, rows, padding, RUN: tl.constexpr, SHA
 
 @triton.jit
 def _add_runs(COUNTS, TOTALS, rows, runs, BLOCK: tl.constexpr):
-    """Replace the counts of each run by the sums over the earlier runs."""
+    """Replace each run's COUNTS by the sums of the counts of all earlier runs. TOTALS: the sums over all runs."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int32)
     for run in range(0, runs):
@@ -75,7 +79,7 @@ def _add_runs(COUNTS, TOTALS, rows, runs, BLOCK: tl.constexpr):
 
 @triton.jit
 def _starts(STARTS, TOTALS, rows, BLOCK: tl.constexpr):
-    """Compute the first position of each id in the sorted order; one program."""
+    """Compute where each id begins in the sorted order. Only one program runs."""
     before = 0
     for first in range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
@@ -111,9 +115,9 @@ def _sum_parts(
     PARTS, DY, IDS, ORDER, STARTS, TOTALS, width, first, rows,
     PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store partial sums of ids with more than PART positions, for each part of the sorted order.
+    """Store partial sums of ids with more than PART positions, for each part of PART sorted positions.
 
-    PARTS: two rows for each part: of the id at the beginning of the part, and of the id at its end.
+    PARTS: two rows for each part: the sum of the part's first id, and the sum of the part's last id.
     """
     part, last = tl.program_id(0), tl.program_id(2)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

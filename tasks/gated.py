@@ -1,4 +1,4 @@
-"""Gated activations: y = act(gate) * up; with silu the gate of SwiGLU (Shazeer 2020, equation 5)."""
+"""Gated activations: y = act(gate) * up. With silu, this is the gate of SwiGLU (Shazeer 2020, equation 5)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class GatedGrad(Pointwise):
 
 
 def gated(g: GraphLike, gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """act(gate) * up. ValueError: axes or sizes differ, or `kind` is not an activation."""
+    """Return act(gate) * up. Raise ValueError if axes or sizes differ, or if `kind` is not an activation."""
     if gate.sizes != up.sizes or gate.axes != up.axes:
         raise ValueError(f"gated: {gate} and {up} have to have the same axes and sizes")
     return g.add(Gated(gate, up, g.temp("gated", gate.axes, gate.shape, gate.dtype), kind)).output

@@ -1,4 +1,4 @@
-"""Gated activations on CUDA. Tiles as in gated.cpp."""
+"""Gated activations on CUDA. gated.cpp lists the tiles of each task."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import triton

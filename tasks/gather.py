@@ -16,27 +16,28 @@ NOWHERE = -1  # no position: a row of zeros
 
 
 class GatherArgs(TaskArgs):
-    first: int  # position of the tile of x
-    positions: int  # of the whole axis
-    added: int  # axes of `places` that x does not have
+    first: int  # first position of x's tile along the gathered axis
+    positions: int  # positions of the whole gathered axis
+    added: int  # number of axes of `places` that x does not have
 
 
 class GatherGradArgs(TaskArgs):
-    first: int  # position of the tile of dx
+    first: int  # first position of dx's tile along the gathered axis
     added: int  # as in GatherArgs
 
 
 class Gather(Op):
     """y[..., m, :] = x[..., places[..., m], :], zeros where a place is -1.
 
-    Shapes: x [..., axis, width]; places [..., new]; y [..., new, width]. The leading axes are the same, so each tile
-    gathers from itself. `new` and `width` may be several axes each. If `axis` is cut, each tile of x adds its rows.
-    `axis` may also be several axes, numbered as one with the last fastest; these are never cut.
+    Shapes: x [..., axis, width]; places [..., new]; y [..., new, width]. The leading axes are the same, so a tile of y
+    reads only tiles of x with the same leading indices. `new` and `width` may be several axes each. If `axis` is cut,
+    each tile of x adds its rows. `axis` may also be several axes, numbered as one axis with the last one fastest; these
+    axes are never cut.
 
     Args:
         places: int64, a position or -1; the kernel checks the range.
-        inverse: [..., axis], the place in y of each row of x, or -1, if each row occurs at most once in y. The gradient
-            then gathers with it.
+        inverse: [..., axis], allowed if each row of x occurs at most once in y: the row's place in y, or -1. The
+            gradient is then a gather with `inverse` as its places.
     """
 
     def __init__(self, x: Tensor, places: Tensor, out: Tensor, inverse: Tensor | None = None) -> None:
@@ -127,7 +128,7 @@ class GatherGrad(Op):
 
 
 def _shared(x: Tensor, places: Tensor) -> int:
-    """Return the number of leading axes that both share."""
+    """Return the number of leading axes that x and places share."""
     return next((k for k, (a, b) in enumerate(zip(x.axes, places.axes, strict=False)) if a != b), len(places.axes))
 
 

@@ -1,6 +1,7 @@
-"""Gather of rows on CUDA. Tiles as in gather.cpp.
+"""Gather of rows on CUDA. gather.cpp lists the tiles of each task.
 
-A place outside the positions gives a row of NaN, as a kernel cannot throw; on the CPU it is an error.
+A place outside the positions gives a row of NaN, because a CUDA kernel cannot raise an error. On the CPU, such a place
+is an error.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -44,7 +45,7 @@ def _clear_ends(FIRST, LAST, rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def _ends(FIRST, LAST, PLACES, n, count, positions, first, BLOCK: tl.constexpr):
-    """Compute for each row of DX the first and the last place with its position."""
+    """Compute for each row of DX the first and the last k for which PLACES[k] is the row's position."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = tl.load(PLACES + k, k < n, -1) - first
     mine = (k < n) & (at >= 0) & (at < positions)
@@ -57,13 +58,16 @@ def _ends(FIRST, LAST, PLACES, n, count, positions, first, BLOCK: tl.constexpr):
 def _gather_grad(
     DX, DY, PLACES, FIRST, LAST, positions, width, first, ACC: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """DX[row, :] (+)= the sum of DY over the places with this row's position, in order."""
+    """DX[row, :] = the sum of DY[k, :] over all k for which PLACES[k] is the row's position, in order of k.
+
+    ACC: add the sum to DX instead.
+    """
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total, out = tl.zeros([BLOCK], tl.float32), DX + row * width + col
     for k in range(tl.load(FIRST + row), tl.load(LAST + row) + 1):
         if tl.load(PLACES + k) == row % positions + first:
-            # row * 0: 64 bits, whether k is a tensor or, in the interpreter, a number
+            # row * 0 + k has 64 bits, also in Triton's interpreter, where k is a Python number.
             total += tl.load(DY + (row * 0 + k) * width + col, col < width, 0.0).to(tl.float32)
     if ACC:
         total += tl.load(out, col < width, 0.0).to(tl.float32)
@@ -71,7 +75,10 @@ def _gather_grad(
 
 
 def _sizes(task: Task, y: int, x: int, added: int) -> tuple[int, int, int]:
-    """Return places per row, positions per row, and width of the tiles with these numbers; tile 2 has the places."""
+    """Return the numbers of places and of positions per row of the batch, and the width.
+
+    y, x: numbers of the task's tiles of y and x, or of dy and dx. Tile 2 has the places.
+    """
     at = shape(task, 2)
     lead, width = len(at) - added, shape(task, y)[len(at) :]
     positions = shape(task, x)[lead : len(shape(task, x)) - len(width)]

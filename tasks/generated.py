@@ -21,7 +21,7 @@ from .scalar import expression as ex
 class GeneratedArgs(TaskArgs):
     """Arguments of a kernel that uses indices in the whole tensor."""
 
-    numbers: tuple[int, ...]  # first index of the tile along each axis, sizes of the axes
+    numbers: tuple[int, ...]  # first index of the tile along each axis, then sizes of the whole axes
 
 
 class GeneratedDropoutArgs(TaskArgs):
@@ -40,7 +40,7 @@ class GeneratedKernel:
     tiles: tuple[ex.TileType, ...]
     outputs: int
     source: str  # C++ text
-    width: int | None = None  # elements of a row per vector, or per thread on GPUs
+    width: int | None = None  # elements of a row per vector (CPU) or per thread (GPU); None: the default
 
     def emitted(self, accesses: Sequence[Access], args: TaskArgs) -> str:
         """Register the kernel for a task list and return its name."""
@@ -57,10 +57,10 @@ class NotFusible(ValueError):
 
 
 class Generated(Op):
-    """Operators with equal iteration spaces as one operator: one task for each tile of the space.
+    """Operators with equal iteration spaces as one operator: one task for each tile of the iteration space.
 
-    At most one member may reduce within rows, which means over the last axis, and this axis must not be cut then. All
-    members may sum over rows, but no member may read such a sum. Raises NotFusible otherwise.
+    At most one member may reduce within rows, that is over the last axis; the last axis must then not be cut. Every
+    member may sum over rows, but no member may read such a sum. Raises NotFusible otherwise.
 
     Args:
         members: the operators in order of execution.
@@ -76,7 +76,7 @@ class Generated(Op):
             self.members += op.members if isinstance(op, Generated) else [op]
         inputs, outputs, self.definition = _joined(self.members, kept)
         super().__init__(inputs, outputs)
-        self._member_tensors = inputs, outputs  # tensors of the members
+        self._member_tensors = inputs, outputs  # the members' own tensors, also after `on` has replaced the operator's
         self._whole = next((t for t in self._tensors if set(self.definition.axes) <= set(t.axes)), None)
         self._check()
 
@@ -120,8 +120,8 @@ class Generated(Op):
 
     @property
     def group(self) -> str:
-        """Name in `fusion.exclude` and of the kernel, such as dropout_add_layer_norm."""
-        starts = r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"  # of words: RMS, Norm, Grad
+        """Name of the fusion group, such as dropout_add_layer_norm: for `fusion.exclude` and the kernel's name."""
+        starts = r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"  # where a word starts, such as RMS, Norm or Grad
         return "_".join(re.sub(starts, "_", op.kind).lower() for op in self.members)
 
     @property
@@ -170,7 +170,10 @@ class Generated(Op):
 
     @cached_property
     def _at(self) -> dict[Tensor, tuple[str | int, ...]]:
-        """For each tensor: the axis of the space for each axis; 0: an uncut axis with fixed indices."""
+        """For each tensor, the axis of the iteration space for each of the tensor's axes.
+
+        0 stands for an uncut axis that is read at fixed indices.
+        """
         axes: dict[Tensor, tuple[str | int, ...]] = {}
         loads = [(self.inputs[load.number], load.at) for load in ex.nodes_of(self.definition, ex.Element)]
         for tensor, at in [*loads, *((self.outputs[out.number], out.at) for out in self.definition.outputs)]:
@@ -234,7 +237,7 @@ def _form(op: Op) -> ex.Definition:
 
 
 def _joined(members: Iterable[Op], kept: Collection[Tensor]) -> tuple[list[Tensor], list[Tensor], ex.Definition]:
-    """Return inputs, outputs and the joint definition of operators; values between operators are substituted."""
+    """Return the inputs, the outputs and the joint scalar form of the members, with values between them substituted."""
     known: dict[tuple[Tensor, tuple[str | int, ...]], ex.Expression] = {}
     written: set[Tensor] = set()
     inputs: dict[Tensor, int] = {}

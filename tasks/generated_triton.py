@@ -1,4 +1,4 @@
-"""Launches of generated kernels on CUDA, from the text that scalar/tl.py generates."""
+"""Launches of generated kernels on CUDA. scalar/tl.py generates the text of each kernel."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import functools
@@ -37,12 +37,15 @@ from .launch import (
 from .scalar.expression import Definition, Element, Output, TileType, nodes_of
 from .scalar.tl import BlockSizes, Text, Writer
 
-WIDEST = 16384  # elements of a row in registers
+WIDEST = 16384  # most elements of a row, as a program holds a row in registers
 
 
 @triton.jit
 def sum_parts(OUT, PART, per, n, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the partial sums of each group in the order of programs."""
+    """Store in OUT, for each group, the sum of the group's `per` partial sums, added in a fixed order.
+
+    ACC: add the sum to OUT instead.
+    """
     group, col, k = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PARTS)
     total = tl.zeros([PARTS, BLOCK], OUT.dtype.element_ty)
     for first in range(0, per, PARTS):
@@ -56,9 +59,9 @@ def sum_parts(OUT, PART, per, n, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK: 
 
 @functools.cache
 def kernel_of(source: str) -> Any:
-    """Return the Triton kernel of a text, for Triton's interpreter if the other kernels use it.
+    """Return the Triton kernel that a source text defines. It runs in Triton's interpreter if all other kernels do.
 
-    Triton reads the text from linecache.
+    Triton reads the source text from linecache.
     """
     file = f"<generated {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
@@ -75,7 +78,7 @@ def describe(task: Task) -> Launches:
 
 
 def in_cut(task: Task, cut: BlockSizes | None) -> Launches:
-    """Describe the launches of a task with these block sizes; None: the usual sizes."""
+    """Return the launches of a task with a generated kernel. cut: block sizes; None: the default block sizes."""
     kernel, every = KERNELS[task.kernel], range(len(task.accesses))
     axes = len(kernel.definition.axes)
     sizes = task.ints[axes : 2 * axes]
@@ -86,13 +89,13 @@ def in_cut(task: Task, cut: BlockSizes | None) -> Launches:
 
 @dataclass(frozen=True)
 class Indices:
-    """The indices of a tile's elements in the whole tensor, from which AxisIndex and dropout compute.
+    """The indices of a tile's elements in the whole tensor, which AxisIndex and dropout use.
 
     Args:
-        first: first index along each axis; empty: not needed.
-        strides: of each axis.
-        numel: more than the largest index.
-        keys: of each dropout.
+        first: first index along each axis; empty if no indices are needed.
+        strides: stride of each axis in the whole tensor.
+        numel: a number above the largest index.
+        keys: the key of each dropout.
     """
 
     first: Sequence[int] = ()
@@ -102,7 +105,7 @@ class Indices:
 
 
 def axes_of(task: Task, number: int, last: str = "column") -> tuple[str, ...]:
-    """Return names for the axes of a tile."""
+    """Return names for the axes of the task's tile `number`: row0, row1, ..., and `last`."""
     return (*(f"row{k}" for k in range(len(shape(task, number)) - 1)), last)
 
 
@@ -110,11 +113,11 @@ def by_formula(
     task: Task, axes: tuple[str, ...], outputs: Sequence[Output], tiles: Sequence[int],
     dropout: DropoutArgs | None = None,
 ) -> Launches:  # fmt: skip
-    """Describe a task by a kernel generated from expressions.
+    """Return the launches of a task whose kernel is generated from the expressions in `outputs`.
 
     Args:
         tiles: numbers of the task's tiles: outputs, then inputs, as the expressions number them.
-        dropout: the dropout among the expressions, of a tensor with the axes of the first output.
+        dropout: arguments of the dropout in the expressions, of a tensor with the axes of the first output.
     """
     definition, count, indices = Definition(dict.fromkeys(axes, 0), tuple(outputs)), 1 + outputs[-1].number, Indices()
     at = {count + load.number: load.at for load in nodes_of(definition, Element)}
@@ -133,7 +136,7 @@ def _launches(
     task: Task, definition: Definition, types: Sequence[TileType], outputs: int, tiles: Sequence[int], indices: Indices,
     seed: Slot | None, cut: BlockSizes | None = None, width: int | None = None,
 ) -> Launches:  # fmt: skip
-    """Describe the launches of a kernel on these tiles of a task, outputs first."""
+    """Return the launches of a generated kernel on the task's tiles with the numbers `tiles`, outputs first."""
     shapes, adds = [shape(task, k) for k in tiles], [task.accesses[k].accumulate for k in tiles]
     first, strides = indices.first or [0] * len(definition.axes), indices.strides
     even = bool(strides) and all(step % 2 == 0 for step in (*strides[:-1], first[-1]))

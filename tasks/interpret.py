@@ -20,8 +20,8 @@ def _mend_interpreter() -> None:
     """Patch Triton's interpreter for numpy 2.4, and make the interpreter faster.
 
     Triton 3.6 converts a loop bound from an array of one element by int(), which numpy 2.4 refuses. At each call of a
-    function it searches its language for names to replace, and for each value it builds a table of numpy's types, which
-    takes a third of its time. Here both are computed once.
+    function, the interpreter searches Triton's language for names to replace. For each value, it builds a table of
+    numpy's types. This takes a third of its time. Here, both results are computed once.
     """
     from triton.language import core
     from triton.runtime import interpreter
@@ -38,7 +38,7 @@ def _mend_interpreter() -> None:
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         for name, member in builtins(package):
-            if getattr(package, name) is member:  # not replaced by a function that calls itself
+            if getattr(package, name) is member:  # else it is replaced already, and the replacement would call itself
                 interpreter._patch_attr(package, name, member, builder, scope)
 
     original = interpreter._get_np_dtype
@@ -60,8 +60,8 @@ def interpret(
     On the CPU this uses Triton's interpreter: TRITON_INTERPRET=1 must be set before triton is imported.
 
     Args:
-        way: number of the candidate among several.
-        lives: see `with_live_sizes`.
+        way: number of the candidate to run, if the task has several ways to launch its kernels.
+        lives: axes whose size a slot gives, as for `with_live_sizes`.
     """
     import torch
     from triton.tools.tensor_descriptor import TensorDescriptor

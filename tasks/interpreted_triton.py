@@ -1,4 +1,4 @@
-"""Whether kernels run in Triton's interpreter, where numpy has no bf16 and GPU instructions are missing."""
+"""INTERPRETED is true if kernels run in Triton's interpreter, which lacks bf16 (as numpy does) and GPU instructions."""
 
 import triton
 import triton.language as tl
