@@ -225,7 +225,7 @@ class DeBERTa(TextEncoder):
     Layer: ClassVar[Any] = DeBERTaLayer
     prefix = "deberta."
     stem = "Deberta"
-    # Published checkpoints have no key `legacy` but the head's newer names.
+    # Published checkpoints lack the key `legacy`, which counts as true, but name the head's weights as in _HEAD.
     old_names: ClassVar = dict(zip(_HEAD, _LEGACY_HEAD, strict=True))
     decoder = "cls.predictions.decoder.weight"
     fixed: ClassVar = TextEncoder.fixed | {

@@ -43,10 +43,12 @@ def _part(name: str, ok: bool, lacking: str, hint: str) -> Check:
 
 
 def report() -> list[Check]:
+    """Return the rows of the report of `nntile doctor`. All ranks must call it."""
     return [*_ranks(), *_extension(), *_starpu(), *_torch(), *_machine(), *_optional()]
 
 
 def render(checks: list[Check]) -> Table:
+    """Return the report as a table for the terminal."""
     table = Table("", "", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)  # fold long paths
     for check in checks:
         mark = "[green]ok[/]" if check["ok"] else "[yellow]no[/]"
@@ -165,6 +167,7 @@ def _starpu() -> list[Check]:
 
 
 def _unresolved(library: Path) -> str:
+    """Return a text with the shared libraries that `library` needs and the system lacks; "" if there are none."""
     try:
         listed = subprocess.run(["ldd", str(library)], capture_output=True, text=True).stdout
     except OSError:

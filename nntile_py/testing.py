@@ -32,10 +32,11 @@ from nntile_py.tiles.tasklist import POLICIES
 
 Array = np.ndarray[Any, Any]
 Values = dict[Tensor, Array]
-Maker = Callable[[np.random.Generator, tuple[int, ...], Values], Array]
-Row = Callable[["Case"], Any]
+Maker = Callable[[np.random.Generator, tuple[int, ...], Values], Array]  # draws an input: its shape, earlier inputs
+Row = Callable[["Case"], Any]  # adds the operator under test to a Case
 
-TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1.5e-2, "fp16": 2e-3}
+TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1.5e-2, "fp16": 2e-3}  # largest relative error by dtype
+# Default sizes of axes, and sizes of axes that are the same in all tests.
 SIZES = {"batch": 4, "seq": 6, "embed": 24, "heads": 4, "head_dim": 4, "ffn": 20, "vocab": 36}
 FIXED = {"qkv": 3, "stat": 2, "one": 1, "classes": 2, "sequences": 4}
 
@@ -153,9 +154,11 @@ class Case:
         return self._tensor(axes, "scalar", dtype, **options)
 
     def like(self, tensor: Tensor) -> Tensor:
+        """Add an output with the axes and dtype of `tensor` to the graph and return it."""
         return self.y(" ".join(tensor.axes), tensor.dtype, band=tensor.band)
 
     def temp(self, axes: str, **options: Any) -> Tensor:
+        """Add a temporary tensor, which one operator writes and another one reads, to the graph and return it."""
         names = axes.split()
         return self.graph.temp("temp", names, [self.sizes[a] for a in names], self.graph.dtype, **options)
 
@@ -182,6 +185,7 @@ class Case:
     # -- values
 
     def draw(self, rng: np.random.Generator) -> Values:
+        """Return random values of all inputs, rounded to their dtypes; set the slots that scale losses."""
         values: Values = {}
         for tensor, make in self.makers.items():
             values[tensor] = rounded(make(rng, tensor.shape, values), tensor.dtype)

@@ -2,8 +2,8 @@
 
     scripts/probe_index.py INDEX VERSION
 
-Exits with 0 if pip can install from the index. Otherwise prints the reason and exits with 1. The caller limits the
-time.
+Exits with 0 if pip can install from the index. Otherwise prints the reason and exits with 1. The script has no
+timeout: its caller must limit the time.
 """
 
 import os

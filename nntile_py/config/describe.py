@@ -140,7 +140,7 @@ def schema(model: str | None = None) -> dict[str, Any]:
 
 
 def _json_model(config: type[ModelConfig], name: str) -> dict[str, Any]:
-    """Return the JSON schema of the section `model`. Without the key `from`, sizes are required."""
+    """Return the JSON schema of the section `model`. It requires the model's sizes unless the key `from` is given."""
     section = _json(config)
     if name in known():
         section["properties"]["type"] |= {"const": name}

@@ -318,6 +318,10 @@ def _gpus() -> int:
 
 
 def _apply_scheduler(tree: dict[str, Any], wins: bool, overrides: Iterable[str]) -> None:
+    """Merge the scheduler file that a YAML names into its section `runtime` and its key `accumulate`.
+
+    `wins`: whether the file's values take precedence over the YAML's. `overrides` (--set) always take precedence.
+    """
     keys = load_scheduler(tree["scheduler"])
     runtime = tree.get("runtime", {})
     if not isinstance(runtime, dict):
@@ -332,6 +336,7 @@ def _apply_scheduler(tree: dict[str, Any], wins: bool, overrides: Iterable[str])
 
 
 def _override(tree: dict[str, Any], item: str) -> None:
+    """Set a key of the parsed YAML `tree` from the argument of --set, such as "train.steps=100"."""
     key, value = assignment(item)
     names = key.split(".")
     for name in names[:-1]:

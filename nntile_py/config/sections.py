@@ -120,7 +120,7 @@ class TrainSection(Section):
     """Length of training, size of a batch, and how often the held-out loss is measured."""
 
     steps: Count
-    """Updates of the weights."""
+    """Number of updates of the weights."""
     batch: Rows
     """Sequences of one forward and backward pass."""
     seq: Annotated[int, *integer(2, 2**24)]
@@ -135,7 +135,7 @@ class TrainSection(Section):
     eval_batches: Count = 4
     """Batches of held-out text in a measurement. The last measurement of a classifier reads all held-out text."""
     log_every: Count = 10
-    """Updates between two printed lines; `metrics.jsonl` has all of them."""
+    """Updates between two printed lines; `metrics.jsonl` has a line for every update."""
     skip_above_norm: Positive | None = None
     """Skip an update if its gradient norm is larger than this, or not finite; null: never skip."""
     loss_scale: Annotated[float, *number(least=1, most=MOST_SCALE)] | None = None
@@ -301,15 +301,15 @@ class RuntimeSection(Section):
     """With several ranks: only the rank that updates a weight keeps it, and the other ranks receive a copy before each
     use. This takes less memory and more messages. Averages of the optimizer are never copied."""
     calibrate: Switch = False
-    """Measure the task times of the `dm*` policies again."""
+    """Measure again the task times that the `dm*` scheduling policies use, instead of using stored times."""
     placement: Placement | None = None
     """How a task's worker is chosen: by the `scheduler` during the run, or by a plan before the run (`planned`). Null:
     planned on several GPUs without CPU workers, else scheduler."""
 
 
 class SchedulerFile(RuntimeSection):
-    """The file that the key `scheduler` names. It has keys of the section `runtime`, such as `cuda: 1` in a line of its
-    own, and optionally `accumulate`. Keys of the run's YAML take precedence over the file."""
+    """The file that the key `scheduler` names. It has keys of the section `runtime`, but not in a section, such as
+    `cuda: 1`, and optionally the key `accumulate`. Keys of the run's YAML take precedence over the file."""
 
     accumulate: Policy | None = None
     """Accumulation policy if the run's YAML has none."""

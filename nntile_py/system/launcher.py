@@ -48,7 +48,7 @@ def seen(sign: str) -> dict[int, str]:
     """Return {rank: state} for the ranks of this job on this machine.
 
     The state is `stopped` (suspended by a signal or a debugger), `waits` (the rank has loaded the library whose path
-    contains `sign`) or `comes` (not yet).
+    contains `sign`) or `comes` (it has not loaded the library yet).
     """
     states: dict[int, set[str]] = {}  # {rank: states of its processes}
     mine = [os.environ.get(name) for name in _JOB]
