@@ -28,7 +28,9 @@ def update(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
 
 
 def cholesky(x: nt.Array, size: int) -> None:
-    """Replace the lower triangle of x by L. Tiles above the diagonal keep their values."""
+    """Replace the lower triangle of x by its Cholesky factor L, in tiles of `size` x `size` elements.
+
+    Tiles above the diagonal keep their values."""
     A = x.tiles(size, size)
     n = A.grid[0]
     for k in range(n):

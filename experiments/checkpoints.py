@@ -3,7 +3,7 @@
 python experiments/checkpoints.py experiments/gpt2_tiny.yaml --every 100 --rounds 8 [KEY=VALUE ...]
 
 As in `nntile train` with checkpoint.every=N, a checkpoint is copied and written during the steps; the measurement ends
-when it is written. Inputs are random. The checkpoints are removed afterwards.
+when the checkpoint is written. Inputs are random. The checkpoints are removed afterwards.
 """
 
 import argparse
@@ -41,7 +41,7 @@ with Runtime(**runtime_options(config.runtime.model_dump())), tempfile.Temporary
     saver = CheckpointWriter(CheckpointSection(every=options.every), trainer, RunFolder(Path(run)), {}, {}, print)
 
     def turn(saves: bool) -> float:
-        """Run `every` steps; return the seconds of a step."""
+        """Run `every` steps, with one checkpoint if `saves`; return the mean seconds of a step."""
         begin, in_flight = time.perf_counter(), deque[Pending]()
         for step in range(options.every):
             in_flight.append(trainer.submit(inputs))
@@ -52,7 +52,7 @@ with Runtime(**runtime_options(config.runtime.model_dump())), tempfile.Temporary
         saver.finish()
         return (time.perf_counter() - begin) / options.every
 
-    turn(False), turn(True)  # chooses kernels and allocates memory
+    turn(False), turn(True)  # not measured: they choose kernels and allocate memory
     seconds = {False: list[float](), True: list[float]()}
     with Load() as load_of:
         for saves in itertools.islice(itertools.cycle([False, True, True, False]), 2 * options.rounds):

@@ -1,4 +1,4 @@
-"""Bytes that the kernels of a layer move, by the GPU's counters, beside the bytes of their tasks' tiles.
+"""Bytes that the kernels of a layer move, by the GPU's counters, beside the bytes of the tiles that their tasks access.
 
     python experiments/counters.py [--work encoder] [--phase forward] [--set train.batch=96 --set train.seq=128]
 
@@ -56,7 +56,7 @@ def layer(o: argparse.Namespace) -> None:
 
 
 def kernels(output: str) -> list[tuple[str, dict[str, float]]]:
-    """Return the kernels in ncu's output, in order, with the value of each metric."""
+    """Return (name, {metric: value}) of the kernels in ncu's output, in the order of execution."""
     by_id: dict[str, tuple[str, dict[str, float]]] = {}
     for row in csv.DictReader(io.StringIO(output[output.index('"ID"') :])):
         values = by_id.setdefault(row["ID"], (row["Kernel Name"], {}))[1]
@@ -65,7 +65,12 @@ def kernels(output: str) -> list[tuple[str, dict[str, float]]]:
 
 
 def table(tasks: Sequence[Sequence[str]], seen: Sequence[tuple[str, dict[str, float]]]) -> None:
-    """Print a row for each task and its kernel. tasks: operator, bytes read, bytes written; seen: see `kernels`."""
+    """Print a row for each task and its kernel.
+
+    Args:
+        tasks: for each task its operator, bytes read, bytes written.
+        seen: for each kernel its name and {metric: value}, in the order of execution.
+    """
     if len(tasks) != len(seen):
         print(f"{len(tasks)} tasks and {len(seen)} kernels: rows may pair a task with another task's kernel")
     heads = ("tiles R", "L2 R", "DRAM R", "tiles W", "L2 W", "DRAM W")

@@ -1,4 +1,4 @@
-"""Training steps of a config with several values of a constant in the sources, alternating in one process.
+"""Time training steps of a config with several values of a constant in the sources, alternating in one process.
 
 python experiments/in_turns.py experiments/gpt2_124m.yaml nntile_py.tiles.task_groups.EXPORT_SECONDS 1 2e-4 \\
     --set runtime.cuda=2 --set tiles.batch=16

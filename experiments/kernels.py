@@ -1,4 +1,4 @@
-"""Kernels on one GPU, as tables on the terminal.
+"""Times of kernels on one GPU, as tables on the terminal.
 
     python experiments/kernels.py step experiments/gpt2_124m.yaml [--set KEY=VALUE] [--alpha 0.6] [--inference]
     python experiments/kernels.py layer [--work encoder] [--phase backward] [--set train.batch=96 --set train.seq=128]
@@ -7,10 +7,11 @@
 
 step: the kernels of a config's step, and the gaps between them, by torch.profiler.
 layer: the same for one pass of BERT-large's encoder layer, with fused attention and fusion groups.
-found: for each fusion group that `fusion: true` forms in three models, the time of its generated kernel, of a copy of
-    as many bytes, and of the kernels that run without the group (column "rules"). --search also
-    times the generated kernel with other block sizes, and lists the fastest.
-single: for each operator of four models without fusion, its generated and its handwritten kernel (column "rules").
+found: for each fusion group that `fusion: true` forms in three models, the time of the group's generated kernel, of a
+    copy of as many bytes, and of the kernels that run without the group (column "rules"). --search also times the
+    generated kernel with other block sizes, and lists the fastest sizes.
+single: for each operator of four models without fusion, the times of its generated kernel and of its handwritten
+    kernel (column "rules").
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ LAYER = (
 
 
 def step(o: dict[str, Any]) -> None:
-    """Training steps, or with --inference forward passes, of a config."""
+    """Time training steps of a config, or forward passes with --inference, and print the steps' kernels."""
     from contextlib import ExitStack
 
     from nntile_py.measure.sweep_spec import Measure
@@ -69,7 +70,7 @@ def step(o: dict[str, Any]) -> None:
 
 
 def layer(o: dict[str, Any]) -> None:
-    """Passes of an encoder layer."""
+    """Time passes of an encoder layer, and print the kernels of a pass."""
     from nntile_py.execution.runtime import Runtime
 
     config = load(Path(__file__).with_name("encoder_layer.yaml"), [*GPU, *LAYER, *o["sets"]])
@@ -122,7 +123,7 @@ class Case:
 
     Attributes:
         rules: tasks that compute the same without the group.
-        within: products whose epilogues compute a part of it without the group.
+        within: names of matrix products whose epilogues compute a part of the group's work if there is no group.
     """
 
     name: str
@@ -140,8 +141,9 @@ class Compiled:
     """Compiled launches of tasks.
 
     Attributes:
-        launches: number of the task, and the encoded launch.
-        tiles: for each task the keys of its tiles and their bytes.
+        launches: (index of the task, encoded launch).
+        scratch: bytes of scratch memory that the largest launch needs.
+        tiles: for each task (key, bytes) of its tiles.
     """
 
     launches: list[tuple[int, Any]]
@@ -184,7 +186,7 @@ def cases() -> Iterator[Case]:
 
 
 def single_cases() -> Iterator[Case]:
-    """Yield each operator with a scalar form as a group of its own, with its handwritten kernel."""
+    """Yield, for each operator with a scalar form, a group of only this operator, beside its handwritten kernel."""
     llama = [*GPU, "train.batch=8", "train.seq=1024", "model.layers=2"]
     every = [*models(), ("llama", load(installed("experiments") / "llama_1b.yaml", llama), "train")]
     seen = set()
@@ -206,7 +208,7 @@ def single_cases() -> Iterator[Case]:
 
 
 def other_cuts(task: Task) -> list[BlockSizes]:
-    """Return block sizes that may be fast: rows, columns, elements of a thread, programs and stages."""
+    """Return block sizes for the task's generated kernel that may be fast, as candidates of --search."""
     kernel = KERNELS[task.kernel]
     shapes = [shape(task, number) for number in range(len(task.accesses))]
     writer = Writer(kernel.definition, kernel.tiles, shapes, kernel.outputs, [a.accumulate for a in task.accesses])
@@ -225,7 +227,7 @@ def other_cuts(task: Task) -> list[BlockSizes]:
 
 
 def compiled(job: tuple[list[Task], BlockSizes | None]) -> Compiled | str:
-    """Compile the tasks, with other block sizes if the job has them; return the reason if that is impossible."""
+    """Compile the tasks of a job, with the job's block sizes if it has any; return the reason if that is impossible."""
     from nntile_py.tasks.generated_triton import in_cut
 
     tasks, cut = job
@@ -244,9 +246,9 @@ def compiled(job: tuple[list[Task], BlockSizes | None]) -> Compiled | str:
 
 
 class Clock:
-    """Times launches on tiles that are not in a cache: a CUDA graph launches a kernel on several sets of tiles.
+    """Times kernels on tiles that are not in a cache: a CUDA graph launches a kernel on several sets of tiles.
 
-    Kernels are launched through CUDA's driver API, as in csrc/runtime_cuda.cpp."""
+    Kernels are launched through CUDA's driver API, as in nntile_py/execution/csrc/runtime_cuda.cpp."""
 
     def __init__(self) -> None:
         import torch
@@ -260,7 +262,7 @@ class Clock:
         return max(2, math.ceil(COLD / size))
 
     def seconds(self, runs: Sequence[Callable[[], None]]) -> float:
-        """Return the seconds of a run, of which all are launched in one CUDA graph."""
+        """Return the median seconds of one of the runs, measured with all runs in one CUDA graph."""
         torch, times = self.torch, math.ceil(LAUNCHED / len(runs))
         for run in runs:
             run()
@@ -280,7 +282,7 @@ class Clock:
         return statistics.median(measured[2:])
 
     def copy(self, size: int) -> float:
-        """Return the seconds of a copy that reads and writes `size` bytes together, by cudaMemcpy or by PyTorch."""
+        """Return the seconds of a copy, read and written bytes together `size`: the faster of copy_ and torch.add."""
         if size not in self._known:
             half = size // 4
             parts = [self.pool[2 * k * half : 2 * (k + 1) * half].view(2, half) for k in range(self.sets(size))]
@@ -290,7 +292,7 @@ class Clock:
         return self._known[size]
 
     def kernels(self, compiled: Compiled) -> float:
-        """Return the seconds of compiled launches."""
+        """Return the seconds of all launches of the compiled tasks together."""
         assert compiled.scratch <= self.scratch.numel(), compiled.scratch
         at, runs = self.pool.data_ptr(), []
         own = sum(dict(itertools.chain(*compiled.tiles)).values())  # intermediate tiles included
@@ -324,7 +326,7 @@ class Clock:
         return run
 
     def _value(self, kind: int, value: Any, tiles: list[int]) -> Any:
-        """Return a parameter of an encoded launch, see `encode`; slots are 1."""
+        """Return the C value of a parameter of an encoded launch; `encode` defines the kinds. Slots are 1."""
         kinds = {2: ctypes.c_int32, 3: ctypes.c_int64, 4: ctypes.c_float}
         if kind in kinds:
             return kinds[kind](value)
@@ -339,7 +341,7 @@ class Clock:
 
 
 def compare(every: Iterator[Case], only: str, search: bool = False) -> None:
-    """Print the times of all cases with `only` in their names."""
+    """Print the times of the cases whose names contain `only`. search: also time other block sizes."""
     some = [case for case in every if only in case.name]
     jobs: list[tuple[list[Task], BlockSizes | None]] = []
     for case in some:

@@ -56,7 +56,7 @@ def lengths_of(count: int, longest: int, alpha: float) -> list[int]:
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Return the microseconds of a call, the least of several measurements."""
+    """Return the microseconds of a call on the GPU, the least of several measurements."""
     for _ in range(2):
         call()
     graph = torch.cuda.CUDAGraph()
@@ -77,7 +77,7 @@ def timed(call: Callable[[], Any]) -> float:
 def lowered(
     backend: str, qkv: torch.Tensor, offsets: int, longest: int, o: Any
 ) -> tuple[Graph, Lowering, list[Tensor]]:
-    """Return graph and tasks of attention and its gradient, and their results, which outlive a program."""
+    """Return the graph and the tasks of attention and its gradient, and the result tensors, which outlive a program."""
     tokens, _, heads, head_dim = qkv.shape
     g = Graph("bf16")
     axes = ["batch", "seq", "qkv", "heads", "head_dim"]
@@ -97,7 +97,7 @@ def lowered(
 
 
 class Ours:
-    """nntile_py's kernels on tensors of PyTorch."""
+    """nntile_py's forward and backward kernels of attention, run on PyTorch's tensors."""
 
     def __init__(
         self, qkv: torch.Tensor, offsets: torch.Tensor, d_out: torch.Tensor, longest: int, o: Any, backend: str
@@ -118,7 +118,7 @@ class Ours:
 def captured(
     backend: str, qkv: torch.Tensor, offsets: torch.Tensor, d_out: torch.Tensor, longest: int, o: Any
 ) -> list[tuple[float, np.ndarray[Any, Any]]]:
-    """Return microseconds and result of a backend's forward and backward task, each CALLS times in a CUDA graph."""
+    """Return (microseconds, result) of a backend's forward and backward task, each run CALLS times in a CUDA graph."""
     g, lowering, results = lowered(backend, qkv, len(offsets), longest, o)
     inputs, store, timed_results = {"qkv": qkv, "segments": offsets, "do": d_out}, Store(), []
     for tensor in g.tensors.values():
@@ -142,7 +142,7 @@ def captured(
 
 
 def expected(qkv: torch.Tensor, bounds: list[int], d_out: torch.Tensor, causal: bool) -> list[torch.Tensor]:
-    """Return output and gradient in fp32, computed sequence by sequence."""
+    """Return attention's output and gradient in fp32, computed sequence by sequence."""
     outs, grads = [], []
     for start, end in pairwise(bounds):
         part = qkv[start:end].float().requires_grad_()
@@ -156,7 +156,7 @@ def expected(qkv: torch.Tensor, bounds: list[int], d_out: torch.Tensor, causal: 
 
 
 def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Return the relative error of a result."""
+    """Return |got - want| / |want|, with Euclidean norms."""
     return float((got.to(want).view(want.shape) - want).norm() / want.norm())
 
 
@@ -206,7 +206,7 @@ def measure(count: int, longest: int, o: Any) -> None:
 
 
 def loop_of(cubin: bytes) -> int:
-    """Return the instructions of the shortest loop with matrix products; 0: no such loop."""
+    """Return the number of instructions in the shortest loop with matrix products; 0: no such loop."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -223,7 +223,7 @@ def loop_of(cubin: bytes) -> int:
 
 
 def count_instructions(longest: int, o: Any) -> None:
-    """Print the instructions of each kernel with a loop."""
+    """Print, for each kernel with a loop, the instructions that its innermost loop takes for each score."""
     qkv = torch.zeros(longest, 3, o.heads, o.head_dim, dtype=torch.bfloat16)
     for task in Ours(qkv, torch.tensor([0, longest]), qkv[:, 0], longest, o, "segments").tasks:
         for one in (one for way in launch.load()[task.kernel]([task]).ways for one in way):

@@ -18,12 +18,12 @@ from nntile_py.tiles import device_model
 
 
 def compared(path: Path) -> None:
-    """Print a line for each number of GPUs: minimum, median and maximum of simulated over measured time."""
+    """Print a line for each number of GPUs in a results CSV: minimum, median, maximum of simulated / measured time."""
     match = re.fullmatch(r"[\d-]*-(\w+)-(\w+)-gpu", path.stem)
     assert match, f"{path}: allowed: results of an experiment's GPU part in a mode, such as DATE-fig17-training-gpu.csv"
     sweep = load_experiment(match[1]).part("gpu", match[2])  # type: ignore[arg-type]
     measured = list(csv.DictReader(path.open()))
-    for row in measured:  # older results have the key `fusion` in the place of `variant`
+    for row in measured:  # older results have the key `fusion` instead of `variant`
         row.setdefault("variant", "fused" if row.get("fusion") == "true" else "naive")
     ratios: dict[int, list[float]] = {}
     for point in points(sweep):

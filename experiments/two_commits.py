@@ -1,4 +1,4 @@
-"""Steps of a config by two installations of nntile_py, alternating: the cost of a change in the sources.
+"""Time steps of a config with two installations of nntile_py, alternating: the cost of a change in the sources.
 
 python experiments/two_commits.py BEFORE AFTER gpt2_124m.yaml --set tokenizer.vocab_size=50304 --steps 12
 
@@ -17,13 +17,13 @@ from typing import Any
 
 
 class Installation:
-    """The training steps, or forward passes, of one installation."""
+    """A process that runs training steps, or forward passes, with one installation."""
 
     def __init__(self, folder: str, o: argparse.Namespace, cores: str) -> None:
         here, self._passes = Path(folder).resolve(), o.inference
         bundle = (here / "env.sh").is_file()
         python, source = ("python3", here / "src") if bundle else (here / ".venv/bin/python", here)
-        self._old = not (source / "nntile_py/measure/worker.py").is_file()  # with an older protocol
+        self._old = not (source / "nntile_py/measure/worker.py").is_file()  # a version with an older protocol
         old = "step_worker" if (source / "nntile_py/bench/step_worker.py").is_file() else "step"
         module = f"nntile_py.bench.{old} nntile '{json.dumps(self._old_options(o))}'"
         start = f"{'. ./env.sh; ' if bundle else ''}cd {source}; exec taskset -c {cores} {python} -P -m "
@@ -84,7 +84,7 @@ def main() -> None:
     parts = [",".join(map(str, part)) for part in (mine[:half], mine[-half:])]
     both = [Installation(folder, o, cores) for folder, cores in zip((o.before, o.after), parts, strict=True)]
     for one in both:
-        one.answer()  # when it has started
+        one.answer()  # waits until the process has started its workload
     for turn in range(o.rounds):
         for one in both[:: 1 if turn % 2 == 0 else -1]:
             one.turn(o.steps)

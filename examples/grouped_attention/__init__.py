@@ -1,4 +1,4 @@
-"""Other Triton kernels for an operator of nntile_py: attention over segments as grouped products.
+"""Triton kernels that replace those of an operator: attention over packed sequences (segments) as grouped products.
 
 After `register()`, tasks of `model.attention: segments` launch these kernels on CUDA:
 
@@ -7,10 +7,11 @@ After `register()`, tasks of `model.attention: segments` launch these kernels on
     grouped_attention.register()
     nt.Trainer(nt.models.GPT2(nt.models.GPT2Config(attention="segments")), batch=8, seq=1024)
 
-Results are the same; the kernels of nntile_py are faster. Grouped products write and read each element of the scores:
-4 bytes in bf16 for 4 * head_dim flop. With head_dim 64 these are 256 flop, and an H200 computes 820 flop (990 Tflop/s)
-in the time that it moves 4 bytes (4.8 TB/s). Measured on an H200, grouped products take 2.4 to 3.2 times as long as the
-kernels of `attention: segments`, which keep scores on chip (experiments/segments.py).
+Results are the same; the kernels of nntile_py are faster. Grouped products are matrix products of different sizes in
+one launch, here those of all sequences and heads. They write and read each element of the scores: 4 bytes in bf16 for
+4 * head_dim flop. With head_dim 64 these are 256 flop, but an H200 computes 820 flop (990 Tflop/s) in the time that it
+moves 4 bytes (4.8 TB/s). Measured on an H200, grouped products take 2.4 to 3.2 times as long as nntile_py's kernels of
+`attention: segments`, which keep scores on chip (experiments/segments.py).
 """
 
 from nntile_py.tasks import launch

@@ -5,8 +5,8 @@ Forward has three launches:
 1. The number of tiles before each sequence.
 2. Scores: a tile of q k^T. Its epilogue stores the maximum and the sum of exponentials of each row of the tile.
 3. Values: the reduction of these maxima and sums to the log-sum-exp, then p v. The main loop of p v applies the softmax
-   and the dropout. The paper reduces in a launch of its own. Here a program has complete rows of the output, so no row
-   is reduced twice.
+   and the dropout. The paper reduces in a separate launch. Here a program has complete rows of the output, so no row is
+   reduced twice.
 
 The second launch stores exp(s - maximum of the tile) for a score s, the paper stores s. The epilogue needs this
 exponential for the sum anyway, so each element has one exponential instead of two. bf16 would round a score of 16 by up
@@ -58,7 +58,9 @@ def _grouped_scores(
     BLOCK_D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Store exp(s - maximum of the row in the tile), this maximum to base 2, and the row's sum in the tile."""
+    """For each tile of scores s store e = exp(s - m), the maximum m of each row, and the sum of each row of e.
+
+    Maxima and sums are those of a row within the tile. The product of m with log2 e is stored."""
     number, count = tl.program_id(0) * 0, offsets - (1 if PACKED else 0)
     for turn in range(tl.program_id(0), HEADS * tl.load(PAIRS + count), PROGRAMS):
         number, head, pair, start, n, m = problem_at(
@@ -85,7 +87,7 @@ def _grouped_scores(
 @triton.jit
 def _log_sums(TOPS, TOTALS, start, head, row, n, begin, end, tokens, HEADS: tl.constexpr, PACKED: tl.constexpr,
               WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """Return the log-sum-exp of rows, to base 2, from the tiles of keys `begin` to `end`; 0 for a row without keys."""
+    """Return the log-sum-exp, to base 2, of rows over the keys `begin` to `end`; 0 for a row without keys."""
     top, total = tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     for at in range(begin, end, KEYS):
         of_rows = statistics_at(start, head, row, at, tokens, HEADS, PACKED, WIDTH, KEYS)
@@ -108,7 +110,7 @@ def _grouped_values(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr,
     PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Store the output of ROWS queries and their log-sum-exp; the loop reads DEPTH keys at a time."""
+    """Store attention's output for ROWS queries and their log-sum-exp; the loop reads DEPTH keys at a time."""
     number, count = tl.program_id(0) * 0, offsets - (1 if PACKED else 0)
     for turn in range(tl.program_id(0), HEADS * tl.load(QUERIES + count), PROGRAMS):
         number, head, block, start, n, m = problem_at(
@@ -144,7 +146,7 @@ def _grouped_grad_pairs(
     BLOCK_D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Store the weights of the values, and the gradient of the scaled scores."""
+    """For each tile of scores store the weights of the values, and the gradient of the scaled scores."""
     number, count = tl.program_id(0) * 0, offsets - (1 if PACKED else 0)
     for turn in range(tl.program_id(0), HEADS * tl.load(PAIRS + count), PROGRAMS):
         number, head, pair, start, n, m = problem_at(
@@ -176,7 +178,7 @@ def _grouped_grad_queries(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr,
     PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Store dq of ROWS queries; the loop reads DEPTH keys at a time."""
+    """Store dq, the gradient of ROWS queries; the loop reads DEPTH keys at a time."""
     number, count = tl.program_id(0) * 0, offsets - (1 if PACKED else 0)
     for turn in range(tl.program_id(0), HEADS * tl.load(QUERIES + count), PROGRAMS):
         number, head, block, start, n, m = problem_at(
@@ -201,7 +203,7 @@ def _grouped_grad_keys(
     ROWS: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """Store dk and dv of KEYS keys, summed over the heads that share the keys; reads DEPTH queries at a time."""
+    """Store dk and dv of KEYS keys, summed over the heads that share the keys. The loop reads DEPTH queries at once."""
     number, count = tl.program_id(0) * 0, offsets - (1 if PACKED else 0)
     for turn in range(tl.program_id(0), HEADS // GROUP * tl.load(OF_KEYS + count), PROGRAMS):
         number, of_keys, block, start, n, m = problem_at(
@@ -227,7 +229,7 @@ def _grouped_grad_keys(
 
 
 def forward(task: Task) -> Launches:
-    """Describe the launches of a task attention_segments."""
+    """Return the launches of a task with the kernel `attention_segments`."""
     a = AttentionArgs.of(task)
     assert a.limits
     packed = a.limits.segments
@@ -246,7 +248,7 @@ def forward(task: Task) -> Launches:
 
 
 def gradient(task: Task) -> Launches:
-    """Describe the launches of a task attention_segments_grad."""
+    """Return the launches of a task with the kernel `attention_segments_grad`."""
     a = AttentionGradArgs.of(task)
     assert a.limits
     packed = a.limits.segments

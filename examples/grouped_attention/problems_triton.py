@@ -23,12 +23,14 @@ from nntile_py.tiles.dtypes import DTYPES
 
 PROGRAMS = 2 * MULTIPROCESSORS
 AHEAD = 128  # sequences that a program examines together to find its next tile
-MOST = 2**30  # bytes of scratch
+MOST = 2**30  # largest number of bytes for the scores in the scratch
 
 
 @triton.jit
 def problem_sizes(DATA, number, offsets, tokens, keys, PACKED: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the results of `sequence_of`. A segment longer than its mask allows is cut to the width of the scratch."""
+    """Return a sequence's start, number of queries and number of keys, as `sequence_of`.
+
+    A segment longer than its mask allows is cut to WIDTH, the width of the scratch."""
     start, n, m = sequence_of(DATA, number, offsets, tokens, keys, PACKED)
     if PACKED:
         n, m = tl.minimum(n, WIDTH), tl.minimum(m, WIDTH)
@@ -44,7 +46,9 @@ def _in_row(columns, KEYS: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.con
 @triton.jit
 def pairs_of(n, m, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
              TWO_SIDED: tl.constexpr):  # fmt: skip
-    """Return the number of tiles of scores of n queries and m keys. Some of the tiles may lie outside a window."""
+    """Return the number of tiles into which the scores of n queries and m keys are cut, for one head.
+
+    Some of these tiles may lie outside the mask's window."""
     rows, columns = tl.cdiv(n, ROWS), tl.cdiv(m, KEYS)
     if WINDOW and (CAUSAL or TWO_SIDED):
         return rows * _in_row(columns, KEYS, WINDOW, TWO_SIDED)
@@ -93,7 +97,7 @@ def problem_of(BEFORE, number, turn, count, HEADS: tl.constexpr, AHEAD: tl.const
 @triton.jit
 def problem_at(BEFORE, DATA, number, turn, count, offsets, tokens, keys, HEADS: tl.constexpr, PACKED: tl.constexpr,
                WIDTH: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
-    """Return the results of problem_of, then those of problem_sizes for this sequence."""
+    """Return sequence, head and tile from `problem_of`, then the sequence's start, queries, keys (`problem_sizes`)."""
     number, head, block = problem_of(BEFORE, number, turn, count, HEADS, AHEAD)
     start, n, m = problem_sizes(DATA, number, offsets, tokens, keys, PACKED, WIDTH)
     return number, head, block, start, n, m
@@ -111,7 +115,7 @@ def _grouped_tiles(
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Store the number of a head's tiles before each sequence: of scores, queries and keys. Runs as one program."""
+    """Store how many tiles of scores, queries and keys a head has before each sequence. Runs as one program."""
     count = offsets - (1 if PACKED else 0)
     pairs, queries, of_keys = count * 0, count * 0, count * 0
     tl.store(PAIRS, pairs)
@@ -130,7 +134,7 @@ def _grouped_tiles(
 
 @triton.jit
 def line_of(start, head, tokens, HEADS: tl.constexpr, PACKED: tl.constexpr):
-    """Return the place of a problem's first row in the scratch: a block of `tokens` rows, and the row in the block."""
+    """Return where a problem's first row is in the scratch: number of a block of `tokens` rows, row in this block."""
     if PACKED:
         return head.to(tl.int64), start.to(tl.int64)
     else:
@@ -147,7 +151,7 @@ def scores_at(X, start, head, row, key, tokens, HEADS: tl.constexpr, PACKED: tl.
 @triton.jit
 def statistics_at(start, head, row, at, tokens, HEADS: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
                    KEYS: tl.constexpr):  # fmt: skip
-    """Return the places of the rows' maxima and sums in the tile of key `at`; neighbouring rows are neighbours."""
+    """Return the indices in the scratch of the rows' maxima and sums, for the tile of key `at`; rows are contiguous."""
     block, first = line_of(start, head, tokens, HEADS, PACKED)
     return (block * (WIDTH // KEYS) + at // KEYS) * tokens + first + row
 
@@ -157,7 +161,7 @@ def clear_heads(
     X, DATA, offsets, tokens, keys, AT: tl.constexpr, PACKED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Store zeros, for all heads, in the rows that belong to no segment."""
+    """Store zeros in X, for all heads, in the rows of tokens that belong to no segment."""
     if PACKED:
         start, n, _ = sequence_of(DATA, offsets - 1, offsets, tokens, keys, PACKED)
         program = tl.program_id(0)
@@ -166,7 +170,7 @@ def clear_heads(
 
 
 class Grouped:
-    """The scratch of a task, and its launches with their common constants.
+    """The scratch memory of a task, and the task's launches with their common constants.
 
     Tiles have 128 x 128 scores, as in the paper: in fp32, which does not use tensor cores, 32 x 32, since larger tiles
     spill registers; 64 x 64 for heads longer than 128, since larger tiles do not fit into shared memory. `pair_at`
@@ -174,18 +178,18 @@ class Grouped:
     """
 
     def __init__(self, common: SegmentArguments, dtype: str, lines: int) -> None:
-        """lines: the number of rows of scores."""
+        """Reserve the counts of tiles in the scratch. lines: number of rows of scores, over all heads."""
         self.common, self.dtype, self.lines, self.scratch = common, dtype, int(lines), Scratch()
         self.side = 32 if dtype == "fp32" else 128 if common.constants["BLOCK_D"] <= 128 else 64
         self.width = ceil_div(common.longest[1], self.side) * self.side  # of a row of scores
         self.pairs, self.queries, self.of_keys = (self._before() for _ in range(3))
 
     def _before(self) -> ScratchAddress:
-        """Reserve the numbers of tiles before each sequence and after the last sequence."""
+        """Reserve scratch for the number of tiles before each sequence, and for the number of all tiles."""
         return self.scratch.take(int(self.common.sequences) + 1, "int32")
 
     def scores(self, count: int) -> list[ScratchAddress]:
-        """Reserve `count` arrays of all scores. Raises ConfigError if they are larger than MOST bytes."""
+        """Reserve scratch for `count` arrays of all scores. Raises ConfigError if they take more than MOST bytes."""
         size = count * self.lines * self.width * DTYPES[self.dtype].bytes
         if size > MOST:
             raise ConfigError(
@@ -196,7 +200,7 @@ class Grouped:
         return [self.scratch.take(self.lines * self.width, self.dtype) for _ in range(count)]
 
     def statistics(self) -> list[ScratchAddress]:
-        """Reserve the maximum and the sum of each row in each tile."""
+        """Reserve scratch for the maximum and the sum of each row in each tile of scores."""
         return [self.scratch.take(self.lines * (self.width // self.side), "fp32") for _ in range(2)]
 
     def count_tiles(self) -> Launch:
@@ -204,7 +208,7 @@ class Grouped:
         return self.walk(_grouped_tiles, *before, *self.common.args[:4], programs=1)
 
     def walk(self, kernel: Any, *args: Parameter, programs: int = 0, **constexprs: Any) -> Launch:
-        """Return a launch of a kernel with all constants that the kernel has as parameters."""
+        """Return a launch of a kernel. The kernel gets those of the task's constants that are its parameters."""
         programs = programs or PROGRAMS
         known = {**self.common.constants, "HEADS": self.common.sizes[0], "WIDTH": self.width, "AHEAD": AHEAD}
         known |= {"ROWS": self.side, "KEYS": self.side, "DEPTH": 64 if self.side == 128 else 32}

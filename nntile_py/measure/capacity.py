@@ -130,7 +130,9 @@ def _tried(
 
 
 def next_model(models: Sequence[str], first: int, trains: dict[str, bool]) -> str | None:
-    """Return the model to try next: `first`, then by bisection towards the largest that trains; None: this is known.
+    """Return the model to try next: `first`, then by bisection towards the largest model that trains.
+
+    None: the largest model that trains is known, or no model trains.
 
     Args:
         models: names of models in the order of their sizes.

@@ -241,7 +241,10 @@ def torch_bert(config: RunConfig, arrays: Mapping[str, Array], name: str, work: 
 
 
 def passes(model: TorchBERT, batch: TorchBatch) -> tuple[Step, dict[str, Any]]:
-    """Return a function that runs forward passes the faster way: kernel by kernel or as a CUDA graph; and which it is."""
+    """Return a function that runs forward passes kernel by kernel or as a CUDA graph, whichever is faster.
+
+    On a GPU, the dict says in `captured` whether the graph is used.
+    """
     call, facts = torch.inference_mode()(lambda: model.hidden(batch)), dict[str, Any]()
     on_gpu = batch.ids.device.type == "cuda"
 

@@ -78,7 +78,10 @@ def torch_layer(
 
 
 def _captured(forward: Callable[[], Any], gradients: Callable[[Any], None], phase: Phase) -> Callable[[], Any]:
-    """Return a function that launches the phase as one CUDA graph. For a backward pass, a forward graph runs once now."""
+    """Return a function that launches the phase as one CUDA graph.
+
+    For a backward pass, another graph runs the forward pass once, here.
+    """
 
     def both() -> Any:
         y = forward()
