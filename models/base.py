@@ -195,6 +195,7 @@ class Model(Generic[ConfigT]):
 
     @property
     def weights(self) -> Weights:
+        """{name in the checkpoint: numpy array}. Random weights are drawn at the first use."""
         if self._weights is None:
             self._weights = initial_weights(self.params(), self.seed)
         return self._weights
@@ -334,7 +335,10 @@ class Model(Generic[ConfigT]):
         return {}
 
     def merged_hf(self, own: dict[str, Any]) -> dict[str, Any]:
-        """Return `own` updated with the config.json that the model was loaded from, whose values take precedence."""
+        """Return `own` merged with the config.json that the model was loaded from.
+
+        If both have a key, the loaded value counts unless it is null.
+        """
         return own | {key: value for key, value in self.hf.items() if value is not None}
 
     def to_hf(self) -> Any:

@@ -305,10 +305,11 @@ class EncoderLayer:
 def predicted(g: Graph, batch: Batch, c: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the hidden states that need logits, and their labels. Declares the input labels [batch, seq].
 
-    Labels hold the token to predict at each position, -100 at positions without a prediction. If config.masked is set
-    or the sequences are packed, a training step gathers only the positions to predict: [batch, masked, embed]. An
-    evaluation keeps all positions of x [batch, seq, embed], because it may return their logits. A step raises
-    ValueError if a sequence has more than config.masked positions to predict.
+    Labels hold the token to predict at each position, -100 at positions without a prediction. With config.masked above
+    0, a training step gathers only the positions to predict: [batch, masked, embed]. With packed sequences it also
+    does so if config.masked is None. With config.masked 0, and in an evaluation, which may return logits, all positions
+    of x [batch, seq, embed] are kept. A step raises ValueError if a sequence has more than config.masked positions to
+    predict.
     """
     tokens, options = {"batch": batch.size, "seq": batch.seq}, {"below": c.vocab, "ignored": IGNORED}
     most = batch.seq if batch.packed else min(batch.seq, c.masked or 0)

@@ -78,6 +78,7 @@ class DeBERTaConfig(TextEncoderConfig, PaddedConfig):
 
     @property
     def longest(self) -> int | None:
+        """Number of tokens from which on all distances share one embedding."""
         return self.relative_positions or self.positions
 
     @model_validator(mode="after")

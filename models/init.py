@@ -39,6 +39,7 @@ def fill(arrays: Sequence[Array], seed: int | Sequence[int], draw: Draw, first: 
 
 
 def _inits(params: Iterable[Param]) -> dict[str, tuple[Init, Source]]:
+    """Return {name in the checkpoint: (initialisation, source with the weight's shape)} of the parameters' weights."""
     inits: dict[str, tuple[Init, Source]] = {}
     for param in params:
         for source in param.sources:

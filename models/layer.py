@@ -78,6 +78,7 @@ class TransformerEncoder(Model):
         return x
 
     def _after(self, g: Graph, x: Tensor, branch: Tensor, name: str) -> Tensor:
+        """Return the norm of x plus a residual branch, to which dropout is applied."""
         return norm(g, add(g, x, dropout(g, branch, self.config.dropout)), name, self.config.layer_norm_eps)
 
     def attend(self, g: Graph, x: Tensor, memory: Tensor, name: str, causal: bool) -> Tensor:

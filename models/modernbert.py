@@ -185,6 +185,7 @@ class _Layers:
             return add(g, self.fed(self.norm(x, f"{here}.mlp_norm"), f"{here}.mlp"), x)
 
     def attended(self, x: Tensor, name: str, everywhere: bool) -> Tensor:
+        """Return self-attention of x with its projections: global attention if `everywhere`, else local attention."""
         g, c, (mask, table) = self.g, self.c, self.kind(everywhere)
         embed, heads = {"embed": c.embed}, {"heads": c.heads, "head_dim": self.head_dim}
         parts = []
@@ -197,6 +198,7 @@ class _Layers:
         return dense(g, a, f"{name}.Wo", heads, embed, self.narrow, bias=False)
 
     def fed(self, x: Tensor, name: str) -> Tensor:
+        """Return the gated feed-forward part of x."""
         g, c = self.g, self.c
         embed, ffn = {"embed": c.embed}, {"ffn": c.ffn}
         parts = []

@@ -246,7 +246,8 @@ def of_sequences(batch: Batch) -> dict[str, int]:
 
 def attention_mask(g: Graph, batch: Batch, *, causal: bool = False, window: int | None = None) -> Mask:
     """Return the attention mask of the batch. It hides padding if steps have an input attention_mask. With packed
-    sequences it hides a bin's other sequences. `causal` hides later tokens; `window` limits the distance."""
+    sequences it hides a bin's other sequences. `causal` hides later tokens. With a `window`, a query attends only to
+    this many positions, its own included."""
     if batch.packed:
         return Mask(causal, window, segments=packed_inputs.segments(g), longest=batch.packed)
     return Mask(causal, window, padding=padding(g, batch))

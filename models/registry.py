@@ -107,6 +107,7 @@ def _loaded(path: Path, changed: int) -> Any:
 
 
 def _models_in(module: Any) -> list[type[Model]]:
+    """Return the model classes with a valid `Config` that a module defines itself, without imported classes."""
     return [
         cls
         for _, cls in inspect.getmembers(module, inspect.isclass)
@@ -115,6 +116,7 @@ def _models_in(module: Any) -> list[type[Model]]:
 
 
 def _config_of(cls: type[Model]) -> bool:
+    """Return whether a model class has a `Config` that is a subclass of ModelConfig."""
     made = getattr(cls, "Config", None)
     return inspect.isclass(made) and issubclass(made, ModelConfig)
 

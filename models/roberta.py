@@ -124,6 +124,7 @@ class CamemBERT(RoBERTa):
 
 
 def _at_least(raw: Mapping[str, Any], key: str, least: int) -> int:
+    """Return the value of a key in config.json. Raises ConfigError unless it is an integer of at least `least`."""
     value = raw[key]
     if not isinstance(value, int) or value < least:
         need = f"an integer of at least {least}"
