@@ -1,4 +1,4 @@
-"""An analysis of operators as tables in a terminal, as CSV, and as one HTML page that opens without a network."""
+"""Show an analysis of operators: tables in a terminal, CSV files, and one HTML page that opens without a network."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ class Column(NamedTuple):
     """A column of a table of operators.
 
     Attributes:
+        head: the column's heading.
         rank: columns of higher rank are left out first if the terminal is narrow.
-        number: the number to sort by; None for a column of text.
+        cell: returns the text of the cell in a row.
+        meaning: text that explains the column.
+        number: returns the number to sort a row by; None for a column of text.
     """
 
     head: str
@@ -43,7 +46,7 @@ class Column(NamedTuple):
 
 
 def _number(value: float | None, digits: int = 3) -> str:
-    """Write a number with three significant digits, without exponent; None as an empty text."""
+    """Format a number with about three significant digits, without exponent; None gives an empty text."""
     if value is None:
         return ""
     if 0 < value < 10**-digits:
@@ -91,7 +94,7 @@ TEXT = [column.head for column in COLUMNS if column.number is None]
 
 
 def render(analysis: Analysis, console: Console) -> None:
-    """Print the tables and the conclusion. On a narrow console, tables have fewer columns."""
+    """Print the tables and the conclusion of an analysis. On a narrow console, tables have fewer columns."""
     console.print(f"{analysis.title}", style="bold", highlight=False)
     for title, rows in (("before fusion", analysis.operators), ("as they run, after fusion", analysis.groups)):
         console.print()
@@ -107,7 +110,7 @@ def render(analysis: Analysis, console: Console) -> None:
 
 
 def _filled(rows: Sequence[OperatorRow], peak: Peak) -> list[tuple[Column, list[str]]]:
-    """Return the columns that are not empty, each with its cells."""
+    """Return the columns of COLUMNS that are not empty for these rows, each with the texts of its cells."""
     columns = [(column, [column.cell(row, peak) for row in rows]) for column in COLUMNS]
     empty = {"x": "1"}
     return [(column, cells) for column, cells in columns if any(cell != empty.get(column.head, "") for cell in cells)]
@@ -130,7 +133,7 @@ def _fitting(title: str, rows: Sequence[OperatorRow], peak: Peak, width: int) ->
 
 
 def _classes(analysis: Analysis) -> Table:
-    """Return the paper's Table I."""
+    """Return a table with sums over each class of operators, as in Table I of Ivanov et al. 2021."""
     table = plain_table(class_heads(analysis), text=["class"], title="by class, before fusion")
     for row in class_rows(analysis):
         table.add_row(*row[: len(table.columns)])
@@ -138,13 +141,15 @@ def _classes(analysis: Analysis) -> Table:
 
 
 def class_heads(analysis: Analysis) -> list[str]:
-    """Return the heads for class_rows, without those of times if none were measured."""
+    """Return the headings of the columns of class_rows; those of times only if times were measured."""
     heads = ["class", "operators", "Gflop", "% flop", "million elements", "least", "ms", "% time"]
     return heads if any(row.seconds is not None for row in analysis.operators) else heads[:6]
 
 
 def class_rows(analysis: Analysis) -> list[list[str]]:
-    """Return a row for each class, and for all operators before and after fusion; see class_heads for the columns."""
+    """Return a row of texts for each class, and for all operators before and after fusion.
+
+    The columns are those of class_heads, always with the times."""
     totals, rows = analysis.totals(), []
     names = [*((of.name, f"{of.mark} {of.name}") for of in CATEGORIES), ("all", "all"), ("fused", "all, after fusion")]
     for key, name in names:
@@ -160,7 +165,7 @@ def class_rows(analysis: Analysis) -> list[list[str]]:
 
 
 def movement(analysis: Analysis) -> list[str]:
-    """Return sentences on the elements that fusion saves, the least number, and the peak rates."""
+    """Return sentences on the elements that operators move before and after fusion, and on the peak rates."""
     t, peak = analysis.totals(), analysis.peak
     before, after = (t[key]["read_elements"] + t[key]["written_elements"] for key in ("all", "fused"))
     least = t["fused"]["least_elements"]
@@ -177,9 +182,10 @@ def movement(analysis: Analysis) -> list[str]:
 
 
 def write(analysis: Analysis, folder: Path) -> list[Path]:
-    """Write operators.csv, groups.csv, analysis.json, report.html, the graph before and after fusion.
+    """Write operators.csv, groups.csv, analysis.json, report.html and pictures of the graph into a folder.
 
-    The graphs are graph-before and graph-after, each as .dot, .svg and .png. Returns the paths."""
+    The pictures graph-before and graph-after show the graph before and after fusion, each as .dot, .svg and .png. The
+    .svg and .png are left out if graphviz cannot draw them. Returns the paths of all files."""
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, bytes] = {}
     graphs, note = [], ""
@@ -207,7 +213,9 @@ def write(analysis: Analysis, folder: Path) -> list[Path]:
 
 
 def _page_rows(rows: Sequence[OperatorRow], peak: Peak) -> Iterator[tuple[bool, list[tuple[str, float | str | None]]]]:
-    """Yield for each row whether it is memory-bound, and its cells. A cell is a text and the number to sort by."""
+    """Yield for each row of the HTML page whether the operator is memory-bound, and the cells.
+
+    A cell is its text and the number to sort by; "" for no number."""
     filled = _filled(rows, peak)
     for place, row in enumerate(rows):
         numbers = [column.number and column.number(row, peak) for column, _ in filled]
@@ -217,7 +225,9 @@ def _page_rows(rows: Sequence[OperatorRow], peak: Peak) -> Iterator[tuple[bool, 
 
 
 def dot_of(analysis: Analysis, fusion: str) -> str:
-    """Return the graph in the DOT language, with memory-bound operators marked and bytes beside the edges."""
+    """Return the graph of an analysis in the DOT language: memory-bound operators are marked, edges show bytes.
+
+    fusion: `before` or `after`."""
 
     def bound(counts: Counts) -> bool:
         return bool(bound_by_memory(counts, analysis.peak))
@@ -227,7 +237,7 @@ def dot_of(analysis: Analysis, fusion: str) -> str:
 
 
 def table(rows: Sequence[OperatorRow], peak: Peak) -> str:
-    """Return the rows as CSV, with the columns of to_dict."""
+    """Return rows of an analysis as CSV text. The columns are the keys of OperatorRow.to_dict."""
     entries = [row.to_dict(peak) for row in rows]
     cells = ([_axes(of) if isinstance(of, dict) else of for of in entry.values()] for entry in entries)
     return csv_text(list(entries[0]), cells)

@@ -1,9 +1,9 @@
 """Plan of a training step on several nodes, simulated without them: `nntile plan --nodes`.
 
 CPU nodes are simulated as ranks of mpirun: each rank runs its part of one common program (rank_tasks.py). GPU nodes run
-the same program on different parts of the batch; the largest part is planned. Gradients are summed inside a node as on
-one machine, then between nodes (tiles/allreduce.py) during the backward pass. All nodes compute the same update; a
-node's workers share the optimizer states. Every task is simulated (simulate.py).
+the same program on different parts of the batch; the plan is that of the node with the largest part. Gradients are
+summed inside a node as on one machine, then between nodes (tiles/allreduce.py) during the backward pass. All nodes
+compute the same update. The workers of a node share the optimizer states. Every task is simulated (simulate.py).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 MOST_NODES = 4096
 BUSY_ENOUGH = 0.5  # share of a step in which workers compute; below it, arithmetic does not limit the step
-GOOD = 0.95  # efficiency from which nothing else than arithmetic limits the step
-FULL = 0.8  # share of time in use, from which a network card or a thread limits the step
+GOOD = 0.95  # efficiency from which only arithmetic limits the step
+FULL = 0.8  # a network card or the message thread limits the step if it is in use for this share of the time
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(bit|b|B)/s\s*")
 _SCALE = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_DEFAULT = {True: "400Gb/s", False: "40Gb/s"}  # of GPU nodes, of CPU nodes
+_DEFAULT = {True: "400Gb/s", False: "40Gb/s"}  # network cards of GPU nodes (True) and of CPU nodes
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,14 @@ def requested_cluster(
     config: RunConfig, nodes: int | None, gpus_per_node: int | None = None, network: str | None = None,
     gpus_per_nic: int | None = None, name: Callable[[str], str] = lambda key: "--" + key.replace("_", "-"),
 ) -> Cluster | None:  # fmt: skip
-    """Check the options of a cluster; return None if `nodes` is None.
+    """Check the options that describe a cluster, and return the Cluster; None if `nodes` is None.
 
     Args:
+        nodes: number of nodes.
+        gpus_per_node: GPUs of each node. Default: the config's number of workers.
         network: rate of a network card in each direction, such as 400Gb/s.
         gpus_per_nic: GPUs that share a network card; default 1.
-        name: returns the name of an option for errors.
+        name: returns the name of an option for error messages.
 
     Raises:
         ConfigError: an option is out of range, or the config does not allow it.
@@ -92,7 +94,7 @@ def requested_cluster(
 
 
 def of_node(config: RunConfig, workers: int) -> RunConfig:
-    """Return the config with `workers` GPUs."""
+    """Return a copy of the config with `workers` GPUs."""
     return config.model_copy(update={"runtime": config.runtime.model_copy(update={"cuda": workers})})
 
 
@@ -102,7 +104,7 @@ def _check(name: str, value: int, most: int) -> None:
 
 
 def _rate(name: str, text: str) -> float:
-    """Return a network's rate in bytes/s."""
+    """Return a network's rate in bytes/s. text: such as 400Gb/s. name: name of the option for an error message."""
     match = _RATE.fullmatch(text)
     rate = float(match[1]) * _SCALE[match[2]] / (1 if match[3] == "B" else 8) if match else 0.0
     if not rate > 0:
@@ -115,20 +117,27 @@ class ClusterPlan:
     """Plan of one optimizer step on all nodes; tasks, messages and bytes are of one node.
 
     Attributes:
-        peak_bytes: on the fullest worker.
+        workers: GPUs of a node; 1 for a CPU node.
+        machine: text on the workers of a node.
+        network: text on the network cards of a node.
+        inside_bytes: sent between workers of the node.
+        between_bytes: sent to other nodes.
+        peak_bytes: of tiles on the fullest worker.
         lacking_bytes: the part of peak_bytes that exceeds the worker's memory.
-        computed_seconds: until the end of the backward pass.
+        computed_seconds: from the start of the step to the end of the backward pass.
         exposed_seconds: from the end of the backward pass to the end of the gradients' sums.
         busy: share of a step in which workers compute.
         adding: share of a step in which workers add gradients of other nodes.
-        card: share of the time of sums in which the busiest network card sends.
-        thread: share of the time of sums in which the message thread works.
+        card: share of the time from the first message to the last sum in which the busiest network card sends.
+        thread: share of the time from the first message to the last sum in which the message thread works.
         own_seconds: step time of a single node with its part of the batch.
         alone_seconds: step time of a single node with the batch of the efficiency's reference.
+        efficiency: throughput of the cluster divided by `nodes` times that of the reference, a single node.
         parts: the batch divided by the largest part of a node; less than the number of nodes if parts are uneven.
-        worker_seconds, worker_efficiency: the same for one GPU; None if GPUs would have unequal parts.
-        strong: the efficiency's reference is a node with the whole batch, not with its part.
-        limit: the cause that limits the efficiency.
+        worker_seconds: step time of one GPU as the reference; None if GPUs would have unequal parts.
+        worker_efficiency: efficiency with one GPU as the reference; None like worker_seconds.
+        strong: the reference has the whole batch, not one part of it.
+        limit: text on the cause that limits the efficiency.
     """
 
     nodes: int
@@ -194,13 +203,14 @@ class ClusterPlan:
 
 
 def plan_cluster(config: RunConfig, on: Cluster, *, strong: bool = False, every: bool = False) -> ClusterPlan:
-    """Plan a training step in which each node has its part of the batch; nothing runs.
+    """Return the plan of a training step in which each node has a part of the batch. Nothing runs.
 
-    If the config does not cut the batch, each GPU gets one tile of it.
+    If the config does not cut the batch into tiles, each GPU gets one tile of its node's part.
 
     Args:
-        strong: compute the efficiency from a node, and a GPU, with the whole batch.
-        every: simulate all nodes instead of one node that stands for all.
+        on: the cluster.
+        strong: the reference of the efficiency is a single node, or GPU, with the whole batch instead of one part.
+        every: simulate all GPU nodes instead of one node that stands for all.
     """
     with no_search_for_cycles():
         batch, gpu = config.train.batch, config.runtime.cuda != 0
@@ -276,7 +286,9 @@ def _network(on: Cluster) -> str:
 
 
 def _limit(plan: ClusterPlan, last: Tile | None) -> str:
-    """Return the cause that limits the efficiency, or for which the times are wrong."""
+    """Return a text on the cause that limits the efficiency.
+
+    If a worker lacks memory, the text says so: the simulated times are then wrong. last: tile whose sum ends last."""
     if plan.lacking_bytes:
         lacking = f"memory: the fullest worker lacks {plan.lacking_bytes / 2**30:,.1f} GiB"
         return f"{lacking}, which is not simulated; try smaller tiles.batch or train.batch, or more workers a node"
@@ -311,7 +323,7 @@ def _spec(config: RunConfig, rows: int, workers: int, *, alone: bool) -> StepSpe
 
 
 def _ranks(config: RunConfig, ranks: int) -> list[list[list[Task]]]:
-    """Return the tasks of each CPU node, which is a rank of one common program."""
+    """Return the tasks of each CPU node, for each task list of a step. Each node is a rank of one common program."""
     spec = replace(_spec(config, config.train.batch, ranks, alone=True), ranks=ranks)
     return rank_programs(_lists(spec), ranks, device_model.rank(config.workers), config.runtime.shard_weights)
 
@@ -329,12 +341,12 @@ def _alone(config: RunConfig, rows: int, workers: int, speed: Speed) -> float:
 
 
 def _seconds(steps: Sequence[SimulatedList], lists: Sequence[TaskList], speed: Speed) -> float:
-    """Return the seconds of the step; at least the time that one thread takes to submit its tasks."""
+    """Return the seconds of a simulated step; at least the time that one thread takes to submit the step's tasks."""
     return max(steps[-1].end - steps[0].start, sum(len(one.tasks) for one in lists) * speed.submit)
 
 
 def peaks(lists: Sequence[Sequence[Task]], workers: int) -> list[int]:
-    """Return the peak bytes of tiles on each worker, weights and states included, if tasks run in the lists' order.
+    """Return for each worker the peak bytes of its tiles, weights and states included, if tasks run in list order.
 
     A worker keeps its copy of a tile until another worker writes the tile. Kernels' workspaces are not counted.
     """
@@ -348,7 +360,7 @@ def peaks(lists: Sequence[Sequence[Task]], workers: int) -> list[int]:
         if but in holders:
             held[tile.key] = tile, {but}
 
-    for tasks in [*lists, *lists]:  # the first pass puts persistent tiles in place
+    for tasks in [*lists, *lists]:  # the first step puts persistent tiles in place
         for task in tasks:
             worker = max(task.worker, 0)
             for tile in task.clears:

@@ -1,4 +1,4 @@
-"""The conclusion of an analysis: memory-bound or not, the longest operators, and keys of the config to change."""
+"""Conclusion of an analysis: whether memory bounds the workload, its longest operators, and advice on the config."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from nntile_py.analysis.operator_row import OperatorRow
     from nntile_py.config.run_config import RunConfig
 
-MUCH = 0.15  # share of the time from which a cause gets advice
-REREAD = 1.3  # moved elements divided by the least number, above which tasks read operands several times
-LOW_PEAK = 0.5  # share of the peak flop/s below which products gain from larger tiles
-LONGEST = 3  # operators that the conclusion names
+MUCH = 0.15  # a cause that takes at least this share of the time gets advice
+REREAD = 1.3  # if an operator moves more than this times its least possible elements, its tasks reread operands
+LOW_PEAK = 0.5  # products below this share of the peak flop/s gain from larger tiles
+LONGEST = 3  # number of operators that the conclusion names
 
 
 def conclusion(rows: Sequence[OperatorRow], peak: Peak, config: RunConfig) -> list[str]:
-    """Return the conclusion as sentences. rows: operators after fusion."""
+    """Return the conclusion of an analysis as sentences. rows: the operators after fusion."""
     seconds = {row.name: row.least_seconds(peak) for row in rows}
     total = math.fsum(seconds.values())
     if not total or math.isnan(total):
@@ -42,7 +42,9 @@ def conclusion(rows: Sequence[OperatorRow], peak: Peak, config: RunConfig) -> li
 
 
 def _moves(row: OperatorRow, peak: Peak, timed: bool) -> bool:
-    """Return whether the row is memory-bound, by its least bytes if it was timed, else by the bytes that it moves."""
+    """Return True if an operator is memory-bound.
+
+    If times were measured (`timed`), its least possible bytes decide, else the bytes that its tasks move."""
     if timed or peak.flop is None or peak.bytes is None:
         return bool(row.memory_bound(peak))
     return row.bytes / peak.bytes > row.flop / peak.flop
@@ -51,7 +53,9 @@ def _moves(row: OperatorRow, peak: Peak, timed: bool) -> bool:
 def _advice(
     rows: Sequence[OperatorRow], seconds: dict[str, float], total: float, peak: Peak, config: RunConfig, timed: bool
 ) -> list[str]:
-    """Return advice for each cause that takes at least MUCH of the time."""
+    """Return texts of advice, each on keys of the config to change, for causes that take at least MUCH of the time.
+
+    seconds: time of each operator by name. total: sum of these times. timed: they were measured."""
 
     def share(of: Sequence[OperatorRow]) -> float:
         return math.fsum(seconds[row.name] for row in of) / total

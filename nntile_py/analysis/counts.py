@@ -1,4 +1,4 @@
-"""Flop of an operator, and the elements that its tasks read and write."""
+"""Count the flop of operators, and the elements that their tasks read and write."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class Counts:
 
     Attributes:
         read, written: elements that the tasks read and write.
-        least: elements if each operand were moved once.
-        bytes, least_bytes: the same in bytes.
+        least: elements that would be moved if each operand were moved only once.
+        bytes: bytes that the tasks read and write together.
+        least_bytes: `least` in bytes.
     """
 
     flop: float
@@ -42,24 +43,26 @@ class Counts:
 
     @property
     def intensity(self) -> float:
-        """Return the flop for each element moved."""
+        """Flop per moved element."""
         return self.flop / self.moved if self.moved else 0.0
 
     @classmethod
     def total(cls, parts: Iterable[Counts]) -> dict[str, Any]:
-        """Return the sums over all parts, by field."""
+        """Return {name of a field of Counts: sum over `parts`}."""
         known = list(map(vars, parts))
         return {of.name: sum(counts[of.name] for counts in known) for of in fields(Counts)}
 
 
-HELD = ("grad", "scalar")  # gradients of weights, the loss: all micro-batches of a step add to these tensors
+HELD = ("grad", "scalar")  # kinds of tensors to which all micro-batches of a step add: gradients of weights, the loss
 
 
 def lower_single(op: Op, cuts: Tiling, policy: str, *, again: bool = False) -> Lowering:
     """Return the tasks of a single operator, whose inputs and tied outputs have values already.
 
     Args:
-        again: for a micro-batch after the first, which adds to the first one's results.
+        cuts: the tiles.
+        policy: how tasks add partial sums, as `accumulate` of the config.
+        again: for a micro-batch after the first, which adds to the results of the first micro-batch.
     """
     lowering = Lowering(cuts, TaskList(policy))
     sums = {t.storage for t in op.outputs if again and t.storage.kind in HELD}
@@ -78,8 +81,9 @@ class Fact:
     """Counts of one operator over all micro-batches.
 
     Attributes:
-        place: the operator's number in the graph.
-        times: runs in a step.
+        phase: forward, dX (gradients of inputs), dW (gradients of weights), dX dW, or update.
+        place: the operator's position in the graph's list of operators.
+        times: number of runs in a step.
         group: the fused operator that includes this operator.
         members: for a fused operator, the operators that it includes.
     """
@@ -99,13 +103,13 @@ class Tally:
     def __init__(self, config: RunConfig, work: Work) -> None:
         self.cuts, self.policy = step_spec(default_layouts(config)).cuts, config.accumulate
         self.repeats = config.train.grad_accumulation if work == "train" else 1  # micro-batches
-        self._known: dict[Hashable, tuple[int, int, int]] = {}  # elements read and written, bytes
+        self._known: dict[Hashable, tuple[int, int, int]] = {}  # elements read, elements written, bytes
 
     def facts(self, graph: Graph, number: int) -> dict[int, Fact]:
-        """Return the facts of all operators that have tasks, by place.
+        """Return {position in the graph: Fact} for all operators of the graph that have tasks.
 
         Args:
-            number: 0 for the graph that each micro-batch runs, 1 for the update.
+            number: 0 if each micro-batch runs the graph, 1 if the graph is the update.
         """
         for op in graph.ops:
             op.fit(self.cuts)
@@ -150,9 +154,9 @@ def _numel(tile: Any) -> int:
 
 
 def looks(op: Op) -> Hashable:
-    """Return a key that is equal for operators that do the same work."""
+    """Return a key that is the same for all operators that do the same work."""
     tensors = tuple((t.axes, t.shape, t.dtype, t.band) for t in (*op.inputs, *op.outputs))
-    mask = getattr(getattr(op, "forward", op), "mask", None)  # of attention, whose tensors have no band
+    mask = getattr(getattr(op, "forward", op), "mask", None)  # an attention's band is in its mask, not in its tensors
     return op.kind, op.title, op.phase, tensors, mask and mask.band
 
 
