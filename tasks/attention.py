@@ -24,7 +24,7 @@ from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accu
 
 Backend = Literal["vendor", "merge", "flash", "naive", "segments", "varlen", "cudnn"]
 BACKENDS: tuple[str, ...] = get_args(Backend)  # naive is in attention_naive.py, all others in Attention
-NAMED: tuple[Backend, ...] = "segments", "varlen", "cudnn"  # like vendor, but segments always use this kernel
+NAMED: tuple[Backend, ...] = "segments", "varlen", "cudnn"  # like vendor, but masks with segments use this kernel
 WITH_DROPOUT: tuple[Backend, ...] = "naive", "segments"  # support dropout of probabilities
 
 

@@ -122,7 +122,10 @@ class CrossEntropyGrad(Op):
 
 
 def loss_tensor(g: GraphLike, before: Tensor | None) -> Tensor:
-    """Return the tensor for an operator's loss. With an earlier loss `before`, it has the tile of `before`: a sum."""
+    """Return the tensor for an operator's loss: a new tensor, or one in the tile of `before`, an earlier loss.
+
+    An operator with `before` adds its own loss to this tile.
+    """
     if before:
         return g.temp("loss", before.axes, before.shape, before.dtype, storage=before)
     if g.loss:

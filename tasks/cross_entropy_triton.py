@@ -47,7 +47,10 @@ def _parts(n, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _more(top, total, x):
-    """Return each lane's running (max * LOG2E, sumexp) after a vector x, with one exponential per element, not two."""
+    """Return each lane's running (max * LOG2E, sumexp), updated with the elements of x.
+
+    This needs one exponential per element instead of two.
+    """
     x = x.to(tl.float32) * LOG2E
     new = tl.maximum(top, tl.max(x, 1))
     known = tl.where(new == float("-inf"), 0.0, new)  # no element so far

@@ -97,7 +97,7 @@ class SumArgs(TaskArgs):
 class Sum(Op):
     """y = sum of x over the axes missing in y, the gradient of a broadcast; y has its axes in x's order."""
 
-    category = NORMALIZATION  # as in the data-movement paper, where every reduction is one
+    category = NORMALIZATION  # the data-movement paper counts every reduction as one
     colours: ClassVar = {"backward": "#ff9896"}
 
     def __init__(self, x: Tensor, out: Tensor) -> None:
@@ -238,7 +238,7 @@ class Pack(Op):
 
 
 class DropoutArgs(TaskArgs):
-    """Arguments from which a kernel computes the mask of a tile."""
+    """Arguments from which a kernel computes the dropout mask of a tile."""
 
     key: int
     row_numbers: bool  # whether the task's last tile has row numbers

@@ -33,7 +33,7 @@ from .launch import (
     tile,
 )  # fmt: skip
 
-PROGRAMS = 1056  # aim for the programs of a sum; a constant, so that sums are added in the same order on all GPUs
+PROGRAMS = 1056  # intended number of programs of a sum; constant, so that sums have a fixed order
 
 
 @triton.jit
@@ -311,7 +311,10 @@ def mixed_key(key: int) -> int:
 
 
 def mask_of(task: Task, dropout: DropoutArgs) -> list[Parameter]:
-    """Return a kernel's arguments for a dropout: row numbers, the tile's first index, then `dropped`'s from seed on."""
+    """Return kernel arguments for a dropout: row numbers, the tile's first index, seed, key, limit and scale.
+
+    The last four are the last arguments of `dropped`.
+    """
     row_numbers = tile(task, len(task.accesses) - 1 if dropout.row_numbers else 0)
     mixed = mixed_key(dropout.key)
     limit, scale = Int(int(dropout.p * 2**32), 64), 1 / (1 - dropout.p)

@@ -1,4 +1,4 @@
-"""Gather positions of each row of the batch, such as the masked tokens, by indices from an input."""
+"""Gather: select positions of each row of the batch, such as the masked tokens, by indices from an input tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GatherArgs(TaskArgs):
 
 class GatherGradArgs(TaskArgs):
     first: int  # first position of dx's tile along the gathered axis
-    added: int  # as in GatherArgs
+    added: int  # number of axes of `places` that dx does not have
 
 
 class Gather(Op):

@@ -38,7 +38,7 @@ def _mend_interpreter() -> None:
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         for name, member in builtins(package):
-            if getattr(package, name) is member:  # else it is replaced already, and the replacement would call itself
+            if getattr(package, name) is member:  # else the call of an outer function has replaced it already
                 interpreter._patch_attr(package, name, member, builder, scope)
 
     original = interpreter._get_np_dtype

@@ -51,8 +51,8 @@ def node(cores: int) -> Speed:
 def network(bytes_s: float, share: int = 1) -> Network:
     """Return a network of nodes. Each adapter moves `bytes_s` bytes/s each way and serves `share` workers.
 
-    Source of the latencies: two ranks on one machine need 20 us for 8 bytes from task to task, and 1 to 5 us of CPU for
-    each message (StarPU-MPI over Open MPI, 2026-11-20).
+    Source of latency and message: two ranks on one machine need 20 us for 8 bytes from task to task, and 1 to 5 us
+    of CPU for each message (StarPU-MPI over Open MPI, 2026-11-20).
     """
     return Network(bytes_s, latency=20e-6, message=3e-6, share=share)
 

@@ -68,7 +68,7 @@ class RankLists:
 
     Attributes:
         lists: the list of each rank.
-        needs: for each tile with contents from before the list that ranks read: these ranks, by their first use.
+        needs: by tile, the ranks that read contents written before this list, in the order of their first use.
         held: by tile key, the ranks that hold the newest version of each persistent tile that the list writes, after
             the list. Tiles that the list only reads are left out.
     """

@@ -36,7 +36,7 @@ def grouped(
 
     Args:
         flop_s: flop/s of a worker, to estimate durations.
-        bytes_s: bytes/s of its memory.
+        bytes_s: bytes/s of the worker's memory, to estimate durations.
         most_seconds: estimated seconds of the longest group.
         most_bytes: most bytes of tiles in a group.
         one_worker: there is only one worker.
@@ -78,7 +78,7 @@ class _Groups:
         self._own: dict[int, int] = {}  # the groups of each known worker, as a bit mask
 
     def take(self, task: Task, time: float, exported: bool) -> None:
-        """Put the next task of the list into a group; `exported`: another worker waits for its result."""
+        """Put the next task of the list into a group; `exported`: another worker waits for the task's result."""
         direct = self._direct(task)
         waits = 0
         for group in direct:
@@ -114,7 +114,12 @@ class _Groups:
         return predecessors
 
     def _chosen(self, task: Task, time: float, waits: int, latest: int) -> int | None:
-        """Return the group that the task joins, None for a new one; `latest`: the newest group that it depends on."""
+        """Return the group that the task joins, or None for a new group.
+
+        Args:
+            waits: bit mask of all groups on which the task depends.
+            latest: the newest group on which the task depends directly; -1 if there is none.
+        """
         if isinstance(task, MessageTask) or any(id(access.tile) in self._freed for access in task.accesses):
             return None
         known, mine, before = self._known(task), self._own.get(task.worker, 0), self._before
@@ -143,7 +148,7 @@ class _Groups:
         return few and small and held.plain and _plain(task)
 
     def _begin(self, task: Task, time: float, waits: int) -> int:
-        """Begin a group for the task; returns its number."""
+        """Begin a group for the task; return the number of the group."""
         number = len(self.groups)
         self.groups.append([])
         self._held.append(_Held())

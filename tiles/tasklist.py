@@ -19,7 +19,7 @@ from .tiling import cut_as
 
 Policy = Literal["chain", "commute", "redux", "tree"]  # the order in which partial sums of a tile are added
 POLICIES: tuple[str, ...] = get_args(Policy)
-PYTHON = "python"  # the kernel of tasks outside of programs
+PYTHON = "python"  # kernel name of a task that Python submits by itself, outside of programs
 MONOIDS = ("sum", "softmax", "moments")
 
 
@@ -354,7 +354,7 @@ class TaskList:
         return peak
 
     def digest(self) -> str:
-        """Return a hash of the program: equal digests run the same tasks on the same tiles in the same order."""
+        """Return a hash of the list: lists with equal hashes run the same tasks on the same tiles in the same order."""
         h = hashlib.sha256()
         for text in self.described():
             h.update(text.encode())
