@@ -1,4 +1,4 @@
-"""A picture in the DOT language: nodes in nested boxes, edges whose width shows their bytes, a legend."""
+"""Write pictures in the DOT language: nodes in nested boxes, edges whose width shows their bytes, and a legend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEAD = [
     f'node [style=filled {FONT} fontsize=10 color="#6b7280" margin="0.08,0.04"]',
     f'edge [{FONT} fontsize=8 color="#4b5563" arrowsize=0.6]',
 ]  # fmt: skip
-# kind of tensor: shape, colour, text of the legend
+# {kind of tensor: (shape of its node, colour, text in the legend)}
 DATA = {
     "temp": ("box", "#b9dfb0", "activation or its gradient"),
     "param": ("cylinder", "#f6b45a", "weight"),
@@ -22,23 +22,27 @@ DATA = {
     "input": ("parallelogram", "#b4d2ee", "input"),
     "scalar": ("octagon", "#b9dfb0", "result"),
 }
-# mode of a task's write: style of the edge, text of the legend
+# {mode of an access: (style of the edge, text in the legend)}
 MODES = {
     "RW": ("solid", "read or written; wide: many bytes"),
     "COMMUTE": ("dashed", "added in any order"),
     "REDUX": ("dotted", "added to a copy on each worker"),
 }
-BOUND = 'color="#c2410c" penwidth=2.5', "memory-bound"  # style of a memory-bound operator, text of the legend
-AGAIN = "dashed", "second node of a tensor that another part writes"  # style of the node, text of the legend
+BOUND = 'color="#c2410c" penwidth=2.5', "memory-bound"  # style of a memory-bound operator, text in the legend
+AGAIN = "dashed", "second node of a tensor that another part writes"  # style of the node, text in the legend
 
 Group = tuple[str, ...]  # titles of the boxes around a node, the outermost first
 
 
 class Picture:
-    """Nodes and edges of one graph.
+    """The nodes and edges of one graph. A file in the DOT language may hold several graphs.
 
     Args:
-        part: prefix of the nodes' names; a picture may hold several graphs.
+        part: prefix of the nodes' names, different for each graph of a file.
+
+    Attributes:
+        groups: lines of the nodes, by the boxes around them.
+        edges: (start, end, bytes, mode, text).
     """
 
     def __init__(self, part: str) -> None:
@@ -49,18 +53,20 @@ class Picture:
         self._count = 0
 
     def data(self, group: Group, kind: str, *lines: str, again: bool = False) -> str:
-        """Add a tensor or a tile. again: another box has a node for it already."""
+        """Add a node for a tensor or a tile and return the node's name.
+
+        lines: text in the node. again: another box has a node for the same tensor or tile already."""
         self.used |= {kind: None, **({"again": None} if again else {})}
         return self._node("t", group, data_style(kind, again), lines)
 
     def operator(self, group: Group, category: Category, title: str, *lines: str, bound: bool = False) -> str:
-        """Add an operator or a task. bound: whether it is memory-bound."""
+        """Add a node for an operator or a task and return the node's name. bound: the operator is memory-bound."""
         self.used |= {category.name: None, **({"bound": None} if bound else {})}
         style = f"{operator_style(category)} {BOUND[0]}" if bound else operator_style(category)
         return self._node("o", group, style, [f"{category.mark} {title}", *lines])
 
     def edge(self, start: str, end: str, size: float, mode: str = "RW", text: str = "") -> None:
-        """Add an edge of `size` bytes, with a text beside it."""
+        """Add an edge between two nodes that stands for `size` bytes, with a text beside it."""
         mode = mode if mode in MODES else "RW"
         self.used[mode] = None
         self.edges.append((start, end, size, mode, text))
@@ -71,7 +77,7 @@ class Picture:
         return name
 
     def lines(self, title: str) -> list[str]:
-        """Return the lines of all nodes and edges, in a box with this title."""
+        """Return the graph as lines of the DOT language: all nodes in a box with this title, and all edges."""
         most = max((size for _, _, size, *_ in self.edges), default=1) or 1
         edges = [
             f"{a} -> {b} [penwidth={0.5 + 2.5 * (size / most) ** 0.5:.2f} style={MODES[mode][0]}"
@@ -93,7 +99,9 @@ class Picture:
 
 
 def legend(used: Iterable[str]) -> list[str]:
-    """Return the lines of a legend. used: names of the kinds that are drawn."""
+    """Return a legend as lines of the DOT language.
+
+    used: names of the operator classes, kinds of tensors and modes that the picture shows."""
     rows, names = [], set(used)
     for category in CATEGORIES:
         if category.name in names:

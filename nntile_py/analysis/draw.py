@@ -24,9 +24,9 @@ from nntile_py.system.units import si
 if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
 
-MOST_NODES = 1500  # of a picture; with more nodes dot takes minutes, and the picture cannot be read
-MOST_SECONDS = 30.0  # for dot, whose time grows faster than the number of nodes
-MOST_CURVED = 250  # nodes with curved edges; with more, straight edges take seconds, curves minutes
+MOST_NODES = 1500  # limit for a picture; with more nodes dot takes minutes, and the picture cannot be read
+MOST_SECONDS = 30.0  # limit for dot, whose time grows faster than the number of nodes
+MOST_CURVED = 250  # with more nodes edges are straight, which takes dot seconds; curves would take minutes
 PHASES = ("all", "forward", "backward", "update")
 GET_DOT = (
     "graphviz's program `dot` is not on the PATH; get it with `apt-get install graphviz` (macOS: `brew install "
@@ -36,7 +36,7 @@ FEWER = "choose --layer 0, --phase forward, --level logical, or larger tiles"
 
 
 class NoPicture(NNTileError):
-    """Graphviz drew no picture. advice: for users of `nntile graph`."""
+    """Graphviz drew no picture. advice: text for users of `nntile graph`, added to the message."""
 
     def __init__(self, why: str, advice: str) -> None:
         super().__init__(why)
@@ -48,13 +48,17 @@ def draw(
     fusion: str = "after", folded: bool = True, before: Fusion | None = None, bound: Bound | None = None,
     tensors: bool = False,
 ) -> str:  # fmt: skip
-    """Return the picture in the DOT language.
+    """Return a picture of a config's operators or tasks in the DOT language.
 
     Args:
-        fusion: `before`, `after`, or `both`.
+        level: `logical`: operators and tensors; `tiles`: tasks and tiles.
+        work: the workload.
+        layer: draw only this layer. None: all.
+        phase: draw only this phase, one of PHASES.
+        fusion: draw the graph `before` fusion, `after` fusion, or `both`.
         folded: draw equal layers once.
-        before: the fusion that the part `before` already has; None: none.
-        bound: returns whether an operator is memory-bound, which is then marked.
+        before: fusion that the graph `before` fusion already has. None: no fusion.
+        bound: returns True for counts of a memory-bound operator, which is then marked. None: no marks.
         tensors: draw tensors even for a whole model.
     """
     titles = {"before": "naive (before fusion)", "after": "fused (after fusion)"}
@@ -82,12 +86,16 @@ def draw(
 
 
 def is_overview(level: str, work: str, layer: int | None, phase: str) -> bool:
-    """Return whether a picture shows a whole model: then only operators are drawn, as tensors make it unreadable."""
+    """Return True if a picture shows the operators of a whole model.
+
+    Such a picture leaves out tensors, which would make it unreadable."""
     return level == "logical" and work in ("train", "inference") and layer is None and phase == "all"
 
 
 def note(text: str, overview: bool) -> str:
-    """Return advice for more details, or for a picture that can be read; else an empty text."""
+    """Return advice on how to see more details (if `overview`) or draw a smaller picture; "" if none is needed.
+
+    text: the picture in the DOT language."""
     if overview:
         return "an overview of the operators; --layer 0 draws a layer with its tensors, --tensors draws all tensors"
     nodes = text.count("shape=")
@@ -103,7 +111,9 @@ def _about(config: RunConfig, work: str, layer: int | None, phase: str) -> str:
 
 
 def write(text: str, out: Path) -> None:
-    """Write the picture: a .dot without graphviz, a .svg, .png or .pdf by graphviz."""
+    """Write a picture, given in the DOT language, to `out`: a .dot as it is, a .svg, .png or .pdf by graphviz.
+
+    If graphviz fails, write a .dot beside `out` and raise NNTileError."""
     if out.suffix in (".dot", ".gv"):
         out.write_text(text, encoding="utf-8")
         return
@@ -117,7 +127,12 @@ def write(text: str, out: Path) -> None:
 
 
 def picture(text: str, form: str) -> bytes:
-    """Return graphviz's picture: svg, png or pdf."""
+    """Let graphviz draw a picture given in the DOT language, and return the file's content. form: svg, png or pdf.
+
+    Raises:
+        NoPicture: graphviz is not installed, fails, or takes too long.
+        ConfigError: there are more than MOST_NODES nodes.
+    """
     program = shutil.which("dot")
     if program is None:
         raise NoPicture(GET_DOT, ", or give --out a name that ends in .dot, which needs no program")
@@ -138,7 +153,7 @@ def picture(text: str, form: str) -> bytes:
 
 
 def _kept(text: str, path: Path) -> str:
-    """Write the .dot of a picture that could not be drawn, but not over another file; return a message."""
+    """Write the .dot of a picture that graphviz could not draw. Returns a message. An existing file is left alone."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

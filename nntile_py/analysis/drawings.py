@@ -1,4 +1,4 @@
-"""The two levels of `nntile graph`: operators with their tensors, or tasks with their tiles."""
+"""Draw the two levels of `nntile graph`: operators with their tensors, or tasks with their tiles."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from nntile_py.tasks.op import ELEMENTWISE, Category, Op, Tensor
 from nntile_py.tiles import Task, Tile
 from nntile_py.tiles.dtypes import DTYPES
 
-MOST_ALIKE = 4  # update operators of one kind, from which a picture of a whole step draws one node for all
+MOST_ALIKE = 4  # if more update operators are of one kind, a picture of a whole step draws one node for them
 BOXES = {"forward": "forward pass", "backward": "backward pass", "update": "update of the weights"}
 
 
-Bound = Callable[[Counts], bool]  # returns whether an operator is memory-bound
+Bound = Callable[[Counts], bool]  # returns True for the counts of a memory-bound operator
 
 
 def _phases(graphs: Sequence[Graph], layer: int | None, phase: str) -> Iterator[tuple[Graph, list[Op], set[str]]]:
-    """Yield each distinct graph with its operators of this layer and phase, and the names of their tasks."""
+    """Yield each distinct graph, its operators of this layer and phase, and the names that their tasks have."""
     seen: list[Graph] = []
     weights: set[str] = set()  # names of the layer's weights
     for graph in graphs:
@@ -39,19 +39,30 @@ def _phases(graphs: Sequence[Graph], layer: int | None, phase: str) -> Iterator[
 
 
 def layers(graphs: Sequence[Graph]) -> str:
-    """Return the number of layers, for a message; an empty text if the model has no layers."""
+    """Return the end of a message with the model's number of layers; "" if the model has no layers."""
     numbers = {layer_number(op.name) for graph in graphs for op in graph.ops} - {None}
     return f"; the model has {len(numbers)} layers" if numbers else ""
 
 
 class GraphDrawing:
-    """Common base of both levels: nodes, sums, phases and folded layers of a picture."""
+    """Base class of LogicalDrawing and TaskDrawing: nodes, sums, phases and folded layers of a picture.
+
+    Args:
+        graphs: the graphs of the workload; the second graph is the update.
+        part: prefix of the nodes' names.
+        layer: draw only this layer. None: all.
+        phase: draw only this phase; `all`: all phases.
+        folded: draw equal layers once.
+
+    Attributes:
+        count: number of operators or tasks, those that are not drawn included; flop, volume: their flop and bytes.
+    """
 
     def __init__(self, graphs: Sequence[Graph], part: str, layer: int | None, phase: str, folded: bool) -> None:
         self.graphs, self.picture = graphs, dot.Picture(part)
         self.count, self.flop, self.volume = 0, 0.0, 0.0
         self.phase, self.many = phase, phase == "all"
-        # For a tensor or a version of a tile: its phase and node, and its nodes in the boxes of other phases.
+        # nodes: for a tensor or tile, the phase and the node of its latest version. again: its nodes in other boxes.
         self.nodes: dict[Hashable, tuple[str, str]] = {}
         self.again: dict[Hashable, dict[dot.Group, str]] = {}
         self.folds: dict[str, Folded] = {}  # by phase
@@ -65,18 +76,22 @@ class GraphDrawing:
 
     @property
     def size_text(self) -> str:
-        """Return the number of operators or tasks."""
+        """Text with the number of operators or tasks."""
         raise NotImplementedError
 
     def fold_layers(self, units: list[tuple[str, Unit]]) -> None:
-        """Fold equal layers, in each phase separately: equal forward passes may have different backward passes."""
+        """Fold equal layers in each phase separately: equal forward passes may have different backward passes.
+
+        units: each operator or task with its phase."""
         for phase in dict.fromkeys(phase for phase, _ in units):
             own = [(n, unit) for n, (of, unit) in enumerate(units) if of == phase]
             self.folds[phase] = fold(own) if self.fold else Folded()
             self.same |= self.folds[phase].same
 
     def drawn_read(self, phase: str, unit: int, number: int, key: Hashable) -> Hashable:
-        """Return the tensor or tile that the picture shows where a unit reads `key`."""
+        """Return the tensor or tile that the picture shows as read by a unit (operator or task) that reads `key`.
+
+        unit: number of the unit. number: position of `key` among the unit's reads."""
         key = self.folds[phase].comes_from.get((unit, number), key)
         return self.same.get(key, key)
 
@@ -85,7 +100,9 @@ class GraphDrawing:
         return starred(name) if self.folds[phase].run_of(layer) else name
 
     def layer_of(self, op: Op, updates: bool) -> int | None:
-        """Return an operator's layer; for the update of a weight, the layer if only one uses the weight."""
+        """Return the number of an operator's layer; None outside of layers.
+
+        The update of a weight (`updates`) belongs to a layer if only this layer uses the weight."""
         if not updates:
             return layer_number(op.name)
         return next((self.owners[t.name] for t in op.inputs if t.name in self.owners), None)
@@ -100,7 +117,9 @@ class GraphDrawing:
     def data(
         self, key: Hashable, phase: str, layer: int | None, kind: str, lines: tuple[str, ...], fresh: bool = False
     ) -> str:
-        """Return the node of `key` for an operator of this phase and layer. fresh: the operator writes `key`."""
+        """Return the node of a tensor or tile `key` in the box of this phase and layer; add the node if it is missing.
+
+        fresh: an operator or task writes `key`, so the node is a new one."""
         group, name = self.group(phase, layer), self.node_name(phase, layer, _data_name(lines[0]))
         if fresh or key not in self.nodes:
             self.nodes[key] = phase, self.picture.data(group, kind, name, *lines[1:])
@@ -113,7 +132,7 @@ class GraphDrawing:
         return self.again[key][group]
 
     def all_of(self, kind: str, category: Category, count: int, flop: float, volume: float) -> str:
-        """Return one node for all updates of a kind."""
+        """Add one node that stands for all `count` update operators of a kind, and return the node's name."""
         lines = "of each weight; --phase update draws them", f"{si(flop)}flop, {si(volume)}B"
         return self.picture.operator(self.group("update", None), category, f"{count} {kind}", *lines)
 
@@ -121,10 +140,11 @@ class GraphDrawing:
 class LogicalDrawing(GraphDrawing):
     """Drawing of operators and tensors. Operators without tasks are left out.
 
-    A node's numbers are those of one micro-batch, the title's numbers those of all.
+    The numbers in a node are those of one micro-batch. The numbers in the title are sums over all micro-batches.
 
     Args:
-        bound: if set, memory-bound operators are marked, and edges show their bytes.
+        tally: counts the operators.
+        bound: returns True for a memory-bound operator. If set, such operators are marked, and edges show their bytes.
         overview: draw tensors as edges between operators; only inputs and results are nodes.
     """
 
@@ -133,9 +153,9 @@ class LogicalDrawing(GraphDrawing):
         bound: Bound | None = None, overview: bool = False,
     ) -> None:  # fmt: skip
         self.bound, self.repeats, self.overview = bound, tally.repeats, overview
-        self.writers: dict[Tensor, tuple[str, str]] = {}  # in an overview: phase and node of each tensor's operator
+        self.writers: dict[Tensor, tuple[str, str]] = {}  # in an overview: phase and node of each tensor's writer
         self.facts = {fact.op: fact for n, graph in enumerate(graphs) for fact in tally.facts(graph, n).values()}
-        self.renamed: dict[Tensor, Tensor] = {}  # outputs of operators without tasks: equal to these inputs
+        self.renamed: dict[Tensor, Tensor] = {}  # {output of an operator without tasks: input with the same values}
         for op in (op for graph in graphs for op in graph.ops if op not in self.facts):
             self.renamed[op.output] = self._before(op.inputs[0])
         super().__init__(graphs, part, layer, phase, folded)
@@ -198,7 +218,7 @@ class LogicalDrawing(GraphDrawing):
                 self.picture.edge(node, end, _bytes(tensor), text=self._beside(tensor))
 
     def _start(self, tensor: Tensor, phase: str, layer: int | None) -> str | None:
-        """Return the node from which a tensor is read; None if an overview does not draw it."""
+        """Return the node from which the edge of a tensor that is read starts; None if an overview draws no edge."""
         if not self.overview or tensor.storage.kind in ("input", "scalar"):
             return self._tensor(tensor, phase, layer)
         writer_phase, node = self.writers.get(tensor, ("", ""))
@@ -209,7 +229,7 @@ class LogicalDrawing(GraphDrawing):
         return Unit(layer, looks, [self._before(t) for t in op.inputs], list(op.outputs))
 
     def _beside(self, tensor: Tensor) -> str:
-        """Return the text beside an edge: its bytes, if they are shown."""
+        """Return the text beside a tensor's edge: the bytes, or "" in a picture without bytes."""
         return f"{si(_bytes(tensor))}B" if self.bound or self.overview else ""
 
     def _tensor(self, tensor: Tensor, phase: str, layer: int | None) -> str:
@@ -219,7 +239,7 @@ class LogicalDrawing(GraphDrawing):
 
 
 class TaskDrawing(GraphDrawing):
-    """Drawing of tasks and tiles. Each write of a tile is a new version, with a node of its own."""
+    """Drawing of tasks and tiles. Each write of a tile makes a new version of the tile, with a node of its own."""
 
     def __init__(self, built: Built, part: str, layer: int | None, phase: str, folded: bool) -> None:
         # Micro-batches after the first are not drawn.
@@ -288,7 +308,7 @@ def _unit_of_task(task: Task, layer: int | None) -> Unit:
 
 
 def _owners(graph: Graph) -> dict[str, int]:
-    """Return the layer of each weight that only one layer uses."""
+    """Return {name of a weight: number of its layer} for the weights that only one layer uses."""
     users: dict[str, set[int | None]] = {}
     for op in graph.ops:
         for tensor in op.inputs:

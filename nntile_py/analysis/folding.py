@@ -1,4 +1,4 @@
-"""Runs of equal layers of a model, of which a picture draws only one layer."""
+"""Folding: find runs of equal layers of a model, of which a picture draws only the first layer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ def layer_number(name: str) -> int | None:
 
 
 def starred(name: str) -> str:
-    """Replace the layer's number by a star, so that the same operator of all layers has one name."""
+    """Replace the layer's number by a star (h3.fc becomes h*.fc), so that an operator has one name in all layers."""
     return re.sub(r"(?<![^.])(h?)\d+(?=\.)", r"\1*", name)
 
 
 @dataclass
 class Unit:
-    """An operator or a task. Two layers are equal if their units have equal `looks`."""
+    """An operator or a task. Two layers are equal if their units have equal `looks`.
+
+    Attributes:
+        layer: number of its layer; None outside of layers.
+        reads, writes: keys of the tensors or tiles that the unit reads and writes.
+    """
 
     layer: int | None
     looks: Hashable
@@ -36,8 +41,8 @@ class Folded:
 
     Attributes:
         runs: first and last layer of each fold.
-        same: for a tensor or tile that is not drawn, the one that is drawn in its place.
-        comes_from: for a drawn unit and the number of a read, the tensor or tile that the picture reads instead.
+        same: {tensor or tile that is not drawn: tensor or tile that is drawn in its place}.
+        comes_from: {(number of a drawn unit, position among its reads): tensor or tile that the picture shows there}.
     """
 
     runs: list[tuple[int, int]] = field(default_factory=list)
@@ -45,23 +50,23 @@ class Folded:
     comes_from: dict[tuple[int, int], Hashable] = field(default_factory=dict)
 
     def run_of(self, layer: int | None) -> tuple[int, int] | None:
-        """Return the fold that contains the layer."""
+        """Return first and last layer of the fold that contains `layer`; None if no fold does."""
         return next((run for run in self.runs if layer is not None and run[0] <= layer <= run[1]), None)
 
     def draws(self, layer: int | None) -> bool:
-        """Return whether the layer is drawn, as the first layer of a fold or outside of folds."""
+        """Return True if the layer is drawn: it is the first layer of a fold, or in no fold."""
         run = self.run_of(layer)
         return run is None or layer == run[0]
 
 
 def fold(numbered: Sequence[tuple[int, Unit]]) -> Folded:
-    """Fold runs of consecutive equal layers.
+    """Find runs of consecutive equal layers, and return them as folds.
 
-    In a backward pass, the first layer of a run reads from the second, which is not drawn. The picture then shows the
-    corresponding read of the run's last layer, from outside of the run.
+    In a backward pass, the first layer of a run reads results of the second layer, which is not drawn. The picture then
+    shows the corresponding read of the run's last layer, whose data come from outside of the run.
 
     Args:
-        numbered: units with their numbers.
+        numbered: the operators or tasks, each with its number.
     """
     of_layer: dict[int, list[int]] = {}
     writer_layer: dict[Hashable, int] = {}
@@ -89,7 +94,7 @@ def fold(numbered: Sequence[tuple[int, Unit]]) -> Folded:
 
 
 def _runs(looks: dict[int, Hashable]) -> list[tuple[int, int]]:
-    """Return runs of at least MIN_LAYERS consecutive layers that look alike."""
+    """Return first and last layer of each run of at least MIN_LAYERS consecutive layers with equal `looks`."""
     runs: list[list[int]] = []
     for layer in sorted(looks):
         if runs and runs[-1][-1] == layer - 1 and looks[layer] == looks[layer - 1]:
