@@ -24,7 +24,7 @@ class ParallelConfig(TokenConfig):
 
 
 class Parallel(nt.Model):
-    """Inputs: input_ids, labels."""
+    """Causal language model of parallel blocks. Inputs: input_ids, labels."""
 
     Config = ParallelConfig
     objective = "causal"

@@ -26,7 +26,7 @@ def main() -> None:
     o = parser.parse_args()
     where, _, name = o.constant.rpartition(".")
     module = importlib.import_module(where)
-    kind = type(getattr(module, name))  # an error for an unknown constant
+    kind = type(getattr(module, name))  # raises an error for an unknown constant
     request: dict[str, Any] = {"config": load(o.config, o.sets).model_dump(by_alias=True)}
     request["measure"] = Measure(warmup=o.steps).model_dump()
     with ExitStack() as running:

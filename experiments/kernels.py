@@ -5,8 +5,8 @@
     python experiments/kernels.py found [--only gpt2] [--search]
     python experiments/kernels.py single [--only gpt2]
 
-step: the kernels of a config's step, and the gaps between them, by torch.profiler.
-layer: the same for one pass of BERT-large's encoder layer, with fused attention and fusion groups.
+step: the kernels of a config's step, and the gaps between the kernels, by torch.profiler.
+layer: the kernels and gaps of one pass of BERT-large's encoder layer, with fused attention and fusion groups.
 found: for each fusion group that `fusion: true` forms in three models, the time of the group's generated kernel, of a
     copy of as many bytes, and of the kernels that run without the group (column "rules"). --search also times the
     generated kernel with other block sizes, and lists the fastest sizes.
@@ -83,7 +83,7 @@ def layer(o: dict[str, Any]) -> None:
 
 
 def traced(run: Callable[[int], Any]) -> None:
-    """Print the kernels of STEPS runs, and the gaps between them."""
+    """Print the kernels of STEPS runs, and the gaps between the kernels."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

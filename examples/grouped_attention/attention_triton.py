@@ -12,9 +12,14 @@ The second launch stores exp(s - maximum of the tile) for a score s, the paper s
 exponential for the sum anyway, so each element has one exponential instead of two. bf16 would round a score of 16 by up
 to 1/16, which is 6 % of exp(s).
 
-The gradient has four launches: the number of tiles; tiles of q k^T and of do v^T, whose epilogue stores the weights of
-the values and the gradient of the scores; dq as a product with the gradient of the scores; dk and dv as products with
-both. No sum uses atomic operations, so results have the same bits each time.
+The gradient has four launches:
+
+1. The number of tiles before each sequence.
+2. Tiles of q k^T and of do v^T. The epilogue stores the weights of the values and the gradient of the scores.
+3. dq, as a product with the gradient of the scores.
+4. dk, as a product with the gradient of the scores, and dv, as a product with the weights of the values.
+
+No sum uses atomic operations, so results have the same bits each time.
 """
 
 # Functions of Triton's language have no Python types.

@@ -172,9 +172,9 @@ def clear_heads(
 class Grouped:
     """The scratch memory of a task, and the task's launches with their common constants.
 
-    Tiles have 128 x 128 scores, as in the paper: in fp32, which does not use tensor cores, 32 x 32, since larger tiles
-    spill registers; 64 x 64 for heads longer than 128, since larger tiles do not fit into shared memory. `pair_at`
-    requires as many queries as keys in a tile.
+    Tiles have 128 x 128 scores, as in the paper, with two exceptions. In fp32, which does not use tensor cores, they
+    have 32 x 32, since larger tiles spill registers. With a head_dim above 128 they have 64 x 64, since larger tiles do
+    not fit into shared memory. `pair_at` requires as many queries as keys in a tile.
     """
 
     def __init__(self, common: SegmentArguments, dtype: str, lines: int) -> None:
@@ -208,7 +208,7 @@ class Grouped:
         return self.walk(_grouped_tiles, *before, *self.common.args[:4], programs=1)
 
     def walk(self, kernel: Any, *args: Parameter, programs: int = 0, **constexprs: Any) -> Launch:
-        """Return a launch of a kernel. The kernel gets those of the task's constants that are its parameters."""
+        """Return a launch of a kernel. Of the task's constants, the launch passes those that the kernel takes."""
         programs = programs or PROGRAMS
         known = {**self.common.constants, "HEADS": self.common.sizes[0], "WIDTH": self.width, "AHEAD": AHEAD}
         known |= {"ROWS": self.side, "KEYS": self.side, "DEPTH": 64 if self.side == 128 else 32}

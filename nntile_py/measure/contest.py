@@ -1,7 +1,7 @@
-"""Comparison of contestants: each has its own processes, and they are timed one after the other, round by round.
+"""Comparison of contestants. Each has its own processes; contestants are timed one after the other, round by round.
 
-All contestants stay in memory; a signal stops a contestant outside its turns. If they do not fit into memory together,
-each contestant ends after its turn and is started again for the next turn.
+All contestants stay in memory; a signal stops a contestant outside its turns. If the contestants do not fit into memory
+together, each contestant ends after its turn and is started again for the next turn.
 """
 
 from __future__ import annotations

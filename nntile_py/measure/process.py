@@ -1,4 +1,4 @@
-"""Worker processes. Each runs worker.py: it reads a line of JSON from stdin, and answers with a line on stdout."""
+"""Worker processes. Each runs worker.py, which reads a line of JSON from stdin, and answers with a line on stdout."""
 
 from __future__ import annotations
 

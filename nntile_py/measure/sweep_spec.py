@@ -1,4 +1,4 @@
-"""A sweep's YAML, checked, and its points."""
+"""Read and check a sweep's YAML, and list the points that the sweep measures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _UNITS = ("seconds", "flop", "% seconds", "% flop")
 PEER_METRICS = ("seconds", "ms", "tokens_per_s", "peak_mib", "ratio", "ratio_min", "ratio_max")  # after a peer's name
 _TIMED = ["tokens", "host_mib", "seconds_min", "seconds_max", "ms", "us", "best ms", "best us", "us_per_task", "others"]
 _OF_NODES = ("gpus_per_node", "network", "gpus_per_nic", "strong")  # keys of `measure` that need `nodes`
-METRICS = {  # of worker.py, by measure.how
+METRICS = {  # names of the metrics that worker.py returns, by measure.how
     "plan": _ALWAYS,
     "run": [*_ALWAYS, *_TIMED, "tokens_per_s", "gflop_per_s", "peak_mib"],
     "operators": [*_ALWAYS, *(f"{of.name} {unit}" for of in CATEGORIES for unit in _UNITS)],

@@ -1,14 +1,14 @@
 """PyTorch's fastest BERT: `torch_packed`, `torch_padded` and `ddp` of `nntile bench step`.
 
-torch_packed: Tokens without padding, sequence after sequence, and flash attention with their offsets. All layers use
-    one graph, compiled for the batch's sizes. Logits are computed for masked tokens only. Indices are computed before
-    the measurement, as by a data loader.
+torch_packed: Tokens without padding, sequence after sequence, and flash attention with the sequences' offsets. All
+    layers use one graph, compiled for the batch's sizes. Logits are computed for masked tokens only. Indices are
+    computed before the measurement, as by a data loader.
 torch_padded: The same model on padded arrays, with scaled_dot_product_attention and, if needed, a mask of the keys.
 ddp: Packed if train.pack is on, else padded; each rank has its share of the sequences.
 
 Training uses the config's dropout. A forward pass (`--inference`) computes hidden states with weights of the config's
-precision; on a GPU kernel by kernel or as a CUDA graph, whichever is faster. On CPUs, which lack variable-length
-attention, packed sequences attend one by one.
+precision; on a GPU kernel by kernel or as a CUDA graph, whichever is faster. On CPUs, where PyTorch has no
+variable-length attention, the attention of packed sequences is computed sequence by sequence.
 """
 
 from __future__ import annotations

@@ -65,7 +65,13 @@ class PlainGPT2(nn.Module):
         return self.loss(self.ln_f(x), self.wte.weight, labels, scale)
 
     def load(self, values: Iterable[tuple[str, Array]], copy: Callable[..., Any] = torch.Tensor.copy_) -> None:
-        """Copy weights into the model; their names are those of transformers, which stores matrices transposed."""
+        """Copy weights into the model; their names are those of transformers, which stores matrices transposed.
+
+        The model's own names may have torch.compile's prefix `_orig_mod.`.
+
+        Args:
+            copy: copies the second tensor into the first.
+        """
         own = {name.replace("_orig_mod.", ""): value for name, value in self.named_parameters()}  # of torch.compile
         with torch.no_grad():
             for name, value in values:
@@ -87,7 +93,9 @@ def start_weights(config: RunConfig) -> Iterator[tuple[str, Array]]:
 
 
 def shifted(config: RunConfig, arrays: Mapping[str, Array], rank: int, world: int, device: Any) -> tuple[Any, ...]:
-    """Return a rank's token ids, its shifted labels, and the factor that turns its sum of losses into a mean."""
+    """Return a rank's token ids, its shifted labels, and the factor of its sum of losses.
+
+    With this factor, the mean over the ranks is the mean loss of all labels."""
     ids, labels = arrays["input_ids"], np.full_like(arrays["labels"], IGNORED)
     labels[:, :-1] = arrays["labels"][:, 1:]
     scale = world / max(int((labels != IGNORED).sum()), 1)
@@ -116,7 +124,7 @@ def ranked_gpt2(config: RunConfig, arrays: Mapping[str, Array], name: str, rank:
     world = world_size(config)
     forward: Any
     if name == "ddp":
-        forward = torch.compile(replicated(loaded_gpt2(config, device), device))  # DDP's buckets cut the graph
+        forward = torch.compile(replicated(loaded_gpt2(config, device), device))  # is cut at DDP's buckets
     else:
         forward = _fsdp(config, device, world, offload=name == "fsdp2_offload")
     part = shifted(config, arrays, rank, world, device)

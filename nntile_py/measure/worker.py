@@ -165,7 +165,7 @@ def _forget_peak(config: RunConfig, contestant: str) -> None:
 
 
 def _host_mib() -> float:
-    """Return the peak of this process's main memory."""
+    """Return the peak of this process's main memory, in MiB."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
@@ -201,7 +201,7 @@ def _ours(config: RunConfig, how: Measure, running: ExitStack) -> tuple[Run | No
 
 
 def _on_nodes(config: RunConfig, cluster: cluster_plan.Cluster, how: Measure) -> dict[str, Any]:
-    """Return the metrics of `nntile plan --nodes`."""
+    """Return the metrics of a step simulated on several nodes, as by `nntile plan --nodes`."""
     plan = cluster_plan.plan_cluster(config, cluster, strong=how.strong)
     metrics = {key: value for key, value in plan.to_dict().items() if key in METRICS["nodes"] and value is not None}
     return metrics | {"seconds": plan.step_seconds, "gpus": cluster.nodes * cluster.workers, "limit": plan.limit}
@@ -260,7 +260,7 @@ def _operators(config: RunConfig, how: Measure) -> dict[str, Any]:
             if how.warmup:
                 run(how.warmup)
             entry["flop"] += graph.computed(op, cuts)
-            entry["seconds"] += min(clocked(run, how.repeats, how.steps))  # the least disturbed
+            entry["seconds"] += min(clocked(run, how.repeats, how.steps))  # the time that was disturbed least
     total = {key: sum(entry[key] for entry in classes.values()) for key in ("seconds", "flop")}
     result = {"seconds": total["seconds"]}
     for name, entry in classes.items():

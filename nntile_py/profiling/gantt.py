@@ -140,7 +140,7 @@ def _fill(trace: Trace, tasks: Any, edges: Any) -> Any:
     return np.diff(total[at] - cut)
 
 
-Spans = dict[str, list[tuple[float, float]]]  # for each name of LANES: (left, right) as shares of the window
+Spans = dict[str, list[tuple[float, float]]]  # for each name of LANES: (start, end) as shares of the chart's time
 
 
 def lanes(trace: Trace) -> list[Spans]:

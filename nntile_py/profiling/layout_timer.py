@@ -40,7 +40,7 @@ from nntile_py.training.trainer import Trainer
 
 ROUNDS = 3  # rounds in which chosen layouts are measured again
 TURNS = 5, 25  # least and greatest number of measurements of a whole step
-STEP_SECONDS = 5.0  # about so long last all measurements of whole steps, within the bounds of TURNS
+STEP_SECONDS = 5.0  # all measurements of whole steps last about so long, within the bounds of TURNS
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TuneResult:
     """Result of `tune`.
 
     Attributes:
-        measured: number of operators that were timed, each in all its layouts.
+        measured: number of timings that were added, each of one operator in one layout.
         others: number of cores that other processes kept busy; None if too few to matter.
         comparison: times of the config's own steps in default and in searched layouts; None if the search chooses the
             default layouts.
@@ -70,7 +70,7 @@ def tune(
     Args:
         repeats: measurements of each operator in each layout.
         tell: shows a line of progress.
-        own_alone: measure only the operators of the config's own fusion of Q, K and V, not of all its fusions.
+        own_alone: measure only the operators of the config's own fusion of Q, K and V, not of every fusion of them.
     """
     plain = default_layouts(config)
     with timings.exclusive():
@@ -97,7 +97,7 @@ def tune(
 
 
 def time_chosen(timer: OperatorTimer, graphs: Sequence[Graph], timings: Timings, tell: Tell) -> None:
-    """Time the layouts that the search chose again, alternating with the default layout; new times replace old ones.
+    """Measure again the layouts that the search chose, alternating with the default ones; new times replace old times.
 
     With many equally fast layouts, the measured best is partly luck. After each of ROUNDS rounds the search chooses
     again, and newly chosen layouts are measured in the next round."""

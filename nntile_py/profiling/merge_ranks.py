@@ -54,7 +54,8 @@ class RankClock:
     """Converts dates of a rank to rank 0's clock. The drift between the two clocks is assumed to be constant.
 
     Args:
-        start, end: readings at the start and end of a run: rank 0's date, the rank's date, half of the round trip; ns.
+        start, end: clock readings at the start and end of a run, in ns: rank 0's date, the rank's date at the same
+            moment, half of the round trip of the comparison.
     """
 
     def __init__(self, start: Sequence[int], end: Sequence[int]) -> None:

@@ -83,7 +83,7 @@ def _work(info: TaskInfo) -> dict[str, Any]:
 
 
 def _named(pid: int, tid: int | None, name: str) -> Iterator[dict[str, Any]]:
-    """Yield a name for a process or a row of the viewer."""
+    """Yield the events that name a process of the viewer, or a row of the process."""
     kind = "process" if tid is None else "thread"
     at = {"ph": "M", "pid": pid, "tid": tid or 0}
     yield at | {"name": f"{kind}_name", "args": {"name": name}}
@@ -91,7 +91,7 @@ def _named(pid: int, tid: int | None, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _rows(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yield the names of workers, fetches and buses."""
+    """Yield the events that name the rows of workers, fetches and buses."""
     for rank in range(trace.ranks):
         yield from _named(WORKERS + RANKS * rank, None, f"rank {rank}: workers" if trace.ranks > 1 else "workers")
     for number, worker in enumerate(trace.workers):

@@ -43,7 +43,7 @@ class TaskInfo:
 
     @property
     def group(self) -> tuple[str, str]:
-        """Return (operator, phase), the same for all layers: `*` replaces their numbers. Updates are one group."""
+        """Return (operator, phase), equal for all layers: `*` replaces the layer's number. Updates name no layer."""
         where = "" if self.phase == "update" else re.sub(r"\d+", "*", self.layer)
         return " ".join(filter(None, (where, self.operator))), self.phase
 
@@ -142,7 +142,7 @@ class Trace:
         start, end: start and end of the task's kernels.
         released: date at which the runtime had finished with the task.
         memory, main_memory: bytes in use at the end of the task, on the worker's node and in main memory.
-        light: only submit, start and end were recorded; `pop` is then an estimate, and other dates equal start or end.
+        light: only submit, start and end were recorded; `pop` is an estimate, and other dates equal one of these three.
         mains: for each rank the number of the memory node that is its main memory.
         ends: sends and receives of one rank, before the merge.
         messages: messages between ranks, after the merge.
