@@ -1,1 +1,1 @@
-"""StarPU: its start and stop, native programs, tiles and memory; the C++ below csrc/."""
+"""All use of StarPU: its start and stop, native programs, tiles and memory. The C++ code is in csrc/."""

@@ -1,4 +1,4 @@
-"""Short programs on one GPU as one task: a CUDA graph launches all kernels at once (csrc/cuda_graph_cuda.cpp)."""
+"""Runs a short program on one GPU as one task: a CUDA graph launches all kernels at once (csrc/cuda_graph_cuda.cpp)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from nntile_py.tiles.tasklist import Task
 
 SHARE = 4  # graphs, and the weights that stay on the GPU for them, take at most 1 / SHARE of runtime.cuda_memory
 MOST_TASKS = 4096  # longer programs are not faster as a graph
-LEAST = 16  # least number of entries that a graph computes
-TURNS, RUNS = 3, 4  # measurements of a program with and without a graph, and runs of each
+LEAST = 16  # least number of entries of an axis that a graph computes, see `rounded`
+TURNS, RUNS = 3, 4  # number of measurements with and without a graph, and number of runs in each measurement
 LONG = 1e-4  # mean seconds of a task from which on a graph gains nothing, and choosing its kernels takes minutes
 
 
 class Roles(NamedTuple):
-    """The roles of a program's persistent tiles if the program is one task; all other tiles are internal.
+    """The persistent tiles of a program that runs as one task, by their roles. All other tiles are internal.
 
     Attributes:
-        weights: tiles that are only read.
-        accesses: inputs and outputs.
+        weights: weights that the program only reads.
+        accesses: all other tiles (inputs and outputs), with access modes.
     """
 
     weights: list[Tile]
@@ -36,7 +36,10 @@ class Roles(NamedTuple):
 
 
 def roles(tasks: TaskList) -> Roles:
-    """Return the roles of the persistent tiles, by the first access to each tile and by the tasks that write it."""
+    """Return the roles of a program's persistent tiles.
+
+    The first access to a tile, and whether a later task writes it, determine its role.
+    """
     modes: dict[Tile, str] = {}
     for access in (access for part in _parts(tasks) for access in part.accesses if access.tile.persistent):
         before = modes.setdefault(access.tile, access.mode)
@@ -47,7 +50,7 @@ def roles(tasks: TaskList) -> Roles:
 
 
 def refusal(tasks: TaskList) -> str:
-    """Return why a program cannot be one graph in any runtime; an empty text: it can."""
+    """Return the reason why a program cannot be one CUDA graph in any runtime; an empty text if it can."""
     if (count := sum(1 for _ in _parts(tasks))) > MOST_TASKS:
         return f"it has {count} tasks, and {MOST_TASKS} are allowed"
     for task in tasks.tasks:
@@ -64,11 +67,12 @@ def refusal(tasks: TaskList) -> str:
 
 
 def rounded(filled: float, most: int) -> int:
-    """Return how many entries a graph computes if a run fills `filled` of `most`, so that few graphs serve all runs.
+    """Return how many entries of an axis a graph computes if a run fills `filled` of `most` entries.
 
-    The number is a power of two or a multiple of 128, or of more for a large `most`. It divides the size for which
-    products choose their algorithms (`rounded` in tasks/cublaslt_cuda.cpp), so these are the same as without a graph.
-    The results beyond `filled` are not used.
+    The number is rounded up so that few graphs serve all runs: to a power of two or a multiple of 128, or of more for a
+    large `most`. It divides the size for which products choose their algorithms (`rounded` in
+    tasks/cublaslt_cuda.cpp), so the algorithms are the same as without a graph. The results beyond `filled` are not
+    used.
     """
     n, chosen_for = max(int(filled), LEAST), (most // 16 + 127) // 128 * 128
     step = chosen_for // math.gcd(chosen_for // 128, 4) if chosen_for else 1
@@ -76,7 +80,7 @@ def rounded(filled: float, most: int) -> int:
 
 
 def most_filled(tasks: TaskList) -> dict[str, int]:
-    """Return the largest value of each slot that says how much of a tile a run fills."""
+    """Return {slot: largest value} for the slots that say how many entries of a tile's axis a run fills."""
     most: dict[str, int] = {}
     for part in _parts(tasks):
         for number, axis, slot in tasks.live_sizes(part):
@@ -93,7 +97,8 @@ class Served:
     """A program for forward passes that runs as one CUDA graph where that is possible and faster.
 
     Args:
-        captured: False: never; True: always, ConfigError if that is not possible; None: the first run measures it.
+        captured: False: never use a graph. True: always use a graph; ConfigError if that is not possible. None: the
+            first run measures whether a graph is faster.
 
     Attributes:
         reason: why the program does not run as a graph; empty if it does.
@@ -123,7 +128,7 @@ class Served:
         )  # fmt: skip
 
     def _refusal(self) -> str:
-        """Return why this program cannot be a graph in this runtime."""
+        """Return the reason why this program cannot be a graph in this runtime; an empty text if it can."""
         runtime = self._runtime
         if not runtime or runtime.cuda != 1 or runtime.cpus:
             return "it needs a runtime of one GPU and no CPU workers"
@@ -131,7 +136,7 @@ class Served:
 
     @property
     def program(self) -> Program:
-        """The program that runs where no graph does."""
+        """The program whose tasks run one by one if no graph is used."""
         return self._program
 
     @property
@@ -144,14 +149,14 @@ class Served:
         return int(self._native.graphs) if self._native else 0
 
     def run(self, slots: Mapping[str, float]) -> None:
-        """Submit the program."""
+        """Submit the program with these values of the slots, as a graph or as single tasks."""
         if self.captured is None and Runtime.watched is None:  # a profile must not show the measurement
             self.captured = self._is_faster(slots)
         if not (self.captured and self._launch(slots)):
             self._program.run(dict(slots))
 
     def _launch(self, slots: Mapping[str, float]) -> bool:
-        """Submit the program as a graph; returns False if it cannot be one."""
+        """Submit the program as a graph and return True; if it cannot be a graph, return False."""
         if broken := self._native.broken:
             return self._without(broken)
         most = (self._runtime.cuda_memory or 0) // SHARE if self._runtime else 0
@@ -165,7 +170,7 @@ class Served:
         return True
 
     def _without(self, reason: str) -> bool:
-        """Give up the graph for a reason; returns False."""
+        """Stop using a graph, for this reason. Always returns False."""
         if self.captured:
             warnings.warn(f"captured: the program is no graph: {reason}; its tasks run one by one", stacklevel=4)
         self.captured, self.reason = False, reason
@@ -173,7 +178,7 @@ class Served:
         return False
 
     def _is_faster(self, slots: Mapping[str, float]) -> bool:
-        """Measure whether the program is faster as a graph."""
+        """Measure and return whether the program is faster as a graph than as single tasks."""
 
         def tasks() -> None:
             self._program.run(dict(slots))
@@ -196,7 +201,7 @@ class Served:
 
 
 def _seconds(way: Callable[[], None], runs: int) -> float:
-    """Return the seconds of some runs."""
+    """Return the seconds that `runs` calls of `way` take until all their tasks have ended."""
     Runtime.wait()
     start = time.perf_counter()
     for _ in range(runs):

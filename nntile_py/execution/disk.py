@@ -15,15 +15,19 @@ from typing import Any
 
 from nntile_py.errors import ConfigError
 
-LEAST = 16 << 20  # StarPU's own minimum
-PREFIX = "nntile-"  # prefix of the folders; a process locks its folder
+LEAST = 16 << 20  # smallest allowed `size` in bytes, StarPU's own minimum
+PREFIX = "nntile-"  # prefix of the processes' folders; each process locks its folder
 
 
 class SwapDisk:
-    """The checked key `runtime.disk`: a folder, and the bytes of tiles that it may take.
+    """The checked key `runtime.disk`: a folder, and how many bytes tiles may take there.
+
+    Args:
+        given: {path, size}.
+        memory: runtime.memory, which this key requires.
 
     Raises:
-        ConfigError: a wrong path or size.
+        ConfigError: a wrong path or size, or no `memory`.
     """
 
     def __init__(self, given: Mapping[str, Any], memory: int | None) -> None:
@@ -54,7 +58,8 @@ class SwapDisk:
         """Create a folder for this process.
 
         Returns:
-            StarPU's environment variables for the folder, and the size of which tiles must be a multiple.
+            StarPU's environment variables for the folder, and a number of bytes. The size of each tile must be a
+            multiple of this number.
         """
         with _locked(self.path, wait=True):
             self._folder = tempfile.mkdtemp(prefix=PREFIX, dir=self.path)
@@ -69,7 +74,7 @@ class SwapDisk:
         return names, mmap.PAGESIZE if direct else 1
 
     def close(self) -> None:
-        """Remove the folder."""
+        """Remove the folder of this process."""
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._lock)
@@ -78,7 +83,10 @@ class SwapDisk:
 
 @contextmanager
 def _locked(folder: Path, wait: bool) -> Iterator[None]:
-    """Hold the lock of a folder, which ends with the process; OSError if another process holds it."""
+    """Lock a folder inside the block. The lock also ends with the process.
+
+    If another process holds the lock, wait for it, or raise OSError if `wait` is False.
+    """
     file = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -88,14 +96,17 @@ def _locked(folder: Path, wait: bool) -> Iterator[None]:
 
 
 def _remove_left_behind(path: Path) -> None:
-    """Remove the folders of processes that were killed."""
+    """Remove the folders in `path` that killed processes left behind: no process locks these folders."""
     for folder in path.glob(f"{PREFIX}*"):
         with suppress(OSError), _locked(folder, wait=False):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _direct(folder: str) -> bool:
-    """Whether files in the folder can bypass the system's cache, which would take main memory from the tiles."""
+    """Return whether files in the folder can bypass the system's page cache (O_DIRECT).
+
+    The cache would take main memory from the tiles.
+    """
     path = os.path.join(folder, "probe")
     try:
         file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT)

@@ -1,4 +1,4 @@
-"""A forward pass bound to StarPU: checked inputs and slots in, outputs by name out."""
+"""A forward pass that runs on StarPU: it takes checked inputs and slots, and returns outputs by name."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def check_inputs(
     declared: Mapping[str, Input], given: Mapping[str, Any], rows: int, *, shift: bool = False,
     unlabelled: bool = False, own: Collection[str] = (),
 ) -> dict[str, Array]:  # fmt: skip
-    """Check the arrays of a program's inputs and fill in defaults.
+    """Check the arrays of a program's inputs. Return {input: array} for all inputs, with defaults filled in.
 
     Args:
         declared: The program's inputs.
         given: Arrays by name.
-        rows: Rows of the batch.
-        shift: Labels still stand at the positions of the inputs, and are shifted here.
-        unlabelled: Labels may be missing; none of their values count.
-        own: Inputs that the engine provides, which messages leave out.
+        rows: Number of rows of the batch.
+        shift: True: labels of a causal model are not shifted yet, and are shifted here.
+        unlabelled: True: labels may be missing. Missing labels count in no mean.
+        own: Inputs that the engine provides, which error messages leave out.
 
     Raises:
         MissingInput: An input has neither a value nor a default.
@@ -56,24 +56,24 @@ def check_inputs(
 
 
 def is_label(declaration: Input) -> bool:
-    """Return True if an input only affects the loss."""
+    """Return True if an input affects only the loss."""
     return bool(declaration.scale) or declaration.ignored is not None
 
 
 def label_counts(declared: Mapping[str, Input], arrays: Mapping[str, Array], given: Collection[str]) -> dict[str, int]:
-    """Return {slot: values that count towards its mean}; 0 for labels that are not in `given`."""
+    """Return {slot: number of labels over which the loss with this slot is averaged}; 0 for labels not in `given`."""
     scaled = {name: one for name, one in declared.items() if one.scale}
     present = {name for name, one in scaled.items() if name in given or one.default is not None}
     return {str(one.scale): one.counted(arrays[name]) if name in present else 0 for name, one in scaled.items()}
 
 
 def mean_slots(counts: Mapping[str, int], scale: float = 1.0) -> dict[str, float]:
-    """Return the slots that turn sums into means, each multiplied by `scale`."""
+    """Return {slot: scale / number of labels}: the factors that turn sums of losses into means times `scale`."""
     return {slot: scale / max(count, 1) for slot, count in counts.items()}
 
 
 class ForwardProgram:
-    """A forward pass bound to StarPU; needs a running Runtime.
+    """A forward pass that runs on StarPU. It needs a running Runtime.
 
     Inputs, weights and outputs are persistent tiles: an input keeps its value until `write` gives another one, and a
     tensor that the program updates keeps its value between runs. Slots are numbers that `run` passes at submission.
@@ -84,11 +84,11 @@ class ForwardProgram:
         logits = program.read("logits")        # waits
 
     Args:
-        evaluation: The pass, as of StepSpec.evaluation or StepSpec.outputs.
+        evaluation: The pass, as StepSpec.evaluation or StepSpec.outputs returns it.
         store: Holds the persistent tiles. Programs that share weights share a store, or its handles.
         tf32: CUDA may round fp32 products to tf32.
-        captured: Run as a CUDA graph; see Served.
-        checked: Check that the values written by tasks are finite.
+        captured: Whether to run the pass as a CUDA graph; see Served.
+        checked: Check that the values that tasks write are finite.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ForwardProgram:
 
     @property
     def slot_names(self) -> list[str]:
-        """Names of the numbers that `run` takes."""
+        """Names of the slots whose values `run` takes."""
         return self.served.slots
 
     def write_weights(self, weights: Any) -> None:
@@ -114,23 +114,26 @@ class ForwardProgram:
     def check(
         self, given: Mapping[str, Any], rows: int | None = None, *, shift: bool = False, unlabelled: bool = False
     ) -> dict[str, Array]:
-        """Check input arrays and fill in defaults; see check_inputs. rows: default: the rows of the program."""
+        """Check input arrays and fill in defaults, see check_inputs. rows: None: the program's number of rows."""
         if rows is None:
             rows = next((one.tensor.shape[0] for one in self.inputs.values() if one.batched), 1)
         return check_inputs(self.inputs, given, rows, shift=shift, unlabelled=unlabelled)
 
     def write(self, arrays: Mapping[str, Array]) -> None:
-        """Write inputs into their tiles, in order with the submitted tasks. Names of other programs are skipped."""
+        """Write inputs into their tiles, after the tasks submitted so far, without waiting.
+
+        Arrays that are no inputs of this program are skipped.
+        """
         for name, value in arrays.items():
             if name in self.inputs:
                 self.store.write(self._lowering, self.inputs[name].tensor, value)
 
     def slots(self, arrays: Mapping[str, Array], given: Collection[str]) -> dict[str, float]:
-        """Return the slots that turn the loss's sums into means over the labels in `given`."""
+        """Return the values of the slots that turn the sums in the loss into means over the labels in `given`."""
         return mean_slots(label_counts(self.inputs, arrays, given))
 
     def run(self, slots: Mapping[str, float]) -> None:
-        """Submit the pass and return at once."""
+        """Submit the tasks of the pass with these values of the slots, and return at once."""
         self.served.run(slots)
 
     def loss(self) -> float:
@@ -142,11 +145,14 @@ class ForwardProgram:
         return self.store.read(self._lowering, self.outputs[name])
 
     def start_copy(self, name: str) -> HostCopy:
-        """Start to copy an output as the submitted passes leave it; later passes may run meanwhile."""
+        """Start to copy an output with the value that the passes submitted so far give it.
+
+        Later passes may run meanwhile.
+        """
         return self.store.copy(tile for _, tile in self._lowering.grid(self.outputs[name]))
 
     def finish_copy(self, name: str, copied: HostCopy) -> Array:
-        """Wait for a copy and return the output. Raises TaskError if a task failed."""
+        """Wait for a copy that `start_copy` began, and return the output. Raises TaskError if a task failed."""
         copied.wait()
         tensor = self.outputs[name]
         grid = self._lowering.grid(tensor)

@@ -1,4 +1,4 @@
-"""Memory checks before the first step: does a run fit? Messages name the tensors and the keys to change."""
+"""Memory checks before the first step: whether a run fits. Messages name the tensors and the keys to change."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from nntile_py.graph.step import Step
 
 MIB = 2**20
-OF_MACHINE = 0.8  # share of main memory for tiles without a limit; the process has other arrays too
-TIGHT_GROUPS = 64  # groups of tasks that fit on a GPU if not all tiles do
+OF_MACHINE = 0.8  # share of main memory for tiles if runtime.memory is not set; the process has other arrays too
+TIGHT_GROUPS = 64  # number of task groups whose tiles fit on a GPU together, if not all tiles of a step fit
 
 
 def main_memory(runtime: Runtime) -> int:
@@ -28,13 +28,13 @@ def main_memory(runtime: Runtime) -> int:
 
 
 def task_bytes(runtime: Runtime) -> int | None:
-    """Return the most bytes that the tiles of one task may take; None: no bound, as no memory evicts tiles.
+    """Return the most bytes that the tiles of one task may take; None: no bound, because no memory evicts tiles.
 
-    A worker holds the tiles of the next task while it waits for room. Tiles of running tasks become free by themselves,
-    but other workers may read them or fetch tiles into the same memory.
+    While a worker waits for room for its next task, it already holds some tiles of this task. Room becomes free when
+    running tasks end, but other workers may read their tiles or fetch tiles into the same memory.
     """
     bounds = [(runtime.cuda_memory or 0) // 2] if runtime.cuda else []
-    if runtime.disk and runtime.memory:  # they pass through main memory
+    if runtime.disk and runtime.memory:  # all tiles pass through main memory
         bounds.append(runtime.memory // (runtime.cuda + runtime.cpus + 1))
     return min(bounds, default=None)
 
@@ -42,22 +42,28 @@ def task_bytes(runtime: Runtime) -> int | None:
 def group_bytes(runtime: Runtime, tight: bool) -> int:
     """Return the most bytes that the tiles of a group of tasks may take.
 
-    As many groups as the worker takes at once, and one more, must fit. `tight`: not all tiles fit, so tiles of the next
-    group arrive while those of the last one leave.
+    The groups that a worker takes at once, and one more group, must fit together. tight: not all tiles of a step fit,
+    so the tiles of the next group arrive while the tiles of the last group leave.
     """
     most = (runtime.cuda_memory or 0) // (TIGHT_GROUPS if tight else int(os.environ["STARPU_CUDA_PIPELINE"]) + 1)
     return min(most, task_bytes(runtime) or 0)
 
 
 def room_to_plan(runtime: Runtime, lists: Sequence[TaskList]) -> float:
-    """Return the bytes of the GPU for an eviction plan; 0: no tile has to leave, or the order of tasks is not known."""
+    """Return the bytes of the GPU for which evictions are planned.
+
+    0: there is no plan, because no tile has to leave the GPU or the order of tasks is not known.
+    """
     if runtime.cuda != 1 or runtime.cpus or runtime.disk:
         return 0
     return room_in_turn(lists, runtime.cuda_memory or 0)
 
 
 def has_room_for_evictions(lists: Sequence[TaskList], runtime: Runtime) -> bool:
-    """Whether main memory holds the evicted tiles and the initial values of persistent tiles, except gradients."""
+    """Return whether main memory has room for the tiles that an eviction plan moves there.
+
+    The initial values of persistent tiles, except gradients, need room too.
+    """
     tasks = [task for one in lists for task in one.tasks]
     held = {a.tile.key: a.tile.bytes for task in tasks for a in task.accesses if a.tile.persistent}
     for cleared in {tile.key for task in tasks for tile in task.clears}:
@@ -75,10 +81,10 @@ def gpu_peak() -> int:
 
 
 def forget_gpu_peak() -> None:
-    """Reset `gpu_peak`."""
+    """Reset the peak that `gpu_peak` returns."""
     import torch
 
-    torch.cuda.init()  # PyTorch has no counters before
+    torch.cuda.init()  # before this call, PyTorch has no counters
     for device in _devices():
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -91,7 +97,7 @@ def _devices() -> range:
 
 
 def check_tasks(tasks: TaskList, runtime: Runtime) -> None:
-    """Raise TaskError if the tiles of a task do not fit where it runs."""
+    """Raise TaskError if the tiles of a single task do not fit into the memory of the worker that runs it."""
     limit = task_bytes(runtime)
     if limit is None or not tasks.tasks:
         return
@@ -125,15 +131,15 @@ def check_lists(lists: Sequence[TaskList], runtime: Runtime) -> None:
 
 
 def check_step(step: Step, runtime: Runtime) -> None:
-    """Raise TaskError if a step's tensors do not fit into all memories together."""
+    """Raise TaskError if a step's tensors do not fit into main memory, disk and GPUs together."""
     if runtime.ranks:
-        return  # each rank has a part of the tensors: see check_lists
+        return  # each rank holds a part of the tensors, which check_lists checks
     peak, have = step.peak_bytes(), main_memory(runtime)
     room = f"runtime.memory {'and runtime.disk have' if runtime.disk else 'has'} room for {have // MIB}"
     rest = peak
     if runtime.cuda:
         devices = runtime.cuda * (runtime.cuda_memory or 0)
-        # Weights are written in main memory first, and tiles that the GPUs do not hold are there too.
+        # Weights are first written to main memory, which also holds the tiles that do not fit on the GPUs.
         name, _ = MASTERS.get(step.graph.dtype, ("", ""))
         tiles = {a.tile for task in step.update.tasks.tasks for a in task.accesses}
         masters = [tile for tile in tiles if name and tile.tensor.endswith(f".{name}")]
@@ -152,7 +158,7 @@ def _at_least(peak: int) -> str:
 
 
 def largest(tiles: Iterable[Tile], count: int = 3) -> str:
-    """Return the largest tiles, and the tile sizes to lower, as text."""
+    """Return a text that names the `count` largest tiles, and the keys of the tile sizes to lower."""
     top = sorted(set(tiles), key=lambda tile: -tile.bytes)[:count]
     named: list[str] = []
     keys: dict[str, None] = {}

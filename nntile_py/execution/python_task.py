@@ -23,10 +23,11 @@ _MODES = ("R", "W", "RW", "ACC", "COMMUTE", "REDUX")
 _LIBRARIES = ("numpy", "torch")
 
 Function = Callable[..., Any]
-# The function that C++ calls on a worker: (device or -1, stream, the arrays' memory, the task's floats). It returns
-# None, or the text of an exception and the exception.
+# The function that C++ calls on a worker, with (GPU or -1 for a CPU worker, stream, the arrays' memory, the task's
+# floats). It returns None, or the text of an exception and the exception.
 Call = Callable[[int, int, list[Any], list[float]], tuple[str, BaseException] | None]
-# (call, takes torch tensors, can run on CUDA workers, which arrays are only read, number of floats)
+# What C++ needs to run a Python task: (the function to call, whether it takes torch tensors, whether it can run on CUDA
+# workers, for each array whether it is only read, number of floats).
 Spec = tuple[Call, bool, bool, list[bool], int]
 
 
@@ -38,16 +39,16 @@ class Submitted:
         self._native: Any = None  # the submission in C++
         self._returned: list[Any] = []
         self._error: BaseException | None = None
-        self._view = False  # it returned an argument array, or a view of one
+        self._view = False  # True: the function returned an argument array, or a view of one
 
     def done(self) -> bool:
         return bool(self._native.done())
 
     def result(self) -> Any:
-        """Wait and return the function's value.
+        """Wait for the task and return the function's value.
 
         Raises:
-            TaskError: the task, or one before it, failed.
+            TaskError: the task, or a task before it, failed.
             TypeError: the function returned a view of its arrays.
         """
         self._native.wait()
@@ -63,7 +64,7 @@ class Submitted:
         return f"Submitted({self.name}, {'done' if self.done() else 'not yet done'})"
 
     def ended(self, value: Any, arrays: Sequence[Any]) -> None:
-        """Record the value that the function returned."""
+        """Record the value that the function returned. arrays: the arrays that the function got."""
         self._view = is_view(value, arrays)
         if not self._view:
             self._returned.append(value)
@@ -82,7 +83,7 @@ class TaskArgument(NamedTuple):
 
 
 class PythonTask:
-    """A function decorated by `nt.task`. A call submits a task; an operator that emits it uses it as a kernel."""
+    """A function decorated by `nt.task`. A call submits a task. An operator can emit the function as a kernel."""
 
     def __init__(self, function: Function, library: str, modes: dict[str, str]) -> None:
         self.__name__: str
@@ -98,7 +99,7 @@ class PythonTask:
             raise ValueError(f"task {function.__name__}: has no argument {', '.join(sorted(unknown))}")
 
     def cuda(self, variant: Function) -> PythonTask:
-        """Set another function for CUDA workers."""
+        """Decorator: use the function `variant` on CUDA workers. Returns this task."""
         self._on_cuda = variant
         return self
 
@@ -120,9 +121,9 @@ class PythonTask:
         """Return the same task with other options for its calls: `f.options(priority=2)(x)`.
 
         Args:
-            priority: of ready tasks the one with the greatest priority goes first, if the scheduler has priorities
-                (lws, prio, dmdas).
-            where: the workers that may run it: "cpu", "cuda", or one worker, "cpu:0" or "cuda:1".
+            priority: the ready task with the greatest priority runs first, if the scheduler has priorities (lws, prio,
+                dmdas).
+            where: the workers that may run the task: "cpu", "cuda", or one worker, such as "cpu:0" or "cuda:1".
 
         Raises:
             ValueError: other values, or "cuda" for a task without a CUDA variant.
@@ -143,7 +144,7 @@ class PythonTask:
         return changed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Submitted:
-        """Submit the task and return at once."""
+        """Submit the task with these arguments and return at once, before the task runs."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         uses, lengths = self._uses({argument: bound.arguments.pop(argument) for argument in self.modes})
@@ -170,9 +171,10 @@ class PythonTask:
         return submitted
 
     def _uses(self, given: Mapping[str, Any]) -> tuple[list[TaskArgument], list[int | None]]:
-        """Return every array, and for each argument its number of arrays, None for a single one.
+        """Return every array of a call, and for each array argument the length of its list, None for a single array.
 
-        TypeError for other values.
+        Raises:
+            TypeError: an argument is no array, or has a dtype that the task's library lacks.
         """
         uses: list[TaskArgument] = []
         lengths: list[int | None] = []
@@ -193,10 +195,10 @@ class PythonTask:
         return uses, lengths
 
     def _tiles(self, uses: Sequence[TaskArgument]) -> dict[Any, TaskArgument]:
-        """Return each tile once.
+        """Return {key of the tile: argument}, with each tile once, even if several arguments are the same tile.
 
         Raises:
-            ValueError: a task writes a tile that is given twice, or also in another grid.
+            ValueError: the task writes a tile that is given twice, or an array that is also given in another grid.
         """
         tiles: dict[Any, TaskArgument] = {}
         writers: dict[int, TaskArgument] = {}
@@ -215,13 +217,13 @@ class PythonTask:
         return tiles
 
     def _lacks(self, dtype: str) -> bool:
-        """Whether the library has no such dtype."""
+        """Return whether the task's library lacks this dtype: numpy and cupy have no bf16."""
         return self.library == "numpy" and dtype == "bf16"
 
     # -- in programs
 
     def emitted(self, accesses: Sequence[Access], args: TaskArgs) -> str:
-        """Return the kernel's name for a task of an operator.
+        """Check a task that an operator emits with this kernel, and return the kernel's name.
 
         Raises:
             ValueError: the accesses or arguments differ from the function's declaration.
@@ -242,7 +244,7 @@ class PythonTask:
         return self.name
 
     def bound(self, task: Task) -> Spec:
-        """Return the specification for a task of a resolved list. Raises TaskError if no worker can run it."""
+        """Return the Spec with which C++ runs a task of a resolved list. Raises TaskError if no worker can run it."""
         from nntile_py import _core
 
         if not self._on_cuda and not _core.cpu_workers():
@@ -267,10 +269,10 @@ class PythonTask:
         """Return the function that C++ calls on a worker.
 
         Args:
-            constants: returns the other arguments, given the task's floats.
-            arguments: returns the array arguments, given the task's tiles.
-            zeroed: arrays without contents yet, to be filled with zeros.
-            submitted: the object that gets the value or the exception.
+            constants: takes the task's floats and returns {name: value} of the arguments that are no arrays.
+            arguments: takes the arrays of the task's tiles and returns the function's array arguments.
+            zeroed: names of array arguments to fill with zeros before the call, because they have no contents yet.
+            submitted: the object that gets the function's value or exception; None: a task of an operator.
         """
 
         def call(device: int, stream: int, parts: list[Any], now: list[float]) -> tuple[str, BaseException] | None:
@@ -302,7 +304,7 @@ _named: dict[str, PythonTask] = {}
 
 
 def bound(task: Task) -> Spec | None:
-    """Return the specification to run a task with a kernel in Python, None for any other kernel."""
+    """Return the Spec with which C++ runs a task if the task's kernel is in Python, None for any other kernel."""
     kernel = _named.get(task.kernel)
     return kernel.bound(task) if kernel else None
 
@@ -311,28 +313,29 @@ def bound(task: Task) -> Spec | None:
 def task(library: str = "numpy", /, **modes: str) -> Callable[[Function], PythonTask]:
     """Decorate a Python function as a task: `@nt.task(x="R", y="RW")`, with a mode for each array argument.
 
-    Modes: R reads the array. W writes all of it and finds no contents. RW does both. Three modes add (`y += x`): ACC in
-    the order of submission; COMMUTE one task at a time in any order; REDUX in parallel, each worker into zeros of its
-    own, which StarPU sums at the next read. COMMUTE and REDUX round in another order at each run.
+    Modes: R reads the array. W writes the whole array, which has no contents before. RW reads and writes. Three modes
+    add (`y += x`). ACC adds in the order of submission. COMMUTE adds one task at a time, in any order. REDUX adds in
+    parallel: each worker adds to its own array of zeros, and StarPU sums these arrays at the next read. COMMUTE and
+    REDUX round in another order at each run.
 
-    A call submits the task and returns a Submitted at once. Its `result()` waits for the value that the function
-    returns; arrays in it must be copies. An argument may be a list of arrays: the function gets a list. On a worker the
-    function gets numpy views of the tiles' memory, read-only for R, and must not keep them. It gets other arguments
-    unchanged. An exception of the function is the cause of a TaskError at the next wait, read or submission.
-    `NAME.options` sets the workers and the priority of a call.
+    A call submits the task and returns a Submitted at once. `Submitted.result()` waits for the value that the function
+    returns; arrays in the value must be copies. If an argument is a list of arrays, the function gets a list. On a
+    worker the function gets numpy views of the tiles' memory, read-only for R, and must not keep them. All other
+    arguments reach the function unchanged. An exception of the function is the cause of a TaskError at the next wait,
+    read or submission. `NAME.options` sets the workers and the priority of a call.
 
-    `@NAME.cuda` above another function makes that function the variant for CUDA workers. It gets cupy arrays on the
-    tiles' memory, with the worker's stream current. It must enqueue its work there without waiting: the tasks that
-    wrote its tiles may still be running on that stream.
+    `@NAME.cuda` above another function makes that function the variant for CUDA workers. The variant gets cupy arrays
+    on the tiles' memory, with the worker's stream current. It must enqueue its work on this stream without waiting: the
+    tasks that wrote its tiles may still be running on the stream.
 
     `@nt.task("torch", ...)`: the function gets torch tensors of any dtype (numpy and cupy have no bf16) on CPU and CUDA
     workers. On CUDA workers the worker's stream is torch's current stream, so Triton kernels may be launched. The
     function must not write to arrays that it declares as R.
 
-    The `lower` of an operator may emit the task: `lowering.emit(NAME, [R(x), RW(y)], args)`, with the declared modes in
-    the declared order. The fields of `args`, a TaskArgs, become keyword arguments, each Slot the number that it has in
-    this step. The function adds its part to an ACC array (`y += ...`) under every accumulation policy; the array holds
-    zeros if there is nothing to add to yet.
+    The `lower` method of an operator may emit the task: `lowering.emit(NAME, [R(x), RW(y)], args)`, with the declared
+    modes in the declared order. The fields of `args`, a TaskArgs, become keyword arguments. A Slot becomes the number
+    that it has in this step. The function adds its contribution to an ACC array (`y += ...`) under every accumulation
+    policy; the array holds zeros if there is nothing to add to yet.
 
     Raises:
         ValueError: an unknown library or mode.
@@ -346,12 +349,15 @@ def task(library: str = "numpy", /, **modes: str) -> Callable[[Function], Python
 
 
 def _plain(function: Function) -> bool:
-    """Whether a function depends on its source only: a reloaded module then has the same kernels."""
+    """Return whether a function is determined by its source alone: it has no closure and no default values.
+
+    A reloaded module then has the same kernels.
+    """
     return not any(getattr(function, f"__{what}__", None) for what in ("closure", "defaults", "kwdefaults"))
 
 
 def _source(function: Function) -> bytes:
-    """Return the source of a function, or its code if it has none."""
+    """Return the source text of a function, or its bytecode if the source is not available."""
     try:
         return inspect.getsource(function).encode()
     except (OSError, TypeError):  # typed into an interpreter, or from exec

@@ -25,32 +25,32 @@ from nntile_py.tiles import TaskList
 from nntile_py.tiles.placement import PLACEMENTS
 from nntile_py.typed import typed
 
-# Tasks that a GPU gets beyond the task that StarPU waits for, if no other worker could take them. A GPU alone: packed
-# BERT base takes 27.8 ms a step with 4, 27.0 with 16 and with 40. A GPU among others: GPT-2 XL on 4 GPUs takes 0.330 s
-# a step with 0, 0.322 with 2, 0.360 with 4.
+# Number of tasks that a GPU gets ahead of the task that StarPU waits for, if no other worker could take them. AHEAD is
+# for a single GPU: packed BERT base takes 27.8 ms a step with 4 tasks, and 27.0 ms with 16 or 40. AHEAD_OF_OTHERS is
+# for a GPU among others: GPT-2 XL on 4 GPUs takes 0.330 s a step with 0 tasks, 0.322 s with 2, and 0.360 s with 4.
 AHEAD, AHEAD_OF_OTHERS = 16, 2
 
 
 class Runtime:
-    """StarPU with CPU and CUDA workers and a scheduling policy, as a context manager; one at a time in a process.
+    """StarPU with CPU and CUDA workers and a scheduling policy, as a context manager. A process has one at a time.
 
     Args:
-        cpus: CPU workers. Default: all cores, or none beside CUDA workers.
+        cpus: Number of CPU workers. Default: all cores, or none if there are CUDA workers.
         scheduler: A scheduling policy of StarPU: lws, dmdas, dmdar, eager, ...
-        cuda: GPUs to use, one worker each.
+        cuda: Number of GPUs to use, with one worker each.
         memory: Bytes of main memory that tiles may take.
         cuda_memory: Bytes of each GPU that tiles may take. Default: 85 % of it.
         disk: {path, size}: a folder for tiles that do not fit into `memory`, and the bytes that they may take there.
-        window: The most tasks that are submitted and have not ended.
-        calibrate: Measure the performance models of the dm* policies again.
+        window: Largest number of tasks that are submitted and have not ended. Default: no limit.
+        calibrate: Measure the performance models of StarPU's dm* policies again.
         placement: "planned": a plan chooses the worker of each task, and `scheduler` has no effect (the default on
             several GPUs without CPU workers); "scheduler": the policy chooses.
-        mpi: True: one program on all ranks that mpirun or srun started. Every rank runs the same script, with its own
-            cores as workers and GPUs that no other rank takes; a single process needs no MPI. False: this process works
-            alone, even if others were started. Default: alone, and an error if others were started.
+        mpi: True: one program on all ranks that mpirun or srun started. Every rank runs the same script. Its workers
+            are its own cores, and GPUs that no other rank takes. A single process needs no MPI. False: this process
+            works alone, even if mpirun or srun started others. Default: alone, and an error if others were started.
         nodes: The required number of ranks. Default: any number.
-        shard_weights: With several ranks, the rank that updates a weight keeps it; other ranks borrow it before each
-            use and then free their copy. `window` bounds how many are borrowed ahead.
+        shard_weights: True: with several ranks, the rank that updates a weight keeps it. Other ranks borrow the weight
+            before each use and then free their copy. `window` bounds how many weights are borrowed ahead.
 
     Raises:
         ConfigError: A value is out of range.
@@ -59,7 +59,7 @@ class Runtime:
 
     current: Runtime | None = None
     lent = False  # a runtime started implicitly; it stops when the user starts another one
-    # During a profile: number and tasks of every submission, a program or a single task.
+    # During a profile: for every submission of a program or a single task, its number and its tasks. None: no profile.
     watched: list[tuple[int, TaskList]] | None = None
 
     @typed
@@ -125,7 +125,7 @@ class Runtime:
         return f"<Runtime cpus={self.cpus}, cuda={self.cuda}, scheduler={self.scheduler!r}{memory}: {state}>"
 
     def start(self) -> Runtime:
-        """Start the workers and return the runtime, which runs until `stop`: in a notebook, instead of `with`."""
+        """Start the workers and return the runtime, which runs until `stop`. For notebooks, instead of `with`."""
         return self.__enter__()
 
     def stop(self) -> None:
@@ -156,7 +156,7 @@ class Runtime:
             page = 1
             if self.disk:
                 variables, page = self.disk.open()
-                # Tiles in transfer to a device hold main memory, and a fetch into main memory may wait for it.
+                # No prefetch: tiles in transfer to a device hold main memory, for which a fetch from disk may wait.
                 variables["STARPU_PREFETCH"] = "0"
             if self.memory:
                 variables["STARPU_LIMIT_CPU_MEM"] = str(max(1, self.memory >> 20))
@@ -164,7 +164,8 @@ class Runtime:
                 self.cuda_memory = self.cuda_memory or default_cuda_memory(self.ranks.sharers if self.ranks else 1)
                 variables["STARPU_LIMIT_CUDA_MEM"] = str(max(1, self.cuda_memory >> 20))
                 prepare_cuda(self.cuda, self.memory)
-            if self.ranks:  # MPI could read on a GPU before kernels have written: StarPU runs AHEAD of them
+            # MPI could read a tile on a GPU before a kernel has written it, because StarPU runs AHEAD of the kernels.
+            if self.ranks:
                 variables["STARPU_MPI_GPUDIRECT"] = "0"
             os.environ.update(variables)
             policy = "planned" if self.placement == "planned" else self.scheduler
@@ -184,7 +185,7 @@ class Runtime:
         atexit.register(self._stop)  # a process that ends inside the block: workers must not outlive the interpreter
 
     def _ahead(self) -> int:
-        """Return the number of tasks that a GPU gets in advance."""
+        """Return the number of tasks that a GPU gets ahead of the task that StarPU waits for."""
         if self.cuda == 1 and not self.cpus:
             return AHEAD_OF_OTHERS if self.ranks else AHEAD
         return AHEAD_OF_OTHERS if self.placement == "planned" else 0
@@ -210,7 +211,7 @@ class Runtime:
             self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        """Leave the block: after an error on several ranks, end the process without waiting for the others."""
+        """Leave the `with` block. After an error on several ranks, end the process without waiting for other ranks."""
         if self.ranks is None:
             return self._end_alone(None if error is None else type(error))
         try:
@@ -226,7 +227,10 @@ class Runtime:
                 system.failing(exit_status(error))
 
     def _end_alone(self, kind: type[BaseException] | None) -> None:
-        """Close the users of the runtime, wait for all tasks, and stop StarPU."""
+        """Close the objects registered by `at_exit`, wait for all tasks, and stop StarPU.
+
+        kind: type of the exception that ended the `with` block; None: no exception.
+        """
         users, self._users = self._users, []
         if kind and issubclass(kind, KeyboardInterrupt):
             _core.drop_python_tasks()
@@ -251,7 +255,7 @@ class Runtime:
         self._users.append(user)
 
     def forget(self, user: Any) -> None:
-        """Undo at_exit."""
+        """Undo `at_exit(user)`."""
         self._users = [u for u in self._users if u is not user]
 
     @staticmethod
@@ -261,7 +265,11 @@ class Runtime:
 
 
 def joined(mpi: bool | None, nodes: int | None) -> Ranks | None:
-    """Return all ranks if this process works with others, else None."""
+    """Return the Ranks of which this process is one; None if it works alone. mpi, nodes: as in Runtime.
+
+    Raises:
+        ConfigError: other processes were started and `mpi` is None, or the number of ranks is not `nodes`.
+    """
     size = system.started()[1]
     if size > 1 and mpi is None:
         raise ConfigError(
@@ -277,7 +285,7 @@ def joined(mpi: bool | None, nodes: int | None) -> Ranks | None:
 
 
 def _forked() -> None:
-    """In a forked child, forget the runtime: workers, disk and users belong to the parent."""
+    """Forget the runtime in a forked child process: workers, disk and users belong to the parent."""
     if running := Runtime.current:
         atexit.unregister(running._stop)
         running._users, running.disk, Runtime.current = [], None, None
@@ -288,9 +296,9 @@ os.register_at_fork(after_in_child=_forked)
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay SIGINT until the block ends: StarPU that is half started or half stopped is of no use.
+    """Delay SIGINT until the block ends, so StarPU is never left half started or half stopped.
 
-    The delay is at most the time of the running tasks. Only the main thread gets signals.
+    The delay is at most the time of the running tasks. Only the main thread gets signals, so other threads do nothing.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield

@@ -1,4 +1,4 @@
-"""StarPU's settings before it starts: its environment variables, the folder of its models, its bus measurement."""
+"""Settings made before StarPU starts: environment variables, the folder of performance models, and bus measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nntile_py import _core
 from nntile_py.errors import ConfigError
 from nntile_py.system.folders import cache_folder
 
-CHUNKS_FROM = 4 << 30  # bytes of main memory from which on StarPU allocates tiles in chunks
+CHUNKS_FROM = 4 << 30  # StarPU allocates tiles in chunks if tiles may take at least so many bytes of main memory
 _OURS: set[str] = set()  # names of the settings that this module, not the user, has set
 
 
@@ -46,9 +46,10 @@ def cuda_devices() -> int:
 
 
 def default_cuda_memory(sharers: int = 1) -> int:
-    """Return the bytes of a GPU for tiles; the rest is for workspaces and for losses of ATen's allocator.
+    """Return the bytes of a GPU that the tiles of this process may take by default: 85 %, divided by `sharers`.
 
-    `sharers` is the number of processes that use the GPU.
+    The rest is for workspaces and for memory that ATen's allocator wastes. `sharers` is the number of processes that
+    use the GPU.
     """
     import torch
 
@@ -56,18 +57,22 @@ def default_cuda_memory(sharers: int = 1) -> int:
 
 
 def prepare_cuda(devices: int, memory: int | None) -> None:
-    """Set StarPU's variables for CUDA where the user has not, and measure the buses once for each machine.
+    """Set StarPU's environment variables for CUDA that the user has not set, and measure the buses once per machine.
 
-    `memory` is the bytes of main memory for tiles, None for all.
+    Args:
+        devices: number of GPUs in use.
+        memory: bytes of main memory that tiles may take; None: no limit.
     """
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if "expandable_segments:True" in os.environ.get(name, "").replace(" ", ""):  # unmapped under kernels
+        # Expandable segments unmap memory that running kernels still use.
+        if "expandable_segments:True" in os.environ.get(name, "").replace(" ", ""):
             raise ConfigError(f"{name}: expandable_segments:True is not allowed with CUDA workers; leave it out")
-    # Tiles are written back to main memory only when their room is needed. Tasks that wait on a device's stream cannot
-    # be stolen by another device, so several GPUs get fewer (XL on 4 GPUs: 0.52 s a step with 4, 0.43 with 2).
+    # CLEAN_BUFFERS of 0: tiles are written back to main memory only when their room is needed. CUDA_PIPELINE is the
+    # number of tasks that wait on a GPU's stream. Another GPU cannot steal these tasks, so each of several GPUs gets
+    # fewer (GPT-2 XL on 4 GPUs: 0.52 s a step with 4 tasks, 0.43 s with 2).
     pipeline = "4" if devices == 1 else "2"
-    # StarPU allocates pinned tiles of up to 4 MiB in chunks of 32 MiB and keeps four empty chunks. With little memory
-    # there is no place for a chunk, or evictions free no contiguous room for larger tiles.
+    # SUBALLOCATOR: StarPU allocates pinned tiles of up to 4 MiB in chunks of 32 MiB and keeps four empty chunks. With
+    # little memory there is no place for a chunk, or evictions free no contiguous room for larger tiles.
     chunks = "0" if memory and memory < CHUNKS_FROM else "1"
     settings = {
         "MINIMUM_CLEAN_BUFFERS": "0", "TARGET_CLEAN_BUFFERS": "0", "CUDA_PIPELINE": pipeline, "SUBALLOCATOR": chunks,
@@ -96,7 +101,7 @@ def prepare_cuda(devices: int, memory: int | None) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that ranks on this machine share, if the file can be created."""
+    """Hold a lock that all ranks on this machine share, inside the block. Without it if the file cannot be created."""
     with contextlib.ExitStack() as opened:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)

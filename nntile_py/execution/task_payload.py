@@ -1,4 +1,4 @@
-"""The payload of a task: its kernel, the launches of a CUDA worker, and the part of its tiles that it computes."""
+"""The payload of a task: its kernel, its kernel launches on a CUDA worker, and the filled part of its tiles."""
 
 from __future__ import annotations
 
@@ -22,11 +22,19 @@ NOT_LAUNCHED: Launched = ([], 0, [], "")
 
 
 def encoded_launches(tasks: list[Task], capability: int | None, lives: Lives = ()) -> Launched:
-    """Return the launches of a CUDA worker for tasks without a C++ kernel there, or with faster generated ones.
+    """Return the kernel launches by which a CUDA worker runs these tasks together, encoded for C++.
+
+    Tasks have launches if they lack a C++ kernel for CUDA, or if a generated kernel may be faster. All other tasks get
+    NOT_LAUNCHED.
+
+    Args:
+        capability: compute capability of the device; None: there are no CUDA workers.
+        lives: the axes of tiles that a step fills only in part, each with the slot of the filled size.
 
     Returns:
-        The launches of each variant, bytes of scratch, the table, and the key of the choice between variants. Variants
-        that need more shared memory than the device has are left out.
+        The launches of each variant, the bytes of scratch memory, the table of addresses and integers, and the key
+        under which the fastest variant is stored. Variants that need more shared memory than the device has are left
+        out.
     """
     described = launch.describer(tasks[0].kernel) if capability else None
     if not described or not capability:
@@ -57,15 +65,20 @@ def body(
     python: Any = None,
     lives: Sequence[tuple[int, int, int]] = (),
 ) -> tuple[Any, ...]:
-    """Return the payload as the binding takes it: a kernel on the task's tiles number `places`; see TaskBody."""
+    """Return a payload of a task as the tuple that the C++ binding takes, see TaskBody in csrc/kernel.h.
+
+    places: the numbers of the payload's tiles among the task's tiles.
+    """
     return kernel, name, list(places), list(ints), first_float, accumulates, *launched, python, list(lives)
 
 
 def on_cpu_workers(part: Task) -> tuple[str, tuple[int, ...]]:
-    """Return the C++ kernel of a task and its ints, and compile a generated kernel.
+    """Return the name of the C++ kernel with which CPU workers run a task, and its integers.
+
+    A generated kernel is compiled; its integers begin with its address.
 
     Raises:
-        TaskError: there is no compiler.
+        TaskError: there is no compiler for a generated kernel.
     """
     generated = KERNELS.get(part.kernel)
     if generated is None or not _core.cpu_workers():
@@ -87,10 +100,11 @@ def capability_of_devices() -> int | None:
 
 
 def lives_on_cuda(tasks: TaskList) -> bool:
-    """Whether CUDA workers can compute only the filled part of tiles.
+    """Return whether CUDA workers can compute only the part of the tiles that a step fills (packed sequences).
 
-    The filled part must be the first rows of a tile; otherwise kernels would add other rows. Attention reads the
-    offsets of segments instead. Tasks in Python need full tiles.
+    For this, the filled part must be the first rows of each tile; otherwise kernels would also sum rows that are not
+    filled. Attention needs no such tiles, because it reads the offsets of the sequences. Tasks in Python need full
+    tiles.
     """
     for task in (part for one in tasks.tasks for part in one.parts or [one]):
         live = tasks.live_sizes(task)

@@ -1,4 +1,4 @@
-"""Arrays of a Python task on a worker: numpy, cupy or torch on the memory of StarPU's tiles; and its exceptions."""
+"""Arrays of a Python task on a worker: numpy, cupy or torch views of tiles' memory. Also the task's exceptions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ import numpy as np
 
 @contextlib.contextmanager
 def arrays_on_worker(library: str, device: int, stream: int, parts: list[Any]) -> Iterator[list[Any]]:
-    """Yield the arrays of a function, from the memory that C++ passes; with cupy, device and stream are current."""
+    """Yield the arrays that a task's function gets: views of the tiles' memory, which C++ passes.
+
+    With cupy, the worker's device and stream are current inside the block.
+
+    Args:
+        library: "numpy" or "torch".
+        device: number of the GPU; below 0 on a CPU worker.
+        stream: address of the worker's CUDA stream.
+        parts: the tiles' memory.
+    """
     if library == "torch":  # torch's device and stream are set already
         import torch
 
@@ -28,7 +37,7 @@ def arrays_on_worker(library: str, device: int, stream: int, parts: list[Any]) -
 
 
 class _Device:
-    """Memory of a tile on a CUDA device, in the CUDA array interface (version 3)."""
+    """Memory of a tile on a CUDA device, as an object with the CUDA array interface (version 3)."""
 
     def __init__(self, pointer: int, shape: list[int], dtype: Any, read_only: bool) -> None:
         self.__cuda_array_interface__ = {
@@ -37,7 +46,7 @@ class _Device:
 
 
 class _Foreign:
-    """A CUDA stream, in the CUDA stream protocol."""
+    """A CUDA stream, as an object with the CUDA stream protocol."""
 
     def __init__(self, pointer: int) -> None:
         self.pointer = pointer
@@ -48,18 +57,18 @@ class _Foreign:
 
 @functools.cache  # kept forever: in CuPy 14 a deleted Stream destroys the stream that it wraps
 def _stream(device: int, pointer: int) -> Any:
-    """Return cupy's object for a StarPU stream of a device."""
+    """Return cupy's object for a CUDA stream of StarPU. pointer: address of the stream."""
     import cupy
 
-    if hasattr(cupy.cuda.Stream, "from_external"):  # of the current device
+    if hasattr(cupy.cuda.Stream, "from_external"):  # returns a stream of the current device
         return cupy.cuda.Stream.from_external(_Foreign(pointer))
     return cupy.cuda.ExternalStream(pointer, device)  # before CuPy 14
 
 
 def failure(error: BaseException) -> tuple[str, BaseException]:
-    """Return the text of an exception and the exception for C++.
+    """Return the text of an exception, and the exception, for C++.
 
-    Its frames lose their variables, which may be arrays on memory that StarPU frees.
+    The variables in the exception's frames are cleared, because they may be arrays on memory that StarPU frees.
     """
     trace = error.__traceback__.tb_next if error.__traceback__ else None  # from the user's function on
     error.__traceback__ = trace
@@ -77,7 +86,7 @@ def failure(error: BaseException) -> tuple[str, BaseException]:
 
 
 def is_view(value: Any, arrays: Sequence[Any]) -> bool:
-    """Whether a returned array lies, or may lie, in the memory of one of these arrays."""
+    """Return whether `value` is an array that lies, or may lie, in the memory of one of `arrays`."""
     if isinstance(value, np.ndarray):
         return any(isinstance(array, np.ndarray) and np.may_share_memory(value, array) for array in arrays)
     if hasattr(value, "untyped_storage"):  # a torch tensor
