@@ -1,4 +1,4 @@
-"""Arrays held by StarPU, as a whole or in tiles, for tasks in Python."""
+"""Arrays held by StarPU, whole or cut into tiles, as arguments of tasks in Python."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True, order=True)
 class TileGrid:
-    """A division of an array into tiles of `sizes`; the last tile of an axis may be smaller."""
+    """A division of an array of shape `shape` into tiles of `sizes`. The last tile of an axis may be smaller."""
 
     shape: Ints
     sizes: Ints
@@ -39,12 +39,15 @@ class TileGrid:
         return itertools.product(*map(range, self.grid))
 
     def where(self, index: Ints) -> Slices:
-        """Return the slices of the array that a tile holds."""
+        """Return the slices of the array that the tile with this index holds."""
         cut = zip(index, self.sizes, self.shape, strict=True)
         return tuple(slice(i * size, min((i + 1) * size, length)) for i, size, length in cut)
 
     def pieces(self, where: Slices) -> list[tuple[Ints, Slices, Slices]]:
-        """Return the tiles that hold a part of the array: (index, slices of the part, slices of the tile)."""
+        """Return the tiles that hold the part `where` of the array.
+
+        For each tile: its index, the slices of the part that it holds, and the same elements as slices of the tile.
+        """
         pieces = []
         near = [range(w.start // s, max(w.stop - 1, w.start) // s + 1) for w, s in zip(where, self.sizes, strict=True)]
         for index in itertools.product(*near):
@@ -61,12 +64,12 @@ class TileGrid:
         return _by(self.sizes)
 
 
-_numbers = itertools.count(1)  # numbers of arrays in profiles
+_numbers = itertools.count(1)  # the number under which profiles show an array
 Handles = dict[Ints, _core.Tile]
 
 
 class ArrayStorage:
-    """The elements of an array in one or several grids of tiles. Tasks copy elements between grids when a grid is used.
+    """The elements of an array, stored in one or several grids of tiles. Tasks copy them to a grid before its use.
 
     Each tile has its own StarPU handle. Views into one allocation would save the copies, but StarPU's asynchronous
     partitioning has an open bug on CUDA devices. Contiguous tiles are also fastest for BLAS and transfers, and StarPU
@@ -78,12 +81,12 @@ class ArrayStorage:
             raise TaskError("no runtime is running: use `with nntile_py.Runtime(...):`")
         self.shape, self.dtype, self.zeros, self.number = shape, dtype, zeros, next(_numbers)
         self.whole = TileGrid(shape, tuple(max(length, 1) for length in shape))
-        # Grids with the contents that the tasks submitted so far write; empty: no task wrote the array.
+        # Grids whose tiles hold the elements as the tasks submitted so far write them; empty: no task writes the array.
         self.current: set[TileGrid] = set()
         self._handles: dict[TileGrid, Handles] = {}
 
     def handles(self, cut: TileGrid) -> Handles:
-        """Return the handles of a grid, created at the first use.
+        """Return {index: StarPU handle} for the tiles of a grid. The handles are created at the first use of the grid.
 
         An array that is too large for one tile can therefore be used in smaller tiles.
         """
@@ -93,7 +96,7 @@ class ArrayStorage:
         return self._handles[cut]
 
     def source(self, cut: TileGrid) -> TileGrid:
-        """Return a grid that holds the elements: this one if it does, or if no task has written the array."""
+        """Return a grid that holds the elements: `cut` itself if it holds them or no task has written the array."""
         if self.zeros and not self.current:
             for handle in self.handles(cut).values():
                 handle.zero()
@@ -101,9 +104,12 @@ class ArrayStorage:
         return cut if cut in self.current or not self.current else max(self.current)
 
     def bring(self, cut: TileGrid, user: str) -> None:
-        """Copy the elements into this grid, if they are not there.
+        """Copy the elements into the grid `cut`, unless it holds them already.
 
-        Raises TaskError, naming the user, if some are missing.
+        user: names the task and its argument in the error message.
+
+        Raises:
+            TaskError: some elements are missing: no task wrote them.
         """
         source = self.source(cut)
         if source == cut:
@@ -120,7 +126,7 @@ class ArrayStorage:
         self.current.add(cut)
 
     def wrote(self, cut: TileGrid) -> None:
-        """Record that a task writes in this grid: other grids are out of date, and their memory is freed."""
+        """Record that a task writes a tile of the grid `cut`. Other grids become invalid, and their memory is freed."""
         for other in self.current - {cut}:
             for handle in self._handles[other].values():
                 handle.invalidate()
@@ -128,11 +134,12 @@ class ArrayStorage:
 
 
 def submit(name: str, accesses: Sequence[tuple[str, str, Array]], spec: Any, **options: Any) -> Any:
-    """Submit a task in Python.
+    """Submit a task in Python, and return its submission in C++.
 
     Args:
-        accesses: label for errors, mode, array.
-        options: see csrc/bindings.cpp.
+        accesses: (label for error messages, mode, array) for each array.
+        spec: see Spec in python_task.py.
+        options: see submit_python in csrc/bindings.cpp.
     """
     labels, modes, arrays = zip(*accesses, strict=True) if accesses else ((), (), ())
     submitted = _core.submit_python(name, labels, [array.tile for array in arrays], modes, spec, **options)
@@ -144,7 +151,10 @@ def submit(name: str, accesses: Sequence[tuple[str, str, Array]], spec: Any, **o
 
 
 def _copier(pieces: Sequence[tuple[Slices, Slices]]) -> Any:
-    """Return the function of a task that copies pieces of other tiles into a tile."""
+    """Return the function of a task that copies pieces of other tiles into a tile.
+
+    pieces: for each other tile, the slices of the tile to write and the slices of the other tile.
+    """
 
     def call(device: int, stream: int, parts: list[Any], floats: list[float]) -> None:
         import torch
@@ -157,11 +167,11 @@ def _copier(pieces: Sequence[tuple[Slices, Slices]]) -> Any:
 
 
 class Array:
-    """An array held by StarPU, or one tile of it: an argument for tasks. `np.asarray(x)` waits and returns a copy.
+    """An array held by StarPU, or one tile of an array, as an argument of tasks. `np.asarray(x)` waits and copies.
 
-    nt.array, nt.empty and nt.zeros return arrays, `x.tiles(...)[...]` returns tiles. All tilings of an array hold the
-    same elements: what a task writes to a tile is in the array, and the reverse, for everything submitted or read
-    later.
+    nt.array, nt.empty and nt.zeros return arrays. `x.tiles(...)[...]` returns tiles. All tilings of an array hold the
+    same elements: if a task writes a tile, tasks and reads that follow find the new elements in the array and in its
+    other tilings.
     """
 
     def __init__(self, data: ArrayStorage, cut: TileGrid, index: Ints) -> None:
@@ -169,7 +179,7 @@ class Array:
 
     @property
     def key(self) -> Any:
-        """A key that is equal for all objects of one tile."""
+        """A key that is equal for all Array objects of the same tile."""
         return id(self.data), self.cut, self.index
 
     @property
@@ -192,18 +202,19 @@ class Array:
 
     @property
     def tile(self) -> _core.Tile:
-        """The StarPU handle."""
+        """The StarPU handle of this array or tile."""
         return self.data.handles(self.cut)[self.index]
 
     def as_tile(self) -> Tile:
-        """Return the tile under the name that profiles show."""
+        """Create a Tile that describes this array or tile in profiles: its name there, its shape and its dtype."""
         name = f"array {self.data.number}" + (f" in {self.cut}" if self.cut != self.data.whole else "")
         return Tile(name, self.index, self.shape, self.data.dtype, persistent=True)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Return a copy, after the tasks that write the array.
+        """Wait for the tasks that write the array or tile, and return a copy.
 
-        Raises TaskError if a task failed, or none has written it.
+        Raises:
+            TaskError: a task failed, or no task has written the array.
         """
         source = self.data.source(self.cut)
         pieces, handles = source.pieces(self.where), self.data.handles(source)
@@ -223,9 +234,10 @@ class Array:
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
     def tiles(self, *sizes: int | None, rows: int | None = None, columns: int | None = None) -> Tiles:
-        """Cut the array: `x.tiles(64, 64)` by axis, `x.tiles(rows=64)` by name. None, or an axis left out: not cut.
+        """Return the array cut into tiles: `x.tiles(64, 64)` by axis, or `x.tiles(rows=64)` by name.
 
-        Sizes need not divide: the last tile of an axis may be smaller. Nothing is copied until a task uses the tiles.
+        An axis with the size None, or without a size, is not cut. Sizes need not divide the array: the last tile of an
+        axis may be smaller. Nothing is copied until a task uses the tiles.
 
         Raises:
             ValueError: a size that is not a positive integer, more sizes than axes, or a tile that is cut again.
@@ -263,7 +275,7 @@ class Array:
 class Tiles:
     """An array cut into tiles: `A[i, j]` is a tile.
 
-    `A[i, :]` and `A[i, :k]` are lists of tiles, which a task also takes.
+    `A[i, :]` and `A[i, :k]` are lists of tiles. An argument of a task may be such a list.
     """
 
     data: ArrayStorage
@@ -279,7 +291,11 @@ class Tiles:
     @overload
     def __getitem__(self, index: slice | tuple[int | slice, ...]) -> list[Array]: ...
     def __getitem__(self, index: Any) -> Array | list[Array]:
-        """Return a tile or a list of tiles; trailing uncut axes may be left out. IndexError: there is no such tile."""
+        """Return a tile, or for slices a list of tiles. Trailing uncut axes may be left out.
+
+        Raises:
+            IndexError: there is no such tile.
+        """
         parts = index if isinstance(index, tuple) else (index,)
         left = self.grid[len(parts) :]
         if len(parts) > len(self.grid) or any(count > 1 for count in left):
@@ -322,8 +338,8 @@ def array(value: Any, dtype: Any = None) -> Array:
     """Copy a numpy array, or anything that numpy converts to one, into an array held by StarPU.
 
     Args:
-        dtype: float16, float32, float64, bfloat16, bool, int16, int32 or int64, by these names or numpy's types;
-            default: the value's own.
+        dtype: float16, float32, float64, bfloat16, bool, int16, int32 or int64, as a name or as a type of numpy;
+            default: the dtype of `value`.
 
     Raises:
         TypeError: another dtype.
@@ -340,13 +356,16 @@ def array(value: Any, dtype: Any = None) -> Array:
 
 @typed
 def empty(shape: int | Sequence[int], dtype: Any = "float64") -> Array:
-    """Return an array without contents: tasks must write each part before a task reads it. Errors as of `array`."""
+    """Return an array without contents: tasks must write each part before a task reads it. Raises errors as `array`."""
     return _new(shape, dtype, False)
 
 
 @typed
 def zeros(shape: int | Sequence[int], dtype: Any = "float64") -> Array:
-    """Return an array of zeros, filled where tasks first use it, in the tiles that they use. Errors as of `array`."""
+    """Return an array of zeros. It is filled at its first use, in the tiles and on the workers that use it.
+
+    Raises errors as `array`.
+    """
     return _new(shape, dtype, True)
 
 
@@ -359,7 +378,7 @@ def _new(shape: int | Sequence[int], dtype: Any, zeros: bool) -> Array:
 
 
 def _dtype(wanted: Any) -> str:
-    """Return the name in DTYPES of a dtype of numpy or torch, or of its name."""
+    """Return the name in DTYPES for a dtype of numpy or torch, which may also be given by its name."""
     name = str(wanted).removeprefix("torch.")
     known = {dtype.torch: dtype.name for dtype in DTYPES.values()}
     if name not in known and name not in DTYPES:

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from nntile_py.errors import ConfigError
 
-SHARE = "NNTILE_SHARE_GPUS"  # 1: ranks may share GPUs if there are too few
+SHARE = "NNTILE_SHARE_GPUS"  # environment variable; 1: ranks may share GPUs if there are too few
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 PATIENCE = 60.0  # seconds to list the GPUs: without persistence mode, the driver starts for each process
 
@@ -44,7 +44,7 @@ def seen() -> list[str]:
 
 
 def started() -> bool:
-    """Whether this process has initialised CUDA: a change of VISIBLE has no effect then."""
+    """Return whether this process has initialised CUDA. A change of CUDA_VISIBLE_DEVICES then has no effect."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -53,9 +53,15 @@ def started() -> bool:
 
 
 def shared_out(seen_by: Sequence[Sequence[str]], wanted: int) -> list[list[int]]:
-    """Return for each rank the numbers of its `wanted` GPUs among the GPUs that it sees (a maximum bipartite matching).
+    """Assign `wanted` GPUs to each rank, by a maximum bipartite matching.
 
-    Ranks see GPUs of their own machine, perhaps not all of them. If there are enough GPUs, no two ranks share one.
+    Ranks see GPUs of their own machine, perhaps not all of them. If there are enough GPUs, no two ranks share a GPU.
+
+    Args:
+        seen_by: for each rank, the UUIDs of the GPUs that it sees.
+
+    Returns:
+        For each rank, the indices of its GPUs in `seen_by[rank]`.
 
     Raises:
         ConfigError: there are too few GPUs, and SHARE is not 1.
@@ -63,7 +69,10 @@ def shared_out(seen_by: Sequence[Sequence[str]], wanted: int) -> list[list[int]]
     taken: dict[str, int] = {}  # the rank of each assigned GPU
 
     def assign(rank: int, tried: set[str]) -> bool:
-        """Give the rank a further GPU: a free one, or one of a rank that can take another. False: impossible."""
+        """Give the rank a further GPU: a free GPU, or a GPU of a rank that can take another. False: impossible.
+
+        tried: GPUs that this search has considered, which it extends.
+        """
         for gpu in sorted(seen_by[rank], key=lambda gpu: gpu in taken):
             if gpu in tried or taken.get(gpu) == rank:
                 continue
@@ -97,7 +106,7 @@ def shared_out(seen_by: Sequence[Sequence[str]], wanted: int) -> list[list[int]]
 
 
 def _shared(seen_by: Sequence[Sequence[str]], wanted: int) -> list[list[int]]:
-    """Return an assignment in which each rank takes the GPUs with the fewest ranks so far."""
+    """Return what `shared_out` returns if ranks share GPUs: each rank takes the GPUs with the fewest ranks so far."""
     users: dict[str, int] = {}
     assigned = []
     for gpus in seen_by:
@@ -109,10 +118,10 @@ def _shared(seen_by: Sequence[Sequence[str]], wanted: int) -> list[list[int]]:
 
 
 def use(own: Sequence[int], count: int) -> None:
-    """Make only these of the `count` visible GPUs visible to this process.
+    """Make only the GPUs `own`, numbers among the `count` GPUs that it sees, visible to this process.
 
     Raises:
-        ConfigError: CUDA is initialised already.
+        ConfigError: this process has already initialised CUDA.
     """
     if [*own] == [*range(count)]:
         return

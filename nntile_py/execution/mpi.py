@@ -1,7 +1,7 @@
 """The ranks that mpirun or srun started: agreement between ranks, transfers of tiles, and a common end after a failure.
 
-Python calls MPI through mpi4py. StarPU-MPI has a communicator of its own, as it takes every message on a communicator
-for its own.
+Python calls MPI through mpi4py. StarPU-MPI uses a separate communicator, because it treats every message on its
+communicator as a message of StarPU.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from nntile_py.system import launcher as system
 from nntile_py.system.load import cores
 from nntile_py.system.version import VERSION
 
-MESSAGES = 1000  # messages in transit at a time where runtime.window is not set
-SHORT, LONG = 20e-6, 1e-3  # seconds between two polls
-TRIPS = 200  # round trips to another rank; the shortest one compares two clocks
-NO_MORE, LAST = -1, -2  # sent instead of the number of an array: the requests end, for now or for good
+MESSAGES = 1000  # largest number of messages in transit at a time if runtime.window is not set
+SHORT, LONG = 20e-6, 1e-3  # shortest and longest pause between two polls, in seconds
+TRIPS = 200  # number of round trips to another rank; the shortest round trip compares the two clocks
+NO_MORE, LAST = -1, -2  # rank 0 sends these instead of the number of an array: its requests end for now, or for good
 PATIENCE = 20.0  # seconds without a sign of life of a rank until all ranks end
 STARTING = 3  # factor on PATIENCE while ranks start, as their disks may be slow
 
 
 class Ranks:
-    """All ranks; this process is `rank`. Every rank calls the same methods in the same order."""
+    """All ranks of a run; this process is number `rank` of `size`. Every rank calls the methods in the same order."""
 
     def __init__(self) -> None:
         sys.excepthook = functools.partial(_uncaught, sys.excepthook)
@@ -54,13 +54,13 @@ class Ranks:
             _mpi.watch(self._signs.py2f(), patience, _core.waited_for())
         atexit.register(self._end)
         self.cores = int(self.gathered(np.array([cores()])).min())
-        self.gpus, self.sharers = 0, 1  # GPUs of each rank; ranks that share this rank's most shared GPU
+        self.gpus, self.sharers = 0, 1  # number of GPUs of each rank; number of ranks on this rank's most shared GPU
         self.library = _mpi.library().partition(",")[0].strip()
         versions = {"nntile_py": VERSION, "StarPU": _core.starpu_version(), "MPI": self._mpi.Get_version()}
         self.same("the version", versions)
 
     def _join(self, native: Any) -> None:
-        """Initialise MPI, which waits for the other ranks."""
+        """Initialise MPI, which waits for the other ranks. native: the C++ module nntile_py._mpi."""
         if system.apart(native.library()):
             _refuse_srun()
         try:
@@ -91,7 +91,7 @@ class Ranks:
     # -- agreement between ranks
 
     def gathered(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return the arrays [n] of all ranks as [ranks, n], on every rank.
+        """Return the arrays [n] that all ranks pass as one array [ranks, n], on every rank.
 
         Waits for all ranks without keeping a core busy.
         """
@@ -107,17 +107,17 @@ class Ranks:
         return float(self.gathered(np.array([value], np.float64))[0, 0])
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """Return, on every rank, whether the flag is set on any rank."""
         return bool(self.gathered(np.array([flag], np.uint8)).any())
 
     def all_to_all(self, value: Any) -> list[Any]:
-        """Return the value of each rank, on every rank."""
+        """Return the list of the values that all ranks pass, on every rank."""
         self.barrier()
         values: list[Any] = self._world.allgather(value)
         return values
 
     def take_gpus(self, count: int) -> None:
-        """Make only `count` GPUs visible to each rank, its own ones, for the life of the process.
+        """Assign `count` GPUs to each rank. Other GPUs stay invisible to this process until it ends.
 
         Raises:
             ConfigError: there are too few GPUs; raised on every rank.
@@ -138,12 +138,16 @@ class Ranks:
         self.any(False)
 
     def same(self, what: str, parts: Mapping[str, Any], causes: Mapping[str, Any] | None = None) -> None:
-        """Raise ConfigError, on every rank, that names a part with different values on different ranks.
+        """Check that all ranks have the same values.
 
         Args:
-            what: name of the whole, for the message.
-            parts: values by name; arrays are compared by their bytes.
-            causes: further values, named instead of a part if they differ; a difference in these only is no error.
+            what: what the values describe together, for the error message.
+            parts: {name: value}; arrays are compared by their bytes.
+            causes: {name: value} of possible causes. A difference only in these is no error. If `parts` differ, the
+                message names a cause that differs rather than a part.
+
+        Raises:
+            ConfigError: the ranks have different values. Every rank raises it; the message names a value that differs.
         """
         hashed = [_hash(value) for value in parts.values()]
         hashes = self.gathered(np.frombuffer(_hash(b"".join(hashed)), np.uint8))
@@ -164,17 +168,17 @@ class Ranks:
         return self._world.bcast(value)
 
     def to_first(self, value: Any) -> list[Any] | None:
-        """Return the object of each rank on rank 0, None on the others."""
+        """Return the list of the objects that all ranks pass on rank 0, and None on the other ranks."""
         self.barrier()
         values: list[Any] | None = self._world.gather(value)
         return values
 
     def clocks(self, now: Callable[[], int]) -> np.ndarray[Any, Any]:
-        """Compare the ranks' clocks. `now` returns ns.
+        """Compare the clocks of the other ranks with rank 0's clock. `now` returns a rank's time in ns.
 
         Returns:
-            On rank 0, an array [ranks, 3]: rank 0's time, the rank's own time at that moment, and half the round trip
-            of the comparison, which bounds its error; ns.
+            On rank 0, an array [ranks, 3] in ns. A row has rank 0's time, the rank's own time at that moment, and half
+            the round trip of the comparison, which bounds its error.
         """
         result = np.zeros((self.size, 3), np.int64)
         result[0, :2] = now()
@@ -202,23 +206,26 @@ class Ranks:
     # -- arrays that rank 0 requests from the others, in one thread of each rank
 
     def ask(self, rank: int, number: int) -> Any:
-        """Return array `number` of a rank that runs `give`. Call it on rank 0."""
+        """Request array `number` from a rank that runs `give`, and return the array. Call it on rank 0."""
         self._pieces.send(number, rank)
         return self._received(rank)
 
     def end_giving(self, last: bool) -> None:
-        """Make `give` return `last` on all other ranks. Call it on rank 0."""
+        """Make `give` end and return `last` on all other ranks. Call it on rank 0."""
         for rank in range(1, self.size):
             self._pieces.send(LAST if last else NO_MORE, rank)
 
     def give(self, array: Callable[[int], Any]) -> bool:
-        """Answer rank 0's requests until it ends them; returns whether it ended them for the last time."""
+        """Send rank 0 the arrays that it requests with `ask`, until it calls `end_giving`. Returns that call's `last`.
+
+        array: takes the number of an array and returns the array.
+        """
         while (number := self._received(0)) >= 0:
             self._pieces.send(array(number), 0)
         return bool(number == LAST)
 
     def _received(self, rank: int) -> Any:
-        """Return the next message of a rank; waits without keeping a core busy."""
+        """Return the next message from a rank. Waits without keeping a core busy."""
         wait = SHORT
         while (message := self._pieces.improbe(rank)) is None:
             time.sleep(wait)
@@ -232,7 +239,7 @@ class Ranks:
     # -- tiles
 
     def start(self, window: int) -> None:
-        """Let StarPU, which runs, send and receive tiles."""
+        """Let StarPU, which must be running, send and receive tiles. window: as in Runtime; 0: not set."""
         self._tiles = self._mpi.COMM_WORLD.Dup()
         self._native.start(self._tiles.py2f())
         _core.use_transport(self._native.transport(), window or MESSAGES)
@@ -259,7 +266,7 @@ class Ranks:
 
 @functools.cache
 def ranks() -> Ranks:
-    """Return the ranks, which join at the first call; once in a process."""
+    """Return the Ranks object of this process. The first call creates it and waits for the other ranks."""
     return Ranks()
 
 
@@ -275,7 +282,7 @@ def _refuse_srun() -> NoReturn:
 
 
 def _patience() -> float:
-    """Return PATIENCE or the environment's value in seconds; 0: wait forever, as under a debugger."""
+    """Return the environment variable NNTILE_PATIENCE in seconds, by default PATIENCE. 0: wait forever (debugger)."""
     text = os.environ.get("NNTILE_PATIENCE", str(PATIENCE))
     try:
         if not 0 <= (value := float(text)) < 1e9:
@@ -298,16 +305,18 @@ def _starting(sign: str) -> Iterator[None]:
 
 
 def _give_up(done: threading.Event, seconds: float, sign: str) -> None:
-    """End this process, and thereby all ranks, if the other ranks do not start in time; one of the ranks prints why.
+    """End this process, and thereby all ranks, if the other ranks do not start in time. One of the ranks prints why.
 
-    `sign` is the name of a library: a rank that has loaded it waits here, too.
+    Args:
+        done: is set as soon as all ranks have started.
+        sign: file name of a library. A rank that has loaded it waits for the other ranks too.
     """
     if done.wait(seconds):
         return
     rank, size = system.started()
     states = system.seen(sign)
     lost = [other for other, state in states.items() if state != "waits"]
-    # A rank on the machine with the cause prints it, the first one of several.
+    # Ranks wait for different times here, so the lowest rank on the machine with the cause prints the message.
     if done.wait(system.OTHERS_WAIT * min(4, len(set(range(rank)) - {*lost}) + (not lost))):
         return
     if lost:
@@ -322,7 +331,7 @@ def _give_up(done: threading.Event, seconds: float, sign: str) -> None:
 
 
 def _uncaught(before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Report an uncaught exception, which ends the process."""
+    """Report an uncaught exception, which ends this process and thereby all ranks. before: the previous hook."""
     system.failing()
     print(system.who().rstrip(": "), file=sys.stderr)
     before(kind, error, trace)

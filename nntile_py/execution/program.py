@@ -1,4 +1,4 @@
-"""From a list of tile tasks to a native program: handles for the tiles, codelets, footprints."""
+"""Native programs, built from lists of tile tasks: StarPU handles for the tiles, codelets, and footprints of tasks."""
 
 from __future__ import annotations
 
@@ -36,10 +36,13 @@ from nntile_py.tiles.tasklist import MONOIDS, Task
 
 
 class Store:
-    """StarPU handles of the tiles that outlive a program, by key, shared by all programs of a trainer.
+    """StarPU handles of the tiles that outlive a program, shared by all programs of a trainer.
 
     Args:
-        causes: possible causes of different plans on different ranks, by name, for the error message.
+        causes: {name: value} of possible causes of different plans on different ranks, for the error message.
+
+    Attributes:
+        handles: {key of the tile: handle}.
     """
 
     def __init__(self, causes: Mapping[str, str] | None = None) -> None:
@@ -50,13 +53,13 @@ class Store:
         self._replicas = (
             Replicas(self.ranks.size, self.ranks.tags, runtime.shard_weights) if runtime and self.ranks else None
         )
-        # The ranks and the workers that hold each tile between programs.
+        # Between programs: the ranks that hold each tile, and the workers that hold it.
         self.on_ranks: Residency = {}
         self.residency: Residency = {}
         self._grids: WeakKeyDictionary[Lowering, dict[Tensor, tuple[list[Placed], list[Tile]]]] = WeakKeyDictionary()
 
     def handle(self, tile: Tile) -> _core.Tile:
-        """Return the handle of a tile, a new one for a temporary tile."""
+        """Return the StarPU handle of a tile. A temporary tile gets a new handle at each call."""
         if not tile.persistent:
             return _new(tile)
         if tile.key not in self.handles:
@@ -64,7 +67,7 @@ class Store:
         return self.handles[tile.key]
 
     def write(self, lowering: Lowering, tensor: Tensor, value: np.ndarray[Any, Any]) -> None:
-        """Write a whole array into a tensor's tiles, in order with the tasks, without waiting."""
+        """Write a whole array into a tensor's tiles, after the tasks submitted so far, without waiting."""
         for where, handle in self._written(lowering, tensor):
             handle.write(np.ascontiguousarray(value[where]))
 
@@ -74,7 +77,10 @@ class Store:
             handle.zero()
 
     def _written(self, lowering: Lowering, tensor: Tensor) -> list[Placed]:
-        """Return the tiles of a tensor that this rank writes; every rank writes its own."""
+        """Return the tiles of a tensor that this rank uses, and record that the host writes the tensor now.
+
+        Every rank writes the tiles that it uses.
+        """
         grids = self._grids.setdefault(lowering, {})
         if tensor not in grids:  # inputs are written at every step
             grid = [*lowering.grid(tensor)]
@@ -90,19 +96,25 @@ class Store:
         return not (self._replicas and self.ranks) or self.ranks.rank in self._replicas.users(tile)
 
     def share(self, lists: Sequence[TaskList]) -> list[RankLists]:
-        """Return each rank's part of placed lists, after a check that all ranks have the same lists."""
+        """Check that all ranks have the same lists, then return each rank's part of each list.
+
+        lists: task lists in which each task has a rank.
+        """
         assert self._replicas and self.ranks
         self.ranks.same("the plan", described(lists), self._causes)
         self._grids.clear()  # the rank may use further tiles now
         return self._replicas.share(lists)
 
     def ran(self, shared: RankLists) -> None:
-        """Record that the lists of the ranks were submitted."""
+        """Record that each rank's part of a list was submitted, which changes the ranks that hold its tiles."""
         assert self._replicas
         self._replicas.ran(shared)
 
     def bring(self, needs: Iterable[tuple[Tile, Iterable[int]]]) -> None:
-        """Send tiles to ranks, with the contents that the tasks submitted so far write; called on all ranks."""
+        """Send tiles to the ranks that need them. Call it on all ranks.
+
+        A tile arrives with the contents that the tasks submitted so far write. needs: (tile, ranks) pairs.
+        """
         if not (self._replicas and self.ranks):
             return
         for rank, message in self._replicas.brought(needs):
@@ -112,9 +124,9 @@ class Store:
                     Runtime.watched.append((number, listed(message)))
 
     def pieces(self, tensors: Mapping[Tensor, Lowering]) -> list[Piece]:
-        """Return the tiles of tensors, each with a rank that holds it after the tasks submitted so far.
+        """Return the tiles of tensors, each with a rank that holds the tile after the tasks submitted so far.
 
-        The same on all ranks.
+        All ranks get the same list.
         """
         pieces: list[Piece] = []
         for tensor, lowering in tensors.items():
@@ -124,7 +136,10 @@ class Store:
         return pieces
 
     def fetch(self, *names: str) -> _core.Fetch:
-        """Return a handle to scalars as the tasks submitted so far leave them, on every rank."""
+        """Return an object whose `wait()` returns these scalars, with the values that the tasks submitted so far write.
+
+        Call it on every rank.
+        """
         keys = [("scalar", name, (0,)) for name in names]
         if self._replicas:
             self.bring((self._replicas.tiles[key], self._everywhere) for key in keys)
@@ -135,20 +150,26 @@ class Store:
         return range(self.ranks.size if self.ranks else 1)
 
     def read(self, lowering: Lowering, tensor: Tensor) -> np.ndarray[Any, Any]:
-        """Return a whole tensor, after the tasks that write it. Every rank calls it and gets the same array."""
+        """Wait for the tasks that write a tensor, and return the whole tensor.
+
+        Every rank calls this and gets the same array.
+        """
         self.bring((tile, self._everywhere) for _, tile in lowering.grid(tensor))
         return assembled(tensor, [(where, self.handle(tile).read()) for where, tile in lowering.grid(tensor)])
 
     def copy(self, tiles: Iterable[Tile]) -> HostCopy:
-        """Start to copy tiles as the tasks submitted so far leave them; later tasks that write a tile wait."""
+        """Start to copy tiles with the contents that the tasks submitted so far write.
+
+        Later tasks that write a tile wait until it is copied.
+        """
         return HostCopy([self.handle(tile) for tile in tiles])
 
 
-Placed = tuple[Any, _core.Tile]  # the slices of a tensor that a tile holds, and its handle
+Placed = tuple[Any, _core.Tile]  # the slices of a tensor that a tile holds, and the tile's handle
 
 
 class Piece(NamedTuple):
-    """A tile of a tensor: the slices of the tensor that it holds, and a rank that has it."""
+    """A tile of a tensor: `where`, the slices of the tensor that the tile holds, and a rank that holds the tile."""
 
     tensor: Tensor
     where: Any
@@ -157,7 +178,7 @@ class Piece(NamedTuple):
 
 
 def assembled(tensor: Tensor, parts: Sequence[tuple[Any, np.ndarray[Any, Any]]]) -> np.ndarray[Any, Any]:
-    """Return a tensor from the contents of its tiles; bf16 and fp16 in float32."""
+    """Return a tensor as one array from the (slices, contents) of its tiles. bf16 and fp16 become float32."""
     dtype = host_dtype(tensor.dtype)
     if len(parts) == 1:
         return np.asarray(parts[0][1].reshape(tensor.shape), dtype)
@@ -168,7 +189,7 @@ def assembled(tensor: Tensor, parts: Sequence[tuple[Any, np.ndarray[Any, Any]]])
 
 
 class HostCopy:
-    """Copies of tiles in main memory. `done` says when they are complete; any thread may then read them."""
+    """Copies of tiles in main memory. Once `done` returns True, any thread may read them."""
 
     def __init__(self, handles: Sequence[_core.Tile]) -> None:
         self._native = _core.Copies(handles)
@@ -181,7 +202,7 @@ class HostCopy:
         self._native.wait()
 
     def array(self, number: int) -> np.ndarray[Any, Any]:
-        """Return the copy of one tile. Raises TaskError if a task failed before the tile was copied."""
+        """Return the copy of tile `number`. Raises TaskError if a task failed before the tile was copied."""
         if self._native.dropped():
             raise TaskError("a task had failed before the tiles were copied")
         copy: np.ndarray[Any, Any] = self._native.array(number)
@@ -189,17 +210,18 @@ class HostCopy:
 
 
 def _new(tile: Tile) -> _core.Tile:
-    """Return a new handle."""
+    """Return a new StarPU handle for a tile."""
     return _core.Tile(list(tile.shape), tile.dtype, MONOIDS.index(tile.monoid), tile.redux)
 
 
 @no_search_for_cycles()
 def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checked: bool = False) -> list[Program]:
-    """Return the programs of resolved lists that run in turn, repeatedly.
+    """Return a native program for each of several resolved task lists, which will run in turn, repeatedly.
 
     Args:
-        tf32: products on CUDA may round fp32 tiles to tf32.
-        checked: check what tasks write for NaN and infinity, see _core.take_not_finite.
+        store: holds the tiles that outlive the programs.
+        tf32: True: products on CUDA may round fp32 tiles to tf32.
+        checked: True: check what tasks write for NaN and infinity, see _core.take_not_finite.
     """
     gpus, runtime = _core.cuda_workers(), Runtime.current
     assert runtime is not None
@@ -224,7 +246,8 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
             _core.reserve_for_tiles()
             if not store.ranks and mark_evictions(lists, room) and not memory.has_room_for_evictions(lists, runtime):
                 mark_evictions(lists, math.inf)
-    if runtime.placement == "planned" and not store.ranks:  # other ranks wait for weights too, and for longer
+    # With ranks there is no delay, because other ranks wait for weights too, and for longer.
+    if runtime.placement == "planned" and not store.ranks:
         delay(lists, gpus or _core.cpu_workers())
     for tasks in lists:
         memory.check_tasks(tasks, runtime)
@@ -234,7 +257,7 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
 def _split_over_ranks(
     lists: Sequence[TaskList], speeds: Sequence[Speed], store: Store, ranks: Ranks, gpus: int
 ) -> Sequence[RankLists]:
-    """Split lists over the ranks; a task's worker on its rank is still open."""
+    """Split task lists over the ranks and return each rank's parts. The workers within a rank are chosen later."""
     speeds = [device_model.rank_of_gpus(one, gpus) if gpus else device_model.rank(ranks.cores) for one in speeds]
     count = [ranks.size] * len(lists)
     shares = store.share([place(*one, store.on_ranks) for one in zip(lists, count, speeds, strict=True)])
@@ -244,32 +267,36 @@ def _split_over_ranks(
 
 
 def _message(one: MessageTask) -> dict[str, Any]:
-    """Return the arguments of the binding for one end of a message, except the tile."""
+    """Return the keyword arguments for the C++ binding of one end of a message between ranks, except the tile."""
     tile = one.accesses[0].tile
     name = f"{tile}, for {one.op}" if one.op else str(tile)
     return {"peer": one.peer, "tag": one.tag, "priority": one.priority, "sends": one.kernel == SEND, "name": name}
 
 
 def _bodies(task: Task) -> list[list[Task]]:
-    """Return the parts of a task as its kernels take them: CPU workers take one part at a time."""
+    """Return the parts of a task, grouped by the payload that runs them.
+
+    Without CPU workers, a payload can run several parts at once; CPU workers run one part at a time.
+    """
     parts = task.parts or [task]
     return launch.together(parts) if _core.cuda_workers() and not _core.cpu_workers() else [[part] for part in parts]
 
 
 class Program:
-    """A task list bound to handles: `run` submits all tasks and returns. Use `programs` to create it.
+    """A task list whose tiles have StarPU handles. `run` submits all tasks and returns. `programs` creates Programs.
 
     Args:
-        shared: the list is this rank's part of these lists.
-        filled: CUDA workers compute only the part of tiles that a step fills.
+        tasks: the list; with several ranks, this rank's part of the list.
+        shared: the parts of all ranks; None: there is one rank.
+        filled: True: CUDA workers compute only the part of tiles that a step fills.
     """
 
     def __init__(
         self, tasks: TaskList, shared: RankLists | None, filled: bool, store: Store, tf32: bool, checked: bool
     ) -> None:
         capability = capability_of_devices()
-        # CPU kernels compute the filled part, stored without gaps. CUDA kernels beside them compute full tiles, where
-        # each row has its full stride.
+        # True: all workers compute full tiles, because CUDA kernels do. CPU kernels could compute the filled part, but
+        # they would store it without gaps, and CUDA kernels expect the full stride between rows.
         whole = capability is not None and not filled
         self.list, self.tasks = tasks, len(tasks.tasks)
         self._store, self._shared = store, shared
@@ -299,7 +326,7 @@ class Program:
         for run in runs:
             part, first = run[0], len(floats)
             live = [] if whole else self.list.live_sizes(part)
-            if live and bound(part):  # it would compute on the full tile
+            if live and bound(part):  # a task in Python would compute on the full tile
                 need = "pack: false, or operators whose tasks are not in Python"
                 raise ConfigError(f"pack: {part.op} runs a task in Python ({part.kernel}); allowed: {need}")
             lives = [(tile, axis, len(part.floats) + k) for k, (tile, axis, _) in enumerate(live)]
@@ -341,14 +368,14 @@ class Program:
         return int(self.native.checked_run)
 
     def named(self, task: int, number: int) -> str:
-        """Return a payload of a task as text: its operator, its kernel, the tiles that it writes."""
+        """Return a text about payload `number` of a task: its operator, its kernel, the tiles that it writes."""
         part, *_ = run = _bodies(self.list.tasks[task])[number]
         tiles = [*dict.fromkeys(str(a.tile) for one in run for a in one.accesses if a.mode != "R")]
         more = f" and {len(tiles) - 3} more" if len(tiles) > 3 else ""
         return f"{part.op or part.kernel} (kernel {part.kernel}), which writes {', '.join(tiles[:3])}{more}"
 
     def run(self, slots: dict[str, float] | None = None) -> None:
-        """Submit every task; `slots` are the step's scalars by name."""
+        """Submit every task and return. slots: {name: value} of the scalars that change from step to step."""
         if self._shared:
             self._store.bring(self._shared.needs.items())
         number = self.native.run([float((slots or {})[name]) for name in self.slots])
