@@ -1,4 +1,4 @@
-"""One encoder layer of torch.nn: the same loss and gradients from tiles, fused and naive."""
+"""Compute an encoder layer of torch.nn in tiles, fused and naive: loss and gradients are the same as PyTorch's."""
 
 import argparse
 

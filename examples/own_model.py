@@ -68,7 +68,7 @@ if __name__ == "__main__":
             first = rng.integers(0, 20, (batch, half))
             ids = np.concatenate([first, first], 1)
             labels = ids.copy()
-            labels[:, :half] = -100  # only the copy is learnt
+            labels[:, :half] = -100  # no loss for the first half, which is random; the second half repeats it
             loss = trainer.step({"input_ids": ids, "labels": labels})
             if step % 25 == 0 or step == steps - 1:
                 print(f"step {step}  loss {loss:.3f}")

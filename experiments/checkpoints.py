@@ -1,4 +1,4 @@
-"""Cost of a checkpoint every N steps: steps with and without checkpoints, alternating.
+"""Measure the cost of a checkpoint every N steps: time steps with and without checkpoints, alternating.
 
 python experiments/checkpoints.py experiments/gpt2_tiny.yaml --every 100 --rounds 8 [KEY=VALUE ...]
 

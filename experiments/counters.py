@@ -1,4 +1,4 @@
-"""Bytes that the kernels of a layer move, by the GPU's counters, beside the bytes of the tiles that their tasks access.
+"""Count the bytes that a layer's kernels move, by the GPU's counters, beside the bytes of the tiles in their tasks.
 
     python experiments/counters.py [--work encoder] [--phase forward] [--set train.batch=96 --set train.seq=128]
 
@@ -34,7 +34,7 @@ TASK = "task: "  # start of the lines that the process under ncu prints for this
 
 
 def layer(o: argparse.Namespace) -> None:
-    """Run the layer once while ncu counts; print its tasks in order."""
+    """Run the layer once while ncu counts; print the layer's tasks in the order of execution."""
     import torch
 
     import nntile_py as nt

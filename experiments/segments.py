@@ -1,11 +1,11 @@
-"""Attention over packed sequences on a GPU: times of nntile_py's kernels, ATen's varlen and cuDNN's ragged kernel.
+"""Time attention over packed sequences on a GPU: nntile_py's kernels, ATen's flash attention (varlen), cuDNN (ragged).
 
     experiments/segments.py [--table 64x64,64x512] [--heads 12] [--head-dim 64] [--alpha 0.6] [--dropout 0.1] [--causal]
 
-A row of the table is SEQUENCESxLONGEST; lengths are distributed uniformly about alpha times the longest. Times are in
-microseconds, of calls in a CUDA graph, so without launch overhead. Errors are |difference| / |value| against fp32
-attention of each sequence. cuDNN's kernel runs as a task of nntile_py; its time includes the preparation of offsets, of
-zeros for tokens without a sequence, and of the transposed log-sum-exp. --grouped times the kernels of
+A row of the table is SEQUENCESxLONGEST; lengths are distributed uniformly about alpha times the longest. Times are
+microseconds of a call in a CUDA graph, so without launch overhead. Errors are |difference| / |value| against fp32
+attention of each sequence. cuDNN's kernel runs as a task of nntile_py. The task's time includes the preparation of
+offsets, of zeros for tokens without a sequence, and of the transposed log-sum-exp. --grouped times the kernels of
 examples/grouped_attention instead of nntile_py's.
 
 --instructions needs no GPU: it compiles the kernels for compute capability 9.0, disassembles them, and prints the

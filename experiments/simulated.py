@@ -1,4 +1,4 @@
-"""Simulated times divided by measured times, for the points of an experiment's GPU results.
+"""Print simulated times divided by measured times, for the points of an experiment's GPU results.
 
 python experiments/simulated.py experiments/results/2026-11-22-fig17-training-gpu.csv ...   # no GPU is needed
 """

@@ -25,7 +25,7 @@ MODELS = {  # sizes in the order of SHAPE: GPT-2's, then GPT-3's (Brown et al. 2
     "2.7B": (32, 2560, 32), "6.7B": (32, 4096, 32), "13B": (40, 5120, 40),
 }  # fmt: skip
 HOST_BYTES = {"nntile": 22, "fsdp2_offload": 18}  # bytes of main memory for each parameter, at most
-STATE_BYTES = 16  # for each bf16 parameter: value, low bits of the master weight, gradient, two moments
+STATE_BYTES = 16  # of each bf16 parameter: value, low bits of the master weight, gradient, two moments
 NO_ANSWER = "no answer within"  # in the message of NoAnswer
 HEAD = "| model | contestant | trains | tokens/s | s a step | GiB of the fullest GPU | GiB of main memory |"
 

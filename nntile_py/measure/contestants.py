@@ -1,4 +1,4 @@
-"""Contestants of a comparison: their names, and checks that a contestant can run a config."""
+"""Contestants of a comparison, nntile_py and PyTorch programs: names, and checks that a contestant can run a config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of `nntile experiment`: command and machine, the result in the paper, the result here."""
+"""The report of `nntile experiment`: command, machine, the paper's result, and the result that was measured here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def report(
     """Return the report in Markdown.
 
     Args:
-        load_before: load average before the run.
+        scale: `cpu` or `gpu`.
+        load_before: load average of the machine before the run.
         note: a sentence on points that were left out.
     """
     rows, where = result.rows, machine()
