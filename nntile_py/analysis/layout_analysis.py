@@ -1,4 +1,4 @@
-"""Layouts of a workload: timings that the search lacks, the layouts that it chooses, and what they gain."""
+"""Analyse the layouts of a workload: missing timings, the layouts that the search chooses, and what these gain."""
 
 from __future__ import annotations
 
@@ -28,18 +28,21 @@ if TYPE_CHECKING:
 
 Stacked = bool | Literal["qk"]
 STACKED: dict[Stacked, str] = {False: "none", "qk": "QK", True: "QKV"}  # Q, K, V computed by one product (Table II)
-WIDE = 150  # columns of the full table; a narrower terminal wraps its lines
-NARROW = 118  # columns below which a terminal shows times only
+WIDE = 150  # width of the full table in characters; a narrower terminal wraps its lines
+NARROW = 118  # a terminal with fewer characters a line shows only times
 LEGEND = """x: number of equal operators. Times are milliseconds of one operator. transposes: transpositions before and
 after it. needless: these layouts need no such operator.
 A layout is the order of axes in memory: of the inputs -> of the outputs. In a product, M and N are the axes of rows and
 columns, K the summed axes, B the batch axes. In other operators, R stands for all axes without a letter."""
-WIDTHS = (4, 8, 16)  # elements that a generated kernel computes together; these are tried besides its default
-TimingKey = tuple[str, str, int | None]  # operator, layout, width
+WIDTHS = (4, 8, 16)  # numbers of elements that a generated kernel computes together, tried besides its default
+TimingKey = tuple[str, str, int | None]  # operator, layout, width, as in Timing
 
 
 def graph_of(config: RunConfig, work: Work, stacked: Stacked) -> Graph:
-    """Return the fused graph of forward and backward pass, in the default layout.
+    """Return the fused graph of a workload's forward and backward pass, in the default layouts.
+
+    Args:
+        stacked: which of Q, K and V one product computes, a key of STACKED.
 
     Raises:
         ConfigError: the workload has no product, or packed batches.
@@ -56,12 +59,12 @@ def graph_of(config: RunConfig, work: Work, stacked: Stacked) -> Graph:
 
 
 def own_stacked(config: RunConfig) -> Stacked:
-    """Return the config's own fusion of Q, K and V."""
+    """Return which of Q, K and V one product computes by the config, as a key of STACKED."""
     return config.fusion.qkv
 
 
 def widened(op: Op, width: int) -> Op:
-    """Return the operator with a kernel that computes `width` elements together."""
+    """Return a copy of a Generated operator whose kernel computes `width` elements together."""
     assert isinstance(op, Generated)
     wider = op.on(op.inputs, op.outputs, width)
     wider.name, wider.phase = op.name, op.phase
@@ -69,7 +72,7 @@ def widened(op: Op, width: int) -> Op:
 
 
 def variants(config: RunConfig, work: Work) -> Iterator[tuple[Stacked, Graph]]:
-    """Yield the graph for each fusion of Q, K and V; equal graphs once."""
+    """Yield each key of STACKED (which of Q, K and V one product computes) with its graph; equal graphs once."""
     seen = set()
     for stacked in STACKED:
         graph = graph_of(config, work, stacked)
@@ -79,10 +82,10 @@ def variants(config: RunConfig, work: Work) -> Iterator[tuple[Stacked, Graph]]:
 
 
 def missing_timings(graph: Graph, timings: Timings, config: RunConfig) -> dict[TimingKey, Op]:
-    """Return operators in each layout without a timing.
+    """Return the operators and layouts that have no timing: {key of the timing: operator in the layout}.
 
-    Products have all layouts, also those with another order of the weights' axes. The layouts that the search needs for
-    other operators come last."""
+    For products these are all layouts, also those with another order of the weights' axes; for other operators, the
+    layouts that the search needs. Products come first."""
     cuts, policy = step_spec(default_layouts(config)).cuts, config.accumulate
     missing: dict[TimingKey, Op] = {}
     for op in graph.ops:
@@ -101,7 +104,18 @@ def missing_timings(graph: Graph, timings: Timings, config: RunConfig) -> dict[T
 
 @dataclass(frozen=True)
 class LayoutLine:
-    """A row of the table. default, chosen, transposes, best, worst: milliseconds of one operator."""
+    """A row of the table of layouts: equal operators.
+
+    Attributes:
+        count: number of equal operators.
+        operator: text that identifies the operator, see Timing.
+        layouts: number of measured layouts and widths.
+        default: milliseconds of one operator in the default layout; chosen: in the chosen layout; best and worst: in
+            the fastest and the slowest measured layout.
+        transposes: milliseconds of the transpositions before and after one operator in the chosen layout.
+        layout: text of the chosen layout; empty if the chosen layouts make the operator needless.
+        product: True for a product.
+    """
 
     name: str
     count: int
@@ -118,15 +132,17 @@ class LayoutLine:
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """The search's result for one fusion of Q, K and V.
+    """The result of the layout search for one way to stack Q, K and V.
 
     Attributes:
-        seconds: sum over the operators in the chosen layouts.
+        stacked: which of Q, K and V one product computes, a key of STACKED.
+        seconds: sum of the operators' times in the chosen layouts, transpositions included.
         default: sum in the default layouts.
-        bound: sum in the layouts that are fastest for all operators together, if noise is ignored.
-        least: sum over each operator's own fastest layout.
-        program: see SearchedLayouts.
-        comparison: of whole steps; None if they were not compared.
+        bound: sum in the layouts that the search would choose if it ignored the noise of the times.
+        least: sum with each operator in its own fastest layout.
+        lines: rows of the table.
+        program: digest of graph and chosen layouts; None if these are the default layouts.
+        comparison: measured times of whole steps in default and chosen layouts; None if they were not compared.
     """
 
     stacked: Stacked
@@ -152,10 +168,10 @@ class LayoutResult:
 
 
 def layout_results(config: RunConfig, work: Work, timings: Timings) -> list[LayoutResult]:
-    """Return the search's result for each fusion of Q, K and V whose timings are complete.
+    """Return the result of the layout search for each way to stack Q, K and V whose timings are complete.
 
     Raises:
-        ConfigError: timings are missing for all.
+        ConfigError: no way has complete timings.
     """
     cuts, results, lacking = step_spec(default_layouts(config)).cuts, [], 0
     for stacked, graph in variants(config, work):
@@ -194,12 +210,12 @@ def _lines(chosen: SearchedLayouts, timings: Timings) -> list[LayoutLine]:
 
 
 def render(results: Sequence[LayoutResult], timings: Timings, console: Console) -> None:
-    """Print the conclusions, the table of the fastest result, and the sums of all results."""
+    """Print the conclusion of each result, the table of the fastest result, and the sums of each result."""
     best = min(results, key=lambda of: of.seconds)
     short = console.is_terminal and console.width < NARROW
     times = ("default", "chosen", "best", "worst") if short else ("default", "chosen", "transposes", "best", "worst")
     heads = ("operator", *times) if short else ("operator", "x", "layouts", *times, "layout chosen")
-    # Only the name and the layout are wrapped.
+    # Lines are wrapped only in the columns of names and layouts.
     table = plain_table(heads, text=("operator", "layout chosen"), rigid=() if short else heads[:-1])
     for line in best.lines:
         cells = [f"{getattr(line, head):.3f}" for head in times]
@@ -221,7 +237,7 @@ def render(results: Sequence[LayoutResult], timings: Timings, console: Console) 
 
 
 def sums(result: LayoutResult) -> str:
-    """Return a sentence with the sums over all operators."""
+    """Return a text with the sums of all operators' times: in their own fastest, the default and the chosen layouts."""
     each = (
         ("default layouts", result.default),
         ("chosen", result.seconds),
@@ -233,16 +249,16 @@ def sums(result: LayoutResult) -> str:
 
 
 def conclusion(result: LayoutResult) -> str:
-    """Return the result in one sentence: the layouts of `layout: searched`, and their gain."""
+    """Return the result as text: the layouts that `layout: searched` takes, and what they gain."""
     return f"Q, K, V as one: {STACKED[result.stacked]}. {decision(result.program, result.comparison)}"
 
 
 def decision(program: str | None, comparison: LayoutComparison | None) -> str:
-    """Return a sentence on the layouts of `layout: searched`, with the reason.
+    """Return a sentence that says which layouts `layout: searched` takes, and why.
 
     Args:
-        program: the searched program; None if the search chooses the default layouts.
-        comparison: of whole steps in the default and in the searched layouts.
+        program: digest of the searched program; None if the search chooses the default layouts.
+        comparison: measured times of whole steps in the default and in the searched layouts; None if not measured.
     """
     if not program:
         return "The default layouts stay: other layouts gain less than the noise of the measured times."
@@ -255,9 +271,10 @@ def decision(program: str | None, comparison: LayoutComparison | None) -> str:
 
 
 def violins(result: LayoutResult, timings: Timings) -> Figure:
-    """Draw the distribution of each operator's times over its layouts, with the best, chosen and default layout marked.
+    """Draw for each operator the distribution of its times over all measured layouts, and return the figure.
 
-    These are the paper's figures 4 (products) and 5 (other operators)."""
+    The best, chosen and default layouts are marked. The two halves correspond to figures 4 (products) and 5 (other
+    operators) of Ivanov et al. 2021."""
     distinct = {line.operator: line for line in reversed(result.lines) if line.layouts > 1}.values()
     halves = [[line for line in result.lines if line in distinct and line.product is of] for of in (True, False)]
     titles = [t for t, half in zip(("products", "other operators"), halves, strict=True) if half]
@@ -285,6 +302,6 @@ def violins(result: LayoutResult, timings: Timings) -> Figure:
 
 
 def timing(key: TimingKey, times: Sequence[float]) -> Timing:
-    """Return the entry for the database. Its time is the shortest, which was disturbed least."""
+    """Return the entry of the timing database for repeated `times`. Its time is the shortest, the least disturbed."""
     operator, layout, width = key
     return Timing(operator, layout, min(times), tuple(times), width)

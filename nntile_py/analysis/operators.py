@@ -1,7 +1,7 @@
-"""Every operator of a step: its flop and the elements that it moves, before fusion and after.
+"""Analyse the operators of a workload: flop and moved elements of each, before and after fusion.
 
 The method is that of Ivanov et al. 2021 ("Data movement is all you need", sections III and IV, Tables I and III).
-Elements are counted in the tiles that the operator's tasks read and write. Nothing is run.
+Moved elements are those of the tiles that the operator's tasks read and write. Nothing is run.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Analysis:
-    """All operators of a workload.
+    """The analysed operators of a workload.
 
     Attributes:
-        title: the workload and its sizes.
+        title: text with the workload and its sizes.
         operators: operators before fusion.
         groups: operators after fusion.
-        peak: of all workers together.
-        config: the config in the default layouts.
+        peak: peak rates of all workers together.
+        config: the config, with the default layouts.
+        work: the workload.
     """
 
     title: str
@@ -50,7 +51,10 @@ class Analysis:
     work: Work
 
     def totals(self) -> dict[str, Any]:
-        """Return sums by class before fusion, over all operators before and after fusion, and what fusion saves."""
+        """Return sums of counts and times in a dict.
+
+        Each class of operators has an entry with its sums before fusion. `all` and `fused` have the sums over all
+        operators before and after fusion. `movement_saved_percent` is the share of moved elements that fusion saves."""
         classes = {of.name: _total([r for r in self.operators if r.category is of]) for of in CATEGORIES}
         before, after = _total(self.operators), _total(self.groups)
         for entry in classes.values():
@@ -62,7 +66,7 @@ class Analysis:
         return {**classes, "all": before, "fused": after, "movement_saved_percent": saved}
 
     def conclusion(self) -> list[str]:
-        """Return the conclusion as sentences."""
+        """Return sentences: whether memory bounds the workload, its longest operators, and advice on the config."""
         return conclusion(self.groups, self.peak, self.config)
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,10 +94,10 @@ def _total(rows: Sequence[OperatorRow]) -> dict[str, Any]:
 
 
 def analyse(config: RunConfig, work: Work = "train") -> Analysis:
-    """Count all operators of a workload of the config's sizes, in the default layouts.
+    """Analyse a workload with the config's sizes, in the default layouts: count all operators before and after fusion.
 
-    The title says if the config itself has other layouts. As in the paper, a single product for queries, keys and
-    values (fusion.qkv) is single before fusion, too.
+    The title says if the config itself has other layouts. If one product computes queries, keys and values
+    (fusion.qkv), it counts as one operator also before fusion, as in Ivanov et al. 2021.
 
     Raises:
         ConfigError: the config has no such workload, or sizes do not fit.
@@ -119,15 +123,15 @@ def analyse(config: RunConfig, work: Work = "train") -> Analysis:
 
 
 def unfused(config: RunConfig) -> Fusion:
-    """Return no fusion except the config's fusion of queries, keys and values."""
+    """Return a Fusion that fuses nothing, except queries, keys and values as the config does."""
     return Fusion.of(False).changed(qkv=config.fusion.qkv)
 
 
 def _owners(graph: Graph, fusion: Fusion, cuts: Tiling) -> dict[int, int]:
-    """Fuse the graph; map each operator's place before fusion to the place of the fused operator that includes it.
+    """Fuse the graph in place. Returns {operator's position before fusion: position of its fused operator}.
 
-    The fused operator writes the operator's output. If no operator writes this output any more, it is the fused
-    operator of an operator that read the output."""
+    An operator's fused operator is the one that writes the operator's output. If no operator writes this output any
+    more, it is the fused operator of an operator that read the output."""
     places = {op: place for place, op in enumerate(graph.ops)}
     outputs = {op: list(op.outputs) for op in graph.ops}
     readers = Rewriter(graph).readers
@@ -144,16 +148,16 @@ def _owners(graph: Graph, fusion: Fusion, cuts: Tiling) -> dict[int, int]:
 
 def _title(config: RunConfig, work: Work) -> str:
     title = work_title(config, work)
-    if config.layout == "searched" and work not in FORWARD:  # forward works run in the default layouts
+    if config.layout == "searched" and work not in FORWARD:  # forward passes run in the default layouts
         title += ", in the default layouts, though it runs in searched ones"
     return title
 
 
 def _rows(facts: Sequence[Fact], groups: Mapping[int, str] | None = None) -> tuple[list[OperatorRow], dict[int, str]]:
-    """Join equal facts into rows. Return the rows, and the name of each fact's row by the fact's id.
+    """Join the facts of equal operators into rows. Returns the rows, and {id of a fact: name of its row}.
 
     Args:
-        groups: names of the rows after fusion, by the ids of their facts.
+        groups: {id of a fact after fusion: name of its row}; None: `facts` are after fusion themselves.
     """
     alike: dict[tuple[str, Hashable, str | None], list[Fact]] = {}
     for fact in facts:
@@ -189,7 +193,7 @@ def _row(name: str, phase: str, group: str | None, facts: Sequence[Fact]) -> Ope
 
 
 def _name(facts: Sequence[Fact]) -> str:
-    """Return place in the model and kind, for a gradient also dX, dW or both."""
+    """Return the name of a row of equal operators: place in the model and kind; for gradients also dX, dW or both."""
     first = facts[0]
     if first.phase == "update":
         return first.op.kind

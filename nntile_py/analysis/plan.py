@@ -1,4 +1,4 @@
-"""`nntile plan`: cost of a training step, estimated without a run."""
+"""Plan a training step for `nntile plan`: estimate its cost without running it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class Estimate:
     """Cost of task lists that run one after the other.
 
     Attributes:
-        mean_task: seconds of a mean task.
+        mean_task: mean seconds of a task.
         parallelism: time of all tasks divided by the time of the longest chain of dependent tasks.
-        speed: of one worker.
+        seconds: of all lists.
+        speed: rates of one worker.
     """
 
     tasks: int
@@ -43,7 +44,7 @@ class Estimate:
 
 
 def estimate(lists: list[TaskList], workers: int, gpu: bool = False) -> Estimate:
-    """Estimate task lists on the device model's workers."""
+    """Estimate the cost of task lists on CPU workers, or GPUs if `gpu`, that have the rates of the device model."""
     speed = device_model.speed(lists, gpu)
     kept = {a.tile.key: a.tile.bytes for tasks in lists for task in tasks.tasks for a in task.accesses
             if a.tile.persistent}  # fmt: skip
@@ -65,7 +66,7 @@ def estimate(lists: list[TaskList], workers: int, gpu: bool = False) -> Estimate
 
 
 def _work_and_chain(tasks: TaskList, speed: Speed) -> tuple[float, float]:
-    """Return the seconds of all tasks, and of the longest chain of dependent tasks."""
+    """Return the sum of all tasks' seconds, and the seconds of the longest chain of dependent tasks."""
     seconds = [speed.seconds(task) + speed.beside for task in tasks.tasks]
     before = dependencies([TileUse(a.tile, a.mode) for a in task.accesses] for task in tasks.tasks)
     return sum(seconds), sum(seconds[number] for number in critical_path(before, seconds))
@@ -73,7 +74,13 @@ def _work_and_chain(tasks: TaskList, speed: Speed) -> tuple[float, float]:
 
 @dataclass
 class PlanRow:
-    """Operators of one kind and phase: their number, and sums over them."""
+    """Operators of one kind and phase: their number, and sums over them.
+
+    Attributes:
+        tiles: of the operators' outputs.
+        bytes: that the tasks read and write.
+        kernels: number of tasks by kernel.
+    """
 
     operators: int = 0
     tiles: int = 0
@@ -88,8 +95,13 @@ class Plan:
     """Plan of one optimizer step.
 
     Attributes:
-        flop: of products and attention.
-        rows: by phase and kind of operator.
+        flop: floating point operations of products and attention only.
+        evicted_bytes: bytes that leave a GPU with too little memory and return.
+        state_bytes: bytes of weights, gradients and optimizer state, which stay in memory.
+        task_seconds: mean seconds of a task.
+        workers: text on the workers and their rates.
+        digest: hash of the task list of the first micro-batch.
+        rows: sums over operators, by phase and kind of operator.
     """
 
     parameters: int
@@ -143,13 +155,15 @@ class Plan:
 
 
 def plan(config: RunConfig, spec: StepSpec | None = None) -> Plan:
-    """Plan a training config; nothing runs and no weight is initialised. spec: the config's, if the caller has it."""
+    """Return the plan of a training step of the config. Nothing runs, and no weight is initialised.
+
+    spec: the config's StepSpec, if the caller has it already."""
     with no_search_for_cycles():
         return summarise((spec or step_spec(config)).step(), config=config)
 
 
 def summarise(step: Step, *, config: RunConfig) -> Plan:
-    """Return the plan of a step."""
+    """Return the plan of a training step, whose task lists are known."""
     repeats = config.train.grad_accumulation
     parts: list[tuple[Lowering, int]] = [(step.first, 1), (step.update, 1)]
     if step.more:
@@ -160,7 +174,7 @@ def summarise(step: Step, *, config: RunConfig) -> Plan:
         with_tasks = {task.op for task in lowering.tasks.tasks}
         for op in graph.ops:
             name = op.name if op.phase == "forward" else f"{op.name}.{op.phase}"
-            if name not in with_tasks:  # an operator without work, or whose work another operator's tasks do
+            if name not in with_tasks:  # it has no work, or the tasks of another operator do its work
                 continue
             phase = "update" if graph is step.update_graph else op.phase
             row = rows.setdefault((phase, op.kind), PlanRow())

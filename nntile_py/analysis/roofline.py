@@ -21,8 +21,8 @@ class Peak:
     Attributes:
         flop: flop/s; None if unknown.
         bytes: bytes/s; None if unknown.
-        source: text on the origin of the rates.
-        cpu_share: share of the measurement's time in which its threads had a core; None if not measured.
+        source: text that says where the rates come from.
+        cpu_share: share of the time in which the threads of the measurement had a core; None if not measured.
     """
 
     flop: float | None
@@ -31,7 +31,9 @@ class Peak:
     cpu_share: float | None = None
 
     def seconds(self, flop: Any, size: Any) -> Any:
-        """Return the least time for this flop and these bytes; NaN if a rate is unknown."""
+        """Return the least seconds for `flop` operations and `size` bytes; NaN if a rate is unknown.
+
+        Both may be numbers or arrays."""
         if self.flop is None or self.bytes is None:
             return np.nan * flop
         return np.maximum(flop / self.flop, size / self.bytes)
@@ -42,7 +44,9 @@ class Peak:
         return replace(self, flop=flop, bytes=size)
 
     def at_least(self, flop: float, reached: str) -> Peak:
-        """Raise the peak to flop/s that a task reached, as a busy machine may have disturbed the peak's measurement."""
+        """Return a peak of at least `flop` flop/s, which a task has reached. reached: text on the task for `source`.
+
+        A task can exceed the measured peak if a busy machine disturbed the measurement."""
         if self.flop is None or flop <= self.flop:
             return self
         return replace(self, flop=flop, source=f"{self.source}; {self.flop / 1e9:,.1f} Gflop/s, but {reached}")
@@ -55,7 +59,7 @@ class Peak:
 
 
 def assumed_peak(config: RunConfig) -> Peak:
-    """Return the peak of all workers together: from the config, else from the device model of plans."""
+    """Return the peak rates of all workers together: those of `profile` in the config, else of the device model."""
     count, own = config.workers, config.profile
     if own.peak_flop and own.peak_bytes:
         return Peak(own.peak_flop, own.peak_bytes, "config").of_workers(count)

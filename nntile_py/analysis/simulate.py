@@ -1,7 +1,7 @@
-"""Simulation of a planned program on several GPUs or nodes: tasks are placed, grouped, then simulated event by event.
+"""Simulate a planned program on several GPUs or nodes: tasks are placed, grouped, then simulated event by event.
 
 Nodes sum gradients over a network (tiles/allreduce.py). If all nodes run the same program on parts of the batch, one
-node is simulated for all: it receives its own messages.
+node is simulated in place of all: it receives its own messages.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from nntile_py.tiles.rank_tasks import RECEIVE, MessageTask, Replicas
 from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
 from nntile_py.tiles.tasklist import Task
 
-Copies = dict[Hashable, set[int]]  # for each tile the workers that hold it
-# Events: a task's tiles are on its worker; a task ended; a message reached a node, passed its card, passed its thread.
+Copies = dict[Hashable, set[int]]  # {key of a tile: workers that hold it}
+# Events: a task's tiles are on its worker; a task ended; a message reached the receiving node, was received by the
+# node's network card, was taken by the node's message thread.
 READY, ENDED, LANDED, CAME, TAKEN = range(5)
 
 
 @dataclass
 class SimulatedList:
-    """Result of the simulation of one task list, on one node; times in seconds.
+    """Result of the simulation of one task list on one node. All times are in seconds.
 
     Attributes:
+        start, end: times since the start of the simulation.
         busy: time of each worker, including the runtime's time for its tasks.
         adding: the part of `busy` for sums over nodes.
         inside: bytes between workers of the node.
@@ -61,17 +63,21 @@ class SimulatedList:
 
 
 def planned_seconds(lists: Sequence[TaskList], workers: int, speed: Speed) -> float:
-    """Return the seconds of a step after a first step, which has put tiles in place.
+    """Return the simulated seconds of a step on one machine.
+
+    A first step, which puts tiles in place, is simulated before and not counted.
 
     Args:
         lists: the step's resolved task lists, in the order in which they run.
+        workers: number of workers.
+        speed: rates of a worker.
     """
     simulated = simulate([programs(lists, workers, speed)], workers, speed)
     return simulated[-1].end - simulated[0].start
 
 
 def programs(lists: Sequence[TaskList], workers: int, speed: Speed, *, group: bool = True) -> list[list[Task]]:
-    """Return the tasks of each list as in a run: placed on workers, and grouped."""
+    """Return the tasks of each list as a run executes them: placed on workers, and grouped unless `group` is False."""
     residency: Residency = {}
     tasks_of: dict[int, list[Task]] = {}  # a list that runs several times is placed once
     for tasks in lists:
@@ -86,10 +92,13 @@ def programs(lists: Sequence[TaskList], workers: int, speed: Speed, *, group: bo
 def simulate(
     nodes: Sequence[Sequence[Sequence[Task]]], workers: int, speed: Speed, network: Network | None = None
 ) -> list[SimulatedList]:
-    """Simulate a step after a first step, which has put tiles in place.
+    """Simulate a step. A first step, which puts tiles in place, is simulated before and not reported.
 
     Args:
-        nodes: task lists of all nodes, or of one node that stands for all.
+        nodes: for each node its task lists; or those of one node that stands for all.
+        workers: number of workers of a node.
+        speed: rates of a worker.
+        network: the network between nodes.
 
     Returns:
         The first node's result for each list.
@@ -105,7 +114,9 @@ def simulate(
 
 
 def rank_programs(lists: Sequence[TaskList], ranks: int, speed: Speed, shard: bool = False) -> list[list[list[Task]]]:
-    """Return the tasks and messages of each rank in the second step, list by list."""
+    """Return for each rank, and each of `lists`, the tasks and messages of a step after the first.
+
+    shard: the rank that updates a weight keeps it, see Runtime."""
     residency: Residency = {}
     distinct = {id(tasks): tasks for tasks in lists}
     placed = {number: place(tasks, ranks, speed, residency) for number, tasks in distinct.items()}
@@ -128,7 +139,7 @@ def rank_programs(lists: Sequence[TaskList], ranks: int, speed: Speed, shard: bo
 
 
 def evicted_bytes(lists: Sequence[TaskList], memory: float) -> int:
-    """Return the bytes that a step on one worker with `memory` bytes evicts to main memory and fetches again."""
+    """Return the bytes that a step on one GPU with `memory` bytes evicts to main memory and fetches again."""
     room = room_in_turn(lists, memory)
     if not room:
         return 0
@@ -137,19 +148,21 @@ def evicted_bytes(lists: Sequence[TaskList], memory: float) -> int:
 
 
 def simulate_list(tasks: Sequence[Task], workers: int, speed: Speed, copies: Copies, start: float = 0.0) -> float:
-    """Simulate one node's tasks, all submitted at `start`; return when the last task ends.
+    """Simulate one node's tasks, all submitted at time `start`. Returns the time when the last task ends.
 
     A task's tiles are fetched when its predecessors have ended, one tile at a time into each worker. A worker runs the
     first task of the list whose tiles it holds. Lack of memory and the end of a reduction are not simulated.
 
     Args:
-        copies: for each tile the workers that hold it, updated here; a tile without entry is on all workers.
+        copies: {key of a tile: workers that hold it}, updated here. A tile without an entry is on all workers.
     """
     return _Simulation([tasks], workers, speed, [copies], start).run()
 
 
 class _Node:
-    """State of a node: tasks, their dependencies, transfers in progress."""
+    """State of a simulated node: tasks, their dependencies, transfers in progress.
+
+    cards: number of network cards. several: several nodes are simulated, so that each has other messages."""
 
     def __init__(
         self, tasks: Sequence[Task], workers: int, copies: Copies, start: float, cards: int, several: bool
@@ -161,25 +174,29 @@ class _Node:
         for number, previous in enumerate(before):
             for earlier in previous:
                 self.after[earlier].append(number)
-        self.receives: dict[tuple[int, int], deque[int]] = {}  # tasks that receive messages, by source and tag
+        self.receives: dict[tuple[int, int], deque[int]] = {}  # tasks that receive messages, by sender and tag
         for number, task in enumerate(tasks):
             if isinstance(task, MessageTask) and task.kernel == RECEIVE:
                 self.receives.setdefault((task.peer if several else 0, task.tag), deque()).append(number)
                 self.missing[number] += 1
-        self.arrived = [start] * workers  # when each worker has received all fetched tiles
+        self.arrived = [start] * workers  # for each worker, the time when all tiles fetched so far have arrived
         self.waiting: list[list[int]] = [[] for _ in range(workers)]
         self.busy = [False] * workers
-        self.thread = start  # when the thread of messages is free
-        self.out, self.into = [start] * cards, [start] * cards  # when each card is free
+        self.thread = start  # time when the message thread is free
+        self.out, self.into = [start] * cards, [start] * cards  # times when each card is free to send, to receive
 
 
 class _Simulation:
-    """Simulation of one list of each node; see `simulate_list`.
+    """Simulation of one task list on each node; `simulate_list` says what is simulated.
 
-    A node's thread sends a message when its tile is complete. The network card of the tile's worker transmits one
-    message at a time. So do the card and the thread of the receiving node.
+    A node's message thread sends a message when the message's tile is complete. The network card of the tile's worker
+    transmits one message at a time. The card and the message thread of the receiving node also handle one message at a
+    time.
 
     Args:
+        lists: the task list of each node.
+        copies: for each node, {key of a tile: workers that hold it}, updated here.
+        start: time of the start.
         used: result for the first node, which the simulation fills in.
     """
 
@@ -195,7 +212,7 @@ class _Simulation:
         self.events: list[tuple[float, int, int, int]] = []  # date, kind, node, task
 
     def run(self) -> float:
-        """Return when the last task ends."""
+        """Simulate until no event is left. Returns the time when the last task ends."""
         for at, node in enumerate(self.nodes):
             for number, count in enumerate(node.missing):
                 if not count:
@@ -231,7 +248,7 @@ class _Simulation:
             heapq.heappush(self.nodes[at].waiting[max(task.worker, 0)], number)
 
     def _fetched(self, at: int, task: Task, now: float) -> float:
-        """Fetch a task's tiles; return when its worker has them."""
+        """Fetch a task's tiles. Returns the time when the task's worker has them all."""
         node, worker, arrived = self.nodes[at], max(task.worker, 0), now
         for access in task.accesses:
             held = node.copies.get(access.tile.key)

@@ -1,4 +1,4 @@
-"""Number of tasks of a tiling, counted without listing them, and coarser tiles if there are too many."""
+"""Count the tasks of a tiling without listing them, and advise coarser tiles if there are too many."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from nntile_py.tiles.placement import Speed
 if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
 
-MANY = 20_000  # tasks; fewer are listed, and run, within two seconds
-LONG = 5.0  # seconds to list the tasks, from which a note says so
+MANY = 20_000  # tasks; fewer tasks are listed, and run, within two seconds
+LONG = 5.0  # seconds; if listing the tasks takes longer, a note says so
 
 
 @dataclass(frozen=True)
 class TileCost:
-    """Cost of a tiling on a worker of `speed`.
+    """Cost of a tiling on workers with the rates `speed`.
 
     Attributes:
-        tiles: as in the YAML.
-        tasks: of a step.
-        work: seconds of arithmetic of a mean task.
+        tiles: {axis: tile size}, as in the YAML.
+        tasks: number of tasks of a step.
+        work: mean seconds of arithmetic in a task.
     """
 
     tiles: dict[str, int]
@@ -39,31 +39,32 @@ class TileCost:
 
     @property
     def far_too_fine(self) -> bool:
-        """Return whether there are many tasks, and a mean task's arithmetic takes less time than its overhead."""
+        """True if there are many tasks, and the mean arithmetic of a task takes less time than its overhead."""
         return self.tasks > MANY and self.work < self.speed.beside
 
 
 def own_cost(config: RunConfig, spec: StepSpec | None = None) -> TileCost:
-    """Return the cost of the config's own tiles."""
+    """Return the cost of the tiles that the config has."""
     return next(_coarser(config, spec))
 
 
 def coarse(config: RunConfig, spec: StepSpec | None = None, *, inference: bool = False) -> TileCost:
-    """Make tiles coarser until a mean task is long enough (Speed.good), or until no axis is cut.
+    """Return coarser tiles for the config, and their cost.
 
-    Each step halves the number of tiles along the axis that has most. The batch keeps a tile for each worker.
+    The number of tiles is halved along the axis that has the most tiles, until a mean task is long enough (Speed.good)
+    or no axis is cut. The batch keeps a tile for each worker.
 
     Args:
-        config: the run.
-        spec: the config's StepSpec, if the caller has it.
-        inference: for a forward pass instead of a training step.
+        config: the config of the run.
+        spec: the config's StepSpec, if the caller has it already.
+        inference: True: count the tasks of a forward pass instead of a training step.
     """
     *_, last = _coarser(config, spec, inference)
     return last
 
 
 def note(config: RunConfig, spec: StepSpec | None = None) -> str:
-    """Return a note if tiles are far too small, or if listing the tasks takes long; else an empty text."""
+    """Return a note for the user if tiles are far too small or listing the tasks takes long; "" otherwise."""
     own = own_cost(config, spec)
     listing = f"listing them takes about {own.tasks * LISTING:.0f} s"
     if not own.far_too_fine:
@@ -79,14 +80,14 @@ def note(config: RunConfig, spec: StepSpec | None = None) -> str:
 
 
 def sizes(config: RunConfig) -> dict[str, int]:
-    """Return the size of each axis that tiles may cut."""
+    """Return {axis: size} for the axes of the config's model that tiles may cut."""
     axes = step_spec(config).padded.trace(training=False)[0].sizes()
     return {axis: axes[axis] for axis in AXES if axis in axes}
 
 
 def _coarser(config: RunConfig, spec: StepSpec | None = None, inference: bool = False) -> Iterator[TileCost]:
-    """Yield the cost of the config's own tiling, then of coarser and coarser tilings, up to a good one."""
-    spec = (spec or step_spec(config)).padded  # has as many tasks as the packed step, and the axes that `tiles` names
+    """Yield the cost of the config's tiling, then of coarser and coarser tilings, until a tiling is good."""
+    spec = (spec or step_spec(config)).padded  # has as many tasks as a packed step, and the axes that `tiles` names
     if inference:
         repeats, graph, update = 1, spec.evaluation().graph, Graph()
     else:

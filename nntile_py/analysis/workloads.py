@@ -1,4 +1,4 @@
-"""Workloads that are drawn, swept and timed: training steps, inference, and the small graphs that papers measure.
+"""Build workloads to draw, sweep and time: training steps, inference, and the small graphs that papers measure.
 
 All sizes come from a config, so that a sweep can change each of them. This module does not use StarPU.
 """
@@ -35,7 +35,7 @@ Work = Literal[
     "train", "inference", "attention", "linear_relu", "linear_reshape", "qkv_none", "qkv_qk", "qkv_all",
     "encoder", "decoder", "mha",
 ]  # fmt: skip
-FORWARD = ("inference", "attention")  # forward passes
+FORWARD = ("inference", "attention")  # workloads that are forward passes
 Phase = Literal["forward", "backward", "all"]
 TITLES = {
     "train": "a training step of",
@@ -49,11 +49,16 @@ TITLES = {
 
 @dataclass
 class Built:
-    """The graphs of a step with their task lists, in the order in which they run."""
+    """The graphs of a workload with their task lists, in the order in which they run.
+
+    Attributes:
+        flop: floating point operations of contractions and attentions.
+        params: parameters of a forward pass; empty for other workloads.
+    """
 
     graphs: list[tuple[Graph, Lowering]]
-    flop: float  # of contractions and attentions
-    params: list[Param] = field(default_factory=list)  # of forward passes
+    flop: float
+    params: list[Param] = field(default_factory=list)
 
     @property
     def lists(self) -> list[TaskList]:
@@ -61,7 +66,9 @@ class Built:
 
 
 def build(config: RunConfig, work: Work = "train", phase: Phase = "all", *, fusion: Fusion | None = None) -> Built:
-    """Return the graphs of a workload with their task lists. fusion: replaces the config's."""
+    """Return the graphs of a workload with their task lists.
+
+    phase: for the small graphs that papers measure. fusion: replaces the config's fusion."""
     spec = spec_of(config, work, fusion)
     if work == "train":
         return of_step(spec.step(), config.train.grad_accumulation)
@@ -73,7 +80,7 @@ def build(config: RunConfig, work: Work = "train", phase: Phase = "all", *, fusi
 
 PAPER = ["train.batch=8", "train.seq=512", "model.embed=1024", "model.heads=16", "model.dropout=0.1",
          "model.attention=naive", "model.attention_dropout=0.1", "tiles={}"]  # fmt: skip
-PRESETS = {  # works without a config: BERT-large's sizes (Ivanov et al. 2021, section III.D)
+PRESETS = {  # workloads that need no config: sizes of BERT-large (Ivanov et al. 2021, section III.D)
     "encoder": ("encoder_layer.yaml", PAPER),
     "decoder": ("decoder_layer.yaml", [*PAPER, "model.memory=null"]),
     "mha": ("encoder_layer.yaml", PAPER),
@@ -81,7 +88,7 @@ PRESETS = {  # works without a config: BERT-large's sizes (Ivanov et al. 2021, s
 
 
 def preset(work: str, overrides: Sequence[str]) -> RunConfig:
-    """Return the config of a work of PRESETS, with KEY=VALUE overrides."""
+    """Return the config of a workload in PRESETS, changed by KEY=VALUE overrides."""
     from nntile_py.config.run_config import RunConfig, resolve
     from nntile_py.schema import read_yaml
 
@@ -92,7 +99,7 @@ def preset(work: str, overrides: Sequence[str]) -> RunConfig:
 
 
 def work_title(config: RunConfig, work: str) -> str:
-    """Return a text with the workload, its model, sizes and precision."""
+    """Return a title for a workload: its model, sizes and precision."""
     sizes = {"batch": config.train.batch, "seq": config.train.seq}
     names = ("layers", "embed", "heads") if work in ("train", "inference") else ("embed", "heads")
     sizes |= {name: getattr(config.model, name) for name in names if hasattr(config.model, name)}
@@ -101,11 +108,11 @@ def work_title(config: RunConfig, work: str) -> str:
 
 
 def logical(config: RunConfig, work: Work, fusion: Fusion | None = None, phase: Phase = "all") -> list[Graph]:
-    """Return the graphs of a workload without tiles; the second graph of a training step is the update.
+    """Return the graphs of a workload without tasks. For a training step, the second graph is the update.
 
     Args:
-        fusion: see spec_of.
-        phase: for the small graphs that papers measure.
+        fusion: replaces the config's fusion and gives the default layouts, see spec_of.
+        phase: for the small graphs that papers measure, the phase to keep.
     """
     spec = spec_of(config, work, fusion)
     if work == "train":
@@ -120,10 +127,10 @@ def logical(config: RunConfig, work: Work, fusion: Fusion | None = None, phase: 
 
 
 def spec_of(config: RunConfig, work: Work, fusion: Fusion | None = None) -> StepSpec:
-    """Return the StepSpec of the config's model, or of its attention only.
+    """Return the StepSpec of the config's model; for the work `attention`, of the model's attention only.
 
     Args:
-        fusion: replaces the config's; the layout is then the default.
+        fusion: replaces the config's fusion; layouts are then the default ones.
     """
     spec = step_spec(config)
     if fusion:
@@ -135,12 +142,12 @@ def spec_of(config: RunConfig, work: Work, fusion: Fusion | None = None) -> Step
 
 
 class AttentionOnly:
-    """The attention of a layer without its products: figures 11 to 13 of ByteTransformer (Zhai et al. 2023).
+    """The attention of a layer without its products, as in figures 11 to 13 of ByteTransformer (Zhai et al. 2023).
 
-    Inputs: q, k, v [batch, seq, heads, head_dim], and attention_mask if the batch has one.
+    The inputs are q, k, v [batch, seq, heads, head_dim], and attention_mask if the batch has one.
 
     Args:
-        config: has embed, heads and attention.
+        config: a model's config with the fields embed, heads and attention.
     """
 
     def __init__(self, config: Any) -> None:
@@ -166,7 +173,9 @@ def of_step(step: Step, grad_accumulation: int) -> Built:
 
 
 def small_graph(config: RunConfig, work: Work, fusion: Fusion, *, backward: bool) -> Graph:
-    """Return a small graph of x [batch, seq, embed]. backward: also the gradients, with those of outputs as inputs."""
+    """Return the fused graph of a small workload, a key of _MAKERS, with the input x [batch, seq, embed].
+
+    backward: add the backward pass. The gradients of the outputs are then further inputs."""
     graph = Graph(TILE_DTYPE.get(config.precision, config.precision), cuts=tiling(config))
     _need(config, work, "embed", "heads")
     sizes = [config.train.batch, config.train.seq, config.model.embed]
@@ -191,7 +200,9 @@ def _need(config: RunConfig, work: Work, *fields: str) -> None:
 
 
 def select(graph: Graph, phase: str) -> Graph:
-    """Remove the operators of other phases from the graph; tensors that they wrote become inputs."""
+    """Remove the operators of other phases from the graph, and return the graph.
+
+    Tensors that removed operators wrote become inputs. Outputs that only removed operators read become results."""
     graph.ops = [op for op in graph.ops if phase in ("all", op.phase)]
     written = {t.storage for op in graph.ops for t in op.outputs}
     for op in graph.ops:
@@ -210,7 +221,7 @@ def select(graph: Graph, phase: str) -> Graph:
 
 
 class _OutputGradients(Op):
-    """Placeholder for the rest of a model: the gradients of its inputs are inputs of the graph. It has no task."""
+    """Placeholder for the rest of a model. The gradients of its inputs are inputs of the graph. It has no tasks."""
 
     def __init__(self, inputs: list[Tensor], loss: Tensor) -> None:
         super().__init__(inputs, [loss])
@@ -231,7 +242,7 @@ def _param(g: Graph, name: str, **sizes: int) -> Tensor:
 
 
 def _linear_relu(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
-    """relu(x W + bias), the first half of a feed-forward block: figures 10, 11, 12 and 15 of the NNTile report."""
+    """Add relu(x W + bias), the first half of a feed-forward block, as in figures 10-12 and 15 of the NNTile report."""
     ffn = getattr(c.model, "ffn", 4 * c.model.embed)
     weight, bias = _param(g, "fc.weight", embed=c.model.embed, ffn=ffn), _param(g, "fc.bias", ffn=ffn)
     return [activation(g, linear(g, x, weight, ["batch", "seq", "ffn"], bias), "relu")]
@@ -242,15 +253,16 @@ def _heads(c: RunConfig) -> dict[str, int]:
 
 
 def _linear_reshape(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
-    """reshape(x W): rows of embed to [batch, heads, seq, head_dim]; figures 13 and 16 of the NNTile report."""
+    """Add x W, reshaped to [batch, heads, seq, head_dim], as in figures 13 and 16 of the NNTile report."""
     y = linear(g, x, _param(g, "q.weight", embed=c.model.embed, **_heads(c)), ["batch", "seq", "heads", "head_dim"])
     return [transpose(g, y, ["batch", "heads", "seq", "head_dim"])]
 
 
 def _qkv(stacked: int) -> Callable[[Graph, Tensor, RunConfig], list[Tensor]]:
-    """Queries, keys and values by 3, 2 (QK stacked) or 1 products: Table II of the data-movement paper.
+    """Return a function that adds queries, keys and values to a graph, as in Table II of the data-movement paper.
 
-    The backward pass has dX and dW of each product, and the sum of several dX."""
+    stacked: 1: three products; 2: two, with Q and K stacked; 3: one product. The backward pass has dX and dW of each
+    product, and the sum of several dX."""
 
     def make(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
         names = {1: ["q", "k", "v"], 2: ["qk", "v"], 3: ["qkv"]}[stacked]
@@ -265,12 +277,14 @@ def _qkv(stacked: int) -> Callable[[Graph, Tensor, RunConfig], list[Tensor]]:
 
 
 def _layers(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
-    """An encoder layer (models/layer.py): Tables I, III and V of the data-movement paper."""
+    """Add an encoder layer (models/layer.py), as in Tables I, III and V of the data-movement paper."""
     return [_one_layer(c, TransformerEncoderConfig).layers(g, x)]
 
 
 def _decoder(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
-    """A decoder layer: causal self-attention, then attention to an encoder's output with seq or `memory` positions."""
+    """Add a decoder layer: causal self-attention, then attention to an encoder's output.
+
+    That output has `memory` positions if the model's config says so, else `seq`."""
     layer = _one_layer(c, TransformerDecoderConfig)
     sizes = c.train.batch, getattr(layer.config, "memory", None) or c.train.seq, c.model.embed
     memory = g.named("memory", ["batch", "key", "embed"], sizes, "input")
@@ -279,14 +293,16 @@ def _decoder(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
 
 
 def _mha(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
-    """Multi-head self-attention with its four products: Table IV of the data-movement paper."""
+    """Add multi-head self-attention with its four products, as in Table IV of the data-movement paper."""
     layer = _one_layer(c, TransformerEncoderConfig)
     with g.scope("attn"):
         return [layer.attend(g, x, x, "self_attn", layer.config.causal)]
 
 
 def _one_layer(c: RunConfig, kind: type[TransformerEncoderConfig]) -> TransformerEncoder:
-    """Return a layer of the config's sizes: the config's own layer, or for other models an encoder layer with ReLU."""
+    """Return a model of one layer with the config's sizes.
+
+    It has the config's own layer if that is of `kind`. For other models it has a layer of `kind` with ReLU."""
     if isinstance(c.model, kind):
         return TransformerEncoder(c.model.model_copy(update={"layers": 1}))
     names = {"embed", "heads", "ffn", "dropout", "attention_dropout", "attention", "layer_norm_eps"}
