@@ -20,7 +20,8 @@ SHARE = 4  # graphs, and the weights that stay on the GPU for them, take at most
 MOST_TASKS = 4096  # longer programs are not faster as a graph
 LEAST = 16  # least number of entries of an axis that a graph computes, see `rounded`
 TURNS, RUNS = 3, 4  # number of measurements with and without a graph, and number of runs in each measurement
-LONG = 1e-4  # mean seconds of a task from which on a graph gains nothing, and choosing its kernels takes minutes
+# If tasks take more seconds than this on average, a graph gains nothing, and the choice of its kernels takes minutes.
+LONG = 1e-4
 
 
 class Roles(NamedTuple):
@@ -123,7 +124,7 @@ class Served:
         self._list.tasks = [Task("captured", accesses, op="captured", flop=flop)]
         self._native = _core.Captured(
             self._program.native, [store.handle(tile) for tile in weights], [store.handle(a.tile) for a in accesses],
-            [a.mode for a in accesses], 2 * tasks.peak_bytes(0),  # a graph, and runs without one
+            [a.mode for a in accesses], 2 * tasks.peak_bytes(0),  # a graph, and runs without a graph
             [number for number, name in enumerate(self._program.slots) if name not in self._most],
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The disk folder for tiles that do not fit into main memory; StarPU writes and reads them there."""
+"""The disk folder to which StarPU writes tiles that do not fit into main memory, and from which it reads them."""
 
 from __future__ import annotations
 

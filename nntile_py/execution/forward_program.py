@@ -61,7 +61,10 @@ def is_label(declaration: Input) -> bool:
 
 
 def label_counts(declared: Mapping[str, Input], arrays: Mapping[str, Array], given: Collection[str]) -> dict[str, int]:
-    """Return {slot: number of labels over which the loss with this slot is averaged}; 0 for labels not in `given`."""
+    """Return, for each slot that scales a loss, the number of labels over which the loss is averaged.
+
+    It is 0 for labels that are not in `given` and have no default.
+    """
     scaled = {name: one for name, one in declared.items() if one.scale}
     present = {name for name, one in scaled.items() if name in given or one.default is not None}
     return {str(one.scale): one.counted(arrays[name]) if name in present else 0 for name, one in scaled.items()}
@@ -75,8 +78,8 @@ def mean_slots(counts: Mapping[str, int], scale: float = 1.0) -> dict[str, float
 class ForwardProgram:
     """A forward pass that runs on StarPU. It needs a running Runtime.
 
-    Inputs, weights and outputs are persistent tiles: an input keeps its value until `write` gives another one, and a
-    tensor that the program updates keeps its value between runs. Slots are numbers that `run` passes at submission.
+    Inputs, weights and outputs are persistent tiles: an input keeps its value until `write` replaces the value, and a
+    tensor that the program updates keeps its value between runs. Slots are numbers that `run` takes at each submission.
 
         arrays = program.check(given)          # validate, fill in defaults
         program.write(arrays)                  # asynchronous

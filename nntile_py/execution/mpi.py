@@ -34,7 +34,7 @@ MESSAGES = 1000  # largest number of messages in transit at a time if runtime.wi
 SHORT, LONG = 20e-6, 1e-3  # shortest and longest pause between two polls, in seconds
 TRIPS = 200  # number of round trips to another rank; the shortest round trip compares the two clocks
 NO_MORE, LAST = -1, -2  # rank 0 sends these instead of the number of an array: its requests end for now, or for good
-PATIENCE = 20.0  # seconds without a sign of life of a rank until all ranks end
+PATIENCE = 20.0  # seconds after which all ranks end if a rank gives no sign of life
 STARTING = 3  # factor on PATIENCE while ranks start, as their disks may be slow
 
 
@@ -271,7 +271,7 @@ def ranks() -> Ranks:
 
 
 def _refuse_srun() -> NoReturn:
-    """End all processes that srun started without a common MPI: the first one raises ConfigError, the others exit."""
+    """End all processes that srun started without a common MPI: rank 0 raises ConfigError, the other ranks exit."""
     if not system.leads():
         system.failing(2)
         raise SystemExit(2)
@@ -294,7 +294,7 @@ def _patience() -> float:
 
 @contextmanager
 def _starting(sign: str) -> Iterator[None]:
-    """End this process if the other ranks do not start within the block; `sign`: see _give_up."""
+    """End this process if the block, in which it waits for the other ranks, lasts too long. sign: see _give_up."""
     done, seconds = threading.Event(), STARTING * _patience()
     if seconds:
         threading.Thread(target=_give_up, args=(done, seconds, sign), daemon=True).start()
@@ -309,7 +309,7 @@ def _give_up(done: threading.Event, seconds: float, sign: str) -> None:
 
     Args:
         done: is set as soon as all ranks have started.
-        sign: file name of a library. A rank that has loaded it waits for the other ranks too.
+        sign: file name of a library. A rank that has loaded the library waits for the other ranks too.
     """
     if done.wait(seconds):
         return

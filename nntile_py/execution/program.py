@@ -82,7 +82,7 @@ class Store:
         Every rank writes the tiles that it uses.
         """
         grids = self._grids.setdefault(lowering, {})
-        if tensor not in grids:  # inputs are written at every step
+        if tensor not in grids:  # cached, because inputs are written at every step
             grid = [*lowering.grid(tensor)]
             mine = [(where, self.handle(tile)) for where, tile in grid if self._uses(tile)]
             grids[tensor] = mine, [tile for _, tile in grid]

@@ -137,7 +137,7 @@ class Runtime:
         if Runtime.current and Runtime.current.lent:
             Runtime.current.__exit__()
         if Runtime.current is None and _core.running():
-            self._stop()  # an interrupt ended a previous block between two lines
+            self._stop()  # an interrupt ended an earlier `with` block before it stopped StarPU
         try:
             with uninterrupted():
                 self._start()

@@ -101,7 +101,7 @@ def prepare_cuda(devices: int, memory: int | None) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that all ranks on this machine share, inside the block. Without it if the file cannot be created."""
+    """Inside the block, hold a lock that all ranks on this machine share. No lock if the file cannot be created."""
     with contextlib.ExitStack() as opened:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -252,7 +252,7 @@ class Bins:
             needed = ", ".join(name for name, one in allowed.items() if one.default is None)
             raise ValueError(f"no inputs of tokens were given; the model needs {needed}")
         rows = len(tokens[0]) if tokens[0].ndim > 1 else 1
-        user_sizes = {"batch": (rows or 1,), "seq": (self.length,), "sequence": ()}  # of axes with other sizes in a bin
+        user_sizes = {"batch": (rows or 1,), "seq": (self.length,), "sequence": ()}  # of axes that differ in a bin
         checked = {}
         for name, value in arrays.items():
             one = allowed.get(name, mask)

@@ -85,7 +85,7 @@ class Costs:
     def _described(self, op: Op, layout: Layout) -> tuple[str, str]:
         """Return the texts that identify an operator in a layout (layouts.described).
 
-        They are cached for contractions, which have many layouts, and for transposes.
+        The texts are cached for contractions, which have many layouts, and for transposes.
         """
         if not isinstance(op, Contract | Transpose):
             return described(laid(op, layout), self.tiling, self.policy)
@@ -120,7 +120,7 @@ class Costs:
         op = Transpose(x, y)
         return self.timing(op, layout_of(op)).seconds
 
-    # -- by the values of variables
+    # -- costs as tables over the values of variables
 
     def terms(self, ops: Sequence[Op]) -> list[Term]:
         """Return terms whose sum is the cost of all operators and of all shared copies."""
@@ -132,7 +132,7 @@ class Costs:
         return [*map(of_copy, dict.fromkeys(self._copied.values())), *map(self.table, ops)]
 
     def _term(self, tensor: Tensor, copied: SharedCopy | None, of: Callable[[Order, Order | None], float]) -> Term:
-        """Return `of(order of the tensor, order of its copy)`, a cost, for all values of the edge and the copy."""
+        """Return the Term of a cost `of(order, copy's order)` that depends on the orders of a tensor and its copy."""
         edge = self.edges[tensor]
         copies = copied.orders if copied else [None]
         table = np.array([[of(now, copy) for copy in copies] for now in self._orders(tensor)])

@@ -116,7 +116,7 @@ def _tie(tie: SameOrder, sets: _Sets, trailing: set[TensorAxis]) -> None:
 
 
 def _edge(tensors: list[Tensor], sets: _Sets, trailing: set[TensorAxis]) -> Edge:
-    """Return the edge of these tensors. It has no order if the present orders of the tensors disagree."""
+    """Return the edge of these tensors. The edge has no order if the present orders of the tensors disagree."""
     numbers: dict[object, str] = {}
     names: dict[Tensor, Order] = {}
     for t in sorted(tensors, key=lambda t: -len(t.axes)):

@@ -40,11 +40,11 @@ class Graph:
         # these positions.
         self.row_numbers: dict[str, Tensor] = {}
         self.params: dict[Tensor, Param] = {}
-        self.grads: dict[Tensor, Tensor] = {}  # gradients by parameter, after `backward`
+        self.grads: dict[Tensor, Tensor] = {}  # {parameter: gradient}, filled by `backward`
         self.inputs: dict[str, Input] = {}
         self.projections: list[list[Tensor]] = []  # queries, keys, values of each attention
         self.ops: list[Op] = []
-        self.tensors: dict[str, Tensor] = {}  # inputs and parameters
+        self.tensors: dict[str, Tensor] = {}  # inputs and parameters, by name
         self.kept: dict[tuple[str, str], Tensor] = {}  # other persistent tensors, by kind and name
         self._sources: dict[str, list[Source]] = {}  # for each checkpoint weight: the parts that parameters declare
         self._scope: list[str] = []
@@ -58,7 +58,7 @@ class Graph:
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Prefix the names of the operators added inside with `name`."""
+        """Context manager that prefixes the names of the operators added inside the block with `name`."""
         self._scope.append(name)
         yield
         self._scope.pop()
@@ -76,7 +76,7 @@ class Graph:
 
     @property
     def loss(self) -> Tensor | None:
-        """The tensor to which operators add their losses, None if no operator has."""
+        """The tensor to which operators add their losses; None if no operator has added a loss."""
         return self.kept.get(("scalar", "loss"))
 
     @typed

@@ -88,7 +88,7 @@ def same_orders_of(op: Op) -> list[SameOrder]:
 def _attention_orders(op: Attention | AttentionGrad) -> list[SameOrder]:
     """Return the sets of attention's tensors that need the same order.
 
-    They are the operands, the gradients of the operands, the output, and the gradient of the output.
+    The sets are: the operands; the gradients of the operands; the output; the gradient of the output.
     """
 
     def roles(tensors: Iterable[Tensor]) -> SameOrder:
@@ -124,7 +124,7 @@ def _row_orders(op: Op, form: Definition) -> list[SameOrder]:
 
 
 def on(op: Op, other: Mapping[Tensor, Tensor]) -> Op:
-    """Return a copy of an operator with its tensors replaced as in `other`; their axes may have other orders."""
+    """Return a copy of an operator on other tensors. other: {tensor: new tensor}; axes may have another order there."""
 
     def of(tensor: Tensor) -> Tensor:
         return other.get(tensor, tensor)
@@ -211,7 +211,7 @@ def _subsequence(axes: Sequence[str], order: Sequence[str]) -> bool:
 
 
 def fits(tie: SameOrder, order: Order) -> bool:
-    """Return whether the tensors of `tie` may have this order."""
+    """Return whether the SameOrder `tie` allows its tensors this order of axes, given by the names in `tie`."""
     return all(_subsequence(axes, order) for axes in tie.kept) and order[len(order) - len(tie.last) :] == tie.last
 
 

@@ -28,7 +28,7 @@ def lower(
         policy: accumulation policy.
         holds: further tensors that hold data before the list runs, such as gradients of an earlier micro-batch. The
             tasks add to these data.
-        rank_sums: adds the partial sums of several ranks; None: they are added in a chain from rank to rank.
+        rank_sums: adds the partial sums of several ranks; None: the sums are added in a chain from rank to rank.
     """
     for op in graph.ops:
         op.fit(tiling)  # the tiling learns which axes must be cut together

@@ -28,7 +28,7 @@ def add_update(g: Graph, optimizer: Optimizer, param: Param, grad: Tensor, clip:
 def _decays(optimizer: Optimizer, param: Param) -> bool:
     """Return whether weight decay acts on the parameter: on matrices only, unless `decay` is "all".
 
-    A matrix has two or more axes in the checkpoint. A bias of attention has one axis there, but two here: heads and
-    head_dim.
+    A matrix has two or more axes in the checkpoint. A bias of attention has one axis in the checkpoint, though its
+    tensor has two: heads and head_dim.
     """
     return optimizer.decay == "all" or all(len(source.shape) > 1 for source in param.sources)

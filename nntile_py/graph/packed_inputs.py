@@ -93,7 +93,8 @@ def apart(g: Graph, batch: Batch, mask: Tensor | None, length: int) -> tuple[Ten
         need = "the same in all places of a model" if ROW_PLACES in g.tensors else f"at least seq = {batch.length}"
         raise ConfigError(f"sequences_apart: length {length} is not allowed; use {need}")
     count = batch.seq // batch.length
-    padded = np.where(np.arange(length) < batch.seq, np.arange(length), NOWHERE)  # rows of a padded batch
+    # Without packing: the positions of a row, then -1 as padding.
+    padded = np.where(np.arange(length) < batch.seq, np.arange(length), NOWHERE)
 
     def of_bins(given: Mapping[str, Array]) -> Array:
         return row_places(given[SEGMENTS], count, length)

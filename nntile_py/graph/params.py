@@ -95,7 +95,10 @@ class Source:
 @typed_fields
 @dataclass(frozen=True)
 class Part:
-    """Argument `sources` of Graph.param: the parameter is part `number`, from 0, of `of` equal parts along `axis`."""
+    """Argument `sources` of Graph.param: the parameter is one of `of` equal parts of a checkpoint weight along `axis`.
+
+    number: index of the part, from 0.
+    """
 
     weight: str
     number: int
@@ -106,7 +109,7 @@ class Part:
 @typed_fields
 @dataclass(frozen=True)
 class Joined:
-    """Argument `sources` of Graph.param: the parameter stacks weights; its entry k along `axis` is weight number k."""
+    """Argument `sources` of Graph.param: entry k of the parameter along `axis` is checkpoint weight number k."""
 
     axis: str
     weights: tuple[str, ...]
@@ -288,7 +291,8 @@ class Input:
     def filled(self, rows: int, given: Mapping[str, Array] | None = None) -> Array | None:
         """Return the default as an array, or None if there is no default.
 
-        given: the other inputs, for a default that derives from them. If it is None, such a default gives None.
+        given: the other inputs, for a default that derives from other inputs. Without `given`, None is returned for
+        such a default.
         """
         if callable(self.default):
             return None if given is None else self.default(given)

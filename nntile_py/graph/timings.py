@@ -104,7 +104,8 @@ class Timings:
     def best(self, operator: str, layout: str) -> Timing | None:
         """Return the timing of an operator in a layout; None if it was not measured.
 
-        The kernel width is the default one, unless another width is faster by more than the noise.
+        The kernel width is the default width, unless another width is faster by more than the noise, or only another
+        width was measured.
         """
         timings = [t for (where, _), t in self.known.get(operator, {}).items() if where == layout]
         best, plain = min(timings, key=lambda t: t.seconds, default=None), self.plain(operator, layout)

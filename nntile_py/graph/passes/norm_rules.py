@@ -42,7 +42,10 @@ def norm_bias_grad(rewriter: Rewriter, op: Op) -> bool:
 
 
 def _into_gradient(rewriter: Rewriter, norm: LayerNormGrad, op: Op, **changes: Any) -> bool:
-    """Fuse `op` into the gradient of a norm, which keeps its position, because operators before `op` may read dx."""
+    """Fuse `op` into the gradient of a norm.
+
+    The gradient keeps its position, because operators before `op` may read dx.
+    """
     dy, x, statistics, gamma = norm.inputs[:4]
     dx, dgamma, dbeta = norm.outputs[:3]
     options = {"add": norm.extra, "dbias": norm.bias, "dropout": norm.dropout} | changes

@@ -20,7 +20,7 @@ def narrow_gradients(graph: Graph, grads: Iterable[Tensor], tiling: Tiling) -> N
     """
     if not is_low(graph.dtype):
         return
-    makers: dict[Tensor, list[Op]] = {}  # by storage
+    makers: dict[Tensor, list[Op]] = {}  # {storage: the operators that write it}
     for op in graph.ops:
         for out in op.outputs:
             makers.setdefault(out.storage, []).append(op)

@@ -35,13 +35,13 @@ def merge_projections(graph: Graph, outputs: Iterable[Tensor] = (), count: int =
     asked = set(outputs)
     rewriter = Rewriter(graph)
     maker, readers = rewriter.maker, rewriter.readers
-    replaced: dict[Op, list[Op]] = {}  # the new operators, by the first one that they replace
+    replaced: dict[Op, list[Op]] = {}  # {the first of several replaced operators: the new operators}
     removed: set[Op] = set()
-    renamed: dict[str, Tensor | None] = {}  # by a removed parameter's name: the new parameter in its place, or None
+    renamed: dict[str, Tensor | None] = {}  # {name of a removed parameter: the new parameter in its place, or None}
     wanted = [tuple(some[:count]) for some in graph.projections]
     every = {qkv: [_chain(tensor, maker, readers) for tensor in qkv] for qkv in wanted}
     free = {qkv: chains for qkv, chains in every.items() if not asked & {op.output for ops in chains for op in ops}}
-    merged_params: dict[tuple[Tensor, ...], Tensor] = {}  # by the parameters that each replaces
+    merged_params: dict[tuple[Tensor, ...], Tensor] = {}  # {the replaced parameters: the new parameter}
     for qkv, chains in _mergeable({qkv: chains for qkv, chains in free.items() if _alike(chains)}, readers).items():
         new_ops, out = _merged_chain(graph, chains, renamed, merged_params)
         attention = readers[qkv[0]][0]
@@ -165,7 +165,8 @@ def _merge_params(graph: Graph, tensors: Sequence[Tensor], renamed: dict[str, Te
     name = weights[0] if len(weights) == 1 else "+".join(t.name for t in tensors)
     axes = [*first.axes[:place], AXIS, *first.axes[place:]]
     tensor = Tensor(name, axes, [*first.shape[:place], len(tensors), *first.shape[place:]], first.dtype, "param")
-    # The new parameter takes the first one's place: gradients and updates have the order of the parameters.
+    # The new parameter takes the place of the first replaced parameter, because gradients and updates have the order of
+    # the parameters.
     renamed.update({first.name: tensor} | dict.fromkeys((t.name for t in tensors[1:]), None))
     graph.params[tensor] = stacked(params, tensor, AXIS)
     return tensor

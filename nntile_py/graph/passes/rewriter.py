@@ -92,7 +92,8 @@ class Rewriter:
     def place(self, old: list[Op], new: Op) -> int | None:
         """Return the first position of an operator in `old` where `new` can replace all operators of `old`.
 
-        It is after the makers of the inputs of `new` and before the readers of its outputs. None: there is none.
+        The position is after the makers of the inputs of `new` and before the readers of the outputs of `old`. None:
+        there is no such position.
         """
         makers = [self.order[self.maker[t]] for t in new.inputs if t in self.maker and self.maker[t] not in old]
         readers = [self.order[r] for op in old for t in op.outputs for r in self.readers.get(t, []) if r not in old]

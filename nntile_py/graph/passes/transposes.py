@@ -133,7 +133,7 @@ def transposed_output(rewriter: Rewriter, op: Op, tiling: Tiling) -> bool:
     bias = add.inputs[1]
     if [a for a in op.output.axes if a in bias.axes] != list(bias.axes):
         return False
-    # The transpose goes before the bias: both then fold into the contraction.
+    # The transpose moves before the bias, so both can be fused into the contraction.
     moved = Tensor(add.output.name, op.output.axes, op.output.shape, op.output.dtype)
     rewriter.replace([inner], rebuilt(inner, moved))
     rewriter.replace([add, op], BiasAdd(moved, bias, op.output))
