@@ -1,9 +1,9 @@
 """`nntile graph`: a picture of a config's operators or tile tasks, drawn by graphviz.
 
-Operators are ellipses, marked by class (contraction, normalization, element-wise) as in the data-movement paper. Data
-are boxes, weights cylinders, inputs parallelograms. Nodes show flop and bytes; an edge's width shows its bytes. Forward
-pass, backward pass and update each have a box. A tensor that another pass reads is drawn in both boxes, so that no edge
-crosses the picture. Equal layers are drawn once. A whole model is drawn as an overview of operators.
+Operators are ellipses, marked by class (contraction, normalization, element-wise) as in Ivanov et al. 2021. Data are
+boxes, weights cylinders, inputs parallelograms. Nodes show flop and bytes. The width of an edge shows its bytes. Each
+of forward pass, backward pass and update has a box. A tensor that another pass reads is drawn in both boxes, so that no
+edge crosses the picture. Equal layers are drawn once. A whole model is drawn as an overview of operators.
 """
 
 from __future__ import annotations

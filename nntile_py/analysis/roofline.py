@@ -59,7 +59,7 @@ class Peak:
 
 
 def assumed_peak(config: RunConfig) -> Peak:
-    """Return the peak rates of all workers together: those of `profile` in the config, else of the device model."""
+    """Return the peak rates of all workers together: from `profile` in the config, else those that plans assume."""
     count, own = config.workers, config.profile
     if own.peak_flop and own.peak_bytes:
         return Peak(own.peak_flop, own.peak_bytes, "config").of_workers(count)

@@ -116,7 +116,7 @@ def simulate(
 def rank_programs(lists: Sequence[TaskList], ranks: int, speed: Speed, shard: bool = False) -> list[list[list[Task]]]:
     """Return for each rank, and each of `lists`, the tasks and messages of a step after the first.
 
-    shard: the rank that updates a weight keeps it, see Runtime."""
+    shard: as shard_weights of Runtime."""
     residency: Residency = {}
     distinct = {id(tasks): tasks for tasks in lists}
     placed = {number: place(tasks, ranks, speed, residency) for number, tasks in distinct.items()}

@@ -242,7 +242,9 @@ def _param(g: Graph, name: str, **sizes: int) -> Tensor:
 
 
 def _linear_relu(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
-    """Add relu(x W + bias), the first half of a feed-forward block, as in figures 10-12 and 15 of the NNTile report."""
+    """Build relu(x W + bias), the first half of a feed-forward block, and return its output.
+
+    Source: figures 10, 11, 12 and 15 of the NNTile report."""
     ffn = getattr(c.model, "ffn", 4 * c.model.embed)
     weight, bias = _param(g, "fc.weight", embed=c.model.embed, ffn=ffn), _param(g, "fc.bias", ffn=ffn)
     return [activation(g, linear(g, x, weight, ["batch", "seq", "ffn"], bias), "relu")]
@@ -253,16 +255,18 @@ def _heads(c: RunConfig) -> dict[str, int]:
 
 
 def _linear_reshape(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
-    """Add x W, reshaped to [batch, heads, seq, head_dim], as in figures 13 and 16 of the NNTile report."""
+    """Build x W with rows of embed, reshaped to [batch, heads, seq, head_dim], and return its output.
+
+    Source: figures 13 and 16 of the NNTile report."""
     y = linear(g, x, _param(g, "q.weight", embed=c.model.embed, **_heads(c)), ["batch", "seq", "heads", "head_dim"])
     return [transpose(g, y, ["batch", "heads", "seq", "head_dim"])]
 
 
 def _qkv(stacked: int) -> Callable[[Graph, Tensor, RunConfig], list[Tensor]]:
-    """Return a function that adds queries, keys and values to a graph, as in Table II of the data-movement paper.
+    """Return a function that builds queries, keys and values and returns them.
 
     stacked: 1: three products; 2: two, with Q and K stacked; 3: one product. The backward pass has dX and dW of each
-    product, and the sum of several dX."""
+    product, and the sum of several dX. Source: Table II of Ivanov et al. 2021."""
 
     def make(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
         names = {1: ["q", "k", "v"], 2: ["qk", "v"], 3: ["qkv"]}[stacked]
@@ -277,14 +281,14 @@ def _qkv(stacked: int) -> Callable[[Graph, Tensor, RunConfig], list[Tensor]]:
 
 
 def _layers(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
-    """Add an encoder layer (models/layer.py), as in Tables I, III and V of the data-movement paper."""
+    """Build an encoder layer and return its output. Source: Tables I, III and V of Ivanov et al. 2021."""
     return [_one_layer(c, TransformerEncoderConfig).layers(g, x)]
 
 
 def _decoder(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
-    """Add a decoder layer: causal self-attention, then attention to an encoder's output.
+    """Build a decoder layer, causal self-attention and attention to an encoder's output, and return its output.
 
-    That output has `memory` positions if the model's config says so, else `seq`."""
+    The encoder's output has `memory` positions if the model's config has this field, else `seq`."""
     layer = _one_layer(c, TransformerDecoderConfig)
     sizes = c.train.batch, getattr(layer.config, "memory", None) or c.train.seq, c.model.embed
     memory = g.named("memory", ["batch", "key", "embed"], sizes, "input")
@@ -293,7 +297,9 @@ def _decoder(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
 
 
 def _mha(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
-    """Add multi-head self-attention with its four products, as in Table IV of the data-movement paper."""
+    """Build multi-head self-attention with its four products, and return its output.
+
+    Source: Table IV of Ivanov et al. 2021."""
     layer = _one_layer(c, TransformerEncoderConfig)
     with g.scope("attn"):
         return [layer.attend(g, x, x, "self_attn", layer.config.causal)]

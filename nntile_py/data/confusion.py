@@ -10,7 +10,7 @@ import numpy as np
 from nntile_py.system.pictures import new_figure, save_figure
 
 Array = np.ndarray[Any, Any]
-MAX_SHOWN = 20  # with more classes the matrix fits neither a terminal nor, with its counts, the picture
+MAX_SHOWN = 20  # with more classes, the table leaves out the matrix and the picture the counts, for lack of room
 FILES = ("confusion.png", "confusion.svg")
 
 

@@ -25,7 +25,7 @@ from nntile_py.graph.padding import MASK as ATTENTION_MASK
 from nntile_py.system.folders import STDLIB, files_in, read, stdlib, stdlib_files
 
 LONGEST_WORD = 256  # characters; a new tokenizer splits longer runs of letters or spaces
-LONG_TEXT = 1_000_000  # characters from which tokens are cached; tokenizing so many takes about a second
+LONG_TEXT = 1_000_000  # characters; the tokens of longer texts are cached, as tokenizing them takes a second or more
 HELD_OUT_STEP = 2**40  # the first held-out batch is collated as this step, a number that no training step reaches
 
 

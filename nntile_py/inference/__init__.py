@@ -1,1 +1,1 @@
-"""What a trained model makes of text: continuations, and guesses at masked tokens."""
+"""Run trained models on text: encode texts, continue prompts, guess masked tokens."""

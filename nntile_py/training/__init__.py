@@ -1,1 +1,1 @@
-"""Text to batches, training steps, and the loop of `nntile train`."""
+"""Training: the Trainer with its steps, the datasets of a config, and the loop of `nntile train`."""

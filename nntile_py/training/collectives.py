@@ -17,7 +17,8 @@ def agree(stop: list[str], due: bool = False) -> tuple[bool, bool]:
     """Combine signals and due checkpoints of all ranks, so that all ranks act at the same step.
 
     Args:
-        stop: Names of the signals that this rank has received. If another rank has received one, a name is added.
+        stop: Names of the signals that this rank has received. If only other ranks have received a signal, SIGTERM is
+            added.
         due: True if a checkpoint is due on this rank.
 
     Returns:

@@ -40,7 +40,7 @@ def run_steps(
     config: RunConfig, dataset: Dataset, trainer: Trainer, metrics: Metrics | NoOutput, display: Display | NoOutput,
     saver: CheckpointWriter | TileSender, stop: list[str],
 ) -> tuple[float, dict[str, Any] | None]:  # fmt: skip
-    """Train the remaining steps, or until a signal comes.
+    """Train the remaining steps of a run; stop early if a signal comes.
 
     Returns:
         The held-out loss before the run's first step, and the entries of the last measurement that this process made
@@ -97,7 +97,7 @@ def run_steps(
         if due:
             saver.begin(step)
     if skips.in_a_row and stopped:
-        _measured(dataset, trainer)  # raises NotFinite if the weights are the cause
+        _measured(dataset, trainer)  # raises NotFinite if steps were skipped because weights are not finite
     return loss_before, last
 
 

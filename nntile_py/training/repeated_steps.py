@@ -1,4 +1,4 @@
-"""Repeated steps and forward passes with the same inputs, for measurements."""
+"""Repeat a training step or a forward pass with the same inputs, for measurements."""
 
 from __future__ import annotations
 

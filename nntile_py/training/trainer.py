@@ -52,15 +52,17 @@ class Trainer:
         batch: Number of sequences in one forward and backward pass.
         seq: Number of tokens in a sequence.
         tiles: {axis: tile size} for any of the axes batch, seq, embed, heads, ffn, vocab. An axis left out is not cut.
-        precision: `fp32`; `fp64` on CPU workers; `tf32`, `bf16` and `fp16` on CUDA workers. tf32: fp32 tiles, products
-            rounded to tf32. bf16: fp32 accumulation, moments and master weights (bf16 plus its low bits); a gradient
-            to which several tasks add is fp32. fp16: the same with fp32 master weights and a scaled loss.
+        precision: `fp32`; `fp64` on CPU workers; `tf32`, `bf16` and `fp16` on CUDA workers. With tf32, tiles are fp32,
+            and products round them to tf32. With bf16, tiles are bf16; accumulation, moments and master weights (bf16
+            plus low bits) are fp32, and so is a gradient to which several tasks add. fp16 is like bf16, but each master
+            weight is a separate fp32 tensor, and the loss is scaled.
         optimizer: nt.AdamW(...) or nt.SGD(...). Default: nt.AdamW().
         clip_grad_norm: Upper bound on the norm of all gradients together; larger gradients are scaled down.
         skip_above_norm: A step whose gradient norm is larger or not finite changes no weights and no optimizer
             averages. The step is still counted.
         accumulate: How tasks add their partial sums to a tile: chain (deterministic), commute, redux or tree.
-        fusion: True, False or {bias, activation, reshape, qkv, residual_norm, found: bool, exclude: [names of groups]}.
+        fusion: True (all), False (none), or a dict: bias, activation, reshape, qkv, residual_norm and found are True or
+            False each; exclude is a list of names of groups that are not fused.
         attention: Attention backend instead of the model's own: vendor, merge, flash or naive.
         grad_accumulation: Number of forward and backward passes whose gradients are averaged into one step.
         seed: Seed of dropout.
@@ -153,7 +155,7 @@ class Trainer:
 
     @property
     def flop_per_step(self) -> int:
-        """Floating point operations of the matrix products and attention of a training step."""
+        """Floating point operations of all matrix products and attention in a training step."""
         return int(self.grad_accumulation * self._built.flop)
 
     @property
@@ -320,7 +322,9 @@ class Trainer:
         self, step: int, averages: Mapping[str, Mapping[str, np.ndarray[Any, Any]]],
         loss_scale: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """Set the state of a checkpoint, except for the weights: the trainer has those of its model already.
+        """Continue from a checkpoint: set its step, optimizer averages and loss scale.
+
+        The weights stay those of the trainer's model, which must have the checkpoint's weights already.
 
         Args:
             step: Number of steps trained so far.
