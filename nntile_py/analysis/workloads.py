@@ -281,7 +281,9 @@ def _qkv(stacked: int) -> Callable[[Graph, Tensor, RunConfig], list[Tensor]]:
 
 
 def _layers(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
-    """Build an encoder layer and return its output. Source: Tables I, III and V of Ivanov et al. 2021."""
+    """Build an encoder layer (models/layer.py) and return its output.
+
+    Source: Tables I, III and V of Ivanov et al. 2021."""
     return [_one_layer(c, TransformerEncoderConfig).layers(g, x)]
 
 

@@ -88,7 +88,7 @@ def encode_file(
 
 @contextmanager
 def _options(*names: str) -> Iterator[None]:
-    """If the block raises a ConfigError about an argument in `names`, name the command-line option instead."""
+    """If the block raises a ConfigError about an argument in `names`, raise it with the command-line option's name."""
     try:
         yield
     except ConfigError as error:

@@ -37,7 +37,7 @@ def generate(trainer: Evaluator, tokenizer: Tokenizer, config: RunConfig, stop: 
 def fill_masked(trainer: Evaluator, tokenizer: Tokenizer, inputs: Mapping[str, Any], most: int) -> str:
     """Return the text of a masked sequence in which the model's guesses replace the masked tokens.
 
-    A correct guess is shown as [[guess]], a wrong guess as [[guess, not 'token']].
+    A correct guess is shown as [['guess']], a wrong guess as [['guess', not 'token']].
 
     Args:
         trainer: Evaluates the model.

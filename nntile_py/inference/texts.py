@@ -22,7 +22,7 @@ class TokenizedText(NamedTuple):
 
     Attributes:
         ids: Token numbers, int64 [tokens].
-        kinds: Token types, int64 [tokens]: 1 for the second text of a pair, else 0.
+        kinds: Token types, int64 [tokens]; with BERT's template 1 for the second text of a pair, else 0.
         cut: The text had too many tokens and was cut.
     """
 
