@@ -1,9 +1,11 @@
-"""Tile tasks on CUDA as lists of Triton launches, described once when a program is bound and launched from C++.
+"""Descriptions of tile tasks on CUDA as lists of Triton launches.
 
-A function with `@launches("NAME")` in tasks/*_triton.py takes a task of kernel NAME and returns its launches. With
-`@launches_together("NAME")` it takes several such tasks, whose tiles the kernels read from a table. Only these files
-import triton, and `load` imports the files, as an installation without a GPU has no triton. Functions of Triton's
-language have no Python types.
+Python describes and compiles the launches of a task once, when it builds the program. C++ starts them at every step.
+
+A function with `@launches("NAME")` in tasks/*_triton.py takes a task of the kernel NAME and returns the task's
+launches. A function with `@launches_together("NAME")` takes several such tasks. Their kernels read the addresses of the
+tiles from a table. An installation without a GPU has no triton, so only the *_triton.py files import triton, and only
+`load` imports these files. Functions with `@triton.jit` have no Python type hints.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from .dynamic_size import DynamicSize
 from .generated import GENERATED, KERNELS
 from .pdl import compiled_so, overlaps, waits
 
-ALIGNMENT = 16  # bytes; StarPU's device buffers and scratch offsets have it, and vector loads need it
+ALIGNMENT = 16  # bytes; vector loads need this alignment; StarPU's device buffers and scratch offsets have it
 
 
 @dataclass(frozen=True, slots=True)
 class TileAddress:
-    """The address of the task's tile number `tile`."""
+    """A kernel argument: the address of a tile. tile: position of the tile among the task's accesses."""
 
     tile: int
     dtype: str
@@ -37,7 +39,7 @@ class TileAddress:
 
 @dataclass(frozen=True, slots=True)
 class ScratchAddress:
-    """The address of the task's scratch block, plus `offset` bytes."""
+    """A kernel argument: the address `offset` bytes behind the start of the task's scratch block."""
 
     offset: int
     dtype: str
@@ -51,24 +53,27 @@ class Int:
 
 @dataclass(frozen=True, slots=True)
 class Float:
-    """An fp32 constant."""
+    """A kernel argument: an fp32 constant."""
 
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFloat:
-    """The task's float number `position` at submission, as slots change every step."""
+    """A kernel argument: the task's float number `position`, read at each submission, as slots change every step."""
 
     position: int
-    dtype: str = "fp32"  # or int64 for seeds, which do not fit into fp32
+    dtype: str = "fp32"  # or int64, for seeds: fp32 cannot hold them exactly
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The task's tile number `tile` as a contiguous matrix that a kernel accesses through a tensor descriptor.
+    """A kernel argument: a tile as a contiguous matrix that the kernel accesses through a tensor descriptor (TMA).
 
-    Requires compute capability 9.0, and rows of a multiple of 16 bytes.
+    Requires compute capability 9.0 or later. The bytes of a row must be a multiple of 16.
+
+    Args:
+        block: rows and columns that one access moves.
     """
 
     tile: TileAddress
@@ -78,12 +83,12 @@ class Matrix:
 
 
 Argument = TileAddress | ScratchAddress | Int | Float | TaskFloat | DynamicSize | Matrix
-Parameter = Argument | float  # plain numbers become constants
+Parameter = Argument | float  # `launch` turns plain numbers into Int or Float
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch; `args` are the kernel's parameters without constexprs, in order."""
+    """One launch of a kernel. args: values of the kernel's parameters that are not constexprs, in order."""
 
     kernel: Any  # a triton.JITFunction
     grid: tuple[int, int, int]
@@ -99,10 +104,15 @@ class Launch:
 class Launches:
     """The launches of a task, in order.
 
+    A task may be computed in several ways: by `launches`, by an element of `others`, or by a C++ kernel of the same
+    name. C++ then measures once for each `key` which of the ways is the fastest.
+
     Args:
+        launches: launches of the first way; empty if only the C++ kernel computes the task.
         scratch: bytes of scratch memory that the launches share.
         table: addresses and ints, written as int64 to the beginning of the scratch block before the launches.
-        others: alternatives. With alternatives, or with a C++ kernel, the fastest is measured once for each `key`.
+        others: launches of each further way.
+        key: name of the measurement; tasks with equal keys use the same way.
     """
 
     launches: tuple[Launch, ...]
@@ -122,7 +132,7 @@ class Binary:
     name: str
     shared: int  # bytes of dynamic shared memory
     warps: int
-    overlaps: bool  # see pdl.py
+    overlaps: bool  # True: the kernel may start before the previous kernel has ended (see pdl.py)
     maps: tuple[tuple[int, ...], ...] = ()  # for each Matrix: element bytes, element type, rows, columns, swizzle
 
 
@@ -132,7 +142,10 @@ TOGETHER: set[str] = set()
 
 
 def launches(name: str) -> Callable[[Callable[[Task], Launches]], Callable[[Task], Launches]]:
-    """Register a function that describes the launches of the kernel `name`."""
+    """Return a decorator that registers a function as the description of the kernel `name`.
+
+    The function takes one task and returns the task's launches.
+    """
 
     def register(describe: Callable[[Task], Launches]) -> Callable[[Task], Launches]:
         LAUNCHES[name] = lambda tasks: describe(*tasks)
@@ -142,7 +155,11 @@ def launches(name: str) -> Callable[[Callable[[Task], Launches]], Callable[[Task
 
 
 def launches_together(name: str) -> Callable[[Describe], Describe]:
-    """Register a function that describes the launches of several tasks at once; their tiles are numbered in order."""
+    """Return a decorator that registers a function as the description of several tasks of the kernel `name` at once.
+
+    The function takes a list of tasks and returns their common launches. Tiles are numbered through all tasks: those of
+    the first task, then those of the second task, and so on (see `numbered`).
+    """
 
     def register(describe: Describe) -> Describe:
         LAUNCHES[name] = describe
@@ -153,7 +170,11 @@ def launches_together(name: str) -> Callable[[Describe], Describe]:
 
 
 def together(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Group tasks that can share launches: equal except for tiles, and independent of the tasks they overtake."""
+    """Split tasks into lists that can share launches; a kernel that takes one task only gets lists of one task.
+
+    Tasks of one list differ only in their tiles. A task may join an earlier list, and so run before tasks that came
+    before it, only if it does not depend on those tasks.
+    """
     runs: list[list[Task]] = []
     for task in tasks:
         chosen: list[Task] = []
@@ -188,7 +209,7 @@ def load() -> dict[str, Describe]:
 
 
 def describer(kernel: str) -> Describe | None:
-    """Return the function that describes a kernel's launches; None: a kernel in C++ or Python."""
+    """Return the function that describes the launches of a kernel; None if the kernel is written in C++ or Python."""
     return load().get(GENERATED if kernel in KERNELS else kernel)
 
 
@@ -208,12 +229,12 @@ def numel(task: Task, number: int) -> int:
 
 
 def slot(task: Task, value: Slot, dtype: str = "fp32") -> TaskFloat:
-    """Return an argument that changes every step."""
+    """Return the kernel argument for a slot of the task, whose value changes every step."""
     return TaskFloat(task.floats.index(value), dtype)
 
 
 def numbered(tasks: Sequence[Task]) -> list[list[TileAddress]]:
-    """Return the addresses of the tasks' tiles, numbered consecutively."""
+    """Return for each task the addresses of its tiles. Tiles are numbered consecutively through all tasks."""
     result: list[list[TileAddress]] = []
     count = 0
     for task in tasks:
@@ -223,7 +244,7 @@ def numbered(tasks: Sequence[Task]) -> list[list[TileAddress]]:
 
 
 class Scratch:
-    """Layout of a task's scratch block."""
+    """Layout of a task's scratch block. `take` reserves the next part; `bytes` is the size so far."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -235,7 +256,12 @@ class Scratch:
 
 
 def launch(kernel: Any, grid: int | Sequence[int], *args: Parameter, warps: int = 4, **constexprs: Any) -> Launch:
-    """Return a launch; plain ints become int32, or int64 if too large, plain floats become fp32 constants."""
+    """Return a launch of a Triton kernel.
+
+    Args:
+        grid: number of programs along x, or along x, y and z.
+        args: the parameters that are not constexprs. An int becomes int32, or int64 if too large; a float becomes fp32.
+    """
     x, y, z = (*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]
     assert min(x, y, z) > 0 and max(y, z) < 2**16, (kernel, x, y, z)
     constants = tuple(sorted((name, _constant(value)) for name, value in constexprs.items()))
@@ -243,9 +269,10 @@ def launch(kernel: Any, grid: int | Sequence[int], *args: Parameter, warps: int 
 
 
 def elementwise(kernel: Any, task: Task, *args: Parameter, **constexprs: Any) -> Launches:
-    """Return one launch on all tiles of a task, in blocks of the first tile's elements.
+    """Return one launch of an element-wise kernel: each program computes 1024 consecutive elements of the tiles.
 
-    The kernel takes the tiles, the number of elements, `args`, and a BLOCK.
+    The kernel's parameters are all tiles of the task, the number of elements of the first tile, `args`, the constexprs,
+    and the constexpr BLOCK (1024).
     """
     n = numel(task, 0)
     tiles = [tile(task, k) for k in range(len(task.accesses))]
@@ -253,7 +280,7 @@ def elementwise(kernel: Any, task: Task, *args: Parameter, **constexprs: Any) ->
 
 
 def _constant(value: Any) -> Any:
-    """Return a constexpr's value in the compiled kernel: the maximum of a DynamicSize."""
+    """Return a constexpr's value in the compiled kernel, with each DynamicSize replaced by its maximum."""
     if isinstance(value, tuple | list):
         return tuple(map(_constant, value))
     return int(value) if isinstance(value, DynamicSize) else value
@@ -298,13 +325,16 @@ def _type(arg: Argument) -> str:
 def _aligned(arg: Argument) -> bool:
     if isinstance(arg, Int):
         return arg.value % ALIGNMENT == 0
-    if isinstance(arg, DynamicSize):  # for any filled size
+    if isinstance(arg, DynamicSize):  # a multiple of ALIGNMENT for any filled size
         return (arg.times if arg.divisor > 1 else arg.factor) % ALIGNMENT == 0
     return isinstance(arg, TileAddress | ScratchAddress)
 
 
 def compile_launch(launch: Launch, capability: int = 90) -> Binary:
-    """Compile a launch for sm_{capability}, equal variants once per process. Needs no GPU."""
+    """Compile the kernel of a launch for sm_{capability}. Needs no GPU.
+
+    Launches with the same kernel, argument types and constexprs are compiled once per process.
+    """
     types = tuple((_type(arg), _aligned(arg)) for arg in launch.args)
     return _compile(launch.kernel, types, launch.constexprs, launch.warps, capability, overlaps(capability))
 
@@ -326,8 +356,8 @@ def _compile(
     names = [name for name in kernel.arg_names if name not in constants]
     assert len(names) == len(types), (kernel.__name__, names, types)
     known = dict(zip(names, types, strict=True))
-    # Only constexprs are omitted from the parameters: unlike a JIT call, direct compilation does not specialise on
-    # integers equal to 1.
+    # The compiled kernel has all parameters except the constexprs. A JIT call would also remove integers equal to 1;
+    # direct compilation keeps them.
     signature = {name: known[name][0] if name in known else "constexpr" for name in kernel.arg_names}
     attrs = {
         (number,): [["tt.divisibility", ALIGNMENT]]
@@ -346,7 +376,10 @@ def _compile(
 
 
 def _map(meta: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the arguments of cuTensorMapEncodeTiled for a Matrix; Triton's type numbers are the GPU's."""
+    """Return the arguments of cuTensorMapEncodeTiled for one tensor descriptor: (bytes, type, rows, columns, swizzle).
+
+    Triton gives the hardware's number of the element type; the driver numbers some types differently.
+    """
     of_driver = {8: 10, 9: 8, 10: 9}
     kind = of_driver.get(meta["elem_type"], meta["elem_type"])
     return meta["elem_size"], kind, *meta["block_size"], meta["swizzle"]
@@ -356,7 +389,10 @@ Value = tuple[int, float | tuple[int, ...]]
 
 
 def shared_memory(capability: int) -> int:
-    """Return the shared memory of a program in bytes (CUDA C++ Programming Guide, specifications per capability)."""
+    """Return the maximum bytes of shared memory of one program (thread block) at this compute capability.
+
+    Source: CUDA C++ Programming Guide, technical specifications per compute capability.
+    """
     return 1024 * {70: 96, 75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99)
 
 
@@ -364,22 +400,28 @@ Encoded = tuple[bytes, str, int, int, bool, list[Value], list[Value]]
 
 
 def encode_table(launches: Launches) -> list[tuple[int, int]]:
-    """Return the table's entries in the format of `encode`."""
+    """Return the entries of the table as pairs (kind, value): (0, number of a tile) or (3, int64)."""
     return [(0, entry.tile) if isinstance(entry, TileAddress) else (3, entry.value) for entry in launches.table]
 
 
 def encode(launch: Launch, binary: Binary) -> Encoded:
-    """Return (cubin, function, shared bytes, warps, overlaps, grid, parameters) for cuLaunchKernelEx.
+    """Return (cubin, function, shared bytes, warps, overlaps, grid, parameters), from which C++ calls cuLaunchKernelEx.
 
-    Grid and parameters are pairs (kind, value). Kinds: 0 address of tile `value`; 1 address of the scratch block plus
-    `value`; 2 int32; 3 int64; 4 fp32; 5 the task's float number `value` as fp32; 6 the same truncated to int64; 7 and 8
-    a `formula` of DynamicSize as int32 and int64; 9 a CUtensorMap of (tile, columns, element bytes, element type, rows
-    and columns of a block, swizzle), whose rows are the next parameter.
+    The three grid sizes and the parameters are pairs (kind, value):
 
-    Parameters in Triton 3.6: the non-constexpr parameters in order, each with its size and natural alignment; a tensor
-    descriptor is the map, its sizes as int32 and its strides as int64. Then two null pointers follow (global scratch,
-    profile scratch), which no kernel uses, as `compile_launch` checks. Shared memory above 48 KiB needs
-    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+    - 0: address of the task's tile number `value`
+    - 1: address of the task's scratch block plus `value` bytes
+    - 2, 3: the constant `value` as int32, int64
+    - 4: the constant `value` as fp32
+    - 5, 6: the task's float number `value` as fp32, or truncated to int64
+    - 7, 8: the size of this step as int32, int64; `value` is DynamicSize.formula
+    - 9: a CUtensorMap; `value` is (tile, columns, element bytes, element type, rows of a block, columns of a block,
+      swizzle), and the next parameter is the number of rows
+
+    A kernel compiled by Triton 3.6 expects the non-constexpr parameters in order, each with its size and natural
+    alignment. A tensor descriptor is passed as the map, its sizes as int32 and its strides as int64. Two null pointers
+    follow, for global scratch and profile scratch. No kernel uses them; `compile_launch` checks the global scratch.
+    Shared memory above 48 KiB requires that C++ sets CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
     """
     parameters: list[Value] = []
     maps = iter(binary.maps)

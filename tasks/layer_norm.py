@@ -1,4 +1,4 @@
-"""LayerNorm over the embed axis, cut or not, with an optional residual addition, and the gradient."""
+"""LayerNorm over the embed axis, which may be cut into tiles, with an optional residual addition, and its gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .scalar.expression import Expression, mean, sqrt
 
 class LayerNormArgs(TaskArgs):
     eps: float
-    dropout: DropoutArgs | None  # of x
+    dropout: DropoutArgs | None  # dropout of x before the residual is added; None: no dropout
 
 
 class LayerNormStatisticsArgs(TaskArgs):
@@ -27,8 +27,9 @@ class LayerNormStatisticsArgs(TaskArgs):
 class LayerNorm(Norm):
     """y = (s - mean) / sqrt(var + eps) * gamma + beta over the last axis, embed, with s = x (+ residual).
 
-    Ba, Kiros, Hinton 2016; the variance is without Bessel's correction. Statistics: mean and 1/sqrt(var + eps). The
-    state of a cut row is (count, mean, M2).
+    Source: Ba, Kiros, Hinton 2016. The variance is the sum of squared deviations divided by n, not by n - 1. The
+    statistics of a row are its mean and 1/sqrt(var + eps). If embed is cut into several tiles, tasks merge the state
+    (count, mean, M2) of a row's parts; M2 is the sum of squared deviations from the mean.
     """
 
     colours: ClassVar = {"forward": "#56b4e9"}
@@ -69,16 +70,17 @@ class LayerNorm(Norm):
 
 
 class LayerNormGradArgs(TaskArgs):
-    add: int  # position among the tiles; 0: absent
+    # Positions of optional tiles among the task's tiles; 0: the tile is absent.
+    add: int
     dbias: int
     sums: int
     dropped: int
-    embed: int  # size in the whole tensor
-    dropout: DropoutArgs | None  # of dx
+    embed: int  # size of embed in the whole tensor
+    dropout: DropoutArgs | None  # dropout of dx; None: no dropout
 
 
 class LayerNormGrad(NormGrad):
-    """Gradient of LayerNorm; see NormGrad."""
+    """Gradient of LayerNorm: dx, dgamma, dbeta. Formulas and options: see NormGrad."""
 
     colours: ClassVar = {"backward": "#d55e00"}
     kernel, weights, operations = "layer_norm_grad", 2, 14.0
@@ -123,7 +125,7 @@ class LayerNormGrad(NormGrad):
 
 
 def layer_norm(g: GraphLike, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * gamma + beta over the last axis, embed; see LayerNorm."""
+    """Add a LayerNorm to the graph; return (x - mean) / sqrt(var + eps) * gamma + beta over the last axis, embed."""
     y = g.temp("layer_norm", x.axes, x.shape, x.dtype)
     statistics = g.temp("stat", [*x.axes[:-1], "stat"], [*x.shape[:-1], 2], accumulation_dtype(x.dtype))
     return g.add(LayerNorm(x, gamma, beta, y, statistics, eps)).output

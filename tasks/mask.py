@@ -1,4 +1,4 @@
-"""Attention masks by position (see band.py) and by data of the step: padding and segments."""
+"""Attention masks: fixed by position (causal, window; see band.py), or from the step's data (padding, segments)."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from .scalar.expression import AxisIndex, Call, Element, Expression
 
 
 class Limits(TaskArgs):
-    """Masks of a task's tile [seq, key] other than the causal diagonal."""
+    """Kernel arguments for the masks of one tile [seq, key] of scores, apart from the causal mask."""
 
     seq: int  # position of the tile's first query
     key: int  # position of the tile's first key
-    window: int  # keys per query, up to its own position; 0: no window
-    two_sided: bool  # whether the window also covers as many keys after the query
-    padding: bool  # whether a tile [batch, key] follows: 0 where a key is masked
-    segments: bool  # whether a tile of offsets follows
-    longest: int  # maximum positions of a segment
-    dropout: DropoutArgs | None  # of the probabilities; with segments a tile of row numbers follows
+    window: int  # a query sees this many keys, the key at its own position being the last; 0: no window
+    two_sided: bool  # True: the window also covers as many keys after the query
+    padding: bool  # True: the task also has a tile [batch, key], which is 0 where a key is masked
+    segments: bool  # True: the task also has a tile of segment offsets
+    longest: int  # maximum number of positions in a segment
+    dropout: DropoutArgs | None  # of the probabilities; with segments, the task also has a tile of row numbers
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Attended keys of each query; `Mask()`: all keys.
+    """The keys to which each query attends. `Mask()` without arguments: all keys.
 
-    A query without attended keys gets zeros and passes no gradient.
+    The output of a query without attended keys is zero, and its gradient too.
 
     Args:
-        causal: only keys up to the query's position.
-        window: only the last `window` of these keys, the query's own position included.
-        two_sided: the window extends in both directions: keys less than `window` positions away.
+        causal: a query attends only to keys up to its own position.
+        window: a query attends only to the last `window` keys up to its own position, which counts as one of them.
+        two_sided: the window extends in both directions: a query attends to keys less than `window` positions away.
         padding: integers [batch, seq or key], 0 where a key is masked, in any pattern (transformers' attention_mask).
-        segments: int64 [sequences + 1], offsets of consecutive sequences along the positions (cu_seqlens), or [batch,
-            sequences + 1], for each row of the batch. A query attends to its own sequence. Positions from the last
-            offset on attend to nothing. Unused offsets equal the last offset.
-        longest: maximum positions of a segment; None: unknown.
+        segments: int64 [sequences + 1]: offsets of consecutive sequences along the positions (cu_seqlens). With a
+            batch, [batch, sequences + 1]. A query attends only to its own sequence. Positions from the last offset on
+            attend to nothing. Unused offsets equal the last offset.
+        longest: maximum number of positions in a segment; None: unknown.
     """
 
     causal: bool = False
@@ -76,7 +76,10 @@ class Mask:
         return Band(self.causal, self.window, self.two_sided)
 
     def share(self, keys: int) -> float:
-        """Return the maximum fraction of the band's pairs that can lie within one segment."""
+        """Return an upper bound on the fraction of (query, key) pairs in the band that remain with segments.
+
+        Without segments, or if their maximum length is unknown, the bound is 1.
+        """
         return min(1.0, self.longest / keys) if self.segments and self.longest else 1.0
 
     @property
@@ -84,7 +87,7 @@ class Mask:
         return [t for t in (self.padding, self.segments) if t]
 
     def check(self, batch: int, seq: int, key: int) -> None:
-        """Raise ValueError if the mask does not fit these numbers of sequences, queries and keys."""
+        """Raise ValueError if the mask does not fit `batch` sequences of `seq` queries and `key` keys."""
         if (self.causal or self.window or self.segments) and seq != key:
             kind = "segments" if self.segments else "a window" if self.window else "a causal mask"
             raise ValueError(f"mask: {kind} of {seq} queries and {key} keys is not supported; use as many of both")
@@ -100,14 +103,14 @@ class Mask:
             )
 
     def fit(self, tiling: Tiling) -> None:
-        """Raise ConfigError if one task would have the segments of several rows of the batch."""
+        """Raise ConfigError if a tile has several sequences of the batch, each with its own segment offsets."""
         if self.segments and self.segments.axes[0] == "batch":
             batch = self.segments.shape[0]
             if (tile := tiling.tile("batch", batch)) > 1:
                 raise ConfigError(f"tiles.batch: got {tile}; allowed: 1, where a mask has segments of {batch} rows")
 
     def limits(self, seq: TileRange, key: TileRange, dropout: DropoutArgs | None = None) -> Limits | None:
-        """Return a kernel's arguments for the masks of a tile; None: at most the causal diagonal."""
+        """Return a kernel's arguments for the masks of a tile; None if at most the causal mask affects the tile."""
         if not (self.inputs or dropout or self.band.cuts_window(seq, key)):
             return None
         return Limits(
@@ -117,13 +120,13 @@ class Mask:
         )  # fmt: skip
 
     def accesses(self, lowering: Lowering, at: Index) -> list[Access]:
-        """Return the accesses of the mask's data for the key tile at["key"]."""
+        """Return the reads of the padding and segments tiles that a task on the key tile at["key"] needs."""
         return [R(lowering.tile(t, dict.fromkeys(t.axes, 0) | at | {"seq": at["key"]})) for t in self.inputs]
 
     def condition(self) -> Expression | None:
-        """Return the expression of whether a key is attended, with `padding` as the operator's input 1; None: always.
+        """Return an expression that is true where a query attends to a key; None if all queries attend to all keys.
 
-        Segments have no such expression.
+        The expression reads padding as input 1 of the operator. A mask with segments has no such expression.
         """
         assert not self.segments, self
         query, key, padding = AxisIndex("seq"), AxisIndex("key"), self.padding
@@ -137,7 +140,13 @@ class Mask:
         return functools.reduce(operator.and_, terms) if terms else None
 
     def allowed(self, sizes: dict[str, int], axes: Sequence[str], data: Sequence[Array]) -> Array:
-        """Return whether each key is attended, as an array that broadcasts over `axes`, which end in seq, key."""
+        """Return a boolean array that is true where a query attends to a key.
+
+        Args:
+            axes: axes of the scores, which end in seq, key. The array has these axes, with size 1 where the mask is the
+                same along an axis.
+            data: the values of padding or segments, if the mask has them.
+        """
         result = self.band.allowed(sizes["seq"], sizes["key"])[None]
         if self.padding:
             result = result & (data[0] != 0)[:, None]
@@ -149,14 +158,17 @@ class Mask:
 
 
 def _same_segment(offsets: Array, positions: int) -> Array:
-    """Return [positions, positions]: whether two positions belong to the same sequence."""
+    """Return a boolean matrix [positions, positions]: true where two positions belong to the same sequence."""
     segment = np.searchsorted(offsets, np.arange(positions), side="right")
     live = (segment > 0) & (segment < len(offsets))
     return np.asarray((segment[:, None] == segment) & live)
 
 
 def masked_softmax(scores: Array, allowed: Array) -> tuple[Array, Array]:
-    """Return the softmax over the last axis of allowed scores, and log-sum-exp [..., 1]; zeros if none is allowed."""
+    """Return the softmax over the last axis, only of scores where `allowed` is true, and the log-sum-exp [..., 1].
+
+    In a row without allowed scores both are 0.
+    """
     scores = np.where(allowed, scores, -np.inf)
     top = scores.max(-1, keepdims=True)
     top = np.where(np.isfinite(top), top, 0.0)

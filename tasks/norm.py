@@ -1,4 +1,4 @@
-"""Base classes of the norms over the last axis and of their gradients: fused operations, lowering, scalar form."""
+"""Base classes of LayerNorm and RMSNorm and of their gradients: fused operations, lowering, scalar form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .scalar.expression import Definition, Element, Expression, Output, mean
 
 
 def normalised(x: Expression, statistics: Sequence[Expression]) -> Expression:
-    """Return x rstd, or (x - mean) rstd where the statistics are mean and rstd."""
+    """Return x * rstd if the statistics are (rstd,), or (x - mean) * rstd if they are (mean, rstd)."""
     *middle, rstd = statistics
     return (x - middle[0] if middle else x) * rstd
 
@@ -22,8 +22,8 @@ class _NormBase(Op):
     """Properties that a norm and its gradient share."""
 
     category = NORMALIZATION
-    kernel: ClassVar[str]  # kernel of whole rows; kernels of cut rows have this name and a suffix
-    weights: ClassVar[int]  # number of weights
+    kernel: ClassVar[str]  # kernel for whole rows; kernels for rows cut into several tiles add a suffix to this name
+    weights: ClassVar[int]  # number of weights: gamma, and beta for LayerNorm
     operations: ClassVar[float]  # flop per element without fused operations
 
     @property
@@ -40,18 +40,20 @@ class _NormBase(Op):
 
 
 class Norm(_NormBase):
-    """A normalisation over the last axis, mostly embed, of s = x, x + residual, or dropout(x) + residual.
+    """A normalisation over the last axis (usually embed) of s, which is x, x + residual, or dropout(x) + residual.
 
-    Inputs: x, the weights, the residual if there is one. Outputs: y; statistics, fp32 or fp64 [..., stat]; with a
-    residual also s, `total`. Where embed is not cut, each tile is one task. Where embed is cut, a task per tile adds to
-    the state of the tile's rows, one task turns the state into statistics, and a task per tile applies the statistics.
+    Inputs: x, the weights, and optionally the residual. Outputs: y; the statistics of each row, fp32 or fp64
+    [..., stat]; with a residual also s, named `total`.
+
+    If a tile holds whole rows, one task computes it. If embed is cut into several tiles, one task per tile adds to the
+    state of the rows, one task turns the state into statistics, and one task per tile applies the statistics.
 
     Args:
-        dropout: a Dropout of x; requires a residual, an uncut embed, and a norm whose `takes_dropout` is true.
+        dropout: a Dropout of x. It requires a residual, an uncut embed, and a class with `takes_dropout`.
     """
 
-    state: ClassVar[tuple[str, int, str]]  # state of a cut row: name, number of values, monoid
-    takes_dropout: ClassVar[bool] = False
+    state: ClassVar[tuple[str, int, str]]  # state of a row cut into tiles: its name, number of values, monoid
+    takes_dropout: ClassVar[bool] = False  # True: dropout of x can be fused
 
     def __init__(
         self, x: Tensor, weights: Sequence[Tensor], y: Tensor, statistics: Tensor, eps: float,
@@ -69,14 +71,14 @@ class Norm(_NormBase):
         return ["residual"] * bool(self.residual) + ["dropout"] * bool(self.dropout)
 
     def onto(self, x: Tensor, residual: Tensor, total: Tensor, **dropout: Any) -> Norm:
-        """Return this normalisation applied to x + residual; the sum is stored as `total`."""
+        """Return a new norm like this one, applied to x + residual. The sum is stored in the tensor `total`."""
         assert not self.residual, self
         make: Any = type(self)
         fused: Norm = make(x, *self.inputs[1:], self.output, self.statistics, self.eps, residual, total, **dropout)
         return fused
 
     def add_gradient(self, g: GraphLike, grad: Any, dy: Tensor | None) -> list[Tensor | None]:
-        """Add the gradient, an operator of class `grad`; return the gradients of the inputs."""
+        """Add an operator of class `grad`, the gradient, to the graph. Return the gradients of x and of the weights."""
         x, *weights = self.inputs
         assert dy is not None and self.residual is None, "fusion comes after the gradients"
         outs = [g.temp(f"{self.kernel}_grad", x.axes, x.shape, x.dtype)]
@@ -88,11 +90,11 @@ class Norm(_NormBase):
     # -- lowering
 
     def row_args(self, lowering: Lowering, at: Index) -> TaskArgs:
-        """Return the arguments of the kernel of whole rows."""
+        """Return the arguments of the kernel for whole rows; at: indices of the tile."""
         raise NotImplementedError
 
     def statistics_args(self) -> TaskArgs:
-        """Return the arguments of the kernel that computes the statistics of cut rows."""
+        """Return the arguments of the kernel that turns the state of rows cut into tiles into statistics."""
         raise NotImplementedError
 
     def lower(self, lowering: Lowering) -> None:
@@ -132,7 +134,7 @@ class Norm(_NormBase):
     def of_row(
         s: Expression, weights: Sequence[Expression], eps: float, axis: str
     ) -> tuple[Expression, list[Expression]]:
-        """Return y and the statistics over an axis."""
+        """Return the expressions of y and of the statistics of one row; s: input of the norm, axis: axis of the row."""
         raise NotImplementedError
 
     @classmethod
@@ -140,7 +142,7 @@ class Norm(_NormBase):
         cls, axes: tuple[str, ...], eps: float, *, residual: bool, dropout: Dropout | DropoutArgs | None = None,
         row_numbers: Element | None = None,
     ) -> tuple[Output, ...]:  # fmt: skip
-        """Return the outputs as expressions of the inputs."""
+        """Return the formula of each output in terms of the inputs."""
         x = Element(0, axes)
         s: Expression = dropped(dropout, x, row_numbers) if dropout else x
         s = s + Element(1 + cls.weights, axes) if residual else s
@@ -149,7 +151,7 @@ class Norm(_NormBase):
         return (*outputs, *([Output(2, axes, s)] if residual else []))
 
     def scalar(self) -> Definition | None:
-        if self.dropout and self.dropout.row_numbers:  # the row numbers are not an input
+        if self.dropout and self.dropout.row_numbers:  # a formula would read row numbers, which are no input
             return None
         results = self.results(self.output.axes, self.eps, residual=bool(self.residual), dropout=self.dropout)
         return Definition(self.output.sizes, results)
@@ -158,17 +160,19 @@ class Norm(_NormBase):
 class NormGrad(_NormBase):
     """Gradient of a normalisation, optionally with a tensor `add` added to dx.
 
-    With xhat the normalised x and w = dy gamma: dx = rstd (w - xhat mean(w xhat)) (+ add), and for norms that subtract
-    the mean rstd (w - mean(w) - xhat mean(w xhat)) (+ add); dgamma = sum dy xhat, dbeta = sum dy. Sums are over all
-    rows, means over the last axis.
+    Let xhat be the normalised x and w = dy * gamma. Means are over the last axis, sums over all rows:
 
-    Inputs: dy, x, statistics, gamma, `add` if there is one. Outputs: dx and the gradients of the weights. The
+    - RMSNorm: dx = rstd (w - xhat mean(w xhat)) (+ add)
+    - LayerNorm: dx = rstd (w - mean(w) - xhat mean(w xhat)) (+ add)
+    - dgamma = sum(dy xhat); dbeta = sum(dy), only for LayerNorm
+
+    Inputs: dy, x, statistics, gamma, and optionally `add`. Outputs: dx and the gradients of the weights. The
     constructor of a subclass takes (dy, x, statistics, gamma, *outputs, add).
 
     Args:
-        dbias: [embed], a further output: the sum over all rows of dx, or of the dropout's output. It is the gradient of
-            a bias in the sum x.
-        dropout: a Dropout of dx; its output is the last output.
+        dbias: a further output [embed]: the sum over all rows of dx, or of the dropout's output if there is a dropout.
+            If x is a sum with a bias, this is the gradient of the bias.
+        dropout: a Dropout of dx, whose output becomes the last output.
     """
 
     def __init__(
@@ -189,14 +193,19 @@ class NormGrad(_NormBase):
         return self.outputs[1 : 1 + self.weights]
 
     def plus(self, add: Tensor, dx: Tensor) -> NormGrad:
-        """Return this gradient with `add` added to its input gradient; the sum is stored in the tensor dx."""
+        """Return a new operator like this one that also adds `add` to dx. The sum is stored in the given tensor dx."""
         assert not self.extra, self
         make: Any = type(self)
         fused: NormGrad = make(*self.inputs, dx, *self.outputs[1:], add=add)
         return fused
 
     def emit(self, lowering: Lowering, at: Index, statistics: Tile, sums: Tile | None) -> None:
-        """Emit the task of a tile; sums: of the means over whole rows, if embed is cut."""
+        """Append the task of one tile to the task list.
+
+        Args:
+            at: indices of the tile.
+            sums: tile with the sums of w and w xhat over whole rows, if embed is cut into several tiles.
+        """
         raise NotImplementedError
 
     def lower(self, lowering: Lowering) -> None:
@@ -214,7 +223,7 @@ class NormGrad(_NormBase):
 
     @classmethod
     def terms(cls, axes: tuple[str, ...]) -> tuple[list[Expression], Expression, Expression]:
-        """Return the statistics, xhat and w."""
+        """Return the expressions of the statistics, of xhat and of w (see NormGrad)."""
         statistics: list[Expression] = [Element(2, (*axes[:-1], k)) for k in range(cls.weights)]
         return statistics, normalised(Element(1, axes), statistics), Element(0, axes) * Element(3, axes[-1:])
 
@@ -223,10 +232,11 @@ class NormGrad(_NormBase):
         cls, axes: tuple[str, ...], *, add: bool, dbias: bool = False, dropout: Dropout | DropoutArgs | None = None,
         row_numbers: Element | None = None, sums: tuple[int, int] | None = None,
     ) -> tuple[Output, ...]:  # fmt: skip
-        """Return the outputs as expressions of the inputs.
+        """Return the formula of each output in terms of the inputs.
 
         Args:
-            sums: number of the input with the sums of w and w xhat over cut rows, size of embed in the whole tensor.
+            sums: only if embed is cut into several tiles: number of the input with the sums of w and w xhat over whole
+                rows, and the size of embed in the whole tensor.
         """
         dy = Element(0, axes)
         (*_, rstd), xhat, w = cls.terms(axes)
@@ -243,7 +253,7 @@ class NormGrad(_NormBase):
         return tuple(Output(k, axes[-1:] if k in rows else axes, value, k in rows) for k, value in enumerate(every))
 
     def scalar(self) -> Definition | None:
-        if self.dropout and self.dropout.row_numbers:  # the row numbers are not an input
+        if self.dropout and self.dropout.row_numbers:  # a formula would read row numbers, which are no input
             return None
         options: dict[str, Any] = {"add": bool(self.extra), "dbias": bool(self.bias), "dropout": self.dropout}
         return Definition(self.output.sizes, self.results(self.output.axes, **options))

@@ -1,6 +1,9 @@
-"""Norms on CUDA, by kernels generated from their expressions, except for the moments of cut rows. Tiles as in norm.cpp.
+"""LayerNorm, RMSNorm and their gradients on CUDA.
 
-On an H100 the generated kernels of whole rows take 0.91 to 0.99 of the time of kernels written by hand
+The kernels are generated from the formulas of the norms. Only the kernel that computes the moments (count, mean, M2) of
+a row cut into several tiles is written by hand. The tasks have the same tiles as in norm.cpp.
+
+On an H100 the generated kernels for whole rows take 0.91 to 0.99 of the time of kernels written by hand
 (experiments/results/2026-11-25-single-kernels-h100.md).
 """
 
@@ -27,7 +30,10 @@ def _axes(task: Task, number: int) -> tuple[str, ...]:
 
 
 def _rows(task: Task, number: int, dropout: DropoutArgs | None) -> tuple[list[int], Element | None]:
-    """Return the tile of a dropout's row numbers, if it has one, and its element as input `number`."""
+    """Return ([number of the tile with a dropout's row numbers], expression that reads the tile as input `number`).
+
+    Without such a tile: ([], None).
+    """
     if not dropout or not dropout.row_numbers:
         return [], None
     return [len(task.accesses) - 1], Element(number, _axes(task, 0)[:-1])
@@ -54,7 +60,7 @@ def _rms_norm(task: Task) -> Launches:
     return _whole(task, RMSNorm, RMSNormArgs.of(task).eps)
 
 
-# -- cut rows
+# -- rows cut into several tiles
 
 
 @triton.jit
@@ -103,7 +109,7 @@ def _statistics(task: Task, variance: Expression, eps: float, middle: tuple[Expr
 @launches("layer_norm_stat")
 def _layer_norm_stat(task: Task) -> Launches:
     count, middle, m2 = (Element(0, (*_axes(task, 0)[:-1], k)) for k in range(3))
-    # In lanes beyond the last row the count is 0.
+    # In lanes beyond the last row the count is 0: the maximum avoids a division by 0.
     return _statistics(task, m2 / maximum(count, 1.0), LayerNormStatisticsArgs.of(task).eps, (middle,))
 
 
@@ -114,7 +120,7 @@ def _rms_norm_stat(task: Task) -> Launches:
 
 
 def _applied(task: Task, count: int) -> Launches:
-    """Describe y of `count` statistics and as many weights."""
+    """Return the launches that compute y from x, `count` statistics and `count` weights."""
     axes = _axes(task, 0)
     y = normalised(Element(1, axes), [Element(0, (*axes[:-1], k)) for k in range(count)]) * Element(2, (AXIS,))
     y = y + Element(3, (AXIS,)) if count > 1 else y

@@ -1,7 +1,8 @@
-"""Base class of operators: tensors with named axes, a gradient, a cost, a lowering to tile tasks, a reference.
+"""Base class of operators, tensors with named axes, and the lowering of operators to tasks on tiles.
 
-Axis names: batch, seq (positions of queries), key (positions of keys), embed, heads, kv_heads, head_dim, qkv (3), ffn,
-vocab, position (rows of the position table). A model may add other names; those axes are never cut.
+Axis names: batch, seq (positions of queries), key (positions of keys), embed, heads, kv_heads, head_dim, qkv (of size
+3: queries, keys, values), ffn, vocab, position (rows of the table of position embeddings). A model may add other names.
+Axes with other names are never cut into tiles.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ Array = np.ndarray[Any, Any]
 
 
 class Tensor:
-    """A logical tensor: named axes with sizes, a dtype, a kind.
+    """A tensor of the graph: named axes with sizes, a dtype, a kind. Its values lie in tiles, not in this object.
 
     Args:
         kind: `input`, `param`, `grad` (of a parameter), `state` (of the optimizer), `scalar` (kept for the host),
             `output` (of an evaluation, kept for the host), `temp` (freed after its last reader).
-        monoid: how contributions to a tile are combined: `sum`, `softmax` or `moments`.
-        storage: the tensor that owns the tiles; an in-place operator gives its output the storage of its input.
-        band: a tensor with the axes seq and key has only the tiles within this band of an attention mask.
+        monoid: operation that combines contributions to a tile: `sum`, `softmax` or `moments`.
+        storage: the tensor that owns the tiles. For an operator that works in place, the output has the storage of the
+            input.
+        band: for a tensor with the axes seq and key: only tiles that overlap this band of an attention mask exist.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Tensor:
 
     @property
     def elements(self) -> int:
-        """Number of elements within the band; without a band, of all elements."""
+        """Number of elements within the band of the attention mask; without a band, the number of all elements."""
         if not self.banded:
             return self.numel
         seq, key = self.size("seq"), self.size("key")
@@ -80,7 +82,7 @@ class Tensor:
         return self.band != ALL and {"seq", "key"} <= {*self.axes}
 
     def filled(self, cuts: Tiling) -> float:
-        """Return the fraction of the elements that lie in existing tiles."""
+        """Return the fraction of the elements in existing tiles; tiles outside the band of the mask do not exist."""
         if not self.banded:
             return 1.0
         seq, key = self.size("seq"), self.size("key")
@@ -95,7 +97,7 @@ class Tensor:
 
 
 def require(fits: bool, rule: str, *tensors: Tensor | None) -> None:
-    """Raise ValueError with an operator's rule and the tensors that break the rule, unless `fits`."""
+    """Raise ValueError unless `fits` is true. The message has the operator's rule and the tensors that break it."""
     if not fits:
         raise ValueError(f"{rule}; got {', '.join(str(t) for t in tensors if t)}")
 
@@ -105,9 +107,9 @@ class GraphLike(Protocol):
 
     dtype: str
     training: bool  # False: an evaluation, without dropout
-    cuts: Tiling  # of the later lowering, where known
-    row_numbers: dict[str, Tensor]  # for packed sequences, by axis: see Dropout
-    projections: list[list[Tensor]]  # for each attention: queries, keys, values
+    cuts: Tiling  # tile sizes of the later lowering, where known
+    row_numbers: dict[str, Tensor]  # for packed sequences: the row numbers of Dropout along each axis
+    projections: list[list[Tensor]]  # for each attention: its queries, keys and values
 
     @property
     def loss(self) -> Tensor | None: ...
@@ -122,14 +124,19 @@ class GraphLike(Protocol):
 
 
 class Lowering:
-    """Tiles of a graph's tensors under a tiling, and the task list to which operators append their tasks."""
+    """The tiles of a graph's tensors, and the task list to which operators append their tasks.
+
+    Args:
+        tiling: tile sizes of all axes.
+    """
 
     def __init__(self, tiling: Tiling, tasks: TaskList) -> None:
         self.tiling, self.tasks = tiling, tasks
         self.tiles: dict[tuple[int, tuple[int, ...]], Tile] = {}
-        self._tensors: dict[int, Tensor] = {}  # keeps the keys of `tiles` alive
+        self._tensors: dict[int, Tensor] = {}  # keeps the tensors alive whose ids are keys of `tiles`
         self.op = ""
-        self._ends: dict[int, list[int]] = {}  # elements of sums by last part, for each number of parts
+        # For `rotated`. Key: number of partial sums. Value: for each partial sum, elements of all sums that it ends.
+        self._ends: dict[int, list[int]] = {}
 
     @property
     def policy(self) -> str:
@@ -145,7 +152,10 @@ class Lowering:
         return axis in tensor.axes and len(self.parts(tensor, axis)) > 1
 
     def indices(self, tensor: Tensor, axes: Iterable[str] | None = None) -> Iterator[Index]:
-        """Yield indices of non-empty tiles over `axes` (default: all of the tensor), the last axis fastest."""
+        """Yield {axis: index of the tile} for all tiles along `axes`, the last axis fastest.
+
+        Tiles outside the band of an attention mask are skipped. Default of `axes`: all axes of the tensor.
+        """
         axes = tensor.axes if axes is None else tuple(axes)
         for index in itertools.product(*(range(len(self.parts(tensor, axis))) for axis in axes)):
             named = dict(zip(axes, index, strict=True))
@@ -153,7 +163,7 @@ class Lowering:
                 yield named
 
     def empty(self, tensor: Tensor, index: Index) -> bool:
-        """Return whether the tile lies wholly outside the tensor's band."""
+        """Return True if the tile does not exist, because it lies wholly outside the band of the attention mask."""
         if not tensor.banded or "seq" not in index or "key" not in index:
             return False
         return tensor.band.empty(self.part(tensor, "seq", index), self.part(tensor, "key", index))
@@ -162,7 +172,7 @@ class Lowering:
         return tuple(self.part(tensor, axis, index).size for axis in tensor.axes)
 
     def tile(self, tensor: Tensor, index: Index) -> Tile:
-        """Return the tensor's tile at `index`, which may contain other axes too."""
+        """Return the tensor's tile at `index`; the first call creates it. `index` may contain further axes."""
         owner = tensor.storage
         at = tuple(index[axis] for axis in tensor.axes)
         key = (id(owner), at)
@@ -176,17 +186,23 @@ class Lowering:
 
     @staticmethod
     def scratch(name: str, rows: Index, shape: Sequence[int], dtype: str, monoid: str = "sum") -> Tile:
-        """Return a temporary tile of an operator with the axes of `rows`, optionally followed by one more axis."""
+        """Return a new temporary tile of an operator.
+
+        Args:
+            rows: {axis: index of the tile}, for the axes of the tile.
+            shape: sizes along these axes, optionally followed by the size of one more axis, `state`.
+        """
         return Tile(name, tuple(rows.values()), tuple(shape), dtype, monoid, axes=(*rows, "state")[: len(shape)])
 
     def rotated(self, parts: Sequence[Index], numel: int) -> list[Index]:
-        """Rotate the order of a sum's partial sums, so that different GPUs finish different sums.
+        """Rotate the order of partial sums, so that different GPUs finish different sums.
 
-        Where each part of the batch has its own GPU, this spreads the results, and the optimizer's tasks on them, over
-        all GPUs.
+        If each GPU computes one part of the batch, this spreads the results, and the optimizer's tasks that use the
+        results, over all GPUs.
 
         Args:
-            numel: elements of the sum, which balance the rotation.
+            parts: indices of the partial sums.
+            numel: elements of the sum. Each position of the rotation gets about equally many elements.
         """
         if not parts:
             return []
@@ -202,11 +218,11 @@ class Lowering:
         args: TaskArgs = NO_ARGS,
         flop: float | None = None,
     ) -> None:
-        """Append a task of the current operator; see TaskList.emit."""
+        """Append a task of the current operator to the task list. Arguments: see TaskList.emit."""
         self.tasks.emit(kernel, accesses, args, self.op, flop)
 
     def grid(self, tensor: Tensor) -> list[tuple[tuple[slice, ...], Tile]]:
-        """Return each tile of a tensor with its slice of the whole tensor."""
+        """Return pairs (slices of the whole tensor, tile at these slices) for all tiles of a tensor."""
         result = []
         for index in self.indices(tensor):
             parts = [self.part(tensor, axis, index) for axis in tensor.axes]
@@ -216,14 +232,17 @@ class Lowering:
 
 @dataclass(frozen=True, slots=True)
 class Category:
-    """A class of operators of the data-movement paper, with its mark and colour in drawings."""
+    """A class of operators, with its mark and colour in drawings.
+
+    The classes are from the data-movement paper (Ivanov et al. 2021, Data Movement Is All You Need).
+    """
 
     name: str
     mark: str
     colour: str
 
 
-CONTRACTION = Category("contraction", "△", "#f2a49a")  # only these count as a model's flop
+CONTRACTION = Category("contraction", "△", "#f2a49a")  # by convention, only contractions count as a model's flop
 NORMALIZATION = Category("normalization", "□", "#f7c9c2")
 ELEMENTWISE = Category("element-wise", "○", "#fbe6e2")
 CATEGORIES = (CONTRACTION, NORMALIZATION, ELEMENTWISE)
@@ -233,15 +252,15 @@ class Op:
     """An operator of the graph.
 
     A subclass defines, in this order: formula, gradient, cost, lowering, scalar form, reference. It may also set its
-    category and its colours in Gantt charts by phase (forward, backward).
+    category, and its colour in Gantt charts for each phase (forward, backward).
     """
 
     category: ClassVar[Category] = ELEMENTWISE
     colours: ClassVar[Mapping[str, str]] = {}
-    independent: ClassVar[bool] = False  # True: an axis may have different sizes in different tensors
-    picks: Sequence[str] = ()  # axes of inputs that are indexed as in a table, not summed
+    independent: ClassVar[bool] = False  # True: an axis may have different sizes in different tensors of the operator
+    picks: Sequence[str] = ()  # axes along which the operator looks entries up, as in a table, instead of summing
 
-    name: str = ""  # set by the graph: scope and operator
+    name: str = ""  # set by the graph: scope and name of the operator
     phase: str = "forward"
 
     def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -262,7 +281,7 @@ class Op:
 
     @property
     def sums(self) -> Sequence[Tensor]:
-        """Outputs to which tasks only add (ACC); other operators may add to the same tiles."""
+        """Outputs to whose tiles the operator's tasks only add (ACC), so other operators may add to the same tiles."""
         return ()
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
@@ -274,44 +293,54 @@ class Op:
         raise NotImplementedError(f"{self.kind} has no gradient")
 
     def flop(self) -> float:
-        """Return the floating point operations on whole tensors, with fused ones; a multiply-add counts as two."""
+        """Return the number of floating point operations, including fused operators. A multiply-add counts as two."""
         return float(max(t.numel for t in [*self.inputs, *self.outputs]))
 
     def products(self) -> float:
-        """Return the part of flop() in the usual count of a model: contractions, without fused operations."""
+        """Return the part of flop() in the usual flop count of a model: contractions without fused operations.
+
+        0 for operators that are not contractions.
+        """
         return self.flop() if self.category is CONTRACTION else 0.0
 
     def filled(self, cuts: Tiling) -> float:
-        """Return the fraction of the flop that remains under a tiling without the tiles outside a mask's band."""
+        """Return the fraction of flop() that tasks compute under a tiling: tiles outside a mask's band are skipped."""
         return min(t.filled(cuts) for t in [*self.inputs, *self.outputs])
 
     def elements(self) -> int:
-        """Return the least number of elements to move: inputs once, outputs once, tied outputs twice."""
+        """Return the minimum number of elements to move: each input and output once, each tied output twice."""
         return sum(t.elements for t in {*self.inputs, *self.outputs}) + sum(t.elements for t in self.tied)
 
     @property
     def tied(self) -> list[Tensor]:
-        """Outputs that add to another operator's result, such as the gradient of a tied weight."""
+        """Outputs that the operator adds to another operator's result, such as the gradient of a tied weight."""
         read = {t.storage for t in self.inputs}
         return [t for t in self.outputs if t.storage is not t and t.storage not in read]
 
     def fit(self, tiling: Tiling) -> None:
-        """Couple axes in the tiling that must be cut alike. Raises ConfigError if that is impossible."""
+        """Couple the tile sizes of axes that must be cut alike, such as heads and kv_heads, and check the tiling.
+
+        Raises:
+            ConfigError: the operator does not support the tiling.
+        """
 
     def lower(self, lowering: Lowering) -> None:
         raise NotImplementedError
 
     def scalar(self) -> Definition | None:
-        """Return the computation of each point of the iteration space; None: not expressible. Needed for fusion."""
+        """Return the formula for one point of the iteration space, from which fusion generates kernels.
+
+        None: the operator has no such formula.
+        """
         return None
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
-        """Compute the operator in numpy float64 on whole tensors."""
+        """Return the outputs, computed in numpy float64 on whole tensors. Tests compare kernels with it."""
         raise NotImplementedError
 
 
 def operators() -> dict[str, type[Op]]:
-    """Return all operator classes defined so far by name, users' own included."""
+    """Return {name: class} of all operator classes defined so far, including those of users."""
     classes: dict[str, type[Op]] = {}
     todo = [Op]
     while todo:
@@ -322,5 +351,5 @@ def operators() -> dict[str, type[Op]]:
 
 
 def permutation(source: Sequence[str], target: Iterable[str]) -> list[int]:
-    """Return the positions in `source` of the axes of `target`, as `permute` takes them."""
+    """Return for each axis of `target` its position in `source`: the axis order that `permute` takes."""
     return [list(source).index(axis) for axis in target]
