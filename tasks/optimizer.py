@@ -1,4 +1,4 @@
-"""Gradient norm and clipping; base class, registry and operator of optimizers."""
+"""Gradient norm and clipping; the base class and registry of optimizers; the operator that applies an optimizer."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from .op import NORMALIZATION, Array, Lowering, Op, Tensor
 
 FAN_IN = 8  # partial sums added by one task
 LARGEST = float(np.finfo(np.float32).max)
-INVERSE_SCALE = "inverse_loss_scale"
-MOST_SCALE = 3e38  # largest scale of a loss: tasks get the scale in fp32
+INVERSE_SCALE = "inverse_loss_scale"  # slot with 1 / loss scale
+MOST_SCALE = 3e38  # largest loss scale: tasks get the scale in fp32
 # For each low-precision dtype: name and dtype of the state that, with the parameter, gives the fp32 master weight.
 MASTERS = {"bf16": ("low_bits", "int16"), "fp16": ("master", "fp32")}
-Ends = Mapping[Hashable, int]
-Node = Tile | Sequence["Node"]  # node of a tree of sums: a gradient's tile, or several nodes
+Ends = Mapping[Hashable, int]  # by key of a gradient's tile: number of its device, see GradNorm
+Node = Tile | Sequence["Node"]  # node of a tree of sums: a leaf is a gradient's tile, an inner node has several nodes
 
 
 class ClipArgs(TaskArgs):
     max_norm: float  # 0: no clipping
-    skip_above: float  # 0: no step is skipped
+    skip_above: float  # steps with a larger norm change nothing; 0: no step is skipped
 
 
 class ScaledClipArgs(TaskArgs):
     clip: ClipArgs
-    inverse: Slot  # 1 / scale of the loss
+    inverse: Slot  # 1 / loss scale
 
 
 class GradNorm(Op):
     """norm = sqrt(sum of squares of all gradients), fp64 [1]; clip = min(1, max_norm / (norm + 1e-6)), fp64 [1].
 
-    As torch.nn.utils.clip_grad_norm_; without max_norm, clip is 1. If norm is above `skip_above` or NaN, clip is -1:
-    optimizers then change nothing. The sums form a tree of fixed shape, so the result does not depend on the order in
-    which tasks run.
+    Optimizers multiply gradients by clip, as torch.nn.utils.clip_grad_norm_ does. Without max_norm, clip is 1. If norm
+    is above `skip_above` or NaN, clip is -1: optimizers then change nothing. The sums form a tree of fixed shape, so
+    the result does not depend on the order in which tasks run.
 
     Args:
-        ends: numbers by the key of a gradient's tile. Tiles with equal numbers, which are on the same device, are
-            added first.
-        scaled: the gradients are those of a loss multiplied by 1 / `inverse_loss_scale`, a slot. norm is then the norm
-            of the unscaled gradients, clip is multiplied by the slot, and clip is -1 if norm is not finite
-            (Micikevicius et al. 2018, 3.2).
+        ends: for the key of each gradient's tile, a number that is equal for tiles on the same device. Tiles with equal
+            numbers are added first.
+        scaled: True if the gradients are of a loss multiplied by a loss scale. The slot `inverse_loss_scale` is
+            1 / loss scale. norm is then the norm of the unscaled gradients, clip is multiplied by the slot, and clip is
+            -1 if norm is not finite (Micikevicius et al. 2018, 3.2).
     """
 
     category = NORMALIZATION
@@ -84,9 +84,9 @@ class GradNorm(Op):
             lowering.emit("clip", accesses, args)
 
     def _sum(self, lowering: Lowering, node: Node, numbers: Iterator[int]) -> Tile:
-        """Emit the tasks that add the squares below a node, and return the tile of the sum.
+        """Append tasks that sum the squares of all gradients below a node. Return the tile with the sum.
 
-        The last gradients come first, as a backward pass computes them first.
+        Tasks of the last gradients are appended first, as a backward pass computes the last gradients first.
         """
         below = [] if isinstance(node, Tile) else [self._sum(lowering, one, numbers) for one in reversed(node)]
         total = Tile(f"{self.name}.sum", (next(numbers),), (1,), "fp64")
@@ -105,17 +105,17 @@ class GradNorm(Op):
 
 
 def _nested(nodes: Sequence[Node], most: int) -> Sequence[Node]:
-    """Return at most `most` nodes, each with at most FAN_IN nodes below it."""
+    """Return the nodes arranged as a tree: at most `most` nodes, each with at most FAN_IN nodes directly below it."""
     while len(nodes) > most:
         nodes = [nodes[first : first + FAN_IN] for first in range(0, len(nodes), FAN_IN)]
     return nodes
 
 
 def split(value: Array, dtype: str = "bf16") -> tuple[Array, Array]:
-    """Split fp32 values into a parameter of this dtype and its `master`.
+    """Split fp32 values into a parameter of dtype bf16 or fp16 and the state `master`. `joined` is the inverse.
 
-    bf16: the values rounded, halves away from zero, and their lower 16 bits as int16. fp16, which has another exponent
-    than fp32: the values rounded, and the fp32 values.
+    For bf16: the values rounded (halves away from zero), and the lower 16 bits of the fp32 values as int16. For fp16:
+    the values rounded, and all fp32 values, because fp16 has fewer bits of exponent than fp32.
     """
     if dtype == "fp16":
         value = value.astype(np.float32)
@@ -128,19 +128,22 @@ def split(value: Array, dtype: str = "bf16") -> tuple[Array, Array]:
 
 
 def joined(param: Array, master: Array) -> Array:
-    """Return the fp32 values that `split` divided, equal to the bit."""
+    """Return the fp32 values from which `split` made the parameter and its master, bit for bit."""
     if np.asarray(master).dtype.kind == "f":
         return np.asarray(master, np.float32)
     return (np.asarray(param, np.float32).view(np.int32) + np.asarray(master, np.int32)).view(np.float32)
 
 
 class Optimizer(Settings):
-    """Settings of an optimizer, its states and its kernel. Each subclass has a file in this folder, such as adamw.py.
+    """Settings, states and kernel of an optimizer. Each subclass has a file in this folder, such as adamw.py.
 
     A subclass declares its settings as fields, which are also keys of the section `optimizer` of a YAML file. It
     defines `flop`, `states`, `args` and `reference`, and `slots` if its kernel has scalars that change every step. The
-    kernel has the name of the class in lower case. Its tiles are param, states..., grad, clip, and for bf16 and fp16
-    the master. Raises ConfigError for values out of range.
+    kernel has the name of the class in lower case. The kernel's tiles are param, states..., grad, clip, and for a
+    parameter in bf16 or fp16 the master.
+
+    Raises:
+        ConfigError: a setting is out of range.
     """
 
     section: ClassVar = "optimizer"
@@ -153,9 +156,9 @@ class Optimizer(Settings):
     """Weights to which weight decay applies: `all`, as in torch.optim, or only `matrices`, the weights with two or more
     axes in the checkpoint, without biases and gains of norms."""
 
-    flop: ClassVar[float]  # per element of a parameter
-    colour: ClassVar[str] = ""  # in Gantt charts; none: a spare one
-    reads_first: ClassVar[bool] = False  # whether the kernel's tiles begin with grad and clip
+    flop: ClassVar[float]  # floating point operations per element of a parameter
+    colour: ClassVar[str] = ""  # colour in Gantt charts; empty: the chart picks an unused colour
+    reads_first: ClassVar[bool] = False  # True: the kernel's tiles begin with grad and clip
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
@@ -165,16 +168,16 @@ class Optimizer(Settings):
 
     @property
     def method(self) -> type[Optimizer]:
-        """The class in OPTIMIZERS of this object, or from which a section of a YAML file derives."""
+        """The registered optimizer class: the class of this object, or a base class of it that is in OPTIMIZERS."""
         return next(cls for cls in type(self).__mro__ if cls in OPTIMIZERS.values())
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Values of the method's fields."""
+        """Values of the optimizer's fields by name."""
         return {name: getattr(self, name) for name in self.method.model_fields}
 
     def changed(self, **fields: Any) -> Optimizer:
-        """Return the same method with other values of some fields."""
+        """Return a copy of this optimizer's settings with new values for some fields."""
         return self.method(**{**self.settings, **fields})
 
     @property
@@ -183,28 +186,28 @@ class Optimizer(Settings):
         raise NotImplementedError
 
     def slots(self, step: int) -> dict[str, float]:
-        """Return the scalars of step 1, 2, ..., besides the learning rate `lr`."""
+        """Return {slot: value} for one step, without the learning rate `lr`. Steps are numbered from 1."""
         return {}
 
     def args(self, weight_decay: float) -> TaskArgs:
-        """Return the arguments of the kernel for a parameter with this weight decay."""
+        """Return the kernel's arguments that do not change between steps, for a parameter with this weight decay."""
         raise NotImplementedError
 
     def reference(
         self, p: Array, grad: Array, states: Sequence[Array], weight_decay: float, lr: float, step: int
     ) -> tuple[Array, ...]:
-        """Return the parameter and the states after a step, in float64."""
+        """Return (parameter, *states) after one step, computed in float64. Tests compare the kernel with it."""
         raise NotImplementedError
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {}  # by name in a YAML file
+OPTIMIZERS: dict[str, type[Optimizer]] = {}  # key: the optimizer's name in a YAML file
 
 
 class Update(Op):
-    """A step of an optimizer for one parameter, which changes the parameter, its states and its master in place.
+    """One step of an optimizer for one parameter. The parameter, its states and its master change in place.
 
     The gradient is multiplied by clip. If clip is below 0 (see GradNorm), nothing changes. With a `master` (see
-    `split`), param is bf16 or fp16, and the optimizer computes with the fp32 value of both.
+    `split`), param is bf16 or fp16, and the optimizer computes with the fp32 values that param and master represent.
     """
 
     def __init__(

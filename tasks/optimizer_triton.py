@@ -1,4 +1,7 @@
-"""Gradient norm on CUDA, and shared functions of the optimizers' kernels. Tiles as in optimizer.cpp."""
+"""Gradient norm and clipping on CUDA, and functions that the optimizers' kernels share.
+
+The tasks have the same tiles as in optimizer.cpp.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from collections.abc import Sequence
@@ -34,14 +37,15 @@ BLOCK = 4096
 SQUARES = 8 * BLOCK  # elements that one program sums; constant, so that sums have a fixed order
 
 
-# A table describes several tiles of each kind to one kernel. It has columns of ROWS int64, one row for each task: the
-# row's first program, the number of elements, then the addresses of the task's tiles. ROWS is a power of two; rows
-# without a task begin behind the last program.
+# One launch can compute several tasks: the kernel reads the tasks' tiles from a table in memory. The table has one row
+# for each task, with these int64 columns: number of the first program that computes the task, number of elements, then
+# the address of each tile of the task. The table is stored column by column. The number of rows, ROWS, is a power of
+# two. In rows without a task, the number of the first program is the number of programs of the launch.
 
 
 @triton.jit
 def row_of(TABLE, ROWS: tl.constexpr):
-    """Return this program's row of the table, and the program's number within the row."""
+    """Return the address of the table's row for this program's task, and the program's number among the task's."""
     begins = tl.load(TABLE + tl.arange(0, ROWS))
     row = tl.sum((begins <= tl.program_id(0)).to(tl.int32), 0) - 1
     return TABLE + row, tl.program_id(0) - tl.load(TABLE + row)
@@ -114,7 +118,7 @@ def _clip(
     tl.store(CLIP, factor)
 
 
-# The next two functions are `joined` and `split` of optimizer.py.
+# The next two functions compute the same as `joined` and `split` of optimizer.py.
 
 
 @triton.jit
@@ -143,7 +147,13 @@ def store_param(PARAM, MASTER, at, p, inside, MASTER_BITS: tl.constexpr):
 
 @dataclass(frozen=True)
 class _Table:
-    """A table for `row_of`: its entries, the programs of all rows, and the constexprs of kernels that read it."""
+    """A table from which one launch reads the tiles of several tasks (described above `row_of`).
+
+    Args:
+        entries: int64 values of the table, column by column.
+        programs: number of programs of the launch.
+        constants: constexprs ROWS and ALIGNED of the kernel that reads the table.
+    """
 
     entries: tuple[TileAddress | Int, ...]
     programs: int
@@ -181,7 +191,7 @@ def _describe_squares(tasks: Sequence[Task]) -> Launches:
 
 
 def _terms(task: Task, first: int) -> list[Any]:
-    """Return the addresses of the tiles from `first` on, the last repeated up to FAN_IN addresses."""
+    """Return exactly FAN_IN addresses: those of the task's tiles from `first` on, then the last address repeated."""
     count = len(task.accesses) - first
     assert 0 < count <= FAN_IN, task.kernel
     return [tile(task, first + min(k, count - 1)) for k in range(FAN_IN)]
@@ -212,5 +222,5 @@ def _clipped(task: Task, a: ClipArgs, inverse: Parameter) -> Launches:
 
 
 def master_bits(task: Task, number: int) -> int:
-    """Return the bits of an element of the master, tile `number`; 0: no master."""
+    """Return the number of bits per element of the master, the task's tile `number`; 0 if there is no such tile."""
     return 8 * DTYPES[tile(task, number).dtype].bytes if number < len(task.accesses) else 0

@@ -1,4 +1,4 @@
-"""Instructions of kernels before they wait for the previous kernel; see pdl.py."""
+"""Functions for kernels that prefetch while the previous kernel still runs; see pdl.py."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import triton
@@ -11,16 +11,20 @@ LINE = tl.constexpr(64)  # 2-byte elements of a cache line
 
 @triton.jit
 def wait_here():
-    """Wait for the previous kernel; before, a kernel must neither read nor write. No effect without overlap."""
-    if not INTERPRETED:  # a dummy instruction as in tl.extra.cuda.gdc_wait; pdl.waiting replaces it
+    """Wait until the previous kernel has ended. Before this call a kernel must neither read nor write.
+
+    Without programmatic dependent launch it does nothing.
+    """
+    if not INTERPRETED:  # a dummy instruction as in tl.extra.cuda.gdc_wait; pdl.waiting inserts the wait after it
         tl.inline_asm_elementwise("// nntile: wait here $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def bring(X, row, first, last, rows, columns, ROWS: tl.constexpr, LINES: tl.constexpr):
-    """Prefetch columns first to last of ROWS rows of x [rows, columns], 2-byte elements, into the L2 cache.
+    """Prefetch a part of the matrix x [rows, columns] of 2-byte elements into the L2 cache.
 
-    Each iteration prefetches ROWS * LINES cache lines.
+    The part has ROWS rows from `row` on, and the columns from `first` to before `last`. Each iteration prefetches
+    ROWS * LINES cache lines.
     """
     if not INTERPRETED:
         at = X + tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)[:, None] * columns

@@ -1,4 +1,4 @@
-"""Base class of element-wise operators on tensors of the same axes, defined by one formula."""
+"""Base class of element-wise operators whose tensors have the same axes. One formula defines such an operator."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .scalar.expression import Definition, Element, Number, Output
 
 
 class Pointwise(Op):
-    """Outputs are formula(*inputs), element by element; all tensors have the same axes.
+    """An operator whose outputs are formula(*inputs), element by element. All tensors have the same axes.
 
-    The formula gives the scalar form, from which fusion generates kernels, and the reference. A task of `kernel` has
-    the tiles of the outputs, then of the inputs.
+    The formula defines both the scalar form, from which fusion generates kernels, and the reference. A task of `kernel`
+    has the tiles of the outputs, then the tiles of the inputs.
     """
 
     kernel: ClassVar[str]
@@ -25,7 +25,7 @@ class Pointwise(Op):
         return NO_ARGS
 
     def formula(self, *inputs: Number) -> tuple[Number, ...]:
-        """Return the outputs, of arrays or of expressions."""
+        """Return the outputs: arrays if the inputs are arrays, expressions if the inputs are expressions."""
         raise NotImplementedError
 
     def lower(self, lowering: Lowering) -> None:

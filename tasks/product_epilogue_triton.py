@@ -1,4 +1,4 @@
-"""Shared parts of product kernels: order of blocks, activations of sums in fp32 and their derivatives."""
+"""Functions that the kernels of matrix products share: order of blocks, activations and derivatives in fp32."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import triton
@@ -28,11 +28,11 @@ def _power_of_two(x):
 
 @triton.jit
 def normal_tail(x):
-    """Return |x|, the standard normal distribution function at -|x|, and exp(-x^2 / 2).
+    """Return |x|, Phi(-|x|) and exp(-x^2 / 2), where Phi is the standard normal distribution function.
 
-    The distribution function divided by the exponential is a polynomial in 1 / (1 + 0.36 |x|), fitted with a relative
-    error of 2e-5; bf16 rounds by up to 4e-3. This needs half of erf's instructions, and the derivative of x Phi(x)
-    needs the exponential too.
+    Phi(-|x|) / exp(-x^2 / 2) is computed as a polynomial in 1 / (1 + 0.36 |x|), fitted with a relative error of 2e-5.
+    Rounding to bf16 has an error of up to 4e-3. This takes half of the instructions of erf, and the derivative of
+    x Phi(x) (exact GELU) needs the exponential too.
     """
     far = tl.abs(x)
     e, t = _power_of_two(x * x * -0.7213475204444817), _reciprocal(1 + 0.36 * far)
@@ -65,7 +65,11 @@ def times_derivative(y, x, KIND: tl.constexpr):
 
 @triton.jit
 def block_of(number, m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """Return first row and column of a block; GROUP blocks of rows are consecutive in time, to share operands."""
+    """Return the first row and the first column of block `number` of an m x n matrix.
+
+    GROUP vertically adjacent blocks have consecutive numbers, then the next columns follow. Blocks that run at the same
+    time thus share operands in the cache.
+    """
     down, across = tl.cdiv(m, ROWS), tl.cdiv(n, COLUMNS)
     first = number // (GROUP * across) * GROUP
     size = tl.minimum(down - first, GROUP)

@@ -1,7 +1,7 @@
-"""Products of many rows with their epilogue, on CUDA from compute capability 9.0 on.
+"""Matrix products with many rows, with bias and activation, on CUDA from compute capability 9.0 on.
 
-Each program computes several blocks in turn. The tensor memory accelerator moves blocks (CUDA C++ Programming Guide,
-TMA).
+Each program computes several blocks of the result, one after the other. The tensor memory accelerator moves blocks
+between memories (CUDA C++ Programming Guide, TMA).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -17,7 +17,7 @@ def _finish(
     OUT, OTHER, BIAS, total, row, col, n, scale, WIDTH: tl.constexpr,
     KIND: tl.constexpr, BIASED: tl.constexpr, KEEPS: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    if total.shape[1] > WIDTH:  # its halves one after the other
+    if total.shape[1] > WIDTH:  # compute the left half, then the right half
         half: tl.constexpr = total.shape[1] // 2
         left, right = tl.split(tl.permute(tl.reshape(total, (total.shape[0], 2, half)), (0, 2, 1)))
         _finish(OUT, OTHER, BIAS, left, row, col, n, scale, WIDTH, KIND, BIASED, KEEPS, GRADIENT)
@@ -43,11 +43,13 @@ def persistent(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
     WIDTH: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """out = act(scale a b + bias), or GRADIENT: scale a b act'(other). a [m, k], b [k, n], or B_BY_K: its transpose.
-    KEEPS: the value before act is stored in other.
+    """Compute out = act(scale a b + bias), or with GRADIENT: out = (scale a b + bias) act'(other).
 
-    Descriptors mask elements beyond the ends. The epilogue of a block runs on WIDTH columns at a time, which needs
-    fewer registers and less shared memory. FLATTEN: the next block is loaded during the epilogue.
+    a is [m, k]; b is [k, n], or [n, k] with B_BY_K. With KEEPS, the value before act is stored in other.
+
+    The tensor descriptors mask elements beyond the ends of a matrix. The epilogue (bias and activation) of a block runs
+    on WIDTH columns at a time, which needs fewer registers and less shared memory. With FLATTEN, the next block is
+    loaded during the epilogue.
     """
     blocks = tl.cdiv(m, ROWS) * tl.cdiv(n, COLUMNS)
     for number in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=FLATTEN):
@@ -56,7 +58,7 @@ def persistent(
         for at in tl.range(0, k, DEPTH, num_stages=STAGES):
             a = A.load([row, at])
             b = B.load([col, at]).T if B_BY_K else B.load([at, col])
-            if INTERPRETED:  # numpy there has no bf16
+            if INTERPRETED:  # Triton's interpreter computes in numpy, which has no bf16
                 a, b = a.to(tl.float32), b.to(tl.float32)
             total = tl.dot(a, b, total)
         _finish(OUT, OTHER, BIAS, total, row, col, n, scale, WIDTH, KIND, BIASED, KEEPS, GRADIENT)

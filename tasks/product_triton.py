@@ -1,7 +1,7 @@
-"""Products on CUDA with activation epilogues that cuBLASLt lacks, and products of few rows.
+"""Matrix products on CUDA: with activations that cuBLASLt cannot fuse into the product, or with few rows.
 
-Tiles as in contract_cuda.cpp. C++ measures whether these kernels or cuBLASLt are faster. The activation is computed
-from the sum in fp32, not from the stored bf16 or fp16 value.
+C++ measures for each size whether these kernels or cuBLASLt are faster. The tasks have the same tiles as in
+contract_cuda.cpp. The activation is computed from the sum in fp32, not from the stored bf16 or fp16 value.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -41,8 +41,12 @@ def _sum(
     A, B, row, col, first, last, m, n, k, B_BY_K: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return a block of a b from row and col on, summed from first to last. EVEN: only the last rows need a mask."""
-    # Rows beyond the last read the last row; their values are not stored.
+    """Return the block of the product a b that begins at (row, col), summed over k from `first` to before `last`.
+
+    EVEN: loads need no mask, because DEPTH divides k and, unless B_BY_K, COLUMNS divides n.
+    """
+    # Rows beyond the last row of a, or columns beyond the last of a transposed b, read the last one instead. Their
+    # values are not stored.
     rows, depth = tl.minimum(row + tl.arange(0, ROWS), m - 1).to(tl.int64), first + tl.arange(0, DEPTH)
     cols = col + tl.arange(0, COLUMNS)
     a_at = A + rows[:, None] * k + depth[None, :]
@@ -59,7 +63,7 @@ def _sum(
             a = tl.load(a_at, (depth < k)[None, :], 0.0)
             b = tl.load(b_at, there if B_BY_K else there & (cols < n)[None, :], 0.0)
             depth += DEPTH
-        if INTERPRETED:  # numpy there has no bf16
+        if INTERPRETED:  # Triton's interpreter computes in numpy, which has no bf16
             a, b = a.to(tl.float32), b.to(tl.float32)
         total = tl.dot(a, b, total)
         a_at += DEPTH
@@ -69,10 +73,10 @@ def _sum(
 
 @triton.jit
 def _bring(B, row, col, first, last, n, k, B_BY_K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Prefetch the part of b that a block reads, while the previous kernel computes a.
+    """Prefetch the part of b that a block reads while the previous kernel computes a; then wait for that kernel.
 
-    In inference b are weights, which are not in the cache. Only blocks of the first rows prefetch, as the other blocks
-    read the same part.
+    In inference, b holds weights, which are not in the cache. Only the blocks of the first rows prefetch, as the blocks
+    below them read the same part of b.
     """
     if row == 0:
         if B_BY_K:
@@ -91,11 +95,11 @@ def _product(
     GRADIENT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """out = act(scale a b + bias + residual), or with GRADIENT: out = (scale a b + bias + residual) act'(aux).
+    """Compute out = act(scale a b + bias + residual), or with GRADIENT: out = (scale a b + bias + residual) act'(aux).
 
-    a [m, k]; b [k, n], or with B_BY_K its transpose.
-
-    HALVES: the epilogue runs on one half of the columns after the other, which needs fewer registers.
+    a is [m, k]; b is [k, n], or [n, k] with B_BY_K. With KEEPS, the value before act is stored in pre. With HALVES, the
+    epilogue (bias, residual, activation) runs on the left half of the columns, then on the right half, which needs
+    fewer registers.
     """
     row, col = block_of(tl.program_id(0), m, n, ROWS, COLUMNS, GROUP)
     _bring(B, row, col, 0, k, n, k, B_BY_K, COLUMNS)
@@ -142,7 +146,10 @@ def _part(
     SUMS, A, B, m, n, k, B_BY_K: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute sums [PARTS, m, n], each over one part of k, for few blocks of long sums."""
+    """Compute partial sums [PARTS, m, n] of the product a b, each over one part of k.
+
+    This keeps more programs busy if the result has few blocks and k is large.
+    """
     row, col = block_of(tl.program_id(0), m, n, ROWS, COLUMNS, GROUP)
     part, size = tl.program_id(1), tl.cdiv(k, DEPTH * PARTS) * DEPTH
     first = part * size
@@ -159,7 +166,7 @@ def _of_parts(
     OUT, PRE, SUMS, BIAS, RESIDUAL, AUX, m, n, scale, KIND: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
     KEEPS: tl.constexpr, GRADIENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the result of _product from the partial sums of _part, added in order."""
+    """Compute the same result as _product from the partial sums of _part, which are added in a fixed order."""
     row, col = block_of(tl.program_id(0), m, n, ROWS, COLUMNS, 1)
     rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, COLUMNS)
     inside = (rows < m)[:, None] & (cols < n)[None, :]
@@ -175,13 +182,19 @@ OWN = tuple(number for number, name in enumerate(ACTIVATIONS) if name != "gelu_n
 
 
 class Way(NamedTuple):
-    """Block sizes and variant of a product's kernel.
+    """A way to compute a product: which kernel, with which block sizes.
 
     Args:
-        parts: parts of the sum, each with its own programs.
-        width: columns per epilogue of the variant `persistent`.
-        programs: programs on each multiprocessor.
-        flatten: see product_tma_triton.py.
+        rows: rows of a block of the result.
+        columns: columns of a block of the result.
+        depth: elements of the sum per iteration.
+        stages: stages of the pipeline that loads operands ahead (Triton's num_stages).
+        warps: warps of a program.
+        halves: HALVES of `_product`.
+        parts: number of parts into which the sum is split, each with its own programs; 1: `_product` computes all.
+        width: WIDTH of the kernel `persistent` (product_tma_triton.py); 0: another kernel.
+        programs: programs of `persistent` on each multiprocessor.
+        flatten: FLATTEN of `persistent`.
     """
 
     rows: int
@@ -203,17 +216,18 @@ class Way(NamedTuple):
         return cut + f" {self.parts} parts" * (self.parts > 1)
 
 
-# Candidates for 64 to 256 rows, and the fastest on an H200 for 640 and 2048 rows.
+# Candidates for products with up to 256 rows; some were the fastest on an H200 for 640 and 2048 rows.
 FEW = [
     Way(64, 32, 128, 4, 4), Way(64, 64, 128, 3, 4), Way(64, 64, 64, 5, 4), Way(64, 32, 256, 3, 4),
     Way(64, 16, 128, 5, 4), Way(32, 32, 128, 4, 4),
 ]  # fmt: skip
-# Long sums in few blocks use a small part of the GPU: smaller blocks, or parts of the sum.
+# For large k and few columns: few large blocks would use a small part of the GPU. So blocks are smaller, or the sum is
+# split into parts.
 DEEP = [
     Way(64, 16, 128, 5, 4), Way(64, 16, 256, 4, 4), Way(32, 16, 256, 4, 4), Way(64, 32, 128, 4, 4, parts=4),
     Way(64, 64, 128, 3, 4, parts=6), Way(64, 64, 64, 5, 4),
 ]  # fmt: skip
-# Up to 2048 rows: candidates whose blocks fill the GPU.
+# For up to 2048 rows: `ways_of` takes those whose blocks fill the GPU.
 SOME = [
     Way(64, 16, 128, 5, 4), Way(64, 32, 128, 4, 4), Way(64, 64, 64, 5, 4), Way(64, 64, 128, 3, 4),
     Way(64, 128, 64, 4, 4), Way(64, 128, 64, 3, 4, halves=True), Way(128, 64, 64, 4, 4), Way(128, 128, 64, 4, 8),
@@ -223,12 +237,13 @@ PARTS = [
     Way(64, 64, 128, 3, 4, parts=2), Way(64, 64, 128, 3, 4, parts=4), Way(128, 64, 64, 4, 4, parts=2),
     Way(128, 128, 64, 4, 8, parts=2), Way(128, 128, 64, 4, 8, parts=4),
 ]  # fmt: skip
-# Fastest on an H200 for 640 to 19 712 rows, n 3072, k 768; 128x256 is slower for all.
+# For many rows: the fastest on an H200 for m from 640 to 19 712, n = 3072, k = 768. Blocks of 128 x 256 are slower for
+# each of these m.
 TWICE = Way(128, 128, 64, 3, 8, width=32, programs=2)
 MANY = [TWICE, TWICE._replace(flatten=False)]
 ONCE = Way(128, 128, 64, 4, 8, width=64)
-MULTIPROCESSORS = 132  # of an H200; correct on other GPUs too
-FILLED = range(MULTIPROCESSORS // 2, 3 * MULTIPROCESSORS)  # programs
+MULTIPROCESSORS = 132  # of an H200; results are correct on other GPUs too
+FILLED = range(MULTIPROCESSORS // 2, 3 * MULTIPROCESSORS)  # numbers of programs that fill the GPU well
 
 
 class Sizes(NamedTuple):
@@ -239,7 +254,7 @@ class Sizes(NamedTuple):
 
 
 def ways_of(sizes: Sizes, e: EpilogueArgs) -> list[Way]:
-    """Return the candidates to measure; none: cuBLASLt, with a separate kernel for an activation."""
+    """Return the ways to measure against cuBLASLt. Empty: use cuBLASLt, with a separate kernel for the activation."""
     deep = sizes.n <= 4096 <= 2 * sizes.k
     if sizes.m <= (256 if e.activation >= 0 else 128):
         return DEEP if deep else FEW
@@ -254,7 +269,11 @@ def programs_of(way: Way, sizes: Sizes) -> int:
 
 
 def sizes_of(task: Task, plan: PlanArgs) -> Sizes | None:
-    """Return the sizes of a product whose operands and result are matrices, a's rows first; None: not matrices."""
+    """Return the sizes of a product of plain matrices; None if these kernels do not support the product.
+
+    Supported: a [m, k], b [k, n] or [n, k] and the result [m, n], with n and k multiples of 8. Only m may change
+    between steps.
+    """
     m, n, k = plan.m, plan.n, plan.k
     a_order, b_order, out_order = plan.orders[: m + k], plan.orders[m + k : m + 2 * k + n], plan.orders[m + 2 * k + n :]
     by_row, by_k = tuple(range(k + n)), (*range(n, n + k), *range(n))
@@ -268,7 +287,10 @@ def sizes_of(task: Task, plan: PlanArgs) -> Sizes | None:
 
 
 def served(task: Task, a: ContractArgs) -> Sizes | None:
-    """Return the product's sizes if these kernels support the task; a measurement must be able to repeat the task."""
+    """Return the product's sizes; None if these kernels do not support the task.
+
+    Tasks that add to a tile are not supported, as the measurement runs a task several times.
+    """
     e, dtypes = a.epilogue, {access.tile.dtype for access in task.accesses}
     alone = e.colsum < 0 and not any(access.accumulate for access in task.accesses)
     whole = e.bias_axes in (-1, ((1 << a.plan.n) - 1) << a.plan.m)
