@@ -1,7 +1,8 @@
-"""Attention scores by relative position: products with embeddings of the distance, added to the scores.
+"""Relative positions in attention: products with embeddings of the distance are added to the scores.
 
-Axes: scores [.., seq, key]; content_to_position [.., seq, relative]; position_to_content [.., key, relative]; index
-[distance], whose entry t belongs to the pairs with key - seq = t - (size of seq - 1).
+Axes: scores [.., seq, key]; content_to_position [.., seq, relative] (products of queries with embeddings);
+position_to_content [.., key, relative] (products of keys with embeddings); index [distance]. Entry t of the index is
+the position along `relative` for all pairs (query s, key k) with k - s = t - (size of seq - 1).
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from .op import Array, GraphLike, Lowering, Op, Tensor, require
 class RelativeArgs(TaskArgs):
     """Arguments of relative_scores and relative_scores_grad, on tiles [.., seq, key]."""
 
-    first: int  # position in the index of the tile's first query and first key
-    queries: bool  # whether the task has a tile of content_to_position
-    keys: bool  # whether the next tile is of position_to_content
+    first: int  # position in the index for the tile's first query and first key
+    queries: bool  # True: the task has a tile of content_to_position
+    keys: bool  # True: the task has a tile of position_to_content
 
 
 class RelativeScores(Op):
     """y[s, k] = scores[s, k] + content_to_position[s, r] + position_to_content[k, r], r = index[k - s + seq - 1].
 
-    In place: y has the tiles of the scores. One of the two products may be missing. The axes relative and distance are
-    never cut. Source: He et al. 2021, "DeBERTa: Decoding-enhanced BERT with disentangled attention", eq. 4; the
-    products must already be scaled.
+    The operator works in place: y has the tiles of the scores. One of the two products may be missing. The axes
+    relative and distance are never cut. Source: He et al. 2021, "DeBERTa: Decoding-enhanced BERT with disentangled
+    attention", eq. 4, where the products are scaled; here they must already be scaled.
 
     Args:
-        index: int64 [distance = seq + key - 1], non-decreasing row numbers along `relative`.
+        index: int64 [distance], of size seq + key - 1: positions along `relative`, non-decreasing.
 
     Raises:
         ValueError: axes or sizes do not fit.
@@ -81,7 +82,7 @@ class RelativeScores(Op):
             lowering.emit("relative_scores", [RW(lowering.tile(self.output, at)), *reads], self.args(lowering, at))
 
     def rows(self, index: Array) -> Array:
-        """Return [seq, key]: the row along `relative` of each pair."""
+        """Return an array [seq, key]: for each pair of a query and a key its position along `relative`."""
         seq, key = self.output.shape[-2:]
         return np.asarray(index[np.arange(key) - np.arange(seq)[:, None] + seq - 1], int)
 
@@ -96,10 +97,10 @@ class RelativeScores(Op):
 
 
 class RelativeScoresGrad(Op):
-    """Gradient of the products, as far as they exist.
+    """Gradients of content_to_position and position_to_content, or of the one that RelativeScores has.
 
-    d content_to_position[s, r] = sum of dy[s, k] over the keys k with index[k - s + seq - 1] = r, and
-    d position_to_content[k, r] = sum of dy[s, k] over the queries s with index[k - s + seq - 1] = r.
+    - d content_to_position[s, r] = sum of dy[s, k] over all keys k with index[k - s + seq - 1] = r
+    - d position_to_content[k, r] = sum of dy[s, k] over all queries s with index[k - s + seq - 1] = r
     """
 
     picks = ("distance",)
@@ -133,6 +134,9 @@ def relative_scores(
     content_to_position: Tensor | None,
     position_to_content: Tensor | None,
 ) -> Tensor:
-    """Add the products with embeddings of distances to the scores, in place; see RelativeScores."""
+    """Add an operator to the graph that adds the products to the scores in place; return the scores after it.
+
+    Formula and axes: see RelativeScores.
+    """
     out = Tensor(f"{scores.name}.relative", scores.axes, scores.shape, scores.dtype, storage=scores, band=scores.band)
     return g.add(RelativeScores(scores, index, content_to_position, position_to_content, out)).output

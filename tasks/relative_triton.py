@@ -1,8 +1,10 @@
-"""Products with embeddings of relative positions on CUDA. Tiles as in relative.cpp.
+"""Relative positions in attention on CUDA (see relative.py). The tasks have the same tiles as in relative.cpp.
 
-Forward: a program adds to a block of queries and keys. Gradient: the index is non-decreasing, so the distances of a row
-along `relative` are consecutive. A program searches their interval and adds up a block of sums in the order of
-distances. There are no atomic additions, so results are the same to the bit each time.
+Forward: a program adds the products to a block of scores [queries, keys].
+
+Gradient: the index is non-decreasing, so all distances with the same position along `relative` are consecutive. A
+program finds this interval by binary search and sums dy over it, in the order of distances. There are no atomic
+additions, so results are the same to the bit each time.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -22,7 +24,7 @@ def _relative_scores(
     Y, INDEX, QUERIES, KEYS, seq, key, relative, first, lines,
     OF_QUERIES: tl.constexpr, OF_KEYS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the products to a block of scores; lines: queries of all matrices."""
+    """Add the products to a block of scores; lines: rows of the tile, that is its queries times all other axes."""
     across = tl.cdiv(key, BLOCK)
     line = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     k = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
@@ -40,7 +42,10 @@ def _relative_scores(
 
 @triton.jit
 def first_of(INDEX, row, distances, STEPS: tl.constexpr):
-    """Return how many entries of the index are less than `row`."""
+    """Return how many of the first `distances` entries of the index are less than `row`. The index is non-decreasing.
+
+    STEPS: iterations of the binary search.
+    """
     low, high = row * 0, row * 0 + distances
     for _ in range(STEPS):
         middle = (low + high) // 2
@@ -56,7 +61,12 @@ def _relative_scores_grad(
     OUT, DY, INDEX, seq, key, relative, first, lines, distances,
     OF_KEYS: tl.constexpr, ACC: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of sums. lines: queries, or OF_KEYS keys, of all matrices; index of a pair: first + key - seq."""
+    """Compute a block of the gradient of content_to_position, or with OF_KEYS of position_to_content.
+
+    Args:
+        first: position in the index for query 0 and key 0 of the tile. For query s and key k it is first + k - s.
+        lines: rows of OUT: queries, or with OF_KEYS keys, times all other axes of the tile.
+    """
     across = tl.cdiv(relative, BLOCK)
     line = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
@@ -82,7 +92,7 @@ def _relative_scores_grad(
 
 
 def _blocks(lines: int, columns: int) -> tuple[int, dict[str, int]]:
-    """Return the number of programs, and lines and columns of a program."""
+    """Return the number of programs, and {ROWS, BLOCK}: the lines and columns that one program computes."""
     block = min(power_of_two(columns), WIDE)
     rows = min(power_of_two(lines), max(1, 1024 // block))
     return ceil_div(lines, rows) * ceil_div(columns, block), {"ROWS": rows, "BLOCK": block}

@@ -1,4 +1,4 @@
-"""RMSNorm over the embed axis, cut or not, with an optional residual addition, and the gradient."""
+"""RMSNorm over the embed axis, which may be cut into tiles, with an optional residual addition, and its gradient."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class RMSNormArgs(TaskArgs):
 
 
 class RMSNormRstdArgs(TaskArgs):
-    embed: int  # size in the whole tensor
+    embed: int  # size of embed in the whole tensor
     eps: float
 
 
 class RMSNormGradArgs(TaskArgs):
-    embed: int  # size in the whole tensor
-    has_sums: bool  # whether a tile has the sums of whole rows
+    embed: int  # size of embed in the whole tensor
+    has_sums: bool  # True: the task has a tile with the sums over whole rows, because embed is cut into several tiles
 
 
 class RMSNorm(Norm):
     """y = gamma s / sqrt(mean(s^2) + eps) over the last axis, embed, with s = x (+ residual).
 
-    Zhang and Sennrich 2019, eq. 4; eps as in transformers' LlamaRMSNorm. Statistics: rstd = 1 / sqrt(mean(s^2) + eps).
-    The state of a cut row is the sum of squares.
+    Source: Zhang and Sennrich 2019, eq. 4, with eps as in transformers' LlamaRMSNorm. The statistics of a row are
+    rstd = 1 / sqrt(mean(s^2) + eps). If embed is cut into several tiles, the state of a row is its sum of squares.
     """
 
     kernel, weights, operations = "rms_norm", 1, 4.0
@@ -67,7 +67,7 @@ class RMSNorm(Norm):
 
 
 class RMSNormGrad(NormGrad):
-    """Gradient of RMSNorm; see NormGrad."""
+    """Gradient of RMSNorm: dx, dgamma. Formulas and options: see NormGrad."""
 
     kernel, weights, operations = "rms_norm_grad", 1, 9.0
 
@@ -93,7 +93,7 @@ class RMSNormGrad(NormGrad):
 
 
 def rms_norm(g: GraphLike, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    """gamma x / sqrt(mean(x^2) + eps) over embed, the last axis; see RMSNorm."""
+    """Add an RMSNorm to the graph; return gamma x / sqrt(mean(x^2) + eps) over the last axis, embed."""
     y = g.temp("rms_norm", x.axes, x.shape, x.dtype)
     rstd = g.temp("stat", [*x.axes[:-1], "stat"], [*x.shape[:-1], 1], accumulation_dtype(x.dtype))
     return g.add(RMSNorm(x, gamma, y, rstd, eps)).output

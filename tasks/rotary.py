@@ -12,7 +12,7 @@ from nntile_py.tiles import R, TaskArgs, Tiling, W
 
 from .op import Array, GraphLike, Lowering, Op, Tensor
 
-# Keys of each kind of scaling, without the kind itself.
+# For each rope_type of transformers' rope_scaling: the other keys that it needs.
 SCALINGS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -20,16 +20,20 @@ SCALINGS: dict[str, tuple[str, ...]] = {
 }
 
 
-MOST = 2**28  # angles: 2 GiB
+MOST = 2**28  # largest number of entries of a table; in float64 they take 2 GiB
 
 
 def rotary_table(head_dim: int, positions: int, theta: float, scaling: Mapping[str, Any] | None = None) -> Array:
-    """Return cosines, then sines, of the angles of positions 0, 1, ...: float64 [positions, head_dim].
+    """Return a table, float64 [positions, head_dim]: for each position head_dim / 2 cosines, then head_dim / 2 sines.
 
-    The angle of pair i is position * theta^(-2i / head_dim) (Su et al. 2021, eq. 15). `scaling` lowers these
-    frequencies as transformers' rope_scaling (rope_parameters) of rope_type default, linear or llama3 does
-    (modeling_rope_utils.ROPE_INIT_FUNCTIONS). Raises ConfigError for another type, a missing, unknown or wrong key, an
-    odd head_dim.
+    The angle of pair i at a position is position * theta^(-2i / head_dim) (Su et al. 2021, eq. 15).
+
+    Args:
+        scaling: rope_scaling (rope_parameters) of a transformers config, with rope_type default, linear or llama3. It
+            lowers the frequencies theta^(-2i / head_dim) as modeling_rope_utils.ROPE_INIT_FUNCTIONS does.
+
+    Raises:
+        ConfigError: another rope_type; a missing, unknown or wrong key; an odd head_dim; too many positions.
     """
     if head_dim < 2 or head_dim % 2:
         raise ConfigError(f"head_dim: {head_dim} is not allowed with rotary positions; use an even number")
@@ -47,9 +51,9 @@ def rotary_table(head_dim: int, positions: int, theta: float, scaling: Mapping[s
 
 def _scaled(frequencies: Array, scaling: Mapping[str, Any]) -> Array:
     options = dict(scaling)
-    old = options.pop("type", "default")  # name of the key in older folders
+    old = options.pop("type", "default")  # older checkpoints call the key rope_type so
     kind = options.pop("rope_type", old)
-    options.pop("rope_theta", None)  # of the caller
+    options.pop("rope_theta", None)  # the caller passes it as `theta`
     if kind not in list(SCALINGS):
         raise ConfigError(f"rope_scaling.rope_type: {kind!r} is not allowed; use one of {', '.join(SCALINGS)}")
     names = SCALINGS[kind]
@@ -66,29 +70,30 @@ def _scaled(frequencies: Array, scaling: Mapping[str, Any]) -> Array:
     factor, low, high, length = (options[key] for key in names)
     if high <= low:
         raise ConfigError(f"rope_scaling.high_freq_factor: {high} is not allowed; use more than low_freq_factor {low}")
-    # Frequencies with at least `high` rotations over the length stay; with at most `low`, the factor divides them.
+    # Frequencies with at least `high` full turns over the original length stay. Frequencies with at most `low` turns
+    # are divided by the factor. Between `low` and `high`, the two results are mixed linearly.
     turns = length * frequencies / (2 * np.pi)
     kept = np.clip((turns - low) / (high - low), 0, 1)
     return np.asarray(frequencies * (kept + (1 - kept) / factor))
 
 
 class RotaryArgs(TaskArgs):
-    seq: int  # position of the axis in x
-    head_dim: int
-    inverse: bool
+    seq: int  # position of the axis seq among the axes of x
+    head_dim: int  # position of the axis head_dim among the axes of x
+    inverse: bool  # True: rotate in the other direction
 
 
 class Rotary(Op):
     """y = x cos + rotate_half(x) sin, with rotate_half([a, b]) = [-b, a] on the halves of head_dim.
 
-    Su et al. 2021, eq. 34, with halves instead of neighbours, as transformers' apply_rotary_pos_emb.
+    Source: Su et al. 2021, eq. 34. Element i is paired with element i + head_dim / 2, not with its neighbour, as in
+    transformers' apply_rotary_pos_emb.
 
     Args:
-        x: axes seq and head_dim among others, in any order; head_dim is even and never cut.
-        table: [seq, rotary], fp32 or fp64, with rotary = head_dim: cosines, then sines, of each position; see
-            `rotary_table`. [batch, seq, rotary]: separate positions for each row of the batch; batch is then cut into
-            single rows.
-        inverse: rotate in the other direction, which is the gradient.
+        x: a tensor with the axes seq, head_dim and others, in any order. head_dim is even and never cut.
+        table: fp32 or fp64 [seq, rotary], with as many entries along rotary as head_dim: a `rotary_table`. If each
+            sequence of the batch has positions of its own: [batch, seq, rotary]; tiles.batch must then be 1.
+        inverse: True: rotate in the other direction, as the gradient does.
 
     Raises:
         ValueError: sizes do not fit.
@@ -140,5 +145,9 @@ class Rotary(Op):
 
 
 def rotary(g: GraphLike, x: Tensor, table: Tensor) -> Tensor:
-    """Rotate x by the angles of its positions; table: an input with a `rotary_table`; see Rotary."""
+    """Add a Rotary to the graph; return x rotated by the angles of its positions.
+
+    Args:
+        table: an input with the values of `rotary_table`.
+    """
     return g.add(Rotary(x, table, g.temp("rotary", x.axes, x.shape, x.dtype))).output

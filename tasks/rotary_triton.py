@@ -1,7 +1,7 @@
-"""Rotary positions on CUDA. Tiles as in rotary.cpp.
+"""Rotary position embeddings on CUDA. The tasks have the same tiles as in rotary.cpp.
 
-A program rotates a few positions of a few heads, or of other axes. It reads the positions' cosines and sines, which
-have more bytes than a row of bf16, once for all these heads.
+A program rotates a few positions of a few heads (or of other axes). It reads the cosines and sines of these positions
+once for all its heads, because they have more bytes than the elements of one head in bf16.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

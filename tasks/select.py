@@ -1,4 +1,4 @@
-"""One position of an axis, e.g. the first token of each sequence."""
+"""Selection of one position along an axis, for example of the first token of each sequence."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from .op import Array, GraphLike, Lowering, Op, Tensor, accumulation_dtype
 
 class SelectArgs(TaskArgs):
     axis: int  # position of the axis in the tile
-    index: int  # index in the tile; -1: not in this tile
+    index: int  # selected position within the tile; -1: it lies in another tile
 
 
 class Select(Op):
-    """y = x[..., index, ...] along `axis`, which y lacks. If the axis is cut, only the tile with this index is read."""
+    """y = x[..., index, ...]: one position along `axis`. y lacks this axis.
+
+    If the axis is cut, tasks read only the tiles that hold the position.
+    """
 
     def __init__(self, x: Tensor, out: Tensor, axis: str, index: int) -> None:
         assert out.axes == tuple(a for a in x.axes if a != axis) and x.band == ALL, (x, out)
@@ -47,7 +50,7 @@ class Select(Op):
 
 
 class SelectGrad(Op):
-    """dx = dy at the position, zeros elsewhere."""
+    """Gradient of Select: dx is dy at the selected position, and 0 elsewhere."""
 
     def __init__(self, dy: Tensor, out: Tensor, axis: str, index: int) -> None:
         super().__init__([dy], [out])
@@ -72,7 +75,11 @@ class SelectGrad(Op):
 
 
 def select(g: GraphLike, x: Tensor, axis: str, index: int) -> Tensor:
-    """x at position `index` of `axis`, without that axis. ValueError: x has no such axis or position."""
+    """Add a Select to the graph; return x at position `index` of `axis`, without this axis.
+
+    Raises:
+        ValueError: x has no such axis or position.
+    """
     if axis not in x.axes or not 0 <= index < x.size(axis):
         raise ValueError(f"select: {x} has no position {index} along {axis}")
     sizes = {a: size for a, size in x.sizes.items() if a != axis}

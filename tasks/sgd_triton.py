@@ -1,4 +1,4 @@
-"""SGD on CUDA. Tiles as in sgd.cpp, then the master."""
+"""SGD on CUDA. The tasks have the same tiles as in sgd.cpp, followed by the optional master of the parameter."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import triton
@@ -20,7 +20,8 @@ def _sgd(
     clip = tl.load(CLIP).to(tl.float32)
     inside = (at < n) & (tl.full([BLOCK], clip, tl.float32) >= 0)
     p = load_param(PARAM, MASTER, at, inside, MASTER_BITS)
-    d = tl.fma(decay, p, tl.load(GRAD + at, inside).to(tl.float32) * clip)  # as in _adamw
+    # Explicit fma: otherwise the compiler rounds differently for aligned and for other sizes (see _adamw).
+    d = tl.fma(decay, p, tl.load(GRAD + at, inside).to(tl.float32) * clip)
     if HAS_MOMENTUM:
         d = tl.fma(momentum, tl.load(M + at, inside).to(tl.float32), d)
         tl.store(M + at, d, inside)

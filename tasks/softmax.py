@@ -1,4 +1,7 @@
-"""Softmax of attention scores in memory over the axis key, cut or not, for naive attention."""
+"""Softmax over the axis key of attention scores that are stored in memory, for the attention backend `naive`.
+
+The axis key may be cut into several tiles.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,25 @@ from .scalar.expression import Definition, Element, Output, exp, largest, select
 
 
 class SoftmaxLimits(TaskArgs):
-    """Masks of a tile other than the diagonal, and the sequence of each row for the padding."""
+    """Masks of a tile apart from the causal mask."""
 
-    rows: int  # rows of the scores per sequence of the batch
+    rows: int  # rows of the tile (queries of all heads) per sequence of the batch; for padding
     limits: Limits
 
 
 class SoftmaxArgs(TaskArgs):
     """Arguments of maxsumexp and softmax, on tiles [.., seq, key]."""
 
-    diagonal: bool  # whether keys after the query are masked
-    shift: int  # position of the first query minus position of the first key
-    masked: SoftmaxLimits | None
+    diagonal: bool  # True: keys after the query are masked (causal mask)
+    shift: int  # position of the tile's first query minus position of the tile's first key
+    masked: SoftmaxLimits | None  # None: no other masks
 
 
 class Softmax(Op):
-    """p = softmax over key of the unmasked scores, zeros elsewhere; the last axes are seq, key.
+    """p = softmax over key of the scores that the mask allows; p is 0 for masked scores. The last axes are seq, key.
 
-    One task per tile adds (max, sumexp) of the tile to its rows' state, a second computes exp(score - max) / sumexp
-    (Alg. 1 of the NNTile report). Tiles outside the mask's band do not exist.
+    For each tile, one task adds the tile's (max, sumexp) to the state of its rows; then a second task computes
+    exp(score - max) / sumexp (Alg. 1 of the NNTile report). Tiles outside the mask's band do not exist.
     """
 
     category = NORMALIZATION
@@ -76,7 +79,7 @@ class Softmax(Op):
         return SoftmaxArgs(diagonal, seq.offset - key.offset, SoftmaxLimits(rows, limits) if limits else None)
 
     def scalar(self) -> Definition | None:
-        if self.mask.segments:  # needs a search
+        if self.mask.segments:  # no formula: the segment of a position must be searched
             return None
         axes, x = self.output.axes, Element(0, self.output.axes)
         allowed = self.mask.condition()
@@ -84,7 +87,7 @@ class Softmax(Op):
         e = exp(x - top)
         if allowed is None:
             return Definition(self.output.sizes, (Output(0, axes, e * (1 / total(e, "key"))),))
-        e = select(allowed, e, 0.0)  # a fully masked row has NaN here, which select drops
+        e = select(allowed, e, 0.0)  # in a fully masked row e is not finite: select makes it 0
         sums = total(e, "key")
         return Definition(self.output.sizes, (Output(0, axes, e * (1 / select(sums > 0, sums, 1.0))),))
 
@@ -94,7 +97,7 @@ class Softmax(Op):
 
 
 class SoftmaxGrad(Op):
-    """dscores = p * (dp - sum over key of p dp)."""
+    """Gradient of Softmax: dscores = p * (dp - sum over key of p * dp)."""
 
     category = NORMALIZATION
 
@@ -126,7 +129,7 @@ class SoftmaxGrad(Op):
 
 
 def rows_of_keys(lowering: Lowering, scores: Tensor) -> list[tuple[dict[str, int], list[dict[str, int]]]]:
-    """For each tile index over the axes before key, return the indices of the existing tiles along key."""
+    """Return for each row of tiles: its index without the axis key, and the indices of its existing tiles along key."""
     result = []
     for index in lowering.indices(scores, scores.axes[:-1]):
         keys = [index | {"key": k} for k in range(len(lowering.parts(scores, "key")))]
@@ -135,6 +138,6 @@ def rows_of_keys(lowering: Lowering, scores: Tensor) -> list[tuple[dict[str, int
 
 
 def softmax(g: GraphLike, scores: Tensor, mask: Mask) -> Tensor:
-    """Softmax over key of the unmasked scores [.., seq, key]; zeros elsewhere."""
+    """Add a Softmax to the graph; return the softmax over key of the allowed scores [.., seq, key], 0 if masked."""
     p = g.temp("softmax", scores.axes, scores.shape, scores.dtype, band=mask.band)
     return g.add(Softmax(scores, p, mask)).output

@@ -1,4 +1,4 @@
-"""Softmax over the last axis of tiles [..., seq, key] on CUDA. Tiles as in softmax.cpp."""
+"""Softmax over the last axis of tiles [..., seq, key] on CUDA. The tasks have the same tiles as in softmax.cpp."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from typing import Any
@@ -18,7 +18,9 @@ from .softmax import SoftmaxArgs
 
 @triton.jit
 def _rows(rows, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return for the program's block: rows, mask of the rows, columns, offsets, mask of the block."""
+    """Return for this program's block: row numbers, whether each row exists, column numbers, offsets of the elements in
+    the tile, whether each element exists.
+    """
     row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     return row, row < rows, col, row[:, None] * n + col[None, :], (row < rows)[:, None] & (col < n)[None, :]
 
@@ -29,7 +31,13 @@ def _kept(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PADDED: tl.constexpr, SEGMENTED: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Return the mask of attended pairs of the block; key: first key's position, shift: first query's minus `key`."""
+    """Return `kept` restricted to the scores of the block that the masks allow.
+
+    Args:
+        key: position of the tile's first key.
+        shift: position of the tile's first query minus `key`.
+        rows_each: rows of the tile per sequence of the batch.
+    """
     position = row % seq + shift
     if CAUSAL:
         kept = kept & (col[None, :] <= position[:, None])
@@ -41,7 +49,7 @@ def _kept(
         at = (row // rows_each % batch)[:, None] * n + col[None, :]
         kept = kept & (tl.load(PADDING + at, kept, 0) != 0)
     if SEGMENTED:
-        number = first_of(SEGMENTS, position + key + 1, sequences + 1, STEPS) - 1  # the last that begins here
+        number = first_of(SEGMENTS, position + key + 1, sequences + 1, STEPS) - 1  # the query's sequence
         mine = (number >= 0) & (number < sequences)
         first, end = tl.load(SEGMENTS + number, mine, 0) - key, tl.load(SEGMENTS + number + 1, mine, 0) - key
         kept = kept & (col[None, :] >= first[:, None]) & (col[None, :] < end[:, None])
@@ -81,14 +89,14 @@ def _softmax(
         CAUSAL, WINDOW, TWO_SIDED, PADDED, SEGMENTED, STEPS,
     )  # fmt: skip
     top, total = tl.load(STATE + row * 2, valid, 0.0), tl.load(STATE + row * 2 + 1, valid, 1.0)
-    total = tl.where(total == 0.0, 1.0, total)  # of a fully masked row
+    total = tl.where(total == 0.0, 1.0, total)  # no division by 0 in a fully masked row
     x = tl.load(X + at, inside, 0.0).to(tl.float32)
     p = tl.where(kept, tl.exp(x - top[:, None]) / total[:, None], 0.0)
     tl.store(P + at, p, inside)
 
 
 def _blocks(task: Task, number: int) -> tuple[int, tuple[int, int], dict[str, Any]]:
-    """Return the number of programs; rows and columns of a tile; rows, columns and warps of a program."""
+    """Return number of programs, (rows, columns) of tile `number`, and {ROWS, BLOCK, warps} of one program."""
     n = shape(task, number)[-1]
     if n > WIDEST:
         raise ValueError(f"{task.op}: rows of {n} are not allowed on CUDA; cut seq into tiles of at most {WIDEST}")
@@ -99,11 +107,13 @@ def _blocks(task: Task, number: int) -> tuple[int, tuple[int, int], dict[str, An
 
 
 def _masked(task: Task, count: int, size: tuple[int, int]) -> tuple[list[Parameter], dict[str, int]]:
-    """Return the arguments of _maxsumexp and _softmax from PADDING on: addresses, integers, flags.
+    """Return the arguments of _maxsumexp and _softmax from PADDING on: positional arguments, then constexprs.
+
+    If the mask has no padding or no segments, the first tile is passed instead, and not read.
 
     Args:
-        count: number of the task's tile where padding and segments begin. Without such data any tile is passed.
-        size: rows and columns of a tile.
+        count: number of the task's tiles before padding and segments.
+        size: rows and columns of a tile of scores.
     """
     args = SoftmaxArgs.of(task)
     limits = args.masked.limits if args.masked else None

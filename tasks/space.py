@@ -1,7 +1,7 @@
-"""The iteration space of an operator: its independent axes and its reductions.
+"""The iteration space of an operator: the axes of its loops, and the axes over which it reduces (sums, maxima).
 
-As in Ivanov et al. 2021 ("Data movement is all you need", section IV): two operators can be fused where their spaces
-are equal, or differ by a reduction alone.
+Two operators can be fused if their spaces are equal, or differ only by a reduction (Ivanov et al. 2021, "Data movement
+is all you need", section IV).
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from .op import Op
 
 @dataclass(frozen=True)
 class Space:
-    """Axes with their sizes, in order, and the axes of each reduction, reductions within rows first.
+    """An iteration space.
 
-    A product has one reduction, over its summed axes. The gradient of LayerNorm has two: over embed for dx, and over
-    the axes of rows for the gradients of its weights.
+    A matrix product has one reduction, over its summed axes. The gradient of LayerNorm has two reductions: over embed
+    for dx, and over all other axes for the gradients of the weights.
+
+    Args:
+        sizes: {axis: size} of all axes, in order.
+        reductions: the axes of each reduction; reductions over the last axis come first.
     """
 
     sizes: Mapping[str, int]
@@ -25,16 +29,16 @@ class Space:
 
     @property
     def independent(self) -> tuple[str, ...]:
-        """Axes without a reduction."""
+        """Axes over which the operator does not reduce."""
         taken = {axis for axes in self.reductions for axis in axes}
         return tuple(axis for axis in self.sizes if axis not in taken)
 
 
 def space(op: Op) -> Space:
-    """Return the operator's iteration space, from its scalar form or else from the axes of its tensors.
+    """Return the operator's iteration space, derived from its scalar form or else from the axes of its tensors.
 
-    Without a scalar form, axes of outputs are independent. Axes only in inputs are reduced, unless the operator
-    looks up along them, as in a table.
+    Without a scalar form, the axes of the outputs count as independent. Axes that only inputs have count as reduced,
+    unless the operator looks entries up along them, as in a table (`picks`).
     """
     form = op.scalar()
     if form is not None:

@@ -9,13 +9,15 @@ from .op import Array, GraphLike, Lowering, Op, Tensor, accumulation_dtype
 
 
 class SquaredErrorArgs(TaskArgs):
-    scale: Slot
+    scale: Slot  # 1 / (elements of x in all micro-batches of the step)
 
 
 class SquaredError(Op):
-    """loss = sum((x - target)^2) * scale, added to the loss `before` if there is one; target has x's axes.
+    """loss = sum((x - target)^2) * scale, plus the loss `before` if given. Output: loss, fp64 [1].
 
-    The scale is a slot: 1 / (elements of x in all micro-batches of the step). Output: loss, fp64 [1].
+    Args:
+        target: a tensor with the axes of x.
+        scale: name of a slot whose value is 1 / (elements of x in all micro-batches of the step).
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class SquaredError(Op):
 
 
 class SquaredErrorGrad(Op):
-    """dx = 2 (x - target) * scale."""
+    """Gradient of SquaredError: dx = 2 (x - target) * scale."""
 
     def __init__(self, x: Tensor, target: Tensor, out: Tensor, scale: str = "mse_scale") -> None:
         super().__init__([x, target], [out])
@@ -72,11 +74,11 @@ class SquaredErrorGrad(Op):
 def squared_error(
     g: GraphLike, x: Tensor, target: Tensor, *, loss: Tensor | None = None, scale: str = "mse_scale"
 ) -> Tensor:
-    """Return the mean of (x - target)^2, fp64 [1], added to `loss` if there is one.
+    """Add a SquaredError to the graph; return the mean of (x - target)^2, plus `loss` if given, as fp64 [1].
 
     Args:
-        target: axes and sizes of x, dtype of x or fp32.
-        scale: the slot for 1 / (elements of x in all micro-batches).
+        target: a tensor with the axes and sizes of x, and with the dtype of x or its accumulation dtype (fp32, fp64).
+        scale: name of the slot whose value is 1 / (elements of x in all micro-batches of the step).
 
     Raises:
         ValueError: the target does not fit, or depends on parameters.

@@ -1,4 +1,4 @@
-"""The mean squared error on CUDA. Tiles as in squared_error.cpp."""
+"""The mean squared error on CUDA. The tasks have the same tiles as in squared_error.cpp."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import triton
@@ -10,12 +10,12 @@ from .cross_entropy_triton import scaled_total
 from .launch import Launches, Scratch, ceil_div, elementwise, launch, launches, numel, slot, tile
 from .squared_error import SquaredErrorArgs
 
-PROGRAMS = 1024  # programs of a sum; constant, so that sums have a fixed order
+PROGRAMS = 1024  # maximum number of programs of a sum; constant, so that sums have a fixed order
 
 
 @triton.jit
 def _squared_error(PARTS, X, TARGET, n, BLOCK: tl.constexpr):
-    """Sum every num_programs-th block."""
+    """Store the program's partial sum of (x - target)^2. The blocks are dealt out to the programs in turn."""
     total = tl.zeros([BLOCK], tl.float32)
     for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(n, BLOCK), tl.num_programs(0)):
         at = block * BLOCK + tl.arange(0, BLOCK)
