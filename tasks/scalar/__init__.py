@@ -1,1 +1,1 @@
-"""Operators defined per element: expressions, their evaluation in numpy, generated C++ and Triton kernels."""
+"""Formulas of operators for one element: expressions, their evaluation in numpy, and kernels generated from them."""

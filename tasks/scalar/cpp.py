@@ -1,8 +1,11 @@
-"""Generate a C++ function on one tile from a Definition: a loop over rows with vectorised loops over the last axis.
+"""Generate a C++ function from a Definition. The function computes one task on a CPU core.
 
-A row is one line of elements along the last axis. Each reduction over the row ends a loop. Values that a later loop
-needs are stored in a buffer of row length. Sums over rows are computed separately and added to the outputs once, so
-that results equal those of a separate task for the sum to the bit. The dtype of computation is fp32 or fp64.
+A row is a line of elements along the last axis. The function loops over rows; in each row it runs one or several
+vectorised loops over the last axis. A loop ends where a sum or maximum over the row must be complete. Values that a
+later loop needs are stored in a buffer of the length of a row.
+
+Sums over rows are computed in memory of their own and added to the outputs once, at the end. Results are thus equal, to
+the bit, to those of a separate task for the sum. The function computes in fp32 or fp64.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from . import expression as ex
 ELEMENTS = {
     "fp32": "float", "fp64": "double", "bf16": "Bf16", "fp16": "_Float16", "int16": "int16_t", "int64": "int64_t",
 }  # fmt: skip
-SYMBOL = "nntile_made"  # void (void* const* tiles, const int64_t* const* shapes, ints, floats, accumulates)
-CHEAP = ("add", "subtract", "multiply", "negative")  # recomputed instead of stored in a buffer
+# Name of the function: void (void* const* tiles, const int64_t* const* shapes, ints, floats, accumulates). Bit k of
+# accumulates: the function adds to tile k instead of overwriting it.
+SYMBOL = "nntile_made"
+CHEAP = ("add", "subtract", "multiply", "negative")  # functions that are recomputed instead of stored in a buffer
 
 PREAMBLE = """\
 #include <new>
@@ -65,22 +70,23 @@ static inline uint32_t hash_of(uint64_t index, uint64_t start) {
 
 
 def source(definition: ex.Definition, tiles: Sequence[ex.TileType], outputs: int, width: int | None = None) -> str:
-    """Return the C++ file.
+    """Return the text of the C++ file with the function.
 
     Args:
-        tiles: types of the outputs, then of the inputs.
-        width: lanes of a vector; None: the compiler's choice.
+        tiles: types of the task's tiles: outputs, then inputs.
+        outputs: number of outputs among the tiles.
+        width: elements per vector; None: the compiler chooses.
     """
     return _Writer(definition, tiles, outputs, width).text()
 
 
 @dataclass
 class _Loop:
-    """Statements once per row, then a loop over the last axis."""
+    """A loop over the last axis within a row, with the statements before it."""
 
-    once: list[str] = field(default_factory=list)
-    each: list[str] = field(default_factory=list)
-    reductions: list[tuple[str, str]] = field(default_factory=list)  # name, sign
+    once: list[str] = field(default_factory=list)  # statements before the loop, once per row
+    each: list[str] = field(default_factory=list)  # statements of the loop
+    reductions: list[tuple[str, str]] = field(default_factory=list)  # variable and operation ("+", "max")
 
 
 class _Writer:
@@ -90,27 +96,30 @@ class _Writer:
         self.definition, self.tiles, self.outputs, self.width = definition, tiles, outputs, width
         self.axes, self.column = definition.axes, definition.axes[-1]
         self.accumulator = "double" if any(tile.dtype == "fp64" for tile in tiles) else "float"
-        self.varies: dict[ex.Expression, frozenset[str]] = {}
-        self.level: dict[ex.Expression, int] = {}  # number of loops before the value is known
+        self.varies: dict[ex.Expression, frozenset[str]] = {}  # axes along which a value differs
+        self.level: dict[ex.Expression, int] = {}  # number of loops that must end before the value can be computed
         self.results = [self._summed(out) for out in definition.outputs]
         for out in self.results:
             self._measure(out.value)
         loops = 1 + max(self.level[out.value] for out in self.results)
         self.loops = [_Loop() for _ in range(loops)]
-        self.names: dict[tuple[ex.Expression, int, bool], str] = {}  # by loop, and whether inside the loop
-        self.pointers: dict[tuple[int, ex.Access], str] = {}
-        self.buffers: dict[ex.Expression, str] = {}
+        self.names: dict[tuple[ex.Expression, int, bool], str] = {}  # variables by value, loop, whether inside the loop
+        self.pointers: dict[tuple[int, ex.Access], str] = {}  # variables by tile and access
+        self.buffers: dict[ex.Expression, str] = {}  # variables by value
         self.keys = list(dict.fromkeys(node.key for node in ex.nodes_of(definition, ex.Keep)))
-        self.drawn = False
+        self.drawn = False  # True: the function uses indices in the whole tensor
 
     def _summed(self, out: ex.Output) -> ex.Output:
-        """Write a sum over the last axis as a reduction of the row plus an addition, as the row may have more tiles."""
+        """Return the output; if it sums over the last axis, with the sum over a row as a reduction.
+
+        The function then adds this sum to the output, to which tasks on other tiles of the same row may add too.
+        """
         if not out.total or self.column in out.at:
             return out
         return ex.Output(out.number, out.at, ex.Reduce("sum", self.column, out.value), total=True)
 
     def _measure(self, node: ex.Expression) -> None:
-        """Fill in `varies` and `level` of the node and its parts."""
+        """Compute `varies` and `level` of the node and of its operands."""
         if node in self.level:
             return
         for part in node.parts:
@@ -130,13 +139,18 @@ class _Writer:
         self.varies[node], self.level[node] = varies, level
 
     def inside(self, node: ex.Expression) -> bool:
-        """Return whether the value differs along a row."""
+        """Return True if the value differs along a row."""
         return self.column in self.varies[node]
 
     # -- values
 
     def value(self, node: ex.Expression, loop: int, inside: bool) -> str:
-        """Return the variable or the text of a value, in a loop or once before the loop."""
+        """Return C++ text for a value, usually a variable. Its statements are added to the loop if they are missing.
+
+        Args:
+            loop: number of the loop that needs the value.
+            inside: True: needed in the loop; False: needed once per row, before the loop.
+        """
         inside = inside and self.inside(node)
         if isinstance(node, ex.ScalarConstant):
             return self._literal(node.value)
@@ -192,7 +206,7 @@ class _Writer:
         return name
 
     def _cheap(self, node: ex.Expression) -> bool:
-        """Return whether recomputation costs less than a buffer."""
+        """Return True if computing the value again in a later loop costs less than storing it in a buffer."""
         leaf = [isinstance(part, ex.Element) or not self.inside(part) for part in node.parts]
         plain = isinstance(node, ex.Call) and (ex.FUNCTIONS[node.name].truth or (node.name in CHEAP and all(leaf)))
         return plain or isinstance(node, ex.Element | ex.AxisIndex | ex.Keep)
@@ -209,7 +223,7 @@ class _Writer:
         return f"T({'-' if value < 0 else ''}__builtin_inf())" if infinite else f"T({value!r})"
 
     def _element(self, tile: int, at: ex.Access) -> str:
-        """Return a pointer to the element of a tile in this row, and in this column if the tile has columns."""
+        """Return C++ text for a pointer to a tile's element of the current row and, if `at` has columns, column."""
         if (tile, at) not in self.pointers:
             self.pointers[tile, at] = f"p{len(self.pointers)}"
         name = self.pointers[tile, at]
@@ -251,7 +265,7 @@ class _Writer:
         return "\n".join([*head, *(f"  {line}" for line in lines), "}", ""])
 
     def _sizes(self) -> list[str]:
-        """Return declarations of the axes' sizes and of the strides that pointers need."""
+        """Return declarations of the sizes of the axes and of the strides of the tiles."""
         lines = []
         for k, axis in enumerate(self.axes):
             tile = next(number for number, one in enumerate(self.tiles) if axis in one.at)
@@ -273,7 +287,7 @@ class _Writer:
         return lines + [f"T* const {name} = buffer + {k} * {width};" for k, name in enumerate(self.buffers.values())]
 
     def _sums(self) -> tuple[list[str], list[str]]:
-        """Return code that clears the buffers of sums, and code that adds the sums to their outputs."""
+        """Return code that sets the memory of sums over rows to 0, and code that adds the sums to their outputs."""
         cleared, added = [], []
         for number in dict.fromkeys(out.number for out in self.results if out.total):
             tile, element = self.tiles[number], ELEMENTS[self.tiles[number].dtype]

@@ -1,4 +1,4 @@
-"""Definitions in numpy float64, on whole arrays."""
+"""Evaluation of Definitions in numpy float64, on whole arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ Array = np.ndarray[Any, Any]
 def evaluate(
     definition: ex.Definition, inputs: Sequence[Array], shapes: Sequence[tuple[int, ...]], seed: int = 0
 ) -> list[Array]:
-    """Compute all outputs in float64. Operators' references are independent of this, and tests compare both."""
+    """Return all outputs of a Definition, computed in float64.
+
+    Tests compare the result with the operators' references, which do not use this function.
+
+    Args:
+        shapes: shapes of the outputs.
+        seed: seed of dropout.
+    """
     axes, sizes = definition.axes, tuple(definition.sizes.values())
     outputs = [np.zeros(shape) for shape in shapes]
     known: dict[ex.Expression, Any] = {}
@@ -56,7 +63,12 @@ def evaluate(
 
 
 def aligned(array: Array, at: ex.Access, axes: tuple[str, ...]) -> Array:
-    """Return the array with one axis per axis of the space, of size 1 where the access lacks the axis."""
+    """Return an input array with the axes of the iteration space, of size 1 for axes that do not index the input.
+
+    Args:
+        at: for each axis of the input: the axis of the space that indexes it, or a fixed index.
+        axes: axes of the space, in order.
+    """
     array = array[tuple(slice(None) if isinstance(a, str) else a for a in at)]
     named = [a for a in at if isinstance(a, str)]
     array = array.transpose([named.index(axis) for axis in axes if axis in named])
@@ -65,12 +77,14 @@ def aligned(array: Array, at: ex.Access, axes: tuple[str, ...]) -> Array:
 
 
 def dropout_hash(index: Array, key: int, seed: int) -> Array:
-    """Hash index, key and seed of each element to 32 random bits: two rounds of Wellons' lowbias32 (2018).
+    """Return 32 random bits for each element: a hash of its index, the key and the seed.
 
-    All operations are of 32 bits, as a hash of 64 bits took as long as the memory accesses of a norm with dropout, and
-    longer than the products inside attention. The last step of lowbias32 is omitted: it mixes upper bits into lower
-    bits, but dropout compares the bits as a number, which depends mostly on the upper bits. An even index and the next
-    odd index share one hash: they get h and h + 2**16 h, whose upper 16 bits are independent.
+    The hash has two rounds of Wellons' lowbias32 (2018). Its last step is omitted: it mixes upper bits into lower bits,
+    but dropout compares the bits as a number, which depends mostly on the upper bits. An even index and the next odd
+    index share one hash h: they get h + 2**16 h and h, whose upper 16 bits are independent.
+
+    All operations have 32 bits. A hash with operations of 64 bits took as long as the memory accesses of a norm with
+    dropout, and longer than the products inside attention.
     """
     mask, u = 2**64 - 1, np.uint32
     start = ((seed * 0x9E3779B97F4A7C15) & mask) ^ ((key * 0xD1B54A32D192ED03) & mask)

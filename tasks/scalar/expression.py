@@ -1,9 +1,9 @@
-"""The computation of an operator for one point of its iteration space, as data.
+"""Formulas of operators for one point of their iteration space, as trees of expressions.
 
-An iteration space is a list of named axes. A Definition has an expression for each output. Expressions read elements of
-inputs, combine them with the functions of FUNCTIONS, and reduce over an axis by sum or maximum. An access lists the
-axes of the space that index a tensor. Reads convert to the accumulation dtype (fp32, or fp64 for fp64), stores convert
-back.
+An iteration space is a list of named axes with sizes: the loops of an operator. A Definition has an expression for each
+output. Expressions read elements of inputs, combine them with the functions of FUNCTIONS, and reduce over an axis by
+sum or maximum. An access lists the axes of the space that index a tensor. Reads convert values to the accumulation
+dtype: fp64 for operators with fp64 tensors, else fp32. Stores convert them back.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-Access = tuple[str | int, ...]  # for each axis of a tensor: an axis of the space, or a fixed index
-Number = Any  # an expression or an array: the functions below accept and return both
+Access = tuple[str | int, ...]  # for each axis of a tensor: the axis of the space that indexes it, or a fixed index
+Number = Any  # an expression or an array; functions return an expression if an argument is one, else an array
 
 
 class Function(NamedTuple):
-    """A function of numbers, in numpy, C++ and Triton; truth: the result is a boolean."""
+    """A function of numbers: in numpy, and as text of C++ and of Triton with {0}, {1}, ... for the operands.
+
+    Args:
+        truth: True: the result is a boolean.
+    """
 
     numpy: Any
     cpp: str
@@ -53,11 +57,11 @@ FUNCTIONS: dict[str, Function] = {
 
 
 class Expression:
-    """A value for each point of the space. Equality is identity of objects."""
+    """A value for each point of the iteration space. Two expressions are equal only if they are the same object."""
 
     @property
     def parts(self) -> tuple[Expression, ...]:
-        """The operands."""
+        """The operands of the expression."""
         return ()
 
     def __add__(self, other: Expression | float) -> Expression:
@@ -99,7 +103,7 @@ class Expression:
 
 @dataclass(frozen=True, eq=False)
 class Element(Expression):
-    """The element of input `number` at this point."""
+    """The element of input `number` at the current point; at: the axes of the space that index the input."""
 
     number: int
     at: Access
@@ -112,20 +116,20 @@ class ScalarConstant(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Extent(Expression):
-    """The number of points along the axis."""
+    """The number of points along an axis of the space."""
 
     axis: str
 
 
 @dataclass(frozen=True, eq=False)
 class AxisIndex(Expression):
-    """The index of the point along the axis, in the whole tensor."""
+    """The index of the current point along an axis, counted in the whole tensor rather than in a tile."""
 
     axis: str
 
 
 class Call(Expression):
-    """A call of a function of FUNCTIONS; plain numbers become constants."""
+    """A call of a function of FUNCTIONS. Plain numbers among the operands become a ScalarConstant."""
 
     def __init__(self, name: str, *parts: Expression | float) -> None:
         self.name = name
@@ -138,9 +142,15 @@ class Call(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Keep(Expression):
-    """Whether dropout keeps the point: a hash of (the slot dropout_seed, key, index of the point in the whole tensor).
+    """True if dropout keeps the current point. See Dropout in elementwise.py.
 
-    row_numbers: numbers of the rows in that index; None: their positions. See Dropout in elementwise.py.
+    A hash of (slot dropout_seed, key, index of the point in the whole tensor) decides.
+
+    Args:
+        key: number of the dropout in the model.
+        p: probability that dropout drops a point.
+        row_numbers: for packed sequences, the number of each row from which the index is computed; None: the row's
+            position.
     """
 
     key: int
@@ -159,7 +169,7 @@ class Keep(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Reduce(Expression):
-    """The sum or maximum of x over an axis, the same number for all points along the axis."""
+    """The sum or maximum of x over an axis. All points along the axis have the same value."""
 
     kind: Literal["sum", "max"]
     axis: str
@@ -172,7 +182,14 @@ class Reduce(Expression):
 
 @dataclass(frozen=True)
 class Output:
-    """A value and its output; total: stores the sum over the axes missing in `at`."""
+    """One value that an operator stores.
+
+    Args:
+        number: number of the output tensor. Several values may be stored in one tensor, at different fixed indices.
+        at: for each axis of the output tensor: the axis of the space that indexes it, or a fixed index.
+        value: the expression that is stored.
+        total: True: the sum of the value over all axes of the space that `at` lacks is stored.
+    """
 
     number: int
     at: Access
@@ -182,7 +199,12 @@ class Output:
 
 @dataclass(frozen=True)
 class TileType:
-    """Type of a tile: dtype, axes of the space; total: the kernel adds to the tile."""
+    """Type of a kernel's tile.
+
+    Args:
+        at: the axes of the space that index the tile.
+        total: True: the tile is an output that is a sum over other axes (see Output).
+    """
 
     dtype: str
     at: Access
@@ -191,7 +213,7 @@ class TileType:
 
 @dataclass(frozen=True)
 class Definition:
-    """The computation of an operator: its space, {axis: size} in order, and its outputs."""
+    """The formula of an operator: its iteration space as {axis: size}, in order, and its outputs."""
 
     sizes: Mapping[str, int]
     outputs: tuple[Output, ...]
@@ -201,12 +223,12 @@ class Definition:
         return tuple(self.sizes)
 
     def nodes(self) -> list[Expression]:
-        """Return all expressions once, operands first."""
+        """Return all expressions of the outputs, each once, operands before the expressions that use them."""
         return walk(*(out.value for out in self.outputs))
 
     @property
     def reduced(self) -> tuple[tuple[str, ...], ...]:
-        """Axes of each reduction: reductions within rows first, then sums of outputs."""
+        """The axes of each reduction, without repetition: first those of Reduce, then those of outputs with `total`."""
         axes: dict[tuple[str, ...], None] = {(n.axis,): None for n in self.nodes() if isinstance(n, Reduce)}
         for out in self.outputs:
             if out.total:
@@ -215,7 +237,7 @@ class Definition:
 
 
 def walk(*roots: Expression) -> list[Expression]:
-    """Return all expressions below the roots once, operands first."""
+    """Return the roots and all expressions below them, each once, operands before the expressions that use them."""
     visited: dict[Expression, None] = {}
 
     def visit(node: Expression) -> None:
@@ -232,7 +254,11 @@ def walk(*roots: Expression) -> list[Expression]:
 def replaced(
     root: Expression, known: dict[Expression, Expression], change: Callable[[Element], Expression | None]
 ) -> Expression:
-    """Replace each Element by change(element), unless that is None; `known` caches results."""
+    """Return a copy of an expression with each Element replaced by change(element), unless change returns None.
+
+    Args:
+        known: cache {expression: its copy}, shared by calls so that common operands stay common.
+    """
     if root in known:
         return known[root]
     if isinstance(root, Element):
@@ -252,12 +278,12 @@ def replaced(
 
 
 def nodes_of(definition: Definition, kind: type[Any]) -> Iterator[Any]:
-    """Return the definition's expressions of a class."""
+    """Return the expressions of a definition that are instances of `kind`."""
     return (node for node in definition.nodes() if isinstance(node, kind))
 
 
 def has(definition: Definition, kind: type[Any]) -> bool:
-    """Return whether the definition has an expression of a class."""
+    """Return True if the definition has an expression that is an instance of `kind`."""
     return any(isinstance(node, kind) for node in definition.nodes())
 
 
@@ -291,7 +317,7 @@ def maximum(x: Number, y: Any) -> Number:
 
 
 def select(condition: Any, yes: Any, no: Any) -> Any:
-    """Return yes where the condition holds, no elsewhere."""
+    """Return `yes` where the condition is true and `no` elsewhere, as an expression or as an array."""
     return _apply("select", condition, yes, no)
 
 

@@ -1,4 +1,4 @@
-"""Compile C++ sources on this machine into libraries in the user's cache folder."""
+"""Compile generated C++ kernels on this machine. The user's cache folder keeps the compiled libraries."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from .expression import Call, Definition, Element, Output, TileType
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC", "-shared", "-w")
 LIBRARIES = ("-lmvec", "-lm")  # glibc's vector functions
 FULL = os.strerror(errno.ENOSPC)
-SECONDS, VERSION_SECONDS = 120.0, 20.0  # time limits of the compiler: for a kernel, for its version
-CHECK = hashlib.sha256().digest_size  # bytes at the end of a library file, see _check
+SECONDS, VERSION_SECONDS = 120.0, 20.0  # time limits of the compiler: to compile a kernel, to print its version
+CHECK = hashlib.sha256().digest_size  # bytes of the checksum at the end of a library file, see _check
 
 
 class NoCompiler(NNTileError):
-    """A library could not be built or loaded; the message is the reason."""
+    """A generated kernel could not be compiled or loaded. The message says why."""
 
 
 def _compiler() -> list[str]:
-    """Return the command of the C++ compiler: CXX, or c++. Raises NoCompiler."""
+    """Return the command of the C++ compiler as words: the environment variable CXX, or c++. Raises NoCompiler."""
     try:
         cxx = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     except ValueError as error:
@@ -46,26 +46,35 @@ def _compiler() -> list[str]:
 
 @functools.cache
 def command() -> tuple[str, ...]:
-    """Return the compiler with flags for the extension's instruction set. Raises NoCompiler."""
+    """Return the command that compiles kernels, with flags for the CPU instructions that the extension was built for.
+
+    Raises NoCompiler.
+    """
     built = build_info().get("arch", "-march=native")
     vectors = ["-mprefer-vector-width=512"] if "AVX512" in built else []
     return (*_compiler(), *FLAGS, *(flag for flag in built.split() if flag.startswith("-m")), *vectors)
 
 
 def path_of(text: str) -> Path:
-    """Return the path of a source's library in the cache folder. Raises NoCompiler."""
+    """Return the path in the cache folder for the library of a C++ source. Raises NoCompiler.
+
+    The name is a hash of the source, the command and the compiler's version.
+    """
     named = "\0".join([*command(), _version(), text])
     return cache_folder() / "kernels" / f"{hashlib.sha256(os.fsencode(named)).hexdigest()[:32]}.so"
 
 
 @functools.cache
 def address(text: str) -> int:
-    """Return the address of a source's function, from the cached library or a new one. Raises NoCompiler."""
+    """Return the address of the function in a C++ source. Raises NoCompiler.
+
+    The library comes from the cache folder, or is compiled and stored there.
+    """
     kept = path_of(text)
     try:
         return _loaded(kept)
     except (OSError, AttributeError):
-        pass  # no library, or a damaged one
+        pass  # the library is missing or damaged: compile it
     try:
         with tempfile.TemporaryDirectory(prefix="nntile_py") as folder:
             library = _compiled(text, Path(folder))
@@ -74,7 +83,7 @@ def address(text: str) -> int:
                 replace_file(kept, content + _check(kept, content))  # atomic
                 return _loaded(kept)
             except (OSError, AttributeError) as error:
-                function = _function(library)  # before the message: if this fails, its error is the reason
+                function = _function(library)  # before the message: if this fails, its error is reported instead
                 why = getattr(error, "strerror", None) or str(error).removeprefix(f"{kept}: ")
                 say_once(f"fusion: kernels are compiled at each start, as {kept.parent} cannot keep them: {why}")
                 return function
@@ -85,8 +94,8 @@ def address(text: str) -> int:
 def _loaded(path: Path) -> int:
     """Return the address of the function in a cached library. Raises OSError, AttributeError.
 
-    Ownership and digest are checked first: a damaged library would end the process, and a library from another user
-    could execute anything.
+    Owner, permissions and checksum are checked first: loading a damaged library would crash the process, and a library
+    from another user could execute anything.
     """
     for place in (path.parent, path):
         kept = place.stat()
@@ -99,7 +108,7 @@ def _loaded(path: Path) -> int:
 
 
 def _check(path: Path, content: bytes) -> bytes:
-    """Compute the checksum at the end of a library file: of the file's name and content."""
+    """Return the checksum of a library, over its file name and content. It is stored at the end of the file."""
     return hashlib.sha256(path.name.encode() + content).digest()
 
 
@@ -108,7 +117,7 @@ def _function(library: Path) -> int:
 
 
 def _compiled(text: str, folder: Path) -> Path:
-    """Compile a source into a library in a folder. Raises NoCompiler, OSError."""
+    """Compile a C++ source in a folder and return the path of the library. Raises NoCompiler, OSError."""
     cpp_file, library = folder / "kernel.cpp", folder / "kernel.so"
     cpp_file.write_text(text)
     status, output = _run_compiler([*command(), str(cpp_file), "-o", str(library), *LIBRARIES], SECONDS)
@@ -121,13 +130,13 @@ def _compiled(text: str, folder: Path) -> Path:
 
 
 def _run_compiler(asked: Sequence[str], seconds: float) -> tuple[int, str]:
-    """Run a compiler. Raises NoCompiler if the compiler does not start or does not end in time.
+    """Run a compiler and return its exit status and output.
 
-    The output goes to memory, as the disk may be full. A pipe would stay open as long as any child of a compiler
-    wrapper runs.
+    The output goes to a file in memory, as the disk may be full. A pipe would stay open as long as any child process of
+    a compiler wrapper runs.
 
-    Returns:
-        The exit status and the output.
+    Raises:
+        NoCompiler: the compiler does not start, or does not end within `seconds`.
     """
     try:
         with open(os.memfd_create("compiler-output"), "w+b") as out:
@@ -149,16 +158,20 @@ def _run_compiler(asked: Sequence[str], seconds: float) -> tuple[int, str]:
 
 @functools.cache
 def _version() -> str:
-    """Return the compiler's version and its meaning of `-march=native`, as machines may share the cache folder."""
-    every = [*_compiler(), "--version"], [*command(), "-Q", "--help=target"]  # the second only with GCC
+    """Return the compiler's version and the options that `-march=native` means on this machine, as text.
+
+    Machines with other compilers or CPUs may share the cache folder.
+    """
+    every = [*_compiler(), "--version"], [*command(), "-Q", "--help=target"]  # only GCC knows the second command
     return "".join(_run_compiler(asked, VERSION_SECONDS)[1] for asked in every)
 
 
 @functools.cache
 def why_not() -> str | None:
-    """Return why this machine's CPUs cannot have generated kernels; None: they can.
+    """Return the reason why this machine cannot run generated kernels on its CPUs; None if it can.
 
-    The test compiles and loads a small kernel once. Loading fails if the cache folder is mounted with noexec.
+    The function compiles and loads a small kernel, once per process. Loading fails, for example, if the cache folder is
+    mounted with noexec.
     """
     x = Element(0, ("x",))
     value = Call("add", Call("add", Call("exp", x), Call("log", x)), Call("add", Call("tanh", x), Call("erf", x)))

@@ -1,10 +1,14 @@
 """Generate the text of a Triton kernel from a Definition, for tiles of known shapes.
 
-A program holds blocks [ROWS, BLOCK] of rows and columns in registers, with whole rows where something is reduced within
-rows. A value that varies only along rows or only along columns has size 1 along the other. For a sum over rows, each
-program stores the partial sum of its rows, and a second kernel adds the partial sums in a fixed order. The row number
-starts with the axes that sums keep. The number of rows is an argument, as a step fills only the first rows of packed
-sequences.
+The last axis of the iteration space is the columns of a matrix, all other axes together are its rows. A program holds
+blocks [ROWS, BLOCK] of this matrix in registers. If the Definition reduces over columns, blocks have whole rows. A
+value that does not depend on the row has shape [1, BLOCK]; a value that does not depend on the column has shape
+[ROWS, 1].
+
+For a sum over rows, each program stores the partial sum of its rows, and a second kernel adds the partial sums in a
+fixed order. Such a sum may keep some axes of the rows. These axes are the outermost in the numbering of rows: rows with
+equal indices along them form a group. The number of rows is an argument of the kernel, because with packed sequences a
+step fills only the first rows.
 """
 
 from __future__ import annotations
@@ -17,12 +21,17 @@ from nntile_py.tiles.dtypes import DTYPES
 
 from . import expression as ex
 
-AHEAD = 64 << 10  # bytes of shared memory for prefetched rows; each GPU has at least 99 KiB per program
+AHEAD = 64 << 10  # most bytes of shared memory for prefetched rows; each GPU has at least 99 KiB per program
 
 
 @dataclass(frozen=True)
 class PartialSum:
-    """An output that is the sum of partial sums: `groups` rows, each the sum over `per` programs."""
+    """An output that a second kernel computes by adding partial sums.
+
+    Args:
+        output: number of the output.
+        groups: rows of the output. Each row is the sum over the programs of one group (Text.per).
+    """
 
     output: int
     groups: int
@@ -30,14 +39,14 @@ class PartialSum:
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Division of the work among programs.
+    """How the work is divided among programs.
 
     Args:
-        rows: rows that a program computes at a time.
-        block: columns that a program computes at a time.
+        rows: rows of the block that a program computes at a time (ROWS).
+        block: columns of the block that a program computes at a time (BLOCK).
         warps: warps of a program.
-        programs: maximum number of programs of a kernel with sums over rows.
-        stages: rows that such a kernel prefetches, plus 1.
+        programs: maximum number of programs, if the kernel has sums over rows.
+        stages: number of blocks that a program prefetches, plus 1, if the kernel has sums over rows.
     """
 
     rows: int
@@ -49,15 +58,17 @@ class BlockSizes:
 
 @dataclass(frozen=True)
 class Text:
-    """A kernel and its launch.
+    """The text of a kernel, and the numbers that its launch needs.
 
     Args:
-        filled: rows of a group.
-        groups: groups of rows; each program computes rows of one group.
-        per: programs of a group.
-        columns: blocks of a row.
+        source: Python text of the kernel.
+        filled: rows of a group; for packed sequences, the rows that a step fills.
+        cut: block sizes.
+        groups: number of groups of rows. A program computes rows of one group only.
+        per: programs for each group.
+        columns: blocks in a row.
         n: elements of a row.
-        sums: outputs that a second kernel adds up.
+        sums: outputs whose partial sums a second kernel must add.
     """
 
     source: str
@@ -71,7 +82,7 @@ class Text:
 
 
 def kept_axes(definition: ex.Definition) -> tuple[str, ...]:
-    """Return the row axes that sums over rows keep; all such sums keep the same axes."""
+    """Return the axes of the rows that sums over rows keep. All such sums of a Definition keep the same axes."""
     column = definition.axes[-1]
     kept = (out.at[:-1] for out in definition.outputs if out.total and column in out.at)
     return tuple(axis for axis in max(kept, key=len, default=()) if isinstance(axis, str))
@@ -79,15 +90,17 @@ def kept_axes(definition: ex.Definition) -> tuple[str, ...]:
 
 @dataclass
 class Writer:
-    """Writer of a kernel's text.
+    """Writer of a kernel's text; `text` returns it.
 
     Args:
-        shapes: of the tiles, outputs first.
-        accumulates: for each tile: whether the kernel adds to the tile.
-        strides: strides of the axes in the whole tensor; only kernels with dropout need them.
-        even: whether the rows of the tile begin at even indices in the whole tensor.
-        numel: more than the largest index in the whole tensor.
-        cut: None: `usual_cut`.
+        tiles: types of the task's tiles: outputs, then inputs.
+        shapes: shapes of these tiles.
+        outputs: number of outputs among the tiles.
+        accumulates: for each tile: True if the kernel adds to the tile instead of overwriting it.
+        strides: strides of the axes in the whole tensor. This and the next two are only for kernels with dropout.
+        even: True if each row of the tile begins at an even index in the whole tensor.
+        numel: a bound above all indices in the whole tensor.
+        cut: block sizes; None: those of `usual_cut`.
     """
 
     definition: ex.Definition
@@ -115,7 +128,7 @@ class Writer:
         self.sums = [out for out in self.definition.outputs if out.total and self.column in out.at]
         self.kept = kept_axes(self.definition)
         self.rest = [axis for axis in self.axes[:-1] if axis not in self.kept]
-        self.exact = False, False  # whether blocks end exactly at the last column, at the last row
+        self.exact = False, False  # True: blocks end exactly at the last column; at the last row
 
     def text(self) -> Text:
         groups, n, filled = math.prod(map(self._size, self.kept)), self._size(self.column), self._filled()
@@ -126,7 +139,7 @@ class Writer:
             per = min(per, max(1, cut.programs // groups))
         self._body()
         numbers = [*(f"I{k}" for k in range(len(self.axes))), *(f"K{k}" for k in range(len(self.keys)))]
-        direct = per == 1 < groups  # one program has all rows of a group
+        direct = per == 1 < groups  # one program sums all rows of a group: no partial sums
         parts = [k for k, out in enumerate(self.sums) if not (direct and len(out.at) > 1)]
         arguments = [*(f"T{k}" for k in range(len(self.tiles))), "rows", *numbers, "seed", *(f"PART{k}" for k in parts)]
         head = [
@@ -140,7 +153,7 @@ class Writer:
         loop = f"    for start in tl.range(part * ROWS, rows, {per} * ROWS, num_stages={cut.stages}):"
         loop = loop if self.sums else "    start = part * ROWS"
         inner = "        " if self.sums else "    "
-        last = "row" if self.exact[1] else "tl.minimum(row, tl.maximum(rows - 1, 0))"  # no row beyond the last
+        last = "row" if self.exact[1] else "tl.minimum(row, tl.maximum(rows - 1, 0))"  # reads no row beyond the last
         body = ["row = start + tl.arange(0, ROWS)", "valid_rows = row[:, None] < rows", f"r = {last}[:, None]"]
         body += self.lines
         tail = [f"    {line}" for k in range(len(self.sums)) for line in self._summed(k, part=k in parts)]
@@ -149,7 +162,7 @@ class Writer:
         return Text(source, filled, cut, groups, per, -(-n // cut.block), n, added)
 
     def _summed(self, k: int, *, part: bool) -> list[str]:
-        """Return code that stores a program's sum: a partial sum, or the sum of the whole group."""
+        """Return code that stores the program's sum number k. part: as a partial sum; else as the sum of its group."""
         n, mask, number = self._size(self.column), self._mask(rows=False), self.sums[k].number
         if part:
             return [f"tl.store(PART{k} + tl.program_id(0).to(tl.int64) * {n} + col, sum{k}{mask})"]
@@ -159,7 +172,7 @@ class Writer:
 
     @property
     def whole_rows(self) -> bool:
-        """Whether a program needs whole rows: a reduction within rows, or an output per row."""
+        """True if blocks must have whole rows: the Definition reduces over columns or has an output without columns."""
         return ex.has(self.definition, ex.Reduce) or any(self.column not in out.at for out in self.definition.outputs)
 
     def usual_cut(self) -> BlockSizes:
@@ -167,10 +180,10 @@ class Writer:
         n, rows = self._size(self.column), int(self._filled())
         block = 1 << (n - 1).bit_length()
         if not self.whole_rows:
-            block = min(max(n & -n, 256), 1024 if self.sums else 4096, block)  # divides a row, unless small
-        most = 2048 if self.sums else 1024  # elements of a block
+            block = min(max(n & -n, 256), 1024 if self.sums else 4096, block)  # divides n if n is a multiple of 256
+        most = 2048 if self.sums else 1024  # maximum elements of a block with several rows
         at_once = max(1, min(most // block, 1 << (rows - 1).bit_length()))
-        each = 16 if self.whole_rows and n == block and not self.sums else 32  # elements of a thread
+        each = 16 if self.whole_rows and n == block and not self.sums else 32  # elements per thread
         warps = min(16, max(1, at_once * block // (32 * each)))
         loaded = [tile for tile in self.tiles[self.outputs :] if self.column in tile.at and len(tile.at) > 1]
         ahead = 2 * at_once * block * sum(DTYPES[tile.dtype].bytes for tile in loaded)
@@ -181,7 +194,7 @@ class Writer:
         return int(self.sizes[axis])
 
     def _filled(self) -> int:
-        """Return the rows of a group; for packed sequences, the rows that a step fills."""
+        """Return the number of rows of a group; for packed sequences as a DynamicSize, the rows that a step fills."""
         first = next((axis for axis in self.rest if self.sizes[axis] > 1), None)
         inner = math.prod(self._size(axis) for axis in self.rest if axis != first)
         return self.sizes[first] * inner if first else inner
@@ -196,7 +209,7 @@ class Writer:
         for out in self.definition.outputs:
             value = self.value(out.value)
             if out in self.sums:
-                inside = self._mask(columns=False)[2:]  # values beyond the last column are not stored
+                inside = self._mask(columns=False)[2:]  # needs no mask of columns: sums beyond the last are not stored
                 value = f"tl.where({inside}, {value}, 0.0)" if inside else value
                 self.lines.append(f"sum{self.sums.index(out)} += tl.sum({value}, 0)[None, :]")
             elif out.total:
@@ -206,12 +219,15 @@ class Writer:
                 self.lines.append(f"tl.store(T{out.number} + {self._offset(out.number, out.at)}, {value}{mask})")
 
     def _mask(self, *, rows: bool = True, columns: bool = True) -> str:
-        """Return the mask argument for rows and columns beyond the last; empty if no program has such."""
+        """Return the text of a mask argument that excludes rows and columns beyond the last.
+
+        It is empty if all blocks end exactly at the last row and column.
+        """
         masks = ["valid_rows"] * (rows and not self.exact[1]) + ["valid_columns"] * (columns and not self.exact[0])
         return ", " + " & ".join(masks) if masks else ""
 
     def _add_row(self, out: ex.Output, value: str) -> None:
-        """Write a sum over columns for each row; rows are whole here."""
+        """Append code that stores the sum over columns of each row. Blocks have whole rows here."""
         at = f"T{out.number} + {self._offset(out.number, out.at)}"
         self.lines.append(f"row{out.number} = {self._reduced('sum', value)}")
         if self.accumulates[out.number]:
@@ -269,7 +285,13 @@ class Writer:
         return f"kept_columns({row}, {how})"
 
     def _places(self, steps: dict[str, int]) -> list[str]:
-        """Return the terms of an offset with these strides along row axes; contiguous axes become one term."""
+        """Return the terms of an element's offset that depend on the row.
+
+        Axes that are contiguous in the tile become one term.
+
+        Args:
+            steps: strides of the tile along its axes other than columns.
+        """
         terms = []
         for some, number in ((self.kept, "group"), (self.rest, "r")):
             own = {axis: steps[axis] for axis in some if axis in steps}
@@ -283,7 +305,7 @@ class Writer:
         return terms
 
     def _offset(self, tile: int, at: ex.Access) -> str:
-        """Return the variable with the offsets of the block's elements in a tile."""
+        """Return the name of the variable with the offsets in a tile of the current block's elements."""
         if (tile, at) not in self.offsets:
             steps = [math.prod(map(int, self.shapes[tile][k + 1 :])) for k in range(len(at))]
             rows = {axis: step for axis, step in zip(at, steps, strict=True) if isinstance(axis, str)}
