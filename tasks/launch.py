@@ -47,6 +47,8 @@ class ScratchAddress:
 
 @dataclass(frozen=True, slots=True)
 class Int:
+    """A kernel argument: an int32 constant, or int64 with bits=64."""
+
     value: int
     bits: int = 32
 
@@ -97,6 +99,7 @@ class Launch:
     warps: int = 4
 
     def for_device(self, capability: int) -> bool:
+        """Return True if GPUs of this compute capability support the launch (see Matrix)."""
         return capability >= 90 or not any(isinstance(arg, Matrix) for arg in self.args)
 
 
@@ -123,11 +126,14 @@ class Launches:
 
     @property
     def ways(self) -> list[tuple[Launch, ...]]:
+        """The ways to compute the task, each as a tuple of launches; the C++ kernel is not included."""
         return [self.launches, *self.others]
 
 
 @dataclass(frozen=True, slots=True)
 class Binary:
+    """A compiled kernel: its machine code (cubin) and what C++ needs for a launch."""
+
     cubin: bytes
     name: str
     shared: int  # bytes of dynamic shared memory
@@ -170,10 +176,10 @@ def launches_together(name: str) -> Callable[[Describe], Describe]:
 
 
 def together(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Split tasks into lists that can share launches; a kernel that takes one task only gets lists of one task.
+    """Split tasks into lists that can share launches. Only kernels with `launches_together` get lists of several tasks.
 
-    Tasks of one list differ only in their tiles. A task may join an earlier list, and so run before tasks that came
-    before it, only if it does not depend on those tasks.
+    Tasks in a list differ only in their tiles. A task that joins an earlier list overtakes the tasks in between, so it
+    must be independent of these tasks and of those in the list.
     """
     runs: list[list[Task]] = []
     for task in tasks:
@@ -191,11 +197,13 @@ def together(tasks: Sequence[Task]) -> list[list[Task]]:
 
 
 def _alike(a: Task, b: Task) -> bool:
+    """Return True if two tasks differ only in their tiles."""
     kinds = [[(x.mode, x.accumulate, x.tile.dtype) for x in task.accesses] for task in (a, b)]
     return (a.kernel, a.ints, a.floats) == (b.kernel, b.ints, b.floats) and kinds[0] == kinds[1]
 
 
 def _apart(a: Task, b: Task) -> bool:
+    """Return True if neither task writes a tile that the other task uses."""
     written = [{x.tile for x in task.accesses if x.mode != "R"} for task in (a, b)]
     return all(written[1 - k].isdisjoint(x.tile for x in task.accesses) for k, task in enumerate((a, b)))
 
@@ -217,14 +225,17 @@ def describer(kernel: str) -> Describe | None:
 
 
 def tile(task: Task, number: int) -> TileAddress:
+    """Return the kernel argument for the task's tile number `number`."""
     return TileAddress(number, task.accesses[number].tile.dtype)
 
 
 def shape(task: Task, number: int) -> tuple[int, ...]:
+    """Return the shape of the task's tile number `number`."""
     return task.accesses[number].tile.shape
 
 
 def numel(task: Task, number: int) -> int:
+    """Return the number of elements of the task's tile number `number`."""
     return math.prod(shape(task, number))
 
 
@@ -250,6 +261,7 @@ class Scratch:
         self.bytes = 0
 
     def take(self, count: int, dtype: str) -> ScratchAddress:
+        """Reserve memory for `count` elements and return its address."""
         at, size = self.bytes, count * DTYPES[dtype].bytes
         self.bytes += -(-size // ALIGNMENT) * ALIGNMENT
         return ScratchAddress(at, dtype)
@@ -295,6 +307,7 @@ def _argument(value: Parameter) -> Argument:
 
 
 def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up. If a is a DynamicSize, so is the result where possible."""
     return a.blocks(b) if isinstance(a, DynamicSize) else -(-a // b)
 
 
@@ -307,6 +320,7 @@ def power_of_two(n: int) -> int:
 
 
 def _type(arg: Argument) -> str:
+    """Return Triton's name for the type of an argument."""
     match arg:
         case TileAddress(_, dtype) | ScratchAddress(_, dtype):
             return "*" + DTYPES[dtype].triton
@@ -323,6 +337,7 @@ def _type(arg: Argument) -> str:
 
 
 def _aligned(arg: Argument) -> bool:
+    """Return True if an address, or the value of an int, is always a multiple of ALIGNMENT."""
     if isinstance(arg, Int):
         return arg.value % ALIGNMENT == 0
     if isinstance(arg, DynamicSize):  # a multiple of ALIGNMENT for any filled size
@@ -448,4 +463,5 @@ def encode(launch: Launch, binary: Binary) -> Encoded:
 
 
 def _encoded_live(arg: DynamicSize) -> Value:
+    """Return the pair (kind, value) of `encode` for a DynamicSize."""
     return (7 if arg < 2**31 else 8), arg.formula

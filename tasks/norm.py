@@ -112,6 +112,7 @@ class Norm(_NormBase):
             lowering.emit(self.kernel, accesses, self.row_args(lowering, columns[0]))
 
     def _lower_cut(self, lowering: Lowering, index: Index, columns: list[Index], statistics: Tile) -> None:
+        """Append the tasks for rows cut into several tiles; columns: indices of these tiles."""
         assert not self.dropout, "not fused where embed is cut"
         x, *weights = self.inputs[: 1 + self.weights]
         name, count, monoid = self.state

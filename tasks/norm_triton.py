@@ -40,6 +40,7 @@ def _rows(task: Task, number: int, dropout: DropoutArgs | None) -> tuple[list[in
 
 
 def _whole(task: Task, norm: type[Norm], eps: float, dropout: DropoutArgs | None = None) -> Launches:
+    """Return the launches of a norm on a tile with whole rows."""
     inputs = list(range(2, 3 + norm.weights))
     residual = len(task.accesses) > 3 + norm.weights
     inputs += [3 + norm.weights] * residual
@@ -65,6 +66,7 @@ def _rms_norm(task: Task) -> Launches:
 
 @triton.jit
 def _moments(STATE, X, rows, n, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute the state (count, mean, M2) of each row of x; ACC: merge it into the stored state."""
     row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     at, kept = row[:, None] * n + col[None, :], row < rows
     inside = kept[:, None] & (col < n)[None, :]
@@ -101,6 +103,7 @@ def _rms_norm_squares(task: Task) -> Launches:
 
 
 def _statistics(task: Task, variance: Expression, eps: float, middle: tuple[Expression, ...] = ()) -> Launches:
+    """Return the launches that turn the state of rows into (*middle, 1 / sqrt(variance + eps))."""
     rows = _axes(task, 0)[:-1]
     values = (*middle, 1 / sqrt(variance + eps))
     return by_formula(task, rows, [Output(0, (*rows, k), value) for k, value in enumerate(values)], [0, 1])
@@ -141,6 +144,7 @@ def _rms_norm_apply(task: Task) -> Launches:
 
 
 def _sums(task: Task, grad: type[NormGrad]) -> Launches:
+    """Return the launches that add the sums of w and w xhat over the tile's part of each row (see NormGrad)."""
     axes = _axes(task, 2)
     _, xhat, w = grad.terms(axes)
     values = [w, w * xhat][-grad.weights :]

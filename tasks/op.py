@@ -79,6 +79,7 @@ class Tensor:
 
     @property
     def banded(self) -> bool:
+        """True if only the tiles within a band of an attention mask exist."""
         return self.band != ALL and {"seq", "key"} <= {*self.axes}
 
     def filled(self, cuts: Tiling) -> float:
@@ -90,6 +91,7 @@ class Tensor:
 
     @property
     def persistent(self) -> bool:
+        """True if the tiles outlive the program."""
         return self.storage.kind != "temp"
 
     def __repr__(self) -> str:
@@ -135,20 +137,24 @@ class Lowering:
         self.tiles: dict[tuple[int, tuple[int, ...]], Tile] = {}
         self._tensors: dict[int, Tensor] = {}  # keeps the tensors alive whose ids are keys of `tiles`
         self.op = ""
-        # For `rotated`. Key: number of partial sums. Value: for each partial sum, elements of all sums that it ends.
+        # For `rotated`. Key: number of partial sums. Value: for each of them, elements of all sums that it completes.
         self._ends: dict[int, list[int]] = {}
 
     @property
     def policy(self) -> str:
+        """The accumulation policy: chain, commute, redux or tree."""
         return self.tasks.policy
 
     def parts(self, tensor: Tensor, axis: str) -> list[TileRange]:
+        """Return the ranges into which the tiling cuts an axis of the tensor."""
         return self.tiling.parts(axis, tensor.size(axis))
 
     def part(self, tensor: Tensor, axis: str, index: Index) -> TileRange:
+        """Return the range of the tensor's axis that the tile at `index` covers."""
         return self.parts(tensor, axis)[index[axis]]
 
     def cut(self, tensor: Tensor, axis: str) -> bool:
+        """Return True if the tensor has the axis and several tiles along it."""
         return axis in tensor.axes and len(self.parts(tensor, axis)) > 1
 
     def indices(self, tensor: Tensor, axes: Iterable[str] | None = None) -> Iterator[Index]:
@@ -202,7 +208,7 @@ class Lowering:
 
         Args:
             parts: indices of the partial sums.
-            numel: elements of the sum. Each position of the rotation gets about equally many elements.
+            numel: elements of the sum. Each part comes last in sums with about equally many elements in total.
         """
         if not parts:
             return []

@@ -21,7 +21,7 @@ INVERSE_SCALE = "inverse_loss_scale"  # slot with 1 / loss scale
 MOST_SCALE = 3e38  # largest loss scale: tasks get the scale in fp32
 # For each low-precision dtype: name and dtype of the state that, with the parameter, gives the fp32 master weight.
 MASTERS = {"bf16": ("low_bits", "int16"), "fp16": ("master", "fp32")}
-Ends = Mapping[Hashable, int]  # by key of a gradient's tile: number of its device, see GradNorm
+Ends = Mapping[Hashable, int]  # for the key of a gradient's tile: a number that is equal for tiles on the same device
 Node = Tile | Sequence["Node"]  # node of a tree of sums: a leaf is a gradient's tile, an inner node has several nodes
 
 
@@ -250,4 +250,5 @@ class Update(Op):
 
 
 def _in_place(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return output tensors that share the tiles of these tensors."""
     return [Tensor(f"{t.name}.new", t.axes, t.shape, t.dtype, storage=t) for t in tensors]

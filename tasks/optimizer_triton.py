@@ -53,12 +53,14 @@ def row_of(TABLE, ROWS: tl.constexpr):
 
 @triton.jit
 def numel_of(ROW, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the number of elements in a row of the table; ALIGNED: it is a multiple of 16."""
     n = tl.load(ROW + ROWS)
     return tl.multiple_of(n, 16) if ALIGNED else n
 
 
 @triton.jit
 def address_of(ROW, column: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr):
+    """Return the address in a column of a row of the table, as a pointer to elements of dtype TYPE."""
     return tl.multiple_of(tl.load(ROW + column * ROWS).to(tl.pointer_type(TYPE)), 16)
 
 
@@ -67,6 +69,7 @@ def _squares(
     TABLE, PART, TYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Store the program's partial sum of squares of its task's gradient: BLOCKS * BLOCK elements."""
     row, part = row_of(TABLE, ROWS)
     n, x = numel_of(row, ROWS, ALIGNED), address_of(row, 3, TYPE, ROWS)
     total, first = tl.zeros([BLOCK], tl.float32), part * BLOCKS * BLOCK
@@ -79,6 +82,7 @@ def _squares(
 
 @triton.jit
 def _total(TABLE, PART, ROWS: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the partial sums of one task, of EACH elements each, and store the task's sum."""
     row = TABLE + tl.program_id(0)
     first, total = tl.load(row), tl.zeros([BLOCK], tl.float64)
     parts = tl.cdiv(tl.load(row + ROWS), EACH)
@@ -90,6 +94,7 @@ def _total(TABLE, PART, ROWS: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _load_sum(A, B, C, D, E, F, G, H, COUNT: tl.constexpr):
+    """Return the sum of the first COUNT of the eight scalars, added in order."""
     terms = A, B, C, D, E, F, G, H
     total = tl.load(A)
     for k in tl.static_range(1, COUNT):
@@ -107,6 +112,7 @@ def _clip(
     NORM, CLIP, A, B, C, D, E, F, G, H,
     limit, skip_above, inverse, COUNT: tl.constexpr, LIMITED: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
+    """Compute norm and clip (see GradNorm) from COUNT sums of squares."""
     norm = tl.sqrt(_load_sum(A, B, C, D, E, F, G, H, COUNT)) * inverse
     tl.store(NORM, norm)
     factor = tl.full((), 1.0, tl.float64)
@@ -123,6 +129,7 @@ def _clip(
 
 @triton.jit
 def load_param(PARAM, MASTER, at, inside, MASTER_BITS: tl.constexpr):
+    """Return elements of the parameter in fp32, from parameter and master. MASTER_BITS: 0 (no master), 16 or 32."""
     if MASTER_BITS == 32:
         return tl.load(MASTER + at, inside)
     p = tl.load(PARAM + at, inside)
@@ -134,6 +141,7 @@ def load_param(PARAM, MASTER, at, inside, MASTER_BITS: tl.constexpr):
 
 @triton.jit
 def store_param(PARAM, MASTER, at, p, inside, MASTER_BITS: tl.constexpr):
+    """Store the fp32 values p as parameter and master. MASTER_BITS: 0 (no master), 16 or 32."""
     if MASTER_BITS == 16:
         bits = tl.where(p == p, p.to(tl.int32, bitcast=True), 0x7FC00000)
         low_bits = bits.to(tl.int16)
@@ -161,6 +169,13 @@ class _Table:
 
 
 def table_of(counts: Sequence[int], addresses: Sequence[Sequence[TileAddress]], block: int) -> _Table:
+    """Return the table for several tasks.
+
+    Args:
+        counts: for each task the number of elements.
+        addresses: for each task the addresses of its tiles.
+        block: elements that one program computes.
+    """
     rows, programs = power_of_two(len(counts)), 0
     begins: list[Int] = []
     for n in counts:
@@ -178,7 +193,7 @@ def type_of(address: TileAddress) -> Any:
     return getattr(tl, DTYPES[address.dtype].torch)
 
 
-# tiles: sum, x
+# tiles of a task: sum, x
 @launches_together("sum_squares")
 def _describe_squares(tasks: Sequence[Task]) -> Launches:
     table = table_of([numel(task, 1) for task in tasks], numbered(tasks), SQUARES)

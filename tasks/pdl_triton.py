@@ -11,9 +11,9 @@ LINE = tl.constexpr(64)  # 2-byte elements of a cache line
 
 @triton.jit
 def wait_here():
-    """Wait until the previous kernel has ended. Before this call a kernel must neither read nor write.
+    """Wait until the previous kernel has ended. Before this call a kernel may only prefetch, neither read nor write.
 
-    Without programmatic dependent launch it does nothing.
+    Without programmatic dependent launch (see pdl.py) this does nothing.
     """
     if not INTERPRETED:  # a dummy instruction as in tl.extra.cuda.gdc_wait; pdl.waiting inserts the wait after it
         tl.inline_asm_elementwise("// nntile: wait here $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -10,6 +10,7 @@ from .interpreted_triton import INTERPRETED
 
 @triton.jit
 def _reciprocal(x):
+    """Return 1 / x."""
     if INTERPRETED:
         y = 1 / x
     else:  # one instruction, with an error of 1e-7
@@ -19,6 +20,7 @@ def _reciprocal(x):
 
 @triton.jit
 def _power_of_two(x):
+    """Return 2^x."""
     if INTERPRETED:
         y = tl.exp2(x)
     else:
@@ -42,6 +44,7 @@ def normal_tail(x):
 
 @triton.jit
 def activated(x, KIND: tl.constexpr):
+    """Return the activation number KIND of x; negative KIND: x itself. KIND 1 is exact GELU."""
     if KIND < 0:
         y = x
     elif KIND == 1:
@@ -54,6 +57,7 @@ def activated(x, KIND: tl.constexpr):
 
 @triton.jit
 def times_derivative(y, x, KIND: tl.constexpr):
+    """Return y times the derivative at x of the activation number KIND."""
     if KIND == 1:
         far, tail, e = normal_tail(x)
         below = tail - far * e * 0.3989422804014327  # the derivative at -|x|

@@ -124,6 +124,7 @@ def _finish(
     OUT, PRE, BIAS, RESIDUAL, AUX, total, row, col, m, n, scale, KIND: tl.constexpr, BIASED: tl.constexpr,
     ADDED: tl.constexpr, KEEPS: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
+    """Apply the epilogue to the sum `total` of the block at (row, col) and store it; see `_product`."""
     rows, cols = row + tl.arange(0, total.shape[0]), col + tl.arange(0, total.shape[1])
     inside = (rows < m)[:, None] & (cols < n)[None, :]
     at = rows.to(tl.int64)[:, None] * n + cols[None, :]
@@ -210,6 +211,7 @@ class Way(NamedTuple):
 
     @property
     def name(self) -> str:
+        """Name of the way in the key of a measurement."""
         cut = f"{self.rows}x{self.columns}x{self.depth}x{self.stages}x{self.warps}" + " halves" * self.halves
         if self.width:
             return f"{cut} persistent {self.width}x{self.programs}" + " flat" * self.flatten
@@ -247,6 +249,8 @@ FILLED = range(MULTIPROCESSORS // 2, 3 * MULTIPROCESSORS)  # numbers of programs
 
 
 class Sizes(NamedTuple):
+    """Sizes of a product [m, k] x [k, n]; b_by_k: the second operand is stored as [n, k]."""
+
     m: int
     n: int
     k: int
@@ -265,6 +269,7 @@ def ways_of(sizes: Sizes, e: EpilogueArgs) -> list[Way]:
 
 
 def programs_of(way: Way, sizes: Sizes) -> int:
+    """Return the number of blocks of the result, times the parts of the sum."""
     return int(ceil_div(sizes.m, way.rows)) * ceil_div(sizes.n, way.columns) * way.parts
 
 
@@ -317,6 +322,7 @@ def _describe(task: Task) -> Launches:
 
 
 def _launches_of(w: Way, task: Task, a: ContractArgs, sizes: Sizes, sums: ScratchAddress) -> tuple[Launch, ...]:
+    """Return the launches that compute a task in one way; sums: scratch memory for partial sums."""
     m, n, k, b_by_k = sizes
     e, biased, last = a.epilogue, a.epilogue.bias_axes >= 0, len(task.accesses) - 1
     what = {"KIND": e.activation, "BIASED": biased, "ADDED": e.residual, "KEEPS": e.keep_pre, "GRADIENT": e.aux}
@@ -332,7 +338,7 @@ def _launches_of(w: Way, task: Task, a: ContractArgs, sizes: Sizes, sums: Scratc
     if w.parts == 1:
         args: tuple[Parameter, ...] = (*results, *operands, *rest, m, n, k, a.scale)
         return (launch(_product, blocks, *args, warps=w.warps, HALVES=w.halves, **what, **cut),)
-    rows, columns = 2, 256  # of the kernel that adds the parts
+    rows, columns = 2, 256  # block of the kernel that adds the partial sums
     return (
         launch(_part, (blocks, w.parts), sums, *operands, m, n, k, warps=w.warps, PARTS=w.parts, **cut),
         launch(
@@ -343,6 +349,7 @@ def _launches_of(w: Way, task: Task, a: ContractArgs, sizes: Sizes, sums: Scratc
 
 
 def _persistent_launch(w: Way, task: Task, a: ContractArgs, sizes: Sizes) -> Launch:
+    """Return the launch of the kernel `persistent` for a task."""
     m, n, k, b_by_k = sizes
     e, last = a.epilogue, len(task.accesses) - 1
     out, other = last if e.keep_pre else 0, last if e.aux else 0

@@ -50,8 +50,9 @@ def rotary_table(head_dim: int, positions: int, theta: float, scaling: Mapping[s
 
 
 def _scaled(frequencies: Array, scaling: Mapping[str, Any]) -> Array:
+    """Return the frequencies lowered as `scaling` says. Raises ConfigError for wrong keys."""
     options = dict(scaling)
-    old = options.pop("type", "default")  # older checkpoints call the key rope_type so
+    old = options.pop("type", "default")  # in older checkpoints the key rope_type is called type
     kind = options.pop("rope_type", old)
     options.pop("rope_theta", None)  # the caller passes it as `theta`
     if kind not in list(SCALINGS):

@@ -24,6 +24,7 @@ def _rotary(
     HALF: tl.constexpr, INVERSE: tl.constexpr,
     OTHERS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Rotate ROWS positions of OTHERS heads (or combinations of other axes)."""
     across = tl.cdiv(seq, ROWS)
     other = (tl.program_id(0) // across).to(tl.int64) * OTHERS + tl.arange(0, OTHERS)
     row, col = (tl.program_id(0) % across) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)

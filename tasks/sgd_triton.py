@@ -16,6 +16,7 @@ def _sgd(
     PARAM, M, GRAD, CLIP, MASTER, n, lr, momentum, decay,
     HAS_MOMENTUM: tl.constexpr, MASTER_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Update BLOCK elements of a parameter; see SGD in sgd.py. If clip is negative, nothing changes."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     clip = tl.load(CLIP).to(tl.float32)
     inside = (at < n) & (tl.full([BLOCK], clip, tl.float32) >= 0)
@@ -29,7 +30,7 @@ def _sgd(
     store_param(PARAM, MASTER, at, p, inside, MASTER_BITS)
 
 
-# tiles: grad, clip, param (, m) (, master)
+# tiles of a task: grad, clip, param (, m) (, master)
 @launches("sgd")
 def _describe_sgd(task: Task) -> Launches:
     n, a = numel(task, 0), SGDArgs.of(task)

@@ -62,6 +62,7 @@ def _maxsumexp(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PADDED: tl.constexpr, SEGMENTED: tl.constexpr,
     STEPS: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Compute the state (max, sumexp) of each row of scores; ACC: merge it into the stored state."""
     row, valid, col, at, inside = _rows(rows, n, ROWS, BLOCK)
     kept = _kept(
         inside, row, col, PADDING, SEGMENTS, n, seq, shift, key, window, rows_each, batch, sequences,
@@ -83,6 +84,7 @@ def _softmax(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PADDED: tl.constexpr, SEGMENTED: tl.constexpr,
     STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Compute exp(score - max) / sumexp, or 0 for masked scores, from the state of each row."""
     row, valid, col, at, inside = _rows(rows, n, ROWS, BLOCK)
     kept = _kept(
         inside, row, col, PADDING, SEGMENTS, n, seq, shift, key, window, rows_each, batch, sequences,

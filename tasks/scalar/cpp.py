@@ -90,6 +90,8 @@ class _Loop:
 
 
 class _Writer:
+    """Writer of the C++ text of one Definition; `text` returns it."""
+
     def __init__(
         self, definition: ex.Definition, tiles: Sequence[ex.TileType], outputs: int, width: int | None
     ) -> None:
@@ -172,6 +174,7 @@ class _Writer:
         return name
 
     def _text(self, node: ex.Expression, loop: int, inside: bool) -> str:
+        """Return the C++ expression of a node, with variables for its operands."""
         match node:
             case ex.Element(number, at):
                 return f"load({self._element(self.outputs + number, at)})"
@@ -188,6 +191,7 @@ class _Writer:
         raise TypeError(f"no C++ of {node!r}")
 
     def _keep(self, node: ex.Keep) -> str:
+        """Return the C++ condition that dropout keeps the current point."""
         self.drawn = True
         row, last, start = "row", len(self.axes) - 1, f"start{self.keys.index(node.key)}"
         if node.row_numbers:
@@ -196,6 +200,7 @@ class _Writer:
         return f"(hash_of(uint64_t({row} + c), {start}) >= {node.limit}ULL)"
 
     def _reduce(self, node: ex.Reduce) -> str:
+        """Append a reduction to the loop that computes it and return its variable."""
         loop = self.level[node] - 1
         name = f"r{len(self.names)}"
         self.names[node, loop + 1, False] = name
@@ -212,6 +217,7 @@ class _Writer:
         return plain or isinstance(node, ex.Element | ex.AxisIndex | ex.Keep)
 
     def _buffer(self, node: ex.Expression) -> str:
+        """Return the buffer of a value; the first call appends the code that fills it."""
         if node not in self.buffers:
             self.buffers[node] = name = f"b{len(self.buffers)}"
             loop = self.level[node]
@@ -223,7 +229,7 @@ class _Writer:
         return f"T({'-' if value < 0 else ''}__builtin_inf())" if infinite else f"T({value!r})"
 
     def _element(self, tile: int, at: ex.Access) -> str:
-        """Return C++ text for a pointer to a tile's element of the current row and, if `at` has columns, column."""
+        """Return C++ text for a pointer to a tile's element in the current row, and column if the tile has columns."""
         if (tile, at) not in self.pointers:
             self.pointers[tile, at] = f"p{len(self.pointers)}"
         name = self.pointers[tile, at]
@@ -235,12 +241,14 @@ class _Writer:
     # -- the file
 
     def _store(self, out: ex.Output) -> None:
+        """Append the code that stores an output."""
         loop, inside = self.level[out.value], self.column in out.at
         value, element = self.value(out.value, loop, inside), self._element(out.number, out.at)
         lines = self.loops[loop].each if inside else self.loops[loop].once
         lines.append(f"*{element} += {value};" if out.total else f"store({element}, {value});")
 
     def text(self) -> str:
+        """Return the text of the C++ file."""
         for out in self.results:
             self._store(out)
         body: list[str] = []
@@ -278,6 +286,7 @@ class _Writer:
         return lines
 
     def _allocated(self) -> list[str]:
+        """Return code that allocates the buffers."""
         if not self.buffers:
             return []
         width = f"((n{len(self.axes) - 1} + 15) / 16 * 16)"

@@ -33,6 +33,7 @@ class Function(NamedTuple):
 
 
 def _infix(function: Any, sign: str, truth: bool = False) -> Function:
+    """Return a Function that C++ and Triton write with an operator between its two operands."""
     return Function(function, f"({{0}} {sign} {{1}})", f"({{0}} {sign} {{1}})", truth)
 
 
@@ -111,6 +112,8 @@ class Element(Expression):
 
 @dataclass(frozen=True, eq=False)
 class ScalarConstant(Expression):
+    """A constant number."""
+
     value: float
 
 
@@ -291,6 +294,7 @@ def has(definition: Definition, kind: type[Any]) -> bool:
 
 
 def _apply(name: str, *parts: Any) -> Any:
+    """Return an expression if an operand is an expression, else the value in numpy."""
     if any(isinstance(part, Expression) for part in parts):
         return Call(name, *parts)
     return np.asarray(FUNCTIONS[name].numpy(*parts))
@@ -322,12 +326,15 @@ def select(condition: Any, yes: Any, no: Any) -> Any:
 
 
 def total(x: Expression, axis: str) -> Expression:
+    """Return the sum of x over an axis."""
     return Reduce("sum", axis, x)
 
 
 def mean(x: Expression, axis: str) -> Expression:
+    """Return the mean of x over an axis."""
     return Reduce("sum", axis, x) / Extent(axis)
 
 
 def largest(x: Expression, axis: str) -> Expression:
+    """Return the maximum of x over an axis."""
     return Reduce("max", axis, x)

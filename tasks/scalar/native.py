@@ -113,6 +113,7 @@ def _check(path: Path, content: bytes) -> bytes:
 
 
 def _function(library: Path) -> int:
+    """Return the address of the function in a library. Raises OSError, AttributeError."""
     return ctypes.cast(ctypes.CDLL(str(library))[SYMBOL], ctypes.c_void_p).value or 0
 
 

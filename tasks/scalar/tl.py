@@ -21,7 +21,7 @@ from nntile_py.tiles.dtypes import DTYPES
 
 from . import expression as ex
 
-AHEAD = 64 << 10  # most bytes of shared memory for prefetched rows; each GPU has at least 99 KiB per program
+AHEAD = 64 << 10  # maximum bytes of shared memory for prefetched rows; GPUs from 8.0 on have at least 99 KiB
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,7 @@ class Writer:
         self.exact = False, False  # True: blocks end exactly at the last column; at the last row
 
     def text(self) -> Text:
+        """Return the kernel's text and the numbers for its launch."""
         groups, n, filled = math.prod(map(self._size, self.kept)), self._size(self.column), self._filled()
         cut = self.cut = self.cut or self.usual_cut()
         self.exact = n % cut.block == 0, type(filled) is int and filled % cut.rows == 0
@@ -202,6 +203,7 @@ class Writer:
     # -- the body
 
     def _body(self) -> None:
+        """Append the code that computes a block and stores the outputs."""
         for some, number in ((self.kept, "group"), (self.rest, "r")):
             for k, axis in enumerate(some):
                 after = math.prod(map(self._size, some[k + 1 :]))
@@ -235,11 +237,13 @@ class Writer:
         self.lines.append(f"tl.store({at}, row{out.number}{self._mask(columns=False)})")
 
     def _reduced(self, kind: str, value: str) -> str:
+        """Return Triton text that reduces a value of the block over columns; kind: sum or max."""
         lowest = "0.0" if kind == "sum" else 'float("-inf")'
         value = value if self.exact[0] else f"tl.where(valid_columns, {value}, {lowest})"
         return f"tl.{kind}({value}, 1)[:, None]"
 
     def value(self, node: ex.Expression) -> str:
+        """Return Triton text for a value: a constant, or a variable whose statement the first call appends."""
         if isinstance(node, ex.ScalarConstant):
             return f'float("{node.value}")' if math.isinf(node.value) else repr(node.value)
         if node not in self.names:
@@ -250,6 +254,7 @@ class Writer:
         return self.names[node]
 
     def _text(self, node: ex.Expression) -> str:
+        """Return the Triton expression of a node, with variables for its operands."""
         match node:
             case ex.Element(number, at):
                 return f"{self._loaded(number, at)}.to({self.accumulator})"
@@ -267,11 +272,13 @@ class Writer:
         raise TypeError(f"no Triton of {node!r}")
 
     def _loaded(self, number: int, at: ex.Access) -> str:
+        """Return Triton text that loads elements of input `number` for the block."""
         tile = self.outputs + number
         mask = ", valid_columns, 0" if self.column in at and not self.exact[0] else ""
         return f"tl.load(T{tile} + {self._offset(tile, at)}{mask})"
 
     def _keep(self, node: ex.Keep) -> str:
+        """Return Triton text that is true where dropout keeps an element of the block."""
         last, key = len(self.axes) - 1, f"K{self.keys.index(node.key)}"
         assert self.cut
         even, same = self.even and self.cut.block > 1, not node.row_numbers and self.numel <= 2**33
