@@ -30,9 +30,9 @@ def _axes(task: Task, number: int) -> tuple[str, ...]:
 
 
 def _rows(task: Task, number: int, dropout: DropoutArgs | None) -> tuple[list[int], Element | None]:
-    """Return ([number of the tile with a dropout's row numbers], expression that reads the tile as input `number`).
+    """Return where a dropout's row numbers are: [number of their tile], and the expression that reads them.
 
-    Without such a tile: ([], None).
+    The expression reads the tile as input `number`. Without row numbers: ([], None).
     """
     if not dropout or not dropout.row_numbers:
         return [], None

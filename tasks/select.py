@@ -11,7 +11,7 @@ from .op import Array, GraphLike, Lowering, Op, Tensor, accumulation_dtype
 
 
 class SelectArgs(TaskArgs):
-    axis: int  # position of the axis in the tile
+    axis: int  # position of the selected axis among the axes of the tile
     index: int  # selected position within the tile; -1: it lies in another tile
 
 

@@ -18,8 +18,11 @@ from .softmax import SoftmaxArgs
 
 @triton.jit
 def _rows(rows, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return for this program's block: row numbers, whether each row exists, column numbers, offsets of the elements in
-    the tile, whether each element exists.
+    """Return the indices and masks of this program's block.
+
+    Returns:
+        Row numbers; True for rows that exist; column numbers; offsets of the elements in the tile; True for elements
+        that exist.
     """
     row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     return row, row < rows, col, row[:, None] * n + col[None, :], (row < rows)[:, None] & (col < n)[None, :]
