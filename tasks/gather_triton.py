@@ -75,9 +75,9 @@ def _gather_grad(
 
 
 def _sizes(task: Task, y: int, x: int, added: int) -> tuple[int, int, int]:
-    """Return the numbers of places and of positions per row of the batch, and the width.
+    """Return three sizes: positions that are gathered from a row of the batch, positions of a row, elements of a position.
 
-    y, x: numbers of the task's tiles of y and x, or of dy and dx. Tile 2 has the places.
+    y, x: indices of y and x, or of dy and dx, among the task's tiles. Tile 2 lists the positions to gather.
     """
     at = shape(task, 2)
     lead, width = len(at) - added, shape(task, y)[len(at) :]
