@@ -75,7 +75,7 @@ def _gather_grad(
 
 
 def _sizes(task: Task, y: int, x: int, added: int) -> tuple[int, int, int]:
-    """Return three sizes: positions that are gathered from a row of the batch, positions of a row, elements of a position.
+    """Return three sizes: positions gathered from a row of the batch, positions of a row, elements of a position.
 
     y, x: indices of y and x, or of dy and dx, among the task's tiles. Tile 2 lists the positions to gather.
     """
