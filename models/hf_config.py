@@ -104,7 +104,10 @@ def _load(file: Path) -> dict[str, Any]:
         return load_file(file)
     import torch
 
-    tensors = torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception:  # torch's text suggests options that would run code from the file
+        raise ValueError("it is no file of torch.save, or holds Python objects, which are never loaded") from None
     if not isinstance(tensors, dict) or not all(isinstance(one, torch.Tensor) for one in tensors.values()):
         raise ValueError("it does not hold a dict of tensors, as model.state_dict() returns")
     return {str(name): value.detach().contiguous() for name, value in tensors.items()}
@@ -152,10 +155,15 @@ def arrays(tensors: Mapping[str, Any]) -> Weights:
         if value.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             kind = str(value.dtype).removeprefix("torch.")
             raise ConfigError(f"model: weight {name} is {kind}; allowed: float16, bfloat16, float32, float64")
-        if not value.isfinite().all():
-            raise ConfigError(f"model: weight {name} has values that are no finite numbers; allowed: finite ones")
+        if value.is_meta:
+            raise ConfigError(f"model: weight {name} has no values, since it is on the device meta; allowed: cpu")
     double = all(value.dtype == torch.float64 for value in tensors.values())
-    return {name: (value if double else value.float()).numpy() for name, value in tensors.items()}
+    result = {name: (value if double else value.float()).numpy() for name, value in tensors.items()}
+    for name, array in result.items():
+        if not np.isfinite(array).all():
+            kind = "float64" if double else "float32"
+            raise ConfigError(f"model: weight {name} has values that are not finite in {kind}; allowed: finite values")
+    return result
 
 
 def check_layers(shapes: Mapping[str, Any], found: Mapping[str, Any]) -> None:

@@ -30,8 +30,12 @@ def test_weights_that_are_no_floating_point_numbers(dtype: str) -> None:
 def test_weights_of_a_file_that_are_no_numbers() -> None:
     import torch
 
-    with pytest.raises(ConfigError, match="weight b has values that are no finite numbers"):
+    with pytest.raises(ConfigError, match="weight b has values that are not finite in float32"):
         arrays({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])})
+    with pytest.raises(ConfigError, match="weight b has values that are not finite in float32"):
+        arrays({"a": torch.ones(2), "b": torch.tensor([1e300], dtype=torch.float64)})
+    with pytest.raises(ConfigError, match="weight a has no values, since it is on the device meta"):
+        arrays({"a": torch.ones(2, device="meta")})
     with pytest.raises(ConfigError, match="weight a is float8_e4m3fn; allowed: float16"):
         arrays({"a": torch.ones(2).to(torch.float8_e4m3fn)})
 

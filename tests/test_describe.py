@@ -219,7 +219,7 @@ SHORTER = {  # what the examples take too long for here
     "nntile bench messages": "--seconds 0 --repeats 1",
     "nntile bench step": f"{SMALL} --rounds 1 --peer torch_eager",
     "nntile layouts": "--own --repeats 1 --set model.embed=16 --set model.heads=2 --set train.batch=3 "
-    "--set train.seq=8",
+    "--set train.seq=8 --set model.layers=1 --set fusion.found=false",
 }
 
 

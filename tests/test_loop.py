@@ -217,6 +217,7 @@ def test_a_signal_ends_cleanly_with_weights_saved(number: signal.Signals, tmp_pa
     assert err == ""
     done = metrics(lines.parent)
     assert f"stopped by {number.name} after step {len(done)} of 1000000; all trained steps are saved" in out
+    assert "; to continue: nntile train --resume runs/tiny" in out
     assert [line["step"] for line in done] == list(range(1, len(done) + 1))
     from safetensors.numpy import load_file
 

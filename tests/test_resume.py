@@ -56,13 +56,10 @@ print(json.dumps(found))
 """
 TILES = {"batch": 2, "seq": 7, "embed": 10, "heads": 2, "ffn": 50, "vocab": 40}
 CASES = {
-    "gpt2": {},
     "accumulation": {"grad_accumulation": 2},
-    "bert": {"model": "BERT"},
-    "llama": {"model": "Llama"},
-    "momentum": {"optimizer": "SGD", "optimizer_options": {"momentum": 0.9}},
+    "bert in fp64": {"model": "BERT", "precision": "fp64"},
+    "llama by momentum": {"model": "Llama", "optimizer": "SGD", "optimizer_options": {"momentum": 0.9}},
     "sgd": {"optimizer": "SGD"},
-    "fp64": {"precision": "fp64"},
     "naive": {"attention": "naive", "fusion": False},
     "whole rows": {"model": "BERT", "tiles": {"batch": 2, "seq": 7, "ffn": 50}},  # whose norms are in groups
     "rules": {"model": "BERT", "tiles": {"batch": 2, "seq": 7, "ffn": 50}, "fusion": {"found": False}},
@@ -266,7 +263,7 @@ def test_a_run_resumes_with_its_own_settings(whole: Path, tmp_path: Path) -> Non
     facts = checkpoint.read_facts(run / "checkpoints" / "step-000013")
     assert facts["overrides"] == [*SHORT[1:], "train.steps=13"]
     done = subprocess.run([*begin, "."], **HOW, cwd=tmp_path, check=False)
-    assert done.returncode == 2 and "CONFIG: .: no run's folder, since config.yaml does not exist" in done.stderr
+    assert done.returncode == 2 and "CONFIG: . is not the folder of a run: config.yaml does not exist" in done.stderr
 
 
 def test_another_run_is_refused(whole: Path, tmp_path: Path) -> None:
@@ -372,6 +369,34 @@ def test_a_full_disk(failures: int, arguments: tuple[str, ...], whole: Path, tmp
     saved = tmp_path / (arguments[1] if arguments else "runs/tiny")
     assert f"weights saved in {saved}/model.safetensors" in done.stdout
     assert (saved / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+NO_ROOM_FOR_WEIGHTS = """
+import errno
+from nntile_py.checkpoint.run_folder import RunFolder
+publish = RunFolder.publish
+def full(folder, step):
+    if folder.path.name == "tiny":
+        raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
+    publish(folder, step)
+RunFolder.publish = full
+from nntile_py.cli import main
+main()
+"""
+
+
+def test_the_rescue_folder_has_the_last_checkpoint_too(whole: Path, tmp_path: Path) -> None:
+    """Also if the full disk has the last checkpoint, but no room for the weights in the run's folder."""
+    run = [sys.executable, "-c", NO_ROOM_FOR_WEIGHTS, *command(tmp_path, *SHORT, arguments=("--rescue", "saved"))[3:]]
+    done = subprocess.run(run, **HOW, cwd=tmp_path, check=False)
+    assert done.returncode == 0 and "saving in saved instead" in done.stdout, done.stderr
+    saved = tmp_path / "saved"
+    assert (saved / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert (saved / "checkpoints" / "step-000012" / "state.json").is_file()
+
+
+def test_the_weights_of_a_run_take_no_second_room(whole: Path) -> None:
+    assert (whole / "model.safetensors").samefile(whole / "checkpoints" / "step-000012" / "model.safetensors")
 
 
 SMALL_DISK = """

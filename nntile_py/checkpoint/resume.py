@@ -169,7 +169,8 @@ def check_same_run(point: ResumePoint, config: RunConfig, data: dict[str, str]) 
         raise ConfigError(f"--resume: {point.folder} is of another run: {'; '.join(refused)}; allowed: the same")
     if config.train.steps <= point.step:
         reached = f"the checkpoint {point.folder} is of step {point.step}"
-        raise ConfigError(f"train.steps: got {config.train.steps}; allowed with --resume: more, as {reached}")
+        more = f"to train on, add --set train.steps=N with N above {point.step}"
+        raise ConfigError(f"train.steps: got {config.train.steps}; allowed with --resume: more, as {reached}; {more}")
     return ", ".join(differences.values())
 
 

@@ -100,6 +100,7 @@ class RunFolder:
         for name in files:  # the weights last
             if (source / name).is_file() or name == checkpoint.MODEL:
                 with replaced(self.path / name) as beside:
+                    beside.unlink()  # a link is created only where there is no file
                     try:
                         os.link(source / name, beside)
                     except OSError:

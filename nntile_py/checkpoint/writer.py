@@ -182,6 +182,10 @@ class CheckpointWriter:
         assert self.newest == step
         return step
 
+    def move(self, folder: RunFolder) -> None:
+        """Write the next checkpoint into another run's folder, which has none yet."""
+        self.folder, self.newest = folder, None
+
     def close(self) -> None:
         """Tell the other ranks that no other checkpoint follows."""
         self._trainer.live().end(last=True)
@@ -335,7 +339,7 @@ def save_final(
                     replace_file(folder.path / "config.yaml", config.to_yaml())
                     metrics.move(folder.path)
                     writer.folder.close()
-                    writer.folder = folder
+                    writer.move(folder)
                     continue
                 except (OSError, NNTileError) as other:
                     report(f"nor there ({error_text(other)})")

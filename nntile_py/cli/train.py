@@ -1,7 +1,6 @@
 """The commands `nntile init`, `nntile config` and `nntile train`."""
 
 import os
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -84,14 +83,14 @@ def train(
     from nntile_py.config.builders import step_spec
     from nntile_py.config.run_config import load
 
-    name, command, overrides = Path(config).stem, ["nntile", "train", config], list(sets or [])
-    of_run = resume and where is None and Path(config).is_dir()  # typed as: nntile train --resume runs/my_run
+    name, overrides = Path(config).stem, list(sets or [])
+    of_run = resume and where is None and not Path(config).is_file()  # typed as: nntile train --resume runs/my_run
     if of_run:
         where = Path(config)
         config = str(run_of(where) / "config.yaml")
         if not os.path.isfile(config):
             need = "a YAML file, or with --resume the folder of a run, or one of its checkpoints"
-            raise ConfigError(f"CONFIG: {where}: no run's folder, since {config} does not exist; allowed: {need}")
+            raise ConfigError(f"CONFIG: {where} is not the folder of a run: {config} does not exist; allowed: {need}")
 
     def newest(configured: str | None) -> Path:
         from nntile_py.checkpoint.format import checkpoints_in
@@ -119,15 +118,13 @@ def train(
         raise ConfigError(f"--rescue: {rescue} is the run's folder or not empty; allowed: another new or empty folder")
     spec = step_spec(loaded)
     note_tiles(loaded, spec)
-    options = [f"--set={item}" for item in sets or []] + (["--out", str(out)] if out else [])
     with ends_at_ctrl_c(lambda: "saved checkpoints stay"):
         from nntile_py.training.display import Screen
         from nntile_py.training.run import train as run
 
         status = run(
             loaded.model_copy(update={"out": str(folder)}), spec, folder, Screen(),
-            resume=start, replaces=overwrite and not resume, rescue=rescue,
-            again=shlex.join([*command, *options]), overrides=overrides,
+            resume=start, replaces=overwrite and not resume, rescue=rescue, overrides=overrides,
         )  # fmt: skip
     raise typer.Exit(status)
 

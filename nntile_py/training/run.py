@@ -1,5 +1,6 @@
 """The command `nntile train`: read data, create the trainer, train, save checkpoints and weights, print a summary."""
 
+import shlex
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,8 +44,7 @@ Report = Callable[[str], None]
 
 def train(
     config: RunConfig, spec: StepSpec, out: Path, console: Console, *, resume: Path | None = None,
-    replaces: bool = False, rescue: Path | None = None, again: str = "nntile train CONFIG",
-    overrides: list[str] | None = None,
+    replaces: bool = False, rescue: Path | None = None, overrides: list[str] | None = None,
 ) -> int:  # fmt: skip
     """Train the model of `config`. Write config, tokenizer, metrics, checkpoints and weights into the folder `out`.
 
@@ -56,7 +56,6 @@ def train(
         resume: The folder of a run, or a checkpoint, from which to resume. None: a new run.
         replaces: Replace an earlier run in `out`, as soon as this run has its first checkpoint.
         rescue: Folder for the run if the disk of `out` is full at the start or at the end.
-        again: The command line that started this run, for messages.
         overrides: The command's `--set` options. Checkpoints store them, and a resumed run applies them again.
 
     Returns:
@@ -102,7 +101,8 @@ def train(
         if not _train_on_rank_0(run, partial(_run_folder, out, resume, replaces, checkpoints), rescue):
             return 128 + signal.Signals[stop[0]].value
     if stop:
-        more = f"; {again} --resume goes on" if trainer.steps < config.train.steps else ""
+        unfinished = trainer.steps < config.train.steps
+        more = f"; to continue: nntile train --resume {shlex.quote(str(out))}" if unfinished else ""
         done = f"after step {trainer.steps} of {config.train.steps}"
         report(f"stopped by {stop[0]} {done}; all trained steps are saved{more}")
         return 128 + signal.Signals[stop[0]].value
