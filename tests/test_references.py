@@ -197,7 +197,7 @@ def test_gather_back(pair: Pair) -> None:
     want = torch.take_along_dim(pair.torch[y][:, 0], back.clamp(min=0)[..., None], 1) * (back >= 0)[..., None]
     pair.compare(ops.Gather(y, tokens, pair.temp("batch seq embed"), rows), want)
     for wrong in (pair.temp("seq batch"), pair.temp("batch embed"), pair.temp("batch")):
-        with pytest.raises(ValueError, match="gather: places need x's first axes, then new ones"):
+        with pytest.raises(ValueError, match="gather: places need x's first axes, then new axes"):
             ops.gather(pair.g, x, wrong)
 
 
