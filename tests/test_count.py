@@ -125,7 +125,7 @@ def test_a_search_lists_no_tiling_of_far_too_many_tasks(monkeypatch: pytest.Monk
     sets = [*FINE, "model.layers=1", "runtime.cpus=2"]
     found = autotune.search(EXPERIMENTS / "gpt2_tiny.yaml", sets, 4, Console(file=out, width=200))
     assert planned and max(planned) < 40_000
-    assert "far too many to measure" in out.getvalue()
+    assert "too many to measure" in out.getvalue()
     assert all(point["tiles.embed"] != 8 for point in found.sweep.list_ or [])
     figure = autotune.draw_search(found, [], "")
     figure.canvas.draw()
