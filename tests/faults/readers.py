@@ -51,7 +51,7 @@ def nntile(*args: str) -> None:
     import nntile_py.analysis.plan as module
 
     plan = module.plan
-    module.plan = lambda config: plan(config) if _small(config) else sys.exit(0)
+    module.plan = lambda config, *spec: plan(config, *spec) if _small(config) else sys.exit(0)
     sys.argv = ["nntile", *args]
     main()
 
