@@ -234,7 +234,7 @@ if [ -n "$lacking" ]; then
     pip_job=$job
 fi
 if [ -n "$stale" ]; then
-    say "compiling the extension (90 s on two cores)"
+    say "compiling the extension (about two minutes on two cores)"
     touch $compiled.now
     start build/ext.log $py setup.py -q build_ext --inplace
     follow build/ext.log "$job" || {
