@@ -106,6 +106,8 @@ def _load(file: Path) -> dict[str, Any]:
 
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
     except Exception:  # torch's text suggests options that would run code from the file
         raise ValueError("it is no file of torch.save, or holds Python objects, which are never loaded") from None
     if not isinstance(tensors, dict) or not all(isinstance(one, torch.Tensor) for one in tensors.values()):

@@ -93,7 +93,7 @@ class RMSNormGrad(NormGrad):
 
 
 def rms_norm(g: GraphLike, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    """Add an RMSNorm to the graph; return gamma x / sqrt(mean(x^2) + eps) over the last axis, embed."""
+    """Add an RMSNorm to the graph; return gamma x / sqrt(mean(x^2) + eps) over the last axis of x."""
     y = g.temp("rms_norm", x.axes, x.shape, x.dtype)
     rstd = g.temp("stat", [*x.axes[:-1], "stat"], [*x.shape[:-1], 1], accumulation_dtype(x.dtype))
     return g.add(RMSNorm(x, gamma, y, rstd, eps)).output

@@ -137,23 +137,23 @@ def layer_norm_grad(add: bool, bias: bool = False, p: float = 0.0) -> Callable[[
     return row
 
 
-def rms_norm(residual: bool) -> Callable[[Case], Op]:
+def rms_norm(residual: bool, rows: str = "batch seq", axis: str = "embed") -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
-        axes, case.sizes["stat"] = "batch seq embed", 1
-        x, gamma, y, statistics = case.x(axes), case.x("embed"), case.y(axes), case.y("batch seq stat", case.sum_dtype)
+        axes, case.sizes["stat"] = f"{rows} {axis}", 1
+        x, gamma, y, statistics = case.x(axes), case.x(axis), case.y(axes), case.y(f"{rows} stat", case.sum_dtype)
         more = {"residual": case.x(axes), "total": case.y(axes)} if residual else {}
         return case.add(ops.RMSNorm(x, gamma, y, statistics, 1e-5, **more))
 
     return row
 
 
-def rms_norm_grad(add: bool) -> Callable[[Case], Op]:
+def rms_norm_grad(add: bool, rows: str = "batch seq", axis: str = "embed") -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
-        axes, case.sizes["stat"] = "batch seq embed", 1
-        x, gamma = case.x(axes), case.x("embed")
-        forward = ops.RMSNorm(x, gamma, case.temp(axes), case.temp("batch seq stat"), 1e-5)
-        statistics = case.x("batch seq stat", of(forward, 1), case.sum_dtype)
-        outs = case.y(axes), case.y("embed", case.sum_dtype)
+        axes, case.sizes["stat"] = f"{rows} {axis}", 1
+        x, gamma = case.x(axes), case.x(axis)
+        forward = ops.RMSNorm(x, gamma, case.temp(axes), case.temp(f"{rows} stat"), 1e-5)
+        statistics = case.x(f"{rows} stat", of(forward, 1), case.sum_dtype)
+        outs = case.y(axes), case.y(axis, case.sum_dtype)
         return case.add(ops.RMSNormGrad(case.x(axes), x, statistics, gamma, *outs, add=case.x(axes) if add else None))
 
     return row
@@ -249,6 +249,8 @@ ROWS: dict[str, Callable[[Case], Any]] = {
     "RMSNorm residual": rms_norm(residual=True),
     "RMSNormGrad": rms_norm_grad(add=False),
     "RMSNormGrad add": rms_norm_grad(add=True),
+    "RMSNorm of heads": rms_norm(False, "batch seq heads", "head_dim"),
+    "RMSNormGrad of heads": rms_norm_grad(False, "batch seq heads", "head_dim"),
     "Gather": gather("batch seq embed", "heads", gradient=False),
     "GatherGrad": gather("batch seq embed", "heads", gradient=True),
     "Gather of one sequence": gather("seq embed", "vocab", gradient=False),

@@ -218,7 +218,7 @@ class Code:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (lambda mark: {"weight": Code(mark)}, "cannot read .*pytorch_model.bin"),
+        (lambda mark: {"weight": Code(mark)}, "cannot read .*pytorch_model.bin .*holds Python objects, which are never"),
         (lambda mark: {"model": {"weight": torch.ones(2)}}, "does not hold a dict of tensors, as model.state_dict"),
         (lambda mark: [torch.ones(2)], "does not hold a dict of tensors"),
     ],
@@ -231,6 +231,18 @@ def test_bin_files_that_are_refused(tmp_path: Path, content: Any, message: str) 
     with pytest.raises(nt.ConfigError, match=message):
         nt.models.from_hf(folder)
     assert not (tmp_path / "mark").exists()
+
+
+def test_an_error_of_the_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["bert-base-uncased .bin"]
+    folder = case.write(tmp_path / "model", case.model())
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(torch, "load", failing)
+    with pytest.raises(nt.ConfigError, match=r"cannot read .*pytorch_model\.bin .*Input/output error"):
+        nt.models.from_hf(folder)
 
 
 def test_a_folder_without_weights(tmp_path: Path) -> None:
