@@ -218,7 +218,7 @@ class Code:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (lambda mark: {"weight": Code(mark)}, "cannot read .*pytorch_model.bin .*holds Python objects, which are never"),
+        (lambda mark: {"weight": Code(mark)}, "cannot read .*model.bin .*holds Python objects, which are never"),
         (lambda mark: {"model": {"weight": torch.ones(2)}}, "does not hold a dict of tensors, as model.state_dict"),
         (lambda mark: [torch.ones(2)], "does not hold a dict of tensors"),
     ],
