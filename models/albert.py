@@ -9,22 +9,9 @@ from pydantic import model_validator
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Batch, Traced
-from nntile_py.models.bert_parts import (
-    INIT,
-    PADDED_KEYS,
-    EncoderLayer,
-    LayerNames,
-    TextEncoder,
-    TextEncoderConfig,
-    bare,
-    classified,
-    classified_tokens,
-    embedded,
-    first_token,
-    predicted,
-    token_logits,
-)
-from nntile_py.models.parts import ActivationName, PaddedConfig, attention_mask, dense, of_sequences
+from nntile_py.models.bert_parts import PADDED_KEYS, EncoderLayer, LayerNames, TextEncoder, TextEncoderConfig, embedded
+from nntile_py.models.heads import bare, classified, classified_tokens, first_token, predicted, token_logits
+from nntile_py.models.parts import INIT, ActivationName, PaddedConfig, attention_mask, dense, of_sequences
 from nntile_py.schema import Count, Positive
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import dropout, rename
@@ -105,9 +92,7 @@ class ALBERT(TextEncoder):
             loss = cross_entropy(g, logits, labels)
             if c.head == "masked_lm":
                 return Traced(loss, {"logits": logits})
-            orders = g.input(
-                "sentence_order_label", of_sequences(batch), below=2, ignored=IGNORED, scale="order_scale"
-            )
+            orders = g.input("sentence_order_label", of_sequences(batch), below=2, ignored=IGNORED, scale="order_scale")
             pooled = dropout(g, first_token(g, x, c, "albert.pooler", "tanh"), c.dropout)
             order = dense(g, pooled, "sop_classifier.classifier", {"hidden": c.embed}, {"classes": 2}, INIT)
             loss = cross_entropy(g, order, orders, loss=loss, scale="order_scale")

@@ -4,21 +4,9 @@ from __future__ import annotations
 
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Batch, Traced
-from nntile_py.models.bert_parts import (
-    INIT,
-    EncoderLayer,
-    LayerNames,
-    TextEncoder,
-    TextEncoderConfig,
-    bare,
-    classified,
-    classified_tokens,
-    embedded,
-    first_token,
-    predicted,
-    token_logits,
-)
-from nntile_py.models.parts import PaddedConfig, attention_mask, dense, of_sequences
+from nntile_py.models.bert_parts import EncoderLayer, LayerNames, TextEncoder, TextEncoderConfig, embedded
+from nntile_py.models.heads import bare, classified, classified_tokens, first_token, predicted, token_logits
+from nntile_py.models.parts import INIT, PaddedConfig, attention_mask, dense, of_sequences
 from nntile_py.schema import Count, Positive
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 

@@ -17,22 +17,10 @@ from pydantic import model_validator
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ZEROS, Array, Batch, Part, Traced
-from nntile_py.models.bert_parts import (
-    INIT,
-    PADDED_KEYS,
-    EncoderLayer,
-    LayerNames,
-    TextEncoder,
-    TextEncoderConfig,
-    bare,
-    classified,
-    embedded,
-    first_token,
-    predicted,
-    token_logits,
-)
+from nntile_py.models.bert_parts import PADDED_KEYS, EncoderLayer, LayerNames, TextEncoder, TextEncoderConfig, embedded
+from nntile_py.models.heads import bare, classified, first_token, predicted, token_logits
 from nntile_py.models.hf_config import choice
-from nntile_py.models.parts import Dense, PaddedConfig, Sizes, attention_mask, check_length, dense_weights, norm
+from nntile_py.models.parts import INIT, Dense, PaddedConfig, Sizes, attention_mask, check_length, dense_weights, norm
 from nntile_py.schema import Count, Positive, integer, short
 from nntile_py.tasks.contract import contract
 from nntile_py.tasks.cross_entropy import cross_entropy

@@ -6,19 +6,8 @@ from typing import Any, ClassVar, Literal
 
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Batch, Traced
-from nntile_py.models.bert_parts import (
-    EncoderLayer,
-    LayerNames,
-    TextEncoder,
-    TextEncoderConfig,
-    bare,
-    classified,
-    classified_tokens,
-    embedded,
-    first_token,
-    predicted,
-    token_logits,
-)
+from nntile_py.models.bert_parts import EncoderLayer, LayerNames, TextEncoder, TextEncoderConfig, embedded
+from nntile_py.models.heads import bare, classified, classified_tokens, first_token, predicted, token_logits
 from nntile_py.models.parts import PaddedConfig, attention_mask
 from nntile_py.tasks.cross_entropy import cross_entropy
 

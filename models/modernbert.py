@@ -17,17 +17,10 @@ from pydantic import model_validator
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ONES, ZEROS, Batch, Normal, Traced
-from nntile_py.models.bert_parts import (
-    INIT,
-    PADDED_KEYS,
-    TextEncoder,
-    TextEncoderConfig,
-    bare,
-    classified,
-    predicted,
-)
+from nntile_py.models.bert_parts import PADDED_KEYS, TextEncoder, TextEncoderConfig
+from nntile_py.models.heads import bare, classified, predicted
 from nntile_py.models.hf_config import choice
-from nntile_py.models.parts import PaddedConfig, attention_mask, check_length, dense, first_tokens, rotary_input
+from nntile_py.models.parts import INIT, PaddedConfig, attention_mask, check_length, dense, first_tokens, rotary_input
 from nntile_py.schema import Count, Positive
 from nntile_py.tasks.activation import activation
 from nntile_py.tasks.attention import attention

@@ -11,7 +11,7 @@ from pydantic import model_validator
 from nntile_py.errors import ConfigError
 from nntile_py.graph import packed_inputs
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.params import ONES, ZEROS, Array, Batch, Init, Part
+from nntile_py.graph.params import ONES, ZEROS, Array, Batch, Init, Normal, Part
 from nntile_py.models.base import ModelConfig, TokenConfig
 from nntile_py.schema import BelowOne, Count, Layers, Natural, Switch
 from nntile_py.tasks.attention import WITH_DROPOUT, Backend
@@ -25,6 +25,7 @@ from nntile_py.tasks.op import Tensor, accumulation_dtype
 from nntile_py.tasks.select import select
 
 Sizes = Mapping[str, int]
+INIT = Normal(0.02)  # initialisation of most weights
 ActivationName = Literal["gelu", "gelu_new", "quick_gelu", "relu", "silu", "tanh"]
 
 

@@ -15,7 +15,7 @@ from nntile_py.config.run_config import load
 from nntile_py.data.collators import MaskedCollator
 from nntile_py.graph.random_inputs import random_inputs
 from nntile_py.graph.step import StepSpec
-from nntile_py.models.bert_parts import labels_at, masked_places
+from nntile_py.models.heads import labels_at, masked_places
 from nntile_py.testing import error
 
 TINY = Path(__file__).parents[1] / "experiments" / "bert_tiny.yaml"
