@@ -11,7 +11,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
@@ -19,6 +18,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.system.folders import read
 from nntile_py.typed import plain
 from nntile_py.typed import short as short
+from nntile_py.yaml_text import MOST_BYTES, parse
 
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 10 ** (3 * k) for k, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}IB": 2 ** (10 * k) for k, p in enumerate("KMGT", 1)}
@@ -184,61 +184,6 @@ class Settings(Section):
     def _plain(cls, value: Any) -> Any:
         """Convert a NumPy number, or a list of NumPy numbers, to Python numbers."""
         return [plain(item) for item in value] if isinstance(value, list | tuple) else plain(value)
-
-
-class _Loader(yaml.SafeLoader):
-    """A YAML loader that reads 1e-3 as a number (in YAML 1.1 it is text) and refuses repeated keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
-MOST_BYTES, MOST_VALUES, MOST_BITS = 10**6, 10**5, 1024  # limits: characters and values of a YAML, bits of a number
-
-
-def parse(text: str, what: str) -> Any:
-    """Parse a YAML text within the limits above; `what` names the text in errors. Raises ConfigError."""
-    if len(text) > MOST_BYTES:
-        raise ConfigError(f"{what}: {len(text):,} characters; allowed: at most {MOST_BYTES:,}")
-    try:
-        tree = yaml.load(text, _Loader)
-        values = _unfolded(tree, {})
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{what}{where}: {error.problem or error.context}; allowed: YAML") from None
-    except Exception as error:  # PyYAML's constructors, such as of !!timestamp, raise various classes of errors
-        raise ConfigError(f"{what}: {error}; allowed: YAML") from None
-    if values > MOST_VALUES:
-        need = f"at most {MOST_VALUES:,} values; the values of an alias (*name) count at each use"
-        raise ConfigError(f"{what}: holds more values, or an alias within itself; allowed: {need}")
-    return tree
-
-
-def _unfolded(value: Any, counted: dict[int, int]) -> int:
-    """Return the number of values in a parsed YAML, with aliases counted at each use.
-
-    A list or mapping that contains itself counts as more than MOST_VALUES. `counted` caches the numbers by id.
-    """
-    if isinstance(value, dict | list | tuple | set):
-        if id(value) not in counted:
-            counted[id(value)] = MOST_VALUES + 1
-            parts = (*value, *value.values()) if isinstance(value, dict) else value
-            counted[id(value)] = 1 + sum(_unfolded(part, counted) for part in parts)
-        return counted[id(value)]
-    if type(value) is int and value.bit_length() > MOST_BITS:  # Python refuses to print much larger numbers
-        raise ValueError(f"a number of {value.bit_length():,} bits; allowed: at most {MOST_BITS:,}")
-    return 1 + len(value) // 1000 if isinstance(value, str) else 1
 
 
 def assignment(item: str) -> tuple[str, Any]:

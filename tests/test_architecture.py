@@ -34,7 +34,7 @@ FLOORS = (
     ("tasks",),
     ("tiles",),
     ("schema",),
-    ("extension", "runs", "typed"),
+    ("extension", "runs", "typed", "yaml_text"),
     ("errors",),
     ("system",),
 )

@@ -338,3 +338,30 @@ def test_a_saved_model_without_tokenizer_asks_for_one(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(SMALL | {"model": {"from": str(tmp_path / "saved")}}))
     with pytest.raises(ConfigError, match=r"model.from: .*saved has no tokenizer.json, .*or give tokenizer.path"):
         load(path)
+
+
+def test_values_are_read_as_written(small: Path, tmp_path: Path) -> None:
+    """Texts that YAML 1.1 reads as numbers, truth values and dates stay texts, and come back from config.yaml."""
+    for text in ("010", "1:30", "0o10", "1_000", "yes", "No", "on", "OFF", "y", "2020-01-01", "0b11", "=", "-00", "1e"):
+        config = load(small, [f"sample.prompt={text}", f"data.extensions=[{text}]"])
+        assert (config.sample.prompt, config.data.extensions) == (text, [text])
+    for text in ("010", "1:30", "0o10", "1_000", "0b11", "2020-01-01"):
+        with pytest.raises(ConfigError, match=rf"train\.steps: got '{text}'; allowed: an integer of at least 1"):
+            load(small, [f"train.steps={text}"])
+        with pytest.raises(ConfigError, match=rf"optimizer\.lr: got '{text}'; allowed: a number"):
+            load(small, [f"optimizer.lr={text}"])
+    for text in ("yes", "off", "y"):
+        with pytest.raises(ConfigError, match=rf"train\.pack: got '{text}'; allowed: true or false"):
+            load(small, [f"train.pack={text}"])
+    with pytest.raises(ConfigError, match="on: unknown key"):
+        load(small, ["train={on: 1}"])
+    numbers = {"5": 5, "+5": 5, "0x1F": 31, "1e2": None, "2.": None}
+    for text, value in numbers.items():
+        if value is None:
+            assert load(small, [f"optimizer.lr={text}"]).optimizer.lr == float(text)
+        else:
+            assert load(small, [f"seed={text}"]).seed == value
+    for prompt in ("010", "1e-4", "0o10", "yes", "null", "~", "1_0", "2.", "=", "<<", "", "0x1", ".inf", "1:30", "é\n"):
+        config = load(small, [f"sample.prompt={json.dumps(prompt)}"])
+        (tmp_path / "again.yaml").write_text(config.to_yaml())
+        assert load(tmp_path / "again.yaml").sample.prompt == prompt

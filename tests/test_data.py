@@ -21,8 +21,10 @@ from nntile_py.config.run_config import RunConfig, load
 from nntile_py.config.sections import DataSection
 from nntile_py.data import text as data
 from nntile_py.data.array_cache import cached
+from nntile_py.data.tables import read_labelled_texts
 from nntile_py.data.tokenizer import load_tokenizer
 from nntile_py.errors import ConfigError
+from nntile_py.inference.texts import read_texts
 from nntile_py.system.folders import stdlib_files
 from nntile_py.training.datasets import build_dataset
 
@@ -77,6 +79,39 @@ def test_a_folder_by_extension_in_the_order_of_names(tmp_path: Path) -> None:
     (tmp_path / "text" / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ConfigError, match=r"data.source: .*latin.txt: byte 3 \(0xe9\) is not UTF-8 .*allowed: text in"):
         documents_of(source=source)
+
+
+ODD = "one\u2028still\x0cone\x0b\x85\x1c\rone"  # characters at which str.splitlines ends a line
+
+
+def test_lines_end_at_newlines_only(tmp_path: Path) -> None:
+    """Form feeds and Unicode's line separators are part of a line; a byte order mark is not part of the text."""
+    for end in ("\n", "\r\n"):
+        for last in ("", end):
+            text = end.join([ODD, "two", "", "  ", "three", "four"]) + last
+            (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+            documents = documents_of(source=str(tmp_path / "x.txt"))
+            assert documents == [text]
+            assert data.split_into_sequences(documents, "window") == [text]
+            assert data.split_into_sequences(documents, "lines") == [ODD, "two", "three", "four"]
+            assert data.split_into_sequences(documents, "paragraphs") == [f"{ODD}\ntwo", "three\nfour"]
+    (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbf \n")
+    with pytest.raises(ConfigError, match=r"data\.source: no text in"):
+        documents_of(source=str(tmp_path / "x.txt"))
+
+
+def test_lines_of_tables(tmp_path: Path) -> None:
+    texts = {ODD: "a", "two\ufeff": "b"}
+    for end in ("\n", "\r\n"):
+        rows = [json.dumps({"text": text, "label": label}, ensure_ascii=False) for text, label in texts.items()]
+        content = {"x.jsonl": rows, "x.csv": ["text,label", *(f'"{text}",{label}' for text, label in texts.items())]}
+        for name, lines in content.items():
+            (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + end.join([*lines, ""]).encode())
+            found = read_labelled_texts("data.source", str(tmp_path / name), "text", "label")
+            assert {one.text: one.label for one in found} == texts
+            assert [text for text in read_texts(tmp_path / name, "text")] == [*texts]
+        (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbf" + end.join([*texts, ""]).encode())
+        assert read_texts(tmp_path / "x.txt", "text") == [*texts]
 
 
 @pytest.mark.parametrize("content", [b"", b"  \n"])

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType, NoneType
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic.fields import FieldInfo
@@ -20,6 +19,7 @@ from nntile_py.models.registry import find, known, resolved
 from nntile_py.schema import Rule, assignment, keys, read_yaml, section_of, words
 from nntile_py.system.folders import installed
 from nntile_py.tasks.optimizer import OPTIMIZERS
+from nntile_py.yaml_text import dump
 
 _WIDTH = 100  # longest line of a YAML comment, in characters
 _HEAD = """\
@@ -46,7 +46,7 @@ def _allowed(field: FieldInfo) -> str:
 
 def _yaml(value: Any) -> str:
     """Return a value as one line of YAML."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    text = dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
 

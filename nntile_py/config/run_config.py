@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, create_model, model_validator
 
 from nntile_py.config.sections import (
@@ -51,6 +50,7 @@ from nntile_py.system.folders import installed
 from nntile_py.system.load import cores
 from nntile_py.tasks.optimizer import OPTIMIZERS
 from nntile_py.tiles.tasklist import Policy
+from nntile_py.yaml_text import dump
 
 SCHEDULER_CONFIGS = installed("scheduler_configs")
 DEFAULT_MODEL = "gpt2"
@@ -210,7 +210,7 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         """Return the config as YAML with every default filled in; loading the text gives the same config."""
-        return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False)
+        return dump(self.model_dump(mode="json", by_alias=True), sort_keys=False)
 
 
 @functools.cache

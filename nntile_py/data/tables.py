@@ -153,6 +153,12 @@ def read_text(where: str, path: Path) -> str:
         raise ConfigError(f"{where}, line {line}: not UTF-8 ({error.reason}); allowed: text in UTF-8") from None
 
 
+def lines_of(text: str) -> list[str]:
+    """Return the lines of a text. A line ends at \\n or \\r\\n, not at a form feed or U+2028 as in str.splitlines."""
+    lines = text.split("\n")
+    return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
+
+
 def text_of(here: str, key: str, value: Any, *, empty: bool = False) -> str:
     """Return `value` if it is text; blank text is allowed only if `empty`.
 
@@ -178,7 +184,7 @@ def _line(content: bytes, place: int) -> int:
 
 def _json_rows(where: str, path: Path, columns: Sequence[str], need: str) -> Iterator[Row]:
     """Yield the rows of a file with one JSON object a line. Blank lines are skipped. Arguments as of read_rows."""
-    for line, text in enumerate(read_text(where, path).split("\n"), 1):
+    for line, text in enumerate(lines_of(read_text(where, path)), 1):
         if not text.strip():
             continue
         form = "allowed: one JSON object a line"
@@ -253,7 +259,7 @@ def _functions() -> list[LabelledText]:
     for path in stdlib_files():
         package, *inside = path.relative_to(root).parts
         if inside and (root / package / "__init__.py").is_file():
-            content = read(path).decode(errors="replace")
+            content = read(path).decode("utf-8-sig", errors="replace")
             functions += [LabelledText(match[0].rstrip(), package, content.count("\n", 0, match.start()) + 1)
                       for match in _FUNCTION.finditer(content)]  # fmt: skip
     counts = Counter(sample.label for sample in functions)

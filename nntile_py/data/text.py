@@ -18,6 +18,7 @@ from nntile_py.data.array_cache import Arrays, cached
 from nntile_py.data.collators import Array, Collator
 from nntile_py.data.dataset import Evaluator, Inputs
 from nntile_py.data.sampler import Sampler
+from nntile_py.data.tables import lines_of
 from nntile_py.data.tokenizer import END_OF_TEXT, token_numbers
 from nntile_py.errors import ConfigError
 from nntile_py.graph.bin_packing import Bins, SequencePlace
@@ -57,8 +58,9 @@ def read_documents(source: str, extensions: Sequence[str], max_bytes: int | None
             content = read(path, left)
             cut = len(content) == left
             left = None if left is None else left - len(content)
-            if content.strip():
-                documents.append(_decoded(content, path, cut, "replace" if source == STDLIB else "strict"))
+            text = _decoded(content, path, cut, "replace" if source == STDLIB else "strict")
+            if text.strip():
+                documents.append(text)
     except OSError as error:
         raise ConfigError(f"data.source: cannot read {error.filename}: {error.strerror}; allowed: text files") from None
     if not documents:
@@ -69,10 +71,10 @@ def read_documents(source: str, extensions: Sequence[str], max_bytes: int | None
 
 
 def _decoded(content: bytes, path: Path, cut: bool, errors: str) -> str:
-    """Decode UTF-8. cut: the last character may be incomplete; it then becomes U+FFFD."""
+    """Decode UTF-8 without a byte order mark. cut: the last character may be incomplete; it then becomes U+FFFD."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     try:
-        text = decoder.decode(content, final=not cut)
+        text = decoder.decode(content, final=not cut).removeprefix("\ufeff")
         return text + "\ufffd" * bool(decoder.getstate()[0])
     except UnicodeDecodeError as error:
         wrong = f"{path}: byte {error.start} (0x{content[error.start]:02x}) is not UTF-8 ({error.reason})"
@@ -106,11 +108,13 @@ def split(documents: list[str], val_fraction: float) -> tuple[list[str], list[st
 def split_into_sequences(documents: list[str], unit: str) -> list[str]:
     """Split documents into sequences that are not blank.
 
-    unit: "lines", "paragraphs" or "documents"; with "window", the documents stay whole."""
+    unit: "lines", "paragraphs" or "documents"; with "window", the documents stay whole. Lines and paragraphs have \\n
+    in the place of \\r\\n."""
     if unit == "lines":
-        parts = [line for text in documents for line in text.splitlines()]
+        parts = [line for text in documents for line in lines_of(text)]
     elif unit == "paragraphs":
-        parts = [part.strip("\n") for text in documents for part in re.split(r"\n\s*\n", text)]
+        texts = (text.replace("\r\n", "\n") for text in documents)
+        parts = [part.strip("\n") for text in texts for part in re.split(r"\n\s*\n", text)]
     else:
         parts = documents
     return [part for part in parts if part.strip()]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from nntile_py.data.tables import check_whole, read_rows, read_text, text_of
+from nntile_py.data.tables import check_whole, lines_of, read_rows, read_text, text_of
 from nntile_py.data.tokenizer import frame
 from nntile_py.errors import ConfigError
 from nntile_py.schema import short
@@ -135,8 +135,7 @@ def read_texts(path: Path, key: str) -> list[str]:
     need = f"a file .jsonl, .csv or .tsv with {key!r} (--text names another key or column), or .txt with a text a line"
     try:
         if path.suffix.lower() == ".txt":
-            lines = read_text(where, path).split("\n")
-            texts = [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
+            texts = lines_of(read_text(where, path))
         else:
             rows = read_rows(where, path, [key], need)
             texts = [text_of(f"{where}, line {line}", key, row[key], empty=True) for line, row in rows]
