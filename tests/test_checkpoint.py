@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import load_file
 
 from nntile_py.checkpoint import format as checkpoint
@@ -20,7 +21,7 @@ from nntile_py.checkpoint.resume import newest_checkpoint
 from nntile_py.checkpoint.run_folder import Metrics, RunFolder, check_replaced, check_unlocked
 from nntile_py.checkpoint.writer import error_text
 from nntile_py.errors import ConfigError, NNTileError
-from nntile_py.system.folders import exchange
+from nntile_py.system.folders import exchange, mark
 
 FACTS: dict[str, Any] = {"model": None, "trainer": {}}
 
@@ -83,6 +84,65 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     checkpoint.write_checkpoint(tmp_path / "empty", state(), {}, FACTS)
     assert checkpoint.read_facts(tmp_path / "empty")["step"] == 3
+    foreign = tmp_path / "dataset"  # as a data set of transformers has it
+    foreign.mkdir()
+    for content in ('{"_data_files": []}', '{"format": 1, "step": 1, "sha256": {}}', "[", "3"):
+        (foreign / "state.json").write_text(content)
+        with pytest.raises(ConfigError, match="allowed: a new or empty folder, or a checkpoint"):
+            checkpoint.write_checkpoint(foreign, state(), {}, FACTS)
+        assert [path.name for path in foreign.iterdir()] == ["state.json"]
+
+
+def users_files(folder: Path) -> list[Path]:
+    """Put a note and a folder beside a checkpoint. Return their paths."""
+    (folder / "eval").mkdir(parents=True)
+    names = [folder / "notes.md", folder / "eval" / "scores"]
+    for path in names:
+        path.write_text("mine")
+    return names
+
+
+def test_what_a_user_put_beside_a_checkpoint_stays(tmp_path: Path) -> None:
+    """When it is saved again; when it is removed, in a folder beside."""
+    for run in (tmp_path / "one", tmp_path / "other"):
+        mine = users_files(write(run, 3))
+    folder = write(tmp_path / "other", 3, seed=1)
+    assert checkpoint.read_facts(folder)["data"] == {"seed": "1"}
+    assert all(path.read_text() == "mine" for path in mine) and len([*folder.parent.iterdir()]) == 1
+    (folder / "optimizer.json").write_text("mine")
+    with pytest.raises(ConfigError, match=r"optimizer\.json is of no checkpoint; allowed: a folder without it"):
+        checkpoint.write_checkpoint(folder, state(), {"optimizer.json": "{}"}, FACTS)
+    assert (folder / "optimizer.json").read_text() == "mine" and checkpoint.read_facts(folder)["step"] == 3
+    write(tmp_path / "one", 4)
+    write(tmp_path / "one", 5)
+    foreign = tmp_path / "one" / "checkpoints" / "step-000001"
+    users_files(foreign)
+    checkpoint.prune(tmp_path / "one", 1, None)
+    left = sorted(path.name for path in foreign.parent.iterdir())
+    assert left == ["step-000001", "step-000003.old1", "step-000005"]
+    assert sorted(path.name for path in (foreign.parent / "step-000003.old1").iterdir()) == ["eval", "notes.md"]
+    assert checkpoint.removable(tmp_path / "one", 5, None) == []
+
+
+def test_hidden_folders_that_are_not_ours_stay(tmp_path: Path) -> None:
+    """An unfinished checkpoint has a mark; what a kill left of one that was replaced has its state.json."""
+    write(tmp_path, 3)
+    hidden = [tmp_path / "checkpoints" / f".step-000003.{n * 16}.tmp" for n in "0123"]
+    users_files(hidden[0])
+    shutil.copytree(tmp_path / "checkpoints" / "step-000003", hidden[1])
+    users_files(hidden[1])
+    users_files(hidden[2])
+    mark(hidden[2], checkpoint._UNFINISHED)
+    users_files(tmp_path / "elsewhere")
+    hidden[3].symlink_to(tmp_path / "elsewhere")
+    write(tmp_path, 3)
+    assert not hidden[2].exists() and all(path.exists() for path in hidden[:2])
+    checkpoint.remove_leftovers(tmp_path)
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()} - {"step-000003", hidden[3].name}
+    assert names == {"step-000003.old1", "step-000003.old2"}
+    for name in names:
+        assert {one.name for one in (tmp_path / "checkpoints" / name).iterdir()} == {"eval", "notes.md"}
+    assert (tmp_path / "elsewhere" / "notes.md").exists()
 
 
 def test_a_damaged_one_is_told_and_the_one_before_is_taken(tmp_path: Path) -> None:
@@ -218,13 +278,23 @@ def test_one_process_in_a_folder(tmp_path: Path) -> None:
 
 def test_what_a_run_may_not_take_the_place_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("file", "mine/config.json", "run/metrics.jsonl", "run.new/thesis.tex", "good/metrics.jsonl"):
+    ours = yaml.safe_dump({key: {} for key in ("model", "data", "tiles", "train", "runtime")})
+    texts = {
+        "file": "", "mine/config.json": "", "run/metrics.jsonl": "", "run.new/thesis.tex": "", "good/metrics.jsonl": "",
+        "whole/config.yaml": ours, "whole/metrics.jsonl": '{"step": 1}', "begun/config.yaml": ours,
+        "begun/metrics.jsonl": "", "other/metrics.jsonl": '{"step": 1}', "other/config.yaml": "model: {}\ntrain: {}",
+        "theirs/metrics.jsonl": '{"loss": 1}', "theirs/config.yaml": ours, "alone/config.yaml": ours,
+        "models/metrics.jsonl": "", "models/model.safetensors": "", "new/metrics.jsonl": "", "new.new/config.json": "",
+    }  # fmt: skip
+    for name, text in texts.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    check_replaced(tmp_path / "good")
+        (tmp_path / name).write_text(text)
+    for name in ("good", "whole", "begun"):
+        check_replaced(tmp_path / name)
     for name, why in {
         "file": "is no folder", "mine": "is no run, but has config.json", "run": "something else is",
-        ".": "is the current folder", "/proc": "is where a disk is mounted",
+        ".": "is the current folder", "/proc": "is where a disk is mounted", "other": "is no run",
+        "theirs": "is no run", "alone": "is no run", "models": "is no run", "new": "needs .*, where something else is",
     }.items():  # fmt: skip
         with pytest.raises(ConfigError, match=why):
             check_replaced(Path(name))
@@ -238,6 +308,8 @@ def test_the_place_of_an_earlier_run(at_once: bool, tmp_path: Path, monkeypatch:
     write(out, 8)
     for name in ("model.safetensors", "note.txt", "metrics.jsonl"):
         (out / name).write_text("old")
+    users_files(out / "checkpoints" / "step-000008")
+    users_files(out / "checkpoints" / "mine")
     run = RunFolder(out, replaces=True)
     write(run.path, 2)
     assert (out / "model.safetensors").read_text() == "old"
@@ -247,6 +319,34 @@ def test_the_place_of_an_earlier_run(at_once: bool, tmp_path: Path, monkeypatch:
     assert run.path == out and [step for step, _ in checkpoint.checkpoints_in(out)] == [2]
     assert (out / "note.txt").read_text() == "old" and load_file(out / "model.safetensors").keys() == {"a.weight", "b"}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert {path.name for path in out.iterdir()} == {
+        "checkpoints", "config.json", "metrics.jsonl", "model.safetensors", "note.txt", "tokenizer.json"
+    }  # fmt: skip
+    for name in ("step-000008.old1", "mine"):
+        assert {one.name for one in (out / "checkpoints" / name).iterdir()} == {"eval", "notes.md"}
+
+
+def test_a_run_that_cannot_begin_leaves_the_users_files(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run", new=True)
+    users_files(run.path)
+    run.give_up()
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"eval", "notes.md"}
+    RunFolder(tmp_path / "other", new=True).give_up()
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_run_that_was_killed_while_it_began(tmp_path: Path) -> None:
+    """Its folder is known as a run's from the first file on, and what it left beside the run goes."""
+    run = RunFolder(tmp_path / "run", new=True)
+    run.close()
+    check_replaced(tmp_path / "run")
+    again = RunFolder(tmp_path / "run", replaces=True)
+    again.close()
+    assert [*again.path.glob("metrics.jsonl")]
+    check_replaced(tmp_path / "run")
+    users_files(again.path)
+    with pytest.raises(ConfigError, match="something else"):
+        check_replaced(tmp_path / "run")
 
 
 def test_metrics_wait_for_room(tmp_path: Path) -> None:
@@ -294,7 +394,6 @@ def test_folders_that_others_train_into(tmp_path: Path) -> None:
             RunFolder(tmp_path / "run", **wanted)
     with pytest.raises(ConfigError, match="another process is training into"):
         check_unlocked(tmp_path / "run")
-    (run.path / "metrics.jsonl").touch()
     run.close()
     check_unlocked(tmp_path / "run")
     with pytest.raises(ConfigError, match="another process has begun to train into"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import json
+import os
 import shutil
 import sys
 import warnings
@@ -21,7 +23,9 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 import nntile_py as nt
 from nntile_py import cli
 from nntile_py.data.tokenizer import MASK, number_of
+from nntile_py.inference import encode_file
 from nntile_py.inference.texts import read_texts, with_limit
+from nntile_py.system.folders import replaced
 
 POSITIONS, VOCAB = 40, 90
 LINES = [
@@ -316,7 +320,7 @@ def test_the_command(folder: Any, python: Any, tmp_path: Path) -> None:
         ("texts.txt", "hidden.npz", ["--output", "hidden", "--batch-tokens", "40"]),
         ("texts.csv", "cut.npy", ["--text", "body", "--max-length", "5"]),
     ):
-        (tmp_path / f".{out}.tmp99999999").touch()  # of a process that was killed
+        (tmp_path / f".{out}.0123456789abcdef.tmp").touch()  # of a process that was killed
         files = ["--input", tmp_path / source, "--out", tmp_path / out, "--cpus", 1]
         done = python(CODE, "encode", path, *files, *more)
         assert done.returncode == 0, done.stderr
@@ -385,6 +389,22 @@ def test_what_the_command_refuses(folder: Any, nntile: Any, tmp_path: Path) -> N
     shutil.rmtree(bare)
     (tmp_path / "x.txt").unlink()
     assert [p.name for p in tmp_path.iterdir()] == ["there.npy"] and (tmp_path / "there.npy").read_bytes() == b"kept"
+
+
+@pytest.mark.parametrize("name", ["x.npy", "x.npz", "x.safetensors"])
+def test_a_full_disk_under_the_vectors(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is reserved before the outputs are written; without room nothing is left."""
+
+    def full(file: int, begin: int, size: int) -> None:
+        assert begin == 0 and size >= 3 * 2**20
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    rows = iter([np.zeros(2**18, np.float32)] * 3)
+    full_disk = pytest.raises(OSError, match=r"No space left on device: 3\.0 MiB needed")
+    with full_disk as error, replaced(tmp_path / name) as file:
+        encode_file._write(file, Path(name).suffix, "mean", rows, 3, False)
+    assert error.value.filename == str(tmp_path / name) and not [*tmp_path.iterdir()]
 
 
 def test_texts_of_files(tmp_path: Path) -> None:

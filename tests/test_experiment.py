@@ -36,6 +36,9 @@ def test_only_a_profile_is_deleted(tmp_path: Path) -> None:
         experiment_parts.clear_profile(folder)
     for name in FILES:
         (folder / name).touch()
+    with pytest.raises(ConfigError, match="not of an earlier profile"):  # summary.json has another content
+        experiment_parts.clear_profile(folder)
+    (folder / "summary.json").write_text('{"findings": [], "seconds_per_step": 1}')
     experiment_parts.clear_profile(folder)
     assert not any(folder.iterdir()) and (tmp_path / "mine.txt").exists()
     experiment_parts.clear_profile(tmp_path / "none")

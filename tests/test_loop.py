@@ -32,7 +32,8 @@ from nntile_py.data.tokenizer import load_tokenizer
 from nntile_py.errors import ConfigError, MissingWeight, NNTileError, NotFinite, exit_status
 from nntile_py.inference import generate
 from nntile_py.runs import run_folder
-from nntile_py.system.folders import remove_leftovers, replaced
+from nntile_py.system import folders
+from nntile_py.system.folders import append, link_or_copy, remove_leftovers, replace_file, replaced, write_new
 from nntile_py.training import collectives
 from nntile_py.training.datasets import build_dataset
 from nntile_py.training.display import Display
@@ -470,20 +471,53 @@ def test_top_k_leaves_the_others_out() -> None:
 
 def test_what_killed_processes_have_left_goes(tmp_path: Path) -> None:
     """Of this file alone, and nothing that a process writes to."""
-    stay = {"a[1]", ".a[1].tmp", ".a[1].tmpx", "a[1].tmp99999999", ".a1.tmp99999999", ".b.a[1].tmp99999999"}
-    for name in {*stay, ".a[1].tmp99999999"}:
+    of = "0123456789abcdef.tmp"
+    stay = {"a[1]", ".a[1].tmp1", f".a[1].x{of}", f"a[1].{of}", f".a1.{of}", f".b.a[1].{of}"}
+    for name in {*stay, f".a[1].{of}"}:
         (tmp_path / name).touch()
-    (tmp_path / ".a[1].tmp1").mkdir()
-    with replaced(tmp_path / "a[1]") as beside:
+    (tmp_path / f".a[1].f{of[1:]}").mkdir()
+    (tmp_path / f".a[1].e{of[1:]}").symlink_to("a[1]")
+    with replaced(tmp_path / "a[1]"):
         remove_leftovers(tmp_path / "a[1]")
-        assert {path.name for path in tmp_path.iterdir()} == stay | {".a[1].tmp1", beside.name}
+        left = {path.name for path in tmp_path.iterdir()} - stay - {f".a[1].f{of[1:]}", f".a[1].e{of[1:]}"}
+        assert len(left) == 1 and f".a[1].{of}" not in left
+
+
+def test_a_link_that_others_planted_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where the name of the temporary file is guessed; the file itself is replaced, if it is a link."""
+    monkeypatch.setattr(folders.secrets, "token_hex", lambda count: "0" * 2 * count)
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / f".x.{'0' * 16}.tmp").symlink_to("mine")
+    for write in (replace_file, lambda path, text: write_new(path.with_name(f".x.{'0' * 16}.tmp"), text)):
+        with pytest.raises(FileExistsError):
+            write(tmp_path / "x", "theirs")
+    with pytest.raises(OSError, match="symbolic links"):
+        append(tmp_path / f".x.{'0' * 16}.tmp")
+    (tmp_path / "link").symlink_to("mine")
+    replace_file(tmp_path / "link", "new")
+    link_or_copy(tmp_path / "link", tmp_path / "other")
+    assert mine.read_text() == "mine" and (tmp_path / "other").read_text() == "new"
+    link_or_copy(tmp_path / "link", tmp_path / "other")  # which is the same file already
+    assert len([*tmp_path.iterdir()]) == 4
+
+
+def test_a_disk_without_hard_links_gets_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "no links")
+
+    monkeypatch.setattr(os, "link", refused)
+    (tmp_path / "a").write_text("1")
+    link_or_copy(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").read_text() == "1" and not (tmp_path / "b").samefile(tmp_path / "a")
+    assert len([*tmp_path.iterdir()]) == 2
 
 
 def test_a_file_is_whole_or_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text("old")
-    with pytest.raises(ValueError, match="half way"), replaced(path) as beside:
-        beside.write_text("ne")
+    with pytest.raises(ValueError, match="half way"), replaced(path) as file:
+        file.write(b"ne")
         raise ValueError("half way")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]

@@ -291,10 +291,14 @@ os.kill(os.getpid(), signal.SIGKILL)
     with nt.Runtime(cpus=1, memory=2**24, disk=disk):
         (own,) = tmp_path.iterdir()
         assert own != left
-        (tmp_path / "mine").mkdir()
+        users = {tmp_path / name for name in ("mine", "nntile-results", "nntile-swap-mine", "nntile-swap-link")}
+        for path in users:
+            path.mkdir() if path.name != "nntile-swap-link" else path.symlink_to(own)
+        for path in users - {tmp_path / "nntile-swap-link"}:
+            (path / "thesis").touch()
         nt.Runtime(cpus=1, memory=2**24, disk=disk)
-        assert set(tmp_path.iterdir()) == {own, tmp_path / "mine"}
-    assert list(tmp_path.iterdir()) == [tmp_path / "mine"]
+        assert set(tmp_path.iterdir()) == {own, *users}
+    assert set(tmp_path.iterdir()) == users and (tmp_path / "nntile-swap-mine" / "thesis").exists()
 
 
 def test_memory_of_a_job(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ def test_nothing_to_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: s
     for number in ("", 2, 3):  # of an earlier sweep, that had three
         for form in ("png", "svg", "pdf"):
             (tmp_path / f"plot{number}.{form}").touch()
+    (tmp_path / "plot4.png").touch()  # the user's
+    (tmp_path / "results.json").write_text('{"sweep": {"plots": [1, 2, 3]}}')
     if end == "interrupted":
         with pytest.raises(KeyboardInterrupt):
             sweep_run.run(made, tmp_path, console)
@@ -46,7 +48,7 @@ def test_nothing_to_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: s
         console.print(summary(made, sweep_run.run(made, tmp_path, console)))
         assert "failed: {'fusion': True, 'tiles.batch': 1}: no {" in told.getvalue() and "and 1 more" in told.getvalue()
     assert "plot.png: not drawn" in told.getvalue() and "plot2.png: not drawn" in told.getvalue()
-    assert not list(tmp_path.glob("plot*")) and (tmp_path / "results.csv").exists()
+    assert list(tmp_path.glob("plot*")) == [tmp_path / "plot4.png"] and (tmp_path / "results.csv").exists()
     for plot in made.plots:  # as an experiment does
         assert files_of(figure_of([plot], []))["png"].startswith(b"\x89PNG")
 

@@ -19,6 +19,7 @@ from nntile_py.analysis.drawings import Bound, LogicalDrawing, TaskDrawing, laye
 from nntile_py.analysis.workloads import Phase, Work, build, logical, work_title
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.graph.fusion import Fusion
+from nntile_py.system.folders import replace_file, write_new
 from nntile_py.system.units import si
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def write(text: str, out: Path) -> None:
 
     If graphviz fails, write a .dot beside `out` and raise NNTileError."""
     if out.suffix in (".dot", ".gv"):
-        out.write_text(text, encoding="utf-8")
+        replace_file(out, text)
         return
     if out.suffix not in (".svg", ".png", ".pdf"):
         raise ConfigError(f"--out: {out} has no suffix .svg, .png, .pdf or .dot")
@@ -123,7 +124,7 @@ def write(text: str, out: Path) -> None:
         content = picture(text, out.suffix[1:])
     except NoPicture as error:
         raise NNTileError(f"{error}{error.advice}; {_kept(text, out.with_suffix('.dot'))}") from None
-    out.write_bytes(content)
+    replace_file(out, content)
 
 
 def picture(text: str, form: str) -> bytes:
@@ -155,8 +156,7 @@ def picture(text: str, form: str) -> bytes:
 def _kept(text: str, path: Path) -> str:
     """Write the .dot of a picture that graphviz could not draw. Returns a message. An existing file is left alone."""
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        write_new(path, text)
     except FileExistsError:
         if not path.is_file() or path.read_bytes() != text.encode():
             return f"{path} exists and was left as it is"

@@ -8,6 +8,7 @@ averages, named `WEIGHT.m` and `WEIGHT.v`. state.json has the step, the settings
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import itertools
 import json
@@ -16,7 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,18 +26,29 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from nntile_py.errors import ConfigError, NNTileError
-from nntile_py.system.folders import exchange, read, sync
+from nntile_py.system.folders import (
+    create,
+    exchange,
+    is_marked,
+    mark,
+    read,
+    sync,
+    temporary_name,
+    temporary_names,
+    unmark,
+    write_new,
+)  # fmt: skip
 from nntile_py.system.version import VERSION
 from nntile_py.tasks.optimizer import MOST_SCALE
 
 FORMAT = 1
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 MODEL, CONFIG, OPTIMIZER, TOKENIZER, TOKENIZER_CONFIG, STATE = (
     "model.safetensors", "config.json", "optimizer.safetensors", "tokenizer.json", "tokenizer_config.json",
     "state.json",
 )  # fmt: skip
-_COUNTER = itertools.count()
+_UNFINISHED = "unfinished checkpoint"  # mark of a folder that is being written
 _FOLDER_NAME = re.compile(r"step-(\d+)")
+_HIDDEN_NAME = re.compile(r"\.(step-\d+)\..*")
 _FILE_DTYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16"}
 
 Array = np.ndarray[Any, Any]
@@ -110,11 +122,11 @@ def write_checkpoint(
         }
         for name, content in files.items():
             data = content.encode() if isinstance(content, str) else content
-            (inside / name).write_bytes(data)
+            write_new(inside / name, data)
             hashes[name] = hashlib.sha256(data).hexdigest()
         known = {"format": FORMAT, "version": VERSION, "step": state.step}
         known |= {"loss_scale": state.loss_scale} if state.loss_scale else {}
-        (inside / STATE).write_text(json.dumps(known | dict(facts) | {"sha256": hashes}, indent=2))
+        write_new(inside / STATE, json.dumps(known | dict(facts) | {"sha256": hashes}, indent=2))
 
 
 def check_free_space(run: Path, need: int) -> None:
@@ -128,7 +140,7 @@ def check_free_space(run: Path, need: int) -> None:
 def write_tensors(
     path: Path, tensors: Mapping[str, StoredArray], check: Callable[[str, Array], None] = lambda name, value: None
 ) -> str:
-    """Write a safetensors file and return its SHA-256. Only one array at a time is in memory.
+    """Write a new safetensors file and return its SHA-256. Only one array at a time is in memory.
 
     check: called with each array's name and the array before the array is written; may raise an error.
 
@@ -143,7 +155,7 @@ def write_tensors(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-    with path.open("wb") as file:
+    with create(path) as file:
 
         def put(data: Any) -> None:
             digest.update(data)
@@ -161,34 +173,102 @@ def write_tensors(
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder to fill. Afterwards sync it and rename it to `folder`, replacing an earlier checkpoint.
 
-    Raises ConfigError if `folder` exists and is neither empty nor a checkpoint."""
+    Files that a user has put beside the earlier checkpoint stay.
+
+    Raises:
+        ConfigError: `folder` exists and is neither empty nor a checkpoint of this program, or the user's file beside
+            the earlier checkpoint has the name of a new file.
+    """
     folder = Path(os.path.realpath(folder))
-    if folder.exists() and not (folder / STATE).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}: there is something else already; allowed: a new or empty folder, or a checkpoint")
-    beside = folder.with_name(f".{folder.name}.tmp{os.getpid()}-{next(_COUNTER)}")
+    users_files(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(beside, ignore_errors=True)
+    _remove_left(folder, unfinished=True)
+    beside = temporary_name(folder)
     beside.mkdir()
+    lock = os.open(beside, os.O_RDONLY)
     try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        mark(beside, _UNFINISHED)
         yield beside
+        unmark(beside)
         for file in beside.iterdir():
             sync(file)
         sync(beside)
+        if twice := users_files(folder) & {file.name for file in beside.iterdir()}:
+            need = "a folder without it, as a checkpoint needs this name"
+            raise ConfigError(f"{folder}: {min(twice)} is of no checkpoint; allowed: {need}")
         try:
             beside.rename(folder)  # an empty folder of that name may exist
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             exchange(folder, beside)
+            for name in users_files(beside):
+                (beside / name).rename(folder / name)
         sync(folder.parent)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        _remove_own(beside)
+        os.close(lock)
+
+
+def own_files(folder: Path) -> set[str] | None:
+    """Return the names of the files that this program wrote into a checkpoint; None if `folder` is no checkpoint.
+
+    The content of state.json tells a checkpoint from other folders that have a file of this name."""
+    try:
+        state = _StateFile.model_validate(json.loads(read(folder / STATE)))
+    except (OSError, ValueError, RecursionError):  # pydantic's ValidationError is a ValueError
+        return None
+    return {STATE, *(name for name in state.sha256 if Path(name).name == name)}
+
+
+def users_files(folder: Path) -> set[str]:
+    """Return the names in a checkpoint that this program did not write; an empty set if there is no such folder.
+
+    Raises:
+        ConfigError: `folder` is neither empty nor a checkpoint of this program.
+    """
+    if not os.path.lexists(folder):
+        return set()
+    own, names = own_files(folder), {entry.name for entry in folder.iterdir()} if folder.is_dir() else {""}
+    if own is None and names:
+        raise ConfigError(f"{folder}: there is something else already; allowed: a new or empty folder, or a checkpoint")
+    return names - (own or set())
+
+
+def _remove_own(folder: Path) -> None:
+    """Remove a folder if this program has made it: an unfinished checkpoint, or a checkpoint without users' files."""
+    if is_marked(folder, _UNFINISHED):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for name in own_files(folder) or ():
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):  # users' files stay
+        folder.rmdir()
+
+
+def _remove_left(folder: Path, unfinished: bool) -> None:
+    """Remove what killed processes have left of a checkpoint that was to be `folder`.
+
+    unfinished: Only unfinished checkpoints; what one of several threads has just replaced is not touched."""
+    for left in temporary_names(folder):
+        with suppress(OSError):
+            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while another process or thread writes it
+                if is_marked(left, _UNFINISHED) or not unfinished:
+                    _remove_own(left)
+                    left.rename(free_name(folder))  # users' files, if there are any
+            finally:
+                os.close(lock)
 
 
 def remove_leftovers(run: Path) -> None:
-    """Remove incomplete checkpoints that killed processes left."""
-    for path in (run / "checkpoints").glob(".step-*"):
-        shutil.rmtree(path, ignore_errors=True)
+    """Remove incomplete checkpoints that killed processes left. No other thread may write a checkpoint of the run."""
+    folder = run / "checkpoints"
+    for name in sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else ():
+        if hidden := _HIDDEN_NAME.fullmatch(name):
+            _remove_left(folder / hidden[1], unfinished=False)
 
 
 def set_aside(run: Path, after: int) -> list[Path]:
@@ -196,9 +276,14 @@ def set_aside(run: Path, after: int) -> list[Path]:
     moved = []
     for step, folder in checkpoints_in(run):
         if step > after:
-            free = (folder.with_name(f"{folder.name}.old{n}") for n in range(1, 10**6))
-            moved.append(folder.rename(next(path for path in free if not path.exists())))
+            moved.append(folder.rename(free_name(folder)))
     return moved
+
+
+def free_name(path: Path) -> Path:
+    """Return the first free one of the paths PATH.old1, PATH.old2, ..."""
+    names = (path.with_name(f"{path.name}.old{n}") for n in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def prune(run: Path, keep: int, keep_every: int | None) -> None:
@@ -214,7 +299,7 @@ def removable(run: Path, newest: int | None, keep_every: int | None) -> list[tup
     newest: step of the newest checkpoint that is known to be complete. Older checkpoints may be removed, except those
     whose step is a multiple of `keep_every`. None: no checkpoint may be removed."""
     older = [(step, path) for step, path in checkpoints_in(run) if newest is not None and step < newest]
-    return [(step, path) for step, path in reversed(older) if not _is_permanent(step, keep_every)]
+    return [(step, path) for step, path in reversed(older) if not _is_permanent(step, keep_every) and own_files(path)]
 
 
 def _is_permanent(step: int, keep_every: int | None) -> bool:
@@ -222,15 +307,22 @@ def _is_permanent(step: int, keep_every: int | None) -> bool:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint. If the process is killed meanwhile, no part stays under the checkpoint's name."""
-    going = folder.with_name(f".{folder.name}.tmp{os.getpid()}")
+    """Remove a checkpoint. If the process is killed meanwhile, no part stays under the checkpoint's name.
+
+    Files that a user has put beside it are then in FOLDER.old1. A folder that is no checkpoint stays."""
+    if own_files(folder) is None:
+        return
+    going = temporary_name(folder)
     folder.rename(going)
-    shutil.rmtree(going, ignore_errors=True)
+    _remove_own(going)
+    if going.exists():
+        going.rename(free_name(folder))
 
 
 def freed_bytes(folder: Path) -> int:
-    """Return how many bytes the removal of the folder frees. A file with a second hard link frees nothing."""
-    return sum(file.stat().st_size for file in folder.iterdir() if file.stat().st_nlink == 1)
+    """Return how many bytes the removal of a checkpoint frees. A file with a second hard link frees nothing."""
+    files = [file.stat() for name in own_files(folder) or () if (file := folder / name).is_file()]
+    return sum(facts.st_size for facts in files if facts.st_nlink == 1)
 
 
 # -- reading

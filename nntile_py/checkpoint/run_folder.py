@@ -6,8 +6,7 @@ import fcntl
 import json
 import math
 import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,29 @@ from nntile_py.config.run_config import RunConfig
 from nntile_py.data import confusion
 from nntile_py.data.tokenizer import PAD, frame, number_of, roles
 from nntile_py.errors import ConfigError
-from nntile_py.system.folders import exchange, read, replaced, sync
+from nntile_py.runs import taken
+from nntile_py.schema import MOST_BYTES, parse
+from nntile_py.system.folders import (
+    MARK,
+    append,
+    exchange,
+    is_marked,
+    link_or_copy,
+    mark,
+    read,
+    remove_leftovers,
+    replaced,
+    sync,
+    unmark,
+)  # fmt: skip
 
 Files = dict[str, str | bytes]
-GENERATION, METRICS = "generation_config.json", "metrics.jsonl"
+GENERATION, METRICS, RUN_CONFIG = "generation_config.json", "metrics.jsonl", "config.yaml"
+_NEW = "new run"  # mark of the folder of a run that is to replace an earlier run
 # Files that `nntile train` writes; a run never removes any other file.
 OWN = (
     checkpoint.MODEL, checkpoint.CONFIG, checkpoint.TOKENIZER,
-    checkpoint.TOKENIZER_CONFIG, GENERATION, "config.yaml", METRICS, "checkpoints", *confusion.FILES,
+    checkpoint.TOKENIZER_CONFIG, GENERATION, RUN_CONFIG, METRICS, "checkpoints", *confusion.FILES,
 )  # fmt: skip
 
 
@@ -59,10 +73,23 @@ class RunFolder:
         if new and any(self.path.iterdir()):
             self.close()
             raise ConfigError(f"--out: another process has begun to train into {out}; allowed: another folder")
-        if self.path != self.out:  # files that a killed run left
-            for name in OWN:
-                _remove(self.path / name)
+        try:
+            self._prepare()
+        except OSError:
+            self.give_up()
+            raise
+
+    def _prepare(self) -> None:
+        """Remove what killed runs have left; make the folder known as a run's."""
+        for name in OWN:
+            remove_leftovers(self.path / name)
         checkpoint.remove_leftovers(self.path)
+        if self.path != self.out:
+            if is_marked(self.path, _NEW):
+                _remove_run(self.path, self.path)
+            mark(self.path, _NEW)
+        if self._fresh:  # metrics.jsonl is the first file: after a kill, --overwrite takes the folder
+            append(self.path / METRICS).close()
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -71,10 +98,12 @@ class RunFolder:
 
     def give_up(self) -> None:
         """Remove the files of a run that cannot begin here, and unlock the folder. A resumed run's files stay."""
-        for name in OWN if self._fresh else ():
-            _remove(self.path / name)
+        if self._fresh:
+            _remove_run(self.path, self.path)
+            unmark(self.path)
         if self._made:
-            self.path.rmdir()
+            with suppress(OSError):  # a user has put a file into it
+                self.path.rmdir()
         self.close()
 
     def settle(self) -> None:
@@ -84,12 +113,15 @@ class RunFolder:
         if self.path == self.out:
             return
         old = self.path
+        with suppress(OSError):  # if a kill below leaves the earlier run in `old`, the mark allows its removal
+            mark(self.out, _NEW)
         exchange(self.out, old)
         self.path = self.out
-        for entry in old.iterdir():
-            if entry.name not in OWN and not (self.out / entry.name).exists():
-                entry.rename(self.out / entry.name)
-        shutil.rmtree(old, ignore_errors=True)
+        with suppress(OSError):  # what cannot be removed or moved stays in `old`
+            unmark(self.out)
+            _remove_run(old, self.out)
+            unmark(old)
+            old.rmdir()
 
     def publish(self, step: int) -> None:
         """Put a checkpoint's weights, config.json and tokenizer files into the run's folder.
@@ -99,12 +131,7 @@ class RunFolder:
         files = checkpoint.TOKENIZER, checkpoint.TOKENIZER_CONFIG, GENERATION, checkpoint.CONFIG, checkpoint.MODEL
         for name in files:  # the weights last
             if (source / name).is_file() or name == checkpoint.MODEL:
-                with replaced(self.path / name) as beside:
-                    beside.unlink()  # a link is created only where there is no file
-                    try:
-                        os.link(source / name, beside)
-                    except OSError:
-                        shutil.copyfile(source / name, beside)
+                link_or_copy(source / name, self.path / name)
         sync(self.path)
 
 
@@ -147,18 +174,54 @@ def check_replaced(out: Path) -> None:
         (target.exists() and not target.is_dir(), "is no folder"),
         (target.is_mount(), "is where a disk is mounted; give a folder in it"),
         (Path.cwd().is_relative_to(target), "is the current folder, or above it"),
-        (METRICS not in names and names & {*OWN}, f"is no run, but has {', '.join(sorted(names & {*OWN}))}"),
-        (new.exists() and {e.name for e in new.iterdir()} - {*OWN}, f"needs {new}, where something else is"),
+        (names & {*OWN} and not _is_run(target, names), f"is no run, but has {', '.join(sorted(names & {*OWN}))}"),
+        (not _is_free(new), f"needs {new}, where something else is"),
     ):
         if wrong:
             raise ConfigError(f"--out: {out} {what}; allowed with --overwrite: the folder of an earlier run")
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def _is_run(folder: Path, names: Set[str]) -> bool:
+    """Return True if a folder with files of a run's names is a run: metrics.jsonl and config.yaml have its content."""
+    if METRICS not in names:
+        return False
+    if RUN_CONFIG not in names:
+        return names & {*OWN} == {METRICS}
+    try:
+        config = parse(read(folder / RUN_CONFIG, MOST_BYTES).decode(), RUN_CONFIG)
+        first = read(folder / METRICS, 2**16).partition(b"\n")[0]
+    except (OSError, ValueError, ConfigError):
+        return False
+    ours = isinstance(config, dict) and {"model", "data", "tiles", "train", "runtime"} <= config.keys()
+    return ours and (not first or b'"step"' in first)
+
+
+def _is_free(new: Path) -> bool:
+    """Return True if a run may be written to `new`, to replace another one: at most a killed run is there."""
+    return not taken(new) or (is_marked(new, _NEW) and not {entry.name for entry in new.iterdir()} - {*OWN, MARK})
+
+
+def _remove_run(folder: Path, kept: Path) -> None:
+    """Remove a run's files from `folder`. Move other files to the same place in the folder `kept`, if it is another."""
+    inner = folder / "checkpoints"
+    if inner.is_dir() and not inner.is_symlink():
+        for _, path in checkpoint.checkpoints_in(folder):
+            checkpoint.remove_checkpoint(path)
+        _move_entries(inner, kept / inner.name)
+        with suppress(OSError):  # the user's files stay
+            inner.rmdir()
+    for name in OWN:
+        if not (folder / name).is_dir():
+            (folder / name).unlink(missing_ok=True)
+    _move_entries(folder, kept)
+
+
+def _move_entries(folder: Path, target: Path) -> None:
+    """Move all entries of a folder into another one, which has no such names or gets them as NAME.old1."""
+    for entry in folder.iterdir() if folder != target else ():
+        if entry.name != MARK:
+            where = target / entry.name
+            entry.rename(checkpoint.free_name(where) if os.path.lexists(where) else where)
 
 
 # -- files beside the arrays
@@ -224,11 +287,12 @@ class Metrics:
     ) -> None:  # fmt: skip
         self._path = run / METRICS
         self.lines = [one for one in _read((earlier or run) / METRICS) if one["step"] <= after] if after else []
-        with replaced(self._path) as beside:
-            beside.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
-            sync(beside)
+        with replaced(self._path) as file:
+            file.write("".join(json.dumps(line) + "\n" for line in self.lines).encode())
+            file.flush()
+            os.fsync(file.fileno())
             ready()
-        self._file, self._left, self._report, self._full = self._path.open("ab", buffering=0), b"", report, False
+        self._file, self._left, self._report, self._full = append(self._path), b"", report, False
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line. Infinity and nan, which JSON lacks, become null."""
@@ -249,7 +313,7 @@ class Metrics:
 
     def move(self, run: Path) -> None:
         """Continue the file in the folder `run`, with a copy of all earlier lines that can be read."""
-        file, before = (run / METRICS).open("ab", buffering=0), b""
+        file, before = append(run / METRICS), b""
         with suppress(OSError):
             before = read(self._path)
         self._file.close()

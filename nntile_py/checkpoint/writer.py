@@ -21,7 +21,7 @@ from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.execution.mpi import Ranks
 from nntile_py.models.registry import type_of
 from nntile_py.system import launcher
-from nntile_py.system.folders import replace_file, sync
+from nntile_py.system.folders import NO_ROOM, replace_file, sync
 
 RETRY = 10.0  # seconds between two attempts to save on a full disk
 
@@ -232,7 +232,7 @@ class CheckpointWriter:
                 checkpoint.write_checkpoint(folder, state, self._files, self._facts)
                 return
             except OSError as error:
-                if error.errno not in checkpoint.NO_ROOM or not removable:
+                if error.errno not in NO_ROOM or not removable:
                     raise
             step, folder = removable.pop(0)
             checkpoint.remove_checkpoint(folder)
@@ -343,7 +343,7 @@ def save_final(
                     continue
                 except (OSError, NNTileError) as other:
                     report(f"nor there ({error_text(other)})")
-            if step is not None and not (isinstance(error, OSError) and error.errno in checkpoint.NO_ROOM):
+            if step is not None and not (isinstance(error, OSError) and error.errno in NO_ROOM):
                 saved = checkpoint.checkpoint_folder(writer.folder.path, step)
                 raise NNTileError(f"{error_text(error)}; what was trained is in {saved}") from None
             if not waits:

@@ -10,6 +10,7 @@ from nntile_py.cli.options import Sets, app, ends_at_ctrl_c, load_config, note_t
 from nntile_py.errors import ConfigError
 from nntile_py.runs import newest_run, run_folder, run_of, taken
 from nntile_py.system import launcher
+from nntile_py.system.folders import write_new
 
 
 @app.command(epilog="Example: nntile init my.yaml --set data.source=my.txt")
@@ -26,8 +27,7 @@ def init(
     file = file or Path(f"{model.rpartition(':')[2].lower()}.yaml")
     text = initial(str(file), model, sets or [])
     try:
-        with file.open("x", encoding="utf-8") as new:
-            new.write(text)
+        write_new(file, text)
     except FileExistsError:
         raise ConfigError(f"FILE: {file} exists; allowed: the name of a new file") from None
     except OSError as error:

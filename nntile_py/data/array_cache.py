@@ -39,7 +39,7 @@ def cached(kind: str, key: str, make: Callable[[], Arrays]) -> Arrays:
         arrays = make()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replaced(path) as beside, beside.open("wb") as file:
+        with replaced(path) as file:
             np.savez(file, allow_pickle=False, **arrays)
         _trim(path.parent)
     except OSError:  # a full or read-only disk

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from nntile_py.errors import ConfigError
+from nntile_py.system.folders import is_marked, mark
 
 LEAST = 16 << 20  # smallest allowed `size` in bytes, StarPU's own minimum
-PREFIX = "nntile-"  # prefix of the processes' folders; each process locks its folder
+PREFIX = "nntile-swap-"  # prefix of the processes' folders; each process locks its folder
+_SWAP = "tiles"  # mark of these folders: no other folder is ever removed
 
 
 class SwapDisk:
@@ -65,6 +67,7 @@ class SwapDisk:
             self._folder = tempfile.mkdtemp(prefix=PREFIX, dir=self.path)
             self._lock = os.open(self._folder, os.O_RDONLY)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
+            mark(Path(self._folder), _SWAP)
         direct = _direct(self._folder)
         names = {
             "STARPU_DISK_SWAP": self._folder,
@@ -96,10 +99,11 @@ def _locked(folder: Path, wait: bool) -> Iterator[None]:
 
 
 def _remove_left_behind(path: Path) -> None:
-    """Remove the folders in `path` that killed processes left behind: no process locks these folders."""
+    """Remove the folders in `path` that killed processes left behind: marked, and locked by no process."""
     for folder in path.glob(f"{PREFIX}*"):
         with suppress(OSError), _locked(folder, wait=False):
-            shutil.rmtree(folder, ignore_errors=True)
+            if is_marked(folder, _SWAP):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _direct(folder: str) -> bool:

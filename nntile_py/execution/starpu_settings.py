@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nntile_py import _core
 from nntile_py.errors import ConfigError
-from nntile_py.system.folders import cache_folder
+from nntile_py.system.folders import append, cache_folder, replace_file
 
 CHUNKS_FROM = 4 << 30  # StarPU allocates tiles in chunks if tiles may take at least so many bytes of main memory
 _OURS: set[str] = set()  # names of the settings that this module, not the user, has set
@@ -96,7 +96,7 @@ def prepare_cuda(devices: int, memory: int | None) -> None:
         if subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode:
             return  # the runtime's own start will report the error
         with contextlib.suppress(OSError):  # without the file, the next start measures again
-            file.write_text(kind)
+            replace_file(file, kind)
 
 
 @contextlib.contextmanager
@@ -105,5 +105,5 @@ def _locked(path: Path) -> Iterator[None]:
     with contextlib.ExitStack() as opened:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(opened.enter_context(path.open("a")), fcntl.LOCK_EX)
+            fcntl.flock(opened.enter_context(append(path)), fcntl.LOCK_EX)
         yield

@@ -6,8 +6,9 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from rich.console import Console
@@ -18,7 +19,7 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import check_precision
 from nntile_py.inference.encoder import OUTPUTS, Encoder
 from nntile_py.inference.texts import read_texts
-from nntile_py.system.folders import remove_leftovers, replaced
+from nntile_py.system.folders import remove_leftovers, replaced, reserve
 
 Array = np.ndarray[Any, Any]
 ONE_ARRAY, NAMED = ".npy", (".npz", ".safetensors")
@@ -79,8 +80,8 @@ def encode_file(
                 progress.advance(bar)
 
         remove_leftovers(out)
-        with replaced(out) as beside:
-            shape = _write(beside, out.suffix, output, outputs(), len(texts), encoder.of_tokens)
+        with replaced(out) as file:
+            shape = _write(file, out.suffix, output, outputs(), len(texts), encoder.of_tokens)
     seconds = time.perf_counter() - begun
     cut = f", {encoder.cut:,} of them cut at {encoder.max_length} tokens" if encoder.cut else ""
     return f"{len(texts):,} texts{cut} in {seconds:.1f} s; {out}: {output} {' x '.join(map(str, shape))}"
@@ -109,30 +110,35 @@ def _check_out(out: Path, overwrite: bool) -> None:
 
 
 def _write(
-    path: Path, suffix: str, name: str, outputs: Iterator[Array], count: int, of_tokens: bool
+    file: IO[bytes], suffix: str, name: str, outputs: Iterator[Array], count: int, of_tokens: bool
 ) -> tuple[int, ...]:
-    """Write the outputs of `count` texts to the file `path`. Returns the shape of the array.
+    """Write the outputs of `count` texts to a new file. Returns the shape of the array.
 
-    name: name of the output. of_tokens: the output has a row for each token."""
+    name: name of the output. of_tokens: the output has a row for each token.
+
+    Raises:
+        OSError: The disk has no room for the file. For a .npy file this is known after the first output.
+    """
     if suffix == ONE_ARRAY:
         first = next(outputs)
-        array = np.lib.format.open_memmap(path, "w+", first.dtype, (count, *first.shape))
-        array[0] = first
-        for number, one in enumerate(outputs, 1):
-            array[number] = one
-        array.flush()
-        return array.shape
+        shape = (count, *first.shape)
+        facts = {"descr": np.lib.format.dtype_to_descr(first.dtype), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, facts)
+        reserve(file, file.tell() + count * first.nbytes)
+        for one in chain([first], outputs):
+            file.write(np.ascontiguousarray(one).data)
+        return shape
     every = list(outputs)
     arrays = {name: np.concatenate(every) if of_tokens else np.stack(every)}
     if of_tokens:
         arrays["offsets"] = np.cumsum([0, *map(len, every)])
+    reserve(file, sum(array.nbytes for array in arrays.values()))
     if suffix == ".npz":
-        with path.open("wb") as file:  # np.savez would add .npz to a path
-            np.savez(file, **arrays)  # type: ignore[arg-type]
+        np.savez(file, **arrays)  # type: ignore[arg-type]
     else:
-        from safetensors.numpy import save_file
+        from safetensors.numpy import save
 
-        save_file(arrays, path)
+        file.write(save(arrays))
     return arrays[name].shape
 
 

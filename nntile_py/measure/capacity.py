@@ -16,7 +16,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.measure.contest import measure_in_turns
 from nntile_py.measure.contestants import BERT_PEERS, OURS, PEERS, check_gpus, check_peer
 from nntile_py.measure.sweep_spec import Measure
-from nntile_py.system.folders import installed
+from nntile_py.system.folders import installed, replace_file
 from nntile_py.system.machine import machine
 
 SHAPE = ("layers", "embed", "heads")
@@ -75,8 +75,8 @@ def capacity(
         if not as_json:
             print(_line(row), flush=True)
         if out:
-            out.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
-            out.with_suffix(".md").write_text("\n".join([HEAD, "|---" * 7 + "|", *map(_line, rows), ""]))
+            replace_file(out.with_suffix(".json"), json.dumps(result, indent=2) + "\n")
+            replace_file(out.with_suffix(".md"), "\n".join([HEAD, "|---" * 7 + "|", *map(_line, rows), ""]))
     if as_json:
         print(json.dumps(result, indent=2))
 

@@ -22,6 +22,7 @@ from nntile_py.measure.sweep_spec import overrides_of
 from nntile_py.profiling import FILES
 from nntile_py.schema import Count, Section
 from nntile_py.system.console_tables import csv_text
+from nntile_py.system.folders import read, replace_file
 from nntile_py.system.pictures import FORMS
 
 
@@ -104,7 +105,7 @@ class ProfileExperiment(ConfigPart):
         profile = folder / "profile"
         clear_profile(profile)
         config = folder / f"{name}.yaml"
-        config.write_text(self.resolved().to_yaml())
+        replace_file(config, self.resolved().to_yaml())
         command = ["profile", str(config), "--steps", str(self.steps), "--out", str(profile), "--work", self.work]
         ran = subprocess.run([sys.executable, "-m", "nntile_py.cli", *command], capture_output=True, text=True)
         if ran.returncode:
@@ -126,6 +127,13 @@ def drawn(dot: str, folder: Path) -> tuple[dict[str, bytes], NNTileError | None]
         return {}, error
 
 
+def _is_summary(path: Path) -> bool:
+    try:
+        return bool({"findings", "seconds_per_step"} <= json.loads(read(path)).keys())
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
+
+
 def clear_profile(folder: Path) -> None:
     """Delete the profile of an earlier run: `nntile profile` refuses a folder that is not empty.
 
@@ -136,8 +144,8 @@ def clear_profile(folder: Path) -> None:
         return
     files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
     foreign = [path for path in files if path.name not in FILES or not path.is_file()]
-    if files and not any(path.name == "summary.json" for path in files):  # a config.yaml alone may be the user's
-        foreign = foreign or files
+    if files and not foreign and not _is_summary(folder / "summary.json"):  # the other files may be the user's
+        foreign = files
     if foreign:
         raise ConfigError(f"{foreign[0]}: not of an earlier profile, so {folder} is not emptied for a new one: "
                           "move it, or choose another --out")  # fmt: skip

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nntile_py.measure.plots import RATES, Row, disturbance, figure_of, good_rows, plain, spread, word
 from nntile_py.measure.sweep_spec import VARIANT
 from nntile_py.system.console_tables import csv_text, plain_table
-from nntile_py.system.folders import replace_file
+from nntile_py.system.folders import read, replace_file
 from nntile_py.system.machine import described, machine
 from nntile_py.system.pictures import FORMS, save_figure
 
@@ -148,6 +148,7 @@ def _gain_text(chosen: Row, baseline: Row, alike: bool) -> str:
 def write_results(sweep: Sweep, rows: list[Row], folder: Path) -> list[str]:
     """Write results.json, results.csv and the plots, each atomically; return messages about plots without data."""
     best, where = best_row(rows, sweep.best), machine()
+    earlier = _plots_of(folder)
     alike = [row["sets"] for row in within_spread(rows, sweep.best)]
     result = {"machine": where, "sweep": sweep.model_dump(by_alias=True), "best": best, "within_spread": alike}
     replace_file(folder / "results.json", json.dumps(result | {"rows": rows}, indent=1).encode())
@@ -161,20 +162,20 @@ def write_results(sweep: Sweep, rows: list[Row], folder: Path) -> list[str]:
             figure = figure_of([plot.model_copy(update={"title": name})], rows, sweep.best, hardware)
             save_figure(figure, folder / _stem(number))
         else:
-            remove_pictures(folder, number)  # pictures of earlier rows
             messages.append(f"{_stem(number)}.png: not drawn, no point has {', '.join(plot.metrics)}")
-    number = len(sweep.plots)
-    while remove_pictures(folder, number):  # of an earlier sweep with more plots
-        number += 1
+    drawn = {number for number, plot in enumerate(sweep.plots) if good_rows(plot, rows)}
+    for number in {*range(earlier)} - drawn:  # pictures of earlier rows, or of an earlier sweep with more plots
+        for form in FORMS:
+            (folder / f"{_stem(number)}.{form}").unlink(missing_ok=True)
     return messages
 
 
-def remove_pictures(folder: Path, number: int) -> bool:
-    """Remove the files of plot `number`; return whether there was any."""
-    old = [path for form in FORMS if (path := folder / f"{_stem(number)}.{form}").exists()]
-    for path in old:
-        path.unlink()
-    return bool(old)
+def _plots_of(folder: Path) -> int:
+    """Return the number of plots of the earlier sweep whose results.json is in the folder; 0 without one."""
+    try:
+        return len(json.loads(read(folder / "results.json"))["sweep"]["plots"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return 0
 
 
 def _stem(number: int) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nntile_py.errors import ConfigError
+from nntile_py.system.folders import replace_file
 
 if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
@@ -79,8 +80,7 @@ def profile(
     loads = ranks.to_first(load) if ranks else [load]
     if loads is None:
         return {}
-    folder.mkdir(parents=True, exist_ok=True)  # not before the run has succeeded
-    (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    replace_file(folder / "config.yaml", config.to_yaml())  # makes the folder, not before the run has succeeded
     return write(trace, peaks, recorder.axes(config, inference), folder, name, among(loads))
 
 
@@ -101,7 +101,7 @@ def write(
     summary["findings"] = diagnosis.report(summary)
     summary["machine"] = machine()
     text = json.dumps(summary, indent=1, allow_nan=False)
-    (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+    replace_file(folder / "summary.json", text + "\n")
     parts = trace_analysis.parts(trace, peaks)
     perfetto.write(trace, folder / "trace.json", parts)
     facts = summary["machine"]

@@ -11,6 +11,7 @@ import numpy as np
 
 from nntile_py.profiling.message_waits import Wait, waits
 from nntile_py.profiling.trace import TaskInfo, Trace, TracedMessage
+from nntile_py.system.folders import replaced
 
 WORKERS, FETCHES, BUSES, MESSAGES = 1, 2, 3, 4  # processes of the viewer: groups of rows
 RANKS = 10  # step between the process numbers of two ranks
@@ -25,13 +26,13 @@ def write(trace: Trace, path: Path, parts: Trace | None = None) -> None:
     Args:
         parts: the same trace with each fused group split into its tasks; the viewer shows them inside the group.
     """
-    with path.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+    with replaced(path) as file:
+        file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         encode = json.JSONEncoder(separators=(",", ":")).encode
         for number, event in enumerate(events(trace, parts)):
-            file.write(",\n" if number else "")
-            file.write(encode(event))
-        file.write("\n]}\n")
+            file.write(b",\n" if number else b"")
+            file.write(encode(event).encode())
+        file.write(b"\n]}\n")
 
 
 def events(trace: Trace, parts: Trace | None = None) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 from nntile_py.profiling import perfetto
 from nntile_py.profiling.gantt import LANES, gantt, lanes, step_starts, titles
 from nntile_py.profiling.trace import Trace
+from nntile_py.system.folders import replace_file
 from nntile_py.system.pages import templates
 from nntile_py.system.units import duration, percent, size
 
@@ -42,7 +43,7 @@ def write(trace: Trace, parts: Trace, summary: dict[str, Any], path: Path, title
         lanes=LANES, kinds=list(zip(chart.kinds, chart.colours, strict=True)),
         steps=[start * 1e4 for start in step_starts(trace)[1:]],
     )  # fmt: skip
-    path.write_text(text, encoding="utf-8")
+    replace_file(path, text)
 
 
 def curve(trace: Trace, name: str, dates: Any, values: Any, unit: str) -> dict[str, Any]:

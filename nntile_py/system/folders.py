@@ -3,16 +3,22 @@
 import ctypes
 import errno
 import fcntl
-import glob
 import json
 import os
+import re
+import secrets
+import shutil
 import stat
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
+from typing import IO
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def cache_folder() -> Path:
@@ -98,40 +104,144 @@ def sync(path: Path) -> None:
         os.close(number)
 
 
+def create(path: Path) -> IO[bytes]:
+    """Open a new file for writing. Raises FileExistsError if the name is taken, even by a symbolic link."""
+    return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "w+b")
+
+
+def append(path: Path) -> FileIO:
+    """Open a file for appending without a buffer; create it if it is missing. Raises OSError for a symbolic link."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(os.open(path, flags, 0o666), "ab", buffering=0)
+
+
+def temporary_name(path: Path) -> Path:
+    """Return a path beside `path` that nobody can predict: a link planted there would redirect what is written."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def temporary_names(path: Path) -> list[Path]:
+    """Return the existing paths that `temporary_name(path)` may have returned."""
+    form = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{16}[.]tmp")
+    return [one for one in path.parent.iterdir() if form.fullmatch(one.name)] if path.parent.is_dir() else []
+
+
 @contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """Context manager: yield a temporary path to write to. At the end of the block this file replaces `path`.
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """Context manager: yield a new file to write to. At the end of the block this file replaces `path`.
 
     Readers see either the old or the complete new file. After an exception `path` stays unchanged.
     """
-    beside = path.with_name(f".{path.name}.tmp{os.getpid()}")
+    beside = temporary_name(path)
     try:
-        with beside.open("ab") as held:
+        file = create(beside)
+        try:
             with suppress(OSError):  # without file locks, `remove_leftovers` cannot tell leftovers from files in use
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield beside
-            sync(beside)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
             beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+            with suppress(OSError):  # what the buffer still holds after an error
+                file.close()
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove temporary files of `replaced(path)` that killed processes have left behind."""
-    for beside in path.parent.glob(f".{glob.escape(path.name)}.tmp*"):
-        if beside.suffix.removeprefix(".tmp").isdecimal() and beside.is_file():
-            with suppress(OSError), beside.open("ab") as held:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while a process still writes to this file
-                beside.unlink(missing_ok=True)
+    """Remove temporary files of `replaced(path)` that killed processes of this user have left behind."""
+    for beside in temporary_names(path):
+        with suppress(OSError):
+            file = os.open(beside, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while a process still writes to this file
+                facts = os.fstat(file)
+                if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
+                    beside.unlink()
+            finally:
+                os.close(file)
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file atomically: readers see the old or the new content. Missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path) as beside:
-        beside.write_bytes(content.encode() if isinstance(content, str) else content)
+    with replaced(path) as file:
+        file.write(_encoded(content))
+
+
+def write_new(path: Path, content: str | bytes) -> None:
+    """Write a file that does not exist yet. After an error no part of the file is left.
+
+    Raises:
+        FileExistsError: The name is taken.
+    """
+    with create(path) as file:
+        try:
+            file.write(_encoded(content))
+            file.flush()
+        except OSError as error:
+            path.unlink()
+            raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _encoded(content: str | bytes) -> bytes:
+    return content.encode() if isinstance(content, str) else content
+
+
+def link_or_copy(source: Path, path: Path) -> None:
+    """Replace `path` by a hard link to the file `source`, or by a copy on disks without hard links."""
+    beside = temporary_name(path)
+    try:
+        os.link(source, beside)
+    except OSError:
+        with source.open("rb") as original, replaced(path) as file:
+            shutil.copyfileobj(original, file)
+        return
+    try:
+        beside.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        beside.unlink(missing_ok=True)  # rename keeps both names if `path` is a link to the same file already
+
+
+def reserve(file: IO[bytes], size: int) -> None:
+    """Reserve `size` bytes of the disk for a new file. Raises OSError, with both sizes, if the disk is full."""
+    try:
+        os.posix_fallocate(file.fileno(), 0, max(size, 1))
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            return  # the file system cannot reserve
+        raise OSError(error.errno, f"{error.strerror}: {size / 2**20:,.1f} MiB needed") from None
+
+
+# -- folders that this program made
+
+MARK = ".nntile_py"  # file in a folder that nntile_py made and may remove
+
+
+def mark(folder: Path, kind: str) -> None:
+    """Mark a folder as made by this program. kind: the folder's purpose."""
+    replace_file(folder / MARK, _mark_of(kind))
+
+
+def unmark(folder: Path) -> None:
+    """Remove the mark from a folder."""
+    (folder / MARK).unlink(missing_ok=True)
+
+
+def is_marked(folder: Path, kind: str) -> bool:
+    """Return True if `mark` has marked the folder for this purpose, so that it may be removed with its files."""
+    try:
+        return not folder.is_symlink() and read(folder / MARK, 1000) == _mark_of(kind).encode()
+    except OSError:
+        return False
+
+
+def _mark_of(kind: str) -> str:
+    return f"{kind} of nntile_py: this folder is removed when it is not needed any more\n"
 
 
 def exchange(one: Path, other: Path) -> None:

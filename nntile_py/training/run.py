@@ -32,7 +32,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import StepSpec
 from nntile_py.inference.generate import fill_masked, generate
-from nntile_py.system.folders import replace_file
+from nntile_py.system.folders import NO_ROOM, replace_file
 from nntile_py.training.collectives import NoOutput, agree, ranks_of_run
 from nntile_py.training.datasets import build_dataset, check_objective
 from nntile_py.training.display import Display, Screen, say
@@ -223,7 +223,7 @@ def _train_on_rank_0(run: _Run, make_folder: Callable[[], RunFolder], rescue: Pa
     try:
         folder, metrics = _first_files(run, make_folder)
     except OSError as error:
-        if error.errno not in checkpoint.NO_ROOM or not rescue:
+        if error.errno not in NO_ROOM or not rescue:
             raise
         run.report(f"cannot begin ({error_text(error)}): training into {rescue} instead")
         folder, metrics = _first_files(run, partial(RunFolder, rescue, new=True))
