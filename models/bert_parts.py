@@ -24,6 +24,7 @@ from nntile_py.models.parts import (
     LayerConfig,
     Sizes,
     check_length,
+    dense,
     dense_weights,
     embedded_positions,
     norm,
@@ -33,7 +34,7 @@ from nntile_py.models.parts import (
 from nntile_py.schema import BelowOne, Count, Natural
 from nntile_py.tasks.activation import activation
 from nntile_py.tasks.attention import attention
-from nntile_py.tasks.elementwise import add, dropout, transpose
+from nntile_py.tasks.elementwise import add, dropout, rename, transpose
 from nntile_py.tasks.embedding import embedding
 from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Tensor
@@ -200,6 +201,7 @@ def embedded(
     padding: int | None = None,
     places: bool = True,
     width: int = 0,
+    expanded: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of token, position and token type embeddings after LayerNorm and dropout; and the token table.
 
@@ -214,6 +216,7 @@ def embedded(
             c.padding_idx of the token table gets no gradient.
         places: Whether to add position embeddings.
         width: Width of the tables (axis embed); 0: the model's width.
+        expanded: Name of a product, without bias, that expands the sum to the model's width before the LayerNorm.
     """
     tokens, embed = {"batch": batch.size, "seq": batch.seq}, {"embed": width or c.embed}
     ids, positions, rows = g.input("input_ids", tokens, below=c.vocab), None, c.positions
@@ -230,6 +233,9 @@ def embedded(
             kind = g.input("token_type_ids", tokens, below=c.kinds, default=0)
             types = g.param(f"{name}.token_type_embeddings.weight", {"kind": c.kinds} | embed, INIT)
             x = add(g, x, embedding(g, kind, types))
+        if expanded:
+            y = dense(g, x, f"{name}.{expanded}", embed, {"hidden": c.embed}, INIT, bias=False)
+            x = rename(g, y, hidden="embed")
         return dropout(g, norm(g, x, f"{name}.LayerNorm", c.layer_norm_eps), c.dropout), words
 
 

@@ -18,9 +18,20 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ZEROS, Array, Batch, Part, Traced
 from nntile_py.models.bert_parts import PADDED_KEYS, EncoderLayer, LayerNames, TextEncoder, TextEncoderConfig, embedded
+from nntile_py.models.deberta_parts import Padding, convolved, padding_of
 from nntile_py.models.heads import bare, classified, first_token, predicted, token_logits
-from nntile_py.models.hf_config import choice
-from nntile_py.models.parts import INIT, Dense, PaddedConfig, Sizes, attention_mask, check_length, dense_weights, norm
+from nntile_py.models.hf_config import ACTIVATIONS, choice
+from nntile_py.models.parts import (
+    INIT,
+    ActivationName,
+    Dense,
+    PaddedConfig,
+    Sizes,
+    attention_mask,
+    check_length,
+    dense_weights,
+    norm,
+)
 from nntile_py.schema import Count, Positive, integer, short
 from nntile_py.tasks.contract import contract
 from nntile_py.tasks.cross_entropy import cross_entropy
@@ -50,6 +61,12 @@ class DeBERTaConfig(TextEncoderConfig, PaddedConfig):
     positions."""
     layer_norm_eps: Positive = 1e-7
     """Added to the variance in LayerNorm."""
+    embedding: Count | None = None
+    """Width of the embedding; null: `embed`. If it differs from `embed`, a product expands it to `embed`."""
+    pooler_activation: ActivationName = "gelu"
+    """Activation of the dense layer before a classifier."""
+    relative_attention: bool = True
+    """Attention scores include products with embeddings of distances, as `c2p` and `p2c` say."""
     c2p: bool = True
     """Attention scores include products of queries with embeddings of distances (content to position)."""
     p2c: bool = True
@@ -58,6 +75,11 @@ class DeBERTaConfig(TextEncoderConfig, PaddedConfig):
     """All distances from this number of tokens on share one embedding; null: `positions`."""
     position_biased_input: bool = False
     """The embedding of a token includes an embedding of its absolute position."""
+
+    @property
+    def relative(self) -> bool:
+        """Whether the scores depend on distances."""
+        return self.relative_attention and (self.c2p or self.p2c)
 
     @property
     def buckets(self) -> int:
@@ -71,10 +93,12 @@ class DeBERTaConfig(TextEncoderConfig, PaddedConfig):
 
     @model_validator(mode="after")
     def _relative(self) -> Self:
-        if not (self.c2p or self.p2c):
-            raise ConfigError("model.c2p: got false, and model.p2c is false; allowed: true for one of them or both")
+        self.fill(embedding=self.embed)
+        if not self.legacy and self.head == "masked_lm" and self.embedding != self.embed:
+            need = f"model.embed = {self.embed}, or legacy: true, whose head has this width"
+            raise ConfigError(f"model.embedding: got {self.embedding}; allowed: {need}")
         longest = self.longest
-        if self.buckets and longest and not 1 <= self.buckets // 2 < longest - 1:
+        if self.relative and self.buckets and longest and not 1 <= self.buckets // 2 < longest - 1:
             need = f"0, or from 2 to {2 * longest - 3}, as the longest distance is {longest}"
             raise ConfigError(f"model.position_buckets: got {self.buckets}; allowed: {need}")
         return self
@@ -89,10 +113,21 @@ class DeBERTaV2Config(DeBERTaConfig):
     """Embeddings of distances are multiplied by the weights of queries and keys; false: by weights of their own."""
     norm_rel_ebd: bool = True
     """Apply a LayerNorm to the embeddings of distances."""
+    conv: Annotated[int, *integer(0)] = 0
+    """Number of positions, an odd number, that a convolution of the embeddings takes; its result is added to the first
+    layer's. 0: no convolution."""
+    conv_activation: ActivationName = "tanh"
+    """Activation of the convolution."""
 
     @property
     def buckets(self) -> int:
         return self.position_buckets
+
+    @model_validator(mode="after")
+    def _odd(self) -> Self:
+        if self.conv and self.conv % 2 == 0:
+            raise ConfigError(f"model.conv: got {self.conv}; allowed: 0 or an odd number")
+        return self
 
 
 # -- relative positions
@@ -146,11 +181,11 @@ class Relative(NamedTuple):
 class DeBERTaLayer(EncoderLayer):
     """A layer of version 1. Its checkpoint has one weight that holds, head by head, query, key and value weights."""
 
-    def __init__(self, g: Graph, c: Any, name: str, relative: Relative) -> None:
-        self.own, self.relative = f"{name}.attention.self", relative
+    def __init__(self, g: Graph, c: Any, name: str, relative: Relative | None, padding: Padding | None) -> None:
+        self.own, self.relative, self.padding = f"{name}.attention.self", relative, padding
         super().__init__(g, c, name, LayerNames(*(f"attention.self.{one}_proj" for one in ("query", "key", "value"))))
         embed, heads = {"embed": c.embed}, {"heads": c.heads, "head_dim": c.embed // c.heads}
-        self.position_key, self.position_query = self.position_weights(g, embed, heads)
+        self.position_key, self.position_query = self.position_weights(g, embed, heads) if relative else (None, None)
 
     def projected(self, g: Graph, at: LayerNames, embed: Sizes, heads: Sizes) -> list[Dense]:
         made = []
@@ -167,7 +202,7 @@ class DeBERTaLayer(EncoderLayer):
         return key, dense_weights(g, f"{self.own}.pos_q_proj", embed, heads, INIT) if self.config.p2c else None
 
     def attend(self, g: Graph, x: Tensor, mask: Mask) -> Tensor:
-        c, table = self.config, dropout(g, self.relative.table, self.config.dropout)
+        c = self.config
         if c.attention_dropout and g.row_numbers:
             told = "allowed with packed sequences: 0, as DeBERTa keeps its scores in memory"
             raise ConfigError(f"model.attention_dropout: got {c.attention_dropout}; {told}")
@@ -175,14 +210,23 @@ class DeBERTaLayer(EncoderLayer):
         k, v = rename(g, k, seq="key"), rename(g, v, seq="key")
         scale = 1 / math.sqrt(q.size("head_dim") * (1 + c.c2p + c.p2c))
 
+        scores = contract(g, q, k, [*q.axes[:3], "key"], scale=scale)
+        if self.relative:
+            scores = self.by_distance(g, scores, q, k, scale, dropout(g, self.relative.table, c.dropout))
+        y = contract(g, dropout(g, softmax(g, scores, mask), c.attention_dropout), v, q.axes)
+        return self.padding.attended(y, v) if self.padding else y
+
+    def by_distance(self, g: Graph, scores: Tensor, q: Tensor, k: Tensor, scale: float, table: Tensor) -> Tensor:
+        """Return the scores plus the products of queries and keys with the embeddings of distances, `table`."""
+        c = self.config
+        assert self.relative
+
         def products(content: Tensor, weights: Dense) -> Tensor:
             return contract(g, content, weights(g, table), [*content.axes[:3], "relative"], scale=scale)
 
-        scores = contract(g, q, k, [*q.axes[:3], "key"], scale=scale)
         of_queries = products(q, self.position_key) if c.c2p and self.position_key else None
         of_keys = products(k, self.position_query) if c.p2c and self.position_query else None
-        scores = relative_scores(g, scores, self.relative.of_distance, of_queries, of_keys)
-        return contract(g, dropout(g, softmax(g, scores, mask), c.attention_dropout), v, q.axes)
+        return relative_scores(g, scores, self.relative.of_distance, of_queries, of_keys)
 
 
 class DeBERTaV2Layer(DeBERTaLayer):
@@ -207,8 +251,7 @@ class DeBERTa(TextEncoder):
     token types.
 
     Labels by head. masked_lm: the masked token of each position, -100 at unmasked positions; classification: a class
-    for each sequence, [batch]. Outputs at padding positions differ from transformers': here padding attends to the
-    other tokens, in transformers to nothing."""
+    for each sequence, [batch]. Padding attends to all positions alike, as in transformers."""
 
     Config: ClassVar[Any] = DeBERTaConfig
     Layer: ClassVar[Any] = DeBERTaLayer
@@ -218,17 +261,21 @@ class DeBERTa(TextEncoder):
     old_names: ClassVar = dict(zip(_HEAD, _LEGACY_HEAD, strict=True))
     decoder = "cls.predictions.decoder.weight"
     fixed: ClassVar = TextEncoder.fixed | {
-        "relative_attention": (True,), "talking_head": (False,), "conv_kernel_size": (0,),
-        "pooler_hidden_act": ("gelu",),
+        "talking_head": (False,), "conv_kernel_size": (0,),
     }  # fmt: skip
     absent: ClassVar = {
         "pad_token_id": 0, "relative_attention": False, "position_biased_input": True, "layer_norm_eps": 1e-7,
         "type_vocab_size": 0, "legacy": True,
     }  # fmt: skip
-    keys: ClassVar = PADDED_KEYS | {"position_biased_input": "position_biased_input", "legacy": "legacy"}
+    keys: ClassVar = PADDED_KEYS | {
+        "position_biased_input": "position_biased_input", "legacy": "legacy",
+        "relative_attention": "relative_attention",
+    }  # fmt: skip
 
-    def relative(self, g: Graph, batch: Batch) -> Relative:
+    def relative(self, g: Graph, batch: Batch) -> Relative | None:
         """Look up the embeddings of the distances that occur in this batch, not of the whole table."""
+        if not self.config.relative:
+            return None
         c, name = self.config, "deberta.encoder.rel_embeddings.weight"
         rows, index = distance_rows(batch.seq, batch.length, c.buckets, c.longest)
         size = 2 * (c.buckets or c.longest)
@@ -242,19 +289,28 @@ class DeBERTa(TextEncoder):
         """Return the embeddings of distances as the layers use them. Versions 2 and 3 may apply a norm."""
         return table
 
+    def after_first(self, g: Graph, batch: Batch, x: Tensor, first: Tensor, padding: Padding | None) -> Tensor:
+        """Return the input of the second layer, from the first layer's output x and its input `first`."""
+        return x
+
     def trace(self, g: Graph, batch: Batch) -> Traced:
         c = self.config
         check_length(batch, c.positions)
-        places = c.position_biased_input
-        x, words = embedded(g, batch, c, "deberta.embeddings", kinds=c.kinds > 0, places=places)
-        relative, mask = self.relative(g, batch), attention_mask(g, batch)
+        expanded = {"width": c.embedding, "expanded": "embed_proj"} if c.embedding != c.embed else {}
+        x, words = embedded(
+            g, batch, c, "deberta.embeddings", kinds=c.kinds > 0, places=c.position_biased_input, **expanded
+        )
+        relative, mask, padding = self.relative(g, batch), attention_mask(g, batch), padding_of(g, batch)
+        first = x = padding.zeroed(x) if padding else x
         for layer in range(c.layers):
-            x = self.Layer(g, c, f"deberta.encoder.layer.{layer}", relative)(g, x, mask, f"h{layer}")
+            x = self.Layer(g, c, f"deberta.encoder.layer.{layer}", relative, padding)(g, x, mask, f"h{layer}")
+            if layer == 0:
+                x = self.after_first(g, batch, x, first, padding)
         with g.scope("head"):
             if c.head == "none":
                 return bare(g, c, x)
             if c.head in ("classification", "regression"):
-                return classified(g, batch, c, first_token(g, x, c, "pooler.dense", "gelu"))
+                return classified(g, batch, c, first_token(g, x, c, "pooler.dense", c.pooler_activation))
             y, labels = predicted(g, batch, c, x)
             logits = token_logits(g, y, c, words, c.activation, _LEGACY_HEAD if c.legacy else _HEAD)
             return Traced(cross_entropy(g, logits, labels), {"logits": logits})
@@ -264,28 +320,33 @@ class DeBERTa(TextEncoder):
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         width = raw["hidden_size"]
-        for key in ("embedding_size", "pooler_hidden_size"):
-            choice(raw, key, width)
+        choice(raw, "pooler_hidden_size", width)
         choice(raw, "attention_head_size", width // raw["num_attention_heads"])
         kinds, longest = _kinds(raw.get("pos_att_type")), raw.get("max_relative_positions", -1)
         fields = super().read_config(raw) | {kind: kind in kinds for kind in _KINDS}
-        return fields | {"relative_positions": longest if longest > 0 else None}
+        return fields | {
+            "relative_positions": longest if longest > 0 else None, "embedding": raw.get("embedding_size"),
+            "pooler_activation": ACTIVATIONS[choice(raw, "pooler_hidden_act", "gelu", *ACTIVATIONS)],
+        }  # fmt: skip
 
     def hf_config(self) -> dict[str, Any]:
         c = self.config
         return super().hf_config() | {
-            "relative_attention": True, "legacy": c.legacy, "max_relative_positions": c.relative_positions or -1,
-            "pos_att_type": [kind for kind in _KINDS if getattr(c, kind)],
+            "relative_attention": c.relative, "legacy": c.legacy, "max_relative_positions": c.relative_positions or -1,
+            "pos_att_type": [kind for kind in _KINDS if getattr(c, kind)], "embedding_size": c.embedding,
+            "pooler_hidden_act": c.pooler_activation, "pooler_hidden_size": c.embed,
         }  # fmt: skip
 
 
 class DeBERTaV2(DeBERTa):
-    """DeBERTa, versions 2 and 3. The convolution in the larger models of version 2 is not supported. Inputs are those
-    of DeBERTa."""
+    """DeBERTa, versions 2 and 3. Inputs are those of DeBERTa."""
 
     Config = DeBERTaV2Config
     Layer = DeBERTaV2Layer
     stem = "DebertaV2"
+    fixed: ClassVar = {key: values for key, values in DeBERTa.fixed.items() if key != "conv_kernel_size"} | {
+        "conv_groups": (1,)
+    }  # fmt: skip
     absent: ClassVar = DeBERTa.absent | {"share_att_key": False, "position_buckets": -1}
     keys: ClassVar = DeBERTa.keys | {"share_att_key": "share_att_key", "position_buckets": "position_buckets"}
 
@@ -293,18 +354,31 @@ class DeBERTaV2(DeBERTa):
         c = self.config
         return norm(g, table, "deberta.encoder.LayerNorm", c.layer_norm_eps) if c.norm_rel_ebd else table
 
+    def after_first(self, g: Graph, batch: Batch, x: Tensor, first: Tensor, padding: Padding | None) -> Tensor:
+        if not self.config.conv:
+            return x
+        y = convolved(g, batch, self.config, first, x)
+        return padding.zeroed(y) if padding else y
+
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         kind, buckets = choice(raw, "norm_rel_ebd", "none", "layer_norm"), max(raw["position_buckets"], 0)
-        return super().read_config(raw) | {"norm_rel_ebd": kind == "layer_norm", "position_buckets": buckets}
+        return super().read_config(raw) | {
+            "norm_rel_ebd": kind == "layer_norm", "position_buckets": buckets, "conv": raw.get("conv_kernel_size", 0),
+            "conv_activation": ACTIVATIONS[choice(raw, "conv_act", "tanh", *ACTIVATIONS)],
+        }  # fmt: skip
 
     def hf_config(self) -> dict[str, Any]:
-        return super().hf_config() | {"norm_rel_ebd": "layer_norm" if self.config.norm_rel_ebd else "none"}
+        c = self.config
+        return super().hf_config() | {
+            "norm_rel_ebd": "layer_norm" if c.norm_rel_ebd and c.relative else "none",
+            "conv_kernel_size": c.conv, "conv_act": c.conv_activation,
+        }  # fmt: skip
 
 
 def _kinds(value: Any) -> list[str]:
     """Return the list of score terms, c2p and/or p2c, from pos_att_type: a list, or a text such as "c2p|p2c"."""
-    found = value.split("|") if isinstance(value, str) else value
-    if not found or not isinstance(found, list) or not set(found) <= set(_KINDS) or len(set(found)) < len(found):
+    found = [one.strip() for one in value.lower().split("|")] if isinstance(value, str) else value or []
+    if not isinstance(found, list) or not set(found) <= set(_KINDS) or len(set(found)) < len(found):
         raise ConfigError(f"model: pos_att_type is {short(value)} in the model's config; allowed: c2p, p2c or both")
     return found

@@ -133,13 +133,6 @@ class Case:
     ours: Callable[[Any], Any] = nt.models.from_hf
     zero: str | None = None
     attention: str | None = None  # the only form that the model has
-    padding: bool = True  # PyTorch's outputs at padding are to be ours, too
-
-    def real(self, inputs: Inputs, output: Any) -> Any:
-        """What is compared of an output."""
-        if self.padding or "attention_mask" not in inputs or output.shape[:2] != inputs["attention_mask"].shape:
-            return output
-        return output[inputs["attention_mask"] == 1]
 
 
 def _pretraining(pairs: str, rng: np.random.Generator) -> Inputs:
@@ -181,7 +174,7 @@ def _deberta(
     kind: str, inputs: Callable[[np.random.Generator], Inputs], zero: str | None = None, **config: Any
 ) -> Case:
     options = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]} | config
-    return Case(functools.partial(bert, kind, **options), inputs, zero=zero, attention="naive", padding=False)
+    return Case(functools.partial(bert, kind, **options), inputs, zero=zero, attention="naive")
 
 
 ALBERT: dict[str, Any] = {"embedding_size": 10, "num_hidden_layers": 3, "classifier_dropout_prob": 0.0}

@@ -139,13 +139,13 @@ def gradients(
 
 def compare(
     ours: Any, theirs: Any, inputs: Mapping[str, Any], *, tiles: Mapping[str, int] | None = None,
-    named: Callable[[str], str] = str, policy: str = "chain", limit: float = 1e-9,
+    named: Callable[[str], str] = str, policy: str = "chain", limit: float = 1e-9, fusion: bool = True,
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Compare loss and all gradients of a step in fp64."""
     causal = ours.objective == "causal"
     want_loss, want = gradients(theirs, inputs, loss or (lambda logits, labels: loss_of(logits, labels, causal)))
-    trainer = nt.Trainer(ours, BATCH, SEQ, dict(tiles or {}), "fp64", accumulate=policy)
+    trainer = nt.Trainer(ours, BATCH, SEQ, dict(tiles or {}), "fp64", accumulate=policy, fusion=fusion)
     got_loss, got = trainer.step(inputs), {named(name): value for name, value in trainer.gradients().items()}
     trainer.close()
     assert abs(got_loss / want_loss - 1) < limit, (got_loss, want_loss)

@@ -1,0 +1,94 @@
+"""Parts of DeBERTa beside its layers: padding that attends to all positions, and the convolution of large models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from nntile_py.graph import packed_inputs
+from nntile_py.graph.graph import Graph
+from nntile_py.graph.params import ZEROS, Array, Batch
+from nntile_py.models.parts import INIT, norm, padding
+from nntile_py.tasks.activation import activation
+from nntile_py.tasks.contract import contract, linear
+from nntile_py.tasks.elementwise import add, dropout, multiply, rename, transpose
+from nntile_py.tasks.gather import NOWHERE, gather
+from nntile_py.tasks.op import Tensor
+
+
+class Padding:
+    """The positions of a batch that hold padding, where DeBERTa computes more than other models.
+
+    Their embeddings are zero, and each of them attends to all positions of its row with the same weight. A label at
+    padding, or a first token that is padding, makes these values part of the loss.
+    """
+
+    def __init__(self, g: Graph, mask: Tensor) -> None:
+        def real(given: Mapping[str, Array]) -> Array:
+            return (given[mask.name] != 0)[..., None]
+
+        def padded(given: Mapping[str, Array]) -> Array:
+            return (given[mask.name] == 0)[..., None]
+
+        self.g, sizes = g, mask.sizes | {"one": 1}
+        self.real = g.input("real_tokens", sizes, None, default=real)
+        self.padded = g.input("padding_tokens", sizes, None, default=padded)
+        self.ones = g.input("ones", {"one": 1, "key": mask.size("seq")}, None, default=1.0)
+        self.masks: dict[tuple[str, ...], Tensor] = {}
+
+    def zeroed(self, x: Tensor) -> Tensor:
+        """Return x [batch, seq, ...] with zeros at padding."""
+        width = {axis: x.size(axis) for axis in x.axes[2:]}
+        if x.axes not in self.masks:
+            ones = self.g.input(f"ones_{'_'.join(width)}", {"one": 1} | width, None, default=1.0)
+            self.masks[x.axes] = contract(self.g, self.real, ones, x.axes)
+        return multiply(self.g, x, self.masks[x.axes])
+
+    def attended(self, x: Tensor, values: Tensor) -> Tensor:
+        """Return the attention's output x with the mean of all values [..., key, head_dim] at padding.
+
+        The result has the axes batch, seq, heads, head_dim.
+        """
+        g, axes = self.g, ["batch", "seq", "heads", "head_dim"]
+        head = [axis for axis in values.axes if axis not in ("key", "head_dim")]
+        mean = contract(g, self.ones, values, [*head, "one", "head_dim"], scale=1 / values.size("key"))
+        return add(g, self.zeroed(transpose(g, x, axes)), contract(g, self.padded, mean, axes))
+
+
+def padding_of(g: Graph, batch: Batch) -> Padding | None:
+    """Return the padding of the batch, or None if no step has padding."""
+    mask = None if batch.packed else padding(g, batch)
+    return Padding(g, mask) if mask else None
+
+
+def convolved(g: Graph, batch: Batch, c: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Return norm(y + act(convolution of x)), with x [batch, seq, embed] the embeddings and y the first layer's output.
+
+    The convolution has c.conv taps along the positions of a sequence, with zeros before and after the sequence. The
+    taps are an axis of a gather, so the convolution is a product over this axis and embed.
+    """
+    name, taps = "deberta.encoder.conv", np.arange(c.conv) - c.conv // 2
+
+    def neighbours(places: Array, first: Array | int, end: Array | int) -> Array:
+        found = places[..., None] + taps
+        return np.where((found >= np.asarray(first)[..., None]) & (found < np.asarray(end)[..., None]), found, NOWHERE)
+
+    def of_bins(given: Mapping[str, Array]) -> Array:
+        places, offsets = np.arange(batch.seq), given[packed_inputs.SEGMENTS]
+        number = np.stack([np.searchsorted(row, places, side="right") for row in offsets])
+        live = (number > 0) & (number < offsets.shape[1])
+        first = np.take_along_axis(offsets, np.maximum(number - 1, 0), 1)
+        end = np.where(live, np.take_along_axis(offsets, np.minimum(number, offsets.shape[1] - 1), 1), 0)
+        return neighbours(np.broadcast_to(places, first.shape), first, end)
+
+    sizes = {"batch": batch.size, "key": batch.seq, "tap": c.conv}
+    default = of_bins if batch.packed else neighbours(np.arange(batch.seq), 0, batch.seq)
+    places = g.input("conv_places", sizes, below=batch.seq, ignored=NOWHERE, default=default)
+    with g.scope("conv"):
+        weight = g.param(f"{name}.conv.weight", {"hidden": c.embed, "embed": c.embed, "tap": c.conv}, INIT)
+        bias = g.param(f"{name}.conv.bias", {"hidden": c.embed}, ZEROS)
+        z = linear(g, gather(g, x, places), weight, ["batch", "key", "hidden"], bias)
+        z = activation(g, dropout(g, rename(g, z, key="seq", hidden="embed"), c.dropout), c.conv_activation)
+        return norm(g, add(g, z, y), f"{name}.LayerNorm", c.layer_norm_eps)
