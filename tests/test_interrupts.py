@@ -9,6 +9,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import typer
+
+from nntile_py import cli
 
 TORTURE = bool(os.environ.get("NNTILE_TORTURE"))  # `make torture`
 MOMENTS = 100 if TORTURE else 4
@@ -40,6 +43,24 @@ while True:
         x.numpy()
         nt.Runtime.wait()
 """
+
+
+def test_ctrl_c_of_a_command_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a command's function, where typer ends silently, before it, and while modules are imported."""
+
+    def stopped() -> None:
+        raise KeyboardInterrupt
+
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(stopped)
+    monkeypatch.setattr(sys, "argv", ["nntile"])
+    for run in (app, stopped):
+        with pytest.raises(SystemExit) as end:
+            cli.main(run)
+        assert end.value.code == 130 and capsys.readouterr().err == "interrupted\n"
+    code = "import os; from nntile_py.system.interrupts import ends_at_once\nwith ends_at_once(): os.kill(os.getpid(), 2)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
 def interrupted(code: str, times: int, moment: random.Random) -> tuple[int, str, float]:

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -240,6 +241,27 @@ def test_a_closed_output_ends_no_run(both: bool, tmp_path: Path) -> None:
     told = "" if both else "the output is closed; training goes on, Ctrl-C stops it\n"
     assert (tmp_path / "err").read_text() == told
     assert len(metrics(tmp_path / "runs/tiny")) == 12 and (tmp_path / "runs/tiny/model.safetensors").is_file()
+
+
+def test_a_full_disk_under_the_log_ends_no_run(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        how = HOW | {"capture_output": False, "stdout": full, "stderr": subprocess.PIPE}
+        short = command(tmp_path, "train.steps=2", arguments=("--out", "run"))
+        done = subprocess.run(short, **how, cwd=tmp_path, check=False)
+    assert done.stderr == "the output fails (No space left on device); training goes on, Ctrl-C stops it\n"
+    assert done.returncode == 0 and (tmp_path / "run/model.safetensors").is_file()
+
+
+def test_a_full_disk_under_another_commands_output(tmp_path: Path) -> None:
+    """One message, also if the text reaches the disk only at the end; a closed standard error changes nothing."""
+    begin = [*command(tmp_path)[:3], "config", "tiny.yaml"]
+    for redirected, status, told in (
+        (">/dev/full", 1, "error: standard output: No space left on device\n"), (">&- 2>/dev/full", 0, ""),
+        ("--set tiles.embed=0 2>/dev/full", 2, ""),
+    ):  # fmt: skip
+        line = f"exec {shlex.join(begin)} {redirected}"
+        done = subprocess.run(["bash", "-c", line], **HOW, cwd=tmp_path, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (status, "", told)
 
 
 def test_a_loss_that_is_no_number_stops_without_weights(tmp_path: Path) -> None:

@@ -1,20 +1,23 @@
 """The command `nntile`. Commands import slow modules only when they run, so --help and config errors appear at once."""
 
-import atexit
-import gc
-import io
-import os
-import sys
-import warnings
-from collections.abc import Callable
-from typing import Annotated, Any
+from nntile_py.system import interrupts
 
-import typer
+with interrupts.ends_at_once():
+    import atexit
+    import gc
+    import os
+    import signal
+    import sys
+    import warnings
+    from collections.abc import Callable
+    from typing import Annotated, Any
 
-from nntile_py.cli import train, inspect, measurements, encode  # isort: skip  # the order of --help
-from nntile_py.cli.options import app
-from nntile_py.errors import NNTileError, exit_status, shown
-from nntile_py.system import launcher
+    import typer
+
+    from nntile_py.cli import train, inspect, measurements, encode  # isort: skip  # the order of --help
+    from nntile_py.cli.options import app
+    from nntile_py.errors import NNTileError, exit_status, shown
+    from nntile_py.system import launcher, output
 
 __all__ = ["app", "encode", "inspect", "main", "measurements", "train"]
 
@@ -24,16 +27,27 @@ def main(run: Callable[[], Any] = app) -> None:
 
     NNTILE_DEBUG=1 shows the traceback instead.
     """
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in the interpreter's end shows no traceback
     atexit.register(gc.freeze)  # skips the garbage collection at the end of the process, which takes 0.4 s
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? for unknown characters
+    output.protect()
     if os.environ.get("NNTILE_DEBUG") != "1":
         warnings.formatwarning = lambda message, *_, **__: f"{message}\n"  # no file name, line number and source line
     try:
-        run()
+        try:
+            run()
+        finally:
+            sys.stdout.flush()
+    except (KeyboardInterrupt, SystemExit) as end:
+        causes = end, getattr(end.__context__, "__cause__", None)  # typer turns a KeyboardInterrupt into an exit
+        if not any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+            raise
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     except (NNTileError, OSError, MemoryError) as error:
         if os.environ.get("NNTILE_DEBUG") == "1":
             raise
+        if isinstance(error, BrokenPipeError) and error.filename == output.NAME:
+            sys.exit(1)  # as of `| head -1`
         text = f"out of memory ({error})" if isinstance(error, MemoryError) else str(error)
         if isinstance(error, OSError) and error.filename:
             text = f"{error.filename}: {error.strerror}"

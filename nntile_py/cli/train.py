@@ -9,7 +9,7 @@ import typer
 from nntile_py.cli.options import Sets, app, ends_at_ctrl_c, load_config, note_tiles, show
 from nntile_py.errors import ConfigError
 from nntile_py.runs import newest_run, run_folder, run_of, taken
-from nntile_py.system import launcher
+from nntile_py.system import launcher, output
 from nntile_py.system.folders import write_new
 
 
@@ -56,6 +56,7 @@ def config(
 
 
 @app.command(epilog="Example: nntile train my.yaml --set train.steps=100 --out runs/try")
+@output.may_fail("training goes on, Ctrl-C stops it")
 def train(
     config: Annotated[
         str, typer.Argument(metavar="CONFIG", help="YAML file; with --resume also the folder of a run or a checkpoint.")
@@ -119,11 +120,12 @@ def train(
     spec = step_spec(loaded)
     note_tiles(loaded, spec)
     with ends_at_ctrl_c(lambda: "saved checkpoints stay"):
-        from nntile_py.training.display import Screen
+        from rich.console import Console
+
         from nntile_py.training.run import train as run
 
         status = run(
-            loaded.model_copy(update={"out": str(folder)}), spec, folder, Screen(),
+            loaded.model_copy(update={"out": str(folder)}), spec, folder, Console(),
             resume=start, replaces=overwrite and not resume, rescue=rescue, overrides=overrides,
         )  # fmt: skip
     raise typer.Exit(status)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections import Counter, deque
 from types import TracebackType
 from typing import Any, Self
@@ -18,20 +16,6 @@ from nntile_py.config.run_config import RunConfig
 from nntile_py.training.trainer import Trainer
 
 _LIMIT = "its gradient norm is not below train.skip_above_norm"
-
-
-class Screen(Console):
-    """A console for a run. If the reader of the output exits (`nntile train CONFIG | head -1`), training continues."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())  # Python flushes stdout at exit, too
-        try:
-            print("the output is closed; training goes on, Ctrl-C stops it", file=sys.stderr, flush=True)
-        except OSError:
-            os.dup2(null, sys.stderr.fileno())
-        os.close(null)
 
 
 class Display:

@@ -35,7 +35,7 @@ from nntile_py.inference.generate import fill_masked, generate
 from nntile_py.system.folders import NO_ROOM, replace_file
 from nntile_py.training.collectives import NoOutput, agree, ranks_of_run
 from nntile_py.training.datasets import build_dataset, check_objective
-from nntile_py.training.display import Display, Screen, say
+from nntile_py.training.display import Display, say
 from nntile_py.training.loop import run_steps
 from nntile_py.training.trainer import Trainer
 
@@ -70,7 +70,7 @@ def train(
     ranks = runtime.ranks
     is_rank_0 = not ranks or ranks.rank == 0  # rank 0 writes and shows everything; other ranks only compute and read
     if ranks:  # no live display: mpirun's pipes look like a terminal, but are none
-        console = Screen(quiet=not is_rank_0, force_terminal=False)
+        console = Console(quiet=not is_rank_0, force_terminal=False)
     report = partial(say, console)
     if config.short_warmup:
         report(f"note: {config.short_warmup}")
