@@ -36,10 +36,33 @@ def find(name: Any) -> type[Model]:
     models = known()
     if isinstance(name, str) and name in models:
         return models[name]
-    file, colon, wanted = str(name).rpartition(":")
-    if not colon or not file.endswith(".py"):
+    if (file := code_of(name)) is None:
         raise ConfigError(f"model.type: got {name!r}; {allowed(name, [*models, 'my_file.py:MyModel'])}")
-    return _own(absolute(file), wanted)
+    return _own(file, str(name).rpartition(":")[2])
+
+
+def code_of(name: Any) -> Path | None:
+    """Return the Python file whose code `find` runs for a `model.type`; None for the models of this folder."""
+    file, colon, _ = str(name).rpartition(":")
+    return absolute(file) if colon and file.endswith(".py") else None
+
+
+def check_code(name: Any, where: Path, need: str) -> None:
+    """Refuse a `model.type` in a saved file, which may be downloaded, if `find` would run code that is not loaded yet.
+
+    Args:
+        name: The `model.type`.
+        where: The saved file.
+        need: How a user allows the code to run.
+
+    Raises:
+        ConfigError: The model's code is in a file that this process has not imported.
+    """
+    if (file := code_of(name)) is None:
+        return
+    loaded = (getattr(module, "__file__", None) or "" for module in [*sys.modules.values()])
+    if not any(Path(path).name == file.name and absolute(path) == file for path in loaded):
+        raise ConfigError(f"{where}: the model is a class in {file}, whose code would run; allowed: {need}")
 
 
 def type_of(model: Any) -> str:

@@ -16,6 +16,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from nntile_py.checkpoint import format as checkpoint
+from nntile_py.checkpoint import run_folder
 from nntile_py.checkpoint.format import DamagedCheckpoint, StoredArray, TrainerState
 from nntile_py.checkpoint.resume import newest_checkpoint
 from nntile_py.checkpoint.run_folder import Metrics, RunFolder, check_replaced, check_unlocked
@@ -324,6 +325,22 @@ def test_the_place_of_an_earlier_run(at_once: bool, tmp_path: Path, monkeypatch:
     }  # fmt: skip
     for name in ("step-000008.old1", "mine"):
         assert {one.name for one in (out / "checkpoints" / name).iterdir()} == {"eval", "notes.md"}
+
+
+def test_files_that_are_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are a link and take no room; other files are copies, and links only on a full disk."""
+    folder = write(tmp_path / "run", 3)
+    run = RunFolder(tmp_path / "run")
+    for full in (False, True):
+        if full:
+            monkeypatch.setattr(run_folder, "replace_file", _full)
+        for _ in range(2):
+            run.publish(3)
+        linked = {name for name in ("model.safetensors", "config.json") if (run.path / name).samefile(folder / name)}
+        assert linked == {"model.safetensors", *(["config.json"] if full else [])}
+    names = {"checkpoints", "config.json", "model.safetensors", "tokenizer.json"}
+    assert {path.name for path in run.path.iterdir()} == names
+    run.close()
 
 
 def test_a_run_that_cannot_begin_leaves_the_users_files(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_ctrl_c_of_a_command_is_one_line(capsys: pytest.CaptureFixture[str], mon
         with pytest.raises(SystemExit) as end:
             cli.main(run)
         assert end.value.code == 130 and capsys.readouterr().err == "interrupted\n"
-    code = "import os; from nntile_py.system.interrupts import ends_at_once\nwith ends_at_once(): os.kill(os.getpid(), 2)"
+    code = "import os\nfrom nntile_py.system.interrupts import ends_at_once as end\nwith end(): os.kill(os.getpid(), 2)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 

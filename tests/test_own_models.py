@@ -6,6 +6,7 @@ import ast
 import contextlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,47 @@ def test_train_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     again = build_model(config)
     assert type(again).__name__ == "MyModel" and again.config.ffn == 20
     assert all(np.array_equal(again.weights[name], saved[name]) for name in saved)
+
+
+def test_code_of_a_folder_runs_only_if_a_user_names_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint, a run's config.yaml, its saved options and its config.json may be downloaded, and name any file."""
+    code = OWN + "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n"
+    path, out, ran, short = write(tmp_path, code), tmp_path / "out", tmp_path / "ran", ("--set", "train.steps=1")
+    name = f"{tmp_path / 'my_file.py'}:MyModel"
+    assert run(monkeypatch, "train", path, "--out", out, *short) == 0 and ran.exists()
+    ran.unlink()
+    shutil.move(tmp_path / "my_file.py", tmp_path / "evil.py")  # which this process has not imported
+    evil = name.replace("my_file", "evil")
+    (step,) = (out / "checkpoints").iterdir()
+    for file in (out / "config.yaml", out / "config.json", step / "state.json"):
+        file.write_text(file.read_text().replace(name, evil))
+    (tmp_path / "plain.yaml").write_text(path.read_text().replace(name, "gpt2\n  layers: 1\n  heads: 2"))
+    state = json.loads((step / "state.json").read_text())
+    (step / "state.json").write_text(json.dumps(state | {"overrides": [f"model={{type: {evil}, embed: 12}}"]}))
+    from_folder = ("--set", f"model={{from: {out}}}", "--set", "tokenizer={}")
+    capsys.readouterr()
+    for command in (
+        ("train", "--resume", out), ("train", out / "config.yaml", "--resume"), ("plan", out / "config.yaml"),
+        ("train", tmp_path / "plain.yaml", "--resume", "--out", out), ("train", "--resume", step),
+    ):  # fmt: skip
+        assert run(monkeypatch, *command) == 2 and not ran.exists()
+        told = f"the model is a class in {tmp_path}/evil.py, whose code would run; allowed: --set model.type={evil}, if"
+        assert told in capsys.readouterr().err
+    assert run(monkeypatch, "plan", tmp_path / "plain.yaml", *from_folder) == 2
+    with pytest.raises(nt.ConfigError, match="model_type"):
+        nt.Encoder.from_hf(out)
+    with pytest.raises(nt.ConfigError, match="model_type"):
+        nt.models.from_hf(out)
+    with pytest.raises(nt.ConfigError, match=r"evil\.py, whose code would run; allowed: model=MODEL, .* trust_code"):
+        nt.Trainer.load(step)
+    assert not ran.exists()
+    with nt.Runtime(cpus=1):
+        assert nt.Trainer.load(step, trust_code=True).steps == 1 and ran.exists()
+        assert nt.Trainer.load(step).steps == 1  # the file is imported now
+    named = ("--set", f"model.type={evil}", "--set", "train.steps=2")
+    assert run(monkeypatch, "train", "--resume", out, *named) == 0
 
 
 @pytest.mark.parametrize("outputs", ["{}", '{"scores": logits}', '{"logits": ids}'])

@@ -18,7 +18,7 @@ from nntile_py.data.dataset import Dataset
 from nntile_py.errors import ConfigError
 from nntile_py.models.base import Model
 from nntile_py.models.hf_config import arrays, named, tensors_of
-from nntile_py.models.registry import find
+from nntile_py.models.registry import check_code, find
 from nntile_py.system.folders import read
 from nntile_py.tasks.optimizer import OPTIMIZERS
 
@@ -34,7 +34,7 @@ _OPTIMIZERS = {optimizer.__name__: optimizer for optimizer in OPTIMIZERS.values(
 # -- Trainer.load
 
 
-def load_trainer(cls: type[Any], folder: Path, model: Any, options: Mapping[str, Any]) -> Any:
+def load_trainer(cls: type[Any], folder: Path, model: Any, trust_code: bool, options: Mapping[str, Any]) -> Any:
     """Return the trainer of a checkpoint; see Trainer.load."""
     if not (folder / STATE).is_file():
         newest = next((f"; the newest of this run is {path}" for _, path in checkpoints_in(folder)), "")
@@ -47,8 +47,11 @@ def load_trainer(cls: type[Any], folder: Path, model: Any, options: Mapping[str,
     if model is None:
         if facts["model"] is None:
             raise ConfigError(f"{folder}: a model of your own was saved; give it: Trainer.load(folder, model)")
+        kind = facts["model"].get("type")
+        if not trust_code:
+            check_code(kind, folder / STATE, "model=MODEL, a model of yours, or trust_code=True")
         with named(folder):
-            model = find(facts["model"].get("type")).from_hf(folder, **facts["model"])
+            model = find(kind).from_hf(folder, **facts["model"])
     elif isinstance(model, type) or not (hasattr(model, "trace") and hasattr(model, "weights")):
         raise ConfigError(f"model: {model!r} is not allowed; use a model, such as MyModel(config)")
     else:

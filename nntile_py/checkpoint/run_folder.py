@@ -22,6 +22,7 @@ from nntile_py.runs import taken
 from nntile_py.schema import MOST_BYTES, parse
 from nntile_py.system.folders import (
     MARK,
+    NO_ROOM,
     append,
     exchange,
     is_marked,
@@ -29,6 +30,7 @@ from nntile_py.system.folders import (
     mark,
     read,
     remove_leftovers,
+    replace_file,
     replaced,
     sync,
     unmark,
@@ -126,12 +128,21 @@ class RunFolder:
     def publish(self, step: int) -> None:
         """Put a checkpoint's weights, config.json and tokenizer files into the run's folder.
 
-        They are hard links to the checkpoint's files, or copies on disks without hard links."""
+        The weights are a hard link to the checkpoint's file, or a copy on disks without hard links. Other files are
+        copies, which a user may edit without a change of the checkpoint, or links if the disk has no room for copies.
+        """
         source = checkpoint.checkpoint_folder(self.path, step)
         files = checkpoint.TOKENIZER, checkpoint.TOKENIZER_CONFIG, GENERATION, checkpoint.CONFIG, checkpoint.MODEL
         for name in files:  # the weights last
-            if (source / name).is_file() or name == checkpoint.MODEL:
+            if name == checkpoint.MODEL:
                 link_or_copy(source / name, self.path / name)
+            elif (source / name).is_file():
+                try:
+                    replace_file(self.path / name, read(source / name))
+                except OSError as error:
+                    if error.errno not in NO_ROOM:
+                        raise
+                    link_or_copy(source / name, self.path / name)
         sync(self.path)
 
 

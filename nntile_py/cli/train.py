@@ -82,7 +82,7 @@ def train(
 ) -> None:
     """Train the model that CONFIG describes."""
     from nntile_py.config.builders import step_spec
-    from nntile_py.config.run_config import load
+    from nntile_py.config.run_config import check_saved_overrides, load
 
     name, overrides = Path(config).stem, list(sets or [])
     of_run = resume and where is None and not Path(config).is_file()  # typed as: nntile train --resume runs/my_run
@@ -99,13 +99,14 @@ def train(
         start = where or newest_run(name, configured, out)
         return next((folder for _, folder in checkpoints_in(start)), start)
 
-    loaded = load(config, overrides, newest if resume else None)
+    loaded = load(config, overrides, newest if resume else None, of_run)
     if where and not resume:
         raise ConfigError(f"DIR: {where} is given without --resume; allowed: nntile train {config} --resume {where}")
     if resume:
         start = where or newest_run(name, loaded.out, out)
         folder = out or run_of(start)
         if again := _saved_overrides(start, overrides):
+            check_saved_overrides(again, start, overrides)
             overrides = [*again, *overrides]
             if not of_run:  # if CONFIG is a run's folder, its config.yaml already has these values
                 loaded = load(config, overrides, newest)

@@ -31,7 +31,7 @@ from nntile_py.graph.fusion import Fusion, every_rule
 from nntile_py.graph.step import PRECISIONS, check_pack, check_precision
 from nntile_py.models.base import ModelConfig
 from nntile_py.models.hf_config import WEIGHTS, read_raw, weight_files
-from nntile_py.models.registry import find, of_hf_type, resolved
+from nntile_py.models.registry import check_code, find, of_hf_type, resolved
 from nntile_py.schema import (
     Natural,
     Rule,
@@ -52,6 +52,7 @@ from nntile_py.tasks.optimizer import OPTIMIZERS
 from nntile_py.tiles.tasklist import Policy
 from nntile_py.yaml_text import dump
 
+_OF_RUNS = ("metrics.jsonl", "checkpoints")  # names in the folder of a run, beside its config.yaml and weights
 SCHEDULER_CONFIGS = installed("scheduler_configs")
 DEFAULT_MODEL = "gpt2"
 CLASSIFICATION = "classification"  # value of model.head and of RunConfig.aim
@@ -227,7 +228,9 @@ def of_model(config: type[ModelConfig], optimizer: str = "adamw") -> type[RunCon
 Saved = Callable[[str | None], Path]
 
 
-def load(path: str | Path, overrides: Iterable[str] = (), saved: Saved | None = None) -> RunConfig:
+def load(
+    path: str | Path, overrides: Iterable[str] = (), saved: Saved | None = None, of_run: bool = False
+) -> RunConfig:
     """Read the config of a YAML file. Precedence: overrides, the file, its scheduler file, defaults.
 
     Args:
@@ -235,11 +238,31 @@ def load(path: str | Path, overrides: Iterable[str] = (), saved: Saved | None = 
         overrides: Texts such as "tiles.embed=96".
         saved: For a resumed run: a function from the value of the key `out` to the checkpoint's folder. If the path
             of `model.from` or `tokenizer.path` does not exist any more, the checkpoint's copy is used.
+        of_run: The file was saved by a run. True also for the config.yaml in a folder of a run.
 
     Raises:
-        ConfigError: A key or a value is not allowed.
+        ConfigError: A key or a value is not allowed; or a run's config, which may be downloaded, names a Python file
+            with the model's code that `overrides` do not name.
     """
-    return resolve(read_yaml(Path(path), "CONFIG", RunConfig), overrides, str(path), saved)
+    tree, path, overrides = read_yaml(Path(path), "CONFIG", RunConfig), Path(path), list(overrides)
+    if of_run or (path.name == "config.yaml" and any((path.parent / name).exists() for name in (*WEIGHTS, *_OF_RUNS))):
+        check_code_of_run(tree.get("model"), path, overrides)
+    return resolve(tree, overrides, str(path), saved)
+
+
+def check_code_of_run(model: Any, where: Path, overrides: Iterable[str]) -> None:
+    """Raise ConfigError if a run's saved section `model` names a Python file that `overrides` do not name."""
+    name = model.get("type") if isinstance(model, dict) else None
+    if not {"model", "model.type"} & {assignment(item)[0] for item in overrides}:
+        check_code(name, where, f"--set model.type={name}, if you trust this file")
+
+
+def check_saved_overrides(saved: Iterable[str], where: Path, overrides: Iterable[str]) -> None:
+    """Raise ConfigError if a run's saved `--set` options name a Python file that `overrides` do not name."""
+    tree: dict[str, Any] = {}
+    for item in saved:
+        _override(tree, item)
+    check_code_of_run(tree.get("model"), where, overrides)
 
 
 def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str, saved: Saved | None = None) -> RunConfig:

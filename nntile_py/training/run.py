@@ -32,6 +32,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import StepSpec
 from nntile_py.inference.generate import fill_masked, generate
+from nntile_py.models.registry import code_of
 from nntile_py.system.folders import NO_ROOM, replace_file
 from nntile_py.training.collectives import NoOutput, agree, ranks_of_run
 from nntile_py.training.datasets import build_dataset, check_objective
@@ -102,7 +103,8 @@ def train(
             return 128 + signal.Signals[stop[0]].value
     if stop:
         unfinished = trainer.steps < config.train.steps
-        more = f"; to continue: nntile train --resume {shlex.quote(str(out))}" if unfinished else ""
+        code = f" --set {shlex.quote(f'model.type={config.model.type}')}" if code_of(config.model.type) else ""
+        more = f"; to continue: nntile train --resume {shlex.quote(str(out))}{code}" if unfinished else ""
         done = f"after step {trainer.steps} of {config.train.steps}"
         report(f"stopped by {stop[0]} {done}; all trained steps are saved{more}")
         return 128 + signal.Signals[stop[0]].value

@@ -361,19 +361,21 @@ class Trainer:
 
     @classmethod
     @typed
-    def load(cls, folder: str | Path, model: Any = None, **options: Any) -> Trainer:
+    def load(cls, folder: str | Path, model: Any = None, *, trust_code: bool = False, **options: Any) -> Trainer:
         """Return a saved trainer with its model, ready for the next step.
 
         Args:
             folder: The checkpoint.
             model: A model to read the weights into. Default: a new model of the saved type and sizes.
+            trust_code: Run the Python file that the checkpoint names, if the saved model is a class of a user's own
+                file that this process has not imported.
             options: Arguments of Trainer that replace the saved ones.
 
         Raises:
             ConfigError: The checkpoint does not fit.
             NNTileError: The checkpoint is damaged.
         """
-        trainer: Trainer = load_trainer(cls, Path(folder), model, options)
+        trainer: Trainer = load_trainer(cls, Path(folder), model, trust_code, options)
         return trainer
 
     def close(self) -> None:
