@@ -48,7 +48,7 @@ def named(source: Any) -> Iterator[None]:
 def read_raw(source: Any) -> dict[str, Any]:
     """Return the content of config.json of a folder, or the same content for a transformers model."""
     if isinstance(source, str | Path):
-        return _read_json(Path(source) / "config.json", "a folder saved by save_pretrained")
+        return read_json(Path(source) / "config.json", "a folder saved by save_pretrained")
     if not hasattr(source, "state_dict") or not hasattr(source, "config"):
         raise ConfigError(f"model: {type(source).__name__} is not allowed; use a transformers model, or its folder")
     theirs = (cls for cls in type(source).__mro__ if cls.__module__.startswith("transformers."))
@@ -87,7 +87,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _parts(index: Path) -> list[Path]:
     """Return the weight files that the index of a checkpoint in several files lists."""
-    places = _read_json(index, _NEED).get("weight_map")
+    places = read_json(index, _NEED).get("weight_map")
     if not isinstance(places, dict):
         raise ConfigError(f"model: {index} has no weight_map; {_NEED}")
     for name in places.values():
@@ -179,16 +179,16 @@ def check_layers(shapes: Mapping[str, Any], found: Mapping[str, Any]) -> None:
         raise ConfigError(f"model: the checkpoint has {', '.join(more[:3])}; this model's layers have no such weight")
 
 
-def _read_json(path: Path, need: str) -> dict[str, Any]:
-    """Return the object that a JSON file holds. Raises ConfigError, which says what is needed with `need`."""
+def read_json(path: Path, need: str, key: str = "model") -> dict[str, Any]:
+    """Return the object that a JSON file holds. Raises ConfigError, which names `key`, and what is needed by `need`."""
     if not path.is_file():
-        raise ConfigError(f"model: {path} is missing; expected {need}")
+        raise ConfigError(f"{key}: {path} is missing; expected {need}")
     try:
         raw = json.loads(read(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"model: cannot read {path} ({error})") from None
+        raise ConfigError(f"{key}: cannot read {path} ({error})") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"model: {path} holds no object")
+        raise ConfigError(f"{key}: {path} holds no object")
     return raw
 
 

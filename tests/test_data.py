@@ -173,7 +173,7 @@ def test_the_tokenizer_is_the_same_each_time_and_loses_nothing(tmp_path: Path) -
 @settings(max_examples=50, deadline=None)
 def test_any_text_survives_the_tokenizer(text: str) -> None:
     tokenizer = data.train_tokenizer(["def f(): pass\n"], 270)
-    ids, _ = data.encode(tokenizer, [text])
+    ids, _ = data.encode(tokenizer, [text], tokenizer.token_to_id(data.END_OF_TEXT))
     assert tokenizer.decode(ids[:-1].tolist()) == text
     assert ids[-1] == tokenizer.token_to_id(data.END_OF_TEXT)
 

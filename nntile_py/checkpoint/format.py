@@ -2,7 +2,7 @@
 
 model.safetensors and config.json have the form that transformers reads. optimizer.safetensors has the optimizer's
 averages, named `WEIGHT.m` and `WEIGHT.v`. state.json has the step, the settings of the run and a hash of each file.
-`nntile train` adds tokenizer.json and tokenizer_config.json.
+`nntile train` adds tokenizer.json, tokenizer_config.json, and small files from the folder of `model.from`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from nntile_py.system.folders import (
     is_marked,
     mark,
     read,
+    remove_files,
     sync,
     temporary_name,
     temporary_names,
@@ -46,6 +47,7 @@ MODEL, CONFIG, OPTIMIZER, TOKENIZER, TOKENIZER_CONFIG, STATE = (
     "model.safetensors", "config.json", "optimizer.safetensors", "tokenizer.json", "tokenizer_config.json",
     "state.json",
 )  # fmt: skip
+FILES = (MODEL, CONFIG, OPTIMIZER, TOKENIZER, TOKENIZER_CONFIG, STATE)
 _UNFINISHED = "unfinished checkpoint"  # mark of a folder that is being written
 _FOLDER_NAME = re.compile(r"step-(\d+)")
 _HIDDEN_NAME = re.compile(r"\.(step-\d+)\..*")
@@ -102,7 +104,7 @@ def write_checkpoint(
     Args:
         folder: The folder to write.
         state: Weights and averages.
-        files: Further files, by name.
+        files: Further files, by name; a name may have one folder in front, such as 1_Pooling/config.json.
         facts: Further entries of state.json.
 
     Raises:
@@ -122,6 +124,7 @@ def write_checkpoint(
         }
         for name, content in files.items():
             data = content.encode() if isinstance(content, str) else content
+            (inside / name).parent.mkdir(exist_ok=True)
             write_new(inside / name, data)
             hashes[name] = hashlib.sha256(data).hexdigest()
         known = {"format": FORMAT, "version": VERSION, "step": state.step}
@@ -191,7 +194,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         mark(beside, _UNFINISHED)
         yield beside
         unmark(beside)
-        for file in beside.iterdir():
+        for file in beside.rglob("*"):
             sync(file)
         sync(beside)
         if twice := users_files(folder) & {file.name for file in beside.iterdir()}:
@@ -219,7 +222,13 @@ def own_files(folder: Path) -> set[str] | None:
         state = _StateFile.model_validate(json.loads(read(folder / STATE)))
     except (OSError, ValueError, RecursionError):  # pydantic's ValidationError is a ValueError
         return None
-    return {STATE, *(name for name in state.sha256 if Path(name).name == name)}
+    return {STATE, *filter(_is_inside, state.sha256)}
+
+
+def _is_inside(name: str) -> bool:
+    """Return True if a path is that of a file in a checkpoint, or in a folder of the checkpoint."""
+    parts = Path(name).parts
+    return 1 <= len(parts) <= 2 and not Path(name).is_absolute() and ".." not in parts
 
 
 def users_files(folder: Path) -> set[str]:
@@ -233,7 +242,7 @@ def users_files(folder: Path) -> set[str]:
     own, names = own_files(folder), {entry.name for entry in folder.iterdir()} if folder.is_dir() else {""}
     if own is None and names:
         raise ConfigError(f"{folder}: there is something else already; allowed: a new or empty folder, or a checkpoint")
-    return names - (own or set())
+    return names - {Path(name).parts[0] for name in own or ()}
 
 
 def _remove_own(folder: Path) -> None:
@@ -241,8 +250,7 @@ def _remove_own(folder: Path) -> None:
     if is_marked(folder, _UNFINISHED):
         shutil.rmtree(folder, ignore_errors=True)
         return
-    for name in own_files(folder) or ():
-        (folder / name).unlink(missing_ok=True)
+    remove_files(folder, own_files(folder) or ())
     with suppress(OSError):  # users' files stay
         folder.rmdir()
 
@@ -379,7 +387,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
         if (named := _FOLDER_NAME.fullmatch(folder.name)) and int(named[1]) != state["step"]:
             raise DamagedCheckpoint(f"{folder}: holds step {state['step']}, which is not its name")
         for name, expected in state["sha256"].items():
-            if Path(name).name != name or not (folder / name).is_file():
+            if not _is_inside(name) or not (folder / name).is_file():
                 raise DamagedCheckpoint(f"{folder / name}: no such file in the checkpoint")
             with (folder / name).open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != expected:

@@ -11,15 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from nntile_py.checkpoint import format as checkpoint
-from nntile_py.config.run_config import RunConfig
 from nntile_py.data import confusion
-from nntile_py.data.tokenizer import PAD, frame, number_of, roles
+from nntile_py.data.special_tokens import GENERATION
 from nntile_py.errors import ConfigError
 from nntile_py.runs import taken
-from nntile_py.schema import MOST_BYTES, parse
 from nntile_py.system.folders import (
     MARK,
     NO_ROOM,
@@ -29,15 +25,16 @@ from nntile_py.system.folders import (
     link_or_copy,
     mark,
     read,
+    remove_files,
     remove_leftovers,
     replace_file,
     replaced,
     sync,
     unmark,
 )  # fmt: skip
+from nntile_py.yaml_text import MOST_BYTES, parse
 
-Files = dict[str, str | bytes]
-GENERATION, METRICS, RUN_CONFIG = "generation_config.json", "metrics.jsonl", "config.yaml"
+METRICS, RUN_CONFIG = "metrics.jsonl", "config.yaml"
 _NEW = "new run"  # mark of the folder of a run that is to replace an earlier run
 # Files that `nntile train` writes; a run never removes any other file.
 OWN = (
@@ -126,23 +123,22 @@ class RunFolder:
             old.rmdir()
 
     def publish(self, step: int) -> None:
-        """Put a checkpoint's weights, config.json and tokenizer files into the run's folder.
+        """Put a checkpoint's files into the run's folder, except those that only a resumed run reads.
 
         The weights are a hard link to the checkpoint's file, or a copy on disks without hard links. Other files are
         copies, which a user may edit without a change of the checkpoint, or links if the disk has no room for copies.
         """
         source = checkpoint.checkpoint_folder(self.path, step)
-        files = checkpoint.TOKENIZER, checkpoint.TOKENIZER_CONFIG, GENERATION, checkpoint.CONFIG, checkpoint.MODEL
-        for name in files:  # the weights last
+        for name in (*sorted(_published(source) - {checkpoint.MODEL}), checkpoint.MODEL):  # the weights last
             if name == checkpoint.MODEL:
                 link_or_copy(source / name, self.path / name)
-            elif (source / name).is_file():
-                try:
-                    replace_file(self.path / name, read(source / name))
-                except OSError as error:
-                    if error.errno not in NO_ROOM:
-                        raise
-                    link_or_copy(source / name, self.path / name)
+                continue
+            try:
+                replace_file(self.path / name, read(source / name))
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                link_or_copy(source / name, self.path / name)
         sync(self.path)
 
 
@@ -214,17 +210,22 @@ def _is_free(new: Path) -> bool:
 
 def _remove_run(folder: Path, kept: Path) -> None:
     """Remove a run's files from `folder`. Move other files to the same place in the folder `kept`, if it is another."""
-    inner = folder / "checkpoints"
+    inner, written = folder / "checkpoints", {*OWN}
+    for _, path in checkpoint.checkpoints_in(folder):
+        written |= _published(path)
     if inner.is_dir() and not inner.is_symlink():
         for _, path in checkpoint.checkpoints_in(folder):
             checkpoint.remove_checkpoint(path)
         _move_entries(inner, kept / inner.name)
         with suppress(OSError):  # the user's files stay
             inner.rmdir()
-    for name in OWN:
-        if not (folder / name).is_dir():
-            (folder / name).unlink(missing_ok=True)
+    remove_files(folder, written)
     _move_entries(folder, kept)
+
+
+def _published(folder: Path) -> set[str]:
+    """Return the names of the files of a checkpoint that a run's folder has too."""
+    return (checkpoint.own_files(folder) or set()) - {checkpoint.OPTIMIZER, checkpoint.STATE}
 
 
 def _move_entries(folder: Path, target: Path) -> None:
@@ -233,46 +234,6 @@ def _move_entries(folder: Path, target: Path) -> None:
         if entry.name != MARK:
             where = target / entry.name
             entry.rename(checkpoint.free_name(where) if os.path.lexists(where) else where)
-
-
-# -- files beside the arrays
-
-
-def model_files(trainer: Any, tokenizer: Tokenizer, config: RunConfig) -> Files:
-    """Return {file name: content} of the files beside the weights, as transformers reads them.
-
-    These are config.json, the tokenizer's files and, if the folder of `model.from` has it, generation_config.json."""
-    known = roles(tokenizer)
-    saved = trainer.hf_config()
-    for role in ("bos_token", "eos_token"):
-        saved[f"{role}_id"] = tokenizer.token_to_id(known[role]) if role in known else None
-    if (pad := number_of(tokenizer, PAD)) is not None:
-        saved["pad_token_id"] = pad
-    files = {checkpoint.CONFIG: json.dumps(saved, indent=2)} | tokenizer_files(tokenizer, config)
-    if config.model.from_ and (source := Path(config.model.from_) / GENERATION).is_file():
-        files[GENERATION] = read(source)
-    return files
-
-
-def tokenizer_files(tokenizer: Tokenizer, config: RunConfig) -> Files:
-    """Return {file name: content} of tokenizer.json and tokenizer_config.json.
-
-    The tokenizer frames a text like the training sequences, such as by [CLS] and [SEP]. If model and tokenizer come
-    from one folder, tokenizer_config.json is a copy of the file in that folder."""
-    framed = Tokenizer.from_str(tokenizer.to_str())
-    if config.aim == "masked":
-        frame(framed)
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    settings |= roles(tokenizer) | {"model_input_names": ["input_ids", "attention_mask"]}
-    if getattr(config.model, "kinds", 0) > 1:
-        settings["model_input_names"].append("token_type_ids")
-    if positions := getattr(config.model, "positions", None):
-        settings["model_max_length"] = positions
-    text: str | bytes = json.dumps(settings, indent=2)
-    source, path = config.model.from_, config.tokenizer.path
-    if source and path and (file := Path(source) / checkpoint.TOKENIZER_CONFIG).is_file():
-        text = read(file) if file.parent.samefile(Path(path).parent) else text
-    return {checkpoint.TOKENIZER: framed.to_str(pretty=True), checkpoint.TOKENIZER_CONFIG: text}
 
 
 # -- metrics

@@ -19,7 +19,7 @@ from nntile_py.data.collators import Array, Collator
 from nntile_py.data.dataset import Evaluator, Inputs
 from nntile_py.data.sampler import Sampler
 from nntile_py.data.tables import lines_of
-from nntile_py.data.tokenizer import END_OF_TEXT, token_numbers
+from nntile_py.data.tokenizer import END_OF_TEXT, token_numbers, without_limits
 from nntile_py.errors import ConfigError
 from nntile_py.graph.bin_packing import Bins, SequencePlace
 from nntile_py.graph.padding import MASK as ATTENTION_MASK
@@ -141,12 +141,11 @@ def train_tokenizer(documents: list[str], vocab_size: int, special: Sequence[str
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, documents: list[str], *, ends: bool = True) -> tuple[Array, Array]:
+def encode(tokenizer: Tokenizer, documents: list[str], end: int | None = None) -> tuple[Array, Array]:
     """Encode documents. Returns one array with all documents' token numbers in turn, and each document's length.
 
-    ends: close each document with the end-of-text token, if the tokenizer has it."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    tail = [] if end is None or not ends else [end]
+    end: number of the token that closes each document; None: no token does."""
+    tail, tokenizer = [] if end is None else [end], without_limits(tokenizer)
     dtype = np.uint16 if token_numbers(tokenizer) <= 2**16 else np.int32
     parts = []
     for first in range(0, len(documents), 64):  # in chunks: the library's encodings take 100 bytes a token
@@ -164,13 +163,15 @@ class Corpus:
         train: Tokens of the training text, a 1-D integer array.
         held_out: Tokens of the held-out text, a 1-D integer array.
         train_lengths: Tokens of each sequence of the training text; None if sequences are windows of the text.
-        held_out_lengths: The same for the held-out text."""
+        held_out_lengths: The same for the held-out text.
+        end: Token that ends a document; None: there is none."""
 
     tokenizer: Tokenizer
     train: Array
     held_out: Array
     train_lengths: Array | None = None
     held_out_lengths: Array | None = None
+    end: int | None = None
 
 
 def read_corpus(
@@ -184,6 +185,7 @@ def read_corpus(
     tokenizer: Tokenizer | None = None,
     vocab_size: int = 4096,
     special: Sequence[str] = (),
+    end: int | None = None,
 ) -> Corpus:
     """Read, split and tokenize text. The cache folder keeps the tokens of a long text.
 
@@ -197,29 +199,35 @@ def read_corpus(
         tokenizer: An existing tokenizer. None: a new one is trained on the training text.
         vocab_size: Size of a new tokenizer.
         special: Special tokens of a new tokenizer besides END_OF_TEXT. If there are any, a line, paragraph or document
-            does not end in END_OF_TEXT.
+            has no end token.
+        end: Token that ends a document with an existing tokenizer. A new tokenizer's is END_OF_TEXT.
 
     Raises:
         ConfigError: There is no text, or less than one sequence of it.
     """
     documents = read_documents(source, extensions, max_bytes)
+    whole = unit == "window" or not special  # lines, paragraphs and documents of a masked model end in [SEP]
+
+    def close(used: Tokenizer) -> int | None:
+        """Return the token that ends a document."""
+        number: int | None = end if tokenizer else used.token_to_id(END_OF_TEXT)
+        return number if whole else None
 
     def make() -> Arrays:
         train_text, held_out_text = split(documents, val_fraction)
         used = tokenizer or train_tokenizer(train_text, vocab_size, special)
         arrays = {"tokenizer": np.frombuffer(used.to_str().encode(), np.uint8)}
         for name, text in (("train", train_text), ("held_out", held_out_text)):
-            # Lines, paragraphs and documents of a masked model end in [SEP] instead of the end-of-text token.
-            tokens, lengths = encode(used, split_into_sequences(text, unit), ends=unit == "window" or not special)
+            tokens, lengths = encode(used, split_into_sequences(text, unit), close(used))
             arrays |= {name: tokens, f"{name}_lengths": lengths}
         return arrays
 
-    settings = f"{tokenizer.to_str() if tokenizer else vocab_size} {unit} {[*special]}"
+    settings = f"{tokenizer.to_str() if tokenizer else vocab_size} {unit} {[*special]} {end}"
     long = sum(map(len, documents)) >= LONG_TEXT
     arrays = cached("corpus", _key(documents, val_fraction, settings), make) if long else make()
     lengths = [None if unit == "window" else arrays[f"{name}_lengths"] for name in ("train", "held_out")]
     used = Tokenizer.from_str(arrays["tokenizer"].tobytes().decode())
-    corpus = Corpus(used, arrays["train"], arrays["held_out"], *lengths)
+    corpus = Corpus(used, arrays["train"], arrays["held_out"], *lengths, close(used))
     for name, tokens in (("training", corpus.train), ("held-out", corpus.held_out)):
         _check_size(f"the {name} text of {source}", len(tokens), unit, seq, max_bytes)
     return corpus
@@ -360,7 +368,8 @@ class TextDataset:
         self.example = self.collate(self._samples(held_out, fixed.step(1)[0][:batch]), 0)
 
     def describe(self) -> str:
-        return f"{len(self.corpus.train):,} tokens to train on, {len(self.corpus.held_out):,} held out"
+        endless = ", no token ends a document" if self.corpus.end is None and not self._ends else ""
+        return f"{len(self.corpus.train):,} tokens to train on, {len(self.corpus.held_out):,} held out{endless}"
 
     def describe_lengths(self) -> str:
         if not self._pieces:

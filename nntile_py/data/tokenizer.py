@@ -16,7 +16,26 @@ ROBERTA = {PAD: "<pad>", CLS: "<s>", SEP: "</s>", MASK: "<mask>"}  # names of th
 
 
 def load_tokenizer(path: Path, key: str = "tokenizer.path") -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json. Raises ConfigError, which names `key`, if the file is no tokenizer."""
+    """Return the tokenizer of a tokenizer.json, without the truncation and padding that the file may ask for.
+
+    Raises ConfigError, which names `key`, if the file is no tokenizer."""
+    return without_limits(read_tokenizer(path, key))
+
+
+def without_limits(tokenizer: Tokenizer) -> Tokenizer:
+    """Return the tokenizer if it encodes texts whole; else a copy that neither cuts nor pads texts.
+
+    A tokenizer.json stores the last `truncation` and `padding` that transformers' tokenizer was called with."""
+    if tokenizer.truncation is None and tokenizer.padding is None:
+        return tokenizer
+    whole = Tokenizer.from_str(tokenizer.to_str())
+    whole.no_truncation()
+    whole.no_padding()
+    return whole
+
+
+def read_tokenizer(path: Path, key: str = "tokenizer.path") -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json with everything that the file says; see load_tokenizer."""
     try:
         return Tokenizer.from_buffer(read(path))
     except KeyboardInterrupt:

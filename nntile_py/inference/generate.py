@@ -8,17 +8,19 @@ from tokenizers import Tokenizer
 
 from nntile_py.config.run_config import RunConfig
 from nntile_py.data.dataset import Evaluator
-from nntile_py.data.tokenizer import END_OF_TEXT, token_numbers
+from nntile_py.data.special_tokens import special_tokens
+from nntile_py.data.tokenizer import token_numbers
 from nntile_py.tasks.cross_entropy import IGNORED
 
 
 def generate(trainer: Evaluator, tokenizer: Tokenizer, config: RunConfig, stop: list[str]) -> str:
     """Return the prompt of `config.sample` and its continuation by the model, as text.
 
-    Tokens are added until there are `sample.tokens`, the end-of-text token comes, or `stop` is not empty (a signal)."""
+    Tokens are added until there are `sample.tokens`, a token that ends a text comes, or `stop` is not empty (a signal).
+    """
     sample, batch, seq = config.sample, config.train.batch, config.train.seq
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    ids = tokenizer.encode(sample.prompt, add_special_tokens=False).ids or [end or 0]
+    special = special_tokens(tokenizer, config.tokenizer.path, config.model.from_)
+    ids = tokenizer.encode(sample.prompt, add_special_tokens=False).ids or [special.end or 0]
     rng, tokens = np.random.default_rng([config.seed, 0]), token_numbers(tokenizer)
     for _ in range(sample.tokens):
         if stop:
@@ -28,7 +30,7 @@ def generate(trainer: Evaluator, tokenizer: Tokenizer, config: RunConfig, stop: 
         padded[0, : len(window)] = window
         _, logits = trainer.evaluate({"input_ids": padded}, return_logits=True)
         token = _draw(logits[0, len(window) - 1, :tokens], sample.temperature, sample.top_k, rng)
-        if token == end:
+        if token in special.stops:
             break
         ids.append(token)
     return str(tokenizer.decode(ids))

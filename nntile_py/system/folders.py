@@ -11,7 +11,7 @@ import shutil
 import stat
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -169,6 +169,19 @@ def replace_file(path: Path, content: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as file:
         file.write(_encoded(content))
+
+
+def remove_files(folder: Path, names: Iterable[str]) -> None:
+    """Remove files from `folder`, and folders inside it that this leaves empty. Nothing is removed through a link.
+
+    names: paths inside `folder`, at most one folder deep. A folder of such a name stays."""
+    for name in names:
+        path = folder / name
+        with suppress(OSError):
+            if not path.parent.is_symlink() or path.parent == folder:
+                path.unlink()
+                if path.parent != folder:
+                    path.parent.rmdir()
 
 
 def write_new(path: Path, content: str | bytes) -> None:

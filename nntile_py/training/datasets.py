@@ -11,6 +11,7 @@ from nntile_py.config.run_config import CLASSIFICATION, RunConfig
 from nntile_py.data.classification import ClassificationDataset, read_labelled_corpus
 from nntile_py.data.collators import CausalCollator, MaskedCollator
 from nntile_py.data.dataset import Dataset
+from nntile_py.data.special_tokens import special_tokens
 from nntile_py.data.text import Corpus, TextDataset, read_corpus
 from nntile_py.data.tokenizer import (
     CLS,
@@ -49,11 +50,12 @@ def build_dataset(config: RunConfig, spec: StepSpec) -> Dataset:
 def _text_dataset(config: RunConfig, spec: StepSpec) -> TextDataset:
     """Return the dataset of a causal or masked model. A masked model's sequence is [CLS], part of the text, [SEP]."""
     data, train, path = config.data, config.train, config.tokenizer.path
-    masked = config.aim == "masked"
+    masked, tokenizer = config.aim == "masked", load_tokenizer(Path(path)) if path else None
     corpus = read_corpus(
         data.source, extensions=data.extensions, max_bytes=data.max_bytes, val_fraction=data.val_fraction,
-        unit=data.sequences, seq=train.seq, tokenizer=load_tokenizer(Path(path)) if path else None,
+        unit=data.sequences, seq=train.seq, tokenizer=tokenizer,
         vocab_size=config.tokenizer.size(), special=SPECIAL[config.aim or ""],
+        end=special_tokens(tokenizer, path, config.model.from_).end if tokenizer else None,
     )  # fmt: skip
     ends, collator = _masking(config, corpus) if masked else ((), CausalCollator(train.seq))
     return TextDataset(

@@ -13,16 +13,9 @@ from typing import Any
 from rich.console import Console
 
 from nntile_py.checkpoint import format as checkpoint
+from nntile_py.checkpoint.model_files import model_files, tokenizer_files
 from nntile_py.checkpoint.resume import ResumePoint, check_same_run, data_facts, flattened, newest_checkpoint
-from nntile_py.checkpoint.run_folder import (
-    Metrics,
-    RunFolder,
-    check_place,
-    check_replaced,
-    check_unlocked,
-    model_files,
-    tokenizer_files,
-)
+from nntile_py.checkpoint.run_folder import Metrics, RunFolder, check_place, check_replaced, check_unlocked
 from nntile_py.checkpoint.writer import CheckpointWriter, TileSender, error_text, save_final
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import RunConfig, runtime_options

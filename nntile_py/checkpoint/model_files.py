@@ -1,0 +1,106 @@
+"""Files of a checkpoint beside the arrays: config.json, the tokenizer's files, files that the source folder has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from nntile_py.checkpoint import format as checkpoint
+from nntile_py.config.run_config import RunConfig
+from nntile_py.data.special_tokens import GENERATION, SpecialTokens, same_folder, special_tokens
+from nntile_py.data.tokenizer import frame, read_tokenizer
+from nntile_py.models.hf_config import read_json
+from nntile_py.system.folders import read
+
+Files = dict[str, str | bytes]
+# Suffixes of the small files that go along from the folder of a model: settings, chat templates, vocabularies. Weights,
+# code and documentation have others.
+SUFFIXES = (".json", ".jinja", ".txt", ".model")
+MODULES = "modules.json"  # lists the modules of a sentence-transformers model with their folders
+MODULE_WEIGHTS = (".safetensors", ".bin")
+LEFT_OUT = ("_results.json", "trainer_state.json", ".index.json")
+TEMPLATES = "additional_chat_templates"  # transformers' folder of further chat templates
+MOST_BYTES = 2**25  # larger files do not go along
+
+
+def model_files(trainer: Any, tokenizer: Tokenizer, config: RunConfig) -> Files:
+    """Return {file name: content} of the files beside the weights, as transformers reads them.
+
+    These are config.json, the tokenizer's files and the files of `companions`."""
+    known = _special_tokens(tokenizer, config)
+    files = companions(config, known) | {checkpoint.CONFIG: json.dumps(trainer.hf_config() | known.ids, indent=2)}
+    return files | tokenizer_files(tokenizer, config)
+
+
+def _special_tokens(tokenizer: Tokenizer, config: RunConfig) -> SpecialTokens:
+    return special_tokens(tokenizer, config.tokenizer.path, config.model.from_)
+
+
+def tokenizer_files(tokenizer: Tokenizer, config: RunConfig) -> Files:
+    """Return {file name: content} of tokenizer.json and tokenizer_config.json.
+
+    The tokenizer frames a text like the training sequences, such as by [CLS] and [SEP]. Truncation and padding are as
+    in the tokenizer's file. If model and tokenizer come from one folder, tokenizer_config.json is a copy of the file in
+    that folder."""
+    framed, path = Tokenizer.from_str(tokenizer.to_str()), config.tokenizer.path
+    if config.aim == "masked":
+        frame(framed)
+    if path:
+        stored = read_tokenizer(Path(path))
+        if stored.truncation:
+            framed.enable_truncation(**stored.truncation)
+        if stored.padding:
+            framed.enable_padding(**stored.padding)
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    settings |= dict(_special_tokens(tokenizer, config).roles) | {"model_input_names": ["input_ids", "attention_mask"]}
+    if getattr(config.model, "kinds", 0) > 1:
+        settings["model_input_names"].append("token_type_ids")
+    if positions := getattr(config.model, "positions", None):
+        settings["model_max_length"] = positions
+    text: str | bytes = json.dumps(settings, indent=2)
+    folder = same_folder(path, config.model.from_)
+    if folder and (folder / checkpoint.TOKENIZER_CONFIG).is_file():
+        text = read(folder / checkpoint.TOKENIZER_CONFIG)
+    return {checkpoint.TOKENIZER: framed.to_str(pretty=True), checkpoint.TOKENIZER_CONFIG: text}
+
+
+def companions(config: RunConfig, known: SpecialTokens) -> Files:
+    """Return {path in the folder: content} of the files that go along from the folder of `model.from`.
+
+    These are the files that _companions yields. If the tokenizer is of another folder, only generation_config.json goes
+    along, with the tokenizer's special tokens."""
+    if not config.model.from_:
+        return {}
+    if folder := same_folder(config.tokenizer.path, config.model.from_):
+        return {str(file.relative_to(folder)): read(file) for file in _companions(folder)}
+    if not (generation := Path(config.model.from_) / GENERATION).is_file():
+        return {}
+    return {GENERATION: json.dumps(read_json(generation, "a file that save_pretrained wrote") | known.ids, indent=2)}
+
+
+def _companions(folder: Path) -> Iterator[Path]:
+    """Yield the files with a suffix of SUFFIXES in a model's folder, in TEMPLATES, and in the folders of its modules.
+
+    A module's folder may have weights too, such as those of a Dense module, which no run trains. Left out are lists of
+    weight files, files that a checkpoint has of its own, and results of another training."""
+    for place in [folder, folder / TEMPLATES, *_module_folders(folder)]:
+        suffixes = SUFFIXES if place == folder else (*SUFFIXES, *MODULE_WEIGHTS)
+        for file in sorted(place.iterdir()) if place.is_dir() else ():
+            small = file.suffix in suffixes and file.is_file() and file.stat().st_size <= MOST_BYTES
+            own = place == folder and file.name in checkpoint.FILES
+            if small and not own and not file.name.endswith(LEFT_OUT):
+                yield file
+
+
+def _module_folders(folder: Path) -> list[Path]:
+    """Return the folders inside `folder` that modules.json names."""
+    try:
+        modules = json.loads(read(folder / MODULES))
+        names = [module["path"] for module in modules if module["path"]]
+        return [folder / name for name in names if Path(name).name == name != ".."]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return []
