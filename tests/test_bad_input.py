@@ -14,8 +14,8 @@ from nntile_py.config.run_config import load
 from nntile_py.data.tokenizer import load_tokenizer
 from nntile_py.errors import ConfigError
 from nntile_py.models.hf_config import arrays, tensors_of
-from nntile_py.schema import parse
 from nntile_py.tiles import Tiling
+from nntile_py.yaml_text import parse
 
 CONFIG = nt.models.GPT2Config(layers=1, embed=8, heads=2, vocab=20, positions=8)
 

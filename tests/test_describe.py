@@ -19,7 +19,8 @@ from nntile_py.config.sections import SchedulerFile
 from nntile_py.errors import ConfigError
 from nntile_py.measure.commands import bench_app
 from nntile_py.models.registry import known
-from nntile_py.schema import keys, parse, words
+from nntile_py.schema import keys, words
+from nntile_py.yaml_text import parse
 
 ROOT = Path(__file__).parents[1]
 TEXT_MODELS = [name for name, cls in known().items() if cls.objective]
