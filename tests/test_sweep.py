@@ -292,6 +292,8 @@ def test_auto(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "out/results.json").read_text())["rows"]
     assert len(rows) == 2 and all(row["status"] == "ok" for row in rows)
     assert set(rows[0]["sets"].values()) == {None}, "the config's own tiles, which are none"
+    assert rows[1]["sets"]["tiles.batch"], "a tiling beside the config's own"
+    assert "1 of 6: uncut: " in done.stderr and "null" not in done.stdout
     assert all((tmp_path / f"out/plot.{form}").stat().st_size > 1000 for form in ("png", "svg", "pdf"))
     with (tmp_path / "out/searched.csv").open() as file:
         searched = list(csv.DictReader(file))

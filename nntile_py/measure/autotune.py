@@ -83,7 +83,8 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
     """Plan tilings; return them with a sweep of the config's own, the uncut and the most promising other tilings.
 
     Args:
-        budget: largest number of tilings in the sweep.
+        budget: largest number of tilings in the sweep, at least 1. The config's own tiling is the first, then follow
+            the most promising tilings, and the uncut one if the budget is more than 2.
     """
     tree = read_yaml(path, "SWEEP", RunConfig) if path.is_file() else {}
     if "config" in tree and tree.keys() & {"grid", "list", "random"}:
@@ -115,7 +116,8 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
     planned = [(tiling.plan.seconds, tiling) for tiling in tilings if tiling.plan]
     kept = [entry for entry in planned if not entry[1].pruned] or planned
     best = [tiling.key for _, tiling in sorted(kept, key=lambda entry: entry[0])]
-    chosen = list(dict.fromkeys([_key(start), _key(uncut), *best]))[: max(budget, 1)]
+    others = [key for key in best if key not in (_key(start), _key(uncut))][: max(budget - 2, 1)]
+    chosen = list(dict.fromkeys([_key(start), *others, _key(uncut)]))[:budget]
     text = f"{len(chosen)} tilings will be measured, in {ROUNDS} rounds; --budget N sets their number"
     console.print(text, highlight=False, soft_wrap=True)
     tree = {

@@ -100,10 +100,16 @@ def summary(sweep: Sweep, rows: list[Row]) -> RenderableType:
     return Group(shown, *map(Text, lines))
 
 
-def best_options(rows: list[Row], best: Best) -> str:
-    """Return the keys and values of the best row as options of a command: --set KEY=VALUE."""
-    row = best_row(rows, best)
-    sets = row["sets"].items() if row else []
+def best_options(rows: list[Row], best: Best, baseline: Row | None = None) -> str:
+    """Return the keys and values of the best row as options of a command: --set KEY=VALUE.
+
+    Args:
+        baseline: the row of the config's own values, which need no option.
+    """
+    row, own_values = best_row(rows, best), baseline["sets"] if baseline else {}
+    if row and row is baseline:
+        return "the config's own"
+    sets = [(key, of) for key, of in (row["sets"] if row else {}).items() if own_values.get(key, ...) != of]
     texts = ((key, f"{key}={'null' if of is None else plain(of)}") for key, of in sets)
     own = (VARIANT, "measure.")  # keys of the sweep, not of a config
     return " ".join(text if key.startswith(own) else f"--set {text}" for key, text in texts) or "none"
@@ -116,7 +122,7 @@ def best_text(rows: list[Row], best: Best, baseline: Row | None = None) -> str:
         baseline: the row of the config's own tiles; the text then names the speed-up over it.
     """
     chosen, alike = best_row(rows, best), within_spread(rows, best)
-    lines = [f"best: {best_options(rows, best)}"]
+    lines = [f"best: {best_options(rows, best, baseline)}"]
     if chosen and alike:
         keys = [k for k, of in chosen["sets"].items() if any(row["sets"].get(k) != of for row in rows)]
         each = [
@@ -125,7 +131,7 @@ def best_text(rows: list[Row], best: Best, baseline: Row | None = None) -> str:
             for row in alike[:_SHOWN]
         ]
         each += [f"and {len(alike) - _SHOWN} more"] if len(alike) > _SHOWN else []
-        lines = [f"no clear winner; {best.of} {best.metric}: {best_options(rows, best)}"]
+        lines = [f"no clear winner; {best.of} {best.metric}: {best_options(rows, best, baseline)}"]
         lines.append(f"within the spread of: {'; '.join(each)}")
     elif chosen and len(rows) > 1 and not spread(chosen, best.metric):
         lines.append("measured once: measure.repeats and rounds show whether the difference is more than noise")

@@ -106,5 +106,6 @@ def _cell(of: Any) -> str:
 
 
 def sets_text(sets: dict[str, Any]) -> str:
-    """Return keys and values as text."""
-    return ", ".join(f"{key} {json.dumps(of)}" for key, of in sets.items())
+    """Return keys and values as text, without the axes that are not cut; `uncut` if nothing else is left."""
+    cut = {key: of for key, of in sets.items() if of is not None or not key.startswith("tiles.")}
+    return ", ".join(f"{key} {json.dumps(of)}" for key, of in cut.items()) or ("uncut" if sets else "")
