@@ -1,6 +1,7 @@
 """Types of a YAML's keys, and reading of a YAML with errors that name the key and the allowed values."""
 
 import difflib
+import inspect
 import math
 import operator
 import os
@@ -156,10 +157,15 @@ class Section(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Copy the documentation of a base class's field to the same field here if it has no text of its own."""
+        """Copy the documentation of a base class's field to the same field here if it has no text of its own.
+
+        help() shows a signature with names and defaults only: the annotations hold the rules that check values.
+        """
         for name, field in cls.model_fields.items():
             above = (base.model_fields.get(name) for base in cls.__mro__[1:] if issubclass(base, Section))
             field.description = field.description or next((f.description for f in above if f and f.description), None)
+        fields = [of.replace(annotation=of.empty) for of in inspect.signature(cls).parameters.values()]
+        cls.__signature__ = inspect.Signature(fields)
 
 
 class Settings(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import inspect
 import json
 import re
 import shutil
@@ -476,6 +477,7 @@ def test_what_is_exported() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Modell'"):
         nt.Modell  # noqa: B018
     assert dir(nt) == sorted([*nt.__all__, "__version__"]) and {"GPT2", "GPT2Config", "find"} <= set(dir(nt.models))
+    assert str(inspect.signature(nt.SGD)).startswith("(*, lr="), "help() shows no rules of values"
     (block,) = (node for node in ast.parse(Path(nt.__file__).read_text()).body if isinstance(node, ast.If))
     typed = {alias.name: line.module for line in block.body if isinstance(line, ast.ImportFrom) for alias in line.names}
     assert typed == nt.HOMES | dict.fromkeys(("models", "tasks", "testing", "tiles"), "nntile_py")

@@ -30,6 +30,13 @@ def test_they_train(runtime: nt.Runtime, pack: bool, monkeypatch: pytest.MonkeyP
     assert expected[2] < expected[0] and len(packed) == pack
 
 
+def test_tf32(runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only CUDA rounds products to tf32; CPU workers, if they did not refuse it, would train as in fp32."""
+    monkeypatch.setattr("nntile_py.training.trainer.check_precision", lambda *_: None)
+    rounded = nt.Trainer(nt.models.GPT2(CONFIG, seed=0), 2, 16, {"batch": 1}, "tf32")
+    assert same_steps(rounded, IDS, IDS)(2) == same_steps(trainer(False), IDS, IDS)(2)
+
+
 def test_labels_beside(runtime: nt.Runtime) -> None:
     one, other = trainer(False), trainer(False)
     assert same_steps(one, IDS, IDS)(2) == [other.step(IDS, IDS) for _ in range(2)]

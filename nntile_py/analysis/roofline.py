@@ -64,7 +64,7 @@ def assumed_peak(config: RunConfig) -> Peak:
     if own.peak_flop and own.peak_bytes:
         return Peak(own.peak_flop, own.peak_bytes, "config").of_workers(count)
     gpu = config.runtime.cuda != 0
-    speed = device_model.worker(TILE_DTYPE.get(config.precision, config.precision), gpu)
+    speed = device_model.worker(TILE_DTYPE[config.precision], gpu)
     workers = f"{count} {'GPU' if gpu else 'CPU worker'}{'s' * (count > 1)}"
     source = f"not measured: the device model of plans, for {workers}"
     return Peak(speed.flop_s, speed.bytes_s, source).of_workers(count)

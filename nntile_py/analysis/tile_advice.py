@@ -94,7 +94,7 @@ def _coarser(config: RunConfig, spec: StepSpec | None = None, inference: bool = 
         training = spec.graphs
         repeats, graph, update = spec.grad_accumulation, training.graph, spec.update(training)
     whole = graph.sizes()
-    speed = device_model.worker(TILE_DTYPE.get(spec.precision, spec.precision), config.runtime.cuda != 0)
+    speed = device_model.worker(TILE_DTYPE[spec.precision], config.runtime.cuda != 0)
 
     def cost(tiles: dict[str, int]) -> TileCost:
         tiling = Tiling(tiles)

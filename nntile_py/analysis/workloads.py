@@ -176,7 +176,7 @@ def small_graph(config: RunConfig, work: Work, fusion: Fusion, *, backward: bool
     """Return the fused graph of a small workload, a key of _MAKERS, with the input x [batch, seq, embed].
 
     backward: add the backward pass. The gradients of the outputs are then further inputs."""
-    graph = Graph(TILE_DTYPE.get(config.precision, config.precision), cuts=tiling(config))
+    graph = Graph(TILE_DTYPE[config.precision], cuts=tiling(config))
     _need(config, work, "embed", "heads")
     sizes = [config.train.batch, config.train.seq, config.model.embed]
     x = graph.named("x", ["batch", "seq", "embed"], sizes, "input")

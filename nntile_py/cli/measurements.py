@@ -18,7 +18,9 @@ def sweep(
     auto: Annotated[
         bool, typer.Option("--auto", help="Search tile sizes: plan many tilings, measure the best.")
     ] = False,
-    budget: Annotated[int, typer.Option(help="With --auto: number of tilings to measure, the config's own included.", min=1)] = 12,
+    budget: Annotated[
+        int, typer.Option(help="With --auto: number of tilings to measure, with the config's own.", min=1)
+    ] = 12,
     retry: Annotated[bool, typer.Option("--retry", help="Measure failed points again.")] = False,
     as_json: Json = False,
 ) -> None:

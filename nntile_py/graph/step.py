@@ -34,7 +34,7 @@ from nntile_py.typed import plain
 
 # For each precision: the kinds of workers that compute in it.
 PRECISIONS = {"fp32": ("CPU", "CUDA"), "fp64": ("CPU",), "bf16": ("CUDA",), "fp16": ("CUDA",), "tf32": ("CUDA",)}
-TILE_DTYPE = {"tf32": "fp32"}  # dtype of tiles by precision; for all other precisions the names are equal
+TILE_DTYPE = {name: name for name in PRECISIONS} | {"tf32": "fp32"}  # dtype of tiles by precision
 LOSS_SCALE = {"fp16": 65536.0}  # initial loss scale, as torch.amp.GradScaler has it
 
 
@@ -255,7 +255,7 @@ class StepSpec:
     @operators_refuse()
     def trace(self, *, training: bool = True) -> tuple[Graph, Traced, Batch]:
         """Return the model's forward graph before fusion, with the loss, the outputs and the batch."""
-        graph = Graph(TILE_DTYPE.get(self.precision, self.precision), training=training, cuts=self.cuts)
+        graph = Graph(TILE_DTYPE[self.precision], training=training, cuts=self.cuts)
         graph.filled = self.batch * self.seq / (self.rows * self.capacity)
         batch = Batch(self.rows, self.capacity, self.given, packed=self.seq if self.pack else None)
         if self.pack:

@@ -81,8 +81,9 @@ def few_tiles(s: Summary) -> Finding:
     if _share(s, "idle") < IDLE or not _path_bound(s):
         return None
     return (
-        f"{_idle(s)}: all tasks together last {s['parallelism']:.1f} times as long as the longest chain of dependent "
-        f"tasks, for {len(s['workers'])} workers. That chain is mostly {_top(s['critical_path'])}.",
+        f"{_idle(s)}: the longest chain of dependent tasks takes {s['critical_path']['share_of_run']:.0%} of the run, "
+        f"and all tasks together last only {s['parallelism']:.1f} times as long as this chain, for {len(s['workers'])} "
+        f"workers. The chain is mostly {_top(s['critical_path'])}.",
         f"Cut finer, so that more tasks can run at once: {_finer(s)}.",
     )
 

@@ -18,7 +18,7 @@ from nntile_py.graph import packed_inputs
 from nntile_py.graph.fusion import lacking
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Input
-from nntile_py.graph.step import Step, StepSpec
+from nntile_py.graph.step import TILE_DTYPE, Step, StepSpec
 from nntile_py.tasks.op import Lowering
 from nntile_py.tasks.optimizer import INVERSE_SCALE
 from nntile_py.tiles import TaskList
@@ -57,7 +57,7 @@ class Programs:
 
     def __init__(self, spec: StepSpec, runtime: Runtime, checked: bool) -> None:
         path, digest = (spec.timings.path, spec.timings.digest()) if spec.timings else ("", "none")
-        compiler = "none" if spec.fusion.found and lacking(spec.precision) else "one"
+        compiler = "none" if spec.fusion.found and lacking(TILE_DTYPE[spec.precision]) else "one"
         needed = "the C++ compiler (with fusion.found: false none is needed)"
         causes = {f"the database of layouts {path}": digest, needed: compiler}
         self.spec, self.store = spec, Store(causes)
