@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from nntile_py import _core
 from nntile_py.errors import ConfigError, TaskError, exit_status
@@ -29,6 +30,24 @@ from nntile_py.typed import typed
 # for a single GPU: packed BERT base takes 27.8 ms a step with 4 tasks, and 27.0 ms with 16 or 40. AHEAD_OF_OTHERS is
 # for a GPU among others: GPT-2 XL on 4 GPUs takes 0.330 s a step with 0 tasks, 0.322 s with 2, and 0.360 s with 4.
 AHEAD, AHEAD_OF_OTHERS = 16, 2
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_turns(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: calls from several threads take turns, also with the start and the stop of a Runtime.
+
+    Programs, their inputs and StarPU's start belong to all threads of the process. A step that two threads submit at a
+    time would read mixed inputs."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with Runtime.turn:
+            return function(*args, **kwargs)
+
+    return call
 
 
 class Runtime:
@@ -58,6 +77,7 @@ class Runtime:
     """
 
     current: Runtime | None = None
+    turn = threading.RLock()  # held by the thread that starts, stops or submits, see in_turns
     lent = False  # a runtime started implicitly; it stops when the user starts another one
     # During a profile: for every submission of a program or a single task, its number and its tasks. None: no profile.
     watched: list[tuple[int, TaskList]] | None = None
@@ -133,6 +153,7 @@ class Runtime:
         if Runtime.current is self:
             self.__exit__()
 
+    @in_turns
     def __enter__(self) -> Runtime:
         if Runtime.current and Runtime.current.lent:
             Runtime.current.__exit__()
@@ -206,7 +227,10 @@ class Runtime:
         if self.disk:
             self.disk.close()
 
+    @in_turns
     def __exit__(self, kind: object = None, error: BaseException | None = None, *where: object) -> None:
+        if Runtime.current is not self:  # `stop` was called in the block, or this is a forked child
+            return
         with uninterrupted():
             self._end(error)
 
@@ -286,6 +310,7 @@ def joined(mpi: bool | None, nodes: int | None) -> Ranks | None:
 
 def _forked() -> None:
     """Forget the runtime in a forked child process: workers, disk and users belong to the parent."""
+    Runtime.turn = threading.RLock()  # a thread that the child does not have may hold the parent's
     if running := Runtime.current:
         atexit.unregister(running._stop)
         running._users, running.disk, Runtime.current = [], None, None

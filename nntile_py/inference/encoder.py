@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 
 from nntile_py import _core
 from nntile_py.data.tokenizer import load_tokenizer
-from nntile_py.errors import ConfigError
+from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution.forward_program import ForwardProgram, MissingInput
 from nntile_py.execution.program import HostCopy, Store
-from nntile_py.execution.runtime import Runtime
+from nntile_py.execution.runtime import Runtime, in_turns
 from nntile_py.graph.bin_packing import Bins, SequencePlace
 from nntile_py.graph.packed_inputs import rows_of
 from nntile_py.graph.padding import MASK, padded
@@ -44,7 +44,7 @@ class Encoder:
     of bins, a program is built at its first use and kept. It serves texts of all lengths.
 
     The encoder uses the running Runtime. If no Runtime runs, the encoder starts one on all cores. That Runtime stops at
-    `close()`, at the end of `with encoder:`, or when the user starts a Runtime. An encoder is not thread-safe.
+    `close()`, at the end of `with encoder:`, or when the user starts a Runtime. Several threads may call one encoder.
 
     Args:
         model: A model of nt.models.
@@ -161,6 +161,7 @@ class Encoder:
         while waiting:
             yield from self._results(waiting.popleft())
 
+    @in_turns
     def close(self) -> None:
         """Release programs and weights; stop the runtime if the encoder started it."""
         self._bound_model, own = None, self._own
@@ -186,14 +187,16 @@ class Encoder:
     # -- inside
 
     def _tokens(self, texts: Sequence[Any], first: int) -> list[TokenizedText]:
-        before, vocab = self.cut, getattr(self.model.config, "vocab", None)
+        vocab = getattr(self.model.config, "vocab", None)
         tokens = to_tokens(texts, self._tokenizer, self.max_length, vocab, first)
-        self.cut += sum(one.cut for one in tokens)
+        with Runtime.turn:
+            before, self.cut = self.cut, self.cut + sum(one.cut for one in tokens)
         if self.cut and not before:
             message = f"texts with more than {self.max_length} tokens are cut there; `cut` says how many there were"
             warnings.warn(message, stacklevel=4)
         return tokens
 
+    @in_turns
     def _bound(self) -> _BoundModel:
         """Return the model's weights and programs on the running Runtime; start a Runtime if none runs."""
         if Runtime.current is None:
@@ -255,10 +258,13 @@ class Encoder:
         tiling = Tiling({**self._tiles, "batch": number})
         return StepSpec(self._model, count * number, longest, tiling, self.precision, pack=True)
 
+    @in_turns
     def _start(
         self, bound: _BoundModel, tokens: Sequence[TokenizedText], bins: Bins, places: list[SequencePlace]
     ) -> _Pass:
         """Submit a pass and a copy of its output to main memory."""
+        if bound.runtime is not Runtime.current:
+            raise TaskError("Encoder: the Runtime has stopped while texts were encoded")
         spec = self._spec(bins.count, bins.capacity)
         program = bound.program((bins.count, bins.capacity), lambda: spec.outputs(self._name))
         given = {"input_ids": [text.ids for text in tokens], "token_type_ids": [text.kinds for text in tokens]}

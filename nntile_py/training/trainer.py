@@ -27,7 +27,7 @@ from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution import memory
 from nntile_py.execution.forward_program import label_counts, mean_slots
 from nntile_py.execution.program import Program
-from nntile_py.execution.runtime import Runtime
+from nntile_py.execution.runtime import Runtime, in_turns
 from nntile_py.graph.bin_packing import Bins, StepInputs, bins_of
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.params import Traceable
@@ -45,7 +45,7 @@ from nntile_py.typed import plain, typed
 
 
 class Trainer:
-    """Trains a model in tiles on the running Runtime.
+    """Trains a model in tiles on the running Runtime. Calls from several threads take turns.
 
     Args:
         model: A model of nt.models, or an object of your own with `trace(graph, batch)` and `weights`.
@@ -120,6 +120,7 @@ class Trainer:
         self._start(spec.model, spec, seed, True, check_finite)
         return self
 
+    @in_turns
     def _start(self, model: Any, spec: StepSpec, seed: int, shift_labels: bool, check_finite: bool) -> None:
         if (runtime := Runtime.current) is None:
             raise TaskError("Trainer: no runtime is running; use it inside `with nntile_py.Runtime(...):`")
@@ -193,6 +194,7 @@ class Trainer:
         return state["value"] if state else None
 
     @typed
+    @in_turns
     def submit(self, inputs: Inputs, labels: IntArray | None = None, lr: float | None = None) -> Pending:
         """Submit one training step and return its handle at once; `result()` of the handle waits for the step.
 
@@ -208,6 +210,7 @@ class Trainer:
             ValueError: An input is missing, unknown, or has the wrong shape, dtype or values.
             NotFinite: The `result()` of an earlier step would raise NotFinite, and the user has not called it.
         """
+        self._check_running("submit")
         filled = self.filled(inputs, labels)
         arrays, programs = self._programs.check(filled.arrays, self.grad_accumulation * self.spec.rows, self._shifts)
         rate = self.optimizer.lr if lr is None else self.optimizer.changed(lr=lr).lr  # checks the rate
@@ -250,6 +253,7 @@ class Trainer:
         return self.submit(inputs, labels, lr).result().loss
 
     @typed
+    @in_turns
     def evaluate(
         self,
         inputs: Inputs,
@@ -269,8 +273,7 @@ class Trainer:
         Returns:
             The mean loss, (loss, logits) or (loss, {name: array}). The loss is nan if all labels are ignored.
         """
-        if Runtime.current is not self._runtime:
-            raise TaskError("evaluate: the Runtime of this Trainer has stopped; create a Trainer on a running Runtime")
+        self._check_running("evaluate")
         keep = return_logits or return_outputs
         filled = self.filled(inputs, labels, 1)
         arrays, programs = self._programs.check(filled.arrays, self.spec.rows, self._shifts, unlabelled=keep)
@@ -297,12 +300,14 @@ class Trainer:
 
     # -- weights and gradients
 
+    @in_turns
     def gradients(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return {name in transformers: gradient} of the last step, before clipping."""
         if not self.steps:
             raise TaskError("gradients: no step has run yet")
         return read_gradients(self._built, self._store, self._scaled)
 
+    @in_turns
     def state_dict(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return {name in transformers: weight} with the current weights, and store them in `model.weights` too.
 
@@ -310,14 +315,17 @@ class Trainer:
         self.model.weights = read_weights(self._built, self._store)
         return dict(self.model.weights)
 
+    @in_turns
     def snapshot(self) -> Snapshot:
         """Start to copy weights and optimizer averages as they are after all submitted steps. Returns at once."""
         return Snapshot(self.steps, self._built, self._store, self._in_flight.scale_state())
 
+    @in_turns
     def live(self) -> LiveState:
         """Return a LiveState, which reads weights and optimizer averages from their tiles, one array at a time."""
         return LiveState(self.steps, self._built, self._store, self._in_flight.scale_state())
 
+    @in_turns
     def restore(
         self, step: int, averages: Mapping[str, Mapping[str, np.ndarray[Any, Any]]],
         loss_scale: Mapping[str, Any] | None = None,
@@ -343,6 +351,7 @@ class Trainer:
         self._check_alone()
 
     @typed
+    @in_turns
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint: the model as transformers' from_pretrained reads it, the optimizer's averages, the step.
 
@@ -378,6 +387,7 @@ class Trainer:
         trainer: Trainer = load_trainer(cls, Path(folder), model, trust_code, options)
         return trainer
 
+    @in_turns
     def close(self) -> None:
         """Copy the weights into the model and release the trainer. A runtime calls this before it stops."""
         if self.steps:
@@ -410,6 +420,11 @@ class Trainer:
         """Raise ConfigError if another trainer has trained the same model: each would overwrite the other's weights."""
         if any(user is not self and user.model is self.model and user.steps for user in self._runtime.users):
             raise ConfigError("model: another Trainer trains it; use close() of that one first, or a model of its own")
+
+    def _check_running(self, method: str) -> None:
+        if Runtime.current is not self._runtime:
+            need = "create a Trainer on a running Runtime"
+            raise TaskError(f"{method}: the Runtime of this Trainer has stopped; {need}")
 
     def _run(self, program: Program, slots: dict[str, float], what: str) -> None:
         program.run(slots)
