@@ -364,7 +364,8 @@ class Model(Generic[ConfigT]):
         names = {name: name if name in model.state_dict() else name.removeprefix(self.prefix) for name in self.weights}
         state = {names[name]: torch.from_numpy(np.array(value)) for name, value in self.weights.items()}
         missing, unexpected = model.load_state_dict(state, strict=False)
-        tied = set(getattr(model, "_tied_weights_keys", None) or ())
+        pairs = getattr(model, "_tied_weights_keys", None) or {}
+        tied = {*pairs, *pairs.values()}  # without ties the bias of one name is not used
         assert not unexpected and set(missing) <= tied, (missing, unexpected)
         model.tie_weights()
         return model.eval()

@@ -48,7 +48,7 @@ class BERT(TextEncoder):
             if c.head in ("classification", "regression"):
                 return classified(g, batch, c, first_token(g, x, c, "bert.pooler.dense", "tanh"))
             y, labels = predicted(g, batch, c, x)
-            logits = token_logits(g, y, c, words, c.activation, _HEAD)
+            logits = token_logits(g, y, c, words, c.activation, _HEAD, self.decoder)
             loss = cross_entropy(g, logits, labels)
             if c.head == "masked_lm":
                 return Traced(loss, {"logits": logits})

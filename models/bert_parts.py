@@ -27,11 +27,12 @@ from nntile_py.models.parts import (
     dense,
     dense_weights,
     embedded_positions,
+    given_positions,
     norm,
     norm_weights,
     position_input,
 )
-from nntile_py.schema import BelowOne, Count, Natural
+from nntile_py.schema import BelowOne, Count, Natural, Switch
 from nntile_py.tasks.activation import activation
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.elementwise import add, dropout, rename, transpose
@@ -50,7 +51,7 @@ KEYS = {
     "layers": "num_hidden_layers", "embed": "hidden_size", "heads": "num_attention_heads", "ffn": "intermediate_size",
     "vocab": "vocab_size", "positions": "max_position_embeddings", "kinds": "type_vocab_size",
     "activation": "hidden_act", "layer_norm_eps": "layer_norm_eps", "dropout": "hidden_dropout_prob",
-    "attention_dropout": "attention_probs_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob", "tie_embeddings": "tie_word_embeddings",
 }  # fmt: skip
 PADDED_KEYS = KEYS | {"padding_idx": "pad_token_id"}
 
@@ -80,6 +81,8 @@ class TextEncoderConfig(LayerConfig, TokenConfig):
     """Dropout of the embedding, of the residual branches and before a classifier."""
     activation: ActivationName = "gelu"
     """Activation function of the feed-forward part."""
+    tie_embeddings: Switch = True
+    """Compute logits of tokens with the weights of the embedding; false: with weights of their own."""
 
     @model_validator(mode="after")
     def _fitting(self) -> Self:
@@ -107,7 +110,7 @@ class TextEncoder(Model):
     keys: ClassVar[Mapping[str, str]] = PADDED_KEYS  # {field of the config: key of config.json}
     fixed: ClassVar = {
         "is_decoder": (False, None), "add_cross_attention": (False, None), "is_encoder_decoder": (False, None),
-        "position_embedding_type": ("absolute",), "tie_word_embeddings": (True,),
+        "position_embedding_type": ("absolute",),
         "problem_type": (None, "single_label_classification", "regression"),
     }  # fmt: skip
     absent: ClassVar[dict[str, Any]] = {"pad_token_id": 0}
@@ -121,7 +124,8 @@ class TextEncoder(Model):
 
     def copies(self) -> Mapping[str, str]:
         table = next(name for name in self.weight_shapes() if "embeddings" in name)
-        return {self.decoder: table} if self.config.head in ("masked_lm", "pretraining") else {}
+        tied = self.config.tie_embeddings and self.config.head in ("masked_lm", "pretraining")
+        return {self.decoder: table} if tied else {}
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,6 +192,8 @@ def counted_positions(g: Graph, batch: Batch, positions: int | None, padding: in
         return numbers
 
     rows = check_length(batch, positions) + padding + 1
+    if (given := given_positions(g, batch, rows)) is not None:
+        return given
     return g.input("positions", {"batch": batch.size, "seq": batch.seq}, below=rows, default=counted)
 
 

@@ -94,6 +94,8 @@ class DeBERTaConfig(TextEncoderConfig, PaddedConfig):
     @model_validator(mode="after")
     def _relative(self) -> Self:
         self.fill(embedding=self.embed)
+        if not self.legacy and not self.tie_embeddings:
+            raise ConfigError("model.tie_embeddings: got false; allowed: true, or legacy: true, whose head can differ")
         if not self.legacy and self.head == "masked_lm" and self.embedding != self.embed:
             need = f"model.embed = {self.embed}, or legacy: true, whose head has this width"
             raise ConfigError(f"model.embedding: got {self.embedding}; allowed: {need}")
@@ -312,7 +314,7 @@ class DeBERTa(TextEncoder):
             if c.head in ("classification", "regression"):
                 return classified(g, batch, c, first_token(g, x, c, "pooler.dense", c.pooler_activation))
             y, labels = predicted(g, batch, c, x)
-            logits = token_logits(g, y, c, words, c.activation, _LEGACY_HEAD if c.legacy else _HEAD)
+            logits = token_logits(g, y, c, words, c.activation, _LEGACY_HEAD if c.legacy else _HEAD, self.decoder)
             return Traced(cross_entropy(g, logits, labels), {"logits": logits})
 
     # -- transformers
@@ -326,6 +328,7 @@ class DeBERTa(TextEncoder):
         fields = super().read_config(raw) | {kind: kind in kinds for kind in _KINDS}
         return fields | {
             "relative_positions": longest if longest > 0 else None, "embedding": raw.get("embedding_size"),
+            "tie_embeddings": raw.get("tie_word_embeddings", True) or not raw["legacy"],
             "pooler_activation": ACTIVATIONS[choice(raw, "pooler_hidden_act", "gelu", *ACTIVATIONS)],
         }  # fmt: skip
 

@@ -41,6 +41,7 @@ class DistilBERT(TextEncoder):
         "layers": "n_layers", "embed": "dim", "heads": "n_heads", "ffn": "hidden_dim", "vocab": "vocab_size",
         "positions": "max_position_embeddings", "activation": "activation", "dropout": "dropout",
         "attention_dropout": "attention_dropout", "padding_idx": "pad_token_id",
+        "tie_embeddings": "tie_word_embeddings",
     }  # fmt: skip
 
     def trace(self, g: Graph, batch: Batch) -> Traced:
@@ -58,7 +59,7 @@ class DistilBERT(TextEncoder):
                 return classified(g, batch, c, first_token(g, x, c, "pre_classifier", "relu"))
             names = "vocab_transform", "vocab_layer_norm", "vocab_projector.bias"
             y, labels = predicted(g, batch, c, x)
-            logits = token_logits(g, y, c, words, c.activation, names)
+            logits = token_logits(g, y, c, words, c.activation, names, self.decoder)
             return Traced(cross_entropy(g, logits, labels), {"logits": logits})
 
     # -- transformers

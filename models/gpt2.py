@@ -44,6 +44,10 @@ class GPT2Config(DecoderConfig):
     """Compute the logits with the weights of the embedding; false: with weights of their own."""
     layer_norm_eps: Positive = 1e-5
     """Added to the variance in LayerNorm."""
+    scale_attention: Switch = True
+    """Divide attention scores by the square root of a head's width."""
+    scale_by_layer: Switch = False
+    """Divide attention scores by the number of the layer, from 1."""
 
     @model_validator(mode="after")
     def _fitting(self) -> GPT2Config:
@@ -61,8 +65,7 @@ class GPT2(Model):
     prefix = "transformer."
     head_weights = ("lm_head.weight",)
     fixed: ClassVar = {
-        "scale_attn_by_inverse_layer_idx": (False, None), "add_cross_attention": (False, None),
-        "is_encoder_decoder": (False, None), "scale_attn_weights": (True,),
+        "add_cross_attention": (False, None), "is_encoder_decoder": (False, None),
     }  # fmt: skip
 
     def trace(self, g: Graph, batch: Batch) -> Traced:
@@ -71,14 +74,16 @@ class GPT2(Model):
         heads, ffn = {"heads": c.heads, "head_dim": c.embed // c.heads}, {"ffn": c.ffn}
         init, residual = Normal(0.02), Normal(0.02 / math.sqrt(2 * c.layers))
 
-        def attend(x: Tensor, name: str) -> Tensor:
+        def attend(x: Tensor, name: str, layer: int) -> Tensor:
             parts, packed = [], f"{name}.c_attn"
             for number, one in enumerate("qkv"):
                 part = (f"{packed}.weight", f"{packed}.bias", number, 3)
                 y = dense(g, x, f"{packed}.{one}", embed, heads, init, transposed=True, part=part)
                 parts.append(transpose(g, y, ["batch", "heads", "seq", "head_dim"]))
             q, k, v = parts
-            a = attention(g, q, k, v, mask, c.attention, c.attention_dropout)
+            scale = 1 / math.sqrt(c.embed // c.heads) if c.scale_attention else 1.0
+            scale /= layer + 1 if c.scale_by_layer else 1
+            a = attention(g, q, k, v, mask, c.attention, c.attention_dropout, scale)
             a = transpose(g, a, ["batch", "seq", *heads])
             return dropout(g, dense(g, a, f"{name}.c_proj", heads, embed, residual, transposed=True), c.dropout)
 
@@ -97,7 +102,7 @@ class GPT2(Model):
         for layer in range(c.layers):
             here = f"transformer.h.{layer}"
             with g.scope(f"h{layer}.attn"):
-                x = add(g, attend(norm(g, x, f"{here}.ln_1", c.layer_norm_eps), f"{here}.attn"), x)
+                x = add(g, attend(norm(g, x, f"{here}.ln_1", c.layer_norm_eps), f"{here}.attn", layer), x)
             with g.scope(f"h{layer}.mlp"):
                 x = add(g, mlp(norm(g, x, f"{here}.ln_2", c.layer_norm_eps), f"{here}.mlp"), x)
         with g.scope("head"):
@@ -120,6 +125,8 @@ class GPT2(Model):
             "positions": raw["n_positions"], "ffn": raw.get("n_inner") or 4 * raw["n_embd"],
             "activation": ACTIVATIONS[act], "tie_embeddings": raw.get("tie_word_embeddings", True),
             "layer_norm_eps": raw.get("layer_norm_epsilon", 1e-5),
+            "scale_attention": raw.get("scale_attn_weights", True),
+            "scale_by_layer": raw.get("scale_attn_by_inverse_layer_idx", False),
         }  # fmt: skip
 
     def hf_config(self) -> dict[str, Any]:
@@ -129,5 +136,6 @@ class GPT2(Model):
             "n_positions": c.positions, "n_embd": c.embed, "n_layer": c.layers, "n_head": c.heads, "n_inner": c.ffn,
             "activation_function": c.activation, "layer_norm_epsilon": c.layer_norm_eps,
             "tie_word_embeddings": c.tie_embeddings, "embd_pdrop": c.dropout, "resid_pdrop": c.dropout,
+            "scale_attn_weights": c.scale_attention, "scale_attn_by_inverse_layer_idx": c.scale_by_layer,
             "attn_pdrop": c.attention_dropout, "bos_token_id": None, "eos_token_id": None,
         })  # fmt: skip

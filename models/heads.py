@@ -5,6 +5,7 @@ Axes: batch, seq, embed, hidden (width of a head), vocab, masked (positions to p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,9 @@ import numpy as np
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ZEROS, Array, Batch, Traced
-from nntile_py.models.parts import INIT, dense, first_tokens, norm, of_sequences
+from nntile_py.models.parts import INIT, dense, first_tokens, norm, of_sequences, padding
 from nntile_py.tasks.activation import activation
-from nntile_py.tasks.contract import linear
+from nntile_py.tasks.contract import contract, linear
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import dropout, rename
 from nntile_py.tasks.gather import NOWHERE, gather
@@ -80,17 +81,22 @@ def bare(g: Graph, c: Any, x: Tensor, pooler: str | None = None) -> Traced:
     return Traced(None, outputs)
 
 
-def token_logits(g: Graph, x: Tensor, c: Any, words: Tensor, kind: str, names: tuple[str, str, str]) -> Tensor:
+def token_logits(
+    g: Graph, x: Tensor, c: Any, words: Tensor, kind: str, names: tuple[str, str, str], decoder: str
+) -> Tensor:
     """Return logits [..., vocab] of x [..., embed]: a dense layer, an activation, a norm, a product with `words`.
 
     Args:
-        words: The table of token embeddings, which serves as the last product's weight.
+        words: The table of token embeddings, which is the last product's weight with config.tie_embeddings.
         kind: The activation function.
         names: Names of the dense layer, of the norm, and of the bias [vocab] of the last product.
+        decoder: Name of the last product's weight if it is not the table. The bias then has the name of this weight.
     """
     transform, normed, bias = names
     y = dense(g, x, transform, {"embed": c.embed}, {"hidden": words.size("embed")}, INIT)
     y = norm(g, rename(g, activation(g, y, kind), hidden="embed"), normed, c.layer_norm_eps)
+    if not c.tie_embeddings:
+        words, bias = g.param(decoder, words.sizes, INIT), f"{decoder.removesuffix('.weight')}.bias"
     return linear(g, y, words, [*x.axes[:-1], "vocab"], g.param(bias, {"vocab": c.vocab}, ZEROS))
 
 
@@ -101,6 +107,21 @@ def first_token(g: Graph, x: Tensor, c: Any, name: str, kind: str, dropped: floa
     """
     first = dropout(g, first_tokens(g, x), dropped)
     return activation(g, dense(g, first, name, {"embed": c.embed}, {"hidden": c.embed}, INIT), kind)
+
+
+def mean_of_tokens(g: Graph, batch: Batch, x: Tensor) -> Tensor:
+    """Return the mean vector of each sequence's tokens, [batch, embed] of x [batch, seq, embed], without padding."""
+    if batch.packed:
+        raise ConfigError("model.pooling: got mean; allowed with packed sequences: cls")
+    sizes, mask = {"batch": batch.size, "seq": batch.seq}, padding(g, batch)
+
+    def shares(given: Mapping[str, Array]) -> Array:
+        real = given["attention_mask"] != 0
+        result: Array = real / real.sum(axis=1, keepdims=True)
+        return result
+
+    weights = g.input("token_shares", sizes, None, default=shares if mask else 1 / batch.seq)
+    return contract(g, weights, x, ["batch", "embed"])
 
 
 def classified_tokens(g: Graph, batch: Batch, c: Any, x: Tensor) -> Traced:

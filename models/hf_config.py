@@ -215,6 +215,28 @@ def architecture(raw: Mapping[str, Any], *known: str) -> str:
     return str(given[0])
 
 
+def rope_scaling(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the section `rope_scaling` of a model's config: rope_parameters without the base of the wavelengths.
+
+    As transformers does, fill in the length for which the model was trained, and the factor by which it is exceeded.
+
+    Args:
+        raw: Content of config.json.
+        rope: rope_parameters in config.json, or for one type of layers the part of it.
+    """
+    found = {key: value for key, value in rope.items() if key != "rope_theta"}
+    kind, length = found.get("rope_type", found.get("type")), "original_max_position_embeddings"
+    choice(raw, "partial_rotary_factor", None, 1, 1.0)
+    if choice(rope, "partial_rotary_factor", None, 1, 1.0):
+        del found["partial_rotary_factor"]
+    own, longest = raw.get(length), raw.get("max_position_embeddings")
+    if kind in ("dynamic", "llama3", "yarn", "longrope"):
+        found[length] = longest if kind == "dynamic" else own or found.get(length) or longest
+    if kind in ("yarn", "longrope") and found.get("factor") is None and found[length] and longest:
+        found["factor"] = longest / found[length]
+    return found or None
+
+
 def padding_row(raw: Mapping[str, Any]) -> int | None:
     """Return the row of the embedding table that gets no gradient: config.json's pad_token_id, or None without it.
 

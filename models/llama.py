@@ -16,17 +16,20 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ONES, Batch, Normal, Traced
 from nntile_py.models.base import Model
-from nntile_py.models.hf_config import ACTIVATIONS, architecture, choice, padding_row
+from nntile_py.models.hf_config import ACTIVATIONS, architecture, choice, padding_row, rope_scaling
 from nntile_py.models.parts import (
+    LAYER_TYPES,
     ActivationName,
     DecoderConfig,
+    LayerTypes,
     PaddedConfig,
     attention_mask,
+    check_layer_types,
     check_length,
     dense,
     rotary_input,
 )
-from nntile_py.schema import Count, Natural, Positive, Switch, short
+from nntile_py.schema import Count, Positive, Switch, short
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
@@ -44,7 +47,6 @@ _KEYS = {
     "vocab": "vocab_size", "positions": "max_position_embeddings", "tie_embeddings": "tie_word_embeddings",
     "rms_norm_eps": "rms_norm_eps", "kv_heads": "num_key_value_heads", "head_dim": "head_dim",
 }  # fmt: skip
-_KINDS = ("full_attention", "sliding_attention")  # values of layer_types in config.json
 
 
 class RotaryDecoderConfig(DecoderConfig, PaddedConfig):
@@ -64,7 +66,8 @@ class RotaryDecoderConfig(DecoderConfig, PaddedConfig):
     rope_theta: Positive = 10000.0
     """Base of the rotary positions' wavelengths."""
     rope_scaling: dict[str, Any] | None = None
-    """Rotary positions for longer sequences, as in transformers: `rope_type` (default, linear, llama3) and its keys."""
+    """Rotary positions for longer sequences, as in transformers: `rope_type` (default, linear, dynamic, llama3, yarn,
+    longrope) and its keys."""
 
     @model_validator(mode="after")
     def _fitting(self) -> Self:
@@ -163,7 +166,7 @@ class Llama(Model):
         architecture(raw, f"{cls.stem}ForCausalLM", f"{cls.stem}Model")
         act = choice(raw, "hidden_act", "silu", *ACTIVATIONS)
         parameters, scaling, theta = (raw.get(f"rope_{key}") for key in ("parameters", "scaling", "theta"))
-        rope = parameters or scaling or {}
+        rope = scaling or parameters or {}
         if not isinstance(rope, dict):
             raise ConfigError(f"model: rope_parameters is {rope!r} in the model's config; allowed: an object")
         found = {name: raw.get(key) for name, key in cls.keys.items()}
@@ -171,7 +174,7 @@ class Llama(Model):
         return {name: raw[cls.keys[name]] for name in needed} | {
             "activation": ACTIVATIONS[act], "padding_idx": padding_row(raw),
             "rope_theta": rope.get("rope_theta") or theta or 10000.0,
-            "rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"} or None,
+            "rope_scaling": rope_scaling(raw, rope),
         } | {name: value for name, value in found.items() if value is not None}  # fmt: skip
 
     def hf_config(self) -> dict[str, Any]:
@@ -209,9 +212,14 @@ class Mistral(Llama):
 class Qwen2Config(RotaryDecoderConfig):
     type: str = "qwen2"
     window: Count | None = None
-    """Positions that a query attends to, up to its own, in the layers after the first `full_layers`; null: all."""
-    full_layers: Natural = 0
-    """With a window: the number of layers without it, which are the first ones."""
+    """Positions that a query attends to, up to its own, in layers of the type sliding_attention; null: all."""
+    layer_types: LayerTypes | None = None
+    """With a window: for each layer full_attention or sliding_attention; null: all have the window."""
+
+    @model_validator(mode="after")
+    def _types_of_layers(self) -> Self:
+        check_layer_types(self)
+        return self
 
 
 class Qwen2(Llama):
@@ -223,7 +231,8 @@ class Qwen2(Llama):
     fixed: ClassVar = {"is_encoder_decoder": (False, None)}
 
     def window(self, layer: int) -> int | None:
-        return self.config.window if layer >= self.config.full_layers else None
+        kinds = self.config.layer_types
+        return None if kinds and kinds[layer] == LAYER_TYPES[0] else self.config.window
 
     def biases(self) -> tuple[bool, bool, bool]:
         return True, False, False
@@ -231,24 +240,20 @@ class Qwen2(Llama):
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         found = super().read_config(raw)
-        size, first = raw.get("sliding_window"), raw.get("max_window_layers")
-        kinds: Any = raw.get("layer_types")
-        window, full = size if raw.get("use_sliding_window") else None, 0
+        size, first, kinds = raw.get("sliding_window"), raw.get("max_window_layers"), raw.get("layer_types")
+        window = size if raw.get("use_sliding_window") else None
         if window and kinds is None:
-            full = min(first or 0, found["layers"])
-        elif window:
-            full = kinds.index(_KINDS[1]) if _KINDS[1] in kinds else found["layers"]
-        wanted = [_KINDS[window is not None and layer >= full] for layer in range(found["layers"])]
-        if kinds is not None and kinds != wanted:
-            need = f"{_KINDS[0]}, after it {_KINDS[1]} if use_sliding_window is true"
+            kinds = [LAYER_TYPES[layer >= (first or 0)] for layer in range(found["layers"])]
+        if not window and kinds not in (None, [LAYER_TYPES[0]] * found["layers"]):
+            need = f"{LAYER_TYPES[0]} in each layer, as use_sliding_window is not true"
             raise ConfigError(f"model: layer_types is {short(kinds)} in the model's config; allowed: {need}")
-        return found | {"window": window, "full_layers": full}
+        return found | {"window": window, "layer_types": kinds if window else None}
 
     def hf_config(self) -> dict[str, Any]:
         c = self.config
-        kinds = [_KINDS[self.window(layer) is not None] for layer in range(c.layers)]
+        kinds = [LAYER_TYPES[self.window(layer) is not None] for layer in range(c.layers)]
         window = {"use_sliding_window": c.window is not None, "sliding_window": c.window, "layer_types": kinds}
-        return window | {"max_window_layers": c.full_layers} | super().hf_config()
+        return window | super().hf_config()
 
 
 class Qwen3Config(Qwen2Config):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 from pydantic import model_validator
@@ -27,6 +27,9 @@ from nntile_py.tasks.select import select
 Sizes = Mapping[str, int]
 INIT = Normal(0.02)  # initialisation of most weights
 ActivationName = Literal["gelu", "gelu_new", "quick_gelu", "relu", "silu", "tanh"]
+LayerType = Literal["full_attention", "sliding_attention"]  # as transformers' layer_types
+LayerTypes = list[LayerType]
+LAYER_TYPES: tuple[LayerType, ...] = get_args(LayerType)
 
 
 class PaddedConfig(TokenConfig):
@@ -72,6 +75,13 @@ class LayerConfig(ModelConfig):
                 f"model.attention_dropout: got {self.attention_dropout}; allowed: 0 unless model.attention is"
                 f" {' or '.join(WITH_DROPOUT)}"
             )
+
+
+def check_layer_types(c: Any) -> None:
+    """Raise ConfigError unless the config's `layer_types` is null or has a type for each layer."""
+    if c.layer_types is not None and len(c.layer_types) != c.layers:
+        need = f"one for each of model.layers = {c.layers}"
+        raise ConfigError(f"model.layer_types: got {len(c.layer_types)} types; allowed: {need}")
 
 
 class DecoderConfig(LayerConfig, TokenConfig):
@@ -167,15 +177,26 @@ def check_length(batch: Batch, positions: int | None) -> int:
     return positions
 
 
+def given_positions(g: Graph, batch: Batch, below: int) -> Tensor | None:
+    """Return the input position_ids [batch, seq], numbers below `below`; None if no step has it."""
+    if batch.packed or not batch.has("position_ids", neutral=-1):
+        return None
+    if "position_ids" in g.tensors:
+        return g.tensors["position_ids"]
+    return g.input("position_ids", {"batch": batch.size, "seq": batch.seq}, below=below)
+
+
 def position_input(g: Graph, batch: Batch, positions: int | None) -> Tensor:
     """Declare an input with each token's position, int64 [seq], for `embedded_positions`. `positions` is the number of
     rows of the table of position embeddings.
 
-    The positions are 0, 1, ... unless a step has an input `positions`. For packed sequences the tensor is [batch, seq],
-    and each sequence begins with 0. Raises ConfigError if a sequence is longer than the table."""
+    The positions are 0, 1, ... unless a step has an input `position_ids` [batch, seq]. For packed sequences the tensor
+    is [batch, seq], and each sequence begins with 0. Raises ConfigError if a sequence is longer than the table."""
     positions = check_length(batch, positions)
     if batch.packed:
         return _packed_input(g, batch, "positions", lambda found: found, below=positions)
+    if (given := given_positions(g, batch, positions)) is not None:
+        return given
     return g.input("positions", {"seq": batch.seq}, below=positions, default=np.arange(batch.seq))
 
 
@@ -206,10 +227,14 @@ def embedded_positions(
 
 def rotary_input(g: Graph, batch: Batch, table: Array, name: str = "rotary") -> Tensor:
     """Declare an input with cosines and sines of each token's position, for `rotary`. `table` [positions, head_dim] is
-    made by `rotary_table`; row p belongs to position p."""
+    made by `rotary_table`; row p belongs to position p. A step may have an input `position_ids` [batch, seq]; then
+    tiles.batch must be 1."""
     sizes, dtype = {"rotary": table.shape[1]}, accumulation_dtype(g.dtype)
     if batch.packed:
         return _packed_input(g, batch, name, lambda found: table[found], sizes, dtype=dtype)
+    if (positions := given_positions(g, batch, len(table))) is not None:
+        rows = {"batch": batch.size, "seq": batch.seq} | sizes
+        return g.input(name, rows, dtype, default=lambda given: table[given[positions.name]])
     return g.input(name, {"seq": batch.seq} | sizes, dtype, default=table)
 
 

@@ -73,7 +73,8 @@ class RoBERTa(TextEncoder):
                 pooled = first_token(g, x, c, "classifier.dense", "tanh", c.dropout)
                 return classified(g, batch, c, pooled, "classifier.out_proj")
             y, labels = predicted(g, batch, c, x)
-            logits = token_logits(g, y, c, words, "gelu", _HEAD)  # the head has gelu even if the layers have another
+            # The head has gelu even if the layers have another activation.
+            logits = token_logits(g, y, c, words, "gelu", _HEAD, self.decoder)
             return Traced(cross_entropy(g, logits, labels), {"logits": logits})
 
     # -- transformers

@@ -84,7 +84,7 @@ class PairGradArgs(TaskArgs):
 
 
 class Attention(Op):
-    """o = softmax(scale q k^T, masked) v with scale 1/sqrt(d); lse [b, h, s]: log-sum-exp of the scores.
+    """o = softmax(scale q k^T, masked) v; lse [b, h, s]: log-sum-exp of the scores.
 
     A query that attends to no key gets an output of zeros and an lse of 0. A pair of tiles that the mask hides wholly
     has no task.
@@ -99,6 +99,7 @@ class Attention(Op):
             `varlen`, `cudnn`: as `vendor`, but a mask with segments uses ATen's variable-length flash attention or
             cuDNN's ragged kernel on CUDA. TaskError where that kernel does not support the case.
         dropout: dropout of the probabilities. Only `segments` supports dropout, and seq and key must not be cut.
+        scale: factor of the scores q k^T; None: 1 / sqrt(head_dim).
     """
 
     category = CONTRACTION
@@ -107,13 +108,13 @@ class Attention(Op):
 
     def __init__(
         self, operands: Operands, out: Tensor, lse: Tensor, *, mask: Mask, backend: str,
-        dropout: ScoresDropout | None = None,
+        dropout: ScoresDropout | None = None, scale: float | None = None,
     ) -> None:  # fmt: skip
         if backend not in BACKENDS or backend == "naive":
             raise ValueError(f"attention: {backend!r} is not allowed; use one of {', '.join(BACKENDS)}")
         self.operands, self.mask, self.backend, self.lse, self.dropout = operands, mask, backend, lse, dropout
         super().__init__([*operands.tensors, *self.data], [out, lse])
-        self.scale = 1 / math.sqrt(out.size("head_dim"))
+        self.scale = 1 / math.sqrt(out.size("head_dim")) if scale is None else scale
 
     def read(self, tensors: Sequence[Tensor]) -> None:
         """Replace the tensors that hold q, k and v."""
@@ -350,9 +351,10 @@ class AttentionGrad(Op):
 
 
 def attention(
-    g: GraphLike, q: Operand, k: Operand, v: Operand, mask: Mask, backend: str = "vendor", dropout: float = 0.0
-) -> Tensor:
-    """Return softmax(q k^T / sqrt(head_dim), masked) v, with q's axes.
+    g: GraphLike, q: Operand, k: Operand, v: Operand, mask: Mask, backend: str = "vendor", dropout: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Return softmax(scale q k^T, masked) v, with q's axes.
 
     Args:
         q: axes batch, heads, seq, head_dim in any order; batch may be missing. q, k or v may also be a pair
@@ -363,6 +365,7 @@ def attention(
         backend: a backend of Attention; or naive, which stores the scores in memory.
         dropout: probability of a zero among the attention probabilities; requires the backend naive or segments. If
             g.cuts cuts seq or key, segments falls back to naive.
+        scale: factor of the scores; None: 1 / sqrt(head_dim).
 
     Raises:
         ValueError: the combination is not supported.
@@ -384,12 +387,12 @@ def attention(
     if dropout and not mask.segments and _cut(g.cuts, sizes["seq"], sizes["key"]):
         backend = "naive"
     if backend == "naive":
-        return naive(g, operands, mask, dropout)
+        return naive(g, operands, mask, dropout, scale)
     axes = [axis for axis in x.axes if axis != "qkv"]
     out = g.temp("attention", axes, [x.size(a) for a in axes], x.dtype)
     lse = g.temp("lse", BHSD[:3], [sizes[a] for a in BHSD[:3]], accumulation_dtype(x.dtype))
     drops = _dropout(g, dropout, axes, sizes, mask) if dropout else None
-    return g.add(Attention(operands, out, lse, mask=mask, backend=backend, dropout=drops)).output
+    return g.add(Attention(operands, out, lse, mask=mask, backend=backend, dropout=drops, scale=scale)).output
 
 
 def _dropout(g: GraphLike, rate: float, axes: Sequence[str], sizes: dict[str, int], mask: Mask) -> ScoresDropout:

@@ -19,7 +19,7 @@ def scores_axes(queries: Sequence[str]) -> list[str]:
     return [*(a for a in queries if a not in ("seq", "head_dim")), "seq", "key"]
 
 
-def naive(g: GraphLike, operands: Operands, mask: Mask, dropout: float) -> Tensor:
+def naive(g: GraphLike, operands: Operands, mask: Mask, dropout: float, scale: float | None = None) -> Tensor:
     """Add operators for scores, softmax and weighted sum to the graph. Return the weighted sum, with the axes of q."""
     packed = dict.fromkeys(t for t, index in operands.parts if index >= 0)
     slices = {t: unpack(g, t, "qkv") for t in packed}
@@ -31,7 +31,7 @@ def naive(g: GraphLike, operands: Operands, mask: Mask, dropout: float) -> Tenso
     sizes = {**q.sizes, **k.sizes}
     axes = scores_axes(q.axes)
     scores = g.temp("scores", axes, [sizes[a] for a in axes], q.dtype, band=mask.band)
-    g.add(Contract(q, k, scores, scale=q.size("head_dim") ** -0.5))
+    g.add(Contract(q, k, scores, scale=q.size("head_dim") ** -0.5 if scale is None else scale))
     p = g.temp("softmax", axes, scores.shape, scores.dtype, band=mask.band)
     p = g.add(Softmax(scores, p, mask)).output
     if dropout:

@@ -11,14 +11,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.tiles import R, TaskArgs, Tiling, W
 
 from .op import Array, GraphLike, Lowering, Op, Tensor
-
-# For each rope_type of transformers' rope_scaling: the other keys that it needs.
-SCALINGS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-
+from .rotary_scaling import Angles, scaled
 
 MOST = 2**28  # largest number of entries of a table; in float64 they take 2 GiB
 
@@ -29,8 +22,9 @@ def rotary_table(head_dim: int, positions: int, theta: float, scaling: Mapping[s
     The angle of pair i at a position is position * theta^(-2i / head_dim) (Su et al. 2021, eq. 15).
 
     Args:
-        scaling: rope_scaling (rope_parameters) of a transformers config, with rope_type default, linear or llama3. It
-            lowers the frequencies theta^(-2i / head_dim) as modeling_rope_utils.ROPE_INIT_FUNCTIONS does.
+        scaling: rope_scaling (rope_parameters) of a transformers config, with rope_type default, linear, dynamic,
+            llama3, yarn or longrope. It changes the frequencies theta^(-2i / head_dim), and yarn and longrope the
+            size of cosines and sines, as modeling_rope_utils.ROPE_INIT_FUNCTIONS does.
 
     Raises:
         ConfigError: another rope_type; a missing, unknown or wrong key; an odd head_dim; too many positions.
@@ -44,38 +38,9 @@ def rotary_table(head_dim: int, positions: int, theta: float, scaling: Mapping[s
         frequencies = float(theta) ** (-np.arange(0, head_dim, 2) / head_dim)
     if not np.isfinite(frequencies).all():
         raise ConfigError(f"rope_theta: {theta} is not allowed; use a number whose inverse is finite")
-    frequencies = _scaled(frequencies, scaling or {})
+    frequencies, factor = scaled(Angles(frequencies, theta, positions), scaling or {})
     angles = np.arange(positions)[:, None] * frequencies
-    return np.concatenate([np.cos(angles), np.sin(angles)], 1)
-
-
-def _scaled(frequencies: Array, scaling: Mapping[str, Any]) -> Array:
-    """Return the frequencies lowered as `scaling` says. Raises ConfigError for wrong keys."""
-    options = dict(scaling)
-    old = options.pop("type", "default")  # in older checkpoints the key rope_type is called type
-    kind = options.pop("rope_type", old)
-    options.pop("rope_theta", None)  # the caller passes it as `theta`
-    if kind not in list(SCALINGS):
-        raise ConfigError(f"rope_scaling.rope_type: {kind!r} is not allowed; use one of {', '.join(SCALINGS)}")
-    names = SCALINGS[kind]
-    for key in {**dict.fromkeys(names), **options}:
-        value = options.get(key)
-        if key not in names:
-            raise ConfigError(f"rope_scaling.{key}: unknown key; rope_type {kind} has {', '.join(names) or 'none'}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < np.inf:
-            raise ConfigError(f"rope_scaling.{key}: {value!r} is not allowed; rope_type {kind} needs a positive number")
-    if kind == "default":
-        return frequencies
-    if kind == "linear":
-        return np.asarray(frequencies / options["factor"])
-    factor, low, high, length = (options[key] for key in names)
-    if high <= low:
-        raise ConfigError(f"rope_scaling.high_freq_factor: {high} is not allowed; use more than low_freq_factor {low}")
-    # Frequencies with at least `high` full turns over the original length stay. Frequencies with at most `low` turns
-    # are divided by the factor. Between `low` and `high`, the two results are mixed linearly.
-    turns = length * frequencies / (2 * np.pi)
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    return np.asarray(frequencies * (kept + (1 - kept) / factor))
+    return factor * np.concatenate([np.cos(angles), np.sin(angles)], 1)
 
 
 class RotaryArgs(TaskArgs):

@@ -89,11 +89,10 @@ def test_keys_remember_what_is_read() -> None:
     [
         ("GPT2", {"architectures": ["GPT2DoubleHeadsModel"]}, "GPT2DoubleHeadsModel.* allowed: GPT2LMHeadModel, GPT2M"),
         ("GPT2", {"activation_function": "mish"}, "activation_function is 'mish' .*; allowed: 'gelu_new'"),
-        ("GPT2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
-        ("Llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "rope_type: 'yarn'"),
-        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: 'dynamic'"),
+        ("Llama", {"rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}}, "rope_type: 'axial'"),
         ("Llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ("Qwen2", {"layer_types": ["sliding_attention"] * 32}, "layer_types is .*; allowed: full_attention, after it"),
+        ("Qwen2", {"layer_types": ["sliding_attention"] * 32}, "layer_types is .*; allowed: full_attention in"),
+        ("Mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5 in the .*; allowed: None"),
         ("Llama", {"auto_map": {"AutoModel": "own.Model"}}, "auto_map is .*Llama does not know this key"),
     ],
 )

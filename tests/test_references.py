@@ -357,13 +357,18 @@ def test_rotary_of_tensors_that_do_not_fit(pair: Pair) -> None:
             ops.Rotary(x, table, x)
 
 
+LENGTH = {"original_max_position_embeddings": 64}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
     "scaling",
     [None, {"rope_type": "default"}, {"rope_type": "linear", "factor": 2.5}, {"type": "linear", "factor": 4},
-     {"rope_type": "llama3", **LLAMA3}],
+     {"rope_type": "llama3", **LLAMA3}, {"rope_type": "yarn", "factor": 3.0, **LENGTH},
+     {"rope_type": "yarn", "factor": 3.0, **LENGTH, "mscale": 0.7, "mscale_all_dim": 1.2, "truncate": False},
+     {"rope_type": "yarn", "factor": 3.0, **LENGTH, "attention_factor": 0.8, "beta_fast": 8, "beta_slow": 2},
+     {"rope_type": "longrope", "factor": 3.0, **LENGTH, "short_factor": [1.0] * 16, "long_factor": [*range(1, 17)]},
+     {"rope_type": "dynamic", "factor": 3.0, "original_max_position_embeddings": 2048}],
 )  # fmt: skip
 def test_rotary_table(scaling: dict[str, Any] | None) -> None:
     """The scaled table equals that of transformers, at low, middle and high frequencies."""
@@ -374,9 +379,9 @@ def test_rotary_table(scaling: dict[str, Any] | None) -> None:
     embedding = llama.LlamaRotaryEmbedding(config)
     table = ops.rotary_table(head_dim, positions, theta, scaling)
     assert table.shape == (positions, head_dim) and table.dtype == np.float64
+    cos, sin = embedding(torch.zeros(1), torch.arange(positions)[None])  # makes the frequencies of longrope
     frequencies = np.arctan2(*np.split(table[1], 2)[::-1])
     assert np.allclose(frequencies, embedding.inv_freq, rtol=1e-6, atol=0)
-    cos, sin = embedding(torch.zeros(1), torch.arange(positions)[None])
     want = torch.cat([cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]], -1)
     assert np.abs(table - want.numpy()).max() < 2e-5  # transformers' angles, up to 100, are fp32
 
@@ -385,7 +390,11 @@ def test_rotary_table(scaling: dict[str, Any] | None) -> None:
     ("head_dim", "scaling", "message"),
     [
         (7, None, "head_dim: 7"),
-        (8, {"rope_type": "yarn", "factor": 2.0}, "rope_type: 'yarn' is not allowed; use one of default, "),
+        (8, {"rope_type": "axial", "factor": 2.0}, "rope_type: 'axial' is not allowed; use one of default, "),
+        (8, {"rope_type": "yarn", "factor": 2.0}, "rope_scaling.original_max_position_embeddings: None is"),
+        (8, {"rope_type": "yarn", "factor": 2.0, **LENGTH, "mscale": "1"}, "rope_scaling.mscale: '1' is"),
+        (8, {"rope_type": "longrope", "factor": 2, **LENGTH, "short_factor": [1.0], "long_factor": [2.0]}, "use "),
+        (8, {"rope_type": "dynamic", "factor": 2, "original_max_position_embeddings": 3}, "dynamic is not allowed for"),
         (8, {"rope_type": "linear"}, "rope_scaling.factor: None is not allowed; rope_type linear needs a positive"),
         (8, {"rope_type": "linear", "factor": 0}, "rope_scaling.factor: 0 is"),
         (8, {"rope_type": "linear", "factor": "2"}, "rope_scaling.factor: '2' is"),
