@@ -19,16 +19,22 @@ def encode(
     ],
     out: Annotated[Path, typer.Option(help="Output file: .npy, .npz or .safetensors.")],
     output: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="mean (of the hidden states), pooled, logits, or hidden: the hidden states of all tokens of all texts,"
-            " with the offset of each text."
+            help="mean (of the hidden states), pooled, logits, sentence (the vector of sentence-transformers), or"
+            " hidden: the hidden states of all tokens of all texts, with the offset of each text."
+            " [default: sentence for a folder of sentence-transformers, else mean]"
         ),
-    ] = "mean",
+    ] = None,
     text: Annotated[str, typer.Option(metavar="KEY", help="Key or column of the texts.")] = "text",
     batch_tokens: Annotated[int, typer.Option(help="Tokens in a forward pass.", min=1)] = 4096,
     max_length: Annotated[
-        int | None, typer.Option(help="Truncate texts to this many tokens. [default: the model's positions]", min=1)
+        int | None,
+        typer.Option(help="Truncate texts to this many tokens. [default: the folder's limit, or the positions]", min=1),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text before each text. [default: --prompt-name]")] = None,
+    prompt_name: Annotated[
+        str | None, typer.Option(help="Prompt of the folder. [default: the folder's default prompt]")
     ] = None,
     cpus: Annotated[int | None, typer.Option(help="CPU workers. [default: all cores, none with GPUs]")] = None,
     cuda: Annotated[int, typer.Option(help="GPUs.")] = 0,
@@ -41,6 +47,7 @@ def encode(
     from nntile_py.inference.encode_file import encode_file
 
     how = {"batch_tokens": batch_tokens, "max_length": max_length, "precision": precision}
+    how |= {"prompt": prompt, "prompt_name": prompt_name}
     with ends_at_ctrl_c(lambda: "nothing is written"):
         print(encode_file(folder, source, text, out, output, how, (cpus, cuda), overwrite, Console(stderr=True)))
 

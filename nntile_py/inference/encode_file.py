@@ -17,7 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from nntile_py.errors import ConfigError, MissingWeight
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import check_precision
-from nntile_py.inference.encoder import OUTPUTS, Encoder
+from nntile_py.inference.encoder import HEADS, OUTPUTS, Encoder
+from nntile_py.inference.sentence import has_modules
 from nntile_py.inference.texts import read_texts
 from nntile_py.system.folders import remove_leftovers, replaced, reserve
 
@@ -27,7 +28,7 @@ TOKENIZER = "tokenizer.json"
 
 
 def encode_file(
-    folder: Path, source: Path, key: str, out: Path, output: str, how: Mapping[str, Any],
+    folder: Path, source: Path, key: str, out: Path, output: str | None, how: Mapping[str, Any],
     workers: tuple[int | None, int], overwrite: bool, console: Console,
 ) -> str:  # fmt: skip
     """Encode the texts of the file `source` and write the results to `out`. Returns a summary for the user.
@@ -41,8 +42,8 @@ def encode_file(
         source: File of the texts; see texts.read_texts.
         key: Column of the texts.
         out: File to write.
-        output: Output of the model; see Encoder.
-        how: Further arguments of Encoder.
+        output: Output of the model; see Encoder. None: `sentence` for a folder of sentence-transformers, else `mean`.
+        how: Further arguments of Encoder.from_hf.
         workers: Number of CPU workers (None: the default of Runtime) and of CUDA workers.
         overwrite: Replace an existing file.
         console: Shows progress.
@@ -58,14 +59,15 @@ def encode_file(
     if (folder / "config.json").is_file() and not (folder / TOKENIZER).is_file():
         need = "a folder with a model and its tokenizer, as `nntile train` and save_pretrained write"
         raise ConfigError(f"FOLDER: {folder} has no {TOKENIZER}, which turns texts into tokens; allowed: {need}")
+    output = output or ("sentence" if has_modules(folder) else "mean")
     try:
         with _options("output", *how):
             encoder = Encoder.from_hf(folder, output, **how)
             check_precision("precision", encoder.precision, cuda > 0)
     except MissingWeight as error:
-        if output in ("hidden", "mean"):  # which every model has
+        if HEADS.get(output) == "none":  # every model has these outputs
             raise
-        others = ", ".join(one for one in OUTPUTS if one != output)
+        others = ", ".join(one for one in OUTPUTS if one not in (output, "sentence") or has_modules(folder))
         raise ConfigError(f"--output: {output} is not possible: {error}; allowed: {others}") from None
     if encoder.of_tokens and out.suffix == ONE_ARRAY:
         raise ConfigError(f"--out: {out} holds one array; allowed with --output {output}: {', '.join(NAMED)}")

@@ -22,7 +22,8 @@ from nntile_py.graph.bin_packing import Bins, SequencePlace
 from nntile_py.graph.packed_inputs import rows_of
 from nntile_py.graph.padding import MASK, padded
 from nntile_py.graph.step import Evaluation, StepSpec, check_precision
-from nntile_py.inference.texts import TokenizedText, to_tokens, tokens_of, with_limit
+from nntile_py.inference.sentence import SentenceModel, has_modules, read_sentence_model
+from nntile_py.inference.texts import TokenizedText, prompted, to_tokens, tokens_of, with_limit
 from nntile_py.models.hf_config import named, read_raw
 from nntile_py.models.registry import from_hf, of_hf_type
 from nntile_py.system.gc_pause import no_search_for_cycles
@@ -30,8 +31,9 @@ from nntile_py.tiles import Tiling
 from nntile_py.typed import typed
 
 Array = np.ndarray[Any, Any]
-OUTPUTS = ("hidden", "mean", "pooled", "logits")
-HEADS = {"hidden": "none", "mean": "none", "pooled": "pooler"}  # the head that an output needs; logits: the model's own
+OUTPUTS = ("hidden", "mean", "pooled", "logits", "sentence")
+# {output: the head that it needs}; logits: the model's own
+HEADS = {"hidden": "none", "mean": "none", "sentence": "none", "pooled": "pooler"}
 SMALLEST = 64  # tokens of the smallest bin; larger bins have 2, 4, ... times as many
 CHUNK = 1024  # number of texts that are tokenized together
 IN_FLIGHT = 2  # number of passes submitted before the results of the first pass are read
@@ -50,6 +52,7 @@ class Encoder:
         model: A model of nt.models.
         output: `hidden`: the last layer's output, [tokens, embed] for each text. `mean`: its mean over the tokens,
             [embed]. `pooled`: transformers' pooler_output. `logits`: [classes] for a classifier, else [tokens, vocab].
+            `sentence`: the vector that sentence-transformers computes; only from a folder, see from_hf.
         tokenizer: Turns texts into tokens, with its template. For a masked model, a tokenizer without a template gets
             [CLS] text [SEP]. None: only token numbers can be encoded.
         tiles: {axis: tile size} for any of the axes embed, heads, ffn, vocab. An axis left out is not cut.
@@ -57,9 +60,11 @@ class Encoder:
         batch_tokens: Largest number of tokens in one forward pass. More tokens take more memory. A longer text has a
             pass of its own.
         max_length: Largest number of tokens of a text. Longer texts are cut, longer lists of token numbers refused.
-            Default: the model's number of positions.
+            Default: the model's number of positions, or less if the settings `sentence` say so.
         captured: On one GPU: run each program as a CUDA graph; the weights then stay on the GPU. Default: the first
             pass of a program measures whether a graph is faster.
+        prompt: Text that is put before each text.
+        sentence: Settings of a folder of sentence-transformers, which `from_hf` reads.
 
     Raises:
         ConfigError: A value is out of range, or the model has no such output.
@@ -77,6 +82,8 @@ class Encoder:
         batch_tokens: int = 4096,
         max_length: int | None = None,
         captured: bool | None = None,
+        prompt: str = "",
+        sentence: SentenceModel | None = None,
     ) -> None:
         _check_output(output)
         if not hasattr(model, "changed") or not hasattr(model, "weights"):
@@ -92,28 +99,52 @@ class Encoder:
         if max_length and positions and max_length > positions:
             raise ConfigError(f"max_length: {max_length} is not allowed; the model has {positions} positions")
         self.model, self.output, self.precision, self.batch_tokens = model, output, precision, batch_tokens
-        self.max_length, self.captured = max_length or positions or batch_tokens, captured
+        longest = [one for one in (positions, sentence and sentence.max_length) if one]
+        self.max_length, self.captured = max_length or min(longest, default=batch_tokens), captured
         self.cut = 0  # number of texts that were cut: they had more than max_length tokens
         self._tiles, self._tokenizer = dict(tiles or {}), None
         if tokenizer is not None:
             self._tokenizer = with_limit(tokenizer, self.max_length, getattr(model, "objective", None) == "masked")
+        self.prompt, self._sentence, self._prompt_tokens = prompt, sentence, 0
+        if output == "sentence":
+            if sentence is None or sentence.pooling is None:
+                raise ConfigError("output: 'sentence' is not allowed here; use Encoder.from_hf with a folder")
+            self._prompt_tokens = sentence.prompt_tokens(self._tokenizer, prompt) if self._tokenizer else 0
         self._model, self._name = _headed(model, output)
         graph, (_, outputs), _ = self._spec(1, self._capacity(1)).trace(training=False)  # checks the sizes
         if self._name not in outputs:
             raise ConfigError(f"output: {output!r} is not allowed; use {', '.join(outputs)}")
         self._axes, self._width = outputs[self._name].axes, outputs[self._name].shape[-1]
+        if sentence and output == "sentence":
+            self._width = len(sentence.vector(np.zeros((1, self._width)), 0))
         self._apart = rows_of(graph.inputs) is not None
         self._bound_model: _BoundModel | None = None
         self._own: Runtime | None = None
 
     @classmethod
     @typed
-    def from_hf(cls, folder: str | Path, output: str = "hidden", **options: Any) -> Self:
+    def from_hf(
+        cls, folder: str | Path, output: str | None = None, *, prompt: str | None = None,
+        prompt_name: str | None = None, **options: Any,
+    ) -> Self:  # fmt: skip
         """Return an encoder with the model of a folder that `save_pretrained` or `nntile train` wrote.
 
-        The folder has config.json, model.safetensors and, for texts, tokenizer.json. The model may lack a head.
-        options: further arguments of Encoder."""
+        The folder has config.json, model.safetensors and, for texts, tokenizer.json. The model may lack a head. If
+        sentence-transformers wrote the folder, the encoder prepares and cuts texts as sentence-transformers does.
+
+        Args:
+            folder: The folder.
+            output: See Encoder. Default: `sentence` for a folder of sentence-transformers, else `hidden`.
+            prompt: Text that is put before each text. Default: the prompt `prompt_name`.
+            prompt_name: Name of a prompt of the folder. Default: the folder's default prompt, if it has one.
+            options: Further arguments of Encoder.
+        """
+        output = output or ("sentence" if has_modules(Path(folder)) else "hidden")
         _check_output(output)
+        with named(folder):
+            sentence = read_sentence_model(Path(folder), output == "sentence")
+            known = sentence or SentenceModel(Path(folder), None, False, {}, None)
+            folder, prompt = known.folder, known.prompt(prompt, prompt_name)
         with named(folder):
             kind = of_hf_type(read_raw(folder).get("model_type"))
         if output in HEADS:
@@ -122,7 +153,7 @@ class Encoder:
         path = Path(folder) / "tokenizer.json"
         if "tokenizer" not in options and path.is_file():
             options["tokenizer"] = load_tokenizer(path, "tokenizer")
-        return cls(model, output, **options)
+        return cls(model, output, prompt=prompt, **{"sentence": sentence} | options)
 
     def __repr__(self) -> str:
         return f"<Encoder of {type(self.model).__name__}: output={self.output!r}, precision={self.precision!r}>"
@@ -130,7 +161,7 @@ class Encoder:
     @property
     def of_tokens(self) -> bool:
         """True if the output has a row for each token, False if it has a row for each text."""
-        return self._axes[1] == "seq" and self.output != "mean"
+        return self._axes[1] == "seq" and self.output not in ("mean", "sentence")
 
     @typed
     def __call__(self, texts: Sequence[Any] | Array) -> Any:
@@ -187,8 +218,9 @@ class Encoder:
     # -- inside
 
     def _tokens(self, texts: Sequence[Any], first: int) -> list[TokenizedText]:
-        vocab = getattr(self.model.config, "vocab", None)
-        tokens = to_tokens(texts, self._tokenizer, self.max_length, vocab, first)
+        vocab, prepare = getattr(self.model.config, "vocab", None), self._sentence.prepared if self._sentence else str
+        given = prompted(texts, self.prompt, prepare, first)
+        tokens = to_tokens(given, self._tokenizer, self.max_length, vocab, first)
         with Runtime.turn:
             before, self.cut = self.cut, self.cut + sum(one.cut for one in tokens)
         if self.cut and not before:
@@ -278,16 +310,19 @@ class Encoder:
             allowed = "input_ids, and inputs with a default"
             raise ConfigError(f"model: it needs {', '.join(error.needed)}; allowed here: {allowed}") from None
         program.run(dict(filled.live[0]))
-        return _Pass(places, program, program.start_copy(self._name))
+        return _Pass(places, program, program.start_copy(self._name), [one.is_text for one in tokens])
 
     def _results(self, submitted: _Pass) -> Iterator[Array]:
         """Wait for a pass and yield the output of each of its sequences. Raises TaskError if a task failed."""
         value = submitted.program.finish_copy(self._name, submitted.copied)
-        for place in submitted.places:
+        for place, text in zip(submitted.places, submitted.are_texts, strict=True):
             if self._axes[1] != "seq":
                 yield value[place.bin, place.number].copy()
                 continue
             rows = value[place.bin, place.first : place.first + place.length]
+            if self.output == "sentence" and self._sentence:
+                yield self._sentence.vector(rows, self._prompt_tokens if text else 0)
+                continue
             yield rows.mean(0, dtype=np.float64).astype(rows.dtype) if self.output == "mean" else rows.copy()
 
 
@@ -314,11 +349,12 @@ def _headed(model: Any, output: str) -> tuple[Any, str]:
 
 
 class _Pass(NamedTuple):
-    """A submitted pass: the place of each sequence in a bin, the program, and the copy of the output."""
+    """A submitted pass: the place of each sequence in a bin, the program, the copy of the output, which are texts."""
 
     places: list[SequencePlace]
     program: ForwardProgram
     copied: HostCopy
+    are_texts: list[bool]
 
 
 class _BoundModel:

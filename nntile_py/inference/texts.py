@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,11 +24,13 @@ class TokenizedText(NamedTuple):
         ids: Token numbers, int64 [tokens].
         kinds: Token types, int64 [tokens]; with BERT's template 1 for the second text of a pair, else 0.
         cut: The text had too many tokens and was cut.
+        is_text: False if the token numbers were given.
     """
 
     ids: Array
     kinds: Array
     cut: bool = False
+    is_text: bool = False
 
 
 # -- to tokens
@@ -56,6 +58,21 @@ def tokens_of(texts: Any) -> Sequence[Any]:
     return list(texts)
 
 
+def prompted(texts: Sequence[Any], prompt: str, prepare: Callable[[str], str], first: int) -> list[Any]:
+    """Return texts with a prompt before each text, after `prepare`; token numbers are left unchanged.
+
+    first: Number of the first text, for messages. Raises ValueError for a pair of texts with a prompt."""
+    result: list[Any] = []
+    for number, one in enumerate(texts, first):
+        if isinstance(one, str):
+            result.append(prepare(prompt + one))
+        elif prompt and _is_text(one):
+            raise ValueError(f"texts[{number}]: a pair, with a prompt; allowed with a prompt: single texts")
+        else:
+            result.append([prepare(part) for part in one] if _is_text(one) else one)
+    return result
+
+
 def to_tokens(
     texts: Sequence[Any], tokenizer: Tokenizer | None, longest: int, vocab: int | None, first: int
 ) -> list[TokenizedText]:
@@ -79,7 +96,7 @@ def to_tokens(
         _check_pairs(texts, tokenizer.num_special_tokens_to_add(True), longest, first)
         encodings = tokenizer.encode_batch(list(map(_plain, texts)))
         tokens = [
-            TokenizedText(np.array(e.ids, np.int64), np.array(e.type_ids, np.int64), bool(e.overflowing))
+            TokenizedText(np.array(e.ids, np.int64), np.array(e.type_ids, np.int64), bool(e.overflowing), True)
             for e in encodings
         ]
     else:
