@@ -353,10 +353,25 @@ def test_weights_that_cannot_be_put_into_the_runs_folder(whole: Path, tmp_path: 
     run = shutil.copytree(whole, tmp_path / "runs" / "tiny")
     (run / "model.safetensors").unlink()
     (run / "model.safetensors").mkdir()
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[3:]))
     done = nntile(tmp_path, *SHORT, "train.steps=13", arguments=("--resume",))
     told = "model.safetensors: Is a directory; what was trained is in "
     assert done.returncode == 1 and told in done.stderr and "checkpoints/step-000013" in done.stderr, done.stdout
+    assert "metrics.jsonl lacks the lines of 3 of 12 earlier steps: they are lost" in done.stdout
     assert newest_checkpoint(run, pytest.fail).step == 13
+    assert f"; nntile train --resume {run.resolve()} puts the weights into this folder" in done.stderr
+    (run / "model.safetensors").rmdir()
+    again = [sys.executable, "-m", "nntile_py.cli", "train", "--resume", str(run)]
+    done = subprocess.run(again, **HOW, cwd=tmp_path, check=False)
+    told = f"all 13 steps are trained; weights saved in {run}/model"
+    assert done.returncode == 0 and told in done.stdout, done.stderr
+    assert (run / "model.safetensors").samefile(run / "checkpoints/step-000013/model.safetensors")
+    (run / "model.safetensors").unlink()
+    (run / "model.safetensors").write_bytes(b"a user's")
+    done = subprocess.run(again, **HOW, cwd=tmp_path, check=False)
+    assert (run / "model.safetensors").read_bytes() == b"a user's"
+    assert done.returncode == 2 and "train.steps: got 13; allowed with --resume: more" in done.stderr
 
 
 @pytest.mark.parametrize(("failures", "arguments"), [(5, ()), (10**6, ("--rescue", "saved"))])

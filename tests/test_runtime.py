@@ -251,7 +251,7 @@ def test_without_a_runtime() -> None:
         x = nt.array(np.ones(2))
         trainer = nt.Trainer(nt.models.GPT2(CONFIG), 2, 8)
     for use in (x.numpy, lambda: fill(x), lambda: trainer.step(IDS, IDS), trainer.state_dict):
-        with pytest.raises(nt.TaskError, match="no runtime is running|the Runtime of this Trainer has stopped"):
+        with pytest.raises(nt.TaskError, match=r"no runtime is running|the Runtime of this Trainer has stopped"):
             use()
 
 

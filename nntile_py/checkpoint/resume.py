@@ -158,7 +158,7 @@ def check_same_run(point: ResumePoint, config: RunConfig, data: dict[str, str]) 
     data: result of data_facts for `config`.
 
     Raises:
-        ConfigError: The checkpoint is of another run, or has reached train.steps. The message names the differences.
+        ConfigError: The checkpoint is of another run. The message names the differences.
     """
     if point.facts.get("config") is None:
         raise ConfigError(f"--resume: {point.folder} is no run's (trainer.save wrote it); use nt.Trainer.load")
@@ -170,11 +170,15 @@ def check_same_run(point: ResumePoint, config: RunConfig, data: dict[str, str]) 
     refused += [f"another {name}" for name, digest in data.items() if saved.get(name, digest) != digest]
     if refused:
         raise ConfigError(f"--resume: {point.folder} is of another run: {'; '.join(refused)}; allowed: the same")
+    return ", ".join(differences.values())
+
+
+def check_steps(point: ResumePoint, config: RunConfig) -> None:
+    """Raise ConfigError if a checkpoint has reached train.steps."""
     if config.train.steps <= point.step:
         reached = f"the checkpoint {point.folder} is of step {point.step}"
         more = f"to train on, add --set train.steps=N with N above {point.step}"
         raise ConfigError(f"train.steps: got {config.train.steps}; allowed with --resume: more, as {reached}; {more}")
-    return ", ".join(differences.values())
 
 
 def _in(key: str, names: tuple[str, ...]) -> bool:

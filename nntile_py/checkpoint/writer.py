@@ -321,13 +321,15 @@ def save_final(
     """Write the run's last checkpoint and put its weights into the run's folder. Returns this folder.
 
     If that fails by an error that a user can correct, such as a full disk, save the run in the folder `rescue`. Without
-    `rescue`, try again every RETRY seconds until a further signal comes.
+    `rescue`, try again every RETRY seconds until a further signal comes, unless the checkpoint is written: then raise
+    NNTileError.
 
     stop: Names of the signals received so far; a signal appends its name."""
-    waits, signals, step = False, len(stop), None
+    waits, signals, saved = False, len(stop), None
     while True:
         try:
             step = writer.write_last()
+            saved = checkpoint.checkpoint_folder(writer.folder.path, step)
             writer.folder.publish(step)
             return writer.folder.out
         except (OSError, ConfigError) as error:
@@ -343,9 +345,9 @@ def save_final(
                     continue
                 except (OSError, NNTileError) as other:
                     report(f"nor there ({error_text(other)})")
-            if step is not None and not (isinstance(error, OSError) and error.errno in NO_ROOM):
-                saved = checkpoint.checkpoint_folder(writer.folder.path, step)
-                raise NNTileError(f"{error_text(error)}; what was trained is in {saved}") from None
+            if saved:  # waiting is not worth it: nothing is lost
+                again = f"nntile train --resume {saved.parents[1]} puts the weights into this folder"
+                raise NNTileError(f"{error_text(error)}; what was trained is in {saved}; {again}") from None
             if not waits:
                 again = f"trying again every {RETRY:g} s; Ctrl-C gives up what was trained"
                 report(f"not saved ({error_text(error)}): {again}")

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import fcntl
+import filecmp
 import json
 import os
 import re
@@ -218,6 +219,13 @@ def link_or_copy(source: Path, path: Path) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         beside.unlink(missing_ok=True)  # rename keeps both names if `path` is a link to the same file already
+
+
+def same_content(one: Path, other: Path) -> bool:
+    """Return True if two files exist and have equal bytes."""
+    if not (one.is_file() and other.is_file()):
+        return False
+    return one.samefile(other) or filecmp.cmp(one, other, shallow=False)
 
 
 def reserve(file: IO[bytes], size: int) -> None:

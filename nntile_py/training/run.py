@@ -14,8 +14,15 @@ from rich.console import Console
 
 from nntile_py.checkpoint import format as checkpoint
 from nntile_py.checkpoint.model_files import model_files, tokenizer_files
-from nntile_py.checkpoint.resume import ResumePoint, check_same_run, data_facts, flattened, newest_checkpoint
-from nntile_py.checkpoint.run_folder import Metrics, RunFolder, check_place, check_replaced, check_unlocked
+from nntile_py.checkpoint.resume import (
+    ResumePoint,
+    check_same_run,
+    check_steps,
+    data_facts,
+    flattened,
+    newest_checkpoint,
+)
+from nntile_py.checkpoint.run_folder import METRICS, Metrics, RunFolder, check_place, check_replaced, check_unlocked
 from nntile_py.checkpoint.writer import CheckpointWriter, TileSender, error_text, save_final
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import RunConfig, runtime_options
@@ -26,7 +33,8 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import StepSpec
 from nntile_py.inference.generate import fill_masked, generate
 from nntile_py.models.registry import code_of
-from nntile_py.system.folders import NO_ROOM, replace_file
+from nntile_py.runs import run_of
+from nntile_py.system.folders import NO_ROOM, replace_file, same_content
 from nntile_py.training.collectives import NoOutput, agree, ranks_of_run
 from nntile_py.training.datasets import build_dataset, check_objective
 from nntile_py.training.display import Display, say
@@ -81,6 +89,10 @@ def train(
     report(f"{dataset.describe()}; writing to {out}")
     if point:
         differences = check_same_run(point, config, data)
+        if point.step >= config.train.steps and not ranks and _publish(point, out):
+            report(f"all {point.step} steps are trained; weights saved in {out / checkpoint.MODEL}")
+            return 0
+        check_steps(point, config)
         report(f"going on after step {point.step}, from {point.folder}" + (f"; {differences}" if differences else ""))
 
     # Trainer, steps, weights.
@@ -114,6 +126,23 @@ def _check_folders(out: Path, rescue: Path | None, replaces: bool) -> None:
     check_unlocked(out)
     if replaces and out.exists():
         check_replaced(out)
+
+
+def _publish(point: ResumePoint, out: Path) -> bool:
+    """Put the weights of a run's last checkpoint into its folder, if an error or a kill has prevented that.
+
+    Returns False if the folder has these or newer weights already, or the checkpoint is of another run."""
+    target, weights = out / checkpoint.MODEL, point.folder / checkpoint.MODEL
+    if run_of(point.folder).resolve() != out.resolve() or same_content(target, weights):
+        return False
+    if target.exists() and target.stat().st_mtime > (point.folder / checkpoint.STATE).stat().st_mtime:
+        return False
+    folder = RunFolder(out)
+    try:
+        folder.publish(point.step)
+    finally:
+        folder.close()
+    return True
 
 
 def _check_ranks(
@@ -202,10 +231,14 @@ def _first_files(run: _Run, make_folder: Callable[[], RunFolder]) -> tuple[RunFo
         replace_file(folder.path / "config.yaml", run.config.to_yaml())
         for name, content in tokenizer_files(run.dataset.tokenizer, run.config).items():
             replace_file(folder.path / name, content)
-        return folder, Metrics(folder.path, run.trainer.steps, run.report, run.out, set_aside)
+        metrics = Metrics(folder.path, run.trainer.steps, run.report, run.out, set_aside)
     except OSError:
         folder.give_up()
         raise
+    lost = run.trainer.steps - len({line["step"] for line in metrics.lines})
+    if lost and run.point and run_of(run.point.folder).resolve() == run.out.resolve():
+        run.report(f"{METRICS} lacks the lines of {lost} of {run.trainer.steps} earlier steps: they are lost")
+    return folder, metrics
 
 
 # -- the steps
