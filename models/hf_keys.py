@@ -28,7 +28,8 @@ HARMLESS: dict[str, str] = {
     "heads and modules that transformers' class of the model does not have": "summary_* pooler_fc_size"
     " pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type pooler_hidden_size"
     " directionality net_structure_type down_scale_factor num_memory_blocks gap_size layers_to_keep n_ctx"
-    " padding_idx tie_weights_ rope_interleaved cross_attention_hidden_size",
+    " padding_idx tie_weights_ rope_interleaved cross_attention_hidden_size emb_size n_special predict_special_tokens"
+    " layer_norm_eps",
 }
 _PATTERNS = [pattern for patterns in HARMLESS.values() for pattern in patterns.split()]
 

@@ -130,8 +130,11 @@ def gradients(
 ) -> tuple[float, dict[str, np.ndarray[Any, Any]]]:
     """Return transformers' loss and gradients."""
     given = {name: torch.from_numpy(value) for name, value in inputs.items()}
-    labels = given.pop("labels")
-    value = loss(model(**given).logits, labels)
+    labels, pairs = given.pop("labels"), given.pop("next_sentence_label", None)
+    out = model(**given)
+    value = loss(out.logits if pairs is None else out.prediction_logits, labels)
+    if pairs is not None:
+        value = value + torch.nn.functional.cross_entropy(out.seq_relationship_logits, pairs)
     value.backward()
     named = model.named_parameters(remove_duplicate=False)  # a tied weight has two names
     return value.item(), {name: p.grad.numpy().copy() for name, p in named if p.grad is not None}
