@@ -8,13 +8,18 @@ from collections import Counter
 import pytest
 from test_analyze import by_name
 
+import nntile_py as nt
 from nntile_py.analysis import analysis_report
 from nntile_py.analysis.operators import analyse
 from nntile_py.analysis.plan import plan
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import load
+from nntile_py.graph.packed_flop import PackedFlop
+from nntile_py.measure import worker
+from nntile_py.measure.workload_inputs import inputs_of
 from nntile_py.system.units import si
 from nntile_py.tasks.op import CONTRACTION
+from nntile_py.training.repeated_steps import filled_pass
 
 
 @pytest.mark.parametrize(
@@ -70,3 +75,41 @@ def test_picture_and_table_agree(sets: list[str]) -> None:
             told = f"{si(row.flop / row.count)}flop, {row.intensity:.3g}"
             wanted[bool(row.memory_bound(made.peak)), told] += row.count // (2 if sets else 1)
         assert Counter(("penwidth=2.5" in style, told) for style, told in nodes) >= wanted, fusion
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.25])
+@pytest.mark.parametrize(("model", "sets"), [("bert", []), ("bert", ["model.attention=naive"]), ("gpt2", [])])
+def test_flop_of_packed_work_are_those_of_its_lengths(model: str, sets: list[str], alpha: float) -> None:
+    """2 T E F for each product on T tokens, 4 E n^2 for attention in a sequence of n tokens, half of it if causal."""
+    more = ["train.pack=true", "train.batch=8", "train.seq=64", "tiles={}", "tiles.batch=2"]
+    config = load(f"experiments/{model}_tiny.yaml", [*more, *sets])
+    spec, c = step_spec(config), config.model
+    filled = filled_pass(spec, inputs_of(config, "inference", alpha, spec))
+    evaluation = spec.with_inputs(filled.arrays).evaluation()
+    lengths = [place.length for place in filled.places]
+    tokens, pairs = sum(lengths), sum(n * n for n in lengths)
+    head, share = (0, 0.5) if model == "gpt2" else (c.embed**2, 1.0)
+    layer = 2 * tokens * (4 * c.embed**2 + 2 * c.embed * c.ffn) + 4 * c.embed * pairs * share
+    expected = c.layers * layer + 2 * tokens * (head + c.embed * c.vocab)
+    assert PackedFlop.of(evaluation.graph)(filled) == pytest.approx(expected, rel=1e-12)
+
+
+def test_flop_of_a_packed_step(runtime: nt.Runtime) -> None:
+    """The gradient of a product has twice its flop, that of fused attention 2.5 times."""
+    config = load("experiments/bert_tiny.yaml", ["train.pack=true", "train.seq=64", "model.layers=1", "model.masked=0"])
+    spec = step_spec(config)
+    trainer = nt.Trainer.of_spec(spec)
+    filled = trainer.filled(inputs_of(config, "train", 0.5, spec))
+    step = spec.with_inputs(filled.arrays).step()
+    flop = {name: sum(of.values()) for name, of in vars(step.packed_flop).items() if name != "fixed"}
+    forward = PackedFlop.of(spec.with_inputs(filled.arrays).evaluation().graph)
+    assert flop["by_slot"] == pytest.approx(3 * sum(forward.by_slot.values()), rel=1e-12)
+    assert flop["by_band"] == pytest.approx(3.5 * sum(forward.by_band.values()), rel=1e-12)
+    assert trainer.submit(filled).flop == step.packed_flop(filled) < step.flop
+
+
+def test_a_rate_above_the_peak_is_refused(runtime: nt.Runtime) -> None:
+    config = load("experiments/gpt2_tiny.yaml")
+    worker.check_rate(config, 1e9)
+    with pytest.raises(nt.NNTileError, match=r"1,000,000,000 Gflop/s are more than the workers' peak of [\d,]+ Gf"):
+        worker.check_rate(config, 1e18)

@@ -84,7 +84,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_metrics_have_a_line_a_step(run: tuple[Path, str]) -> None:
     lines = metrics(run[0])
     assert [line["step"] for line in lines] == list(range(1, 13))
-    keys = {"step", "loss", "lr", "grad_norm", "tokens_per_s", "step_time_s"}
+    keys = {"step", "loss", "lr", "grad_norm", "tokens_per_s", "tflop_per_s", "step_time_s"}
     assert all(keys <= line.keys() for line in lines)
     assert [line["step"] for line in lines if "held_out_loss" in line] == [5, 10, 12]
     assert lines[0]["held_out_loss_before"] == pytest.approx(np.log(300), abs=0.1)  # knows nothing yet
@@ -364,8 +364,6 @@ def test_warm_up_and_cosine() -> None:
 class Trainer:
     """Stands in for nt.Trainer: counts what is in flight, and predicts token + 1."""
 
-    tokens_per_step, flop_per_step = 10, 10**9
-
     def __init__(self, losses: list[float], vocab: int = 300) -> None:
         self.losses, self.vocab = losses, vocab
         self.steps = self.submitted = self.finished = self.most = 0
@@ -374,7 +372,7 @@ class Trainer:
         assert inputs.keys() == {"input_ids", "labels"} and (inputs["input_ids"] == inputs["labels"]).all()
         self.submitted += 1
         self.most = max(self.most, self.submitted - self.finished)
-        return SimpleNamespace(step=self.submitted, result=self.finish, tokens=48)
+        return SimpleNamespace(step=self.submitted, result=self.finish, tokens=48, flop=1e9)
 
     def finish(self) -> Any:
         self.finished += 1
@@ -416,11 +414,11 @@ def test_a_terminal_of_80_columns_shows_the_last_step_once_with_its_speed(tmp_pa
     """The live display is gone at the end; the speed, which only it had, is then printed."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
     screen = io.StringIO()
-    trainer: Any = SimpleNamespace(tokens_per_step=48, flop_per_step=1e9, memory_bytes=lambda: 2**20)
+    trainer: Any = SimpleNamespace(memory_bytes=lambda: 2**20)
     with Display(Console(file=screen, force_terminal=True, width=80), load(tmp_path / "tiny.yaml"), trainer) as display:
         for step in (1, 12):
             line = {"step": step, "loss": 5.0, "grad_norm": 1.0, "lr": 0.01}
-            display.show(line | {"tokens_per_s": 96.0, "step_time_s": 0.5})
+            display.show(line | {"tokens_per_s": 96.0, "tflop_per_s": 0.002, "step_time_s": 0.5})
         screen.truncate(0)
         screen.seek(0)
     erased, _, left = screen.getvalue().rpartition("\x1b[2K")

@@ -19,6 +19,7 @@ from nntile_py.graph.layout_search import arrange, keep_in
 from nntile_py.graph.layouts import Order
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.optimizers import add_update
+from nntile_py.graph.packed_flop import PackedFlop
 from nntile_py.graph.params import Array, Batch, Param, Traceable, Traced, trace
 from nntile_py.graph.passes.precision import narrow_gradients
 from nntile_py.graph.passes.qkv_fusion import merge_projections
@@ -99,6 +100,11 @@ class Step:
     @property
     def flop(self) -> float:
         return self.graph.flop()
+
+    @cached_property
+    def packed_flop(self) -> PackedFlop:
+        """The flop of a step's passes as a function of its packed inputs."""
+        return PackedFlop.of(self.graph)
 
     @property
     def lists(self) -> list[Lowering]:

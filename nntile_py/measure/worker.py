@@ -33,21 +33,24 @@ from nntile_py.execution import memory
 from nntile_py.execution.mpi import ranks
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.bin_packing import bins_of
+from nntile_py.graph.packed_flop import PackedFlop
 from nntile_py.graph.padding import lengths_of
-from nntile_py.graph.step import StepSpec
+from nntile_py.graph.step import TILE_DTYPE, StepSpec
 from nntile_py.measure.sweep_spec import METRICS, Measure
 from nntile_py.measure.workload_inputs import Array, count_tokens, inputs_of
 from nntile_py.profiling.operator_timer import runner, small_program
+from nntile_py.profiling.peak_rates import peak_of_workers
 from nntile_py.system import launcher
 from nntile_py.system.clock import clocked
 from nntile_py.system.load import Load, among
 from nntile_py.tasks.op import CATEGORIES
-from nntile_py.tiles import Tiling
+from nntile_py.tiles import Tiling, device_model
 from nntile_py.training.collectives import ranks_of_run
-from nntile_py.training.repeated_steps import forward_passes, same_steps
+from nntile_py.training.repeated_steps import filled_pass, forward_passes, same_steps
 from nntile_py.training.trainer import Trainer
 
 Run = Callable[[int], Any]  # runs n steps; returns their losses, if it has any
+ABOVE_PEAK = 1.25  # a rate above the measured peak by less than this factor is an error of the measurement
 RESERVE = 2**30  # bytes of measure.gpu_memory for kernels' workspaces; tiles use the rest
 
 
@@ -151,9 +154,24 @@ class Session:
             "others": among(loads)["others"] if loads else None,
         }  # fmt: skip
         if "flop" in facts:
+            check_rate(self.config, facts["flop"] / seconds)
             metrics |= {"gflop_per_s": facts["flop"] / seconds / 1e9}
             metrics |= {"us_per_task": seconds / max(facts["tasks"], 1) * 1e6}
         return metrics
+
+
+def check_rate(config: RunConfig, flop_per_s: float) -> None:
+    """Raise NNTileError if the flop/s are above the peak of the workers: the flop were then counted wrongly.
+
+    A CPU's peak is measured only if the flop/s are above those that plans assume.
+    """
+    gpu = config.runtime.cuda != 0
+    if flop_per_s <= config.workers * device_model.worker(TILE_DTYPE[config.precision], gpu).flop_s:
+        return
+    peak = peak_of_workers(config).flop
+    if peak and flop_per_s > ABOVE_PEAK * peak:
+        rate, most = (f"{value / 1e9:,.0f} Gflop/s" for value in (flop_per_s, peak))
+        raise NNTileError(f"{rate} are more than the workers' peak of {most}: the flop are counted wrongly")
 
 
 def _forget_peak(config: RunConfig, contestant: str) -> None:
@@ -220,8 +238,10 @@ def _training(config: RunConfig, how: Measure) -> tuple[Built, Run, int]:
     )
     assert Runtime.current
     Runtime.current.forget(trainer)  # its weights are not read back
-    built = of_step(trainer.built, config.train.grad_accumulation)
-    return built, same_steps(trainer, inputs), count_tokens(config, "train", inputs)
+    built, filled = of_step(trainer.built, config.train.grad_accumulation), trainer.filled(inputs)
+    if spec.pack:
+        built.flop = trainer.built.packed_flop(filled)
+    return built, same_steps(trainer, filled), count_tokens(config, "train", inputs)
 
 
 def _forward(config: RunConfig, how: Measure) -> tuple[Built, Run, int]:
@@ -231,8 +251,12 @@ def _forward(config: RunConfig, how: Measure) -> tuple[Built, Run, int]:
     """
     spec = spec_of(config, how.work) if how.work == "attention" else step_spec(config, build_model(config))
     inputs = inputs_of(config, how.work, how.alpha, spec)
-    evaluation, run = forward_passes(spec, inputs, how.captured)
-    return of_evaluation(evaluation), run, count_tokens(config, how.work, inputs)
+    filled = filled_pass(spec, inputs)
+    evaluation, run = forward_passes(spec, filled, how.captured)
+    built = of_evaluation(evaluation)
+    if spec.pack:
+        built.flop = PackedFlop.of(evaluation.graph)(filled)
+    return built, run, count_tokens(config, how.work, inputs)
 
 
 def tight_bins(spec: StepSpec, inputs: Mapping[str, Array]) -> StepSpec:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py import _core
 from nntile_py.analysis.counts import looks, lower_single
 from nntile_py.analysis.operator_row import OperatorRow
 from nntile_py.analysis.operators import Analysis
@@ -26,7 +25,7 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.step import Evaluation
 from nntile_py.models.init import fill
-from nntile_py.profiling.peak_rates import known_peak
+from nntile_py.profiling.peak_rates import peak_of_workers
 from nntile_py.system.clock import Run, clocked, clocked_in_turns, runs_to_measure
 from nntile_py.system.load import Load, is_busy
 from nntile_py.tasks.op import Lowering, Op, Tensor
@@ -177,11 +176,7 @@ def _write(lowering: Lowering, store: Store, tensors: Sequence[Tensor], values: 
 
 def _peak(config: RunConfig, rows: Sequence[OperatorRow]) -> Peak:
     """Return the peak rates of all workers together; the flop/s are at least those of the fastest row."""
-    import torch
-
-    gpus = _core.cuda_workers()
-    count, name = gpus or config.workers, torch.cuda.get_device_name(0) if gpus else ""
-    peak = known_peak("CUDA" if gpus else "CPU", name, count, config).of_workers(count)
+    peak = peak_of_workers(config)
     best = max(rows, key=lambda row: row.flop / (row.seconds or math.inf))
     reached = best.flop / best.seconds if best.seconds else 0.0
     return peak.at_least(reached, f"{best.name} reached more in this run")

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from nntile_py import _core
 from nntile_py.analysis.roofline import Peak
 from nntile_py.config.run_config import RunConfig
 from nntile_py.profiling.trace import Trace
@@ -35,6 +36,15 @@ def known_peak(kind: str, name: str, workers: int, config: RunConfig) -> Peak:
     if rates.peak_flop and rates.peak_bytes:
         return Peak(rates.peak_flop, rates.peak_bytes, "config")
     return measure_cpu(workers, config.precision) if kind == "CPU" else device_peak(name, config.precision)
+
+
+def peak_of_workers(config: RunConfig) -> Peak:
+    """Return the peak of all workers of the running runtime together: see known_peak."""
+    import torch
+
+    gpus = _core.cuda_workers()
+    count, name = gpus or config.workers, torch.cuda.get_device_name(0) if gpus else ""
+    return known_peak("CUDA" if gpus else "CPU", name, count, config).of_workers(count)
 
 
 def device_peak(name: str, precision: str) -> Peak:

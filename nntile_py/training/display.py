@@ -23,7 +23,7 @@ class Display:
 
     def __init__(self, console: Console, config: RunConfig, trainer: Trainer) -> None:
         self._console, self._train, self._trainer = console, config.train, trainer
-        self._times: deque[tuple[float, float]] = deque(maxlen=20)  # (seconds, tokens) of the last steps
+        self._times: deque[tuple[float, ...]] = deque(maxlen=20)  # (seconds, tokens, Tflop) of the last steps
         self._held_out = ""
         self._speed = ""
         self._skipped = Counter[str]()  # number of skipped steps, by reason
@@ -47,14 +47,14 @@ class Display:
     def show(self, line: dict[str, Any]) -> None:
         """Show the metrics of one step. line: the step's entry in metrics.jsonl."""
         step, steps = line["step"], self._train.steps
-        self._times.append((line["step_time_s"], line["tokens_per_s"] * line["step_time_s"]))
-        seconds, tokens = (sum(values) for values in zip(*self._times, strict=True))
-        per_step, filled = seconds / len(self._times), tokens / len(self._times) / self._trainer.tokens_per_step
+        rates = line["tokens_per_s"], line["tflop_per_s"]
+        self._times.append((line["step_time_s"], *(rate * line["step_time_s"] for rate in rates)))
+        seconds, tokens, tflop = (sum(values) for values in zip(*self._times, strict=True))
         if "held_out_loss" in line:
             self._held_out = f"held-out loss {line['held_out_loss']:.4f}  "
             if "accuracy" in line:
                 self._held_out += f"accuracy {line['accuracy']:.3f}  F1 {line.get('f1', line['f1_macro']):.3f}  "
-        left = round(per_step * (steps - step))
+        left = round(seconds / len(self._times) * (steps - step))
         left_text = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
         overflow = "loss_scale" in line and not math.isfinite(line["grad_norm"])
         reason = "gradients overflow, the loss' scale is halved" if overflow else _LIMIT
@@ -64,7 +64,7 @@ class Display:
         learnt = f"{skipped}loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3g}  lr {line['lr']:.2e}"
         self._speed = speed = (
             f"{tokens / seconds:,.0f} tokens/s"
-            f"  {filled * self._trainer.flop_per_step / per_step / 1e12:.3g} TFLOP/s"
+            f"  {tflop / seconds:.3g} TFLOP/s"
             f"  memory {size(self._trainer.memory_bytes())}"
         )
         if step == 1 or step % self._train.log_every == 0 or line.keys() & {"held_out_loss", "skipped"}:

@@ -77,7 +77,8 @@ def run_steps(
                 _check_finite(result)
                 skips.count(result)
             seconds, clock = time.perf_counter() - clock, time.perf_counter()
-            line |= {"tokens_per_s": pending.tokens / seconds, "step_time_s": seconds}
+            line |= {"tokens_per_s": pending.tokens / seconds, "tflop_per_s": pending.flop / seconds / 1e12}
+            line["step_time_s"] = seconds
             if result.skipped:
                 line["skipped"] = True
             if result.loss_scale:

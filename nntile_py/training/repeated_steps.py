@@ -29,7 +29,7 @@ def same_steps(trainer: Trainer, inputs: Inputs, labels: IntArray | None = None)
 
 
 def forward_passes(
-    spec: StepSpec, inputs: Mapping[str, Any], captured: bool | None = None
+    spec: StepSpec, inputs: Mapping[str, Any] | StepInputs, captured: bool | None = None
 ) -> tuple[Evaluation, Callable[[int], list[float]]]:
     """Return a model's forward pass, and a function `run(n)` that runs the pass n times and returns n losses.
 
@@ -37,13 +37,11 @@ def forward_passes(
 
     Args:
         spec: The model and its sizes. The losses of a model without a loss are 0.
-        inputs: Padded arrays, as of spec.random_inputs. They are written into tiles once, outside the measured time, as
-            the compared PyTorch programs have their inputs on the device.
+        inputs: Padded arrays, as of spec.random_inputs, or the result of `filled_pass`. They are written into tiles
+            once, outside the measured time, as the compared PyTorch programs have their inputs on the device.
         captured: True: run as a CUDA graph. False: never. None: if a graph is possible and faster.
     """
-    filled = StepInputs(inputs, [{}])
-    if spec.pack:
-        filled = bins_of(spec, training=False).fill(inputs, 1, spec.batch, shift=True)
+    filled = inputs if isinstance(inputs, StepInputs) else filled_pass(spec, inputs)
     evaluation = spec.with_inputs(filled.arrays).evaluation()
     program = ForwardProgram(evaluation, Store(), tf32=spec.precision == "tf32", captured=captured)
     program.write_weights(spec.model.weights)
@@ -58,3 +56,10 @@ def forward_passes(
         return count * [program.loss()]
 
     return evaluation, run
+
+
+def filled_pass(spec: StepSpec, inputs: Mapping[str, Any]) -> StepInputs:
+    """Return the inputs of a forward pass as its program takes them: with `spec.pack`, packed into bins."""
+    if spec.pack:
+        return bins_of(spec, training=False).fill(inputs, 1, spec.batch, shift=True)
+    return StepInputs(inputs, [{}])

@@ -45,12 +45,12 @@ class Pending:
     """Handle of a submitted step. `result()` waits for the step."""
 
     def __init__(
-        self, step: int, fetch: _core.Fetch, tokens: int, nan_check: NanCheck, skip_above_norm: float | None,
-        loss_scale: float | None,
+        self, step: int, fetch: _core.Fetch, tokens: int, flop: float, nan_check: NanCheck,
+        skip_above_norm: float | None, loss_scale: float | None,
     ) -> None:  # fmt: skip
         self._scale, self._forgot, self._reported = loss_scale, False, False
         self.step, self._fetch, self._nan_check, self._limit = step, fetch, nan_check, skip_above_norm
-        self.tokens = tokens  # tokens of the step, without padding
+        self.tokens, self.flop = tokens, flop  # of the step, without padding
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of step {self.step}: {'done' if self.done() else 'running'}>"

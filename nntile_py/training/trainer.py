@@ -242,8 +242,9 @@ class Trainer:
             self._run(program, slots, f"pass {micro + 1} of step {self.steps}")
         self._run(programs.update, slots, f"the update of step {self.steps}")
         tokens = filled.tokens(self.tokens_per_step)
+        flop = built.packed_flop(filled) if self.spec.pack else self.flop_per_step * tokens / self.tokens_per_step
         fetch = self._store.fetch("loss", "grad_norm")
-        pending = Pending(self.steps, fetch, tokens, self.nan_check, self.spec.skip_above_norm, scale)
+        pending = Pending(self.steps, fetch, tokens, flop, self.nan_check, self.spec.skip_above_norm, scale)
         self._in_flight.add(pending)
         return pending
 
