@@ -20,6 +20,7 @@ from nntile_py.measure.results import table
 from nntile_py.measure.runner import run as run_sweep
 from nntile_py.measure.sweep_report import report, sets_text
 from nntile_py.measure.sweep_spec import Sweep, points
+from nntile_py.measure.workload_inputs import planned_flop
 from nntile_py.system.console_tables import plain_table
 from nntile_py.system.folders import replace_file
 from nntile_py.system.machine import described, machine
@@ -38,28 +39,30 @@ def plan(
     heads = ("point", "tasks", "Tflop", "GB moved", "GiB peak", "us a task", "parallel")
     planned = plain_table(heads, text=["point"])
     known: dict[str, tuple[Estimate, float]] = {}
-    for label, config, work, phase in _planned(experiment.part(scale, mode, sets), experiment.kind):
-        key = json.dumps([config.model_dump(exclude={"runtime"}), work, phase], default=str)
+    for label, config, work, phase, alpha in _planned(experiment.part(scale, mode, sets), experiment.kind):
+        key = json.dumps([config.model_dump(exclude={"runtime"}), work, phase, alpha], default=str)
         if key not in known:  # tasks do not depend on the number of workers
             built = build(config, work, phase)
-            known[key] = estimate(built.lists, config.workers, gpu=config.runtime.cuda != 0), built.flop
+            of_lists = estimate(built.lists, config.workers, gpu=config.runtime.cuda != 0)
+            known[key] = of_lists, planned_flop(config, work, alpha, built)
         of, flop = known[key]
         cells = [f"{of.tasks:,}", f"{flop / 1e12:.3g}", f"{of.bytes_moved / 1e9:.3g}", f"{of.peak_bytes / 2**30:.3g}"]
         planned.add_row(label, *cells, f"{of.mean_task * 1e6:,.0f}", f"{of.parallelism:.1f}")
     return planned
 
 
-def _planned(part: Any, kind: str) -> Iterator[tuple[str, RunConfig, Any, Any]]:
-    """Yield label, config, work and phase of each point that nntile_py runs; only a sweep has several points."""
+def _planned(part: Any, kind: str) -> Iterator[tuple[str, RunConfig, Any, Any, float]]:
+    """Yield label, config, work, phase and alpha of each point that nntile_py runs; only a sweep has several points."""
     if kind != "sweep":
-        yield "", part.resolved(), getattr(part, "work", "train"), "all"
+        yield "", part.resolved(), getattr(part, "work", "train"), "all", 1.0
         return
     for point in points(part):
         if point.config is None:
             raise ConfigError(f"{point.sets}: {point.error}")
         short = {key.rpartition(".")[2]: of for key, of in point.sets.items()}
         if point.measure.contestant == "nntile":  # PyTorch's points have no plan
-            yield sets_text(short).replace('"', ""), point.config, point.measure.work, point.measure.phase
+            label, how = sets_text(short).replace('"', ""), point.measure
+            yield label, point.config, how.work, how.phase, how.alpha
 
 
 # -- running
@@ -82,7 +85,7 @@ def run(
     part, note = _on_present_gpus(part) if scale == "gpu" else (part, "")
     if note:
         console.print(note)
-    for label, config, _, _ in _planned(part, experiment.kind):
+    for label, config, *_ in _planned(part, experiment.kind):
         if config.runtime.cuda and experiment.kind != "graph" and getattr(part, "measure", True):
             _need_gpus(config, label or experiment.name)
     if folder.resolve() == EXPERIMENTS.resolve():  # the config of a profile would overwrite the experiment's YAML

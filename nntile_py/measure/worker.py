@@ -37,7 +37,7 @@ from nntile_py.graph.packed_flop import PackedFlop
 from nntile_py.graph.padding import lengths_of
 from nntile_py.graph.step import TILE_DTYPE, StepSpec
 from nntile_py.measure.sweep_spec import METRICS, Measure
-from nntile_py.measure.workload_inputs import Array, count_tokens, inputs_of
+from nntile_py.measure.workload_inputs import Array, count_tokens, inputs_of, planned_flop
 from nntile_py.profiling.operator_timer import runner, small_program
 from nntile_py.profiling.peak_rates import peak_of_workers
 from nntile_py.system import launcher
@@ -209,7 +209,8 @@ def _ours(config: RunConfig, how: Measure, running: ExitStack) -> tuple[Run | No
         built, run, tokens = (_training if how.work == "train" else _forward)(config, how)
     assert built is not None
     plan = estimate(built.lists, config.workers, gpu=config.runtime.cuda != 0)
-    facts = {"tasks": plan.tasks, "flop": built.flop, "bytes_moved": plan.bytes_moved, "peak_bytes": plan.peak_bytes}
+    flop = built.flop if model else planned_flop(config, how.work, how.alpha, built)
+    facts = {"tasks": plan.tasks, "flop": flop, "bytes_moved": plan.bytes_moved, "peak_bytes": plan.peak_bytes}
     facts |= {"parallelism": plan.parallelism, "planned_task_us": plan.mean_task * 1e6}
     if how.how == "plan":
         return None, facts | {"seconds": plan.seconds}

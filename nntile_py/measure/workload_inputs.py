@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.analysis.workloads import Work, spec_of
+from nntile_py.analysis.workloads import FORWARD, Built, Work, spec_of
 from nntile_py.config.builders import predicted
 from nntile_py.config.run_config import RunConfig
+from nntile_py.graph.bin_packing import bins_of
+from nntile_py.graph.packed_flop import PackedFlop
 from nntile_py.graph.padding import MASK
 from nntile_py.graph.step import StepSpec
 
@@ -30,3 +32,14 @@ def inputs_of(config: RunConfig, work: Work, alpha: float = 1.0, spec: StepSpec 
 def count_tokens(config: RunConfig, work: Work, inputs: Mapping[str, Array]) -> int:
     """Return the number of tokens of a step or pass that are not padding."""
     return int(inputs[MASK].sum()) if MASK in inputs else rows_of(config, work) * config.train.seq
+
+
+def planned_flop(config: RunConfig, work: Work, alpha: float, built: Built) -> float:
+    """Return the flop of a planned workload; of packed sequences, by the lengths of its random inputs."""
+    training = work == "train"
+    spec = spec_of(config, work)
+    if not (training or work in FORWARD) or not spec.pack:
+        return built.flop
+    passes = config.train.grad_accumulation if training else 1
+    filled = bins_of(spec, training=training).fill(inputs_of(config, work, alpha, spec), passes, spec.batch, shift=True)
+    return PackedFlop.of(built.graphs[0][0])(filled)
