@@ -10,8 +10,9 @@ import numpy as np
 
 from nntile_py import tasks as ops
 from nntile_py.tasks import Op, Tensor
+from nntile_py.tasks.cross_entropy import IGNORED
 from nntile_py.tasks.optimizer import MASTERS
-from nntile_py.testing import Array, Case, Maker, Values, low_bits, normal, of, positive
+from nntile_py.testing import Array, Case, Maker, Values, large, low_bits, normal, of, positive
 
 
 def cross_entropy(axes: str) -> Callable[[Case], Op]:
@@ -72,6 +73,32 @@ def squared_error_grad(case: Case) -> Op:
     x, target = case.x("batch seq embed"), case.x("batch seq embed")
     case.slots["mse_scale"] = 1 / x.numel
     return case.add(ops.SquaredErrorGrad(x, target, case.y("batch seq embed")))
+
+
+def shares(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
+    """Return targets of a binary cross-entropy: 0, 1, numbers between them, and -100, but not as the first."""
+    result = np.where(rng.random(shape) < 0.5, rng.random(shape), rng.integers(0, 2, shape))
+    result[rng.random(shape) < 0.2] = IGNORED
+    result.flat[0] = 1.0
+    return result
+
+
+def binary_cross_entropy(make: Maker = normal) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        x, target = case.x("batch seq embed", make), case.x("batch seq embed", shares, case.sum_dtype)
+        case.labels["loss_scale"] = target
+        return case.add(ops.BinaryCrossEntropy(x, target, case.y("one", "fp64")))
+
+    return row
+
+
+def binary_cross_entropy_grad(make: Maker = normal) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        x, target = case.x("batch seq embed", make), case.x("batch seq embed", shares)
+        case.labels["loss_scale"] = target
+        return case.add(ops.BinaryCrossEntropyGrad(x, target, case.y("batch seq embed")))
+
+    return row
 
 
 def grad_norm(
@@ -141,6 +168,10 @@ ROWS: dict[str, Callable[[Case], Any]] = {
     "SquaredError": squared_error(),
     "SquaredError of a wide target": squared_error("wide"),
     "SquaredErrorGrad": squared_error_grad,
+    "BinaryCrossEntropy": binary_cross_entropy(),
+    "BinaryCrossEntropy of large logits": binary_cross_entropy(large),
+    "BinaryCrossEntropyGrad": binary_cross_entropy_grad(),
+    "BinaryCrossEntropyGrad of large logits": binary_cross_entropy_grad(large),
     "Several losses": losses,
     "GradNorm": grad_norm(None),
     "GradNorm clip": grad_norm(1.5),

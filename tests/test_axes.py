@@ -9,6 +9,7 @@ from nntile_py.tasks import (
     Tensor,
     add,
     bias_add,
+    binary_cross_entropy,
     cross_entropy,
     gated,
     layer_norm,
@@ -52,6 +53,9 @@ WRONG: dict[str, tuple[Text, str]] = {
     "cross_entropy": (
         lambda g, p: cross_entropy(g, p(batch=2, seq=3, vocab=4), g.input("labels", {"batch": 2}, below=4)),
         "cross_entropy: the labels .* need the axes of .* but the last one",
+    ),
+    "binary_cross_entropy": (
+        lambda g, p: binary_cross_entropy(g, p(batch=2), p(seq=2)), "binary_cross_entropy: the target .* does not fit"
     ),
     "squared_error": (lambda g, p: squared_error(g, p(batch=2), p(seq=2)), "squared_error: the target .* does not fit"),
 }

@@ -209,6 +209,19 @@ def test_squared_error(pair: Pair) -> None:
     pair.compare(ops.SquaredError(x, target, pair.temp("one")), want.reshape(1))
 
 
+def test_binary_cross_entropy(pair: Pair) -> None:
+    """That of PyTorch's BCEWithLogitsLoss, over the elements that count, for logits of any size."""
+    x, target = pair.param("batch embed"), pair.temp("batch embed")
+    with torch.no_grad():
+        pair.torch[x][0] *= 300
+        pair.values[x] = pair.torch[x].detach().numpy()
+    pair.values[target] = np.where(pair.rng.random(target.shape) < 0.3, IGNORED, pair.rng.random(target.shape))
+    pair.torch[target] = torch.tensor(pair.values[target])
+    counted = pair.torch[target] != IGNORED
+    want = F.binary_cross_entropy_with_logits(pair.torch[x][counted], pair.torch[target][counted])
+    pair.compare(ops.BinaryCrossEntropy(x, target, pair.temp("one")), want.reshape(1))
+
+
 @pytest.mark.parametrize("bias", ["embed", "seq embed", "seq", "batch embed"])
 def test_bias_add(pair: Pair, bias: str) -> None:
     x, b = pair.param("batch seq embed"), pair.param(bias)

@@ -429,7 +429,8 @@ from nntile_py.tiles import Tiling
 sizes = {"batch": 2, "seq": 128, "embed": 768, "heads": 12, "head_dim": 64, "ffn": 3072, "vocab": 50257}
 rows = ["LayerNorm residual", "LayerNormGrad add bias", "CrossEntropy fused", "EmbeddingGrad", "Transpose all"]
 rows += ["GradNorm clip", "Dropout", "LayerNorm residual dropout", "LayerNormGrad add bias dropout"]
-rows += ["GatedGrad silu", "SelectGrad seq 0.6", "SquaredError", "CrossEntropy of sequences fused"]
+rows += ["GatedGrad silu", "SelectGrad seq 0.6", "SquaredError", "BinaryCrossEntropyGrad"]
+rows += ["CrossEntropy of sequences fused"]
 rows += ["Gather", "GatherGrad", "RMSNorm residual", "RMSNormGrad add", "Rotary"]
 rows += ["Gather several axes", "GatherGrad several axes", "Gather of several axes", "GatherGrad of several axes"]
 rows += ["RelativeScores", "RelativeScoresGrad"]
@@ -514,6 +515,6 @@ def test_compiles_for_sm_90(python: Python, tmp_path: Path) -> None:
     done = python(COMPILE, Path(__file__).parent, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     names = {"_cross_entropy", "_sum_rows", "_swap", "_adamw", "_squares", "_total", "_clip"}
-    names |= {"_gated_grad", "_select_grad", "_gather", "_gather_grad", "_squared_error"}
+    names |= {"_gated_grad", "_select_grad", "_gather", "_gather_grad", "_element_loss", "_element_loss_grad"}
     names |= {"_rotary", "generated", "_sum_parts"}
     assert names <= set(done.stdout.split())

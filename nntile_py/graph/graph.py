@@ -144,6 +144,9 @@ class Graph:
         shifted: bool = False,
         scale: str | None = None,
         max_count: int | None = None,
+        weight: float = 1.0,
+        each: int = 1,
+        hint: str = "",
     ) -> Tensor:
         """Declare an array that each step passes. dtype None: the graph's dtype. See Input for the other options."""
         self._check_declared("input", name, axes)
@@ -152,7 +155,7 @@ class Graph:
         if shifted and (list(axes)[1:2] != ["seq"] or ignored is None):
             raise ConfigError(f"input {name}: shifted needs the axes batch, seq and a value of `ignored`")
         tensor = self.named(name, list(axes), list(axes.values()), "input", dtype)
-        self.inputs[name] = Input(tensor, below, ignored, default, shifted, scale, max_count)
+        self.inputs[name] = Input(tensor, below, ignored, default, shifted, scale, max_count, weight, each, hint)
         return tensor
 
     def temp(self, name: str, axes: Sequence[str], shape: Sequence[int], dtype: str, **options: Any) -> Tensor:
@@ -254,7 +257,7 @@ class Graph:
                 weight exactly once, so the weight could not be saved.
         """
         if (loss and loss.storage) is not self.loss or not (loss or outputs):
-            raise ConfigError(f"the loss is {loss}; allowed: what cross_entropy or squared_error returned here")
+            raise ConfigError(f"the loss is {loss}; allowed: what a loss, such as cross_entropy, returned here")
         last, written = self._check_in_place()
         known = {*self.tensors.values(), *self.kept.values(), *(t for op in self.ops for t in op.outputs)}
         for name, tensor in outputs.items():
