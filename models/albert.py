@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from functools import partial
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
@@ -10,7 +11,8 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Batch, Traced
 from nntile_py.models.bert_parts import PADDED_KEYS, EncoderLayer, LayerNames, TextEncoder, TextEncoderConfig, embedded
-from nntile_py.models.heads import bare, classified, classified_tokens, first_token, predicted, token_logits
+from nntile_py.models.head_config import EncoderHead
+from nntile_py.models.heads import first_token, predicted, sequence_or_token_head, token_logits
 from nntile_py.models.parts import INIT, ActivationName, PaddedConfig, attention_mask, dense, of_sequences
 from nntile_py.schema import Count, Positive
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
@@ -25,6 +27,10 @@ _HEAD = "predictions.dense", "predictions.LayerNorm", "predictions.bias"
 
 class ALBERTConfig(TextEncoderConfig, PaddedConfig):
     type: str = "albert"
+    head: Literal[EncoderHead, "pretraining", "multiple_choice", "pooler", "none"] = "masked_lm"
+    """What the model predicts. `nntile train` trains masked_lm and classifiers of sequences, nt.Trainer each head with
+    a loss. For nt.Encoder, without a loss: `none` returns hidden states, `pooler` also a vector for each
+    sequence."""
     groups: Count = 1
     """Number of groups of consecutive layers. The layers of a group share one set of weights."""
     inner: Count = 1
@@ -81,20 +87,17 @@ class ALBERT(TextEncoder):
             for inner, layer in enumerate(layers[int(number / (c.layers / c.groups))]):
                 x = layer(g, x, mask, f"h{number * c.inner + inner}")
         with g.scope("head"):
-            if c.head in ("pooler", "none"):
-                return bare(g, c, x, "albert.pooler")
-            if c.head == "token_classification":
-                return classified_tokens(g, batch, c, x)
-            if c.head in ("classification", "regression"):
-                return classified(g, batch, c, first_token(g, x, c, "albert.pooler", "tanh"))
+            pooled = partial(first_token, g, x, c, "albert.pooler", "tanh")
+            if traced := sequence_or_token_head(g, batch, c, x, pooled, pooler="albert.pooler"):
+                return traced
             y, labels = predicted(g, batch, c, x)
             logits = token_logits(g, y, c, words, c.activation, _HEAD, self.decoder)
             loss = cross_entropy(g, logits, labels)
             if c.head == "masked_lm":
                 return Traced(loss, {"logits": logits})
             orders = g.input("sentence_order_label", of_sequences(batch), below=2, ignored=IGNORED, scale="order_scale")
-            pooled = dropout(g, first_token(g, x, c, "albert.pooler", "tanh"), c.dropout)
-            order = dense(g, pooled, "sop_classifier.classifier", {"hidden": c.embed}, {"classes": 2}, INIT)
+            vector = dropout(g, pooled(), c.dropout)
+            order = dense(g, vector, "sop_classifier.classifier", {"hidden": c.embed}, {"classes": 2}, INIT)
             loss = cross_entropy(g, order, orders, loss=loss, scale="order_scale")
             return Traced(loss, {"prediction_logits": logits, "sop_logits": order})
 

@@ -269,9 +269,10 @@ class Model(Generic[ConfigT]):
     def _read(cls, source: Any, fields: dict[str, Any], seed: int) -> Self:
         raw = read_raw(source)
         saved = cls.saved_fields(raw)
-        # If the caller sets classes or labels, drop both saved values: one of the two implies the other.
+        # Another head has other classes. If the caller sets classes or labels, one of the two implies the other.
         own = {*cls.head_fields} - {"head"}
-        kept = {name: value for name, value in saved.items() if not (own & fields.keys() and name in own)}
+        other = bool(own & fields.keys()) or fields.get("head", saved.get("head")) != saved.get("head")
+        kept = {name: value for name, value in saved.items() if not (other and name in own)}
         config: Any = cls.Config(**(kept | fields))
         model = cls(config, hf=raw, seed=seed)
         shapes, copies = model.weight_shapes(), model.copies()

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Literal
+
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Batch, Traced
 from nntile_py.models.bert_parts import EncoderLayer, LayerNames, TextEncoder, TextEncoderConfig, embedded
-from nntile_py.models.heads import bare, classified, classified_tokens, first_token, predicted, token_logits
-from nntile_py.models.parts import INIT, PaddedConfig, attention_mask, dense, of_sequences
+from nntile_py.models.head_config import EncoderHead
+from nntile_py.models.heads import first_token, next_sentence, predicted, sequence_or_token_head, token_logits
+from nntile_py.models.parts import PaddedConfig, attention_mask
 from nntile_py.schema import Count, Positive
-from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
+from nntile_py.tasks.cross_entropy import cross_entropy
 
 _HEAD = "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias"
 
 
 class BERTConfig(TextEncoderConfig, PaddedConfig):
     type: str = "bert"
+    head: Literal[
+        EncoderHead, "pretraining", "multiple_choice", "next_sentence_prediction", "pooler", "none"
+    ] = "masked_lm"
+    """What the model predicts. `nntile train` trains masked_lm and classifiers of sequences, nt.Trainer each head with
+    a loss. For nt.Encoder, without a loss: `none` returns hidden states, `pooler` also a vector for each
+    sequence."""
     kinds: Count = 2
     """Number of token types, such as sentence A and sentence B (transformers' token_type_ids)."""
     layer_norm_eps: Positive = 1e-12
@@ -41,19 +51,15 @@ class BERT(TextEncoder):
         for layer in range(c.layers):
             x = EncoderLayer(g, c, f"bert.encoder.layer.{layer}", LayerNames())(g, x, mask, f"h{layer}")
         with g.scope("head"):
-            if c.head == "token_classification":
-                return classified_tokens(g, batch, c, x)
-            if c.head in ("pooler", "none"):
-                return bare(g, c, x, "bert.pooler.dense")
-            if c.head in ("classification", "regression"):
-                return classified(g, batch, c, first_token(g, x, c, "bert.pooler.dense", "tanh"))
+            pooled = partial(first_token, g, x, c, "bert.pooler.dense", "tanh")
+            if c.head == "next_sentence_prediction":
+                return next_sentence(g, batch, c, pooled(), "labels")
+            if traced := sequence_or_token_head(g, batch, c, x, pooled, pooler="bert.pooler.dense"):
+                return traced
             y, labels = predicted(g, batch, c, x)
             logits = token_logits(g, y, c, words, c.activation, _HEAD, self.decoder)
             loss = cross_entropy(g, logits, labels)
             if c.head == "masked_lm":
                 return Traced(loss, {"logits": logits})
-            nexts = g.input("next_sentence_label", of_sequences(batch), below=2, ignored=IGNORED, scale="next_scale")
-            pooled = first_token(g, x, c, "bert.pooler.dense", "tanh")
-            relation = dense(g, pooled, "cls.seq_relationship", {"hidden": c.embed}, {"classes": 2}, INIT)
-            loss = cross_entropy(g, relation, nexts, loss=loss, scale="next_scale")
-            return Traced(loss, {"prediction_logits": logits, "seq_relationship_logits": relation})
+            loss, relation = next_sentence(g, batch, c, pooled(), "next_sentence_label", loss)
+            return Traced(loss, {"prediction_logits": logits, "seq_relationship_logits": relation["logits"]})

@@ -6,17 +6,17 @@ Axes: batch, seq, embed, heads, head_dim, ffn, vocab, position, kind (token type
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from pydantic import model_validator
 
-from nntile_py.errors import ConfigError
 from nntile_py.graph import packed_inputs
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Array, Batch
-from nntile_py.models.base import Model, TokenConfig
-from nntile_py.models.hf_config import ACTIVATIONS, architecture, choice, padding_row
+from nntile_py.models.base import TokenConfig
+from nntile_py.models.head_config import HeadConfig, HeadedModel
+from nntile_py.models.hf_config import ACTIVATIONS, choice, padding_row
 from nntile_py.models.parts import (
     INIT,
     ActivationName,
@@ -40,13 +40,6 @@ from nntile_py.tasks.embedding import embedding
 from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Tensor
 
-# {head: end of the name of transformers' class}. Some heads share a class: `regression` and `classification`, and
-# `pooler` and `none`. A config.json with such a class is read as the later of the two heads.
-CLASSES = {
-    "masked_lm": "ForMaskedLM", "pretraining": "ForPreTraining", "regression": "ForSequenceClassification",
-    "classification": "ForSequenceClassification", "token_classification": "ForTokenClassification",
-    "pooler": "Model", "none": "Model",
-}  # fmt: skip
 KEYS = {
     "layers": "num_hidden_layers", "embed": "hidden_size", "heads": "num_attention_heads", "ffn": "intermediate_size",
     "vocab": "vocab_size", "positions": "max_position_embeddings", "kinds": "type_vocab_size",
@@ -56,27 +49,17 @@ KEYS = {
 PADDED_KEYS = KEYS | {"padding_idx": "pad_token_id"}
 
 
-class TextEncoderConfig(LayerConfig, TokenConfig):
+class TextEncoderConfig(HeadConfig, LayerConfig, TokenConfig):
     """Config of BERT and its descendants. Each subclass adds the field `layer_norm_eps`."""
 
     positions: Count | None = None
     """Length of the longest sequence; null: `train.seq`."""
-    head: Literal[
-        "masked_lm", "pretraining", "regression", "classification", "token_classification", "pooler", "none"
-    ] = "masked_lm"
-    """What the model predicts. `nntile train` trains masked_lm and classification; pretraining, regression (mean
-    squared error) and token_classification are trained from Python. Without a loss, for nt.Encoder: `none` returns
-    hidden states, `pooler` also a vector for each sequence."""
-    classes: Count | None = None
-    """Number of classes of a head for classification or token_classification; for regression, the number of values to
-    predict. Null: the number of `labels`; without `labels`: 2, for regression 1."""
-    labels: list[str] | None = None
-    """Names of a classifier's classes, in order. Null: `nntile train` sorts the labels of the table; numeric labels are
-    sorted by value."""
     masked: Natural | None = None
     """For masked_lm and pretraining: the largest number of masked tokens in a sequence. A training step computes logits
     of the masked tokens only; loss and gradients do not change. 0: logits of all tokens. Null: in `nntile train`
     derived from train.mask_probability, with packed sequences the number of masked tokens, otherwise 0."""
+    choices: Count = 2
+    """For multiple_choice: how many consecutive sequences of the batch belong to a question."""
     dropout: BelowOne = 0.0
     """Dropout of the embedding, of the residual branches and before a classifier."""
     activation: ActivationName = "gelu"
@@ -88,39 +71,22 @@ class TextEncoderConfig(LayerConfig, TokenConfig):
     def _fitting(self) -> Self:
         self.check_size("embed", "heads")
         self.check_dropout()
-        self.fill(classes=len(self.labels or ()) or (1 if self.head == "regression" else 2))
-        if self.head == "classification" and self.classes == 1:
-            need = "at least 2 with head: classification; head: regression predicts a number"
-            raise ConfigError(f"model.classes: got 1; allowed: {need}")
-        if self.labels is not None and len(self.labels) != self.classes:
-            need = f"a name for each of model.classes = {self.classes}"
-            raise ConfigError(f"model.labels: got {len(self.labels)} names; allowed: {need}")
-        if self.labels is not None and len(set(self.labels)) != self.classes:
-            raise ConfigError("model.labels: a name is there twice; allowed: each once")
         self.fill(ffn=4 * self.embed)
         return self
 
 
-class TextEncoder(Model):
+class TextEncoder(HeadedModel):
     """Base class of BERT and its descendants. A subclass sets `Config`, `stem` and other attributes, and `trace`."""
 
     objective = "masked"
-    head_fields = ("head", "classes", "labels")
-    stem: ClassVar[str]  # prefix of the names of transformers' classes, such as Bert
     keys: ClassVar[Mapping[str, str]] = PADDED_KEYS  # {field of the config: key of config.json}
     fixed: ClassVar = {
         "is_decoder": (False, None), "add_cross_attention": (False, None), "is_encoder_decoder": (False, None),
         "position_embedding_type": ("absolute",),
-        "problem_type": (None, "single_label_classification", "regression"),
     }  # fmt: skip
     absent: ClassVar[dict[str, Any]] = {"pad_token_id": 0}
     # Name under which some checkpoints also store the token embedding, which the head's last product shares.
     decoder: ClassVar[str] = ""
-
-    @classmethod
-    def architectures(cls) -> dict[str, str]:
-        """Return {head: name of transformers' class} for the heads of the model."""
-        return {head: cls.stem + CLASSES[head] for head in get_args(cls.Config.model_fields["head"].annotation)}
 
     def copies(self) -> Mapping[str, str]:
         table = next(name for name in self.weight_shapes() if "embeddings" in name)
@@ -129,11 +95,7 @@ class TextEncoder(Model):
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        heads = {name: head for head, name in cls.architectures().items()}
-        head = heads[architecture(raw, *heads)]
-        act, names = choice(raw, cls.keys["activation"], *ACTIVATIONS), raw.get("id2label") or {}
-        if not isinstance(names, dict):
-            raise ConfigError(f"model: id2label is {names!r} in the model's config; allowed: an object")
+        act = choice(raw, cls.keys["activation"], *ACTIVATIONS)
         known = cls.Config.model_fields
         found = {
             name: raw[key] for name, key in cls.keys.items()
@@ -141,11 +103,7 @@ class TextEncoder(Model):
         }  # fmt: skip
         if "padding_idx" in found:
             found["padding_idx"] = padding_row(raw)
-        classes, problem = len(names) or raw.get("num_labels", 2), raw.get("problem_type")
-        if head == "classification" and (problem == "regression" or (classes == 1 and problem is None)):
-            head = "regression"
-        labels = None if head == "regression" else _labels(names)
-        return found | {"head": head, "activation": ACTIVATIONS[act], "classes": classes, "labels": labels}
+        return found | {"activation": ACTIVATIONS[act]} | cls.read_head(raw)
 
     def hf_options(self) -> dict[str, Any]:
         pooled = "pooler" in self.architectures() and self.config.head == "none"
@@ -153,23 +111,9 @@ class TextEncoder(Model):
 
     def hf_config(self) -> dict[str, Any]:
         c = self.config
-        own = {"model_type": c.type, "architectures": [self.architectures()[c.head]], "num_labels": c.classes}
-        if c.head == "regression":
-            own["problem_type"] = "regression"
-        if c.labels:
-            own["id2label"] = {str(number): name for number, name in enumerate(c.labels)}
-            own["label2id"] = {name: number for number, name in enumerate(c.labels)}
-        return self.merged_hf(own | {key: getattr(c, name) for name, key in self.keys.items()})
-
-
-def _labels(names: Mapping[Any, Any]) -> list[str] | None:
-    """Return the class names of transformers' id2label, in order; None for the default names LABEL_0, LABEL_1, ...
-
-    Return None also if names are missing or occur twice.
-    """
-    found = [names.get(str(number), names.get(number)) for number in range(len(names))]
-    named = all(isinstance(one, str) for one in found) and len(set(found)) == len(found)
-    return found if named and found != [f"LABEL_{number}" for number in range(len(found))] and found else None
+        return self.merged_hf(
+            {"model_type": c.type} | self.hf_head() | {key: getattr(c, name) for name, key in self.keys.items()}
+        )
 
 
 # -- embedding

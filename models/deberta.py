@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
@@ -19,7 +20,8 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ZEROS, Array, Batch, Part, Traced
 from nntile_py.models.bert_parts import PADDED_KEYS, EncoderLayer, LayerNames, TextEncoder, TextEncoderConfig, embedded
 from nntile_py.models.deberta_parts import Padding, convolved, padding_of
-from nntile_py.models.heads import bare, classified, first_token, predicted, token_logits
+from nntile_py.models.head_config import EncoderHead
+from nntile_py.models.heads import first_token, predicted, sequence_or_token_head, token_logits
 from nntile_py.models.hf_config import ACTIVATIONS, choice
 from nntile_py.models.parts import (
     INIT,
@@ -49,8 +51,9 @@ _KINDS = "c2p", "p2c"
 
 class DeBERTaConfig(TextEncoderConfig, PaddedConfig):
     type: str = "deberta"
-    head: Literal["masked_lm", "regression", "classification", "none"] = "masked_lm"
-    """What the model predicts. `none`: the model returns hidden states and has no loss, for nt.Encoder."""
+    head: Literal[EncoderHead, "none"] = "masked_lm"
+    """What the model predicts. `nntile train` trains masked_lm and classifiers of sequences, nt.Trainer each head with
+    a loss. For nt.Encoder, without a loss: `none` returns hidden states."""
     legacy: bool = False
     """Names of the weights of the head for masked_lm. True: cls.predictions..., as in transformers' models with
     `legacy`; false: lm_predictions.lm_head..., as in the published checkpoints."""
@@ -108,6 +111,9 @@ class DeBERTaConfig(TextEncoderConfig, PaddedConfig):
 
 class DeBERTaV2Config(DeBERTaConfig):
     type: str = "deberta-v2"
+    head: Literal[EncoderHead, "multiple_choice", "none"] = "masked_lm"  # type: ignore[assignment]
+    """What the model predicts. `nntile train` trains masked_lm and classifiers of sequences, nt.Trainer each head with
+    a loss. For nt.Encoder, without a loss: `none` returns hidden states."""
     position_buckets: Annotated[int, *integer(0)] = 0
     """Number of embeddings of distances in each direction. Distances up to half of this number have their own
     embedding; larger distances share the other half, on a logarithmic scale. 0: each distance has its own embedding."""
@@ -309,10 +315,9 @@ class DeBERTa(TextEncoder):
             if layer == 0:
                 x = self.after_first(g, batch, x, first, padding)
         with g.scope("head"):
-            if c.head == "none":
-                return bare(g, c, x)
-            if c.head in ("classification", "regression"):
-                return classified(g, batch, c, first_token(g, x, c, "pooler.dense", c.pooler_activation))
+            pooled = partial(first_token, g, x, c, "pooler.dense", c.pooler_activation)
+            if traced := sequence_or_token_head(g, batch, c, x, pooled):
+                return traced
             y, labels = predicted(g, batch, c, x)
             logits = token_logits(g, y, c, words, c.activation, _LEGACY_HEAD if c.legacy else _HEAD, self.decoder)
             return Traced(cross_entropy(g, logits, labels), {"logits": logits})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Batch, Traced
 from nntile_py.models.bert_parts import EncoderLayer, LayerNames, TextEncoder, TextEncoderConfig, embedded
-from nntile_py.models.heads import bare, classified, classified_tokens, first_token, predicted, token_logits
+from nntile_py.models.head_config import EncoderHead
+from nntile_py.models.heads import first_token, predicted, sequence_or_token_head, token_logits
 from nntile_py.models.parts import PaddedConfig, attention_mask
 from nntile_py.tasks.cross_entropy import cross_entropy
 
@@ -19,9 +21,9 @@ _LAYER = LayerNames(
 
 class DistilBERTConfig(TextEncoderConfig, PaddedConfig):
     type: str = "distilbert"
-    head: Literal["masked_lm", "regression", "classification", "token_classification", "none"] = "masked_lm"
-    """What the model predicts. `nntile train` trains masked_lm and classification; regression and token_classification
-    are trained from Python. Without a loss, for nt.Encoder: `none` returns hidden states."""
+    head: Literal[EncoderHead, "multiple_choice", "none"] = "masked_lm"
+    """What the model predicts. `nntile train` trains masked_lm and classifiers of sequences, nt.Trainer each head with
+    a loss. For nt.Encoder, without a loss: `none` returns hidden states."""
     layer_norm_eps: ClassVar[float] = 1e-12  # a constant in transformers
 
 
@@ -51,12 +53,9 @@ class DistilBERT(TextEncoder):
         for layer in range(c.layers):
             x = EncoderLayer(g, c, f"distilbert.transformer.layer.{layer}", _LAYER)(g, x, mask, f"h{layer}")
         with g.scope("head"):
-            if c.head == "token_classification":
-                return classified_tokens(g, batch, c, x)
-            if c.head == "none":
-                return bare(g, c, x)
-            if c.head in ("classification", "regression"):
-                return classified(g, batch, c, first_token(g, x, c, "pre_classifier", "relu"))
+            vector = partial(first_token, g, x, c, "pre_classifier", "relu")
+            if traced := sequence_or_token_head(g, batch, c, x, vector, answer_dropout=c.dropout):
+                return traced
             names = "vocab_transform", "vocab_layer_norm", "vocab_projector.bias"
             y, labels = predicted(g, batch, c, x)
             logits = token_logits(g, y, c, words, c.activation, names, self.decoder)
@@ -65,4 +64,4 @@ class DistilBERT(TextEncoder):
     # -- transformers
 
     def hf_config(self) -> dict[str, Any]:
-        return {"seq_classif_dropout": self.config.dropout} | super().hf_config()
+        return dict.fromkeys(("seq_classif_dropout", "qa_dropout"), self.config.dropout) | super().hf_config()

@@ -13,8 +13,9 @@ from pydantic import model_validator
 
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Batch, Normal, Traced
-from nntile_py.models.base import Model
-from nntile_py.models.hf_config import ACTIVATIONS, architecture, choice
+from nntile_py.models.head_config import HeadedModel
+from nntile_py.models.heads import decoder_head
+from nntile_py.models.hf_config import ACTIVATIONS, choice
 from nntile_py.models.parts import (
     ActivationName,
     DecoderConfig,
@@ -24,11 +25,9 @@ from nntile_py.models.parts import (
     norm,
     position_input,
 )
-from nntile_py.schema import BelowOne, Positive, Switch
+from nntile_py.schema import BelowOne, Natural, Positive, Switch
 from nntile_py.tasks.activation import activation
 from nntile_py.tasks.attention import attention
-from nntile_py.tasks.contract import linear
-from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import add, dropout, transpose
 from nntile_py.tasks.embedding import embedding
 from nntile_py.tasks.op import Tensor
@@ -48,6 +47,8 @@ class GPT2Config(DecoderConfig):
     """Divide attention scores by the square root of a head's width."""
     scale_by_layer: Switch = False
     """Divide attention scores by the number of the layer, from 1."""
+    padding_token: Natural | None = None
+    """Number of the padding token (transformers' pad_token_id): a classifier reads the last token before padding."""
 
     @model_validator(mode="after")
     def _fitting(self) -> GPT2Config:
@@ -57,11 +58,13 @@ class GPT2Config(DecoderConfig):
         return self
 
 
-class GPT2(Model):
+class GPT2(HeadedModel):
     """GPT-2 with a language modelling head. Inputs: input_ids, labels; attention_mask if given."""
 
     Config = GPT2Config
     objective = "causal"
+    stem = "GPT2"
+    bare = "causal_lm"
     prefix = "transformer."
     head_weights = ("lm_head.weight",)
     fixed: ClassVar = {
@@ -94,7 +97,6 @@ class GPT2(Model):
         ids = g.input("input_ids", tokens, below=c.vocab)
         positions = position_input(g, batch, c.positions)
         mask = attention_mask(g, batch, causal=True)
-        labels = g.input("labels", tokens, below=c.vocab, ignored=IGNORED, shifted=True, scale="loss_scale")
         with g.scope("embed"):
             wte = g.param("transformer.wte.weight", {"vocab": c.vocab} | embed, init)
             wpe = g.param("transformer.wpe.weight", {"position": c.positions} | embed, init)
@@ -107,32 +109,34 @@ class GPT2(Model):
                 x = add(g, mlp(norm(g, x, f"{here}.ln_2", c.layer_norm_eps), f"{here}.mlp"), x)
         with g.scope("head"):
             x = norm(g, x, "transformer.ln_f", c.layer_norm_eps)
-            table = wte if c.tie_embeddings else g.param("lm_head.weight", {"vocab": c.vocab} | embed, init)
-            logits = linear(g, x, table, ["batch", "seq", "vocab"])
-            return Traced(cross_entropy(g, logits, labels), {"logits": logits})
+            return decoder_head(g, batch, c, x, wte, c.padding_token)
 
     # -- transformers
 
     def copies(self) -> Mapping[str, str]:
-        return {"lm_head.weight": "transformer.wte.weight"} if self.config.tie_embeddings else {}
+        tied = self.config.head == "causal_lm" and self.config.tie_embeddings
+        return {"lm_head.weight": "transformer.wte.weight"} if tied else {}
+
+    @classmethod
+    def architectures(cls) -> dict[str, str]:
+        return super().architectures() | {"causal_lm": "GPT2LMHeadModel"}
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        architecture(raw, "GPT2LMHeadModel", "GPT2Model")
         act = choice(raw, "activation_function", "gelu_new", *ACTIVATIONS)
         return {
             "layers": raw["n_layer"], "embed": raw["n_embd"], "heads": raw["n_head"], "vocab": raw["vocab_size"],
             "positions": raw["n_positions"], "ffn": raw.get("n_inner") or 4 * raw["n_embd"],
             "activation": ACTIVATIONS[act], "tie_embeddings": raw.get("tie_word_embeddings", True),
-            "layer_norm_eps": raw.get("layer_norm_epsilon", 1e-5),
+            "layer_norm_eps": raw.get("layer_norm_epsilon", 1e-5), "padding_token": raw.get("pad_token_id"),
             "scale_attention": raw.get("scale_attn_weights", True),
             "scale_by_layer": raw.get("scale_attn_by_inverse_layer_idx", False),
-        }  # fmt: skip
+        } | cls.read_head(raw)  # fmt: skip
 
     def hf_config(self) -> dict[str, Any]:
         c = self.config
         return self.merged_hf({
-            "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": c.vocab,
+            "model_type": "gpt2", **self.hf_head(), "vocab_size": c.vocab, "pad_token_id": c.padding_token,
             "n_positions": c.positions, "n_embd": c.embed, "n_layer": c.layers, "n_head": c.heads, "n_inner": c.ffn,
             "activation_function": c.activation, "layer_norm_epsilon": c.layer_norm_eps,
             "tie_word_embeddings": c.tie_embeddings, "embd_pdrop": c.dropout, "resid_pdrop": c.dropout,

@@ -5,16 +5,18 @@ Axes: batch, seq, embed, hidden (width of a head), vocab, masked (positions to p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from nntile_py.errors import ConfigError
+from nntile_py.graph import packed_inputs
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ZEROS, Array, Batch, Traced
 from nntile_py.models.parts import INIT, dense, first_tokens, norm, of_sequences, padding
 from nntile_py.tasks.activation import activation
+from nntile_py.tasks.binary_cross_entropy import binary_cross_entropy
 from nntile_py.tasks.contract import contract, linear
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import dropout, rename
@@ -124,6 +126,33 @@ def mean_of_tokens(g: Graph, batch: Batch, x: Tensor) -> Tensor:
     return contract(g, weights, x, ["batch", "embed"])
 
 
+def sequence_or_token_head(
+    g: Graph, batch: Batch, c: Any, x: Tensor, vector: Callable[[], Tensor], *, name: str = "classifier",
+    pooler: str | None = None, answers: str = "qa_outputs", answer_dropout: float = 0.0,
+) -> Traced | None:  # fmt: skip
+    """Return loss and outputs of config.head for hidden states x; None if it predicts tokens of the vocabulary.
+
+    Args:
+        vector: Makes a vector for each sequence: [batch, hidden].
+        name: Prefix of the weights of a classifier of sequences.
+        pooler: Prefix of the weights of the pooler.
+        answers: Prefix of the weights for question_answering.
+        answer_dropout: Probability of dropout before these weights.
+    """
+    match c.head:
+        case "none" | "pooler":
+            return bare(g, c, x, pooler)
+        case "token_classification":
+            return classified_tokens(g, batch, c, x)
+        case "question_answering":
+            return answered(g, batch, dropout(g, x, answer_dropout), answers)
+        case "multiple_choice":
+            return chosen(g, batch, c, dropout(g, vector(), c.dropout))
+        case "classification" | "regression" | "multi_label_classification":
+            return classified(g, batch, c, dropout(g, vector(), c.dropout), name)
+    return None
+
+
 def classified_tokens(g: Graph, batch: Batch, c: Any, x: Tensor) -> Traced:
     """Return loss and logits of token classification.
 
@@ -135,18 +164,143 @@ def classified_tokens(g: Graph, batch: Batch, c: Any, x: Tensor) -> Traced:
     return Traced(cross_entropy(g, logits, labels), {"logits": logits})
 
 
-def classified(g: Graph, batch: Batch, c: Any, pooled: Tensor, name: str = "classifier") -> Traced:
-    """Return loss and logits of a classifier of sequences, whose vectors are `pooled`.
+def classified(
+    g: Graph, batch: Batch, c: Any, vectors: Tensor, name: str = "classifier", *, bias: bool = True
+) -> Traced:
+    """Return loss and logits of a classifier of sequences, whose vectors are `vectors` [batch, hidden].
 
-    Declares the input labels [batch]: the class of each sequence. With head: regression the labels are the numbers to
-    predict: [batch], or [batch, classes] if there are several for each sequence.
+    Declares the input labels. With head: classification it is [batch]: the class of each sequence. With head:
+    multi_label_classification it is [batch, classes]: 1 for a class that applies, 0 for another, -100 for a class that
+    does not count. With head: regression it holds the numbers to predict: [batch], or [batch, classes] if there are
+    several for each sequence.
     """
-    logits = dense(g, dropout(g, pooled, c.dropout), name, {"hidden": c.embed}, {"classes": c.classes}, INIT)
+    logits = dense(g, vectors, name, {"hidden": c.embed}, {"classes": c.classes}, INIT, bias=bias)
+    outputs, wide = {"logits": logits}, accumulation_dtype(g.dtype)
     if c.head == "regression":
         if batch.packed:
-            raise ConfigError("model.head: got regression; allowed with packed sequences: another head")
+            return unpacked_head(g, c.head, outputs)
         y = select(g, logits, "classes", 0) if c.classes == 1 else logits
-        numbers = g.input("labels", y.sizes, accumulation_dtype(g.dtype), scale="mse_scale")
-        return Traced(squared_error(g, y, numbers), {"logits": logits})
-    labels = g.input("labels", of_sequences(batch), below=c.classes, ignored=IGNORED, scale="loss_scale")
+        numbers = g.input("labels", y.sizes, wide, scale="mse_scale")
+        return Traced(squared_error(g, y, numbers), outputs)
+    if c.head == "multi_label_classification":
+        targets = g.input("labels", logits.sizes, wide, ignored=IGNORED, scale="loss_scale")
+        return Traced(binary_cross_entropy(g, logits, targets), outputs)
+    labels = g.input(
+        "labels", of_sequences(batch), below=c.classes, ignored=IGNORED, scale="loss_scale",
+        hint="; labels [batch, classes] need head: multi_label_classification",
+    )  # fmt: skip
+    return Traced(cross_entropy(g, logits, labels), outputs)
+
+
+def answered(g: Graph, batch: Batch, x: Tensor, name: str) -> Traced:
+    """Return loss and logits of the first and the last token of an answer in the text, as in transformers.
+
+    Declares the inputs start_positions and end_positions [batch]. Negative positions count as 0. Positions behind the
+    last one do not count. The logits of padding take part in the softmax over the positions.
+    """
+    logits = dense(g, x, name, {"embed": x.size("embed")}, {"classes": 2}, INIT)
+    if batch.packed:
+        return unpacked_head(g, "question_answering", {"logits": logits})
+    sequences, outside, loss = {"batch": batch.size}, batch.seq, None
+    outputs = {f"{end}_logits": select(g, logits, "classes", number) for number, end in enumerate(("start", "end"))}
+    for end, scores in zip(("start", "end"), outputs.values(), strict=True):
+        given = f"{end}_positions"
+        g.input(given, sequences, ignored=outside)
+        positions = g.input(
+            f"{end}_labels", sequences, below=outside, ignored=IGNORED, scale=f"{end}_scale", weight=0.5,
+            default=lambda inputs, given=given: _inside(inputs[given], outside),
+        )  # fmt: skip
+        loss = cross_entropy(g, scores, positions, loss=loss, scale=f"{end}_scale")
+    return Traced(loss, outputs)
+
+
+def _inside(positions: Array, outside: int) -> Array:
+    """Return positions in a text as labels: 0 for a negative one, -100 from `outside` on."""
+    return np.where(positions < outside, np.maximum(positions, 0), IGNORED)
+
+
+def chosen(g: Graph, batch: Batch, c: Any, vectors: Tensor) -> Traced:
+    """Return loss and logits [question, choice] of a multiple choice, for vectors [batch, hidden].
+
+    Each question has config.choices sequences, one after the other. Declares the input labels [question]: the number
+    of the right choice.
+    """
+    logits = dense(g, vectors, "classifier", {"hidden": c.embed}, {"classes": 1}, INIT)
+    if batch.packed:
+        return unpacked_head(g, c.head, {"logits": logits})
+    questions, rest = divmod(batch.size, c.choices)
+    if rest and batch.size > 1:
+        raise ConfigError(f"batch: got {batch.size}; allowed: a multiple of model.choices = {c.choices}")
+    questions = max(questions, 1)
+    places = np.arange(questions * c.choices).reshape(questions, c.choices) % batch.size
+    sizes = {"question": questions, "choice": c.choices}
+    rows = g.input("choice_places", sizes, below=batch.size, default=places)
+    scores = select(g, gather(g, logits, rows), "classes", 0)
+    labels = g.input(
+        "labels", {"question": questions}, below=c.choices, ignored=IGNORED, scale="loss_scale", each=c.choices
+    )
+    return Traced(cross_entropy(g, scores, labels), {"logits": scores})
+
+
+def next_sentence(g: Graph, batch: Batch, c: Any, pooled: Tensor, label: str, loss: Tensor | None = None) -> Traced:
+    """Return loss and logits of BERT's second pre-training task: whether sentence B follows sentence A.
+
+    Declares an input named `label` [batch]: 0 if it does, 1 if not. Adds the loss to `loss` if there is one.
+    """
+    scale = "next_scale" if loss else "loss_scale"
+    nexts = g.input(label, of_sequences(batch), below=2, ignored=IGNORED, scale=scale)
+    logits = dense(g, pooled, "cls.seq_relationship", {"hidden": c.embed}, {"classes": 2}, INIT)
+    return Traced(cross_entropy(g, logits, nexts, loss=loss, scale=scale), {"logits": logits})
+
+
+def unpacked_head(g: Graph, head: str, outputs: dict[str, Tensor]) -> Traced:
+    """Return outputs without a loss, for packed sequences. Raises ConfigError in training: this head does not pack."""
+    if g.training:
+        raise ConfigError(f"model.head: got {head}; allowed with packed sequences: another head")
+    return Traced(None, outputs)
+
+
+def decoder_head(g: Graph, batch: Batch, c: Any, x: Tensor, words: Tensor, padding: int | None) -> Traced:
+    """Return loss and outputs of a decoder's head for hidden states x.
+
+    Args:
+        words: The table of token embeddings, which config.tie_embeddings makes the weights of the language model.
+        padding: Number of the padding token, see last_tokens.
+    """
+    if c.head == "none":
+        return bare(g, c, x)
+    if c.head != "causal_lm":
+        return classified(g, batch, c, last_tokens(g, batch, x, padding), "score", bias=False)
+    tokens = {"batch": batch.size, "seq": batch.seq}
+    labels = g.input("labels", tokens, below=c.vocab, ignored=IGNORED, shifted=True, scale="loss_scale")
+    table = words if c.tie_embeddings else g.param("lm_head.weight", words.sizes, INIT)
+    logits = linear(g, x, table, ["batch", "seq", "vocab"])
     return Traced(cross_entropy(g, logits, labels), {"logits": logits})
+
+
+def last_tokens(g: Graph, batch: Batch, x: Tensor, padding: int | None) -> Tensor:
+    """Return the vector of each sequence's last token that is not padding: [batch, hidden] of x [batch, seq, embed].
+
+    `padding` is the number of the padding token. Without it the last position counts.
+
+    Raises:
+        ConfigError: Several sequences are padded, and there is no padding token.
+    """
+    if padding is None and batch.size > 1 and not batch.packed:
+        need = "its number (transformers' pad_token_id), as the head reads the last token that is not padding"
+        raise ConfigError(f"model: no padding token; allowed with several sequences and head: classification: {need}")
+
+    def places(given: Mapping[str, Array]) -> Array:
+        ids = given["input_ids"]
+        real = np.ones(ids.shape, bool) if padding is None else ids != padding
+        if not batch.packed:
+            return (np.arange(batch.seq) * real).argmax(axis=1)[:, None]
+        first, end = given[packed_inputs.SEGMENTS][:, :-1], given[packed_inputs.SEGMENTS][:, 1:]
+        upto = np.maximum.accumulate(np.where(real, np.arange(batch.seq), NOWHERE), axis=1)
+        last = np.maximum(np.take_along_axis(upto, np.maximum(end - 1, 0), axis=1), first)
+        return np.where(first < end, last, NOWHERE)
+
+    sizes = {"batch": batch.size} | ({"sequence": batch.seq} if batch.packed else {"last": 1})
+    rows = g.input("last_tokens", sizes, below=batch.seq, ignored=NOWHERE, default=places)
+    y = rename(g, gather(g, x, rows), embed="hidden")
+    return y if batch.packed else select(g, y, "last", 0)

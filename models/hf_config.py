@@ -15,7 +15,8 @@ from nntile_py.schema import short
 from nntile_py.system.folders import read
 
 Weights = dict[str, np.ndarray[Any, Any]]
-HEAD_KEYS = ("architectures", "num_labels", "id2label", "label2id")  # keys of config.json that describe the head
+# Keys of config.json that describe the head.
+HEAD_KEYS = ("architectures", "num_labels", "id2label", "label2id", "problem_type")
 # {activation in transformers: its name in nntile_py}
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_python": "gelu",

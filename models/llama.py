@@ -15,8 +15,9 @@ from pydantic import model_validator
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ONES, Batch, Normal, Traced
-from nntile_py.models.base import Model
-from nntile_py.models.hf_config import ACTIVATIONS, architecture, choice, padding_row, rope_scaling
+from nntile_py.models.head_config import HeadedModel
+from nntile_py.models.heads import decoder_head
+from nntile_py.models.hf_config import ACTIVATIONS, choice, padding_row, rope_scaling
 from nntile_py.models.parts import (
     LAYER_TYPES,
     ActivationName,
@@ -31,8 +32,6 @@ from nntile_py.models.parts import (
 )
 from nntile_py.schema import Count, Positive, Switch, short
 from nntile_py.tasks.attention import attention
-from nntile_py.tasks.contract import linear
-from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import add, transpose
 from nntile_py.tasks.embedding import embedding
 from nntile_py.tasks.gated import gated
@@ -87,13 +86,14 @@ class LlamaConfig(RotaryDecoderConfig):
     """The products of the feed-forward part have biases."""
 
 
-class Llama(Model):
+class Llama(HeadedModel):
     """Llama with a language modelling head. Inputs: input_ids, labels; attention_mask if given."""
 
     Config: ClassVar[Any] = LlamaConfig
     objective = "causal"
     prefix = "model."
-    stem: ClassVar[str] = "Llama"  # prefix of the names of transformers' classes
+    stem = "Llama"
+    bare = "causal_lm"
     head_weights = ("lm_head.weight",)
     norm_heads: ClassVar[bool] = False  # whether each head's query and key pass an RMSNorm
     keys: ClassVar[Mapping[str, str]] = _KEYS | {"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"}
@@ -137,7 +137,6 @@ class Llama(Model):
             return dense(g, gated(g, gate, up, c.activation), f"{name}.down_proj", ffn, embed, init, **biased)
 
         ids = g.input("input_ids", tokens, below=c.vocab)
-        labels = g.input("labels", tokens, below=c.vocab, ignored=IGNORED, shifted=True, scale="loss_scale")
         table = rotary_input(g, batch, rotary_table(c.head_dim, batch.length, c.rope_theta, c.rope_scaling))
         mask, biases = attention_mask(g, batch, causal=True), self.biases()
         with g.scope("embed"):
@@ -151,19 +150,17 @@ class Llama(Model):
             with g.scope(f"h{layer}.mlp"):
                 x = add(g, mlp(norm(x, f"{here}.post_attention_layernorm"), f"{here}.mlp"), x)
         with g.scope("head"):
-            x = norm(x, "model.norm")
-            head = words if c.tie_embeddings else g.param("lm_head.weight", {"vocab": c.vocab} | embed, init)
-            logits = linear(g, x, head, ["batch", "seq", "vocab"])
-            return Traced(cross_entropy(g, logits, labels), {"logits": logits})
+            return decoder_head(g, batch, c, norm(x, "model.norm"), words, c.padding_idx)
 
     # -- transformers
 
     def copies(self) -> Mapping[str, str]:
-        return {"lm_head.weight": "model.embed_tokens.weight"} if self.config.tie_embeddings else {}
+        tied = self.config.head == "causal_lm" and self.config.tie_embeddings
+        return {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        architecture(raw, f"{cls.stem}ForCausalLM", f"{cls.stem}Model")
+        head = cls.read_head(raw)
         act = choice(raw, "hidden_act", "silu", *ACTIVATIONS)
         parameters, scaling, theta = (raw.get(f"rope_{key}") for key in ("parameters", "scaling", "theta"))
         rope = scaling or parameters or {}
@@ -171,7 +168,7 @@ class Llama(Model):
             raise ConfigError(f"model: rope_parameters is {rope!r} in the model's config; allowed: an object")
         found = {name: raw.get(key) for name, key in cls.keys.items()}
         needed = ("layers", "embed", "heads", "ffn", "vocab")
-        return {name: raw[cls.keys[name]] for name in needed} | {
+        return head | {name: raw[cls.keys[name]] for name in needed} | {
             "activation": ACTIVATIONS[act], "padding_idx": padding_row(raw),
             "rope_theta": rope.get("rope_theta") or theta or 10000.0,
             "rope_scaling": rope_scaling(raw, rope),
@@ -181,7 +178,7 @@ class Llama(Model):
         c = self.config
         rope = {"rope_type": "default"} | (c.rope_scaling or {}) | {"rope_theta": c.rope_theta}
         return self.merged_hf({key: getattr(c, name) for name, key in self.keys.items()} | {
-            "model_type": c.type, "architectures": [f"{self.stem}ForCausalLM"], "hidden_act": c.activation,
+            "model_type": c.type, **self.hf_head(), "hidden_act": c.activation,
             "rope_parameters": rope, "attention_dropout": c.attention_dropout, "bos_token_id": None,
             "eos_token_id": None, "pad_token_id": c.padding_idx,
         })  # fmt: skip

@@ -18,7 +18,8 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ONES, ZEROS, Batch, Normal, Traced
 from nntile_py.models.bert_parts import PADDED_KEYS, TextEncoder, TextEncoderConfig
-from nntile_py.models.heads import bare, classified, mean_of_tokens, predicted
+from nntile_py.models.head_config import EncoderHead
+from nntile_py.models.heads import mean_of_tokens, predicted, sequence_or_token_head
 from nntile_py.models.hf_config import ACTIVATIONS, choice, rope_scaling
 from nntile_py.models.parts import (
     INIT,
@@ -52,8 +53,9 @@ _OTHER_DROPOUTS = ("embedding_dropout", "classifier_dropout")
 
 class ModernBERTConfig(TextEncoderConfig, PaddedConfig):
     type: str = "modernbert"
-    head: Literal["masked_lm", "regression", "classification", "none"] = "masked_lm"
-    """What the model predicts. `none`: the model returns hidden states and has no loss, for nt.Encoder."""
+    head: Literal[EncoderHead, "multiple_choice", "none"] = "masked_lm"
+    """What the model predicts. `nntile train` trains masked_lm and classifiers of sequences, nt.Trainer each head with
+    a loss. For nt.Encoder, without a loss: `none` returns hidden states."""
     ffn: Count | None = None
     """Width of the feed-forward part after its gate; null: 1.5 times `embed`."""
     local_attention: Count = 128
@@ -137,11 +139,15 @@ class ModernBERT(TextEncoder):
             x = layers(x, layer)
         x = layers.norm(x, "model.final_norm")
         with g.scope("head"):
-            if c.head == "none":
-                return bare(g, c, x)
-            if c.head in ("classification", "regression"):
+            def vector() -> Tensor:
                 pooled = layers.transformed(mean_of_tokens(g, batch, x) if c.pooling == "mean" else first_tokens(g, x))
-                return classified(g, batch, c, rename(g, pooled, embed="hidden"))
+                return rename(g, pooled, embed="hidden")
+
+            y = layers.transformed(x) if c.head in ("token_classification", "question_answering") else x
+            if traced := sequence_or_token_head(
+                g, batch, c, y, vector, answers="classifier", answer_dropout=c.dropout
+            ):
+                return traced
             bias = g.param("decoder.bias", {"vocab": c.vocab}, ZEROS) if c.decoder_bias else None
             words = words if c.tie_embeddings else g.param(self.decoder, words.sizes, INIT)
             y, labels = predicted(g, batch, c, x)

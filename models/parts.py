@@ -13,6 +13,7 @@ from nntile_py.graph import packed_inputs
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ONES, ZEROS, Array, Batch, Init, Normal, Part
 from nntile_py.models.base import ModelConfig, TokenConfig
+from nntile_py.models.head_config import HeadConfig, SequenceHead
 from nntile_py.schema import BelowOne, Count, Layers, Natural, Switch
 from nntile_py.tasks.attention import WITH_DROPOUT, Backend
 from nntile_py.tasks.contract import linear
@@ -84,8 +85,12 @@ def check_layer_types(c: Any) -> None:
         raise ConfigError(f"model.layer_types: got {len(c.layer_types)} types; allowed: {need}")
 
 
-class DecoderConfig(LayerConfig, TokenConfig):
+class DecoderConfig(HeadConfig, LayerConfig, TokenConfig):
     """Config of a model that predicts the next token."""
+
+    head: Literal["causal_lm", SequenceHead, "none"] = "causal_lm"
+    """What the model predicts: `causal_lm` the next token; the others, trained with nt.Trainer, classes or numbers of a
+    sequence from its last token that is not padding. `none`: hidden states without a loss, for nt.Encoder."""
 
     positions: Count | None = None
     """Length of the longest sequence; null: `train.seq`."""

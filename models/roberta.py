@@ -7,6 +7,7 @@ therefore has padding_token + 1 rows more than the longest sequence has tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
@@ -15,7 +16,8 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Batch, Traced
 from nntile_py.models.bert_parts import KEYS, EncoderLayer, LayerNames, TextEncoder, TextEncoderConfig, embedded
-from nntile_py.models.heads import bare, classified, classified_tokens, first_token, predicted, token_logits
+from nntile_py.models.head_config import SEQUENCE_HEADS, EncoderHead
+from nntile_py.models.heads import first_token, predicted, sequence_or_token_head, token_logits
 from nntile_py.models.parts import attention_mask
 from nntile_py.schema import Count, Positive, integer, short
 from nntile_py.tasks.cross_entropy import cross_entropy
@@ -25,10 +27,10 @@ _HEAD = "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"
 
 class RoBERTaConfig(TextEncoderConfig):
     type: str = "roberta"
-    head: Literal["masked_lm", "regression", "classification", "token_classification", "pooler", "none"] = "masked_lm"
-    """What the model predicts. `nntile train` trains masked_lm and classification; regression and token_classification
-    are trained from Python. Without a loss, for nt.Encoder: `none` returns hidden states, `pooler` also a vector for
-    each sequence."""
+    head: Literal[EncoderHead, "multiple_choice", "pooler", "none"] = "masked_lm"
+    """What the model predicts. `nntile train` trains masked_lm and classifiers of sequences, nt.Trainer each head with
+    a loss. For nt.Encoder, without a loss: `none` returns hidden states, `pooler` also a vector for each
+    sequence."""
     kinds: Count = 1
     """Number of token types (transformers' token_type_ids)."""
     padding_token: Annotated[int, *integer(0)] = 1
@@ -65,13 +67,12 @@ class RoBERTa(TextEncoder):
         for layer in range(c.layers):
             x = EncoderLayer(g, c, f"roberta.encoder.layer.{layer}", LayerNames())(g, x, mask, f"h{layer}")
         with g.scope("head"):
-            if c.head == "token_classification":
-                return classified_tokens(g, batch, c, x)
-            if c.head in ("pooler", "none"):
-                return bare(g, c, x, "roberta.pooler.dense")
-            if c.head in ("classification", "regression"):
-                pooled = first_token(g, x, c, "classifier.dense", "tanh", c.dropout)
-                return classified(g, batch, c, pooled, "classifier.out_proj")
+            pooler, dropped = "roberta.pooler.dense", 0.0
+            if c.head in SEQUENCE_HEADS:
+                pooler, dropped = "classifier.dense", c.dropout
+            pooled = partial(first_token, g, x, c, pooler, "tanh", dropped)
+            if traced := sequence_or_token_head(g, batch, c, x, pooled, name="classifier.out_proj", pooler=pooler):
+                return traced
             y, labels = predicted(g, batch, c, x)
             # The head has gelu even if the layers have another activation.
             logits = token_logits(g, y, c, words, "gelu", _HEAD, self.decoder)

@@ -252,8 +252,8 @@ def test_refused(runtime: nt.Runtime, folder: Any, tmp_path: Path) -> None:
     with pytest.raises(nt.ConfigError, match=r"weight bert\.pooler\.dense\.weight is missing"):
         nt.Encoder.from_hf(folder("Bert", "ForMaskedLM")[0], "pooled")
     gpt2 = nt.models.GPT2(nt.models.GPT2Config(layers=1, embed=8, heads=2, vocab=20, positions=8))
-    with pytest.raises(nt.ConfigError, match="output: GPT2 has no 'hidden'; allowed: logits"):
-        nt.Encoder(gpt2)
+    with pytest.raises(nt.ConfigError, match="output: GPT2 has no 'pooled'; allowed: hidden, mean, logits"):
+        nt.Encoder(gpt2, "pooled")
     assert nt.Encoder(gpt2, "logits")([[1, 2, 3]])[0].shape == (3, 20)
     with pytest.raises(nt.ConfigError, match=r"model\.positions: missing; how many tokens"):
         nt.Encoder(nt.models.GPT2(nt.models.GPT2Config(layers=1, embed=8, heads=2, vocab=20)), "logits")

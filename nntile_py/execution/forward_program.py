@@ -70,9 +70,10 @@ def label_counts(declared: Mapping[str, Input], arrays: Mapping[str, Array], giv
     return {str(one.scale): one.counted(arrays[name]) if name in present else 0 for name, one in scaled.items()}
 
 
-def mean_slots(counts: Mapping[str, int], scale: float = 1.0) -> dict[str, float]:
-    """Return {slot: scale / number of labels}: the factors that turn sums of losses into means times `scale`."""
-    return {slot: scale / max(count, 1) for slot, count in counts.items()}
+def mean_slots(declared: Mapping[str, Input], counts: Mapping[str, int], scale: float = 1.0) -> dict[str, float]:
+    """Return {slot: weight * scale / number of labels}: factors that turn sums of losses into means times `scale`."""
+    weights = {one.scale: one.weight for one in declared.values()}
+    return {slot: weights[slot] * scale / max(count, 1) for slot, count in counts.items()}
 
 
 class ForwardProgram:
@@ -133,7 +134,7 @@ class ForwardProgram:
 
     def slots(self, arrays: Mapping[str, Array], given: Collection[str]) -> dict[str, float]:
         """Return the values of the slots that turn the sums in the loss into means over the labels in `given`."""
-        return mean_slots(label_counts(self.inputs, arrays, given))
+        return mean_slots(self.inputs, label_counts(self.inputs, arrays, given))
 
     def run(self, slots: Mapping[str, float]) -> None:
         """Submit the tasks of the pass with these values of the slots, and return at once."""

@@ -298,15 +298,17 @@ class Bins:
     def _packed(self, name: str, value: Array, places: Sequence[SequencePlace], passes: int, shift: bool) -> Array:
         """Return one input packed into bins: [bins, capacity, ...].
 
-        value: a value for each token, [sequences, length, ...], or for each sequence, [sequences].
+        value: a value for each token, [sequences, length, ...], or for each sequence, [sequences, ...].
         """
         one = self.inputs.get(name)
         ignored = one.ignored if one is not None and one.ignored is not None else 0
-        out = np.full((passes * self.count, self.capacity, *value.shape[2:]), ignored, value.dtype)
+        of_sequences = value.ndim == 1 or (one is not None and "sequence" in one.tensor.axes)
+        more = value.shape[1 if of_sequences else 2 :]
+        out = np.full((passes * self.count, self.capacity, *more), ignored, value.dtype)
         shifted = bool(one and one.shifted and shift)
         if one and not one.batched:
             return value
-        if value.ndim == 1:
+        if of_sequences:
             for row, place in enumerate(places):
                 out[place.bin, place.number] = value[row]
             return out

@@ -243,6 +243,10 @@ class Input:
         scale: name of the slot that holds 1 / (number of values of all micro-batches of a step that are not `ignored`).
         max_count: upper bound on the values per row that are not `ignored`. A collator must refuse a row with more;
             random inputs use exactly this many.
+        weight: factor of the mean that `scale` makes.
+        each: number of consecutive rows of the batch that share an entry of the first axis, such as a question's
+            choices.
+        hint: end of the message about an array with another shape or dtype.
     """
 
     tensor: Tensor
@@ -252,15 +256,23 @@ class Input:
     shifted: bool = False
     scale: str | None = None
     max_count: int | None = None
+    weight: float = 1.0
+    each: int = 1
+    hint: str = ""
 
     @property
     def batched(self) -> bool:
-        """True if the first axis is the batch, so each micro-batch of a step gets other rows of the array."""
-        return self.tensor.axes[0] == "batch"
+        """True if the first axis follows the batch, so each micro-batch of a step gets other rows of the array."""
+        return self.tensor.axes[0] == "batch" or self.each > 1
 
     def shape(self, rows: int) -> tuple[int, ...]:
         """Return the shape of a step's array for `rows` rows of the batch."""
-        return (rows, *self.tensor.shape[1:]) if self.batched else tuple(self.tensor.shape)
+        return (rows // self.each, *self.tensor.shape[1:]) if self.batched else tuple(self.tensor.shape)
+
+    def part(self, array: Array, number: int, rows: int) -> Array:
+        """Return what micro-batch `number` reads of a step's array; a micro-batch has `rows` rows of the batch."""
+        size = rows // self.each
+        return array[number * size : (number + 1) * size] if self.batched else array
 
     def checked(self, value: Any, rows: int, shape: tuple[int, ...] | None = None) -> Array:
         """Return a user's value for this input as an array. `shape`: the required shape; None: `self.shape(rows)`.
@@ -275,8 +287,10 @@ class Input:
         except Exception as error:  # lists of unequal lengths; a tensor of another library may raise any exception
             message = f"{type(error).__name__}: {error}"
             raise ValueError(f"{name}: is not an array ({message}); expected {noun} {shape}") from error
+        if self.batched and array.shape[2:] == shape[1:] and array.size == math.prod(shape):
+            array = array.reshape(shape)  # such as [questions, choices, seq]
         if array.shape != shape or array.dtype.kind not in kinds:
-            raise ValueError(f"{name}: {array.dtype} {array.shape} is not allowed; expected {noun} {shape}")
+            raise ValueError(f"{name}: {array.dtype} {array.shape} is not allowed; expected {noun} {shape}{self.hint}")
         if noun == "numbers":
             return array
         array = array.astype(np.int64)

@@ -25,7 +25,7 @@ def random_inputs(graph: Any, rows: int, seed: int, alpha: float = 1.0, predicte
     rng = np.random.default_rng(seed)
     values: dict[str, Array] = {}
     for name, one in graph.inputs.items():
-        shape = (rows, *one.tensor.shape[1:]) if one.batched else one.tensor.shape
+        shape = one.shape(rows)
         if one.default is None:
             integers = one.tensor.dtype == "int64"
             below = one.below or 2

@@ -226,19 +226,18 @@ class Trainer:
             self._unlabelled = True
             message = f"step {self.steps}: no label counts, all are -100; the loss and the gradients are zero"
             warnings.warn(message, stacklevel=3)
-        slots |= mean_slots(counts, scale or 1.0)
+        slots |= mean_slots(declared, counts, scale or 1.0)
         if scale:
             slots[INVERSE_SCALE], self._scaled = 1 / scale, scale
         self._check_equal(f"the input of step {self.steps}", {**arrays, **slots, "seed": self.seed})
         for micro in range(self.grad_accumulation):
-            part = slice(micro * self.spec.rows, (micro + 1) * self.spec.rows)
             slots |= filled.live[micro]
             slots["dropout_seed"] = dropout_seed(self.seed, self.steps, micro)
             program, lowering = programs.first, built.first
             if micro and programs.more and built.more:
                 program, lowering = programs.more, built.more
             for name, value in arrays.items():
-                self._store.write(lowering, declared[name].tensor, value[part] if declared[name].batched else value)
+                self._store.write(lowering, declared[name].tensor, declared[name].part(value, micro, self.spec.rows))
             self._run(program, slots, f"pass {micro + 1} of step {self.steps}")
         self._run(programs.update, slots, f"the update of step {self.steps}")
         tokens = filled.tokens(self.tokens_per_step)
@@ -284,7 +283,7 @@ class Trainer:
         program.write(arrays)  # skips the inputs of dropout, which an evaluation lacks
         counts = label_counts(program.inputs, arrays, filled.arrays)
         self._check_equal("the input of an evaluation", {**arrays, **counts})
-        program.run(mean_slots(counts) | dict(filled.live[0]))
+        program.run(mean_slots(program.inputs, counts) | dict(filled.live[0]))
         self.nan_check.ran(program.served.program, "an evaluation")
         loss = program.loss()
         if not any(counts.values()):
