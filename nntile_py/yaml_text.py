@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -13,7 +13,7 @@ from nntile_py.errors import ConfigError
 class _Loader(yaml.SafeLoader):
     """A YAML loader that refuses repeated keys, and reads plain values by _PLAIN instead of YAML 1.1."""
 
-    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}
+    yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()

@@ -225,9 +225,9 @@ def read_corpus(
     settings = f"{tokenizer.to_str() if tokenizer else vocab_size} {unit} {[*special]} {end}"
     long = sum(map(len, documents)) >= LONG_TEXT
     arrays = cached("corpus", _key(documents, val_fraction, settings), make) if long else make()
-    lengths = [None if unit == "window" else arrays[f"{name}_lengths"] for name in ("train", "held_out")]
+    lengths = {} if unit == "window" else {name: arrays[name] for name in ("train_lengths", "held_out_lengths")}
     used = Tokenizer.from_str(arrays["tokenizer"].tobytes().decode())
-    corpus = Corpus(used, arrays["train"], arrays["held_out"], *lengths, close(used))
+    corpus = Corpus(used, arrays["train"], arrays["held_out"], **lengths, end=close(used))
     for name, tokens in (("training", corpus.train), ("held-out", corpus.held_out)):
         _check_size(f"the {name} text of {source}", len(tokens), unit, seq, max_bytes)
     return corpus
