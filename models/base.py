@@ -278,7 +278,7 @@ class Model(Generic[ConfigT]):
         shapes, copies = model.weight_shapes(), model.copies()
         tensors = translated(tensors_of(source), {*shapes, *copies}, cls.prefix, cls.old_names)
         for copy, weight in copies.items():
-            if (same := tensors.pop(copy, None)) is not None and weight in tensors and not same.equal(tensors[weight]):
+            if (same := tensors.pop(copy, None)) is not None and not same.equal(tensors.setdefault(weight, same)):
                 need = f"equal weights, as the model computes with {weight} in both places"
                 raise ConfigError(f"model: the checkpoint's {copy} differs from {weight}; allowed: {need}")
         new = model._new_head(saved, tensors)

@@ -91,7 +91,10 @@ class TextEncoder(HeadedModel):
     def copies(self) -> Mapping[str, str]:
         table = next(name for name in self.weight_shapes() if "embeddings" in name)
         tied = self.config.tie_embeddings and self.config.head in ("masked_lm", "pretraining")
-        return {self.decoder: table} if tied else {}
+        bias = self.decoder.removesuffix("weight") + "bias"
+        own = bias.replace(".decoder.", ".")  # transformers adds the decoder's bias, which it ties to this one
+        biases = {bias: own} if own in self.weight_shapes() and bias not in self.weight_shapes() else {}
+        return {self.decoder: table} | biases if tied else {}
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -269,6 +269,29 @@ def test_a_head_beside_the_table_that_it_shares(tmp_path: Path) -> None:
             assert "lm_head.weight" not in nt.models.from_hf(folder).weights
 
 
+TIED = {
+    "bert-base-uncased": ("cls.predictions.decoder", "bert.embeddings.word_embeddings.weight", "cls.predictions.bias"),
+    "xlm-roberta-base": ("lm_head.decoder", "roberta.embeddings.word_embeddings.weight", "lm_head.bias"),
+    "albert-base-v2": ("predictions.decoder", "albert.embeddings.word_embeddings.weight", "predictions.bias"),
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_masked_head_beside_the_weights_that_it_shares(tmp_path: Path, name: str) -> None:
+    """transformers computes with the decoder's own weights if they differ; a file may have only one of two names."""
+    decoder, *weights = TIED[name]
+    case = replace(CASES[name], parts=False, names={}, drop=())
+    theirs = case.model()
+    state = theirs.state_dict()
+    for part, weight in zip(("weight", "bias"), weights, strict=True):
+        copy = f"{decoder}.{part}"
+        folder = replace(case, more={copy: state[weight] + 1.0}).write(tmp_path / "other", theirs)
+        with pytest.raises(nt.ConfigError, match=rf"{copy} differs from {weight}; allowed: equal weights"):
+            nt.models.from_hf(folder)
+        folder = replace(case, drop=(weight,)).write(tmp_path / part, theirs)
+        assert np.array_equal(nt.models.from_hf(folder).weights[weight], state[weight])
+
+
 @pytest.mark.parametrize("kind", ["LlamaModel", "Qwen3Model", "GPT2Model"])
 def test_a_bare_decoder(runtime: nt.Runtime, tmp_path: Path, kind: str) -> None:
     """The message says how a new head is drawn, which is then trained; the weights of the bare model stay."""
