@@ -23,6 +23,7 @@ from nntile_py.yaml_text import MOST_BYTES, parse
 
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 10 ** (3 * k) for k, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}IB": 2 ** (10 * k) for k, p in enumerate("KMGT", 1)}
+SIZES = "a number of bytes, or a size such as '500MB' or '20GiB'"
 _SIZE = r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*"
 
 
@@ -89,7 +90,8 @@ def number(**bounds: float) -> tuple[PlainValidator, Rule]:
     return only(words, convert, type="number", **{_BOUNDS[of][1]: bound for of, bound in bounds.items()})
 
 
-def _bytes(value: Any) -> int | None:
+def in_bytes(value: Any) -> int | None:
+    """Return a size as a number of bytes; None if it is neither a positive integer nor a text such as '20GiB'."""
     if isinstance(value, str) and (match := re.fullmatch(_SIZE, value)):
         unit = _UNITS.get(match[2].upper())
         size = float(match[1]) * (unit or 0)
@@ -116,7 +118,7 @@ Part = Annotated[float, *number(above=0, most=1)]
 Size = Annotated[
     int,
     *only(
-        "a number of bytes, or a size such as '500MB' or '20GiB'", _bytes,
+        SIZES, in_bytes,
         anyOf=[{"type": "integer", "minimum": 1}, {"type": "string", "pattern": f"^{_SIZE}$"}],
     ),
 ]  # fmt: skip

@@ -264,6 +264,9 @@ def test_the_table_and_the_picture(tmp_path: Path) -> None:
     made.save(tmp_path)
     assert (tmp_path / "confusion.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "confusion.svg").read_text()
+    long = Confusion(["x" * 5000, "y" * 5000, "short"])._drawn().axes[0]
+    assert [label.get_text() for label in long.get_xticklabels()] == [f"{'x' * 23}…", f"{'y' * 23}…", "short"]
+    assert len(Confusion([f"kind {k}" for k in range(1500)])._drawn().axes[0].get_yticklabels()) < 30  # numbers
     many = Confusion([f"kind {k}" for k in range(30)], np.eye(30, dtype=int))
     assert len(many.table().split("\n")) == 31 and "1.000" in many.table()
     many.save(tmp_path)

@@ -117,7 +117,7 @@ def test_a_model_that_does_not_fit_in_memory(
 
 
 def test_what_the_disk_must_be(tmp_path: Path) -> None:
-    def refused(text: str, memory: int | None = MIB, **disk: Any) -> None:
+    def refused(text: str, memory: int | str | None = MIB, **disk: Any) -> None:
         with pytest.raises(nt.ConfigError, match=text):
             nt.Runtime(cpus=1, memory=memory, disk=disk)
 
@@ -126,6 +126,10 @@ def test_what_the_disk_must_be(tmp_path: Path) -> None:
     refused(r"runtime\.disk\.size: .* is not allowed", path=tmp_path, size=2**60)
     refused(r"runtime\.disk: needs runtime\.memory", None, path=tmp_path, size=2**26)
     refused(r"runtime\.disk: got {'path'", path=tmp_path)
+    refused(r"runtime\.disk\.size: got '1 disk'; allowed: a number of bytes, or", path=tmp_path, size="1 disk")
+    refused(r"runtime\.disk\.size: 1 MiB is not allowed", "20 MB", path=tmp_path, size="1MiB")
+    made = nt.Runtime(cpus=1, memory="20 MB", cuda_memory="2GiB", disk={"path": tmp_path, "size": "16MiB"})
+    assert (made.memory, made.cuda_memory, made.disk.size) == (20 * 10**6, 2**31, 2**24)
     assert not list(tmp_path.iterdir())
 
 

@@ -305,7 +305,8 @@ print("end")
     ("make", "named"),
     [
         (lambda: nt.Runtime(cpus="2"), "runtime.cpus: '2'"),
-        (lambda: nt.Runtime(cpus=1, memory="1GiB"), "runtime.memory: '1GiB'"),
+        (lambda: nt.Runtime(cpus=1, memory="1GHz"), "runtime.memory: '1GHz' is not allowed; use a number of bytes, or"),
+        (lambda: nt.Runtime(cpus=1, memory=True), "runtime.memory: True"),
         (lambda: nt.Runtime(cpus=1, memory=-5), "runtime.memory: -5"),
         (lambda: nt.Runtime(cpus=1, window="a"), "runtime.window: 'a'"),
         (lambda: nt.AdamW(lr="x"), "optimizer.lr: got 'x'"),

@@ -12,6 +12,9 @@ from nntile_py.system.pictures import new_figure, save_figure
 Array = np.ndarray[Any, Any]
 MAX_SHOWN = 20  # with more classes, the table leaves out the matrix and the picture the counts, for lack of room
 FILES = ("confusion.png", "confusion.svg")
+# Limits of a picture: with more classes, the axes have numbers; longer names are cut. Matplotlib takes minutes for more
+# or longer names, and then leaves no room for the matrix.
+MOST_NAMED, MOST_LETTERS = 80, 24
 
 
 class Confusion:
@@ -82,12 +85,14 @@ class Confusion:
         share = self.counts / np.maximum(self.counts.sum(1, keepdims=True), 1)
         image = axes.imshow(share, cmap="Blues", vmin=0, vmax=1)
         size = 8 if count <= MAX_SHOWN else 5
-        axes.set_xticks(range(count), self.names, rotation=90 if count > 3 else 0, fontsize=size, parse_math=False)
-        axes.set_yticks(range(count), self.names, fontsize=size, parse_math=False)
+        if count <= MOST_NAMED:
+            names = [name if len(name) <= MOST_LETTERS else f"{name[: MOST_LETTERS - 1]}…" for name in self.names]
+            axes.set_xticks(range(count), names, rotation=90 if count > 3 else 0, fontsize=size, parse_math=False)
+            axes.set_yticks(range(count), names, fontsize=size, parse_math=False)
         axes.set_xlabel("predicted class")
         axes.set_ylabel("true class")
-        for (row, column), number in np.ndenumerate(self.counts):
-            if count <= MAX_SHOWN and number:
+        for (row, column), number in np.ndenumerate(self.counts) if count <= MAX_SHOWN else ():
+            if number:
                 colour = "white" if share[row, column] > 0.5 else "black"
                 axes.text(column, row, str(number), ha="center", va="center", fontsize=size, color=colour)
         macro = self.metrics()["f1_macro"]

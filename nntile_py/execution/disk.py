@@ -9,12 +9,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from nntile_py.errors import ConfigError
+from nntile_py.schema import SIZES, in_bytes
 from nntile_py.system.folders import is_marked, mark
+from nntile_py.typed import plain
 
 LEAST = 16 << 20  # smallest allowed `size` in bytes, StarPU's own minimum
 PREFIX = "nntile-swap-"  # prefix of the processes' folders; each process locks its folder
@@ -35,12 +36,12 @@ class SwapDisk:
     def __init__(self, given: Mapping[str, Any], memory: int | None) -> None:
         if not isinstance(given, Mapping) or set(given) != {"path", "size"}:
             raise ConfigError(f"runtime.disk: got {given!r}; allowed: {{path: of a folder, size: bytes}}")
-        path, size = given["path"], given["size"]
+        path, size = given["path"], in_bytes(plain(given["size"]))
         if not isinstance(path, str | Path):
             raise ConfigError(f"runtime.disk.path: got {path!r}; allowed: the path of a folder")
-        if not isinstance(size, Integral) or isinstance(size, bool):
-            raise ConfigError(f"runtime.disk.size: got {size!r}; allowed: an integer, of bytes")
-        self.path, self.size = Path(os.path.expanduser(path)), int(size)
+        if size is None:
+            raise ConfigError(f"runtime.disk.size: got {given['size']!r}; allowed: {SIZES}")
+        self.path, self.size = Path(os.path.expanduser(path)), size
         if not self.path.is_dir() or not os.access(self.path, os.W_OK | os.X_OK):
             raise ConfigError(f"runtime.disk.path: {self.path} is not a writable folder")
         if memory is None:

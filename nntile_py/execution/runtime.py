@@ -18,13 +18,14 @@ from nntile_py.errors import ConfigError, TaskError, exit_status
 from nntile_py.execution.disk import SwapDisk
 from nntile_py.execution.mpi import Ranks, ranks
 from nntile_py.execution.starpu_settings import create_model_folder, cuda_devices, default_cuda_memory, prepare_cuda
+from nntile_py.schema import SIZES, in_bytes
 from nntile_py.system import launcher as system
 from nntile_py.system.cgroup import within_machine
 from nntile_py.system.load import cores
 from nntile_py.tasks.pdl import VARIABLE as OVERLAP
 from nntile_py.tiles import TaskList
 from nntile_py.tiles.placement import PLACEMENTS
-from nntile_py.typed import typed
+from nntile_py.typed import plain, typed
 
 # Number of tasks that a GPU gets ahead of the task that StarPU waits for, if no other worker could take them. AHEAD is
 # for a single GPU: packed BERT base takes 27.8 ms a step with 4 tasks, and 27.0 ms with 16 or 40. AHEAD_OF_OTHERS is
@@ -57,9 +58,9 @@ class Runtime:
         cpus: Number of CPU workers. Default: all cores, or none if there are CUDA workers.
         scheduler: A scheduling policy of StarPU: lws, dmdas, dmdar, eager, ...
         cuda: Number of GPUs to use, with one worker each.
-        memory: Bytes of main memory that tiles may take.
-        cuda_memory: Bytes of each GPU that tiles may take. Default: 85 % of it.
-        disk: {path, size}: a folder for tiles that do not fit into `memory`, and the bytes that they may take there.
+        memory: Main memory that tiles may take: a number of bytes, or a text such as "16MiB" or "20GB".
+        cuda_memory: Memory of each GPU that tiles may take. Default: 85 % of it.
+        disk: {path, size}: a folder for tiles that do not fit into `memory`, and the memory that they may take there.
         window: Largest number of tasks that are submitted and have not ended. Default: no limit.
         calibrate: Measure the performance models of StarPU's dm* policies again.
         placement: "planned": a plan chooses the worker of each task, and `scheduler` has no effect (the default on
@@ -89,8 +90,8 @@ class Runtime:
         scheduler: str = "lws",
         *,
         cuda: int = 0,
-        memory: int | None = None,
-        cuda_memory: int | None = None,
+        memory: int | str | None = None,
+        cuda_memory: int | str | None = None,
         disk: Mapping[str, Any] | None = None,
         window: int | None = None,
         calibrate: bool = False,
@@ -99,12 +100,10 @@ class Runtime:
         nodes: int | None = None,
         shard_weights: bool = False,
     ) -> None:
-        counts = {
-            "cpus": cpus, "cuda": cuda, "memory": memory, "cuda_memory": cuda_memory, "window": window, "nodes": nodes,
-        }  # fmt: skip
-        for name, count in counts.items():
-            if count is not None and (not isinstance(count, Integral) or ("memory" in name and count < 1)):
-                raise ConfigError(f"runtime.{name}: {count!r} is not allowed; use an integer (memory: bytes)")
+        for name, count in {"cpus": cpus, "cuda": cuda, "window": window, "nodes": nodes}.items():
+            if count is not None and not isinstance(count, Integral):
+                raise ConfigError(f"runtime.{name}: {count!r} is not allowed; use an integer")
+        memory, cuda_memory = _size("memory", memory), _size("cuda_memory", cuda_memory)
         usable = cores()
         self.cpus = (0 if cuda else usable) if cpus is None else cpus
         least = 0 if cuda else 1
@@ -286,6 +285,15 @@ class Runtime:
     def wait() -> None:
         """Wait until every submitted task has ended; raises TaskError if one failed."""
         _core.wait_all()
+
+
+def _size(name: str, given: int | str | None) -> int | None:
+    """Return a size in bytes, with the same units as in a YAML."""
+    if given is None:
+        return None
+    if (size := in_bytes(plain(given))) is None:
+        raise ConfigError(f"runtime.{name}: {given!r} is not allowed; use {SIZES}")
+    return size
 
 
 def joined(mpi: bool | None, nodes: int | None) -> Ranks | None:
