@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import re
 from fractions import Fraction
@@ -14,36 +13,32 @@ import numpy as np
 import pytest
 import torch
 from model_cases import ADAMW, BATCH, CASES, SEQ, VOCAB, by_part, made, reference, same
+from pairwise import covering
 
 import nntile_py as nt
 from nntile_py.graph.random_inputs import random_inputs
 from nntile_py.models.deberta import distance_rows, log_buckets
 from nntile_py.testing import error
 
-EVEN = {"batch": 2, "seq": 4, "embed": 12, "heads": 2, "ffn": 20, "vocab": 30}
-RAGGED = {"batch": 3, "seq": 5, "embed": 9, "heads": 4, "ffn": 15, "vocab": 23}  # in up to three parts
+EVEN = {"batch": 2, "seq": 6, "embed": 12, "heads": 2, "ffn": 20, "vocab": 30}
+RAGGED = {"batch": 3, "seq": 5, "embed": 15, "heads": 4, "ffn": 25, "vocab": 37}  # seq in three parts, others in two
 TILINGS: dict[str, dict[str, int]] = {"uncut": {}, "even": EVEN, "ragged": RAGGED, "seq alone": {"seq": 5}}
 POLICIES = ("chain", "commute", "redux", "tree")
 ATTENTION = ("vendor", "merge", "flash", "naive")
 
 
-def pairwise(*choices: list[Any]) -> list[tuple[Any, ...]]:
-    """Few rows in which every two choices of different lists meet: each row takes the most pairs that are left."""
-
-    def pairs(row: tuple[Any, ...]) -> set[Any]:
-        return set(itertools.combinations(enumerate(row), 2))
-
-    of = {row: pairs(row) for row in itertools.product(*choices)}
-    left, rows = set.union(*of.values()), []
-    while left:
-        rows.append(max(of, key=lambda row: len(of[row] & left)))
-        left -= of[rows[-1]]
-    return sorted(rows, key=lambda row: choices[0].index(row[0]))
+FUSIONS = (True, nt.Fusion(found=False), False)
+# Each two values of different parameters meet in a row; each case has two rows, of different tilings.
+ROWS = [
+    (tiling, POLICIES[policy], ATTENTION[attention], FUSIONS[fusion])
+    for number, policy, attention, fusion in covering([len(TILINGS), len(POLICIES), len(ATTENTION), len(FUSIONS)])
+    for tiling in [[*TILINGS][number]]
+]
 
 
 @pytest.mark.parametrize(
     ("name", "tiling", "policy", "attention", "fusion"),
-    pairwise(list(CASES), list(TILINGS), list(POLICIES), list(ATTENTION), [True, nt.Fusion(found=False), False]),
+    [(name, *ROWS[(k + half) % len(ROWS)]) for k, name in enumerate(CASES) for half in (0, len(ROWS) // 2)],
 )
 def test_training(runtime: nt.Runtime, name: str, tiling: str, policy: str, attention: str, fusion: Any) -> None:
     """Outputs, gradients, ten steps of AdamW, the weights at the end."""
@@ -87,13 +82,6 @@ def test_what_has_no_gradient(name: str) -> None:
         compare(off, want.gradients, want, 1e-5)
 
 
-def test_pairs_of_choices() -> None:
-    rows = pairwise([1, 2, 3], ["a", "b"], [True, False])
-    assert {row[:2] for row in rows} == set(itertools.product([1, 2, 3], "ab"))
-    assert {row[1:] for row in rows} == set(itertools.product("ab", [True, False]))
-    assert len(rows) < 12
-
-
 def test_what_a_step_is_given_may_change(runtime: nt.Runtime) -> None:
     """Inputs with a default go back to it; a mask of ones is as good as none."""
     plain, masked = reference("masked_lm plain").inputs[0], reference("masked_lm").inputs[0]
@@ -105,6 +93,15 @@ def test_what_a_step_is_given_may_change(runtime: nt.Runtime) -> None:
         got[key] = trainer.evaluate(inputs)
         assert abs(got[key] / CASES["masked_lm"].run(torch_model, inputs)[0].item() - 1) < 1e-5
     assert got["plain"] == got["ones"] == got["plain again"] != got["masked"]
+
+
+def test_a_loss_with_one_part_in_a_step_and_several_in_an_evaluation(runtime: nt.Runtime) -> None:
+    """A step gathers the masked tokens into one tile, an evaluation takes the logits of all."""
+    want = reference("masked_lm gathered")
+    model = CASES["masked_lm gathered"].ours(want.model)
+    trainer = nt.Trainer(model, BATCH, SEQ, {"seq": 5}, accumulate="redux")
+    assert [trainer.evaluate(want.inputs[0]), trainer.step(want.inputs[0])] == pytest.approx(2 * want.losses[:1], 1e-5)
+    trainer.close()
 
 
 @pytest.mark.parametrize("name", ["pretraining", "roberta"])
