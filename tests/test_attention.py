@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ LAYOUTS: dict[str, list[str]] = {
 }
 SIZES = {"batch": 3, "seq": 11, "key": 11, "heads": 6, "kv_heads": 3, "head_dim": 5}
 CROSS = {"batch": 3, "seq": 11, "key": 7, "heads": 6, "kv_heads": 3, "head_dim": 5}
+DTYPES = ("fp64", "fp32")
 TILINGS: dict[str, dict[str, int]] = {
     "uncut": {},
     "even": {"batch": 1, "heads": 2},
@@ -113,10 +114,6 @@ class Row:
         for number, tensor in enumerate((out, *compared)):
             tensor.storage.kind, tensor.storage.name = "scalar", f"result{number}"
         return made
-
-
-def rows(**options: Any) -> list[Row]:
-    return [row for mask, backend in itertools.product(MASKS, BACKENDS) if (row := Row(mask, backend, **options)).fits]
 
 
 # -- the references against PyTorch
@@ -190,19 +187,44 @@ def tiles_for(row: Row, tiling: str) -> dict[str, int]:
     return {axis: size for axis, size in TILINGS[tiling].items() if axis != "batch" or row.layout != "one sequence"}
 
 
-@pytest.mark.parametrize("tiling", ["uncut", "ragged", "parts of groups"])
-@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.backend} {row.mask}")
-def test_masks(runtime: nt.Runtime, row: Row, tiling: str) -> None:
-    check(row, tiles_for(row, tiling), "chain", "fp64", row.sizes)
+def combinations() -> list[tuple[Row, str, str]]:
+    """Return each mask with each backend, in a tiling that cuts sequences and in another one.
+
+    Layouts, tilings and data types are chosen so that each two values of different parameters occur if they fit.
+    """
+    cuts = [[name for name, tiles in TILINGS.items() if ("seq" in tiles) == cut] for cut in (False, True)]
+    chosen, seen = [], set[Any]()
+
+    def add(*values: Sequence[str]) -> None:
+        new = {one: {*itertools.combinations(enumerate(one), 2)} - seen for one in itertools.product(*values)}
+        best = max(new, key=lambda one: len(new[one]))
+        seen.update(new[best])
+        chosen.append((Row(*best[:3]), *best[3:]))
+
+    for tilings, mask, backend in itertools.product(cuts, MASKS, BACKENDS):
+        add([mask], [backend], [layout for layout in LAYOUTS if Row(mask, backend, layout).fits], tilings, DTYPES)
+    for layout, backend in itertools.product(LAYOUTS, BACKENDS):
+        if ((1, backend), (2, layout)) not in seen:
+            add(["none"], [backend], [layout], ["ragged"], ["fp64"])
+    return chosen
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "by seq"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_layouts(runtime: nt.Runtime, backend: str, layout: str) -> None:
-    for mask, tiling in itertools.product(("padding", "segments causal", "none"), TILINGS):
-        row = Row(mask, backend, layout)
-        if row.fits:
-            check(row, tiles_for(row, tiling), "chain", "fp64", row.sizes)
+def test_combinations() -> None:
+    """A layout occurs with each backend, tiling and fitting mask."""
+    chosen = [(row.layout, row.backend, row.mask, tiling) for row, tiling, _ in combinations()]
+    fitting = {(layout, mask) for layout in LAYOUTS for mask in MASKS if Row(mask, "naive", layout).fits}
+    assert {(layout, mask) for layout, _, mask, _ in chosen} == fitting
+    assert {(layout, backend) for layout, backend, *_ in chosen} == {*itertools.product(LAYOUTS, BACKENDS)}
+    assert {(layout, tiling) for layout, *_, tiling in chosen} == {*itertools.product(LAYOUTS, TILINGS)}
+
+
+@pytest.mark.parametrize(
+    ("row", "tiling", "dtype"),
+    combinations(),
+    ids=lambda of: f"{of.backend} {of.mask} {of.layout}" if isinstance(of, Row) else of,
+)
+def test_masks(runtime: nt.Runtime, row: Row, tiling: str, dtype: str) -> None:
+    check(row, tiles_for(row, tiling), "chain", dtype, row.sizes)
 
 
 @pytest.mark.parametrize("policy", ["commute", "redux", "tree"])
@@ -210,11 +232,6 @@ def test_layouts(runtime: nt.Runtime, backend: str, layout: str) -> None:
 def test_policies(runtime: nt.Runtime, backend: str, policy: str) -> None:
     for row in (Row("padding window", backend, "groups"), Row("segments causal", backend, "packed")):
         check(row, tiles_for(row, "parts of groups"), policy, "fp64", row.sizes)
-
-
-@pytest.mark.parametrize("row", rows(layout="groups"), ids=lambda row: f"{row.backend} {row.mask}")
-def test_in_fp32(runtime: nt.Runtime, row: Row) -> None:
-    check(row, TILINGS["ragged"], "chain", "fp32", row.sizes)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
