@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 
 import nntile_py as nt
@@ -65,15 +66,16 @@ Python = Callable[..., subprocess.CompletedProcess[str]]
 def python(tmp_path_factory: pytest.TempPathFactory) -> Python:
     """Run Python code in a process of its own, with performance models of its own: `python(code, *arguments)`.
 
-    A process that hangs fails the test; how it ends is the caller's to judge.
+    A process that hangs fails the test; how it ends is the caller's to judge. `fresh` starts a
+    new interpreter instead of a fork, see forks.py.
     """
     home = str(tmp_path_factory.mktemp("starpu"))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("STARPU") and k != "XDG_CACHE_HOME"}
 
-    def run(code: str, *arguments: Any, timeout: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=timeout,
-            env=environment | {"STARPU_HOME": home} | env, check=False,
-        )  # fmt: skip
+    def run(
+        code: str, *arguments: Any, timeout: float = 240, fresh: bool = False, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code, *arguments]
+        return forks.run(command, timeout=timeout, fresh=fresh, env=environment | {"STARPU_HOME": home} | env)
 
     return run

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forks
 import pytest
 import yaml
 from rich.console import Console
@@ -201,7 +202,7 @@ FIELDS = {
 
 def nntile(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "nntile_py.cli", "analyze", *args]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | env, check=False)
+    return forks.run(command, capture_output=True, text=True, env=os.environ | env, check=False)
 
 
 def sets(items: list[str]) -> list[str]:
@@ -233,7 +234,7 @@ def test_measured(tmp_path: Path) -> None:
     sweep["measure"] = {"work": "encoder", "repeats": 9, "warmup": 3}
     (tmp_path / "s.yaml").write_text(json.dumps(sweep))
     command = [sys.executable, "-m", "nntile_py.cli", "sweep", str(tmp_path / "s.yaml"), "--json"]
-    ran = subprocess.run([*command, "--out", str(tmp_path / "w")], capture_output=True, text=True, check=False)
+    ran = forks.run([*command, "--out", str(tmp_path / "w")], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     step = json.loads(ran.stdout)["rows"][0]["seconds"]
     # Measured one after the other, each with whatever else the machine had to do: wide enough to tell units apart only.

@@ -1,11 +1,11 @@
 """Files and values that are wrong: one message that names the file or key, and nothing that never ends."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import yaml
 
@@ -91,7 +91,7 @@ def test_sizes_that_no_machine_has(item: str, tmp_path: Path) -> None:
     }))  # fmt: skip
     code = "import sys; sys.argv[0] = 'nntile'; from nntile_py.cli import main; main()"
     arguments = [sys.executable, "-c", code, "plan", str(tmp_path / "run.yaml"), "--set", item]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=200, check=False)
+    done = forks.run(arguments, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2 and HUGE[item] in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 

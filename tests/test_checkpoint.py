@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
 import yaml
@@ -210,7 +211,7 @@ print(count)
 def killed_at(run: Path, at: int) -> subprocess.CompletedProcess[str]:
     """A process that replaces the checkpoint of step 5, and is killed at its operation `at` on files."""
     code = KILLED.format(tests=str(Path(__file__).parent))
-    return subprocess.run([sys.executable, "-c", code, str(run), str(at)], capture_output=True, text=True, check=False)
+    return forks.run([sys.executable, "-c", code, str(run), str(at)], capture_output=True, text=True, check=False)
 
 
 def test_a_kill_at_any_operation_of_a_save_loses_nothing(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 import yaml
 
@@ -171,7 +172,7 @@ def test_all_mistakes_are_told_at_once(small: Path) -> None:
 
 def test_the_command_itself(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "nntile_py.cli", "train", str(TINY), "--set", "tiles.embed=0"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = forks.run(command, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: {TINY}: tiles.embed: got 0; allowed: an integer of at least 1\n"
     assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import yaml
 from test_mpi import LACKS, OPEN_MPI
@@ -196,7 +197,7 @@ def test_every_key_has_a_meaning_and_says_what_it_may_hold() -> None:
 
 
 def test_the_pages_are_those_that_the_script_writes(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, ROOT / "scripts" / "reference.py", tmp_path], check=True)
+    forks.run([sys.executable, ROOT / "scripts" / "reference.py", tmp_path], check=True)
     for path in tmp_path.iterdir():
         committed = ROOT / "docs" / "reference" / path.name
         assert committed.read_text() == path.read_text(), f"{path.name} is old: run scripts/reference.py"
@@ -252,7 +253,7 @@ def test_the_help_ends_with_an_example_that_works(command: str, example: str, tm
 def nntile(command: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; sys.argv[0] = 'nntile'; from nntile_py.cli import main; main()"
     before, _, after = f" {command} ".partition(" nntile ")
-    return subprocess.run(
+    return (subprocess if before else forks).run(
         [*before.split(), sys.executable, "-c", code, *after.split()], cwd=folder, capture_output=True, text=True,
         check=False, timeout=250, env=os.environ | OPEN_MPI | {"COLUMNS": "200"} | env,
     )  # fmt: skip

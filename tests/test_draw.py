@@ -3,11 +3,11 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 
 from nntile_py.analysis import draw
@@ -129,10 +129,10 @@ def test_dot_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_command(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(CONFIG.to_yaml())
     command = [sys.executable, "-m", "nntile_py.cli", "graph", "c.yaml", "--layer", "1"]
-    done = subprocess.run([*command, "--out", "g.dot"], cwd=tmp_path, capture_output=True, text=True, env=os.environ)
+    done = forks.run([*command, "--out", "g.dot"], cwd=tmp_path, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "g.dot").read_text().startswith("digraph {")
-    done = subprocess.run([*command, "--out", "g.dot", "--phase", "fwd"], cwd=tmp_path, capture_output=True, text=True)
+    done = forks.run([*command, "--out", "g.dot", "--phase", "fwd"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "--phase" in done.stderr
 
 

@@ -1,10 +1,10 @@
 """Every script and notebook in examples/ runs, in a process of its own, with small sizes."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 SCRIPTS = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
@@ -24,7 +24,7 @@ def test_small_sizes_are_of_examples() -> None:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_example(script: Path, tmp_path: Path) -> None:
     """What it writes goes to the folder in which it is started."""
-    done = subprocess.run(
+    done = forks.run(
         [sys.executable, str(script), *SMALL.get(script.stem, "").split()], cwd=tmp_path, text=True,
         capture_output=True, timeout=280, check=False,
     )  # fmt: skip
@@ -41,7 +41,7 @@ def test_notebook(notebook: Path, tmp_path: Path) -> None:
     cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] for cell in cells), "outputs are not kept in the repository"
     code = "import matplotlib\nmatplotlib.use('Agg')\n" + "\n".join("".join(cell["source"]) for cell in cells)
-    done = subprocess.run(
+    done = forks.run(
         [sys.executable, "-c", code], cwd=tmp_path, text=True, capture_output=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
+import forks
 import pytest
 
 from nntile_py import doctor
@@ -78,7 +78,7 @@ def test_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_asking_starts_nothing() -> None:
     code = "from nntile_py.execution import gpu_assignment as gpus; gpus.seen(); assert not gpus.started()"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    forks.run([sys.executable, "-c", code], check=True)
     assert all(len(card) == 32 for card in gpu_assignment.seen())
 
 

@@ -2,13 +2,13 @@
 
 import multiprocessing
 import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
 from pairwise import pairwise
@@ -225,7 +225,7 @@ def test_the_command_line_without_a_compiler(wanted: bool, tmp_path: Path) -> No
     """One line on stderr, and none where the rules are asked for."""
     config = Path(__file__).parents[1] / "experiments" / "bert_tiny.yaml"
     command = [sys.executable, "-m", "nntile_py.cli", "plan", config, "--set", f"fusion.found={str(wanted).lower()}"]
-    done = subprocess.run(
+    done = forks.run(
         command, env=os.environ | {"CXX": "no-such-compiler"}, cwd=tmp_path, capture_output=True, text=True, check=True
     )
     told = (

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import forks
 import numpy as np
 import pytest
 import yaml
@@ -55,7 +56,7 @@ TREE: dict[str, Any] = {
 
 def nntile(tmp_path: Path, *overrides: str, arguments: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Run `nntile train tiny.yaml` in `tmp_path`, in a process of its own as StarPU wants."""
-    return subprocess.run(command(tmp_path, *overrides, arguments=arguments), **HOW, cwd=tmp_path, check=False)
+    return forks.run(command(tmp_path, *overrides, arguments=arguments), **HOW, cwd=tmp_path, check=False)
 
 
 HOW: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300}
@@ -139,7 +140,7 @@ def test_config_and_tokenizer_are_saved(run: tuple[Path, str]) -> None:
 def test_training_goes_on_from_a_saved_run(run: tuple[Path, str], tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE | {"model": {"from": str(run[0])}, "tokenizer": {}}))
     arguments = [sys.executable, "-m", "nntile_py.cli", "train", "tiny.yaml", "--set", "train.steps=1"]
-    done = subprocess.run(arguments, **HOW, cwd=tmp_path, check=False)
+    done = forks.run(arguments, **HOW, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     before = metrics(tmp_path / "runs" / "tiny")[0]["held_out_loss_before"]
     assert before == pytest.approx(metrics(run[0])[-1]["held_out_loss"], rel=1e-5)
@@ -312,7 +313,7 @@ def test_too_many_workers_leave_no_folder_behind(tmp_path: Path) -> None:
 
 def test_a_wrong_product_is_refused_at_the_start(tmp_path: Path) -> None:
     env = os.environ | {"NNTILE_PRODUCT": "nonsense"}
-    done = subprocess.run(command(tmp_path), **HOW, cwd=tmp_path, check=False, env=env)
+    done = forks.run(command(tmp_path), **HOW, cwd=tmp_path, check=False, env=env)
     assert done.returncode == 2
     assert done.stderr.strip() == "error: NNTILE_PRODUCT: nonsense is not allowed; own or blas"
     assert not (tmp_path / "runs").exists()
@@ -334,7 +335,7 @@ def test_the_status_of_an_error(tmp_path: Path) -> None:
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     how = HOW | {"env": os.environ | {"NNTILE_DEBUG": "1"}}
-    done = subprocess.run(command(tmp_path, "tiles.embed=0"), **how, cwd=tmp_path, check=False)
+    done = forks.run(command(tmp_path, "tiles.embed=0"), **how, cwd=tmp_path, check=False)
     assert "Traceback" in done.stderr
     assert "ConfigError" in done.stderr
 

@@ -3,10 +3,10 @@
 import dataclasses
 import math
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -212,7 +212,7 @@ def test_a_run_whose_scale_can_fall_no_more(tmp_path: Path, steps: int) -> None:
     least = "import sys; from nntile_py.training import loss_scale; loss_scale.LEAST = 2.0**99; "
     run = least + "from nntile_py.cli import main; sys.argv[0] = 'nntile'; main()"
     python, _, _, *arguments = command(tmp_path, f"train.loss_scale={2.0**100}", f"train.steps={steps}")
-    done = subprocess.run([python, "-c", run, *arguments], **HOW, cwd=tmp_path, check=False)
+    done = forks.run([python, "-c", run, *arguments], **HOW, cwd=tmp_path, check=False)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert re.match(r"error: step 2: the gradients overflow with a loss scale of .*; stopped, the weights are", line)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
 import yaml
@@ -50,7 +51,7 @@ def write(tmp_path: Path, **changes: Any) -> Path:
 
 def nntile(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300, "cwd": tmp_path}
-    return subprocess.run([sys.executable, "-m", "nntile_py.cli", *arguments], **how, check=False)
+    return forks.run([sys.executable, "-m", "nntile_py.cli", *arguments], **how, check=False)
 
 
 def trained(tmp_path: Path, model: dict[str, Any]) -> tuple[Path, str]:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -502,7 +503,7 @@ def test_a_runtime_starts_and_stops_without_a_block() -> None:
         "import nntile_py as nt; runtime = nt.Runtime(cpus=1).start(); assert nt.Runtime.current is runtime;"
         "nt.array([1.0]); runtime.stop(); runtime.stop(); assert nt.Runtime.current is None; print(runtime)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = forks.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("not running>\n")
 
 

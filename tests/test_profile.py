@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -10,6 +9,7 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
 import yaml
@@ -306,7 +306,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     (folder / "c.yaml").write_text(yaml.safe_dump(CONFIG | {"accumulate": request.param}))
     if request.param == "chain":
         command = [sys.executable, "-m", "nntile_py.cli", "profile", "c.yaml", "--steps", "2", "--out", "p"]
-        made = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+        made = forks.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
         assert made.returncode == 0, made.stderr
         assert "ms a step" in made.stdout
     else:

@@ -12,6 +12,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forks
 import pytest
 from conftest import CPUS, Python
 from test_loop import HOW, command, metrics, nntile
@@ -131,7 +132,7 @@ def test_a_disk_without_room_leaves_all_as_it_was(whole: Path, tmp_path: Path) -
     (run / "checkpoints" / "step-000012" / checkpoint.MODEL).write_bytes(b"")
     before, lines = {*(run / "checkpoints").iterdir()}, metrics(run)
     sets = command(tmp_path, *SHORT, arguments=("--resume",))[3:]
-    done = subprocess.run([sys.executable, "-c", NO_ROOM, *sets], **HOW, cwd=tmp_path, check=False)
+    done = forks.run([sys.executable, "-c", NO_ROOM, *sets], **HOW, cwd=tmp_path, check=False)
     assert done.returncode == 1 and "metrics.jsonl: No space left on device" in done.stderr
     assert "trying the one before it" in done.stdout + done.stderr
     assert {*(run / "checkpoints").iterdir()} == before and metrics(run) == lines
@@ -244,7 +245,7 @@ def test_going_on_without_the_folder_of_the_start_weights(whole: Path, tmp_path:
         assert done.returncode == 0 and f"going on after step {steps - 2}" in done.stdout, done.stderr
     (tmp_path / "again.yaml").write_text((tmp_path / "runs/tiny/config.yaml").read_text())
     code = [sys.executable, "-m", "nntile_py.cli", "train", "again.yaml", "--resume", "--set", "train.steps=9"]
-    done = subprocess.run(code, **HOW, cwd=tmp_path, check=False)
+    done = forks.run(code, **HOW, cwd=tmp_path, check=False)
     assert done.returncode == 0 and "going on after step 8" in done.stdout, done.stderr
 
 
@@ -258,12 +259,12 @@ def test_a_run_resumes_with_its_own_settings(whole: Path, tmp_path: Path) -> Non
     same(run, whole)
     begin = [sys.executable, "-m", "nntile_py.cli", "train", "--resume"]
     command = [*begin, "runs/tiny", "--set", "train.steps=13"]
-    done = subprocess.run(command, **HOW, cwd=tmp_path, check=False)
+    done = forks.run(command, **HOW, cwd=tmp_path, check=False)
     assert done.returncode == 0 and "going on after step 12, from runs/tiny/checkpoints" in done.stdout, done.stderr
     assert "train.steps was 12, is 13" in done.stdout and "--set train.steps=12" not in done.stdout
     facts = checkpoint.read_facts(run / "checkpoints" / "step-000013")
     assert facts["overrides"] == [*SHORT[1:], "train.steps=13"]
-    done = subprocess.run([*begin, "."], **HOW, cwd=tmp_path, check=False)
+    done = forks.run([*begin, "."], **HOW, cwd=tmp_path, check=False)
     assert done.returncode == 2 and "CONFIG: . is not the folder of a run: config.yaml does not exist" in done.stderr
 
 
@@ -342,7 +343,7 @@ def test_stopped_before_the_first_step(whole: Path, tmp_path: Path) -> None:
     """Weights that nobody trained take the place of no run."""
     run = shutil.copytree(whole, tmp_path / "runs" / "tiny")
     made = [sys.executable, "-c", STOPPED, *command(tmp_path, *SHORT, arguments=("--overwrite",))[3:]]
-    done = subprocess.run(made, **HOW, cwd=tmp_path, check=False)
+    done = forks.run(made, **HOW, cwd=tmp_path, check=False)
     assert done.returncode == 143 and "before the first step: nothing is saved" in done.stdout, done.stderr
     assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert newest_checkpoint(run, pytest.fail).step == 12
@@ -378,7 +379,7 @@ def test_weights_that_cannot_be_put_into_the_runs_folder(whole: Path, tmp_path: 
 def test_a_full_disk(failures: int, arguments: tuple[str, ...], whole: Path, tmp_path: Path) -> None:
     """Checkpoints are left out, and told; at the end it is waited for room, or the rescue folder takes the run."""
     made = [sys.executable, "-c", FULL, str(failures), *command(tmp_path, *SHORT, arguments=arguments)[3:]]
-    done = subprocess.run(made, **HOW, cwd=tmp_path, check=False)
+    done = forks.run(made, **HOW, cwd=tmp_path, check=False)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert "checkpoint of step 4 not written (" in done.stdout and "No space left on device" in done.stdout
     assert ("trying again every 0.2 s" in done.stdout) == (not arguments)
@@ -404,7 +405,7 @@ main()
 def test_the_rescue_folder_has_the_last_checkpoint_too(whole: Path, tmp_path: Path) -> None:
     """Also if the full disk has the last checkpoint, but no room for the weights in the run's folder."""
     run = [sys.executable, "-c", NO_ROOM_FOR_WEIGHTS, *command(tmp_path, *SHORT, arguments=("--rescue", "saved"))[3:]]
-    done = subprocess.run(run, **HOW, cwd=tmp_path, check=False)
+    done = forks.run(run, **HOW, cwd=tmp_path, check=False)
     assert done.returncode == 0 and "saving in saved instead" in done.stdout, done.stderr
     saved = tmp_path / "saved"
     assert (saved / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
@@ -434,7 +435,7 @@ def test_older_checkpoints_make_room(good: bool, whole: Path, tmp_path: Path) ->
     room = sum(file.stat().st_size for file in (whole / "checkpoints/step-000012").iterdir()) * 5 // 2
     sets = (*SHORT, "checkpoint.every=2", *(["checkpoint.keep_every=2"] * good))
     made = [sys.executable, "-c", SMALL_DISK, str(room), *command(tmp_path, *sets, arguments=("--rescue", "saved"))[3:]]
-    done = subprocess.run(made, **HOW, cwd=tmp_path, check=False)
+    done = forks.run(made, **HOW, cwd=tmp_path, check=False)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     left = [step for step, _ in checkpoint.checkpoints_in(tmp_path / "runs/tiny")]
     assert left == ([4, 2] if good else [12, 10])
@@ -466,7 +467,7 @@ def test_a_disk_that_is_full_from_the_start(how: str, whole: Path, tmp_path: Pat
     for rescue in ((), ("--rescue", "saved")):
         arguments = (*rescue, *([] if how == "new" else [how]))
         made = [sys.executable, "-c", FULL_FROM_THE_START, *command(tmp_path, *sets, arguments=arguments)[3:]]
-        done = subprocess.run(made, **HOW, cwd=tmp_path, check=False)
+        done = forks.run(made, **HOW, cwd=tmp_path, check=False)
         assert "Traceback" not in done.stderr and (tmp_path / "runs" / "tiny").exists() == resumed, done.stderr
         if not rescue:
             assert done.returncode == 1 and "No space left on device" in done.stderr, done.stderr

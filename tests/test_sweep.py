@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import yaml
 from rich.console import Console
@@ -46,7 +47,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def nntile(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*NNTILE, *arguments], cwd=path, capture_output=True, text=True, timeout=200, check=False)
+    return forks.run([*NNTILE, *arguments], cwd=path, capture_output=True, text=True, timeout=200, check=False)
 
 
 def children(pid: int) -> list[int]:
