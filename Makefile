@@ -1,4 +1,4 @@
-.PHONY: setup setup-test setup-lint setup-docs train test torture lint links docs wheel bundle clean
+.PHONY: setup setup-test setup-lint setup-docs train test test-long torture lint links docs wheel bundle clean
 .NOTPARALLEL:
 
 # Installs what training needs; the next targets also install extras of pyproject.toml.
@@ -19,6 +19,10 @@ train: setup
 
 test: setup-test lint
 	@.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Tests that are marked as long, which "make test" leaves out.
+test-long: setup-test
+	@.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long
 
 # Runs for three to four hours: kills of processes and ranks, interrupts and full disks at hundreds of moments, 10 000 fuzzed
 # configs, 2 000 damaged files, 100 000 evaluations, an hour of training.

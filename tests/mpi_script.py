@@ -26,7 +26,7 @@ from nntile_py.tiles import TaskList, Tiling, device_model
 from nntile_py.tiles.rank_tasks import SEND, MessageTask
 
 BATCH, SEQ, VOCAB = 6, 12, 67
-SIZES: dict[str, Any] = {"layers": 2, "embed": 24, "heads": 3, "ffn": 50, "vocab": VOCAB, "positions": 16}
+SIZES: dict[str, Any] = {"layers": 1, "embed": 24, "heads": 3, "ffn": 50, "vocab": VOCAB, "positions": 16}
 MODELS: dict[str, Model] = {
     "gpt2": nt.models.GPT2(nt.models.GPT2Config(**SIZES, dropout=0.1)),
     "bert": nt.models.BERT(nt.models.BERTConfig(**SIZES)),

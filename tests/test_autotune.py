@@ -76,7 +76,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8))
 _core.keep_choices(sys.argv[1])
 print([_core.chosen("gemm", key, lambda: 123) for key in "ab"])
 """
-    assert python(code, tmp_path).stdout == "[123, 123]\n" and (tmp_path / "gemm").read_text() == "a: 123\n"
+    assert python(code, tmp_path, fresh=True).stdout == "[123, 123]\n" and (tmp_path / "gemm").read_text() == "a: 123\n"
 
 
 def test_a_process_forked_meanwhile_keeps_nobody_waiting(python: Any, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
 from model_cases import BATCH, CASES, SEQ, reference
@@ -362,19 +363,21 @@ def test_least_of_one_operator(tmp_path: Path) -> None:
     assert [timings.least(key) for key in keys] == [1.0, 0.5, 0.25]
 
 
-# With few copies of tiles; see test_tiles_out_of_cache.
+# With few copies of tiles, see test_tiles_out_of_cache, and with few runs to a measured time.
 COMMAND = """
 import sys
 from nntile_py.cli import main
 from nntile_py.profiling import layout_timer
+from nntile_py.system import clock
 layout_timer.cache_bytes = lambda _: 4096
+clock.SHORTEST, layout_timer.STEP_SECONDS, layout_timer.TURNS = 1e-5, 0.01, (2, 2)
 main()
 """
 
 
 def nntile(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", COMMAND, *args]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | env, check=False)
+    return forks.run(command, capture_output=True, text=True, env=os.environ | env, check=False)
 
 
 def sets(*items: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import json
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -67,24 +69,32 @@ def ended(process: subprocess.Popen[str], timeout: float = 280) -> tuple[int, st
     return process.returncode, out, errors
 
 
+Trained = Callable[[int], list[dict[str, Any]]]
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """Return the results of each rank, for 1 to 4 ranks."""
-    found = {}
-    for ranks in (1, 2, 3, 4):
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Return a function of the number of ranks, which returns the results of each rank."""
+
+    @functools.cache
+    def results(ranks: int) -> list[dict[str, Any]]:
         out = tmp_path_factory.mktemp("mpi") / "found"
         window = "3" if ranks == 2 else ""  # so few tasks and messages under way that each rank waits again and again
-        shard = "shard" if ranks == 4 else ""
+        shard = "shard" if ranks > 2 else ""
         status, _, errors = ended(start(ranks, SCRIPT, "train", out, window, shard))
         assert status == 0, errors
-        found[ranks] = [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
-    return found
+        return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
+
+    return results
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_ranks_train_what_one_process_does(trained: dict[int, list[dict[str, Any]]], ranks: int) -> None:
-    (alone,) = trained[1]
-    for rank in trained[ranks]:
+RANKS = [2, 3, pytest.param(4, marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ranks_train_what_one_process_does(trained: Trained, ranks: int) -> None:
+    (alone,) = trained(1)
+    for rank in trained(ranks):
         assert rank.keys() == alone.keys()
         for case, found in rank.items():
             if "chain" in case:
@@ -94,13 +104,13 @@ def test_ranks_train_what_one_process_does(trained: dict[int, list[dict[str, Any
                 np.testing.assert_allclose(found["logits"], alone[case]["logits"], rtol=2e-5, err_msg=case)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_ranks_send_what_is_planned(trained: dict[int, list[dict[str, Any]]], ranks: int) -> None:
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ranks_send_what_is_planned(trained: Trained, ranks: int) -> None:
     """Besides, loss and norm go to all; in a tree gradients travel once a step, in a chain in each micro-batch."""
-    sent = {case: sum(rank[case]["sent"] for rank in trained[ranks]) for case in trained[1][0]}
-    for case, found in trained[ranks][0].items():
+    sent = {case: sum(rank[case]["sent"] for rank in trained(ranks)) for case in trained(1)[0]}
+    for case, found in trained(ranks)[0].items():
         assert sent[case] == sum(found["planned"]) + 2 * 8 * (ranks - 1), case
-        for rank, planned in zip(trained[ranks], found["planned"], strict=True):
+        for rank, planned in zip(trained(ranks), found["planned"], strict=True):
             assert 0 <= rank[case]["sent"] - planned <= 2 * 8 * (ranks - 1), case
     assert 1.3 * sent["gpt2 rows tree"] < sent["gpt2 rows chain"]
 

@@ -8,7 +8,6 @@ import inspect
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
 import typer
@@ -127,7 +128,7 @@ def test_the_site(tmp_path: Path) -> None:
     subprocess.run(["make", "-s", "links"], cwd=ROOT, check=True)
     arguments = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    made = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, env=quiet)
+    made = forks.run(arguments, cwd=ROOT, env=quiet)
     assert made.returncode == 0, made.stderr
     pages = [path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")]
     assert all((tmp_path / page).is_file() for page in pages)
@@ -157,13 +158,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_text.txt").write_text("\n".join(f"line {k} of a text about tiles and tasks" for k in range(3000)))
     for text in blocks(DOCS / "own-text.md", "yaml"):
         (folder / str(named(text))).write_text(text)
-    done = nntile(folder, "train", "my_run.yaml", "--set", "train.steps=2", "--set", "tokenizer.vocab_size=400")
+    done = nntile(folder, "train", "my_run.yaml", "--set", "train.steps=2", *SMALL)
     assert done.returncode == 0, done.stderr
     return folder
 
 
+SMALL = ("--set", "model.layers=1", "--set", "tokenizer.vocab_size=400")
+
+
 def nntile(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([NNTILE, *arguments], cwd=folder, capture_output=True, text=True)
+    return forks.run([sys.executable, NNTILE, *arguments], cwd=folder)
 
 
 def test_own_text(folder: Path, python: Python) -> None:
@@ -296,7 +300,7 @@ def test_a_sweep(folder: Path) -> None:
     assert variants == 3 * ["packed", "padded", "torch.compile"]
     text = text.replace("work: train, repeats: 5", "how: plan").replace("rounds: 3", "rounds: 1")
     (folder / "widths.yaml").write_text(text)
-    done = nntile(folder, "sweep", "widths.yaml", "--out", "widths")
+    done = nntile(folder, "sweep", "widths.yaml", *SMALL, "--out", "widths")
     assert done.returncode == 0, done.stderr
     assert (folder / "widths" / "results.csv").is_file()
 
