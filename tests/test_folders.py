@@ -26,7 +26,7 @@ from nntile_py.data.special_tokens import special_tokens
 from nntile_py.data.tokenizer import MASKED, load_tokenizer
 from nntile_py.errors import ConfigError
 from nntile_py.inference.generate import generate
-from nntile_py.training.datasets import build_dataset
+from nntile_py.training.datasets import build_dataset, check_objective
 
 NAMES = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|end_of_text|>", "</s>", *MASKED)
 LINES = [f"line {n}: some words of the {n}th line and a few more" for n in range(60)]
@@ -193,6 +193,29 @@ def test_special_tokens_are_those_of_the_folder(tmp_path: Path, name: str) -> No
     first = min((n for n in stops if n), default=None)
     expected = range(first if first else 65)
     assert text == dataset.tokenizer.decode([*expected])
+
+
+def test_masked_models_mask_with_the_tokens_of_the_folder(tmp_path: Path) -> None:
+    """Whatever their names are: the folder's roles count, then the names of BERT and RoBERTa."""
+    made = data.train_tokenizer(LINES, 300, ["<a>", "<b>", "<c>", "[MASK]", "[CLS]", "[SEP]", "[PAD]"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    names = {"cls_token": "<a>", "sep_token": {"content": "<b>"}, "pad_token": "<c>", "eos_token": "<nowhere>"}
+    for own in (True, False):
+        if own:
+            (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
+        else:
+            (tmp_path / "special_tokens_map.json").unlink()
+        of = config(tmp_path, model={"type": "bert", "layers": 1, "embed": 8, "heads": 2},
+                    tokenizer={"path": str(tmp_path / "tokenizer.json")},
+                    train={"steps": 1, "batch": 4, "seq": 48, "mask_probability": 0.5},
+                    data={"source": str(tmp_path / "text.txt"), "sequences": "lines"})  # fmt: skip
+        check_objective(of, step_spec(of))
+        inputs: Any = build_dataset(of, step_spec(of)).train(1)
+        cls, sep, pad = (1, 2, 3) if own else (5, 6, 7)
+        assert {*inputs["input_ids"][:, 0]} == {cls} and (inputs["input_ids"] == 4).any()
+        for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
+            length = mask.sum()
+            assert ids[length - 1] == sep and {*ids[length:]} == {pad}
 
 
 def test_special_tokens_of_a_tokenizer_of_another_folder(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from nntile_py.data.tokenizer import END_OF_TEXT, PAD, number_of, roles, token_numbers
+from nntile_py.data.tokenizer import CLS, END_OF_TEXT, MASK, MASKED, PAD, SEP, number_of, roles, token_numbers
 from nntile_py.models.hf_config import read_json
 
 NAMING = ("tokenizer_config.json", "special_tokens_map.json")  # files that name special tokens, the first one counts
 CONFIG, GENERATION = "config.json", "generation_config.json"  # files with numbers of special tokens
+_ROLE_OF = {PAD: "pad_token", CLS: "cls_token", SEP: "sep_token", MASK: "mask_token"}
 _ROLES, _EOS, _PAD = ("bos_token", "eos_token"), "eos_token_id", "pad_token_id"
 
 
@@ -22,16 +23,29 @@ class SpecialTokens:
     """Special tokens of a run.
 
     Attributes:
+        tokenizer: The tokenizer.
         roles: {transformers' name of a role: token}, such as {"eos_token": "</s>"}.
+        named: {role: token} as files of the tokenizer's folder say; empty if they name no tokens.
         ids: Entries of config.json: bos_token_id, eos_token_id and pad_token_id, if they are known.
         end: Number of the token that ends a document; None: there is no such token.
         stops: Numbers of the tokens that end a generated text.
     """
 
+    tokenizer: Tokenizer
     roles: Mapping[str, str]
+    named: Mapping[str, str]
     ids: dict[str, Any]
     end: int | None
     stops: frozenset[int]
+
+    def number(self, token: str) -> int | None:
+        """Return the number of a token of MASKED, under the name of its role, else under BERT's or RoBERTa's name."""
+        own = self.named.get(_ROLE_OF[token])
+        return number_of(self.tokenizer, token) if own is None else int(self.tokenizer.token_to_id(own))
+
+    def lacking(self) -> list[str]:
+        """Return the tokens of MASKED that the tokenizer does not have."""
+        return [token for token in MASKED if self.number(token) is None]
 
 
 def special_tokens(tokenizer: Tokenizer, path: str | None = None, model: str | None = None) -> SpecialTokens:
@@ -62,7 +76,7 @@ def special_tokens(tokenizer: Tokenizer, path: str | None = None, model: str | N
         ids[_PAD] = pad
     if not named and not config:
         ends = [_numbers(tokenizer, tokenizer.token_to_id(END_OF_TEXT))]
-    return SpecialTokens(roles_of, ids, _document_end(*ends), frozenset().union(*ends))
+    return SpecialTokens(tokenizer, roles_of, named, ids, _document_end(*ends), frozenset().union(*ends))
 
 
 def same_folder(path: str | None, model: str | None) -> Path | None:

@@ -11,7 +11,7 @@ from nntile_py.config.run_config import CLASSIFICATION, RunConfig
 from nntile_py.data.classification import ClassificationDataset, read_labelled_corpus
 from nntile_py.data.collators import CausalCollator, MaskedCollator
 from nntile_py.data.dataset import Dataset
-from nntile_py.data.special_tokens import special_tokens
+from nntile_py.data.special_tokens import SpecialTokens, special_tokens
 from nntile_py.data.text import Corpus, TextDataset, read_corpus
 from nntile_py.data.tokenizer import (
     CLS,
@@ -20,11 +20,8 @@ from nntile_py.data.tokenizer import (
     PAD,
     ROBERTA,
     SEP,
-    lacking,
     load_tokenizer,
-    number_of,
     special_numbers,
-    token_name,
     token_numbers,
 )
 from nntile_py.errors import ConfigError
@@ -51,11 +48,11 @@ def _text_dataset(config: RunConfig, spec: StepSpec) -> TextDataset:
     """Return the dataset of a causal or masked model. A masked model's sequence is [CLS], part of the text, [SEP]."""
     data, train, path = config.data, config.train, config.tokenizer.path
     masked, tokenizer = config.aim == "masked", load_tokenizer(Path(path)) if path else None
+    end = _special_tokens(config, tokenizer).end if tokenizer else None
     corpus = read_corpus(
         data.source, extensions=data.extensions, max_bytes=data.max_bytes, val_fraction=data.val_fraction,
         unit=data.sequences, seq=train.seq, tokenizer=tokenizer,
-        vocab_size=config.tokenizer.size(), special=SPECIAL[config.aim or ""],
-        end=special_tokens(tokenizer, path, config.model.from_).end if tokenizer else None,
+        vocab_size=config.tokenizer.size(), special=SPECIAL[config.aim or ""], end=end,
     )  # fmt: skip
     ends, collator = _masking(config, corpus) if masked else ((), CausalCollator(train.seq))
     return TextDataset(
@@ -65,10 +62,15 @@ def _text_dataset(config: RunConfig, spec: StepSpec) -> TextDataset:
     )  # fmt: skip
 
 
+def _special_tokens(config: RunConfig, tokenizer: Tokenizer) -> SpecialTokens:
+    return special_tokens(tokenizer, config.tokenizer.path, config.model.from_)
+
+
 def _masking(config: RunConfig, corpus: Corpus) -> tuple[tuple[int, ...], MaskedCollator]:
     """Return the tokens ([CLS], [SEP]) around each sequence of a masked model, and the collator that masks tokens."""
     # `or 0` never applies: check_objective refuses a tokenizer without these tokens.
-    numbers: dict[str, int] = {token: number_of(corpus.tokenizer, token) or 0 for token in MASKED}
+    known = _special_tokens(config, corpus.tokenizer)
+    numbers: dict[str, int] = {token: known.number(token) or 0 for token in MASKED}
     padding = getattr(config.model, "padding_token", numbers[PAD])
     _check_padding(padding, numbers[PAD], corpus.tokenizer)
     vocab, special = token_numbers(corpus.tokenizer), special_numbers(corpus.tokenizer)
@@ -86,7 +88,7 @@ def _classification_dataset(config: RunConfig, spec: StepSpec) -> Classification
         class_names=getattr(model, "labels", None), tokenizer=load_tokenizer(Path(path)) if path else None,
         tokenizer_path=path, vocab_size=config.tokenizer.size(),
     )  # fmt: skip
-    pad = number_of(corpus.tokenizer, PAD)
+    pad = _special_tokens(config, corpus.tokenizer).number(PAD)
     padding = getattr(model, "padding_token", pad)
     if pad is not None:
         _check_padding(padding, pad, corpus.tokenizer)
@@ -139,7 +141,7 @@ def _check_special_tokens(config: RunConfig, objective: str) -> None:
     tokenizer = load_tokenizer(Path(path))
     if objective == CLASSIFICATION:
         return  # a classifier uses the tokenizer's template, which may have other special tokens
-    if missing := lacking(tokenizer):
+    if missing := _special_tokens(config, tokenizer).lacking():
         need = f"a tokenizer with {', '.join(MASKED)}, or with {', '.join(ROBERTA.values())}"
         raise ConfigError(f"tokenizer.path: {path} has no token {', '.join(missing)}; allowed: {need}")
 
@@ -147,5 +149,5 @@ def _check_special_tokens(config: RunConfig, objective: str) -> None:
 def _check_padding(padding: int | None, token: int, tokenizer: Tokenizer) -> None:
     """Raise ConfigError if the model's padding token differs from the tokenizer's, which is `token`."""
     if padding != token:
-        name = token_name(tokenizer, PAD)
+        name = tokenizer.id_to_token(token)
         raise ConfigError(f"model.padding_token: got {padding}; allowed: {token}, the tokenizer's {name}")
