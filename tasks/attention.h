@@ -17,8 +17,8 @@ inline at::Tensor as_bhsd(const at::Tensor& x, const Order& order) {
   return x.permute({order[1], order[2], order[3]}).unsqueeze(0);
 }
 
-// Views [b, h, s, d] of q, k, v (or their gradients) in the task's tiles from `first` on. k and v may have fewer heads:
-// consecutive heads of q then share a head.
+// Views [b, h, s, d] of q, k, v (or their gradients) in the task's tiles from `first` on; v is undefined for a task that
+// does not read v. k and v may have fewer heads: consecutive heads of q then share a head.
 struct Triple {
   at::Tensor q, k, v;
   size_t count = 0;  // number of tiles
@@ -32,7 +32,7 @@ struct Triple {
     };
     q = operand(args.q);
     k = operand(args.k);
-    v = operand(args.v);
+    if (args.v[0] >= 0) v = operand(args.v);
   }
   Triple(at::Tensor q_, at::Tensor k_, at::Tensor v_) : q(std::move(q_)), k(std::move(k_)), v(std::move(v_)) {}
 

@@ -246,7 +246,7 @@ class Attention(Op):
         rows = {axis: at[axis] for axis in BHSD[:3]}
         state = lowering.scratch(f"{self.name}.state", rows, state_shape, lse.dtype, "softmax")
         for key in keys:
-            tiles, qkv = self.operands.tiles(lowering, at, key)
+            tiles, qkv = self.operands.tiles(lowering, at, key, values=not flash)
             diagonal, limits, more = self.masked(lowering, at, key)
             args = PairArgs(diagonal, qkv, self.scale, limits)
             flop = self.pair_flop(lowering, at, key) / (2 if flash else 1)

@@ -25,7 +25,7 @@ class OperandsArgs(TaskArgs):
     order: tuple[int, int, int, int]  # positions of b, h, s, d among the axes without qkv; -1: missing
     q: tuple[int, int]  # number of the tile among the operands; index on its axis qkv, or -1
     k: tuple[int, int]
-    v: tuple[int, int]
+    v: tuple[int, int]  # (-1, -1) if the task does not read v
 
 
 def order_of(axes: Sequence[str]) -> tuple[int, int, int, int]:
@@ -62,16 +62,22 @@ class Operands:
         q, k, v = ((other[t], index) if index >= 0 else other[t] for t, index in self.parts)
         return Operands(q, k, v)
 
-    def tiles(self, lowering: Lowering, at: Index, key: Index) -> tuple[list[Tile], OperandsArgs]:
-        """Return the distinct tiles of q at index `at` and of k, v at index `key`, and where q, k, v are among them."""
+    def tiles(
+        self, lowering: Lowering, at: Index, key: Index, *, values: bool = True
+    ) -> tuple[list[Tile], OperandsArgs]:
+        """Return the distinct tiles of q at index `at` and of k, v at index `key`, and where q, k, v are among them.
+
+        values: False: the task does not read v, and v has the place (-1, -1).
+        """
         tiles: list[Tile] = []
         places = []
-        for (tensor, index), where in zip(self.parts, (at, key, key), strict=True):
+        wheres = (at, key, key) if values else (at, key)
+        for (tensor, index), where in zip(self.parts, wheres, strict=False):
             tile = lowering.tile(tensor, where | {"qkv": 0})
             if tile not in tiles:
                 tiles.append(tile)
             places.append((tiles.index(tile), index))
-        q, k, v = places
+        q, k, v = places if values else [*places, (-1, -1)]
         return tiles, OperandsArgs(axis=self.axis, order=self.order, q=q, k=k, v=v)
 
     def split(self, *arrays: Array) -> list[Array]:

@@ -351,7 +351,8 @@ def test_pairs_outside_of_the_window_are_absent(backend: str) -> None:
                 grads.update(zip(op.inputs, op.gradient(g, grads[op.output]), strict=True))  # type: ignore[arg-type]
         else:
             g.ops[-1].gradient(g, case.x(BSHD), None)
-        counts = Counter(task.kernel for task in lower(g, Tiling({"seq": 3})).tasks.tasks)
+        tasks = lower(g, Tiling({"seq": 3})).tasks.tasks
+        counts = Counter(task.kernel for task in tasks)
         pairs = sum(min(i, reach) + 1 for i in range(5))
         if backend == "naive":
             assert counts["maxsumexp"] == counts["softmax"] == counts["softmax_grad"] == pairs
@@ -359,6 +360,8 @@ def test_pairs_outside_of_the_window_are_absent(backend: str) -> None:
         else:
             kernels = ["flash_maxsumexp", "flash_softmax_gemm"] if backend == "flash" else ["attention_partial"]
             assert all(counts[kernel] == pairs for kernel in [*kernels, "attention_grad_pair"])
+            readers = {task.kernel for task in tasks for access in task.accesses if access.tile.tensor == t[2].name}
+            assert readers == {kernels[-1], "attention_grad_pair"}, "flash_maxsumexp reads no values"
 
 
 @settings(deadline=None)
