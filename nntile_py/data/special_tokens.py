@@ -41,7 +41,8 @@ class SpecialTokens:
     def number(self, token: str) -> int | None:
         """Return the number of a token of MASKED, under the name of its role, else under BERT's or RoBERTa's name."""
         own = self.named.get(_ROLE_OF[token])
-        return number_of(self.tokenizer, token) if own is None else int(self.tokenizer.token_to_id(own))
+        number: int | None = self.tokenizer.token_to_id(own) if own else number_of(self.tokenizer, token)
+        return number
 
     def lacking(self) -> list[str]:
         """Return the tokens of MASKED that the tokenizer does not have."""
