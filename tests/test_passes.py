@@ -14,7 +14,7 @@ from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.passes.rewriter import Rewriter, Rule
 from nntile_py.graph.step import StepSpec
-from nntile_py.models import GPT2, GPT2Config
+from nntile_py.models import GPT2, GPT2Config, TransformerDecoder, TransformerDecoderConfig
 from nntile_py.tasks import Tensor, activation, add, cross_entropy, dropout, layer_norm, linear, rms_norm, transpose
 from nntile_py.tasks.adamw import AdamW
 from nntile_py.tiles import Tiling
@@ -99,6 +99,17 @@ def test_epilogues_of_the_fused_model() -> None:
     everything = {"bias": 8, "residual": 4, "pre": 2, "aux": 2, "bias_grad": 4, "activation": 2, "norm grad add": 4}
     assert epilogues(True) == {**everything, "norm grad bias": 4}
     assert epilogues(False) == {}
+
+
+@pytest.mark.parametrize(("qkv", "products"), [(False, 10), ("qk", 9), (True, 7)])
+def test_attention_to_another_sequence_merges_keys_and_values(qkv: Any, products: int) -> None:
+    """Two times q, k, v and output, and two of the MLP; queries have another input than keys and values."""
+    config, fusion = TransformerDecoderConfig(layers=1, embed=8, heads=2, memory=5), Fusion(qkv=qkv, found=False)
+    g, traced, _ = StepSpec(TransformerDecoder(config), 2, 4, fusion=fusion).trace()
+    alone = any(tensor.name.endswith("multihead_attn.in_proj.k.weight") for tensor in g.params)
+    assert alone == (qkv is not True)
+    g.backward(traced.loss)
+    assert sum(op.kind == "Contract" for op in g.ops) == 3 * products
 
 
 def test_dropout_in_the_norms() -> None:

@@ -40,7 +40,8 @@ class Fusion(Settings):
         bool | Literal["qk"],
         *only("true, false or qk", lambda v: v if type(v) is bool or v == "qk" else None, enum=[True, False, "qk"]),
     ] = True
-    """Compute queries, keys and values in one product; `qk`: only queries and keys."""
+    """Compute queries, keys and values in one product (keys and values if the queries have another input); `qk`: only
+    queries and keys."""
     residual_norm: Switch = True
     """Fuse a residual into the product before it. If `found` is off: also fuse the residual and its dropout into the
     norm after it."""

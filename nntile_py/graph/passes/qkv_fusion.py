@@ -25,8 +25,9 @@ Chains = Mapping[tuple[Tensor, ...], Sequence[Chain]]  # {(queries, keys, values
 def merge_projections(graph: Graph, outputs: Iterable[Tensor] = (), count: int = 3) -> Graph:
     """Merge the products of each attention's queries, keys and values into one product, in place.
 
-    Products merge if they read the same input, and if their weights and biases have equal axes and sizes. No other
-    operator may read these weights, except the same products of further attentions.
+    In attention to another sequence, whose queries have an input of their own, keys and values merge (section IV-D of
+    the paper). Products merge if they read the same input, and if their weights and biases have equal axes and sizes.
+    No other operator may read these weights, except the same products of further attentions.
 
     Args:
         outputs: the model's outputs; a projection that computes an output does not merge.
@@ -38,19 +39,27 @@ def merge_projections(graph: Graph, outputs: Iterable[Tensor] = (), count: int =
     replaced: dict[Op, list[Op]] = {}  # {the first of several replaced operators: the new operators}
     removed: set[Op] = set()
     renamed: dict[str, Tensor | None] = {}  # {name of a removed parameter: the new parameter in its place, or None}
-    wanted = [tuple(some[:count]) for some in graph.projections]
-    every = {qkv: [_chain(tensor, maker, readers) for tensor in qkv] for qkv in wanted}
-    free = {qkv: chains for qkv, chains in every.items() if not asked & {op.output for ops in chains for op in ops}}
+
+    def alike(some: Sequence[Tensor]) -> bool:
+        chains = [_chain(tensor, maker, readers) for tensor in some]
+        return _alike(chains) and not asked & {op.output for ops in chains for op in ops}
+
+    candidates = ([some[:count], some[1:]] if count == 3 else [some[:count]] for some in graph.projections)
+    wanted = [tuple(first) for of in candidates if (first := next(filter(alike, of), None))]
+    every = {some: [_chain(tensor, maker, readers) for tensor in some] for some in wanted}
     merged_params: dict[tuple[Tensor, ...], Tensor] = {}  # {the replaced parameters: the new parameter}
-    for qkv, chains in _mergeable({qkv: chains for qkv, chains in free.items() if _alike(chains)}, readers).items():
+    for merged, chains in _mergeable(every, readers).items():
         new_ops, out = _merged_chain(graph, chains, renamed, merged_params)
-        attention = readers[qkv[0]][0]
+        attention = readers[merged[0]][0]
         if isinstance(attention, Attention):
-            parts = [part if index < 0 else (part, index) for part, index in attention.operands.parts]
-            attention.operands = Operands(*[(out, k) for k in range(count)], *parts[count:])
+            q, k, v = (
+                (out, merged.index(part)) if part in merged else part if index < 0 else (part, index)
+                for part, index in attention.operands.parts
+            )
+            attention.operands = Operands(q, k, v)
             attention.inputs = [*attention.operands.tensors, *attention.data]
         else:
-            unpack = Unpack(out, qkv, AXIS)
+            unpack = Unpack(out, merged, AXIS)
             unpack.name = f"{attention.name.rpartition('.')[0]}.{unpack.kind}".lstrip(".")
             new_ops.append(unpack)
         replaced[chains[0][0]] = new_ops
