@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,15 +27,13 @@ class Padding:
     """
 
     def __init__(self, g: Graph, mask: Tensor) -> None:
-        def real(given: Mapping[str, Array]) -> Array:
-            return (given[mask.name] != 0)[..., None]
-
-        def padded(given: Mapping[str, Array]) -> Array:
-            return (given[mask.name] == 0)[..., None]
+        def places(given: Mapping[str, Array], real: bool) -> Array:
+            found: Array = ((given[mask.name] != 0) == real)[..., None]
+            return found
 
         self.g, sizes = g, mask.sizes | {"one": 1}
-        self.real = g.input("real_tokens", sizes, None, default=real)
-        self.padded = g.input("padding_tokens", sizes, None, default=padded)
+        self.real = g.input("real_tokens", sizes, None, default=partial(places, real=True))
+        self.padded = g.input("padding_tokens", sizes, None, default=partial(places, real=False))
         self.ones = g.input("ones", {"one": 1, "key": mask.size("seq")}, None, default=1.0)
         self.masks: dict[tuple[str, ...], Tensor] = {}
 

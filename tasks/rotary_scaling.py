@@ -135,6 +135,6 @@ def scaled(angles: Angles, scaling: Mapping[str, Any]) -> Result:
         if key == "truncate" and isinstance(value, bool):
             continue
         numbers = value if isinstance(value, list | tuple) and key in ("short_factor", "long_factor") else [value]
-        if not all(type(one) in (int, float) and 0 < one < math.inf for one in numbers):
+        if any(isinstance(one, bool) or not isinstance(one, int | float) or not 0 < one < math.inf for one in numbers):
             raise ConfigError(f"rope_scaling.{key}: {value!r} is not allowed; rope_type {name} needs a positive number")
     return kind.scaled(angles, options)
