@@ -442,3 +442,9 @@ def test_no_inputs_are_drawn_for_too_many_tiles() -> None:
     spec = StepSpec(model, 4, 4, Tiling({"batch": 1}))
     with pytest.raises(ConfigError, match=r"tiles\.batch: 100,000,000 tiles .*; allowed: at most 1,000,000"):
         spec.random_inputs(10**8, seed=0)
+
+
+def test_a_cut_axis_is_known_without_its_tiles() -> None:
+    """`nntile layouts` asks often, before the number of tiles is checked."""
+    tiling = Tiling({"embed": 1})
+    assert tiling.cut("embed", 10**12) and not tiling.cut("embed", 1) and not tiling.cut("ffn", 10**12)
