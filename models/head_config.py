@@ -76,6 +76,9 @@ class HeadedModel(Model):
             raise ConfigError(f"model: id2label is {names!r} in the model's config; allowed: an object")
         problem = choice(raw, "problem_type", None, "single_label_classification", *_PROBLEMS)
         classes = len(names) or raw.get("num_labels", 2)
+        if "Classification" in architecture(raw, *heads) and classes != (given := raw.get("num_labels", classes)):
+            told = f"num_labels is {given!r}, but id2label has {classes} classes in the model's config"
+            raise ConfigError(f"model: {told}; allowed: equal numbers, or only one of the two keys")
         if head == "classification" and problem in _PROBLEMS:
             head = problem
         elif head == "classification" and problem is None and classes == 1:

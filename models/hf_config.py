@@ -12,7 +12,7 @@ import numpy as np
 
 from nntile_py.errors import ConfigError
 from nntile_py.schema import short
-from nntile_py.system.folders import read
+from nntile_py.system.folders import is_name, read
 
 Weights = dict[str, np.ndarray[Any, Any]]
 # Keys of config.json that describe the head.
@@ -92,7 +92,7 @@ def _parts(index: Path) -> list[Path]:
     if not isinstance(places, dict):
         raise ConfigError(f"model: {index} has no weight_map; {_NEED}")
     for name in places.values():
-        if not isinstance(name, str) or not name or Path(name).name != name:
+        if not isinstance(name, str) or not is_name(name):
             raise ConfigError(f"model: {index} names {name!r}; allowed: files in its own folder")
     return sorted({index.parent / name for name in places.values()})
 
@@ -130,6 +130,10 @@ def translated(tensors: dict[str, Any], shapes: Collection[str], prefix: str, ol
             checkpoints of the model without a head.
         old: {prefix in other versions of the checkpoint: prefix in the model}. A tensor is renamed only if the
             checkpoint lacks the model's own name.
+
+    Raises:
+        ConfigError: Two tensors of the checkpoint that differ have one name in the model, such as LayerNorm.weight and
+            LayerNorm.gamma.
     """
     bare = bool(prefix) and not any(name.startswith(prefix) for name in tensors)
     result: dict[str, Any] = {}
@@ -142,7 +146,11 @@ def translated(tensors: dict[str, Any], shapes: Collection[str], prefix: str, ol
             own = today + name.removeprefix(start)
             if name.startswith(start) and own in shapes and own not in tensors:
                 name = own
-        result[prefix + name if bare and name not in shapes else name] = value
+        name = prefix + name if bare and name not in shapes else name
+        if name in result and not value.equal(result[name]):
+            need = "one of them, or equal weights"
+            raise ConfigError(f"model: the checkpoint has {name} also under another name ({original}); allowed: {need}")
+        result[name] = value
     return result
 
 

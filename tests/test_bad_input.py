@@ -13,7 +13,7 @@ import nntile_py as nt
 from nntile_py.config.run_config import load
 from nntile_py.data.tokenizer import load_tokenizer
 from nntile_py.errors import ConfigError
-from nntile_py.models.hf_config import arrays, tensors_of
+from nntile_py.models.hf_config import arrays, tensors_of, translated
 from nntile_py.tiles import Tiling
 from nntile_py.yaml_text import parse
 
@@ -40,11 +40,32 @@ def test_weights_of_a_file_that_are_no_numbers() -> None:
         arrays({"a": torch.ones(2).to(torch.float8_e4m3fn)})
 
 
-@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/passwd", "", 3, None, "a/b.safetensors"])
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/passwd", "", "..", ".", 3, None, "a/b"])
 def test_an_index_may_not_leave_its_folder(name: Any, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(ConfigError, match="allowed: files in its own folder"):
         tensors_of(tmp_path)
+
+
+def test_a_weight_under_two_names() -> None:
+    """A LayerNorm of 2018 and one of today in one file: equal weights are one, others are refused by name."""
+    import torch
+
+    two = {"x.LayerNorm.weight": torch.ones(2), "x.LayerNorm.gamma": torch.ones(2)}
+    assert [*translated(two, ["x.LayerNorm.weight"], "", {})] == ["x.LayerNorm.weight"]
+    for names in (two, dict(reversed(two.items()))):
+        differing = {name: torch.full((2,), float(number)) for number, name in enumerate(names)}
+        with pytest.raises(ConfigError, match=r"has x\.LayerNorm\.weight also under another name .* one of them"):
+            translated(differing, ["x.LayerNorm.weight"], "", {})
+
+
+def test_class_names_that_do_not_fit_the_number_of_classes() -> None:
+    raw = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}
+    read = nt.models.BERT.read_head
+    assert read(raw)["classes"] == read(raw | {"num_labels": 2})["classes"] == 2 and read(raw)["labels"] == ["a", "b"]
+    with pytest.raises(ConfigError, match=r"num_labels is 3, but id2label has 2 classes .* allowed: equal numbers"):
+        read(raw | {"num_labels": 3})
+    assert read(raw | {"num_labels": 3, "architectures": ["BertModel"]})  # which has no classes
 
 
 INDICES = ['{"weight_map": []}', "[]", "{", '{"weight_map": {"a": "not_there.safetensors"}}', "\x00"]

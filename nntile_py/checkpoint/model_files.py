@@ -14,7 +14,7 @@ from nntile_py.config.run_config import RunConfig
 from nntile_py.data.special_tokens import GENERATION, SpecialTokens, same_folder, special_tokens
 from nntile_py.data.tokenizer import frame, read_tokenizer
 from nntile_py.models.hf_config import read_json
-from nntile_py.system.folders import read
+from nntile_py.system.folders import is_name, read
 
 Files = dict[str, str | bytes]
 # Suffixes of the small files that go along from the folder of a model: settings, chat templates, vocabularies. Weights,
@@ -101,6 +101,6 @@ def _module_folders(folder: Path) -> list[Path]:
     try:
         modules = json.loads(read(folder / MODULES))
         names = [module["path"] for module in modules if module["path"]]
-        return [folder / name for name in names if Path(name).name == name != ".."]
+        return [folder / name for name in names if is_name(name)]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return []

@@ -65,6 +65,11 @@ def files_in(root: Path, extensions: Sequence[str], skipped: AbstractSet[str] = 
             yield path
 
 
+def is_name(text: str) -> bool:
+    """Return True if a text names an entry of a folder: no path, and not the folder or the one above."""
+    return bool(text) and text != ".." and Path(text).name == text
+
+
 def stdlib() -> Path:
     """Return the folder of Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
