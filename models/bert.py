@@ -61,5 +61,5 @@ class BERT(TextEncoder):
             loss = cross_entropy(g, logits, labels)
             if c.head == "masked_lm":
                 return Traced(loss, {"logits": logits})
-            loss, relation = next_sentence(g, batch, c, pooled(), "next_sentence_label", loss)
-            return Traced(loss, {"prediction_logits": logits, "seq_relationship_logits": relation["logits"]})
+            total, relation = next_sentence(g, batch, c, pooled(), "next_sentence_label", loss)
+            return Traced(total, {"prediction_logits": logits, "seq_relationship_logits": relation["logits"]})

@@ -6,6 +6,7 @@ Axes: batch, seq, embed, hidden (width of a head), vocab, masked (positions to p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -208,15 +209,15 @@ def answered(g: Graph, batch: Batch, x: Tensor, name: str) -> Traced:
         g.input(given, sequences, ignored=outside)
         positions = g.input(
             f"{end}_labels", sequences, below=outside, ignored=IGNORED, scale=f"{end}_scale", weight=0.5,
-            default=lambda inputs, given=given: _inside(inputs[given], outside),
+            default=partial(_inside, name=given, outside=outside),
         )  # fmt: skip
         loss = cross_entropy(g, scores, positions, loss=loss, scale=f"{end}_scale")
     return Traced(loss, outputs)
 
 
-def _inside(positions: Array, outside: int) -> Array:
-    """Return positions in a text as labels: 0 for a negative one, -100 from `outside` on."""
-    return np.where(positions < outside, np.maximum(positions, 0), IGNORED)
+def _inside(given: Mapping[str, Array], name: str, outside: int) -> Array:
+    """Return the positions of the input `name` as labels: 0 for negative positions, -100 from `outside` on."""
+    return np.where(given[name] < outside, np.maximum(given[name], 0), IGNORED)
 
 
 def chosen(g: Graph, batch: Batch, c: Any, vectors: Tensor) -> Traced:
@@ -294,7 +295,8 @@ def last_tokens(g: Graph, batch: Batch, x: Tensor, padding: int | None) -> Tenso
         ids = given["input_ids"]
         real = np.ones(ids.shape, bool) if padding is None else ids != padding
         if not batch.packed:
-            return (np.arange(batch.seq) * real).argmax(axis=1)[:, None]
+            last: Array = (np.arange(batch.seq) * real).argmax(axis=1)[:, None]
+            return last
         first, end = given[packed_inputs.SEGMENTS][:, :-1], given[packed_inputs.SEGMENTS][:, 1:]
         upto = np.maximum.accumulate(np.where(real, np.arange(batch.seq), NOWHERE), axis=1)
         last = np.maximum(np.take_along_axis(upto, np.maximum(end - 1, 0), axis=1), first)

@@ -25,7 +25,7 @@ from nntile_py.config.sections import (
     read_optimizer,
 )  # fmt: skip
 from nntile_py.data.collators import most_masked
-from nntile_py.data.tables import class_numbers, labels_of, no_numbers, read_labelled_texts
+from nntile_py.data.tables import class_numbers, labels_of, no_numbers, read_labelled_texts, unknown_label
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion, every_rule
 from nntile_py.graph.step import PRECISIONS, check_pack, check_precision
@@ -55,7 +55,8 @@ from nntile_py.yaml_text import dump
 _OF_RUNS = ("metrics.jsonl", "checkpoints")  # names in the folder of a run, beside its config.yaml and weights
 SCHEDULER_CONFIGS = installed("scheduler_configs")
 DEFAULT_MODEL = "gpt2"
-CLASSIFICATION = "classification"  # value of model.head and of RunConfig.aim
+CLASSIFICATION, MULTI_LABEL = "classification", "multi_label_classification"  # values of model.head
+CLASSIFIERS = CLASSIFICATION, MULTI_LABEL  # heads whose RunConfig.aim is CLASSIFICATION
 
 
 class RunConfig(Section):
@@ -119,9 +120,9 @@ class RunConfig(Section):
         if self.aim == CLASSIFICATION:
             model = self._with_labels(model)
         elif self.data.held_out:
-            raise ConfigError(f"data.held_out: allowed: null unless model.head is {CLASSIFICATION}")
+            raise ConfigError(f"data.held_out: allowed: null unless model.head is {' or '.join(CLASSIFIERS)}")
         elif (key := next((key for key in ("text", "label") if getattr(self.data, key) != key), None)) is not None:
-            need = f"{key}, since only classifiers (model.head: {CLASSIFICATION}) read a table with columns"
+            need = f"{key}, since only classifiers (model.head: {' or '.join(CLASSIFIERS)}) read a table with columns"
             raise ConfigError(f"data.{key}: got {getattr(self.data, key)}; allowed: {need}")
         if model.from_ and "vocab" in fields and self.tokenizer.path is None:
             self.tokenizer = TokenizerSection(path=_tokenizer_in(Path(model.from_)))
@@ -153,17 +154,17 @@ class RunConfig(Section):
             raise ConfigError(f"data.max_bytes: got {data.max_bytes}; allowed: null, since a table is read completely")
         if data.sequences != "window":
             raise ConfigError(f"data.sequences: got {data.sequences}; allowed: window, since rows are sequences")
-        samples = read_labelled_texts("data.source", data.source, data.text, data.label)
+        several = model.head == MULTI_LABEL
+        samples = read_labelled_texts("data.source", data.source, data.text, data.label, several=several)
         names = labels_of(data.source, samples)
         if "labels" not in fields or "classes" not in fields:
             return model
         if model.labels is not None:
             numbers = class_numbers(model.labels, model.classes, samples)
-            if other := next((sample for sample in samples if sample.label not in numbers), None):
+            if other := unknown_label(samples, numbers):
                 need = f"{', '.join(model.labels)} (model.labels)"
-                raise ConfigError(
-                    f"data.source: {data.source}, line {other.line}: the label {other.label!r}; allowed: {need}"
-                )
+                here = f"data.source: {data.source}, line {other[0]}"
+                raise ConfigError(f"{here}: the label {other[1]!r}; allowed: {need}")
             return model
         if "classes" in model.model_fields_set and model.classes not in (None, len(names)):
             need = f"{len(names)}, the labels of {data.source}, or leave it out"
@@ -171,7 +172,7 @@ class RunConfig(Section):
         if model.from_:
             saved = find(model.type).saved_fields(read_raw(Path(model.from_)))
             labels, classes = saved.get("labels"), saved.get("classes")
-            if saved.get("head") == CLASSIFICATION and (
+            if saved.get("head") == model.head and (
                 set(names) == set(labels or ())
                 or (no_numbers(labels) and names == [str(number) for number in range(classes or 0)])
             ):
@@ -181,7 +182,7 @@ class RunConfig(Section):
     @property
     def aim(self) -> str | None:
         """The training objective: `causal`, `masked` or `classification`; None if the model is not trained on text."""
-        of_head = getattr(self.model, "head", None) == CLASSIFICATION
+        of_head = getattr(self.model, "head", None) in CLASSIFIERS
         return CLASSIFICATION if of_head else find(self.model.type).objective
 
     @property
@@ -418,7 +419,7 @@ def _model_section(given: Any) -> Any:
     given |= {"from": str(folder)}
     head = given.get("head", saved.get("head"))
     # Another head starts from random weights. Labels of a classifier are compared with the data in _with_labels.
-    if head == CLASSIFICATION or head != saved.get("head"):
+    if head in CLASSIFIERS or head != saved.get("head"):
         given["head"], saved = head, {key: value for key, value in saved.items() if key not in cls.head_fields}
     for key in saved.keys() & given.keys():
         if given[key] != saved[key]:

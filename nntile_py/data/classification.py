@@ -11,10 +11,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from nntile_py.data.collators import Array, LabelledCollator
-from nntile_py.data.confusion import Confusion
+from nntile_py.data.confusion import Confusion, LabelScores
 from nntile_py.data.dataset import Evaluator, Inputs
 from nntile_py.data.sampler import Sampler
-from nntile_py.data.tables import LabelledText, class_numbers, labels_of, read_labelled_texts
+from nntile_py.data.tables import LabelledText, class_numbers, labels_of, read_labelled_texts, unknown_label
 from nntile_py.data.text import train_tokenizer
 from nntile_py.data.tokenizer import CLS, MASKED, ROBERTA, SEP, frame, lacking
 from nntile_py.errors import ConfigError
@@ -30,7 +30,8 @@ class TokenizedTexts(NamedTuple):
 
     Attributes:
         sequences: Token numbers of each text.
-        classes: Number of each text's class, int64 [texts].
+        classes: Number of each text's class, int64 [texts]. If texts have any number of labels, float32
+            [texts, classes]: 1 for each class that applies.
     """
 
     sequences: list[Array]
@@ -74,6 +75,7 @@ def read_labelled_corpus(
     val_fraction: float = 0.05,
     classes: int | None = None,
     class_names: list[str] | None = None,
+    several: bool = False,
     tokenizer: Tokenizer | None = None,
     tokenizer_path: str | None = None,
     vocab_size: int = 4096,
@@ -89,6 +91,7 @@ def read_labelled_corpus(
         val_fraction: Share of each label's texts to hold out.
         classes: Number of the model's classes. None: the labels of `source` are the classes.
         class_names: Names of the model's classes.
+        several: A text may have any number of labels.
         tokenizer: An existing tokenizer. None: a new one is trained on the training texts.
         tokenizer_path: File of the existing tokenizer, for messages.
         vocab_size: Size of a new tokenizer.
@@ -96,7 +99,7 @@ def read_labelled_corpus(
     Raises:
         ConfigError: A label is not a class, nothing is left to hold out, or the tokenizer cannot frame a sequence.
     """
-    samples = read_labelled_texts("data.source", source, text, label)
+    samples = read_labelled_texts("data.source", source, text, label, several=several)
     if classes is not None:
         numbers = class_numbers(class_names, classes, samples)
         names = class_names or list(map(str, range(classes)))
@@ -104,11 +107,11 @@ def read_labelled_corpus(
         names = labels_of(source, samples)
         numbers = class_numbers(names, len(names), samples)
     if held_out:
-        train, measured = samples, read_labelled_texts("data.held_out", held_out, text, label)
-        if unknown := next((sample for sample in measured if sample.label not in numbers), None):
-            here = f"data.held_out: {held_out}, line {unknown.line}"
+        train, measured = samples, read_labelled_texts("data.held_out", held_out, text, label, several=several)
+        if unknown := unknown_label(measured, numbers):
+            here = f"data.held_out: {held_out}, line {unknown[0]}"
             need = ", ".join(numbers)
-            raise ConfigError(f"{here}: the label {unknown.label!r} is not in data.source; allowed: {need}")
+            raise ConfigError(f"{here}: the label {unknown[1]!r} is not in data.source; allowed: {need}")
     else:
         train, measured = split_samples(samples, val_fraction)
         if not measured:
@@ -159,7 +162,17 @@ def _tokenized(
         for encoding in cutting.encode_batch([sample.text for sample in samples[first : first + 256]]):
             sequences.append(np.array(encoding.ids, np.int32))
             cut += bool(encoding.overflowing)
-    return TokenizedTexts(sequences, np.array([numbers[sample.label] for sample in samples], np.int64)), cut
+    return TokenizedTexts(sequences, _classes(samples, numbers)), cut
+
+
+def _classes(samples: list[LabelledText], numbers: dict[str, int]) -> Array:
+    """Return the classes of samples as TokenizedTexts has them."""
+    if not any(sample.several is not None for sample in samples):
+        return np.array([numbers[sample.label] for sample in samples], np.int64)
+    classes = np.zeros((len(samples), max(numbers.values()) + 1), np.float32)
+    for row, sample in enumerate(samples):
+        classes[row, [numbers[label] for label in sample.labels]] = 1
+    return classes
 
 
 class ClassificationDataset:
@@ -223,20 +236,23 @@ class ClassificationDataset:
         for first in range(0, count, rows):
             part = numbers[first : first + rows]
             filled = texts.take(np.resize(part, rows))
-            labels = np.where(np.arange(rows) < len(part), filled.classes, IGNORED)
+            labels = filled.classes.copy()
+            labels[len(part) :] = IGNORED
             yield self.collate(zip(filled.sequences, labels, strict=True))
 
     def collate(self, samples: Any, step: int = 0) -> dict[str, Array]:
         return self._collator(samples, step)
 
     def measure(self, model: Evaluator, whole: bool = False) -> dict[str, Any]:
-        """Evaluate the model on held-out texts. Returns mean loss, accuracy, F1 and confusion matrix by name."""
+        """Evaluate the model on held-out texts. Returns mean loss, accuracy and F1, of single labels also a matrix."""
         losses: list[float] = []
-        confusion, counts = Confusion(self.corpus.names), list[int]()
+        several, counts = self.corpus.held_out.classes.ndim > 1, list[int]()
+        scores = LabelScores(len(self.corpus.names)) if several else Confusion(self.corpus.names)
         for inputs in self.held_out(whole):
             loss, logits = model.evaluate(inputs, return_logits=True)
-            real = inputs["labels"] != IGNORED
+            labels = inputs["labels"]
+            real = (labels[:, 0] if several else labels) != IGNORED
             losses.append(loss)
             counts.append(int(real.sum()))
-            confusion.add(inputs["labels"][real], logits[real].argmax(-1))
-        return {"held_out_loss": float(np.average(losses, weights=counts))} | confusion.metrics()
+            scores.add(labels[real], logits[real] > 0 if several else logits[real].argmax(-1))
+        return {"held_out_loss": float(np.average(losses, weights=counts))} | scores.metrics()

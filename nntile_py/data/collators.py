@@ -107,13 +107,14 @@ class MaskedCollator:
 class LabelledCollator:
     """Makes the inputs of a classifier from pairs (token numbers, class), padded like CausalCollator's samples.
 
-    Returns input_ids, int64 [rows, seq], labels [rows], and attention_mask if there is padding."""
+    Returns input_ids, int64 [rows, seq], labels [rows], and attention_mask if there is padding. For several labels a
+    class is an array with a number for each class; labels are then [rows, classes]."""
 
     seq: int
     pad: int = 0
 
     @typed
-    def __call__(self, samples: Iterable[tuple[Any, int]], step: int = 0) -> dict[str, Array]:
+    def __call__(self, samples: Iterable[tuple[Any, Any]], step: int = 0) -> dict[str, Array]:
         tokens, classes = [], []
         for row, pair in enumerate(samples):
             if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
@@ -121,7 +122,7 @@ class LabelledCollator:
             tokens.append(pair[0])
             classes.append(pair[1])
         ids, real = _padded(tokens, self.seq, self.pad)
-        return _inputs(ids, np.array(classes, np.int64), real)
+        return _inputs(ids, np.array(classes, np.float32 if classes and np.ndim(classes[0]) else np.int64), real)
 
 
 def _padded(samples: Samples, seq: int, pad: int) -> tuple[Array, Array]:

@@ -101,5 +101,37 @@ class Confusion:
         return figure
 
 
+class LabelScores:
+    """Counts of right and wrong labels of texts that may have any number of labels.
+
+    Args:
+        classes: Number of classes.
+    """
+
+    def __init__(self, classes: int) -> None:
+        self.right, self.wrong = np.zeros(classes, np.int64), np.zeros(classes, np.int64)
+        self.texts = self.exact = 0
+
+    def add(self, true: Array, predicted: Array) -> None:
+        """Add texts to the counts. true, predicted: [texts, classes], true for each class that applies."""
+        true = true > 0.5
+        self.right += (true & predicted).sum(0)
+        self.wrong += (true != predicted).sum(0)
+        self.texts += len(true)
+        self.exact += int((true == predicted).all(1).sum())
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the entries for metrics.jsonl.
+
+        accuracy is the share of texts all of whose labels are right. f1 counts the labels of all classes together;
+        f1_macro is the mean F1 of the classes that occur or were predicted.
+        """
+        both = 2 * self.right + self.wrong
+        found = self.right[both > 0] * 2 / both[both > 0]
+        macro = float(found.mean()) if len(found) else float("nan")
+        micro = float(2 * self.right.sum() / both.sum()) if both.any() else float("nan")
+        return {"accuracy": self.exact / self.texts if self.texts else float("nan"), "f1_macro": macro, "f1": micro}
+
+
 def _share(part: float, whole: float) -> str:
     return f"{part / whole:.3f}" if whole and not np.isnan(part) else "-"

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,14 +27,25 @@ RowReader = Callable[[str, Path, Sequence[str], str], Iterator[Row]]
 
 
 class LabelledText(NamedTuple):
-    """A text, its label, and the number of its line in the file, from 1 on."""
+    """A text, its label, and the number of its line in the file, from 1 on.
+
+    `several`: the text's labels where it may have any number of them; `label` is then these labels as one text.
+    """
 
     text: str
     label: str
     line: int
+    several: tuple[str, ...] | None = None
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """All labels of the text."""
+        return (self.label,) if self.several is None else self.several
 
 
-def read_labelled_texts(key: str, source: str, text: str, label: str) -> list[LabelledText]:
+def read_labelled_texts(
+    key: str, source: str, text: str, label: str, *, several: bool = False
+) -> list[LabelledText]:
     """Return the texts and labels of all rows of a table.
 
     Args:
@@ -43,6 +54,7 @@ def read_labelled_texts(key: str, source: str, text: str, label: str) -> list[La
             with their package.
         text: Column of the texts.
         label: Column of the labels.
+        several: A text may have any number of labels: a list in JSON, else names separated by commas.
 
     Raises:
         ConfigError: The file is not a table, or a row lacks its text or label. The message names file and line.
@@ -51,7 +63,7 @@ def read_labelled_texts(key: str, source: str, text: str, label: str) -> list[La
         return _functions()
     try:
         stat = os.stat(source)
-        return _read(key, source, text, label, (stat.st_mtime_ns, stat.st_size))
+        return _read(key, source, text, label, several, (stat.st_mtime_ns, stat.st_size))
     except OSError as error:
         raise ConfigError(f"{key}: cannot read {source}: {error.strerror}; allowed: {_allowed(text, label)}") from None
 
@@ -60,7 +72,9 @@ def labels_of(source: str, samples: list[LabelledText]) -> list[str]:
     """Return the distinct labels of `samples`, sorted: by value if all labels are integers, else as text.
 
     Raises ConfigError if there is only one label, or more than MAX_LABELS."""
-    labels = {sample.label for sample in samples}
+    labels = {label for sample in samples for label in sample.labels}
+    if not labels:
+        raise ConfigError(f"data.source: {source}: no row has a label; allowed: at least two labels")
     if len(labels) == 1:
         label, need = labels.pop(), "at least two labels"
         raise ConfigError(f"data.source: {source}: all {len(samples):,} rows have the label {label!r}; allowed: {need}")
@@ -76,9 +90,14 @@ def class_numbers(names: list[str] | None, classes: int, samples: list[LabelledT
     A label is the name of a class. If no class has a number as its name, and some labels of `samples` are not names,
     labels may also be numbers of classes."""
     by_name = {name: number for number, name in enumerate(names or ())}
-    if no_numbers(names) and not all(sample.label in by_name for sample in samples):
+    if no_numbers(names) and not all(label in by_name for sample in samples for label in sample.labels):
         return {str(number): number for number in range(classes)} | by_name
     return by_name
+
+
+def unknown_label(samples: list[LabelledText], numbers: Mapping[str, int]) -> tuple[int, str] | None:
+    """Return line and name of the first label that is not in `numbers`, or None."""
+    return next(((sample.line, label) for sample in samples for label in sample.labels if label not in numbers), None)
 
 
 def no_numbers(names: list[str] | None) -> bool:
@@ -87,11 +106,14 @@ def no_numbers(names: list[str] | None) -> bool:
 
 
 @lru_cache(maxsize=2)
-def _read(key: str, source: str, text: str, label: str, changed: tuple[int, int]) -> list[LabelledText]:
+def _read(
+    key: str, source: str, text: str, label: str, several: bool, changed: tuple[int, int]
+) -> list[LabelledText]:
     """Read a table. The result is cached. changed: time and size of the file, so that a changed file is read again."""
     where, need = f"{key}: {source}", _allowed(text, label)
+    check = _checked_several if several else _checked
     samples = [
-        LabelledText(*_checked(f"{where}, line {line}", row, text, label), line)
+        check(f"{where}, line {line}", row, text, label, line)
         for line, row in read_rows(where, Path(source), (text, label), need)
     ]
     if not samples:
@@ -106,13 +128,28 @@ def _allowed(text: str, label: str) -> str:
     )
 
 
-def _checked(here: str, row: dict[str, Any], text: str, label: str) -> tuple[str, str]:
-    name = row[label]
+def _checked(here: str, row: dict[str, Any], text: str, label: str, line: int) -> LabelledText:
+    return LabelledText(text_of(here, text, row[text]), _name(here, label, row[label]), line)
+
+
+def _checked_several(here: str, row: dict[str, Any], text: str, label: str, line: int) -> LabelledText:
+    value = row[label]
+    if isinstance(value, str):
+        value = [name for name in value.split(",") if name.strip()]
+    if not isinstance(value, list):
+        need = "a list of names or integers, or names separated by commas"
+        raise ConfigError(f"{here}: {label!r} is {short(value)}; allowed: {need}")
+    labels = tuple(sorted({_name(here, label, name) for name in value}))
+    return LabelledText(text_of(here, text, row[text]), ", ".join(labels), line, labels)
+
+
+def _name(here: str, label: str, name: Any) -> str:
+    """Return the text of a label; raise ConfigError, whose message begins with `here`, if it is none."""
     if isinstance(name, bool):
         name = str(name).lower()
     if not isinstance(name, str | int) or not str(name).strip():
         raise ConfigError(f"{here}: {label!r} is {short(name)}; allowed: a name or an integer")
-    return text_of(here, text, row[text]), text_of(here, label, str(name)).strip()
+    return text_of(here, label, str(name)).strip()
 
 
 # -- tables

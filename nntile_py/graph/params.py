@@ -287,7 +287,7 @@ class Input:
         except Exception as error:  # lists of unequal lengths; a tensor of another library may raise any exception
             message = f"{type(error).__name__}: {error}"
             raise ValueError(f"{name}: is not an array ({message}); expected {noun} {shape}") from error
-        if self.batched and array.shape[2:] == shape[1:] and array.size == math.prod(shape):
+        if self.batched and len(shape) > 1 and array.shape[2:] == shape[1:] and array.size == math.prod(shape):
             array = array.reshape(shape)  # such as [questions, choices, seq]
         if array.shape != shape or array.dtype.kind not in kinds:
             raise ValueError(f"{name}: {array.dtype} {array.shape} is not allowed; expected {noun} {shape}{self.hint}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from nntile_py.config.run_config import CLASSIFICATION, RunConfig
+from nntile_py.config.run_config import CLASSIFICATION, MULTI_LABEL, RunConfig
 from nntile_py.data.classification import ClassificationDataset, read_labelled_corpus
 from nntile_py.data.collators import CausalCollator, MaskedCollator
 from nntile_py.data.dataset import Dataset
@@ -85,8 +85,8 @@ def _classification_dataset(config: RunConfig, spec: StepSpec) -> Classification
     corpus = read_labelled_corpus(
         data.source, seq=train.seq, text=data.text, label=data.label, held_out=data.held_out,
         val_fraction=data.val_fraction, classes=model.classes if "classes" in type(model).model_fields else None,
-        class_names=getattr(model, "labels", None), tokenizer=load_tokenizer(Path(path)) if path else None,
-        tokenizer_path=path, vocab_size=config.tokenizer.size(),
+        class_names=getattr(model, "labels", None), several=model.head == MULTI_LABEL,
+        tokenizer=load_tokenizer(Path(path)) if path else None, tokenizer_path=path, vocab_size=config.tokenizer.size(),
     )  # fmt: skip
     pad = _special_tokens(config, corpus.tokenizer).number(PAD)
     padding = getattr(model, "padding_token", pad)
@@ -116,11 +116,12 @@ def check_objective(config: RunConfig, spec: StepSpec) -> str:
     declared = spec.padded.graphs.graph.inputs
     needed = {name: one for name, one in declared.items() if one.default is None}
     axes = {name: list(one.tensor.axes) for name, one in needed.items()}
-    fits = axes == {"input_ids": ["batch", "seq"], "labels": _LABEL_AXES[objective]}
+    of_labels = [*_LABEL_AXES[objective], *["classes"] * (getattr(config.model, "head", None) == MULTI_LABEL)]
+    fits = axes == {"input_ids": ["batch", "seq"], "labels": of_labels}
     if not fits or (objective != CLASSIFICATION and needed["labels"].below != needed["input_ids"].below):
         wanted = ", ".join(f"{name} [{', '.join(axes[name])}] below {one.below}" for name, one in needed.items())
         head = f" with head: {config.model.head}" if "head" in type(config.model).model_fields else ""
-        gives = f"text gives input_ids [batch, seq] and labels [{', '.join(_LABEL_AXES[objective])}]"
+        gives = f"text gives input_ids [batch, seq] and labels [{', '.join(of_labels)}]"
         gives += ", both tokens" if objective != CLASSIFICATION else ""
         raise ConfigError(f"model: {kind}{head} needs {wanted}; allowed: no others, as {gives}; {elsewhere}")
     if objective != "causal":
