@@ -27,6 +27,14 @@ class EpilogueArgs(TaskArgs):
     aux: bool  # multiply by the activation's derivative at aux
     colsum: int  # number of the input, 0 or 1, whose sum over K is stored too; -1: none
 
+    @property
+    def title(self) -> str:
+        """The fused operations of a task, such as ` + bias + gelu`."""
+        name = ACTIVATIONS[self.activation] if self.activation >= 0 else ""
+        parts = {"bias": self.bias_axes >= 0, "residual": self.residual, f"{name}'": self.aux}
+        parts |= {name: self.activation >= 0 and not self.aux, "bias gradient": self.colsum >= 0}
+        return "".join(f" + {part}" for part, there in parts.items() if there)
+
 
 class PlanArgs(TaskArgs):
     """How the tensors are seen as matrices: batch axes, row axes (m), column axes (n), summed axes (k)."""
@@ -43,6 +51,10 @@ class ContractArgs(TaskArgs):
     epilogue: EpilogueArgs
     plan: PlanArgs
     scale: float
+
+    @property
+    def title(self) -> str:
+        return self.epilogue.title
 
 
 class Contract(Op):

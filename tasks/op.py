@@ -282,6 +282,11 @@ class Op:
         return self.kind
 
     @property
+    def full_name(self) -> str:
+        """The name, with the phase if this is not forward; the operator's tasks have this name."""
+        return self.name if self.phase == "forward" else f"{self.name}.{self.phase}"
+
+    @property
     def output(self) -> Tensor:
         return self.outputs[0]
 

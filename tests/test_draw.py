@@ -73,6 +73,8 @@ def test_tiles(phase: str) -> None:
     assert len(operators(dot)) == sum(
         phase == "update" or task.op.endswith(".backward") == (phase == "backward") for task in low.tasks.tasks
     )
+    if phase == "forward":
+        assert "contract + bias" in operators(dot), "a task's fused operations are in its label"
     after: dict[str, set[str]] = {}
     for a, b in re.findall(r"^(after_\w+) -> (after_\w+) ", dot, re.M):
         after.setdefault(a, set()).add(b)

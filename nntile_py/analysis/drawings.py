@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
@@ -35,7 +36,7 @@ def _phases(graphs: Sequence[Graph], layer: int | None, phase: str) -> Iterator[
         if layer is not None and len(seen) == 2:  # operators of the update are named after weights
             inside = [op for op in graph.ops if any(t.name in weights for t in op.inputs)]
         chosen = [op for op in inside if phase in ("all", "update" if len(seen) == 2 else op.phase)]
-        yield graph, chosen, {op.name if op.phase == "forward" else f"{op.name}.{op.phase}" for op in chosen}
+        yield graph, chosen, {op.full_name for op in chosen}
 
 
 def layers(graphs: Sequence[Graph]) -> str:
@@ -253,7 +254,8 @@ class TaskDrawing(GraphDrawing):
     def draw(self, layer: int | None) -> None:
         self.kinds = {t.storage.name: t.storage.kind for graph in self.graphs for t in _tensors(graph)}
         self.versions: Counter[Hashable] = Counter()
-        self.of_op = {op.name: op for graph in self.graphs for op in graph.ops}
+        self.of_op = {op.full_name: op for graph in self.graphs for op in graph.ops}
+        self.shares = self._shares()
         chosen: list[tuple[Task, str, int | None]] = []
         for n, (graph, ops, names) in enumerate(_phases(self.graphs, layer, self.phase)):
             layers = {op.name: self.layer_of(op, n > 0) for op in ops}
@@ -267,25 +269,41 @@ class TaskDrawing(GraphDrawing):
         kinds = Counter(task.kernel for task, phase, _ in chosen if phase == "update")
         alike: dict[str, list[Task]] = {}
         for number, (task, phase, of) in enumerate(chosen):
-            self.count, self.flop, self.volume = self.count + 1, self.flop + task.flop, self.volume + task.bytes
+            self.count, self.flop, self.volume = self.count + 1, self.flop + self._flop(task), self.volume + task.bytes
             if self.many and phase == "update" and kinds[task.kernel] > MOST_ALIKE:
                 alike.setdefault(task.kernel, []).append(task)
             elif self.folds[phase].draws(of):
                 self._task(number, task, phase, of)
         for kind, group in alike.items():
-            flop, volume = sum(task.flop for task in group), sum(task.bytes for task in group)
+            flop, volume = sum(map(self._flop, group)), sum(task.bytes for task in group)
             self.all_of(kind, self._category(group[0]), len(group), flop, volume)
 
+    def _shares(self) -> dict[str, float]:
+        """Return for each operator its flop, fused operations included, divided by the sum of its tasks' flop.
+
+        Tasks of a fused product count the product's flop only, and a transposition counts none.
+        """
+        sums, known = Counter[str](), dict[str, float]()
+        for graph in self.graphs:
+            lowering = self.lists[id(graph)]
+            for task in lowering.tasks.tasks:
+                sums[task.op] += task.flop  # type: ignore[assignment]
+            known |= {op.full_name: graph.computed(op, lowering.tiling) for op in graph.ops}
+        return {name: flop / sums[name] for name, flop in known.items() if sums[name]}
+
+    def _flop(self, task: Task) -> float:
+        return task.flop * self.shares.get(task.op, 1.0)
+
     def _category(self, task: Task) -> Category:
-        op = self.of_op.get(task.op.removesuffix(".backward"))
+        op = self.of_op.get(task.op)
         return op.category if op else ELEMENTWISE
 
     def _task(self, number: int, task: Task, phase: str, layer: int | None) -> None:
         reads = [self.drawn_read(phase, number, k, a.tile.key) for k, a in enumerate(task.accesses) if a.mode != "W"]
         starts = [(self._tile(self.tiles[key], phase, layer), self.tiles[key]) for key in reads]
         name = self.node_name(phase, layer, _short(task.op.removesuffix(".backward")))
-        cost = f"{si(task.flop)}flop, {si(task.bytes)}B"
-        node = self.picture.operator(self.group(phase, layer), self._category(task), task.kernel, name, cost)
+        cost = f"{si(self._flop(task))}flop, {si(task.bytes)}B"
+        node = self.picture.operator(self.group(phase, layer), self._category(task), _title(task), name, cost)
         for start, tile in starts:
             self.picture.edge(start, node, tile.bytes)
         for access in task.accesses:
@@ -299,6 +317,11 @@ class TaskDrawing(GraphDrawing):
         number = self.versions[tile.key] - 1
         lines = repr(tile) + (f" version {number}" if number else ""), f"{list(tile.shape)} {si(tile.bytes)}B"
         return self.data(tile.key, phase, layer, self.kinds.get(tile.tensor, "temp"), lines, fresh)
+
+
+def _title(task: Task) -> str:
+    """Return a task's kernel with its fused operations; a generated kernel without the hash of its source."""
+    return re.sub("_[0-9a-f]{8}$", "", task.kernel) + getattr(task.args, "title", "")
 
 
 def _unit_of_task(task: Task, layer: int | None) -> Unit:

@@ -173,7 +173,7 @@ def summarise(step: Step, *, config: RunConfig) -> Plan:
     for graph, lowering in ((step.graph, step.first), (step.update_graph, step.update)):
         with_tasks = {task.op for task in lowering.tasks.tasks}
         for op in graph.ops:
-            name = op.name if op.phase == "forward" else f"{op.name}.{op.phase}"
+            name = op.full_name
             if name not in with_tasks:  # it has no work, or the tasks of another operator do its work
                 continue
             phase = "update" if graph is step.update_graph else op.phase

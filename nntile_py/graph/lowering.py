@@ -40,7 +40,7 @@ def lower(
     for tensor in (t for t in known if t.kind in WRITTEN_BEFORE):
         lowering.tasks.initialised.update(lowering.tile(tensor, index) for index in lowering.indices(tensor))
     for op in graph.ops:
-        lowering.op = op.name if op.phase == "forward" else f"{op.name}.{op.phase}"
+        lowering.op = op.full_name
         if rank_sums and op is graph.ops[0]:
             held = (lowering.tile(t, index) for t in holds for index in lowering.indices(t))
             lowering.tasks.tasks += rank_sums.joined(held, lowering.op)

@@ -90,7 +90,7 @@ class GraphExperiment(ConfigPart):
             cost = estimate(built.lists, config.workers)
             operators = sum(len(graph.ops) for graph, _ in built.graphs)
             rows.append([name, operators, cost.tasks, int(built.flop), cost.bytes_moved])
-        heads = ["graph", "operators", "tasks", "flop", "bytes moved by tasks"]
+        heads = ["graph", "operators", "tasks", "flop of products", "bytes moved by tasks"]
         return ExperimentResult(csv_text(heads, rows), pictures, no_picture)
 
 
