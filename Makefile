@@ -1,4 +1,4 @@
-.PHONY: setup setup-test setup-lint setup-docs train test test-long torture lint links docs wheel bundle clean
+.PHONY: setup setup-test setup-lint setup-docs train test test-long torture lint types links docs wheel bundle clean
 .NOTPARALLEL:
 
 # Installs what training needs; the next targets also install extras of pyproject.toml.
@@ -17,8 +17,12 @@ setup-docs:
 train: setup
 	@.venv/bin/nntile train experiments/gpt2_tiny.yaml
 
-test: setup-test lint
-	@.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# mypy keeps one core busy for a minute: it runs beside the tests, and its errors come after theirs.
+test: setup-test links
+	@.venv/bin/ruff check .
+	@$(MAKE) -s types >build/types.log 2>&1 & types=$$!; \
+	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder; status=$$?; \
+	wait $$types || { cat build/types.log; exit 1; }; exit $$status
 
 # Tests that are marked as long, which "make test" leaves out.
 test-long: setup-test
@@ -30,15 +34,17 @@ torture: setup-test
 	@NNTILE_TORTURE=1 .venv/bin/python -m pytest -s tests/test_checkpoint.py tests/test_interrupts.py tests/test_resume.py \
 		tests/test_mpi_kills.py tests/faults tests/test_soak.py tests/test_triton.py tests/test_grouped_triton.py tests/test_ranks.py
 
-lint: setup-lint links
+lint: setup-lint links types
 	@.venv/bin/ruff check .
+
+types:
 	@[ -e nntile_py/_core.pyi ] || echo 'def __getattr__(name: str): ...  # type: ignore' >build/package/nntile_py/_core.pyi
 	@cd build/package && ../../.venv/bin/mypy --config-file ../../pyproject.toml -p nntile_py
 
 # Links for tools that read sources: build/package has the packages as an installation has them (nntile_py/tasks, ...).
 links:
-	@rm -rf build/package/nntile_py && mkdir -p build/package/nntile_py
-	@ln -s $(addprefix ../../../,$(wildcard nntile_py/*) tasks tiles models) build/package/nntile_py/
+	@mkdir -p build/package/nntile_py && find -L build/package/nntile_py -maxdepth 1 -type l -delete
+	@ln -sfn $(addprefix ../../../,$(wildcard nntile_py/*) tasks tiles models) build/package/nntile_py/
 
 # Builds the site of docs/ in build/site.
 docs: setup-docs links

@@ -23,19 +23,24 @@ CPUS = min(2, len(os.sched_getaffinity(0)))
 
 
 SECONDS = "nntile_py/seconds of files"  # in pytest's cache
-STARTS = 20  # the time of a test in a file that starts processes, in tests of other files
+# Guess where no run is remembered: seconds of a test in a file with such a word; the first that occurs counts.
+GUESSES = {r"\bmpirun\b": 6.0, r"\bforks\.|\bsubprocess\.|\bpython: ": 2.0, r"\bTrainer\(": 1.0, "": 0.2}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first: a long file at the end would keep one of two cores idle.
 
-    The last run on this machine tells how long a file takes, else the number of its tests.
+    The last run in this clone tells how long a file takes, else the number and kind of its tests.
     """
     cache = getattr(config, "cache", None)  # -p no:cacheprovider
     seconds = cache.get(SECONDS, {}) if cache else {}
     many = Counter(item.path for item in items)
-    starts = {path for path in many if re.search(r"\bsubprocess\b|\bpython: ", path.read_text())}
-    weight = {path: seconds.get(path.name, many[path] * (STARTS if path in starts else 1) / 10) for path in many}
+
+    def guess(path: Path) -> float:
+        text = path.read_text()
+        return many[path] * next(each for word, each in GUESSES.items() if re.search(word, text))
+
+    weight = {path: seconds.get(path.name) or guess(path) for path in many}
     items.sort(key=lambda item: (-weight[item.path], item.path))
 
 

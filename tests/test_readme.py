@@ -38,7 +38,7 @@ def ids(page: Path) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_commands_have_such_options(page: Path) -> None:
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
     for words in commands(page):
         if words[0] == "make":
             assert words[1] in targets, words
