@@ -199,6 +199,7 @@ def test_masked_models_mask_with_the_tokens_of_the_folder(tmp_path: Path) -> Non
     """Whatever their names are: the folder's roles count, then the names of BERT and RoBERTa."""
     made = data.train_tokenizer(LINES, 300, ["<a>", "<b>", "<c>", "[MASK]", "[CLS]", "[SEP]", "[PAD]"])
     made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "t.csv").write_text("text,label\n" + "".join(f"a {n},{n % 2}\n" for n in range(9)))
     names = {"cls_token": "<a>", "sep_token": {"content": "<b>"}, "pad_token": "<c>", "eos_token": "<nowhere>"}
     for own in (True, False):
         if own:
@@ -216,6 +217,13 @@ def test_masked_models_mask_with_the_tokens_of_the_folder(tmp_path: Path) -> Non
         for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
             length = mask.sum()
             assert ids[length - 1] == sep and {*ids[length:]} == {pad}
+        saved = model_files(SimpleNamespace(hf_config=dict), load_tokenizer(tmp_path / "tokenizer.json"), of)
+        framed = Tokenizer.from_str(str(saved["tokenizer.json"])).encode("a", "b").ids
+        assert [framed[0], framed[-1], framed.count(sep)] == [cls, sep, 2]
+        of = config(tmp_path, model={"type": "bert", "layers": 1, "embed": 8, "heads": 2, "head": "classification"},
+                    tokenizer={"path": str(tmp_path / "tokenizer.json")}, data={"source": str(tmp_path / "t.csv")})
+        sample = next(iter(build_dataset(of, step_spec(of)).corpus.train.sequences))  # type: ignore[attr-defined]
+        assert (sample[0], sample[-1]) == (cls, sep)
 
 
 def test_special_tokens_of_a_tokenizer_of_another_folder(tmp_path: Path) -> None:

@@ -47,8 +47,9 @@ def tokenizer_files(tokenizer: Tokenizer, config: RunConfig) -> Files:
     in the tokenizer's file. If model and tokenizer come from one folder, tokenizer_config.json is a copy of the file in
     that folder."""
     framed, path = Tokenizer.from_str(tokenizer.to_str()), config.tokenizer.path
+    known = _special_tokens(tokenizer, config)
     if config.aim == "masked":
-        frame(framed)
+        frame(framed, known.named)
     if path:
         stored = read_tokenizer(Path(path))
         if stored.truncation:
@@ -56,7 +57,7 @@ def tokenizer_files(tokenizer: Tokenizer, config: RunConfig) -> Files:
         if stored.padding:
             framed.enable_padding(**stored.padding)
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    settings |= dict(_special_tokens(tokenizer, config).roles) | {"model_input_names": ["input_ids", "attention_mask"]}
+    settings |= dict(known.roles) | {"model_input_names": ["input_ids", "attention_mask"]}
     if getattr(config.model, "kinds", 0) > 1:
         settings["model_input_names"].append("token_type_ids")
     if positions := getattr(config.model, "positions", None):
@@ -101,6 +102,6 @@ def _module_folders(folder: Path) -> list[Path]:
     try:
         modules = json.loads(read(folder / MODULES))
         names = [module["path"] for module in modules if module["path"]]
-        return [folder / name for name in names if is_name(name)]
+        return [folder / name for name in names if is_name(name) and name != "checkpoints"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return []

@@ -1,6 +1,6 @@
 """Load tokenizer files; find special tokens and the size of a vocabulary."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -74,14 +74,20 @@ def roles(tokenizer: Tokenizer) -> dict[str, str]:
     return {f"{role}_token": tokens[0] for role, tokens in present.items() if tokens}
 
 
-def frame(tokenizer: Tokenizer) -> None:
+def frame(tokenizer: Tokenizer, named: Mapping[str, str] | None = None) -> None:
     """Give a tokenizer a template if it has none: [CLS] text [SEP] as in BERT, or <s> text </s> as in RoBERTa.
 
-    A tokenizer without these tokens is left unchanged."""
-    if tokenizer.num_special_tokens_to_add(False) or lacking(tokenizer, (CLS, SEP)):
+    A tokenizer without these tokens is left unchanged.
+
+    Args:
+        tokenizer: The tokenizer.
+        named: Special tokens by role, of which cls_token and sep_token take the place of [CLS] and [SEP].
+    """
+    own = [(named or {}).get(role) for role in ("cls_token", "sep_token")]
+    if tokenizer.num_special_tokens_to_add(False) or (None in own and lacking(tokenizer, (CLS, SEP))):
         return
-    cls, sep = (token_name(tokenizer, token) for token in (CLS, SEP))
-    pair = f"{cls} $A {sep} $B:1 {sep}:1" if sep == SEP else f"{cls} $A {sep} {sep} $B {sep}"
+    cls, sep = (own if None not in own else [token_name(tokenizer, token) for token in (CLS, SEP)])
+    pair = f"{cls} $A {sep} {sep} $B {sep}" if sep == ROBERTA[SEP] else f"{cls} $A {sep} $B:1 {sep}:1"
     ends = [(token, tokenizer.token_to_id(token)) for token in (cls, sep)]
     tokenizer.post_processor = TemplateProcessing(single=f"{cls} $A {sep}", pair=pair, special_tokens=ends)
 

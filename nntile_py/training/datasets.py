@@ -20,6 +20,7 @@ from nntile_py.data.tokenizer import (
     PAD,
     ROBERTA,
     SEP,
+    frame,
     load_tokenizer,
     special_numbers,
     token_numbers,
@@ -82,11 +83,13 @@ def _masking(config: RunConfig, corpus: Corpus) -> tuple[tuple[int, ...], Masked
 
 def _classification_dataset(config: RunConfig, spec: StepSpec) -> ClassificationDataset:
     data, train, model, path = config.data, config.train, config.model, config.tokenizer.path
+    if tokenizer := load_tokenizer(Path(path)) if path else None:
+        frame(tokenizer, _special_tokens(config, tokenizer).named)
     corpus = read_labelled_corpus(
         data.source, seq=train.seq, text=data.text, label=data.label, held_out=data.held_out,
         val_fraction=data.val_fraction, classes=model.classes if "classes" in type(model).model_fields else None,
         class_names=getattr(model, "labels", None), several=model.head == MULTI_LABEL,
-        tokenizer=load_tokenizer(Path(path)) if path else None, tokenizer_path=path, vocab_size=config.tokenizer.size(),
+        tokenizer=tokenizer, tokenizer_path=path, vocab_size=config.tokenizer.size(),
     )  # fmt: skip
     pad = _special_tokens(config, corpus.tokenizer).number(PAD)
     padding = getattr(model, "padding_token", pad)
