@@ -1,5 +1,6 @@
 """What tells the keys of a YAML and the commands: init, config, the JSON schema, the pages of docs/reference."""
 
+import functools
 import json
 import os
 import re
@@ -138,10 +139,15 @@ def test_config_prints_what_loads_to_the_same(
 # -- the JSON schema
 
 
-def valid(value: Any, of: dict[str, Any]) -> bool:
+@functools.cache
+def validator(*model: str) -> Any:
     jsonschema = pytest.importorskip("jsonschema")
-    jsonschema.Draft7Validator.check_schema(of)
-    return bool(jsonschema.Draft7Validator(of).is_valid(value))
+    jsonschema.Draft7Validator.check_schema(schema(*model))
+    return jsonschema.Draft7Validator(schema(*model))
+
+
+def valid(value: Any, *model: str) -> bool:
+    return bool(validator(*model).is_valid(value))
 
 
 RUNS = [*sorted(ROOT.glob("experiments/*_tiny.yaml")), *sorted(ROOT.glob("experiments/*_[1-9]*.yaml"))]
@@ -151,11 +157,11 @@ RUNS = [*sorted(ROOT.glob("experiments/*_tiny.yaml")), *sorted(ROOT.glob("experi
 def test_the_schema_takes_what_is_right(path: Path) -> None:
     tree = parse(path.read_text(), "the run")
     kind = tree["model"]["type"]
-    for of in (schema(), schema(kind)):
-        assert valid(tree, of)
-        assert valid(yaml.safe_load(initial("x", kind)), of)
-        assert valid(json.loads(load(path).model_dump_json(by_alias=True)), of)
-        assert valid({"model": {"from": "saved"}, "train": {"steps": 1, "batch": 1, "seq": 2}}, of)
+    for model in ((), (kind,)):
+        assert valid(tree, *model)
+        assert valid(yaml.safe_load(initial("x", kind)), *model)
+        assert valid(json.loads(load(path).model_dump_json(by_alias=True)), *model)
+        assert valid({"model": {"from": "saved"}, "train": {"steps": 1, "batch": 1, "seq": 2}}, *model)
 
 
 WRONG: list[tuple[str, Any]] = [
@@ -170,7 +176,7 @@ WRONG: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("key", "value"), WRONG, ids=[f"{k}={v}" for k, v in WRONG])
 def test_the_schema_refuses_what_load_refuses(key: str, value: Any, tmp_path: Path) -> None:
     right = {"model": {"layers": 1, "embed": 8, "heads": 2}, "train": {"steps": 1, "batch": 1, "seq": 2}}
-    assert valid(right, schema()) and not valid(right | {key: value}, schema())
+    assert valid(right) and not valid(right | {key: value})
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(right | {key: value}))
     with pytest.raises(ConfigError, match=key):
         load(tmp_path / "x.yaml")
@@ -183,7 +189,7 @@ def test_the_schema_of_an_own_model(folder: Path) -> None:
         "type": "integer", "minimum": 1
     }  # fmt: skip
     tree = {"model": {"type": "mine.py:Mine", "embed": 8}, "train": {"steps": 1, "batch": 1, "seq": 2}}
-    assert valid(tree, schema("mine.py:Mine")) and valid(tree, schema())
+    assert valid(tree, "mine.py:Mine") and valid(tree)
 
 
 # -- the pages and the help
