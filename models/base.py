@@ -315,12 +315,14 @@ class Model(Generic[ConfigT]):
             saved: Config fields of the checkpoint.
             tensors: The checkpoint's weights by name.
         """
-        if bare := {name for name in self.head_weights if name in self.weight_shapes() and name not in tensors}:
+        same = all(saved.get(name) == getattr(self.config, name) for name in self.head_fields)
+        bare = {name for name in self.head_weights if name in self.weight_shapes() and name not in tensors}
+        if same and bare:
             if self.config.new_head:
                 return bare
             need = "new_head: true, which draws it anew"
             raise MissingWeight(f"model: weight {min(bare)} is missing: the checkpoint has no head; allowed: {need}")
-        if all(saved.get(name) == getattr(self.config, name) for name in self.head_fields):
+        if same:
             return None
         if trace(self, Graph(), Batch(1, 1)).loss is None:
             return set()

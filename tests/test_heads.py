@@ -157,6 +157,30 @@ def test_hidden_states_of_decoders(runtime: nt.Runtime, tmp_path: Path, kind: st
     assert error(got, want.detach()) < SINGLE
 
 
+@pytest.mark.parametrize(
+    ("kind", "head", "name"),
+    [("LlamaModel", "classification", "score.weight"), ("GPT2LMHeadModel", "regression", "score.weight"),
+     ("LlamaForSequenceClassification", "causal_lm", "lm_head.weight")],
+)  # fmt: skip
+def test_new_heads_of_decoders(runtime: nt.Runtime, tmp_path: Path, kind: str, head: str, name: str) -> None:
+    """Another head is drawn anew, as for encoders, and is trained; the other weights stay."""
+    family = "Llama" if "Llama" in kind else "GPT2"
+    case = Published(kind, DECODERS[family] | {"tie_word_embeddings": False})
+    theirs = case.model()
+    model = nt.models.from_hf(case.write(tmp_path, theirs), head=head)
+    state, given = theirs.state_dict(), inputs(family, head)
+    assert 0.01 < model.weights[name].std() < 0.03
+    for key, value in model.weights.items():
+        saved = state.get(key, state.get(key.removeprefix(model.prefix)))
+        assert key == name or np.array_equal(value, saved), key
+    other = {"causal_lm": given["input_ids"], "classification": given["labels"] % 2}
+    given["labels"] = other.get(head, given["labels"])
+    trainer = nt.Trainer(model, BATCH, SEQ)
+    assert 0 < trainer.step(given) < 10
+    trainer.close()
+    assert type(model.to_hf()).__name__ == model.architectures()[head]
+
+
 PACKED = [
     ("Bert", "multi_label_classification"), ("Roberta", "multi_label_classification"),
     *((kind, "token_classification") for kind in ("Albert", "DistilBert", "Deberta", "DebertaV2", "ModernBert")),
