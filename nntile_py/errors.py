@@ -43,6 +43,7 @@ def operators_refuse() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
+LIMITS = ": the limits of memory (ulimit -v) and of processes (ulimit -u) leave no room"  # end of a message
 MOST = 2000  # longest message, in characters
 # OSErrors that another path would avoid: they are the user's mistake, unlike other errors such as a full disk.
 _OF_PATHS = {

@@ -5,13 +5,18 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import typer
 
+import nntile_py as nt
 from nntile_py import cli
+from nntile_py.errors import LIMITS
+from nntile_py.execution import starpu_settings
 
 TORTURE = bool(os.environ.get("NNTILE_TORTURE"))  # `make torture`
 MOMENTS = 100 if TORTURE else 4
@@ -61,6 +66,38 @@ def test_ctrl_c_of_a_command_is_one_line(capsys: pytest.CaptureFixture[str], mon
     code = "import os\nfrom nntile_py.system.interrupts import ends_at_once as end\nwith end(): os.kill(os.getpid(), 2)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_sigterm_of_a_command_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the folder in which a kernel is compiled."""
+
+    def run() -> None:
+        with tempfile.TemporaryDirectory(dir=tmp_path):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(PATIENCE)
+
+    with pytest.raises(SystemExit) as end:
+        cli.main(run)
+    assert end.value.code == 143 and not [*tmp_path.iterdir()]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_limits_of_memory_and_processes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One message, before StarPU aborts; no thread for a command's own work is one message, too."""
+    with monkeypatch.context() as patch:
+        patch.setattr(starpu_settings, "START_BYTES", 1 << 60)
+        with pytest.raises(nt.TaskError, match=r"StarPU cannot start 1 workers: the limits .* leave no room"):
+            nt.Runtime(cpus=1).start()
+    assert nt.Runtime.current is None
+
+    def run(text: str) -> None:
+        raise RuntimeError(text)
+
+    with pytest.raises(SystemExit) as end:
+        cli.main(lambda: run("can't start new thread"))
+    assert end.value.code == 1 and capsys.readouterr().err == f"error: can't start new thread{LIMITS}\n"
+    with pytest.raises(RuntimeError, match="another"):
+        cli.main(lambda: run("another"))
 
 
 def interrupted(code: str, times: int, moment: random.Random) -> tuple[int, str, float]:

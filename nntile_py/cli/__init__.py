@@ -16,7 +16,7 @@ with interrupts.ends_at_once():
 
     from nntile_py.cli import train, inspect, measurements, encode  # isort: skip  # the order of --help
     from nntile_py.cli.options import app
-    from nntile_py.errors import NNTileError, exit_status, shown
+    from nntile_py.errors import LIMITS, NNTileError, exit_status, shown
     from nntile_py.system import launcher, output
 
 __all__ = ["app", "encode", "inspect", "main", "measurements", "train"]
@@ -34,7 +34,8 @@ def main(run: Callable[[], Any] = app) -> None:
         warnings.formatwarning = lambda message, *_, **__: f"{message}\n"  # no file name, line number and source line
     try:
         try:
-            run()
+            with interrupts.ends_at_sigterm():
+                run()
         finally:
             sys.stdout.flush()
     except (KeyboardInterrupt, SystemExit) as end:
@@ -43,12 +44,14 @@ def main(run: Callable[[], Any] = app) -> None:
             raise
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except (NNTileError, OSError, MemoryError) as error:
-        if os.environ.get("NNTILE_DEBUG") == "1":
+    except (NNTileError, OSError, MemoryError, RuntimeError) as error:
+        no_threads = isinstance(error, RuntimeError) and "start new thread" in str(error)  # Python's own words
+        if os.environ.get("NNTILE_DEBUG") == "1" or (isinstance(error, RuntimeError) and not no_threads):
             raise
         if isinstance(error, BrokenPipeError) and error.filename == output.NAME:
             sys.exit(1)  # as of `| head -1`
         text = f"out of memory ({error})" if isinstance(error, MemoryError) else str(error)
+        text += LIMITS if no_threads else ""
         if isinstance(error, OSError) and error.filename:
             text = f"{error.filename}: {error.strerror}"
         launcher.failing(status := exit_status(error))

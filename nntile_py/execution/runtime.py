@@ -17,7 +17,13 @@ from nntile_py import _core
 from nntile_py.errors import ConfigError, TaskError, exit_status
 from nntile_py.execution.disk import SwapDisk
 from nntile_py.execution.mpi import Ranks, ranks
-from nntile_py.execution.starpu_settings import create_model_folder, cuda_devices, default_cuda_memory, prepare_cuda
+from nntile_py.execution.starpu_settings import (
+    check_limits,
+    create_model_folder,
+    cuda_devices,
+    default_cuda_memory,
+    prepare_cuda,
+)
 from nntile_py.schema import SIZES, in_bytes
 from nntile_py.system import launcher as system
 from nntile_py.system.cgroup import within_machine
@@ -171,6 +177,7 @@ class Runtime:
         """Set StarPU's environment variables and start StarPU."""
         os.environ.setdefault("STARPU_SILENT", "1")
         create_model_folder()
+        check_limits(self.cpus + self.cuda)
         variables: dict[str, str] = {}
         try:
             page = 1

@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import platform
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from nntile_py import _core
-from nntile_py.errors import ConfigError
+from nntile_py.errors import LIMITS, ConfigError, TaskError
 from nntile_py.system.folders import append, cache_folder, replace_file
 
 CHUNKS_FROM = 4 << 30  # StarPU allocates tiles in chunks if tiles may take at least so many bytes of main memory
+START_BYTES = 8 << 20  # address space that StarPU takes when it starts
+MORE_THREADS = 2  # that StarPU starts beside the workers
 _OURS: set[str] = set()  # names of the settings that this module, not the user, has set
 
 
@@ -36,6 +40,25 @@ def create_model_folder() -> None:
         raise ConfigError(
             f"StarPU cannot keep its performance models in {home}: {error.strerror}; allowed: {need}"
         ) from None
+
+
+def check_limits(workers: int) -> None:
+    """Raise TaskError if limits of memory or of processes leave no room for StarPU, which would abort.
+
+    Starts as many threads as StarPU will start, beside the address space that it needs, and ends them."""
+    ready, threads = threading.Event(), list[threading.Thread]()
+    try:
+        with mmap.mmap(-1, START_BYTES):
+            for _ in range(workers + MORE_THREADS):
+                threads.append(threading.Thread(target=ready.wait, daemon=True))
+                threads[-1].start()
+    except (OSError, RuntimeError, MemoryError):
+        raise TaskError(f"StarPU cannot start {workers} workers{LIMITS}") from None
+    finally:
+        ready.set()
+        for thread in threads:
+            if thread.ident is not None:  # it has started
+                thread.join()
 
 
 def cuda_devices() -> int:

@@ -1,4 +1,4 @@
-"""Ctrl-C while a command starts and ends, when Python would show a traceback."""
+"""Signals to a command: Ctrl-C while it starts, when Python would show a traceback, and SIGTERM."""
 
 import os
 import signal
@@ -24,6 +24,28 @@ def ends_at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def ends_at_sigterm() -> Iterator[None]:
+    """Context manager: SIGTERM in its block raises SystemExit(143), so that temporary files are removed."""
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second SIGTERM ends the process at once
+        raise SystemExit(128 + number)
+
+    try:
+        signal.signal(signal.SIGTERM, end)
+    except ValueError:  # not in the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
