@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ import transformers
 from pairwise import pairwise
 from safetensors.torch import save_file
 from test_encode import LINES, MODELS, tokenizer
+from tokenizers import Tokenizer, normalizers
 
 import nntile_py as nt
 from nntile_py import cli
-from nntile_py.inference.sentence import Pooling
+from nntile_py.inference.sentence import Pooling, SentenceModel
+from nntile_py.inference.texts import prompted
 
 TYPE = "sentence_transformers.models."
 TEXTS = [*LINES, "  THE Tasks of a STEP\n", "one task, which reads what another task writes, is one of many tasks"]
@@ -27,6 +31,14 @@ MODES = {
     "lasttoken": "pooling_mode_lasttoken",
 }  # fmt: skip
 PROMPTS = {"query": "the order: ", "document": "", "long": "one task reads "}
+
+
+@functools.cache
+def cased() -> Tokenizer:
+    """A tokenizer that tells upper from lower case."""
+    made = Tokenizer.from_str(tokenizer().to_str())
+    made.normalizer = normalizers.BertNormalizer(lowercase=False)
+    return made
 
 
 class Case:
@@ -46,7 +58,7 @@ class Case:
         folder = path / inner
         folder.mkdir(parents=True, exist_ok=True)
         self.model.save_pretrained(folder)
-        tokenizer().save(str(folder / "tokenizer.json"))
+        cased().save(str(folder / "tokenizer.json"))
         self.json(f"{inner}/sentence_bert_config.json", {"max_seq_length": length, "do_lower_case": lower})
         width = 16 * len(modes)
         self.modules = [("Transformer", inner), ("Pooling", "1_Pooling")]
@@ -73,9 +85,8 @@ class Case:
         file.write_text(json.dumps(content))
 
     def tokens(self, text: str, length: int | None) -> list[int]:
-        made = tokenizer()
         text = text.strip().lower() if self.lower else text.strip()
-        ids: list[int] = made.encode(text).ids
+        ids: list[int] = cased().encode(text).ids
         return ids if length is None or len(ids) <= length else [*ids[: length - 1], ids[-1]]
 
     def vector(self, text: str, prompt: str = "", length: int | None = None) -> Any:
@@ -237,6 +248,14 @@ def test_settings_that_are_not_supported(tmp_path: Path, file: str, change: dict
     case.json(file, content)
     with pytest.raises(nt.ConfigError, match=told):
         nt.Encoder.from_hf(tmp_path)
+
+
+def test_texts_are_stripped() -> None:
+    """As sentence-transformers does before it looks for upper case; a prompt's blank before the text stays."""
+    model = SentenceModel(Path(), None, True, PROMPTS, None)
+    assert model.prepared(" \n A b\t") == "a b" and replace(model, lower=False).prepared(" A b ") == "A b"
+    assert prompted([" A ", ["B ", " c"], [1, 2]], "", model.prepared, 0) == ["a", ["b", "c"], [1, 2]]
+    assert prompted([" A "], "Q: ", model.prepared, 0) == ["q:  a"]
 
 
 def test_folders_without_modules(tmp_path: Path) -> None:
