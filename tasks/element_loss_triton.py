@@ -21,7 +21,8 @@ def _loss(x, target, BINARY: tl.constexpr):
     if BINARY:
         small = tl.exp(-tl.abs(x))
         total = 1.0 + small
-        log1p = tl.where(total == 1.0, small, tl.log(total) * small / (total - 1.0))  # exact for small numbers too
+        rest = tl.where(total == 1.0, 1.0, total - 1.0)
+        log1p = tl.where(total == 1.0, small, tl.log(total) * small / rest)  # exact for small numbers too
         return tl.where(target == -100.0, 0.0, tl.maximum(x, 0.0) - x * target + log1p)
     return (x - target) * (x - target)
 
