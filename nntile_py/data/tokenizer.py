@@ -83,10 +83,11 @@ def frame(tokenizer: Tokenizer, named: Mapping[str, str] | None = None) -> None:
         tokenizer: The tokenizer.
         named: Special tokens by role, of which cls_token and sep_token take the place of [CLS] and [SEP].
     """
-    own = [(named or {}).get(role) for role in ("cls_token", "sep_token")]
-    if tokenizer.num_special_tokens_to_add(False) or (None in own and lacking(tokenizer, (CLS, SEP))):
+    cls, sep = ((named or {}).get(role, "") for role in ("cls_token", "sep_token"))
+    if not (cls and sep):
+        cls, sep = (token_name(tokenizer, token) for token in (CLS, SEP))
+    if tokenizer.num_special_tokens_to_add(False) or None in map(tokenizer.token_to_id, (cls, sep)):
         return
-    cls, sep = (own if None not in own else [token_name(tokenizer, token) for token in (CLS, SEP)])
     pair = f"{cls} $A {sep} {sep} $B {sep}" if sep == ROBERTA[SEP] else f"{cls} $A {sep} $B:1 {sep}:1"
     ends = [(token, tokenizer.token_to_id(token)) for token in (cls, sep)]
     tokenizer.post_processor = TemplateProcessing(single=f"{cls} $A {sep}", pair=pair, special_tokens=ends)
