@@ -67,7 +67,7 @@ print("end")
 
 def test_a_fork_while_a_runtime_with_a_disk_is_open(python: Any, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
-    done = python(PRELUDE + FORK, tmp_path / "disk", timeout=120)
+    done = python(PRELUDE + FORK, tmp_path / "disk", timeout=120, fresh=True)
     assert done.returncode == 0 and "Traceback" not in done.stderr, (done.returncode, done.stderr)
     assert done.stdout.split() == ["child"] * 3 + ["end"]
 
@@ -92,5 +92,5 @@ if not number:
 assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == 0
 print("end")
 """
-    done = python(PRELUDE + code, timeout=120)
+    done = python(PRELUDE + code, timeout=120, fresh=True)
     assert done.returncode == 0 and done.stdout.split() == ["end"], (done.returncode, done.stderr)
