@@ -341,7 +341,8 @@ def test_each_way_to_attend(python: Any, cuda: nt.Runtime, tmp_path: Path) -> No
     assert first.returncode == 0, first.stderr[-2000:]
     (kept,) = (tmp_path / "nntile_py").glob("launches-*")
     measured = kept.read_text()
-    assert all(measured.count(f"{way} {of}") == 2 * 3 for way in ("forward", "gradient") for of in ("bf16", "fp16"))
+    counts = [measured.count(f"{way} {of}") for way in ("forward", "gradient") for of in ("bf16", "fp16")]
+    assert all(3 <= count <= 2 * 3 for count in counts), measured  # a row of three lengths has one candidate at most
     for choice in range(7):  # beyond the last: the first
         kept.write_text(changed := re.sub(r": \d+$", f": {choice}", measured, flags=re.M))
         result = python(WAYS, FOLDER, XDG_CACHE_HOME=str(tmp_path))
