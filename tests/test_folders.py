@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
 import transformers
@@ -278,7 +278,7 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 def nntile(tmp_path: Path, *arguments: str) -> str:
     how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 200, "cwd": tmp_path}
-    done = subprocess.run([sys.executable, "-m", "nntile_py.cli", "train", *arguments], **how, check=False)
+    done = forks.run([sys.executable, "-m", "nntile_py.cli", "train", *arguments], **how, check=False)
     assert done.returncode == 0, done.stderr
     return str(done.stdout)
 
