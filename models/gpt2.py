@@ -109,7 +109,7 @@ class GPT2(HeadedModel):
                 x = add(g, mlp(norm(g, x, f"{here}.ln_2", c.layer_norm_eps), f"{here}.mlp"), x)
         with g.scope("head"):
             x = norm(g, x, "transformer.ln_f", c.layer_norm_eps)
-            return decoder_head(g, batch, c, x, wte, c.padding_token)
+            return decoder_head(g, batch, c, x, wte, "padding_token")
 
     # -- transformers
 

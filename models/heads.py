@@ -261,17 +261,17 @@ def unpacked_head(g: Graph, head: str, outputs: dict[str, Tensor]) -> Traced:
     return Traced(None, outputs)
 
 
-def decoder_head(g: Graph, batch: Batch, c: Any, x: Tensor, words: Tensor, padding: int | None) -> Traced:
+def decoder_head(g: Graph, batch: Batch, c: Any, x: Tensor, words: Tensor, padding: str) -> Traced:
     """Return loss and outputs of a decoder's head for hidden states x.
 
     Args:
         words: The table of token embeddings, which config.tie_embeddings makes the weights of the language model.
-        padding: Number of the padding token, see last_tokens.
+        padding: Key of the config with the number of the padding token, see last_tokens.
     """
     if c.head == "none":
         return bare(g, c, x)
     if c.head != "causal_lm":
-        return classified(g, batch, c, last_tokens(g, batch, x, padding), "score", bias=False)
+        return classified(g, batch, c, last_tokens(g, batch, c, x, padding), "score", bias=False)
     tokens = {"batch": batch.size, "seq": batch.seq}
     labels = g.input("labels", tokens, below=c.vocab, ignored=IGNORED, shifted=True, scale="loss_scale")
     table = words if c.tie_embeddings else g.param("lm_head.weight", words.sizes, INIT)
@@ -279,17 +279,17 @@ def decoder_head(g: Graph, batch: Batch, c: Any, x: Tensor, words: Tensor, paddi
     return Traced(cross_entropy(g, logits, labels), {"logits": logits})
 
 
-def last_tokens(g: Graph, batch: Batch, x: Tensor, padding: int | None) -> Tensor:
+def last_tokens(g: Graph, batch: Batch, c: Any, x: Tensor, key: str) -> Tensor:
     """Return the vector of each sequence's last token that is not padding: [batch, hidden] of x [batch, seq, embed].
 
-    `padding` is the number of the padding token. Without it the last position counts.
+    The config's `key` is the number of the padding token. Without it the last position counts.
 
     Raises:
         ConfigError: Several sequences are padded, and there is no padding token.
     """
-    if padding is None and batch.size > 1 and not batch.packed:
-        need = "its number (transformers' pad_token_id), as the head reads the last token that is not padding"
-        raise ConfigError(f"model: no padding token; allowed with several sequences and head: classification: {need}")
+    if (padding := getattr(c, key)) is None and batch.size > 1 and not batch.packed:
+        need = "the number of the padding token (pad_token_id), as the head reads the last other token of each sequence"
+        raise ConfigError(f"model.{key}: got None; allowed with head: {c.head}: {need}")
 
     def places(given: Mapping[str, Array]) -> Array:
         ids = given["input_ids"]

@@ -150,7 +150,7 @@ class Llama(HeadedModel):
             with g.scope(f"h{layer}.mlp"):
                 x = add(g, mlp(norm(x, f"{here}.post_attention_layernorm"), f"{here}.mlp"), x)
         with g.scope("head"):
-            return decoder_head(g, batch, c, norm(x, "model.norm"), words, c.padding_idx)
+            return decoder_head(g, batch, c, norm(x, "model.norm"), words, "padding_idx")
 
     # -- transformers
 

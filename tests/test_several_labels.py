@@ -98,3 +98,24 @@ def test_scores_of_several_labels() -> None:
     found = scores.metrics()
     assert found["accuracy"] == pytest.approx(2 / 3) and found["f1_macro"] == pytest.approx((1 + 4 / 5) / 2)
     assert found["f1"] == pytest.approx(8 / 9)
+
+
+@pytest.mark.parametrize(("kind", "key"), [("gpt2", "padding_token"), ("llama", "padding_idx")])
+def test_decoders_learn_from_tables(tmp_path: Path, kind: str, key: str) -> None:
+    """They need the number of the tokenizer's padding token."""
+    def made(**fields: Any) -> RunConfig:
+        sizes = {"type": kind, "layers": 1, "embed": 16, "heads": 2, "ffn": 24, "head": "classification"}
+        return load(write(tmp_path, model=sizes | fields))
+
+    with pytest.raises(ConfigError, match=f"model.{key}: got None; allowed with head: classification: the"):
+        check_objective(config := made(), step_spec(config))
+    with pytest.raises(ConfigError, match=rf"model.{key}: got 9; allowed: 1, the tokenizer's \[PAD\]"):
+        dataset(made(**{key: 9}))
+    config = made(**{key: 1})
+    texts = dataset(config)
+    with nt.Runtime(cpus=2):
+        trainer = nt.Trainer.of_spec(step_spec(config))
+        before = texts.measure(trainer)["held_out_loss"]
+        for step in range(1, 31):
+            trainer.step(texts.train(step), lr=0.01)
+        assert texts.measure(trainer)["held_out_loss"] < 0.8 * before

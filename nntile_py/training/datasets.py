@@ -28,7 +28,7 @@ from nntile_py.data.tokenizer import (
 from nntile_py.errors import ConfigError
 from nntile_py.graph.bin_packing import bins_of
 from nntile_py.graph.step import StepSpec
-from nntile_py.models.registry import known
+from nntile_py.models.registry import find, known
 
 # Both dicts have the model's objective as key. SPECIAL: special tokens that the tokenizer must have. _LABEL_AXES: axes
 # of the array of labels.
@@ -72,8 +72,7 @@ def _masking(config: RunConfig, corpus: Corpus) -> tuple[tuple[int, ...], Masked
     # `or 0` never applies: check_objective refuses a tokenizer without these tokens.
     known = _special_tokens(config, corpus.tokenizer)
     numbers: dict[str, int] = {token: known.number(token) or 0 for token in MASKED}
-    padding = getattr(config.model, "padding_token", numbers[PAD])
-    _check_padding(padding, numbers[PAD], corpus.tokenizer)
+    _check_padding(config, numbers[PAD], corpus.tokenizer)
     vocab, special = token_numbers(corpus.tokenizer), special_numbers(corpus.tokenizer)
     return (numbers[CLS], numbers[SEP]), MaskedCollator(
         config.train.seq, vocab, numbers[MASK], frozenset(special | set(numbers.values())), numbers[PAD],
@@ -92,12 +91,13 @@ def _classification_dataset(config: RunConfig, spec: StepSpec) -> Classification
         tokenizer=tokenizer, tokenizer_path=path, vocab_size=config.tokenizer.size(),
     )  # fmt: skip
     pad = _special_tokens(config, corpus.tokenizer).number(PAD)
-    padding = getattr(model, "padding_token", pad)
-    if pad is not None:
-        _check_padding(padding, pad, corpus.tokenizer)
+    if pad is None:
+        pad = getattr(model, "padding_token", None) or 0
+    else:
+        _check_padding(config, pad, corpus.tokenizer)
     return ClassificationDataset(
         corpus, seq=train.seq, batch=train.batch, passes=train.grad_accumulation, eval_batches=train.eval_batches,
-        seed=config.seed, pad=padding or 0, bins=bins_of(spec) if spec.pack else None,
+        seed=config.seed, pad=pad, bins=bins_of(spec) if spec.pack else None,
     )  # fmt: skip
 
 
@@ -150,8 +150,11 @@ def _check_special_tokens(config: RunConfig, objective: str) -> None:
         raise ConfigError(f"tokenizer.path: {path} has no token {', '.join(missing)}; allowed: {need}")
 
 
-def _check_padding(padding: int | None, token: int, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError if the model's padding token differs from the tokenizer's, which is `token`."""
-    if padding != token:
+def _check_padding(config: RunConfig, token: int, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError if the model counts by a padding token other than `token`, the tokenizer's."""
+    model = config.model
+    key = "padding_idx" if find(model.type).objective == "causal" else ""  # a classifier reads the last other token
+    key = "padding_token" if hasattr(model, "padding_token") else key
+    if hasattr(model, key) and (padding := getattr(model, key)) != token:
         name = tokenizer.id_to_token(token)
-        raise ConfigError(f"model.padding_token: got {padding}; allowed: {token}, the tokenizer's {name}")
+        raise ConfigError(f"model.{key}: got {padding}; allowed: {token}, the tokenizer's {name}")
