@@ -23,7 +23,7 @@ HARMLESS: dict[str, str] = {
     " reference_compile deterministic_flash_attn reorder_and_upcast_attn gradient_checkpointing repad_logits_with_grad"
     " sparse_prediction sparse_pred_ignore_index tf_legacy_loss",
     "names and history of the checkpoint": "_* model_type architectures dtype torch_dtype transformers_version"
-    " transformers.js_config tokenizer_class prefix finetuning_task task_specific_params language model_max_length"
+    " transformers.js_config tokenizer_class prefix finetuning_task task_specific_params language name model_max_length"
     " sbert_ce_default_activation_function sentence_transformers num_labels id2label label2id is_llama_config",
     "heads and modules that transformers' class of the model does not have": "summary_* pooler_fc_size"
     " pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type pooler_hidden_size"

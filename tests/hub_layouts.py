@@ -228,6 +228,7 @@ LAYOUTS: dict[str, Layout] = {
     "bert-large-cased-conll03": Layout(
         "BertForTokenClassification", _BERT | _POOLER | labels(*_ENTITIES) | {"_num_labels": 4}, more=_BERT_IDS
     ),
+    "bert-large-uncased-squad": Layout("BertForQuestionAnswering", _BERT, old=True, more=_NEXT),
     # -- RoBERTa and its other names
     "roberta-base": Layout("RobertaForMaskedLM", _ROBERTA, drop=("decoder.",), more=_ROBERTA_IDS | _POOLED),
     "roberta-large": Layout("RobertaForMaskedLM", _ROBERTA, more=_ROBERTA_IDS),
@@ -247,6 +248,13 @@ LAYOUTS: dict[str, Layout] = {
     "roberta-large-mnli": Layout(
         "RobertaForSequenceClassification",
         _ROBERTA | labels("CONTRADICTION", "NEUTRAL", "ENTAILMENT") | {"_num_labels": 3}, more=_POOLED,
+    ),
+    "roberta-base-go_emotions": Layout(
+        "RobertaForSequenceClassification",
+        _ROBERTA | labels("admiration", "amusement", "anger") | {"problem_type": "multi_label_classification"},
+    ),
+    "roberta-base-squad2": Layout(
+        "RobertaForQuestionAnswering", _ROBERTA | {"language": "english", "name": "Roberta"}, more=_ROBERTA_IDS
     ),
     "all-distilroberta-v1": Layout(
         "RobertaForSequenceClassification", _ROBERTA | arch("RobertaModel"), bare=True,
@@ -272,6 +280,7 @@ LAYOUTS: dict[str, Layout] = {
         "DistilBertForSequenceClassification",
         _DISTIL | labels("NEGATIVE", "POSITIVE") | {"finetuning_task": "sst-2", "output_past": True},
     ),
+    "distilbert-base-cased-distilled-squad": Layout("DistilBertForQuestionAnswering", _DISTIL | {"qa_dropout": 0.0}),
     "msmarco-distilbert-base-v4": Layout(
         "DistilBertForSequenceClassification", _DISTIL | arch("DistilBertModel"), bare=True
     ),

@@ -128,11 +128,11 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor, causal: bool) -> torch.T
 def gradients(
     model: Any, inputs: Mapping[str, Any], loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> tuple[float, dict[str, np.ndarray[Any, Any]]]:
-    """Return transformers' loss and gradients."""
+    """Return transformers' loss and gradients. Without labels, as for question answering, the loss is the model's."""
     given = {name: torch.from_numpy(value) for name, value in inputs.items()}
-    labels, pairs = given.pop("labels"), given.pop("next_sentence_label", None)
+    labels, pairs = given.pop("labels", None), given.pop("next_sentence_label", None)
     out = model(**given)
-    value = loss(out.logits if pairs is None else out.prediction_logits, labels)
+    value = out.loss if labels is None else loss(out.logits if pairs is None else out.prediction_logits, labels)
     if pairs is not None:
         value = value + torch.nn.functional.cross_entropy(out.seq_relationship_logits, pairs)
     value.backward()

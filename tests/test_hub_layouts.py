@@ -47,6 +47,12 @@ def mean_squares(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.mse_loss(logits.squeeze(-1), numbers)
 
 
+LOSSES = {
+    "regression": mean_squares,
+    "multi_label_classification": torch.nn.functional.binary_cross_entropy_with_logits,
+}  # fmt: skip
+
+
 def inputs_of(ours: Any) -> dict[str, Any]:
     """Return random inputs for the model's head: ids from all of the vocabulary, padding left, right and between."""
     given, rng, c = batch(2, causal=ours.objective == "causal"), np.random.default_rng(1), ours.config
@@ -57,6 +63,11 @@ def inputs_of(ours: Any) -> dict[str, Any]:
         given["labels"] = rng.standard_normal(BATCH)
     elif head == "token_classification":
         given["labels"] = np.where(given["labels"] == IGNORED, IGNORED, rng.integers(0, c.classes, (BATCH, SEQ)))
+    elif head == "multi_label_classification":
+        given["labels"] = rng.integers(0, 2, (BATCH, c.classes)).astype(float)
+    elif head == "question_answering":
+        del given["labels"]
+        given |= {f"{end}_positions": rng.integers(0, SEQ, BATCH) for end in ("start", "end")}
     elif head == "pretraining":
         given["next_sentence_label"] = rng.integers(0, 2, BATCH)
     return given
@@ -76,5 +87,5 @@ def test_layouts(runtime: nt.Runtime, tmp_path: Path, name: str) -> None:
     if layout.drawn:
         drawn = {weight: value for weight, value in ours.weights.items() if "classifier" in weight}
         theirs.load_state_dict({weight: torch.from_numpy(value) for weight, value in drawn.items()}, strict=False)
-    mse = getattr(ours.config, "head", "") == "regression"
-    compare(ours, theirs, inputs_of(ours), limit=SINGLE, fusion=False, loss=mean_squares if mse else None)
+    loss = LOSSES.get(getattr(ours.config, "head", ""))
+    compare(ours, theirs, inputs_of(ours), limit=SINGLE, fusion=False, loss=loss)
