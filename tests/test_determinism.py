@@ -19,7 +19,7 @@ cls = getattr(nt.models, options.pop("model", "GPT2"))
 if cls is nt.models.GPT2:
     del inputs["attention_mask"]
 more = {"kv_heads": 2, "ffn": 60} if cls is nt.models.Llama else {"dropout": 0.1}
-config = cls.Config(layers=2, embed=24, heads=4, vocab=101, positions=19, **more)
+config = cls.Config(layers=1, embed=24, heads=4, vocab=101, positions=19, **more)
 for run in runs:
     with nt.Runtime(**run):
         trainer = nt.Trainer(cls(config, seed=3), 4, 19, seed=5, clip_grad_norm=1.0, **options)
@@ -29,7 +29,7 @@ for run in runs:
     print(json.dumps([r.loss.hex() for r in results] + [r.grad_norm.hex() for r in results]
                      + [float(np.sum(w.astype(np.float64) ** 2)).hex() for w in weights.values()]))
 """
-TILES = {"batch": 2, "seq": 7, "embed": 10, "heads": 3, "ffn": 50, "vocab": 40}
+TILES = {"batch": 2, "seq": 7, "embed": 10, "heads": 3, "ffn": 50, "vocab": 60}
 Losses = Callable[..., list[list[str]]]
 
 
