@@ -523,6 +523,19 @@ def test_a_link_that_others_planted_is_not_followed(tmp_path: Path, monkeypatch:
     assert len([*tmp_path.iterdir()]) == 4
 
 
+def test_a_new_file_on_a_full_disk_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = folders.create
+
+    def full(path: Path) -> Any:
+        real(path).close()
+        return Path("/dev/full").open("wb")
+
+    monkeypatch.setattr(folders, "create", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*x\.yaml") as error:
+        write_new(tmp_path / "x.yaml", "text")
+    assert exit_status(error.value) == 1 and not [*tmp_path.iterdir()]
+
+
 def test_a_disk_without_hard_links_gets_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any) -> None:
         raise PermissionError(errno.EPERM, "no links")

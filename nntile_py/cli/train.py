@@ -10,7 +10,7 @@ from nntile_py.cli.options import Sets, app, ends_at_ctrl_c, load_config, note_t
 from nntile_py.errors import ConfigError
 from nntile_py.runs import newest_run, run_folder, run_of, taken
 from nntile_py.system import launcher, output
-from nntile_py.system.folders import write_new
+from nntile_py.system.folders import NO_ROOM, write_new
 
 
 @app.command(epilog="Example: nntile init my.yaml --set data.source=my.txt")
@@ -31,6 +31,8 @@ def init(
     except FileExistsError:
         raise ConfigError(f"FILE: {file} exists; allowed: the name of a new file") from None
     except OSError as error:
+        if error.errno in NO_ROOM:
+            raise
         raise ConfigError(f"FILE: {file}: {error.strerror}; allowed: the name of a new file") from None
     print(f"wrote {file}; train it with: nntile train {file}")
 
