@@ -196,13 +196,13 @@ def write_new(path: Path, content: str | bytes) -> None:
     Raises:
         FileExistsError: The name is taken.
     """
-    with create(path) as file:
-        try:
-            file.write(_encoded(content))
-            file.flush()
-        except OSError as error:
-            path.unlink()
-            raise OSError(error.errno, error.strerror, str(path)) from None
+    file = create(path)
+    try:
+        file.write(_encoded(content))
+        file.close()
+    except OSError as error:
+        path.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _encoded(content: str | bytes) -> bytes:
