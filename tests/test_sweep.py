@@ -65,12 +65,12 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_killed_twice(tmp_path: Path) -> None:
-    """12 points, SIGKILL after some rows and again after some more: 12 rows in the end, none of them twice."""
-    grid = {"tiles.embed": [4, 8, None], "tiles.batch": [1, 2], "fusion": [True, False]}
+    """6 points, SIGKILL after some rows and again after some more: 6 rows in the end, none of them twice."""
+    grid = {"tiles.embed": [4, 8, None], "tiles.batch": [1, 2]}
     measure = {"warmup": 0, "repeats": 1}  # a training step of a GPT-2
     write(tmp_path, {"grid": grid, "measure": measure})
     out, before = tmp_path / "out", 0
-    for more in (2, 3):
+    for more in (1, 2):
         running = subprocess.Popen([*NNTILE, "sweep", "s.yaml", "--out", "out"], cwd=tmp_path, stderr=subprocess.PIPE)
         until = time.monotonic() + 60
         while len(lines(out)) < before + more or not children(running.pid):
@@ -84,17 +84,17 @@ def test_killed_twice(tmp_path: Path) -> None:
             assert time.monotonic() < until, "a point outlived its sweep"
             time.sleep(0.01)
         before = len(lines(out))
-        assert before < 12
+        assert before < 6
     with (out / "rows.jsonl").open("a") as file:
         file.write('{"id": "cut sh')  # what a power cut may leave
     done = nntile(tmp_path, "sweep", "s.yaml", "--out", "out")
     assert done.returncode == 0, done.stderr
     rows = lines(out)
-    assert len(rows) == 12 == len({row["id"] for row in rows})
+    assert len(rows) == 6 == len({row["id"] for row in rows})
     assert {row["status"] for row in rows} == {"ok"}
     with (out / "results.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == 12
-    assert len(json.loads((out / "results.json").read_text())["rows"]) == 12
+        assert len(list(csv.DictReader(file))) == 6
+    assert len(json.loads((out / "results.json").read_text())["rows"]) == 6
     again = nntile(tmp_path, "sweep", "s.yaml", "--out", "out")
     assert again.returncode == 0 and lines(out) == rows  # nothing is left to do
 
