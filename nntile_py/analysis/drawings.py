@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from nntile_py.analysis import dot
@@ -283,11 +283,11 @@ class TaskDrawing(GraphDrawing):
 
         Tasks of a fused product count the product's flop only, and a transposition counts none.
         """
-        sums, known = Counter[str](), dict[str, float]()
+        sums, known = defaultdict[str, float](float), dict[str, float]()
         for graph in self.graphs:
             lowering = self.lists[id(graph)]
             for task in lowering.tasks.tasks:
-                sums[task.op] += task.flop  # type: ignore[assignment]
+                sums[task.op] += task.flop
             known |= {op.full_name: graph.computed(op, lowering.tiling) for op in graph.ops}
         return {name: flop / sums[name] for name, flop in known.items() if sums[name]}
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 
 from nntile_py.data.collators import Array
-from nntile_py.graph.bin_packing import StepInputs
+from nntile_py.graph.step_inputs import StepInputs
 
 Inputs = dict[str, Array] | StepInputs
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.graph.bin_packing import LOOKAHEAD, Bins, SequencePlace, best_fit, consecutive
+from nntile_py.graph.bin_packing import LOOKAHEAD, Bins, best_fit, consecutive
+from nntile_py.graph.step_inputs import SequencePlace
 
 Array = np.ndarray[Any, Any]
 SORTED_STEPS = 32  # steps whose bins are sorted together by work, so that the bins of one step have equal work

@@ -21,8 +21,9 @@ from nntile_py.data.sampler import Sampler
 from nntile_py.data.tables import lines_of
 from nntile_py.data.tokenizer import END_OF_TEXT, token_numbers, without_limits
 from nntile_py.errors import ConfigError
-from nntile_py.graph.bin_packing import Bins, SequencePlace
+from nntile_py.graph.bin_packing import Bins
 from nntile_py.graph.padding import MASK as ATTENTION_MASK
+from nntile_py.graph.step_inputs import SequencePlace
 from nntile_py.system.folders import STDLIB, files_in, read, stdlib, stdlib_files
 
 LONGEST_WORD = 256  # characters; a new tokenizer splits longer runs of letters or spaces

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.step_inputs import StepInputs
 from nntile_py.tasks.band import Band
 from nntile_py.tasks.op import CONTRACTION, Op
 from nntile_py.tiles import TileRange
 from nntile_py.tiles.tasklist import live_slot
-
-if TYPE_CHECKING:
-    from nntile_py.graph.bin_packing import StepInputs
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class PackedFlop:
     @classmethod
     def of(cls, graph: Graph) -> PackedFlop:
         """Count a packed graph."""
-        fixed, by_slot, by_band = 0.0, Counter[str](), Counter[Band]()
+        fixed, by_slot, by_band = 0.0, defaultdict[str, float](float), defaultdict[Band, float](float)
         for op in graph.ops:
             if op.category is not CONTRACTION:
                 continue

@@ -18,10 +18,11 @@ from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution.forward_program import ForwardProgram, MissingInput
 from nntile_py.execution.program import HostCopy, Store
 from nntile_py.execution.runtime import Runtime, in_turns
-from nntile_py.graph.bin_packing import Bins, SequencePlace
+from nntile_py.graph.bin_packing import Bins
 from nntile_py.graph.packed_inputs import rows_of
 from nntile_py.graph.padding import MASK, padded
 from nntile_py.graph.step import Evaluation, StepSpec, check_precision
+from nntile_py.graph.step_inputs import SequencePlace
 from nntile_py.inference.sentence import SentenceModel, has_modules, read_sentence_model
 from nntile_py.inference.texts import TokenizedText, prompted, to_tokens, tokens_of, with_limit
 from nntile_py.models.hf_config import named, read_raw

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.graph.bin_packing import StepInputs
+from nntile_py.graph.step_inputs import StepInputs
 
 IntArray = np.ndarray[Any, Any]
 Inputs = Mapping[str, Any] | IntArray | StepInputs

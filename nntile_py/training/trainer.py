@@ -28,10 +28,11 @@ from nntile_py.execution import memory
 from nntile_py.execution.forward_program import label_counts, mean_slots
 from nntile_py.execution.program import Program
 from nntile_py.execution.runtime import Runtime, in_turns
-from nntile_py.graph.bin_packing import Bins, StepInputs, bins_of
+from nntile_py.graph.bin_packing import Bins, bins_of
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.params import Traceable
 from nntile_py.graph.step import Step, StepSpec, check_precision
+from nntile_py.graph.step_inputs import StepInputs
 from nntile_py.tasks.adamw import AdamW
 from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.optimizer import INVERSE_SCALE, Optimizer
