@@ -165,7 +165,7 @@ class Model(Generic[ConfigT]):
         self._params: list[Param] | None = None
 
     def __repr__(self) -> str:
-        changed = self.config.model_dump(exclude={"type", "from_"}, exclude_defaults=True)
+        changed = self.config.model_dump(exclude={"type", "from_"}, exclude_defaults=True, exclude_unset=True)
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
     def trace(self, g: Graph, batch: Batch) -> Traced:

@@ -427,7 +427,7 @@ WRONG_SECTIONS = [
     ("model.embed=few", "model.embed: got 'few'; allowed: an integer of at least 1"),
     ("model.embed=null", "model.embed: not given, but required; allowed: an integer of at least 1"),
     ("model.from=.", "model.from: .*config.json is missing"),
-    ("model={type: llama, layers: 1, embed: 8, heads: 2, ffn: 8, hed: 1}", "model.hed: .*did you mean heads?"),
+    ("model={type: llama, layers: 1, embed: 8, heads: 2, ffn: 8, hed: 1}", "model.hed: .*did you mean head?"),
     ("model={type: bert, layers: 1, embed: 8, heads: 3}", "model.heads: got 3; allowed: a divisor of model.embed = 8"),
     ("model={type: encoder, embed: 8}", "model.heads: not given"),
     ("model=5", "model: got 5; allowed: a section with type"),
@@ -491,7 +491,7 @@ def test_representations_say_what_an_object_is(runtime: nt.Runtime) -> None:
         handle.result()
         assert repr(handle).endswith("of step 1: done>")
         assert repr(trainer) == "<Trainer of GPT2: batch=2, seq=8, precision='fp32', tiles {batch: 1}, 1 steps>"
-    assert repr(model) == "GPT2(vocab=20, layers=1, embed=8, heads=2, ffn=32, positions=8)"
+    assert repr(model) == "GPT2(vocab=20, layers=1, embed=8, heads=2, positions=8)"
     assert repr(runtime).startswith("<Runtime cpus=") and repr(runtime).endswith(": running>")
     assert repr(nt.Graph()) == "<Graph in fp32: 0 operators, 0 parameters>"
     assert repr(nt.Encoder(model, "logits")) == "<Encoder of GPT2: output='logits', precision='fp32'>"
