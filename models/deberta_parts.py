@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from nntile_py.graph import packed_inputs
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ZEROS, Array, Batch
+from nntile_py.models.base import ModelConfig
 from nntile_py.models.parts import INIT, norm, padding
 from nntile_py.tasks.activation import activation
 from nntile_py.tasks.contract import contract, linear
@@ -62,7 +62,7 @@ def padding_of(g: Graph, batch: Batch) -> Padding | None:
     return Padding(g, mask) if mask else None
 
 
-def convolved(g: Graph, batch: Batch, c: Any, x: Tensor, y: Tensor) -> Tensor:
+def convolved(g: Graph, batch: Batch, c: ModelConfig, x: Tensor, y: Tensor) -> Tensor:
     """Return norm(y + act(convolution of x)), with x [batch, seq, embed] the embeddings and y the first layer's output.
 
     The convolution has c.conv taps along the positions of a sequence, with zeros before and after the sequence. The

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph import packed_inputs
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ZEROS, Array, Batch, Traced
+from nntile_py.models.head_config import HeadConfig
 from nntile_py.models.parts import INIT, dense, first_tokens, norm, of_sequences, padding
 from nntile_py.tasks.activation import activation
 from nntile_py.tasks.binary_cross_entropy import binary_cross_entropy
@@ -27,7 +27,7 @@ from nntile_py.tasks.select import select
 from nntile_py.tasks.squared_error import squared_error
 
 
-def predicted(g: Graph, batch: Batch, c: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def predicted(g: Graph, batch: Batch, c: HeadConfig, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the hidden states that need logits, and their labels. Declares the input labels [batch, seq].
 
     Labels hold the token to predict at each position, -100 at positions without a prediction. With config.masked above
@@ -73,7 +73,7 @@ def labels_at(labels: Array, places: Array) -> Array:
     return np.where(places == NOWHERE, IGNORED, np.take_along_axis(labels, np.maximum(places, 0), axis=1))
 
 
-def bare(g: Graph, c: Any, x: Tensor, pooler: str | None = None) -> Traced:
+def bare(g: Graph, c: HeadConfig, x: Tensor, pooler: str | None = None) -> Traced:
     """Return the outputs of a model without a loss: the hidden states `hidden`.
 
     With head: pooler also `pooled`, a vector for each sequence. Its dense layer has the weights named `pooler`.
@@ -85,7 +85,7 @@ def bare(g: Graph, c: Any, x: Tensor, pooler: str | None = None) -> Traced:
 
 
 def token_logits(
-    g: Graph, x: Tensor, c: Any, words: Tensor, kind: str, names: tuple[str, str, str], decoder: str
+    g: Graph, x: Tensor, c: HeadConfig, words: Tensor, kind: str, names: tuple[str, str, str], decoder: str
 ) -> Tensor:
     """Return logits [..., vocab] of x [..., embed]: a dense layer, an activation, a norm, a product with `words`.
 
@@ -103,7 +103,7 @@ def token_logits(
     return linear(g, y, words, [*x.axes[:-1], "vocab"], g.param(bias, {"vocab": c.vocab}, ZEROS))
 
 
-def first_token(g: Graph, x: Tensor, c: Any, name: str, kind: str, dropped: float = 0.0) -> Tensor:
+def first_token(g: Graph, x: Tensor, c: HeadConfig, name: str, kind: str, dropped: float = 0.0) -> Tensor:
     """Return a vector for each sequence, [batch, hidden]: dropout, dense layer and activation of its first token.
 
     `name` is the prefix of the dense layer's weights, `kind` the activation, `dropped` the dropout probability.
@@ -128,7 +128,7 @@ def mean_of_tokens(g: Graph, batch: Batch, x: Tensor) -> Tensor:
 
 
 def sequence_or_token_head(
-    g: Graph, batch: Batch, c: Any, x: Tensor, vector: Callable[[], Tensor], *, name: str = "classifier",
+    g: Graph, batch: Batch, c: HeadConfig, x: Tensor, vector: Callable[[], Tensor], *, name: str = "classifier",
     pooler: str | None = None, answers: str = "qa_outputs", answer_dropout: float = 0.0,
 ) -> Traced | None:  # fmt: skip
     """Return loss and outputs of config.head for hidden states x; None if it predicts tokens of the vocabulary.
@@ -154,7 +154,7 @@ def sequence_or_token_head(
     return None
 
 
-def classified_tokens(g: Graph, batch: Batch, c: Any, x: Tensor) -> Traced:
+def classified_tokens(g: Graph, batch: Batch, c: HeadConfig, x: Tensor) -> Traced:
     """Return loss and logits of token classification.
 
     Declares the input labels [batch, seq]: the class of each token, -100 for tokens that do not count.
@@ -166,7 +166,7 @@ def classified_tokens(g: Graph, batch: Batch, c: Any, x: Tensor) -> Traced:
 
 
 def classified(
-    g: Graph, batch: Batch, c: Any, vectors: Tensor, name: str = "classifier", *, bias: bool = True
+    g: Graph, batch: Batch, c: HeadConfig, vectors: Tensor, name: str = "classifier", *, bias: bool = True
 ) -> Traced:
     """Return loss and logits of a classifier of sequences, whose vectors are `vectors` [batch, hidden].
 
@@ -220,7 +220,7 @@ def _inside(given: Mapping[str, Array], name: str, outside: int) -> Array:
     return np.where(given[name] < outside, np.maximum(given[name], 0), IGNORED)
 
 
-def chosen(g: Graph, batch: Batch, c: Any, vectors: Tensor) -> Traced:
+def chosen(g: Graph, batch: Batch, c: HeadConfig, vectors: Tensor) -> Traced:
     """Return loss and logits [question, choice] of a multiple choice, for vectors [batch, hidden].
 
     Each question has config.choices sequences, one after the other. Declares the input labels [question]: the number
@@ -243,7 +243,7 @@ def chosen(g: Graph, batch: Batch, c: Any, vectors: Tensor) -> Traced:
     return Traced(cross_entropy(g, scores, labels), {"logits": scores})
 
 
-def next_sentence(g: Graph, batch: Batch, c: Any, pooled: Tensor, label: str, loss: Tensor | None = None) -> Traced:
+def next_sentence(g: Graph, batch: Batch, c: HeadConfig, pooled: Tensor, label: str, loss: Tensor | None = None) -> Traced:
     """Return loss and logits of BERT's second pre-training task: whether sentence B follows sentence A.
 
     Declares an input named `label` [batch]: 0 if it does, 1 if not. Adds the loss to `loss` if there is one.
@@ -261,7 +261,7 @@ def unpacked_head(g: Graph, head: str, outputs: dict[str, Tensor]) -> Traced:
     return Traced(None, outputs)
 
 
-def decoder_head(g: Graph, batch: Batch, c: Any, x: Tensor, words: Tensor, padding: str) -> Traced:
+def decoder_head(g: Graph, batch: Batch, c: HeadConfig, x: Tensor, words: Tensor, padding: str) -> Traced:
     """Return loss and outputs of a decoder's head for hidden states x.
 
     Args:
@@ -279,7 +279,7 @@ def decoder_head(g: Graph, batch: Batch, c: Any, x: Tensor, words: Tensor, paddi
     return Traced(cross_entropy(g, logits, labels), {"logits": logits})
 
 
-def last_tokens(g: Graph, batch: Batch, c: Any, x: Tensor, key: str) -> Tensor:
+def last_tokens(g: Graph, batch: Batch, c: HeadConfig, x: Tensor, key: str) -> Tensor:
     """Return the vector of each sequence's last token that is not padding: [batch, hidden] of x [batch, seq, embed].
 
     The config's `key` is the number of the padding token. Without it the last position counts.

@@ -78,7 +78,7 @@ class LayerConfig(ModelConfig):
             )
 
 
-def check_layer_types(c: Any) -> None:
+def check_layer_types(c: LayerConfig) -> None:
     """Raise ConfigError unless the config's `layer_types` is null or has a type for each layer."""
     if c.layer_types is not None and len(c.layer_types) != c.layers:
         need = f"one for each of model.layers = {c.layers}"
