@@ -147,7 +147,7 @@ def counted_positions(g: Graph, batch: Batch, positions: int | None, padding: in
 def embedded(
     g: Graph,
     batch: Batch,
-    c: TextEncoderConfig,
+    c: Any,
     name: str,
     *,
     kinds: bool = True,
@@ -215,7 +215,7 @@ class EncoderLayer:
     them. Several calls share the weights.
     """
 
-    def __init__(self, g: Graph, c: TextEncoderConfig, name: str, names: LayerNames) -> None:
+    def __init__(self, g: Graph, c: Any, name: str, names: LayerNames) -> None:
         embed, heads = {"embed": c.embed}, {"heads": c.heads, "head_dim": c.embed // c.heads}
         ffn, at = {"ffn": c.ffn}, LayerNames(*(f"{name}.{one}" for one in names))
         self.config = c

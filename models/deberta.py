@@ -189,7 +189,7 @@ class Relative(NamedTuple):
 class DeBERTaLayer(EncoderLayer):
     """A layer of version 1. Its checkpoint has one weight that holds, head by head, query, key and value weights."""
 
-    def __init__(self, g: Graph, c: DeBERTaConfig, name: str, relative: Relative | None, padding: Padding | None) -> None:
+    def __init__(self, g: Graph, c: Any, name: str, relative: Relative | None, padding: Padding | None) -> None:
         self.own, self.relative, self.padding = f"{name}.attention.self", relative, padding
         super().__init__(g, c, name, LayerNames(*(f"attention.self.{one}_proj" for one in ("query", "key", "value"))))
         embed, heads = {"embed": c.embed}, {"heads": c.heads, "head_dim": c.embed // c.heads}

@@ -243,7 +243,9 @@ def chosen(g: Graph, batch: Batch, c: HeadConfig, vectors: Tensor) -> Traced:
     return Traced(cross_entropy(g, scores, labels), {"logits": scores})
 
 
-def next_sentence(g: Graph, batch: Batch, c: HeadConfig, pooled: Tensor, label: str, loss: Tensor | None = None) -> Traced:
+def next_sentence(
+    g: Graph, batch: Batch, c: HeadConfig, pooled: Tensor, label: str, loss: Tensor | None = None
+) -> Traced:
     """Return loss and logits of BERT's second pre-training task: whether sentence B follows sentence A.
 
     Declares an input named `label` [batch]: 0 if it does, 1 if not. Adds the loss to `loss` if there is one.

@@ -184,7 +184,7 @@ class _Layers:
     all norms share an input of zeros as their bias.
     """
 
-    def __init__(self, g: Graph, batch: Batch, c: ModernBERTConfig) -> None:
+    def __init__(self, g: Graph, batch: Batch, c: Any) -> None:
         self.g, self.batch, self.c = g, batch, c
         self.zeros = None if c.norm_bias else g.input("norm_bias", {"embed": c.embed}, None, default=0.0)
         self.kinds: dict[bool, tuple[Mask, Tensor]] = {}
