@@ -1,5 +1,7 @@
 .PHONY: setup setup-test setup-lint setup-docs train test test-long torture lint types links docs wheel bundle clean
 .NOTPARALLEL:
+TYPES = cd build/package && { [ -e nntile_py/_core.pyi ] || echo 'def __getattr__(name: str): ...  \# type: ignore' >nntile_py/_core.pyi; } && \
+	../../.venv/bin/mypy --config-file ../../pyproject.toml -p nntile_py
 
 # Installs what training needs; the next targets also install extras of pyproject.toml.
 setup:
@@ -20,7 +22,7 @@ train: setup
 # mypy keeps one core busy for a minute: it runs beside the tests, and its errors come after theirs.
 test: setup-test links
 	@.venv/bin/ruff check .
-	@$(MAKE) -s types >build/types.log 2>&1 & types=$$!; \
+	@($(TYPES)) >build/types.log 2>&1 & types=$$!; \
 	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder; status=$$?; \
 	wait $$types || { cat build/types.log; exit 1; }; exit $$status
 
@@ -38,8 +40,7 @@ lint: setup-lint links types
 	@.venv/bin/ruff check .
 
 types:
-	@[ -e nntile_py/_core.pyi ] || echo 'def __getattr__(name: str): ...  # type: ignore' >build/package/nntile_py/_core.pyi
-	@cd build/package && ../../.venv/bin/mypy --config-file ../../pyproject.toml -p nntile_py
+	@$(TYPES)
 
 # Links for tools that read sources: build/package has the packages as an installation has them (nntile_py/tasks, ...).
 links:
