@@ -137,7 +137,8 @@ class Llama(HeadedModel):
             return dense(g, gated(g, gate, up, c.activation), f"{name}.down_proj", ffn, embed, init, **biased)
 
         ids = g.input("input_ids", tokens, below=c.vocab)
-        table = rotary_input(g, batch, rotary_table(c.head_dim, batch.length, c.rope_theta, c.rope_scaling))
+        angles = rotary_table(c.head_dim, batch.length, c.rope_theta, c.rope_scaling, packed=bool(batch.packed))
+        table = rotary_input(g, batch, angles)
         mask, biases = attention_mask(g, batch, causal=True), self.biases()
         with g.scope("embed"):
             words = g.param("model.embed_tokens.weight", {"vocab": c.vocab} | embed, init)

@@ -205,7 +205,7 @@ class _Layers:
             window = None if everywhere else c.local_attention // 2 + 1
             mask = self.kinds[not everywhere][0] if self.kinds else attention_mask(g, batch)
             mask = replace(mask, window=window, two_sided=not everywhere)
-            table = rotary_table(self.head_dim, batch.length, theta, scaling)
+            table = rotary_table(self.head_dim, batch.length, theta, scaling, packed=bool(batch.packed))
             self.kinds[everywhere] = mask, rotary_input(g, batch, table, name)
         return self.kinds[everywhere]
 

@@ -16,7 +16,9 @@ from .rotary_scaling import Angles, scaled
 MOST = 2**28  # largest number of entries of a table; in float64 they take 2 GiB
 
 
-def rotary_table(head_dim: int, positions: int, theta: float, scaling: Mapping[str, Any] | None = None) -> Array:
+def rotary_table(
+    head_dim: int, positions: int, theta: float, scaling: Mapping[str, Any] | None = None, *, packed: bool = False
+) -> Array:
     """Return a table, float64 [positions, head_dim]: for each position head_dim / 2 cosines, then head_dim / 2 sines.
 
     The angle of pair i at a position is position * theta^(-2i / head_dim) (Su et al. 2021, eq. 15).
@@ -25,6 +27,7 @@ def rotary_table(head_dim: int, positions: int, theta: float, scaling: Mapping[s
         scaling: rope_scaling (rope_parameters) of a transformers config, with rope_type default, linear, dynamic,
             llama3, yarn or longrope. It changes the frequencies theta^(-2i / head_dim), and yarn and longrope the
             size of cosines and sines, as modeling_rope_utils.ROPE_INIT_FUNCTIONS does.
+        packed: True for packed sequences, each of which is computed as if it were alone.
 
     Raises:
         ConfigError: another rope_type; a missing, unknown or wrong key; an odd head_dim; too many positions.
@@ -38,7 +41,7 @@ def rotary_table(head_dim: int, positions: int, theta: float, scaling: Mapping[s
         frequencies = float(theta) ** (-np.arange(0, head_dim, 2) / head_dim)
     if not np.isfinite(frequencies).all():
         raise ConfigError(f"rope_theta: {theta} is not allowed; use a number whose inverse is finite")
-    frequencies, factor = scaled(Angles(frequencies, theta, positions), scaling or {})
+    frequencies, factor = scaled(Angles(frequencies, theta, positions, packed), scaling or {})
     angles = np.arange(positions)[:, None] * frequencies
     return factor * np.concatenate([np.cos(angles), np.sin(angles)], 1)
 

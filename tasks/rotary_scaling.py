@@ -22,11 +22,13 @@ class Angles(NamedTuple):
         frequencies: theta^(-2i / head_dim) for each pair i.
         theta: Base of the wavelengths.
         positions: Length of the longest sequence.
+        packed: True if shorter sequences are computed beside the longest, each as if it were alone.
     """
 
     frequencies: Array
     theta: float
     positions: int
+    packed: bool = False
 
 
 Result = tuple[Array, float]  # the frequencies, and the factor of cosines and sines
@@ -85,6 +87,11 @@ def _yarn(angles: Angles, options: dict[str, Any]) -> Result:
 
 def _longrope(angles: Angles, options: dict[str, Any]) -> Result:
     """Divide each frequency by a factor of its own, for sequences beyond the original length another (Ding 2024)."""
+    if angles.packed and angles.positions > options[LENGTH]:
+        raise ConfigError(
+            f"rope_scaling.rope_type: longrope is not allowed for packed sequences of up to {angles.positions} tokens, as"
+            f" shorter ones have other frequencies; use at most {LENGTH} = {options[LENGTH]} (nt.Encoder: max_length)"
+        )
     name = "long_factor" if angles.positions > options[LENGTH] else "short_factor"
     divisors, pairs, factor = np.array(options[name]), len(angles.frequencies), options["factor"]
     if divisors.shape != (pairs,):

@@ -420,6 +420,15 @@ def test_rotary_table_of_wrong_scaling(head_dim: int, scaling: dict[str, Any] | 
         ops.rotary_table(head_dim, 4, 1e4, scaling)
 
 
+def test_longrope_of_packed_sequences_beyond_its_length() -> None:
+    """transformers takes other frequencies for a sequence up to the original length than for a longer one."""
+    scaling = {"rope_type": "longrope", "factor": 2, **LENGTH, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    original = LENGTH["original_max_position_embeddings"]
+    ops.rotary_table(8, original, 1e4, scaling, packed=True)
+    with pytest.raises(ConfigError, match=f"longrope is not allowed for packed .* at most .* = {original}"):
+        ops.rotary_table(8, original + 1, 1e4, scaling, packed=True)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_softmax(pair: Pair, causal: bool) -> None:
     mask = Mask(causal)
