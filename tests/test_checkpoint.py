@@ -23,7 +23,7 @@ from nntile_py.checkpoint.resume import newest_checkpoint
 from nntile_py.checkpoint.run_folder import Metrics, RunFolder, check_replaced, check_unlocked
 from nntile_py.checkpoint.writer import error_text
 from nntile_py.errors import ConfigError, NNTileError
-from nntile_py.system.folders import exchange, mark
+from nntile_py.system.folders import exchange, mark, replace_file
 
 FACTS: dict[str, Any] = {"model": None, "trainer": {}}
 
@@ -342,6 +342,49 @@ def test_files_that_are_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     names = {"checkpoints", "config.json", "model.safetensors", "tokenizer.json"}
     assert {path.name for path in run.path.iterdir()} == names
     run.close()
+
+
+ALONG = {"config.json": "{}", "notes.txt": "theirs", "1_Pooling/config.json": "[]"}
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("mine", ["files", "link", "file", "folder", "copies"])
+def test_users_files_with_names_of_published_ones(mine: str, replaces: bool, tmp_path: Path) -> None:
+    """They are renamed, and nothing is written through a link; copies that a run has published are replaced."""
+    out, victim = tmp_path / "run", tmp_path / "victim"
+    checkpoint.write_checkpoint(checkpoint.checkpoint_folder(out, 3), state(), ALONG | {"notes.txt": "before"}, FACTS)
+    run = RunFolder(out)
+    run.publish(3)
+    run.close()
+    replace_file(victim / "config.json", "kept")
+    pooling, notes = out / "1_Pooling", out / "notes.txt"
+    kept = {"notes.txt.old1": "mine"}
+    if mine == "files":
+        notes.write_text("mine"), (pooling / "config.json").write_text("mine")
+        kept |= {"1_Pooling/config.json.old1": "mine"}
+    elif mine != "copies":
+        shutil.rmtree(pooling)
+        notes.unlink()
+    if mine == "link":
+        pooling.symlink_to(victim), notes.symlink_to(victim / "config.json")
+        kept = {"1_Pooling.old1/config.json": "kept", "notes.txt.old1": "kept"}
+    elif mine == "file":
+        notes.write_text("mine"), pooling.write_text("mine")
+        kept |= {"1_Pooling.old1": "mine"}
+    elif mine == "folder":
+        replace_file(notes / "x", "mine")
+        kept = {"notes.txt.old1/x": "mine"}
+    elif mine == "copies":
+        kept = {}
+    run = RunFolder(out, replaces)
+    checkpoint.write_checkpoint(checkpoint.checkpoint_folder(run.path, 4), state(4), ALONG, FACTS)
+    run.settle()
+    for _ in range(2):
+        run.publish(4)
+    run.close()
+    assert (victim / "config.json").read_text() == "kept" and len([*victim.iterdir()]) == 1
+    assert {name: (out / name).read_text() for name in ALONG | kept} == ALONG | kept
+    assert len([*out.rglob("*.old*")]) == len(kept) and not [*tmp_path.glob("run.*")]
 
 
 def test_a_run_that_cannot_begin_leaves_the_users_files(tmp_path: Path) -> None:

@@ -293,8 +293,11 @@ def test_files_beside_the_weights_go_along(tmp_path: Path) -> None:
     nntile(tmp_path, "c.yaml")
     run = tmp_path / "run"
     shutil.move(source, tmp_path / "gone")
-    (run / "notes.txt").write_text("mine")
+    edited = ("notes.txt", "vocab.txt", "tokenizer_config.json")
+    for name in edited:
+        (run / name).write_text("mine")
     nntile(tmp_path, "--resume", "run", "--set", "train.steps=2", "--set", "sample.tokens=0")
+    assert all((run / f"{name}.old1").read_text() == "mine" for name in edited[1:]) and len([*run.glob("*.old*")]) == 2
     for place in (run, run / "checkpoints/step-000001", run / "checkpoints/step-000002"):
         found = {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}
         assert {*ALONG} <= found

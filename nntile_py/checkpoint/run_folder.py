@@ -29,6 +29,7 @@ from nntile_py.system.folders import (
     remove_leftovers,
     replace_file,
     replaced,
+    same_content,
     sync,
     unmark,
 )  # fmt: skip
@@ -127,12 +128,14 @@ class RunFolder:
 
         The weights are a hard link to the checkpoint's file, or a copy on disks without hard links. Other files are
         copies, which a user may edit without a change of the checkpoint, or links if the disk has no room for copies.
+        A user's files of these names are renamed, see `make_way`.
         """
         source = checkpoint.checkpoint_folder(self.path, step)
         for name in (*sorted(_published(source) - {checkpoint.MODEL}), checkpoint.MODEL):  # the weights last
             if name == checkpoint.MODEL:
                 link_or_copy(source / name, self.path / name)
                 continue
+            self.make_way(name)
             try:
                 replace_file(self.path / name, read(source / name))
             except OSError as error:
@@ -140,6 +143,17 @@ class RunFolder:
                     raise
                 link_or_copy(source / name, self.path / name)
         sync(self.path)
+
+    def make_way(self, name: str) -> None:
+        """Rename what a user has put in the place of the run's file `name`, or of its folder, to NAME.old1.
+
+        In the place of a folder, these are links, through which the run would write, and files."""
+        path = self.path / name
+        inner = path.parent
+        if inner != self.path and os.path.lexists(inner) and (inner.is_symlink() or not inner.is_dir()):
+            inner.rename(checkpoint.free_name(inner))
+        if os.path.lexists(path) and not _is_copy(self.path, name):
+            path.rename(checkpoint.free_name(path))
 
 
 def _locked(folder: Path) -> int:
@@ -212,7 +226,7 @@ def _remove_run(folder: Path, kept: Path) -> None:
     """Remove a run's files from `folder`. Move other files to the same place in the folder `kept`, if it is another."""
     inner, written = folder / "checkpoints", {*OWN}
     for _, path in checkpoint.checkpoints_in(folder):
-        written |= _published(path)
+        written |= {name for name in _published(path) if _is_copy(folder, name)}
     if inner.is_dir() and not inner.is_symlink():
         for _, path in checkpoint.checkpoints_in(folder):
             checkpoint.remove_checkpoint(path)
@@ -226,6 +240,12 @@ def _remove_run(folder: Path, kept: Path) -> None:
 def _published(folder: Path) -> set[str]:
     """Return the names of the files of a checkpoint that a run's folder has too."""
     return (checkpoint.own_files(folder) or set()) - {checkpoint.OPTIMIZER, checkpoint.STATE}
+
+
+def _is_copy(run: Path, name: str) -> bool:
+    """Return True if the file `name` in a run's folder has the content that a checkpoint of the run has for it."""
+    path, folders = run / name, checkpoint.checkpoints_in(run)
+    return not path.is_symlink() and any(same_content(path, folder / name) for _, folder in folders)
 
 
 def _move_entries(folder: Path, target: Path) -> None:

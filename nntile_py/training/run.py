@@ -230,6 +230,7 @@ def _first_files(run: _Run, make_folder: Callable[[], RunFolder]) -> tuple[RunFo
     try:
         replace_file(folder.path / "config.yaml", run.config.to_yaml())
         for name, content in tokenizer_files(run.dataset.tokenizer, run.config).items():
+            folder.make_way(name)
             replace_file(folder.path / name, content)
         metrics = Metrics(folder.path, run.trainer.steps, run.report, run.out, set_aside)
     except OSError:
