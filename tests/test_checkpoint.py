@@ -387,6 +387,18 @@ def test_users_files_with_names_of_published_ones(mine: str, replaces: bool, tmp
     assert len([*out.rglob("*.old*")]) == len(kept) and not [*tmp_path.glob("run.*")]
 
 
+def test_a_published_file_never_takes_a_name_of_the_run(tmp_path: Path) -> None:
+    """Checkpoints of earlier versions may have a folder of such a name."""
+    files = {f"{name}/x.json": "{}" for name in ("metrics.jsonl", "checkpoints")}
+    checkpoint.write_checkpoint(checkpoint.checkpoint_folder(tmp_path, 3), state(), files, FACTS)
+    (tmp_path / "metrics.jsonl").write_text("lines")
+    run = RunFolder(tmp_path)
+    run.publish(3)
+    run.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "metrics.jsonl", "model.safetensors"}
+    assert (tmp_path / "metrics.jsonl").read_text() == "lines" and not (tmp_path / "checkpoints/x.json").exists()
+
+
 def test_a_run_that_cannot_begin_leaves_the_users_files(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run", new=True)
     users_files(run.path)

@@ -18,7 +18,8 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 import nntile_py as nt
-from nntile_py.checkpoint.model_files import model_files
+from nntile_py.checkpoint.model_files import _companions, model_files
+from nntile_py.checkpoint.run_folder import OWN
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.data import text as data
@@ -281,6 +282,15 @@ def nntile(tmp_path: Path, *arguments: str) -> str:
     done = forks.run([sys.executable, "-m", "nntile_py.cli", "train", *arguments], **how, check=False)
     assert done.returncode == 0, done.stderr
     return str(done.stdout)
+
+
+@pytest.mark.parametrize("name", [*OWN, "optimizer.safetensors", "state.json", ".nntile_py"])
+def test_modules_with_names_of_a_runs_own_files(name: str, tmp_path: Path) -> None:
+    """Their folders stay behind: a run could not put its file beside them."""
+    write(tmp_path, {f"{name}/x.json": "{}", "1_Pooling/x.json": "{}"})
+    (tmp_path / "modules.json").write_text(json.dumps([{"path": name}, {"path": "1_Pooling"}]))
+    found = {str(path.relative_to(tmp_path)) for path in _companions(tmp_path)}
+    assert found == {"modules.json", "1_Pooling/x.json"}
 
 
 def test_files_beside_the_weights_go_along(tmp_path: Path) -> None:

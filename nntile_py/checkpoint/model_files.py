@@ -10,11 +10,12 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from nntile_py.checkpoint import format as checkpoint
+from nntile_py.checkpoint.run_folder import OWN
 from nntile_py.config.run_config import RunConfig
 from nntile_py.data.special_tokens import GENERATION, SpecialTokens, same_folder, special_tokens
 from nntile_py.data.tokenizer import frame, read_tokenizer
 from nntile_py.models.hf_config import read_json
-from nntile_py.system.folders import is_name, read
+from nntile_py.system.folders import MARK, is_name, read
 
 Files = dict[str, str | bytes]
 # Suffixes of the small files that go along from the folder of a model: settings, chat templates, vocabularies. Weights,
@@ -98,10 +99,10 @@ def _companions(folder: Path) -> Iterator[Path]:
 
 
 def _module_folders(folder: Path) -> list[Path]:
-    """Return the folders inside `folder` that modules.json names."""
+    """Return the folders inside `folder` that modules.json names, except those with the name of a run's own file."""
     try:
         modules = json.loads(read(folder / MODULES))
         names = [module["path"] for module in modules if module["path"]]
-        return [folder / name for name in names if is_name(name) and name != "checkpoints"]
+        return [folder / name for name in names if is_name(name) and name not in {*OWN, *checkpoint.FILES, MARK}]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return []

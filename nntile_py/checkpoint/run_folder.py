@@ -238,8 +238,9 @@ def _remove_run(folder: Path, kept: Path) -> None:
 
 
 def _published(folder: Path) -> set[str]:
-    """Return the names of the files of a checkpoint that a run's folder has too."""
-    return (checkpoint.own_files(folder) or set()) - {checkpoint.OPTIMIZER, checkpoint.STATE}
+    """Return the names of the files of a checkpoint that a run's folder has too: none in a folder with a name of OWN."""
+    names = (checkpoint.own_files(folder) or set()) - {checkpoint.OPTIMIZER, checkpoint.STATE}
+    return {name for name in names if str(Path(name).parent) not in OWN}
 
 
 def _is_copy(run: Path, name: str) -> bool:
