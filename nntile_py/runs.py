@@ -31,7 +31,7 @@ def run_folder(name: str, configured: str | None, option: Path | None, overwrite
         raise ConfigError(f"--out: {folder} is not an empty folder; allowed: a new or empty one{on}, or --overwrite")
     free = next(f for f in _numbered(folder) if not taken(f))
     if launcher.leads():
-        print(f"{folder} holds an earlier run; this one goes to {free} (there with --overwrite)", file=sys.stderr)
+        print(f"{folder} holds an earlier run; this run goes to {free} (--overwrite: to {folder})", file=sys.stderr)
     return free
 
 

@@ -89,8 +89,9 @@ def _longrope(angles: Angles, options: dict[str, Any]) -> Result:
     """Divide each frequency by a factor of its own, for sequences beyond the original length another (Ding 2024)."""
     if angles.packed and angles.positions > options[LENGTH]:
         raise ConfigError(
-            f"rope_scaling.rope_type: longrope is not allowed for packed sequences of up to {angles.positions} tokens, as"
-            f" shorter ones have other frequencies; use at most {LENGTH} = {options[LENGTH]} (nt.Encoder: max_length)"
+            f"rope_scaling.rope_type: longrope is not allowed for packed sequences of up to {angles.positions} tokens:"
+            f" shorter ones have other frequencies; use at most {LENGTH} = {options[LENGTH]} (in nt.Encoder:"
+            " max_length)"
         )
     name = "long_factor" if angles.positions > options[LENGTH] else "short_factor"
     divisors, pairs, factor = np.array(options[name]), len(angles.frequencies), options["factor"]

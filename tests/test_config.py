@@ -301,7 +301,7 @@ def test_the_folder_that_a_second_run_takes_is_told(
     Path("runs/x").mkdir(parents=True)
     Path("runs/x/metrics.jsonl").touch()
     assert run_folder("x", None, None, False) == Path("runs/x-2")
-    assert capsys.readouterr().err.startswith("runs/x holds an earlier run; this one goes to runs/x-2")
+    assert capsys.readouterr().err.startswith("runs/x holds an earlier run; this run goes to runs/x-2")
     assert run_folder("x", None, None, True) == Path("runs/x") and not capsys.readouterr().err
 
 

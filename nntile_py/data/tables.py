@@ -148,7 +148,8 @@ def _name(here: str, label: str, name: Any) -> str:
     if isinstance(name, bool):
         name = str(name).lower()
     if not isinstance(name, str | int) or not str(name).strip():
-        raise ConfigError(f"{here}: {label!r} is {short(name)}; allowed: a name or an integer")
+        several = ", or a list with head: multi_label_classification" * isinstance(name, list)
+        raise ConfigError(f"{here}: {label!r} is {short(name)}; allowed: a name or an integer{several}")
     return text_of(here, label, str(name)).strip()
 
 

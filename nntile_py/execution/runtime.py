@@ -143,6 +143,7 @@ class Runtime:
         if not 0 <= cuda <= devices:
             raise ConfigError(f"runtime.cuda: {cuda} is not allowed; this machine has {devices} CUDA devices")
         self._users: list[Any] = []
+        self._process = os.getpid()
 
     def __repr__(self) -> str:
         memory = f", memory={self.memory}" if self.memory else ""
@@ -208,7 +209,7 @@ class Runtime:
         finally:
             for name in variables:
                 os.environ.pop(name, None)
-        Runtime.current = self
+        Runtime.current, self._process = self, os.getpid()
         atexit.register(self._stop)  # a process that ends inside the block: workers must not outlive the interpreter
 
     def _ahead(self) -> int:
@@ -236,6 +237,8 @@ class Runtime:
     @in_turns
     def __exit__(self, kind: object = None, error: BaseException | None = None, *where: object) -> None:
         if Runtime.current is not self:  # `stop` was called in the block, or this is a forked child
+            if error is None and self._process != os.getpid():
+                _core.wait_all()  # raises TaskError: the block's tasks are the parent's
             return
         with uninterrupted():
             self._end(error)

@@ -383,5 +383,5 @@ def _no_loss(config: Any) -> str:
     if not own or (head := config.head) == own.default:
         return " has no loss; allowed in training: a model whose trace returns one"
     folder = f" (from {config.from_})" if getattr(config, "from_", None) else ""
-    need = f"another head, such as head: {own.default}, which is drawn anew where a folder has none"
+    need = f"another head, such as head: {own.default}, whose weights are random if the folder has none"
     return f" with head: {head}{folder} has no loss; allowed in training: {need}"

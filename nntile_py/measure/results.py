@@ -138,14 +138,14 @@ def best_text(rows: list[Row], best: Best, baseline: Row | None = None) -> str:
     if chosen and (busy := disturbance(rows)):
         lines.append(f"{busy}: measure again before you rely on this")
     if chosen and baseline:
-        lines.append(_gain_text(chosen, baseline, baseline in alike))
+        lines.append(_gain_text(chosen, baseline, bool(alike) if chosen is baseline else baseline in alike))
     return "\n".join(lines)
 
 
 def _gain_text(chosen: Row, baseline: Row, alike: bool) -> str:
     own = f"the config's own tiles ({baseline['seconds']:.4g} s)"
     if chosen is baseline:
-        return f"{own} are the best: keep them"
+        return f"{own} are {'among the fastest' if alike else 'the best'}: keep them"
     middle, least, most = gain(chosen, baseline)
     text = f"{middle:.2f} times as fast as {own}, by round {least:.2f} to {most:.2f}"
     return f"{text}: no clear gain, keep them" if alike or least < 1 else text

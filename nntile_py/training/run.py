@@ -87,6 +87,8 @@ def train(
     data = data_facts(config, dataset)
     _check_ranks(config, spec, runtime, data, point, report)
     report(f"{dataset.describe()}; writing to {out}")
+    if config.tokenizer.path is None and (count := dataset.tokenizer.get_vocab_size()) < config.tokenizer.size():
+        report(f"note: the text has only {count:,} tokens; tokenizer.vocab_size={count} saves unused rows of weights")
     if point:
         differences = check_same_run(point, config, data)
         if point.step >= config.train.steps and not ranks and _publish(point, out):
