@@ -8,6 +8,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forks
@@ -243,6 +244,10 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match=r"free, .* MiB needed") as error:
         checkpoint.check_free_space(tmp_path, 1 << 60)
     assert str(tmp_path) in error_text(error.value)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=512))
+    for need, told in ((30 * 2**10, "30.0 KiB"), (2**17, "0.1 MiB"), (3 * 2**30, "3,072.0 MiB")):
+        with pytest.raises(OSError, match=f"0.5 KiB free, {told} needed"):
+            checkpoint.check_free_space(tmp_path, need)
 
 
 def _full(*_: Any) -> str:
@@ -341,6 +346,9 @@ def test_files_that_are_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert linked == {"model.safetensors", *(["config.json"] if full else [])}
     names = {"checkpoints", "config.json", "model.safetensors", "tokenizer.json"}
     assert {path.name for path in run.path.iterdir()} == names
+    checkpoint.write_checkpoint(checkpoint.checkpoint_folder(run.path, 4), state(4), {"1_Pooling/x.json": ""}, FACTS)
+    run.publish(4)
+    assert (run.path / "1_Pooling" / "x.json").is_file()
     run.close()
 
 

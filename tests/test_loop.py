@@ -534,6 +534,11 @@ def test_a_new_file_on_a_full_disk_is_not_left(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match=r"No space left on device: .*x\.yaml") as error:
         write_new(tmp_path / "x.yaml", "text")
     assert exit_status(error.value) == 1 and not [*tmp_path.iterdir()]
+    (tmp_path / "kept").mkdir()
+    for name in ("kept/x.yaml", "kept/new/x.yaml", "m/p/x.yaml"):  # without the folders made for the file
+        with pytest.raises(OSError, match="No space left on device"):
+            replace_file(tmp_path / name, "text")
+        assert [*tmp_path.rglob("*")] == [tmp_path / "kept"]
 
 
 def test_a_disk_without_hard_links_gets_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ from nntile_py.system.folders import (
     unmark,
     write_new,
 )  # fmt: skip
+from nntile_py.system.units import room
 from nntile_py.system.version import VERSION
 from nntile_py.tasks.optimizer import MOST_SCALE
 
@@ -136,7 +137,7 @@ def check_free_space(run: Path, need: int) -> None:
     """Raise OSError if the disk of a run's folder has less than `need` bytes free."""
     free = shutil.disk_usage(run).free
     if free < need:
-        text = f"{os.strerror(errno.ENOSPC)}: {free / 2**20:.1f} MiB free, {need / 2**20:.1f} MiB needed"
+        text = f"{os.strerror(errno.ENOSPC)}: {room(free)} free, {room(need)} needed"
         raise OSError(errno.ENOSPC, text, str(run))
 
 

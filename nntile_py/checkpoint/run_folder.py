@@ -238,7 +238,7 @@ def _remove_run(folder: Path, kept: Path) -> None:
 
 
 def _published(folder: Path) -> set[str]:
-    """Return the names of the files of a checkpoint that a run's folder has too: none in a folder with a name of OWN."""
+    """Return the names of the files of a checkpoint that a run's folder has too, none in a folder named as in OWN."""
     names = (checkpoint.own_files(folder) or set()) - {checkpoint.OPTIMIZER, checkpoint.STATE}
     return {name for name in names if str(Path(name).parent) not in OWN}
 

@@ -4,6 +4,7 @@ import ctypes
 import errno
 import fcntl
 import filecmp
+import itertools
 import json
 import os
 import re
@@ -18,6 +19,8 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import IO
+
+from nntile_py.system.units import room
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -171,10 +174,19 @@ def remove_leftovers(path: Path) -> None:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file atomically: readers see the old or the new content. Missing folders are created."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path) as file:
-        file.write(_encoded(content))
+    """Write a file atomically: readers see the old or the new content. Missing folders are created.
+
+    After an error, the folders that were missing are removed again."""
+    missing = list(itertools.takewhile(lambda folder: not folder.exists(), path.parents))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replaced(path) as file:
+            file.write(_encoded(content))
+    except OSError:
+        with suppress(OSError):  # a folder that another process has put a file into stays
+            for folder in missing:
+                folder.rmdir()
+        raise
 
 
 def remove_files(folder: Path, names: Iterable[str]) -> None:
@@ -210,7 +222,10 @@ def _encoded(content: str | bytes) -> bytes:
 
 
 def link_or_copy(source: Path, path: Path) -> None:
-    """Replace `path` by a hard link to the file `source`, or by a copy on disks without hard links."""
+    """Replace `path` by a hard link to the file `source`, or by a copy on disks without hard links.
+
+    A missing folder of `path` is created."""
+    path.parent.mkdir(exist_ok=True)
     beside = temporary_name(path)
     try:
         os.link(source, beside)
@@ -240,7 +255,7 @@ def reserve(file: IO[bytes], size: int) -> None:
     except OSError as error:
         if error.errno not in NO_ROOM:
             return  # the file system cannot reserve
-        raise OSError(error.errno, f"{error.strerror}: {size / 2**20:,.1f} MiB needed") from None
+        raise OSError(error.errno, f"{error.strerror}: {room(size)} needed") from None
 
 
 # -- folders that this program made

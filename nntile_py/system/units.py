@@ -17,6 +17,11 @@ def size(count: float) -> str:
     return f"{si(count)}B"
 
 
+def room(count: float) -> str:
+    """Return a number of bytes as text in MiB, such as '1,234.5 MiB'; in KiB below 0.1 MiB."""
+    return f"{count / 2**20:,.1f} MiB" if count >= 2**20 / 10 else f"{count / 2**10:.1f} KiB"
+
+
 def duration(seconds: float) -> str:
     """Return a time, in seconds, as text with the unit s, ms or us."""
     if seconds >= 1:
