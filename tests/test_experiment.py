@@ -154,7 +154,7 @@ def test_experiments_in_both_modes() -> None:
     for name in ("fig09", "fig11", "fig12", "fig14", "fig15", "fig16", "fig17", "fig18"):
         made = experiments.load_experiment(name)
         plans = {m: list(experiment._planned(made.part("gpu", m), made.kind)) for m in ("inference", "training")}
-        kinds = {m: {(work, phase) for _, _, work, phase in planned} for m, planned in plans.items()}
+        kinds = {m: {(work, phase) for _, _, work, phase, _ in planned} for m, planned in plans.items()}
         work = "linear_relu" if name == "fig15" else "linear_reshape"
         small = {"inference": {(work, "forward")}, "training": {(work, "all")}}
         assert kinds in ({"inference": {("inference", "all")}, "training": {("train", "all")}}, small)
@@ -162,7 +162,7 @@ def test_experiments_in_both_modes() -> None:
     for name in ("table2", "bt-fig11"):
         with pytest.raises(ConfigError, match="--mode"):
             experiments.load_experiment(name).part("cpu", "training")
-    training = [config for _, config, work, _ in experiment._planned(
+    training = [config for _, config, work, *_ in experiment._planned(
         experiments.load_experiment("bt-fig14").part("cpu", "training"), "sweep") if work == "train"]  # fmt: skip
     assert len(training) == 10 and {config.model.head for config in training} == {"masked_lm"}
 

@@ -59,7 +59,7 @@ def check(config: RunConfig, work: Any, phase: Any) -> None:
 def test_kernels(name: str, mode: Any) -> None:
     made = experiments.load_experiment(name)
     seen: set[str] = set()
-    for _, config, work, phase in experiment._planned(made.part("gpu", mode), made.kind):
+    for _, config, work, phase, _ in experiment._planned(made.part("gpu", mode), made.kind):
         key = repr((config.fusion, config.model, config.tiles, config.workers > 1))
         if key not in seen and config.workers in (1, 2):  # more GPUs run the same tasks
             seen.add(key)
@@ -70,7 +70,7 @@ def test_kernels(name: str, mode: Any) -> None:
 @pytest.mark.parametrize("name", ["bt-fig11", "bt-fig12", "bt-fig13", "bt-fig14", "bt-fig15", "bt-fig16"])
 def test_kernels_of_packed_sequences(name: str) -> None:
     made, seen = experiments.load_experiment(name), set[str]()
-    for _, config, work, phase in experiment._planned(made.part("gpu"), made.kind):
+    for _, config, work, phase, _ in experiment._planned(made.part("gpu"), made.kind):
         model = (config.model.type, config.model.attention)
         if (key := repr((model, config.fusion, config.tiles, config.train.pack))) not in seen:
             seen.add(key)
@@ -87,7 +87,7 @@ def test_kernels_of_the_policies() -> None:
 @pytest.mark.parametrize("name", ["fig15", "fig17"])
 def test_one_gpu_holds_the_largest(name: str) -> None:
     made = experiments.load_experiment(name)
-    for told, config, work, phase in experiment._planned(made.part("gpu", "training"), made.kind):
+    for told, config, work, phase, _ in experiment._planned(made.part("gpu", "training"), made.kind):
         if config.workers == 1:
             assert estimate(build(config, work, phase).lists, 1, gpu=True).peak_bytes < GPU_BYTES, told
 

@@ -392,8 +392,6 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         nt.models.GPT2.from_hf(tmp_path)
     with pytest.raises(nt.ConfigError, match="activation_function is 'mish'"):
         nt.models.GPT2.from_hf(gpt2(activation_function="mish"))
-    with pytest.raises(nt.ConfigError, match="scale_attn_by_inverse_layer_idx"):
-        nt.models.GPT2.from_hf(gpt2(scale_attn_by_inverse_layer_idx=True))
     allowed = "allowed: 'vendor', 'merge', 'flash', 'naive', 'segments', 'varlen' or 'cudnn'"
     with pytest.raises(nt.ConfigError, match=allowed):
         nt.models.GPT2.from_hf(gpt2(), attention="linear")

@@ -211,7 +211,7 @@ def test_modes_of_a_run_of_contributions(policy: str, length: int, persistent: b
         assert modes == [rest if policy == "redux" else "COMMUTE" if held and policy == "commute" else first] + [
             rest
         ] * (length - 1)
-    assert tile.redux == (policy == "redux" and length > 1)
+    assert tile.redux == (policy == "redux" and (length > 1 or persistent))
 
 
 def depth(tasks: TaskList, tile: Tile) -> int:
