@@ -97,7 +97,7 @@ class Step:
         """{name: order of axes} for each weight that a layout search has reordered."""
         return {param.tensor.name: param.tensor.axes for param in self.params if param.order}
 
-    @property
+    @cached_property
     def flop(self) -> float:
         return self.graph.flop()
 
