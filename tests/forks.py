@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import Any
 
 # Environment variables that Python and libraries read when they start: a fork would not see a change of these.
-READ_AT_START = ("ATEN", "GOMP", "KMP", "LANG", "LC_", "LD_", "MALLOC", "MKL", "OMP_", "OPENBLAS", "PYTHON", "TORCH")
+READ_AT_START = ("ATEN", "GOMP", "KMP", "LANG", "LC_", "LD_", "MALLOC", "MKL", "OMP_", "OPENBLAS", "PYTHON", "TORCH_")
 TRANSFORMERS = ("transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2")
 SIZE = 1 << 17  # bytes of a message
 _servers: dict[int, Server] = {}  # {process id: the server that it has started}
