@@ -272,7 +272,7 @@ def _ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind, name, default in zip(LAYER_TYPES, ("global", "local"), (160000.0, 10000.0), strict=True):
         own = (rope.get(kind) or {}) | every
-        choice(own, "truncate", True)  # transformers reads it in another place, where it never stands
+        choice(own, "truncate", True)  # transformers ignores this key here
         found[f"{name}_theta"] = float(own.get("rope_theta", older[name] or default))
         found[f"{name}_scaling"] = rope_scaling(raw, own) if own.get("rope_type", "default") != "default" else None
     return found

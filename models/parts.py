@@ -89,8 +89,9 @@ class DecoderConfig(HeadConfig, LayerConfig, TokenConfig):
     """Config of a model that predicts the next token."""
 
     head: Literal["causal_lm", SequenceHead, "none"] = "causal_lm"
-    """What the model predicts: `causal_lm` the next token; the others classes or numbers of a sequence, from its last
-    token that is not padding. `none`: hidden states without a loss, for nt.Encoder."""
+    """What the model predicts. `causal_lm`: the next token. `classification`, `multi_label_classification` and
+    `regression`: classes or numbers of a sequence, from its last token that is not padding. `none`: hidden states
+    without a loss, for nt.Encoder."""
 
     positions: Count | None = None
     """Length of the longest sequence; null: `train.seq`."""

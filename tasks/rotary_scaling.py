@@ -102,7 +102,7 @@ def _longrope(angles: Angles, options: dict[str, Any]) -> Result:
 
 
 class RopeType(NamedTuple):
-    """A rope_type: its function, the keys that it needs, and the keys that it may have."""
+    """A rope_type: its function, its required keys and its optional keys."""
 
     scaled: Callable[[Angles, dict[str, Any]], Result]
     needed: tuple[str, ...] = ()

@@ -194,7 +194,7 @@ LAYOUTS: dict[str, Layout] = {
     "LaBSE": sentences(**_POOLER),
     "bge-small-en-v1.5": sentences(**labels("LABEL_0"), torch_dtype="float32"),
     "bge-base-en-v1.5": sentences(**labels("LABEL_0")),
-    "bge-large-en-v1.5": sentences(**labels("LABEL_0"), _name_or_path="/root/.cache/torch/sentence_transformers/"),
+    "bge-large-en-v1.5": sentences(**labels("LABEL_0"), _name_or_path="sentence_transformers/"),
     "e5-base-v2": sentences(_name_or_path="tmp/", torch_dtype="float32"),
     "e5-small-v2": sentences(),
     "multilingual-e5-small": sentences(tokenizer_class="XLMRobertaTokenizer"),

@@ -250,7 +250,7 @@ def _is_copy(run: Path, name: str) -> bool:
 
 
 def _move_entries(folder: Path, target: Path) -> None:
-    """Move all entries of a folder into another one, which has no such names or gets them as NAME.old1."""
+    """Move all entries of a folder into another folder; an entry whose name is taken becomes NAME.old1."""
     for entry in folder.iterdir() if folder != target else ():
         if entry.name != MARK:
             where = target / entry.name

@@ -118,6 +118,6 @@ def _numbers(tokenizer: Tokenizer, value: Any) -> list[int]:
 
 
 def _document_end(first: list[int], *others: list[int]) -> int | None:
-    """Return the first source's number. If it has several, a number that another source gives counts before others."""
+    """Return the first source's number; if this source has several numbers, preferably one that another source has."""
     common = [number for number in first if any(number in other for other in others[:1])]
     return next(iter([*common, *first, *(number for other in others for number in other)]), None)

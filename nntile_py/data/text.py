@@ -165,7 +165,7 @@ class Corpus:
         held_out: Tokens of the held-out text, a 1-D integer array.
         train_lengths: Tokens of each sequence of the training text; None if sequences are windows of the text.
         held_out_lengths: The same for the held-out text.
-        end: Token that ends a document; None: there is none."""
+        end: Token that ends a document. None: documents have no such token."""
 
     tokenizer: Tokenizer
     train: Array

@@ -274,7 +274,7 @@ def unmark(folder: Path) -> None:
 
 
 def is_marked(folder: Path, kind: str) -> bool:
-    """Return True if `mark` has marked the folder for this purpose, so that it may be removed with its files."""
+    """Return True if the folder has the mark of this purpose, written by `mark`. Such a folder may be removed."""
     try:
         return not folder.is_symlink() and read(folder / MARK, 1000) == _mark_of(kind).encode()
     except OSError:

@@ -28,7 +28,7 @@ def ends_at_once() -> Iterator[None]:
 
 @contextmanager
 def ends_at_sigterm() -> Iterator[None]:
-    """Context manager: SIGTERM in its block raises SystemExit(143), so that temporary files are removed."""
+    """Context manager that turns SIGTERM into SystemExit(143), so that temporary files are removed."""
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
