@@ -13,8 +13,9 @@ from nntile_py.graph.params import Batch, Traced
 from nntile_py.models.bert_parts import PADDED_KEYS, EncoderLayer, LayerNames, TextEncoder, TextEncoderConfig, embedded
 from nntile_py.models.head_config import EncoderHead
 from nntile_py.models.heads import first_token, predicted, sequence_or_token_head, token_logits
-from nntile_py.models.parts import INIT, ActivationName, PaddedConfig, attention_mask, dense, of_sequences
+from nntile_py.models.parts import INIT, PaddedConfig, attention_mask, dense, of_sequences
 from nntile_py.schema import Count, Positive
+from nntile_py.tasks.activation import ActivationName
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import dropout, rename
 

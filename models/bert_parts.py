@@ -19,7 +19,6 @@ from nntile_py.models.head_config import HeadConfig, HeadedModel
 from nntile_py.models.hf_config import ACTIVATIONS, choice, padding_row
 from nntile_py.models.parts import (
     INIT,
-    ActivationName,
     Dense,
     LayerConfig,
     Sizes,
@@ -33,7 +32,7 @@ from nntile_py.models.parts import (
     position_input,
 )
 from nntile_py.schema import BelowOne, Count, Natural, Switch
-from nntile_py.tasks.activation import activation
+from nntile_py.tasks.activation import ActivationName, activation
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.elementwise import add, dropout, rename, transpose
 from nntile_py.tasks.embedding import embedding
@@ -98,7 +97,7 @@ class TextEncoder(HeadedModel):
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        act = choice(raw, cls.keys["activation"], *ACTIVATIONS)
+        act = choice(raw, cls.keys["activation"], "gelu", *ACTIVATIONS)
         known = cls.Config.model_fields
         found = {
             name: raw[key] for name, key in cls.keys.items()

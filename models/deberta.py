@@ -25,7 +25,6 @@ from nntile_py.models.heads import first_token, predicted, sequence_or_token_hea
 from nntile_py.models.hf_config import ACTIVATIONS, choice
 from nntile_py.models.parts import (
     INIT,
-    ActivationName,
     Dense,
     PaddedConfig,
     Sizes,
@@ -35,6 +34,7 @@ from nntile_py.models.parts import (
     norm,
 )
 from nntile_py.schema import Count, Positive, integer, short
+from nntile_py.tasks.activation import ActivationName
 from nntile_py.tasks.contract import contract
 from nntile_py.tasks.cross_entropy import cross_entropy
 from nntile_py.tasks.elementwise import dropout, rename, transpose

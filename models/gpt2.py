@@ -17,7 +17,6 @@ from nntile_py.models.head_config import HeadedModel
 from nntile_py.models.heads import decoder_head
 from nntile_py.models.hf_config import ACTIVATIONS, choice
 from nntile_py.models.parts import (
-    ActivationName,
     DecoderConfig,
     attention_mask,
     dense,
@@ -26,7 +25,7 @@ from nntile_py.models.parts import (
     position_input,
 )
 from nntile_py.schema import BelowOne, Natural, Positive, Switch
-from nntile_py.tasks.activation import activation
+from nntile_py.tasks.activation import ActivationName, activation
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.elementwise import add, dropout, transpose
 from nntile_py.tasks.embedding import embedding

@@ -13,17 +13,16 @@ import numpy as np
 from nntile_py.errors import ConfigError
 from nntile_py.schema import short
 from nntile_py.system.folders import is_name, read
+from nntile_py.tasks.activation import ACTIVATIONS as OURS
+from nntile_py.tasks.activation import ActivationName
 
 Weights = dict[str, np.ndarray[Any, Any]]
 # Keys of config.json that describe the head.
 HEAD_KEYS = ("architectures", "num_labels", "id2label", "label2id", "problem_type")
 # {activation in transformers: its name in nntile_py}
-ACTIVATIONS = {
-    "gelu": "gelu", "gelu_python": "gelu",
-    **dict.fromkeys(
-        ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"), "gelu_new"
-    ),
-    "quick_gelu": "quick_gelu", "relu": "relu", "tanh": "tanh", "silu": "silu", "swish": "silu",
+ACTIVATIONS: dict[str, ActivationName] = {
+    **{name: name for name in OURS}, "gelu_python": "gelu", "swish": "silu",
+    **dict.fromkeys(("gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"), "gelu_new"),
 }  # fmt: skip
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # names of weight files; the first existing file is read
 _NEED = "expected weights that save_pretrained wrote"
@@ -208,7 +207,7 @@ def choice(raw: Mapping[str, Any], key: str, *known: Any) -> Any:
     """
     value = raw.get(key, known[0])
     if value not in list(known):
-        listed = ", ".join(map(repr, known))
+        listed = ", ".join(dict.fromkeys(map(repr, known)))
         raise ConfigError(f"model: {key} is {short(value)} in the model's config; allowed: {listed}")
     return value
 

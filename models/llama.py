@@ -20,7 +20,6 @@ from nntile_py.models.heads import decoder_head
 from nntile_py.models.hf_config import ACTIVATIONS, choice, padding_row, rope_scaling
 from nntile_py.models.parts import (
     LAYER_TYPES,
-    ActivationName,
     DecoderConfig,
     LayerTypes,
     PaddedConfig,
@@ -31,6 +30,7 @@ from nntile_py.models.parts import (
     rotary_input,
 )
 from nntile_py.schema import Count, Positive, Switch, short
+from nntile_py.tasks.activation import ActivationName
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.elementwise import add, transpose
 from nntile_py.tasks.embedding import embedding

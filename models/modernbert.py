@@ -24,7 +24,6 @@ from nntile_py.models.hf_config import ACTIVATIONS, choice, rope_scaling
 from nntile_py.models.parts import (
     INIT,
     LAYER_TYPES,
-    ActivationName,
     LayerTypes,
     PaddedConfig,
     attention_mask,
@@ -35,7 +34,7 @@ from nntile_py.models.parts import (
     rotary_input,
 )
 from nntile_py.schema import Count, Positive, Switch
-from nntile_py.tasks.activation import activation
+from nntile_py.tasks.activation import ActivationName, activation
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.cross_entropy import cross_entropy

@@ -27,7 +27,6 @@ from nntile_py.tasks.select import select
 
 Sizes = Mapping[str, int]
 INIT = Normal(0.02)  # initialisation of most weights
-ActivationName = Literal["gelu", "gelu_new", "quick_gelu", "relu", "silu", "tanh"]
 LayerType = Literal["full_attention", "sliding_attention"]  # as transformers' layer_types
 LayerTypes = list[LayerType]
 LAYER_TYPES: tuple[LayerType, ...] = get_args(LayerType)

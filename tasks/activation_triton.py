@@ -25,6 +25,14 @@ def tanh(x):
 
 
 @triton.jit
+def _mish_gate(x):
+    """Return tanh(log(1 + e^x)), from a = e^-|x|, which never overflows."""
+    a = tl.exp(-tl.abs(x))
+    top = tl.where(x > 0, 1 + 2 * a, a * a + 2 * a)
+    return top / (top + 2 * tl.where(x > 0, a * a, 1.0))
+
+
+@triton.jit
 def activate(x, KIND: tl.constexpr):
     if KIND == 0:
         y = tl.maximum(x, 0.0)
@@ -36,8 +44,20 @@ def activate(x, KIND: tl.constexpr):
         y = tanh(x)
     elif KIND == 4:
         y = x * tl.sigmoid(x)
-    else:
+    elif KIND == 5:
         y = x * tl.sigmoid(1.702 * x)
+    elif KIND == 6:
+        y = x * tl.maximum(x, 0.0)
+    elif KIND == 7:
+        y = tl.minimum(tl.maximum(x, 0.0), 6.0)
+    elif KIND == 8:
+        y = tl.maximum(x, 0.01 * x)
+    elif KIND == 9:
+        y = x * tl.minimum(tl.maximum(x + 3, 0.0), 6.0) / 6
+    elif KIND == 10:
+        y = x * _mish_gate(x)
+    else:
+        y = tl.sigmoid(x)
     return y
 
 
@@ -53,10 +73,24 @@ def derivative(x, KIND: tl.constexpr):
     elif KIND == 3:
         t = tanh(x)
         y = 1 - t * t
-    else:
+    elif KIND == 4 or KIND == 5:
         slope = 1.0 if KIND == 4 else 1.702
         gate = tl.sigmoid(slope * x)
         y = gate + slope * x * gate * (1 - gate)
+    elif KIND == 6:
+        y = 2 * tl.maximum(x, 0.0)
+    elif KIND == 7:
+        y = tl.where((x > 0) & (x < 6), 1.0, 0.0)
+    elif KIND == 8:
+        y = tl.where(x > 0, 1.0, 0.01)
+    elif KIND == 9:
+        y = tl.where(x > -3, tl.where(x < 3, x / 3 + 0.5, 1.0), 0.0)
+    elif KIND == 10:
+        gate = _mish_gate(x)
+        y = gate + x * (1 - gate * gate) * tl.sigmoid(x)
+    else:
+        a = tl.exp(-tl.abs(x))
+        y = a / ((1 + a) * (1 + a))
     return y
 
 

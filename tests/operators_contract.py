@@ -49,8 +49,10 @@ def linear(
 
 
 ROWS: dict[str, Callable[[Case], Any]] = {}
-for _bias, _residual, _act in itertools.product((None, "ffn"), (False, True), (None, *ACTIVATIONS)):
-    for _pre in (False, True) if _act else (False,):
+_VALUES = (None, "ffn"), (False, True), (None, *ACTIVATIONS), (False, True)  # bias, residual, activation, pre
+for _bias, _residual, _act, _pre in itertools.product(*_VALUES):
+    _kept = _bias is None if _residual else bool(_bias)  # half of the rows: each activation with each other value
+    if _pre <= bool(_act) and (_act in (None, "gelu", "gelu_new") or _pre == _kept):
         _parts = [("bias", _bias), ("residual", _residual), (_act, _act), ("pre", _pre)]
         ROWS[" ".join(["Contract", *(str(name) for name, on in _parts if on)])] = linear(
             bias=_bias, residual=_residual, activation=_act, pre=_pre

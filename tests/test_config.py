@@ -58,7 +58,7 @@ MISTAKES = [
     ("model.heads=5", "model.heads", "a divisor of model.embed = 12: 1, 2, 3, 4, 6, 12"),
     ("model.positions=7", "train.seq", "at most model.positions = 7"),
     ("model.vocab=100", "model.vocab", "at least the tokenizer's size, 4096"),
-    ("model.activation=swish", "model.activation", "'gelu', 'gelu_new', 'quick_gelu', 'relu', 'silu' or 'tanh'"),
+    ("model.activation=swish", "model.activation", "'relu', 'gelu', 'gelu_new', 'tanh', 'silu', 'quick_gelu'"),
     ("model.attention=fused", "model.attention", "'flash', 'naive', 'segments', 'varlen' or 'cudnn'"),
     ("model.dropout=1", "model.dropout", "below 1"),
     ("model.from=/no/such/folder", "model.from", "save_pretrained"),

@@ -109,6 +109,8 @@ def test_contract(pair: Pair, a: str, b: str, out: str, formula: str) -> None:
 TORCH: dict[str, Any] = {
     "relu": F.relu, "gelu": F.gelu, "gelu_new": lambda x: F.gelu(x, approximate="tanh"), "tanh": torch.tanh,
     "silu": F.silu, "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu2": lambda x: F.relu(x) ** 2, "relu6": F.relu6, "leaky_relu": F.leaky_relu, "hardswish": F.hardswish,
+    "mish": F.mish, "sigmoid": torch.sigmoid,
 }  # fmt: skip
 
 
