@@ -26,7 +26,8 @@ FLOORS = (
     ("doctor", "measure"),
     ("profiling",),
     ("analysis", "testing", "training"),
-    ("checkpoint", "inference"),  # of whatever evaluates: a Trainer, which shows a sample with it
+    ("inference",),  # of whatever evaluates: a Trainer, which shows a sample with it
+    ("checkpoint",),
     ("config",),
     ("data",),
     ("execution", "models"),  # side by side: the engine knows no model, a model no engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self, get_args
@@ -16,19 +16,18 @@ from nntile_py import _core
 from nntile_py.data.tokenizer import load_tokenizer
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution.forward_program import ForwardProgram, MissingInput
-from nntile_py.execution.program import HostCopy, Store
+from nntile_py.execution.program import HostCopy
 from nntile_py.execution.runtime import Runtime, in_turns
 from nntile_py.graph.bin_packing import Bins
 from nntile_py.graph.packed_inputs import rows_of
 from nntile_py.graph.padding import MASK, padded
-from nntile_py.graph.step import Evaluation, StepSpec, check_precision
+from nntile_py.graph.step import StepSpec
 from nntile_py.graph.step_inputs import SequencePlace
+from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.sentence import SentenceModel, has_modules, read_sentence_model
 from nntile_py.inference.texts import TokenizedText, prompted, to_tokens, tokens_of, with_limit
 from nntile_py.models.hf_config import named, read_raw
 from nntile_py.models.registry import from_hf, of_hf_type
-from nntile_py.system.gc_pause import no_search_for_cycles
-from nntile_py.tiles import Tiling
 from nntile_py.typed import typed
 
 Array = np.ndarray[Any, Any]
@@ -103,7 +102,7 @@ class Encoder:
         longest = [one for one in (positions, sentence and sentence.max_length) if one]
         self.max_length, self.captured = max_length or min(longest, default=batch_tokens), captured
         self.cut = 0  # number of texts that were cut: they had more than max_length tokens
-        self._tiles, self._tokenizer = dict(tiles or {}), None
+        self._tokenizer: Tokenizer | None = None
         if tokenizer is not None:
             self._tokenizer = with_limit(tokenizer, self.max_length, getattr(model, "objective", None) == "masked")
         self.prompt, self._sentence, self._prompt_tokens = prompt, sentence, 0
@@ -112,6 +111,9 @@ class Encoder:
                 raise ConfigError("output: 'sentence' is not allowed here; use Encoder.from_hf with a folder")
             self._prompt_tokens = sentence.prompt_tokens(self._tokenizer, prompt) if self._tokenizer else 0
         self._model, self._name = _headed(model, output)
+        self._bound_model = BoundModel(
+            self._model, precision, tiles, captured=captured, source=model, owner="Encoder"
+        )  # fmt: skip
         graph, (_, outputs), _ = self._spec(1, self._capacity(1)).trace(training=False)  # checks the sizes
         if self._name not in outputs:
             raise ConfigError(f"output: {output!r} is not allowed; use {', '.join(outputs)}")
@@ -119,8 +121,6 @@ class Encoder:
         if sentence and output == "sentence":
             self._width = len(sentence.vector(np.zeros((1, self._width)), 0))
         self._apart = rows_of(graph.inputs) is not None
-        self._bound_model: _BoundModel | None = None
-        self._own: Runtime | None = None
 
     @classmethod
     @typed
@@ -185,21 +185,17 @@ class Encoder:
         waiting: deque[_Pass] = deque()
         for first in range(0, len(given), CHUNK):
             tokens = self._tokens(given[first : first + CHUNK], first)
-            bound = self._bound()
+            runtime = self._bound_model.bind()
             for part, bins, places in self._passes([len(one.ids) for one in tokens]):
-                waiting.append(self._start(bound, tokens[part], bins, places))
+                waiting.append(self._start(runtime, tokens[part], bins, places))
                 if len(waiting) > IN_FLIGHT:
                     yield from self._results(waiting.popleft())
         while waiting:
             yield from self._results(waiting.popleft())
 
-    @in_turns
     def close(self) -> None:
         """Release programs and weights; stop the runtime if the encoder started it."""
-        self._bound_model, own = None, self._own
-        self._own = None
-        if own is not None and Runtime.current is own:
-            own.__exit__()
+        self._bound_model.close()
 
     def __enter__(self) -> Self:
         return self
@@ -214,7 +210,7 @@ class Encoder:
     @property
     def programs(self) -> int:
         """Number of programs that the encoder has built on its latest Runtime."""
-        return len(self._bound_model.programs) if self._bound_model else 0
+        return len(self._bound_model.programs)
 
     # -- inside
 
@@ -228,22 +224,6 @@ class Encoder:
             message = f"texts with more than {self.max_length} tokens are cut there; `cut` says how many there were"
             warnings.warn(message, stacklevel=4)
         return tokens
-
-    @in_turns
-    def _bound(self) -> _BoundModel:
-        """Return the model's weights and programs on the running Runtime; start a Runtime if none runs."""
-        if Runtime.current is None:
-            own = Runtime()
-            own.lent = True
-            self._own = own.__enter__()
-        runtime = Runtime.current
-        assert runtime is not None
-        if runtime.ranks:
-            raise ConfigError("Encoder: not on several ranks so far; allowed: nt.Runtime(mpi=False), each for itself")
-        if self._bound_model is None or self._bound_model.runtime is not runtime:
-            check_precision("precision", self.precision, bool(_core.cuda_workers()))
-            self._bound_model = _BoundModel(runtime, self.model, self.precision == "tf32", self.captured)
-        return self._bound_model
 
     def _passes(self, lengths: Sequence[int]) -> Iterator[tuple[slice, Bins, list[SequencePlace]]]:
         """Divide sequences of these lengths into passes.
@@ -288,18 +268,17 @@ class Encoder:
     def _spec(self, count: int, capacity: int) -> StepSpec:
         longest = min(capacity, self.max_length)
         number = capacity // longest
-        tiling = Tiling({**self._tiles, "batch": number})
-        return StepSpec(self._model, count * number, longest, tiling, self.precision, pack=True)
+        return self._bound_model.spec(count * number, longest, tiles={"batch": number}, pack=True)
 
     @in_turns
     def _start(
-        self, bound: _BoundModel, tokens: Sequence[TokenizedText], bins: Bins, places: list[SequencePlace]
+        self, runtime: Runtime, tokens: Sequence[TokenizedText], bins: Bins, places: list[SequencePlace]
     ) -> _Pass:
         """Submit a pass and a copy of its output to main memory."""
-        if bound.runtime is not Runtime.current:
+        if runtime is not Runtime.current:
             raise TaskError("Encoder: the Runtime has stopped while texts were encoded")
         spec = self._spec(bins.count, bins.capacity)
-        program = bound.program((bins.count, bins.capacity), lambda: spec.outputs(self._name))
+        program = self._bound_model.program((bins.count, bins.capacity), lambda: spec.outputs(self._name))
         given = {"input_ids": [text.ids for text in tokens], "token_type_ids": [text.kinds for text in tokens]}
         known = {name for name, one in program.inputs.items() if one.below != 1}  # RoBERTa has only one token type
         padded_arrays = padded({name: value for name, value in given.items() if name in known}, bins.length)
@@ -356,31 +335,3 @@ class _Pass(NamedTuple):
     program: ForwardProgram
     copied: HostCopy
     are_texts: list[bool]
-
-
-class _BoundModel:
-    """Weights and programs of a model on one runtime."""
-
-    def __init__(self, runtime: Runtime, model: Any, tf32: bool, captured: bool | None) -> None:
-        self.runtime, self._model, self._tf32, self._captured = runtime, model, tf32, captured
-        self._weights = Store()
-        self.programs: dict[Hashable, ForwardProgram] = {}
-
-    def program(self, key: Hashable, evaluation: Callable[[], Evaluation]) -> ForwardProgram:
-        """Return the program stored under `key`; at the first call, build it from `evaluation()` and write weights."""
-        if key not in self.programs:
-            with no_search_for_cycles():
-                self.programs[key] = self._bound(evaluation())
-        return self.programs[key]
-
-    def _bound(self, evaluation: Evaluation) -> ForwardProgram:
-        for param in evaluation.params:
-            tiles = [tile.key for _, tile in evaluation.forward.grid(param.tensor)]
-            if not {*tiles} <= self._weights.handles.keys():
-                self._weights.write(evaluation.forward, param.tensor, param.weight(self._model.weights))
-        # Each program has its own store, as inputs and outputs of all programs have the same keys but other sizes. The
-        # stores share the tiles of the weights.
-        store = Store()
-        store.handles.update(self._weights.handles)
-        store.residency = self._weights.residency
-        return ForwardProgram(evaluation, store, tf32=self._tf32, captured=self._captured)

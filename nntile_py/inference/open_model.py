@@ -1,0 +1,121 @@
+"""Open a trained model: the folder of a run, a checkpoint, or a folder that transformers' save_pretrained wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from nntile_py.checkpoint.format import CONFIG, STATE, TOKENIZER, checkpoints_in, read_facts
+from nntile_py.checkpoint.resume import newest_checkpoint
+from nntile_py.checkpoint.run_folder import RUN_CONFIG
+from nntile_py.data.tokenizer import load_tokenizer
+from nntile_py.errors import ConfigError
+from nntile_py.models.base import Model
+from nntile_py.models.hf_config import WEIGHTS, named, read_raw, weight_files
+from nntile_py.models.registry import check_code, code_of, find, known, of_hf_type, resolved
+from nntile_py.runs import run_of
+from nntile_py.system.folders import read, same_content
+from nntile_py.yaml_text import MOST_BYTES, parse
+
+NEED = "the folder of a run, one of its checkpoints, or a folder that save_pretrained wrote"
+
+
+class OpenedModel(NamedTuple):
+    """A model from a folder.
+
+    Attributes:
+        model: The model with its weights.
+        folder: The folder with the weights: a run's folder, or a checkpoint of it.
+        tokenizer: The tokenizer of the folder; None: the folder has none.
+        config: The config of the run as parsed YAML; empty for a folder of no run.
+        step: Number of training steps; None if it is not known.
+    """
+
+    model: Model
+    folder: Path
+    tokenizer: Tokenizer | None
+    config: dict[str, Any]
+    step: int | None
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The path of the tokenizer in the folder, whether it exists or not."""
+        return self.folder / TOKENIZER
+
+
+def open_model(path: str | Path, fields: Mapping[str, Any] | None = None, *, trust_code: bool = False) -> OpenedModel:
+    """Return the model of a folder with its tokenizer.
+
+    If a run has not put weights into its folder yet, its newest complete checkpoint is read.
+
+    Args:
+        path: The folder of a run, a checkpoint, or a folder that save_pretrained or `Trainer.save` wrote.
+        fields: Fields of the model's config that replace those of the folder, such as attention. `type` allows code of
+            the user's own to run: my_file.py:MyModel.
+        trust_code: Run the Python file that the folder names, if the model is a class in it.
+
+    Raises:
+        ConfigError: The folder cannot be read, a file of the checkpoint is damaged, or the model is of a Python file
+            that the caller has not named.
+    """
+    path, fields = Path(path), {**(fields or {})}
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such folder; allowed: {NEED}")
+    folder = path if _has_weights(path) else _newest(path)
+    facts = read_facts(folder) if (folder / STATE).is_file() else {}
+    config = facts.get("config") or _run_config(folder)
+    with named(folder):
+        saved = facts.get("model") or config.get("model")
+        cls = _class_of(folder, fields.pop("type", None), saved if isinstance(saved, dict) else {}, trust_code)
+        model = cls.from_hf(folder, **fields)
+    tokenizer = load_tokenizer(file, str(folder)) if (file := folder / TOKENIZER).is_file() else None
+    return OpenedModel(model, folder, tokenizer, config, _step(folder, facts))
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for weights in WEIGHTS for name in (weights, f"{weights}.index.json"))
+
+
+def _newest(run: Path) -> Path:
+    """Return the newest complete checkpoint of a run that has not put weights into its folder."""
+    if not checkpoints_in(run):
+        what = "no checkpoint yet" if (run / RUN_CONFIG).is_file() else f"no {' or '.join(WEIGHTS)}"
+        raise ConfigError(f"{run}: {what}; allowed: {NEED}")
+    return newest_checkpoint(run, lambda message: None).folder
+
+
+def _class_of(folder: Path, kind: Any, saved: Mapping[str, Any], trust_code: bool) -> type[Model]:
+    """Return the class of the model in a folder.
+
+    kind: `model.type` that the caller has named. saved: Section `model` of the run or of the checkpoint."""
+    if kind is not None:
+        return find(resolved(kind))
+    raw = read_raw(folder)
+    of_run = saved.get("type") or raw.get("type")
+    if isinstance(of_run, str) and (of_run in known() or code_of(of_run)):
+        if not trust_code:
+            need = f"--set model.type={of_run} (in Python fields={{'type': ...}}), if you trust this file"
+            check_code(of_run, folder / CONFIG, need)
+        return find(of_run)
+    return of_hf_type(raw.get("model_type"))
+
+
+def _run_config(folder: Path) -> dict[str, Any]:
+    """Return the config.yaml of a run's folder as a dict; {} if there is none."""
+    file = run_of(folder) / RUN_CONFIG
+    if not file.is_file():
+        return {}
+    tree = parse(read(file, MOST_BYTES).decode(errors="replace"), str(file))
+    return tree if isinstance(tree, dict) else {}
+
+
+def _step(folder: Path, facts: Mapping[str, Any]) -> int | None:
+    """Return the step of the weights in a folder: of the checkpoint, or of the run's checkpoint with these weights."""
+    if facts:
+        return int(facts["step"])
+    files = weight_files(folder)
+    each = ((step, one / files[0].name) for step, one in checkpoints_in(folder))
+    return next((step for step, file in each if same_content(file, files[0])), None)
