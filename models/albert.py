@@ -29,7 +29,7 @@ _HEAD = "predictions.dense", "predictions.LayerNorm", "predictions.bias"
 class ALBERTConfig(TextEncoderConfig, PaddedConfig):
     type: str = "albert"
     head: Literal[EncoderHead, "pretraining", "multiple_choice", "pooler", "none"] = "masked_lm"
-    """What the model predicts. `nntile train` trains masked_lm and classifiers of sequences, nt.Trainer each head with
+    """What the model predicts. `nntile train` trains masked_lm and classifiers, nt.Trainer each head with
     a loss. For nt.Encoder, without a loss: `none` returns hidden states, `pooler` also a vector for each
     sequence."""
     groups: Count = 1

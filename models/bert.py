@@ -22,7 +22,7 @@ class BERTConfig(TextEncoderConfig, PaddedConfig):
     head: Literal[
         EncoderHead, "pretraining", "multiple_choice", "next_sentence_prediction", "pooler", "none"
     ] = "masked_lm"
-    """What the model predicts. `nntile train` trains masked_lm and classifiers of sequences, nt.Trainer each head with
+    """What the model predicts. `nntile train` trains masked_lm and classifiers, nt.Trainer each head with
     a loss. For nt.Encoder, without a loss: `none` returns hidden states, `pooler` also a vector for each
     sequence."""
     kinds: Count = 2

@@ -52,7 +52,7 @@ _KINDS = "c2p", "p2c"
 class DeBERTaConfig(TextEncoderConfig, PaddedConfig):
     type: str = "deberta"
     head: Literal[EncoderHead, "none"] = "masked_lm"
-    """What the model predicts. `nntile train` trains masked_lm and classifiers of sequences, nt.Trainer each head with
+    """What the model predicts. `nntile train` trains masked_lm and classifiers, nt.Trainer each head with
     a loss. For nt.Encoder, without a loss: `none` returns hidden states."""
     legacy: bool = False
     """Names of the weights of the head for masked_lm. True: cls.predictions..., as in transformers' models with
@@ -112,7 +112,7 @@ class DeBERTaConfig(TextEncoderConfig, PaddedConfig):
 class DeBERTaV2Config(DeBERTaConfig):
     type: str = "deberta-v2"
     head: Literal[EncoderHead, "multiple_choice", "none"] = "masked_lm"  # type: ignore[assignment]
-    """What the model predicts. `nntile train` trains masked_lm and classifiers of sequences, nt.Trainer each head with
+    """What the model predicts. `nntile train` trains masked_lm and classifiers, nt.Trainer each head with
     a loss. For nt.Encoder, without a loss: `none` returns hidden states."""
     position_buckets: Annotated[int, *integer(0)] = 0
     """Number of embeddings of distances in each direction. Distances up to half of this number have their own

@@ -22,7 +22,7 @@ _LAYER = LayerNames(
 class DistilBERTConfig(TextEncoderConfig, PaddedConfig):
     type: str = "distilbert"
     head: Literal[EncoderHead, "multiple_choice", "none"] = "masked_lm"
-    """What the model predicts. `nntile train` trains masked_lm and classifiers of sequences, nt.Trainer each head with
+    """What the model predicts. `nntile train` trains masked_lm and classifiers, nt.Trainer each head with
     a loss. For nt.Encoder, without a loss: `none` returns hidden states."""
     layer_norm_eps: ClassVar[float] = 1e-12  # a constant in transformers
 

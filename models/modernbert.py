@@ -53,7 +53,7 @@ _OTHER_DROPOUTS = ("embedding_dropout", "classifier_dropout")
 class ModernBERTConfig(TextEncoderConfig, PaddedConfig):
     type: str = "modernbert"
     head: Literal[EncoderHead, "multiple_choice", "none"] = "masked_lm"
-    """What the model predicts. `nntile train` trains masked_lm and classifiers of sequences, nt.Trainer each head with
+    """What the model predicts. `nntile train` trains masked_lm and classifiers, nt.Trainer each head with
     a loss. For nt.Encoder, without a loss: `none` returns hidden states."""
     ffn: Count | None = None
     """Width of the feed-forward part after its gate; null: 1.5 times `embed`."""

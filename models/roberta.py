@@ -28,7 +28,7 @@ _HEAD = "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"
 class RoBERTaConfig(TextEncoderConfig):
     type: str = "roberta"
     head: Literal[EncoderHead, "multiple_choice", "pooler", "none"] = "masked_lm"
-    """What the model predicts. `nntile train` trains masked_lm and classifiers of sequences, nt.Trainer each head with
+    """What the model predicts. `nntile train` trains masked_lm and classifiers, nt.Trainer each head with
     a loss. For nt.Encoder, without a loss: `none` returns hidden states, `pooler` also a vector for each
     sequence."""
     kinds: Count = 1

@@ -179,7 +179,7 @@ def test_own_text(folder: Path, python: Python) -> None:
 def test_using_a_model(folder: Path, python: Python) -> None:
     pytest.importorskip("transformers")
     write_reviews(folder / "reviews.csv")
-    _, classifier = blocks(DOCS / "fine-tune.md", "yaml")
+    _, classifier, _ = blocks(DOCS / "fine-tune.md", "yaml")
     (folder / "classify.yaml").write_text(classifier)
     small = ("model={type: bert, layers: 1, embed: 16, heads: 2, head: classification}", "tokenizer.vocab_size=300")
     sets = [word for one in (*small, "train.steps=1", "train.seq=16") for word in ("--set", one)]
@@ -268,7 +268,7 @@ def test_the_readme_has_such_a_run(folder: Path) -> None:
 
 
 def test_fine_tuning(folder: Path, python: Python) -> None:
-    text, _ = blocks(DOCS / "fine-tune.md", "yaml")
+    text, *_ = blocks(DOCS / "fine-tune.md", "yaml")
     (folder / "tune.yaml").write_text(text)
     (folder / "my_gpt2").symlink_to("runs/my_run")
     done = nntile(folder, "train", "tune.yaml", "--set", "train.steps=2")

@@ -25,7 +25,8 @@ from nntile_py.config.sections import (
     read_optimizer,
 )  # fmt: skip
 from nntile_py.data.collators import most_masked
-from nntile_py.data.tables import class_numbers, labels_of, no_numbers, read_labelled_texts, unknown_label
+from nntile_py.data.labelled_words import ONE, SEVERAL, WORDS, LabelKind, read_samples
+from nntile_py.data.tables import class_numbers, labels_of, no_numbers, unknown_label
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion, every_rule
 from nntile_py.graph.step import PRECISIONS, check_pack, check_precision
@@ -55,8 +56,11 @@ from nntile_py.yaml_text import dump
 _OF_RUNS = ("metrics.jsonl", "checkpoints")  # names in the folder of a run, beside its config.yaml and weights
 SCHEDULER_CONFIGS = installed("scheduler_configs")
 DEFAULT_MODEL = "gpt2"
-CLASSIFICATION, MULTI_LABEL = "classification", "multi_label_classification"  # values of model.head
-CLASSIFIERS = CLASSIFICATION, MULTI_LABEL  # heads whose RunConfig.aim is CLASSIFICATION
+CLASSIFICATION = "classification"  # the value of RunConfig.aim for heads in CLASSIFIERS
+# {value of model.head: what has a label}
+CLASSIFIERS: dict[str, LabelKind] = {
+    CLASSIFICATION: ONE, "multi_label_classification": SEVERAL, "token_classification": WORDS,
+}  # fmt: skip
 
 
 class RunConfig(Section):
@@ -154,8 +158,7 @@ class RunConfig(Section):
             raise ConfigError(f"data.max_bytes: got {data.max_bytes}; allowed: null, since a table is read completely")
         if data.sequences != "window":
             raise ConfigError(f"data.sequences: got {data.sequences}; allowed: window, since rows are sequences")
-        several = model.head == MULTI_LABEL
-        samples = read_labelled_texts("data.source", data.source, data.text, data.label, several=several)
+        samples = read_samples("data.source", data.source, data.text, data.label, CLASSIFIERS[model.head])
         names = labels_of(data.source, samples)
         if "labels" not in fields or "classes" not in fields:
             return model

@@ -62,7 +62,8 @@ class DataSection(Section):
     ] = STDLIB
     """The text: the sources of Python's standard library, a text file, or a folder of text files. A classifier
     (`model.head: classification` or `multi_label_classification`) reads a table: a .csv, .tsv or .jsonl file. For a
-    classifier `python-stdlib` is the functions of the library's larger packages, each labelled with its package."""
+    classifier `python-stdlib` is the functions of the library's larger packages, each labelled with its package. A
+    classifier of tokens (`token_classification`) reads a CoNLL file (.conll, .tsv, .txt ...) or a .jsonl file."""
     sequences: Literal["window", "lines", "paragraphs", "documents"] = "window"
     """What a sequence is: train.seq tokens from anywhere in the text (`window`), a line, a paragraph (between empty
     lines) or a document (file). Longer lines, paragraphs and documents are split at train.seq tokens."""
@@ -76,7 +77,7 @@ class DataSection(Section):
     label: str = "label"
     """Column of a table, or key of JSON lines, with the label: a name or an integer. With
     `model.head: multi_label_classification` it has any number of labels: a list in JSON lines, else names separated by
-    commas."""
+    commas. With `token_classification` text and label are lists in JSON lines: the words, and a label for each word."""
     max_bytes: Size | None = None
     """Read at most this much of the text; null: read all of it."""
     extensions: list[str] = Field(

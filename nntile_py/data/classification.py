@@ -13,8 +13,9 @@ from tokenizers import Tokenizer
 from nntile_py.data.collators import Array, LabelledCollator
 from nntile_py.data.confusion import Confusion, LabelScores
 from nntile_py.data.dataset import Evaluator, Inputs
+from nntile_py.data.labelled_words import WORDS, LabelKind, classes_of_tokens, first_tokens, read_samples
 from nntile_py.data.sampler import Sampler
-from nntile_py.data.tables import LabelledText, class_numbers, labels_of, read_labelled_texts, unknown_label
+from nntile_py.data.tables import LabelledText, class_numbers, labels_of, unknown_label
 from nntile_py.data.text import train_tokenizer
 from nntile_py.data.tokenizer import CLS, MASKED, ROBERTA, SEP, frame, lacking
 from nntile_py.errors import ConfigError
@@ -31,7 +32,8 @@ class TokenizedTexts(NamedTuple):
     Attributes:
         sequences: Token numbers of each text.
         classes: Number of each text's class, int64 [texts]. If texts have any number of labels, float32
-            [texts, classes]: 1 for each class that applies.
+            [texts, classes]: 1 for each class that applies. If words have labels, int16 [texts, longest text]: the
+            class of each token that begins a word, else IGNORED.
     """
 
     sequences: list[Array]
@@ -75,7 +77,7 @@ def read_labelled_corpus(
     val_fraction: float = 0.05,
     classes: int | None = None,
     class_names: list[str] | None = None,
-    several: bool = False,
+    kind: LabelKind = "one",
     tokenizer: Tokenizer | None = None,
     tokenizer_path: str | None = None,
     vocab_size: int = 4096,
@@ -83,7 +85,7 @@ def read_labelled_corpus(
     """Read, split and tokenize a table of texts with labels.
 
     Args:
-        source: The table, as of `tables.read_labelled_texts`.
+        source: The table, as of `labelled_words.read_samples`.
         seq: Largest number of tokens of a text. Longer texts are cut.
         text: Column of the texts.
         label: Column of the labels.
@@ -91,7 +93,7 @@ def read_labelled_corpus(
         val_fraction: Share of each label's texts to hold out.
         classes: Number of the model's classes. None: the labels of `source` are the classes.
         class_names: Names of the model's classes.
-        several: A text may have any number of labels.
+        kind: What has a label.
         tokenizer: An existing tokenizer. None: a new one is trained on the training texts.
         tokenizer_path: File of the existing tokenizer, for messages.
         vocab_size: Size of a new tokenizer.
@@ -99,7 +101,7 @@ def read_labelled_corpus(
     Raises:
         ConfigError: A label is not a class, nothing is left to hold out, or the tokenizer cannot frame a sequence.
     """
-    samples = read_labelled_texts("data.source", source, text, label, several=several)
+    samples = read_samples("data.source", source, text, label, kind)
     if classes is not None:
         numbers = class_numbers(class_names, classes, samples)
         names = class_names or list(map(str, range(classes)))
@@ -107,7 +109,7 @@ def read_labelled_corpus(
         names = labels_of(source, samples)
         numbers = class_numbers(names, len(names), samples)
     if held_out:
-        train, measured = samples, read_labelled_texts("data.held_out", held_out, text, label, several=several)
+        train, measured = samples, read_samples("data.held_out", held_out, text, label, kind)
         if unknown := unknown_label(measured, numbers):
             here = f"data.held_out: {held_out}, line {unknown[0]}"
             need = ", ".join(numbers)
@@ -116,7 +118,8 @@ def read_labelled_corpus(
         train, measured = split_samples(samples, val_fraction)
         if not measured:
             need = "two texts or more of a label, or a table of its own for data.held_out"
-            raise ConfigError(f"data.source: {source} has one text of each label; allowed: {need}")
+            has = "one text" if kind == WORDS else "one text of each label"
+            raise ConfigError(f"data.source: {source} has {has}; allowed: {need}")
     if tokenizer is None:
         tokenizer = train_tokenizer([sample.text for sample in train], vocab_size, MASKED)
     _check_frames(tokenizer, tokenizer_path)
@@ -157,12 +160,16 @@ def _tokenized(
     cutting = Tokenizer.from_str(tokenizer.to_str())  # a copy: the run saves the original, which must not cut texts
     cutting.no_padding()
     cutting.enable_truncation(seq)
-    sequences, cut = [], 0
+    sequences, of_tokens, cut = list[Array](), list[tuple[Array, Array]](), 0
     for first in range(0, len(samples), 256):  # in chunks: the library's encodings take 100 bytes a token
-        for encoding in cutting.encode_batch([sample.text for sample in samples[first : first + 256]]):
+        part = samples[first : first + 256]
+        for sample, encoding in zip(part, cutting.encode_batch([sample.text for sample in part]), strict=True):
             sequences.append(np.array(encoding.ids, np.int32))
             cut += bool(encoding.overflowing)
-    return TokenizedTexts(sequences, _classes(samples, numbers)), cut
+            if sample.words is not None:
+                places, words = first_tokens(sample.words, encoding.offsets, encoding.special_tokens_mask)
+                of_tokens.append((places, np.array([numbers[sample.labels[word]] for word in words], np.int16)))
+    return TokenizedTexts(sequences, classes_of_tokens(of_tokens) if of_tokens else _classes(samples, numbers)), cut
 
 
 def _classes(samples: list[LabelledText], numbers: dict[str, int]) -> Array:

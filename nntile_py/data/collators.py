@@ -125,6 +125,28 @@ class LabelledCollator:
         return _inputs(ids, np.array(classes, np.float32 if classes and np.ndim(classes[0]) else np.int64), real)
 
 
+@typed_fields
+@dataclass(frozen=True)
+class TokenLabelCollator:
+    """Makes the inputs of a classifier of tokens from pairs (token numbers, classes), padded like CausalCollator's.
+
+    The classes belong to the first tokens of a sample. Other tokens, and padding, have the label -100. Returns
+    input_ids and labels, int64 [rows, seq], and attention_mask if there is padding."""
+
+    seq: int
+    pad: int = 0
+
+    @typed
+    def __call__(self, samples: Iterable[tuple[Any, Any]], step: int = 0) -> dict[str, Array]:
+        pairs = list(samples)
+        ids, real = _padded([tokens for tokens, _ in pairs], self.seq, self.pad)
+        labels = np.full(ids.shape, IGNORED, np.int64)
+        for row, (tokens, classes) in enumerate(pairs):
+            count = min(len(tokens), len(classes))
+            labels[row, :count] = classes[:count]
+        return _inputs(ids, labels, real)
+
+
 def _padded(samples: Samples, seq: int, pad: int) -> tuple[Array, Array]:
     """Return token numbers [rows, seq], and a mask that is False for padding."""
     ids, real = np.full((len(samples), seq), pad, np.int64), np.zeros((len(samples), seq), np.bool_)

@@ -30,12 +30,14 @@ class LabelledText(NamedTuple):
     """A text, its label, and the number of its line in the file, from 1 on.
 
     `several`: the text's labels where it may have any number of them; `label` is then these labels as one text.
+    `words`: the text's words where each word has a label; `several` is then the labels of the words, `label` is empty.
     """
 
     text: str
     label: str
     line: int
     several: tuple[str, ...] | None = None
+    words: tuple[str, ...] | None = None
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -129,7 +131,7 @@ def _allowed(text: str, label: str) -> str:
 
 
 def _checked(here: str, row: dict[str, Any], text: str, label: str, line: int) -> LabelledText:
-    return LabelledText(text_of(here, text, row[text]), _name(here, label, row[label]), line)
+    return LabelledText(text_of(here, text, row[text]), name_of(here, label, row[label]), line)
 
 
 def _checked_several(here: str, row: dict[str, Any], text: str, label: str, line: int) -> LabelledText:
@@ -139,11 +141,11 @@ def _checked_several(here: str, row: dict[str, Any], text: str, label: str, line
     if not isinstance(value, list):
         need = "a list of names or integers, or names separated by commas"
         raise ConfigError(f"{here}: {label!r} is {short(value)}; allowed: {need}")
-    labels = tuple(sorted({_name(here, label, name) for name in value}))
+    labels = tuple(sorted({name_of(here, label, name) for name in value}))
     return LabelledText(text_of(here, text, row[text]), ", ".join(labels), line, labels)
 
 
-def _name(here: str, label: str, name: Any) -> str:
+def name_of(here: str, label: str, name: Any) -> str:
     """Return the text of a label; raise ConfigError, whose message begins with `here`, if it is none."""
     if isinstance(name, bool):
         name = str(name).lower()

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from nntile_py.config.run_config import CLASSIFICATION, MULTI_LABEL, RunConfig
+from nntile_py.config.run_config import CLASSIFICATION, CLASSIFIERS, RunConfig
 from nntile_py.data.classification import ClassificationDataset, read_labelled_corpus
 from nntile_py.data.collators import CausalCollator, MaskedCollator
 from nntile_py.data.dataset import Dataset
+from nntile_py.data.labelled_words import ONE, SEVERAL, WORDS
 from nntile_py.data.special_tokens import SpecialTokens, special_tokens
 from nntile_py.data.text import Corpus, TextDataset, read_corpus
+from nntile_py.data.token_classification import TokenClassificationDataset
 from nntile_py.data.tokenizer import (
     CLS,
     MASK,
@@ -30,10 +32,11 @@ from nntile_py.graph.bin_packing import bins_of
 from nntile_py.graph.step import StepSpec
 from nntile_py.models.registry import find, known
 
-# Both dicts have the model's objective as key. SPECIAL: special tokens that the tokenizer must have. _LABEL_AXES: axes
-# of the array of labels.
+# The model's objective is the key of both dicts, in _LABEL_AXES also what has a label. SPECIAL: special tokens that the
+# tokenizer must have. _LABEL_AXES: axes of the array of labels.
 SPECIAL: dict[str, Sequence[str]] = {"causal": (), "masked": MASKED, CLASSIFICATION: MASKED}
-_LABEL_AXES = {"causal": ["batch", "seq"], "masked": ["batch", "seq"], CLASSIFICATION: ["batch"]}
+_LABEL_AXES = {"causal": ["batch", "seq"], "masked": ["batch", "seq"], ONE: ["batch"],
+               SEVERAL: ["batch", "classes"], WORDS: ["batch", "seq"]}  # fmt: skip
 
 
 def build_dataset(config: RunConfig, spec: StepSpec) -> Dataset:
@@ -87,7 +90,7 @@ def _classification_dataset(config: RunConfig, spec: StepSpec) -> Classification
     corpus = read_labelled_corpus(
         data.source, seq=train.seq, text=data.text, label=data.label, held_out=data.held_out,
         val_fraction=data.val_fraction, classes=model.classes if "classes" in type(model).model_fields else None,
-        class_names=getattr(model, "labels", None), several=model.head == MULTI_LABEL,
+        class_names=getattr(model, "labels", None), kind=CLASSIFIERS[model.head],
         tokenizer=tokenizer, tokenizer_path=path, vocab_size=config.tokenizer.size(),
     )  # fmt: skip
     pad = _special_tokens(config, corpus.tokenizer).number(PAD)
@@ -95,7 +98,8 @@ def _classification_dataset(config: RunConfig, spec: StepSpec) -> Classification
         pad = getattr(model, "padding_token", None) or 0
     else:
         _check_padding(config, pad, corpus.tokenizer)
-    return ClassificationDataset(
+    made = TokenClassificationDataset if CLASSIFIERS[model.head] == WORDS else ClassificationDataset
+    return made(
         corpus, seq=train.seq, batch=train.batch, passes=train.grad_accumulation, eval_batches=train.eval_batches,
         seed=config.seed, pad=pad, bins=bins_of(spec) if spec.pack else None,
     )  # fmt: skip
@@ -119,7 +123,7 @@ def check_objective(config: RunConfig, spec: StepSpec) -> str:
     declared = spec.padded.graphs.graph.inputs
     needed = {name: one for name, one in declared.items() if one.default is None}
     axes = {name: list(one.tensor.axes) for name, one in needed.items()}
-    of_labels = [*_LABEL_AXES[objective], *["classes"] * (getattr(config.model, "head", None) == MULTI_LABEL)]
+    of_labels = _LABEL_AXES[CLASSIFIERS.get(getattr(config.model, "head", ""), objective)]
     fits = axes == {"input_ids": ["batch", "seq"], "labels": of_labels}
     if not fits or (objective != CLASSIFICATION and needed["labels"].below != needed["input_ids"].below):
         wanted = ", ".join(f"{name} [{', '.join(axes[name])}] below {one.below}" for name, one in needed.items())

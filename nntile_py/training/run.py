@@ -28,6 +28,7 @@ from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import RunConfig, runtime_options
 from nntile_py.data.confusion import FILES, Confusion
 from nntile_py.data.dataset import Dataset
+from nntile_py.data.entities import EntityScores
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import StepSpec
@@ -295,6 +296,8 @@ def _train_on_rank_0(run: _Run, make_folder: Callable[[], RunFolder], rescue: Pa
     run.report(f"weights saved in {saved / checkpoint.MODEL}")
     if last and "confusion" in last and run.dataset.class_names:
         _save_confusion(run.dataset.class_names, last["confusion"], saved, run.report)
+    elif last and "entities" in last and run.dataset.class_names:
+        run.report(f"\n{EntityScores(run.dataset.class_names, last['entities']).table()}")
     elif sample := _sample_text(run.config, run.dataset, run.trainer, run.stop):
         run.report(sample)
     return True
