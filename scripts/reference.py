@@ -76,7 +76,8 @@ def _pages(group: typer.Typer, prefix: str) -> Iterator[str]:
     for command in group.registered_commands:
         assert command.callback and command.epilog
         if command.add_help_option:  # `bench` has its own group of commands
-            yield from _page(command.callback, f"{prefix} {command.callback.__name__}", command.epilog)
+            name = command.name or command.callback.__name__
+            yield from _page(command.callback, f"{prefix} {name}", command.epilog)
 
 
 def _page(function: Callable[..., None], name: str, example: str) -> Iterator[str]:

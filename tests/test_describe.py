@@ -210,7 +210,7 @@ def test_the_pages_are_those_that_the_script_writes(tmp_path: Path) -> None:
 
 
 EXAMPLES = [
-    (f"{prefix} {command.callback.__name__}", str(command.epilog).removeprefix("Example: "))
+    (f"{prefix} {command.name or command.callback.__name__}", str(command.epilog).removeprefix("Example: "))
     for app, prefix in ((cli.app, "nntile"), (bench_app, "nntile bench"))
     for command in app.registered_commands
     if command.callback
@@ -247,6 +247,9 @@ def test_the_help_ends_with_an_example_that_works(command: str, example: str, tm
     (tmp_path / "my.yaml").write_text("" if command == "nntile init" else initial("my.yaml", "gpt2"))
     if command == "nntile init":
         (tmp_path / "my.yaml").unlink()
+    if command == "nntile eval":
+        trained = nntile(f"nntile train my.yaml --out runs/my_run {SHORTER['nntile train']}", tmp_path)
+        assert trained.returncode == 0, trained.stderr
     if command == "nntile encode":
         (tmp_path / "my.yaml").write_text(initial("my.yaml", "bert"))
         (tmp_path / "texts.jsonl").write_text('{"text": "Some words"}\n')

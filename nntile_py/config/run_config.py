@@ -265,7 +265,7 @@ def check_saved_overrides(saved: Iterable[str], where: Path, overrides: Iterable
     """Raise ConfigError if a run's saved `--set` options name a Python file that `overrides` do not name."""
     tree: dict[str, Any] = {}
     for item in saved:
-        _override(tree, item)
+        override(tree, item)
     check_code_of_run(tree.get("model"), where, overrides)
 
 
@@ -273,7 +273,7 @@ def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str, saved: Sa
     """Return the config of a parsed YAML, with the arguments of `load`. Changes `tree`; `what` names it in errors."""
     chosen = tree.get("scheduler")
     for item in overrides:
-        _override(tree, item)
+        override(tree, item)
     for name, key, file in (("model", "from", ""), ("tokenizer", "path", "tokenizer.json")) if saved else ():
         section = tree.get(name)
         source = section.get(key) if isinstance(section, dict) else None
@@ -283,7 +283,7 @@ def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str, saved: Sa
         tree = {key: {} if value is None and _is_section(key) else value for key, value in tree.items()}
         if tree.get("scheduler") is not None:
             # A scheduler from the command line takes precedence over the file's section `runtime`.
-            _apply_scheduler(tree, wins=tree["scheduler"] != chosen, overrides=overrides)
+            apply_scheduler(tree, wins=tree["scheduler"] != chosen, overrides=overrides)
         return validated(RunConfig, tree, elsewhere=lambda: _known_keys(tree.get("model")))
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from error
@@ -344,7 +344,7 @@ def _gpus() -> int:
     return int(device_count()) or 8
 
 
-def _apply_scheduler(tree: dict[str, Any], wins: bool, overrides: Iterable[str]) -> None:
+def apply_scheduler(tree: dict[str, Any], wins: bool, overrides: Iterable[str]) -> None:
     """Merge the scheduler file that a YAML names into its section `runtime` and its key `accumulate`.
 
     `wins`: whether the file's values take precedence over the YAML's. `overrides` (--set) always take precedence.
@@ -359,10 +359,10 @@ def _apply_scheduler(tree: dict[str, Any], wins: bool, overrides: Iterable[str])
     if wins:
         for item in overrides:
             if item.startswith(("runtime.", "accumulate")):
-                _override(tree, item)
+                override(tree, item)
 
 
-def _override(tree: dict[str, Any], item: str) -> None:
+def override(tree: dict[str, Any], item: str) -> None:
     """Set a key of the parsed YAML `tree` from the argument of --set, such as "train.steps=100"."""
     key, value = assignment(item)
     names = key.split(".")

@@ -122,8 +122,8 @@ def read_labelled_corpus(
             raise ConfigError(f"data.source: {source} has {has}; allowed: {need}")
     if tokenizer is None:
         tokenizer = train_tokenizer([sample.text for sample in train], vocab_size, MASKED)
-    _check_frames(tokenizer, tokenizer_path)
-    (first, cut), (second, cut_held_out) = (_tokenized(tokenizer, part, numbers, seq) for part in (train, measured))
+    check_frames(tokenizer, tokenizer_path)
+    (first, cut), (second, cut_held_out) = (tokenized(tokenizer, part, numbers, seq) for part in (train, measured))
     return LabelledCorpus(tokenizer, names, first, second, cut + cut_held_out)
 
 
@@ -144,16 +144,18 @@ def split_samples(
     return [s for s in samples if s.text not in held], [s for s in samples if s.text in held]
 
 
-def _check_frames(tokenizer: Tokenizer, path: str | None) -> None:
-    """Give the tokenizer the template [CLS] text [SEP] if it has none; raise ConfigError if it lacks these tokens."""
+def check_frames(tokenizer: Tokenizer, path: str | None, key: str = "tokenizer.path") -> None:
+    """Give the tokenizer the template [CLS] text [SEP] if it has none; raise ConfigError if it lacks these tokens.
+
+    path: The tokenizer's file, for the message, which names `key`."""
     frame(tokenizer)
     if not tokenizer.num_special_tokens_to_add(False):
         missing = ", ".join(lacking(tokenizer, (CLS, SEP)))
         need = f"a tokenizer with a template, with {CLS} and {SEP}, or with {ROBERTA[CLS]} and {ROBERTA[SEP]}"
-        raise ConfigError(f"tokenizer.path: {path} has no token {missing}; allowed: {need}")
+        raise ConfigError(f"{key}: {path} has no token {missing}; allowed: {need}")
 
 
-def _tokenized(
+def tokenized(
     tokenizer: Tokenizer, samples: list[LabelledText], numbers: dict[str, int], seq: int
 ) -> tuple[TokenizedTexts, int]:
     """Encode samples; texts of more than `seq` tokens are cut. Returns the encoded texts and how many were cut."""

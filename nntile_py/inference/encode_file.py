@@ -12,7 +12,6 @@ from typing import IO, Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from nntile_py.errors import ConfigError, MissingWeight
 from nntile_py.execution.runtime import Runtime
@@ -21,6 +20,7 @@ from nntile_py.inference.encoder import HEADS, OUTPUTS, Encoder
 from nntile_py.inference.sentence import has_modules
 from nntile_py.inference.texts import read_texts
 from nntile_py.system.folders import remove_leftovers, replaced, reserve
+from nntile_py.system.progress import progress_bar
 
 Array = np.ndarray[Any, Any]
 ONE_ARRAY, NAMED = ".npy", (".npz", ".safetensors")
@@ -72,7 +72,7 @@ def encode_file(
     if encoder.of_tokens and out.suffix == ONE_ARRAY:
         raise ConfigError(f"--out: {out} holds one array; allowed with --output {output}: {', '.join(NAMED)}")
     begun = time.perf_counter()
-    with runtime, _progress(console) as progress, warnings.catch_warnings():
+    with runtime, progress_bar(console) as progress, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about cut texts, which the summary counts
         bar = progress.add_task("texts", total=len(texts))
 
@@ -142,8 +142,3 @@ def _write(
 
         file.write(save(arrays))
     return arrays[name].shape
-
-
-def _progress(console: Console) -> Progress:
-    columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    return Progress(TextColumn("{task.description}"), *columns, console=console)

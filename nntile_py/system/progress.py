@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
 EVERY = 10.0  # seconds between two messages if the output is not a terminal
 
@@ -32,3 +33,18 @@ def telling(console: Console, every: float = EVERY) -> Iterator[Tell]:
 
     with console.status("") as status:
         yield tell
+
+
+def progress_bar(console: Console) -> Progress:
+    """Return a context manager that shows a bar for each task: done and total number, time so far, time left."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    return Progress(TextColumn("{task.description}", markup=False), *columns, console=console)

@@ -1,0 +1,48 @@
+"""The command `nntile eval`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nntile_py.cli.options import Json, Sets, alone, app, ends_at_ctrl_c, show
+
+
+@app.command("eval", epilog="Example: nntile eval runs/my_run --data my.txt --stride 64")
+def evaluate(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Folder of a run, a checkpoint, or of save_pretrained.")
+    ],
+    data: Annotated[Path, typer.Option(help="Text file; for classifiers a table: .csv, .tsv or .jsonl.")],
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens from the beginning of a window to that of the next one; other tokens of a window are only"
+            " context. [default: half of --seq; for a masked model all its tokens]"
+        ),
+    ] = None,
+    seq: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a window. [default: train.seq of the run; else the positions, at most 1024]", min=1
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Windows in a forward pass. [default: train.batch of the run; else 8]", min=1)
+    ] = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Measure trained models on all of a file: loss, perplexity, bits per byte, accuracy, F1."""
+    from rich.console import Console
+
+    alone("eval")
+    from nntile_py.inference import eval_command as command
+
+    rows: list[dict[str, Any]] = []
+    with ends_at_ctrl_c(lambda: f"{len(rows)} of {len(runs)} models are measured"):
+        try:
+            command.evaluate_runs(runs, data, (seq, stride, batch), sets or [], Console(stderr=True), rows.append)
+        finally:
+            if rows:
+                show(command.as_json(rows) if as_json else command.table(rows))

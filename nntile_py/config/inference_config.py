@@ -1,0 +1,137 @@
+"""Settings of a trained model in use, such as by `nntile eval`: those of its run, which --set overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from pydantic import create_model
+
+from nntile_py.config.run_config import RunConfig, apply_scheduler, override, runtime_options
+from nntile_py.config.sections import DataSection, TrainSection
+from nntile_py.errors import ConfigError
+from nntile_py.graph.step import check_precision
+from nntile_py.schema import Section, allowed, assignment, keys, validated
+
+# Keys of a run that count when its model is used; other keys have their defaults until --set names them.
+_OF_RUN = ("precision", "tiles", "accumulate", "fusion", "scheduler", "runtime", "data.text", "data.label")
+_OF_RUN += ("train.batch", "train.seq")
+_SETTINGS = ("precision", "tiles", "accumulate", "fusion", "scheduler", "runtime", "seed")
+_PARTS: dict[str, tuple[type[Section], tuple[str, ...]]] = {
+    "data": (DataSection, ("text", "label")), "train": (TrainSection, ("batch", "seq", "mask_probability")),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class InferenceConfig:
+    """Settings of a model in use.
+
+    Attributes:
+        values: Object with the checked keys precision, tiles, accumulate, fusion, runtime and seed, as in RunConfig.
+        data: Names of a table's columns, `text` and `label`.
+        train: `batch` and `seq` of the run, None without a run; `mask_probability`.
+        model: Fields of the model's config that --set names.
+    """
+
+    values: Any
+    data: Any
+    train: Any
+    model: dict[str, Any]
+
+    @property
+    def runtime(self) -> dict[str, Any]:
+        """Keyword arguments of Runtime, for one process."""
+        options = runtime_options(self.values.runtime.model_dump())
+        return {name: value for name, value in options.items() if name not in ("nodes", "shard_weights")}
+
+    @property
+    def bound(self) -> dict[str, Any]:
+        """Keyword arguments of BoundModel."""
+        tiles = self.values.tiles.model_dump(exclude_none=True)
+        return {
+            "precision": self.values.precision, "tiles": tiles,
+            "accumulate": self.values.accumulate, "fusion": self.values.fusion,
+        }  # fmt: skip
+
+
+def model_fields(overrides: Iterable[str]) -> dict[str, Any]:
+    """Return the fields of the model's config that `--set model.KEY=VALUE` options name.
+
+    Raises:
+        ConfigError: A key is none of a model in use.
+    """
+    fields = {}
+    for item in overrides:
+        key, value = assignment(item)
+        section, _, name = key.partition(".")
+        if section == "model" and name:
+            fields[name] = value
+        elif section not in (*_SETTINGS, *_PARTS):
+            known = [*_SETTINGS, *(f"{part}.{key}" for part, (_, names) in _PARTS.items() for key in names)]
+            raise ConfigError(f"--set {item}: unknown key; {allowed(key, [*known, 'model.KEY'], _known())}")
+    return fields
+
+
+def inference_config(saved: Mapping[str, Any], overrides: Iterable[str] = ()) -> InferenceConfig:
+    """Return the settings of a run's saved config, changed by `--set` options.
+
+    Args:
+        saved: The run's config as parsed YAML. Keys that do not count for a model in use are skipped. {}: defaults.
+        overrides: Texts such as "tiles.embed=96".
+
+    Raises:
+        ConfigError: A key or a value is not allowed.
+    """
+    overrides = list(overrides)
+    fields = model_fields(overrides)
+    tree: dict[str, Any] = {name: {} for name in _PARTS}
+    for key in _OF_RUN:
+        name, _, inner = key.partition(".")
+        value = saved.get(name)
+        if inner and isinstance(value, dict) and inner in value:
+            tree[name][inner] = value[inner]
+        elif not inner and value is not None:
+            tree[name] = deepcopy(value)
+    chosen = tree.get("scheduler")
+    for item in overrides:
+        if not item.startswith("model."):
+            override(tree, item)
+    if tree.get("scheduler") is not None:
+        apply_scheduler(tree, wins=tree["scheduler"] != chosen, overrides=overrides)
+    parts = {name: validated(_part(name), tree.pop(name), f"{name}.") for name in _PARTS}
+    values: Any = validated(_settings(), tree, elsewhere=_known)
+    check_precision("precision", values.precision, values.runtime.cuda != 0)
+    return InferenceConfig(values, parts["data"], parts["train"], fields)
+
+
+@cache
+def _settings() -> type[Section]:
+    """Return a section class with the keys of RunConfig that _SETTINGS names."""
+    return _some("InferenceSettings", RunConfig, _SETTINGS)
+
+
+@cache
+def _part(name: str) -> type[Section]:
+    return _some(f"Inference{name.title()}", *_PARTS[name])
+
+
+def _some(name: str, source: type[Section], names: Iterable[str]) -> type[Section]:
+    """Return a section class with some keys of `source`; a key without a default may be None."""
+    fields: dict[str, Any] = {}
+    for key in names:
+        field = source.model_fields[key]
+        fields[key] = (field.rebuild_annotation(), field)
+        if field.is_required():
+            fields[key] = (field.rebuild_annotation() | None, None)
+    made: Any = create_model(name, __base__=Section, **fields)
+    return made  # type: ignore[no-any-return]
+
+
+@cache
+def _known() -> list[str]:
+    """Return the dotted keys that --set may name, without those of the model."""
+    inner = [f"{part}.{key}" for part, (_, names) in _PARTS.items() for key in names]
+    return [*(key for key, _ in keys(_settings())), *inner]

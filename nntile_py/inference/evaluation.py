@@ -1,0 +1,317 @@
+"""Measure a trained model on all of a text or of a table: loss, perplexity, bits per byte, accuracy, F1."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nntile_py.config.inference_config import InferenceConfig
+from nntile_py.config.run_config import CLASSIFICATION, CLASSIFIERS, MULTI_LABEL
+from nntile_py.data.classification import check_frames, tokenized
+from nntile_py.data.collators import Array, MaskedCollator
+from nntile_py.data.confusion import Confusion, LabelScores
+from nntile_py.data.special_tokens import SpecialTokens, special_tokens
+from nntile_py.data.tables import FORMATS, class_numbers, labels_of, read_labelled_texts, read_text, unknown_label
+from nntile_py.data.tokenizer import CLS, MASK, MASKED, SEP, frame, special_numbers, token_numbers
+from nntile_py.data.windows import causal_windows, masked_windows, spans
+from nntile_py.errors import ConfigError
+from nntile_py.execution.forward_program import MissingInput, label_counts
+from nntile_py.execution.runtime import Runtime
+from nntile_py.inference.bound_model import BoundModel
+from nntile_py.inference.encoder import IN_FLIGHT, Encoder
+from nntile_py.inference.open_model import OpenedModel
+from nntile_py.tasks.cross_entropy import IGNORED
+
+LONGEST, BATCH = 1024, 8  # default sizes without a run: tokens of a window, windows of a forward pass
+LANGUAGE_HEADS = {"causal_lm": "causal", "masked_lm": "masked"}
+
+Advance = Callable[[str, int, int], None]  # shows progress: name of the units, units done now, units in all
+
+
+class Windows(NamedTuple):
+    """How a text is read: tokens of a window, tokens from a window's begin to the next one's, windows of a pass."""
+
+    seq: int
+    stride: int
+    batch: int
+
+
+@dataclass
+class Sums:
+    """Sums over the predicted tokens or texts of an evaluation."""
+
+    loss: float = 0.0
+    count: int = 0
+    right: int = 0
+
+    def add_logits(self, logits: Array, labels: Array) -> None:
+        """Add predictions. logits: [predictions, classes]. labels: [predictions]."""
+        log_shares = log_softmax(logits)
+        self.loss -= float(np.take_along_axis(log_shares, labels[:, None], 1).sum())
+        self.count += len(labels)
+        self.right += int((logits.argmax(1) == labels).sum())
+
+
+def log_softmax(logits: Array) -> Array:
+    """Return the logarithm of the softmax over the last axis, in float64."""
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(-1, keepdims=True)
+    result: Array = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return result
+
+
+def aim_of(opened: OpenedModel) -> str:
+    """Return what a model predicts: causal, masked or classification. Raises ConfigError for other models."""
+    model = opened.model
+    head, objective = getattr(model.config, "head", None), type(model).objective
+    if head in CLASSIFIERS:
+        return CLASSIFICATION
+    if head in LANGUAGE_HEADS or (head is None and objective in LANGUAGE_HEADS.values()):
+        return LANGUAGE_HEADS.get(head or "", objective or "")
+    what = f"has head: {head}" if head else f"has the objective {objective}"
+    need = f"models with the head {', '.join([*LANGUAGE_HEADS, *CLASSIFIERS])}"
+    raise ConfigError(f"RUN: {opened.folder}: {type(model).__name__} {what}; allowed: {need}")
+
+
+def windows_of(opened: OpenedModel, config: InferenceConfig, seq: int | None, stride: int | None) -> Windows:
+    """Return how a text is read: by the options `seq` and `stride`, else by the run, else by default.
+
+    Raises:
+        ConfigError: An option is out of range.
+    """
+    aim = aim_of(opened)
+    least = {"causal": 2, "masked": 3}.get(aim, 1)
+    most = getattr(opened.model.config, "positions", None)
+    seq = seq or config.train.seq or min(most or LONGEST, LONGEST)
+    if not least <= seq <= (most or seq):
+        limit = f"at most the {most} positions of the model" if seq >= least else f"at least {least}"
+        raise ConfigError(f"--seq: got {seq}; allowed: {limit}")
+    longest = seq - 2 if aim == "masked" else seq
+    if stride is not None and aim == CLASSIFICATION:
+        raise ConfigError("--stride: not allowed for a classifier, whose texts are rows of a table; leave it out")
+    if stride is not None and not 1 <= stride <= longest:
+        held = f"--seq = {seq}, less [CLS] and [SEP]" if aim == "masked" else f"--seq = {seq}"
+        raise ConfigError(f"--stride: got {stride}; allowed: 1 to {longest} ({held})")
+    usual = -(-seq // 2) if aim == "causal" else longest
+    return Windows(seq, stride or usual, config.train.batch or BATCH)
+
+
+def measure(
+    opened: OpenedModel, data: Path, config: InferenceConfig, windows: Windows, advance: Advance
+) -> dict[str, Any]:
+    """Measure a model on a file. Needs a running Runtime.
+
+    Args:
+        opened: The model with its tokenizer.
+        data: A text file for a language model, a table for a classifier.
+        config: Settings of the programs; columns of the table.
+        windows: How the text is read.
+        advance: Shows progress.
+
+    Returns:
+        Measures by name: `loss` and, by the kind of model, `perplexity`, `bits_per_byte`, `accuracy`, `f1_macro`, `f1`;
+        and the number of predicted `tokens` or `texts`.
+
+    Raises:
+        ConfigError: The file does not fit the model.
+    """
+    aim = aim_of(opened)
+    if opened.tokenizer is None:
+        need = "a folder with a model and its tokenizer, as `nntile train` and save_pretrained write"
+        raise ConfigError(f"RUN: {opened.folder} has no {opened.tokenizer_file.name}; allowed: {need}")
+    if aim == CLASSIFICATION:
+        return _classifier(opened, data, config, windows, advance)
+    if (suffix := data.suffix.lower()) in FORMATS:
+        need = f"a text file, as the model has head: {aim}_lm"
+        raise ConfigError(f"--data: {data} is a table ({suffix}); allowed: {need}; tables are for classifiers")
+    text = _text(data)
+    return (_causal if aim == "causal" else _masked)(opened, text, config, windows, advance)
+
+
+# -- language models
+
+
+def _text(path: Path) -> str:
+    need = "a text file in UTF-8"
+    try:
+        text = read_text(f"--data: {path}", path)
+    except OSError as error:
+        raise ConfigError(f"--data: cannot read {path}: {error.strerror}; allowed: {need}") from None
+    if not text.strip():
+        raise ConfigError(f"--data: no text in {path}; allowed: {need}, with at least two tokens")
+    return text
+
+
+def _tokens(opened: OpenedModel, text: str, template: bool) -> tuple[Array, int]:
+    """Return a text's token numbers, and how many of them are not of the tokenizer's template.
+
+    template: Add the special tokens of the tokenizer's template, such as <s>."""
+    assert opened.tokenizer
+    encoding = opened.tokenizer.encode(text, add_special_tokens=template)
+    ids, own = np.array(encoding.ids, np.int64), len(encoding.ids) - sum(encoding.special_tokens_mask)
+    vocab = getattr(opened.model.config, "vocab", None)
+    if vocab and len(ids) and ids.max() >= vocab:
+        need = f"a tokenizer of the model, whose token numbers are 0 to {vocab - 1}"
+        raise ConfigError(f"RUN: {opened.tokenizer_file} has the token number {ids.max()}; allowed: {need}")
+    if own < 2:
+        raise ConfigError(f"--data: the text has {own} token{'s' * (own != 1)}; allowed: at least 2")
+    return ids, own
+
+
+def _causal(
+    opened: OpenedModel, text: str, config: InferenceConfig, windows: Windows, advance: Advance
+) -> dict[str, Any]:
+    """Measure a causal model: mean loss of the next token over all windows."""
+    ids, own = _tokens(opened, text, template=True)
+    seq = min(windows.seq, len(ids))
+    stride = min(windows.stride, seq)
+    with BoundModel(opened.model, **config.bound, owner="RUN") as bound:
+        sums = _causal_sums(bound, ids, seq, stride, windows.batch, advance)
+    loss = sums.loss / sums.count
+    bits = loss / math.log(2) * own / len(text.encode())
+    return {"tokens": sums.count, "loss": loss, "perplexity": _exp(loss), "bits_per_byte": bits}
+
+
+def _causal_sums(bound: BoundModel, ids: Array, seq: int, stride: int, batch: int, advance: Advance) -> Sums:
+    number = sum(1 for _ in spans(len(ids), seq, stride))
+    rows, sums, waiting = min(batch, number), Sums(), deque[tuple[Any, int]]()
+    if bound.spec(rows, seq).trace(training=False)[1].loss is None:
+        raise ConfigError(f"RUN: {type(bound.model).__name__} has no loss; allowed: a model whose trace returns one")
+
+    def take() -> None:
+        fetched, count = waiting.popleft()
+        sums.loss += float(fetched.wait()[0]) * count
+        sums.count += count
+
+    for part in _grouped(causal_windows(ids, seq, stride), rows):
+        given = {"input_ids": np.zeros((rows, seq), np.int64), "labels": np.full((rows, seq), IGNORED)}
+        for row, (inputs, labels) in enumerate(part):
+            given["input_ids"][row, : len(inputs)], given["labels"][row, : len(labels)] = inputs, labels
+        with Runtime.turn:
+            program = bound.program((rows, seq), lambda: bound.spec(rows, seq).evaluation())
+            try:
+                arrays = program.check(given, shift=True)
+            except MissingInput as error:
+                needed = ", ".join(error.needed)
+                raise ConfigError(f"RUN: the model needs {needed}; allowed: input_ids, labels") from None
+            if count := sum(label_counts(program.inputs, arrays, given).values()):
+                program.write(arrays)
+                program.run(program.slots(arrays, given))
+                waiting.append((program.store.fetch("loss"), count))
+        while len(waiting) > IN_FLIGHT:
+            take()
+        advance("windows", len(part), number)
+    while waiting:
+        take()
+    return sums
+
+
+def _masked(
+    opened: OpenedModel, text: str, config: InferenceConfig, windows: Windows, advance: Advance
+) -> dict[str, Any]:
+    """Measure a masked model: mean loss and accuracy at masked tokens. The seed decides which tokens are masked."""
+    ids, _ = _tokens(opened, text, template=False)
+    seen, labels, ends = mask_text(opened, ids, config.train.mask_probability, config.values.seed)
+    every = list(masked_windows(ids, seen, labels, ends, windows.seq, windows.stride))
+    sums = Sums()
+    with _encoder(opened, config, windows) as encoder:
+        for (_, wanted), logits in zip(every, encoder.each([inputs for inputs, _ in every]), strict=True):
+            places = wanted != IGNORED
+            if places.any():
+                sums.add_logits(logits[places], wanted[places])
+            advance("windows", 1, len(every))
+    if not sums.count:
+        need = "a longer text, another seed, or a larger train.mask_probability"
+        raise ConfigError(f"--data: none of the text's {len(ids)} tokens is masked; allowed: {need}")
+    return {"tokens": sums.count, "loss": sums.loss / sums.count, "accuracy": sums.right / sums.count}
+
+
+def mask_text(opened: OpenedModel, ids: Array, probability: float, seed: int) -> tuple[Array, Array, tuple[int, int]]:
+    """Return a text with masked tokens, the labels (-100 at other tokens), and the tokens [CLS] and [SEP].
+
+    Tokens are chosen as in training (MaskedCollator), by the seed and the place in the text only."""
+    assert opened.tokenizer
+    known = _special(opened)
+    if missing := known.lacking():
+        raise ConfigError(f"RUN: {opened.tokenizer_file} has no token {', '.join(missing)}; allowed: one with them")
+    numbers: dict[str, int] = {token: known.number(token) or 0 for token in MASKED}
+    special = frozenset(special_numbers(opened.tokenizer) | {*numbers.values()})
+    collate = MaskedCollator(
+        len(ids), token_numbers(opened.tokenizer), numbers[MASK], special, probability=probability, seed=seed,
+        most=len(ids),
+    )  # fmt: skip
+    made = collate([ids])
+    return made["input_ids"][0], made["labels"][0], (numbers[CLS], numbers[SEP])
+
+
+# -- classifiers
+
+
+def _classifier(
+    opened: OpenedModel, data: Path, config: InferenceConfig, windows: Windows, advance: Advance
+) -> dict[str, Any]:
+    """Measure a classifier on a table: mean loss, accuracy and F1."""
+    model, several = opened.model.config, opened.model.config.head == MULTI_LABEL
+    samples = read_labelled_texts("--data", str(data), config.data.text, config.data.label, several=several)
+    names = model.labels or list(map(str, range(model.classes or len(labels_of(str(data), samples)))))
+    numbers = class_numbers(model.labels, len(names), samples)
+    if unknown := unknown_label(samples, numbers):
+        need = f"the classes of the model: {', '.join(numbers)}"
+        raise ConfigError(f"--data: {data}, line {unknown[0]}: the label {unknown[1]!r}; allowed: {need}")
+    assert opened.tokenizer
+    frame(opened.tokenizer, _special(opened).named)
+    check_frames(opened.tokenizer, str(opened.tokenizer_file), "RUN")
+    texts, cut = tokenized(opened.tokenizer, samples, numbers, windows.seq)
+    scores: Any = LabelScores(len(names)) if several else Confusion(names)
+    sums = Sums()
+    with _encoder(opened, config, windows) as encoder:
+        for logits, wanted in zip(encoder.each(texts.sequences), texts.classes, strict=True):
+            if several:
+                sums.loss += float(_binary_loss(logits.astype(np.float64), wanted).mean())
+                sums.count += 1
+            else:
+                sums.add_logits(logits[None], wanted[None])
+            scores.add(wanted[None], logits[None] > 0 if several else logits[None].argmax(-1))
+            advance("texts", 1, len(texts))
+    metrics = {name: value for name, value in scores.metrics().items() if name != "confusion"}
+    return {"texts": sums.count, "loss": sums.loss / sums.count} | metrics | ({"cut": cut} if cut else {})
+
+
+def _binary_loss(logits: Array, wanted: Array) -> Array:
+    """Return the binary cross-entropy of each logit, without overflow: max(x, 0) - x y + log(1 + exp(-|x|))."""
+    loss: Array = np.maximum(logits, 0) - logits * wanted + np.log1p(np.exp(-np.abs(logits)))
+    return loss
+
+
+# -- shared
+
+
+def _encoder(opened: OpenedModel, config: InferenceConfig, windows: Windows) -> Encoder:
+    """Return an Encoder of the model's logits. Its bins are tiles of batch and seq, so that it takes no such tiles."""
+    tiles = {axis: size for axis, size in config.bound["tiles"].items() if axis not in ("batch", "seq")}
+    return Encoder(
+        opened.model, "logits", tiles=tiles, precision=config.values.precision,
+        batch_tokens=windows.batch * windows.seq, max_length=windows.seq,
+    )  # fmt: skip
+
+
+def _special(opened: OpenedModel) -> SpecialTokens:
+    return special_tokens(opened.tokenizer, str(opened.tokenizer_file), str(opened.folder))
+
+
+def _grouped(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Yield lists of `size` items; the last list may be shorter."""
+    rest = iter(items)
+    while part := list(islice(rest, size)):
+        yield part
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
