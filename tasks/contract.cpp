@@ -53,14 +53,15 @@ void gemm(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, doubl
     at::baddbmm_out(target, out, a, b, beta, alpha);
 }
 
-// Tiles of the epilogue in order; undefined: absent.
+// Tiles of the epilogue in order, from number `next` on; undefined: absent.
 struct Beside {
   at::Tensor target, bias, residual, aux, activated, colsum;
-  double beta;  // factor of the target's content
+  double beta = 1;  // factor of the target's content
   bool adds_colsum = false;
 
-  Beside(const Args& t, const EpilogueArgs& args) : target(t[0]), beta(t.accumulates(0) ? 1 : 0) {
-    size_t next = 3;
+  Beside(const at::Tensor& target_, double beta_) : target(target_), beta(beta_) {}
+  Beside(const Args& t, const EpilogueArgs& args, const at::Tensor& target_, double beta_, size_t next)
+      : Beside(target_, beta_) {
     if (args.bias_axes >= 0) bias = t[next++];
     if (args.residual) residual = t[next++];
     if (args.aux) aux = t[next++];
@@ -78,8 +79,7 @@ double start(const at::Tensor& target, double beta, const at::Tensor& what) {
   return 1;
 }
 
-void own(const ContractArgs& args, const Plan& plan, const Factors& x, const Beside& beside) {
-  const auto& epilogue = args.epilogue;
+void own(const EpilogueArgs& epilogue, double scale, const Plan& plan, const Factors& x, const Beside& beside) {
   const bool transposed = x.out.stride(-1) != 1 && x.out.stride(static_cast<int64_t>(x.batch + x.rows) - 1) == 1;
   int64_t columns = 0;  // of the bias, as vectors
   for (const auto axis : transposed ? plan.out.slice(plan.batch, plan.m) : plan.out.slice(plan.batch + plan.m))
@@ -88,12 +88,17 @@ void own(const ContractArgs& args, const Plan& plan, const Factors& x, const Bes
   double beta = beside.beta;
   if (beside.bias.defined() && !along)
     beta = start(beside.target, beta, broadcastable(beside.bias, epilogue.bias_axes, beside.target));
-  product(transposed ? x.transposed() : x, {args.scale, beta, along ? beside.bias : at::Tensor(), beside.residual,
+  product(transposed ? x.transposed() : x, {scale, beta, along ? beside.bias : at::Tensor(), beside.residual,
                                             beside.aux, beside.activated, static_cast<int>(epilogue.activation)});
 }
 
-void blas(const ContractArgs& args, const Plan& plan, const Factors& x, const Beside& beside) {
-  const auto& epilogue = args.epilogue;
+void apply_activation(const EpilogueArgs& epilogue, const Beside& beside, const at::Tensor& bias = {}) {
+  if (epilogue.aux) multiply_derivative(epilogue.activation, beside.target, beside.aux);
+  else if (epilogue.activation >= 0)
+    activate_tile(epilogue.activation, beside.target, epilogue.keep_pre ? beside.activated : beside.target, bias);
+}
+
+void blas(const EpilogueArgs& epilogue, double scale, const Plan& plan, const Factors& x, const Beside& beside) {
   const auto &target = beside.target, &bias = beside.bias;
   const bool activates = epilogue.activation >= 0 && !epilogue.aux;
   // With an activation, the bias is added in the activation's pass; otherwise the product is added to the bias.
@@ -104,18 +109,24 @@ void blas(const ContractArgs& args, const Plan& plan, const Factors& x, const Be
   if (beside.residual.defined()) beta = start(target, beta, beside.residual);
   if (bias.defined() && !late) beta = start(target, beta, broadcastable(bias, epilogue.bias_axes, target));
   if (!plan.permuted_out) {
-    gemm(matrix(target, plan.batch, plan.m, plan.n), a, b, beta, args.scale);
+    gemm(matrix(target, plan.batch, plan.m, plan.n), a, b, beta, scale);
   } else if (const auto direct = in_place(x.out, plan.batch, plan.m, plan.n)) {
-    gemm(*direct, a, b, beta, args.scale);
+    gemm(*direct, a, b, beta, scale);
   } else {
     const auto made = at::empty(x.out.sizes(), target.options());
-    gemm(matrix(made, plan.batch, plan.m, plan.n), a, b, 0, args.scale);
+    gemm(matrix(made, plan.batch, plan.m, plan.n), a, b, 0, scale);
     start(x.out, beta, made);
   }
-  if (epilogue.aux) multiply_derivative(epilogue.activation, target, beside.aux);
-  else if (activates)
-    activate_tile(epilogue.activation, target, epilogue.keep_pre ? beside.activated : target,
-                  late ? bias : at::Tensor());
+  apply_activation(epilogue, beside, late ? bias : at::Tensor());
+}
+
+// target = the sum of partial products in the order of the output, then the epilogue.
+void reshape(const EpilogueArgs& epilogue, const Plan& plan, const at::Tensor& sum, const Beside& beside) {
+  const auto& target = beside.target;
+  target.copy_(sum.permute(plan.reshape));
+  if (beside.bias.defined()) start(target, 1, broadcastable(beside.bias, epilogue.bias_axes, target));
+  if (beside.residual.defined()) start(target, 1, beside.residual);
+  apply_activation(epilogue, beside);
 }
 
 // Sums an operand over the product's summed axes: the first axes of the permuted b, the last of the permuted a.
@@ -130,21 +141,26 @@ void sum_operand(const Factors& x, bool first, const at::Tensor& to, bool adds) 
 void contract(Args& t) {
   const ContractArgs args(t);
   const Plan plan(args.plan);
-  const Beside beside(t, args.epilogue);
+  const bool moves = !plan.reshape.empty();
+  const auto sum = t[0];
+  const double beta = t.accumulates(0) ? 1 : 0;
+  const Beside beside(t, args.epilogue, moves ? t[3] : sum, beta, moves ? 4 : 3);
   const auto a = t[plan.swap ? 2 : 1], b = t[plan.swap ? 1 : 2];
-  const Factors x{beside.target.permute(plan.out), a.permute(plan.a), b.permute(plan.b),
-                  plan.batch, plan.m, plan.n, plan.k};
-  if (own_product(x)) own(args, plan, x, beside);
-  else blas(args, plan, x, beside);
+  const Factors x{sum.permute(plan.out), a.permute(plan.a), b.permute(plan.b), plan.batch, plan.m, plan.n, plan.k};
+  const auto epilogue = moves ? without_epilogue(args.epilogue) : args.epilogue;
+  (own_product(x) ? own : blas)(epilogue, args.scale, plan, x, moves ? Beside(sum, beta) : beside);
+  if (moves) reshape(args.epilogue, plan, sum, beside);
   if (beside.colsum.defined())
     sum_operand(x, (args.epilogue.colsum == 0) != plan.swap, beside.colsum, beside.adds_colsum);
 }
 
 void contract_epilogue(Args& t) {
-  const EpilogueArgs epilogue(t);
-  const auto target = t[0];
-  if (epilogue.aux) multiply_derivative(epilogue.activation, target, t[1]);
-  else activate_tile(epilogue.activation, target, epilogue.keep_pre ? t[1] : target, at::Tensor());
+  const ContractArgs args(t);
+  const Plan plan(args.plan);
+  const bool moves = !plan.reshape.empty();
+  const Beside beside(t, args.epilogue, t[moves ? 1 : 0], 1, moves ? 2 : 1);
+  if (moves) reshape(args.epilogue, plan, t[0], beside);
+  else apply_activation(args.epilogue, beside);
 }
 
 NNTILE_KERNEL(contract, contract);

@@ -29,6 +29,7 @@ inline bool trailing(int64_t mask, int64_t axes) {
 struct Plan {
   bool swap, permuted_out;
   at::IntArrayRef a, b, out;
+  at::IntArrayRef reshape;  // from the sum of partial products to the output; empty: the sum is the output
   size_t batch, m, n, k;
 
   explicit Plan(const PlanArgs& args) : swap(args.swap) {
@@ -39,10 +40,18 @@ struct Plan {
     a = args.orders.slice(0, batch + m + k);
     b = args.orders.slice(a.size(), batch + k + n);
     out = args.orders.slice(a.size() + b.size(), batch + m + n);
+    reshape = args.orders.slice(a.size() + b.size() + out.size());
     permuted_out = false;
     for (size_t axis = 0; axis < out.size(); ++axis) permuted_out |= out[axis] != static_cast<int64_t>(axis);
   }
 };
+
+// The arguments of a product alone; its epilogue follows in another tile.
+inline EpilogueArgs without_epilogue(EpilogueArgs args) {
+  args.bias_axes = args.activation = args.colsum = -1;
+  args.residual = args.keep_pre = args.aux = false;
+  return args;
+}
 
 inline int64_t extent(at::IntArrayRef sizes, size_t from, size_t count) {
   int64_t product = 1;

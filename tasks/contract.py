@@ -44,7 +44,9 @@ class PlanArgs(TaskArgs):
     m: int
     n: int
     k: int
-    orders: tuple[int, ...]  # permutations of a to batch m k, b to batch k n, the output to batch m n
+    # Permutations of a to batch m k, b to batch k n, the sum to batch m n. If the output has another order than the
+    # sum, one more: the sum to the output.
+    orders: tuple[int, ...]
 
 
 class ContractArgs(TaskArgs):
@@ -54,7 +56,9 @@ class ContractArgs(TaskArgs):
 
     @property
     def title(self) -> str:
-        return self.epilogue.title
+        plan = self.plan
+        matrices = 3 * plan.batch + 2 * (plan.m + plan.n + plan.k)
+        return (" + reshape" if len(plan.orders) > matrices else "") + self.epilogue.title
 
 
 class Contract(Op):
@@ -71,6 +75,8 @@ class Contract(Op):
         pre: a second output, the value before the activation.
         aux: the output is multiplied by the activation's derivative at aux instead.
         bias_grad: (number of an input, 0 or 1; tensor of an additional output: the sum of this input over K).
+        reshape: add the partial products of a cut K in tiles with the axes batch, M, N; the last partial product writes
+            the order of the output. Otherwise each partial product is added in the order of the output.
     """
 
     category = CONTRACTION
@@ -89,9 +95,11 @@ class Contract(Op):
         pre: Tensor | None = None,
         aux: Tensor | None = None,
         bias_grad: tuple[int, Tensor] | None = None,
+        reshape: bool = False,
     ) -> None:
         self.a, self.b, self.scale, self.bias, self.residual = a, b, scale, bias, residual
         self.activation, self.pre, self.aux, self.bias_grad = activation, pre, aux, bias_grad
+        self.reshape = reshape
         outputs = [out, pre, bias_grad[1] if bias_grad else None]
         super().__init__([t for t in (a, b, bias, residual, aux) if t], [t for t in outputs if t])
         shared = [axis for axis in a.axes if axis in b.axes]
@@ -103,7 +111,7 @@ class Contract(Op):
 
     @property
     def title(self) -> str:
-        parts = {"bias": self.bias, "residual": self.residual}
+        parts = {"reshape": self.output if self.reshape else None, "bias": self.bias, "residual": self.residual}
         if self.activation:  # with aux the factor is the derivative
             parts[f"{self.activation}'" if self.aux else self.activation] = self.output
         parts["bias gradient"] = self.bias_grad[1] if self.bias_grad else None
@@ -111,7 +119,7 @@ class Contract(Op):
 
     @property
     def sums(self) -> Sequence[Tensor]:
-        return [self.output]
+        return [] if self.reshape else [self.output]
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         assert len(self.inputs) == 2 and self.activation is None, "fusion comes after the gradients"
@@ -142,48 +150,80 @@ class Contract(Op):
             dict(zip(self.k, index, strict=True))
             for index in itertools.product(*(range(len(lowering.parts(self.a, axis))) for axis in self.k))
         ]
-        plan, known = self._plan(), dict[EpilogueArgs, ContractArgs]()
+        known = dict[tuple[EpilogueArgs, bool, bool], ContractArgs]()
         for index in lowering.indices(self.output):
             live = [k for k in ks if not (lowering.empty(self.a, index | k) or lowering.empty(self.b, index | k))]
-            self._lower_tile(
-                lowering, index, lowering.rotated(live, math.prod(lowering.shape(self.output, index))), plan, known
-            )
+            live = lowering.rotated(live, math.prod(lowering.shape(self.output, index)))
+            self._lower_tile(lowering, index, live, known)
 
     def _lower_tile(
-        self, lowering: Lowering, index: Index, ks: list[Index], plan: PlanArgs, known: dict[EpilogueArgs, ContractArgs]
+        self,
+        lowering: Lowering,
+        index: Index,
+        ks: list[Index],
+        known: dict[tuple[EpilogueArgs, bool, bool], ContractArgs],
     ) -> None:
-        out = lowering.tile(self.output, index)
-        target = lowering.tile(self.pre, index) if self.pre else out
-        # Only a chain has a last partial product. Other policies need a separate task for the activation.
+        """Emit the tasks of one tile of the output: one task for each part of K in `ks`.
+
+        known: arguments by epilogue and plan. Tasks share few different arguments; each is encoded once.
+        """
+        target = lowering.tile(self.pre or self.output, index)  # the value before the activation
+        moves = self.reshape and len(ks) > 1 and self._sum_axes() != self.output.axes
+        total = self._sum_tile(lowering, index) if moves else target
+        # Only a chain has a last partial product. Other policies need a separate task for the rest of the epilogue.
         inline = lowering.policy == "chain" or len(ks) == 1
+
+        def args(start: bool, finish: bool, colsum: int = -1) -> ContractArgs:
+            key = self._epilogue(start, finish, colsum, moves), moves, finish
+            return known.setdefault(key, ContractArgs(key[0], self._plan(moves, finish), self.scale))
+
         for number, k in enumerate(ks):
             at = index | k
             first, last = number == 0, number == len(ks) - 1 and inline
             a, b = lowering.tile(self.a, at), lowering.tile(self.b, at)
-            accesses = [ACC(target), R(a), R(b)]
-            start = self._start(lowering, index) if first else []
-            finish = self._finish(lowering, index, out, target) if last else []
+            beside = self._beside(lowering, index, first, last, moves)
             sums, colsum = self._bias_grad(lowering, at)
             flop = 2.0 * math.prod(
                 lowering.part(t, axis, at).size
                 for t, axes in ((self.a, [*self.batch, *self.m, *self.k]), (self.b, self.n))
                 for axis in axes
             )
-            epilogue = self._epilogue(first, last, colsum)
-            # Tasks share few different arguments; each is encoded once.
-            args = known.setdefault(epilogue, ContractArgs(epilogue, plan, self.scale))
-            lowering.emit("contract", [*accesses, *start, *finish, *sums], args, flop=flop)
-        if not inline and self.activation:
-            accesses = [RW(target), *self._finish(lowering, index, out, target)]
-            lowering.emit("contract_epilogue", accesses, self._epilogue(False, True))
+            accesses = [ACC(total), R(a), R(b), *beside, *sums]
+            lowering.emit("contract", accesses, args(first, last, colsum), flop=flop)
+        if not inline and (self.activation or moves):
+            beside = self._beside(lowering, index, False, True, moves)
+            lowering.emit("contract_epilogue", [R(total) if moves else RW(total), *beside], args(False, True))
 
-    def _start(self, lowering: Lowering, index: Index) -> list[Access]:
-        return [R(lowering.tile(t, index)) for t in (self.bias, self.residual) if t]
+    def _sum_axes(self) -> tuple[str, ...]:
+        """Return the order of axes in which a reshaping product adds its partial products: batch, M, N or batch, N, M.
 
-    def _finish(self, lowering: Lowering, index: Index, out: Tile, target: Tile) -> list[Access]:
-        if self.aux:
-            return [R(lowering.tile(self.aux, index))]
-        return [W(out)] if target is not out else []
+        The side with the output's last axis comes last, so that both orders are contiguous along this side.
+        """
+        m, n = (self.n, self.m) if self.output.axes[-1] in self.m else (self.m, self.n)
+        return (*self.batch, *m, *n)
+
+    def _sum_tile(self, lowering: Lowering, index: Index) -> Tile:
+        rows = {axis: index[axis] for axis in self._sum_axes()}
+        shape = [lowering.part(self.output, axis, index).size for axis in rows]
+        return lowering.scratch(f"{self.output.name}.sum", rows, shape, self.output.dtype)
+
+    def _early_bias(self, moves: bool) -> bool:
+        """Return whether the first task adds the bias: the order of the sum's axes must be the order of the bias's."""
+        return not moves or not self.bias or tuple(a for a in self._sum_axes() if a in self.bias.axes) == self.bias.axes
+
+    def _beside(self, lowering: Lowering, index: Index, start: bool, finish: bool, moves: bool) -> list[Access]:
+        """Return the tiles of the epilogue, in the order in which the kernels read them."""
+        out, target = (lowering.tile(t, index) for t in (self.output, self.pre or self.output))
+        accesses = [W(target)] if moves and finish else []
+        if self.bias and (start if self._early_bias(moves) else finish):
+            accesses.append(R(lowering.tile(self.bias, index)))
+        if self.residual and (finish if moves else start):
+            accesses.append(R(lowering.tile(self.residual, index)))
+        if finish and self.aux:
+            accesses.append(R(lowering.tile(self.aux, index)))
+        elif finish and target is not out:
+            accesses.append(W(out))
+        return accesses
 
     def _bias_grad(self, lowering: Lowering, at: Index) -> tuple[list[Access], int]:
         """Return the access to the bias gradient and the number of the input that this task sums, or [] and -1.
@@ -197,33 +237,40 @@ class Contract(Op):
             return [], -1
         return [ACC(lowering.tile(grad, at))], side
 
-    def _epilogue(self, start: bool, finish: bool, colsum: int = -1) -> EpilogueArgs:
-        """Return the epilogue of a tile's first task (start) or last task (finish)."""
+    def _epilogue(self, start: bool, finish: bool, colsum: int, moves: bool) -> EpilogueArgs:
+        """Return the epilogue of a tile's first task (start) or last task (finish).
+
+        moves: the last task writes another order of axes than the sum's.
+        """
         act = ACTIVATIONS.index(self.activation) if self.activation else -1
-        bias = -1
-        if start and self.bias:
-            order = [axis for axis in self.output.axes if axis in self.bias.axes]
+        bias, early = -1, self._early_bias(moves)
+        if self.bias and (start if early else finish):
+            axes = self._sum_axes() if moves and early else self.output.axes
+            order = [axis for axis in axes if axis in self.bias.axes]
             assert order == list(self.bias.axes), (self.bias, self.output)
-            bias = sum(1 << i for i, axis in enumerate(self.output.axes) if axis in self.bias.axes)
+            bias = sum(1 << i for i, axis in enumerate(axes) if axis in self.bias.axes)
         return EpilogueArgs(
             bias_axes=bias,
-            residual=start and self.residual is not None,
+            residual=(finish if moves else start) and self.residual is not None,
             activation=act if finish else -1,
             keep_pre=finish and self.pre is not None,
             aux=finish and self.aux is not None,
             colsum=colsum,
         )
 
-    def _plan(self) -> PlanArgs:
+    def _plan(self, moves: bool, finish: bool) -> PlanArgs:
+        """Return how a task sees its tensors as matrices. Arguments: see `_epilogue`."""
         m, n, a, b = self.m, self.n, self.a, self.b
-        rest = [axis for axis in self.output.axes if axis not in self.batch]
+        out = self._sum_axes() if moves else self.output.axes
+        rest = [axis for axis in out if axis not in self.batch]
         swap = bool(rest and rest[0] in n)
         if swap:
             m, n, a, b = n, m, b, a
         orders = (
             *permutation(a.axes, [*self.batch, *m, *self.k]),
             *permutation(b.axes, [*self.batch, *self.k, *n]),
-            *permutation(self.output.axes, [*self.batch, *m, *n]),
+            *permutation(out, [*self.batch, *m, *n]),
+            *(permutation(out, self.output.axes) if moves and finish else ()),
         )
         return PlanArgs(swap, len(self.batch), len(m), len(n), len(self.k), orders)
 

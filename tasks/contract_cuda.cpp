@@ -182,14 +182,14 @@ void permuted(const at::Tensor& target, const at::Tensor& a, const at::Tensor& b
   else by_blocks(*blocks(target, m, n), found->second == 1);
 }
 
-// Numbers of the epilogue's tiles; 0: absent. With an activation, the target is the value before the activation. If
-// only the result is needed, the target holds the result too.
+// Numbers of the epilogue's tiles, from `next` on; 0: absent. With an activation, the target is the value before the
+// activation. If only the result is needed, the target holds the result too.
 struct Rest {
-  size_t bias = 0, residual = 0, aux = 0, out = 0, column_sum = 0;
+  size_t target, bias = 0, residual = 0, aux = 0, out, column_sum = 0;
   bool activation;
 
-  explicit Rest(const EpilogueArgs& e) : activation(e.activation >= 0) {
-    size_t next = 3;
+  Rest(const EpilogueArgs& e, size_t target_, size_t next)
+      : target(target_), out(target_), activation(e.activation >= 0) {
     if (e.bias_axes >= 0) bias = next++;
     if (e.residual) residual = next++;
     if (e.aux) aux = next++;
@@ -226,8 +226,7 @@ struct Product {
 };
 
 // Runs cuBLASLt with as much of the epilogue as it supports; returns the remaining epilogue.
-Rest fused(Args& t, const Product& p, Rest left) {
-  const auto& e = p.args.epilogue;
+Rest fused(Args& t, const Product& p, const EpilogueArgs& e, Rest left) {
   const auto shaped = [&](size_t tile) { return as_matrix(t.view(tile), 0, p.plan.m, p.plan.n); };
   const auto target = shaped(0);
   Fused f;
@@ -262,7 +261,7 @@ Rest fused(Args& t, const Product& p, Rest left) {
     f.bias = spare.defined() ? spare.data_ptr() : t.view(left.column_sum).data;
   }
   try {
-    matmul(gelu && left.out ? shaped(left.out) : target, p.a, p.b, p.args.scale, f, t.tf32(), p.most);
+    matmul(gelu && left.out != left.target ? shaped(left.out) : target, p.a, p.b, p.args.scale, f, t.tf32(), p.most);
     if (spare.defined()) t[left.column_sum].add_(spare);
     if (sums) left.column_sum = 0;
     if (vector) left.bias = 0;
@@ -276,17 +275,17 @@ Rest fused(Args& t, const Product& p, Rest left) {
 }
 
 // Returns the bias if its axes are exactly the columns of the product, in order; else undefined.
-at::Tensor of_columns(Args& t, const Product& p, size_t bias) {
+at::Tensor of_columns(Args& t, const Product& p, const EpilogueArgs& e, size_t bias) {
   if (!bias) return {};
   int64_t mask = 0;
   const auto columns = p.plan.out.slice(p.plan.m);
   for (const auto axis : columns) mask |= int64_t{1} << axis;
-  if (mask != p.args.epilogue.bias_axes || !std::is_sorted(columns.begin(), columns.end())) return {};
+  if (mask != e.bias_axes || !std::is_sorted(columns.begin(), columns.end())) return {};
   return t[bias].view(-1);
 }
 
 // Computes batches, fp64, and targets with another order of axes. Returns the remaining epilogue.
-Rest unfused(Args& t, const Product& p, Rest left) {
+Rest unfused(Args& t, const Product& p, const EpilogueArgs& e, Rest left) {
   const auto& plan = p.plan;
   const auto target = t[0], a = p.a.tensor(), b = p.b.tensor();
   const double beta = t.accumulates(0) ? 1 : 0;
@@ -295,7 +294,7 @@ Rest unfused(Args& t, const Product& p, Rest left) {
   if (const auto direct = in_place(view, plan.batch, plan.m, plan.n))
     return plain(*direct, a, b, beta, p.args.scale), left;
   if (p.lt && beta == 0) {
-    const auto bias = left.residual ? at::Tensor() : of_columns(t, p, left.bias);
+    const auto bias = left.residual ? at::Tensor() : of_columns(t, p, e, left.bias);
     permuted(view, a, b, bias, p.args.scale, plan.m, plan.n, t.tf32(), p.most);
     if (bias.defined()) left.bias = 0;
     return left;
@@ -309,14 +308,29 @@ Rest unfused(Args& t, const Product& p, Rest left) {
   return left;
 }
 
+// Computes the part of the epilogue that remains.
+void finish(Args& t, const EpilogueArgs& e, const Rest& left) {
+  const auto target = t[left.target];
+  if (left.residual) target.add_(t[left.residual]);
+  if (left.bias) target.add_(broadcastable(t[left.bias], e.bias_axes, target));
+  if (left.activation && e.aux) multiply_derivative(e.activation, target, t[left.aux]);
+  else if (left.activation) apply_activation(e.activation, target, t[left.out]);
+}
+
 void contract(Args& t) {
   const Product p(t);
   const auto& e = p.args.epilogue;
-  const Rest left = (p.lt && !p.plan.permuted_out ? fused : unfused)(t, p, Rest(e));
-  if (left.residual) t[0].add_(t[left.residual]);
-  if (left.bias) t[0].add_(broadcastable(t[left.bias], e.bias_axes, t[0]));
-  if (left.activation && e.aux) multiply_derivative(e.activation, t[0], t[left.aux]);
-  else if (left.activation) apply_activation(e.activation, t[0], t[left.out]);
+  const auto run = p.lt && !p.plan.permuted_out ? fused : unfused;
+  Rest left(e, 0, 3);
+  if (p.plan.reshape.empty()) {
+    left = run(t, p, e, left);
+  } else {  // the last partial product: tile 0 holds the sum, tile 3 is the target
+    const auto bare = without_epilogue(e);
+    run(t, p, bare, Rest(bare, 0, 3));
+    left = Rest(e, 3, 4);
+    copy(t[3], t[0].permute(p.plan.reshape));
+  }
+  finish(t, e, left);
   if (left.column_sum) {
     const auto sums = t[left.column_sum];
     const auto summed = (p.first ? p.a : p.b).tensor();
@@ -327,10 +341,11 @@ void contract(Args& t) {
 }
 
 void contract_epilogue(Args& t) {
-  const EpilogueArgs epilogue(t);
-  const auto target = t[0];
-  if (epilogue.aux) multiply_derivative(epilogue.activation, target, t[1]);
-  else apply_activation(epilogue.activation, target, epilogue.keep_pre ? t[1] : target);
+  const ContractArgs args(t);
+  const Plan plan(args.plan);
+  const bool moves = !plan.reshape.empty();
+  if (moves) copy(t[1], t[0].permute(plan.reshape));
+  finish(t, args.epilogue, Rest(args.epilogue, moves ? 1 : 0, moves ? 2 : 1));
 }
 
 NNTILE_CUDA_KERNEL(contract, contract);

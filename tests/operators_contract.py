@@ -25,6 +25,7 @@ def linear(
     aux: bool = False,
     bias_grad: tuple[int, str] | None = None,
     scale: float = 1.0,
+    reshape: bool = False,
     causal: str = "",
 ) -> Callable[[Case], Op]:
     """A Contract; `causal` names which of a, b and y are causal."""
@@ -42,6 +43,7 @@ def linear(
                 pre=case.y(out) if pre else None,
                 aux=case.x(out) if aux else None,
                 bias_grad=(bias_grad[0], case.y(bias_grad[1])) if bias_grad else None,
+                reshape=reshape,
             )
         )
 
@@ -77,6 +79,24 @@ ROWS |= {
     "Contract columns first": linear(out="ffn batch seq", bias="ffn", activation="gelu_new", pre=True),
     "Contract all permuted": linear(**_PERMUTED, bias="ffn", residual=True, activation="gelu", pre=True),
     "Contract all permuted, aux": linear(**_PERMUTED, activation="gelu_new", aux=True),
+    "Contract reshape": linear(out="ffn batch seq", reshape=True, scale=-0.37),
+    "Contract reshape, bias": linear(out="seq ffn batch", reshape=True, bias="ffn"),
+    "Contract reshape, bias of rows and columns": linear(out="seq ffn batch", reshape=True, bias="seq ffn"),
+    "Contract reshape, activation": linear(out="seq ffn batch", reshape=True, bias="ffn", activation="gelu"),
+    "Contract reshape, everything": linear(
+        **_PERMUTED, reshape=True, bias="ffn", residual=True, activation="gelu_new", pre=True
+    ),
+    "Contract reshape, aux": linear(out="seq ffn batch", reshape=True, activation="gelu_new", aux=True),
+    "Contract reshape, packed qkv": linear(
+        "batch seq embed", "embed qkv heads head_dim", "qkv batch heads seq head_dim", bias="qkv heads head_dim",
+        reshape=True,
+    ),
+    "Contract reshape, bias gradient": linear(
+        "batch seq embed", "qkv batch heads seq head_dim", "heads embed qkv head_dim",
+        bias_grad=(1, "heads qkv head_dim"), reshape=True,
+    ),
+    "Contract reshape, batch axes": linear(_SCORES, _KEYS, "seq batch heads head_dim", reshape=True),
+    "Contract reshape, causal": linear(_SCORES, _KEYS, "seq batch heads head_dim", causal="a", reshape=True),
     "Contract packed qkv, permuted output": linear(
         "batch seq embed", "embed qkv heads head_dim", "qkv batch heads seq head_dim", bias="qkv heads head_dim"
     ),

@@ -12,6 +12,7 @@ from nntile_py import tasks as ops
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.lowering import lower
 from nntile_py.graph.passes.rewriter import Rewriter, Rule
 from nntile_py.graph.step import StepSpec
 from nntile_py.models import GPT2, GPT2Config, TransformerDecoder, TransformerDecoderConfig
@@ -203,16 +204,27 @@ def test_tiles_that_two_products_read_are_turned_once(axes: list[str], fusion: F
     assert sum(op.kind == "Transpose" for op in g.ops) == (axes[0] == "batch")
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("fusion", [Fusion(), RULES], ids=["found", "rules"])
-def test_no_reshape_of_partial_products(fusion: Fusion) -> None:
+def test_the_last_partial_product_reshapes(fusion: Fusion, bias: bool) -> None:
+    """Four output tiles; if embed is cut, each has two partial products, and only the second one reshapes."""
     x, w = ["batch", "seq", "embed"], ["embed", "heads", "head_dim"]
-    for tile, left in ((8, 0), (4, 1)):
+    for tile, parts in ((8, 1), (4, 2)):
         g = Graph("fp32")
         a, b = g.named("x", x, [2, 4, 8], "input"), g.named("q.w", w, [8, 2, 4], "param")
-        y = transpose(g, linear(g, a, b, ["batch", "seq", "heads", "head_dim"]), ["batch", "heads", "seq", "head_dim"])
+        c = g.named("q.b", w[1:], [2, 4], "param") if bias else None
+        y = linear(g, a, b, ["batch", "seq", "heads", "head_dim"], c)
+        y = transpose(g, y, ["batch", "heads", "seq", "head_dim"])
         y.kind = "scalar"
-        fuse(g, fusion, Tiling({"embed": tile}))
-        assert sum(op.kind == "Transpose" for op in g.ops) == left
+        tiling = Tiling({"embed": tile, "batch": 1, "heads": 1})
+        tasks = lower(fuse(g, fusion, tiling), tiling).tasks.tasks
+        assert [op.kind for op in g.ops] == ["Contract"]
+        assert [task.kernel for task in tasks] == ["contract"] * 4 * parts
+        order = ("batch", "seq", "heads", "head_dim")
+        for first, last in (tasks[at : at + 2] for at in range(0, len(tasks), 2) if parts == 2):
+            assert first.accesses[0].tile is last.accesses[0].tile and first.accesses[0].tile.axes == order
+            assert last.accesses[3].tile.axes == y.axes and last.accesses[3].mode == "W"
+            assert "reshape" in last.args.title and "reshape" not in first.args.title
 
 
 def test_an_unknown_switch() -> None:

@@ -35,7 +35,8 @@ class Fusion(Settings):
     activation: Switch = True
     """Fuse an activation into the product before it."""
     reshape: Switch = True
-    """Fuse a transposition into the product before it, unless the product is a sum of several tasks."""
+    """Fuse a transposition into the product before it. If the product is a sum of several tasks, the last
+    one transposes."""
     qkv: Annotated[
         bool | Literal["qk"],
         *only("true, false or qk", lambda v: v if type(v) is bool or v == "qk" else None, enum=[True, False, "qk"]),

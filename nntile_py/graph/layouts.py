@@ -135,7 +135,7 @@ def on(op: Op, other: Mapping[Tensor, Tensor]) -> Op:
         given = {name: of(t) if (t := getattr(op, name)) else None for name in names}
         sums = (op.bias_grad[0], of(op.bias_grad[1])) if op.bias_grad else None
         changed = Contract(of(op.a), of(op.b), of(op.output), scale=op.scale, activation=op.activation, bias_grad=sums,
-                        **given)  # fmt: skip
+                        reshape=op.reshape, **given)  # fmt: skip
     elif isinstance(op, AttentionGrad):
         changed = AttentionGrad(_attention_on(op.forward, of), of(op.do), [of(t) for t in op.outputs])
     elif isinstance(op, Attention):

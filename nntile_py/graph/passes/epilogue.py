@@ -19,7 +19,7 @@ def has_free_epilogue(op: Op | None) -> bool:
 
 def rebuilt(op: Contract, out: Tensor, **changes: Any) -> Contract:
     """Return a copy of a contraction that writes `out`, with some operands or options changed."""
-    keep = ("scale", "bias", "residual", "activation", "pre", "aux", "bias_grad")
+    keep = ("scale", "bias", "residual", "activation", "pre", "aux", "bias_grad", "reshape")
     options = {name: getattr(op, name) for name in keep} | changes
     a, b = options.pop("a", op.a), options.pop("b", op.b)
     return Contract(a, b, out, **options)

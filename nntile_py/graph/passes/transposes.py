@@ -117,24 +117,24 @@ def _reads_matrix(product: Contract, tensor: Tensor, x: Tensor) -> bool:
 def transposed_output(rewriter: Rewriter, op: Op, tiling: Tiling) -> bool:
     """Fuse Transpose(Contract) and Transpose(BiasAdd(Contract)): the product writes the transposed order.
 
-    This is GEMM + reshape, algorithm 4 of the NNTile report. The transpose stays if the summed axes are cut, because it
-    reorders the sum once, whereas a fused transposition would reorder every partial product.
+    This is GEMM + reshape, algorithm 4 of the NNTile report. If the summed axes are cut, partial products are added in
+    the order of the product, and the last one writes the transposed order.
     """
     if not isinstance(op, Transpose):
         return False
     gemm = rewriter.sole_maker(op.inputs[0], op, Contract)
-    if gemm and has_free_epilogue(gemm) and not gemm.inputs[2:] and not sums_in_parts(gemm, tiling):
-        rewriter.replace([gemm, op], rebuilt(gemm, op.output))
+    if gemm and has_free_epilogue(gemm) and not gemm.inputs[2:]:
+        rewriter.replace([gemm, op], rebuilt(gemm, op.output, reshape=sums_in_parts(gemm, tiling)))
         return True
     add = rewriter.sole_maker(op.inputs[0], op, BiasAdd)
     inner = rewriter.sole_maker(add.inputs[0], add, Contract) if add else None
-    if not (add and inner and has_free_epilogue(inner)) or sums_in_parts(inner, tiling):
+    if not (add and inner and has_free_epilogue(inner)):
         return False
     bias = add.inputs[1]
     if [a for a in op.output.axes if a in bias.axes] != list(bias.axes):
         return False
     # The transpose moves before the bias, so both can be fused into the contraction.
     moved = Tensor(add.output.name, op.output.axes, op.output.shape, op.output.dtype)
-    rewriter.replace([inner], rebuilt(inner, moved))
+    rewriter.replace([inner], rebuilt(inner, moved, reshape=sums_in_parts(inner, tiling)))
     rewriter.replace([add, op], BiasAdd(moved, bias, op.output))
     return True
