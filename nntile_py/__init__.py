@@ -1,4 +1,18 @@
-"""nntile_py trains transformers: tensors are cut into tiles, and StarPU schedules the tasks on them."""
+"""nntile_py trains transformers: tensors are cut into tiles, and StarPU schedules the tasks on them.
+
+Begin with a runtime, a model and a trainer:
+
+    import nntile_py as nt
+
+    model = nt.models.from_hf("my_bert")  # a folder of transformers; nt.models.GPT2(...) makes a new model
+    with nt.Runtime(cpus=2):
+        trainer = nt.Trainer(model, batch=8, seq=64, optimizer=nt.AdamW(lr=1e-3))
+        loss = trainer.step({"input_ids": input_ids, "labels": labels})
+
+help(nt.Trainer), help(nt.Runtime) and help(nt.models) describe them. nt.Encoder computes vectors of texts, nt.profile
+records what workers do, nt.task and nt.array run your own tiled algorithms, and nt.testing tests your own operators.
+On the command line, `nntile --help` lists the commands.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

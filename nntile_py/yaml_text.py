@@ -9,11 +9,32 @@ import yaml
 
 from nntile_py.errors import ConfigError
 
+# Line ends of YAML 1.1 that are characters of a line in YAML 1.2: next line, line separator, paragraph separator.
+_NO_BREAKS = "\x85\u2028\u2029"
+
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses repeated keys, and reads plain values by _PLAIN instead of YAML 1.1."""
+    """A YAML loader that refuses repeated keys, and reads plain values by _PLAIN instead of YAML 1.1.
+
+    PyYAML ends lines at _NO_BREAKS, as YAML 1.1 does. The loader therefore reads other characters in their place, which
+    the text does not have, and puts them back into the values.
+    """
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
+
+    def __init__(self, text: str) -> None:
+        lower = text.lower()  # its escapes in quotes, such as \ue000, count too
+        private = range(0xE000, 0xF900)  # Unicode's Private Use Area
+        unused = (chr(code) for code in private if chr(code) not in text and f"{code:x}" not in lower)
+        instead = dict(zip(_NO_BREAKS, unused, strict=False))
+        if len(instead) < len(_NO_BREAKS):
+            raise ConfigError("too many characters of the Private Use Area")
+        self._back = str.maketrans({new: old for old, new in instead.items()})
+        super().__init__(text.translate(str.maketrans(instead)))
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        value = super().construct_scalar(node)
+        return value.translate(self._back) if isinstance(value, str) else value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()

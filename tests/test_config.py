@@ -341,6 +341,33 @@ def test_a_saved_model_without_tokenizer_asks_for_one(tmp_path: Path) -> None:
         load(path)
 
 
+BREAKS = "a\x85 b", "a \u2028\n b\u2029", "\x85", "\ue000\u2028"  # characters in YAML 1.2, line ends in YAML 1.1
+
+
+@pytest.mark.parametrize("quote", ["'", '"', ""])
+def test_line_ends_are_those_of_yaml_1_2(small: Path, tmp_path: Path, quote: str) -> None:
+    """Next line, line separator and paragraph separator are characters of a text, of a key and of a comment."""
+    path = tmp_path / "more.yaml"
+    for char in "\x85\u2028\u2029":
+        text = f"a{char} b{char}{char}c"
+        path.write_text(f"{small.read_text()}\n# comment{char}tiles: {{}}\nsample: {{prompt: {quote}{text}{quote}}}\n")
+        assert load(path).sample.prompt == text
+        path.write_text(f"{small.read_text()}\nsam{char}ple: {{}}\n")
+        with pytest.raises(ConfigError, match=r"sam.ple: unknown key") as error:
+            load(path)
+        assert char in str(error.value) or repr(char)[1:-1] in str(error.value)
+
+
+def test_the_samples_prompt(small: Path) -> None:
+    """Without a prompt: a function of Python's sources, else the beginning of a document."""
+    tree = yaml.safe_load(small.read_text())
+    for source, prompt in ((str(small), ""), ("python-stdlib", "def ")):
+        for given in ([], ["sample.prompt=null"]):
+            assert load(small, [f"data.source={source}", *given]).sample.prompt == tree.get("sample", {}).get(
+                "prompt", prompt
+            )
+
+
 def test_values_are_read_as_written(small: Path, tmp_path: Path) -> None:
     """Texts that YAML 1.1 reads as numbers, truth values and dates stay texts, and come back from config.yaml."""
     for text in ("010", "1:30", "0o10", "1_000", "yes", "No", "on", "OFF", "y", "2020-01-01", "0b11", "=", "-00", "1e"):
@@ -362,7 +389,8 @@ def test_values_are_read_as_written(small: Path, tmp_path: Path) -> None:
             assert load(small, [f"optimizer.lr={text}"]).optimizer.lr == float(text)
         else:
             assert load(small, [f"seed={text}"]).seed == value
-    for prompt in ("010", "1e-4", "0o10", "yes", "null", "~", "1_0", "2.", "=", "<<", "", "0x1", ".inf", "1:30", "é\n"):
+    texts = "010", "1e-4", "0o10", "yes", "null", "~", "1_0", "2.", "=", "<<", "", "0x1", ".inf", "1:30", "é\n"
+    for prompt in (*texts, *BREAKS):
         config = load(small, [f"sample.prompt={json.dumps(prompt)}"])
         (tmp_path / "again.yaml").write_text(config.to_yaml())
         assert load(tmp_path / "again.yaml").sample.prompt == prompt

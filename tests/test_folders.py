@@ -18,7 +18,8 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 import nntile_py as nt
-from nntile_py.checkpoint.model_files import _companions, model_files
+from nntile_py.checkpoint import model_files as checkpoint_files
+from nntile_py.checkpoint.model_files import _companions, companions_note, incomplete_modules, model_files
 from nntile_py.checkpoint.run_folder import OWN
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import RunConfig, load
@@ -260,7 +261,7 @@ ALONG = {
     "chat_template.jinja": "{{ messages }}", "generation_config.json": '{"eos_token_id": [2, 3], "top_k": 7}',
     "added_tokens.json": '{"<|im_end|>": 2}', "special_tokens_map.json": '{"eos_token": "<|im_end|>"}',
     "sentence_bert_config.json": '{"max_seq_length": 7}', "vocab.txt": "a\nb\n", "spiece.model": "\x00\x01",
-    "modules.json": '[{"idx": 0, "path": ""}, {"idx": 1, "path": "1_Pooling"}, {"path": "2_Dense"}, {"path": "../x"}]',
+    "modules.json": '[{"idx": 0, "path": ""}, {"idx": 1, "path": "1_Pooling"}, {"path": "2_Dense"}]',
     "1_Pooling/config.json": '{"pooling_mode_cls_token": true}', "2_Dense/model.safetensors": "w",
     "additional_chat_templates/rag.jinja": "{{ 1 }}",
 }  # fmt: skip
@@ -286,11 +287,24 @@ def nntile(tmp_path: Path, *arguments: str) -> str:
 
 @pytest.mark.parametrize("name", [*OWN, "optimizer.safetensors", "state.json", ".nntile_py"])
 def test_modules_with_names_of_a_runs_own_files(name: str, tmp_path: Path) -> None:
-    """Their folders stay behind: a run could not put its file beside them."""
+    """Their folders stay behind, as a run could not put its file beside them, and with them the list of modules."""
     write(tmp_path, {f"{name}/x.json": "{}", "1_Pooling/x.json": "{}"})
     (tmp_path / "modules.json").write_text(json.dumps([{"path": name}, {"path": "1_Pooling"}]))
     found = {str(path.relative_to(tmp_path)) for path in _companions(tmp_path)}
-    assert found == {"modules.json", "1_Pooling/x.json"}
+    assert found == {"1_Pooling/x.json"} and incomplete_modules(tmp_path) == [name]
+
+
+def test_modules_that_cannot_go_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another folder, or with large weights; the run says so."""
+    source = folder(tmp_path / "source", config={})
+    write(source, {"1_Pooling/config.json": "{}", "2_Dense/model.safetensors": "w" * 100})
+    (source / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]))
+    of = config(tmp_path, model={"from": str(source)})
+    assert companions_note(of) == "" and source / "modules.json" in [*_companions(source)]
+    monkeypatch.setattr(checkpoint_files, "MOST_BYTES", 99)
+    assert "nor '2_Dense': a module needs" in companions_note(of)
+    (source / "modules.json").write_text(json.dumps([{"path": "../x"}, {"path": "1_Pooling"}]))
+    assert "nor '../x': a module needs" in companions_note(of) and source / "modules.json" not in [*_companions(source)]
 
 
 def test_files_beside_the_weights_go_along(tmp_path: Path) -> None:
@@ -306,7 +320,9 @@ def test_files_beside_the_weights_go_along(tmp_path: Path) -> None:
     edited = ("notes.txt", "vocab.txt", "tokenizer_config.json")
     for name in edited:
         (run / name).write_text("mine")
-    nntile(tmp_path, "--resume", "run", "--set", "train.steps=2", "--set", "sample.tokens=0")
+    output = nntile(tmp_path, "--resume", "run", "--set", "train.steps=2", "--set", "sample.tokens=0")
+    for name in edited[1:]:
+        assert f"run/{name} is not what a run has written: it is now {name}.old1" in output
     assert all((run / f"{name}.old1").read_text() == "mine" for name in edited[1:]) and len([*run.glob("*.old*")]) == 2
     for place in (run, run / "checkpoints/step-000001", run / "checkpoints/step-000002"):
         found = {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}
@@ -324,5 +340,8 @@ def test_files_beside_the_weights_go_along(tmp_path: Path) -> None:
     shutil.move(tmp_path / "gone", source)
     for name in ALONG:
         (source / name).unlink()
-    nntile(tmp_path, "c.yaml", "--out", "run", "--overwrite", "--set", "sample.tokens=0")
+    (run / "config.json").write_text("edited")
+    output = nntile(tmp_path, "c.yaml", "--out", "run", "--overwrite", "--set", "sample.tokens=0")
+    assert (run / "config.json.old1").read_text() == "edited" and "it is now config.json.old1" in output
+    assert json.loads((run / "config.json").read_text())["eos_token_id"] == 2
     assert not [name for name in ALONG if (run / name).exists()] and (run / "notes.txt").read_text() == "mine"

@@ -11,6 +11,8 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import forks
 import pytest
@@ -20,6 +22,9 @@ from test_loop import HOW, command, metrics, nntile
 import nntile_py as nt
 from nntile_py.checkpoint import format as checkpoint
 from nntile_py.checkpoint.resume import newest_checkpoint
+from nntile_py.checkpoint.run_folder import RunFolder
+from nntile_py.errors import NNTileError
+from nntile_py.training.run import _publish_on_rank_0
 
 TORTURE = bool(os.environ.get("NNTILE_TORTURE"))
 
@@ -375,6 +380,30 @@ def test_weights_that_cannot_be_put_into_the_runs_folder(whole: Path, tmp_path: 
     assert done.returncode == 2 and "train.steps: got 13; allowed with --resume: more" in done.stderr
 
 
+@pytest.mark.parametrize(("rank", "first"), [(0, 0.0), (1, 1.0), (1, 0.0), (1, -1.0)])
+def test_all_ranks_know_what_the_first_has_published(
+    rank: int, first: float, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 alone puts the weights into the folder; another rank ends as rank 0 does."""
+    told = []
+    ranks: Any = SimpleNamespace(rank=rank, of_first=lambda value: told.append(value) or (first if rank else value))
+    run = shutil.copytree(whole, tmp_path / "runs" / "tiny")
+    (run / "model.safetensors").unlink()
+    point = newest_checkpoint(run, pytest.fail)
+    if first < 0:
+        with pytest.raises(NNTileError, match="tiny: the first rank could not put the weights there"):
+            _publish_on_rank_0(point, run, ranks, pytest.fail)
+    else:
+        assert _publish_on_rank_0(point, run, ranks, pytest.fail) == (first > 0 or rank == 0)
+    assert (run / "model.safetensors").exists() == (rank == 0) and len(told) == 1
+    if rank == 0:
+        (run / "model.safetensors").unlink()
+        monkeypatch.setattr(RunFolder, "publish", lambda folder, step: (run / "no" / "folder").write_text(""))
+        with pytest.raises(OSError, match="No such file"):
+            _publish_on_rank_0(point, run, ranks, pytest.fail)
+        assert told == [1.0, -1.0]
+
+
 @pytest.mark.parametrize(("failures", "arguments"), [(5, ()), (10**6, ("--rescue", "saved"))])
 def test_a_full_disk(failures: int, arguments: tuple[str, ...], whole: Path, tmp_path: Path) -> None:
     """Checkpoints are left out, and told; at the end it is waited for room, or the rescue folder takes the run."""
@@ -419,6 +448,8 @@ def test_the_weights_of_a_run_take_no_second_room(whole: Path) -> None:
 SMALL_DISK = """
 import shutil, sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from types import SimpleNamespace
 room = int(sys.argv.pop(1))
 def usage(run):

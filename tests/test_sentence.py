@@ -177,6 +177,13 @@ def test_pooling_modes(mode: str, first: int) -> None:
 
 def test_what_the_caller_gives_counts(runtime: nt.Runtime, tmp_path: Path) -> None:
     case = Case(tmp_path, length=9, lower=True, default="query")
+    general = {"prompts": PROMPTS, "default_prompt_name": "query"}
+    for width in (5, 99, None):  # after Normalize, as sentence-transformers does
+        case.json("config_sentence_transformers.json", general | {"truncate_dim": width})
+        with nt.Encoder.from_hf(tmp_path, max_length=40) as encoder:
+            wanted = case.vector(TEXTS[0], PROMPTS["query"], 40)[:width]
+            np.testing.assert_allclose(encoder(TEXTS[:1])[0], wanted, rtol=2e-5, atol=2e-5)
+            assert encoder([]).shape == (0, len(wanted))
     long = "tiles of TILES of tiles of tiles of tiles of tiles of tiles of tiles"
     assert len(case.tokens(long, None)) > 12
 

@@ -28,6 +28,15 @@ TEMPLATES = "additional_chat_templates"  # transformers' folder of further chat 
 MOST_BYTES = 2**25  # larger files do not go along
 
 
+def companions_note(config: RunConfig) -> str:
+    """Return a message if modules.json of the model's folder does not go along; "" if it does, or does not exist."""
+    folder = same_folder(config.tokenizer.path, config.model.from_) if config.model.from_ else None
+    if not folder or not (names := incomplete_modules(folder)):
+        return ""
+    need = f"needs names that no file of a run has, and weights of at most {MOST_BYTES >> 20} MiB a file"
+    return f"note: {MODULES} of {folder} does not go along, nor {', '.join(map(repr, names))}: a module {need}"
+
+
 def model_files(trainer: Any, tokenizer: Tokenizer, config: RunConfig) -> Files:
     """Return {file name: content} of the files beside the weights, as transformers reads them.
 
@@ -88,21 +97,41 @@ def _companions(folder: Path) -> Iterator[Path]:
     """Yield the files with a suffix of SUFFIXES in a model's folder, in TEMPLATES, and in the folders of its modules.
 
     A module's folder may have weights too, such as those of a Dense module, which no run trains. Left out are lists of
-    weight files, files that a checkpoint has of its own, and results of another training."""
+    weight files, files that a checkpoint has of its own, results of another training, and modules.json if
+    `incomplete_modules` finds a module."""
+    left_out = (*LEFT_OUT, *[MODULES] * bool(incomplete_modules(folder)))
     for place in [folder, folder / TEMPLATES, *_module_folders(folder)]:
         suffixes = SUFFIXES if place == folder else (*SUFFIXES, *MODULE_WEIGHTS)
         for file in sorted(place.iterdir()) if place.is_dir() else ():
             small = file.suffix in suffixes and file.is_file() and file.stat().st_size <= MOST_BYTES
             own = place == folder and file.name in checkpoint.FILES
-            if small and not own and not file.name.endswith(LEFT_OUT):
+            if small and not own and not file.name.endswith(left_out):
                 yield file
+
+
+def incomplete_modules(folder: Path) -> list[str]:
+    """Return the folders of modules that do not go along, or not with all their weights.
+
+    They have the name of a run's own file, are not inside `folder`, or have weights above MOST_BYTES.
+    """
+    kept = {place.name: place for place in _module_folders(folder)}
+    large = {
+        name for name, place in kept.items() for file in (place.iterdir() if place.is_dir() else ())
+        if file.suffix in MODULE_WEIGHTS and file.stat().st_size > MOST_BYTES
+    }  # fmt: skip
+    return [name for name in _module_names(folder) if name not in kept or name in large]
 
 
 def _module_folders(folder: Path) -> list[Path]:
     """Return the folders inside `folder` that modules.json names, except those with the name of a run's own file."""
+    own = {*OWN, *checkpoint.FILES, MARK}
+    return [folder / name for name in _module_names(folder) if is_name(name) and name not in own]
+
+
+def _module_names(folder: Path) -> list[str]:
+    """Return the folders that modules.json names; none if it is missing or broken."""
     try:
-        modules = json.loads(read(folder / MODULES))
-        names = [module["path"] for module in modules if module["path"]]
-        return [folder / name for name in names if is_name(name) and name not in {*OWN, *checkpoint.FILES, MARK}]
+        names = [module["path"] for module in json.loads(read(folder / MODULES)) if module["path"]]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return []
+    return names if all(isinstance(name, str) for name in names) else []

@@ -52,6 +52,7 @@ class RunFolder:
         replaces: Replace an earlier run in `out`. The new run is written beside it, and takes its place when the first
             checkpoint is complete.
         new: The folder must be empty.
+        report: Shows a message if a user's file gets another name.
 
     Attributes:
         path: The folder into which the run writes now: `out`, or a folder beside it until the run replaces `out`.
@@ -60,7 +61,10 @@ class RunFolder:
         ConfigError: Another process trains into the folder.
     """
 
-    def __init__(self, out: Path, replaces: bool = False, new: bool = False) -> None:
+    def __init__(
+        self, out: Path, replaces: bool = False, new: bool = False, report: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self._report = report
         self.out = self.path = Path(os.path.realpath(out))
         self._locks: list[int] = []
         if replaces and self.out.is_dir():
@@ -119,7 +123,7 @@ class RunFolder:
         self.path = self.out
         with suppress(OSError):  # what cannot be removed or moved stays in `old`
             unmark(self.out)
-            _remove_run(old, self.out)
+            self._report_moved(_remove_run(old, self.out))
             unmark(old)
             old.rmdir()
 
@@ -151,9 +155,13 @@ class RunFolder:
         path = self.path / name
         inner = path.parent
         if inner != self.path and os.path.lexists(inner) and (inner.is_symlink() or not inner.is_dir()):
-            inner.rename(checkpoint.free_name(inner))
+            self._report_moved([inner.rename(checkpoint.free_name(inner))])
         if os.path.lexists(path) and not _is_copy(self.path, name):
-            path.rename(checkpoint.free_name(path))
+            self._report_moved([path.rename(checkpoint.free_name(path))])
+
+    def _report_moved(self, renamed: list[Path]) -> None:
+        for path in renamed:
+            self._report(f"{path.parent / path.stem} is not what a run has written: it is now {path.name}")
 
 
 def _locked(folder: Path) -> int:
@@ -222,19 +230,25 @@ def _is_free(new: Path) -> bool:
     return not taken(new) or (is_marked(new, _NEW) and not {entry.name for entry in new.iterdir()} - {*OWN, MARK})
 
 
-def _remove_run(folder: Path, kept: Path) -> None:
-    """Remove a run's files from `folder`. Move other files to the same place in the folder `kept`, if it is another."""
-    inner, written = folder / "checkpoints", {*OWN}
+def _remove_run(folder: Path, kept: Path) -> list[Path]:
+    """Remove a run's files from `folder`. Move other files to the same place in the folder `kept`, if it is another.
+
+    Small files of a run that differ from those of its checkpoints are a user's. Returns the files that have got another
+    name, see `_move_entries`."""
+    inner, written, renamed = folder / "checkpoints", {*OWN}, list[Path]()
     for _, path in checkpoint.checkpoints_in(folder):
-        written |= {name for name in _published(path) if _is_copy(folder, name)}
+        copies = {name for name in _published(path) if _is_copy(folder, name)}
+        written |= copies
+        if folder != kept:
+            written -= _published(path) - copies - {checkpoint.MODEL}
     if inner.is_dir() and not inner.is_symlink():
         for _, path in checkpoint.checkpoints_in(folder):
             checkpoint.remove_checkpoint(path)
-        _move_entries(inner, kept / inner.name)
+        renamed = _move_entries(inner, kept / inner.name)
         with suppress(OSError):  # the user's files stay
             inner.rmdir()
     remove_files(folder, written)
-    _move_entries(folder, kept)
+    return renamed + _move_entries(folder, kept)
 
 
 def _published(folder: Path) -> set[str]:
@@ -249,12 +263,19 @@ def _is_copy(run: Path, name: str) -> bool:
     return not path.is_symlink() and any(same_content(path, folder / name) for _, folder in folders)
 
 
-def _move_entries(folder: Path, target: Path) -> None:
-    """Move all entries of a folder into another folder; an entry whose name is taken becomes NAME.old1."""
+def _move_entries(folder: Path, target: Path) -> list[Path]:
+    """Move all entries of a folder into another folder; an entry whose name is taken becomes NAME.old1.
+
+    Returns the entries that have become NAME.old1."""
+    renamed = []
     for entry in folder.iterdir() if folder != target else ():
         if entry.name != MARK:
             where = target / entry.name
-            entry.rename(checkpoint.free_name(where) if os.path.lexists(where) else where)
+            if os.path.lexists(where):
+                renamed.append(entry.rename(checkpoint.free_name(where)))
+            else:
+                entry.rename(where)
+    return renamed
 
 
 # -- metrics

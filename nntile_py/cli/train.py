@@ -70,7 +70,11 @@ def train(
     sets: Sets = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run. [default: runs/NAME for NAME.yaml]")] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the run in the folder when this run has its first checkpoint.")
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Replace the run in the folder when this run has its first checkpoint. Files that no run wrote stay.",
+        ),
     ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run from its newest complete checkpoint.")

@@ -47,7 +47,7 @@ from nntile_py.schema import (
     short,
     validated,
 )
-from nntile_py.system.folders import installed
+from nntile_py.system.folders import STDLIB, installed
 from nntile_py.system.load import cores
 from nntile_py.tasks.optimizer import OPTIMIZERS
 from nntile_py.tiles.tasklist import Policy
@@ -146,6 +146,9 @@ class RunConfig(Section):
             if model.vocab < size:
                 raise ConfigError(f"model.vocab: got {model.vocab}; allowed: at least the tokenizer's size, {size}")
         self.model = model
+        if self.sample.prompt is None:
+            prompt = "def " if self.data.source == STDLIB else ""
+            self.sample = self.sample.model_copy(update={"prompt": prompt})
         return self
 
     def _with_labels(self, model: Any) -> Any:

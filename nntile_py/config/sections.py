@@ -321,8 +321,8 @@ class SchedulerFile(RuntimeSection):
 class SampleSection(Section):
     """A sample: text that the model generates at the end of `nntile train`."""
 
-    prompt: str = "def "
-    """Text that the model continues."""
+    prompt: str | None = None
+    """Text that the model continues; "" begins a document. Null: `def ` for `data.source: python-stdlib`, else ""."""
     tokens: Natural = 64
     """Tokens to generate; for a masked model: tokens of held-out text to show. 0: no sample. Classifiers have none."""
     temperature: NonNegative = 0.8

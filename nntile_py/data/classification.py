@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from nntile_py.data.collators import Array, LabelledCollator
+from nntile_py.data.collators import Array, Collator, LabelledCollator
 from nntile_py.data.confusion import Confusion, LabelScores
 from nntile_py.data.dataset import Evaluator, Inputs
 from nntile_py.data.labelled_words import WORDS, LabelKind, classes_of_tokens, first_tokens, read_samples
 from nntile_py.data.sampler import Sampler
 from nntile_py.data.tables import LabelledText, class_numbers, labels_of, unknown_label
-from nntile_py.data.text import train_tokenizer
+from nntile_py.data.text import Report, silent, train_tokenizer
 from nntile_py.data.tokenizer import CLS, MASKED, ROBERTA, SEP, frame, lacking
 from nntile_py.errors import ConfigError
 from nntile_py.graph.bin_packing import Bins
@@ -81,6 +81,7 @@ def read_labelled_corpus(
     tokenizer: Tokenizer | None = None,
     tokenizer_path: str | None = None,
     vocab_size: int = 4096,
+    report: Report = silent,
 ) -> LabelledCorpus:
     """Read, split and tokenize a table of texts with labels.
 
@@ -97,6 +98,7 @@ def read_labelled_corpus(
         tokenizer: An existing tokenizer. None: a new one is trained on the training texts.
         tokenizer_path: File of the existing tokenizer, for messages.
         vocab_size: Size of a new tokenizer.
+        report: Shows a message before work that takes seconds.
 
     Raises:
         ConfigError: A label is not a class, nothing is left to hold out, or the tokenizer cannot frame a sequence.
@@ -121,7 +123,7 @@ def read_labelled_corpus(
             has = "one text" if kind == WORDS else "one text of each label"
             raise ConfigError(f"data.source: {source} has {has}; allowed: {need}")
     if tokenizer is None:
-        tokenizer = train_tokenizer([sample.text for sample in train], vocab_size, MASKED)
+        tokenizer = train_tokenizer([sample.text for sample in train], vocab_size, MASKED, report)
     check_frames(tokenizer, tokenizer_path)
     (first, cut), (second, cut_held_out) = (tokenized(tokenizer, part, numbers, seq) for part in (train, measured))
     return LabelledCorpus(tokenizer, names, first, second, cut + cut_held_out)
@@ -209,7 +211,7 @@ class ClassificationDataset:
         self._batch, self._passes, self._eval_batches, self._bins = batch, passes, eval_batches, bins
         lengths, rows = np.array([len(sequence) for sequence in corpus.train.sequences]), batch * passes
         self._sampler = Sampler(lengths, seed, rows, bins, passes, lookahead=LOOKAHEAD_STEPS * rows)
-        self._collator = LabelledCollator(seq, pad)
+        self._collator: Collator = LabelledCollator(seq, pad)
 
     def describe(self) -> str:
         corpus = self.corpus

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from nntile_py.system.folders import STDLIB, files_in, read, stdlib, stdlib_file
 
 LONGEST_WORD = 256  # characters; a new tokenizer splits longer runs of letters or spaces
 LONG_TEXT = 1_000_000  # characters; the tokens of longer texts are cached, as tokenizing them takes a second or more
+Report = Callable[[str], None]
 HELD_OUT_STEP = 2**40  # the first held-out batch is collated as this step, a number that no training step reaches
 
 
@@ -124,8 +125,18 @@ def split_into_sequences(documents: list[str], unit: str) -> list[str]:
 # -- tokens
 
 
-def train_tokenizer(documents: list[str], vocab_size: int, special: Sequence[str] = ()) -> Tokenizer:
-    """Train a byte-level BPE like GPT-2's. It encodes any text without loss; the same text gives the same tokenizer."""
+def silent(message: str) -> None:
+    """Show nothing."""
+
+
+def train_tokenizer(
+    documents: list[str], vocab_size: int, special: Sequence[str] = (), report: Report = silent
+) -> Tokenizer:
+    """Train a byte-level BPE like GPT-2's. It encodes any text without loss; the same text gives the same tokenizer.
+
+    report: Shows a message if the training takes seconds."""
+    if (length := sum(map(len, documents))) >= LONG_TEXT:
+        report(f"training a tokenizer of {vocab_size:,} tokens on {length:,} characters")
     tokenizer = Tokenizer(models.BPE())
     # Without this bound a long run of letters or of spaces is one word, and training takes minutes.
     parts = pre_tokenizers.Split(Regex(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}"), "isolated")
@@ -187,6 +198,7 @@ def read_corpus(
     vocab_size: int = 4096,
     special: Sequence[str] = (),
     end: int | None = None,
+    report: Report = silent,
 ) -> Corpus:
     """Read, split and tokenize text. The cache folder keeps the tokens of a long text.
 
@@ -202,6 +214,7 @@ def read_corpus(
         special: Special tokens of a new tokenizer besides END_OF_TEXT. If there are any, a line, paragraph or document
             has no end token.
         end: Token that ends a document with an existing tokenizer. A new tokenizer's is END_OF_TEXT.
+        report: Shows a message before work that takes seconds.
 
     Raises:
         ConfigError: There is no text, or less than one sequence of it.
@@ -216,7 +229,7 @@ def read_corpus(
 
     def make() -> Arrays:
         train_text, held_out_text = split(documents, val_fraction)
-        used = tokenizer or train_tokenizer(train_text, vocab_size, special)
+        used = tokenizer or train_tokenizer(train_text, vocab_size, special, report)
         arrays = {"tokenizer": np.frombuffer(used.to_str().encode(), np.uint8)}
         for name, text in (("train", train_text), ("held_out", held_out_text)):
             tokens, lengths = encode(used, split_into_sequences(text, unit), close(used))

@@ -20,7 +20,7 @@ def generate(trainer: Evaluator, tokenizer: Tokenizer, config: RunConfig, stop: 
     """
     sample, batch, seq = config.sample, config.train.batch, config.train.seq
     special = special_tokens(tokenizer, config.tokenizer.path, config.model.from_)
-    ids = tokenizer.encode(sample.prompt, add_special_tokens=False).ids or [special.end or 0]
+    ids = tokenizer.encode(sample.prompt or "", add_special_tokens=False).ids or [special.end or 0]
     rng, tokens = np.random.default_rng([config.seed, 0]), token_numbers(tokenizer)
     for _ in range(sample.tokens):
         if stop:

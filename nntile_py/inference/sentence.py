@@ -76,6 +76,7 @@ class SentenceModel:
         default_prompt: Name of the prompt that is used if the caller gives none.
         pooling: How a text's hidden states become a vector; None: modules.json is missing, or was not asked for.
         modules: Functions that are applied to the vector, in this order.
+        truncate_dim: The vector is cut to this many entries, after the modules; None: all.
     """
 
     folder: Path
@@ -85,6 +86,7 @@ class SentenceModel:
     default_prompt: str | None
     pooling: Pooling | None = None
     modules: tuple[Callable[[Array], Array], ...] = ()
+    truncate_dim: int | None = None
 
     def prompt(self, text: str | None, name: str | None) -> str:
         """Return the prompt: `text`, else that of `name`, else the folder's default. Raises ConfigError."""
@@ -112,7 +114,7 @@ class SentenceModel:
         value = self.pooling(rows.astype(np.float64), prompt)
         for module in self.modules:
             value = module(value)
-        return value.astype(rows.dtype)
+        return value[: self.truncate_dim].astype(rows.dtype)
 
 
 def has_modules(folder: Path) -> bool:
@@ -149,7 +151,11 @@ def read_sentence_model(folder: Path, pooled: bool) -> SentenceModel | None:
     prompts, default = general.get("prompts") or {}, general.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ConfigError(f"model: prompts is {short(prompts)} in {folder / MODEL_SETTINGS}; allowed: texts by name")
-    made = SentenceModel(inner, length or _longest(inner), lower, prompts, default)
+    width = general.get("truncate_dim")
+    if width is not None and (type(width) is not int or width < 1):
+        where = folder / MODEL_SETTINGS
+        raise ConfigError(f"model: truncate_dim is {short(width)} in {where}; allowed: a positive integer")
+    made = SentenceModel(inner, length or _longest(inner), lower, prompts, default, truncate_dim=width)
     if not pooled:
         return made
     choice(general, "model_type", "SentenceTransformer")

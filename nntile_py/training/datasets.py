@@ -13,7 +13,7 @@ from nntile_py.data.collators import CausalCollator, MaskedCollator
 from nntile_py.data.dataset import Dataset
 from nntile_py.data.labelled_words import ONE, SEVERAL, WORDS
 from nntile_py.data.special_tokens import SpecialTokens, special_tokens
-from nntile_py.data.text import Corpus, TextDataset, read_corpus
+from nntile_py.data.text import Corpus, Report, TextDataset, read_corpus, silent
 from nntile_py.data.token_classification import TokenClassificationDataset
 from nntile_py.data.tokenizer import (
     CLS,
@@ -39,16 +39,18 @@ _LABEL_AXES = {"causal": ["batch", "seq"], "masked": ["batch", "seq"], ONE: ["ba
                SEVERAL: ["batch", "classes"], WORDS: ["batch", "seq"]}  # fmt: skip
 
 
-def build_dataset(config: RunConfig, spec: StepSpec) -> Dataset:
+def build_dataset(config: RunConfig, spec: StepSpec, report: Report = silent) -> Dataset:
     """Read the training data that `config` names, and return them as a Dataset, which makes the batches.
+
+    report: Shows a message before work that takes seconds.
 
     Raises:
         ConfigError: The data or the tokenizer does not fit the config. (`check_objective` checks the model.)
     """
-    return (_classification_dataset if config.aim == CLASSIFICATION else _text_dataset)(config, spec)
+    return (_classification_dataset if config.aim == CLASSIFICATION else _text_dataset)(config, spec, report)
 
 
-def _text_dataset(config: RunConfig, spec: StepSpec) -> TextDataset:
+def _text_dataset(config: RunConfig, spec: StepSpec, report: Report) -> TextDataset:
     """Return the dataset of a causal or masked model. A masked model's sequence is [CLS], part of the text, [SEP]."""
     data, train, path = config.data, config.train, config.tokenizer.path
     masked, tokenizer = config.aim == "masked", load_tokenizer(Path(path)) if path else None
@@ -56,7 +58,7 @@ def _text_dataset(config: RunConfig, spec: StepSpec) -> TextDataset:
     corpus = read_corpus(
         data.source, extensions=data.extensions, max_bytes=data.max_bytes, val_fraction=data.val_fraction,
         unit=data.sequences, seq=train.seq, tokenizer=tokenizer,
-        vocab_size=config.tokenizer.size(), special=SPECIAL[config.aim or ""], end=end,
+        vocab_size=config.tokenizer.size(), special=SPECIAL[config.aim or ""], end=end, report=report,
     )  # fmt: skip
     ends, collator = _masking(config, corpus) if masked else ((), CausalCollator(train.seq))
     return TextDataset(
@@ -83,7 +85,7 @@ def _masking(config: RunConfig, corpus: Corpus) -> tuple[tuple[int, ...], Masked
     )  # fmt: skip
 
 
-def _classification_dataset(config: RunConfig, spec: StepSpec) -> ClassificationDataset:
+def _classification_dataset(config: RunConfig, spec: StepSpec, report: Report) -> ClassificationDataset:
     data, train, model, path = config.data, config.train, config.model, config.tokenizer.path
     if tokenizer := load_tokenizer(Path(path)) if path else None:
         frame(tokenizer, _special_tokens(config, tokenizer).named)
@@ -91,7 +93,7 @@ def _classification_dataset(config: RunConfig, spec: StepSpec) -> Classification
         data.source, seq=train.seq, text=data.text, label=data.label, held_out=data.held_out,
         val_fraction=data.val_fraction, classes=model.classes if "classes" in type(model).model_fields else None,
         class_names=getattr(model, "labels", None), kind=CLASSIFIERS[model.head],
-        tokenizer=tokenizer, tokenizer_path=path, vocab_size=config.tokenizer.size(),
+        tokenizer=tokenizer, tokenizer_path=path, vocab_size=config.tokenizer.size(), report=report,
     )  # fmt: skip
     pad = _special_tokens(config, corpus.tokenizer).number(PAD)
     if pad is None:

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from nntile_py.checkpoint import format as checkpoint
-from nntile_py.checkpoint.model_files import model_files, tokenizer_files
+from nntile_py.checkpoint.model_files import companions_note, model_files, tokenizer_files
 from nntile_py.checkpoint.resume import (
     ResumePoint,
     check_same_run,
@@ -29,7 +29,8 @@ from nntile_py.config.run_config import RunConfig, runtime_options
 from nntile_py.data.confusion import FILES, Confusion
 from nntile_py.data.dataset import Dataset
 from nntile_py.data.entities import EntityScores
-from nntile_py.errors import ConfigError
+from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import StepSpec
 from nntile_py.inference.generate import fill_masked, generate
@@ -84,7 +85,7 @@ def train(
     checkpoints = checkpoint.checkpoints_in(out)
     point = newest_checkpoint(resume, report) if resume else None
     report(f"reading {config.data.source}")
-    dataset = build_dataset(config, spec)
+    dataset = build_dataset(config, spec, report)
     data = data_facts(config, dataset)
     _check_ranks(config, spec, runtime, data, point, report)
     report(f"{dataset.describe()}; writing to {out}")
@@ -92,7 +93,7 @@ def train(
         report(f"note: the text has only {count:,} tokens; tokenizer.vocab_size={count} saves unused rows of weights")
     if point:
         differences = check_same_run(point, config, data)
-        if point.step >= config.train.steps and not ranks and _publish(point, out):
+        if point.step >= config.train.steps and _publish_on_rank_0(point, out, ranks, report):
             report(f"all {point.step} steps are trained; weights saved in {out / checkpoint.MODEL}")
             return 0
         check_steps(point, config)
@@ -107,7 +108,7 @@ def train(
             return _train_on_other_rank(config, dataset, trainer, stop)
         facts = {"config": config.model_dump(mode="json", by_alias=True), "data": data, "overrides": overrides or []}
         run = _Run(config, out, dataset, facts, trainer, point, stop, console, report)
-        if not _train_on_rank_0(run, partial(_run_folder, out, resume, replaces, checkpoints), rescue):
+        if not _train_on_rank_0(run, partial(_run_folder, out, resume, replaces, checkpoints, report), rescue):
             return 128 + signal.Signals[stop[0]].value
     if stop:
         unfinished = trainer.steps < config.train.steps
@@ -131,7 +132,23 @@ def _check_folders(out: Path, rescue: Path | None, replaces: bool) -> None:
         check_replaced(out)
 
 
-def _publish(point: ResumePoint, out: Path) -> bool:
+def _publish_on_rank_0(point: ResumePoint, out: Path, ranks: Ranks | None, report: Report) -> bool:
+    """Call _publish on rank 0, and return its result on all ranks. They raise NNTileError if it fails on rank 0."""
+    published, failure = 0.0, None
+    if not ranks or ranks.rank == 0:
+        try:
+            published = float(_publish(point, out, report))
+        except (OSError, NNTileError) as error:
+            published, failure = -1.0, error
+    published = ranks.of_first(published) if ranks else published
+    if failure:
+        raise failure
+    if published < 0:
+        raise NNTileError(f"{out}: the first rank could not put the weights there")
+    return published > 0
+
+
+def _publish(point: ResumePoint, out: Path, report: Report) -> bool:
     """Put the weights of a run's last checkpoint into its folder, if an error or a kill has prevented that.
 
     Returns False if the folder has these or newer weights already, or the checkpoint is of another run."""
@@ -140,7 +157,7 @@ def _publish(point: ResumePoint, out: Path) -> bool:
         return False
     if target.exists() and target.stat().st_mtime > (point.folder / checkpoint.STATE).stat().st_mtime:
         return False
-    folder = RunFolder(out)
+    folder = RunFolder(out, report=report)
     try:
         folder.publish(point.step)
     finally:
@@ -209,12 +226,14 @@ class _Run:
     report: Report
 
 
-def _run_folder(out: Path, resume: Path | None, replaces: bool, checkpoints: list[tuple[int, Path]]) -> RunFolder:
+def _run_folder(
+    out: Path, resume: Path | None, replaces: bool, checkpoints: list[tuple[int, Path]], report: Report
+) -> RunFolder:
     """Create the run's folder. Called after all checks, so that a refused run leaves nothing behind.
 
     checkpoints: Step and folder of each checkpoint that `out` had at the start. A resumed run raises ConfigError if
     they have changed since: another process has trained into `out`."""
-    folder = RunFolder(out, replaces, new=not (resume or replaces))
+    folder = RunFolder(out, replaces, new=not (resume or replaces), report=report)
     if resume and checkpoint.checkpoints_in(out) != checkpoints:
         raise ConfigError(f"--resume: another process has trained into {out} meanwhile; allowed: to begin again")
     return folder
@@ -261,6 +280,8 @@ def _train_on_rank_0(run: _Run, make_folder: Callable[[], RunFolder], rescue: Pa
         folder, metrics = _first_files(run, partial(RunFolder, rescue, new=True))
         rescue = None
     files = model_files(run.trainer, run.dataset.tokenizer, run.config)
+    if note := companions_note(run.config):
+        run.report(note)
     writer = CheckpointWriter(run.config.checkpoint, run.trainer, folder, files, run.facts, run.report)
     if run.point and checkpoint.checkpoint_folder(folder.path, run.point.step).is_dir():
         writer.newest = run.point.step
