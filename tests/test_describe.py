@@ -220,6 +220,7 @@ SHORTER = {  # what the examples take too long for here
     "nntile train": f"{SMALL} --set train.steps=2 --set train.eval_batches=1 --set data.source=my.txt "
     "--set tokenizer.vocab_size=300 --set sample.tokens=0",
     "nntile profile": SMALL,
+    "nntile eval": "--stride 8",
     "nntile sweep": f"{SMALL} --set model.embed=16 --set model.heads=2 --budget 1",
     "nntile bench": "--count 100 --repeats 1",
     "nntile bench tasks": "--count 100 --repeats 1",

@@ -26,7 +26,7 @@ from nntile_py.inference.open_model import open_model
 
 POSITIONS = 24
 WORDS = ["tile", "task", "step", "weight", "graph", "rank", "the", "of", "a", "worker"]
-LABELS = ["bad", "fair", "good"]
+LABELS, TAGS = ["bad", "fair", "good"], ["O", "B-PART", "I-PART"]
 
 
 def words(seed: int, count: int) -> str:
@@ -61,7 +61,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "bare": ("Bert", "Model", SIZES | {"max_position_embeddings": POSITIONS}),
-    "tokens": ("Bert", "ForTokenClassification", SIZES | {"max_position_embeddings": POSITIONS, "num_labels": 3}),
+    "words": (
+        "Bert", "ForTokenClassification",
+        SIZES | {"max_position_embeddings": POSITIONS, "id2label": dict(enumerate(TAGS)), "num_labels": 3},
+    ),
+    "answers": ("Bert", "ForQuestionAnswering", SIZES | {"max_position_embeddings": POSITIONS}),
 }  # fmt: skip
 
 
@@ -255,6 +259,34 @@ def test_classifiers_of_several_labels_as_transformers(nntile: Any, models: Any)
     assert row["accuracy"] == float(((logits > 0) == (wanted > 0.5)).all(1).double().mean())
 
 
+def test_classifiers_of_words_as_transformers(nntile: Any, models: Any) -> None:
+    folder, model = models("words")
+    drawn = random.Random(7)
+    texts = [[(drawn.choice(WORDS), drawn.choice(TAGS)) for _ in range(drawn.randint(1, 9))] for _ in range(20)]
+    Path("t.conll").write_text("\n".join("".join(f"{word} {tag}\n" for word, tag in text) for text in texts))
+    framed = Tokenizer.from_str(tokenizer().to_str())
+    frame(framed)
+    logits, wanted = [], []
+    for text in texts:
+        encoding = framed.encode(" ".join(word for word, _ in text))
+        with torch.no_grad():
+            made = model(torch.tensor([encoding.ids])).logits[0].double()
+        start = 0
+        for word, tag in text:
+            place = next(k for k, (a, b) in enumerate(encoding.offsets) if a <= start < b)
+            logits.append(made[place])
+            wanted.append(TAGS.index(tag))
+            start += len(word) + 1
+    loss = torch.nn.functional.cross_entropy(torch.stack(logits), torch.tensor(wanted))
+    row = measures(nntile, folder, "--data", "t.conll", *TILES)
+    assert (row["texts"], row["words"]) == (20, len(wanted))
+    assert row["loss"] == pytest.approx(float(loss), abs=1e-5)
+    assert row["accuracy"] == pytest.approx(
+        float((torch.stack(logits).argmax(-1) == torch.tensor(wanted)).double().mean())
+    )
+    assert 0 <= row["f1"] <= 1
+
+
 # -- the command
 
 
@@ -298,7 +330,8 @@ def test_what_was_measured_is_shown_before_an_error(nntile: Any, models: Any) ->
         ("classifier", "--data other.csv", "--data: other.csv, line 2: the label 'poor'; allowed: the classes of the"),
         ("classifier", "--data t.csv --set data.label=stars", "no column 'stars'"),
         ("bare", "--data text.txt", "BERT has head: none; allowed: models with the head causal_lm, masked_lm,"),
-        ("tokens", "--data text.txt", "BERT has head: token_classification; allowed: models with the head"),
+        ("answers", "--data text.txt", "BERT has head: question_answering; allowed: models with the head"),
+        ("words", "--data t.csv", "--data: t.csv: not the name of a file of labelled words; allowed: with head: token"),
         ("gpt2", "--data text.txt --set optimizer.lr=1", "--set optimizer.lr=1: unknown key; allowed: precision"),
         ("gpt2", "--data text.txt --set tiles.foo=1", "tiles.foo: unknown key; allowed: batch, seq"),
         ("gpt2", "--data text.txt --set precision=bf16", "precision: bf16 needs GPUs"),

@@ -22,7 +22,8 @@ from nntile_py.system.progress import progress_bar
 
 # {measure: (head of the column, format)}
 _COLUMNS = {
-    "step": ("step", "d"), "tokens": ("tokens", ",d"), "texts": ("texts", ",d"), "loss": ("loss", ".4f"),
+    "step": ("step", "d"), "tokens": ("tokens", ",d"), "texts": ("texts", ",d"),
+    "words": ("words", ",d"), "loss": ("loss", ".4f"),
     "perplexity": ("perplexity", ".2f"), "bits_per_byte": ("bits/byte", ".4f"), "accuracy": ("accuracy", ".4f"),
     "f1": ("F1", ".4f"), "f1_macro": ("F1, mean of classes", ".4f"), "cut": ("cut texts", ",d"),
     "seconds": ("s", ".1f"),

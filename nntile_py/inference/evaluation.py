@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nntile_py.config.inference_config import InferenceConfig
-from nntile_py.config.run_config import CLASSIFICATION, CLASSIFIERS, MULTI_LABEL
-from nntile_py.data.classification import check_frames, tokenized
+from nntile_py.config.run_config import CLASSIFICATION, CLASSIFIERS
+from nntile_py.data.classification import TokenizedTexts, check_frames, tokenized
 from nntile_py.data.collators import Array, MaskedCollator
 from nntile_py.data.confusion import Confusion, LabelScores
+from nntile_py.data.entities import EntityScores
+from nntile_py.data.labelled_words import ONE, SEVERAL, WORDS, LabelKind, read_samples
 from nntile_py.data.special_tokens import SpecialTokens, special_tokens
-from nntile_py.data.tables import FORMATS, class_numbers, labels_of, read_labelled_texts, read_text, unknown_label
+from nntile_py.data.tables import FORMATS, class_numbers, labels_of, read_text, unknown_label
 from nntile_py.data.tokenizer import CLS, MASK, MASKED, SEP, frame, special_numbers, token_numbers
 from nntile_py.data.windows import causal_windows, masked_windows, spans
 from nntile_py.errors import ConfigError
@@ -257,9 +259,9 @@ def mask_text(opened: OpenedModel, ids: Array, probability: float, seed: int) ->
 def _classifier(
     opened: OpenedModel, data: Path, config: InferenceConfig, windows: Windows, advance: Advance
 ) -> dict[str, Any]:
-    """Measure a classifier on a table: mean loss, accuracy and F1."""
-    model, several = opened.model.config, opened.model.config.head == MULTI_LABEL
-    samples = read_labelled_texts("--data", str(data), config.data.text, config.data.label, several=several)
+    """Measure a classifier of texts or of words on a table: mean loss, accuracy and F1."""
+    model, kind = opened.model.config, CLASSIFIERS[opened.model.config.head]
+    samples = read_samples("--data", str(data), config.data.text, config.data.label, kind)
     names = model.labels or list(map(str, range(model.classes or len(labels_of(str(data), samples)))))
     numbers = class_numbers(model.labels, len(names), samples)
     if unknown := unknown_label(samples, numbers):
@@ -269,19 +271,35 @@ def _classifier(
     frame(opened.tokenizer, _special(opened).named)
     check_frames(opened.tokenizer, str(opened.tokenizer_file), "RUN")
     texts, cut = tokenized(opened.tokenizer, samples, numbers, windows.seq)
-    scores: Any = LabelScores(len(names)) if several else Confusion(names)
-    sums = Sums()
     with _encoder(opened, config, windows) as encoder:
-        for logits, wanted in zip(encoder.each(texts.sequences), texts.classes, strict=True):
-            if several:
-                sums.loss += float(_binary_loss(logits.astype(np.float64), wanted).mean())
-                sums.count += 1
-            else:
-                sums.add_logits(logits[None], wanted[None])
-            scores.add(wanted[None], logits[None] > 0 if several else logits[None].argmax(-1))
-            advance("texts", 1, len(texts))
-    metrics = {name: value for name, value in scores.metrics().items() if name != "confusion"}
-    return {"texts": sums.count, "loss": sums.loss / sums.count} | metrics | ({"cut": cut} if cut else {})
+        sums, scores = _scored(encoder, texts, kind, names, advance)
+    if not sums.count:
+        raise ConfigError(f"--data: {data}: no word has a token; allowed: words with letters")
+    metrics = {name: value for name, value in scores.metrics().items() if isinstance(value, float)}
+    counted = {"texts": len(texts), **({"words": sums.count} if kind == WORDS else {})}
+    return counted | {"loss": sums.loss / sums.count} | metrics | ({"cut": cut} if cut else {})
+
+
+def _scored(
+    encoder: Encoder, texts: TokenizedTexts, kind: LabelKind, names: list[str], advance: Advance
+) -> tuple[Sums, Any]:
+    """Return the losses of a classifier's predictions, and the scores of its classes."""
+    made: dict[str, Any] = {ONE: Confusion, SEVERAL: lambda names: LabelScores(len(names)), WORDS: EntityScores}
+    sums, scores = Sums(), made[kind](names)
+    for logits, wanted in zip(encoder.each(texts.sequences), texts.classes, strict=True):
+        if kind == WORDS:
+            places = np.flatnonzero(wanted[: len(logits)] != IGNORED)
+            sums.add_logits(logits[places], wanted[places].astype(np.int64))
+            scores.add(wanted[places], logits[places].argmax(-1))
+        elif kind == SEVERAL:
+            sums.loss += float(_binary_loss(logits.astype(np.float64), wanted).mean())
+            sums.count += 1
+            scores.add(wanted[None], logits[None] > 0)
+        else:
+            sums.add_logits(logits[None], wanted[None])
+            scores.add(wanted[None], logits[None].argmax(-1))
+        advance("texts", 1, len(texts))
+    return sums, scores
 
 
 def _binary_loss(logits: Array, wanted: Array) -> Array:
