@@ -26,10 +26,10 @@ class _Loader(yaml.SafeLoader):
         lower = text.lower()  # its escapes in quotes, such as \ue000, count too
         private = range(0xE000, 0xF900)  # Unicode's Private Use Area
         unused = (chr(code) for code in private if chr(code) not in text and f"{code:x}" not in lower)
-        instead = dict(zip(_NO_BREAKS, unused, strict=False))
+        instead: dict[str, str | int | None] = dict(zip(_NO_BREAKS, unused, strict=False))
         if len(instead) < len(_NO_BREAKS):
             raise ConfigError("too many characters of the Private Use Area")
-        self._back = str.maketrans({new: old for old, new in instead.items()})
+        self._back = str.maketrans({str(new): old for old, new in instead.items()})
         super().__init__(text.translate(str.maketrans(instead)))
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
