@@ -295,19 +295,21 @@ def free_name(path: Path) -> Path:
     return next(name for name in names if not os.path.lexists(name))
 
 
-def prune(run: Path, keep: int, keep_every: int | None) -> None:
-    """Remove old checkpoints. The newest `keep` stay, and for ever those whose step is a multiple of `keep_every`."""
+def prune(run: Path, keep: int, keep_every: int | None, best: int | None = None) -> None:
+    """Remove old checkpoints. The newest `keep` stay, that of step `best`, and those of multiples of `keep_every`."""
     for step, folder in [*checkpoints_in(run)][keep:]:
-        if not _is_permanent(step, keep_every):
+        if step != best and not _is_permanent(step, keep_every):
             remove_checkpoint(folder)
 
 
-def removable(run: Path, newest: int | None, keep_every: int | None) -> list[tuple[int, Path]]:
+def removable(
+    run: Path, newest: int | None, keep_every: int | None, best: int | None = None
+) -> list[tuple[int, Path]]:
     """Return step and folder of each checkpoint that may be removed if the disk is full, the oldest first.
 
-    newest: step of the newest checkpoint that is known to be complete. Older checkpoints may be removed, except those
-    whose step is a multiple of `keep_every`. None: no checkpoint may be removed."""
-    older = [(step, path) for step, path in checkpoints_in(run) if newest is not None and step < newest]
+    newest: step of the newest checkpoint that is known to be complete. Older checkpoints may be removed, except that of
+    step `best`, and those whose step is a multiple of `keep_every`. None: no checkpoint may be removed."""
+    older = [(n, path) for n, path in checkpoints_in(run) if newest is not None and n < newest and n != best]
     return [(step, path) for step, path in reversed(older) if not _is_permanent(step, keep_every) and own_files(path)]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nntile_py.checkpoint import format as checkpoint
+from nntile_py.checkpoint.best import BEST, best_step, remove_unfinished_links
 from nntile_py.data import confusion
 from nntile_py.data.special_tokens import GENERATION
 from nntile_py.errors import ConfigError
@@ -40,7 +41,8 @@ _NEW = "new run"  # mark of the folder of a run that is to replace an earlier ru
 # Files that `nntile train` writes; a run never removes any other file.
 OWN = (
     checkpoint.MODEL, checkpoint.CONFIG, checkpoint.TOKENIZER,
-    checkpoint.TOKENIZER_CONFIG, GENERATION, RUN_CONFIG, METRICS, "checkpoints", *confusion.FILES,
+    checkpoint.TOKENIZER_CONFIG, GENERATION, RUN_CONFIG, METRICS, "checkpoints", BEST,
+    *confusion.FILES,
 )  # fmt: skip
 
 
@@ -87,6 +89,7 @@ class RunFolder:
         """Remove what killed runs have left; make the folder known as a run's."""
         for name in OWN:
             remove_leftovers(self.path / name)
+        remove_unfinished_links(self.path)
         checkpoint.remove_leftovers(self.path)
         if self.path != self.out:
             if is_marked(self.path, _NEW):
@@ -236,6 +239,8 @@ def _remove_run(folder: Path, kept: Path) -> list[Path]:
     Small files of a run that differ from those of its checkpoints are a user's. Returns the files that have got another
     name, see `_move_entries`."""
     inner, written, renamed = folder / "checkpoints", {*OWN}, list[Path]()
+    if best_step(folder) is None:
+        written -= {BEST}  # a user's file
     for _, path in checkpoint.checkpoints_in(folder):
         copies = {name for name in _published(path) if _is_copy(folder, name)}
         written |= copies

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nntile_py.checkpoint import format as checkpoint
+from nntile_py.checkpoint.best import BestCheckpoint, best_step
 from nntile_py.checkpoint.run_folder import METRICS, Metrics, RunFolder
 from nntile_py.checkpoint.state import Checkpointable, LiveState, Snapshot, memory_for_copies
 from nntile_py.config.run_config import RunConfig
@@ -97,6 +98,7 @@ class CheckpointWriter:
         self._ended = self._abandoned = False
         self._removed: list[int] = []  # steps of checkpoints removed to make room, not reported yet
         self.newest: int | None = None
+        self._best = BestCheckpoint(folder.path, settings.best, facts, report)
         self._last_time = time.monotonic()
 
     @property
@@ -116,6 +118,15 @@ class CheckpointWriter:
         if (every := self._settings.every) is None or isinstance(every, int):
             return every is not None and step % every == 0
         return self._thread is None and time.monotonic() - self._last_time >= seconds(every)
+
+    def improves(self, step: int, loss: float) -> bool:
+        """Record the held-out loss after a step. Returns True if the checkpoint of this step would be the best one."""
+        return self._best.improves(step, loss)
+
+    @property
+    def best(self) -> tuple[float, int] | None:
+        """Held-out loss and step of the best checkpoint, if the config keeps it."""
+        return self._best.best
 
     @property
     def needs_report(self) -> bool:
@@ -185,6 +196,7 @@ class CheckpointWriter:
     def move(self, folder: RunFolder) -> None:
         """Write the next checkpoint into another run's folder, which has none yet."""
         self.folder, self.newest = folder, None
+        self._best.moved()
 
     def close(self) -> None:
         """Tell the other ranks that no other checkpoint follows."""
@@ -214,7 +226,8 @@ class CheckpointWriter:
                 sync(run / METRICS)
             self._write_making_room(live, run)
             self.newest = live.step
-            checkpoint.prune(run, self._settings.keep, self._settings.keep_every)
+            self._best.written(run, live.step)
+            checkpoint.prune(run, self._settings.keep, self._settings.keep_every, best_step(run))
         except Exception as error:  # the main thread reports it; training continues
             self._error = error
         finally:
@@ -222,14 +235,15 @@ class CheckpointWriter:
 
     def _write_making_room(self, live: LiveState, run: Path) -> None:
         """Write a checkpoint. On a full disk remove older checkpoints, the oldest first, if that frees enough bytes."""
-        state, removable = live.state(), checkpoint.removable(run, self.newest, self._settings.keep_every)
+        state = live.state()
+        removable = checkpoint.removable(run, self.newest, self._settings.keep_every, best_step(run))
         freed = sum(checkpoint.freed_bytes(folder) for _, folder in removable)
         checkpoint.check_free_space(run, state.bytes - freed)
         while True:
             try:
                 checkpoint.check_free_space(run, state.bytes)
                 folder = checkpoint.checkpoint_folder(run, live.step)
-                checkpoint.write_checkpoint(folder, state, self._files, self._facts)
+                checkpoint.write_checkpoint(folder, state, self._files, self._facts | self._best.facts(live.step))
                 return
             except OSError as error:
                 if error.errno not in NO_ROOM or not removable:
@@ -278,6 +292,9 @@ class TileSender:
         return self._waits
 
     def due(self, step: int) -> bool:
+        return False
+
+    def improves(self, step: int, loss: float) -> bool:
         return False
 
     def begin(self, step: int) -> None:

@@ -183,6 +183,9 @@ class CheckpointSection(Section):
     are removed, but the newest complete checkpoint stays until the new one is complete."""
     keep_every: Count | None = None
     """Checkpoints after a multiple of this many updates are never removed; null: no checkpoint is exempt."""
+    best: Literal["held_out_loss"] | None = None
+    """`held_out_loss`: save a checkpoint whenever the measured held-out loss is smaller than ever, keep it, and let the
+    link `best` in the run's folder name it; null: only the newest checkpoints are kept."""
     async_: Switch = Field(default=True, alias="async")
     """Continue training while a checkpoint is written. This takes main memory for a copy of weights and averages."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nntile_py.checkpoint.run_folder import Metrics
 from nntile_py.checkpoint.writer import CheckpointWriter, TileSender
-from nntile_py.config.run_config import RunConfig
+from nntile_py.config.run_config import CLASSIFICATION, RunConfig
 from nntile_py.config.sections import OptimizerSection
 from nntile_py.data.dataset import Dataset
 from nntile_py.errors import NotFinite
@@ -95,6 +95,11 @@ def run_steps(
             display.show(line)
         if ends:
             break
+        if measures and last and config.checkpoint.best:
+            # All losses are compared on the same part: the last measurement of a classifier reads more.
+            whole = step == train.steps and config.aim == CLASSIFICATION
+            loss = (_measured(dataset, trainer) if whole else last)["held_out_loss"]
+            due = bool(from_rank_0(saver.improves(step, loss) or due))
         if due:
             saver.begin(step)
     if skips.in_a_row and stopped:

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from nntile_py.checkpoint import format as checkpoint
+from nntile_py.checkpoint.best import BEST
 from nntile_py.checkpoint.model_files import companions_note, model_files, tokenizer_files
 from nntile_py.checkpoint.resume import (
     ResumePoint,
@@ -312,6 +313,8 @@ def _train_on_rank_0(run: _Run, make_folder: Callable[[], RunFolder], rescue: Pa
     measured = f"{last['held_out_loss']:.4f} at the last measurement" if last else "not measured since"
     start = "before the first step" if from_start else f"after step {run.point.step if run.point else 0}"
     run.report(f"held-out loss {before:.4f} {start}, {measured}")
+    if writer.best:
+        run.report(f"best held-out loss {writer.best[0]:.4f} after step {writer.best[1]}: {saved / BEST}")
     if skips := display.skips():
         run.report(skips)
     run.report(f"weights saved in {saved / checkpoint.MODEL}")
