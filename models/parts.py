@@ -200,6 +200,8 @@ def position_input(g: Graph, batch: Batch, positions: int | None) -> Tensor:
     positions = check_length(batch, positions)
     if batch.packed:
         return _packed_input(g, batch, "positions", lambda found: found, below=positions)
+    if g.cache:
+        return g.cache.positions(positions)
     if (given := given_positions(g, batch, positions)) is not None:
         return given
     return g.input("positions", {"seq": batch.seq}, below=positions, default=np.arange(batch.seq))
@@ -232,11 +234,13 @@ def embedded_positions(
 
 def rotary_input(g: Graph, batch: Batch, table: Array, name: str = "rotary") -> Tensor:
     """Declare an input with cosines and sines of each token's position, for `rotary`. `table` [positions, head_dim] is
-    made by `rotary_table`; row p belongs to position p. A step may have an input `position_ids` [batch, seq]; then
-    tiles.batch must be 1."""
+    made by `rotary_table`; row p belongs to position p. A step may have an input `position_ids` [batch, seq]."""
     sizes, dtype = {"rotary": table.shape[1]}, accumulation_dtype(g.dtype)
     if batch.packed:
         return _packed_input(g, batch, name, lambda found: table[found], sizes, dtype=dtype)
+    if g.cache:
+        rows = {"position": len(table)} | sizes
+        return embedding(g, g.cache.positions(len(table)), g.input(name, rows, dtype, default=table))
     if (positions := given_positions(g, batch, len(table))) is not None:
         rows = {"batch": batch.size, "seq": batch.seq} | sizes
         return g.input(name, rows, dtype, default=lambda given: table[given[positions.name]])

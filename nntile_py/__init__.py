@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from nntile_py.tasks.adamw import AdamW as AdamW
     from nntile_py.tasks.sgd import SGD as SGD
     from nntile_py.inference.encoder import Encoder as Encoder
+    from nntile_py.inference.generator import (
+        GeneratedPart as GeneratedPart, GeneratedText as GeneratedText, Generator as Generator,
+    )  # fmt: skip
     from nntile_py.models.base import Model as Model, ModelConfig as ModelConfig
     from nntile_py.profiling.block import profile as profile
     from nntile_py.tasks.mask import Mask as Mask
@@ -61,6 +64,7 @@ _NAMES = {
     "graph.graph": ("Graph",),
     "graph.params": ("ONES", "ZEROS", "Batch", "Constant", "Joined", "Normal", "Part", "Traced"),
     "inference.encoder": ("Encoder",),
+    "inference.generator": ("GeneratedPart", "GeneratedText", "Generator"),
     "models.base": ("Model", "ModelConfig"),
     "profiling.block": ("profile",),
     "tasks.adamw": ("AdamW",),

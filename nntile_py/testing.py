@@ -260,7 +260,7 @@ def check(
         owners = {t.storage for t in values}
         for tensor in expected:
             if tensor.storage not in owners:
-                store.write(lowering, tensor, np.full(tensor.shape, np.nan))
+                store.write(lowering, tensor, np.full(tensor.shape, -1 if tensor.dtype.startswith("int") else np.nan))
         for tensor, value in values.items():
             store.write(lowering, tensor, value)
         program = program or programs([lowering.tasks], store, checked=True)[0]

@@ -382,6 +382,8 @@ def attention(
     if dropout and mask.segments and backend == "segments" and "seq" not in g.row_numbers:
         raise ValueError(f"attention_dropout: got {dropout}; allowed without row numbers of the tokens: 0")
     operands = checked(g, q, k, v, mask)
+    if g.cache:
+        return g.cache.attend(operands, mask, scale)
     x, keys = operands.parts[0][0], operands.parts[1][0]
     sizes = {"batch": 1, "key": x.size("seq")} | keys.sizes | x.sizes
     if dropout and not mask.segments and _cut(g.cuts, sizes["seq"], sizes["key"]):

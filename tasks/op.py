@@ -33,7 +33,8 @@ class Tensor:
 
     Args:
         kind: `input`, `param`, `grad` (of a parameter), `state` (of the optimizer), `scalar` (kept for the host),
-            `output` (of an evaluation, kept for the host), `temp` (freed after its last reader).
+            `output` (of an evaluation, kept for the host), `cache` (kept between passes of a generation), `temp`
+            (freed after its last reader).
         monoid: operation that combines contributions to a tile: `sum`, `softmax` or `moments`.
         storage: the tensor that owns the tiles. For an operator that works in place, the output has the storage of the
             input.
@@ -104,6 +105,13 @@ def require(fits: bool, rule: str, *tensors: Tensor | None) -> None:
         raise ValueError(f"{rule}; got {', '.join(str(t) for t in tensors if t)}")
 
 
+class AttentionCache(Protocol):
+    """The part of a KeyValueCache's interface that attention and models use."""
+
+    def attend(self, operands: Any, mask: Any, scale: float | None) -> Tensor: ...
+    def positions(self, below: int) -> Tensor: ...
+
+
 class GraphLike(Protocol):
     """The part of a graph's interface that operators use."""
 
@@ -115,6 +123,8 @@ class GraphLike(Protocol):
 
     @property
     def loss(self) -> Tensor | None: ...
+    @property
+    def cache(self) -> AttentionCache | None: ...  # of a generation: has the keys and values of earlier tokens
 
     def temp(self, name: str, axes: Sequence[str], shape: Sequence[int], dtype: str, **options: Any) -> Tensor: ...
     def named(

@@ -1,4 +1,5 @@
 // Rotary positions on tiles with axes seq and head_dim; the table's rows are cosines, then sines.
+// Each row of the batch may have a table of its own.
 #include "common.h"
 #include "rotary_args.h"
 
@@ -29,7 +30,8 @@ void rotary(Args& t) {
     for (int64_t outer = 0; outer < x.numel(); outer += width * inner) {
       for (int64_t column = 0; column < inner; ++column) {
         const int64_t first = outer + column;
-        const auto* angles = table.data_ptr<T>() + first / seq_step % seq * width;
+        const int64_t b = args.batch < 0 ? 0 : first / x.stride(args.batch) % x.size(args.batch);
+        const auto* angles = table.data_ptr<T>() + (b * seq + first / seq_step % seq) * width;
         const auto* in = x.data_ptr<T>() + first;
         auto* out = y.data_ptr<T>() + first;
         if (inner == 1) {

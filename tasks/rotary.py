@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py.errors import ConfigError
-from nntile_py.tiles import R, TaskArgs, Tiling, W
+from nntile_py.tiles import R, TaskArgs, W
 
 from .op import Array, GraphLike, Lowering, Op, Tensor
 from .rotary_scaling import Angles, scaled
@@ -50,6 +50,7 @@ class RotaryArgs(TaskArgs):
     seq: int  # position of the axis seq among the axes of x
     head_dim: int  # position of the axis head_dim among the axes of x
     inverse: bool  # True: rotate in the other direction
+    batch: int = -1  # position of the axis batch among the axes of x if each row of the batch has angles of its own
 
 
 class Rotary(Op):
@@ -61,7 +62,7 @@ class Rotary(Op):
     Args:
         x: a tensor with the axes seq, head_dim and others, in any order. head_dim is even and never cut.
         table: fp32 or fp64 [seq, rotary], with as many entries along rotary as head_dim: a `rotary_table`. If each
-            sequence of the batch has positions of its own: [batch, seq, rotary]; tiles.batch must then be 1.
+            sequence of the batch has positions of its own: [batch, seq, rotary].
         inverse: True: rotate in the other direction, as the gradient does.
 
     Raises:
@@ -89,15 +90,11 @@ class Rotary(Op):
     def flop(self) -> float:
         return 3.0 * self.output.numel
 
-    def fit(self, tiling: Tiling) -> None:
-        table = self.inputs[1]
-        if "batch" in table.axes and (tile := tiling.tile("batch", table.size("batch"))) > 1:
-            raise ConfigError(f"tiles.batch: got {tile}; allowed: 1, where rotary positions differ between rows")
-
     def lower(self, lowering: Lowering) -> None:
         x, table = self.inputs
         assert not lowering.cut(x, "head_dim"), "head_dim is never cut"
-        args = RotaryArgs(x.axes.index("seq"), x.axes.index("head_dim"), self.inverse)
+        batch = x.axes.index("batch") if "batch" in table.axes else -1
+        args = RotaryArgs(x.axes.index("seq"), x.axes.index("head_dim"), self.inverse, batch)
         for index in lowering.indices(x):
             angles = R(lowering.tile(table, index | {"rotary": 0}))
             lowering.emit("rotary", [W(lowering.tile(self.output, index)), R(lowering.tile(x, index)), angles], args)
@@ -106,6 +103,10 @@ class Rotary(Op):
         x, table = inputs
         axes = self.inputs[0].axes
         moved = np.moveaxis(x, (axes.index("seq"), axes.index("head_dim")), (-2, -1))
+        if "batch" in self.inputs[1].axes:
+            rest = [axis for axis in axes if axis not in ("seq", "head_dim")]
+            shape = [len(table) if axis == "batch" else 1 for axis in rest]
+            table = table.reshape([*shape, *table.shape[1:]])
         a, b = np.split(moved, 2, -1)
         cos, sin = np.split(table, 2, -1)
         sin = -sin if self.inverse else sin

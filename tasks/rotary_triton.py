@@ -21,14 +21,19 @@ from .rotary import RotaryArgs
 def _rotary(
     Y, X, TABLE, others, seq,
     SIZES: tl.constexpr, STRIDES: tl.constexpr, SEQ_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
-    HALF: tl.constexpr, INVERSE: tl.constexpr,
+    BATCH: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr,
     OTHERS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate ROWS positions of OTHERS heads (or combinations of other axes)."""
+    """Rotate ROWS positions of OTHERS heads (or combinations of other axes).
+
+    BATCH: (), or (combinations of other axes within a row of the batch, rows of the batch) if each row has a table.
+    """
     across = tl.cdiv(seq, ROWS)
     other = (tl.program_id(0) // across).to(tl.int64) * OTHERS + tl.arange(0, OTHERS)
     row, col = (tl.program_id(0) % across) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     kept = (row < seq)[:, None] & (col < HALF)[None, :]
+    if len(BATCH) > 0:
+        TABLE += (tl.program_id(0) // across * OTHERS // BATCH[0] % BATCH[1]).to(tl.int64) * seq * (2 * HALF)
     angle = row[:, None] * (2 * HALF) + col[None, :]
     cos, sin = tl.load(TABLE + angle, kept, 0.0)[None, :, :], tl.load(TABLE + HALF + angle, kept, 0.0)[None, :, :]
     if INVERSE:
@@ -50,7 +55,11 @@ def _describe(task: Task) -> Launches:
     rest = [axis for axis in range(len(sizes)) if axis not in (args.seq, args.head_dim)]
     others = math.prod(sizes[axis] for axis in rest)
     block = power_of_two(half)
+    batch: tuple[int, ...] = ()
     together = min(power_of_two(others), 4)
+    if args.batch >= 0:  # the heads of a program belong to one row of the batch
+        inner = math.prod(sizes[axis] for axis in rest if axis > args.batch)
+        batch, together = (inner, sizes[args.batch]), math.gcd(inner, together)
     rows = min(power_of_two(seq), max(1, 1024 // (block * together)))
     return Launches(
         (
@@ -58,7 +67,8 @@ def _describe(task: Task) -> Launches:
                 _rotary, ceil_div(others, together) * ceil_div(seq, rows),
                 tile(task, 0), tile(task, 1), tile(task, 2), others, seq,
                 **sizes_and_strides([sizes[axis] for axis in rest], [strides[axis] for axis in rest]),
-                SEQ_STRIDE=strides[args.seq], HEAD_STRIDE=strides[args.head_dim], HALF=half, INVERSE=args.inverse,
+                SEQ_STRIDE=strides[args.seq], HEAD_STRIDE=strides[args.head_dim], BATCH=batch, HALF=half,
+                INVERSE=args.inverse,
                 OTHERS=together, ROWS=rows, BLOCK=block,
             ),
         )

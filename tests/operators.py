@@ -8,9 +8,11 @@ from __future__ import annotations
 import operators_attention
 import operators_contract
 import operators_generated
+import operators_generation
 import operators_losses
 import operators_plain
 
 _PARTS = (operators_contract, operators_plain, operators_losses, operators_generated, operators_attention)
+_PARTS += (operators_generation,)
 ROWS = {name: row for part in _PARTS for name, row in part.ROWS.items()}
 assert len(ROWS) == sum(len(part.ROWS) for part in _PARTS), "a row in two files"

@@ -256,6 +256,10 @@ def test_the_help_ends_with_an_example_that_works(command: str, example: str, tm
         (tmp_path / "texts.jsonl").write_text('{"text": "Some words"}\n')
         trained = nntile(f"nntile train my.yaml --out my_bert {SHORTER['nntile train']}", tmp_path)
         assert trained.returncode == 0, trained.stderr
+    if command == "nntile generate":
+        trained = nntile(f"nntile train my.yaml --out runs/my_run {SHORTER['nntile train']}", tmp_path)
+        assert trained.returncode == 0, trained.stderr
+        example += " --max-tokens 3"
     done = nntile(f"{example} {SHORTER.get(command, '')}", tmp_path)
     assert done.returncode == 0, done.stderr
 

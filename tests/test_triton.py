@@ -26,6 +26,7 @@ from nntile_py.tasks.attention_dropout import ScoresDropout
 from nntile_py.tasks.dynamic_size import DynamicSize
 from nntile_py.tasks.embedding import EmbeddingGradArgs
 from nntile_py.tasks.optimizer import joined, split
+from nntile_py.tasks.sample import Sample
 from nntile_py.tasks.sgd import SGDArgs
 from nntile_py.testing import SIZES, Case, Values, error
 from nntile_py.tiles import RW, R, Slot, Tile, Tiling, W
@@ -56,10 +57,12 @@ SPLIT: dict[str, Callable[[Case], Any]] = {
 
 
 def of_triton(row: Callable[[Case], Any]) -> bool:
-    """Contractions and attention are C++."""
+    """Contractions, attention, and draws of tokens are C++."""
     case = Case(SIZES, "fp32")
     row(case)
-    return not any(isinstance(op, Contract) or op.kind.startswith("Attention") for op in case.graph.ops)
+    names = ("Attention", "Unite", "Sample")
+    native = [op for op in case.graph.ops if isinstance(op, Contract) or op.kind.startswith(names)]
+    return not any(not (isinstance(op, Sample) and op.settings is None) for op in native)
 
 
 ROUNDING = {"bf16": 5e-3, "fp16": 1e-3}
@@ -246,7 +249,7 @@ def fills_first_rows(row: Callable[[Case], Any]) -> bool:
     """Return whether CUDA workers compute only the filled part of a bin; see lives_on_cuda."""
     case = Case(FILLED, "fp32")
     row(case)
-    if any(op.kind.startswith("Select") for op in case.graph.ops):  # of one place of all: refused with pack
+    if any(op.kind.startswith(("Select", "Cached")) for op in case.graph.ops):  # refused with pack
         return False
     tiles = {access.tile for task in lowered(case).tasks.tasks for access in task.accesses}
     live = [tile for tile in tiles if {"seq", "key"} & {*tile.axes}]

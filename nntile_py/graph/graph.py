@@ -13,7 +13,7 @@ import numpy as np
 from nntile_py.errors import ConfigError
 from nntile_py.graph.params import Array, Derived, Init, Input, Joined, Param, Part, Source, cover, sources_of
 from nntile_py.tasks.elementwise import Rename, add
-from nntile_py.tasks.op import CONTRACTION, Op, Tensor
+from nntile_py.tasks.op import CONTRACTION, AttentionCache, Op, Tensor
 from nntile_py.tiles import Tiling
 from nntile_py.typed import typed
 
@@ -47,6 +47,7 @@ class Graph:
         self.tensors: dict[str, Tensor] = {}  # inputs and parameters, by name
         self.kept: dict[tuple[str, str], Tensor] = {}  # other persistent tensors, by kind and name
         self._sources: dict[str, list[Source]] = {}  # for each checkpoint weight: the parts that parameters declare
+        self.cache: AttentionCache | None = None  # of a generation: keys and values of earlier passes
         self._scope: list[str] = []
         self._phase = "forward"
         self._dropouts = 0

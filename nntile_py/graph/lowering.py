@@ -12,7 +12,7 @@ from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tiles import TaskList, Tiling, cut_as
 from nntile_py.tiles.allreduce import RankSums
 
-WRITTEN_BEFORE = ("input", "param", "state")  # kinds of tensors that hold data before the list runs
+WRITTEN_BEFORE = ("input", "param", "state", "cache")  # kinds of tensors that hold data before the list runs
 LISTING = 1e-4  # seconds to lower one task, on a core at 2.5 GHz
 MOST_TASKS = 2_000_000  # most tasks of a list: lowering so many takes minutes, and each takes a kilobyte of memory
 

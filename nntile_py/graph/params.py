@@ -337,6 +337,7 @@ class Batch:
         given: names of the optional inputs that a step passes.
         optional: optional inputs that the model asked for by `has`, each with its neutral value; the trace fills it.
         packed: largest allowed length of a sequence if rows are bins; None: each row is one sequence.
+        cached: largest allowed length of a sequence if rows continue sequences of a cache; None: there is no cache.
     """
 
     size: int
@@ -344,11 +345,12 @@ class Batch:
     given: frozenset[str] = frozenset()
     optional: dict[str, float] = field(default_factory=dict)
     packed: int | None = None
+    cached: int | None = None
 
     @property
     def length(self) -> int:
         """The largest allowed length of a sequence."""
-        return self.packed or self.seq
+        return self.packed or self.cached or self.seq
 
     def has(self, name: str, *, neutral: float) -> bool:
         """Return whether steps pass the optional input `name`. An array that holds only `neutral` has no effect."""

@@ -15,6 +15,7 @@ from nntile_py.errors import ConfigError, operators_refuse
 from nntile_py.graph import packed_inputs
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.key_value_cache import TOKENS, CacheShape, KeyValueCache, Sampling, check_cached
 from nntile_py.graph.layout_search import arrange, keep_in
 from nntile_py.graph.layouts import Order
 from nntile_py.graph.lowering import lower
@@ -259,13 +260,19 @@ class StepSpec:
         return self if self.given == frozenset(given) else replace(self, given=frozenset(given))
 
     @operators_refuse()
-    def trace(self, *, training: bool = True) -> tuple[Graph, Traced, Batch]:
-        """Return the model's forward graph before fusion, with the loss, the outputs and the batch."""
+    def trace(self, *, training: bool = True, cache: CacheShape | None = None) -> tuple[Graph, Traced, Batch]:
+        """Return the model's forward graph before fusion, with the loss, the outputs and the batch.
+
+        cache: sizes of the cache with the earlier tokens of each row; None: each row is a whole sequence.
+        """
         graph = Graph(TILE_DTYPE[self.precision], training=training, cuts=self.cuts)
         graph.filled = self.batch * self.seq / (self.rows * self.capacity)
-        batch = Batch(self.rows, self.capacity, self.given, packed=self.seq if self.pack else None)
+        length = cache.length if cache else None
+        batch = Batch(self.rows, self.capacity, self.given, packed=self.seq if self.pack else None, cached=length)
         if self.pack:
             packed_inputs.begin(graph, batch)
+        if cache:
+            graph.cache = KeyValueCache(graph, cache, self.rows, self.capacity)
         traced = trace(self.model, graph, batch)
         if training and traced.loss is None:
             raise ConfigError(f"model: {type(self.model).__name__}{_no_loss(getattr(self.model, 'config', None))}")
@@ -364,6 +371,26 @@ class StepSpec:
         kept = {name: traced.outputs[name]}
         graph.prune(kept.values())
         return self._evaluation(graph, kept, kept)
+
+    @operators_refuse()
+    def generation(self, cache: CacheShape, sampling: Sampling, *, advances: bool) -> Evaluation:
+        """Return a pass over the new tokens of sequences in a cache, whose output TOKENS is each row's next token.
+
+        Args:
+            advances: The pass prepares the next one, with the drawn tokens as new tokens; see tasks.Sample.
+
+        Raises:
+            ConfigError: The model does not predict the next token from the tokens before it.
+        """
+        graph, traced, _ = self.trace(training=False, cache=cache)
+        if "logits" not in traced.outputs:
+            need = "a model with a head causal_lm, such as GPT2LMHeadModel"
+            raise ConfigError(f"generation: the model has no output 'logits'; allowed: {need}")
+        assert isinstance(graph.cache, KeyValueCache)
+        tokens = graph.cache.sampled(graph.cache.last_logits(traced.outputs["logits"]), sampling, advances)
+        graph.prune([tokens])
+        check_cached(graph)
+        return self._evaluation(graph, {TOKENS: tokens}, {TOKENS: tokens})
 
     def _evaluation(self, graph: Graph, outputs: dict[str, Tensor], kept: dict[str, Tensor]) -> Evaluation:
         """Fuse and lower a forward graph. The outputs `kept` stay in memory, so the host can read them."""

@@ -51,10 +51,10 @@ def with_limit(tokenizer: Tokenizer, longest: int, framed: bool) -> Tokenizer:
     return own
 
 
-def tokens_of(texts: Any) -> Sequence[Any]:
+def tokens_of(texts: Any, noun: str = "texts") -> Sequence[Any]:
     """Return `texts` as a list. Raises ValueError unless it is a sequence such as a list; a single text is none."""
     if isinstance(texts, str) or not isinstance(texts, Sequence | np.ndarray):
-        raise ValueError(f"texts: got {short(texts)}; allowed: a list of texts, or of lists of token numbers")
+        raise ValueError(f"{noun}: got {short(texts)}; allowed: a list of texts, or of lists of token numbers")
     return list(texts)
 
 
@@ -74,8 +74,9 @@ def prompted(texts: Sequence[Any], prompt: str, prepare: Callable[[str], str], f
 
 
 def to_tokens(
-    texts: Sequence[Any], tokenizer: Tokenizer | None, longest: int, vocab: int | None, first: int
-) -> list[TokenizedText]:
+    texts: Sequence[Any], tokenizer: Tokenizer | None, longest: int, vocab: int | None, first: int,
+    noun: str = "texts",
+) -> list[TokenizedText]:  # fmt: skip
     """Return the tokens of each text, pair of texts, or list of token numbers.
 
     Args:
@@ -84,15 +85,17 @@ def to_tokens(
         longest: Largest number of tokens of a text.
         vocab: Number of tokens of the model: token numbers must be smaller. None: no limit.
         first: Number of the first text, for messages.
+        noun: What messages call the texts.
 
     Raises:
         ValueError: A text has no tokens, too many, or numbers outside the vocabulary.
     """
     if all(map(_is_text, texts)) and len(texts):
         if tokenizer is None:
-            raise ConfigError("texts: there is no tokenizer; give one, a folder with tokenizer.json, or token numbers")
+            need = "give one, a folder with tokenizer.json, or token numbers"
+            raise ConfigError(f"{noun}: there is no tokenizer; {need}")
         for k, one in enumerate(texts):
-            check_whole(f"texts[{first + k}]", "".join(one), ValueError)
+            check_whole(f"{noun}[{first + k}]", "".join(one), ValueError)
         _check_pairs(texts, tokenizer.num_special_tokens_to_add(True), longest, first)
         encodings = tokenizer.encode_batch(list(map(_plain, texts)))
         tokens = [
@@ -100,9 +103,9 @@ def to_tokens(
             for e in encodings
         ]
     else:
-        tokens = [_numbers(one, f"texts[{first + k}]") for k, one in enumerate(texts)]
+        tokens = [_numbers(one, f"{noun}[{first + k}]") for k, one in enumerate(texts)]
     for k, one in enumerate(tokens):
-        here, n = f"texts[{first + k}]", len(one.ids)
+        here, n = f"{noun}[{first + k}]", len(one.ids)
         if not 1 <= n <= longest:
             raise ValueError(f"{here}: {n} tokens; allowed: 1 to {longest}")
         if one.ids.min() < 0 or (vocab and one.ids.max() >= vocab):

@@ -13,6 +13,7 @@ from nntile_py.graph.params import stacked
 from nntile_py.graph.passes.rewriter import Rewriter
 from nntile_py.tasks.attention import Attention
 from nntile_py.tasks.attention_operands import Operands
+from nntile_py.tasks.cached_attention import CachedAttention
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.elementwise import BiasAdd, Transpose, Unpack
 from nntile_py.tasks.op import Op, Tensor
@@ -51,7 +52,7 @@ def merge_projections(graph: Graph, outputs: Iterable[Tensor] = (), count: int =
     for merged, chains in _mergeable(every, readers).items():
         new_ops, out = _merged_chain(graph, chains, renamed, merged_params)
         attention = readers[merged[0]][0]
-        if isinstance(attention, Attention):
+        if isinstance(attention, Attention | CachedAttention):
             q, k, v = (
                 (out, merged.index(part)) if part in merged else part if index < 0 else (part, index)
                 for part, index in attention.operands.parts

@@ -8,6 +8,7 @@ from nntile_py.graph.passes.epilogue import has_free_epilogue, rebuilt
 from nntile_py.graph.passes.precision import sums_in_parts
 from nntile_py.graph.passes.rewriter import Rewriter
 from nntile_py.tasks.attention import Attention, AttentionGrad
+from nntile_py.tasks.cached_attention import CachedAttention
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.elementwise import BiasAdd, Sum, Transpose
 from nntile_py.tasks.op import Op, Tensor, permutation
@@ -16,7 +17,7 @@ from nntile_py.tiles import Tiling
 
 def attention_layout(rewriter: Rewriter, op: Op) -> bool:
     """Remove the transposes before or after attention, or before or after its gradient."""
-    if isinstance(op, Attention):
+    if isinstance(op, Attention | CachedAttention):
         before = _around_attention(rewriter, op)
     elif isinstance(op, AttentionGrad):
         before = _around_gradient(rewriter, op)
@@ -31,12 +32,13 @@ def attention_layout(rewriter: Rewriter, op: Op) -> bool:
     return True
 
 
-def _around_attention(rewriter: Rewriter, op: Attention) -> list[Op | None] | None:
+def _around_attention(rewriter: Rewriter, op: Attention | CachedAttention) -> list[Op | None] | None:
     """Let attention read its operands, or write its output, without a transpose.
 
     Returns the makers of the operands; None if nothing changes.
     """
-    gradient = next((g for g in rewriter.readers.get(op.lse, []) if isinstance(g, AttentionGrad)), None)
+    of_lse = rewriter.readers.get(op.lse, []) if op.lse else []
+    gradient = next((g for g in of_lse if isinstance(g, AttentionGrad)), None)
     before = [rewriter.maker.get(t) for t in op.operands.tensors]
     users = [r for r in rewriter.readers.get(op.output, []) if r is not gradient]
     after = users if op.output.kind == "temp" else []
@@ -47,7 +49,7 @@ def _around_attention(rewriter: Rewriter, op: Attention) -> list[Op | None] | No
         rewriter.remove(after[0])
     else:
         return None
-    if gradient:
+    if gradient and op.lse:
         gradient.inputs = [*op.inputs, op.output, op.lse, gradient.do]
         rewriter.changed(gradient)
     return before

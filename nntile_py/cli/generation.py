@@ -1,0 +1,64 @@
+"""The command `nntile generate`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nntile_py.cli.options import app, ends_at_ctrl_c
+
+
+@app.command(epilog="Example: nntile generate runs/my_run --prompt Some --max-tokens 20")
+def generate(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER", help="Folder of a run, of a checkpoint, or of transformers' save_pretrained."),
+    ],
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text to continue; may be given several times. [default: standard input]")
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--input", help="File of prompts: .jsonl, .csv with a header, or .txt with one prompt a line."),
+    ] = None,
+    text: Annotated[str, typer.Option(metavar="KEY", help="Key or column of the prompts.")] = "text",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Answer line by line, and keep the conversation; Ctrl-D ends it.")
+    ] = False,
+    system: Annotated[str, typer.Option(help="With --chat: the message that begins the conversation.")] = "",
+    max_tokens: Annotated[int, typer.Option(help="Largest number of new tokens of a text.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0: always the most probable token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Draw among the k most probable tokens. [default: all]")] = None,
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the most probable tokens that together have this probability.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Draw among tokens with at least this share of the largest probability.")
+    ] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens that came before are less likely.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends a text; may be given several times.")] = None,
+    batch: Annotated[int, typer.Option(help="Prompts that are continued at once.", min=1)] = 8,
+    cache: Annotated[
+        str | None, typer.Option(help="Memory for keys and values, such as 2GiB. [default: as the prompts need]")
+    ] = None,
+    tiles: Annotated[
+        list[str] | None, typer.Option("--tiles", metavar="AXIS=SIZE", help="Tile size of an axis, such as ffn=1024.")
+    ] = None,
+    cpus: Annotated[int | None, typer.Option(help="CPU workers. [default: all cores, none with GPUs]")] = None,
+    cuda: Annotated[int, typer.Option(help="GPUs.")] = 0,
+    precision: Annotated[str, typer.Option(help="fp32; on GPUs also tf32, bf16 or fp16, on CPUs fp64.")] = "fp32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each text.")] = False,
+) -> None:
+    """Continue prompts with a trained causal model: GPT-2, Llama, or a model of your own."""
+    from nntile_py.inference.generate_command import Command, run
+
+    options = {
+        "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty, "seed": seed, "stop": stop or [],
+    }  # fmt: skip
+    how = {"batch": batch, "cache": cache, "precision": precision}
+    workers, cuts = (cpus, cuda), tiles or []
+    command = Command(folder, prompt or [], source, text, chat, system, options, how, cuts, workers, as_json)
+    with ends_at_ctrl_c(lambda: "the text ends here"):
+        run(command)

@@ -1,0 +1,175 @@
+"""A cache of keys and values in pages, for generation: it turns a model's forward pass into passes over new tokens.
+
+A model's text knows nothing about the cache: `attention` of a causal mask, and the positions that `position_input` and
+`rotary_input` declare, ask the graph for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from nntile_py.errors import ConfigError
+from nntile_py.graph.graph import Graph
+from nntile_py.tasks.attention_operands import Operands
+from nntile_py.tasks.cached_attention import PAGES, CachedAttention, TokenPlaces, cached_attention
+from nntile_py.tasks.contract import Contract, linear
+from nntile_py.tasks.gather import gather
+from nntile_py.tasks.mask import Mask
+from nntile_py.tasks.op import Op, Tensor
+from nntile_py.tasks.sample import SETTINGS, Sample, Unite, unite
+
+IDS = "input_ids"  # the input with a causal model's tokens
+TOKENS = "next_tokens"  # the output of a pass: a token for each row
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Sizes of a cache.
+
+    Attributes:
+        length: Positions of the longest sequence.
+        pages: Number of pages, with page 0, which no sequence uses.
+        slots: Positions of a page.
+    """
+
+    length: int
+    pages: int
+    slots: int = 64
+
+    @property
+    def entries(self) -> int:
+        """Number of entries of a page table's row."""
+        return PAGES + -(-self.length // self.slots)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a pass chooses the next token of each row.
+
+    Attributes:
+        greedy: Take the largest logit; there are no settings and draws.
+        penalised: Apply the repetition penalty to the tokens of the history.
+        tokens: Number of tokens that may be drawn; None: all of the vocabulary.
+    """
+
+    greedy: bool = False
+    penalised: bool = False
+    tokens: int | None = None
+
+
+@dataclass
+class KeyValueCache:
+    """The cache of a graph: pages with keys and values (tensors of the kind `cache`), and inputs that describe a pass.
+
+    Attributes:
+        rows: Number of sequences of a pass.
+        seq: Largest number of new tokens of a row.
+        table: int64 [rows, entry], the page table, see CachedAttention.
+    """
+
+    graph: Graph
+    shape: CacheShape
+    rows: int
+    seq: int
+    table: Tensor = field(init=False)
+    _places: dict[int, TokenPlaces] = field(default_factory=dict)
+    _layers: int = 0
+
+    def __post_init__(self) -> None:
+        self.table = self._input("page_table", {"entry": self.shape.entries})
+
+    def _input(self, name: str, sizes: Mapping[str, int], dtype: str = "int64") -> Tensor:
+        return self.graph.input(name, {"batch": self.rows, **sizes}, dtype)
+
+    def _token_places(self, below: int) -> TokenPlaces:
+        if below not in self._places:
+            temp = self.graph.temp
+            positions = temp("positions", ["batch", "seq"], [self.rows, self.seq], "int64")
+            last = temp("last", ["batch", "last"], [self.rows, 1], "int64")
+            self._places[below] = TokenPlaces(self.table, positions, last, below)
+            self.graph.add(self._places[below])
+        return self._places[below]
+
+    def positions(self, below: int) -> Tensor:
+        """Return the position of each new token, int64 [batch, seq], less than `below`."""
+        return self._token_places(below).outputs[0]
+
+    def attend(self, operands: Operands, mask: Mask, scale: float | None) -> Tensor:
+        """Return attention of the new tokens to the cached and the new tokens, with q's axes.
+
+        Raises:
+            ConfigError: The mask is not causal, or is not known from the positions alone.
+        """
+        if not mask.causal or mask.inputs:
+            need = "attention with a causal mask without padding, such as that of GPT-2 and Llama"
+            raise ConfigError(f"generation: {mask} is not allowed in {'.'.join(self.graph._scope)}; allowed: {need}")
+        k, v = operands.parts[1][0], operands.parts[2][0]
+        heads = "kv_heads" if "kv_heads" in k.axes else "heads"
+        pools = []
+        for name, one in (("keys", k), ("values", v)):
+            sizes = {"page": self.shape.pages, heads: one.size(heads), "slot": self.shape.slots}
+            sizes["head_dim"] = one.size("head_dim")
+            pool = f"layer{self._layers}.{name}"
+            pools.append(self.graph.named(pool, list(sizes), list(sizes.values()), "cache", one.dtype))
+        self._layers += 1
+        return cached_attention(self.graph, operands, self.table, pools, scale, mask.window)
+
+    def last_logits(self, logits: Tensor) -> Tensor:
+        """Return the logits of each row's last new token, [batch, ..., vocab] in rows that are not cut.
+
+        If a product of hidden states and a weight computes the logits, only these positions' logits are computed.
+        """
+        if logits.axes[:2] != ("batch", "seq") or len(logits.axes) != 3:
+            raise ConfigError(f"generation: logits {logits} are not allowed; use the axes batch, seq, vocab")
+        if self.seq > 1:
+            last = self._token_places(self.shape.length).outputs[1]
+            maker = next(op for op in self.graph.ops if logits in op.outputs)
+            if isinstance(maker, Contract) and maker.inputs[0].axes[:2] == ("batch", "seq") and len(maker.inputs) == 2:
+                x = gather(self.graph, maker.inputs[0], last)
+                logits = linear(self.graph, x, maker.inputs[1], ["batch", "last", logits.axes[2]])
+            else:
+                logits = gather(self.graph, logits, last)
+        return unite(self.graph, logits) if self.graph.cuts.cut(logits.axes[2], logits.shape[2]) else logits
+
+    def sampled(self, logits: Tensor, sampling: Sampling, advances: bool) -> Tensor:
+        """Return the next token of each row, int64 [batch]. `advances`: prepare the next pass, see Sample."""
+        settings = draws = history = ids = None
+        g, places = self.graph, {"draw": self.shape.length + 1}
+        if not sampling.greedy:
+            settings = self._input("settings", {"setting": len(SETTINGS)}, "fp32")
+            draws = self._input("draws", places, "fp32")
+        if sampling.penalised:
+            history = self._input("history", places)
+        if advances:
+            ids = g.tensors[IDS]
+        changed = [self.table, *([history] if history else []), ids] if ids else []
+        after = [g.temp("after", t.axes, t.shape, t.dtype, storage=t) for t in changed if t]
+        out = g.temp(TOKENS, ["batch"], [self.rows], "int64")
+        op = Sample(logits, self.table, out, settings, draws, history, ids, sampling.tokens, after)
+        return g.add(op).output
+
+
+def check_cached(graph: Graph) -> None:
+    """Check that a forward pass with a cache computes each position from its own token and the cache alone.
+
+    Raises:
+        ConfigError: The graph has further inputs by position, or an operator other than cached attention that combines
+            positions.
+    """
+    for name, one in graph.inputs.items():
+        if name != IDS and "seq" in one.tensor.axes:
+            need = f"{IDS}, and positions that nntile_py.models.parts.position_input or rotary_input declares"
+            raise ConfigError(f"generation: the model has the input {name} for each token; allowed: {need}")
+    for op in graph.ops:
+        if not isinstance(op, CachedAttention) and _combines_positions(op):
+            need = "one that computes each token for itself, or attention with a causal mask"
+            raise ConfigError(f"generation: the operator {op.full_name} combines tokens; allowed: {need}")
+
+
+def _combines_positions(op: Op) -> bool:
+    read, written = ({axis for t in tensors for axis in t.axes} for tensors in (op.inputs, op.outputs))
+    if {"key", "place", "row"} & (read | written):
+        return True
+    own = isinstance(op, Sample | Unite) or any(t.kind == "temp" and t.axes == ("batch", "last") for t in op.inputs)
+    return "seq" in read and "seq" not in written and not own

@@ -1,0 +1,77 @@
+"""Prompts of a conversation, by the chat template of a model's folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from nntile_py.errors import ConfigError
+from nntile_py.models.hf_config import read_json
+from nntile_py.system.folders import read
+
+TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+Message = dict[str, str]  # role: system, user or assistant; content
+
+
+class ChatTemplate:
+    """The chat template of a folder, see transformers' "Chat templates"; a plain one if the folder has none.
+
+    Attributes:
+        own: The folder has a template.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._source, self._tokens = _template_of(folder)
+        self.own = self._source is not None
+
+    def prompt(self, messages: list[Message]) -> str:
+        """Return the text that an assistant's answer continues.
+
+        Raises:
+            ConfigError: The template refuses the messages, or has an error.
+        """
+        if self._source is None:
+            lines = [f"{one['role'].capitalize()}: {one['content']}\n" for one in messages]
+            return "".join([*lines, "Assistant:"])
+        try:
+            template = _environment().from_string(self._source)
+            return template.render(messages=messages, add_generation_prompt=True, **self._tokens)
+        except TemplateError as error:
+            raise ConfigError(f"chat template: {error}; allowed: messages that the model's template takes") from None
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts that end an answer, besides the tokens that do."""
+        return [] if self.own else ["\nUser:"]
+
+
+def _template_of(folder: Path) -> tuple[str | None, dict[str, Any]]:
+    """Return the folder's template, or None, and the special tokens that templates may use."""
+    config = read_json(folder / CONFIG, "a file that save_pretrained wrote") if (folder / CONFIG).is_file() else {}
+    tokens = {key: _text(value) for key, value in config.items() if key.endswith("_token")}
+    if (folder / TEMPLATE).is_file():
+        return read(folder / TEMPLATE).decode(errors="replace"), tokens
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several templates by name
+        template = next((one.get("template") for one in template if one.get("name") == "default"), None)
+    return template if isinstance(template, str) else None, tokens
+
+
+def _text(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _environment() -> Environment:
+    """Return the environment in which transformers renders templates: sandboxed, without access to files."""
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    env.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    env.globals["raise_exception"] = refuse
+    return env

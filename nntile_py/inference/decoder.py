@@ -1,0 +1,229 @@
+"""Decoder: prefill and decoding passes of a causal model, with keys and values in the pages of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from nntile_py import _core
+from nntile_py.errors import ConfigError
+from nntile_py.execution.forward_program import ForwardProgram
+from nntile_py.execution.program import HostCopy, Store
+from nntile_py.graph.key_value_cache import IDS, TOKENS, CacheShape, Sampling
+from nntile_py.graph.params import Input
+from nntile_py.graph.step import Evaluation
+from nntile_py.inference.bound_model import BoundModel
+from nntile_py.tasks.cached_attention import COUNT, PAGES, PAST
+from nntile_py.tasks.sample import SETTINGS
+from nntile_py.tiles.dtypes import DTYPES, host_dtype
+
+Array = np.ndarray[Any, Any]
+NO_FILTERS = (0.0, 0.0, 1.0, 0.0, 1.0)  # settings that take the largest logit, in the order of SETTINGS
+# Sizes of prefill passes: number of rows, and number of new tokens of a row. A GPU kernel is compiled and measured for
+# each size, so there are few.
+PREFILL_ROWS = (1, 8)
+PREFILL_TOKENS = {"CPU": (16, 64, 256), "CUDA": (64, 512)}
+
+
+@dataclass(eq=False)
+class Row:
+    """A sequence that is continued.
+
+    Attributes:
+        tokens: Numbers of its tokens: the prompt, then the drawn tokens.
+        limit: Largest number of tokens.
+        settings: In the order of SETTINGS.
+        draws: fp32 [limit + 1]: the draw for each position.
+        pages: Numbers of its pages.
+        past: Number of its tokens that are in the cache, after the passes submitted so far.
+    """
+
+    tokens: list[int]
+    limit: int
+    settings: tuple[float, ...] = NO_FILTERS
+    draws: Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    pages: list[int] = field(default_factory=list)
+    past: int = 0
+
+
+class Decoder:
+    """The programs of a generation and its cache, on the running Runtime.
+
+    Args:
+        bound: The model.
+        rows: Largest number of rows of a pass.
+        shape: Sizes of the cache.
+        vocab: Number of tokens that may be drawn; None: all of the model's.
+    """
+
+    def __init__(self, bound: BoundModel, rows: int, shape: CacheShape, vocab: int | None = None) -> None:
+        self.bound, self.rows, self.shape, self.vocab = bound, rows, shape, vocab
+        self._cache: Store | None = None
+        self._free: list[int] = []
+
+    # -- pages
+
+    def pages_for(self, tokens: int) -> int:
+        """Return the number of pages for a sequence of so many tokens."""
+        return -(-tokens // self.shape.slots)
+
+    @property
+    def free_pages(self) -> int:
+        """Number of pages that no row has."""
+        self._bind()
+        return len(self._free)
+
+    def admit(self, row: Row) -> bool:
+        """Give a row the pages for `limit` tokens, and return True; return False if too few pages are free."""
+        self._bind()
+        need = self.pages_for(row.limit)
+        if need > len(self._free):
+            return False
+        row.pages, self._free = self._free[:need], self._free[need:]
+        return True
+
+    def release(self, row: Row) -> None:
+        """Take back a row's pages."""
+        self._free += row.pages
+        row.pages = []
+
+    # -- passes
+
+    def prefill(self, rows: Sequence[Row]) -> list[int]:
+        """Write the tokens of new rows into the cache, and return the next token of each row."""
+        first: dict[Row, int] = {}
+        todo, sizes = list(rows), PREFILL_TOKENS["CUDA" if _core.cuda_workers() else "CPU"]
+        longest = min(self.bound.tiles.get("seq", sizes[-1]), sizes[-1])
+        while todo:
+            most = min(self.rows, PREFILL_ROWS[-1])
+            part = todo[:most]
+            left = max(len(row.tokens) - row.past for row in part)
+            seq = min(next((size for size in sizes if size >= left), sizes[-1]), longest)
+            program = self.program(most if len(part) > 1 else 1, seq, sampling_of(rows, self.vocab), advances=False)
+            program.write(self._arrays(program, part, seq))
+            program.run({})
+            for row in part:
+                row.past = min(row.past + seq, len(row.tokens))
+            ended = {row: k for k, row in enumerate(part) if row.past == len(row.tokens)}
+            tokens = program.read(TOKENS) if ended else np.zeros(0)
+            first |= {row: int(tokens[k]) for row, k in ended.items()}
+            todo = [row for row in todo if row not in ended]
+        return [first[row] for row in rows]
+
+    def start(self, rows: Sequence[Row | None]) -> ForwardProgram:
+        """Return the program of decoding passes for these rows, prepared for its first pass.
+
+        Each row's last token is not in the cache yet. None: the row is empty.
+        """
+        present = [row for row in rows if row]
+        program = self.program(len(rows), 1, sampling_of(present, self.vocab), advances=True)
+        program.write(self._arrays(program, rows, 1))
+        return program
+
+    def decode(self, program: ForwardProgram, rows: Sequence[Row | None]) -> HostCopy:
+        """Submit a decoding pass, and return a copy of its tokens, for which `tokens` waits.
+
+        Further passes may be submitted meanwhile.
+        """
+        program.run({})
+        for row in rows:
+            if row:
+                row.past += 1
+        return program.start_copy(TOKENS)
+
+    @staticmethod
+    def tokens(program: ForwardProgram, copied: HostCopy) -> list[int]:
+        """Wait for a pass, and return each row's token."""
+        return [int(token) for token in program.finish_copy(TOKENS, copied)]
+
+    # -- inside
+
+    def _bind(self) -> None:
+        stale = self.bound.stale
+        self.bound.bind()
+        if stale or self._cache is None:
+            self._cache, self._free = Store(), list(range(1, self.shape.pages))
+
+    def program(self, rows: int, seq: int, sampling: Sampling, *, advances: bool) -> ForwardProgram:
+        """Return the program of a pass over `seq` new tokens of each of `rows` rows."""
+        self._bind()
+        assert self._cache is not None
+        key = (rows, seq, sampling, advances)
+        if key not in self.bound.programs:
+            tiles = {"seq": seq} if "seq" in self.bound.tiles else {}
+            evaluation = self.bound.spec(rows, seq, tiles=tiles).generation(self.shape, sampling, advances=advances)
+            self._add_pools(evaluation)
+            program = self.bound.program(key, lambda: evaluation, self._cache.handles)
+            # The first runs of a program on a GPU choose its kernels, for which they run several times: without tokens.
+            program.write(self._arrays(program, [], seq))
+            program.run({})
+        return self.bound.programs[key]
+
+    def _add_pools(self, evaluation: Evaluation) -> None:
+        """Create the tiles of cached keys and values at the first program."""
+        assert self._cache is not None
+        for (kind, _), tensor in evaluation.graph.kept.items():
+            if kind == "cache" and not {t.key for _, t in evaluation.forward.grid(tensor)} <= {*self._cache.handles}:
+                self._cache.zero(evaluation.forward, tensor)
+
+    def _arrays(self, program: ForwardProgram, rows: Sequence[Row | None], seq: int) -> dict[str, Array]:
+        """Return the inputs of a pass that continues each row with its first tokens that are not in the cache."""
+        arrays = {name: _initial(one) for name, one in program.inputs.items()}
+        if "settings" in arrays:
+            arrays["settings"][:] = NO_FILTERS
+        for number, row in enumerate(rows):
+            if row is None:
+                continue
+            new = row.tokens[row.past : row.past + seq]
+            arrays[IDS][number, : len(new)] = new
+            arrays["page_table"][number, [PAST, COUNT]] = row.past, len(new)
+            arrays["page_table"][number, PAGES : PAGES + len(row.pages)] = row.pages
+            if "settings" in arrays:
+                arrays["settings"][number] = row.settings
+                arrays["draws"][number, : len(row.draws)] = row.draws
+            if "history" in arrays:
+                arrays["history"][number, : len(row.tokens)] = row.tokens
+        return arrays
+
+
+def _initial(declared: Input) -> Array:
+    """Return the default of a program's input, or zeros."""
+    if (default := declared.filled(1, {})) is not None:
+        return default
+    return np.zeros(declared.tensor.shape, host_dtype(declared.tensor.dtype))
+
+
+def sampling_of(rows: Sequence[Row], vocab: int | None) -> Sampling:
+    """Return how passes of these rows choose tokens."""
+    columns = [dict(zip(SETTINGS, row.settings, strict=True)) for row in rows]
+    penalised = any(one["repetition_penalty"] != 1 for one in columns)
+    return Sampling(not penalised and all(one["temperature"] == 0 for one in columns), penalised, vocab)
+
+
+def cache_shape(bound: BoundModel, length: int, rows: int, room: int | None) -> CacheShape:
+    """Return the sizes of a cache for `rows` sequences of `length` tokens.
+
+    Args:
+        bound: The model.
+        length: Tokens of the longest sequence.
+        rows: Number of rows of a decoding pass.
+        room: Largest number of bytes of the cache; None: all rows may have `length` tokens.
+
+    Raises:
+        ConfigError: A sequence of `length` tokens does not fit.
+    """
+    shape = CacheShape(length, 1)
+    each = shape.entries - PAGES
+    pages = rows * each
+    if room is not None:
+        graph = bound.spec(1, 1).generation(CacheShape(length, 2), Sampling(True), advances=True).graph
+        pools = [tensor for (kind, _), tensor in graph.kept.items() if kind == "cache"]
+        one_page = sum(t.numel // t.size("page") * DTYPES[t.dtype].bytes for t in pools)
+        pages = min(pages, room // one_page - 1)
+        if pages < each:
+            need = f"at least {(each + 1) * one_page:,}, for a sequence of {length} tokens"
+            raise ConfigError(f"cache: {room:,} bytes are not enough; allowed: {need}")
+    return CacheShape(length, pages + 1)

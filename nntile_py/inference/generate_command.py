@@ -1,0 +1,165 @@
+"""The work of `nntile generate`: prompts from options, files or standard input; texts to the terminal or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from nntile_py.errors import ConfigError
+from nntile_py.execution.runtime import Runtime
+from nntile_py.inference.chat import ChatTemplate, Message
+from nntile_py.inference.generator import GeneratedPart, GeneratedText, Generator, Options
+from nntile_py.inference.open_model import open_model
+from nntile_py.inference.texts import read_texts
+
+
+class Command(NamedTuple):
+    """The options of `nntile generate`; see its help.
+
+    Attributes:
+        options: See generator.Options.
+        how: Arguments of Generator.
+        tiles: Texts AXIS=SIZE.
+        workers: CPU workers (None: the default) and GPUs.
+    """
+
+    folder: Path
+    prompts: Sequence[str]
+    source: Path | None
+    key: str
+    chat: bool
+    system: str
+    options: Mapping[str, Any]
+    how: Mapping[str, Any]
+    tiles: Sequence[str]
+    workers: tuple[int | None, int]
+    as_json: bool
+
+
+def run(command: Command) -> None:
+    """Generate texts and print them.
+
+    Raises:
+        ConfigError: An option, a file or the folder is wrong.
+    """
+    Options(**command.options)
+    tiles = _tiles(command.tiles)
+    prompts = [] if command.chat else _prompts(command)
+    opened = open_model(command.folder)
+    if opened.tokenizer is None:
+        raise ConfigError(f"{command.folder}: no tokenizer.json; allowed: a folder with one, as nntile train writes")
+    cpus, cuda = command.workers
+    with Runtime(cpus=cpus, cuda=cuda), Generator(opened, tiles=tiles, **command.how) as generator:
+        try:
+            if command.chat:
+                _chat(generator, ChatTemplate(opened.folder), command)
+            else:
+                _continue(generator, prompts, command)
+        except ValueError as error:  # a prompt that is too long or empty
+            raise ConfigError(str(error)) from None
+
+
+def _tiles(given: Sequence[str]) -> dict[str, int] | None:
+    """Return {axis: tile size} from texts AXIS=SIZE; None without texts."""
+    tiles = {}
+    for text in given:
+        axis, _, size = text.partition("=")
+        if not axis or not size.isdecimal() or not int(size):
+            raise ConfigError(f"--tiles: {text!r} is not allowed; use AXIS=SIZE, such as ffn=1024")
+        tiles[axis] = int(size)
+    return tiles or None
+
+
+def _prompts(command: Command) -> list[str]:
+    """Return the prompts: of --prompt, of --input, or standard input as one prompt."""
+    if command.prompts and command.source:
+        raise ConfigError("--input: not allowed with --prompt; use one of them")
+    if command.prompts:
+        return list(command.prompts)
+    if command.source:
+        return read_texts(command.source, command.key)
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ConfigError("--prompt: missing; use --prompt, --input or --chat, or give the prompt on standard input")
+    return [sys.stdin.read().removesuffix("\n")]
+
+
+def _continue(generator: Generator, prompts: Sequence[str], command: Command) -> None:
+    if command.as_json:
+        for prompt, one in zip(prompts, generator(prompts, **command.options), strict=True):
+            print(json.dumps({"prompt": prompt, **_facts(one)}, ensure_ascii=False), flush=True)
+    elif len(prompts) == 1:
+        _type(prompts[0], generator(prompts, stream=True, **command.options))
+    else:
+        _type_several(prompts, generator(prompts, stream=True, **command.options))
+
+
+def _facts(text: GeneratedText) -> dict[str, Any]:
+    return {
+        "text": text.text, "reason": text.reason, "prompt_tokens": text.prompt_tokens, "new_tokens": len(text.tokens),
+    }  # fmt: skip
+
+
+def _type(prompt: str, parts: Iterator[GeneratedPart]) -> str:
+    """Print a prompt and its continuation as soon as each token is drawn. Return the continuation."""
+    print(prompt, end="", flush=True)
+    text = ""
+    for part in parts:
+        text += part.text
+        print(part.text, end="", flush=True)
+    print(flush=True)
+    return text
+
+
+def _type_several(prompts: Sequence[str], parts: Iterator[GeneratedPart]) -> None:
+    """Print each text in the order of the prompts, as soon as it and the texts before it are complete."""
+    texts, ended, following = ["" for _ in prompts], set[int](), 0
+    console = Console()
+    for part in parts:
+        texts[part.index] += part.text
+        if part.reason:
+            ended.add(part.index)
+        while following in ended:
+            if console.is_terminal and following:
+                console.rule()
+            elif following:
+                print("---")
+            print(prompts[following] + texts[following], flush=True)
+            following += 1
+
+
+def _chat(generator: Generator, template: ChatTemplate, command: Command) -> None:
+    """Answer lines of standard input until it ends."""
+    messages: list[Message] = [{"role": "system", "content": command.system}] if command.system else []
+    stops = [*command.options["stop"], *template.stops]
+    while (line := _line("> ")) is not None:
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        prompt = template.prompt(messages)
+        options = {**command.options, "stop": stops}
+        answer = _type("", generator(_whole(generator, prompt, template), stream=True, **options)).strip()
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _whole(generator: Generator, prompt: str, template: ChatTemplate) -> list[list[int]] | list[str]:
+    """Return the prompt for the generator. A template writes special tokens itself, so none are added."""
+    if not template.own or generator.tokenizer is None:
+        return [prompt]
+    return [generator.tokenizer.encode(prompt, add_special_tokens=False).ids]
+
+
+def _line(mark: str) -> str | None:
+    """Return the next line of standard input; None at its end. A terminal shows `mark` before the line."""
+    if sys.stdin.isatty():
+        try:
+            return input(mark)
+        except EOFError:
+            print()
+            return None
+    line = sys.stdin.readline()
+    return line.removesuffix("\n") if line else None

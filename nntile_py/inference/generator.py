@@ -1,0 +1,340 @@
+"""Generator: continues prompts with a causal model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Real
+from pathlib import Path
+from typing import Any, Literal, Self, overload
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from nntile_py import _core
+from nntile_py.data.special_tokens import special_tokens
+from nntile_py.data.tokenizer import token_numbers
+from nntile_py.errors import ConfigError
+from nntile_py.execution.runtime import Runtime, in_turns
+from nntile_py.inference.bound_model import BoundModel
+from nntile_py.inference.decoder import Decoder, cache_shape
+from nntile_py.inference.engine import Engine, Event, Reason, Request
+from nntile_py.inference.open_model import OpenedModel, open_model
+from nntile_py.inference.text_stream import TextStream
+from nntile_py.inference.texts import to_tokens, tokens_of
+from nntile_py.schema import SIZES, in_bytes
+from nntile_py.tasks.sample import SETTINGS
+from nntile_py.typed import plain, typed
+
+STEP = 256  # the length of the cache's longest sequence is a multiple of it, so that few calls need a larger cache
+
+
+@dataclass(frozen=True)
+class Options:
+    """How texts are generated.
+
+    Attributes:
+        max_tokens: Largest number of new tokens of a text.
+        temperature: Logits are divided by it; 0: the most probable token is taken (greedy).
+        top_k: Only the k most probable tokens may be drawn; None: all.
+        top_p: Only the most probable tokens may be drawn that together reach this probability.
+        min_p: Only tokens may be drawn with at least this share of the largest probability.
+        repetition_penalty: Logits of tokens that the text already has are divided by it (multiplied if negative).
+        seed: Seed of the draws. Prompt number n of a call gets the draws (seed, n), whatever else is generated.
+        stop: Texts that end a text; they are no part of it.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self._check("max_tokens", 1, math.inf, whole=True)
+        self._check("temperature", 0, 1e6)
+        if self.top_k is not None:
+            self._check("top_k", 1, 2**24, whole=True)
+        self._check("top_p", 0, 1, above=True)
+        self._check("min_p", 0, 1)
+        self._check("repetition_penalty", 0, 1e6, above=True)
+        self._check("seed", 0, 2**63 - 1, whole=True)
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        if not isinstance(stops, Sequence) or not all(isinstance(one, str) and one for one in stops):
+            raise ConfigError(f"stop: {self.stop!r} is not allowed; use texts that are not empty")
+        object.__setattr__(self, "stop", tuple(stops))
+
+    def _check(self, name: str, least: float, most: float, *, whole: bool = False, above: bool = False) -> None:
+        value = getattr(self, name)
+        number = isinstance(value, int | np.integer if whole else Real | np.floating) and not isinstance(value, bool)
+        if number and math.isfinite(value) and least <= value <= most and not (above and value == least):
+            object.__setattr__(self, name, int(value) if whole else float(value))
+            return
+        kind = "an integer" if whole else "a number"
+        lower = f"above {least}" if above else f"of at least {least}"
+        upper = f" and at most {most:g}" if most < math.inf else ""
+        raise ConfigError(f"{name}: {value!r} is not allowed; use {kind} {lower}{upper}")
+
+    @property
+    def settings(self) -> tuple[float, ...]:
+        """The settings of a row, in the order of tasks.sample.SETTINGS."""
+        return tuple(float(getattr(self, name) or 0) for name in SETTINGS)
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """A generated text.
+
+    Attributes:
+        text: The text without the prompt; empty without a tokenizer.
+        tokens: Numbers of the new tokens, without the token that ended the text.
+        prompt_tokens: Number of the prompt's tokens.
+        reason: `stop`: a token or a text of `stop` ended the text; `length`: it has `max_tokens` tokens.
+    """
+
+    text: str
+    tokens: list[int]
+    prompt_tokens: int
+    reason: Reason
+
+
+@dataclass(frozen=True)
+class GeneratedPart:
+    """A new token of a text, as `stream=True` yields it.
+
+    Attributes:
+        index: Number of the prompt.
+        token: Number of the token.
+        text: New text; it may be empty, as a character may be several tokens.
+        reason: Why the text ends here, or None.
+    """
+
+    index: int
+    token: int
+    text: str
+    reason: Reason | None
+
+
+Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+
+
+class Generator:
+    """Continues prompts with a causal model. Keys and values of earlier tokens are kept in the pages of a cache.
+
+        generator = nt.Generator("runs/my_run")
+        print(generator("def ", max_tokens=50, temperature=0)[0].text)
+
+    Prompts of unequal lengths are continued together, up to `batch` at once; a text that ends makes room for a waiting
+    one. The generator uses the running Runtime. If no Runtime runs, it starts one on all cores, which stops at
+    `close()`, at the end of `with generator:`, or when the user starts a Runtime.
+
+    Args:
+        model: A causal model of nt.models or of a user's own class; or a folder: of a run, of a checkpoint, or of
+            transformers' save_pretrained.
+        tokenizer: Turns texts into tokens. Default: the folder's; None: only lists of token numbers can be continued.
+        tiles: {axis: tile size} for any of the axes batch, seq (new tokens of a pass), embed, heads, ffn, vocab.
+            Default: on CPU workers as many tiles of heads, ffn and vocab as there are workers, else no axis is cut.
+        precision: fp32; on CUDA workers also tf32, bf16 and fp16, on CPU workers fp64.
+        batch: Largest number of texts that are continued at once.
+        max_length: Largest number of tokens of a prompt with its continuation. Default: the model's positions.
+        cache: Bytes of the cache, such as "2GiB". Default: as much as the texts of a call need.
+        captured: On one GPU: run each pass as a CUDA graph. Default: each pass measures whether a graph is faster.
+
+    Raises:
+        ConfigError: A value is out of range, or the model does not predict the next token.
+    """
+
+    @typed
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: Tokenizer | None = None,
+        tiles: Mapping[str, int] | None = None,
+        precision: str = "fp32",
+        batch: int = 8,
+        max_length: int | None = None,
+        cache: int | str | None = None,
+        captured: bool | None = None,
+    ) -> None:
+        files: tuple[str, ...] = ()
+        if isinstance(model, str | Path):
+            model = open_model(model)
+        if isinstance(model, OpenedModel):
+            files = (str(model.tokenizer_file), str(model.folder)) if tokenizer is None else ()
+            model, tokenizer = model.model, tokenizer or model.tokenizer
+        self.special = special_tokens(tokenizer, *files) if tokenizer else None
+        for name, value in (("batch", batch), ("max_length", max_length)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name}: {value!r} is not allowed; use a positive integer")
+        if getattr(model, "objective", "causal") != "causal":
+            need = "a model that predicts the next token, such as GPT2LMHeadModel or LlamaForCausalLM"
+            raise ConfigError(f"model: {type(model).__name__} is not allowed; use {need}")
+        positions = getattr(getattr(model, "config", None), "positions", None)
+        if max_length and positions and max_length > positions:
+            raise ConfigError(f"max_length: {max_length} is not allowed; the model has {positions} positions")
+        self.model, self.tokenizer, self.precision, self.batch = model, tokenizer, precision, batch
+        self.max_length = max_length or positions
+        self._room = None if cache is None else in_bytes(plain(cache))
+        if cache is not None and self._room is None:
+            raise ConfigError(f"cache: {cache!r} is not allowed; use {SIZES}")
+        self._tiles, self._captured = tiles, captured
+        self._bound: BoundModel | None = None
+        self._engine: Engine | None = None
+        self._vocab = token_numbers(tokenizer) if tokenizer else None
+
+    def __repr__(self) -> str:
+        return f"<Generator of {type(self.model).__name__}: precision={self.precision!r}, batch={self.batch}>"
+
+    @overload
+    def __call__(self, prompts: Prompts, *, stream: Literal[False] = False, **options: Any) -> list[GeneratedText]: ...
+    @overload
+    def __call__(self, prompts: Prompts, *, stream: Literal[True], **options: Any) -> Iterator[GeneratedPart]: ...
+
+    def __call__(
+        self, prompts: Prompts, *, stream: bool = False, **options: Any
+    ) -> list[GeneratedText] | Iterator[GeneratedPart]:
+        """Continue prompts.
+
+        Args:
+            prompts: A text, a list of texts, or a list of lists of token numbers.
+            stream: Return an iterator of GeneratedPart, which yields each token as soon as it is drawn.
+            options: See Options: max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop.
+
+        Returns:
+            A GeneratedText for each prompt.
+
+        Raises:
+            ValueError: A prompt is empty, too long, or has token numbers that the model does not have.
+            ConfigError: An option is unknown or out of range.
+        """
+        known = [field.name for field in fields(Options)]
+        if unknown := [name for name in options if name not in known]:
+            raise ConfigError(f"{unknown[0]}: unknown option; allowed: {', '.join(known)}")
+        chosen = Options(**options)
+        tokens = self.tokens(prompts, chosen)
+        parts = self._parts(tokens, chosen)
+        return parts if stream else _collected(parts, tokens)
+
+    def tokens(self, prompts: Prompts, options: Options) -> list[list[int]]:
+        """Return the tokens of prompts. Raises ValueError, see `__call__`."""
+        texts = tokens_of([prompts] if isinstance(prompts, str) else prompts, "prompts")
+        if options.stop and self.tokenizer is None:
+            raise ConfigError("stop: not allowed without a tokenizer; give one, or end texts by max_tokens")
+        vocab = getattr(getattr(self.model, "config", None), "vocab", None)
+        longest = (self.max_length or 2**31) - options.max_tokens
+        if longest < 1:
+            need = f"less than {self.max_length}, the tokens of a prompt and its continuation"
+            raise ConfigError(f"max_tokens: {options.max_tokens} is not allowed; use {need}")
+        start = self.special and (self.special.ids.get("bos_token_id") or self.special.end)
+        if self.tokenizer and start is not None and all(isinstance(one, str) for one in texts):
+            texts = [self.tokenizer.encode(one).ids or [start] for one in texts]  # an empty prompt begins a text
+        return [one.ids.tolist() for one in to_tokens(texts, self.tokenizer, longest, vocab, 0, "prompts")]
+
+    @in_turns
+    def engine(self, rows: int, length: int) -> Engine:
+        """Return the engine that continues sequences, with a cache for at least `rows` sequences of `length` tokens.
+
+        If its cache is too small, its requests are ended first.
+        """
+        if self._bound is None:
+            options: dict[str, Any] = {"captured": self._captured, "accumulate": "tree", "owner": "Generator"}
+            self._bound = BoundModel(self.model, self.precision, self._cuts(), **options)
+        now = self._engine.decoder if self._engine else None
+        length = min(-(-length // STEP) * STEP, self.max_length or 2**31)
+        if self._engine and now and now.shape.length >= length and now.rows >= rows:
+            return self._engine
+        while self._engine and self._engine.busy:
+            self._engine.step()
+        if now:
+            self._engine.close() if self._engine else None
+            rows, length = max(rows, now.rows), max(length, now.shape.length)
+        self._bound.programs = {}
+        decoder = Decoder(self._bound, rows, cache_shape(self._bound, length, rows, self._room), self._vocab)
+        self._engine = Engine(decoder)
+        return self._engine
+
+    def close(self) -> None:
+        """Release weights, programs and cache; stop the Runtime if the generator started it."""
+        bound, self._bound, engine, self._engine = self._bound, None, self._engine, None
+        if engine and Runtime.current is not None:
+            engine.close()
+        if bound:
+            bound.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- inside
+
+    def _cuts(self) -> dict[str, int]:
+        """Return the tile sizes: on CPU workers, by default, each product has as many tasks as there are workers."""
+        if self._tiles is not None:
+            return dict(self._tiles)
+        if Runtime.current is None or _core.cuda_workers():
+            return {}
+        return {}
+
+    def _parts(self, prompts: list[list[int]], options: Options) -> Iterator[GeneratedPart]:
+        rows = min(self.batch, 1 << (len(prompts) - 1).bit_length()) if prompts else 1
+        stops = self.special.stops if self.special else frozenset[int]()
+        engine = self.engine(rows, max(map(len, prompts), default=1) + options.max_tokens)
+        texts: dict[Request, _Text] = {}
+        for number, ids in enumerate(prompts):
+            request = Request(ids, options.max_tokens, options.settings, (options.seed, number), stops)
+            texts[request] = _Text(number, TextStream(self.tokenizer, ids, options.stop) if self.tokenizer else None)
+            engine.add(request)
+        left = set(texts)
+        try:
+            while left:
+                if not any(one.events for one in left):
+                    engine.step()
+                for request in [one for one in texts if one in left and one.events]:
+                    part = texts[request].part(request.events.popleft())
+                    if part.reason:
+                        left.remove(request)
+                        engine.cancel(request)
+                    yield part
+        finally:
+            for request in left:
+                engine.cancel(request)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text that is generated: the number of its prompt, and the stream that makes text of tokens."""
+
+    index: int
+    stream: TextStream | None
+
+    def part(self, event: Event) -> GeneratedPart:
+        """Return the part of the text that a token adds."""
+        token, reason = event
+        if not self.stream:
+            return GeneratedPart(self.index, token, "", reason)
+        text = "" if reason == "stop" else self.stream.add(token)
+        if self.stream.stopped:
+            reason = "stop"
+        return GeneratedPart(self.index, token, text + (self.stream.finish() if reason else ""), reason)
+
+
+def _collected(parts: Iterator[GeneratedPart], prompts: Sequence[Sequence[int]]) -> list[GeneratedText]:
+    texts, tokens = [""] * len(prompts), [list[int]() for _ in prompts]
+    reasons: list[Reason] = ["length"] * len(prompts)
+    for part in parts:
+        texts[part.index] += part.text
+        if part.reason != "stop":
+            tokens[part.index].append(part.token)
+        reasons[part.index] = part.reason or "length"
+    rows = zip(texts, tokens, prompts, reasons, strict=True)
+    return [GeneratedText(text, new, len(ids), reason) for text, new, ids, reason in rows]

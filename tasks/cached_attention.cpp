@@ -1,0 +1,174 @@
+// Attention to keys and values in pages of a cache (cached_attention.py), and the places of the new tokens.
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+
+#include <vector>
+
+#include "attention.h"
+#include "cached_attention_args.h"
+#include "page_table.h"
+#include "rows.h"
+
+namespace nntile {
+namespace {
+
+constexpr int64_t kQueries = 128;  // queries of a block, whose scores stay in the cache
+constexpr int64_t kFew = 4;     // for so few queries, copying the keys into one matrix takes longer than it saves
+
+struct CachedRow {
+  int64_t past, count;
+  const int64_t* pages;
+
+  CachedRow(const at::Tensor& table, int64_t b, int64_t seq, const at::Tensor& pool) {
+    const auto* entries = table.data_ptr<int64_t>() + b * table.size(1);
+    past = entries[kPast];
+    count = entries[kCount];
+    pages = entries + kPages;
+    const int64_t room = (table.size(1) - kPages) * pool.size(2);
+    if (past < 0 || count < 0 || count > seq || past + count > room)
+      throw std::out_of_range("a page table with " + std::to_string(past) + " positions and " + std::to_string(count) +
+                              " new tokens, in pages for " + std::to_string(room) + " positions");
+    for (int64_t page = 0; page * pool.size(2) < past + count; ++page)
+      if (pages[page] < 1 || pages[page] >= pool.size(0))
+        throw std::out_of_range("page " + std::to_string(pages[page]) + " of a cache of " + std::to_string(pool.size(0)));
+  }
+};
+
+// A pool [page, head, slot, head_dim], contiguous.
+template <class T>
+struct Pool {
+  T* data;
+  int64_t heads, slots, width;
+
+  explicit Pool(const at::Tensor& x) : data(x.data_ptr<T>()), heads(x.size(1)), slots(x.size(2)), width(x.size(3)) {}
+  T* at(const CachedRow& row, int64_t head, int64_t position) const {
+    return data + ((row.pages[position / slots] * heads + head) * slots + position % slots) * width;
+  }
+  void put(const CachedRow& row, int64_t head, const at::Tensor& rows) const {
+    for (int64_t s = 0; s < row.count; ++s) std::copy_n(rows.data_ptr<T>() + s * width, width, at(row, head, row.past + s));
+  }
+  // Copies positions [first, end) into a matrix.
+  at::Tensor matrix(const CachedRow& row, int64_t head, int64_t first, int64_t end, const at::TensorOptions& options) const {
+    auto out = at::empty({end - first, width}, options);
+    for (int64_t p = first; p < end;) {
+      const int64_t n = std::min(end - p, slots - p % slots);
+      std::copy_n(at(row, head, p), n * width, out.data_ptr<T>() + (p - first) * width);
+      p += n;
+    }
+    return out;
+  }
+};
+
+int64_t first_key(int64_t position, int64_t window) { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
+
+// Few queries of one group of heads: q, out [group * count, width], query-major within a head.
+template <class T>
+void attend_to_pages(const Pool<T>& keys, const Pool<T>& values, const CachedRow& row, int64_t head, const at::Tensor& q,
+                const at::Tensor& out, int64_t group, double scale, int64_t window) {
+  const int64_t first = first_key(row.past, window), total = row.past + row.count - first, width = keys.width;
+  std::vector<T> scores(static_cast<size_t>(group * row.count * total));
+  for (int64_t p = first; p < row.past + row.count; ++p) {
+    const T* k = keys.at(row, head, p);
+    for (int64_t r = 0; r < group * row.count; ++r)
+      scores[static_cast<size_t>(r * total + p - first)] =
+          dot_of(q.data_ptr<T>() + r * width, k, width) * static_cast<T>(scale);
+  }
+  for (int64_t r = 0; r < group * row.count; ++r) {
+    const int64_t position = row.past + r % row.count, from = first_key(position, window) - first;
+    T* p = scores.data() + r * total;
+    const int64_t n = position + 1 - first - from;
+    const T top = max_of(p + from, n);
+    const T sum = sumexp_of(p + from, top, n);
+    exp_row(p + from, p + from, top, T(1) / sum, n);
+    std::fill(p, p + from, T(0));
+    std::fill(p + from + n, p + total, T(0));
+  }
+  auto o = out;
+  o.zero_();
+  for (int64_t p = first; p < row.past + row.count; ++p) {
+    const T* v = values.at(row, head, p);
+    for (int64_t r = 0; r < group * row.count; ++r) {
+      const Vec<T> weight(scores[static_cast<size_t>(r * total + p - first)]);
+      T* y = o.template data_ptr<T>() + r * width;
+      for_vectors<T>(width, [&](int64_t k, int64_t count) {
+        at::vec::fmadd(weight, load(v + k, count), load(y + k, count)).store(y + k, static_cast<int>(count));
+      });
+    }
+  }
+}
+
+// Many queries of one head: q, out [count, width].
+template <class T>
+void attend_in_blocks(const at::Tensor& k, const at::Tensor& v, int64_t first, const CachedRow& row, const at::Tensor& q,
+                 at::Tensor out, double scale, int64_t window) {
+  for (int64_t begin = 0; begin < row.count; begin += kQueries) {
+    const int64_t rows = std::min(kQueries, row.count - begin);
+    const int64_t from = first_key(row.past + begin, window) - first, n = row.past + begin + rows - first - from;
+    auto s = at::empty({rows, n}, q.options());
+    at::addmm_out(s, s, q.narrow(0, begin, rows), k.narrow(0, from, n).t(), 0, scale);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t position = row.past + begin + r, skip = first_key(position, window) - first - from;
+      const int64_t kept = position + 1 - first - from - skip;
+      T* p = s.data_ptr<T>() + r * n;
+      const T top = max_of(p + skip, kept);
+      exp_row(p + skip, p + skip, top, T(1) / sumexp_of(p + skip, top, kept), kept);
+      std::fill(p, p + skip, T(0));
+      std::fill(p + skip + kept, p + n, T(0));
+    }
+    auto block = out.narrow(0, begin, rows);
+    at::mm_out(block, s, v.narrow(0, from, n));
+  }
+}
+
+// tiles: out, keys, values, table, then q, k, v
+void cached_attention(Args& t) {
+  const CachedAttentionArgs args(t);
+  const Triple x(t, args.qkv, 4);
+  const auto out = as_bhsd(t[0], args.out), table = t[3];
+  const int64_t seq = x.q.size(2), group = x.group();
+  dispatch(t[0], [&](auto zero) {
+    using T = decltype(zero);
+    const Pool<T> keys(t[1]), values(t[2]);
+    for (int64_t b = 0; b < x.q.size(0); ++b) {
+      const CachedRow row(table, b, seq, t[1]);
+      auto sequence = out.select(0, b);
+      if (row.count < seq) sequence.narrow(1, row.count, seq - row.count).zero_();
+      for (int64_t head = 0; head < x.k.size(1) && row.count; ++head) {
+        const auto rows = [&](const at::Tensor& y) { return y.select(0, b).select(0, head).narrow(0, 0, row.count).contiguous(); };
+        keys.put(row, head, rows(x.k));
+        values.put(row, head, rows(x.v));
+        const auto q = x.q.select(0, b).narrow(0, head * group, group).narrow(1, 0, row.count).contiguous();
+        const auto o = at::empty(q.sizes(), q.options());
+        if (row.count <= kFew) {
+          attend_to_pages(keys, values, row, head, q, o, group, args.scale, args.window);
+        } else {
+          const int64_t first = first_key(row.past, args.window), end = row.past + row.count;
+          const auto k = keys.matrix(row, head, first, end, q.options()), v = values.matrix(row, head, first, end, q.options());
+          for (int64_t one = 0; one < group; ++one)
+            attend_in_blocks<T>(k, v, first, row, q.select(0, one), o.select(0, one), args.scale, args.window);
+        }
+        sequence.narrow(0, head * group, group).narrow(1, 0, row.count).copy_(o);
+      }
+    }
+  });
+}
+
+// tiles: positions [batch, seq], last [batch, 1], table
+void token_places(Args& t) {
+  const TokenPlacesArgs args(t);
+  const auto positions = t[0], last = t[1], table = t[2];
+  for (int64_t b = 0; b < table.size(0); ++b) {
+    const auto* row = table.data_ptr<int64_t>() + b * table.size(1);
+    auto* out = positions.data_ptr<int64_t>() + b * positions.size(1);
+    const int64_t end = std::max<int64_t>(row[kCount] - 1, 0);
+    for (int64_t s = 0; s < positions.size(1); ++s) out[s] = std::min(row[kPast] + std::min(s, end), args.below - 1);
+    last.data_ptr<int64_t>()[b] = row[kCount] > 0 ? row[kCount] - 1 : -1;
+  }
+}
+
+NNTILE_KERNEL(cached_attention, cached_attention);
+NNTILE_KERNEL(token_places, token_places);
+
+}  // namespace
+}  // namespace nntile

@@ -1,0 +1,197 @@
+"""Attention to keys and values in pages of a cache, on CUDA. cached_attention.cpp lists the tiles of each task.
+
+A program computes a block of queries of all heads that share a head of keys. If there are few such blocks, the cached
+positions are split over several programs, and a second kernel combines their results (flash-decoding, Dao et al. 2023).
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from nntile_py.tiles.tasklist import Task
+
+from .attention_segments_triton import LOG2E, extents, layout, places, product
+from .cached_attention import COUNT, PAGES, CachedAttentionArgs, TokenPlacesArgs
+from .elementwise_triton import strides_of
+from .launch import Launches, Scratch, ceil_div, launch, launches, power_of_two, shape, tile
+
+FIRST, NEW = tl.constexpr(PAGES), tl.constexpr(COUNT)  # entries of a page table's row
+PROGRAMS = 264  # two for each multiprocessor of an H100; results are correct on other GPUs too
+QUERIES = 64  # rows of a block of queries, where a sequence has so many
+NEW_KEYS = 32  # new keys of an iteration
+
+
+@triton.jit
+def _place(X, row, head, position, AT: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return pointers to rows [position, head_dim] of q, k, v or out; row: of the batch; AT: the Layout of X."""
+    X += AT[0] + row.to(tl.int64) * AT[4]
+    return X + head[:, None] * AT[2] + position.to(tl.int64)[:, None] * AT[1] + tl.arange(0, BLOCK_D)[None, :] * AT[3]
+
+
+@triton.jit
+def _online(q, k, v, kept, top, total, out, by, PRECISION: tl.constexpr):
+    """Add a block of keys and values to the state of an online softmax (Dao et al. 2022)."""
+    s = tl.where(kept, product(q, tl.trans(k), PRECISION), -float("inf"))
+    higher = tl.maximum(top, tl.max(s, 1) * by)
+    shift = tl.where(higher > -float("inf"), higher, 0.0)
+    p, less = tl.exp2(s * by - shift[:, None]), tl.exp2(top - shift)
+    return higher, total * less + tl.sum(p, 1), out * less[:, None] + product(p.to(v.dtype), v, PRECISION)
+
+
+@triton.jit
+def _attend(
+    OUT, KEYS, VALUES, TABLE, Q, K, V, PARTS, seq, entries, scale,
+    OUT_AT: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    SPLITS: tl.constexpr, SLOTS: tl.constexpr, NEW_KEYS: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend with ROWS queries of the GROUP heads that share a head of keys; SHARE: GROUP as a power of two.
+
+    Row m of the block is head m % SHARE of query m // SHARE. With SPLITS > 1, the state of the softmax goes to PARTS
+    [row, head, block, split, m, head_dim + 2].
+    """
+    head, block = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS % BLOCKS
+    row, split = tl.program_id(0) // HEADS // BLOCKS, tl.program_id(1)
+    TABLE += row.to(tl.int64) * entries
+    past, count = tl.load(TABLE).to(tl.int32), tl.minimum(tl.load(TABLE + NEW).to(tl.int32), seq)
+    m, d = tl.arange(0, ROWS * SHARE), tl.arange(0, BLOCK_D)
+    first = block * ROWS
+    query, member = first + m // SHARE, m % SHARE
+    exists = (query < seq) & (member < GROUP)
+    inside = (exists & (query < count))[:, None] & (d < D)[None, :]
+    top = tl.full([ROWS * SHARE], -float("inf"), tl.float32)
+    total, out = tl.zeros([ROWS * SHARE], tl.float32), tl.zeros([ROWS * SHARE, BLOCK_D], tl.float32)
+    q = tl.load(_place(Q, row, head * GROUP + member, query, Q_AT, BLOCK_D), inside, 0.0)
+    slot, by, at_head = tl.arange(0, SLOTS), scale * LOG2E, head.to(tl.int64) * SLOTS * D
+    if first < count:
+        if split == 0:  # the new keys and values of the block's positions go to their pages
+            new = first + tl.arange(0, ROWS)
+            page = tl.load(TABLE + FIRST + (past + new) // SLOTS, new < count, 0)
+            to = (page * HEADS * SLOTS * D + at_head + (past + new) % SLOTS * D)[:, None] + d[None, :]
+            mine = (new < count)[:, None] & (d < D)[None, :]
+            heads = head + tl.zeros([ROWS], tl.int32)
+            tl.store(KEYS + to, tl.load(_place(K, row, heads, new, K_AT, BLOCK_D), mine, 0.0), mine)
+            tl.store(VALUES + to, tl.load(_place(V, row, heads, new, V_AT, BLOCK_D), mine, 0.0), mine)
+        pages, begin = tl.cdiv(past, SLOTS), 0
+        if WINDOW:
+            begin = tl.maximum(past + first - WINDOW + 1, 0) // SLOTS
+        each = tl.cdiv(tl.maximum(pages - begin, 0), SPLITS)
+        begin += split * each
+        for number in range(begin, tl.minimum(begin + each, pages)):
+            page = tl.load(TABLE + FIRST + number)
+            at = (page * HEADS * SLOTS * D + at_head + slot * D)[:, None] + d[None, :]
+            key = number * SLOTS + slot
+            there = (key < past)[:, None] & (d < D)[None, :]
+            k, v = tl.load(KEYS + at, there, 0.0), tl.load(VALUES + at, there, 0.0)
+            kept = (key < past)[None, :] & (query < count)[:, None]
+            if WINDOW:
+                kept = kept & (past + query[:, None] - key[None, :] < WINDOW)
+            top, total, out = _online(q, k, v, kept, top, total, out, by, PRECISION)
+        if split == SPLITS - 1:
+            begin = 0
+            if WINDOW:
+                begin = tl.maximum(first - WINDOW + 1, 0) // NEW_KEYS * NEW_KEYS
+            for start in range(begin, tl.minimum(first + ROWS, count), NEW_KEYS):
+                key = start + tl.arange(0, NEW_KEYS)
+                there = (key < count)[:, None] & (d < D)[None, :]
+                heads = head + tl.zeros([NEW_KEYS], tl.int32)
+                k = tl.load(_place(K, row, heads, key, K_AT, BLOCK_D), there, 0.0)
+                v = tl.load(_place(V, row, heads, key, V_AT, BLOCK_D), there, 0.0)
+                kept = (key[None, :] <= query[:, None]) & (key < count)[None, :]
+                if WINDOW:
+                    kept = kept & (query[:, None] - key[None, :] < WINDOW)
+                top, total, out = _online(q, k, v, kept, top, total, out, by, PRECISION)
+    if SPLITS > 1:
+        PARTS += (tl.program_id(0).to(tl.int64) * SPLITS + split) * (ROWS * SHARE) * (BLOCK_D + 2)
+        tl.store(PARTS + m[:, None] * (BLOCK_D + 2) + d[None, :], out)
+        tl.store(PARTS + m * (BLOCK_D + 2) + BLOCK_D, top)
+        tl.store(PARTS + m * (BLOCK_D + 2) + BLOCK_D + 1, total)
+    else:
+        y = out / tl.where(total > 0, total, 1.0)[:, None]
+        y = tl.where((query < count)[:, None], y, 0.0)
+        stored = exists[:, None] & (d < D)[None, :]
+        tl.store(_place(OUT, row, head * GROUP + member, query, OUT_AT, BLOCK_D), y.to(OUT.dtype.element_ty), stored)
+
+
+@triton.jit
+def _combine(
+    OUT, TABLE, PARTS, seq, entries, OUT_AT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Combine the states of the splits for one query of one head of `_attend`."""
+    head, block, row = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS % BLOCKS, tl.program_id(0) // HEADS // BLOCKS
+    query, member = block * ROWS + tl.program_id(1) // GROUP, tl.program_id(1) % GROUP
+    if query < seq:
+        count = tl.load(TABLE + row.to(tl.int64) * entries + NEW).to(tl.int32)
+        split, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+        m = tl.program_id(1) // GROUP * SHARE + member
+        at = ((tl.program_id(0).to(tl.int64) * SPLITS + split) * (ROWS * SHARE) + m) * (BLOCK_D + 2)
+        top, total = tl.load(PARTS + at + BLOCK_D), tl.load(PARTS + at + BLOCK_D + 1)
+        highest = tl.max(top, 0)
+        weight = tl.exp2(top - tl.where(highest > -float("inf"), highest, 0.0))
+        parts = tl.load(PARTS + at[:, None] + d[None, :])
+        whole = tl.sum(weight * total, 0)
+        y = tl.sum(parts * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+        y = tl.where(query < count, y, 0.0)
+        to = OUT + OUT_AT[0] + row.to(tl.int64) * OUT_AT[4] + (head * GROUP + member) * OUT_AT[2]
+        tl.store(to + query.to(tl.int64) * OUT_AT[1] + d * OUT_AT[3], y.to(OUT.dtype.element_ty), d < D)
+
+
+@launches("cached_attention")
+def _describe(task: Task) -> Launches:
+    a, table = CachedAttentionArgs.of(task), shape(task, 3)
+    tiles, layouts, _ = places(task, a.qkv, 4, packed=False)
+    batch, heads, seq, head_dim = extents(task, a.qkv, 4 + a.qkv.q[0], a.qkv.q[1])
+    of_keys, slots = shape(task, 1)[1:3]
+    group = heads // of_keys
+    share = power_of_two(group)
+    rows = max(16 // share, 1) if seq == 1 else max(min(power_of_two(seq), QUERIES) // share, 16 // share, 1)
+    blocks = ceil_div(seq, rows)
+    pages = table[1] - PAGES
+    wanted = PROGRAMS // (batch * of_keys * blocks)
+    splits = 1 if wanted < 2 else min(power_of_two(wanted), power_of_two(max(pages // 2, 1)))
+    block_d = max(power_of_two(head_dim), 16)
+    names = ("Q_AT", "K_AT", "V_AT")
+    at: dict[str, Any] = dict(zip(names, layouts, strict=True))
+    out_at = layout(strides_of(shape(task, 0)), a.out, packed=False)
+    scratch = Scratch()
+    many = batch * of_keys * blocks
+    parts = scratch.take(many * splits * rows * share * (block_d + 2) * (splits > 1) or 1, "fp32")
+    cut: dict[str, Any] = {
+        "OUT_AT": out_at, "HEADS": of_keys, "GROUP": group, "SHARE": share, "ROWS": rows, "BLOCKS": blocks,
+        "SPLITS": splits, "D": head_dim, "BLOCK_D": block_d,
+    }  # fmt: skip
+    dtype = task.accesses[1].tile.dtype
+    first = launch(
+        _attend, (many, splits), tile(task, 0), tile(task, 1), tile(task, 2), tile(task, 3), *tiles, parts, seq,
+        table[1], a.scale, SLOTS=power_of_two(slots), NEW_KEYS=NEW_KEYS if seq > 1 else 16, WINDOW=a.window,
+        PRECISION="ieee" if dtype == "fp32" else "tf32", **at, **cut,
+    )  # fmt: skip
+    if splits == 1:
+        return Launches((first,), scratch.bytes)
+    queries = rows * group if seq > 1 else group
+    last = launch(_combine, (many, queries), tile(task, 0), tile(task, 3), parts, seq, table[1], warps=2, **cut)
+    return Launches((first, last), scratch.bytes)
+
+
+@triton.jit
+def _token_places(POSITIONS, LAST, TABLE, seq, entries, below, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    past, count = tl.load(TABLE + row * entries), tl.load(TABLE + row * entries + NEW)
+    s = tl.arange(0, BLOCK)
+    place = past + tl.minimum(s, tl.maximum(count - 1, 0))
+    tl.store(POSITIONS + row * seq + s, tl.minimum(place, below - 1), s < seq)
+    tl.store(LAST + row, tl.where(count > 0, count - 1, -1))
+
+
+@launches("token_places")
+def _describe_places(task: Task) -> Launches:
+    (batch, seq), entries = shape(task, 0), shape(task, 2)[1]
+    args = (tile(task, 0), tile(task, 1), tile(task, 2), seq, entries, TokenPlacesArgs.of(task).below)
+    return Launches((launch(_token_places, batch, *args, BLOCK=power_of_two(seq), warps=1),))

@@ -1,0 +1,147 @@
+"""Sampling of the next token of each sequence from its logits, on the device.
+
+Axes: batch, vocab; setting (of SETTINGS), draw and position (positions of a sequence), entry (of a page table).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from nntile_py.tiles import ACC, RW, R, TaskArgs, W
+
+from .cached_attention import COUNT, PAST
+from .op import Array, GraphLike, Lowering, Op, Tensor, require
+
+SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # columns of the settings
+
+
+class UniteArgs(TaskArgs):
+    first: int  # first column of x's tile in the row of y
+
+
+class Unite(Op):
+    """y = x [batch, ..., vocab] as [batch, token] with uncut rows: each tile of x fills a part of a row."""
+
+    independent = True
+
+    def __init__(self, x: Tensor, out: Tensor) -> None:
+        require(x.axes[0] == "batch" and x.numel == out.numel, "unite: x needs one row for each of the batch", x, out)
+        super().__init__([x], [out])
+
+    @property
+    def sums(self) -> Sequence[Tensor]:
+        return self.outputs
+
+    def flop(self) -> float:
+        return 0.0
+
+    def lower(self, lowering: Lowering) -> None:
+        x = self.inputs[0]
+        for index in lowering.indices(x):
+            out = lowering.tile(self.output, index | {"token": 0})
+            args = UniteArgs(lowering.part(x, x.axes[-1], index).offset)
+            lowering.emit("unite", [ACC(out), R(lowering.tile(x, index))], args)
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        return (inputs[0].reshape(self.output.shape),)
+
+
+class SampleArgs(TaskArgs):
+    tokens: int  # tokens that may be drawn: the first columns of the logits
+    greedy: bool  # True: take the largest logit; there are no settings and draws
+    advances: bool  # True: the task also has the tiles ids and, if penalised, writes the history
+    penalised: bool  # True: the task also has the history's tile
+
+
+class Sample(Op):
+    """Draw a token for each row of logits [batch, ..., vocab].
+
+    Logits pass, in transformers' order, the repetition penalty (a token of the history: divided by the penalty if
+    positive, else multiplied), the temperature (0: the largest logit is taken), top_k (the k largest stay; 0: all),
+    top_p (tokens stay while the more probable ones sum to less than top_p) and min_p (tokens stay with at least min_p
+    times the largest probability). The draw u in [0, 1) then takes the first token, in the order of falling logits,
+    whose cumulative probability exceeds u. A row without new tokens gets token 0.
+
+    Args:
+        table: int64 [batch, entry], the page table, see CachedAttention.
+        settings: fp32 [batch, setting], in the order of SETTINGS; None: the largest logit is taken.
+        draws: fp32 [batch, draw]; column past + count is the draw for the token at this position.
+        history: int64 [batch, draw], whose columns 0 to past + count - 1 are the sequence's tokens; None: no penalty.
+        ids: int64 [batch, seq] with one position. If given, the operator prepares the next pass: it writes the token
+            there and into the history, and adds `count` to `past`. None: the table and the history are only read.
+        tokens: number of tokens that may be drawn; None: all columns.
+    """
+
+    independent = True
+    colours: ClassVar = {"forward": "#ddcc77"}
+
+    def __init__(
+        self, logits: Tensor, table: Tensor, out: Tensor, settings: Tensor | None = None, draws: Tensor | None = None,
+        history: Tensor | None = None, ids: Tensor | None = None, tokens: int | None = None,
+        after: Sequence[Tensor] = (),
+    ) -> None:  # fmt: skip
+        require((settings is None) == (draws is None), "sample: settings and draws belong together", settings, draws)
+        require(bool(settings) or not history, "sample: a history needs settings", history)
+        self.table, self.settings, self.draws, self.history, self.ids = table, settings, draws, history, ids
+        self.tokens = tokens or logits.shape[-1]
+        super().__init__([logits, table, *(t for t in (settings, draws, history, ids) if t)], [out, *after])
+
+    def flop(self) -> float:
+        return float(self.inputs[0].numel)
+
+    def lower(self, lowering: Lowering) -> None:
+        logits = self.inputs[0]
+        args = SampleArgs(self.tokens, self.settings is None, self.ids is not None, self.history is not None)
+        changes = RW if self.ids else R
+        zeros = {axis: 0 for tensor in self.inputs for axis in tensor.axes}
+        for at in lowering.indices(self.output):
+            index = zeros | at
+            accesses = [W(lowering.tile(self.output, index)), R(lowering.tile(logits, index))]
+            accesses += [changes(lowering.tile(self.table, index))]
+            accesses += [R(lowering.tile(t, index)) for t in (self.settings, self.draws) if t]
+            accesses += [changes(lowering.tile(t, index)) for t in (self.history, self.ids) if t]
+            lowering.emit("sample", accesses, args)
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        values = dict(zip(self.inputs, inputs, strict=True))
+        logits, table = inputs[0].reshape(len(inputs[0]), -1), inputs[1].astype(int).copy()
+        history = values[self.history].copy() if self.history else None
+        chosen = np.zeros(len(logits))
+        for b, (past, count) in enumerate(table[:, [PAST, COUNT]].tolist()):
+            at = past + count
+            known: Array | list[int] = history[b, :at].astype(int) if history is not None else []
+            if self.settings and self.draws and count:
+                chosen[b] = drawn(logits[b, : self.tokens], values[self.settings][b], values[self.draws][b, at], known)
+            elif count:
+                chosen[b] = logits[b, : self.tokens].argmax()
+            if history is not None and count and at < history.shape[1]:
+                history[b, at] = chosen[b]
+        if not self.ids:
+            return (chosen,)
+        table[:, PAST] += table[:, COUNT]
+        after = [table, *([history] if history is not None else []), chosen[:, None]]
+        return chosen, *(a for a in after if a is not None)
+
+
+def drawn(logits: Array, settings: Array, u: float, history: Array | Sequence[int] = ()) -> int:
+    """Return the token that Sample draws from a row of logits; see Sample for the arguments."""
+    temperature, top_k, top_p, min_p, penalty = (float(one) for one in settings)
+    scores = logits.astype(np.float64)
+    seen = np.unique(np.asarray(history, int))
+    scores[seen] = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
+    if temperature == 0:
+        return int(scores.argmax())
+    order = np.argsort(-scores, kind="stable")[: int(top_k) or None]
+    p = np.exp((scores[order] - scores[order[0]]) / temperature)
+    before = np.cumsum(p) - p
+    stay = (before < top_p * p.sum()) & (p >= min_p * p[0])
+    p = p[: max(int(stay.sum()), 1)]
+    return int(order[min(np.searchsorted(np.cumsum(p), u * p.sum(), side="right"), len(p) - 1)])
+
+
+def unite(g: GraphLike, x: Tensor) -> Tensor:
+    """Return x [batch, ..., vocab] as [batch, token], whose rows are not cut."""
+    return g.add(Unite(x, g.temp("logits", ["batch", "token"], [x.shape[0], x.shape[-1]], x.dtype))).output

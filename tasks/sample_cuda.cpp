@@ -1,0 +1,74 @@
+// Sampling of tokens from logits on CUDA, except of the largest logit (sample_triton.py); see sample.py.
+#include <ATen/ops/arange.h>
+#include <ATen/ops/argmax.h>
+#include <ATen/ops/cumsum.h>
+#include <ATen/ops/gather.h>
+#include <ATen/ops/sort.h>
+#include <ATen/ops/where.h>
+
+#include "kernel.h"
+#include "page_table.h"
+#include "sample_args.h"
+
+namespace nntile {
+namespace {
+
+// Applies the repetition penalty: x [batch, tokens], history [batch, draw] with `at` [batch, 1] known tokens.
+at::Tensor penalised(const at::Tensor& x, const at::Tensor& history, const at::Tensor& at, const at::Tensor& penalty) {
+  const auto place = at::arange(history.size(1), history.options()).unsqueeze(0);
+  // Entries behind the known tokens repeat the first one, so that they change nothing else.
+  const auto seen = at::where(place < at, history, history.narrow(1, 0, 1)).clamp(0, x.size(1) - 1);
+  const auto old = x.gather(1, seen);
+  return x.scatter(1, seen, at::where(old > 0, old / penalty, old * penalty));
+}
+
+// tiles: out [batch], logits, table, settings, draws, [history], [ids]
+void sample(Args& t) {
+  const SampleArgs args(t);
+  auto out = t[0], table = t[2];
+  const auto logits = t[1], settings = t[3], draws = t[4];
+  size_t next = 5;
+  const auto history = args.penalised ? t[next++] : at::Tensor();
+  const int64_t batch = table.size(0);
+  const auto count = table.narrow(1, kCount, 1), at = table.narrow(1, kPast, 1) + count;
+  const auto setting = [&](int64_t column) { return settings.narrow(1, column, 1); };
+  auto x = logits.reshape({batch, -1}).narrow(1, 0, args.tokens).to(at::kFloat);
+  if (args.penalised) x = penalised(x, history, at, setting(4));
+  const auto [values, order] = at::sort(x, /*stable=*/true, 1, /*descending=*/true);
+  const auto temperature = setting(0), top_k = setting(1);
+  const auto rank = at::arange(args.tokens, x.options()).unsqueeze(0);
+  auto p = ((values - values.narrow(1, 0, 1)) / temperature.clamp_min(1e-20)).exp();
+  p = p * ((top_k <= 0) | (rank < top_k));
+  const auto before = p.cumsum(1) - p;
+  p = p * ((rank < 1) | ((before < setting(2) * p.sum(1, true)) & (p >= setting(3) * p.narrow(1, 0, 1))));
+  const auto u = draws.gather(1, at.clamp_max(draws.size(1) - 1));
+  const auto sums = p.cumsum(1);
+  // The number of tokens whose cumulative weight is at most the drawn one; the last kept token ends the count.
+  auto place = ((sums <= u * sums.narrow(1, args.tokens - 1, 1)) & (p > 0)).sum(1, true);
+  place = at::where(temperature > 0, place.minimum((p > 0).sum(1, true) - 1), 0);
+  const auto token = order.gather(1, place) * (count > 0);
+  out.copy_(token.squeeze(1));
+  if (!args.advances) return;
+  t[next].copy_(token);
+  if (args.penalised) {
+    auto known = history;
+    const auto here = at.clamp_max(known.size(1) - 1);
+    known.scatter_(1, here, at::where((count > 0) & (at < known.size(1)), token, known.gather(1, here)));
+  }
+  table.narrow(1, kPast, 1).add_(count);
+}
+
+// tiles: y, x
+void unite(Args& t) {
+  const UniteArgs args(t);
+  auto y = t[0];
+  const auto x = t[1];
+  if (!t.accumulates(0)) y.zero_();
+  y.narrow(1, args.first, x.numel() / y.size(0)).add_(x.reshape({y.size(0), -1}));
+}
+
+NNTILE_CUDA_KERNEL(sample, sample);
+NNTILE_CUDA_KERNEL(unite, unite);
+
+}  // namespace
+}  // namespace nntile

@@ -1,0 +1,65 @@
+"""The largest logit of each row on CUDA (sample.py). Other draws are in sample_cuda.cpp."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+import math
+
+import triton
+import triton.language as tl
+
+from nntile_py.tiles.tasklist import Task
+
+from .cached_attention import COUNT, PAST
+from .launch import Launches, Scratch, ceil_div, launch, launches, power_of_two, shape, tile
+from .sample import SampleArgs
+
+OLD, NEW = tl.constexpr(PAST), tl.constexpr(COUNT)  # entries of a page table's row
+BLOCK = 2048  # logits of a program
+
+
+@triton.jit
+def _largest_of_blocks(LOGITS, VALUES, PLACES, vocab, tokens, blocks, BLOCK: tl.constexpr):
+    """Compute the first of the largest logits of each block."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(LOGITS + row * vocab + at, at < tokens, -float("inf")).to(tl.float32)
+    value = tl.max(x, 0)
+    tl.store(VALUES + row * blocks + block, value)
+    tl.store(PLACES + row * blocks + block, tl.min(tl.where(x == value, at, 2147483647), 0))
+
+
+@triton.jit
+def _largest(OUT, TABLE, IDS, VALUES, PLACES, entries, blocks, ADVANCES: tl.constexpr, BLOCK: tl.constexpr):
+    """Choose among the blocks; ADVANCES: prepare the next pass."""
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x = tl.load(VALUES + row * blocks + at, at < blocks, -float("inf"))
+    place = tl.load(PLACES + row * blocks + at, at < blocks, 2147483647)
+    past, count = tl.load(TABLE + row * entries + OLD), tl.load(TABLE + row * entries + NEW)
+    token = tl.where(count > 0, tl.min(tl.where(x == tl.max(x, 0), place, 2147483647), 0), 0).to(tl.int64)
+    tl.store(OUT + row, token)
+    if ADVANCES:
+        tl.store(IDS + row, token)
+        tl.store(TABLE + row * entries + OLD, past + count)
+
+
+@launches("sample")
+def _describe(task: Task) -> Launches:
+    args = SampleArgs.of(task)
+    if not args.greedy:
+        return Launches(())
+    (batch, entries), vocab = shape(task, 2), math.prod(shape(task, 1)[1:])
+    blocks, scratch = ceil_div(args.tokens, BLOCK), Scratch()
+    values, numbers = scratch.take(batch * blocks, "fp32"), scratch.take(batch * blocks, "int32")
+    ids = tile(task, 3 if args.advances else 0)
+    return Launches(
+        (
+            launch(
+                _largest_of_blocks, (batch, blocks), tile(task, 1), values, numbers, vocab, args.tokens, blocks,
+                BLOCK=BLOCK,
+            ),
+            launch(
+                _largest, batch, tile(task, 0), tile(task, 2), ids, values, numbers, entries, blocks,
+                ADVANCES=args.advances, BLOCK=power_of_two(blocks), warps=1,
+            ),
+        ),
+        scratch.bytes,
+    )  # fmt: skip

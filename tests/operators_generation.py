@@ -1,0 +1,131 @@
+"""Rows of operators with which texts are generated: see operators.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from nntile_py import tasks as ops
+from nntile_py.tasks import Op
+from nntile_py.tasks.attention_operands import Operands
+from nntile_py.testing import Case, Maker, Values
+
+_HEADS = "batch heads seq head_dim"
+SLOTS, ENTRIES = 16, 3  # positions of a page; pages of a sequence
+
+
+def page_table(new: int) -> Maker:
+    """Return a function that draws a page table: sequences of different lengths, one of them without new tokens."""
+
+    def make(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Any:
+        table = np.zeros(shape, np.int64)
+        pages = rng.permutation(np.arange(1, 1 + shape[0] * ENTRIES))
+        for row in range(shape[0]):
+            count = 0 if row == 1 and shape[0] > 1 else int(rng.integers(1, new + 1))
+            past = int(rng.integers(0, SLOTS * ENTRIES - count + 1))
+            used = -(-(past + count) // SLOTS)
+            table[row, :2] = past, count
+            table[row, 2 : 2 + used] = pages[row * ENTRIES : row * ENTRIES + used]
+        return table
+
+    return make
+
+
+def cached_attention(axes: str = _HEADS, group: int = 1, window: int | None = None) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        case.whole |= {"seq"}
+        case.sizes |= {"page": 1 + case.sizes["batch"] * ENTRIES, "slot": SLOTS, "entry": 2 + ENTRIES}
+        keys = "kv_heads" if group > 1 else "heads"
+        if group > 1:
+            case.whole |= {"heads"}
+            case.sizes["kv_heads"] = max(case.sizes["heads"] // group, 1)
+            case.sizes["heads"] = group * case.sizes["kv_heads"]
+        q, k, v = case.x(axes), *(case.x(axes.replace("heads", keys)) for _ in range(2))
+        table = case.x("batch entry", page_table(case.sizes["seq"]), "int64")
+        pools = [case.x(f"page {keys} slot head_dim") for _ in range(2)]
+        after = [case.graph.temp("after", p.axes, p.shape, p.dtype, storage=p) for p in pools]
+        return case.add(ops.CachedAttention(Operands(q, k, v), table, pools, case.y(axes), after, window=window))
+
+    return row
+
+
+def token_places(case: Case) -> Op:
+    case.sizes |= {"entry": 2 + ENTRIES, "last": 1}
+    case.whole |= {"seq"}
+    table = case.x("batch entry", page_table(case.sizes["seq"]), "int64")
+    return case.add(ops.TokenPlaces(table, case.y("batch seq", "int64"), case.y("batch last", "int64"), 20))
+
+
+def _settings(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Any:
+    """Settings of each sort, one row after the other: greedy, no filter, then each filter."""
+    rows = [(0, 0, 1, 0, 1.3), (1, 0, 1, 0, 1), (0.7, 3, 1, 0, 1), (1.5, 0, 0.6, 0, 1.2), (1, 0, 1, 0.3, 0.8)]
+    rows += [(2, 4, 0.7, 0.1, 2)]
+    first = int(rng.integers(len(rows)))
+    return np.array([rows[(first + k) % len(rows)] for k in range(shape[0])], np.float32)
+
+
+def sample(*, greedy: bool = False, penalised: bool = False, advances: bool = False) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        case.sizes |= {"entry": 2 + ENTRIES, "setting": 5, "draw": 1 + SLOTS * ENTRIES, "one": 1}
+        case.whole |= {"vocab"}
+        # Logits that are far apart, so that fp32, bf16 and fp64 draw the same tokens.
+        logits = case.x("batch one vocab", lambda rng, shape, _: _distinct(rng, shape))
+        table = case.x("batch entry", page_table(1), "int64")
+        settings = draws = history = ids = None
+        if not greedy:
+            settings = case.x("batch setting", _settings, "fp32")
+            draws = case.x("batch draw", lambda rng, shape, _: rng.random(shape), "fp32")
+        tokens = max(case.sizes["vocab"] - 2, 1)
+        if penalised:
+            history = case.x("batch draw", lambda rng, shape, _: rng.integers(0, tokens, shape), "int64")
+        if advances:
+            ids = case.x("batch one", lambda rng, shape, _: np.zeros(shape, int), "int64")
+        changed = [t for t in (table, history, ids) if t] if ids else []
+        after = [case.graph.temp("after", t.axes, t.shape, t.dtype, storage=t) for t in changed]
+        out = case.y("batch", "int64")
+        return case.add(ops.Sample(logits, table, out, settings, draws, history, ids, tokens, after))
+
+    return row
+
+
+def _distinct(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+    values = np.arange(shape[-1]) / 4.0 - shape[-1] / 8.0
+    return np.stack([rng.permutation(values) for _ in range(shape[0])])[:, None]
+
+
+def unite(case: Case) -> Op:
+    case.sizes |= {"token": case.sizes["vocab"], "one": 1}
+    return case.add(ops.Unite(case.x("batch one vocab"), case.y("batch token")))
+
+
+def rotary_of_rows(axes: str) -> Callable[[Case], Op]:
+    """Rotary positions of which each row of the batch has its own."""
+
+    def row(case: Case) -> Op:
+        case.sizes["head_dim"] += case.sizes["head_dim"] % 2
+        case.sizes["rotary"] = case.sizes["head_dim"]
+
+        def angles(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Any:
+            return ops.rotary_table(shape[-1], 50, 10000.0)[rng.integers(0, 50, shape[:-1])]
+
+        table = case.x("batch seq rotary", angles, case.sum_dtype)
+        return case.add(ops.Rotary(case.x(axes), table, case.y(axes)))
+
+    return row
+
+
+ROWS: dict[str, Callable[[Case], Any]] = {
+    "CachedAttention": cached_attention(),
+    "CachedAttention groups": cached_attention("batch seq heads head_dim", group=2),
+    "CachedAttention window": cached_attention(window=3),
+    "CachedAttention groups window": cached_attention(group=3, window=5),
+    "TokenPlaces": token_places,
+    "Sample": sample(),
+    "Sample greedy": sample(greedy=True, advances=True),
+    "Sample penalised": sample(penalised=True, advances=True),
+    "Unite": unite,
+    "Rotary of rows": rotary_of_rows(_HEADS),
+    "Rotary of rows seq first": rotary_of_rows("seq batch heads head_dim"),
+}

@@ -1,0 +1,396 @@
+"""Generation: greedy texts of transformers under any tiling, draws, continuous batching, `nntile generate`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import forks
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+import nntile_py as nt
+from nntile_py.graph.key_value_cache import CacheShape
+from nntile_py.graph.step import StepSpec
+from nntile_py.inference.bound_model import BoundModel
+from nntile_py.inference.decoder import Decoder, Row
+from nntile_py.inference.text_stream import TextStream
+from nntile_py.models.registry import from_hf
+from nntile_py.tasks.sample import drawn
+from nntile_py.testing import error
+
+VOCAB, POSITIONS, NEW = 211, 700, 70
+SIZES = {"vocab_size": VOCAB, "initializer_range": 0.2, "eos_token_id": None, "bos_token_id": None}
+LLAMA = SIZES | {
+    "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "max_position_embeddings": POSITIONS,
+}  # fmt: skip
+ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", SIZES | {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": POSITIONS}),
+    "llama": ("Llama", LLAMA | {"rope_parameters": ROPE | {"original_max_position_embeddings": 100}}),
+    "mistral": ("Mistral", LLAMA | {"sliding_window": 33}),
+    "qwen3": ("Qwen3", LLAMA | {"head_dim": 20}),
+}
+TILINGS: dict[str, dict[str, int]] = {
+    "uncut": {},
+    "even": {"heads": 2, "ffn": 32, "vocab": 100, "embed": 16},
+    "ragged": {"heads": 3, "embed": 24, "ffn": 50, "vocab": 60, "batch": 3, "seq": 50},
+}
+
+
+@functools.cache
+def hf_model(kind: str) -> Any:
+    name, options = KINDS[kind]
+    torch.manual_seed(0)
+    cls = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
+    return cls(getattr(transformers, f"{name}Config")(**options)).eval()
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    """20 prompts of unequal lengths; the longest take several prefill passes."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, VOCAB, n).tolist() for n in [1, 600, *rng.integers(2, 300, 18)]]
+
+
+@functools.cache
+def greedy(kind: str) -> list[list[int]]:
+    """The new tokens of transformers' greedy search."""
+    model, options = hf_model(kind), {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    return [model.generate(torch.tensor([ids]), **options)[0].tolist()[len(ids) :] for ids in prompts()]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _running(runtime: nt.Runtime) -> None:
+    """A running StarPU with two CPU workers."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "tiles"),
+    [
+        ("gpt2", "uncut"), ("gpt2", "ragged"), ("llama", "uncut"), ("llama", "even"), ("mistral", "even"),
+        ("qwen3", "uncut"),
+    ],
+)  # fmt: skip
+def test_greedy_texts_are_those_of_transformers(kind: str, tiles: str) -> None:
+    """20 prompts in 8 rows: rows end, and waiting prompts take their place."""
+    tiling = TILINGS[tiles] | ({"heads": 2} if kind != "gpt2" and "heads" in TILINGS[tiles] else {})
+    with nt.Generator(from_hf(hf_model(kind)), tiles=tiling) as generator:
+        texts = generator(prompts(), max_tokens=NEW, temperature=0)
+    assert [one.tokens for one in texts] == greedy(kind)
+    assert [one.prompt_tokens for one in texts] == list(map(len, prompts()))
+    assert {one.reason for one in texts} == {"length"}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_logits_of_a_cached_step_are_those_of_a_whole_pass(kind: str) -> None:
+    """In fp64, position by position: chunks of a prompt, then single tokens."""
+    model, ids = from_hf(hf_model(kind)), prompts()[1][:60]
+    with torch.no_grad():
+        want = hf_model(kind).double()(torch.tensor([ids])).logits[0].numpy()
+        hf_model(kind).float()
+    shape, ends = CacheShape(len(ids), 9, 8), [33, 48, *range(49, 61)]
+    spec = StepSpec(model, 1, 33, precision="fp64")
+    decoder = Decoder(BoundModel(model, "fp64"), 1, shape)
+    row = Row(ids, len(ids))
+    assert decoder.admit(row)
+    programs: dict[int, Any] = {}
+    for end in ends:
+        new = end - row.past
+        if new not in programs:
+            programs[new] = _with_logits(decoder, spec, new)
+        program, past, row.tokens = programs[new], row.past, ids[:end]
+        program.write(decoder._arrays(program, [row], new))
+        program.run({})
+        row.past = end
+        assert error(program.read("logits")[0], want[past:end]) < 1e-5
+    decoder.bound.close()
+
+
+def _with_logits(decoder: Decoder, spec: StepSpec, new: int) -> Any:
+    """Return the program of a pass whose logits can be read; it draws no token."""
+    graph, traced, _ = StepSpec(spec.model, 1, new, precision="fp64").trace(training=False, cache=decoder.shape)
+    graph.prune(traced.outputs.values())
+    evaluation = spec._evaluation(graph, traced.outputs, traced.outputs)
+    decoder._add_pools(evaluation)
+    assert decoder._cache
+    return decoder.bound.program(new, lambda: evaluation, decoder._cache.handles)
+
+
+OPTIONS: dict[str, Any] = {"temperature": 1.1, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
+
+
+def test_draws_depend_on_the_seed_alone() -> None:
+    """Not on the other prompts, the tiling, or the number of rows."""
+    with nt.Generator(from_hf(hf_model("llama")), batch=4) as generator:
+        many = generator(prompts()[:9], max_tokens=20, seed=3, **OPTIONS)
+        few = generator(prompts()[:3], max_tokens=20, seed=3, **OPTIONS)
+        other = generator(prompts()[:3], max_tokens=20, seed=4, **OPTIONS)
+    assert few == many[:3] and other != few
+    with nt.Generator(from_hf(hf_model("llama")), tiles=TILINGS["even"], batch=16) as generator:
+        assert generator(prompts()[:9], max_tokens=20, seed=3, **OPTIONS) == many
+
+
+def test_drawn_tokens_have_the_probabilities_of_transformers() -> None:
+    """The probabilities after each filter of transformers, against 4000 draws at evenly spaced u."""
+    rng, u = np.random.default_rng(1), (np.arange(4000) + 0.5) / 4000
+    logits, history = rng.normal(size=40) * 2, [3, 5, 5, 17]
+    for options in [OPTIONS, OPTIONS | {"top_k": 0}, OPTIONS | {"top_p": 1.0, "min_p": 0.1}, OPTIONS | {"min_p": 0.0}]:
+        scores, ids = torch.tensor(logits)[None], torch.tensor([history])
+        steps = [
+            transformers.RepetitionPenaltyLogitsProcessor(options["repetition_penalty"]),
+            transformers.TemperatureLogitsWarper(options["temperature"]),
+            *([transformers.TopKLogitsWarper(options["top_k"])] if options["top_k"] else []),
+            *([transformers.TopPLogitsWarper(options["top_p"])] if options["top_p"] < 1 else []),
+            *([transformers.MinPLogitsWarper(options["min_p"])] if options["min_p"] else []),
+        ]
+        for one in steps:
+            scores = one(ids, scores)
+        want = scores.softmax(-1)[0].numpy()
+        counts = np.bincount([drawn(logits, np.array(list(options.values())), x, history) for x in u], minlength=40)
+        assert np.abs(counts / len(u) - want).max() < 1e-3, options
+
+
+def test_penalised_greedy_texts_are_those_of_transformers() -> None:
+    ids, options = prompts()[:4], {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    model = hf_model("gpt2")
+    want = [model.generate(torch.tensor([p]), repetition_penalty=1.5, **options)[0].tolist()[len(p) :] for p in ids]
+    with nt.Generator(from_hf(model)) as generator:
+        got = generator(ids, max_tokens=30, temperature=0, repetition_penalty=1.5)
+    assert [one.tokens for one in got] == want
+
+
+def test_a_small_cache_makes_prompts_wait() -> None:
+    """Pages for two of the texts: the others wait for pages, not for rows."""
+    few, most = prompts()[2:10], 300 + NEW
+    model = from_hf(hf_model("gpt2"))
+    room = (1 + 2 * -(-most // 64)) * 64 * 2 * 2 * 64 * 4  # pages x positions x layers x (k, v) x embed x bytes
+    with nt.Generator(model, max_length=most, cache=room) as generator:
+        assert [one.tokens for one in generator(few, max_tokens=NEW, temperature=0)] == greedy("gpt2")[2:10]
+        with pytest.raises(nt.ConfigError, match=r"cache: 1,000 bytes are not enough; allowed: at least"):
+            nt.Generator(model, max_length=most, cache=1000)(few, max_tokens=NEW)
+
+
+def test_calls_from_several_threads_share_passes() -> None:
+    texts: dict[int, Any] = {}
+    with nt.Generator(from_hf(hf_model("llama"))) as generator:
+
+        def call(number: int) -> None:
+            texts[number] = generator(prompts()[number : number + 2], max_tokens=NEW, temperature=0)
+
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+        for one in threads:
+            one.start()
+        stream = generator(prompts()[4:5], max_tokens=NEW, temperature=0, stream=True)
+        assert [part.token for part in stream] == greedy("llama")[4]
+        for one in threads:
+            one.join()
+    assert all([t.tokens for t in texts[k]] == greedy("llama")[k : k + 2] for k in range(4))
+
+
+def test_a_stream_that_is_given_up_leaves_the_generator_usable() -> None:
+    with nt.Generator(from_hf(hf_model("gpt2"))) as generator:
+        stream = generator(prompts()[:3], max_tokens=NEW, temperature=0, stream=True)
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        assert generator(prompts()[3:4], max_tokens=5, temperature=0)[0].tokens == greedy("gpt2")[3][:5]
+
+
+def test_new_weights_are_used() -> None:
+    model = from_hf(hf_model("gpt2"))
+    with nt.Generator(model) as generator:
+        generator(prompts()[:1], max_tokens=3, temperature=0)
+        name = "transformer.wte.weight"
+        model.weights = dict(model.weights) | {name: np.roll(model.weights[name], 1, 0)}
+        changed = generator(prompts()[:1], max_tokens=3, temperature=0)[0].tokens
+    with nt.Generator(model) as generator:
+        assert generator(prompts()[:1], max_tokens=3, temperature=0)[0].tokens == changed
+
+
+# -- texts
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Each byte is a token; number 256 is <|endoftext|>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({one: number for number, one in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<|endoftext|>"])
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of transformers with a tokenizer of bytes."""
+    path: Path = tmp_path_factory.mktemp("models") / "tiny"
+    torch.manual_seed(1)
+    options = {"n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 96, "vocab_size": 257, "initializer_range": 0.3}
+    config = transformers.GPT2Config(**options, eos_token_id=256, bos_token_id=256)
+    transformers.GPT2LMHeadModel(config).save_pretrained(path)
+    byte_tokenizer().save(str(path / "tokenizer.json"))
+    named = dict.fromkeys(("eos_token", "bos_token"), "<|endoftext|>")
+    (path / "tokenizer_config.json").write_text(json.dumps(named))
+    return path
+
+
+def test_characters_of_several_tokens_and_stop_texts() -> None:
+    stream = TextStream(byte_tokenizer(), [], ["END", "ENTE"])
+    given = [stream.add(token) for token in byte_tokenizer().encode("naïve ENT END more").ids]
+    assert "".join(given) == stream.text == "naïve ENT " and stream.stopped
+    assert "�" not in "".join(given) and "" in given
+    held = TextStream(byte_tokenizer(), [], ["abc"])
+    assert [held.add(token) for token in byte_tokenizer().encode("xab").ids] == ["x", "", ""] and held.finish() == "ab"
+
+
+def test_texts_of_a_folder(folder: Path) -> None:
+    with nt.Generator(folder) as generator:
+        one, empty = generator(["tiles ", ""], max_tokens=12, temperature=0)
+        assert (one.prompt_tokens, empty.prompt_tokens) == (6, 1)  # an empty prompt begins with the end of a text
+        stop = one.text[3]
+        stopped = generator("tiles ", max_tokens=12, temperature=0, stop=[stop])[0]
+        assert stopped.text == one.text[: one.text.index(stop)] and stopped.reason == "stop"
+        end = generator.special.stops if generator.special else None
+    assert end == {256} and len(one.text) <= 12
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"top_p": 0}, r"top_p: 0 is not allowed; use a number above 0 and at most 1"),
+    ({"top_k": 0}, r"top_k: 0 is not allowed; use an integer of at least 1"),
+    ({"temperature": -1}, r"temperature: -1 is not allowed; use a number of at least 0"),
+    ({"temperature": float("nan")}, r"temperature: nan is not allowed"),
+    ({"max_tokens": 0}, r"max_tokens: 0 is not allowed; use an integer of at least 1"),
+    ({"max_tokens": 96}, r"max_tokens: 96 is not allowed; use less than 96"),
+    ({"stop": [""]}, r"stop: \[''\] is not allowed; use texts that are not empty"),
+    ({"min_p": 2}, r"min_p: 2 is not allowed"),
+    ({"beams": 2}, r"beams: unknown option; allowed: max_tokens, temperature"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_wrong_options(folder: Path, options: dict[str, Any], message: str) -> None:
+    with nt.Generator(folder) as generator, pytest.raises(nt.ConfigError, match=message):
+        generator("a", **options)
+
+
+def test_wrong_prompts_and_models(folder: Path, tmp_path: Path) -> None:
+    with nt.Generator(folder) as generator:
+        for prompt, message in [
+            ("x" * 90, r"prompts\[0\]: 90 tokens; allowed: 1 to 86"), (5, "prompts: got 5"),
+            ([[1, 999]], r"prompts\[0\]: token numbers from 1 to 999"), ([[]], r"prompts\[0\]: 0 tokens"),
+        ]:  # fmt: skip
+            with pytest.raises((ValueError, nt.ConfigError), match=message):
+                generator(prompt, max_tokens=10)  # type: ignore[call-overload]
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))  # fmt: skip
+    with pytest.raises(nt.ConfigError, match=r"model: BERT is not allowed; use a model that predicts the next token"):
+        nt.Generator(from_hf(bert))
+    with pytest.raises(nt.ConfigError, match=r"no such folder"):
+        nt.Generator(tmp_path / "missing")
+
+
+class OwnPositions(nt.Model):
+    """A causal model that declares its positions itself, which a cache does not know."""
+
+    class Config(nt.ModelConfig):
+        type: str = "own"
+        embed: int = 16
+        vocab: int = 20
+
+    objective = "causal"
+
+    def trace(self, g: nt.Graph, batch: nt.Batch) -> nt.Traced:
+        from nntile_py.models.parts import INIT
+        from nntile_py.tasks import bias_add, embedding, linear
+
+        tokens = {"batch": batch.size, "seq": batch.seq}
+        ids = g.input("input_ids", tokens, below=20)
+        places = g.input("places", {"seq": batch.seq}, below=64, default=np.arange(batch.seq))
+        table = g.param("table", {"vocab": 20, "embed": 16}, INIT)
+        rows = g.param("p", {"position": 64, "embed": 16}, INIT)
+        x = bias_add(g, embedding(g, ids, table), embedding(g, places, rows))
+        return nt.Traced(None, {"logits": linear(g, x, table, ["batch", "seq", "vocab"])})
+
+
+def test_positions_that_a_cache_does_not_know_are_refused() -> None:
+    model = OwnPositions(OwnPositions.Config())
+    message = "the model has the input places for each token"
+    with nt.Generator(model, max_length=64) as generator, pytest.raises(nt.ConfigError, match=message):
+        generator([[1, 2]], max_tokens=3)
+
+
+# -- the command
+
+
+def command(*arguments: Any, **options: Any) -> Any:
+    return forks.run([sys.executable, "-m", "nntile_py.cli", "generate", *map(str, arguments)], **options)
+
+
+def test_the_command(folder: Path, tmp_path: Path) -> None:
+    common = [folder, "--max-tokens", 8, "--temperature", 0, "--cpus", 1]
+    one = command(*common, "--prompt", "tiles ")
+    assert one.returncode == 0 and one.stdout.startswith("tiles ") and not one.stderr, one.stderr
+    (tmp_path / "prompts.txt").write_text("tiles \nand tasks\n")
+    lines = command(*common, "--input", tmp_path / "prompts.txt", "--json").stdout.splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["prompt"] for row in rows] == ["tiles ", "and tasks"]
+    assert one.stdout == f"tiles {rows[0]['text']}\n" and rows[0]["new_tokens"] <= 8
+    both = command(*common, "--prompt", "tiles ", "--prompt", "and tasks").stdout
+    assert both == f"tiles {rows[0]['text']}\n---\nand tasks{rows[1]['text']}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "a", "--input", "b"], "error: --input: not allowed with --prompt; use one of them"),
+        (["--prompt", "a", "--top-p", 0], "error: top_p: 0.0 is not allowed"),
+        (["--prompt", "a", "--tiles", "ffn"], "error: --tiles: 'ffn' is not allowed; use AXIS=SIZE"),
+        (["--prompt", "a" * 96], "error: prompts[0]: 96 tokens; allowed: 1 to 88"),
+        (["--input", "missing.txt"], "error: --input: cannot read missing.txt"),
+    ],
+)
+def test_wrong_commands(folder: Path, arguments: list[Any], message: str) -> None:
+    ended = command(folder, *arguments, "--max-tokens", 8, "--cpus", 1)
+    assert ended.returncode == 2 and ended.stderr.startswith(message), ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.fixture
+def _lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import io
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nagain\n"))
+    yield
+
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_chat(folder: Path, tmp_path: Path, capsys: Any, _lines: None, template: str | None) -> None:
+    """A conversation of two lines; the second prompt has the first answer."""
+    from nntile_py.inference import generate_command as gc
+    from nntile_py.inference.chat import ChatTemplate
+
+    if template:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    seen: list[str] = []
+    with nt.Generator(folder, max_length=96) as generator:
+        made = ChatTemplate(tmp_path)
+        prompt = made.prompt
+        made.prompt = lambda messages: seen.append(prompt(messages)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
+        options = {"max_tokens": 4, "temperature": 0, "stop": []}
+        gc._chat(generator, made, gc.Command(folder, [], None, "text", True, "", options, {}, [], (1, 0), False))
+    first = capsys.readouterr().out.splitlines()[0].strip()
+    start = "[user]hello[assistant]" if template else "User: hello\nAssistant:"
+    assert seen[0] == start and len(seen) == 2
+    assert seen[1].startswith(start if template else "User: hello\nAssistant: ") and first in seen[1]
