@@ -24,7 +24,8 @@ from nntile_py.system.folders import installed
 from nntile_py.tasks.activation import activation
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.contract import linear
-from nntile_py.tasks.elementwise import transpose
+from nntile_py.tasks.elementwise import add, bias_add, transpose
+from nntile_py.tasks.layer_norm import layer_norm
 from nntile_py.tasks.op import GraphLike, Lowering, Op, Tensor
 from nntile_py.tiles import TaskList
 
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
 
 Work = Literal[
-    "train", "inference", "attention", "linear_relu", "linear_reshape", "qkv_none", "qkv_qk", "qkv_all",
-    "encoder", "decoder", "mha",
+    "train", "inference", "attention", "linear_relu", "linear_gelu", "linear_reshape", "bias_norm",
+    "qkv_none", "qkv_qk", "qkv_all", "encoder", "decoder", "mha",
 ]  # fmt: skip
 FORWARD = ("inference", "attention")  # workloads that are forward passes
 Phase = Literal["forward", "backward", "all"]
@@ -241,13 +242,27 @@ def _param(g: Graph, name: str, **sizes: int) -> Tensor:
     return g.named(name, list(sizes), list(sizes.values()), "param")
 
 
-def _linear_relu(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
-    """Build relu(x W + bias), the first half of a feed-forward block, and return its output.
+def _linear(act: str) -> Callable[[Graph, Tensor, RunConfig], list[Tensor]]:
+    """Return a function that builds act(x W + bias), the first half of a feed-forward block, and returns its output.
 
-    Source: figures 10, 11, 12 and 15 of the NNTile report."""
-    ffn = getattr(c.model, "ffn", 4 * c.model.embed)
-    weight, bias = _param(g, "fc.weight", embed=c.model.embed, ffn=ffn), _param(g, "fc.bias", ffn=ffn)
-    return [activation(g, linear(g, x, weight, ["batch", "seq", "ffn"], bias), "relu")]
+    Source: figures 10, 11, 12 and 15 of the NNTile report; figure 10 of ByteTransformer (Zhai et al. 2023) for gelu."""
+
+    def make(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
+        ffn = getattr(c.model, "ffn", 4 * c.model.embed)
+        weight, bias = _param(g, "fc.weight", embed=c.model.embed, ffn=ffn), _param(g, "fc.bias", ffn=ffn)
+        return [activation(g, linear(g, x, weight, ["batch", "seq", "ffn"], bias), act)]
+
+    return make
+
+
+def _bias_norm(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
+    """Build LayerNorm(x + bias + residual), which follows attention and the feed-forward block; return its output.
+
+    Source: figure 9 of ByteTransformer (Zhai et al. 2023)."""
+    bias, gamma, beta = (_param(g, name, embed=c.model.embed) for name in ("bias", "gamma", "beta"))
+    residual = g.named("residual", x.axes, x.shape, "input")
+    residual.requires_grad = True
+    return [layer_norm(g, add(g, bias_add(g, x, bias), residual), gamma, beta, 1e-12)]
 
 
 def _heads(c: RunConfig) -> dict[str, int]:
@@ -319,8 +334,10 @@ def _one_layer(c: RunConfig, kind: type[TransformerEncoderConfig]) -> Transforme
 
 
 _MAKERS: dict[str, Callable[[Graph, Tensor, RunConfig], list[Tensor]]] = {
-    "linear_relu": _linear_relu,
+    "linear_relu": _linear("relu"),
+    "linear_gelu": _linear("gelu"),
     "linear_reshape": _linear_reshape,
+    "bias_norm": _bias_norm,
     "qkv_none": _qkv(1),
     "qkv_qk": _qkv(2),
     "qkv_all": _qkv(3),

@@ -96,8 +96,8 @@ def run(
         result, partial, interrupted = _sweep(part, folder, console)
         note = ". ".join(filter(None, (note, partial)))
     else:
-        more = {"graph": (), "profile": (experiment.name,), "analysis": (experiment.rows,), "layouts": (console,)}
-        result = part.run(folder, *more[experiment.kind])
+        more = {"profile": (experiment.name,), "analysis": (experiment.rows,), "layouts": (console,)}
+        result = part.run(folder, *more.get(experiment.kind, ()))
     missing = result.no_picture
     if missing and experiment.kind == "graph":
         note = ". ".join(filter(None, (note, f"No picture: {missing}")))

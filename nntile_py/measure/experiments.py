@@ -11,6 +11,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.measure.experiment_parts import ConfigPart, GraphExperiment, ProfileExperiment
 from nntile_py.measure.layout_experiment import LayoutExperiment
 from nntile_py.measure.operator_experiment import OperatorExperiment, PaperRow
+from nntile_py.measure.part_experiments import BreakdownExperiment, FlopExperiment
 from nntile_py.measure.sweep_spec import check_sweep
 from nntile_py.schema import Section, assignment, read_yaml, validated
 from nntile_py.system.console_tables import plain_table
@@ -26,6 +27,7 @@ Mode = Literal["training", "inference"]
 
 KINDS = {
     "graph": GraphExperiment, "profile": ProfileExperiment, "analysis": OperatorExperiment, "layouts": LayoutExperiment,
+    "flop": FlopExperiment, "breakdown": BreakdownExperiment,
 }  # fmt: skip
 
 
@@ -35,7 +37,7 @@ class Experiment(Section):
     title: str
     shows: str
     paper: str  # result in the paper
-    kind: Literal["sweep", "graph", "profile", "analysis", "layouts"]
+    kind: Literal["sweep", "graph", "profile", "analysis", "layouts", "flop", "breakdown"]
     rows: list[PaperRow] = Field(default_factory=list)  # the paper's table, for the kind `analysis`
     columns: list[str] = Field(default=["seconds", "seconds_min", "tasks"])  # metrics in the report
     ratio: str | None = None  # a key: the report divides the times of its other values by the first value's time
@@ -77,6 +79,8 @@ class Experiment(Section):
     def _in_mode(self, tree: dict[str, Any], mode: Mode) -> dict[str, Any]:
         """Return the section in another mode: with another `work` for a model, another `phase` for a small graph."""
         inner = tree.get("measure", {}) if self.kind == "sweep" else tree
+        if self.kind in ("flop", "breakdown"):
+            raise ConfigError(f"--mode: not allowed with {self.name}, which is about forward passes only")
         if self.kind in ("analysis", "layouts") or {"measure.work", "measure.phase"} & tree.get("grid", {}).keys():
             raise ConfigError(f"--mode: not allowed with {self.name}, which measures forward and backward separately")
         if inner.get("work") == "attention":
