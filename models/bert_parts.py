@@ -89,7 +89,7 @@ class TextEncoder(HeadedModel):
 
     def copies(self) -> Mapping[str, str]:
         table = next(name for name in self.weight_shapes() if "embeddings" in name)
-        tied = self.config.tie_embeddings and self.config.head in ("masked_lm", "pretraining")
+        tied = self.config.tie_embeddings and self.config.head in ("masked_lm", "pretraining", "causal_lm")
         bias = self.decoder.removesuffix("weight") + "bias"
         own = bias.replace(".decoder.", ".")  # transformers adds the decoder's bias, which it ties to this one
         biases = {bias: own} if own in self.weight_shapes() and bias not in self.weight_shapes() else {}
@@ -238,12 +238,17 @@ class EncoderLayer:
         q, k, v = (transpose(g, y(g, x), ["batch", "heads", "seq", "head_dim"]) for y in self.projections)
         return attention(g, q, k, v, mask, c.attention, c.attention_dropout)
 
+    def between(self, g: Graph, x: Tensor, scope: str) -> Tensor:
+        """Return x after the layer's parts between attention and feed-forward part; here there are none."""
+        return x
+
     def __call__(self, g: Graph, x: Tensor, mask: Mask, scope: str) -> Tensor:
         """Return the layer's output for x [batch, seq, embed]. `scope` prefixes the operators' names, such as h0."""
         c = self.config
         with g.scope(f"{scope}.attn"):
             y = self.attended(g, transpose(g, self.attend(g, x, mask), ["batch", "seq", "heads", "head_dim"]))
             x = self.attended_norm(g, add(g, dropout(g, y, c.dropout), x), c.layer_norm_eps)
+        x = self.between(g, x, scope)
         with g.scope(f"{scope}.mlp"):
             y = self.narrow(g, activation(g, self.wide(g, x), c.activation))
             return self.narrow_norm(g, add(g, dropout(g, y, c.dropout), x), c.layer_norm_eps)

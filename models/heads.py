@@ -31,13 +31,17 @@ from nntile_py.tasks.squared_error import squared_error
 def predicted(g: Graph, batch: Batch, c: HeadConfig, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the hidden states that need logits, and their labels. Declares the input labels [batch, seq].
 
-    Labels hold the token to predict at each position, -100 at positions without a prediction. With config.masked above
-    0, a training step gathers only the positions to predict: [batch, masked, embed]. With packed sequences it also
-    does so if config.masked is None. With config.masked 0, and in an evaluation, which may return logits, all positions
-    of x [batch, seq, embed] are kept. A step raises ValueError if a sequence has more than config.masked positions to
-    predict.
+    Labels hold the token to predict at each position, -100 at positions without a prediction. With head: causal_lm they
+    are the tokens themselves, which the trainer shifts to the positions before them, and all positions are kept.
+
+    With config.masked above 0, a training step gathers only the positions to predict: [batch, masked, embed]. With
+    packed sequences it also does so if config.masked is None. With config.masked 0, and in an evaluation, which may
+    return logits, all positions of x [batch, seq, embed] are kept. A step raises ValueError if a sequence has more than
+    config.masked positions to predict.
     """
     tokens, options = {"batch": batch.size, "seq": batch.seq}, {"below": c.vocab, "ignored": IGNORED}
+    if c.head == "causal_lm":
+        return x, g.input("labels", tokens, **options, shifted=True, scale="loss_scale")
     most = batch.seq if batch.packed else min(batch.seq, c.masked or 0)
     if c.masked == 0 or not most or not g.training:
         return x, g.input("labels", tokens, **options, scale="loss_scale")

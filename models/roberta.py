@@ -15,19 +15,19 @@ from pydantic import model_validator
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Batch, Traced
-from nntile_py.models.bert_parts import KEYS, EncoderLayer, LayerNames, TextEncoder, TextEncoderConfig, embedded
+from nntile_py.models.bert_decoder import DecodableConfig, DecodableEncoder
+from nntile_py.models.bert_parts import KEYS, embedded
 from nntile_py.models.head_config import SEQUENCE_HEADS, EncoderHead
 from nntile_py.models.heads import first_token, predicted, sequence_or_token_head, token_logits
-from nntile_py.models.parts import attention_mask
 from nntile_py.schema import Count, Positive, integer, short
 from nntile_py.tasks.cross_entropy import cross_entropy
 
 _HEAD = "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"
 
 
-class RoBERTaConfig(TextEncoderConfig):
+class RoBERTaConfig(DecodableConfig):
     type: str = "roberta"
-    head: Literal[EncoderHead, "multiple_choice", "pooler", "none"] = "masked_lm"
+    head: Literal[EncoderHead, "causal_lm", "multiple_choice", "pooler", "none"] = "masked_lm"
     """What the model predicts. `nntile train` trains masked_lm and classifiers, nt.Trainer each head with
     a loss. For nt.Encoder, without a loss: `none` returns hidden states, `pooler` also a vector for each
     sequence."""
@@ -46,10 +46,11 @@ class RoBERTaConfig(TextEncoderConfig):
         return self
 
 
-class RoBERTa(TextEncoder):
+class RoBERTa(DecodableEncoder):
     """RoBERTa with the head that config.head names. Inputs: input_ids, labels; attention_mask, token_type_ids if given.
 
-    Labels by head. masked_lm: the masked token of each position, -100 at unmasked positions; classification: a class
+    Labels by head. masked_lm: the masked token of each position, -100 at unmasked positions; causal_lm: the tokens
+    themselves; classification: a class
     for each sequence, [batch]; token_classification: a class for each token.
     """
 
@@ -63,9 +64,7 @@ class RoBERTa(TextEncoder):
     def trace(self, g: Graph, batch: Batch) -> Traced:
         c = self.config
         x, words = embedded(g, batch, c, "roberta.embeddings", padding=c.padding_token)
-        mask = attention_mask(g, batch)
-        for layer in range(c.layers):
-            x = EncoderLayer(g, c, f"roberta.encoder.layer.{layer}", LayerNames())(g, x, mask, f"h{layer}")
+        x = self.encoded(g, batch, x, "roberta.encoder.layer")
         with g.scope("head"):
             pooler, dropped = "roberta.pooler.dense", 0.0
             if c.head in SEQUENCE_HEADS:

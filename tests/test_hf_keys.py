@@ -144,7 +144,7 @@ def test_keys_remember_what_is_read() -> None:
     ("kind", "change", "message"),
     [
         ("GPT2", {"architectures": ["GPT2DoubleHeadsModel"]}, "GPT2DoubleHeadsModel.* allowed: GPT2LMHead.*, GPT2M"),
-        ("GPT2", {"activation_function": "mish"}, "activation_function is 'mish' .*; allowed: 'gelu_new'"),
+        ("GPT2", {"activation_function": "laplace"}, "activation_function is 'laplace' .*; allowed: 'gelu_new'"),
         ("Llama", {"rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}}, "rope_type: 'axial'"),
         ("Llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("Qwen2", {"layer_types": ["sliding_attention"] * 32}, "layer_types is .*; allowed: full_attention in"),

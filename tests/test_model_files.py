@@ -65,13 +65,13 @@ def test_a_model_without_a_head(tmp_path: Path, name: str, part: str) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: bert("BertForMaskedLM", hidden_act="mish"), "hidden_act is 'mish' in the .*; allowed: 'gelu'"),
-        (lambda: bert("BertLMHeadModel"), r"BertLMHeadModel'\] in .* allowed: BertForMaskedLM, BertFor"),
-        (lambda: bert("BertForMaskedLM", is_decoder=True), "is_decoder is True in the model's config; allowed: False"),
-        (lambda: distilbert("DistilBertForMaskedLM", activation="mish"), "activation is 'mish' in .*; allowed: 'gelu'"),
+        (lambda: bert("BertForMaskedLM", hidden_act="laplace"), "hidden_act is 'laplace' in the .*; allowed: 'gelu'"),
+        (lambda: bert("BertLMHeadModel"), "model.decoder: got False; allowed with head: causal_lm: true"),
+        (lambda: bert("BertForMaskedLM", is_encoder_decoder=True), "is_encoder_decoder is True in .*; allowed: False"),
+        (lambda: distilbert("DistilBertForMaskedLM", activation="laplace"), "activation is 'laplace'.*; allowed: 'gelu'"),
         (lambda: distilbert("DistilBertForMaskedLM", sinusoidal_pos_embds=True), "sinusoidal_pos_embds is True.*False"),
         (lambda: deberta(relative_attention=True, pos_att_type=["p2p"]), "pos_att_type is .'p2p'.*; allowed: c2p, p2c"),
-        (lambda: llama(hidden_act="mish"), "hidden_act is 'mish' in the model's config; allowed: 'silu'"),
+        (lambda: llama(hidden_act="laplace"), "hidden_act is 'laplace' in the model's config; allowed: 'silu'"),
         (lambda: torch.nn.Linear(2, 2), "Linear is not allowed; use a transformers model, or its folder"),
     ],
 )  # fmt: skip
@@ -102,7 +102,7 @@ WRONG_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("roberta", {"pad_token_id": None}, "pad_token_id is None in .*; allowed: an integer of at least 0"),
     ("roberta", {"max_position_embeddings": 2}, "max_position_embeddings is 2 .*; allowed: an integer of at least 3"),
     ("roberta", {"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key' .* 'absolute'"),
-    ("roberta", {"is_decoder": True}, "is_decoder is True in the model's config; allowed: False"),
+    ("roberta", {"add_cross_attention": True}, "model.decoder: got False; allowed with cross_attention: true: true"),
     ("distilbert", {"n_heads": 5}, "model.heads: got 5; allowed: a divisor of model.embed = 24"),
     ("distilbert", {"hidden_dim": ABSENT}, "'hidden_dim' is missing in config.json; DistilBERT needs it"),
     ("albert", {"num_hidden_groups": 4}, "model.groups: got 4; allowed: 1 to model.layers = 3"),

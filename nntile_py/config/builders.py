@@ -56,7 +56,7 @@ def default_layouts(config: RunConfig) -> RunConfig:
 def predicted(config: RunConfig) -> float:
     """Return the share of tokens for which the model computes a loss: train.mask_probability for masked models, else
     1."""
-    return config.train.mask_probability if find(config.model.type).objective == "masked" else 1.0
+    return config.train.mask_probability if config.aim == "masked" else 1.0
 
 
 def tiling(config: RunConfig) -> Tiling:

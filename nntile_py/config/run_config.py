@@ -188,8 +188,10 @@ class RunConfig(Section):
     @property
     def aim(self) -> str | None:
         """The training objective: `causal`, `masked` or `classification`; None if the model is not trained on text."""
-        of_head = getattr(self.model, "head", None) in CLASSIFIERS
-        return CLASSIFICATION if of_head else find(self.model.type).objective
+        head = getattr(self.model, "head", None)
+        if head in CLASSIFIERS:
+            return CLASSIFICATION
+        return "causal" if head == "causal_lm" else find(self.model.type).objective
 
     @property
     def workers(self) -> int:
