@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import ClassVar
@@ -65,16 +65,22 @@ class Generated(Op):
     Args:
         members: the operators in order of execution.
         kept: outputs of members to store, since other operators read them; the other values are never stored.
+        forms: a cache of the operators' scalar forms.
     """
 
     colours: ClassVar = {"forward": "#8da0cb", "backward": "#e78ac3"}
 
-    def __init__(self, members: Sequence[Op], kept: Collection[Tensor]) -> None:
+    def __init__(self, members: Sequence[Op], kept: Collection[Tensor], forms: Forms | None = None) -> None:
         self.members: list[Op] = []
         self.width: int | None = None
         for op in members:
             self.members += op.members if isinstance(op, Generated) else [op]
-        inputs, outputs, self.definition = _joined(self.members, kept)
+        own = [(forms or _form)(op) for op in self.members]
+        if any(list(form.sizes.items()) != list(own[0].sizes.items()) for form in own):
+            raise NotFusible("their spaces differ")
+        if sum(form.reduces for form in own) > 1:
+            raise NotFusible("only one may reduce within rows")
+        inputs, outputs, self.definition = _joined(self.members, own, kept)
         super().__init__(inputs, outputs)
         self._member_tensors = inputs, outputs  # the members' own tensors, also after `on` has replaced the operator's
         self._whole = next((t for t in self._tensors if set(self.definition.axes) <= set(t.axes)), None)
@@ -141,14 +147,12 @@ class Generated(Op):
     @property
     def reduces(self) -> bool:
         """Whether a member reduces within rows: over the last axis."""
-        return ex.has(self.definition, ex.Reduce)
+        return self.definition.reduces
 
     def flop(self) -> float:
         return sum(op.flop() for op in self.members)
 
     def _check(self) -> None:
-        if sum(ex.has(form, ex.Reduce) for form in map(_form, self.members)) > 1:
-            raise NotFusible("only one may reduce within rows")
         if any(node.axis != self.definition.axes[-1] for node in ex.nodes_of(self.definition, ex.Reduce)):
             raise NotFusible("another axis than the last is reduced within rows")
         if self._whole is None:
@@ -229,21 +233,41 @@ class Generated(Op):
         return tuple(transposed(values[first], first, t) for first, t in zip(written, self.outputs, strict=True))
 
 
+class Forms:
+    """A cache of the scalar forms of operators, which must not change while it is used."""
+
+    def __init__(self) -> None:
+        self._forms: dict[Op, ex.Definition | None] = {}
+
+    def find(self, op: Op) -> ex.Definition | None:
+        """Return an operator's scalar form, or None if it has none."""
+        if op not in self._forms:
+            self._forms[op] = op.scalar()
+        return self._forms[op]
+
+    def __call__(self, op: Op) -> ex.Definition:
+        return _checked(op, self.find(op))
+
+
 def _form(op: Op) -> ex.Definition:
-    form = op.scalar()
+    return _checked(op, op.scalar())
+
+
+def _checked(op: Op, form: ex.Definition | None) -> ex.Definition:
     if form is None:
         raise NotFusible(f"{op.kind} has no scalar form")
     return form
 
 
-def _joined(members: Iterable[Op], kept: Collection[Tensor]) -> tuple[list[Tensor], list[Tensor], ex.Definition]:
+def _joined(
+    members: Sequence[Op], forms: Sequence[ex.Definition], kept: Collection[Tensor]
+) -> tuple[list[Tensor], list[Tensor], ex.Definition]:
     """Return the inputs, the outputs and the joint scalar form of the members, with values between them substituted."""
     known: dict[tuple[Tensor, tuple[str | int, ...]], ex.Expression] = {}
     written: set[Tensor] = set()
     inputs: dict[Tensor, int] = {}
     outputs: dict[Tensor, int] = {}
     results: list[ex.Output] = []
-    sizes: dict[str, int] | None = None
 
     def of(op: Op, load: ex.Element) -> ex.Expression:
         tensor = op.inputs[load.number]
@@ -252,11 +276,8 @@ def _joined(members: Iterable[Op], kept: Collection[Tensor]) -> tuple[list[Tenso
         number = inputs.setdefault(tensor, len(inputs)) if tensor not in written else 0
         return known.setdefault((tensor, load.at), ex.Element(number, load.at))
 
-    for op in members:
-        form, done = _form(op), dict[ex.Expression, ex.Expression]()
-        sizes = sizes or dict(form.sizes)
-        if list(sizes.items()) != list(form.sizes.items()):
-            raise NotFusible("their spaces differ")
+    for op, form in zip(members, forms, strict=True):
+        done: dict[ex.Expression, ex.Expression] = {}
         values = [ex.replaced(out.value, done, partial(of, op)) for out in form.outputs]
         for out, value in zip(form.outputs, values, strict=True):
             tensor = op.outputs[out.number]
@@ -266,4 +287,4 @@ def _joined(members: Iterable[Op], kept: Collection[Tensor]) -> tuple[list[Tenso
             if tensor in kept:
                 number = outputs.setdefault(tensor, len(outputs))
                 results.append(ex.Output(number, out.at, value, out.total))
-    return list(inputs), list(outputs), ex.Definition(sizes or {}, tuple(results))
+    return list(inputs), list(outputs), ex.Definition(dict(forms[0].sizes), tuple(results))

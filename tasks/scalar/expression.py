@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import erf as _erf
 from typing import Any, Literal, NamedTuple
 
@@ -224,6 +225,11 @@ class Definition:
     @property
     def axes(self) -> tuple[str, ...]:
         return tuple(self.sizes)
+
+    @cached_property
+    def reduces(self) -> bool:
+        """Whether an output needs a sum or maximum over an axis; sums of outputs with `total` do not count."""
+        return has(self, Reduce)
 
     def nodes(self) -> list[Expression]:
         """Return all expressions of the outputs, each once, operands before the expressions that use them."""

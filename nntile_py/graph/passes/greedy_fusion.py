@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.passes.rewriter import Rewriter
 from nntile_py.tasks.elementwise import Rename
-from nntile_py.tasks.generated import Generated, NotFusible
+from nntile_py.tasks.generated import Forms, Generated, NotFusible
 from nntile_py.tasks.op import Op, Tensor
 from nntile_py.tasks.softmax import Softmax, SoftmaxGrad
 from nntile_py.tiles import Tiling
@@ -39,6 +39,7 @@ class _GreedyFuser:
     def __init__(self, rewriter: Rewriter, tiling: Tiling, exclude: Collection[str]) -> None:
         self.tiling, self.exclude, self.met = tiling, exclude, set[str]()
         self._movable: dict[Op, bool] = {}
+        self._forms = Forms()
         writers = Counter(
             t.storage for op in rewriter.ops.values() if not isinstance(op, Rename) for t in op.outputs
         )  # fmt: skip
@@ -57,13 +58,12 @@ class _GreedyFuser:
         """Return whether an operator may move in the graph: it has a scalar form and uses no storage of `_ordered`."""
         if op not in self._movable:
             plain = {*op.inputs, *op.outputs} - {*op.sums}
-            self._movable[op] = op.scalar() is not None and self._ordered.isdisjoint(t.storage for t in plain)
+            self._movable[op] = self._forms.find(op) is not None and self._ordered.isdisjoint(t.storage for t in plain)
         return self._movable[op]
 
     def _neighbours(self, rewriter: Rewriter, op: Op) -> Iterator[Op]:
         """Yield the makers of an operator's inputs and the readers of its outputs and inputs, of the same phase."""
-        form = op.scalar()
-        assert form
+        form = self._forms(op)
         full = [t for t in op.inputs if set(form.axes) <= set(t.axes)]  # without weights, which all layers may share
         makers = (rewriter.maker[t] for t in op.inputs if t in rewriter.maker)
         readers = (reader for t in (*op.outputs, *full) for reader in rewriter.readers.get(t, []))
@@ -75,7 +75,7 @@ class _GreedyFuser:
         """Replace operators by a group if they fit into one and, for several operators, fewer elements move."""
         members = sorted(ops, key=rewriter.order.__getitem__)
         try:
-            group = Generated(members, self._read_elsewhere(rewriter, members))
+            group = Generated(members, self._read_elsewhere(rewriter, members), self._forms)
         except NotFusible:
             return False
         axis = group.definition.axes[-1]
