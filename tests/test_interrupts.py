@@ -68,6 +68,36 @@ def test_ctrl_c_of_a_command_is_one_line(capsys: pytest.CaptureFixture[str], mon
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
+COMPILES = """
+import os, signal, threading
+from pathlib import Path
+from nntile_py.tasks.scalar import native
+
+folder = Path(os.environ["TMPDIR"])
+
+def send():
+    while not [*folder.glob("nntile_py*/kernel.cpp")]:
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=send, daemon=True).start()
+native.why_not()
+"""
+
+
+def test_sigterm_while_a_kernel_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a user's program, which does not handle SIGTERM."""
+    compiler = tmp_path / "slow"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *kernel.cpp*) exec sleep {PATIENCE};; esac\nexec c++ "$@"\n')
+    compiler.chmod(0o700)
+    (tmp_path / "tmp").mkdir()
+    for name, value in {"CXX": compiler, "TMPDIR": tmp_path / "tmp", "XDG_CACHE_HOME": tmp_path / "cache"}.items():
+        monkeypatch.setenv(name, str(value))
+    done = subprocess.run([sys.executable, "-c", COMPILES], capture_output=True, text=True, check=False)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert not [*(tmp_path / "tmp").iterdir()]
+
+
 def test_sigterm_of_a_command_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as the folder in which a kernel is compiled."""
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from nntile_py.errors import NNTileError, say_once
 from nntile_py.system.folders import build_info, cache_folder, replace_file
+from nntile_py.system.interrupts import ends_at_sigterm
 
 from .cpp import SYMBOL, source
 from .expression import Call, Definition, Element, Output, TileType
@@ -76,7 +77,7 @@ def address(text: str) -> int:
     except (OSError, AttributeError):
         pass  # the library is missing or damaged: compile it
     try:
-        with tempfile.TemporaryDirectory(prefix="nntile_py") as folder:
+        with ends_at_sigterm(), tempfile.TemporaryDirectory(prefix="nntile_py") as folder:
             library = _compiled(text, Path(folder))
             try:
                 content = library.read_bytes()
