@@ -56,9 +56,10 @@ class ContractArgs(TaskArgs):
 
     @property
     def title(self) -> str:
+        """The fused operations of a task; `reshape`: the task writes another order of axes than a product's."""
         plan = self.plan
-        matrices = 3 * plan.batch + 2 * (plan.m + plan.n + plan.k)
-        return (" + reshape" if len(plan.orders) > matrices else "") + self.epilogue.title
+        out = plan.orders[2 * (plan.batch + plan.k) + plan.m + plan.n :]
+        return (" + reshape" if out != tuple(range(plan.batch + plan.m + plan.n)) else "") + self.epilogue.title
 
 
 class Contract(Op):

@@ -64,11 +64,30 @@ def test_the_end_of_a_whole_step_is_drawn_short() -> None:
     assert count and int(count[1]) == len(operators(whole)) + weights - 1
 
 
+def test_tasks_of_a_large_model_are_those_of_one_layer() -> None:
+    """The title and the note of the command say so; a layer, and a small model, are drawn whole."""
+    dot, layer = draw.draw(CONFIG, level="tiles"), draw.draw(CONFIG, level="tiles", layer=0)
+    every = draw.draw(CONFIG, level="tiles", tensors=True)
+    nodes = every.count("shape=")
+    assert nodes > draw.MOST_CURVED and nodes > dot.count("shape=") == layer.count("shape=")
+    assert f"only layer 0 of 2, as the whole has {nodes} nodes; --tensors draws all" in dot and "only" not in every
+    assert draw.note(dot, False) == "the picture shows layer 0 only; --tensors draws the whole model"
+    uncut = RunConfig.model_validate(TREE | {"tiles": {}})
+    small = draw.draw(uncut, level="tiles", phase="forward")
+    assert "only layer" not in small and small == draw.draw(uncut, level="tiles", phase="forward", tensors=True)
+
+
+def test_a_task_that_reshapes_says_so() -> None:
+    dot = draw.draw(CONFIG, level="tiles", work="linear_reshape", phase="forward", fusion="both")
+    naive, _, fused = dot.partition("fused (after fusion)")
+    assert "reshape" not in naive.partition("naive")[2] and "△ contract + reshape" in fused
+
+
 @pytest.mark.parametrize("phase", ["forward", "backward", "update"])
 def test_tiles(phase: str) -> None:
     """Every task of the phase is there, and nothing waits for itself."""
     built = build(CONFIG)
-    dot = draw.draw(CONFIG, level="tiles", phase=phase)
+    dot = draw.draw(CONFIG, level="tiles", phase=phase, tensors=True)
     _, low = built.graphs[phase == "update"]
     assert len(operators(dot)) == sum(
         phase == "update" or task.op.endswith(".backward") == (phase == "backward") for task in low.tasks.tasks

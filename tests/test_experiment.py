@@ -55,7 +55,8 @@ def test_without_dot_the_rest_is_written(tmp_path: Path, monkeypatch: pytest.Mon
         experiment.run(experiments.load_experiment("fig10"), "cpu", tmp_path / "out", None, CONSOLE)
     assert "ends in .dot" not in str(error.value) and not isinstance(error.value, ConfigError)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"fig10.csv", "fig10.md", "plot.dot"}
-    assert "before fusion,3,12," in (tmp_path / "out/fig10.csv").read_text()
+    assert "before fusion,3,12,303562752,301989888," in (tmp_path / "out/fig10.csv").read_text()
+    assert "12 tasks, 304 Mflop" in (tmp_path / "out/plot.dot").read_text()
     assert "No picture: graphviz" in (tmp_path / "out/fig10.md").read_text()
 
 

@@ -4,21 +4,24 @@ Operators are ellipses, marked by class (contraction, normalization, element-wis
 boxes, weights cylinders, inputs parallelograms. Nodes show flop and bytes. The width of an edge shows its bytes. Each
 of forward pass, backward pass and update has a box. A tensor that another pass reads is drawn in both boxes, so that no
 edge crosses the picture. Equal layers are drawn once. A whole model is drawn as an overview of operators.
+Of its tasks, a large picture shows one layer only; its title says so.
 """
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nntile_py.analysis import dot
 from nntile_py.analysis.counts import Tally
-from nntile_py.analysis.drawings import Bound, LogicalDrawing, TaskDrawing, layers
+from nntile_py.analysis.drawings import Bound, LogicalDrawing, TaskDrawing, count_layers
 from nntile_py.analysis.workloads import Phase, Work, build, logical, work_title
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.graph.fusion import Fusion
+from nntile_py.graph.graph import Graph
 from nntile_py.system.folders import replace_file, write_new
 from nntile_py.system.units import si
 
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 MOST_NODES = 1500  # limit for a picture; with more nodes dot takes minutes, and the picture cannot be read
 MOST_SECONDS = 30.0  # limit for dot, whose time grows faster than the number of nodes
 MOST_CURVED = 250  # with more nodes edges are straight, which takes dot seconds; curves would take minutes
+ONE_LAYER = "only layer 0"  # in the title of a picture that shows one layer of a large model
 PHASES = ("all", "forward", "backward", "update")
 GET_DOT = (
     "graphviz's program `dot` is not on the PATH; get it with `apt-get install graphviz` (macOS: `brew install "
@@ -60,11 +64,26 @@ def draw(
         folded: draw equal layers once.
         before: fusion that the graph `before` fusion already has. None: no fusion.
         bound: returns True for counts of a memory-bound operator, which is then marked. None: no marks.
-        tensors: draw tensors even for a whole model.
+        tensors: draw tensors even for a whole model. False: of the tasks of a whole model, draw those of one layer if
+            there are more than MOST_CURVED nodes.
     """
+    text, number = _drawn(config, level, work, layer, phase, fusion, folded, before, bound, tensors)
+    nodes = text.count("shape=")
+    if level == "logical" or tensors or layer is not None or phase == "update" or nodes <= MOST_CURVED or number < 2:
+        return text
+    why = f"{ONE_LAYER} of {number}, as the whole has {nodes} nodes; --tensors draws all"
+    return _drawn(config, level, work, 0, phase, fusion, folded, before, bound, tensors, why)[0]
+
+
+def _drawn(
+    config: RunConfig, level: str, work: Work, layer: int | None, phase: str, fusion: str, folded: bool,
+    before: Fusion | None, bound: Bound | None, tensors: bool, why: str = "",
+) -> tuple[str, int]:  # fmt: skip
+    """Return a picture as `draw` does, with a line `why` below its title, and the number of the model's layers."""
     titles = {"before": "naive (before fusion)", "after": "fused (after fusion)"}
     parts = ["before", "after"] if fusion == "both" else [fusion]
-    lines = [*dot.HEAD, f"label={dot.quote(_about(config, work, layer, phase))} labelloc=t fontsize=16"]
+    about = "\n".join(filter(None, (_about(config, work, layer, phase), why)))
+    lines, number = [*dot.HEAD, f"label={dot.quote(about)} labelloc=t fontsize=16"], 0
     used: dict[str, None] = {}
     for part in parts:
         # A graph without a backward pass does not store the inputs of activations.
@@ -79,11 +98,12 @@ def draw(
             drawing = TaskDrawing(build(config, work, only, fusion=other), part, layer, phase, folded)
         if not drawing.count:
             asked = f"--phase {phase}" + ("" if layer is None else f" --layer {layer}")
-            raise ConfigError(f"{asked}: {work} has no such operators{layers(drawing.graphs)}")
+            raise ConfigError(f"{asked}: {work} has no such operators{_layers(drawing.graphs)}")
         sums = f"{drawing.size_text}, {si(drawing.flop)}flop, {si(drawing.volume)}B moved"
         lines += drawing.picture.lines(f"{titles[part]}: {sums}")
         used |= drawing.picture.used
-    return "\n".join([*lines, *dot.legend(used), "}", ""])
+        number = count_layers(drawing.graphs)
+    return "\n".join([*lines, *dot.legend(used), "}", ""]), number
 
 
 def is_overview(level: str, work: str, layer: int | None, phase: str) -> bool:
@@ -99,6 +119,8 @@ def note(text: str, overview: bool) -> str:
     text: the picture in the DOT language."""
     if overview:
         return "an overview of the operators; --layer 0 draws a layer with its tensors, --tensors draws all tensors"
+    if ONE_LAYER in text:
+        return "the picture shows layer 0 only; --tensors draws the whole model"
     nodes = text.count("shape=")
     return f"{nodes} nodes; --layer 0 or --phase forward draws a part that can be read" if nodes > MOST_CURVED else ""
 
@@ -109,6 +131,12 @@ def _about(config: RunConfig, work: str, layer: int | None, phase: str) -> str:
     part = "" if layer is None else f"layer {layer}: "
     part += {"all": "", "update": "the update in "}.get(phase, f"{phase} pass in ")
     return f"{part}{work_title(config, work)}; tiles: {', '.join(tiles) or 'uncut'}"
+
+
+def _layers(graphs: Sequence[Graph]) -> str:
+    """Return the end of a message with the model's number of layers; "" if the model has no layers."""
+    number = count_layers(graphs)
+    return f"; the model has {number} layers" if number else ""
 
 
 def write(text: str, out: Path) -> None:

@@ -39,10 +39,9 @@ def _phases(graphs: Sequence[Graph], layer: int | None, phase: str) -> Iterator[
         yield graph, chosen, {op.full_name for op in chosen}
 
 
-def layers(graphs: Sequence[Graph]) -> str:
-    """Return the end of a message with the model's number of layers; "" if the model has no layers."""
-    numbers = {layer_number(op.name) for graph in graphs for op in graph.ops} - {None}
-    return f"; the model has {len(numbers)} layers" if numbers else ""
+def count_layers(graphs: Sequence[Graph]) -> int:
+    """Return the number of the model's layers; 0 if the model has none."""
+    return len({layer_number(op.name) for graph in graphs for op in graph.ops} - {None})
 
 
 class GraphDrawing:

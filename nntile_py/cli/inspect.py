@@ -113,7 +113,9 @@ def graph(
     every: Annotated[
         bool, typer.Option("--every-layer", help="Draw every layer. Otherwise equal layers are drawn once.")
     ] = False,
-    tensors: Annotated[bool, typer.Option("--tensors", help="Also draw the tensors of a whole model.")] = False,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="Also draw the tensors of a whole model, or the tasks of all layers.")
+    ] = False,
 ) -> None:
     """Draw operators or tile tasks with flop and bytes, before and after fusion."""
     loaded = load_config(config, sets)

@@ -89,8 +89,9 @@ class GraphExperiment(ConfigPart):
             built = build(config, self.work, "forward" if self.phase == "forward" else "all", fusion=fusion)
             cost = estimate(built.lists, config.workers)
             operators = sum(len(graph.ops) for graph, _ in built.graphs)
-            rows.append([name, operators, cost.tasks, int(built.flop), cost.bytes_moved])
-        heads = ["graph", "operators", "tasks", "flop of products", "bytes moved by tasks"]
+            flop = sum(graph.computed(op, lowering.tiling) for graph, lowering in built.graphs for op in graph.ops)
+            rows.append([name, operators, cost.tasks, int(flop), int(built.flop), cost.bytes_moved])
+        heads = ["graph", "operators", "tasks", "flop", "flop of products", "bytes moved by tasks"]
         return ExperimentResult(csv_text(heads, rows), pictures, no_picture)
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MEMORY, FLOP = "#d55e00", "#0072b2"  # colours of memory-bound operators and of others
+LOOKS = {1.0: "MUE", 0.35: "share of the peak flop/s"}  # {opacity of a bar: what it shows}
 
 
 class PaperRow(Section):
@@ -139,17 +140,23 @@ def _totals(analysis: Analysis) -> list[str]:
 
 def bars(analysis: Analysis) -> Figure:
     """Draw each operator's memory usage efficiency (MUE) and its share of peak flop/s, in the order of execution."""
+    from matplotlib.patches import Patch
+
     rows = [row for row in analysis.groups if row.seconds is not None]
     figure = new_figure((9.5, 0.24 * len(rows) + 1.6))
     axes = figure.subplots()
     places = range(len(rows))
     colours = [MEMORY if row.memory_bound(analysis.peak) else FLOP for row in rows]
-    for shift, alpha, figure_of in ((-0.19, 1.0, OperatorRow.mue), (0.19, 0.35, OperatorRow.peak_share)):
+    for shift, alpha, figure_of in zip((-0.19, 0.19), LOOKS, (OperatorRow.mue, OperatorRow.peak_share), strict=True):
         shares = [figure_of(row, analysis.peak) or 0.0 for row in rows]
         axes.barh([place + shift for place in places], shares, 0.36, color=colours, alpha=alpha)
     axes.set_yticks(list(places), [f"{row.name} ({row.title})" for row in rows], fontsize=7)
     axes.invert_yaxis()
-    axes.set_xlabel("percent (dark: MUE; light: share of the peak flop/s; orange: memory-bound)")
+    axes.set_xlabel("percent")
+    looks = [(MEMORY, "memory-bound: "), (FLOP, "others: ")]
+    bars_of = [(colour, alpha, f"{who}{what}") for colour, who in looks for alpha, what in LOOKS.items()]
+    patches = [Patch(color=colour, alpha=alpha, label=label) for colour, alpha, label in bars_of]
+    axes.legend(handles=patches, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=7)
     figure.suptitle(analysis.title, fontsize=10)
     figure.supxlabel(analysis_report.movement(analysis)[-1], fontsize=7, color="#59636e", x=0.01, ha="left")
     return figure
