@@ -96,7 +96,8 @@ def run(
         result, partial, interrupted = _sweep(part, folder, console)
         note = ". ".join(filter(None, (note, partial)))
     else:
-        more = {"profile": (experiment.name,), "analysis": (experiment.rows,), "layouts": (console,)}
+        more = {"profile": (experiment.name,), "analysis": (experiment.rows,)}
+        more |= dict.fromkeys(("layouts", "selection"), (console,))
         result = part.run(folder, *more.get(experiment.kind, ()))
     missing = result.no_picture
     if missing and experiment.kind == "graph":

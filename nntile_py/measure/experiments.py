@@ -12,6 +12,7 @@ from nntile_py.measure.experiment_parts import ConfigPart, GraphExperiment, Prof
 from nntile_py.measure.layout_experiment import LayoutExperiment
 from nntile_py.measure.operator_experiment import OperatorExperiment, PaperRow
 from nntile_py.measure.part_experiments import BreakdownExperiment, FlopExperiment
+from nntile_py.measure.selection_experiment import SelectionExperiment, WidthExperiment
 from nntile_py.measure.sweep_spec import check_sweep
 from nntile_py.schema import Section, assignment, read_yaml, validated
 from nntile_py.system.console_tables import plain_table
@@ -27,7 +28,8 @@ Mode = Literal["training", "inference"]
 
 KINDS = {
     "graph": GraphExperiment, "profile": ProfileExperiment, "analysis": OperatorExperiment, "layouts": LayoutExperiment,
-    "flop": FlopExperiment, "breakdown": BreakdownExperiment,
+    "flop": FlopExperiment, "breakdown": BreakdownExperiment, "selection": SelectionExperiment,
+    "widths": WidthExperiment,
 }  # fmt: skip
 
 
@@ -37,7 +39,7 @@ class Experiment(Section):
     title: str
     shows: str
     paper: str  # result in the paper
-    kind: Literal["sweep", "graph", "profile", "analysis", "layouts", "flop", "breakdown"]
+    kind: Literal["sweep", "graph", "profile", "analysis", "layouts", "flop", "breakdown", "selection", "widths"]
     rows: list[PaperRow] = Field(default_factory=list)  # the paper's table, for the kind `analysis`
     columns: list[str] = Field(default=["seconds", "seconds_min", "tasks"])  # metrics in the report
     ratio: str | None = None  # a key: the report divides the times of its other values by the first value's time
@@ -53,7 +55,7 @@ class Experiment(Section):
     @property
     def goes_on(self) -> bool:
         """Whether an interrupted run continues from the files in its folder."""
-        return self.kind in ("sweep", "layouts")
+        return self.kind in ("sweep", "layouts", "selection")
 
     def part(self, scale: str, mode: Mode | None = None, sets: Sequence[str] = ()) -> Any:
         """Return the section of a scale, cpu or gpu, checked: a Sweep or an ExperimentPart.
@@ -79,9 +81,10 @@ class Experiment(Section):
     def _in_mode(self, tree: dict[str, Any], mode: Mode) -> dict[str, Any]:
         """Return the section in another mode: with another `work` for a model, another `phase` for a small graph."""
         inner = tree.get("measure", {}) if self.kind == "sweep" else tree
-        if self.kind in ("flop", "breakdown"):
+        if self.kind in ("flop", "breakdown", "selection"):
             raise ConfigError(f"--mode: not allowed with {self.name}, which is about forward passes only")
-        if self.kind in ("analysis", "layouts") or {"measure.work", "measure.phase"} & tree.get("grid", {}).keys():
+        both = {"measure.work", "measure.phase"} & tree.get("grid", {}).keys()
+        if self.kind in ("analysis", "layouts", "widths") or both:
             raise ConfigError(f"--mode: not allowed with {self.name}, which measures forward and backward separately")
         if inner.get("work") == "attention":
             raise ConfigError(f"--mode: not allowed with {self.name}, which measures forward passes only")
