@@ -24,6 +24,17 @@ def cross_entropy(axes: str) -> Callable[[Case], Op]:
     return row
 
 
+def token_scores(axes: str) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        logits = case.x(axes)
+        rows = " ".join(logits.axes[:-1])
+        state, picked = case.y(f"{rows} stat", case.sum_dtype), case.y(rows, case.sum_dtype)
+        state.monoid = "softmax"
+        return case.add(ops.TokenScores(logits, case.label(logits, ignored=0.3), state, picked))
+
+    return row
+
+
 def cross_entropy_fused(axes: str) -> Callable[[Case], None]:
     def row(case: Case) -> None:
         case.whole = {"vocab"}
@@ -161,6 +172,8 @@ ROWS: dict[str, Callable[[Case], Any]] = {
     "CrossEntropy": cross_entropy("batch seq vocab"),
     "CrossEntropy fused": cross_entropy_fused("batch seq vocab"),
     "CrossEntropyGrad": cross_entropy_grad("batch seq vocab"),
+    "TokenScores": token_scores("batch seq vocab"),
+    "TokenScores of an axis that is cut": token_scores("seq embed"),
     "CrossEntropy of sequences": cross_entropy("batch classes"),
     "CrossEntropy of sequences fused": cross_entropy_fused("batch classes"),
     "CrossEntropy of an axis that is cut": cross_entropy("seq embed"),

@@ -1,11 +1,13 @@
-"""The command `nntile eval`."""
+"""The commands `nntile eval` and `nntile lm-eval`."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from nntile_py.cli.options import Json, Sets, alone, app, ends_at_ctrl_c, show
+from nntile_py.errors import ConfigError
 
 
 @app.command("eval", epilog="Example: nntile eval runs/my_run --data my.txt --stride 64")
@@ -46,3 +48,24 @@ def evaluate(
         finally:
             if rows:
                 show(command.as_json(rows) if as_json else command.table(rows))
+
+
+@app.command(
+    "lm-eval", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog="Example: nntile lm-eval run --model nntile --model_args path=runs/my_run --tasks my_task --include_path .",
+)  # fmt: skip
+def lm_eval(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(metavar="ARGUMENTS...", help="Arguments of lm_eval, such as `run --help` or `ls tasks`."),
+    ],
+) -> None:
+    """Run lm_eval, EleutherAI's evaluation harness, which then has the model `nntile`."""
+    alone("lm-eval")
+    try:
+        from nntile_py.inference import lm_harness
+    except ModuleNotFoundError as error:
+        need = "to install it: pip install lm_eval"
+        raise ConfigError(f"nntile lm-eval: the package {error.name} is missing; allowed: {need}") from None
+    sys.argv = ["nntile lm-eval", *arguments]
+    lm_harness.run()

@@ -359,16 +359,16 @@ class StepSpec:
         return self._evaluation(graph, traced.outputs, traced.outputs if keep else {})
 
     @operators_refuse()
-    def outputs(self, name: str) -> Evaluation:
-        """Return a forward pass that computes only the output `name`.
+    def outputs(self, *names: str) -> Evaluation:
+        """Return a forward pass that computes only the outputs `names`.
 
         Raises:
             ConfigError: the model has no such output.
         """
         graph, traced, _ = self.trace(training=False)
-        if name not in traced.outputs:
-            raise ConfigError(f"output: the model has no {name!r}; allowed: {', '.join(traced.outputs)}")
-        kept = {name: traced.outputs[name]}
+        if missing := [name for name in names if name not in traced.outputs]:
+            raise ConfigError(f"output: the model has no {missing[0]!r}; allowed: {', '.join(traced.outputs)}")
+        kept = {name: traced.outputs[name] for name in names}
         graph.prune(kept.values())
         return self._evaluation(graph, kept, kept)
 

@@ -1,0 +1,140 @@
+"""The model `nntile` of lm_eval, EleutherAI's evaluation harness, which the optional extra lm-eval installs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import lm_eval.models  # noqa: F401, registers the models of lm_eval, which a first model of others would hide
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from nntile_py.config.inference_config import inference_config, model_fields
+from nntile_py.data.special_tokens import special_tokens
+from nntile_py.errors import ConfigError
+from nntile_py.execution.runtime import Runtime
+from nntile_py.inference.evaluation import aim_of
+from nntile_py.inference.open_model import open_model
+from nntile_py.inference.token_scorer import TokenScorer
+
+MODEL = "nntile"  # value of lm_eval's --model
+LONGEST = 2048  # tokens of a sequence, if the model has no limit; as of lm_eval's own model hf
+
+run = cli_evaluate  # lm_eval's command line, which knows the model below
+
+Encoded = tuple[Any, list[int], list[int]]  # (request's texts or None, tokens of the context, tokens to score)
+
+
+@register_model(MODEL)
+class HarnessModel(TemplateLM):  # type: ignore[misc]
+    """A causal model of nntile_py for lm_eval.
+
+    Args:
+        path: Folder of a run, a checkpoint, or a folder of save_pretrained.
+        max_length: Largest number of tokens of a sequence. Default: the model's positions.
+        batch_tokens: Largest number of tokens in one forward pass.
+        settings: Keys of the run's config, as of --set: `precision`, `runtime.cuda`, `tiles.embed`, ...
+            lm_eval's own arguments batch_size, max_batch_size and device have no effect.
+
+    Raises:
+        ConfigError: The folder or an argument is wrong, or the model does not predict the next token.
+    """
+
+    def __init__(
+        self, path: str | None = None, max_length: int | None = None, batch_tokens: int = 4096, **settings: Any
+    ) -> None:
+        super().__init__()
+        if path is None:
+            raise ConfigError("--model_args: path is missing; allowed: path=FOLDER, the folder of a run or of a model")
+        unused = ("batch_size", "max_batch_size", "device")
+        overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items() if key not in unused]
+        opened = open_model(str(path), model_fields(overrides))
+        if (aim := aim_of(opened)) != "causal":
+            need = "a model that predicts the next token"
+            raise ConfigError(f"--model_args: path={path}: the model is {aim}; allowed: {need}")
+        if opened.tokenizer is None:
+            raise ConfigError(f"--model_args: path={path} has no tokenizer.json; allowed: a folder with a tokenizer")
+        known = special_tokens(opened.tokenizer, str(opened.tokenizer_file), str(opened.folder))
+        self._numbers = {role: opened.tokenizer.token_to_id(token) for role, token in known.roles.items()}
+        if self._numbers.get("bos_token") is None and self._numbers.get("eos_token") is None:
+            need = "a tokenizer with one, which lm_eval puts before a text without context"
+            raise ConfigError(
+                f"--model_args: path={path}: the tokenizer has no bos_token or eos_token; allowed: {need}"
+            )
+        positions = getattr(opened.model.config, "positions", None)
+        for name, value, most in (("max_length", max_length, positions), ("batch_tokens", batch_tokens, None)):
+            if value is not None and (type(value) is not int or value < 1 or value > (most or value)):
+                need = "a positive integer" + (f" of at most {most}, the positions of the model" if most else "")
+                raise ConfigError(f"--model_args: {name}={value}; allowed: {need}")
+        config = inference_config(opened.config, overrides)
+        self.max_length = max_length or positions or LONGEST
+        self.tokenizer, self._folder = opened.tokenizer, opened.folder
+        if Runtime.current is None:
+            Runtime(**config.runtime).start()  # it stops when the process ends
+        self._scorer = TokenScorer(opened.model, batch_tokens, **config.bound)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the tokenizer, by which lm_eval keeps requests."""
+        return str(self._folder)
+
+    @property
+    def eot_token_id(self) -> int:
+        """Number of the token that ends a text."""
+        return int(self._numbers.get("eos_token", self._numbers.get("bos_token")))
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Number of the token before a text without context."""
+        return int(self._numbers.get("bos_token", self._numbers.get("eos_token")))
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Return a text's tokens; by default with the tokenizer's template, unless the text begins with its token."""
+        if add_special_tokens is None:
+            first = self.tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
+            add_special_tokens = not string.startswith(first)
+        return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens).ids)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Encoded], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Return (log-likelihood, greedy) of each request. A context that is too long is cut at its beginning."""
+        for _texts, _context, continuation in requests:
+            if not 1 <= len(continuation) <= self.max_length:
+                need = f"1 to max_length = {self.max_length}"
+                raise ConfigError(f"--tasks: a continuation of {len(continuation)} tokens; allowed: {need}")
+        whole = [(context + continuation)[-(self.max_length + 1) :] for _, context, continuation in requests]
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
+            scores = self._scorer([one[:-1] for one in whole], [one for _, _, one in requests], bar.update)
+        results = [(score.log_likelihood, score.greedy) for score in scores]
+        for (texts, _, _), result in zip(requests, results, strict=True):
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, result)
+        return results
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each text. A text longer than `max_length` is read in windows."""
+        windows: list[Encoded] = []
+        ends = [0]
+        for request in requests:
+            (text,) = request.args
+            pairs = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+            windows += [(None, *make_disjoint_window(pair)) for pair in pairs]
+            ends.append(len(windows))
+        each = [likelihood for likelihood, _ in self._loglikelihood_tokens(windows, disable_tqdm)]
+        sums = [sum(each[begin:end]) for begin, end in pairwise(ends)]
+        for request, result in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, result)
+        return sums
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Refuse: this model generates no text yet."""
+        need = "tasks with the output_type multiple_choice, loglikelihood or loglikelihood_rolling"
+        raise ConfigError(
+            f"--tasks: a task generates text (generate_until), which {MODEL} does not yet; allowed: {need}"
+        )
