@@ -135,6 +135,11 @@ def test_as_the_model_hf_of_lm_eval(name: str, models: Any, runtime: Any) -> Non
     asked = [SimpleNamespace(args=(words(seed, count),)) for seed, count in enumerate((1, 10, 40, 200))]
     rolled = [one.loglikelihood_rolling(asked, disable_tqdm=True) for one in (ours, theirs)]
     np.testing.assert_allclose(*rolled, atol=1e-4, rtol=1e-6)  # hf adds in fp32
+    for until in ([], [" t", "e"]):
+        how = {"until": until, "max_gen_toks": 8, "do_sample": False}
+        asked = [SimpleNamespace(args=(words(seed, count), how)) for seed, count in enumerate((1, 5, 3, 60))]
+        written = [one.generate_until(asked, disable_tqdm=True) for one in (ours, theirs)]
+        assert written[0] == written[1]
 
 
 def test_local_tasks_from_the_command_line(models: Any, tasks: Path) -> None:
@@ -150,7 +155,10 @@ def test_local_tasks_from_the_command_line(models: Any, tasks: Path) -> None:
     ("arguments", "message"),
     [
         (("--model_args", "path={bert}", "--tasks", "choice"), "the model is masked; allowed: a model that"),
-        (("--model_args", "path={gpt2}", "--tasks", "generated"), "generates text (generate_until), which nntile does"),
+        (("--model_args", "path={gpt2}", "--tasks", "generated"), "max_gen_toks=256; allowed: 1 to 23, as a sequence"),
+        (("--model_args", "path={gpt2}", "--tasks", "generated", "--gen_kwargs", "max_gen_toks=4,num_beams=2"),
+         "--gen_kwargs: num_beams is unknown; allowed: until,"),
+        (("--model_args", "path={gpt2}", "--tasks", "choice", "--apply_chat_template"), "chat_template: not with"),
         (("--model_args", "path={gpt2},max_length=25", "--tasks", "choice"), "max_length=25; allowed: a positive"),
         (("--model_args", "path={gpt2},batch_tokens=x", "--tasks", "choice"), "batch_tokens=x; allowed: a positive"),
         (("--model_args", "path={gpt2},layers=2", "--tasks", "choice"), "layers=2: unknown key; allowed: precision"),

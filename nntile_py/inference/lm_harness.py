@@ -11,6 +11,7 @@ import lm_eval.models  # noqa: F401, registers the models of lm_eval, which a fi
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
@@ -19,11 +20,14 @@ from nntile_py.data.special_tokens import special_tokens
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.evaluation import aim_of
+from nntile_py.inference.generator import Generator
 from nntile_py.inference.open_model import open_model
 from nntile_py.inference.token_scorer import TokenScorer
 
 MODEL = "nntile"  # value of lm_eval's --model
-LONGEST = 2048  # tokens of a sequence, if the model has no limit; as of lm_eval's own model hf
+# As of lm_eval's own model hf: tokens of a sequence if the model has no limit, new tokens if the task has no limit.
+LONGEST, MOST_NEW = 2048, 256
+_DRAWING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")  # gen_kwargs that Generator takes
 
 run = cli_evaluate  # lm_eval's command line, which knows the model below
 
@@ -73,15 +77,16 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 raise ConfigError(f"--model_args: {name}={value}; allowed: {need}")
         config = inference_config(opened.config, overrides)
         self.max_length = max_length or positions or LONGEST
-        self.tokenizer, self._folder = opened.tokenizer, opened.folder
+        self.tokenizer = opened.tokenizer
         if Runtime.current is None:
             Runtime(**config.runtime).start()  # it stops when the process ends
         self._scorer = TokenScorer(opened.model, batch_tokens, **config.bound)
+        self._opened, self._how = opened, {name: config.bound[name] for name in ("precision", "tiles")}
 
     @property
     def tokenizer_name(self) -> str:
         """Name of the tokenizer, by which lm_eval keeps requests."""
-        return str(self._folder)
+        return str(self._opened.folder)
 
     @property
     def eot_token_id(self) -> int:
@@ -133,8 +138,52 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Refuse: this model generates no text yet."""
-        need = "tasks with the output_type multiple_choice, loglikelihood or loglikelihood_rolling"
-        raise ConfigError(
-            f"--tasks: a task generates text (generate_until), which {MODEL} does not yet; allowed: {need}"
-        )
+        """Return the continuation of each context. A context that is too long is cut at its beginning."""
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        texts = [""] * len(requests)
+        self._scorer.close()  # only one of scorer and generator has weights in tiles
+        with (
+            Generator(self._opened, max_length=self.max_length, **self._how) as generator,
+            tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar,
+        ):
+            for key, numbers in groups.items():
+                options = self._options(json.loads(key))
+                room = self.max_length - options["max_tokens"]
+                ids = [
+                    self.tok_encode(requests[number].args[0])[-room:] or [self.prefix_token_id] for number in numbers
+                ]
+                tokens = [list[int]() for _ in ids]
+                for part in generator(ids, stream=True, **options):
+                    tokens[part.index].append(part.token)
+                    bar.update(1 if part.reason else 0)
+                for number, new in zip(numbers, tokens, strict=True):
+                    texts[number] = self._cut(self.tokenizer.decode(new), options["stop"])
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+    @staticmethod
+    def _cut(text: str, stops: Sequence[str]) -> str:
+        """Return the part of a text before the first of `stops`."""
+        return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+
+    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the Generator's options for the gen_kwargs of a task; without do_sample the text is greedy."""
+        kwargs = normalize_gen_kwargs(given, MOST_NEW)
+        most = kwargs.pop("max_gen_toks")
+        if not 1 <= most < self.max_length:
+            need = f"1 to {self.max_length - 1}, as a sequence has at most max_length = {self.max_length} tokens"
+            raise ConfigError(f"--gen_kwargs: max_gen_toks={most}; allowed: {need}")
+        stops = [text for text in kwargs.pop("until", []) if text]
+        drawn = kwargs.pop("do_sample", False)
+        if unknown := kwargs.keys() - {*_DRAWING}:
+            need = ", ".join(["until", "max_gen_toks", "do_sample", *_DRAWING])
+            raise ConfigError(f"--gen_kwargs: {min(unknown)} is unknown; allowed: {need}")
+        options = kwargs if drawn else {"temperature": 0.0}
+        return {"temperature": 1.0, **options, "max_tokens": most, "stop": stops}
+
+    def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
+        """Refuse: chat templates are not used here so far."""
+        raise ConfigError(f"--apply_chat_template: not with the model {MODEL} so far; allowed: leave it out")
