@@ -215,6 +215,10 @@ EXAMPLES = [
     for command in app.registered_commands
     if command.callback
 ]
+LM_TASK = """
+{task: my_task, dataset_path: json, dataset_kwargs: {data_files: {test: rows.jsonl}}, test_split: test,
+ output_type: loglikelihood_rolling, doc_to_text: "", doc_to_target: "{{text}}", metric_list: [{metric: bits_per_byte}]}
+"""
 SMALL = "--set model.layers=1 --set train.seq=16 --set train.batch=4"
 SHORTER = {  # what the examples take too long for here
     "nntile train": f"{SMALL} --set train.steps=2 --set train.eval_batches=1 --set data.source=my.txt "
@@ -248,7 +252,11 @@ def test_the_help_ends_with_an_example_that_works(command: str, example: str, tm
     (tmp_path / "my.yaml").write_text("" if command == "nntile init" else initial("my.yaml", "gpt2"))
     if command == "nntile init":
         (tmp_path / "my.yaml").unlink()
-    if command == "nntile eval":
+    if command == "nntile lm-eval":
+        pytest.importorskip("lm_eval")
+        (tmp_path / "my_task.yaml").write_text(LM_TASK)
+        (tmp_path / "rows.jsonl").write_text('{"text": "Some words of my own"}\n')
+    if command in ("nntile eval", "nntile lm-eval"):
         trained = nntile(f"nntile train my.yaml --out runs/my_run {SHORTER['nntile train']}", tmp_path)
         assert trained.returncode == 0, trained.stderr
     if command == "nntile encode":
