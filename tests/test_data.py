@@ -20,6 +20,7 @@ from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.config.sections import DataSection
 from nntile_py.data import text as data
+from nntile_py.data import text_dataset
 from nntile_py.data.array_cache import cached
 from nntile_py.data.tables import read_labelled_texts
 from nntile_py.data.tokenizer import load_tokenizer
@@ -43,7 +44,7 @@ def documents_of(**settings: Any) -> list[str]:
 
 def corpus_of(config: RunConfig) -> data.Corpus:
     dataset = build_dataset(config, step_spec(config))
-    assert isinstance(dataset, data.TextDataset)
+    assert isinstance(dataset, text_dataset.TextDataset)
     return dataset.corpus
 
 
@@ -197,21 +198,21 @@ def test_a_given_tokenizer_is_used(tmp_path: Path) -> None:
 
 def test_training_batches_come_from_seed_and_step_alone() -> None:
     tokens = np.arange(50, dtype=np.uint16)
-    batch = data.training_batch(tokens, 64, 7, seed=3, step=5)
+    batch = text_dataset.training_batch(tokens, 64, 7, seed=3, step=5)
     assert batch.shape == (64, 7)
     assert batch.dtype == np.int64
     assert (np.diff(batch, axis=1) == 1).all()
-    assert (batch == data.training_batch(tokens, 64, 7, seed=3, step=5)).all()
-    assert (batch != data.training_batch(tokens, 64, 7, seed=3, step=6)).any()
-    assert (batch != data.training_batch(tokens, 64, 7, seed=4, step=5)).any()
-    starts = np.concatenate([data.training_batch(tokens, 64, 7, 0, step)[:, 0] for step in range(20)])
+    assert (batch == text_dataset.training_batch(tokens, 64, 7, seed=3, step=5)).all()
+    assert (batch != text_dataset.training_batch(tokens, 64, 7, seed=3, step=6)).any()
+    assert (batch != text_dataset.training_batch(tokens, 64, 7, seed=4, step=5)).any()
+    starts = np.concatenate([text_dataset.training_batch(tokens, 64, 7, 0, step)[:, 0] for step in range(20)])
     assert (starts.min(), starts.max()) == (0, 43)  # the first and the last place are drawn too
-    assert (data.training_batch(tokens[:7], 2, 7, 0, 1) == np.arange(7)).all()
+    assert (text_dataset.training_batch(tokens[:7], 2, 7, 0, 1) == np.arange(7)).all()
 
 
 def test_held_out_batches_are_spread_and_fixed() -> None:
     tokens = np.arange(1000, dtype=np.uint16)
-    batches = list(data.held_out_batches(tokens, 4, 10, 3))
+    batches = list(text_dataset.held_out_batches(tokens, 4, 10, 3))
     assert [b.shape for b in batches] == [(4, 10)] * 3
     assert batches[0][0, 0] == 0
     assert batches[-1][-1, -1] == 999

@@ -11,6 +11,7 @@ from test_loop import metrics, nntile
 
 import nntile_py as nt
 from nntile_py.data import text as data
+from nntile_py.data import text_dataset
 from nntile_py.data.sampler import Sampler
 from nntile_py.graph.bin_packing import Bins, best_fit
 from nntile_py.graph.step import StepSpec
@@ -74,7 +75,7 @@ def test_every_sequence_once_in_an_epoch(count: int, rows: int, packed: bool, pa
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 12))
 def test_parts(lengths: list[int], most: int) -> None:
     tokens = np.arange(sum(lengths))
-    parts = data.Pieces(tokens, np.array(lengths), most)
+    parts = text_dataset.Pieces(tokens, np.array(lengths), most)
     cut = [parts[k] for k in range(len(parts.lengths))]
     assert (np.concatenate(cut) == tokens).all() and max(map(len, cut)) <= most
     assert parts.cut == sum(n > most for n in lengths)

@@ -24,6 +24,7 @@ from nntile_py.checkpoint.run_folder import OWN
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.data import text as data
+from nntile_py.data import text_dataset
 from nntile_py.data.special_tokens import special_tokens
 from nntile_py.data.tokenizer import MASKED, load_tokenizer
 from nntile_py.errors import ConfigError
@@ -78,7 +79,7 @@ def test_texts_are_read_whole(tmp_path: Path, unit: str) -> None:
         of = config(tmp_path, model={"layers": 1, "embed": 8, "heads": 2}, tokenizer={"path": str(path)},
                     data={"source": str(tmp_path / "text.txt"), "sequences": unit, "val_fraction": 0.2})  # fmt: skip
         dataset = build_dataset(of, step_spec(of))
-        assert isinstance(dataset, data.TextDataset)
+        assert isinstance(dataset, text_dataset.TextDataset)
         made.append(dataset.corpus)
         files = model_files(SimpleNamespace(hf_config=dict), dataset.tokenizer, of)
         saved = json.loads(files["tokenizer.json"])
@@ -180,7 +181,7 @@ def test_special_tokens_are_those_of_the_folder(tmp_path: Path, name: str) -> No
     source = folder(tmp_path / "source", **files)
     of = config(tmp_path, model={"from": str(source)}, sample={"prompt": "<|endoftext|>", "temperature": 0})
     dataset = build_dataset(of, step_spec(of))
-    assert isinstance(dataset, data.TextDataset)
+    assert isinstance(dataset, text_dataset.TextDataset)
     found = special_tokens(dataset.tokenizer, of.tokenizer.path, of.model.from_)
     assert (found.end, found.stops, found.roles.get("eos_token")) == (end, stops, eos)
     last = dataset.corpus.held_out[-1]

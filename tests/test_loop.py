@@ -29,6 +29,7 @@ from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import load
 from nntile_py.config.sections import CheckpointSection, optimizer_section
 from nntile_py.data import text as data
+from nntile_py.data import text_dataset
 from nntile_py.data.collators import CausalCollator
 from nntile_py.data.tokenizer import load_tokenizer
 from nntile_py.errors import ConfigError, MissingWeight, NNTileError, NotFinite, exit_status
@@ -113,8 +114,8 @@ def test_the_weights_are_those_of_a_transformers_model(run: tuple[Path, str]) ->
     assert {key: list(value) for key, value in found.items() if value} == {}
     config = load(run[0] / "config.yaml")
     dataset = build_dataset(config, step_spec(config))
-    assert isinstance(dataset, data.TextDataset)
-    batches = data.held_out_batches(dataset.corpus.held_out, 4, 12, 2)
+    assert isinstance(dataset, text_dataset.TextDataset)
+    batches = text_dataset.held_out_batches(dataset.corpus.held_out, 4, 12, 2)
     with torch.no_grad():
         losses = [model(torch.tensor(ids), labels=torch.tensor(ids)).loss.item() for ids in batches]
     assert np.mean(losses) == pytest.approx(metrics(run[0])[-1]["held_out_loss"], rel=1e-5)
@@ -398,7 +399,7 @@ def fake_run(tmp_path: Path, trainer: Trainer, stop: list[str], steps: int) -> A
     tokens = np.arange(100, dtype=np.uint16)
     corpus = data.Corpus(None, tokens, tokens)  # type: ignore[arg-type]
     how = config.train
-    dataset = data.TextDataset(
+    dataset = text_dataset.TextDataset(
         corpus, CausalCollator(how.seq), seq=how.seq, batch=how.batch, passes=how.grad_accumulation,
         eval_batches=how.eval_batches,
     )  # fmt: skip

@@ -13,7 +13,8 @@ from nntile_py.data.collators import CausalCollator, MaskedCollator
 from nntile_py.data.dataset import Dataset
 from nntile_py.data.labelled_words import ONE, SEVERAL, WORDS
 from nntile_py.data.special_tokens import SpecialTokens, special_tokens
-from nntile_py.data.text import Corpus, Report, TextDataset, read_corpus, silent
+from nntile_py.data.text import Corpus, Report, read_corpus, silent
+from nntile_py.data.text_dataset import TextDataset
 from nntile_py.data.token_classification import TokenClassificationDataset
 from nntile_py.data.tokenizer import (
     CLS,
