@@ -39,7 +39,8 @@ from nntile_py.system.clock import clocked
 from nntile_py.system.folders import installed
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.generated import KERNELS, Generated, NotFusible
-from nntile_py.tasks.launch import Launches, compile_launch, describer, encode, shape
+from nntile_py.tasks.launch import Launches, describer, shape
+from nntile_py.tasks.launch_binary import compile_launch, encode
 from nntile_py.tasks.scalar.tl import BlockSizes, Writer
 from nntile_py.tiles.tasklist import Task
 

@@ -37,7 +37,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.random_inputs import random_lengths
 from nntile_py.tasks import interpret as interpreter
-from nntile_py.tasks import launch
+from nntile_py.tasks import launch, launch_binary
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.attention_segments_triton import names_of
 from nntile_py.tasks.mask import Mask
@@ -228,7 +228,7 @@ def count_instructions(longest: int, o: Any) -> None:
     for task in Ours(qkv, torch.tensor([0, longest]), qkv[:, 0], longest, o, "segments").tasks:
         for one in (one for way in launch.load()[task.kernel]([task]).ways for one in way):
             sizes = dict(one.constexprs)
-            length = loop_of(launch.compile_launch(one, 90).cubin)
+            length = loop_of(launch_binary.compile_launch(one, 90).cubin)
             each = length * 32 * one.warps / (sizes["ROWS"] * sizes["KEYS"])
             if length:
                 print(f"{longest} positions, {names_of([(one,)])}: {each:.1f} instructions for each score")

@@ -16,6 +16,7 @@ from test_loop import metrics, nntile
 
 import nntile_py as nt
 from nntile_py.checkpoint import format as checkpoint
+from nntile_py.checkpoint import reader
 from nntile_py.checkpoint.best import BEST, BestCheckpoint, best_step, link_best, remove_unfinished_links
 from nntile_py.checkpoint.run_folder import METRICS, RunFolder
 from nntile_py.inference.open_model import open_model
@@ -170,7 +171,7 @@ def test_a_run_keeps_its_best_checkpoint(whole: Path) -> None:
     step, loss = smallest(whole)
     assert step < 24 and best_step(whole) == step
     assert [number for number, _ in checkpoint.checkpoints_in(whole)] == [24, step]
-    assert checkpoint.read_facts(whole / BEST)["held_out_loss"] == loss
+    assert reader.read_facts(whole / BEST)["held_out_loss"] == loss
     opened = open_model(whole / BEST)
     assert opened.step == step and opened.tokenizer and opened.config["train"]["steps"] == 24
     assert (whole / BEST / "model.safetensors").read_bytes() != (whole / "model.safetensors").read_bytes()

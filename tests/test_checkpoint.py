@@ -18,7 +18,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from nntile_py.checkpoint import format as checkpoint
-from nntile_py.checkpoint import run_folder
+from nntile_py.checkpoint import reader, run_folder
 from nntile_py.checkpoint.format import DamagedCheckpoint, StoredArray, TrainerState
 from nntile_py.checkpoint.resume import newest_checkpoint
 from nntile_py.checkpoint.run_folder import Metrics, RunFolder, check_replaced, check_unlocked
@@ -52,9 +52,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     folder, made = write(tmp_path, 3), state()
     read = load_file(folder / "model.safetensors")
     assert read.keys() == made.weights.keys() and all((read[n] == made.weights[n].read()).all() for n in read)
-    averages = checkpoint.read_averages(folder)
+    averages = reader.read_averages(folder)
     assert averages.keys() == {"m", "v"} and (averages["v"]["a.weight"] == made.averages["v"]["a.weight"].read()).all()
-    facts = checkpoint.read_facts(folder)
+    facts = reader.read_facts(folder)
     assert facts["step"] == 3 and facts["data"] == {"seed": "0"} and set(facts["sha256"]) == {
         "model.safetensors", "optimizer.safetensors", "tokenizer.json", "config.json",
     }  # fmt: skip
@@ -63,17 +63,17 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_an_optimizer_without_averages(tmp_path: Path) -> None:
     saved = TrainerState(1, stored({"a": np.ones((0, 2)), "b": np.float64([2.0])}), {})
     checkpoint.write_checkpoint(tmp_path / "one", saved, {}, FACTS)
-    assert checkpoint.read_averages(tmp_path / "one") == {} and checkpoint.read_facts(tmp_path / "one")["step"] == 1
+    assert reader.read_averages(tmp_path / "one") == {} and reader.read_facts(tmp_path / "one")["step"] == 1
     assert load_file(tmp_path / "one" / "model.safetensors")["a"].shape == (0, 2)
 
 
 def test_weights_that_are_no_numbers_replace_nothing(tmp_path: Path) -> None:
     folder = write(tmp_path, 3)
-    before = checkpoint.read_facts(folder)
+    before = reader.read_facts(folder)
     bad = TrainerState(3, stored({"a": np.array([1.0, np.inf])}), {})
     with pytest.raises(NNTileError, match="weight a has values that are no finite numbers after step 3"):
         checkpoint.write_checkpoint(folder, bad, {}, {})
-    assert checkpoint.read_facts(folder) == before
+    assert reader.read_facts(folder) == before
 
 
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "thesis" / "chapter.tex").read_text() == (tmp_path / "file").read_text() == "mine"
     (tmp_path / "empty").mkdir()
     checkpoint.write_checkpoint(tmp_path / "empty", state(), {}, FACTS)
-    assert checkpoint.read_facts(tmp_path / "empty")["step"] == 3
+    assert reader.read_facts(tmp_path / "empty")["step"] == 3
     foreign = tmp_path / "dataset"  # as a data set of transformers has it
     foreign.mkdir()
     for content in ('{"_data_files": []}', '{"format": 1, "step": 1, "sha256": {}}', "[", "3"):
@@ -110,12 +110,12 @@ def test_what_a_user_put_beside_a_checkpoint_stays(tmp_path: Path) -> None:
     for run in (tmp_path / "one", tmp_path / "other"):
         mine = users_files(write(run, 3))
     folder = write(tmp_path / "other", 3, seed=1)
-    assert checkpoint.read_facts(folder)["data"] == {"seed": "1"}
+    assert reader.read_facts(folder)["data"] == {"seed": "1"}
     assert all(path.read_text() == "mine" for path in mine) and len([*folder.parent.iterdir()]) == 1
     (folder / "optimizer.json").write_text("mine")
     with pytest.raises(ConfigError, match=r"optimizer\.json is of no checkpoint; allowed: a folder without it"):
         checkpoint.write_checkpoint(folder, state(), {"optimizer.json": "{}"}, FACTS)
-    assert (folder / "optimizer.json").read_text() == "mine" and checkpoint.read_facts(folder)["step"] == 3
+    assert (folder / "optimizer.json").read_text() == "mine" and reader.read_facts(folder)["step"] == 3
     write(tmp_path / "one", 4)
     write(tmp_path / "one", 5)
     foreign = tmp_path / "one" / "checkpoints" / "step-000001"
@@ -167,7 +167,7 @@ def test_a_damaged_one_is_told_and_the_one_before_is_taken(tmp_path: Path) -> No
     for content in ["", "{", "[" * 10**5, *map(json.dumps, wrong)]:
         (good / "state.json").write_text(content)
         with pytest.raises(DamagedCheckpoint):
-            checkpoint.read_facts(good)
+            reader.read_facts(good)
     shutil.rmtree(good)
     (bad / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="no checkpoint that is whole"):
@@ -228,7 +228,7 @@ def test_a_kill_at_any_operation_of_a_save_loses_nothing(tmp_path: Path) -> None
         run = shutil.copytree(tmp_path / "before", tmp_path / str(at))
         assert killed_at(run, at).returncode == -9
         found = checkpoint.checkpoints_in(run)
-        assert found and all(checkpoint.read_facts(folder)["data"]["seed"] in seeds for _, folder in found)
+        assert found and all(reader.read_facts(folder)["data"]["seed"] in seeds for _, folder in found)
         assert newest_checkpoint(run, pytest.fail).step == 5
         checkpoint.remove_leftovers(run)
         assert not list((run / "checkpoints").glob(".*"))
@@ -494,7 +494,7 @@ def test_threads_that_write_one_checkpoint(tmp_path: Path) -> None:
         thread.start()
     for thread in made:
         thread.join()
-    assert checkpoint.read_facts(checkpoint.checkpoint_folder(tmp_path, 3))["data"]["seed"] in "012345"
+    assert reader.read_facts(checkpoint.checkpoint_folder(tmp_path, 3))["data"]["seed"] in "012345"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]
 
 

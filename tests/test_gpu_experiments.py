@@ -14,7 +14,7 @@ from nntile_py.analysis.workloads import build
 from nntile_py.config.run_config import RunConfig
 from nntile_py.measure import experiment, experiments
 from nntile_py.measure import sweep_spec as sweep
-from nntile_py.tasks import launch
+from nntile_py.tasks import launch, launch_binary
 from nntile_py.tiles import device_model
 from nntile_py.tiles.placement import Residency, place
 from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
@@ -107,6 +107,6 @@ def test_kernels_are_launched_as_they_are_encoded(monkeypatch: pytest.MonkeyPatc
     clock.driver = SimpleNamespace(**driver)
     clock.torch = SimpleNamespace(cuda=SimpleNamespace(current_stream=lambda: stream))
     one = launch.Launch(None, (3, 1, 1), (launch.TileAddress(0, "fp32"), launch.Int(5)), ())
-    clock._launch(launch.encode(one, launch.Binary(b"cubin", "made", 0, 8, overlaps=True)), [4096])()
+    clock._launch(launch_binary.encode(one, launch_binary.Binary(b"cubin", "made", 0, 8, overlaps=True)), [4096])()
     assert calls["cuModuleLoadData"][1] == b"cubin" and calls["cuModuleGetFunction"][2] == b"made"
     assert calls["cuLaunchKernel"][1:7] == (3, 1, 1, 8 * 32, 1, 1)

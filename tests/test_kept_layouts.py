@@ -9,7 +9,7 @@ import pytest
 from test_layouts import KEYS, MODELS, OF, TILINGS, Drawn
 
 import nntile_py as nt
-from nntile_py.checkpoint import format as checkpoint
+from nntile_py.checkpoint import reader
 from nntile_py.graph.step import StepSpec
 from nntile_py.testing import error
 from nntile_py.tiles import Tiling
@@ -23,7 +23,7 @@ def started(spec: StepSpec, weights: dict[str, Any], folder: Path | None = None)
     model.weights = {name: value.copy() for name, value in weights.items()}
     trainer = nt.Trainer.of_spec(replace(spec, model=model), seed=3)
     if folder:
-        trainer.restore(int(checkpoint.read_facts(folder)["step"]), checkpoint.read_averages(folder))
+        trainer.restore(int(reader.read_facts(folder)["step"]), reader.read_averages(folder))
     return trainer
 
 
@@ -59,7 +59,7 @@ def test_files_do_not_know(runtime: nt.Runtime, tmp_path: Path, model: str, tili
     for way, where in (spec, "default"), (replace(other, timings=Drawn(OF, seed=SEED + 1)), "turned otherwise"):
         both.append(started(way, turned.state_dict(), tmp_path / "turned"))
         both[-1].save(tmp_path / where)
-        files = [checkpoint.read_facts(tmp_path / folder)["sha256"] for folder in ("turned", where)]
+        files = [reader.read_facts(tmp_path / folder)["sha256"] for folder in ("turned", where)]
         assert files[0] == files[1] and "optimizer.safetensors" in files[0]
     assert both[-1].built.kept != turned.built.kept
     more = {"attention_mask": np.tile(np.arange(16) < 11, (8, 1)).astype(np.int64)} if model == "gpt2" else {}

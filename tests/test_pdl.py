@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from nntile_py.graph.lowering import lower
-from nntile_py.tasks import launch, pdl
+from nntile_py.tasks import launch, launch_binary, pdl
 from nntile_py.testing import Case
 from nntile_py.tiles import Tiling
 sys.path.insert(0, sys.argv[1])
@@ -28,7 +28,7 @@ ROWS["LayerNorm residual"](case)
 (task,) = lower(case.graph, Tiling({})).tasks.tasks
 (one,) = launch.describer(task.kernel)([task]).launches
 for capability in 80, 90:
-    print(capability, launch.compile_launch(one, capability).overlaps)
+    print(capability, launch_binary.compile_launch(one, capability).overlaps)
 
 add = launch.load() and sys.modules["nntile_py.tasks.elementwise_triton"]._add
 signature = {"Y": "*fp32", "A": "*fp32", "B": "*fp32", "n": "i32", "BLOCK": "constexpr"}
@@ -49,17 +49,17 @@ compiler = triton.compile
 for way in launch.describer(task.kernel)([task]).ways:
     texts = []
     triton.compile = lambda *given, **options: texts.append(made := compiler(*given, **options)) or made
-    launch.compile_launch(way[0], 90)
+    launch_binary.compile_launch(way[0], 90)
     ahead, _, behind = texts[0].asm["ptx"].partition("griddepcontrol.wait")
     names = "prefetch.global.L2|ld.global|cp.async|st.global"
     print({*re.findall(names, ahead)}, {*re.findall(names, behind)} >= {"cp.async", "st.global"})
 triton.compile = compiler
 
-other, launch.compiled_so = replace(one, warps=8), nullcontext
-launch.compile_launch(other, 90)
-launch._compile.cache_clear()
-launch.compiled_so = pdl.compiled_so
-print("kept", launch.compile_launch(other, 90).overlaps)
+other, launch_binary.compiled_so = replace(one, warps=8), nullcontext
+launch_binary.compile_launch(other, 90)
+launch_binary._compile.cache_clear()
+launch_binary.compiled_so = pdl.compiled_so
+print("kept", launch_binary.compile_launch(other, 90).overlaps)
 """
 
 

@@ -151,7 +151,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from operators_contract import linear
 from nntile_py.graph.lowering import lower
-from nntile_py.tasks import launch
+from nntile_py.tasks import launch, launch_binary
 from nntile_py.execution.task_payload import NOT_LAUNCHED, encoded_launches
 from nntile_py.tasks.dynamic_size import with_live_sizes
 from nntile_py.testing import Case
@@ -168,15 +168,15 @@ for seq, embed, ffn, row in cases:
     (task,) = lower(case.graph, Tiling({})).tasks.tasks
     made = launch.load()["contract"]([task])
     for one in sum(made.ways if sys.argv[2] == "True" else made.ways[:1], ()):
-        binary = launch.compile_launch(one, 90)
-        assert binary.shared <= launch.shared_memory(90), (one.constexprs, binary.shared)
+        binary = launch_binary.compile_launch(one, 90)
+        assert binary.shared <= launch_binary.shared_memory(90), (one.constexprs, binary.shared)
         assert binary.warps == one.warps
     print(seq, embed, made.key.partition(" of ")[2])
 
 # Tensor maps of the first rows, as many as a step fills; not for devices without the copy engine.
 filled = with_live_sizes(task, [(number, 1, Slot("filled")) for number in (0, 1, 4)])
 (one,) = launch.load()["contract"]([filled]).launches
-*_, grid, parameters = launch.encode(one, launch.compile_launch(one, 90))
+*_, grid, parameters = launch_binary.encode(one, launch_binary.compile_launch(one, 90))
 rows = (7, (2, 1, 1, 1))
 sizes = [(2, 3072), (3, 3072), (3, 1)]
 assert parameters[:5] == [(9, (4, 3072, 2, 9, 128, 32, 2)), rows, *sizes], parameters[:5]
@@ -186,9 +186,10 @@ assert grid == [(2, 264), (2, 1), (2, 1)]
 assert encoded_launches([task], 80) == NOT_LAUNCHED
 
 # Candidates that need more shared memory than the device has are left out, so the C++ kernel computes the product.
-needs = sorted(launch.compile_launch(one, 90).shared for way in launch.load()["contract"]([task]).ways for one in way)
+ways = launch.load()["contract"]([task]).ways
+needs = sorted(launch_binary.compile_launch(one, 90).shared for way in ways for one in way)
 for room, ways in (needs[-1], 2), (needs[0] - 1, 0):
-    launch.shared_memory = lambda capability: room
+    launch_binary.shared_memory = lambda capability: room
     assert len(encoded_launches([task], 90)[0]) == ways
 assert encoded_launches([task], 90) == NOT_LAUNCHED
 """

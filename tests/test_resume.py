@@ -21,6 +21,7 @@ from test_loop import HOW, command, metrics, nntile
 
 import nntile_py as nt
 from nntile_py.checkpoint import format as checkpoint
+from nntile_py.checkpoint import reader
 from nntile_py.checkpoint.resume import newest_checkpoint
 from nntile_py.checkpoint.run_folder import RunFolder
 from nntile_py.errors import NNTileError
@@ -267,7 +268,7 @@ def test_a_run_resumes_with_its_own_settings(whole: Path, tmp_path: Path) -> Non
     done = forks.run(command, **HOW, cwd=tmp_path, check=False)
     assert done.returncode == 0 and "going on after step 12, from runs/tiny/checkpoints" in done.stdout, done.stderr
     assert "train.steps was 12, is 13" in done.stdout and "--set train.steps=12" not in done.stdout
-    facts = checkpoint.read_facts(run / "checkpoints" / "step-000013")
+    facts = reader.read_facts(run / "checkpoints" / "step-000013")
     assert facts["overrides"] == [*SHORT[1:], "train.steps=13"]
     done = forks.run([*begin, "."], **HOW, cwd=tmp_path, check=False)
     assert done.returncode == 2 and "CONFIG: . is not the folder of a run: config.yaml does not exist" in done.stderr

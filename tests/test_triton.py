@@ -427,7 +427,7 @@ from nntile_py.testing import Case
 from operators import ROWS
 from operators_losses import adamw
 from nntile_py.graph.lowering import lower
-from nntile_py.tasks import launch
+from nntile_py.tasks import launch, launch_binary
 from nntile_py.tiles import Tiling
 
 sizes = {"batch": 2, "seq": 128, "embed": 768, "heads": 12, "head_dim": 64, "ffn": 3072, "vocab": 50257}
@@ -445,9 +445,9 @@ for row in [*map(ROWS.get, rows), adamw(split=True)]:
     row(case)
     for task in lower(case.graph, Tiling({})).tasks.tasks:
         for one in launch.describer(task.kernel)([task]).launches:
-            binary = launch.compile_launch(one)
-            assert binary is launch.compile_launch(one)
-            cubin, name, shared, warps, overlaps, grid, parameters = launch.encode(one, binary)
+            binary = launch_binary.compile_launch(one)
+            assert binary is launch_binary.compile_launch(one)
+            cubin, name, shared, warps, overlaps, grid, parameters = launch_binary.encode(one, binary)
             assert cubin[:4] == b"\\x7fELF" and name.encode() in cubin and 1 <= warps <= 16, name
             assert len(parameters) == len(one.args) + 2 and parameters[-2:] == [(3, 0), (3, 0)]
             print(name)
@@ -461,7 +461,7 @@ every = sys.argv[2] == "True"
 import grouped_attention
 from test_attention import Row
 from nntile_py.graph.lowering import lower
-from nntile_py.tasks import launch
+from nntile_py.tasks import launch, launch_binary
 from nntile_py.tasks.dynamic_size import with_live_sizes
 from nntile_py.testing import Case
 from nntile_py.tiles import Tiling
@@ -472,7 +472,7 @@ dense(case)
 for task in lower(case.graph, Tiling({})).tasks.tasks:
     made = launch.load()[task.kernel]([task])
     assert "rows 2 of 128 128 padding 1" in made.key and len(made.ways) > 1
-    print(*(launch.compile_launch(one).name for one in made.launches), "dense")
+    print(*(launch_binary.compile_launch(one).name for one in made.launches), "dense")
 def of_bin(positions, row, dtype="bf16", head_dim=64):
     case = Case({"batch": 1, "seq": positions, "heads": 12, "kv_heads": 4, "head_dim": head_dim}, dtype)
     row(case)
@@ -491,18 +491,19 @@ for positions, row in (128, short), (512, long):
                    for way, name in zip(made.ways, names) for one in way)
         for way in ways:
             for one in way:
-                binary = launch.compile_launch(one)
-                assert binary.shared <= launch.shared_memory(90), (one.constexprs, binary.shared)
-                *_, grid, parameters = launch.encode(one, binary)
+                binary = launch_binary.compile_launch(one)
+                assert binary.shared <= launch_binary.shared_memory(90), (one.constexprs, binary.shared)
+                *_, grid, parameters = launch_binary.encode(one, binary)
                 assert any(kind == 7 for kind, _ in parameters) and len(grid) == 3
                 print(binary.name, positions)
 grouped_attention.register()
 for dtype, head_dim in (("bf16", 64), ("fp32", 64), ("fp16", 128), ("bf16", 256))[: None if every else 1]:
     for task, made in of_bin(512, Row("segments around", "segments", dropout=0.1), dtype, head_dim):
         for one in made.launches:
-            binary = launch.compile_launch(one)
-            assert len(made.ways) == 1 and binary.shared <= launch.shared_memory(90), (one.constexprs, binary.shared)
-            launch.encode(one, binary)
+            binary = launch_binary.compile_launch(one)
+            assert len(made.ways) == 1
+            assert binary.shared <= launch_binary.shared_memory(90), (one.constexprs, binary.shared)
+            launch_binary.encode(one, binary)
             print(binary.name, dtype)
 """
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.system.folders import (
@@ -50,7 +50,7 @@ MODEL, CONFIG, OPTIMIZER, TOKENIZER, TOKENIZER_CONFIG, STATE = (
 )  # fmt: skip
 FILES = (MODEL, CONFIG, OPTIMIZER, TOKENIZER, TOKENIZER_CONFIG, STATE)
 _UNFINISHED = "unfinished checkpoint"  # mark of a folder that is being written
-_FOLDER_NAME = re.compile(r"step-(\d+)")
+FOLDER_NAME = re.compile(r"step-(\d+)")
 _HIDDEN_NAME = re.compile(r"\.(step-\d+)\..*")
 _FILE_DTYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16"}
 
@@ -220,13 +220,13 @@ def own_files(folder: Path) -> set[str] | None:
 
     The content of state.json tells a checkpoint from other folders that have a file of this name."""
     try:
-        state = _StateFile.model_validate(json.loads(read(folder / STATE)))
+        state = StateFile.model_validate(json.loads(read(folder / STATE)))
     except (OSError, ValueError, RecursionError):  # pydantic's ValidationError is a ValueError
         return None
-    return {STATE, *filter(_is_inside, state.sha256)}
+    return {STATE, *filter(is_inside, state.sha256)}
 
 
-def _is_inside(name: str) -> bool:
+def is_inside(name: str) -> bool:
     """Return True if a path is that of a file in a checkpoint, or in a folder of the checkpoint."""
     parts = Path(name).parts
     return 1 <= len(parts) <= 2 and not Path(name).is_absolute() and ".." not in parts
@@ -342,7 +342,7 @@ def freed_bytes(folder: Path) -> int:
 def checkpoints_in(run: Path) -> list[tuple[int, Path]]:
     """Return step and folder of each checkpoint of a run, the newest first."""
     folders = (run / "checkpoints").iterdir() if (run / "checkpoints").is_dir() else ()
-    named = ((match, path) for path in folders if (match := _FOLDER_NAME.fullmatch(path.name)))
+    named = ((match, path) for path in folders if (match := FOLDER_NAME.fullmatch(path.name)))
     return sorted(((int(match[1]), path) for match, path in named), reverse=True)
 
 
@@ -361,7 +361,7 @@ class _Scale(BaseModel):
         return value
 
 
-class _StateFile(BaseModel):
+class StateFile(BaseModel):
     """Schema of state.json. Further entries are allowed."""
 
     model_config = ConfigDict(strict=True)
@@ -380,64 +380,3 @@ class _StateFile(BaseModel):
         if missing := {MODEL, OPTIMIZER} - hashes.keys():
             raise ValueError(f"{', '.join(sorted(missing))} missing")
         return hashes
-
-
-def read_facts(folder: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's state.json, after a check of every file's hash. Raises DamagedCheckpoint."""
-    try:
-        state = json.loads(read(folder / STATE))
-        _StateFile.model_validate(state)
-        if (named := _FOLDER_NAME.fullmatch(folder.name)) and int(named[1]) != state["step"]:
-            raise DamagedCheckpoint(f"{folder}: holds step {state['step']}, which is not its name")
-        for name, expected in state["sha256"].items():
-            if not _is_inside(name) or not (folder / name).is_file():
-                raise DamagedCheckpoint(f"{folder / name}: no such file in the checkpoint")
-            with (folder / name).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != expected:
-                    raise DamagedCheckpoint(f"{folder / name}: the content is not what was written")
-    except OSError as error:
-        raise DamagedCheckpoint(f"{error.filename}: {error.strerror}") from None
-    except ValidationError as error:
-        reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise DamagedCheckpoint(f"{folder / STATE}: {reasons}") from None
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{folder / STATE}: not readable ({type(error).__name__}: {error})") from None
-    return dict(state)
-
-
-class Averages(Mapping[str, Array]):
-    """{name of a weight: array} of one of the optimizer's averages, m or v, in a checkpoint.
-
-    An array is read from the file at each access."""
-
-    def __init__(self, path: Path, file: Any, names: Mapping[str, str]) -> None:
-        self._path, self._file, self._names = path, file, names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __getitem__(self, weight: str) -> Array:
-        name = self._names[weight]
-        try:
-            array: Array = self._file.get_tensor(name)
-        except Exception as error:  # of safetensors; TypeError for dtypes that NumPy lacks
-            raise DamagedCheckpoint(f"{self._path}: {name}: {error}") from None
-        return array
-
-
-def read_averages(folder: Path) -> dict[str, Averages]:
-    """Return the optimizer's averages in a checkpoint: {m or v: {name of a weight: array}}."""
-    from safetensors import safe_open
-
-    path, names = folder / OPTIMIZER, dict[str, dict[str, str]]()
-    try:
-        file: Any = safe_open(path, "numpy")
-        for name in file.keys():  # noqa: SIM118
-            weight, _, average = name.rpartition(".")
-            names.setdefault(average, {})[weight] = name
-    except Exception as error:  # of safetensors
-        raise DamagedCheckpoint(f"{path}: {error}") from None
-    return {average: Averages(path, file, of) for average, of in names.items()}

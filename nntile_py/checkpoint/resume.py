@@ -12,7 +12,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from nntile_py.checkpoint.format import STATE, DamagedCheckpoint, checkpoints_in, read_averages, read_facts
+from nntile_py.checkpoint.format import STATE, DamagedCheckpoint, checkpoints_in
+from nntile_py.checkpoint.reader import read_averages, read_facts
 from nntile_py.config.run_config import RunConfig
 from nntile_py.data.dataset import Dataset
 from nntile_py.errors import ConfigError

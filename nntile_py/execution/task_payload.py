@@ -9,7 +9,7 @@ from typing import Any
 from nntile_py import _core
 from nntile_py.errors import TaskError
 from nntile_py.execution.python_task import bound
-from nntile_py.tasks import launch
+from nntile_py.tasks import launch, launch_binary
 from nntile_py.tasks.dynamic_size import with_live_sizes
 from nntile_py.tasks.generated import GENERATED, KERNELS
 from nntile_py.tasks.scalar import native
@@ -45,13 +45,13 @@ def encoded_launches(tasks: list[Task], capability: int | None, lives: Lives = (
     variants = [variant for variant in description.ways if all(one.for_device(capability) for one in variant)]
     if not variants:
         return NOT_LAUNCHED
-    compiled = [[(one, launch.compile_launch(one, capability)) for one in variant] for variant in variants]
-    room = launch.shared_memory(capability)
+    compiled = [[(one, launch_binary.compile_launch(one, capability)) for one in variant] for variant in variants]
+    room = launch_binary.shared_memory(capability)
     fit = [variant for variant in compiled if all(binary.shared <= room for _, binary in variant)]
     if not fit:
         return NOT_LAUNCHED
-    encoded: list[Any] = [[launch.encode(*one) for one in variant] for variant in fit]
-    return encoded, description.scratch, launch.encode_table(description), description.key
+    encoded: list[Any] = [[launch_binary.encode(*one) for one in variant] for variant in fit]
+    return encoded, description.scratch, launch_binary.encode_table(description), description.key
 
 
 def body(

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from nntile_py.checkpoint.format import CONFIG, STATE, TOKENIZER, checkpoints_in, read_facts
+from nntile_py.checkpoint.format import CONFIG, STATE, TOKENIZER, checkpoints_in
+from nntile_py.checkpoint.reader import read_facts
 from nntile_py.checkpoint.resume import newest_checkpoint
 from nntile_py.checkpoint.run_folder import RUN_CONFIG
 from nntile_py.data.tokenizer import load_tokenizer

@@ -80,7 +80,7 @@ def resume() -> None:
     """What `nntile train --resume` reads, but for the training."""
 
     def call() -> None:
-        from nntile_py.checkpoint.format import read_averages
+        from nntile_py.checkpoint.reader import read_averages
         from nntile_py.checkpoint.resume import check_same_run, data_facts, newest_checkpoint
         from nntile_py.checkpoint.run_folder import Metrics
         from nntile_py.config.builders import step_spec
