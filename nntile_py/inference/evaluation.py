@@ -321,6 +321,7 @@ def _encoder(opened: OpenedModel, config: InferenceConfig, windows: Windows) -> 
 
 
 def _special(opened: OpenedModel) -> SpecialTokens:
+    assert opened.tokenizer
     return special_tokens(opened.tokenizer, str(opened.tokenizer_file), str(opened.folder))
 
 

@@ -64,12 +64,14 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         if opened.tokenizer is None:
             raise ConfigError(f"--model_args: path={path} has no tokenizer.json; allowed: a folder with a tokenizer")
         known = special_tokens(opened.tokenizer, str(opened.tokenizer_file), str(opened.folder))
-        self._numbers = {role: opened.tokenizer.token_to_id(token) for role, token in known.roles.items()}
-        if self._numbers.get("bos_token") is None and self._numbers.get("eos_token") is None:
+        roles = [known.roles.get(role) for role in ("bos_token", "eos_token")]
+        numbers = [opened.tokenizer.token_to_id(token) for token in roles if token]
+        if not numbers or None in numbers:
             need = "a tokenizer with one, which lm_eval puts before a text without context"
             raise ConfigError(
                 f"--model_args: path={path}: the tokenizer has no bos_token or eos_token; allowed: {need}"
             )
+        self._first, self._last = int(numbers[0] or 0), int(numbers[-1] or 0)
         positions = getattr(opened.model.config, "positions", None)
         for name, value, most in (("max_length", max_length, positions), ("batch_tokens", batch_tokens, None)):
             if value is not None and (type(value) is not int or value < 1 or value > (most or value)):
@@ -91,14 +93,14 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     @property
     def eot_token_id(self) -> int:
         """Number of the token that ends a text."""
-        return int(self._numbers.get("eos_token", self._numbers.get("bos_token")))
+        return self._last
 
     @property
     def prefix_token_id(self) -> int:
         """Number of the token before a text without context."""
-        return int(self._numbers.get("bos_token", self._numbers.get("eos_token")))
+        return self._first
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
         """Return a text's tokens; by default with the tokenizer's template, unless the text begins with its token."""
         if add_special_tokens is None:
             first = self.tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
@@ -106,7 +108,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens).ids)
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[Encoded], disable_tqdm: bool = False, **_: Any
+        self, requests: Sequence[Encoded], disable_tqdm: bool = False, **unused: Any
     ) -> list[tuple[float, bool]]:
         """Return (log-likelihood, greedy) of each request. A context that is too long is cut at its beginning."""
         for _texts, _context, continuation in requests:
