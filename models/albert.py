@@ -56,7 +56,7 @@ class ALBERTConfig(TextEncoderConfig, PaddedConfig):
         return self
 
 
-class ALBERT(TextEncoder):
+class ALBERT(TextEncoder[ALBERTConfig]):
     """ALBERT with the head that config.head names. Inputs: input_ids, labels; attention_mask, token_type_ids if given.
 
     Labels by head. masked_lm and pretraining: the masked token of each position, -100 at unmasked positions;

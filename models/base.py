@@ -30,7 +30,7 @@ from nntile_py.models.hf_config import (
 )  # fmt: skip
 from nntile_py.models.hf_keys import Keys
 from nntile_py.models.init import initial_weights
-from nntile_py.schema import Count, Section, allowed, explained, short
+from nntile_py.schema import UNFILLED, Filled, Section, allowed, explained, short
 from nntile_py.typed import typed
 
 
@@ -115,7 +115,7 @@ class ModelConfig(Section):
 class TokenConfig(ModelConfig):
     """Config of a model that reads tokens."""
 
-    vocab: Count | None = None
+    vocab: Filled = UNFILLED
     """Size of the vocabulary; null: the tokenizer's."""
 
 

@@ -32,7 +32,7 @@ class BERTConfig(DecodableConfig, PaddedConfig):
     """Added to the variance in LayerNorm."""
 
 
-class BERT(DecodableEncoder):
+class BERT(DecodableEncoder[BERTConfig]):
     """BERT with the head that config.head names. Inputs: input_ids, labels; attention_mask and token_type_ids if given.
 
     Labels by head. masked_lm and pretraining: the masked token of each position, -100 at unmasked positions; causal_lm:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
+from typing_extensions import TypeVar  # of pydantic
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
@@ -41,7 +42,10 @@ class DecodableConfig(TextEncoderConfig):
         return self
 
 
-class DecodableEncoder(TextEncoder):
+DecodableConfigT = TypeVar("DecodableConfigT", bound=DecodableConfig, default=Any)
+
+
+class DecodableEncoder(TextEncoder[DecodableConfigT]):
     """A TextEncoder that can also be a decoder."""
 
     fixed: ClassVar = {

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from pydantic import model_validator
+from typing_extensions import TypeVar  # of pydantic
 
 from nntile_py.graph import packed_inputs
 from nntile_py.graph.graph import Graph
@@ -31,7 +32,7 @@ from nntile_py.models.parts import (
     norm_weights,
     position_input,
 )
-from nntile_py.schema import BelowOne, Count, Natural, Switch
+from nntile_py.schema import UNFILLED, BelowOne, Count, Filled, Natural, Switch
 from nntile_py.tasks.activation import ActivationName, activation
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.elementwise import add, dropout, rename, transpose
@@ -51,7 +52,7 @@ PADDED_KEYS = KEYS | {"padding_idx": "pad_token_id"}
 class TextEncoderConfig(HeadConfig, LayerConfig, TokenConfig):
     """Config of BERT and its descendants. Each subclass adds the field `layer_norm_eps`."""
 
-    positions: Count | None = None
+    positions: Filled = UNFILLED
     """Length of the longest sequence; null: `train.seq`."""
     masked: Natural | None = None
     """For masked_lm and pretraining: the largest number of masked tokens in a sequence. A training step computes logits
@@ -74,7 +75,10 @@ class TextEncoderConfig(HeadConfig, LayerConfig, TokenConfig):
         return self
 
 
-class TextEncoder(HeadedModel):
+EncoderConfigT = TypeVar("EncoderConfigT", bound=TextEncoderConfig, default=Any)
+
+
+class TextEncoder(HeadedModel[EncoderConfigT]):
     """Base class of BERT and its descendants. A subclass sets `Config`, `stem` and other attributes, and `trace`."""
 
     objective = "masked"
@@ -146,7 +150,7 @@ def counted_positions(g: Graph, batch: Batch, positions: int | None, padding: in
 def embedded(
     g: Graph,
     batch: Batch,
-    c: Any,
+    c: TextEncoderConfig,
     name: str,
     *,
     kinds: bool = True,
@@ -214,7 +218,7 @@ class EncoderLayer:
     them. Several calls share the weights.
     """
 
-    def __init__(self, g: Graph, c: Any, name: str, names: LayerNames) -> None:
+    def __init__(self, g: Graph, c: TextEncoderConfig, name: str, names: LayerNames) -> None:
         embed, heads = {"embed": c.embed}, {"heads": c.heads, "head_dim": c.embed // c.heads}
         ffn, at = {"ffn": c.ffn}, LayerNames(*(f"{name}.{one}" for one in names))
         self.config = c

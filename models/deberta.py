@@ -33,7 +33,7 @@ from nntile_py.models.parts import (
     dense_weights,
     norm,
 )
-from nntile_py.schema import Count, Positive, integer, short
+from nntile_py.schema import UNFILLED, Count, Filled, Positive, integer, short
 from nntile_py.tasks.activation import ActivationName
 from nntile_py.tasks.contract import contract
 from nntile_py.tasks.cross_entropy import cross_entropy
@@ -64,7 +64,7 @@ class DeBERTaConfig(TextEncoderConfig, PaddedConfig):
     positions."""
     layer_norm_eps: Positive = 1e-7
     """Added to the variance in LayerNorm."""
-    embedding: Count | None = None
+    embedding: Filled = UNFILLED
     """Width of the embedding; null: `embed`. If it differs from `embed`, a product expands it to `embed`."""
     pooler_activation: ActivationName = "gelu"
     """Activation of the dense layer before a classifier."""
@@ -90,7 +90,7 @@ class DeBERTaConfig(TextEncoderConfig, PaddedConfig):
         return 0
 
     @property
-    def longest(self) -> int | None:
+    def longest(self) -> int:
         """Number of tokens from which on all distances share one embedding."""
         return self.relative_positions or self.positions
 
@@ -189,7 +189,9 @@ class Relative(NamedTuple):
 class DeBERTaLayer(EncoderLayer):
     """A layer of version 1. Its checkpoint has one weight that holds, head by head, query, key and value weights."""
 
-    def __init__(self, g: Graph, c: Any, name: str, relative: Relative | None, padding: Padding | None) -> None:
+    def __init__(
+        self, g: Graph, c: DeBERTaConfig, name: str, relative: Relative | None, padding: Padding | None
+    ) -> None:
         self.own, self.relative, self.padding = f"{name}.attention.self", relative, padding
         super().__init__(g, c, name, LayerNames(*(f"attention.self.{one}_proj" for one in ("query", "key", "value"))))
         embed, heads = {"embed": c.embed}, {"heads": c.heads, "head_dim": c.embed // c.heads}
@@ -254,15 +256,15 @@ class DeBERTaV2Layer(DeBERTaLayer):
 # -- models
 
 
-class DeBERTa(TextEncoder):
+class DeBERTa(TextEncoder[DeBERTaConfig]):
     """DeBERTa, version 1. Inputs: input_ids, labels; optionally attention_mask, and token_type_ids if the model has
     token types.
 
     Labels by head. masked_lm: the masked token of each position, -100 at unmasked positions; classification: a class
     for each sequence, [batch]. Padding attends to all positions alike, as in transformers."""
 
-    Config: ClassVar[Any] = DeBERTaConfig
-    Layer: ClassVar[Any] = DeBERTaLayer
+    Config = DeBERTaConfig
+    Layer: ClassVar[type[DeBERTaLayer]] = DeBERTaLayer
     prefix = "deberta."
     stem = "Deberta"
     # Published checkpoints lack the key `legacy`, which counts as true, but name the head's weights as in _HEAD.
@@ -304,10 +306,10 @@ class DeBERTa(TextEncoder):
     def trace(self, g: Graph, batch: Batch) -> Traced:
         c = self.config
         check_length(batch, c.positions)
-        expanded = {"width": c.embedding, "expanded": "embed_proj"} if c.embedding != c.embed else {}
         x, words = embedded(
-            g, batch, c, "deberta.embeddings", kinds=c.kinds > 0, places=c.position_biased_input, **expanded
-        )
+            g, batch, c, "deberta.embeddings", kinds=c.kinds > 0, places=c.position_biased_input, width=c.embedding,
+            expanded="embed_proj" if c.embedding != c.embed else "",
+        )  # fmt: skip
         relative, mask, padding = self.relative(g, batch), attention_mask(g, batch), padding_of(g, batch)
         first = x = padding.zeroed(x) if padding else x
         for layer in range(c.layers):

@@ -27,7 +27,7 @@ class DistilBERTConfig(TextEncoderConfig, PaddedConfig):
     layer_norm_eps: ClassVar[float] = 1e-12  # a constant in transformers
 
 
-class DistilBERT(TextEncoder):
+class DistilBERT(TextEncoder[DistilBERTConfig]):
     """DistilBERT with the head that config.head names. Inputs: input_ids, labels; attention_mask if given.
 
     Labels by head. masked_lm: the masked token of each position, -100 at unmasked positions; classification: a class

@@ -57,7 +57,7 @@ class GPT2Config(DecoderConfig):
         return self
 
 
-class GPT2(HeadedModel):
+class GPT2(HeadedModel[GPT2Config]):
     """GPT-2 with a language modelling head. Inputs: input_ids, labels; attention_mask if given."""
 
     Config = GPT2Config

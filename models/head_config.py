@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal, Self, get_args
 from pydantic import model_validator
 
 from nntile_py.errors import ConfigError
-from nntile_py.models.base import Model, ModelConfig
+from nntile_py.models.base import ConfigT, Model, ModelConfig
 from nntile_py.models.hf_config import architecture, choice
-from nntile_py.schema import Count
+from nntile_py.schema import UNFILLED, Filled
 
 # {head: end of the name of transformers' class}. Some heads share a class: `classification` is the last of the heads of
 # whole sequences, and `none` comes after `pooler`. A config.json with such a class is read as the last of its heads,
@@ -32,7 +32,7 @@ _TWO = ("question_answering", "next_sentence_prediction")  # heads with two clas
 class HeadConfig(ModelConfig):
     """Config of a model with one of several heads. A subclass adds the field `head`."""
 
-    classes: Count | None = None
+    classes: Filled = UNFILLED
     """Number of classes of a classifier (of sequences or tokens); with head: regression, the number of values to
     predict. Null: the number of `labels`; without `labels`: 2, for regression 1."""
     labels: list[str] | None = None
@@ -55,7 +55,7 @@ class HeadConfig(ModelConfig):
         return self
 
 
-class HeadedModel(Model):
+class HeadedModel(Model[ConfigT]):
     """Base class of models with one of several heads."""
 
     head_fields = ("head", "classes", "labels")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -159,7 +158,7 @@ def sequence_or_token_head(
     return None
 
 
-def classified_tokens(g: Graph, batch: Batch, c: Any, x: Tensor) -> Traced:
+def classified_tokens(g: Graph, batch: Batch, c: HeadConfig, x: Tensor) -> Traced:
     """Return loss and logits of token classification.
 
     Declares the input labels [batch, seq]: the class of each token, -100 for tokens that do not count.
@@ -171,7 +170,7 @@ def classified_tokens(g: Graph, batch: Batch, c: Any, x: Tensor) -> Traced:
 
 
 def classified(
-    g: Graph, batch: Batch, c: Any, vectors: Tensor, name: str = "classifier", *, bias: bool = True
+    g: Graph, batch: Batch, c: HeadConfig, vectors: Tensor, name: str = "classifier", *, bias: bool = True
 ) -> Traced:
     """Return loss and logits of a classifier of sequences, whose vectors are `vectors` [batch, hidden].
 

@@ -53,7 +53,7 @@ class TransformerDecoderConfig(TransformerEncoderConfig):
     """Number of positions of the encoder's output; null: `train.seq`."""
 
 
-class TransformerEncoder(Model):
+class TransformerEncoder(Model[TransformerEncoderConfig]):
     """Encoder layers: self-attention and a feed-forward part."""
 
     Config = TransformerEncoderConfig

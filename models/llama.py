@@ -29,7 +29,7 @@ from nntile_py.models.parts import (
     dense,
     rotary_input,
 )
-from nntile_py.schema import Count, Positive, Switch, short
+from nntile_py.schema import UNFILLED, Count, Filled, Positive, Switch, short
 from nntile_py.tasks.activation import ActivationName
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.elementwise import add, transpose
@@ -51,10 +51,10 @@ _KEYS = {
 class RotaryDecoderConfig(DecoderConfig, PaddedConfig):
     """Config fields that Llama, Mistral and Qwen share."""
 
-    kv_heads: Count | None = None
+    kv_heads: Filled = UNFILLED
     """Number of heads of keys and values. If it is smaller than `heads`, groups of heads share keys and values. Null:
     `heads`."""
-    head_dim: Count | None = None
+    head_dim: Filled = UNFILLED
     """Width of a head; null: `embed` divided by `heads`."""
     ffn: Count
     """Width of the feed-forward part."""
@@ -86,10 +86,10 @@ class LlamaConfig(RotaryDecoderConfig):
     """The products of the feed-forward part have biases."""
 
 
-class Llama(HeadedModel):
+class Llama(HeadedModel[RotaryDecoderConfig]):
     """Llama with a language modelling head. Inputs: input_ids, labels; attention_mask if given."""
 
-    Config: ClassVar[Any] = LlamaConfig
+    Config: ClassVar[type[RotaryDecoderConfig]] = LlamaConfig
     objective = "causal"
     prefix = "model."
     stem = "Llama"

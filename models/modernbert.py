@@ -33,7 +33,7 @@ from nntile_py.models.parts import (
     first_tokens,
     rotary_input,
 )
-from nntile_py.schema import Count, Positive, Switch
+from nntile_py.schema import UNFILLED, Count, Filled, Positive, Switch
 from nntile_py.tasks.activation import ActivationName, activation
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.contract import linear
@@ -55,7 +55,7 @@ class ModernBERTConfig(TextEncoderConfig, PaddedConfig):
     head: Literal[EncoderHead, "multiple_choice", "none"] = "masked_lm"
     """What the model predicts. `nntile train` trains masked_lm and classifiers, nt.Trainer each head with
     a loss. For nt.Encoder, without a loss: `none` returns hidden states."""
-    ffn: Count | None = None
+    ffn: Filled = UNFILLED
     """Width of the feed-forward part after its gate; null: 1.5 times `embed`."""
     local_attention: Count = 128
     """Window of the attention in local layers: a token attends to half this number of tokens on each side."""
@@ -104,7 +104,7 @@ class ModernBERTConfig(TextEncoderConfig, PaddedConfig):
         return self.layer_types[layer] == LAYER_TYPES[0] if self.layer_types else layer % self.global_every == 0
 
 
-class ModernBERT(TextEncoder):
+class ModernBERT(TextEncoder[ModernBERTConfig]):
     """ModernBERT with the head that config.head names. Inputs: input_ids, labels; attention_mask if given.
 
     Labels by head. masked_lm: the masked token of each position, -100 at unmasked positions; classification: a class
@@ -183,7 +183,7 @@ class _Layers:
     all norms share an input of zeros as their bias.
     """
 
-    def __init__(self, g: Graph, batch: Batch, c: Any) -> None:
+    def __init__(self, g: Graph, batch: Batch, c: ModernBERTConfig) -> None:
         self.g, self.batch, self.c = g, batch, c
         self.zeros = None if c.norm_bias else g.input("norm_bias", {"embed": c.embed}, None, default=0.0)
         self.kinds: dict[bool, tuple[Mask, Tensor]] = {}

@@ -14,7 +14,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ONES, ZEROS, Array, Batch, Init, Normal, Part
 from nntile_py.models.base import ModelConfig, TokenConfig
 from nntile_py.models.head_config import HeadConfig, SequenceHead
-from nntile_py.schema import BelowOne, Count, Layers, Natural, Switch
+from nntile_py.schema import UNFILLED, BelowOne, Count, Filled, Layers, Natural, Switch
 from nntile_py.tasks.attention import WITH_DROPOUT, Backend
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.elementwise import add, bias_add
@@ -56,7 +56,7 @@ class LayerConfig(ModelConfig):
     """Width of the model: entries of a token's vector."""
     heads: Count
     """Attention heads."""
-    ffn: Count | None = None
+    ffn: Filled = UNFILLED
     """Width of the feed-forward part; null: 4 times `embed`."""
     attention: Backend = "vendor"
     """The attention backend. `vendor`: the fastest fused kernel (ATen, cuDNN); if `tiles.seq` cuts sequences, as
@@ -92,7 +92,7 @@ class DecoderConfig(HeadConfig, LayerConfig, TokenConfig):
     `regression`: classes or numbers of a sequence, from its last token that is not padding. `none`: hidden states
     without a loss, for nt.Encoder."""
 
-    positions: Count | None = None
+    positions: Filled = UNFILLED
     """Length of the longest sequence; null: `train.seq`."""
     tie_embeddings: Switch = False
     """Compute the logits with the weights of the embedding; false: with weights of their own."""

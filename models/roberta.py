@@ -46,7 +46,7 @@ class RoBERTaConfig(DecodableConfig):
         return self
 
 
-class RoBERTa(DecodableEncoder):
+class RoBERTa(DecodableEncoder[RoBERTaConfig]):
     """RoBERTa with the head that config.head names. Inputs: input_ids, labels; attention_mask, token_type_ids if given.
 
     Labels by head. masked_lm: the masked token of each position, -100 at unmasked positions; causal_lm: the tokens

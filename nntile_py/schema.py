@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, field_validator
 from pydantic.fields import FieldInfo
@@ -107,6 +107,11 @@ def _betas(value: Any) -> tuple[float, float] | None:
 
 Count = Annotated[int, *integer(1)]
 Natural = Annotated[int, *integer(0)]
+if TYPE_CHECKING:
+    Filled = int
+else:
+    Filled = Count | None
+UNFILLED: Any = None  # default of a field of the type Filled: a number that a validator or the run fills in
 Layers = Annotated[int, *integer(1, 1000)]  # at most 1000, because planning more layers takes minutes
 Rows = Annotated[int, *integer(1, 2**31 - 1)]
 Positive = Annotated[float, *number(above=0)]
