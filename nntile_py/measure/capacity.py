@@ -20,14 +20,24 @@ from nntile_py.system.folders import installed, replace_file
 from nntile_py.system.machine import machine
 
 SHAPE = ("layers", "embed", "heads")
-MODELS = {  # sizes in the order of SHAPE: GPT-2's, then GPT-3's (Brown et al. 2020)
-    "tiny": (2, 32, 2), "124M": (12, 768, 12), "355M": (24, 1024, 16), "774M": (36, 1280, 20), "XL": (48, 1600, 25),
+MODELS = {  # sizes in the order of SHAPE: two for CPUs, GPT-2's, then GPT-3's (Brown et al. 2020)
+    "tiny": (2, 32, 2), "45M": (6, 512, 8),
+    "124M": (12, 768, 12), "355M": (24, 1024, 16), "774M": (36, 1280, 20), "XL": (48, 1600, 25),
     "2.7B": (32, 2560, 32), "6.7B": (32, 4096, 32), "13B": (40, 5120, 40),
 }  # fmt: skip
 HOST_BYTES = {"nntile": 22, "fsdp2_offload": 18}  # bytes of main memory for each parameter, at most
+PROCESSES = 2  # of a peer with several processes, on the CPU
 STATE_BYTES = 16  # of each bf16 parameter: value, low bits of the master weight, gradient, two moments
 NO_ANSWER = "no answer within"  # in the message of NoAnswer
-HEAD = "| model | contestant | trains | tokens/s | s a step | GiB of the fullest GPU | GiB of main memory |"
+COLUMNS = ("model", "contestant", "trains", "tokens/s", "s a step")
+
+
+def heads(cuda: int) -> list[str]:
+    """Return the heads of the table's columns.
+
+    cuda: number of GPUs; 0: the CPU, where processes take main memory only."""
+    peak = "GiB allocated on the fullest GPU" if cuda else "GiB of the largest process"
+    return [*COLUMNS, peak, "GiB of main memory, all processes"]
 
 
 def capacity(
@@ -57,28 +67,35 @@ def capacity(
     names = _allowed("--contestants", contestants, [OURS, *(peer for peer in PEERS if peer not in BERT_PEERS)])
     order = sorted(_allowed("--models", models, MODELS), key=list(MODELS).index)
     check_gpus(cuda, "--cuda")
-    gpus = cuda or 2
-    own = ["precision=fp32", "scheduler=cpu"] if not cuda else []
-    own += [f"runtime.cuda={cuda}", f"train.batch={4 * gpus}", "tiles={batch: 4}", "tokenizer.vocab_size=50304"]
+    own = settings(cuda)
     configs = {model: config_of(model, [*own, *(sets or [])]) for model in order}
     for name in (name for name in names if name != OURS):
         check_peer(configs[order[0]], name)
     how = Measure(gpu_memory=int(cuda_memory * 2**30) or None)
     rows: list[dict[str, Any]] = []
     result = {"sets": [*own, *(sets or [])], "measure": how.model_dump(), "rows": rows, **machine()}
+    table = [f"| {' | '.join(heads(cuda))} |", "|---" * len(heads(cuda)) + "|"]
     if not as_json:
-        print(f"{HEAD}\n{'|---' * 7}|", flush=True)
-    filling = [_parameters(configs[model]) * STATE_BYTES <= gpus * cuda_memory * 2**30 for model in order]
+        print(*table, sep="\n", flush=True)
+    room = (cuda or PROCESSES) * cuda_memory * 2**30
+    filling = [parameters(configs[model]) * STATE_BYTES <= room for model in order]
     first = max(sum(filling) - 1, 0) if search else 0
-    for row in _tried(names, configs, first, how, rounds, time_limit, host_memory, budget):
+    for row in tried(names, configs, first, how, rounds, time_limit, host_memory, budget):
         rows.append(row)
         if not as_json:
             print(_line(row), flush=True)
         if out:
             replace_file(out.with_suffix(".json"), json.dumps(result, indent=2) + "\n")
-            replace_file(out.with_suffix(".md"), "\n".join([HEAD, "|---" * 7 + "|", *map(_line, rows), ""]))
+            replace_file(out.with_suffix(".md"), "\n".join([*table, *map(_line, rows), ""]))
     if as_json:
         print(json.dumps(result, indent=2))
+
+
+def settings(cuda: int) -> list[str]:
+    """Return KEY=VALUE for all models: a batch of 4 sequences for each GPU or process."""
+    own = ["precision=fp32", "scheduler=cpu"] if not cuda else []
+    batch = 4 * (cuda or PROCESSES)
+    return [*own, f"runtime.cuda={cuda}", f"train.batch={batch}", "tiles={batch: 4}", "tokenizer.vocab_size=50304"]
 
 
 def config_of(model: str, sets: Sequence[str]) -> RunConfig:
@@ -95,7 +112,7 @@ def _allowed(option: str, text: str, names: Collection[str]) -> list[str]:
     return text.split(",")
 
 
-def _tried(
+def tried(
     names: Sequence[str], configs: dict[str, RunConfig], first: int, how: Measure, rounds: int, time_limit: float,
     host_memory: float, budget: float,
 ) -> Iterator[dict[str, Any]]:
@@ -112,7 +129,7 @@ def _tried(
     ]:
         for name, model in turns:
             config = configs[model]
-            row: dict[str, Any] = {"model": model, "contestant": name, "parameters": _parameters(config)}
+            row: dict[str, Any] = {"model": model, "contestant": name, "parameters": parameters(config)}
             host = HOST_BYTES.get(name, 0) * row["parameters"] / 2**30
             if time.monotonic() > end:
                 row["error"] = f"not tried: {budget:g} s were over"
@@ -146,7 +163,7 @@ def next_model(models: Sequence[str], first: int, trains: dict[str, bool]) -> st
     return models[at] if 0 <= at < len(models) else None
 
 
-def _parameters(config: RunConfig) -> int:
+def parameters(config: RunConfig) -> int:
     c = config.model
     return int(12 * c.layers * c.embed**2 + c.vocab * c.embed)
 

@@ -97,7 +97,7 @@ def run(
         note = ". ".join(filter(None, (note, partial)))
     else:
         more = {"profile": (experiment.name,), "analysis": (experiment.rows,)}
-        more |= dict.fromkeys(("layouts", "selection"), (console,))
+        more |= dict.fromkeys(("layouts", "selection", "capacity"), (console,))
         result = part.run(folder, *more.get(experiment.kind, ()))
     missing = result.no_picture
     if missing and experiment.kind == "graph":

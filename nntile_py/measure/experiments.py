@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, PrivateAttr
 
 from nntile_py.errors import ConfigError
+from nntile_py.measure.capacity_experiment import CapacityExperiment
 from nntile_py.measure.experiment_parts import ConfigPart, GraphExperiment, ProfileExperiment
 from nntile_py.measure.layout_experiment import LayoutExperiment
 from nntile_py.measure.operator_experiment import OperatorExperiment, PaperRow
@@ -29,7 +30,7 @@ Mode = Literal["training", "inference"]
 KINDS = {
     "graph": GraphExperiment, "profile": ProfileExperiment, "analysis": OperatorExperiment, "layouts": LayoutExperiment,
     "flop": FlopExperiment, "breakdown": BreakdownExperiment, "selection": SelectionExperiment,
-    "widths": WidthExperiment,
+    "widths": WidthExperiment, "capacity": CapacityExperiment,
 }  # fmt: skip
 
 
@@ -39,7 +40,9 @@ class Experiment(Section):
     title: str
     shows: str
     paper: str  # result in the paper
-    kind: Literal["sweep", "graph", "profile", "analysis", "layouts", "flop", "breakdown", "selection", "widths"]
+    kind: Literal[
+        "sweep", "graph", "profile", "analysis", "layouts", "flop", "breakdown", "selection", "widths", "capacity"
+    ]
     rows: list[PaperRow] = Field(default_factory=list)  # the paper's table, for the kind `analysis`
     columns: list[str] = Field(default=["seconds", "seconds_min", "tasks"])  # metrics in the report
     ratio: str | None = None  # a key: the report divides the times of its other values by the first value's time
@@ -81,6 +84,8 @@ class Experiment(Section):
     def _in_mode(self, tree: dict[str, Any], mode: Mode) -> dict[str, Any]:
         """Return the section in another mode: with another `work` for a model, another `phase` for a small graph."""
         inner = tree.get("measure", {}) if self.kind == "sweep" else tree
+        if self.kind == "capacity":
+            raise ConfigError(f"--mode: not allowed with {self.name}, which trains")
         if self.kind in ("flop", "breakdown", "selection"):
             raise ConfigError(f"--mode: not allowed with {self.name}, which is about forward passes only")
         both = {"measure.work", "measure.phase"} & tree.get("grid", {}).keys()
