@@ -11,6 +11,7 @@ SCRIPTS = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 SMALL = {  # what is not named here is small as it stands
     "cholesky": "--size 300 --tile 64",
     "fine_tune": "--steps 2",
+    "image_models": "--steps 3",
     "own_model": "--steps 3",
     "sweep_tiles": "--repeats 1",
     "train_gpt2": "--steps 2",
