@@ -68,9 +68,9 @@ def stages(graph: Graph, timings: Timings, tiling: Tiling, policy: str = "chain"
             mine = [edge for edge in variables if edge in (first, last) and isinstance(edge, Edge)]
             for place, variable in reversed([*enumerate(variables)]):
                 if isinstance(variable, SharedCopy):
-                    seconds = seconds.take(0, axis=place)  # without a copy, which would be another edge
+                    seconds = np.asarray(seconds.take(0, axis=place))  # without a copy, which would be another edge
                 elif variable not in mine:
-                    seconds = seconds.min(axis=place)
+                    seconds = np.asarray(seconds.min(axis=place))
         count = len(first.orders), len(last.orders)
         if first is last:
             table = np.full(count, math.inf)

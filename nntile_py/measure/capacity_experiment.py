@@ -112,7 +112,7 @@ def largest(rows: Sequence[Row], contestants: Sequence[str]) -> list[str]:
 def _flop_per_token(config: RunConfig) -> float:
     """Return the flop of a training step for each token: 6 for each parameter, and attention."""
     model = config.model
-    return 6.0 * parameters(config) + 12.0 * model.layers * model.embed * config.train.seq
+    return float(6 * parameters(config) + 12 * model.layers * model.embed * config.train.seq)
 
 
 def _cells(row: Row, flop: Mapping[str, float]) -> list[str]:

@@ -96,7 +96,7 @@ def run(
         result, partial, interrupted = _sweep(part, folder, console)
         note = ". ".join(filter(None, (note, partial)))
     else:
-        more = {"profile": (experiment.name,), "analysis": (experiment.rows,)}
+        more: dict[str, tuple[Any, ...]] = {"profile": (experiment.name,), "analysis": (experiment.rows,)}
         more |= dict.fromkeys(("layouts", "selection", "capacity"), (console,))
         result = part.run(folder, *more.get(experiment.kind, ()))
     missing = result.no_picture

@@ -102,9 +102,10 @@ class FlopExperiment(ConfigPart):
         for colour, (name, column) in zip(COLOURS, shown.items(), strict=False):
             style = "--" if "random" in name else "-"
             axes.plot(alphas, [totals[a][column] / 1e9 for a in alphas], style, marker="o", color=colour, label=name)
-        for column, name in ((1, None), (3, None), (5, "formulas of the paper")):
+        for column in (1, 3, 5):
             values = [totals[a][column] / 1e9 for a in alphas]
-            axes.plot(alphas, values, "x", color="black", markersize=8, label=name)
+            label = "formulas of the paper" if column == 5 else None
+            axes.plot(alphas, values, "x", color="black", markersize=8, label=label)
         axes.set_xlabel("alpha: mean length divided by the longest")
         axes.set_ylabel("Gflop of a layer's products")
         axes.set_ylim(bottom=0)

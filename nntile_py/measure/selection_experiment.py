@@ -120,8 +120,8 @@ def _edges(axes: Axes, number: int, stage: Stage, path: Sequence[int]) -> None:
             continue
         chosen = (a, b) == (path[number], path[number + 1])
         share = best / seconds if seconds else 1.0
-        style = {"color": PATH, "linewidth": 2.5} if chosen else {"color": "black", "alpha": 0.08 + 0.4 * share**2}
-        axes.plot([number, number + 1], [a, b], zorder=2 if chosen else 1, **({"linewidth": 0.8} | style))
+        colour, width, alpha = (PATH, 2.5, 1.0) if chosen else ("black", 0.8, 0.08 + 0.4 * share**2)
+        axes.plot([number, number + 1], [a, b], color=colour, linewidth=width, alpha=alpha, zorder=1 + chosen)
         if chosen:
             axes.text(number + 0.5, (a + b) / 2 - 0.12, f"{seconds * 1e6:.0f}", color=PATH, fontsize=8, ha="center")
 
