@@ -16,7 +16,8 @@ from pathlib import Path
 
 from nntile_py.checkpoint.run_folder import METRICS, RunFolder
 from nntile_py.checkpoint.writer import CheckpointWriter
-from nntile_py.config.run_config import load, runtime_options
+from nntile_py.config.run_config import load
+from nntile_py.config.scheduler_file import runtime_options
 from nntile_py.config.sections import CheckpointSection
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.random_inputs import random_inputs

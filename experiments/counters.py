@@ -39,7 +39,8 @@ def layer(o: argparse.Namespace) -> None:
 
     import nntile_py as nt
     from nntile_py.analysis.workloads import build
-    from nntile_py.config.run_config import load, runtime_options
+    from nntile_py.config.run_config import load
+    from nntile_py.config.scheduler_file import runtime_options
     from nntile_py.profiling.operator_timer import small_program
 
     config = load(Path(__file__).with_name("encoder_layer.yaml"), [*SETS, *o.sets])

@@ -32,7 +32,8 @@ from typing import Any
 from nntile_py.analysis.counts import lower_single
 from nntile_py.analysis.workloads import Work, build, logical, preset
 from nntile_py.config.builders import step_spec
-from nntile_py.config.run_config import RunConfig, load, runtime_options
+from nntile_py.config.run_config import RunConfig, load
+from nntile_py.config.scheduler_file import runtime_options
 from nntile_py.graph.fusion import Fusion
 from nntile_py.profiling.operator_timer import small_program
 from nntile_py.system.clock import clocked

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from nntile_py import _core, cli
-from nntile_py.config.run_config import load, load_scheduler
+from nntile_py.config.run_config import load
+from nntile_py.config.scheduler_file import load_scheduler
 from nntile_py.errors import ConfigError
 from nntile_py.runs import run_folder
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import create_model
 
-from nntile_py.config.run_config import RunConfig, apply_scheduler, override, runtime_options
+from nntile_py.config.run_config import RunConfig
+from nntile_py.config.scheduler_file import apply_scheduler, override, runtime_options
 from nntile_py.config.sections import DataSection, TrainSection
 from nntile_py.errors import ConfigError
 from nntile_py.graph.step import check_precision

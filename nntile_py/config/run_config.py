@@ -3,12 +3,13 @@
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, create_model, model_validator
 
+from nntile_py.config.scheduler_file import apply_scheduler, is_path, override
 from nntile_py.config.sections import (
     CheckpointSection,
     DataSection,
@@ -17,7 +18,6 @@ from nntile_py.config.sections import (
     ProfileSection,
     RuntimeSection,
     SampleSection,
-    SchedulerFile,
     TilesSection,
     TokenizerSection,
     TrainSection,
@@ -44,17 +44,15 @@ from nntile_py.schema import (
     only,
     read_yaml,
     section_of,
-    short,
     validated,
 )
-from nntile_py.system.folders import STDLIB, installed
+from nntile_py.system.folders import STDLIB
 from nntile_py.system.load import cores
 from nntile_py.tasks.optimizer import OPTIMIZERS
 from nntile_py.tiles.tasklist import Policy
 from nntile_py.yaml_text import dump
 
 _OF_RUNS = ("metrics.jsonl", "checkpoints")  # names in the folder of a run, beside its config.yaml and weights
-SCHEDULER_CONFIGS = installed("scheduler_configs")
 DEFAULT_MODEL = "gpt2"
 CLASSIFICATION = "classification"  # the value of RunConfig.aim for heads in CLASSIFIERS
 # {value of model.head: what has a label}
@@ -97,7 +95,7 @@ class RunConfig(Section):
     """Order of a tensor's axes in memory in a training step: as the model declares them (`default`), or the fastest by
     the times that `nntile layouts tune` measured (`searched`). Files of weights are the same."""
     scheduler: Annotated[
-        str | None, AfterValidator(lambda name: str(absolute(name)) if name and _is_path(name) else name)
+        str | None, AfterValidator(lambda name: str(absolute(name)) if name and is_path(name) else name)
     ] = None
     """A file with keys of `runtime`: a name in scheduler_configs/ (such as cpu, gpu, multi_gpu), or a path. Keys in the
     section `runtime` override the file."""
@@ -307,89 +305,14 @@ def _known_keys(model: Any) -> list[str]:
         return all_keys(ModelConfig)
 
 
-def load_scheduler(name: str) -> dict[str, Any]:
-    """Return the checked keys and values of a scheduler file. `name`: a name in scheduler_configs/, or a path."""
-    if not isinstance(name, str):
-        raise ConfigError(f"scheduler: got {name!r}; allowed: a name in scheduler_configs/ or the path of a YAML file")
-    path = Path(os.path.expanduser(name)) if _is_path(name) else SCHEDULER_CONFIGS / f"{name}.yaml"
-    if not os.path.isfile(path):
-        names = sorted(p.stem for p in SCHEDULER_CONFIGS.glob("*.yaml"))
-        raise ConfigError(f"scheduler: no such file: {path}; allowed: the path of a YAML file, or {', '.join(names)}")
-    try:
-        return validated(SchedulerFile, read_yaml(path, "scheduler", SchedulerFile)).model_dump(exclude_unset=True)
-    except ConfigError as error:
-        raise ConfigError(f"scheduler {path}: {error}") from None
-
-
-def runtime_options(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments of nntile_py.Runtime from a scheduler file or a dict of its keys.
-
-    The value 'all' of `cpus` becomes None; 'all' of `cuda` becomes the number of GPUs.
-
-    Args:
-        config: A name in scheduler_configs/, the path of a file, or a dict of keys.
-    """
-    if isinstance(config, Mapping):
-        options = validated(SchedulerFile, dict(config)).model_dump(exclude_unset=True)
-    else:
-        options = load_scheduler(str(config))
-    options.pop("accumulate", None)
-    if options.get("cpus") == "all":
-        options["cpus"] = None
-    if options.get("cuda") == "all":
-        import torch  # here: reading a config needs no torch
-
-        options["cuda"] = torch.cuda.device_count()
-    return options
-
-
 def _gpus() -> int:
     from torch.cuda import device_count
 
     return int(device_count()) or 8
 
 
-def apply_scheduler(tree: dict[str, Any], wins: bool, overrides: Iterable[str]) -> None:
-    """Merge the scheduler file that a YAML names into its section `runtime` and its key `accumulate`.
-
-    `wins`: whether the file's values take precedence over the YAML's. `overrides` (--set) always take precedence.
-    """
-    keys = load_scheduler(tree["scheduler"])
-    runtime = tree.get("runtime", {})
-    if not isinstance(runtime, dict):
-        return  # the validation reports it
-    if (policy := keys.pop("accumulate", None)) is not None and (wins or "accumulate" not in tree):
-        tree["accumulate"] = policy
-    tree["runtime"] = runtime | keys if wins else keys | runtime
-    if wins:
-        for item in overrides:
-            if item.startswith(("runtime.", "accumulate")):
-                override(tree, item)
-
-
-def override(tree: dict[str, Any], item: str) -> None:
-    """Set a key of the parsed YAML `tree` from the argument of --set, such as "train.steps=100"."""
-    key, value = assignment(item)
-    names = key.split(".")
-    for name in names[:-1]:
-        inner = tree.get(name)
-        if isinstance(inner, bool) and name == "fusion":
-            inner = every_rule(inner)
-        if inner is None:
-            inner = {}
-        if not isinstance(inner, dict):
-            raise ConfigError(f"--set {item}: {name} is {short(inner)}, not a section")
-        tree[name] = inner
-        tree = inner
-    tree[names[-1]] = value
-
-
 def _is_section(key: str) -> bool:
     return key in RunConfig.model_fields and section_of(RunConfig.model_fields[key]) is not None
-
-
-def _is_path(name: str) -> bool:
-    return "/" in name or name.endswith((".yaml", ".yml"))
 
 
 def _tokenizer_in(folder: Path) -> str:

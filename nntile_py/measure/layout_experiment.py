@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from nntile_py.analysis.layout_analysis import STACKED, LayoutResult, layout_results, sums, violins
 from nntile_py.config.builders import timings as opened
-from nntile_py.config.run_config import runtime_options
+from nntile_py.config.scheduler_file import runtime_options
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.timings import Timings
 from nntile_py.measure.experiment_parts import ExperimentResult, PresetPart

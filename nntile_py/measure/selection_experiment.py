@@ -17,7 +17,7 @@ from nntile_py.analysis.layout_path import Stage, length, shortest, stages
 from nntile_py.analysis.workloads import logical
 from nntile_py.config.builders import default_layouts, step_spec
 from nntile_py.config.builders import timings as opened
-from nntile_py.config.run_config import runtime_options
+from nntile_py.config.scheduler_file import runtime_options
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.layout_search import search

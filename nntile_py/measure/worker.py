@@ -27,7 +27,8 @@ from nntile_py.analysis import cluster_plan
 from nntile_py.analysis.plan import estimate
 from nntile_py.analysis.workloads import FORWARD, Built, build, of_evaluation, of_step, small_graph, spec_of
 from nntile_py.config.builders import build_model, step_spec, tiling
-from nntile_py.config.run_config import RunConfig, load, runtime_options
+from nntile_py.config.run_config import RunConfig, load
+from nntile_py.config.scheduler_file import runtime_options
 from nntile_py.errors import NNTileError
 from nntile_py.execution import memory
 from nntile_py.execution.mpi import ranks

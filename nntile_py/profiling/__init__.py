@@ -38,7 +38,7 @@ def profile(
     """
     from nntile_py.checkpoint.resume import flattened
     from nntile_py.config.builders import build_model, step_spec
-    from nntile_py.config.run_config import runtime_options
+    from nntile_py.config.scheduler_file import runtime_options
     from nntile_py.execution.runtime import Runtime
     from nntile_py.profiling import peak_rates, recorder
     from nntile_py.system.load import Load, among

@@ -22,7 +22,8 @@ from nntile_py.analysis.layout_analysis import (
 )
 from nntile_py.analysis.workloads import FORWARD, Work
 from nntile_py.config.builders import build_model, default_layouts, step_spec
-from nntile_py.config.run_config import RunConfig, runtime_options
+from nntile_py.config.run_config import RunConfig
+from nntile_py.config.scheduler_file import runtime_options
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.layout_search import SearchedLayouts, arrange, search

@@ -16,7 +16,8 @@ from nntile_py.analysis.operator_row import OperatorRow
 from nntile_py.analysis.operators import Analysis
 from nntile_py.analysis.roofline import Peak
 from nntile_py.config.builders import default_layouts, step_spec
-from nntile_py.config.run_config import RunConfig, runtime_options
+from nntile_py.config.run_config import RunConfig
+from nntile_py.config.scheduler_file import runtime_options
 from nntile_py.errors import NNTileError
 from nntile_py.execution.cuda_graph import Served
 from nntile_py.execution.forward_program import ForwardProgram

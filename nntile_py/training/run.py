@@ -26,7 +26,8 @@ from nntile_py.checkpoint.resume import (
 from nntile_py.checkpoint.run_folder import METRICS, Metrics, RunFolder, check_place, check_replaced, check_unlocked
 from nntile_py.checkpoint.writer import CheckpointWriter, TileSender, error_text, save_final
 from nntile_py.config.builders import build_model, step_spec
-from nntile_py.config.run_config import RunConfig, runtime_options
+from nntile_py.config.run_config import RunConfig
+from nntile_py.config.scheduler_file import runtime_options
 from nntile_py.data.confusion import FILES, Confusion
 from nntile_py.data.dataset import Dataset
 from nntile_py.data.entities import EntityScores
