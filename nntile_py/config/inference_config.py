@@ -18,8 +18,10 @@ from nntile_py.graph.step import check_precision
 from nntile_py.schema import Section, allowed, assignment, keys, validated
 
 # Keys of a run that count when its model is used; other keys have their defaults until --set names them.
-_OF_RUN = ("precision", "tiles", "accumulate", "fusion", "scheduler", "runtime", "data.text", "data.label")
-_OF_RUN += ("train.batch", "train.seq")
+_OF_RUN = (
+    "precision", "tiles", "accumulate", "fusion", "scheduler", "runtime", "data.text", "data.label", "train.batch",
+    "train.seq",
+)  # fmt: skip
 _SETTINGS = ("precision", "tiles", "accumulate", "fusion", "scheduler", "runtime", "seed")
 _PARTS: dict[str, tuple[type[Section], tuple[str, ...]]] = {
     "data": (DataSection, ("text", "label")), "train": (TrainSection, ("batch", "seq", "mask_probability")),
