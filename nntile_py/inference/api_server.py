@@ -1,0 +1,328 @@
+"""HTTP interface of a Service, as OpenAI's: completions, chat, embeddings. The optional extra serve installs starlette.
+
+Source: https://platform.openai.com/docs/api-reference
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.inference.chat import ChatTemplate
+from nntile_py.inference.generator import Options
+from nntile_py.inference.service import Job, JobPart, Service, TooBusy, new_seed
+
+LARGEST = 2**22  # bytes of a request
+MOST_TEXTS = 256  # prompts or inputs of a request
+# Fields without an effect here; each other unknown field is refused.
+UNUSED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "stream_options")
+DRAWING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields that Options has, too
+# {field: the only value that is allowed}
+FIXED = {
+    "logprobs": (None, False), "best_of": (None, 1), "logit_bias": (None, {}), "presence_penalty": (None, 0),
+    "echo": (None, False),
+    "frequency_penalty": (None, 0), "suffix": (None, ""), "tools": (None, []), "dimensions": (None,),
+    "response_format": (None, {"type": "text"}),
+}  # fmt: skip
+
+
+class ApiError(Exception):
+    """An error that the client is told. status: HTTP status."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param = status, param
+
+    def response(self) -> Response:
+        kind = "invalid_request_error" if self.status < 500 and self.status != 429 else "server_error"
+        body = {"message": str(self), "type": kind, "param": self.param, "code": None}
+        return JSONResponse({"error": body}, self.status, {"Retry-After": "1"} if self.status == 429 else None)
+
+
+@dataclass(frozen=True)
+class CompletionKind:
+    """Names of the two kinds of completions in answers."""
+
+    id: str
+    whole: str
+    part: str
+    chat: bool
+
+    def choice(self, index: int, text: str | None, reason: str | None, streamed: bool = False) -> dict[str, Any]:
+        """Return a choice of an answer, or of a streamed part of an answer."""
+        if not self.chat:
+            return {"index": index, "text": text or "", "logprobs": None, "finish_reason": reason}
+        message: dict[str, Any] = {} if text is None else {"role": "assistant", "content": text}
+        key = "delta" if streamed else "message"
+        return {"index": index, key: message, "logprobs": None, "finish_reason": reason}
+
+
+TEXT = CompletionKind("cmpl", "text_completion", "text_completion", chat=False)
+CHAT = CompletionKind("chatcmpl", "chat.completion", "chat.completion.chunk", chat=True)
+
+
+class Api:
+    """The requests of clients to a Service.
+
+    Args:
+        service: Generates and encodes.
+        name: Name of the model in answers.
+        timeout: Seconds after which a request ends.
+    """
+
+    def __init__(self, service: Service, name: str, timeout: float) -> None:
+        self._service, self._name, self._timeout = service, name, timeout
+        self._template = ChatTemplate(service.opened.folder)
+        self._begun = int(time.time())
+
+    def app(self) -> Starlette:
+        """Return the ASGI application."""
+        return Starlette(
+            routes=[
+                Route("/health", self._answered(self._health)),
+                Route("/v1/models", self._answered(self._models)),
+                Route("/v1/completions", self._answered(self._completions), methods=["POST"]),
+                Route("/v1/chat/completions", self._answered(self._chat), methods=["POST"]),
+                Route("/v1/embeddings", self._answered(self._embeddings), methods=["POST"]),
+            ]
+        )
+
+    @staticmethod
+    def _answered(handler: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
+        """Return a handler whose errors become answers."""
+
+        async def answer(request: HttpRequest) -> Response:
+            try:
+                made: Response = await handler(request)
+                return made
+            except ApiError as error:
+                return error.response()
+            except (ValueError, ConfigError) as error:  # a prompt that is too long, an option out of range
+                return ApiError(400, str(error)).response()
+            except TooBusy as error:
+                return ApiError(429, str(error)).response()
+            except NNTileError as error:
+                return ApiError(500, str(error)).response()
+
+        return answer
+
+    # -- requests
+
+    async def _health(self, request: HttpRequest) -> Response:
+        failed = self._service.failed
+        return JSONResponse({"status": failed or "ok"}, 500 if failed else 200)
+
+    async def _models(self, request: HttpRequest) -> Response:
+        model = {"id": self._name, "object": "model", "created": self._begun, "owned_by": "nntile_py"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _completions(self, request: HttpRequest) -> Response:
+        body = await _body(request, "prompt", "max_tokens")
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt):
+            prompt = [prompt]
+        if not isinstance(prompt, str | list) or not prompt:
+            raise ApiError(400, "prompt: allowed: a text, a list of texts, or lists of token numbers", "prompt")
+        options = self._options(body, body.get("max_tokens") or 16)
+        return await self._generated(request, body, TEXT, self._service.tokens(prompt, options), options)
+
+    async def _chat(self, request: HttpRequest) -> Response:
+        body = await _body(request, "messages", "max_tokens", "max_completion_tokens")
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages or not all(_is_message(one) for one in messages):
+            raise ApiError(400, "messages: allowed: a list of {role: text, content: text}", "messages")
+        self._check_generates()
+        text = self._template.prompt([{"role": one["role"], "content": one["content"]} for one in messages])
+        most = body.get("max_completion_tokens") or body.get("max_tokens")
+        ids = self._service.tokenizer.encode(text, add_special_tokens=not self._template.own).ids
+        room = self._service.max_length - len(ids)
+        options = self._options(body, most or max(room, 1), self._template.stops)
+        return await self._generated(request, body, CHAT, self._service.tokens([ids], options), options)
+
+    async def _embeddings(self, request: HttpRequest) -> Response:
+        body = await _body(request, "input", "encoding_format")
+        given = body.get("input")
+        if isinstance(given, str) or (isinstance(given, list) and given and all(type(one) is int for one in given)):
+            given = [given]
+        if not isinstance(given, list) or not 1 <= len(given) <= MOST_TEXTS:
+            raise ApiError(400, f"input: allowed: a text, or a list of 1 to {MOST_TEXTS} texts", "input")
+        form = body.get("encoding_format", "float")
+        if form not in ("float", "base64"):
+            raise ApiError(400, f"encoding_format: {form!r} is not allowed; use float or base64", "encoding_format")
+        future = asyncio.wrap_future(self._service.embed(given))
+        try:
+            vectors, count = await asyncio.wait_for(future, self._timeout)
+        except TimeoutError:
+            raise ApiError(504, f"no answer within {self._timeout:g} s") from None
+        data = [
+            {"object": "embedding", "index": index, "embedding": _encoded(vector, form)}
+            for index, vector in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        return JSONResponse({"object": "list", "model": self._name, "data": data, "usage": usage})
+
+    # -- generation
+
+    def _check_generates(self) -> None:
+        if not self._service.generates:
+            raise ApiError(404, f"{self._name} does not predict the next token; allowed: /v1/embeddings")
+
+    def _options(self, body: dict[str, Any], most: Any, stops: Sequence[str] = ()) -> Options:
+        """Return the options of a request, with OpenAI's defaults."""
+        self._check_generates()
+        stop = body.get("stop") or []
+        stop = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stop, list):
+            raise ApiError(400, "stop: allowed: a text, or a list of texts", "stop")
+        given = {name: body[name] for name in DRAWING if body.get(name) is not None}
+        return Options(**{"temperature": 1.0, **given}, max_tokens=most, stop=[*stop, *stops])
+
+    async def _generated(
+        self,
+        request: HttpRequest,
+        body: dict[str, Any],
+        kind: CompletionKind,
+        prompts: list[list[int]],
+        options: Options,
+    ) -> Response:
+        """Generate `n` texts for each prompt, and answer with all of them or with a stream."""
+        number, seed = body.get("n") or 1, body.get("seed")
+        if type(number) is not int or not 1 <= number * len(prompts) <= MOST_TEXTS:
+            raise ApiError(400, f"n: allowed: 1 to {MOST_TEXTS} texts in all", "n")
+        if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
+            raise ApiError(400, "seed: allowed: an integer from 0 to 2^63 - 1", "seed")
+        seed = new_seed() if seed is None else seed
+        loop, parts = asyncio.get_running_loop(), asyncio.Queue[tuple[int, JobPart]]()
+        jobs: list[Job] = []
+        try:
+            for index, ids in enumerate([ids for ids in prompts for _ in range(number)]):
+
+                def tell(part: JobPart, index: int = index) -> None:
+                    with suppress(RuntimeError):  # the loop has ended
+                        loop.call_soon_threadsafe(parts.put_nowait, (index, part))
+
+                jobs.append(self._service.add(ids, options, (seed, index), tell))
+        except BaseException:
+            self._cancel(jobs)
+            raise
+        count = sum(map(len, prompts))
+        facts = {"id": f"{kind.id}-{new_seed():x}", "created": int(time.time()), "model": self._name}
+        if body.get("stream"):
+            wants = (body.get("stream_options") or {}).get("include_usage", False)
+            events = self._events(jobs, parts, kind, facts, count if wants else None)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return await self._whole(request, jobs, parts, kind, facts, count)
+
+    async def _whole(
+        self, request: HttpRequest, jobs: list[Job], parts: asyncio.Queue[tuple[int, JobPart]], kind: CompletionKind,
+        facts: dict[str, Any], count: int,
+    ) -> Response:  # fmt: skip
+        texts, reasons, new = ["" for _ in jobs], ["length" for _ in jobs], 0
+        async for index, part in self._parts(jobs, parts, request):
+            texts[index] += part.text
+            new += part.tokens
+            reasons[index] = part.reason or reasons[index]
+        rows = enumerate(zip(texts, reasons, strict=True))
+        choices = [kind.choice(index, text, reason) for index, (text, reason) in rows]
+        return JSONResponse(facts | {"object": kind.whole, "choices": choices, "usage": _usage(count, new)})
+
+    async def _events(
+        self, jobs: list[Job], parts: asyncio.Queue[tuple[int, JobPart]], kind: CompletionKind, facts: dict[str, Any],
+        count: int | None,
+    ) -> AsyncIterator[str]:  # fmt: skip
+        """Yield server-sent events. count: tokens of the prompts, if the client wants the numbers of tokens."""
+        facts, new = facts | {"object": kind.part}, 0
+        try:
+            async for index, part in self._parts(jobs, parts):
+                new += part.tokens
+                if part.text:
+                    yield _event(facts | {"choices": [kind.choice(index, part.text, None, streamed=True)]})
+                if part.reason:
+                    yield _event(facts | {"choices": [kind.choice(index, None, part.reason, streamed=True)]})
+            if count is not None:
+                yield _event(facts | {"choices": [], "usage": _usage(count, new)})
+        except ApiError as error:
+            yield _event({"error": {"message": str(error), "type": "server_error", "param": None, "code": None}})
+            return
+        yield "data: [DONE]\n\n"
+
+    async def _parts(
+        self, jobs: list[Job], parts: asyncio.Queue[tuple[int, JobPart]], request: HttpRequest | None = None
+    ) -> AsyncIterator[tuple[int, JobPart]]:
+        """Yield (number of the text, part) until all texts have ended. Cancels the jobs if the client has gone."""
+        left, end = len(jobs), time.monotonic() + self._timeout
+        try:
+            while left:
+                try:
+                    index, part = await asyncio.wait_for(parts.get(), min(max(end - time.monotonic(), 0), 1))
+                except TimeoutError:
+                    if time.monotonic() >= end:
+                        raise ApiError(504, f"no whole answer within {self._timeout:g} s") from None
+                    if request and await request.is_disconnected():
+                        raise ApiError(499, "the client has gone") from None
+                    continue
+                if part.error:
+                    raise ApiError(500, part.error)
+                left -= part.reason is not None
+                yield index, part
+        finally:
+            self._cancel(jobs)
+
+    def _cancel(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            if not job.request.ended:
+                self._service.cancel(job)
+
+
+async def _body(request: HttpRequest, *known: str) -> dict[str, Any]:
+    """Return the JSON object of a request. known: fields besides those of all requests."""
+    if int(request.headers.get("content-length") or 0) > LARGEST:
+        raise ApiError(413, f"the request has more than {LARGEST} bytes")
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > LARGEST:
+            raise ApiError(413, f"the request has more than {LARGEST} bytes")
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the request is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, "the request is not a JSON object")
+    allowed = {*known, *UNUSED, *DRAWING, *FIXED, "n", "seed", "stop", "stream"}
+    for name, value in body.items():
+        if name not in allowed:
+            raise ApiError(400, f"{name}: unknown field; allowed: {', '.join(sorted(allowed))}", name)
+        if name in FIXED and value not in FIXED[name]:
+            raise ApiError(400, f"{name}: {value!r} is not supported; allowed: {FIXED[name][-1]!r}", name)
+    return body
+
+
+def _is_message(one: Any) -> bool:
+    return isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+
+
+def _usage(prompt: int, new: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+def _encoded(vector: np.ndarray[Any, Any], form: str) -> Any:
+    values = vector.astype("<f4")
+    return base64.b64encode(values.tobytes()).decode() if form == "base64" else values.tolist()
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"

@@ -1,0 +1,213 @@
+"""Service: one thread that generates and encodes for many callers, with a limited queue."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nntile_py.errors import ConfigError
+from nntile_py.inference.encoder import Encoder
+from nntile_py.inference.engine import Reason, Request
+from nntile_py.inference.generator import Generator, Options
+from nntile_py.inference.open_model import OpenedModel
+from nntile_py.inference.sentence import has_modules
+from nntile_py.inference.text_stream import TextStream
+from nntile_py.inference.texts import to_tokens
+
+
+class TooBusy(Exception):
+    """The queue is full."""
+
+
+@dataclass(frozen=True)
+class JobPart:
+    """New text of a job; `reason`: why the text ends here, or None; `error`: the service has failed."""
+
+    text: str = ""
+    tokens: int = 0
+    reason: Reason | None = None
+    error: str = ""
+
+
+@dataclass(eq=False)
+class Job:
+    """A text that is generated for a caller. `tell` gets each part, in the service's thread."""
+
+    request: Request
+    stream: TextStream
+    tell: Callable[[JobPart], None]
+
+
+class Service:
+    """Continues prompts and encodes texts in a thread of its own. Needs a running Runtime until `stop`.
+
+    Args:
+        opened: The model with its tokenizer.
+        precision: As of Generator.
+        batch: Largest number of texts that are continued at once.
+        max_length: Largest number of tokens of a prompt with its continuation. Default: the model's positions, at most
+            2048.
+        cache: Bytes of the cache, as of Generator.
+        queue: Largest number of texts that wait.
+
+    Raises:
+        ConfigError: A value is out of range, or the folder has no tokenizer.
+    """
+
+    def __init__(
+        self, opened: OpenedModel, *, precision: str = "fp32", batch: int = 8, max_length: int | None = None,
+        cache: str | None = None, queue: int = 64,
+    ) -> None:  # fmt: skip
+        if opened.tokenizer is None:
+            need = "a folder with a model and its tokenizer, as `nntile train` and save_pretrained write"
+            raise ConfigError(f"RUN: {opened.folder} has no {opened.tokenizer_file.name}; allowed: {need}")
+        self.opened, self.tokenizer, self._precision = opened, opened.tokenizer, precision
+        self.generates = type(opened.model).objective == "causal" and _head(opened) in (None, "causal_lm")
+        positions = getattr(opened.model.config, "positions", None)
+        self.max_length = max_length or min(positions or 2048, 2048)
+        self.queue, self.batch, self.failed = queue, batch, ""
+        self._encoder: Encoder | None = None
+        self._jobs: set[Job] = set()
+        self._new: deque[Job | Callable[[], None]] = deque()
+        self._change, self._ends = threading.Condition(), False
+        if self.generates:
+            how: dict[str, Any] = {"precision": precision, "batch": batch, "max_length": self.max_length}
+            self.generator = Generator(opened, cache=cache, **how)
+            self._engine = self.generator.engine(batch, self.max_length)
+        self._thread = threading.Thread(target=self._run, name="service", daemon=True)
+        self._thread.start()
+
+    def tokens(self, prompts: str | Sequence[Any], options: Options, template: bool = True) -> list[list[int]]:
+        """Return the tokens of prompts: of texts, or of lists of token numbers.
+
+        template: Add the tokenizer's special tokens, such as <s>.
+
+        Raises:
+            ValueError: A prompt is empty or too long, with its continuation.
+        """
+        if not template and isinstance(prompts, str):
+            prompts = [self.tokenizer.encode(prompts, add_special_tokens=False).ids]
+        return self.generator.tokens(prompts, options)
+
+    def add(self, ids: list[int], options: Options, seed: tuple[int, ...], tell: Callable[[JobPart], None]) -> Job:
+        """Let a prompt wait for its continuation.
+
+        Raises:
+            TooBusy: The queue is full, or the service has failed.
+            ValueError: The cache has no room for the prompt and its continuation.
+        """
+        decoder = self._engine.decoder
+        if decoder.pages_for(len(ids) + options.max_tokens) > decoder.shape.pages - 1:
+            raise ValueError("the prompt and max_tokens need more room than the cache has")
+        special = self.generator.special
+        stops = special.stops if special else frozenset[int]()
+        request = Request(ids, options.max_tokens, options.settings, seed, stops)
+        job = Job(request, TextStream(self.tokenizer, ids, options.stop), tell)
+        with self._change:
+            waiting = len(self._jobs) + sum(isinstance(one, Job) for one in self._new)
+            if self._ends or self.failed or waiting >= self.queue + self.batch:
+                limit = self.queue + self.batch
+                raise TooBusy(self.failed or f"{waiting} texts are generated or wait; allowed: {limit}")
+            self._new.append(job)
+            self._change.notify()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """End a job; its further tokens are dropped."""
+        job.request.ended = True
+        self._later(lambda: self._engine.cancel(job.request))
+
+    def embed(self, texts: Sequence[Any]) -> Future[tuple[np.ndarray[Any, Any], int]]:
+        """Return the future vectors [texts, embed] of texts or lists of token numbers, and their number of tokens."""
+        future: Future[tuple[np.ndarray[Any, Any], int]] = Future()
+
+        def work() -> None:
+            try:
+                encoder = self._encoder = self._encoder or _encoder(self.opened, self._precision)
+                count = sum(len(one.ids) for one in to_tokens(texts, self.tokenizer, 2**31, None, 0, "input"))
+                future.set_result((encoder(texts), count))
+            except Exception as error:  # the caller shows it
+                future.set_exception(error)
+
+        self._later(work)
+        return future
+
+    def stop(self) -> None:
+        """End the thread after its present step, and release weights and cache."""
+        with self._change:
+            self._ends = True
+            self._change.notify()
+        self._thread.join()
+        for job in [*self._jobs, *(one for one in self._new if isinstance(one, Job))]:
+            job.tell(JobPart(error="the server ends"))
+        if self._encoder:
+            self._encoder.close()
+        if self.generates:
+            self.generator.close()
+
+    # -- the thread
+
+    def _later(self, work: Callable[[], None]) -> None:
+        with self._change:
+            self._new.append(work)
+            self._change.notify()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._change:
+                    while not (self._new or self._jobs or self._ends):
+                        self._change.wait()
+                    if self._ends:
+                        return
+                    new, self._new = self._new, deque()
+                    self._jobs |= {one for one in new if isinstance(one, Job)}
+                for one in new:
+                    self._engine.add(one.request) if isinstance(one, Job) else one()
+                if self._jobs:
+                    if self._engine.busy:
+                        self._engine.step()
+                    self._tell()
+        except BaseException as error:  # a task has failed: the server cannot go on
+            self.failed = str(error) or type(error).__name__
+            for job in self._jobs:
+                job.tell(JobPart(error=self.failed))
+
+    def _tell(self) -> None:
+        """Give the new tokens of all jobs to their callers, and forget jobs that have ended."""
+        for job in [*self._jobs]:
+            request, ended = job.request, job.request.ended
+            while request.events:
+                token, reason = request.events.popleft()
+                text = "" if reason == "stop" else job.stream.add(token)
+                reason = "stop" if job.stream.stopped else reason
+                job.tell(JobPart(text + (job.stream.finish() if reason else ""), 1, reason))
+                if reason:
+                    self._engine.cancel(request)
+                    request.events.clear()
+                    ended = True
+            if ended:
+                self._jobs.discard(job)
+
+
+def new_seed() -> int:
+    """Return a random seed."""
+    return int.from_bytes(os.urandom(6), "big")
+
+
+def _head(opened: OpenedModel) -> str | None:
+    return getattr(opened.model.config, "head", None)
+
+
+def _encoder(opened: OpenedModel, precision: str) -> Encoder:
+    """Return the Encoder of a folder: of sentence-transformers, or of the mean of the hidden states."""
+    if has_modules(opened.folder):
+        return Encoder.from_hf(opened.folder, precision=precision)
+    return Encoder(opened.model, "mean", tokenizer=opened.tokenizer, precision=precision)

@@ -1,0 +1,276 @@
+"""`nntile serve`: OpenAI's interface, against the Generator and the Encoder; limits, errors, the end of the server."""
+
+from __future__ import annotations
+
+import base64
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+from test_eval import models, words
+
+import nntile_py as nt
+from nntile_py import cli
+from nntile_py.inference.chat import ChatTemplate
+from nntile_py.inference.generator import Options
+from nntile_py.inference.open_model import open_model
+from nntile_py.inference.service import JobPart, Service, TooBusy
+
+__all__ = ["models"]
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("httpx")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of starlette and httpx
+
+
+def client(service: Service, timeout: float = 60.0) -> Any:
+    from starlette.testclient import TestClient
+
+    from nntile_py.inference.api_server import Api
+
+    return TestClient(Api(service, "my_model", timeout).app())
+
+
+@pytest.fixture(scope="module")
+def service(models: Any, runtime: Any) -> Iterator[Service]:
+    made = Service(open_model(models("gpt2")[0]), batch=4)
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def http(service: Service) -> Any:
+    return client(service)
+
+
+@pytest.fixture(scope="module")
+def expected(models: Any, runtime: Any) -> Any:
+    """`expected(prompt, **options)`: the text that a Generator gives."""
+    generator = nt.Generator(str(models("gpt2")[0]))
+    yield lambda prompt, **options: generator(prompt, **options)[0]
+    generator.close()
+
+
+def events(response: Any) -> list[Any]:
+    """The content of server-sent events."""
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert response.headers["content-type"].startswith("text/event-stream") and lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_completions_are_those_of_the_generator(http: Any, expected: Any) -> None:
+    prompts = [words(seed, 3) for seed in range(5)]
+    body = {"model": "my_model", "max_tokens": 7, "temperature": 0}
+    answer = http.post("/v1/completions", json=body | {"prompt": prompts}).json()
+    texts = [expected(prompt, max_tokens=7, temperature=0) for prompt in prompts]
+    assert [choice["text"] for choice in answer["choices"]] == [text.text for text in texts]
+    assert [choice["finish_reason"] for choice in answer["choices"]] == [text.reason for text in texts]
+    count = sum(text.prompt_tokens for text in texts)
+    assert answer["usage"]["prompt_tokens"] == count and answer["object"] == "text_completion"
+    drawn = body | {"prompt": prompts[0], "temperature": 0.9, "top_k": 20, "n": 2, "seed": 5}
+    first, again = (http.post("/v1/completions", json=drawn).json()["choices"] for _ in range(2))
+    assert [c["text"] for c in first] == [c["text"] for c in again] and first[0]["text"] != first[1]["text"]
+    assert [c["index"] for c in first] == [0, 1]
+
+
+def test_a_stream_has_the_same_text(http: Any, expected: Any) -> None:
+    body = {"prompt": words(1, 4), "max_tokens": 9, "temperature": 0, "stream": True}
+    parts = events(http.post("/v1/completions", json=body | {"stream_options": {"include_usage": True}}))
+    text = expected(body["prompt"], max_tokens=9, temperature=0)
+    assert "".join(part["choices"][0]["text"] for part in parts if part["choices"]) == text.text
+    assert parts[-2]["choices"][0]["finish_reason"] == text.reason
+    assert parts[-1]["usage"]["prompt_tokens"] == text.prompt_tokens
+    stop = text.text[3:5]
+    ended = events(http.post("/v1/completions", json=body | {"stop": stop}))
+    assert "".join(part["choices"][0]["text"] for part in ended) == text.text[: text.text.index(stop)]
+    assert ended[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_chat_follows_the_template(http: Any, expected: Any, models: Any) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    template = ChatTemplate(models("gpt2")[0])
+    text = expected(template.prompt(messages), max_tokens=5, temperature=0, stop=template.stops)
+    body = {"messages": messages, "max_completion_tokens": 5, "temperature": 0}
+    (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
+    assert choice["message"] == {"role": "assistant", "content": text.text}
+    parts = events(http.post("/v1/chat/completions", json=body | {"stream": True}))
+    assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == text.text
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_embeddings_are_those_of_the_encoder(name: str, models: Any, runtime: Any, service: Service) -> None:
+    own = service if name == "gpt2" else Service(open_model(models(name)[0]))
+    texts = ["a tile", words(2, 9), "task"]
+    encoder = nt.Encoder.from_hf(models(name)[0], "mean")
+    vectors = encoder(texts)
+    encoder.close()
+    http = client(own)
+    answer = http.post("/v1/embeddings", json={"model": "m", "input": texts}).json()
+    np.testing.assert_allclose([one["embedding"] for one in answer["data"]], vectors, atol=1e-6)
+    (one,) = http.post("/v1/embeddings", json={"input": "task", "encoding_format": "base64"}).json()["data"]
+    np.testing.assert_allclose(np.frombuffer(base64.b64decode(one["embedding"]), "<f4"), vectors[2], atol=1e-6)
+    if name == "bert":
+        answer = http.post("/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 404 and "allowed: /v1/embeddings" in answer.json()["error"]["message"]
+        own.stop()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("completions", {"prompt": "a", "max_tokens": 24}, "max_tokens: 24 is not allowed; use less than 24"),
+        ("completions", {"prompt": words(1, 60), "max_tokens": 4}, "tokens; allowed: 1 to 20"),
+        ("completions", {"prompt": "a", "top_p": 0}, "top_p: 0 is not allowed"),
+        ("completions", {"prompt": "a", "temperature": "hot"}, "temperature: 'hot' is not allowed"),
+        ("completions", {"prompt": "a", "max_tokens": "x"}, "max_tokens: 'x' is not allowed"),
+        ("completions", {"prompt": "a", "n": 0.5}, "n: allowed: 1 to 256 texts"),
+        ("completions", {"prompt": "a", "seed": -1}, "seed: allowed: an integer"),
+        ("completions", {"prompt": "a", "stop": 3}, "stop: allowed: a text"),
+        ("completions", {"prompt": "a", "logprobs": 2}, "logprobs: 2 is not supported"),
+        ("completions", {"prompt": "a", "tempperature": 1}, "tempperature: unknown field; allowed: best_of"),
+        ("completions", {"prompt": []}, "prompt: allowed: a text"),
+        ("completions", {"prompt": [[300]]}, "allowed: 0 to 299, those of the model"),
+        ("completions", [], "the request is not a JSON object"),
+        ("chat/completions", {"messages": "a"}, "messages: allowed: a list"),
+        ("chat/completions", {"messages": [{"role": "user", "content": words(1, 60)}]}, "allowed: 1 to 23"),
+        ("embeddings", {"input": []}, "input: allowed: a text"),
+        ("embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format: 'hex' is not allowed"),
+        ("embeddings", {"input": [300]}, "allowed: 0 to 299"),
+    ],
+)  # fmt: skip
+def test_wrong_requests_get_status_400(http: Any, path: str, body: Any, message: str) -> None:
+    answer = http.post(f"/v1/{path}", json=body)
+    assert answer.status_code == 400, answer.text
+    assert message in answer.json()["error"]["message"] and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_other_requests_that_are_refused(http: Any) -> None:
+    assert http.post("/v1/completions", content="{").status_code == 400
+    assert http.post("/v1/completions", content=b" " * (2**22 + 1)).status_code == 413
+    assert http.get("/v1/completions").status_code == 405 and http.get("/v2").status_code == 404
+    assert http.get("/health").json() == {"status": "ok"}
+    assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["my_model"]
+
+
+def test_many_clients_at_once_get_the_texts_of_one_after_the_other(http: Any) -> None:
+    def ask(seed: int) -> str:
+        body = {"prompt": words(seed, seed % 5 + 1), "max_tokens": 6, "temperature": 0.7, "seed": seed}
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(ask, range(40)))
+    assert together == [ask(seed) for seed in range(40)]
+
+
+def test_a_full_queue_and_a_slow_answer(models: Any, runtime: Any) -> None:
+    small = Service(open_model(models("gpt2")[0]), batch=1, queue=1)
+    hold, parts = threading.Event(), list[JobPart]()
+    small._later(lambda: bool(hold.wait(20)))  # the thread works on something long
+    options = Options(max_tokens=3, temperature=0)
+    for _ in range(2):
+        small.add([1, 2], options, (0,), parts.append)
+    with pytest.raises(TooBusy, match="2 texts are generated or wait; allowed: 2"):
+        small.add([1, 2], options, (0,), parts.append)
+    answer = client(small).post("/v1/completions", json={"prompt": "a"})
+    assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+    hold.set()
+    end = time.monotonic() + 20
+    while sum(part.reason is not None for part in parts) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [part.reason for part in parts if part.reason] == ["length", "length"]
+    assert sum(part.tokens for part in parts) == 6
+    hold.clear()
+    small._later(lambda: bool(hold.wait(20)))
+    answer = client(small, timeout=0.1).post("/v1/completions", json={"prompt": "a"})
+    assert answer.status_code == 504 and "no whole answer within 0.1 s" in answer.text
+    hold.set()
+    assert client(small).post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+    small.stop()
+
+
+def test_a_failed_task_fails_all_requests(models: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Service(open_model(models("gpt2")[0]), batch=2)
+
+    def fail() -> None:
+        raise nt.TaskError("the kernel has failed")
+
+    monkeypatch.setattr(own._engine, "step", fail)
+    http = client(own)
+    answer = http.post("/v1/completions", json={"prompt": "a"})
+    assert answer.status_code == 500 and "the kernel has failed" in answer.text
+    assert http.get("/health").status_code == 500
+    assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 429
+    own.stop()
+
+
+# -- the command
+
+
+def test_the_server_ends_by_a_signal(models: Any, tmp_path: Path) -> None:
+    code = "import sys; from nntile_py.cli import main; sys.argv[0] = 'nntile'; main()"
+    command = [sys.executable, "-c", code, "serve", models("gpt2")[0], "--port", "0", "--cpus", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        address = process.stdout.readline().split(" on ")[1].split("/v1")[0]
+        end = time.monotonic() + 30
+        while True:
+            try:
+                assert json.load(urlopen(f"{address}/health", timeout=5)) == {"status": "ok"}
+                break
+            except OSError:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 143 and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("gpt2", "--max-length 25", "--max-length: got 25; allowed: at most the 24 positions of the model"),
+        ("gpt2", "--precision bf16", "precision: bf16 needs GPUs"),
+        ("gpt2", "--host 256.1.1.1", "--port: cannot listen on 256.1.1.1:0: "),
+        ("gpt2", "--cache much", "cache: 'much' is not allowed"),
+        ("nowhere", "", "nowhere: no such folder; allowed: the folder of a run"),
+        ("gpt2", "--port {taken}", "cannot listen on 127.0.0.1:{taken}: Address already in use; allowed: a free port"),
+    ],
+)
+def test_wrong_options_end_with_one_message(
+    name: str, arguments: str, message: str, models: Any, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        folder = models(name)[0] if name == "gpt2" else name
+        words = arguments.format(taken=taken).split()
+        monkeypatch.setattr(sys, "argv", ["nntile", "serve", str(folder), "--port", "0", "--cpus", "1", *words])
+        monkeypatch.setattr("nntile_py.execution.runtime.Runtime.__enter__", lambda self: self)
+        monkeypatch.setattr("nntile_py.execution.runtime.Runtime.__exit__", lambda self, *error: None)
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    assert end.value.code == 2 and message.format(taken=taken) in capsys.readouterr().err
+
+
+def test_without_starlette_the_command_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    monkeypatch.setattr(sys, "argv", ["nntile", "serve", "runs/my_run"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    assert "the package starlette is missing; allowed: to install it: pip install" in capsys.readouterr().err
