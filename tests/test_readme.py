@@ -257,6 +257,10 @@ def test_the_readmes_data_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(nt.ConfigError, match="not UTF-8"):
         text("data.parquet")
     assert classes("reviews.csv") == classes("rows.jsonl") == 2
+    (tmp_path / "names.conll").write_text("Ann B-PER\nwent O\n")
+    model = sizes | {"type": "bert", "head": "token_classification"}
+    words = resolve({"model": model, "data": {"source": "names.conll"}} | rest, [], "a.yaml")
+    assert words.model.labels == ["B-PER", "O"] and text("names.conll")[0].startswith("Ann B-PER")
     for source in ("texts/one.txt", "texts", "data.parquet"):
         with pytest.raises(nt.ConfigError):
             classes(source)
