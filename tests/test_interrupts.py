@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -96,6 +97,25 @@ def test_sigterm_while_a_kernel_is_compiled(tmp_path: Path, monkeypatch: pytest.
     done = subprocess.run([sys.executable, "-c", COMPILES], capture_output=True, text=True, check=False)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert not [*(tmp_path / "tmp").iterdir()]
+
+
+@pytest.mark.parametrize("kib", [600_000, 2**40, -1])
+def test_little_address_space_is_one_message(
+    kib: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries would abort the process; -1 is no limit."""
+    limit = resource.RLIM_INFINITY if kib < 0 else kib << 10
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    monkeypatch.setattr(sys, "argv", ["nntile", "train", "missing.yaml"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    message = capsys.readouterr().err
+    if kib == 600_000:
+        need = "allowed: at least 768000, of which torch takes most"
+        assert end.value.code == 1
+        assert message == f"error: the limit of memory (ulimit -v) is 600000 KiB; {need}\n"
+    else:
+        assert end.value.code == 2 and "no such file: missing.yaml" in message
 
 
 def test_sigterm_of_a_command_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
