@@ -1,5 +1,6 @@
 """Too little memory: tiles go to the disk; without a disk, an exception names keys and tensors."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,37 @@ def test_a_model_that_does_not_fit_in_memory(
     assert not list(tmp_path.iterdir())
 
 
+KINDS = """
+import json, sys
+folder, kinds = sys.argv[1], json.loads(sys.argv[2])
+on_disk = {"path": folder, "size": 1 << 30} | ({} if kinds is None else {"kinds": kinds})
+with nt.Runtime(cpus=2, memory=7 << 20, disk=on_disk):
+    config = nt.models.GPT2Config(layers=2, embed=64, heads=2, vocab=6000, positions=64)
+    trainer = nt.Trainer(nt.models.GPT2(config, seed=1), 2, 16, {"batch": 1, "vocab": 300})
+    tokens, seen, losses = np.random.default_rng(0).integers(0, 6000, (2, 16)), set(), []
+    for _ in range(3):
+        losses.append(trainer.step(tokens, tokens))
+        seen |= {kind for (kind, *_), handle in trainer._store.handles.items() if handle.on_disk}
+    print(json.dumps([losses, sorted(seen)]))
+"""
+
+
+def test_kinds_of_tensors_on_the_disk(python: Any, tmp_path: Path) -> None:
+    """Weights, gradients and optimizer states need 7.4 MiB. States leave first; if they may not, weights do."""
+    ran = {}
+    for kinds in (None, ["optimizer"], ["weights"]):
+        done = python(PRELUDE + KINDS, tmp_path, json.dumps(kinds))
+        assert done.returncode == 0, done.stderr[-2000:]
+        ran[str(kinds)] = json.loads(done.stdout)
+    states, others, weights = ran.values()
+    assert states[0] == others[0] == weights[0]
+    assert "state" in states[1] and "state" in others[1] and not {"param", "grad"} & {*others[1]}
+    assert "param" in weights[1] and not {"state", "grad"} & {*weights[1]}
+    refused = python(PRELUDE + KINDS, tmp_path, "[]")
+    assert "that runtime.disk.kinds keeps off the disk have 8 MiB" in refused.stderr and refused.returncode
+    assert "Name more kinds in runtime.disk.kinds" in refused.stderr
+
+
 def test_what_the_disk_must_be(tmp_path: Path) -> None:
     def refused(text: str, memory: int | str | None = MIB, **disk: Any) -> None:
         with pytest.raises(nt.ConfigError, match=text):
@@ -126,6 +158,9 @@ def test_what_the_disk_must_be(tmp_path: Path) -> None:
     refused(r"runtime\.disk\.size: .* is not allowed", path=tmp_path, size=2**60)
     refused(r"runtime\.disk: needs runtime\.memory", None, path=tmp_path, size=2**26)
     refused(r"runtime\.disk: got {'path'", path=tmp_path)
+    for kinds in (["moments"], "optimizer", 3, [["optimizer"]]):
+        refused(r"runtime\.disk\.kinds: got .*; allowed: null, or a list of weights, gradients, optimizer",
+                path=tmp_path, size=MIB, kinds=kinds)  # fmt: skip
     refused(r"runtime\.disk\.size: got '1 disk'; allowed: a number of bytes, or", path=tmp_path, size="1 disk")
     refused(r"runtime\.disk\.size: 1 MiB is not allowed", "20 MB", path=tmp_path, size="1MiB")
     made = nt.Runtime(cpus=1, memory="20 MB", cuda_memory="2GiB", disk={"path": tmp_path, "size": "16MiB"})

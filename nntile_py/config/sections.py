@@ -274,6 +274,9 @@ class DiskSection(Section):
     """A folder; its files are removed when the run ends."""
     size: Size
     """Upper bound on the bytes in the folder."""
+    kinds: list[Literal["weights", "gradients", "optimizer"]] | None = None
+    """Kinds of tensors that may go to the disk besides activations, such as [optimizer]; tensors of the other kinds
+    stay in main memory. Null: all kinds."""
 
 
 class RuntimeSection(Section):

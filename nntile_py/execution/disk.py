@@ -19,6 +19,7 @@ from nntile_py.typed import plain
 
 LEAST = 16 << 20  # smallest allowed `size` in bytes, StarPU's own minimum
 PREFIX = "nntile-swap-"  # prefix of the processes' folders; each process locks its folder
+KINDS = {"weights": "param", "gradients": "grad", "optimizer": "state"}  # names in `kinds`, and kinds of tiles
 _SWAP = "tiles"  # mark of these folders: no other folder is ever removed
 
 
@@ -26,7 +27,7 @@ class SwapDisk:
     """The checked key `runtime.disk`: a folder, and how many bytes tiles may take there.
 
     Args:
-        given: {path, size}.
+        given: {path, size}, and `kinds` if not all kinds of tensors may go to the disk.
         memory: runtime.memory, which this key requires.
 
     Raises:
@@ -34,9 +35,15 @@ class SwapDisk:
     """
 
     def __init__(self, given: Mapping[str, Any], memory: int | None) -> None:
-        if not isinstance(given, Mapping) or set(given) != {"path", "size"}:
-            raise ConfigError(f"runtime.disk: got {given!r}; allowed: {{path: of a folder, size: bytes}}")
-        path, size = given["path"], in_bytes(plain(given["size"]))
+        if not isinstance(given, Mapping) or set(given) - {"kinds"} != {"path", "size"}:
+            raise ConfigError(
+                f"runtime.disk: got {given!r}; allowed: {{path: of a folder, size: bytes, kinds: of tensors}}"
+            )
+        path, size, kinds = given["path"], in_bytes(plain(given["size"])), given.get("kinds")
+        if kinds is not None and not (isinstance(kinds, list | tuple) and all(kind in [*KINDS] for kind in kinds)):
+            raise ConfigError(f"runtime.disk.kinds: got {kinds!r}; allowed: null, or a list of {', '.join(KINDS)}")
+        # Kinds of tiles that stay in main memory. StarPU moves all other tiles to the disk when memory is short.
+        self.kept = frozenset() if kinds is None else {kind for name, kind in KINDS.items() if name not in kinds}
         if not isinstance(path, str | Path):
             raise ConfigError(f"runtime.disk.path: got {path!r}; allowed: the path of a folder")
         if size is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from nntile_py import _core
@@ -145,11 +145,31 @@ def check_step(step: Step, runtime: Runtime) -> None:
         masters = [tile for tile in tiles if name and tile.tensor.endswith(f".{name}")]
         rest = max(peak - devices, sum(tile.bytes for tile in (*step.first.tasks.initialised, *masters)))
         room = f"{-(-rest // MIB)} of it outside of runtime.cuda_memory = {devices // MIB} MiB in all, and {room}"
+    if runtime.disk and runtime.disk.kept:
+        _check_kept(step, runtime, runtime.disk.kept)
     if rest > have:
         raise TaskError(
             f"out of memory: a step needs {_at_least(peak)}, {room}; the largest tensors are "
             f"{step.largest()}. Use a smaller batch or seq, or smaller tiles.batch, tiles.seq and tiles.vocab, which "
             "let activations be freed earlier"
+        )
+
+
+def _check_kept(step: Step, runtime: Runtime, kinds: Collection[str]) -> None:
+    """Raise TaskError if the tiles that may not go to the disk leave no room in main memory for the tiles of tasks.
+
+    kinds: kinds of the tiles that may not.
+    """
+    tasks = [task for one in (step.first, step.update) for task in one.tasks.tasks]
+    tiles = {a.tile.key: a.tile for task in tasks for a in task.accesses}
+    kept = sum(tile.bytes for tile in tiles.values() if tile.kind in kinds)
+    others = max(sum(a.tile.bytes for a in task.accesses if a.tile.kind not in kinds) for task in tasks)
+    room = (runtime.memory or 0) - (runtime.cuda + runtime.cpus + 1) * others
+    if kept > room:
+        raise TaskError(
+            f"out of memory: tensors that runtime.disk.kinds keeps off the disk have {-(-kept // MIB)} MiB; beside the"
+            f" tiles of tasks, runtime.memory = {(runtime.memory or 0) // MIB} MiB has room for {max(room, 0) // MIB}."
+            " Name more kinds in runtime.disk.kinds, or use smaller tiles"
         )
 
 

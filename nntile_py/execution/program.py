@@ -211,7 +211,10 @@ class HostCopy:
 
 def _new(tile: Tile) -> _core.Tile:
     """Return a new StarPU handle for a tile."""
-    return _core.Tile(list(tile.shape), tile.dtype, MONOIDS.index(tile.monoid), tile.redux)
+    handle = _core.Tile(list(tile.shape), tile.dtype, MONOIDS.index(tile.monoid), tile.redux)
+    if (runtime := Runtime.current) and runtime.disk and tile.kind in runtime.disk.kept:
+        handle.keep_off_disk()
+    return handle
 
 
 @no_search_for_cycles()

@@ -67,6 +67,7 @@ class Runtime:
         memory: Main memory that tiles may take: a number of bytes, or a text such as "16MiB" or "20GB".
         cuda_memory: Memory of each GPU that tiles may take. Default: 85 % of it.
         disk: {path, size}: a folder for tiles that do not fit into `memory`, and the memory that they may take there.
+            Optional: `kinds`, the kinds of tensors that may go there; see DiskSection.
         window: Largest number of tasks that are submitted and have not ended. Default: no limit.
         calibrate: Measure the performance models of StarPU's dm* policies again.
         placement: "planned": a plan chooses the worker of each task, and `scheduler` has no effect (the default on

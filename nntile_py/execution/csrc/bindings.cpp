@@ -251,6 +251,8 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("shape", [](const Tile& tile) { return py::tuple(py::cast(tile.shape)); })
       .def_property_readonly("dtype", [](const Tile& tile) { return numpy_dtype(tile.dtype); })
       .def_readonly("initialised", &Tile::initialised)
+      .def("keep_off_disk", [](const Tile& tile) { starpu_data_set_ooc_flag(tile.handle, 0); })
+      .def_property_readonly("on_disk", &on_disk)
       .def("write",
            [](const std::shared_ptr<Tile>& tile, const py::array& array) {
              const auto data = py::module_::import("numpy")

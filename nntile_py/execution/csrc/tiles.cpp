@@ -168,6 +168,17 @@ Tile::~Tile() {
   if (handle && !g.stuck) starpu_data_unregister_submit(handle);
 }
 
+bool on_disk(const Tile& tile) {
+  bool found = false;
+  for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) {
+    if (starpu_node_get_kind(node) != STARPU_DISK_RAM) continue;
+    int allocated = 0, requested = 0;
+    starpu_data_query_status2(tile.handle, static_cast<int>(node), &allocated, nullptr, nullptr, &requested);
+    found |= allocated != 0;
+  }
+  return found;
+}
+
 void write_tile(const std::shared_ptr<Tile>& tile, const void* data) {
   require(*tile);
   wake();
