@@ -104,6 +104,11 @@ def test_a_bad_file_is_one_clear_message(case: str, tmp_path: Path) -> None:
         load(write(tmp_path, name, content))
 
 
+def test_pythons_library_has_no_labels_of_words(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.source: python-stdlib has no labels of words; allowed: with head: "):
+        load(write(tmp_path), ["data.source=python-stdlib"])
+
+
 def test_no_text_to_hold_out(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has one text; allowed: two texts or more"):
         dataset(load(write(tmp_path, content="Ann B-PER\nwent O\n")))

@@ -14,6 +14,7 @@ from nntile_py.data.collators import Array
 from nntile_py.data.tables import LabelledText, lines_of, name_of, read_labelled_texts, read_rows, read_text, text_of
 from nntile_py.errors import ConfigError
 from nntile_py.schema import short
+from nntile_py.system.folders import STDLIB
 from nntile_py.tasks.cross_entropy import IGNORED
 
 # What has a label: a text has one, or any number of them, or each of its words has one.
@@ -39,6 +40,8 @@ def read_samples(key: str, source: str, text: str, label: str, kind: LabelKind) 
     """
     if kind != WORDS:
         return read_labelled_texts(key, source, text, label, several=kind == SEVERAL)
+    if source == STDLIB:
+        raise ConfigError(f"{key}: {STDLIB} has no labels of words; allowed: {_allowed(text, label)}")
     try:
         stat = os.stat(source)
         return _read(key, source, text, label, (stat.st_mtime_ns, stat.st_size))
