@@ -151,30 +151,54 @@ def test_local_tasks_from_the_command_line(models: Any, tasks: Path) -> None:
     assert "bits_per_byte" in done.stdout and "|choice |" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--model_args", "path={bert}", "--tasks", "choice"), "the model is masked; allowed: a model that"),
-        (("--model_args", "path={gpt2}", "--tasks", "generated"), "max_gen_toks=256; allowed: 1 to 23, as a sequence"),
-        (("--model_args", "path={gpt2}", "--tasks", "generated", "--gen_kwargs", "max_gen_toks=4,num_beams=2"),
-         "--gen_kwargs: num_beams is unknown; allowed: until,"),
-        (("--model_args", "path={gpt2}", "--tasks", "choice", "--apply_chat_template"), "chat_template: not with"),
-        (("--model_args", "path={gpt2},max_length=25", "--tasks", "choice"), "max_length=25; allowed: a positive"),
-        (("--model_args", "path={gpt2},batch_tokens=x", "--tasks", "choice"), "batch_tokens=x; allowed: a positive"),
-        (("--model_args", "path={gpt2},layers=2", "--tasks", "choice"), "layers=2: unknown key; allowed: precision"),
-        (("--model_args", "path=nowhere", "--tasks", "choice"), "nowhere: no such folder; allowed: the folder"),
-        (("--tasks", "choice"), "--model_args: path is missing; allowed: path=FOLDER"),
-    ],
-)  # fmt: skip
-def test_wrong_arguments_end_with_one_message(
-    arguments: tuple[str, ...], message: str, models: Any, tasks: Path
-) -> None:
+def test_a_wrong_folder_ends_the_command_with_one_message(tasks: Path) -> None:
     pytest.importorskip("lm_eval")
-    folders = {name: models(name)[0] for name in ("bert", "gpt2")}
-    done = command(*(one.format(**folders) for one in arguments), cwd=tasks)
+    done = command("--model_args", "path=nowhere", "--tasks", "choice", cwd=tasks)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: ") and message in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: nowhere: no such folder; allowed: the folder of a run")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("bert", {}, "the model is masked; allowed: a model that"),
+        ("gpt2", {"max_length": 25}, "max_length=25; allowed: a positive integer of at most 24, the positions"),
+        ("gpt2", {"batch_tokens": "x"}, "batch_tokens=x; allowed: a positive integer"),
+        ("gpt2", {"layers": 2}, "layers=2: unknown key; allowed: precision"),
+        ("gpt2", {"path": None}, "--model_args: path is missing; allowed: path=FOLDER"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    name: str, arguments: dict[str, Any], message: str, models: Any, runtime: Any
+) -> None:  # fmt: skip
+    pytest.importorskip("lm_eval")
+    from nntile_py.inference.lm_harness import HarnessModel
+
+    with pytest.raises(nt.ConfigError) as error:
+        HarnessModel(**{"path": str(models(name)[0])} | arguments)
+    assert message in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_task_may_ask_for(models: Any, runtime: Any) -> None:
+    pytest.importorskip("lm_eval")
+    from nntile_py.inference.lm_harness import HarnessModel
+
+    model = HarnessModel(path=str(models("gpt2")[0]))
+    for how, message in (
+        ({"until": ["x"]}, "max_gen_toks=256; allowed: 1 to 23, as a sequence has at most max_length = 24"),
+        ({"max_gen_toks": 4, "num_beams": 2}, "--gen_kwargs: num_beams is unknown; allowed: until, max_gen_toks"),
+        ({"max_gen_toks": 4, "do_sample": True, "top_p": 0}, "top_p: 0 is not allowed"),
+    ):
+        with pytest.raises(nt.ConfigError) as error:
+            model.generate_until([SimpleNamespace(args=("a", how))], disable_tqdm=True)
+        assert message in str(error.value)
+    with pytest.raises(nt.ConfigError, match="--apply_chat_template: not with the model nntile so far"):
+        model.apply_chat_template([{"role": "user", "content": "a"}])
+    with pytest.raises(nt.ConfigError, match="a continuation of 0 tokens; allowed: 1 to max_length = 24"):
+        model._loglikelihood_tokens([(None, [1], [])], disable_tqdm=True)
 
 
 def test_without_lm_eval_the_command_says_how_to_install_it(
