@@ -9,6 +9,7 @@
 #include "activation.h"
 #include "contract.h"
 #include "product.h"
+#include "product_rows.h"
 
 namespace nntile {
 namespace {
@@ -47,7 +48,9 @@ void multiply_derivative(int kind, const at::Tensor& y, const at::Tensor& aux) {
 // Product of the permuted operands as (batched) matrices: out = beta * out + alpha * a b.
 void gemm(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha) {
   auto target = out;
-  if (out.dim() == 2)
+  if (is_few_rows(out, a, b))
+    dispatch(out, [&](auto zero) { few_rows<decltype(zero)>(out, a, b, beta, alpha); });
+  else if (out.dim() == 2)
     at::addmm_out(target, out, a, b, beta, alpha);
   else
     at::baddbmm_out(target, out, a, b, beta, alpha);

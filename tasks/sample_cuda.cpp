@@ -1,4 +1,5 @@
 // Sampling of tokens from logits on CUDA, except of the largest logit (sample_triton.py); see sample.py.
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/argmax.h>
 #include <ATen/ops/cumsum.h>

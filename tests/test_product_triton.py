@@ -119,7 +119,7 @@ def test_the_fit_of_erf() -> None:
 
 REFUSED = {
     "fp32": (SIZES, {"activation": "gelu"}, "fp32"),
-    "cuBLASLt's own": (SIZES, {"activation": "gelu_new"}, "bf16"),
+    "cuBLASLt's own": ({**SIZES, "seq": 140}, {"activation": "gelu_new"}, "bf16"),
     "no activation, 2049 rows": ({**SIZES, "seq": 2049}, {"bias": "ffn"}, "bf16"),
     "sums of columns": (SIZES, {"bias_grad": (1, "ffn"), "b": "batch seq ffn", "out": "embed ffn"}, "bf16"),
     "odd columns": ({**SIZES, "ffn": 71}, {"activation": "gelu"}, "bf16"),

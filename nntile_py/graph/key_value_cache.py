@@ -173,3 +173,23 @@ def _combines_positions(op: Op) -> bool:
         return True
     own = isinstance(op, Sample | Unite) or any(t.kind == "temp" and t.axes == ("batch", "last") for t in op.inputs)
     return "seq" in read and "seq" not in written and not own
+
+
+def summed_last(graph: Graph) -> dict[str, tuple[str, ...]]:
+    """Return {weight: order of axes} in which products of a few rows read weights fastest: the summed axes come last.
+
+    Weights that other operators read too, such as a tied embedding, keep their order.
+    """
+    orders: dict[Tensor, tuple[str, ...]] = {}
+    fixed: set[Tensor] = set()
+    for op in graph.ops:
+        for tensor in op.inputs:
+            if tensor.kind != "param":
+                continue
+            if not isinstance(op, Contract) or tensor is not op.b or op.batch or len(tensor.axes) < 2:
+                fixed.add(tensor)
+                continue
+            order = (*(axis for axis in tensor.axes if axis not in op.k), *(a for a in op.a.axes if a in op.k))
+            if orders.setdefault(tensor, order) != order:
+                fixed.add(tensor)
+    return {tensor.name: order for tensor, order in orders.items() if tensor not in fixed and order != tensor.axes}

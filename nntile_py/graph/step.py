@@ -15,7 +15,7 @@ from nntile_py.errors import ConfigError, operators_refuse
 from nntile_py.graph import packed_inputs
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.key_value_cache import TOKENS, CacheShape, KeyValueCache, Sampling, check_cached
+from nntile_py.graph.key_value_cache import TOKENS, CacheShape, KeyValueCache, Sampling, check_cached, summed_last
 from nntile_py.graph.layout_search import arrange, keep_in
 from nntile_py.graph.layouts import Order
 from nntile_py.graph.lowering import lower
@@ -399,8 +399,8 @@ class StepSpec:
                 for one in (tensor, tensor.storage):
                     one.name, one.kind = name, "output"
         fuse(graph, self.fusion, self.cuts)
-        if self.kept:
-            keep_in(graph, self.kept)
+        if kept := self.kept or (summed_last(graph) if graph.cache else None):
+            keep_in(graph, kept)
         return Evaluation(graph, outputs, lower(graph, self.cuts, self.accumulate, rank_sums=self._rank_sums()))
 
 

@@ -24,6 +24,7 @@ from nntile_py.inference.open_model import OpenedModel, open_model
 from nntile_py.inference.text_stream import TextStream
 from nntile_py.inference.texts import to_tokens, tokens_of
 from nntile_py.schema import SIZES, in_bytes
+from nntile_py.system.load import cores
 from nntile_py.tasks.sample import SETTINGS
 from nntile_py.typed import plain, typed
 
@@ -281,9 +282,14 @@ class Generator:
         """Return the tile sizes: on CPU workers, by default, each product has as many tasks as there are workers."""
         if self._tiles is not None:
             return dict(self._tiles)
-        if Runtime.current is None or _core.cuda_workers():
-            return {}
-        return {}
+        running, config = Runtime.current is not None, getattr(self.model, "config", None)
+        workers = (0 if _core.cuda_workers() else _core.cpu_workers()) if running else cores()
+        sizes = {axis: getattr(config, axis, None) or 1 for axis in ("heads", "ffn", "vocab")}
+        group = sizes["heads"] // (getattr(config, "kv_heads", None) or sizes["heads"])
+        cuts = {axis: -(-size // workers) for axis, size in sizes.items() if 1 < workers <= size}
+        if "heads" in cuts:  # a tile has whole groups of the heads that share keys
+            cuts["heads"] = -(-cuts["heads"] // group) * group
+        return cuts
 
     def _parts(self, prompts: list[list[int]], options: Options) -> Iterator[GeneratedPart]:
         rows = min(self.batch, 1 << (len(prompts) - 1).bit_length()) if prompts else 1

@@ -1,0 +1,62 @@
+// Product of a few rows and the transpose of a matrix that is stored row by row, as decoding passes have it.
+#pragma once
+#include "common.h"
+
+namespace nntile {
+
+constexpr int64_t kFewRows = 16;
+
+// Whether out = a b has few rows and b is stored by columns: the matrix [n, k] is then read once, row by row.
+inline bool is_few_rows(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
+  return out.dim() == 2 && a.size(0) <= kFewRows && out.stride(1) == 1 && a.stride(1) == 1 && b.stride(0) == 1 &&
+         a.size(1) > 1;
+}
+
+// Sums of Rows x Columns products of rows; a, b: their first elements, out: the first result.
+template <int Rows, int Columns, class T>
+inline void rows_by_columns(T* out, int64_t out_step, const T* a, int64_t a_step, const T* b, int64_t b_step, int64_t k,
+                            T beta, T alpha) {
+  Vec<T> sums[Rows][Columns];
+  for (auto& row : sums)
+    for (auto& sum : row) sum = Vec<T>(T(0));
+  for_vectors<T>(k, [&](int64_t at, int64_t count) {
+    Vec<T> columns[Columns];
+    for (int c = 0; c < Columns; ++c) columns[c] = keep(load(b + c * b_step + at, count), count);
+    for (int r = 0; r < Rows; ++r) {
+      const auto row = keep(load(a + r * a_step + at, count), count);
+      for (int c = 0; c < Columns; ++c) sums[r][c] = at::vec::fmadd(row, columns[c], sums[r][c]);
+    }
+  });
+  for (int r = 0; r < Rows; ++r)
+    for (int c = 0; c < Columns; ++c) {
+      const T sum = at::vec::vec_reduce_all<T>([](Vec<T>& x, Vec<T>& y) { return x + y; }, sums[r][c]) * alpha;
+      T& to = out[r * out_step + c];
+      to = beta == T(0) ? sum : beta * to + sum;
+    }
+}
+
+// out = beta * out + alpha * a b; see is_few_rows.
+template <class T>
+void few_rows(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha) {
+  constexpr int kColumns = 4;
+  const int64_t m = a.size(0), k = a.size(1), n = b.size(1);
+  const int64_t out_step = out.stride(0), a_step = a.stride(0), b_step = b.stride(1);
+  const T scale = static_cast<T>(alpha), keeps = static_cast<T>(beta);
+  const auto columns_of = [&](auto columns, int64_t column) {
+    constexpr int C = decltype(columns)::value;
+    const T* from = b.data_ptr<T>() + column * b_step;
+    const auto rows_of = [&](auto rows, int64_t row) {
+      rows_by_columns<decltype(rows)::value, C>(out.data_ptr<T>() + row * out_step + column, out_step,
+                                                a.data_ptr<T>() + row * a_step, a_step, from, b_step, k, keeps, scale);
+    };
+    int64_t row = 0;
+    for (; row + 4 <= m; row += 4) rows_of(std::integral_constant<int, 4>(), row);
+    for (; row + 2 <= m; row += 2) rows_of(std::integral_constant<int, 2>(), row);
+    if (row < m) rows_of(std::integral_constant<int, 1>(), row);
+  };
+  int64_t column = 0;
+  for (; column + kColumns <= n; column += kColumns) columns_of(std::integral_constant<int, kColumns>(), column);
+  for (; column < n; ++column) columns_of(std::integral_constant<int, 1>(), column);
+}
+
+}  // namespace nntile

@@ -1,0 +1,86 @@
+"""Generation on a GPU: the texts of CPU workers, as CUDA graphs and as tasks; a cache that leaves the GPU."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import nntile_py as nt
+from nntile_py.inference.decoder import Decoder
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+VOCAB, NEW = 211, 50
+SIZES = {"layers": 2, "embed": 64, "heads": 4, "vocab": VOCAB, "positions": 700}
+CONFIGS: dict[str, Any] = {
+    "gpt2": lambda: nt.models.GPT2(nt.models.GPT2Config(**SIZES), seed=1),
+    "llama": lambda: nt.models.Llama(nt.models.LlamaConfig(**SIZES, kv_heads=2, ffn=96), seed=1),
+}
+
+
+@functools.cache
+def model(kind: str) -> Any:
+    """Weights that are far apart, so that no two logits are nearly equal."""
+    made = CONFIGS[kind]()
+    made.weights = {name: value * (10 if value.ndim > 1 else 1) for name, value in made.weights.items()}
+    return made
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, VOCAB, n).tolist() for n in [1, 600, *rng.integers(2, 300, 10)]]
+
+
+@functools.cache
+def on_cpus(kind: str, **options: Any) -> Any:
+    with nt.Runtime(cpus=2), nt.Generator(model(kind)) as generator:
+        return generator(prompts(), max_tokens=NEW, **options)
+
+
+DRAWS = {"temperature": 1.1, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 5}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("how", ["greedy", "draws"])
+@pytest.mark.parametrize(
+    ("tiles", "captured"), [({}, None), ({}, True), ({}, False), ({"heads": 2, "vocab": 100, "batch": 3}, False)]
+)
+def test_texts_are_those_of_cpus(kind: str, how: str, tiles: dict[str, int], captured: bool | None) -> None:
+    options: dict[str, Any] = {"temperature": 0} if how == "greedy" else DRAWS
+    with nt.Runtime(cuda=1), nt.Generator(model(kind), tiles=tiles, captured=captured) as generator:
+        texts = generator(prompts(), max_tokens=NEW, **options)
+        assert generator(prompts(), max_tokens=NEW, **options) == texts
+    wrong = [k for k, pair in enumerate(zip(texts, on_cpus(kind, **options), strict=True)) if pair[0] != pair[1]]
+    assert not wrong
+
+
+def test_decoding_passes_are_graphs() -> None:
+    with nt.Runtime(cuda=1), nt.Generator(model("llama"), captured=True) as generator:
+        generator(prompts()[:1], max_tokens=9, temperature=0)
+        decoder: Decoder = generator._engine.decoder  # type: ignore[union-attr]
+        graphs = {key: one.served.graphs for key, one in decoder.bound.programs.items()}
+    assert graphs and all(graphs.values()), graphs
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision(precision: str) -> None:
+    """Graphs and tasks give the same tokens; most are those of fp32."""
+    texts = []
+    for captured in (True, False):
+        with nt.Runtime(cuda=1), nt.Generator(model("gpt2"), precision=precision, captured=captured) as generator:
+            texts.append(generator(prompts()[:4], max_tokens=8, temperature=0))
+    assert [one.tokens for one in texts[0]] == [one.tokens for one in texts[1]]
+    assert sum(a.tokens[0] == b.tokens[0] for a, b in zip(texts[0], on_cpus("gpt2", temperature=0), strict=False)) >= 3
+
+
+def test_a_cache_that_leaves_the_gpu() -> None:
+    """Room for a part of the cache: StarPU moves pages to main memory."""
+    with nt.Runtime(cuda=1, cuda_memory="24MiB"), nt.Generator(model("llama"), captured=False) as generator:
+        texts = generator(prompts(), max_tokens=NEW, temperature=0)
+    assert [one.tokens for one in texts] == [one.tokens for one in on_cpus("llama", temperature=0)]
