@@ -13,7 +13,8 @@ from .mask import Mask
 from .op import Array, GraphLike, Index, Lowering, Tensor
 
 BHSD = ("batch", "heads", "seq", "head_dim")
-ROLES = {"kv_heads": "heads", "key": "seq"}  # axes of k and v, and the axis of q with the same role
+# Axes of k and v, and the axis of q with the same role; all_heads: the heads of q, k and v in one tensor.
+ROLES = {"kv_heads": "heads", "all_heads": "heads", "key": "seq"}
 
 Operand = Tensor | tuple[Tensor, int]  # a tensor, or a slice of its axis qkv
 

@@ -1,5 +1,6 @@
 // Attention to keys and values in pages of a cache (cached_attention.py), and the places of the new tokens.
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
@@ -59,6 +60,18 @@ struct Pool {
     return out;
   }
 };
+
+// Rotates rows [n, width] in place by a table of as many rows: cosines, then sines; see rotary.cpp.
+template <class T>
+void rotate_rows(T* x, const T* table, int64_t n, int64_t width) {
+  const int64_t half = width / 2;
+  for (int64_t row = 0; row < n; ++row, x += width, table += width)
+    for (int64_t k = 0; k < half; ++k) {
+      const T a = x[k], b = x[half + k], cos = table[k], sin = table[half + k];
+      x[k] = a * cos - b * sin;
+      x[half + k] = b * cos + a * sin;
+    }
+}
 
 int64_t first_key(int64_t position, int64_t window) { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
 
@@ -121,10 +134,13 @@ void attend_in_blocks(const at::Tensor& k, const at::Tensor& v, int64_t first, c
   }
 }
 
-// tiles: out, keys, values, table, then q, k, v
+// tiles: out, keys, values, table, then q, k, v, then the table of the rotation
 void cached_attention(Args& t) {
   const CachedAttentionArgs args(t);
-  const Triple x(t, args.qkv, 4);
+  Triple x(t, args.qkv, 4);
+  if (const auto [of_q, of_k] = args.heads; of_q)
+    x = {x.q.narrow(1, 0, of_q), x.k.narrow(1, of_q, of_k), x.v.narrow(1, of_q + of_k, of_k)};
+  const auto angles = args.rotary ? t[t.tiles() - 1] : at::Tensor();
   const auto out = as_bhsd(t[0], args.out), table = t[3];
   const int64_t seq = x.q.size(2), group = x.group();
   dispatch(t[0], [&](auto zero) {
@@ -135,10 +151,19 @@ void cached_attention(Args& t) {
       auto sequence = out.select(0, b);
       if (row.count < seq) sequence.narrow(1, row.count, seq - row.count).zero_();
       for (int64_t head = 0; head < x.k.size(1) && row.count; ++head) {
-        const auto rows = [&](const at::Tensor& y) { return y.select(0, b).select(0, head).narrow(0, 0, row.count).contiguous(); };
-        keys.put(row, head, rows(x.k));
-        values.put(row, head, rows(x.v));
-        const auto q = x.q.select(0, b).narrow(0, head * group, group).narrow(1, 0, row.count).contiguous();
+        // The new rows of some heads, contiguous, and rotated if `turns` is set.
+        const auto rows = [&](const at::Tensor& y, int64_t first, int64_t heads, bool turns) {
+          const auto view = y.select(0, b).narrow(0, first, heads).narrow(1, 0, row.count);
+          if (!turns) return view.contiguous();
+          const auto own = view.clone(at::MemoryFormat::Contiguous);
+          const T* table = angles.data_ptr<T>() + b * seq * keys.width;
+          for (int64_t one = 0; one < heads; ++one)
+            rotate_rows(own.data_ptr<T>() + one * row.count * keys.width, table, row.count, keys.width);
+          return own;
+        };
+        keys.put(row, head, rows(x.k, head, 1, args.rotary));
+        values.put(row, head, rows(x.v, head, 1, false));
+        const auto q = rows(x.q, head * group, group, args.rotary);
         const auto o = at::empty(q.sizes(), q.options());
         if (row.count <= kFew) {
           attend_to_pages(keys, values, row, head, q, o, group, args.scale, args.window);

@@ -25,6 +25,8 @@ class CachedAttentionArgs(TaskArgs):
     out: tuple[int, int, int, int]  # order of the output's axes
     scale: float
     window: int  # a query attends to this many positions, its own included; 0: to all
+    rotary: bool  # True: the last tile has cosines and sines by which q and k are rotated
+    heads: tuple[int, int]  # number of heads of q and of k if q, k and v are parts of one tile, one after the other
     qkv: OperandsArgs
 
 
@@ -36,79 +38,116 @@ class CachedAttention(Op):
     positions behind the new tokens are zero. No sequence has page 0, so unused entries are 0.
 
     Args:
-        operands: q, k, v with the axes batch, heads (or kv_heads), seq, head_dim in one order.
+        operands: q, k, v with the axes batch, heads (or kv_heads), seq, head_dim in one order. With `heads`: one tensor
+            with the axis all_heads, which has the heads of q, of k, then of v.
         table: int64 [batch, entry].
         pools: cached keys and cached values, each [page, heads or kv_heads, slot, head_dim]. The operator changes them.
         out: as q.
+        rotary: a table [batch, seq, rotary], by which the operator rotates q and k, see Rotary.
+        heads: numbers of heads of q and of k.
     """
 
     category = CONTRACTION
     colours: ClassVar = {"forward": "#117733"}
-    picks = "qkv", "kv_heads"
+    picks = "qkv", "kv_heads", "all_heads"
     lse: Tensor | None = None
 
     def __init__(
         self, operands: Operands, table: Tensor, pools: Sequence[Tensor], out: Tensor, after: Sequence[Tensor],
-        scale: float | None = None, window: int | None = None,
+        scale: float | None = None, window: int | None = None, rotary: Tensor | None = None,
+        heads: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         rule = "cached attention: the pools need the axes page, the heads of k, slot, head_dim"
-        k = operands.parts[1][0]
-        heads = "kv_heads" if "kv_heads" in k.axes else "heads"
-        fits = all(one.axes == ("page", heads, "slot", "head_dim") for one in pools)
-        require(fits and all(one.size(heads) == k.size(heads) for one in pools), rule, k, *pools)
-        self.operands, self.data = operands, [table, *pools]
+        k, axis = operands.parts[1][0], pools[0].axes[1]
+        fits = all(one.axes == ("page", axis, "slot", "head_dim") for one in pools) and axis in ("heads", "kv_heads")
+        require(fits and all(one.size(axis) == (heads[1] if heads else k.size(axis)) for one in pools), rule, k, *pools)
+        self.operands, self.table, self.pools, self.rotary, self.heads = operands, table, list(pools), rotary, heads
         super().__init__([*operands.tensors, *self.data], [out, *after])
         self.scale = 1 / math.sqrt(out.size("head_dim")) if scale is None else scale
         self.window = window or 0
+
+    @property
+    def data(self) -> list[Tensor]:
+        """Inputs besides q, k and v."""
+        return [self.table, *self.pools, *([self.rotary] if self.rotary else [])]
 
     def read(self, tensors: Sequence[Tensor]) -> None:
         """Replace the tensors that hold q, k and v."""
         self.operands = self.operands.on(tensors)
         self.inputs = [*tensors, *self.data]
 
+    def read_parts(self, x: Tensor, heads: tuple[int, int]) -> None:
+        """Read q, k and v as parts of one tensor with the axis all_heads; heads: numbers of heads of q and of k."""
+        self.operands, self.heads = Operands(x, x, x), heads
+        self.inputs = [x, *self.data]
+
+    def rotate(self, table: Tensor) -> None:
+        """Rotate q and k by the angles of a table."""
+        self.rotary = table
+        self.inputs = [*self.operands.tensors, *self.data]
+
     @property
     def group(self) -> int:
         """Number of query heads per head of k and v."""
-        k = self.operands.parts[1][0]
-        return self.output.size("heads") // k.size("kv_heads") if "kv_heads" in k.axes else 1
+        return self.output.size("heads") // self.pools[0].shape[1]
 
     @property
     def positions(self) -> int:
         """Largest number of positions of a sequence."""
-        return (self.data[0].size("entry") - PAGES) * self.data[1].size("slot")
+        return (self.table.size("entry") - PAGES) * self.pools[0].size("slot")
 
     def flop(self) -> float:
         """Return the flop for sequences that fill the cache."""
         return 4.0 * self.output.numel * self.positions
 
     def elements(self) -> int:
-        table, *pools = self.data
-        cached = sum(one.numel // one.size("page") for one in pools) * (table.size("entry") - PAGES) * table.shape[0]
-        return sum(t.numel for t in (*self.operands.tensors, table, self.output)) + cached
+        pages = (self.table.size("entry") - PAGES) * self.table.shape[0]
+        cached = sum(one.numel // one.size("page") for one in self.pools) * pages
+        return sum(t.numel for t in (*self.operands.tensors, self.table, self.output)) + cached
 
     def fit(self, tiling: Tiling) -> None:
         if tiling.cut("seq", self.output.size("seq")):
             need = f"at least {self.output.size('seq')}, the new tokens of a pass"
             raise ConfigError(f"tiles.seq: got {tiling.tiles['seq']}; allowed with a cache of keys and values: {need}")
-        if self.group > 1:
-            fit_groups(self.operands.parts[1][0], self.output, tiling)
+        if self.pools[0].axes[1] == "kv_heads":
+            fit_groups(self.pools[0], self.output, tiling)
+        if self.heads and tiling.cut("heads", self.output.size("heads")):
+            need = "none, as q, k and v are parts of one tensor"
+            raise ConfigError(f"tiles.heads: got {tiling.tiles['heads']}; allowed: {need}")
 
     def lower(self, lowering: Lowering) -> None:
-        table, *pools = self.data
-        k = self.operands.parts[1][0]
+        grouped = self.pools[0].axes[1] == "kv_heads"
         for at in lowering.indices(self.output):
-            heads = tile_of_group(lowering, k, self.output, at["heads"]) if "kv_heads" in k.axes else 0
-            key = at | {"kv_heads": heads, "key": at["seq"], "page": 0, "slot": 0, "entry": 0}
-            tiles, qkv = self.operands.tiles(lowering, at, key)
-            cached = [RW(lowering.tile(pool, key)) for pool in pools]
-            accesses = [W(lowering.tile(self.output, at)), *cached, R(lowering.tile(table, key)), *map(R, tiles)]
-            args = CachedAttentionArgs(order_of(self.output.axes), self.scale, self.window, qkv)
+            heads = tile_of_group(lowering, self.pools[0], self.output, at["heads"]) if grouped else 0
+            zeros = dict.fromkeys(("page", "slot", "entry", "all_heads", "rotary"), 0)
+            key = at | zeros | {"kv_heads": heads, "key": at["seq"]}
+            tiles, qkv = self.operands.tiles(lowering, at | zeros, key)
+            cached = [RW(lowering.tile(pool, key)) for pool in self.pools]
+            accesses = [W(lowering.tile(self.output, at)), *cached, R(lowering.tile(self.table, key)), *map(R, tiles)]
+            if self.rotary:
+                accesses.append(R(lowering.tile(self.rotary, key)))
+            order, counts = order_of(self.output.axes), self.heads or (0, 0)
+            args = CachedAttentionArgs(order, self.scale, self.window, self.rotary is not None, counts, qkv)
             share = math.prod(lowering.shape(self.output, at)) / self.output.numel
             lowering.emit("cached_attention", accesses, args, flop=self.flop() * share)
 
+    def split(self, *inputs: Array) -> list[Array]:
+        """Return q, k and v as [batch, heads, seq, head_dim], rotated."""
+        count = len(self.operands.tensors)
+        q, k, v = self.operands.split(*inputs[:count])
+        if self.heads:
+            ends = self.heads[0], sum(self.heads)
+            q, k, v = np.split(q, ends, 1)
+        if self.rotary:
+            cos, sin = np.split(inputs[-1][:, None], 2, -1)
+            q, k = (np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+                    for a, b in (np.split(x, 2, -1) for x in (q, k)))  # fmt: skip
+        return [q, k, v]
+
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
-        q, k, v = self.operands.split(*inputs[: len(self.operands.tensors)])
-        table, keys, values = inputs[-3].astype(int), inputs[-2].copy(), inputs[-1].copy()
+        q, k, v = self.split(*inputs)
+        count = len(self.operands.tensors)
+        table, keys, values = inputs[count].astype(int), inputs[count + 1].copy(), inputs[count + 2].copy()
         out, slots = np.zeros(q.shape), keys.shape[2]
         for b, (past, count, *pages) in enumerate(table.tolist()):
             at = [(pages[p // slots], p % slots) for p in range(past + count)]

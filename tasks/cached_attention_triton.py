@@ -43,12 +43,29 @@ def _online(q, k, v, kept, top, total, out, by, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _rotated(X, TABLE, row, head, position, inside, seq, AT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+             ROTARY: tl.constexpr):  # fmt: skip
+    """Load rows [position, head_dim] of q or k; ROTARY: rotated by angles TABLE [row, position, D], see rotary.py."""
+    x = tl.load(_place(X, row, head, position, AT, BLOCK_D), inside, 0.0)
+    if ROTARY:
+        half: tl.constexpr = D // 2
+        d = tl.arange(0, BLOCK_D)
+        sign, other = tl.where(d < half, -1.0, 1.0), tl.where(d < half, d + half, d - half)
+        at = X + AT[0] + row.to(tl.int64) * AT[4] + head[:, None] * AT[2] + position.to(tl.int64)[:, None] * AT[1]
+        y = tl.load(at + other[None, :] * AT[3], inside, 0.0).to(tl.float32)
+        angle = TABLE + (row.to(tl.int64) * seq + position)[:, None] * D + (d % half)[None, :]
+        cos, sin = tl.load(angle, inside, 0.0), tl.load(angle + half, inside, 0.0)
+        x = (x.to(tl.float32) * cos + y * sin * sign[None, :]).to(X.dtype.element_ty)
+    return x
+
+
+@triton.jit
 def _attend(
-    OUT, KEYS, VALUES, TABLE, Q, K, V, PARTS, seq, entries, scale,
+    OUT, KEYS, VALUES, TABLE, Q, K, V, ANGLES, PARTS, seq, entries, scale,
     OUT_AT: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     SPLITS: tl.constexpr, SLOTS: tl.constexpr, NEW_KEYS: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, ROTARY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend with ROWS queries of the GROUP heads that share a head of keys; SHARE: GROUP as a power of two.
 
@@ -66,7 +83,7 @@ def _attend(
     inside = (exists & (query < count))[:, None] & (d < D)[None, :]
     top = tl.full([ROWS * SHARE], -float("inf"), tl.float32)
     total, out = tl.zeros([ROWS * SHARE], tl.float32), tl.zeros([ROWS * SHARE, BLOCK_D], tl.float32)
-    q = tl.load(_place(Q, row, head * GROUP + member, query, Q_AT, BLOCK_D), inside, 0.0)
+    q = _rotated(Q, ANGLES, row, head * GROUP + member, query, inside, seq, Q_AT, D, BLOCK_D, ROTARY)
     slot, by, at_head = tl.arange(0, SLOTS), scale * LOG2E, head.to(tl.int64) * SLOTS * D
     if first < count:
         if split == 0:  # the new keys and values of the block's positions go to their pages
@@ -75,14 +92,15 @@ def _attend(
             to = (page * HEADS * SLOTS * D + at_head + (past + new) % SLOTS * D)[:, None] + d[None, :]
             mine = (new < count)[:, None] & (d < D)[None, :]
             heads = head + tl.zeros([ROWS], tl.int32)
-            tl.store(KEYS + to, tl.load(_place(K, row, heads, new, K_AT, BLOCK_D), mine, 0.0), mine)
+            k = _rotated(K, ANGLES, row, heads, new, mine, seq, K_AT, D, BLOCK_D, ROTARY)
+            tl.store(KEYS + to, k, mine)
             tl.store(VALUES + to, tl.load(_place(V, row, heads, new, V_AT, BLOCK_D), mine, 0.0), mine)
         pages, begin = tl.cdiv(past, SLOTS), 0
         if WINDOW:
             begin = tl.maximum(past + first - WINDOW + 1, 0) // SLOTS
         each = tl.cdiv(tl.maximum(pages - begin, 0), SPLITS)
         begin += split * each
-        for number in range(begin, tl.minimum(begin + each, pages)):
+        for number in tl.range(begin, tl.minimum(begin + each, pages), num_stages=3):
             page = tl.load(TABLE + FIRST + number)
             at = (page * HEADS * SLOTS * D + at_head + slot * D)[:, None] + d[None, :]
             key = number * SLOTS + slot
@@ -100,7 +118,7 @@ def _attend(
                 key = start + tl.arange(0, NEW_KEYS)
                 there = (key < count)[:, None] & (d < D)[None, :]
                 heads = head + tl.zeros([NEW_KEYS], tl.int32)
-                k = tl.load(_place(K, row, heads, key, K_AT, BLOCK_D), there, 0.0)
+                k = _rotated(K, ANGLES, row, heads, key, there, seq, K_AT, D, BLOCK_D, ROTARY)
                 v = tl.load(_place(V, row, heads, key, V_AT, BLOCK_D), there, 0.0)
                 kept = (key[None, :] <= query[:, None]) & (key < count)[None, :]
                 if WINDOW:
@@ -149,6 +167,9 @@ def _describe(task: Task) -> Launches:
     tiles, layouts, _ = places(task, a.qkv, 4, packed=False)
     batch, heads, seq, head_dim = extents(task, a.qkv, 4 + a.qkv.q[0], a.qkv.q[1])
     of_keys, slots = shape(task, 1)[1:3]
+    if a.heads[0]:  # k and v begin behind the heads before them
+        heads, starts = a.heads[0], (0, a.heads[0], sum(a.heads))
+        layouts = [(at[0] + start * at[2], *at[1:]) for at, start in zip(layouts, starts, strict=True)]
     group = heads // of_keys
     share = power_of_two(group)
     rows = max(16 // share, 1) if seq == 1 else max(min(power_of_two(seq), QUERIES) // share, 16 // share, 1)
@@ -168,10 +189,11 @@ def _describe(task: Task) -> Launches:
         "SPLITS": splits, "D": head_dim, "BLOCK_D": block_d,
     }  # fmt: skip
     dtype = task.accesses[1].tile.dtype
+    tiles = [*(tile(task, number) for number in range(4)), *tiles, tile(task, len(task.accesses) - 1)]
     first = launch(
-        _attend, (many, splits), tile(task, 0), tile(task, 1), tile(task, 2), tile(task, 3), *tiles, parts, seq,
-        table[1], a.scale, SLOTS=power_of_two(slots), NEW_KEYS=NEW_KEYS if seq > 1 else 16, WINDOW=a.window,
-        PRECISION="ieee" if dtype == "fp32" else "tf32", **at, **cut,
+        _attend, (many, splits), *tiles, parts, seq, table[1], a.scale, ROTARY=a.rotary, SLOTS=power_of_two(slots),
+        NEW_KEYS=NEW_KEYS if seq > 1 else 16, WINDOW=a.window, PRECISION="ieee" if dtype == "fp32" else "tf32",
+        **at, **cut,
     )  # fmt: skip
     if splits == 1:
         return Launches((first,), scratch.bytes)

@@ -16,6 +16,11 @@ _HEADS = "batch heads seq head_dim"
 SLOTS, ENTRIES = 16, 3  # positions of a page; pages of a sequence
 
 
+def angles_of_rows(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Any:
+    """Cosines and sines of positions that each row of the batch has of its own."""
+    return ops.rotary_table(shape[-1], 50, 10000.0)[rng.integers(0, 50, shape[:-1])]
+
+
 def page_table(new: int) -> Maker:
     """Return a function that draws a page table: sequences of different lengths, one of them without new tokens."""
 
@@ -33,20 +38,33 @@ def page_table(new: int) -> Maker:
     return make
 
 
-def cached_attention(axes: str = _HEADS, group: int = 1, window: int | None = None) -> Callable[[Case], Op]:
+def cached_attention(
+    axes: str = _HEADS, group: int = 1, window: int | None = None, *, rotary: bool = False, merged: bool = False
+) -> Callable[[Case], Op]:
+    """merged: q, k and v are parts of one tensor."""
+
     def row(case: Case) -> Op:
         case.whole |= {"seq"}
         case.sizes |= {"page": 1 + case.sizes["batch"] * ENTRIES, "slot": SLOTS, "entry": 2 + ENTRIES}
         keys = "kv_heads" if group > 1 else "heads"
-        if group > 1:
+        if group > 1 or merged:
             case.whole |= {"heads"}
+        if group > 1:
             case.sizes["kv_heads"] = max(case.sizes["heads"] // group, 1)
             case.sizes["heads"] = group * case.sizes["kv_heads"]
-        q, k, v = case.x(axes), *(case.x(axes.replace("heads", keys)) for _ in range(2))
+        case.sizes["head_dim"] += rotary * case.sizes["head_dim"] % 2
+        case.sizes |= {"all_heads": case.sizes["heads"] + 2 * case.sizes[keys], "rotary": case.sizes["head_dim"]}
+        if merged:
+            q = k = v = case.x(axes.replace("heads", "all_heads"))
+        else:
+            q, k, v = case.x(axes), *(case.x(axes.replace("heads", keys)) for _ in range(2))
         table = case.x("batch entry", page_table(case.sizes["seq"]), "int64")
         pools = [case.x(f"page {keys} slot head_dim") for _ in range(2)]
         after = [case.graph.temp("after", p.axes, p.shape, p.dtype, storage=p) for p in pools]
-        return case.add(ops.CachedAttention(Operands(q, k, v), table, pools, case.y(axes), after, window=window))
+        turned = case.x("batch seq rotary", angles_of_rows, case.sum_dtype) if rotary else None
+        heads = (case.sizes["heads"], case.sizes[keys]) if merged else None
+        options: dict[str, Any] = {"window": window, "rotary": turned, "heads": heads}
+        return case.add(ops.CachedAttention(Operands(q, k, v), table, pools, case.y(axes), after, **options))
 
     return row
 
@@ -106,11 +124,7 @@ def rotary_of_rows(axes: str) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         case.sizes["head_dim"] += case.sizes["head_dim"] % 2
         case.sizes["rotary"] = case.sizes["head_dim"]
-
-        def angles(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Any:
-            return ops.rotary_table(shape[-1], 50, 10000.0)[rng.integers(0, 50, shape[:-1])]
-
-        table = case.x("batch seq rotary", angles, case.sum_dtype)
+        table = case.x("batch seq rotary", angles_of_rows, case.sum_dtype)
         return case.add(ops.Rotary(case.x(axes), table, case.y(axes)))
 
     return row
@@ -121,6 +135,8 @@ ROWS: dict[str, Callable[[Case], Any]] = {
     "CachedAttention groups": cached_attention("batch seq heads head_dim", group=2),
     "CachedAttention window": cached_attention(window=3),
     "CachedAttention groups window": cached_attention(group=3, window=5),
+    "CachedAttention rotary": cached_attention(rotary=True),
+    "CachedAttention merged": cached_attention("batch seq heads head_dim", group=2, rotary=True, merged=True),
     "TokenPlaces": token_places,
     "Sample": sample(),
     "Sample greedy": sample(greedy=True, advances=True),

@@ -133,7 +133,8 @@ def test_against_the_reference(row: str, dtype: str, tiling: str, policy: str) -
         # Kernels may compute statistics and a bias' gradient from stored values, which are rounded.
         of_stored = "Norm residual" in row or (row.startswith("LayerNormGrad") and "bias" in row)
         rounded = (is_low(tensor.dtype) and tensor.storage not in case.masters) or (is_low(dtype) and of_stored)
-        assert wrong < (ROUNDING[dtype] if rounded else 1e-5), f"{tensor}: off by {wrong:.1e}"
+        limit = ROUNDING[dtype] * (1 + ("merged" in row)) if rounded else 1e-5  # merged: q and k are rounded once more
+        assert wrong < limit, f"{tensor}: off by {wrong:.1e}"
 
 
 @pytest.mark.parametrize("row", ["Generated norm of a sum", "Generated bias gelu", "Generated softmax causal"])
@@ -303,11 +304,11 @@ def test_live_sizes() -> None:
 
 
 def test_every_kernel_has_launches() -> None:
-    """Every kernel has launches, except kernels only in C++: attention without segments, parts of a contraction."""
+    """Every kernel has launches, except kernels only in C++: attention without segments, parts of a contraction, unite."""
     named = set()
     for path in (Path(launch.__file__).parent).glob("*.cpp"):
         named |= set(re.findall(r"^NNTILE_KERNEL\((\w+),", path.read_text(), re.M))
-    own = {name for name in named if not name.startswith(("contract", "attention", "flash"))}
+    own = {name for name in named if not name.startswith(("contract", "attention", "flash", "unite"))}
     of_segments = {f"attention{name}{grad}" for name in ("", "_segments") for grad in ("", "_grad")}
     assert set(launch.load()) == own | of_segments | {"contract"}
 

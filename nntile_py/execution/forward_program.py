@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from nntile_py import _core
 from nntile_py.execution.cuda_graph import Served
 from nntile_py.execution.program import HostCopy, Store, assembled
 from nntile_py.graph.params import Array, Input
@@ -114,6 +115,11 @@ class ForwardProgram:
         """Write the weights of a model, {name: array}, into their tiles."""
         for param in self.evaluation.params:
             self.store.write(self._lowering, param.tensor, param.weight(weights))
+
+    def input_tiles(self) -> dict[Hashable, _core.Tile]:
+        """Return {key: handle} of the tiles of the program's inputs, for a program that shares them."""
+        grids = (self._lowering.grid(one.tensor) for one in self.inputs.values())
+        return {tile.key: self.store.handle(tile) for grid in grids for _, tile in grid}
 
     def check(
         self, given: Mapping[str, Any], rows: int | None = None, *, shift: bool = False, unlabelled: bool = False

@@ -22,6 +22,7 @@ from nntile_py.graph.lowering import lower
 from nntile_py.graph.optimizers import add_update
 from nntile_py.graph.packed_flop import PackedFlop
 from nntile_py.graph.params import Array, Batch, Param, Traceable, Traced, trace
+from nntile_py.graph.passes.cached_projections import fuse_cached_projections
 from nntile_py.graph.passes.precision import narrow_gradients
 from nntile_py.graph.passes.qkv_fusion import merge_projections
 from nntile_py.graph.random_inputs import random_inputs
@@ -390,6 +391,7 @@ class StepSpec:
         tokens = graph.cache.sampled(graph.cache.last_logits(traced.outputs["logits"]), sampling, advances)
         graph.prune([tokens])
         check_cached(graph)
+        fuse_cached_projections(graph, self.cuts, merge=bool(self.fusion.qkv))
         return self._evaluation(graph, {TOKENS: tokens}, {TOKENS: tokens})
 
     def _evaluation(self, graph: Graph, outputs: dict[str, Tensor], kept: dict[str, Tensor]) -> Evaluation:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,6 +47,25 @@ class Row:
     draws: Array = field(default_factory=lambda: np.zeros(0, np.float32))
     pages: list[int] = field(default_factory=list)
     past: int = 0
+
+
+class Copied(NamedTuple):
+    """The copy of a pass's tokens to main memory, and the program of the pass."""
+
+    program: ForwardProgram
+    copy: HostCopy
+
+
+@dataclass
+class Passes:
+    """Programs of decoding passes of the same rows, which run in turns."""
+
+    programs: list[ForwardProgram]
+
+    def next_program(self) -> ForwardProgram:
+        """Return the program of the next pass."""
+        self.programs = [*self.programs[1:], self.programs[0]]
+        return self.programs[-1]
 
 
 class Decoder:
@@ -113,31 +132,32 @@ class Decoder:
             todo = [row for row in todo if row not in ended]
         return [first[row] for row in rows]
 
-    def start(self, rows: Sequence[Row | None]) -> ForwardProgram:
-        """Return the program of decoding passes for these rows, prepared for its first pass.
+    def start(self, rows: Sequence[Row | None]) -> Passes:
+        """Return decoding passes for these rows, prepared for the first pass.
 
         Each row's last token is not in the cache yet. None: the row is empty.
         """
         present = [row for row in rows if row]
-        program = self.program(len(rows), 1, sampling_of(present, self.vocab), advances=True)
-        program.write(self._arrays(program, rows, 1))
-        return program
+        programs = self._alternating(len(rows), sampling_of(present, self.vocab))
+        programs[0].write(self._arrays(programs[0], rows, 1))
+        return Passes(programs)
 
-    def decode(self, program: ForwardProgram, rows: Sequence[Row | None]) -> HostCopy:
-        """Submit a decoding pass, and return a copy of its tokens, for which `tokens` waits.
+    def decode(self, passes: Passes, rows: Sequence[Row | None]) -> Copied:
+        """Submit a decoding pass, and return the copy of its tokens, for which `tokens` waits.
 
         Further passes may be submitted meanwhile.
         """
+        program = passes.next_program()
         program.run({})
         for row in rows:
             if row:
                 row.past += 1
-        return program.start_copy(TOKENS)
+        return Copied(program, program.start_copy(TOKENS))
 
     @staticmethod
-    def tokens(program: ForwardProgram, copied: HostCopy) -> list[int]:
+    def tokens(copied: Copied) -> list[int]:
         """Wait for a pass, and return each row's token."""
-        return [int(token) for token in program.finish_copy(TOKENS, copied)]
+        return [int(token) for token in copied.program.finish_copy(TOKENS, copied.copy)]
 
     # -- inside
 
@@ -149,17 +169,32 @@ class Decoder:
 
     def program(self, rows: int, seq: int, sampling: Sampling, *, advances: bool) -> ForwardProgram:
         """Return the program of a pass over `seq` new tokens of each of `rows` rows."""
+        return self._program((rows, seq, sampling, advances), {})
+
+    def _alternating(self, rows: int, sampling: Sampling) -> list[ForwardProgram]:
+        """Return two programs of a decoding pass that share all tiles except the drawn tokens.
+
+        While the tokens of one pass are copied to main memory, the other program can run the next pass.
+        """
+        first = self.program(rows, 1, sampling, advances=True)
+        second = self._program((rows, 1, sampling, True, "alternate"), first.input_tiles())
+        return [first, second]
+
+    def _program(self, key: tuple[Any, ...], shared: Mapping[Hashable, _core.Tile]) -> ForwardProgram:
+        """Return a program, see `program`. shared: tiles that it shares with another one, besides the cache."""
         self._bind()
         assert self._cache is not None
-        key = (rows, seq, sampling, advances)
+        key = (self.shape, *key)
         if key not in self.bound.programs:
+            _, rows, seq, sampling, advances, *_ = key
             tiles = {"seq": seq} if "seq" in self.bound.tiles else {}
             evaluation = self.bound.spec(rows, seq, tiles=tiles).generation(self.shape, sampling, advances=advances)
             self._add_pools(evaluation)
-            program = self.bound.program(key, lambda: evaluation, self._cache.handles)
+            program = self.bound.program(key, lambda: evaluation, {**self._cache.handles, **shared})
             # The first runs of a program on a GPU choose its kernels, for which they run several times: without tokens.
             program.write(self._arrays(program, [], seq))
-            program.run({})
+            for _ in range(2):
+                program.run({})
         return self.bound.programs[key]
 
     def _add_pools(self, evaluation: Evaluation) -> None:

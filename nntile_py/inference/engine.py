@@ -8,10 +8,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from nntile_py.execution.forward_program import ForwardProgram
-from nntile_py.execution.program import HostCopy
 from nntile_py.execution.runtime import in_turns
-from nntile_py.inference.decoder import Decoder, Row
+from nntile_py.inference.decoder import Copied, Decoder, Passes, Row
 
 AHEAD = 2  # decoding passes that are submitted before the tokens of the first one are read
 Reason = Literal["stop", "length"]  # a token or a text that ends a sequence; the largest number of tokens
@@ -57,10 +55,9 @@ class Request:
 
 
 class Flight(NamedTuple):
-    """A submitted decoding pass: its program, the copy of its tokens, and its requests by row."""
+    """A submitted decoding pass: the copy of its tokens, and its requests by row."""
 
-    program: ForwardProgram
-    copied: HostCopy
+    copied: Copied
     requests: list[Request | None]
 
 
@@ -77,7 +74,7 @@ class Engine:
     _waiting: deque[Request] = field(default_factory=deque)
     _active: list[Request | None] = field(default_factory=list)
     _in_flight: deque[Flight] = field(default_factory=deque)
-    _program: ForwardProgram | None = None
+    _passes: Passes | None = None
 
     @property
     def busy(self) -> bool:
@@ -109,11 +106,11 @@ class Engine:
             self._clear_ended()
             self._admit()
             return
-        if self._program is None:
-            self._program = self.decoder.start([one.row if one else None for one in self._active])
+        if self._passes is None:
+            self._passes = self.decoder.start([one.row if one else None for one in self._active])
         while len(self._in_flight) < AHEAD and not self._blocked():
-            copied = self.decoder.decode(self._program, [one.row if one else None for one in self._active])
-            self._in_flight.append(Flight(self._program, copied, list(self._active)))
+            copied = self.decoder.decode(self._passes, [one.row if one else None for one in self._active])
+            self._in_flight.append(Flight(copied, list(self._active)))
         self._collect()
 
     @in_turns
@@ -157,7 +154,7 @@ class Engine:
         if not self._in_flight:
             return
         flight = self._in_flight.popleft()
-        for one, token in zip(flight.requests, self.decoder.tokens(flight.program, flight.copied), strict=True):
+        for one, token in zip(flight.requests, self.decoder.tokens(flight.copied), strict=True):
             if one and not one.ended:
                 _take(one, token)
 
@@ -167,7 +164,7 @@ class Engine:
             if one and one.ended:
                 if one.row:
                     self.decoder.release(one.row)
-                self._active[number], self._program = None, None
+                self._active[number], self._passes = None, None
 
     def _admit(self) -> None:
         """Give waiting requests rows, and compute their prompts and first tokens."""
@@ -182,7 +179,7 @@ class Engine:
         before = len(self._active) if alive else 0
         count = max(before, min(self.decoder.rows, 1 << max(len(alive) + len(new) - 1, 0).bit_length()))
         self._active = [*alive, *new, *[None] * (count - len(alive) - len(new))]
-        self._program = None
+        self._passes = None
         for one, token in zip(new, self.decoder.prefill([one.row for one in new if one.row]), strict=True):
             _take(one, token)
 
