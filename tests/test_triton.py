@@ -304,7 +304,7 @@ def test_live_sizes() -> None:
 
 
 def test_every_kernel_has_launches() -> None:
-    """Every kernel has launches, except kernels only in C++: attention without segments, parts of a contraction, unite."""
+    """Every kernel has launches, except those only in C++: attention without segments, parts of contractions, unite."""
     named = set()
     for path in (Path(launch.__file__).parent).glob("*.cpp"):
         named |= set(re.findall(r"^NNTILE_KERNEL\((\w+),", path.read_text(), re.M))
