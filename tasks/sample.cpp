@@ -54,7 +54,7 @@ int64_t drawn(const std::vector<double>& z, const SampleSettings& s, double u) {
   }
 }
 
-// tiles: out [batch], logits, table, [settings, draws], [history], [ids]
+// tiles: drawn [batch, ring], logits, table, [settings, draws], [history], [ids]
 void sample(Args& t) {
   const SampleArgs args(t);
   const auto out = t[0], logits = t[1], table = t[2];
@@ -88,7 +88,7 @@ void sample(Args& t) {
         if (s.temperature == 0) token = std::max_element(z.begin(), z.end()) - z.begin();
         else token = drawn(z, s, draws.data_ptr<float>()[b * draws.size(1) + std::min(at, draws.size(1) - 1)]);
       }
-      out.data_ptr<int64_t>()[b] = token;
+      out.data_ptr<int64_t>()[b * out.size(1) + at % out.size(1)] = token;
       if (!args.advances) continue;
       ids.data_ptr<int64_t>()[b] = token;
       if (args.penalised && row[kCount] > 0 && at < history.size(1)) history.data_ptr<int64_t>()[b * history.size(1) + at] = token;

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from nntile_py.tiles import ACC, RW, R, TaskArgs, W
+from nntile_py.tiles import ACC, RW, R, TaskArgs
 
 from .cached_attention import COUNT, PAST
 from .op import Array, GraphLike, Lowering, Op, Tensor, require
@@ -63,10 +63,11 @@ class Sample(Op):
     positive, else multiplied), the temperature (0: the largest logit is taken), top_k (the k largest stay; 0: all),
     top_p (tokens stay while the more probable ones sum to less than top_p) and min_p (tokens stay with at least min_p
     times the largest probability). The draw u in [0, 1) then takes the first token, in the order of falling logits,
-    whose cumulative probability exceeds u. A row without new tokens gets token 0.
+    whose cumulative probability exceeds u. A row without new tokens gets token 0, at position past + count as others.
 
     Args:
         table: int64 [batch, entry], the page table, see CachedAttention.
+        drawn: int64 [batch, ring]: the token for position p of a sequence goes to column p % ring; the others stay.
         settings: fp32 [batch, setting], in the order of SETTINGS; None: the largest logit is taken.
         draws: fp32 [batch, draw]; column past + count is the draw for the token at this position.
         history: int64 [batch, draw], whose columns 0 to past + count - 1 are the sequence's tokens; None: no penalty.
@@ -79,7 +80,7 @@ class Sample(Op):
     colours: ClassVar = {"forward": "#ddcc77"}
 
     def __init__(
-        self, logits: Tensor, table: Tensor, out: Tensor, settings: Tensor | None = None, draws: Tensor | None = None,
+        self, logits: Tensor, table: Tensor, drawn: Tensor, settings: Tensor | None = None, draws: Tensor | None = None,
         history: Tensor | None = None, ids: Tensor | None = None, tokens: int | None = None,
         after: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
@@ -87,7 +88,8 @@ class Sample(Op):
         require(bool(settings) or not history, "sample: a history needs settings", history)
         self.table, self.settings, self.draws, self.history, self.ids = table, settings, draws, history, ids
         self.tokens = tokens or logits.shape[-1]
-        super().__init__([logits, table, *(t for t in (settings, draws, history, ids) if t)], [out, *after])
+        self.drawn = drawn
+        super().__init__([logits, table, drawn, *(t for t in (settings, draws, history, ids) if t)], after)
 
     def flop(self) -> float:
         return float(self.inputs[0].numel)
@@ -97,9 +99,9 @@ class Sample(Op):
         args = SampleArgs(self.tokens, self.settings is None, self.ids is not None, self.history is not None)
         changes = RW if self.ids else R
         zeros = {axis: 0 for tensor in self.inputs for axis in tensor.axes}
-        for at in lowering.indices(self.output):
+        for at in lowering.indices(self.drawn):
             index = zeros | at
-            accesses = [W(lowering.tile(self.output, index)), R(lowering.tile(logits, index))]
+            accesses = [RW(lowering.tile(self.drawn, index)), R(lowering.tile(logits, index))]
             accesses += [changes(lowering.tile(self.table, index))]
             accesses += [R(lowering.tile(t, index)) for t in (self.settings, self.draws) if t]
             accesses += [changes(lowering.tile(t, index)) for t in (self.history, self.ids) if t]
@@ -108,6 +110,7 @@ class Sample(Op):
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         values = dict(zip(self.inputs, inputs, strict=True))
         logits, table = inputs[0].reshape(len(inputs[0]), -1), inputs[1].astype(int).copy()
+        ring = inputs[2].copy()
         history = values[self.history].copy() if self.history else None
         chosen = np.zeros(len(logits))
         for b, (past, count) in enumerate(table[:, [PAST, COUNT]].tolist()):
@@ -117,13 +120,13 @@ class Sample(Op):
                 chosen[b] = drawn(logits[b, : self.tokens], values[self.settings][b], values[self.draws][b, at], known)
             elif count:
                 chosen[b] = logits[b, : self.tokens].argmax()
+            ring[b, at % ring.shape[1]] = chosen[b]
             if history is not None and count and at < history.shape[1]:
                 history[b, at] = chosen[b]
         if not self.ids:
-            return (chosen,)
+            return (ring,)
         table[:, PAST] += table[:, COUNT]
-        after = [table, *([history] if history is not None else []), chosen[:, None]]
-        return chosen, *(a for a in after if a is not None)
+        return (ring, table, *([history] if history is not None else []), chosen[:, None])
 
 
 def drawn(logits: Array, settings: Array, u: float, history: Array | Sequence[int] = ()) -> int:

@@ -23,7 +23,7 @@ at::Tensor penalised(const at::Tensor& x, const at::Tensor& history, const at::T
   return x.scatter(1, seen, at::where(old > 0, old / penalty, old * penalty));
 }
 
-// tiles: out [batch], logits, table, settings, draws, [history], [ids]
+// tiles: drawn [batch, ring], logits, table, settings, draws, [history], [ids]
 void sample(Args& t) {
   const SampleArgs args(t);
   auto out = t[0], table = t[2];
@@ -48,7 +48,7 @@ void sample(Args& t) {
   auto place = ((sums <= u * sums.narrow(1, args.tokens - 1, 1)) & (p > 0)).sum(1, true);
   place = at::where(temperature > 0, place.minimum((p > 0).sum(1, true) - 1), 0);
   const auto token = order.gather(1, place) * (count > 0);
-  out.copy_(token.squeeze(1));
+  out.scatter_(1, at.remainder(out.size(1)), token);
   if (!args.advances) return;
   t[next].copy_(token);
   if (args.penalised) {

@@ -28,14 +28,14 @@ def _largest_of_blocks(LOGITS, VALUES, PLACES, vocab, tokens, blocks, BLOCK: tl.
 
 
 @triton.jit
-def _largest(OUT, TABLE, IDS, VALUES, PLACES, entries, blocks, ADVANCES: tl.constexpr, BLOCK: tl.constexpr):
+def _largest(OUT, TABLE, IDS, VALUES, PLACES, entries, blocks, ring, ADVANCES: tl.constexpr, BLOCK: tl.constexpr):
     """Choose among the blocks; ADVANCES: prepare the next pass."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x = tl.load(VALUES + row * blocks + at, at < blocks, -float("inf"))
     place = tl.load(PLACES + row * blocks + at, at < blocks, 2147483647)
     past, count = tl.load(TABLE + row * entries + OLD), tl.load(TABLE + row * entries + NEW)
     token = tl.where(count > 0, tl.min(tl.where(x == tl.max(x, 0), place, 2147483647), 0), 0).to(tl.int64)
-    tl.store(OUT + row, token)
+    tl.store(OUT + row * ring + (past + count) % ring, token)
     if ADVANCES:
         tl.store(IDS + row, token)
         tl.store(TABLE + row * entries + OLD, past + count)
@@ -57,7 +57,7 @@ def _describe(task: Task) -> Launches:
                 BLOCK=BLOCK,
             ),
             launch(
-                _largest, batch, tile(task, 0), tile(task, 2), ids, values, numbers, entries, blocks,
+                _largest, batch, tile(task, 0), tile(task, 2), ids, values, numbers, entries, blocks, shape(task, 0)[1],
                 ADVANCES=args.advances, BLOCK=power_of_two(blocks), warps=1,
             ),
         ),

@@ -100,10 +100,11 @@ def sample(*, greedy: bool = False, penalised: bool = False, advances: bool = Fa
             history = case.x("batch draw", lambda rng, shape, _: rng.integers(0, tokens, shape), "int64")
         if advances:
             ids = case.x("batch one", lambda rng, shape, _: np.zeros(shape, int), "int64")
-        changed = [t for t in (table, history, ids) if t] if ids else []
+        case.sizes["ring"] = 3
+        ring = case.x("batch ring", lambda rng, shape, _: rng.integers(0, 9, shape), "int64")
+        changed = [ring, *(t for t in (table, history, ids) if t and ids)]
         after = [case.graph.temp("after", t.axes, t.shape, t.dtype, storage=t) for t in changed]
-        out = case.y("batch", "int64")
-        return case.add(ops.Sample(logits, table, out, settings, draws, history, ids, tokens, after))
+        return case.add(ops.Sample(logits, table, ring, settings, draws, history, ids, tokens, after))
 
     return row
 

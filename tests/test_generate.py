@@ -129,13 +129,14 @@ def _with_logits(decoder: Decoder, spec: StepSpec, new: int) -> Any:
 OPTIONS: dict[str, Any] = {"temperature": 1.1, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
 
 
-def test_draws_depend_on_the_seed_alone() -> None:
-    """Not on the other prompts, the tiling, or the number of rows."""
+def test_draws_depend_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on the other prompts, the tiling, the number of rows, or the number of passes that are read together."""
     with nt.Generator(from_hf(hf_model("llama")), batch=4) as generator:
         many = generator(prompts()[:9], max_tokens=20, seed=3, **OPTIONS)
         few = generator(prompts()[:3], max_tokens=20, seed=3, **OPTIONS)
         other = generator(prompts()[:3], max_tokens=20, seed=4, **OPTIONS)
     assert few == many[:3] and other != few
+    monkeypatch.setattr(Decoder, "passes_at_once", 3)
     with nt.Generator(from_hf(hf_model("llama")), tiles=TILINGS["even"], batch=16) as generator:
         assert generator(prompts()[:9], max_tokens=20, seed=3, **OPTIONS) == many
 

@@ -20,7 +20,8 @@ from nntile_py.tasks.op import Op, Tensor
 from nntile_py.tasks.sample import SETTINGS, Sample, Unite, unite
 
 IDS = "input_ids"  # the input with a causal model's tokens
-TOKENS = "next_tokens"  # the output of a pass: a token for each row
+TOKENS = "next_tokens"  # the output of a pass: for each row, the tokens of the last RING positions
+RING = 4  # passes whose tokens are read together; reading them each time would delay a GPU's next pass
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class KeyValueCache:
         return unite(self.graph, logits) if self.graph.cuts.cut(logits.axes[2], logits.shape[2]) else logits
 
     def sampled(self, logits: Tensor, sampling: Sampling, advances: bool) -> Tensor:
-        """Return the next token of each row, int64 [batch]. `advances`: prepare the next pass, see Sample."""
+        """Return the tokens drawn last, int64 [batch, ring], see Sample. `advances`: prepare the next pass."""
         settings = draws = history = ids = None
         g, places = self.graph, {"draw": self.shape.length + 1}
         if not sampling.greedy:
@@ -143,11 +144,12 @@ class KeyValueCache:
             history = self._input("history", places)
         if advances:
             ids = g.tensors[IDS]
-        changed = [self.table, *([history] if history else []), ids] if ids else []
+        drawn = self._input(TOKENS, {"ring": RING})
+        changed = [drawn, *([self.table, *([history] if history else []), ids] if ids else [])]
         after = [g.temp("after", t.axes, t.shape, t.dtype, storage=t) for t in changed if t]
-        out = g.temp(TOKENS, ["batch"], [self.rows], "int64")
-        op = Sample(logits, self.table, out, settings, draws, history, ids, sampling.tokens, after)
-        return g.add(op).output
+        op = Sample(logits, self.table, drawn, settings, draws, history, ids, sampling.tokens, after)
+        g.add(op)
+        return drawn
 
 
 def check_cached(graph: Graph) -> None:

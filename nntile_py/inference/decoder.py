@@ -12,7 +12,7 @@ from nntile_py import _core
 from nntile_py.errors import ConfigError
 from nntile_py.execution.forward_program import ForwardProgram
 from nntile_py.execution.program import HostCopy, Store
-from nntile_py.graph.key_value_cache import IDS, TOKENS, CacheShape, Sampling
+from nntile_py.graph.key_value_cache import IDS, RING, TOKENS, CacheShape, Sampling
 from nntile_py.graph.params import Input
 from nntile_py.graph.step import Evaluation
 from nntile_py.inference.bound_model import BoundModel
@@ -50,10 +50,19 @@ class Row:
 
 
 class Copied(NamedTuple):
-    """The copy of a pass's tokens to main memory, and the program of the pass."""
+    """The copy of the tokens of decoding passes to main memory.
+
+    Attributes:
+        program: The program of the passes.
+        copy: The copy.
+        first: For each row, the position of the first pass's token.
+        count: Number of passes.
+    """
 
     program: ForwardProgram
     copy: HostCopy
+    first: list[int]
+    count: int
 
 
 @dataclass
@@ -127,8 +136,8 @@ class Decoder:
             for row in part:
                 row.past = min(row.past + seq, len(row.tokens))
             ended = {row: k for k, row in enumerate(part) if row.past == len(row.tokens)}
-            tokens = program.read(TOKENS) if ended else np.zeros(0)
-            first |= {row: int(tokens[k]) for row, k in ended.items()}
+            drawn = program.read(TOKENS) if ended else np.zeros((0, RING))
+            first |= {row: int(drawn[k, row.past % RING]) for row, k in ended.items()}
             todo = [row for row in todo if row not in ended]
         return [first[row] for row in rows]
 
@@ -142,22 +151,30 @@ class Decoder:
         programs[0].write(self._arrays(programs[0], rows, 1))
         return Passes(programs)
 
-    def decode(self, passes: Passes, rows: Sequence[Row | None]) -> Copied:
-        """Submit a decoding pass, and return the copy of its tokens, for which `tokens` waits.
+    @property
+    def passes_at_once(self) -> int:
+        """Number of decoding passes whose tokens are read together."""
+        return RING if _core.cuda_workers() else 1
 
-        Further passes may be submitted meanwhile.
+    def decode(self, passes: Passes, rows: Sequence[Row | None], count: int) -> Copied:
+        """Submit `count` decoding passes, at most `passes_at_once`, and return the copy of their tokens.
+
+        Further passes may be submitted before `tokens` waits for these.
         """
-        program = passes.next_program()
-        program.run({})
+        program, first = passes.next_program(), [row.past + 1 if row else 0 for row in rows]
+        for _ in range(count):
+            program.run({})
         for row in rows:
             if row:
-                row.past += 1
-        return Copied(program, program.start_copy(TOKENS))
+                row.past += count
+        return Copied(program, program.start_copy(TOKENS), first, count)
 
     @staticmethod
-    def tokens(copied: Copied) -> list[int]:
-        """Wait for a pass, and return each row's token."""
-        return [int(token) for token in copied.program.finish_copy(TOKENS, copied.copy)]
+    def tokens(copied: Copied) -> list[list[int]]:
+        """Wait for passes, and return for each pass the token of each row."""
+        drawn = copied.program.finish_copy(TOKENS, copied.copy)
+        numbers = range(copied.count)
+        return [[int(drawn[k, (at + n) % RING]) for k, at in enumerate(copied.first)] for n in numbers]
 
     # -- inside
 
@@ -177,7 +194,8 @@ class Decoder:
         While the tokens of one pass are copied to main memory, the other program can run the next pass.
         """
         first = self.program(rows, 1, sampling, advances=True)
-        second = self._program((rows, 1, sampling, True, "alternate"), first.input_tiles())
+        shared = {key: tile for key, tile in first.input_tiles().items() if key[1] != TOKENS}  # type: ignore[index]
+        second = self._program((rows, 1, sampling, True, "alternate"), shared)
         return [first, second]
 
     def _program(self, key: tuple[Any, ...], shared: Mapping[Hashable, _core.Tile]) -> ForwardProgram:

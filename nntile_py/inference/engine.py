@@ -11,7 +11,7 @@ import numpy as np
 from nntile_py.execution.runtime import in_turns
 from nntile_py.inference.decoder import Copied, Decoder, Passes, Row
 
-AHEAD = 2  # decoding passes that are submitted before the tokens of the first one are read
+AHEAD = 2  # groups of decoding passes that are submitted before the tokens of the first group are read
 Reason = Literal["stop", "length"]  # a token or a text that ends a sequence; the largest number of tokens
 
 
@@ -55,7 +55,7 @@ class Request:
 
 
 class Flight(NamedTuple):
-    """A submitted decoding pass: the copy of its tokens, and its requests by row."""
+    """Submitted decoding passes: the copy of their tokens, and the requests by row."""
 
     copied: Copied
     requests: list[Request | None]
@@ -65,7 +65,7 @@ class Flight(NamedTuple):
 class Engine:
     """Continues requests in the rows of a decoder's passes.
 
-    Up to AHEAD passes are submitted before tokens are read. A row whose sequence has ended stays until a waiting
+    Up to AHEAD groups of passes are submitted before tokens are read. A row whose sequence has ended stays until a waiting
     request takes its place, or until its pages are full; its further tokens are dropped. The number of rows is a power
     of two; it grows with the number of requests, up to the decoder's, and shrinks when there are none.
     """
@@ -100,7 +100,7 @@ class Engine:
 
     @in_turns
     def step(self) -> None:
-        """Submit passes, wait for the oldest one, and give its tokens to the requests' events. Call it while `busy`."""
+        """Submit passes, wait for the oldest ones, and give their tokens to the requests' events; call it while `busy`."""
         if self._must_change():
             self._collect_all()
             self._clear_ended()
@@ -108,8 +108,9 @@ class Engine:
             return
         if self._passes is None:
             self._passes = self.decoder.start([one.row if one else None for one in self._active])
-        while len(self._in_flight) < AHEAD and not self._blocked():
-            copied = self.decoder.decode(self._passes, [one.row if one else None for one in self._active])
+        while len(self._in_flight) < AHEAD and (room := self._room()) > 0:
+            rows = [one.row if one else None for one in self._active]
+            copied = self.decoder.decode(self._passes, rows, min(room, self.decoder.passes_at_once))
             self._in_flight.append(Flight(copied, list(self._active)))
         self._collect()
 
@@ -129,13 +130,13 @@ class Engine:
         """Return the number of requests that are continued."""
         return sum(1 for one in self._active if one and not one.ended)
 
-    def _blocked(self) -> bool:
-        """Return True if a row has no place for the token of a further pass."""
-        return any(one and one.row and one.row.past + 2 > one.row.limit for one in self._active)
+    def _room(self) -> int:
+        """Return the number of further passes for whose tokens each row has a place."""
+        return min((one.row.limit - one.row.past - 1 for one in self._active if one and one.row), default=0)
 
     def _must_change(self) -> bool:
         """Return True if the rows must change before the next pass."""
-        if not self._alive() or (self._blocked() and not self._in_flight):
+        if not self._alive() or (self._room() <= 0 and not self._in_flight):
             return True
         ended = [one for one in self._active if one and one.ended]
         room = len(self._active) < self.decoder.rows or ended or None in self._active
@@ -150,13 +151,14 @@ class Engine:
             self._collect()
 
     def _collect(self) -> None:
-        """Wait for the oldest pass and give its tokens to the requests that have not ended."""
+        """Wait for the oldest passes and give their tokens to the requests that have not ended."""
         if not self._in_flight:
             return
         flight = self._in_flight.popleft()
-        for one, token in zip(flight.requests, self.decoder.tokens(flight.copied), strict=True):
-            if one and not one.ended:
-                _take(one, token)
+        for tokens in self.decoder.tokens(flight.copied):
+            for one, token in zip(flight.requests, tokens, strict=True):
+                if one and not one.ended:
+                    _take(one, token)
 
     def _clear_ended(self) -> None:
         """Take the pages of ended requests back."""
