@@ -95,6 +95,21 @@ def _attend(
             k = _rotated(K, ANGLES, row, heads, new, mine, seq, K_AT, D, BLOCK_D, ROTARY)
             tl.store(KEYS + to, k, mine)
             tl.store(VALUES + to, tl.load(_place(V, row, heads, new, V_AT, BLOCK_D), mine, 0.0), mine)
+        # Before the pages, since these loads do not wait for numbers of pages.
+        if split == SPLITS - 1:
+            start = 0
+            if WINDOW:
+                start = tl.maximum(first - WINDOW + 1, 0) // NEW_KEYS * NEW_KEYS
+            for at in range(start, tl.minimum(first + ROWS, count), NEW_KEYS):
+                key = at + tl.arange(0, NEW_KEYS)
+                there = (key < count)[:, None] & (d < D)[None, :]
+                heads = head + tl.zeros([NEW_KEYS], tl.int32)
+                k = _rotated(K, ANGLES, row, heads, key, there, seq, K_AT, D, BLOCK_D, ROTARY)
+                v = tl.load(_place(V, row, heads, key, V_AT, BLOCK_D), there, 0.0)
+                kept = (key[None, :] <= query[:, None]) & (key < count)[None, :]
+                if WINDOW:
+                    kept = kept & (query[:, None] - key[None, :] < WINDOW)
+                top, total, out = _online(q, k, v, kept, top, total, out, by, PRECISION)
         pages, begin = tl.cdiv(past, SLOTS), 0
         if WINDOW:
             begin = tl.maximum(past + first - WINDOW + 1, 0) // SLOTS
@@ -110,20 +125,6 @@ def _attend(
             if WINDOW:
                 kept = kept & (past + query[:, None] - key[None, :] < WINDOW)
             top, total, out = _online(q, k, v, kept, top, total, out, by, PRECISION)
-        if split == SPLITS - 1:
-            begin = 0
-            if WINDOW:
-                begin = tl.maximum(first - WINDOW + 1, 0) // NEW_KEYS * NEW_KEYS
-            for start in range(begin, tl.minimum(first + ROWS, count), NEW_KEYS):
-                key = start + tl.arange(0, NEW_KEYS)
-                there = (key < count)[:, None] & (d < D)[None, :]
-                heads = head + tl.zeros([NEW_KEYS], tl.int32)
-                k = _rotated(K, ANGLES, row, heads, key, there, seq, K_AT, D, BLOCK_D, ROTARY)
-                v = tl.load(_place(V, row, heads, key, V_AT, BLOCK_D), there, 0.0)
-                kept = (key[None, :] <= query[:, None]) & (key < count)[None, :]
-                if WINDOW:
-                    kept = kept & (query[:, None] - key[None, :] < WINDOW)
-                top, total, out = _online(q, k, v, kept, top, total, out, by, PRECISION)
     if SPLITS > 1:
         PARTS += (tl.program_id(0).to(tl.int64) * SPLITS + split) * (ROWS * SHARE) * (BLOCK_D + 2)
         tl.store(PARTS + m[:, None] * (BLOCK_D + 2) + d[None, :], out)
@@ -176,7 +177,7 @@ def _describe(task: Task) -> Launches:
     blocks = ceil_div(seq, rows)
     pages = table[1] - PAGES
     wanted = PROGRAMS // (batch * of_keys * blocks)
-    splits = 1 if wanted < 2 else min(power_of_two(wanted), power_of_two(max(pages // 2, 1)))
+    splits = 1 if wanted < 2 else min(power_of_two(wanted), power_of_two(pages))
     block_d = max(power_of_two(head_dim), 16)
     names = ("Q_AT", "K_AT", "V_AT")
     at: dict[str, Any] = dict(zip(names, layouts, strict=True))

@@ -65,9 +65,9 @@ class Flight(NamedTuple):
 class Engine:
     """Continues requests in the rows of a decoder's passes.
 
-    Up to AHEAD groups of passes are submitted before tokens are read. A row whose sequence has ended stays until a waiting
-    request takes its place, or until its pages are full; its further tokens are dropped. The number of rows is a power
-    of two; it grows with the number of requests, up to the decoder's, and shrinks when there are none.
+    Up to AHEAD groups of passes are submitted before tokens are read. A row whose sequence has ended stays until a
+    waiting request takes its place, or until its pages are full; its further tokens are dropped. The number of rows is
+    a power of two; it grows with the number of requests, up to the decoder's, and shrinks when there are none.
     """
 
     decoder: Decoder
@@ -100,7 +100,7 @@ class Engine:
 
     @in_turns
     def step(self) -> None:
-        """Submit passes, wait for the oldest ones, and give their tokens to the requests' events; call it while `busy`."""
+        """Submit passes, wait for the oldest ones, and give their tokens to the requests. Call it while `busy`."""
         if self._must_change():
             self._collect_all()
             self._clear_ended()
