@@ -77,7 +77,7 @@ class Sample(Op):
     """
 
     independent = True
-    colours: ClassVar = {"forward": "#ddcc77"}
+    colours: ClassVar = {"forward": "#e377c2"}
 
     def __init__(
         self, logits: Tensor, table: Tensor, drawn: Tensor, settings: Tensor | None = None, draws: Tensor | None = None,

@@ -21,7 +21,7 @@ class TokenScores(Op):
     """
 
     category = NORMALIZATION
-    colours: ClassVar = {"forward": "#7a5195"}
+    colours: ClassVar = {"forward": "#ddcc77"}
 
     def __init__(self, logits: Tensor, targets: Tensor, state: Tensor, picked: Tensor) -> None:
         if logits.axes[:-1] != targets.axes or logits.shape[:-1] != targets.shape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,4 +212,4 @@ def test_without_lm_eval_the_command_says_how_to_install_it(
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 2
-    assert "the package lm_eval is missing; allowed: to install it: pip install lm_eval" in capsys.readouterr().err
+    assert re.search(r"the package lm_eval\S* is missing; allowed: to install it: pip", capsys.readouterr().err)

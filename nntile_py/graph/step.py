@@ -401,8 +401,8 @@ class StepSpec:
                 for one in (tensor, tensor.storage):
                     one.name, one.kind = name, "output"
         fuse(graph, self.fusion, self.cuts)
-        if kept := self.kept or (summed_last(graph) if graph.cache else None):
-            keep_in(graph, kept)
+        if orders := self.kept or (summed_last(graph) if graph.cache else None):
+            keep_in(graph, orders)
         return Evaluation(graph, outputs, lower(graph, self.cuts, self.accumulate, rank_sums=self._rank_sums()))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -49,7 +49,8 @@ class Row:
     past: int = 0
 
 
-class Copied(NamedTuple):
+@dataclass(frozen=True)
+class Copied:
     """The copy of the tokens of decoding passes to main memory.
 
     Attributes:

@@ -21,7 +21,7 @@ CONFIG = nt.models.GPT2Config(layers=1, embed=8, heads=2, vocab=20, positions=8)
 # Made by others, for a user to hold: arrays, what a submission gives back, errors. And modules and constants.
 NOT_CALLED = {
     "Array", "Tiles", "Submitted", "Pending", "StepResult", "Traced", "ConfigError", "NNTileError", "NotFinite",
-    "TaskError",
+    "TaskError", "GeneratedPart", "GeneratedText",
     "models", "tasks", "testing", "tiles", "ONES", "ZEROS",
 }  # fmt: skip
 
@@ -111,6 +111,12 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
          {"model": bert, "output": "hidden", "tokenizer": None, "tiles": None, "precision": "fp32", "batch_tokens": 64,
           "max_length": 8}),
         "Encoder()": (nt.Encoder(bert), {"texts": [[1, 2, 3]]}),
+        "Generator": (nt.Generator,
+         {"model": model, "tokenizer": None, "tiles": None, "precision": "fp32", "batch": 2, "max_length": 8,
+          "cache": None}),
+        "Generator()": (nt.Generator(model, max_length=8),
+         {"prompts": [[1, 2]], "max_tokens": 1, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1,
+          "repetition_penalty": 1.1, "seed": 1, "stop": ()}),
         "MaskedCollator": (nt.MaskedCollator,
          {"seq": 8, "vocab": 20, "mask": 3, "special": (), "pad": 0, "probability": 0.1, "seed": 0}),
         "Trainer": (nt.Trainer, {"model": nt.models.GPT2(CONFIG), "batch": 2, "seq": 8, "tiles": None,

@@ -112,10 +112,10 @@ def _merge(graph: Graph, rewriter: Rewriter, op: CachedAttention) -> None:
     shape = [*first.product.output.shape[:2], sum(heads), first.product.output.shape[3]]
     axes = ["batch", "seq", AXIS, "head_dim"]
     out = graph.temp(first.product.output.name, axes, shape, first.product.output.dtype)
-    product: Op = Contract(first.product.a, weight, out)
+    product = Contract(first.product.a, weight, out)
     product.name = first.product.name
-    olds = [[one.product for one in found]]
-    news = [product]
+    olds: list[list[Op]] = [[one.product for one in found]]
+    news: list[Op] = [product]
     if biases:
         added = graph.temp(out.name, axes, shape, out.dtype)
         news.append(BiasAdd(out, biases[0], added))
@@ -123,10 +123,10 @@ def _merge(graph: Graph, rewriter: Rewriter, op: CachedAttention) -> None:
         olds.append([one.bias for one in found if one.bias])
     op.read_parts(out, (heads[0], heads[1]))
     rewriter.changed(op)
-    for one in (one for projection in found for one in reversed(projection.rest)):
-        rewriter.remove(one)
+    for rest in (one for projection in found for one in reversed(projection.rest)):
+        rewriter.remove(rest)
     for old, new in zip(reversed(olds), reversed(news), strict=True):
-        rewriter.put(list(old), new, max(rewriter.order[one] for one in old))
+        rewriter.put(old, new, max(rewriter.order[one] for one in old))
 
 
 def _merged(graph: Graph, tensors: Sequence[Tensor]) -> Tensor:
