@@ -257,6 +257,7 @@ def test_texts_of_a_folder(folder: Path) -> None:
     with nt.Generator(folder) as generator:
         one, empty = generator(["tiles ", ""], max_tokens=12, temperature=0)
         assert (one.prompt_tokens, empty.prompt_tokens) == (6, 1)  # an empty prompt begins with the end of a text
+        assert len(generator("tiles ", temperature=0)[0].tokens) in range(91)  # up to the model's 96 positions
         stop = one.text[3]
         stopped = generator("tiles ", max_tokens=12, temperature=0, stop=[stop])[0]
         assert stopped.text == one.text[: one.text.index(stop)] and stopped.reason == "stop"

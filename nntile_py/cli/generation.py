@@ -26,7 +26,10 @@ def generate(
         bool, typer.Option("--chat", help="Answer line by line, and keep the conversation; Ctrl-D ends it.")
     ] = False,
     system: Annotated[str, typer.Option(help="With --chat: the message that begins the conversation.")] = "",
-    max_tokens: Annotated[int, typer.Option(help="Largest number of new tokens of a text.")] = 128,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Largest number of new tokens of a text. [default: 128, or as many as fit]"),
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0: always the most probable token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Draw among the k most probable tokens. [default: all]")] = None,
     top_p: Annotated[

@@ -28,6 +28,7 @@ from nntile_py.system.load import cores
 from nntile_py.tasks.sample import SETTINGS
 from nntile_py.typed import plain, typed
 
+MOST_TOKENS = 128  # new tokens of a text by default
 STEP = 256  # the length of the cache's longest sequence is a multiple of it, so that few calls need a larger cache
 
 
@@ -36,7 +37,7 @@ class Options:
     """How texts are generated.
 
     Attributes:
-        max_tokens: Largest number of new tokens of a text.
+        max_tokens: Largest number of new tokens of a text. None: MOST_TOKENS, or fewer where the model's positions end.
         temperature: Logits are divided by it; 0: the most probable token is taken (greedy).
         top_k: Only the k most probable tokens may be drawn; None: all.
         top_p: Only the most probable tokens may be drawn that together reach this probability.
@@ -49,7 +50,7 @@ class Options:
         ConfigError: A value is out of range.
     """
 
-    max_tokens: int = 128
+    max_tokens: int | None = None
     temperature: float = 0.8
     top_k: int | None = None
     top_p: float = 1.0
@@ -59,7 +60,8 @@ class Options:
     stop: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        self._check("max_tokens", 1, math.inf, whole=True)
+        if self.max_tokens is not None:
+            self._check("max_tokens", 1, math.inf, whole=True)
         self._check("temperature", 0, 1e6)
         if self.top_k is not None:
             self._check("top_k", 1, 2**24, whole=True)
@@ -230,7 +232,7 @@ class Generator:
         if options.stop and self.tokenizer is None:
             raise ConfigError("stop: not allowed without a tokenizer; give one, or end texts by max_tokens")
         vocab = getattr(getattr(self.model, "config", None), "vocab", None)
-        longest = (self.max_length or 2**31) - options.max_tokens
+        longest = (self.max_length or 2**31) - (options.max_tokens or 1)
         if longest < 1:
             need = f"less than {self.max_length}, the tokens of a prompt and its continuation"
             raise ConfigError(f"max_tokens: {options.max_tokens} is not allowed; use {need}")
@@ -294,10 +296,12 @@ class Generator:
     def _parts(self, prompts: list[list[int]], options: Options) -> Iterator[GeneratedPart]:
         rows = min(self.batch, 1 << (len(prompts) - 1).bit_length()) if prompts else 1
         stops = self.special.stops if self.special else frozenset[int]()
-        engine = self.engine(rows, max(map(len, prompts), default=1) + options.max_tokens)
+        room = [(self.max_length or 2**31) - len(ids) for ids in prompts]
+        most = [options.max_tokens or min(MOST_TOKENS, one) for one in room]
+        engine = self.engine(rows, max((len(ids) + new for ids, new in zip(prompts, most, strict=True)), default=1))
         texts: dict[Request, _Text] = {}
         for number, ids in enumerate(prompts):
-            request = Request(ids, options.max_tokens, options.settings, (options.seed, number), stops)
+            request = Request(ids, most[number], options.settings, (options.seed, number), stops)
             texts[request] = _Text(number, TextStream(self.tokenizer, ids, options.stop) if self.tokenizer else None)
             engine.add(request)
         left = set(texts)

@@ -15,7 +15,7 @@ import numpy as np
 from nntile_py.errors import ConfigError
 from nntile_py.inference.encoder import Encoder
 from nntile_py.inference.engine import Reason, Request
-from nntile_py.inference.generator import Generator, Options
+from nntile_py.inference.generator import MOST_TOKENS, Generator, Options
 from nntile_py.inference.open_model import OpenedModel
 from nntile_py.inference.sentence import has_modules
 from nntile_py.inference.text_stream import TextStream
@@ -104,11 +104,12 @@ class Service:
             ValueError: The cache has no room for the prompt and its continuation.
         """
         decoder = self._engine.decoder
-        if decoder.pages_for(len(ids) + options.max_tokens) > decoder.shape.pages - 1:
+        most = options.max_tokens or MOST_TOKENS
+        if decoder.pages_for(len(ids) + most) > decoder.shape.pages - 1:
             raise ValueError("the prompt and max_tokens need more room than the cache has")
         special = self.generator.special
         stops = special.stops if special else frozenset[int]()
-        request = Request(ids, options.max_tokens, options.settings, seed, stops)
+        request = Request(ids, most, options.settings, seed, stops)
         job = Job(request, TextStream(self.tokenizer, ids, options.stop), tell)
         with self._change:
             waiting = len(self._jobs) + sum(isinstance(one, Job) for one in self._new)
