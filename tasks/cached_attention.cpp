@@ -1,9 +1,10 @@
 // Attention to keys and values in pages of a cache (cached_attention.py), and the places of the new tokens.
 #include <ATen/ops/addmm.h>
-#include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/mm.h>
 
+#include <array>
 #include <vector>
 
 #include "attention.h"
@@ -15,7 +16,7 @@ namespace nntile {
 namespace {
 
 constexpr int64_t kQueries = 128;  // queries of a block, whose scores stay in the cache
-constexpr int64_t kFew = 4;     // for so few queries, copying the keys into one matrix takes longer than it saves
+constexpr int64_t kFew = 4;  // for so few queries, copying the keys into one matrix takes longer than it saves
 
 struct CachedRow {
   int64_t past, count;
@@ -46,18 +47,42 @@ struct Pool {
   T* at(const CachedRow& row, int64_t head, int64_t position) const {
     return data + ((row.pages[position / slots] * heads + head) * slots + position % slots) * width;
   }
-  void put(const CachedRow& row, int64_t head, const at::Tensor& rows) const {
-    for (int64_t s = 0; s < row.count; ++s) std::copy_n(rows.data_ptr<T>() + s * width, width, at(row, head, row.past + s));
+  // Calls f(position, count, rows) for each run of positions in [first, end) that lies in one page.
+  template <class F>
+  void runs(const CachedRow& row, int64_t head, int64_t first, int64_t end, F f) const {
+    for (int64_t p = first; p < end;) {
+      const int64_t n = std::min(end - p, slots - p % slots);
+      f(p, n, at(row, head, p));
+      p += n;
+    }
   }
   // Copies positions [first, end) into a matrix.
   at::Tensor matrix(const CachedRow& row, int64_t head, int64_t first, int64_t end, const at::TensorOptions& options) const {
     auto out = at::empty({end - first, width}, options);
-    for (int64_t p = first; p < end;) {
-      const int64_t n = std::min(end - p, slots - p % slots);
-      std::copy_n(at(row, head, p), n * width, out.data_ptr<T>() + (p - first) * width);
-      p += n;
-    }
+    runs(row, head, first, end, [&](int64_t p, int64_t n, const T* rows) {
+      std::copy_n(rows, n * width, out.data_ptr<T>() + (p - first) * width);
+    });
     return out;
+  }
+};
+
+// Rows of a view [b, h, s, d]; copies through it take no tensor operation, of which each costs half a microsecond.
+template <class T>
+struct RowView {
+  T* data;
+  std::array<int64_t, 4> step;
+
+  explicit RowView(const at::Tensor& x) : data(x.data_ptr<T>()) { std::copy_n(x.strides().data(), 4, step.begin()); }
+  T* at(int64_t b, int64_t h, int64_t s) const { return data + b * step[0] + h * step[1] + s * step[2]; }
+  void read(T* out, int64_t b, int64_t h, int64_t s, int64_t width) const {
+    const T* from = at(b, h, s);
+    if (step[3] == 1) std::copy_n(from, width, out);
+    else for (int64_t d = 0; d < width; ++d) out[d] = from[d * step[3]];
+  }
+  void write(const T* x, int64_t b, int64_t h, int64_t s, int64_t width) const {
+    T* to = at(b, h, s);
+    if (step[3] == 1) std::copy_n(x, width, to);
+    else for (int64_t d = 0; d < width; ++d) to[d * step[3]] = x[d];
   }
 };
 
@@ -75,19 +100,20 @@ void rotate_rows(T* x, const T* table, int64_t n, int64_t width) {
 
 int64_t first_key(int64_t position, int64_t window) { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
 
-// Few queries of one group of heads: q, out [group * count, width], query-major within a head.
+// Few queries of one group of heads: q, out [group * count, width], query-major within a head; scores: memory.
 template <class T>
-void attend_to_pages(const Pool<T>& keys, const Pool<T>& values, const CachedRow& row, int64_t head, const at::Tensor& q,
-                const at::Tensor& out, int64_t group, double scale, int64_t window) {
-  const int64_t first = first_key(row.past, window), total = row.past + row.count - first, width = keys.width;
-  std::vector<T> scores(static_cast<size_t>(group * row.count * total));
-  for (int64_t p = first; p < row.past + row.count; ++p) {
-    const T* k = keys.at(row, head, p);
-    for (int64_t r = 0; r < group * row.count; ++r)
-      scores[static_cast<size_t>(r * total + p - first)] =
-          dot_of(q.data_ptr<T>() + r * width, k, width) * static_cast<T>(scale);
-  }
-  for (int64_t r = 0; r < group * row.count; ++r) {
+void attend_to_pages(const Pool<T>& keys, const Pool<T>& values, const CachedRow& row, int64_t head, const T* q, T* out,
+                     int64_t group, double scale, int64_t window, std::vector<T>& scores) {
+  const int64_t first = first_key(row.past, window), end = row.past + row.count, total = end - first;
+  const int64_t width = keys.width, queries = group * row.count;
+  scores.resize(static_cast<size_t>(queries * total));
+  keys.runs(row, head, first, end, [&](int64_t p, int64_t n, const T* k) {
+    for (int64_t r = 0; r < queries; ++r)
+      for (int64_t one = 0; one < n; ++one)
+        scores[static_cast<size_t>(r * total + p + one - first)] =
+            dot_of(q + r * width, k + one * width, width) * static_cast<T>(scale);
+  });
+  for (int64_t r = 0; r < queries; ++r) {
     const int64_t position = row.past + r % row.count, from = first_key(position, window) - first;
     T* p = scores.data() + r * total;
     const int64_t n = position + 1 - first - from;
@@ -97,18 +123,17 @@ void attend_to_pages(const Pool<T>& keys, const Pool<T>& values, const CachedRow
     std::fill(p, p + from, T(0));
     std::fill(p + from + n, p + total, T(0));
   }
-  auto o = out;
-  o.zero_();
-  for (int64_t p = first; p < row.past + row.count; ++p) {
-    const T* v = values.at(row, head, p);
-    for (int64_t r = 0; r < group * row.count; ++r) {
-      const Vec<T> weight(scores[static_cast<size_t>(r * total + p - first)]);
-      T* y = o.template data_ptr<T>() + r * width;
+  std::fill_n(out, queries * width, T(0));
+  values.runs(row, head, first, end, [&](int64_t p, int64_t n, const T* v) {
+    for (int64_t r = 0; r < queries; ++r) {
+      const T* weights = scores.data() + r * total + p - first;
       for_vectors<T>(width, [&](int64_t k, int64_t count) {
-        at::vec::fmadd(weight, load(v + k, count), load(y + k, count)).store(y + k, static_cast<int>(count));
+        auto sum = load(out + r * width + k, count);
+        for (int64_t one = 0; one < n; ++one) sum = at::vec::fmadd(Vec<T>(weights[one]), load(v + one * width + k, count), sum);
+        sum.store(out + r * width + k, static_cast<int>(count));
       });
     }
-  }
+  });
 }
 
 // Many queries of one head: q, out [count, width].
@@ -146,34 +171,42 @@ void cached_attention(Args& t) {
   dispatch(t[0], [&](auto zero) {
     using T = decltype(zero);
     const Pool<T> keys(t[1]), values(t[2]);
+    const RowView<T> q(x.q), k(x.k), v(x.v), o(out);
+    const int64_t width = keys.width;
+    std::vector<T> scores, some(static_cast<size_t>(2 * group * std::max(kFew, seq) * width));
+    T *queries = some.data(), *attended = queries + group * std::max(kFew, seq) * width;
     for (int64_t b = 0; b < x.q.size(0); ++b) {
       const CachedRow row(table, b, seq, t[1]);
-      auto sequence = out.select(0, b);
-      if (row.count < seq) sequence.narrow(1, row.count, seq - row.count).zero_();
+      if (row.count < seq) out.select(0, b).narrow(1, row.count, seq - row.count).zero_();
+      const auto rotate = [&](T* rows, int64_t n, int64_t s) {
+        if (args.rotary) rotate_rows(rows, angles.data_ptr<T>() + (b * seq + s) * width, n, width);
+      };
       for (int64_t head = 0; head < x.k.size(1) && row.count; ++head) {
-        // The new rows of some heads, contiguous, and rotated if `turns` is set.
-        const auto rows = [&](const at::Tensor& y, int64_t first, int64_t heads, bool turns) {
-          const auto view = y.select(0, b).narrow(0, first, heads).narrow(1, 0, row.count);
-          if (!turns) return view.contiguous();
-          const auto own = view.clone(at::MemoryFormat::Contiguous);
-          const T* table = angles.data_ptr<T>() + b * seq * keys.width;
-          for (int64_t one = 0; one < heads; ++one)
-            rotate_rows(own.data_ptr<T>() + one * row.count * keys.width, table, row.count, keys.width);
-          return own;
-        };
-        keys.put(row, head, rows(x.k, head, 1, args.rotary));
-        values.put(row, head, rows(x.v, head, 1, false));
-        const auto q = rows(x.q, head * group, group, args.rotary);
-        const auto o = at::empty(q.sizes(), q.options());
+        for (int64_t s = 0; s < row.count; ++s) {
+          T* key = keys.at(row, head, row.past + s);
+          k.read(key, b, head, s, width);
+          rotate(key, 1, s);
+          v.read(values.at(row, head, row.past + s), b, head, s, width);
+        }
+        for (int64_t one = 0; one < group; ++one) {
+          T* rows = queries + one * row.count * width;
+          for (int64_t s = 0; s < row.count; ++s) q.read(rows + s * width, b, head * group + one, s, width);
+          rotate(rows, row.count, 0);
+        }
         if (row.count <= kFew) {
-          attend_to_pages(keys, values, row, head, q, o, group, args.scale, args.window);
+          attend_to_pages(keys, values, row, head, queries, attended, group, args.scale, args.window, scores);
         } else {
           const int64_t first = first_key(row.past, args.window), end = row.past + row.count;
-          const auto k = keys.matrix(row, head, first, end, q.options()), v = values.matrix(row, head, first, end, q.options());
-          for (int64_t one = 0; one < group; ++one)
-            attend_in_blocks<T>(k, v, first, row, q.select(0, one), o.select(0, one), args.scale, args.window);
+          const auto key = keys.matrix(row, head, first, end, out.options());
+          const auto value = values.matrix(row, head, first, end, out.options());
+          for (int64_t one = 0; one < group; ++one) {
+            const auto rows = [&](T* from) { return at::from_blob(from + one * row.count * width, {row.count, width}, out.options()); };
+            attend_in_blocks<T>(key, value, first, row, rows(queries), rows(attended), args.scale, args.window);
+          }
         }
-        sequence.narrow(0, head * group, group).narrow(1, 0, row.count).copy_(o);
+        for (int64_t one = 0; one < group; ++one)
+          for (int64_t s = 0; s < row.count; ++s)
+            o.write(attended + (one * row.count + s) * width, b, head * group + one, s, width);
       }
     }
   });

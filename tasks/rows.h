@@ -1,5 +1,8 @@
 // Reductions and maps over one contiguous row, shared by softmax, cross-entropy and attention.
 #pragma once
+#include <algorithm>
+#include <array>
+
 #include "common.h"
 
 namespace nntile {
@@ -21,9 +24,22 @@ T sumexp_of(const T* x, T top, int64_t n) {
       n, [&](int64_t k, int64_t count) { return keep((load(x + k, count) - Vec<T>(top)).exp_u20(), count); });
 }
 
+// Four partial sums: one alone would wait for each addition.
 template <class T>
 T dot_of(const T* a, const T* b, int64_t n) {
-  return sum_vectors<T>(n, [&](int64_t k, int64_t count) { return keep(load(a + k, count) * load(b + k, count), count); });
+  constexpr int64_t width = Vec<T>::size(), sums = 4;
+  std::array<Vec<T>, sums> total;
+  total.fill(Vec<T>(T(0)));
+  int64_t k = 0;
+  for (; k + sums * width <= n; k += sums * width)
+    for (int64_t one = 0; one < sums; ++one)
+      total[one] = at::vec::fmadd(Vec<T>::loadu(a + k + one * width), Vec<T>::loadu(b + k + one * width), total[one]);
+  for (; k < n; k += width) {
+    const int64_t count = std::min(width, n - k);
+    total[0] = total[0] + keep(load(a + k, count) * load(b + k, count), count);
+  }
+  const auto add = [](Vec<T>& x, Vec<T>& y) { return x + y; };
+  return at::vec::vec_reduce_all<T>(add, (total[0] + total[1]) + (total[2] + total[3]));
 }
 
 // out <- exp(x - top) * scale; out may be x.

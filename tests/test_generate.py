@@ -21,7 +21,7 @@ import nntile_py as nt
 from nntile_py.graph.key_value_cache import CacheShape
 from nntile_py.graph.step import StepSpec
 from nntile_py.inference.bound_model import BoundModel
-from nntile_py.inference.decoder import Decoder, Row
+from nntile_py.inference.decoder import PREFILL_TOKENS, Decoder, Row, prefill_size
 from nntile_py.inference.text_stream import TextStream
 from nntile_py.models.registry import from_hf
 from nntile_py.tasks.sample import drawn
@@ -396,3 +396,11 @@ def test_chat(folder: Path, tmp_path: Path, capsys: Any, _lines: None, template:
     start = "[user]hello[assistant]" if template else "User: hello\nAssistant:"
     assert seen[0] == start and len(seen) == 2
     assert seen[1].startswith(start if template else "User: hello\nAssistant: ") and first in seen[1]
+
+
+@pytest.mark.parametrize(
+    ("left", "size"), [(1, 16), (16, 16), (17, 16), (26, 32), (100, 128), (130, 128), (200, 256), (700, 256)]
+)
+def test_size_of_prefill(left: int, size: int) -> None:
+    """A prefill pass has little padding; a long prompt takes several passes."""
+    assert prefill_size(left, PREFILL_TOKENS["CPU"]) == size

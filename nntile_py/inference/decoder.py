@@ -24,8 +24,9 @@ Array = np.ndarray[Any, Any]
 NO_FILTERS = (0.0, 0.0, 1.0, 0.0, 1.0)  # settings that take the largest logit, in the order of SETTINGS
 # Sizes of prefill passes: number of rows, and number of new tokens of a row. A GPU kernel is compiled and measured for
 # each size, so there are few.
-PREFILL_ROWS = (1, 8)
-PREFILL_TOKENS = {"CPU": (16, 64, 256), "CUDA": (64, 512)}
+PREFILL_ROWS = {"CPU": (1, 2, 4, 8), "CUDA": (1, 8)}
+PREFILL_TOKENS = {"CPU": (16, 32, 64, 128, 256), "CUDA": (64, 512)}
+MOST_PADDING = 0.25  # share of a prefill pass that may be padding before two smaller passes are faster
 
 
 @dataclass(eq=False)
@@ -124,14 +125,13 @@ class Decoder:
     def prefill(self, rows: Sequence[Row]) -> list[int]:
         """Write the tokens of new rows into the cache, and return the next token of each row."""
         first: dict[Row, int] = {}
-        todo, sizes = list(rows), PREFILL_TOKENS["CUDA" if _core.cuda_workers() else "CPU"]
-        longest = min(self.bound.tiles.get("seq", sizes[-1]), sizes[-1])
+        todo, device = list(rows), "CUDA" if _core.cuda_workers() else "CPU"
         while todo:
-            most = min(self.rows, PREFILL_ROWS[-1])
-            part = todo[:most]
+            part = todo[: PREFILL_ROWS[device][-1]]
             left = max(len(row.tokens) - row.past for row in part)
-            seq = min(next((size for size in sizes if size >= left), sizes[-1]), longest)
-            program = self.program(most if len(part) > 1 else 1, seq, sampling_of(rows, self.vocab), advances=False)
+            seq = min(prefill_size(left, PREFILL_TOKENS[device]), self.bound.tiles.get("seq", left))
+            count = next(size for size in PREFILL_ROWS[device] if size >= len(part))
+            program = self.program(count, seq, sampling_of(rows, self.vocab), advances=False)
             program.write(self._arrays(program, part, seq))
             program.run({})
             for row in part:
@@ -241,6 +241,18 @@ class Decoder:
             if "history" in arrays:
                 arrays["history"][number, : len(row.tokens)] = row.tokens
         return arrays
+
+
+def prefill_size(left: int, sizes: Sequence[int]) -> int:
+    """Return how many tokens of each row a prefill pass computes.
+
+    Args:
+        left: Tokens of the longest row that are not in the cache.
+        sizes: The sizes of passes, ascending.
+    """
+    fits = next((size for size in sizes if size >= left), sizes[-1])
+    below = [size for size in sizes if size <= left]
+    return fits if not below or fits - left <= MOST_PADDING * fits else below[-1]
 
 
 def _initial(declared: Input) -> Array:

@@ -1,4 +1,6 @@
 // Tiles: StarPU data handles, their reductions, transfers to and from the program.
+#include <sys/mman.h>
+
 #include <cstring>
 #include <map>
 #include <tuple>
@@ -74,6 +76,16 @@ starpu_data_interface_ops* tile_interface() { return &starpu_interface_variable_
 starpu_codelet* zero_codelet() {
   static starpu_codelet* codelet = new_codelet("zero", {STARPU_W}, fill_zero, IF_CUDA(fill_zero_cuda));
   return codelet;
+}
+
+// Asks for huge pages under the whole pages of a large tile: decoding passes stream weights, and page walks take 8 % of a
+// pass on two CPU cores. The kernel may refuse.
+void advise_huge_pages(void* data, size_t bytes) {
+  constexpr size_t page = 4096, huge = size_t{2} << 20;
+  if (bytes < huge) return;
+  const auto first = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+  const auto end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
+  madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
 }
 
 void submit_barrier(const Tile& tile) {
@@ -189,7 +201,10 @@ void write_tile(const std::shared_ptr<Tile>& tile, const void* data) {
   ++g.leaving;
   acquire(
       tile, STARPU_W,
-      [copy = std::move(copy), bytes = tile->bytes](void* to) { std::memcpy(to, copy.get(), bytes); },
+      [copy = std::move(copy), bytes = tile->bytes](void* to) {
+        advise_huge_pages(to, bytes);
+        std::memcpy(to, copy.get(), bytes);
+      },
       [] {
         ++g.ended;
         --g.leaving;
