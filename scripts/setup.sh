@@ -40,18 +40,16 @@ start() { # start LOG COMMAND...: sets `job` to the command's process id; LOG ta
     groups+=("$job")
 }
 follow() { # follow LOG PID: waits for a command; prints its progress every 20 s; returns its exit status
-    local ticker status=0
-    set -m
-    # Bash may report an error when the ticker is killed; only `say` reaches the terminal.
-    (
-        exec {terminal}>&2 2>/dev/null
-        while sleep "${NNTILE_SETUP_TICK:-20}"; do say "  at work: $(at_work "$1")" 2>&$terminal; done
-    ) >/dev/null &
-    set +m
-    ticker=$!
-    groups+=("$ticker")
+    local status=0 rounds=0 rounds_per_message
+    rounds_per_message=$(awk -v seconds="${NNTILE_SETUP_TICK:-20}" 'BEGIN { print int(seconds * 10) }')
+    # A loop here, not a background subshell that prints: bash reports "wait_for: No record of process" when a subshell
+    # is killed just after its start.
+    while kill -0 "$2" 2>/dev/null; do
+        sleep 0.1
+        rounds=$((rounds + 1))
+        [ $((rounds % rounds_per_message)) != 0 ] || say "  at work: $(at_work "$1")"
+    done
     wait "$2" || status=$?
-    kill -- -"$ticker" 2>/dev/null || true
     return $status
 }
 at_work() { # the last line of a log of ninja or pip, in a few words
