@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from nntile_py.execution.python_task import Submitted as Submitted, task as task
     from nntile_py.execution.runtime import Runtime as Runtime
+    from nntile_py.execution.starpupy_handles import starpu_array as starpu_array, starpu_handle as starpu_handle
     from nntile_py.graph.params import (
         ONES as ONES, ZEROS as ZEROS, Batch as Batch, Constant as Constant, Joined as Joined, Normal as Normal,
         Part as Part, Traced as Traced,
@@ -60,6 +61,7 @@ _NAMES = {
     "execution.array": ("Array", "Tiles", "array", "empty", "zeros"),
     "execution.python_task": ("Submitted", "task"),
     "execution.runtime": ("Runtime",),
+    "execution.starpupy_handles": ("starpu_array", "starpu_handle"),
     "graph.fusion": ("Fusion",),
     "graph.graph": ("Graph",),
     "graph.params": ("ONES", "ZEROS", "Batch", "Constant", "Joined", "Normal", "Part", "Traced"),

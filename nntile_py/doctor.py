@@ -208,6 +208,7 @@ def _machine() -> list[Check]:
 
 def _optional() -> list[Check]:
     hints = {
+        "starpu": "make setup compiles StarPU's Python package, unless StarPU is the system's",
         "triton": "comes with a CUDA build of torch; pip install triton",
         "cupy": "pip install cupy-cuda13x (or the one for your CUDA)",
         "mpi4py": "pip install mpi4py (with libopenmpi-dev installed)",

@@ -8,7 +8,7 @@ umask 022
 export LC_ALL=C
 
 oldest=1.4.8
-changes=7 # version of the changes to StarPU's sources below; with another version, StarPU is built again
+changes=8 # version of the changes to StarPU's sources below; with another version, StarPU is built again
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/nntile_py
 prefix=${NNTILE_STARPU_PREFIX:-}
 tarball=${STARPU_TARBALL:-}
@@ -238,6 +238,21 @@ sed -i "s/if (mc->data && mc->data->home_node != -1)/if (mc->data \&\& (mc->data
     /^void _starpu_memchunk_recently_used/,/^}/s/mc->wontuse = 0;/&\n\tif (mc->data \&\& mc->data->home_node == -1 \&\& $device)\n\t\tmc->clean = 0;/" $chunks
 [ "$(grep -c STARPU_CUDA_RAM $chunks)" = 3 ] || say "$chunks has changed: tiles will leave a full device in the order of their use"
 
+# StarPU's Python package (starpupy) is compiled for the interpreter of .venv by build_starpupy.py, so only its sources are
+# installed. Changes: a task may take handles of other libraries, which know how to show their data to Python (a function
+# in the handle's user data); a numpy handle has its address where handles of variables have it, so that other kernels find
+# it; an exception in a task's function is printed and gives None (StarPU crashed); nntile_py's idle workers stay awake.
+python=starpupy/src
+object_of='PyObject *(*)(starpu_data_handle_t, void *)'
+sed -i "s/STARPU_ASSERT_MSG(0, \"unexpected object.*/PyTuple_SetItem(pArglist, i, (($object_of)starpu_data_get_user_data(task->handles[h_index]))(task->handles[h_index], descr[h_index]));/
+    /PyObject \*rv = PyObject_CallObject(func_py/,/PyErr_PrintEx/s/PyErr_PrintEx(1);/{ PyErr_PrintEx(1); Py_INCREF(Py_None); rv = Py_None; }/" $python/starpu_task_wrapper.c
+sed -i '/^\tchar\* py_buffer;/d; s/^\tPyObject\* object;/\tchar *py_buffer;\n&/' $python/starpupy_buffer_interface.h
+sed -i '/^#include <common\/utils.h>/d' $python/*.c
+sed -i 's/^\( *\)return starpupy.init()/\1starpupy.init()\n\1core = sys.modules.get("nntile_py._core")\n\1if core: core.share_workers()/; s/^import os$/&\nimport sys/' $python/intermedia.py
+[ "$(cat $python/starpu_task_wrapper.c $python/starpupy_buffer_interface.h $python/intermedia.py |
+    grep -cE 'starpu_data_get_user_data|rv = Py_None; }|^\s*char \*py_buffer;|core.share_workers')" = 4 ] ||
+    say "$python has changed: 'import starpu' will not share tiles with nntile_py"
+
 # Blocking drivers stay off: they set the pipeline of tasks per CUDA device to 0.
 flags=(--prefix="$prefix" --libdir="$prefix/lib" --disable-static --enable-fast
     --enable-maxcpus=256 --enable-maxcudadev=8 --enable-maxbuffers=16 --enable-maxnodes=16
@@ -283,6 +298,8 @@ slowly make -j"${MAX_JOBS:-$(nproc)}" || failed make
 mkdir -p "$prefix"
 touch "$prefix/.installing"
 make install >>"$log" 2>&1 || failed "make install"
+mkdir -p "$prefix/share/starpupy"
+cp $python/*.c $python/*.h $python/*.py "$prefix/share/starpupy/"
 rm "$prefix/.installing"
 version_in "$prefix" || die "pkg-config does not find StarPU in $prefix; log: $log"
 say "StarPU $version is in $prefix"

@@ -32,6 +32,7 @@ rm -rf "$out" "$out.tar.gz"
 scripts/copy_starpu.sh "$cpu" "$out/starpu-cpu"
 scripts/copy_starpu.sh "$cuda" "$out/starpu-cuda"
 [ -e "$out/starpu-cpu/lib/libstarpumpi-1.4.so" ] || say "StarPU has no MPI, and the bundle is for one machine: apt-get install libopenmpi-dev"
+for kind in cpu cuda; do mkdir -p "$out/starpu-$kind/share"; cp -r "${!kind}/share/starpupy" "$out/starpu-$kind/share/"; done
 # StarPU's headers use one type of this header, which the CUDA wheels of torch lack.
 echo 'typedef struct nvmlDevice_st *nvmlDevice_t;' >"$out/starpu-cuda/include/starpu/1.4/nvml.h"
 sources
@@ -49,7 +50,7 @@ say "downloading wheels"
 for version in 3.11 3.12 3.13; do
     get="$python -m pip -q download --only-binary=:all: -d $out/wheels --python-version $version
         --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64"
-    $get pydantic typer pyyaml safetensors ninja 'setuptools>=77,<82'
+    $get pydantic typer pyyaml safetensors cloudpickle ninja 'setuptools>=77,<82'
     $get --no-deps tokenizers # its dependency serves downloads
     $get mpi4py
 done

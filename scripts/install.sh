@@ -41,7 +41,7 @@ def lacks(name):
     except metadata.PackageNotFoundError:
         return True
 mpi = ["mpi4py"] if shutil.which("mpicc") and shutil.which("mpirun") else []
-print(*filter(lacks, ["pydantic", "typer", "pyyaml", "safetensors", "tokenizers", "ninja", "setuptools", *mpi]))
+print(*filter(lacks, ["pydantic", "typer", "pyyaml", "safetensors", "tokenizers", "ninja", "setuptools", "cloudpickle", *mpi]))
 PY
 )
 
@@ -88,6 +88,8 @@ mkdir -p build
 NNTILE_STARPU_PREFIX=$PWD/../$starpu NNTILE_CUDNN_FRONTEND=$PWD/../cudnn-frontend/include NNTILE_WERROR=0 "$python" setup.py -q build_ext --inplace >build/ext.log 2>&1 ||
     { { grep -A 5 'error: ' build/ext.log || tail -n 20 build/ext.log; } | head -n 60 >&2; die "compilation failed; log: src/build/ext.log"; }
 "$python" -c 'import nntile_py._core' || die "the extension does not load"
+"$python" scripts/build_starpupy.py "../$starpu" ../site >build/starpupy.log 2>&1 ||
+    say "without StarPU's Python package (import starpu): $(tail -n 1 build/starpupy.log)"
 if compgen -G 'nntile_py/_mpi*.so' >/dev/null; then
     "$python" -c 'import nntile_py._mpi' || die "the extension for MPI does not load"
 else

@@ -177,6 +177,7 @@ fi
 starpu_job=$job
 
 [ -x .venv/bin/pip ] || { say "creating .venv with $python"; "$python" -m venv .venv; } || die "no virtual environment: apt-get install $python_package-venv"
+set -- "$@" starpupy
 command -v mpicc >/dev/null && set -- "$@" mpi
 mapfile -t requirements < <($py - "$@" 2>/dev/null <<'PY'
 import sys, tomllib
@@ -250,6 +251,8 @@ if [ -n "$changed" ]; then
     say "pip install -e . --no-deps"
     pip --no-build-isolation --no-deps -e .
     pip_done "$job"
+    $py scripts/build_starpupy.py "$starpu" >build/starpupy.log 2>&1 ||
+        say "without StarPU's Python package (import starpu): $(tail -n 1 build/starpupy.log)"
 fi
 $py -c 'import nntile_py._core' || die "the extension does not load"
 [ -z "$stale" ] || mv $compiled.now $compiled

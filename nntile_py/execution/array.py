@@ -373,11 +373,11 @@ def _new(shape: int | Sequence[int], dtype: Any, zeros: bool) -> Array:
     lengths = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
     if not all(isinstance(length, int | np.integer) and length >= 0 for length in lengths):
         raise ValueError(f"shape {shape!r} is not allowed; use integers of at least 0")
-    data = ArrayStorage(tuple(map(int, lengths)), _dtype(dtype), zeros)
+    data = ArrayStorage(tuple(map(int, lengths)), array_dtype(dtype), zeros)
     return Array(data, data.whole, (0,) * len(lengths))
 
 
-def _dtype(wanted: Any) -> str:
+def array_dtype(wanted: Any) -> str:
     """Return the name in DTYPES for a dtype of numpy or torch, which may also be given by its name."""
     name = str(wanted).removeprefix("torch.")
     known = {dtype.torch: dtype.name for dtype in DTYPES.values()}

@@ -39,6 +39,7 @@ from nntile_py.typed import plain, typed
 AHEAD, AHEAD_OF_OTHERS = 16, 2
 
 
+DEFAULT_SCHEDULER = "lws"
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -94,7 +95,7 @@ class Runtime:
     def __init__(
         self,
         cpus: int | None = None,
-        scheduler: str = "lws",
+        scheduler: str = DEFAULT_SCHEDULER,
         *,
         cuda: int = 0,
         memory: int | str | None = None,
@@ -143,6 +144,9 @@ class Runtime:
         devices = cuda_devices() if cuda else 0
         if not 0 <= cuda <= devices:
             raise ConfigError(f"runtime.cuda: {cuda} is not allowed; this machine has {devices} CUDA devices")
+        only_first = {"memory": memory, "cuda_memory": cuda_memory, "disk": disk, "mpi": self.ranks}
+        self._only_first = [name for name, value in only_first.items() if value]
+        self._wanted_cpus = cpus
         self._users: list[Any] = []
         self._process = os.getpid()
 
@@ -178,6 +182,8 @@ class Runtime:
     def _start(self) -> None:
         """Set StarPU's environment variables and start StarPU."""
         os.environ.setdefault("STARPU_SILENT", "1")
+        if workers := _core.starpu_workers():
+            self._join(*workers)
         create_model_folder()
         check_limits(self.cpus + self.cuda)
         variables: dict[str, str] = {}
@@ -212,6 +218,24 @@ class Runtime:
                 os.environ.pop(name, None)
         Runtime.current, self._process = self, os.getpid()
         atexit.register(self._stop)  # a process that ends inside the block: workers must not outlive the interpreter
+
+    def _join(self, cpus: int, cuda: int, policy: str) -> None:
+        """Take the workers and the policy of a StarPU that `starpu.init()` has started in this process.
+
+        Raises:
+            ConfigError: A setting differs, or needs a StarPU that this runtime starts.
+        """
+        begun = "starpu.init() has started StarPU"
+        if cuda or self.cuda:
+            need = "STARPU_NCUDA=0, or the Runtime first and starpu.init() inside of it"
+            raise ConfigError(f"runtime.cuda: {begun}, with {cuda} CUDA workers; allowed: {need}")
+        for name in self._only_first:
+            raise ConfigError(f"runtime.{name}: {begun}; allowed: the Runtime first and starpu.init() inside of it")
+        wanted = {"cpus": (self._wanted_cpus, cpus), "scheduler": (self.scheduler, policy)}
+        for name, (asked, runs) in wanted.items():
+            if asked not in (None, DEFAULT_SCHEDULER, runs):
+                raise ConfigError(f"runtime.{name}: {asked} is not allowed; {begun} with {runs}")
+        self.cpus, self.scheduler, self.placement = cpus, policy, "scheduler"
 
     def _ahead(self) -> int:
         """Return the number of tasks that a GPU gets ahead of the task that StarPU waits for."""

@@ -170,6 +170,9 @@ def check_rate(config: RunConfig, flop_per_s: float) -> None:
     if flop_per_s <= config.workers * device_model.worker(TILE_DTYPE[config.precision], gpu).flop_s:
         return
     peak = peak_of_workers(config).flop
+    for _ in range(0 if gpu else 4):  # other programs may have disturbed the measurement
+        if peak and flop_per_s > ABOVE_PEAK * peak:
+            peak = max(peak, peak_of_workers(config).flop or 0.0)
     if peak and flop_per_s > ABOVE_PEAK * peak:
         rate, most = (f"{value / 1e9:,.0f} Gflop/s" for value in (flop_per_s, peak))
         raise NNTileError(f"{rate} are more than the workers' peak of {most}: the flop are counted wrongly")

@@ -14,6 +14,7 @@
 #include "autotune.h"
 #include "dtypes.h"
 #include "internal.h"
+#include "numpy_view.h"
 #include "profile.h"
 #include "transport.h"
 
@@ -28,28 +29,6 @@ TORCH_API DLManagedTensor* toDLPack(const Tensor& src);
 namespace {
 
 using release = py::call_guard<py::gil_scoped_release>;
-
-at::ScalarType scalar_type(const std::string& name) {
-  std::string known;
-  for (const auto& [key, type, numpy] : kDtypes) {
-    if (key == name) return type;
-    known += std::string(known.empty() ? "" : ", ") + key;
-  }
-  throw std::invalid_argument("unknown dtype " + name + "; known are " + known);
-}
-
-py::dtype numpy_dtype(at::ScalarType type) {
-  for (const auto& [key, known, numpy] : kDtypes)
-    if (known == type) return py::dtype(numpy);
-  throw std::invalid_argument("this dtype has no numpy form");
-}
-
-// Returns a numpy view of a tile's memory, valid while the task runs.
-py::array view(const Tile& tile, void* data, bool writeable) {
-  py::array array(numpy_dtype(tile.dtype), tile.shape, data, py::capsule(data, [](void*) {}));
-  if (!writeable) array.attr("flags").attr("writeable") = false;
-  return array;
-}
 
 // Returns a view as a DLPack capsule for torch: it supports every dtype and device memory.
 py::capsule dlpack(const at::Tensor& tensor) {
@@ -202,6 +181,7 @@ PYBIND11_MODULE(_core, m) {
   });
   m.def("running", running);
   m.def("drop_python_tasks", drop_python_tasks);
+  bind_starpupy(m);
   m.def("wait_all", wait_all, release());
   m.def("check", check, release());
   m.def("advise", advise);

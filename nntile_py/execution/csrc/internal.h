@@ -31,6 +31,7 @@ struct Shared {
   std::atomic<int> messages{0};  // between ranks, in flight
   std::atomic<bool> stuck{false};
   bool forked = false;  // child of a process with a running runtime: there are no workers
+  std::atomic<bool> shared{false};  // the process has other users of StarPU, such as its Python package
   std::atomic<bool> dropping{false};  // Python tasks that have not begun are skipped
 
   std::function<void()> idle = [] {};
@@ -70,6 +71,7 @@ class Watchdog {
 // Idle workers spin and take CPU time from other processes, so they sleep while no task is submitted.
 void wake();
 void sleep_if_idle();
+void share_workers();  // from now on, idle workers do not sleep: tasks of other users of StarPU may come
 
 // Waits until done(); throws if nothing moves although tasks are left.
 template <class Done>

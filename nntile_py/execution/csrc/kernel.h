@@ -28,6 +28,8 @@ void combine(Monoid monoid, const at::Tensor& dst, const at::Tensor& src);
 // A StarPU data handle with the shape and dtype of the tensor tile it holds.
 struct Tile {
   Tile(std::vector<int64_t> shape, at::ScalarType dtype, Monoid monoid, bool redux);
+  // A tile on a handle of another library, which registers and unregisters the handle.
+  Tile(::_starpu_data_state* foreign, std::vector<int64_t> shape, at::ScalarType dtype);
   ~Tile();
   Tile(const Tile&) = delete;
   Tile& operator=(const Tile&) = delete;
@@ -36,6 +38,7 @@ struct Tile {
   at::ScalarType dtype;
   size_t bytes;
   ::_starpu_data_state* handle = nullptr;
+  bool foreign = false;      // another library registered the handle
   bool reducible = false;    // allows access in REDUX mode
   bool initialised = false;  // by tasks submitted so far
   std::vector<class Captured*> holders;  // graphs that keep it on a device and rely on its value

@@ -54,9 +54,14 @@ void wake() {
 void sleep_if_idle() {
   if (g.forked) return;
   const std::lock_guard lock(g_sleep_mutex);
-  if (g_asleep || starpu_task_nsubmitted() || g.leaving || g.messages) return;
+  if (g_asleep || g.shared || starpu_task_nsubmitted() || g.leaving || g.messages) return;
   starpu_pause();
   g_asleep = true;
+}
+
+void share_workers() {
+  g.shared = true;
+  wake();
 }
 
 void wait_for_tasks() {
@@ -108,7 +113,8 @@ void start(const RuntimeOptions& options) {
   // MKL's vector functions initialise themselves in the first call. Two concurrent first calls gave inaccurate values
   // (exp off by 4e-3) in 3 of 4500 processes; after a first call by one thread, in none of 12000.
   at::exp(at::zeros({64}));
-  starpu_disk_swap_node = -1;
+  g.shared = starpu_is_initialized();  // then starpu_init only counts one more user
+  if (!g.shared) starpu_disk_swap_node = -1;
   const int status = starpu_init(&conf);
   if (status) throw TaskError(std::string("StarPU did not start: ") + std::strerror(-status));
   if (options.disk && starpu_disk_swap_node < 0) {
@@ -131,7 +137,8 @@ void start(const RuntimeOptions& options) {
   if (g.cuda) start_cuda();
 #endif
   g_error.failed = false;
-  g.models = options.scheduler.starts_with("dm") || options.scheduler.find("heft") != std::string::npos;
+  const std::string policy = starpu_sched_get_sched_policy()->policy_name;
+  g.models = policy.starts_with("dm") || policy.find("heft") != std::string::npos;
   g.ahead = g.models ? 0 : options.ahead;  // performance models need the times of tasks
   g.reduces = g.dropping = false;
   g.running = true;

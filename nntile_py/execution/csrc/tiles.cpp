@@ -129,7 +129,7 @@ void require(const Tile& tile) {
 void forget_tiles() {
   const std::lock_guard lock(g_tiles_mutex);
   for (auto* tile : g_tiles) {
-    starpu_data_unregister_no_coherency(tile->handle);
+    if (!tile->foreign) starpu_data_unregister_no_coherency(tile->handle);
     tile->handle = nullptr;
   }
   g_tiles.clear();
@@ -167,6 +167,14 @@ Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, Monoid monoid, bo
   g_tiles.insert(this);
 }
 
+Tile::Tile(::_starpu_data_state* foreign_, std::vector<int64_t> shape_, at::ScalarType dtype_)
+    : shape(std::move(shape_)), dtype(dtype_), bytes(c10::elementSize(dtype_)), handle(foreign_), foreign(true), initialised(true) {
+  require_running();
+  for (const auto size : shape) bytes *= static_cast<size_t>(size);
+  const std::lock_guard lock(g_tiles_mutex);
+  g_tiles.insert(this);
+}
+
 void add_by_reduction(Tile& tile, Monoid monoid) {
   g.reduces = tile.reducible = true;
   const int64_t width = monoid == Monoid::sum || tile.shape.empty() ? 1 : tile.shape.back();
@@ -177,7 +185,7 @@ Tile::~Tile() {
   if (g.forked) return;  // the mutex may be held by a thread of the parent
   const std::lock_guard lock(g_tiles_mutex);
   g_tiles.erase(this);
-  if (handle && !g.stuck) starpu_data_unregister_submit(handle);
+  if (handle && !foreign && !g.stuck) starpu_data_unregister_submit(handle);
 }
 
 bool on_disk(const Tile& tile) {

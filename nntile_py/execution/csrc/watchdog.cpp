@@ -109,7 +109,8 @@ void Watchdog::look() {
   const bool early = still_ < second;
   still_ += passed;
   in_vain_ += passed;
-  if (g.active || g.ended != ended_) still_ = in_vain_ = {};
+  // Tasks of other users of StarPU may run for any time, and their ends are not counted.
+  if (g.active || g.shared || g.ended != ended_) still_ = in_vain_ = {};
   ended_ = g.ended;
   std::vector<size_t> moved;
   for (int bus = 0; bus < starpu_bus_get_count(); ++bus) moved.push_back(static_cast<size_t>(transfers(bus).count));
