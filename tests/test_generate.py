@@ -22,6 +22,7 @@ from nntile_py.graph.key_value_cache import CacheShape
 from nntile_py.graph.step import StepSpec
 from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.decoder import PREFILL_TOKENS, Decoder, Row, prefill_size
+from nntile_py.inference.generator import Options
 from nntile_py.inference.text_stream import TextStream
 from nntile_py.models.registry import from_hf
 from nntile_py.tasks.sample import drawn
@@ -267,15 +268,19 @@ def test_texts_of_a_folder(folder: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 0}, r"top_p: 0 is not allowed; use a number above 0 and at most 1"),
-    ({"top_k": 0}, r"top_k: 0 is not allowed; use an integer of at least 1"),
+    ({"top_k": -2}, r"top_k: -2 is not allowed; use an integer of at least -1 and at most 16777216$"),
     ({"temperature": -1}, r"temperature: -1 is not allowed; use a number of at least 0"),
     ({"temperature": float("nan")}, r"temperature: nan is not allowed"),
     ({"max_tokens": 0}, r"max_tokens: 0 is not allowed; use an integer of at least 1"),
-    ({"max_tokens": 96}, r"max_tokens: 96 is not allowed; use less than 96"),
+    ({"max_tokens": 96}, r"max_tokens: 96 is not allowed; use less than 96: a prompt and"),
     ({"stop": [""]}, r"stop: \[''\] is not allowed; use texts that are not empty"),
     ({"min_p": 2}, r"min_p: 2 is not allowed"),
     ({"beams": 2}, r"beams: unknown option; allowed: max_tokens, temperature"),
 ]
+
+
+def test_top_k_of_0_and_of_minus_1_draw_among_all_tokens() -> None:
+    assert Options(top_k=0) == Options(top_k=-1) == Options()
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED)
@@ -354,6 +359,9 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--prompt", "a", "--input", "b"], "error: --input: not allowed with --prompt; use one of them"),
+        (["--prompt", "a", "--system", "b"], "error: --system: not allowed without --chat"),
+        (["--prompt", "a", "--chat"], "error: --prompt: not allowed with --chat"),
+        (["--prompt", "a", "--precision", "bf16"], "error: precision: bf16 needs GPUs"),
         (["--prompt", "a", "--top-p", 0], "error: top_p: 0.0 is not allowed"),
         (["--prompt", "a", "--tiles", "ffn"], "error: --tiles: 'ffn' is not allowed; use AXIS=SIZE"),
         (["--prompt", "a" * 96], "error: prompts[0]: 96 tokens; allowed: 1 to 88"),
@@ -362,7 +370,7 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
 )
 def test_wrong_commands(folder: Path, arguments: list[Any], message: str) -> None:
     ended = command(folder, *arguments, "--max-tokens", 8, "--cpus", 1)
-    assert ended.returncode == 2 and ended.stderr.startswith(message), ended.stderr
+    assert ended.returncode == 2 and ended.stderr.startswith(message) and not ended.stdout, ended.stderr
     assert len(ended.stderr.splitlines()) == 1
 
 

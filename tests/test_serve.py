@@ -104,6 +104,8 @@ def test_chat_follows_the_template(http: Any, expected: Any, models: Any) -> Non
     body = {"messages": messages, "max_completion_tokens": 5, "temperature": 0}
     (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
     assert choice["message"] == {"role": "assistant", "content": text.text}
+    parted = body | {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}
+    assert http.post("/v1/chat/completions", json=parted).json()["choices"] == [choice]
     parts = events(http.post("/v1/chat/completions", json=body | {"stream": True}))
     assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == text.text
 
@@ -143,6 +145,7 @@ def test_embeddings_are_those_of_the_encoder(name: str, models: Any, runtime: An
         ("completions", {"prompt": [[300]]}, "allowed: 0 to 299, those of the model"),
         ("completions", [], "the request is not a JSON object"),
         ("chat/completions", {"messages": "a"}, "messages: allowed: a list"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages: allowed"),
         ("chat/completions", {"messages": [{"role": "user", "content": words(1, 60)}]}, "allowed: 1 to 23"),
         ("embeddings", {"input": []}, "input: allowed: a text"),
         ("embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format: 'hex' is not allowed"),
@@ -159,6 +162,7 @@ def test_other_requests_that_are_refused(http: Any) -> None:
     assert http.post("/v1/completions", content="{").status_code == 400
     assert http.post("/v1/completions", content=b" " * (2**22 + 1)).status_code == 413
     assert http.get("/v1/completions").status_code == 405 and http.get("/v2").status_code == 404
+    assert "allowed: /health, /v1/models" in http.get("/v2").json()["error"]["message"]
     assert http.get("/health").json() == {"status": "ok"}
     assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["my_model"]
 

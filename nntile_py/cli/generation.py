@@ -31,7 +31,9 @@ def generate(
         typer.Option(help="Largest number of new tokens of a text. [default: 128, or as many as fit]"),
     ] = None,
     temperature: Annotated[float, typer.Option(help="0: always the most probable token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Draw among the k most probable tokens. [default: all]")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Draw among the k most probable tokens; 0: all. [default: all]")
+    ] = None,
     top_p: Annotated[
         float, typer.Option(help="Draw among the most probable tokens that together have this probability.")
     ] = 1.0,

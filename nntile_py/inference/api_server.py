@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from nntile_py.errors import ConfigError, NNTileError
-from nntile_py.inference.chat import ChatTemplate
+from nntile_py.inference.chat import ChatTemplate, Message
 from nntile_py.inference.generator import Options
 from nntile_py.inference.service import Job, JobPart, Service, TooBusy, new_seed
 
@@ -97,7 +98,8 @@ class Api:
                 Route("/v1/completions", self._answered(self._completions), methods=["POST"]),
                 Route("/v1/chat/completions", self._answered(self._chat), methods=["POST"]),
                 Route("/v1/embeddings", self._answered(self._embeddings), methods=["POST"]),
-            ]
+            ],
+            exception_handlers={HTTPException: _unknown},
         )
 
     @staticmethod
@@ -141,11 +143,9 @@ class Api:
 
     async def _chat(self, request: HttpRequest) -> Response:
         body = await _body(request, "messages", "max_tokens", "max_completion_tokens")
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages or not all(_is_message(one) for one in messages):
-            raise ApiError(400, "messages: allowed: a list of {role: text, content: text}", "messages")
+        messages = _messages(body.get("messages"))
         self._check_generates()
-        text = self._template.prompt([{"role": one["role"], "content": one["content"]} for one in messages])
+        text = self._template.prompt(messages)
         most = body.get("max_completion_tokens") or body.get("max_tokens")
         ids = self._service.tokenizer.encode(text, add_special_tokens=not self._template.own).ids
         room = self._service.max_length - len(ids)
@@ -311,8 +311,32 @@ async def _body(request: HttpRequest, *known: str) -> dict[str, Any]:
     return body
 
 
-def _is_message(one: Any) -> bool:
-    return isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+def _messages(given: Any) -> list[Message]:
+    """Return the messages of a request. The text parts of a message are joined by line ends."""
+    messages = []
+    for one in given if isinstance(given, list) else []:
+        role, content = (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
+        if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            texts = [part.get("text") for part in content]
+            content = "\n".join(texts) if texts and all(isinstance(text, str) for text in texts) else None
+        if not isinstance(role, str) or not isinstance(content, str):
+            messages = []
+            break
+        messages.append({"role": role, "content": content})
+    if not messages:
+        need = "a list of {role: text, content: text}; content may be a list of {type: text, text: ...}"
+        raise ApiError(400, f"messages: allowed: {need}", "messages")
+    return messages
+
+
+async def _unknown(request: HttpRequest, error: Exception) -> Response:
+    """Answer a request to an unknown path, or with a method that the path does not have, as OpenAI does: by JSON."""
+    assert isinstance(error, HTTPException)
+    allowed = ", ".join(route.path for route in request.app.routes)
+    message = f"{request.method} {request.url.path}: {error.detail}; allowed: {allowed}"
+    answer = ApiError(error.status_code, message).response()
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 def _usage(prompt: int, new: int) -> dict[str, int]:

@@ -48,6 +48,7 @@ def run(command: Command) -> None:
         ConfigError: An option, a file or the folder is wrong.
     """
     Options(**command.options)
+    _check_combination(command)
     tiles = _tiles(command.tiles)
     prompts = [] if command.chat else _prompts(command)
     opened = open_model(command.folder)
@@ -62,6 +63,15 @@ def run(command: Command) -> None:
                 _continue(generator, prompts, command)
         except ValueError as error:  # a prompt that is too long or empty
             raise ConfigError(str(error)) from None
+
+
+def _check_combination(command: Command) -> None:
+    """Refuse options that would have no effect beside the others."""
+    if command.system and not command.chat:
+        raise ConfigError("--system: not allowed without --chat; add --chat")
+    others = {"--prompt": command.prompts, "--input": command.source, "--json": command.as_json}
+    for name in (name for name, value in others.items() if command.chat and value):
+        raise ConfigError(f"{name}: not allowed with --chat, which reads and answers lines; leave one of them out")
 
 
 def _tiles(given: Sequence[str]) -> dict[str, int] | None:
@@ -105,11 +115,14 @@ def _facts(text: GeneratedText) -> dict[str, Any]:
 
 
 def _type(prompt: str, parts: Iterator[GeneratedPart]) -> str:
-    """Print a prompt and its continuation as soon as each token is drawn. Return the continuation."""
-    print(prompt, end="", flush=True)
+    """Print a prompt and its continuation as soon as each token is drawn. Return the continuation.
+
+    The prompt waits for the first token, so that the message of an error has a line of its own."""
     text = ""
-    for part in parts:
+    for number, part in enumerate(parts):
         text += part.text
+        if not number:
+            print(prompt, end="")
         print(part.text, end="", flush=True)
     print(flush=True)
     return text

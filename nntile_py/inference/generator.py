@@ -39,7 +39,7 @@ class Options:
     Attributes:
         max_tokens: Largest number of new tokens of a text. None: MOST_TOKENS, or fewer where the model's positions end.
         temperature: Logits are divided by it; 0: the most probable token is taken (greedy).
-        top_k: Only the k most probable tokens may be drawn; None: all.
+        top_k: Only the k most probable tokens may be drawn; None, 0 or -1: all.
         top_p: Only the most probable tokens may be drawn that together reach this probability.
         min_p: Only tokens may be drawn with at least this share of the largest probability.
         repetition_penalty: Logits of tokens that the text already has are divided by it (multiplied if negative).
@@ -64,7 +64,8 @@ class Options:
             self._check("max_tokens", 1, math.inf, whole=True)
         self._check("temperature", 0, 1e6)
         if self.top_k is not None:
-            self._check("top_k", 1, 2**24, whole=True)
+            self._check("top_k", -1, 2**24, whole=True)
+            object.__setattr__(self, "top_k", self.top_k if self.top_k > 0 else None)
         self._check("top_p", 0, 1, above=True)
         self._check("min_p", 0, 1)
         self._check("repetition_penalty", 0, 1e6, above=True)
@@ -82,7 +83,7 @@ class Options:
             return
         kind = "an integer" if whole else "a number"
         lower = f"above {least}" if above else f"of at least {least}"
-        upper = f" and at most {most:g}" if most < math.inf else ""
+        upper = f" and at most {most if whole else format(most, 'g')}" if most < math.inf else ""
         raise ConfigError(f"{name}: {value!r} is not allowed; use {kind} {lower}{upper}")
 
     @property
@@ -234,7 +235,8 @@ class Generator:
         vocab = getattr(getattr(self.model, "config", None), "vocab", None)
         longest = (self.max_length or 2**31) - (options.max_tokens or 1)
         if longest < 1:
-            need = f"less than {self.max_length}, the tokens of a prompt and its continuation"
+            both = f"a prompt and its continuation together have at most {self.max_length} tokens"
+            need = f"less than {self.max_length}: {both}"
             raise ConfigError(f"max_tokens: {options.max_tokens} is not allowed; use {need}")
         start = self.special and (self.special.ids.get("bos_token_id") or self.special.end)
         if self.tokenizer and start is not None and all(isinstance(one, str) for one in texts):
