@@ -313,7 +313,7 @@ async def _body(request: HttpRequest, *known: str) -> dict[str, Any]:
 
 def _messages(given: Any) -> list[Message]:
     """Return the messages of a request. The text parts of a message are joined by line ends."""
-    messages = []
+    messages: list[Message] = []
     for one in given if isinstance(given, list) else []:
         role, content = (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
         if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
