@@ -243,15 +243,19 @@ sed -i "s/if (mc->data && mc->data->home_node != -1)/if (mc->data \&\& (mc->data
 # in the handle's user data); a numpy handle has its address where handles of variables have it, so that other kernels find
 # it; an exception in a task's function is printed and gives None (StarPU crashed); nntile_py's idle workers stay awake.
 python=starpupy/src
-object_of='PyObject *(*)(starpu_data_handle_t, void *)'
-sed -i "s/STARPU_ASSERT_MSG(0, \"unexpected object.*/PyTuple_SetItem(pArglist, i, (($object_of)starpu_data_get_user_data(task->handles[h_index]))(task->handles[h_index], descr[h_index]));/
-    /PyObject \*rv = PyObject_CallObject(func_py/,/PyErr_PrintEx/s/PyErr_PrintEx(1);/{ PyErr_PrintEx(1); Py_INCREF(Py_None); rv = Py_None; }/" $python/starpu_task_wrapper.c
-sed -i '/^\tchar\* py_buffer;/d; s/^\tPyObject\* object;/\tchar *py_buffer;\n&/' $python/starpupy_buffer_interface.h
-sed -i '/^#include <common\/utils.h>/d' $python/*.c
-sed -i 's/^\( *\)return starpupy.init()/\1starpupy.init()\n\1core = sys.modules.get("nntile_py._core")\n\1if core: core.share_workers()/; s/^import os$/&\nimport sys/' $python/intermedia.py
-[ "$(cat $python/starpu_task_wrapper.c $python/starpupy_buffer_interface.h $python/intermedia.py |
-    grep -cE 'starpu_data_get_user_data|rv = Py_None; }|^\s*char \*py_buffer;|core.share_workers')" = 4 ] ||
-    say "$python has changed: 'import starpu' will not share tiles with nntile_py"
+if [ -d $python ]; then
+    object_of='PyObject *(*)(starpu_data_handle_t, void *)'
+    sed -i "s/STARPU_ASSERT_MSG(0, \"unexpected object.*/PyTuple_SetItem(pArglist, i, (($object_of)starpu_data_get_user_data(task->handles[h_index]))(task->handles[h_index], descr[h_index]));/
+        /PyObject \*rv = PyObject_CallObject(func_py/,/PyErr_PrintEx/s/PyErr_PrintEx(1);/{ PyErr_PrintEx(1); Py_INCREF(Py_None); rv = Py_None; }/" $python/starpu_task_wrapper.c
+    sed -i '/^\tchar\* py_buffer;/d; s/^\tPyObject\* object;/\tchar *py_buffer;\n&/' $python/starpupy_buffer_interface.h
+    sed -i '/^#include <common\/utils.h>/d' $python/*.c
+    sed -i 's/^\( *\)return starpupy.init()/\1starpupy.init()\n\1core = sys.modules.get("nntile_py._core")\n\1if core: core.share_workers()/; s/^import os$/&\nimport sys/' $python/intermedia.py
+    [ "$(cat $python/starpu_task_wrapper.c $python/starpupy_buffer_interface.h $python/intermedia.py |
+        grep -cE 'starpu_data_get_user_data|rv = Py_None; }|^\s*char \*py_buffer;|core.share_workers')" = 4 ] ||
+        say "$python has changed: 'import starpu' will not share tiles with nntile_py"
+else
+    say "no $python: StarPU's Python package cannot be compiled"
+fi
 
 # Blocking drivers stay off: they set the pipeline of tasks per CUDA device to 0.
 flags=(--prefix="$prefix" --libdir="$prefix/lib" --disable-static --enable-fast
@@ -298,8 +302,10 @@ slowly make -j"${MAX_JOBS:-$(nproc)}" || failed make
 mkdir -p "$prefix"
 touch "$prefix/.installing"
 make install >>"$log" 2>&1 || failed "make install"
-mkdir -p "$prefix/share/starpupy"
-cp $python/*.c $python/*.h $python/*.py "$prefix/share/starpupy/"
+if [ -d $python ]; then
+    mkdir -p "$prefix/share/starpupy"
+    cp $python/*.c $python/*.h $python/*.py "$prefix/share/starpupy/"
+fi
 rm "$prefix/.installing"
 version_in "$prefix" || die "pkg-config does not find StarPU in $prefix; log: $log"
 say "StarPU $version is in $prefix"

@@ -49,6 +49,7 @@ dependencies = ["numpy", "matplotlib>=3"]
 test = ["pytest"]
 lint = ["ruff", "mypy"]
 mpi = []
+starpupy = []
 """
 
 

@@ -182,7 +182,7 @@ class Runtime:
     def _start(self) -> None:
         """Set StarPU's environment variables and start StarPU."""
         os.environ.setdefault("STARPU_SILENT", "1")
-        if workers := _core.starpu_workers():
+        if not _core.running() and (workers := _core.starpu_workers()):
             self._join(*workers)
         create_model_folder()
         check_limits(self.cpus + self.cuda)

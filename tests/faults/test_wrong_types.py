@@ -22,6 +22,7 @@ CONFIG = nt.models.GPT2Config(layers=1, embed=8, heads=2, vocab=20, positions=8)
 NOT_CALLED = {
     "Array", "Tiles", "Submitted", "Pending", "StepResult", "Traced", "ConfigError", "NNTileError", "NotFinite",
     "TaskError", "GeneratedPart", "GeneratedText",
+    "starpu_array",  # takes a handle of StarPU's Python package: test_starpupy.py
     "models", "tasks", "testing", "tiles", "ONES", "ZEROS",
 }  # fmt: skip
 
@@ -70,6 +71,7 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
         "empty": (nt.empty, {"shape": (2, 3), "dtype": "float32"}),
         "zeros": (nt.zeros, {"shape": (2, 3), "dtype": "float32"}),
         "Array.tiles": (x.tiles, {"rows": 2, "columns": 2}),
+        "starpu_handle": (nt.starpu_handle, {"array": x}),
         "task": (made_task, {"library": "numpy", "x": "R"}),
         "task.options": (named_task, {"priority": 0, "where": "cpu"}),
         "task()": (of_numbers, {"x": x, "y": nt.array(np.ones((4, 4)))}),
