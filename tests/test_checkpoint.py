@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +47,26 @@ def write(run: Path, step: int, seed: int = 0) -> Path:
     facts = FACTS | {"data": {"seed": str(seed)}}
     checkpoint.write_checkpoint(folder, state(step, seed), {"tokenizer.json": "{}", "config.json": "{}"}, facts)
     return folder
+
+
+@pytest.mark.parametrize("removed", range(6))
+def test_a_killed_removal_is_finished_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: int) -> None:
+    """Whichever files of a checkpoint are gone at the kill, nothing is taken for a user's files."""
+    folder, unlink, count = write(tmp_path, 3), Path.unlink, 0
+
+    def killed(path: Path, missing_ok: bool = False) -> None:
+        nonlocal count
+        if count == removed:
+            raise KeyboardInterrupt
+        count += 1
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt) if removed < 5 else nullcontext():
+            checkpoint.remove_checkpoint(folder)
+    checkpoint.remove_leftovers(tmp_path)
+    assert not [*folder.parent.iterdir()]
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -251,7 +251,8 @@ def _remove_own(folder: Path) -> None:
     if is_marked(folder, _UNFINISHED):
         shutil.rmtree(folder, ignore_errors=True)
         return
-    remove_files(folder, own_files(folder) or ())
+    # state.json last: after a kill it still tells that the folder is a checkpoint.
+    remove_files(folder, sorted(own_files(folder) or (), key=STATE.__eq__))
     with suppress(OSError):  # users' files stay
         folder.rmdir()
 
