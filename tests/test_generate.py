@@ -271,6 +271,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"top_k": -2}, r"top_k: -2 is not allowed; use an integer of at least -1 and at most 16777216$"),
     ({"temperature": -1}, r"temperature: -1 is not allowed; use a number of at least 0"),
     ({"temperature": float("nan")}, r"temperature: nan is not allowed"),
+    ({"temperature": 10**400}, r"temperature: 10+ is not allowed; use a number"),
+    ({"max_tokens": 10**400}, r"max_tokens: 10+ is not allowed; use an integer of at least 1 and at most 2147483647"),
     ({"max_tokens": 0}, r"max_tokens: 0 is not allowed; use an integer of at least 1"),
     ({"max_tokens": 96}, r"max_tokens: 96 is not allowed; use less than 96: a prompt and"),
     ({"stop": [""]}, r"stop: \[''\] is not allowed; use texts that are not empty"),
@@ -412,3 +414,17 @@ def test_chat(folder: Path, tmp_path: Path, capsys: Any, _lines: None, template:
 def test_size_of_prefill(left: int, size: int) -> None:
     """A prefill pass has little padding; a long prompt takes several passes."""
     assert prefill_size(left, PREFILL_TOKENS["CPU"]) == size
+
+
+def test_a_closed_generator_ends_its_iterators(folder: Path) -> None:
+    generator = nt.Generator(folder)
+    parts = generator("a", max_tokens=20, stream=True)
+    next(parts)
+    generator.close()
+    with pytest.raises(nt.NNTileError, match="the Generator was closed before the texts ended"):
+        list(parts)
+
+
+def test_half_a_character_is_refused(folder: Path) -> None:
+    with nt.Generator(folder) as generator, pytest.raises(ValueError, match=r"prompts\[0\]: half of a character"):
+        generator("\ud800")

@@ -144,6 +144,9 @@ def test_embeddings_are_those_of_the_encoder(name: str, models: Any, runtime: An
         ("completions", {"prompt": []}, "prompt: allowed: a text"),
         ("completions", {"prompt": [[300]]}, "allowed: 0 to 299, those of the model"),
         ("completions", [], "the request is not a JSON object"),
+        ("completions", {"prompt": "a", "stream": "false"}, "stream: 'false' is not allowed; use true or false"),
+        ("completions", {"prompt": "a", "stream_options": [1]}, "stream_options: [1] is not allowed; use an object"),
+        ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens: 0 is not allowed"),
         ("chat/completions", {"messages": "a"}, "messages: allowed: a list"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages: allowed"),
         ("chat/completions", {"messages": [{"role": "user", "content": words(1, 60)}]}, "allowed: 1 to 23"),
@@ -216,7 +219,27 @@ def test_a_failed_task_fails_all_requests(models: Any, runtime: Any, monkeypatch
     answer = http.post("/v1/completions", json={"prompt": "a"})
     assert answer.status_code == 500 and "the kernel has failed" in answer.text
     assert http.get("/health").status_code == 500
-    assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 429
+    assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 500
+    assert http.post("/v1/embeddings", json={"input": "a"}).status_code == 500
+    own.stop()
+
+
+def test_vectors_that_wait_at_the_end_are_answered(models: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, begun, hold = Service(open_model(models("gpt2")[0]), batch=2), threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> Any:
+        begun.set()
+        hold.wait(30)
+        raise SystemExit  # ends the thread
+
+    monkeypatch.setattr("nntile_py.inference.service._encoder", wait)
+    first = own.embed(["a"])
+    assert begun.wait(30)
+    second = own.embed(["b"])
+    hold.set()
+    for future in (first, second):
+        with pytest.raises(nt.NNTileError, match="SystemExit"):
+            future.result(30)
     own.stop()
 
 

@@ -21,7 +21,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.data.tables import check_whole
+from nntile_py.errors import ConfigError
 from nntile_py.inference.chat import ChatTemplate, Message
 from nntile_py.inference.generator import Options
 from nntile_py.inference.service import Job, JobPart, Service, TooBusy, new_seed
@@ -116,8 +117,8 @@ class Api:
                 return ApiError(400, str(error)).response()
             except TooBusy as error:
                 return ApiError(429, str(error)).response()
-            except NNTileError as error:
-                return ApiError(500, str(error)).response()
+            except Exception as error:  # a task that failed, or a fault of the server
+                return ApiError(500, str(error) or type(error).__name__).response()
 
         return answer
 
@@ -138,7 +139,7 @@ class Api:
             prompt = [prompt]
         if not isinstance(prompt, str | list) or not prompt:
             raise ApiError(400, "prompt: allowed: a text, a list of texts, or lists of token numbers", "prompt")
-        options = self._options(body, body.get("max_tokens") or 16)
+        options = self._options(body, 16 if body.get("max_tokens") is None else body["max_tokens"])
         return await self._generated(request, body, TEXT, self._service.tokens(prompt, options), options)
 
     async def _chat(self, request: HttpRequest) -> Response:
@@ -308,6 +309,9 @@ async def _body(request: HttpRequest, *known: str) -> dict[str, Any]:
             raise ApiError(400, f"{name}: unknown field; allowed: {', '.join(sorted(allowed))}", name)
         if name in FIXED and value not in FIXED[name]:
             raise ApiError(400, f"{name}: {value!r} is not supported; allowed: {FIXED[name][-1]!r}", name)
+    for name, kind, need in (("stream", bool, "true or false"), ("stream_options", dict, "an object")):
+        if not isinstance(body.get(name), kind | None):
+            raise ApiError(400, f"{name}: {body[name]!r} is not allowed; use {need}", name)
     return body
 
 
@@ -322,6 +326,7 @@ def _messages(given: Any) -> list[Message]:
         if not isinstance(role, str) or not isinstance(content, str):
             messages = []
             break
+        check_whole("messages", role + content, ValueError)
         messages.append({"role": role, "content": content})
     if not messages:
         need = "a list of {role: text, content: text}; content may be a list of {type: text, text: ...}"

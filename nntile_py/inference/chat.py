@@ -40,7 +40,7 @@ class ChatTemplate:
         try:
             template = _environment().from_string(self._source)
             return template.render(messages=messages, add_generation_prompt=True, **self._tokens)
-        except TemplateError as error:
+        except Exception as error:  # a template may compute anything
             raise ConfigError(f"chat template: {error}; allowed: messages that the model's template takes") from None
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
@@ -14,8 +13,9 @@ from tokenizers import Tokenizer
 
 from nntile_py import _core
 from nntile_py.data.special_tokens import special_tokens
+from nntile_py.data.tables import check_whole
 from nntile_py.data.tokenizer import token_numbers
-from nntile_py.errors import ConfigError
+from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.execution.runtime import Runtime, in_turns
 from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.decoder import Decoder, cache_shape
@@ -61,7 +61,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            self._check("max_tokens", 1, math.inf, whole=True)
+            self._check("max_tokens", 1, 2**31 - 1, whole=True)
         self._check("temperature", 0, 1e6)
         if self.top_k is not None:
             self._check("top_k", -1, 2**24, whole=True)
@@ -78,13 +78,13 @@ class Options:
     def _check(self, name: str, least: float, most: float, *, whole: bool = False, above: bool = False) -> None:
         value = getattr(self, name)
         number = isinstance(value, int | np.integer if whole else Real | np.floating) and not isinstance(value, bool)
-        if number and math.isfinite(value) and least <= value <= most and not (above and value == least):
+        if number and least <= value <= most and not (above and value == least):
             object.__setattr__(self, name, int(value) if whole else float(value))
             return
         kind = "an integer" if whole else "a number"
         lower = f"above {least}" if above else f"of at least {least}"
-        upper = f" and at most {most if whole else format(most, 'g')}" if most < math.inf else ""
-        raise ConfigError(f"{name}: {value!r} is not allowed; use {kind} {lower}{upper}")
+        upper = f" and at most {most if whole else format(most, 'g')}"
+        raise ConfigError(f"{name}: {value!r:.40} is not allowed; use {kind} {lower}{upper}")
 
     @property
     def settings(self) -> tuple[float, ...]:
@@ -238,6 +238,9 @@ class Generator:
             both = f"a prompt and its continuation together have at most {self.max_length} tokens"
             need = f"less than {self.max_length}: {both}"
             raise ConfigError(f"max_tokens: {options.max_tokens} is not allowed; use {need}")
+        for number, one in enumerate(texts):
+            if isinstance(one, str):
+                check_whole(f"prompts[{number}]", one, ValueError)
         start = self.special and (self.special.ids.get("bos_token_id") or self.special.end)
         if self.tokenizer and start is not None and all(isinstance(one, str) for one in texts):
             texts = [self.tokenizer.encode(one).ids or [start] for one in texts]  # an empty prompt begins a text
@@ -310,6 +313,8 @@ class Generator:
         try:
             while left:
                 if not any(one.events for one in left):
+                    if any(one.ended for one in left):
+                        raise NNTileError("generation: the Generator was closed before the texts ended")
                     engine.step()
                 for request in [one for one in texts if one in left and one.events]:
                     part = texts[request].part(request.events.popleft())

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.errors import ConfigError
+from nntile_py.data.tables import check_whole
+from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.inference.encoder import Encoder
 from nntile_py.inference.engine import Reason, Request
 from nntile_py.inference.generator import MOST_TOKENS, Generator, Options
@@ -20,6 +21,8 @@ from nntile_py.inference.open_model import OpenedModel
 from nntile_py.inference.sentence import has_modules
 from nntile_py.inference.text_stream import TextStream
 from nntile_py.inference.texts import to_tokens
+
+ENDS = "the server ends"
 
 
 class TooBusy(Exception):
@@ -75,6 +78,7 @@ class Service:
         self.queue, self.batch, self.failed = queue, batch, ""
         self._encoder: Encoder | None = None
         self._jobs: set[Job] = set()
+        self._futures: set[Future[Any]] = set()  # of vectors that are not computed yet
         self._new: deque[Job | Callable[[], None]] = deque()
         self._change, self._ends = threading.Condition(), False
         if self.generates:
@@ -93,6 +97,7 @@ class Service:
             ValueError: A prompt is empty or too long, with its continuation.
         """
         if not template and isinstance(prompts, str):
+            check_whole("messages", prompts, ValueError)
             prompts = [self.tokenizer.encode(prompts, add_special_tokens=False).ids]
         return self.generator.tokens(prompts, options)
 
@@ -100,7 +105,8 @@ class Service:
         """Let a prompt wait for its continuation.
 
         Raises:
-            TooBusy: The queue is full, or the service has failed.
+            TooBusy: The queue is full.
+            NNTileError: The service has failed, or ends.
             ValueError: The cache has no room for the prompt and its continuation.
         """
         decoder = self._engine.decoder
@@ -113,12 +119,17 @@ class Service:
         job = Job(request, TextStream(self.tokenizer, ids, options.stop), tell)
         with self._change:
             waiting = len(self._jobs) + sum(isinstance(one, Job) for one in self._new)
-            if self._ends or self.failed or waiting >= self.queue + self.batch:
+            self._check_runs()
+            if waiting >= self.queue + self.batch:
                 limit = self.queue + self.batch
-                raise TooBusy(self.failed or f"{waiting} texts are generated or wait; allowed: {limit}")
+                raise TooBusy(f"{waiting} texts are generated or wait; allowed: {limit}")
             self._new.append(job)
             self._change.notify()
         return job
+
+    def _check_runs(self) -> None:
+        if self.failed or self._ends:
+            raise NNTileError(self.failed or ENDS)
 
     def cancel(self, job: Job) -> None:
         """End a job; its further tokens are dropped."""
@@ -126,7 +137,11 @@ class Service:
         self._later(lambda: self._engine.cancel(job.request))
 
     def embed(self, texts: Sequence[Any]) -> Future[tuple[np.ndarray[Any, Any], int]]:
-        """Return the future vectors [texts, embed] of texts or lists of token numbers, and their number of tokens."""
+        """Return the future vectors [texts, embed] of texts or lists of token numbers, and their number of tokens.
+
+        Raises:
+            NNTileError: The service has failed, or ends.
+        """
         future: Future[tuple[np.ndarray[Any, Any], int]] = Future()
 
         def work() -> None:
@@ -137,7 +152,12 @@ class Service:
             except Exception as error:  # the caller shows it
                 future.set_exception(error)
 
-        self._later(work)
+        with self._change:
+            self._check_runs()
+            self._futures.add(future)
+            self._new.append(work)
+            self._change.notify()
+        future.add_done_callback(self._futures.discard)
         return future
 
     def stop(self) -> None:
@@ -146,8 +166,7 @@ class Service:
             self._ends = True
             self._change.notify()
         self._thread.join()
-        for job in [*self._jobs, *(one for one in self._new if isinstance(one, Job))]:
-            job.tell(JobPart(error="the server ends"))
+        self._give_up(ENDS)
         if self._encoder:
             self._encoder.close()
         if self.generates:
@@ -177,9 +196,19 @@ class Service:
                         self._engine.step()
                     self._tell()
         except BaseException as error:  # a task has failed: the server cannot go on
-            self.failed = str(error) or type(error).__name__
-            for job in self._jobs:
-                job.tell(JobPart(error=self.failed))
+            with self._change:  # later requests are refused
+                self.failed = str(error) or type(error).__name__
+            self._give_up(self.failed)
+
+    def _give_up(self, reason: str) -> None:
+        """Answer all requests that wait by an error. The thread has ended, or ends."""
+        for job in [*self._jobs, *(one for one in self._new if isinstance(one, Job))]:
+            job.tell(JobPart(error=reason))
+        self._jobs.clear()
+        self._new.clear()
+        for future in [*self._futures]:
+            if not future.done():
+                future.set_exception(NNTileError(reason))
 
     def _tell(self) -> None:
         """Give the new tokens of all jobs to their callers, and forget jobs that have ended."""
