@@ -1,7 +1,10 @@
-"""Three nets on images of digits: a deep linear net, a deep ReLU net and an MLP-mixer (Tolstikhin et al. 2021).
+"""Four nets on images of digits: a deep linear net, a deep ReLU net, an MLP-mixer (Tolstikhin et al. 2021) and a small
+convolutional net.
 
-The images are drawn here, like those of MNIST: 28 x 28 pixels, the segments of a digit, shifted, with noise. An image
-is cut into 16 patches of 7 x 7 pixels. The nets do not use the axis seq: a Trainer gets seq = 1.
+The images are drawn here, like those of MNIST: 28 x 28 pixels, the segments of a digit, shifted, with noise. For three
+nets an image is cut into 16 patches of 7 x 7 pixels. For the convolutional net an image is given as windows of 3 x 3
+pixels, one around each pixel, so that a convolution is a product. The nets do not use the axis seq: a Trainer gets
+seq = 1.
 """
 
 import argparse
@@ -26,14 +29,29 @@ class MixerConfig(NetConfig):
     ffn: Count = 128  # width of the block that mixes channels
 
 
-class Deep(nt.Model):
+class ConvConfig(nt.ModelConfig):
+    embed: Count = 16  # channels of the first convolution
+    ffn: Count = 64  # width of the fully connected layer
+
+
+class OfPatches(nt.Model):
+    """A net that reads patches."""
+
+    AXES = {"patch": PATCHES, "pixel": PIXELS}
+
+    @staticmethod
+    def arrays(pixels: np.ndarray) -> dict[str, np.ndarray]:
+        return {"patches": patches(pixels)}
+
+
+class Deep(OfPatches):
     """Fully connected layers. Inputs: patches [batch, patch, pixel], labels [batch]."""
 
     Config = NetConfig
     act: str | None = None
 
     def trace(self, g: nt.Graph, batch: nt.Batch) -> nt.Traced:
-        x, labels = inputs(g, batch)
+        x, labels = inputs(g, batch, "patches", self.AXES)
         axes, c = ["patch", "pixel"], self.config
         for layer in range(c.layers):
             # Two weights in turn have the axes (embed, wide) and (wide, embed): an axis cannot be read and written.
@@ -53,16 +71,16 @@ class DeepReLU(Deep):
     act = "relu"
 
 
-class Mixer(nt.Model):
+class Mixer(OfPatches):
     """MLP-mixer. Inputs: patches [batch, patch, pixel], labels [batch]."""
 
     Config = MixerConfig
 
     def trace(self, g: nt.Graph, batch: nt.Batch) -> nt.Traced:
-        c, (patches, labels) = self.config, inputs(g, batch)
+        c, (x, labels) = self.config, inputs(g, batch, "patches", self.AXES)
         patch, embed, ffn, mixed = {"patch": PATCHES}, {"embed": c.embed}, {"ffn": c.ffn}, {"mixed": c.mixed}
         tokens = ["batch", "patch", "embed"]
-        x = layer_of(g, patches, "stem", {"pixel": PIXELS}, embed, tokens)
+        x = layer_of(g, x, "stem", {"pixel": PIXELS}, embed, tokens)
         for layer in range(c.layers):
             here = f"layers.{layer}"
             with g.scope(f"h{layer}"):
@@ -80,10 +98,38 @@ class Mixer(nt.Model):
         return nt.Traced(cross_entropy(g, logits, labels), {"logits": logits})
 
 
-def inputs(g: nt.Graph, batch: nt.Batch):
-    """Declare patches and labels."""
-    patches = g.input("patches", {"batch": batch.size, "patch": PATCHES, "pixel": PIXELS}, None)
-    return patches, g.input("labels", {"batch": batch.size}, below=DIGITS, ignored=-100, scale="loss_scale")
+class Conv(nt.Model):
+    """A convolution of 3 x 3, two convolutions of 2 x 2 with stride 2, and two fully connected layers.
+
+    The pixels that two convolutions of 2 x 2 join have axes of their own: 7 x 7 positions of `patch`, in each 2 x 2
+    positions of `place`, in each 2 x 2 positions of `sub`, and around each the 3 x 3 pixels of a window. So each of the
+    convolutions sums over the innermost axis. Inputs: windows [batch, patch, place, sub, pixel], labels [batch].
+    """
+
+    Config = ConvConfig
+
+    @staticmethod
+    def arrays(pixels: np.ndarray) -> dict[str, np.ndarray]:
+        return {"windows": windows(pixels)}
+
+    def trace(self, g: nt.Graph, batch: nt.Batch) -> nt.Traced:
+        c, (x, labels) = self.config, inputs(g, batch, "windows", {"patch": 49, "place": 4, "sub": 4, "pixel": 9})
+        places = ["batch", "patch", "place", "sub", "embed"]
+        x = activation(g, layer_of(g, x, "conv1", {"pixel": 9}, {"embed": c.embed}, places), "relu")
+        inner, out = {"sub": 4, "embed": c.embed}, {"wide": 2 * c.embed}
+        x = activation(g, layer_of(g, x, "conv2", inner, out, [*places[:3], "wide"]), "relu")
+        inner, out = {"place": 4, "wide": 2 * c.embed}, {"channel": 2 * c.embed}
+        x = activation(g, layer_of(g, x, "conv3", inner, out, [*places[:2], "channel"]), "relu")
+        inner, out = {"patch": 49, "channel": 2 * c.embed}, {"ffn": c.ffn}
+        x = activation(g, layer_of(g, x, "dense", inner, out, ["batch", "ffn"]), "relu")
+        logits = layer_of(g, x, "head", out, {"vocab": DIGITS}, ["batch", "vocab"])
+        return nt.Traced(cross_entropy(g, logits, labels), {"logits": logits})
+
+
+def inputs(g: nt.Graph, batch: nt.Batch, name: str, axes: dict[str, int]):
+    """Declare images and labels."""
+    pixels = g.input(name, {"batch": batch.size} | axes, None)
+    return pixels, g.input("labels", {"batch": batch.size}, below=DIGITS, ignored=-100, scale="loss_scale")
 
 
 def layer_of(g: nt.Graph, x, name: str, inner: dict[str, int], out: dict[str, int], axes: list[str]):
@@ -101,18 +147,33 @@ SHOWN = ["012345", "12", "01346", "01236", "1256", "02356", "023456", "012", "01
 
 
 def images(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return patches [count, 16, 49] and digits [count]."""
+    """Return pixels [count, 28, 28] and digits [count]."""
     digits = rng.integers(0, DIGITS, count)
     pixels = rng.normal(0, 0.25, (count, 28, 28))
     for image, digit, (down, right) in zip(pixels, digits, rng.integers(-3, 4, (count, 2)), strict=True):
         for segment in SHOWN[digit]:
             top, bottom, left, end = SEGMENTS[int(segment)]
             image[top + down : bottom + down + 2, left + right : end + right + 1] += 1
-    patches = pixels.reshape(count, 4, 7, 4, 7).transpose(0, 1, 3, 2, 4).reshape(count, PATCHES, PIXELS)
-    return patches, digits
+    return pixels, digits
 
 
-MODELS = {"linear": (DeepLinear, NetConfig), "relu": (DeepReLU, NetConfig), "mixer": (Mixer, MixerConfig)}
+def patches(pixels: np.ndarray) -> np.ndarray:
+    """Return patches [count, 16, 49] of pixels [count, 28, 28], row by row."""
+    return pixels.reshape(-1, 4, 7, 4, 7).transpose(0, 1, 3, 2, 4).reshape(-1, PATCHES, PIXELS)
+
+
+def windows(pixels: np.ndarray) -> np.ndarray:
+    """Return windows [count, 49, 4, 4, 9] of pixels [count, 28, 28], with zeros outside of the image."""
+    padded = np.pad(pixels, ((0, 0), (1, 1), (1, 1)))
+    around = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), (1, 2))  # [count, 28, 28, 3, 3]
+    nested = around.reshape(-1, 7, 2, 2, 7, 2, 2, 9)  # rows and columns: patch, place, sub
+    return np.ascontiguousarray(nested.transpose(0, 1, 4, 2, 5, 3, 6, 7).reshape(-1, 49, 4, 4, 9))
+
+
+MODELS = {
+    "linear": (DeepLinear, NetConfig), "relu": (DeepReLU, NetConfig), "mixer": (Mixer, MixerConfig),
+    "conv": (Conv, ConvConfig),
+}  # fmt: skip
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
@@ -126,9 +187,9 @@ if __name__ == "__main__":
             rng = np.random.default_rng(0)
             trainer = nt.Trainer(kind(config(), seed=0), batch, 1, tiles=tiles, optimizer=nt.AdamW(lr=1e-3))
             for _ in range(steps):
-                patches, labels = images(rng, batch)
-                loss = trainer.step({"patches": patches, "labels": labels})
-            measured, logits = trainer.evaluate({"patches": held_out, "labels": digits}, return_logits=True)
+                pixels, labels = images(rng, batch)
+                loss = trainer.step({**kind.arrays(pixels), "labels": labels})
+            measured, logits = trainer.evaluate({**kind.arrays(held_out), "labels": digits}, return_logits=True)
             right = (logits.argmax(-1) == digits).mean()
             print(f"{name}: loss {loss:.3f}, held-out loss {measured:.3f}, {right:.0%} of the held-out digits")
             trainer.close()

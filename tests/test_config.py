@@ -258,7 +258,7 @@ def test_priority_of_scheduler_file_config_and_override(tmp_path: Path) -> None:
         yaml.safe_dump(SMALL | {"scheduler": f"{tmp_path}/s.yaml", "runtime": {"window": 9}})
     )
     config = load(tmp_path / "c.yaml", ["runtime.memory=2GB"])
-    others = {"cuda", "cuda_memory", "disk", "calibrate", "placement", "nodes", "shard_weights"}
+    others = {"cuda", "cuda_memory", "disk", "calibrate", "placement", "nodes", "shard_weights", "on_cpu"}
     assert config.runtime.model_dump(exclude=others) == {
         "cpus": 3,
         "window": 9,

@@ -122,6 +122,8 @@ class _Groups:
         """
         if isinstance(task, MessageTask) or any(id(access.tile) in self._freed for access in task.accesses):
             return None
+        if task.kind == "cpu":  # CPU workers need microseconds less for a task, and share many short tasks
+            return None
         known, mine, before = self._known(task), self._own.get(task.worker, 0), self._before
         for number in (self._newest.get(task.worker) if known or time < TINY else None, latest):
             if number is None or number < max(latest, 0) or waits & ~(before[number] | 1 << number | mine):
@@ -139,7 +141,7 @@ class _Groups:
             len(group) >= MOST_PARTS
             or task.clears
             or isinstance(group[0], MessageTask)
-            or group[0].worker != task.worker
+            or (group[0].worker, group[0].kind) != (task.worker, task.kind)
         ):
             return False
         more = held.more(task)
@@ -220,4 +222,5 @@ def _as_one(tasks: list[Task]) -> Task:
     return Task(
         "group", list(merged.values()), op=f"{name} + {len(tasks) - 1}{dot}{phase}", flop=sum(t.flop for t in tasks),
         priority=max(t.priority for t in tasks), clears=tasks[0].clears, parts=tasks, worker=tasks[0].worker,
+        kind=tasks[0].kind,
     )  # fmt: skip

@@ -98,6 +98,7 @@ class Task:
         parts: the tasks of a task group, in order; empty for an ordinary task.
         worker: number of the worker among the workers of its kind (CPU or GPU); -1 lets the scheduler choose.
         delay: number of later tasks of the list that the same worker runs before this one.
+        kind: "cpu" or "cuda": only workers of this kind run the task; "": workers of any kind that have a kernel.
     """
 
     kernel: str
@@ -112,6 +113,7 @@ class Task:
     parts: list[Task] = field(default_factory=list)
     worker: int = -1
     delay: int = 0
+    kind: str = ""
 
     @property
     def ints(self) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from nntile_py.tiles.placement import Residency, Speed, delay, place
 from nntile_py.tiles.rank_tasks import SEND, MessageTask, RankLists, Replicas, described, listed
 from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
 from nntile_py.tiles.tasklist import MONOIDS, Task
+from nntile_py.tiles.worker_kinds import assign_kinds
 
 
 class Store:
@@ -228,6 +229,7 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
     """
     gpus, runtime = _core.cuda_workers(), Runtime.current
     assert runtime is not None
+    assign_kinds(lists, runtime.on_cpu)
     speeds = [device_model.speed([tasks], gpus > 0) for tasks in lists]
     shares: Sequence[RankLists | None] = [None] * len(lists)
     filled = [gpus > 0 and not _core.cpu_workers() and lives_on_cuda(tasks) for tasks in lists]  # the same on all ranks
@@ -363,6 +365,7 @@ class Program:
             worker=task.worker,
             delay=task.delay,
             leaves=[places[tile] for tile in task.evicts],
+            kind=task.kind,
         )
 
     @property

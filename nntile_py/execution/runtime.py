@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
 
@@ -73,6 +73,8 @@ class Runtime:
         calibrate: Measure the performance models of StarPU's dm* policies again.
         placement: "planned": a plan chooses the worker of each task, and `scheduler` has no effect (the default on
             several GPUs without CPU workers); "scheduler": the policy chooses.
+        on_cpu: With GPUs and CPU workers: patterns, such as "adamw" or "*.attn.*", for names of operators or kernels. CPU
+            workers run all matching tasks, and GPUs run all other tasks. Default: `scheduler` chooses for every task.
         mpi: True: one program on all ranks that mpirun or srun started. Every rank runs the same script. Its workers
             are its own cores, and GPUs that no other rank takes. A single process needs no MPI. False: this process
             works alone, even if mpirun or srun started others. Default: alone, and an error if others were started.
@@ -104,6 +106,7 @@ class Runtime:
         window: int | None = None,
         calibrate: bool = False,
         placement: str | None = None,
+        on_cpu: Sequence[str] | None = None,
         mpi: bool | None = None,
         nodes: int | None = None,
         shard_weights: bool = False,
@@ -129,6 +132,7 @@ class Runtime:
         if placement not in (None, *PLACEMENTS):
             raise ConfigError(f"runtime.placement: {placement!r} is not allowed; use {' or '.join(PLACEMENTS)}")
         self.placement = placement or PLACEMENTS[cuda > 1 and not self.cpus]
+        self.on_cpu = self._checked_patterns(on_cpu)
         if self.placement == "planned" and "STARPU_SCHED" in os.environ:
             raise ConfigError(
                 "STARPU_SCHED is not allowed with runtime.placement: planned; unset it, or use placement: scheduler"
@@ -149,6 +153,20 @@ class Runtime:
         self._wanted_cpus = cpus
         self._users: list[Any] = []
         self._process = os.getpid()
+
+    def _checked_patterns(self, on_cpu: Sequence[str] | None) -> tuple[str, ...] | None:
+        """Return the patterns of `on_cpu`; None if all workers are CPU workers, which then run all tasks."""
+        if on_cpu is None:
+            return None
+        if isinstance(on_cpu, str) or not all(isinstance(pattern, str) for pattern in on_cpu):
+            raise ConfigError(f"runtime.on_cpu: {on_cpu!r} is not allowed; use a list of names, such as ['adamw']")
+        if not self.cuda:
+            return None
+        if not self.cpus:
+            raise ConfigError("runtime.on_cpu: got patterns, but runtime.cpus is 0; allowed: CPU workers beside the GPUs")
+        if self.placement == "planned":
+            raise ConfigError("runtime.placement: planned is not allowed with runtime.on_cpu; use scheduler")
+        return tuple(on_cpu)
 
     def __repr__(self) -> str:
         memory = f", memory={self.memory}" if self.memory else ""

@@ -22,6 +22,7 @@ from nntile_py.graph.step import TILE_DTYPE, Step, StepSpec
 from nntile_py.tasks.op import Lowering
 from nntile_py.tasks.optimizer import INVERSE_SCALE
 from nntile_py.tiles import TaskList
+from nntile_py.tiles.worker_kinds import check_patterns
 from nntile_py.training.inputs import IntArray
 
 
@@ -78,7 +79,9 @@ class Programs:
             self._optional |= built.optional
             memory.check_step(built, self._runtime)
             _core.advise(f"the largest tensors are {built.largest()}")
-            first, *more, update = self._bound([lowering.tasks for lowering in built.lists])
+            lists = [lowering.tasks for lowering in built.lists]
+            check_patterns(lists, self._runtime.on_cpu)
+            first, *more, update = self._bound(lists)
             given_slots = {one.scale for one in built.graph.inputs.values()}
             known = {*given_slots, *self.spec.live_slots(), "lr", "dropout_seed", *self.spec.optimizer.slots(1)}
             known.add(INVERSE_SCALE)

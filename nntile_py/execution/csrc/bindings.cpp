@@ -296,7 +296,7 @@ PYBIND11_MODULE(_core, m) {
           [](Program& program, const BodyList& bodies, const std::string& codelet, std::string name,
              std::vector<std::shared_ptr<Tile>> tiles, const std::vector<std::string>& modes,
              std::vector<double> floats, std::vector<std::pair<int, int>> slots, uint32_t footprint, int priority,
-             double flop, int worker, int delay, std::vector<int> leaves) {
+             double flop, int worker, int delay, std::vector<int> leaves, const std::string& kind) {
             TaskRecord record;
             std::vector<std::string> kernels;
             for (const auto& [kernel, part, places, ints, first_float, accumulates, ways, scratch, table, key, python,
@@ -331,12 +331,12 @@ PYBIND11_MODULE(_core, m) {
             record.worker = worker;
             record.delay = delay;
             record.leaves = std::move(leaves);
-            program.add(std::move(record), kernels, codelet);
+            program.add(std::move(record), kernels, codelet, kind);
           },
           py::arg("bodies"), py::arg("codelet"), py::arg("name"), py::arg("tiles"), py::arg("modes"),
           py::arg("floats") = std::vector<double>{}, py::arg("slots") = std::vector<std::pair<int, int>>{},
           py::arg("footprint") = 0, py::arg("priority") = 0, py::arg("flop") = 0.0,
-          py::arg("worker") = -1, py::arg("delay") = 0, py::arg("leaves") = std::vector<int>{})
+          py::arg("worker") = -1, py::arg("delay") = 0, py::arg("leaves") = std::vector<int>{}, py::arg("kind") = "")
       .def("add_invalidate", &Program::add_invalidate)
       .def("add_message",
            [](Program& program, std::shared_ptr<Tile> tile, int peer, int64_t tag, int priority, bool sends,

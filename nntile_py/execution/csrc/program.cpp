@@ -184,8 +184,9 @@ Program::~Program() {
   else starpu_task_wait_for_all();
 }
 
-void Program::add(TaskRecord record, const std::vector<std::string>& kernels, const std::string& codelet) {
-  bool cpu = g.cpus > 0, cuda = g.cuda > 0;  // worker kinds that can run every part
+void Program::add(TaskRecord record, const std::vector<std::string>& kernels, const std::string& codelet,
+                  const std::string& kind) {
+  bool cpu = g.cpus > 0, cuda = g.cuda > 0 && kind != "cpu";  // worker kinds that can run every part
   for (size_t k = 0; k < record.bodies.size(); ++k) {
     auto& body = record.bodies[k];
     body.tf32 = tf32_;
@@ -202,10 +203,11 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
     cuda &= python ? body.python.cuda : body.cuda || !body.ways.empty();
     if (cpu || cuda) continue;
     if (!python && !find_kernel(kernels[k], c10::kCPU) && !body.cuda) throw std::invalid_argument("no kernel is called " + kernels[k]);
-    throw TaskError(body.name + ": kernel " + kernels[k] + (low ? " on bf16 or fp16 tiles" : "") +
-                    " runs on no worker of this runtime (" + std::to_string(g.cpus) + " CPU, " +
-                    std::to_string(g.cuda) + " CUDA)");
+    const auto workers = std::to_string(g.cpus) + " CPU, " + std::to_string(g.cuda) + " CUDA";
+    throw TaskError(body.name + ": kernel " + kernels[k] + (low ? " on bf16 or fp16 tiles" : "") + " runs on no worker of " +
+                    (kind == "cpu" ? "runtime.on_cpu, CPU workers" : "this runtime (" + workers + ")"));
   }
+  cpu &= kind != "cuda" || !cuda;
   for (size_t k = 0; k < record.tiles.size(); ++k)
     if ((record.modes.at(k) & STARPU_REDUX) && !record.tiles[k]->reducible)
       throw std::invalid_argument(record.name + ": REDUX needs a tile that was created for reductions");

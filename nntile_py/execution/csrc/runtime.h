@@ -135,7 +135,8 @@ class Program {
  public:
   explicit Program(bool tf32, bool checked = false);
   ~Program();
-  void add(TaskRecord record, const std::vector<std::string>& kernels, const std::string& codelet);
+  void add(TaskRecord record, const std::vector<std::string>& kernels, const std::string& codelet,
+           const std::string& kind);  // kind: "cpu", "cuda", or "" for both
   void add_invalidate(std::shared_ptr<Tile> tile);
   void add_message(Message message);
   // Submits all tasks; waits only for the window. Returns the number in the current profile, or 0.

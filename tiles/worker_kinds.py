@@ -1,0 +1,50 @@
+"""The kind of worker, CPU or CUDA, that runs each task of a heterogeneous run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from nntile_py.errors import ConfigError
+
+from .dtypes import is_low
+from .tasklist import Task, TaskList
+
+
+def assign_kinds(lists: Iterable[TaskList], on_cpu: Sequence[str] | None) -> None:
+    """Give tasks that match a pattern of `on_cpu` to CPU workers, and all other tasks to CUDA workers.
+
+    Args:
+        lists: task lists; the attribute `kind` of their tasks is set.
+        on_cpu: patterns with * and ?, each for the names of operators or of kernels. None: workers of any kind.
+
+    Raises:
+        ConfigError: a task that matches has bf16 or fp16 tiles, for which there are no CPU kernels.
+    """
+    for task in (task for one in lists for task in one.tasks):
+        pattern = next((pattern for pattern in on_cpu or () if _matches(task, pattern)), None)
+        task.kind = "" if on_cpu is None else "cuda" if pattern is None else "cpu"
+        low = next((access.tile.dtype for access in task.accesses if is_low(access.tile.dtype)), None)
+        if pattern and low:
+            of, need = f"{task.op} ({task.kernel})", "operators on fp32 tiles, or precision: fp32 or tf32"
+            raise ConfigError(f"runtime.on_cpu: {pattern!r} matches {of}, which has {low} tiles; allowed: {need}")
+
+
+def check_patterns(lists: Sequence[TaskList], on_cpu: Sequence[str] | None) -> None:
+    """Check that each pattern of `on_cpu` matches a task.
+
+    Raises:
+        ConfigError: a pattern matches no task.
+    """
+    tasks = [task for one in lists for task in one.tasks]
+    for pattern in on_cpu or ():
+        if not any(_matches(task, pattern) for task in tasks):
+            kernels = ", ".join(sorted({task.kernel for task in tasks}))
+            raise ConfigError(
+                f"runtime.on_cpu: {pattern!r} matches no task of the step; allowed: names of operators, as `nntile graph` "
+                f"draws them, and of kernels: {kernels}"
+            )
+
+
+def _matches(task: Task, pattern: str) -> bool:
+    return fnmatchcase(task.op, pattern) or fnmatchcase(task.kernel, pattern)
