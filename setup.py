@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import torch
@@ -26,7 +27,9 @@ NATIVE = os.environ.get("NNTILE_ARCH", "native")
 WHEEL = os.environ.get("NNTILE_WHEEL", "").split()
 os.chdir(ROOT)
 sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "nntile_py" / "system"))
 import args_headers  # noqa: E402
+from sources import fingerprint  # noqa: E402
 
 
 def ask(*command: str) -> str:
@@ -175,6 +178,8 @@ class Build(cpp_extension.BuildExtension):
         super().build_extension(extension)
 
     def run(self) -> None:
+        # Before the compilation: a source that is edited meanwhile counts as changed.
+        start, sources = time.time_ns(), fingerprint(ROOT)
         starpu = find_starpu()
         macros = starpu_macros(starpu["cflags"])
         cuda = torch.version.cuda is not None and "USE_CUDA" in macros and not WHEEL
@@ -219,13 +224,16 @@ class Build(cpp_extension.BuildExtension):
             "cuda": torch.version.cuda if cuda else "",
             "mpi": " ".join(mpi_libraries),
             "arch": " ".join(vector_flags(NATIVE)),
+            "sources": sources,
         }
         if WHEEL:
             within = "{package}/starpu"  # see build_info in nntile_py/system/folders.py
             info |= {"wheel": " ".join(WHEEL), "arch": "-march=native", "starpu_prefix": within}
             info |= {"starpu_cflags": f"-I{within}/include/starpu/1.4", "starpu_libdir": f"{within}/lib"}
         inside = Path("nntile_py") if self.inplace else Path(self.build_lib) / "nntile_py"
-        (inside / "_build_info.json").write_text(json.dumps(info, indent=1) + "\n")
+        path = inside / "_build_info.json"
+        path.write_text(json.dumps(info, indent=1) + "\n")
+        os.utime(path, ns=(start, start))  # see changed_sources in nntile_py/system/sources.py
 
 
 def packages() -> list[str]:

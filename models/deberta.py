@@ -261,7 +261,11 @@ class DeBERTa(TextEncoder[DeBERTaConfig]):
     token types.
 
     Labels by head. masked_lm: the masked token of each position, -100 at unmasked positions; classification: a class
-    for each sequence, [batch]. Padding attends to all positions alike, as in transformers."""
+    for each sequence, [batch]. Padding attends to all positions alike, as in transformers.
+
+    Checkpoints without relative attention, or without its terms c2p and p2c, may have embeddings of distances and, from
+    version 2 on, a norm of these embeddings. transformers computes nothing from these weights. They are not kept: the
+    config that `to_hf` writes switches relative attention off."""
 
     Config = DeBERTaConfig
     Layer: ClassVar[type[DeBERTaLayer]] = DeBERTaLayer

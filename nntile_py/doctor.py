@@ -23,6 +23,7 @@ from nntile_py.system.cgroup import free_memory, machine_memory
 from nntile_py.system.folders import build_info, cache_folder
 from nntile_py.system.load import cores
 from nntile_py.system.machine import processor
+from nntile_py.system.sources import REBUILD, changed_sources
 
 
 class Check(TypedDict):
@@ -72,9 +73,19 @@ def _extension() -> list[Check]:
     mpi = "apt-get install libopenmpi-dev, a StarPU with MPI (see its row below), then make setup"
     return [
         _check("extension", ok, value, "make setup"),
+        *_sources(),
         _check("  CUDA", bool(cuda), cuda or "compiled without", how),
         _part("  MPI", bool(info.get("mpi")), "compiled without", mpi),
     ]
+
+
+def _sources() -> list[Check]:
+    """Return a row on the C++ sources of a clone; none for an extension whose build stored no hash, as in a wheel."""
+    info = build_info()
+    if "wheel" in info or "sources" not in info:
+        return []
+    message = changed_sources(Path(__file__).parents[1])
+    return [_check("  sources", not message, message or "the extension's", REBUILD)]
 
 
 def _ranks() -> list[Check]:

@@ -2,12 +2,15 @@
 
 import platform
 import re
+import sys
 from importlib import import_module, metadata
 from pathlib import Path
 from types import ModuleType
 
 from nntile_py.errors import ExtensionError
+from nntile_py.system import launcher
 from nntile_py.system.folders import build_info
+from nntile_py.system.sources import REBUILD, changed_sources
 
 PACKAGE = Path(__file__).parent
 # {folder of an extension in a wheel: CPU flags in /proc/cpuinfo that it needs}, the fastest first. The AVX-512 flags
@@ -19,12 +22,14 @@ VARIANTS = {
 
 
 def load_core() -> ModuleType:
-    """Import and return nntile_py._core.
+    """Import and return nntile_py._core. Print a warning if the clone's C++ sources are newer than the extension.
 
     Raises:
         ExtensionError: nntile_py was installed from a wheel that does not fit this CPU or the installed torch.
     """
     info = build_info()
+    if "nntile_py._core" not in sys.modules and launcher.leads() and (message := changed_sources(PACKAGE.parent)):
+        print(f"warning: {message}: {REBUILD}", file=sys.stderr, flush=True)
     if "wheel" in info:
         check_torch(info["torch"])
         folder = str(PACKAGE / variant(_cpu_flags()))

@@ -109,7 +109,8 @@ log=$base/starpu-build.log
 rm -rf "$base"/.starpu-build.*
 work=$(mktemp -d "$base/.starpu-build.XXXXXX")
 apt_dir=$(mktemp -d)
-trap 'rm -rf "$work" "$apt_dir"; [ -z "${ticker:-}" ] || kill "$ticker" 2>/dev/null' EXIT
+job= # process group of the command that runs in the background
+trap '[ -z "$job" ] || { kill -- -"$job" 2>/dev/null; wait "$job" 2>/dev/null || true; }; rm -rf "$work" "$apt_dir"' EXIT
 trap 'exit 130' INT TERM HUP
 
 # Downloads Debian's source package with apt, which checks signatures and hashes, from the archive that the system's apt
@@ -275,20 +276,26 @@ pkg-config --exists hwloc || { flags+=(--without-hwloc); say "no hwloc: workers 
 pkg-config --exists fxt || { flags+=(--disable-fxt); say "no FxT: no traces (apt-get install libfxt-dev)"; }
 command -v mpicc >/dev/null || { flags+=(--disable-mpi); say "no MPI: one node only (apt-get install libopenmpi-dev)"; }
 
-# Runs a command with its output in the log, and prints the log's last file every 20 s. The printing process holds neither
-# the lock nor stdout. Bash may report an error when the process is killed; only `say` reaches the terminal.
-ticker=
+# Runs a command with its output in the log, and prints the log's last file every 20 s. The command runs in a process group
+# of its own, which ends with this script. A loop here, not a background subshell, prints: bash reports "wait_for: No record
+# of process" when a subshell is killed just after its start. The command keeps the lock: an orphan would build on.
 slowly() {
-    local status=0 from
+    local status=0 rounds=0 rounds_per_message from where
+    rounds_per_message=$(awk -v seconds="${NNTILE_SETUP_TICK:-20}" 'BEGIN { print int(seconds * 10) }')
     from=$(stat -c %s "$log")
-    (exec {terminal}>&2 2>/dev/null; while sleep "${NNTILE_SETUP_TICK:-20}"; do
+    set -m
+    "$@" >>"$log" 2>&1 </dev/null &
+    set +m
+    job=$!
+    while kill -0 "$job" 2>/dev/null; do
+        sleep 0.1
+        rounds=$((rounds + 1))
+        [ $((rounds % rounds_per_message)) = 0 ] || continue
         where=$(tail -c +$((from + 1)) "$log" | { grep -aoE '^ +CC +[^ ]+|^checking .*' || true; } | tail -n 1 | sed -E 's/^ +CC +/compiling /')
-        say "  at work for $SECONDS s: ${where:0:60}" 2>&$terminal
-    done) >/dev/null 9>&- &
-    ticker=$!
-    "$@" >>"$log" 2>&1 || status=$?
-    kill "$ticker" 2>/dev/null || true
-    ticker=
+        say "  at work for $SECONDS s: ${where:0:60}"
+    done
+    wait "$job" || status=$?
+    job=
     return $status
 }
 failed() {

@@ -156,6 +156,35 @@ def test_convolution_of_packed_sequences(runtime: nt.Runtime) -> None:
     assert all(np.abs(got[name] - want[name]).max() < 1e-10 for name in want)
 
 
+_TABLE = {"deberta.encoder.rel_embeddings.weight"}
+_NORM = {f"deberta.encoder.LayerNorm.{part}" for part in ("weight", "bias")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "unused"),
+    [
+        ("DebertaForMaskedLM", V1 | {"pos_att_type": []}, _TABLE),
+        ("DebertaV2ForMaskedLM", V2 | {"pos_att_type": []}, _TABLE | _NORM),
+        ("DebertaV2ForMaskedLM", V2 | {"relative_attention": False}, _NORM),
+        ("DebertaV2ForMaskedLM", V2, set()),
+    ],
+)
+def test_only_weights_that_transformers_does_not_use_are_dropped(
+    kind: str, config: dict[str, Any], unused: set[str]
+) -> None:
+    """The logits of the model that to_hf returns are those of the checkpoint, whatever the dropped weights are."""
+    theirs = Published(kind, config).model().double().eval()
+    ours = nt.models.from_hf(theirs).to_hf().double()
+    before, after = theirs.state_dict(), ours.state_dict()
+    assert before.keys() - after.keys() == unused and not after.keys() - before.keys()
+    with torch.no_grad():
+        for name in unused:
+            before[name].fill_(torch.nan)
+    inputs = {"input_ids": torch.arange(2 * SEQ).reshape(2, SEQ) % VOCAB}
+    want, got = (model(**inputs).logits for model in (theirs, ours))
+    assert torch.equal(want.isnan(), torch.zeros_like(want).bool()) and (want - got).abs().max() < 1e-12
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [

@@ -261,20 +261,41 @@ SOURCES = (
 )  # fmt: skip
 
 
-def test_a_build_of_starpu_reports_its_progress(tmp_path: Path) -> None:
+def build_of_starpu(tmp_path: Path, configure: str, tick: str) -> subprocess.Popen[str]:
+    """Start a build whose StarPU is only a script `configure`; it is installed in tmp_path/prefix."""
     for name in SOURCES:
         path = tmp_path / "starpu" / "src" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    (tmp_path / "starpu" / "configure").write_text(CONFIGURE)
+    (tmp_path / "starpu" / "configure").write_text(configure)
     (tmp_path / "starpu" / "configure").chmod(0o755)
     subprocess.run(["tar", "-cf", "starpu.tar", "starpu"], cwd=tmp_path, check=True)
     prefix = tmp_path / "prefix"
-    done = subprocess.run(
+    return subprocess.Popen(
         ["bash", ROOT / "scripts" / "build_starpu.sh", "--no-cuda", "--prefix", prefix, "--tarball", "starpu.tar"],
-        cwd=tmp_path, env=os.environ | {"NNTILE_SETUP_TICK": "0.3", "PREFIX": str(prefix)}, capture_output=True,
-        text=True, timeout=60, check=False,
+        cwd=tmp_path, env=os.environ | {"NNTILE_SETUP_TICK": tick, "PREFIX": str(prefix)}, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, f"{prefix}\n"), done.stderr
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_build_of_starpu_reports_its_progress(quick: bool, tmp_path: Path) -> None:
+    """Bash adds no message of its own, also if a command ends before it is waited for."""
+    build = build_of_starpu(tmp_path, CONFIGURE.replace("sleep 1", "true") if quick else CONFIGURE, "0.3")
+    output, messages = build.communicate(timeout=60)
+    assert (build.returncode, output) == (0, f"{tmp_path / 'prefix'}\n"), messages
+    assert all(line.startswith("starpu: ") for line in messages.splitlines()), messages
     for message in ("checking for gcc... gcc", "compiling core/jobs.lo"):
-        assert re.search(rf"^starpu:   at work for \d+ s: {message}$", done.stderr, re.MULTILINE), done.stderr
+        said = re.search(rf"^starpu:   at work for \d+ s: {message}$", messages, re.MULTILINE)
+        assert quick or said, messages
+
+
+def test_a_build_of_starpu_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
+    configure = CONFIGURE.replace("sleep 1", f"echo $$ >{tmp_path}/pid; exec sleep 600", 1)
+    with build_of_starpu(tmp_path, configure, "0.3") as build:
+        assert build.stderr and any("at work for" in line for line in build.stderr)  # reads as far as this message
+        build.terminate()
+        assert build.wait(timeout=30) == 130 and build.stderr.read() == ""
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert not [*tmp_path.glob(".starpu-build.*")] and not (tmp_path / "prefix" / "lib").exists()
