@@ -1,4 +1,4 @@
-"""A task with a CUDA kernel of your own, compiled by cupy: heat that spreads over a plate (Jacobi's iteration), in tiles.
+"""A task with a CUDA kernel of your own, compiled by cupy: heat spreads over a plate (Jacobi's iteration), in tiles.
 
 python examples/cupy_kernel.py                    # CPU workers run the task in numpy
 python examples/cupy_kernel.py --cuda 1           # a GPU runs the kernel: pip install 'nntile_py[cupy]'
@@ -92,5 +92,6 @@ if __name__ == "__main__":
         heat = np.asarray(arrays[o.steps % 2])
     wrong = abs(heat - reference(plate, o.steps)).max()
     workers = f"{runtime.cpus} CPU and {runtime.cuda} CUDA workers"
-    print(f"{o.steps} steps of {o.size} x {o.size} in bands of {o.band}: {seconds:.3f} s on {workers}, error {wrong:.0e}")
+    size = f"{o.size} x {o.size} in bands of {o.band}"
+    print(f"{o.steps} steps of {size}: {seconds:.3f} s on {workers}, error {wrong:.0e}")
     assert wrong < 1e-12

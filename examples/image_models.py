@@ -17,6 +17,7 @@ from nntile_py.schema import Count
 from nntile_py.tasks import activation, add, bias_add, contract, cross_entropy, linear, transpose
 
 PATCHES, PIXELS, DIGITS = 16, 49, 10
+AXES = {"patch": PATCHES, "pixel": PIXELS}
 
 
 class NetConfig(nt.ModelConfig):
@@ -37,8 +38,6 @@ class ConvConfig(nt.ModelConfig):
 class OfPatches(nt.Model):
     """A net that reads patches."""
 
-    AXES = {"patch": PATCHES, "pixel": PIXELS}
-
     @staticmethod
     def arrays(pixels: np.ndarray) -> dict[str, np.ndarray]:
         return {"patches": patches(pixels)}
@@ -51,7 +50,7 @@ class Deep(OfPatches):
     act: str | None = None
 
     def trace(self, g: nt.Graph, batch: nt.Batch) -> nt.Traced:
-        x, labels = inputs(g, batch, "patches", self.AXES)
+        x, labels = inputs(g, batch, "patches", AXES)
         axes, c = ["patch", "pixel"], self.config
         for layer in range(c.layers):
             # Two weights in turn have the axes (embed, wide) and (wide, embed): an axis cannot be read and written.
@@ -77,7 +76,7 @@ class Mixer(OfPatches):
     Config = MixerConfig
 
     def trace(self, g: nt.Graph, batch: nt.Batch) -> nt.Traced:
-        c, (x, labels) = self.config, inputs(g, batch, "patches", self.AXES)
+        c, (x, labels) = self.config, inputs(g, batch, "patches", AXES)
         patch, embed, ffn, mixed = {"patch": PATCHES}, {"embed": c.embed}, {"ffn": c.ffn}, {"mixed": c.mixed}
         tokens = ["batch", "patch", "embed"]
         x = layer_of(g, x, "stem", {"pixel": PIXELS}, embed, tokens)

@@ -1,4 +1,4 @@
-"""CPU and GPU workers in one step: losses of CPU workers alone, and a trace in which both kinds of workers run tasks."""
+"""CPU and GPU workers in one step: losses of CPU workers alone, and a trace in which both kinds run tasks."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_trace_has_both_kinds() -> None:
 
 
 def test_bf16_is_refused() -> None:
-    with nt.Runtime(cpus=4, cuda=1, on_cpu=["adamw"]), pytest.raises(nt.ConfigError, match="'adamw' matches .* bf16"):
+    with nt.Runtime(cpus=4, cuda=1, on_cpu=["adamw"]), pytest.raises(nt.ConfigError, match=r"'adamw' matches .* bf16"):
         trainer("bf16").close()
 
 
@@ -104,7 +104,7 @@ def test_an_unknown_pattern_is_refused() -> None:
         trainer("fp32").close()
 
 
-@pytest.mark.parametrize(("options", "needed"), [({"cpus": 0}, "runtime.cpus"), ({"placement": "planned"}, "placement")])
+@pytest.mark.parametrize(("options", "needed"), [({"cpus": 0}, "cpus"), ({"placement": "planned"}, "placement")])
 def test_refused_runtimes(options: dict[str, Any], needed: str) -> None:
-    with pytest.raises(nt.ConfigError, match=f"runtime.{needed}|{needed}"):
+    with pytest.raises(nt.ConfigError, match=f"runtime.{needed}"):
         nt.Runtime(**{"cpus": 2, "cuda": 1, "on_cpu": ["adamw"], **options})

@@ -72,7 +72,8 @@ def test_without_gpus_all_tasks_run_on_cpus() -> None:
 @pytest.mark.parametrize("cpus", ["0", "all"])
 def test_a_config_needs_cpus_beside_gpus(tmp_path: Path, cpus: str) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text(f"{{model: {{layers: 1, embed: 12, heads: 2}}, train: {{steps: 1, batch: 2, seq: 8}}, runtime: {{cuda: 1, cpus: {cpus}, on_cpu: [adamw]}}}}")
+    sizes = "model: {layers: 1, embed: 12, heads: 2}, train: {steps: 1, batch: 2, seq: 8}"
+    path.write_text(f"{{{sizes}, runtime: {{cuda: 1, cpus: {cpus}, on_cpu: [adamw]}}}}")
     with pytest.raises(nt.ConfigError, match=f"runtime.cpus: got {cpus} with runtime.on_cpu"):
         load(path)
     assert load(path, ["runtime.cpus=2"]).runtime.on_cpu == ["adamw"]

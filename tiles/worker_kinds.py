@@ -41,8 +41,8 @@ def check_patterns(lists: Sequence[TaskList], on_cpu: Sequence[str] | None) -> N
         if not any(_matches(task, pattern) for task in tasks):
             kernels = ", ".join(sorted({task.kernel for task in tasks}))
             raise ConfigError(
-                f"runtime.on_cpu: {pattern!r} matches no task of the step; allowed: names of operators, as `nntile graph` "
-                f"draws them, and of kernels: {kernels}"
+                f"runtime.on_cpu: {pattern!r} matches no task of the step; allowed: names of operators, as `nntile"
+                f" graph` draws them, and of kernels: {kernels}"
             )
 
 

@@ -115,7 +115,7 @@ class RunConfig(Section):
         check_precision("precision", self.precision, self.runtime.cuda != 0)
         if self.runtime.cpus == 0 == self.runtime.cuda:
             raise ConfigError("runtime.cpus: got 0; allowed: at least 1, or 'all', if runtime.cuda is 0")
-        if self.runtime.on_cpu is not None and self.runtime.cuda and self.runtime.cpus in (0, "all"):  # all: none with GPUs
+        if self.runtime.on_cpu is not None and self.runtime.cuda and self.runtime.cpus in (0, "all"):
             need = "a number of CPU workers beside the GPUs"
             raise ConfigError(f"runtime.cpus: got {self.runtime.cpus} with runtime.on_cpu; allowed: {need}")
         check_pack(self.train.pack, self.tiles.seq)

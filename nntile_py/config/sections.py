@@ -315,8 +315,8 @@ class RuntimeSection(Section):
     """How a task's worker is chosen: by the `scheduler` during the run, or by a plan before the run (`planned`). Null:
     planned on several GPUs without CPU workers, else scheduler."""
     on_cpu: list[str] | None = None
-    """With GPUs and CPU workers: patterns, such as `adamw` or `embedding*`, for names of operators or kernels. CPU workers
-    run all matching tasks, and GPUs run all other tasks. Null: the `scheduler` chooses for every task."""
+    """With GPUs and CPU workers: patterns, such as `adamw` or `embedding*`, for names of operators or kernels. CPU
+    workers run all matching tasks, and GPUs run all other tasks. Null: the `scheduler` chooses for every task."""
 
 
 class SchedulerFile(RuntimeSection):

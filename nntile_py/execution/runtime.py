@@ -73,8 +73,9 @@ class Runtime:
         calibrate: Measure the performance models of StarPU's dm* policies again.
         placement: "planned": a plan chooses the worker of each task, and `scheduler` has no effect (the default on
             several GPUs without CPU workers); "scheduler": the policy chooses.
-        on_cpu: With GPUs and CPU workers: patterns, such as "adamw" or "*.attn.*", for names of operators or kernels. CPU
-            workers run all matching tasks, and GPUs run all other tasks. Default: `scheduler` chooses for every task.
+        on_cpu: With GPUs and CPU workers: patterns, such as "adamw" or "*.attn.*", for names of operators or kernels.
+            CPU workers run all matching tasks, and GPUs run all other tasks. Default: `scheduler` chooses for every
+            task.
         mpi: True: one program on all ranks that mpirun or srun started. Every rank runs the same script. Its workers
             are its own cores, and GPUs that no other rank takes. A single process needs no MPI. False: this process
             works alone, even if mpirun or srun started others. Default: alone, and an error if others were started.
@@ -163,7 +164,7 @@ class Runtime:
         if not self.cuda:
             return None
         if not self.cpus:
-            raise ConfigError("runtime.on_cpu: got patterns, but runtime.cpus is 0; allowed: CPU workers beside the GPUs")
+            raise ConfigError("runtime.cpus: got 0 with runtime.on_cpu; allowed: CPU workers beside the GPUs")
         if self.placement == "planned":
             raise ConfigError("runtime.placement: planned is not allowed with runtime.on_cpu; use scheduler")
         return tuple(on_cpu)
