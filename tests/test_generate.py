@@ -28,7 +28,7 @@ from nntile_py.models.registry import from_hf
 from nntile_py.tasks.sample import drawn
 from nntile_py.testing import error
 
-VOCAB, POSITIONS, NEW = 211, 700, 70
+VOCAB, POSITIONS, NEW = 211, 820, 200
 SIZES = {"vocab_size": VOCAB, "initializer_range": 0.2, "eos_token_id": None, "bos_token_id": None}
 LLAMA = SIZES | {
     "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -76,16 +76,16 @@ def _running(runtime: nt.Runtime) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tiles"),
+    ("kind", "tiles", "rows"),
     [
-        ("gpt2", "uncut"), ("gpt2", "ragged"), ("llama", "uncut"), ("llama", "even"), ("mistral", "even"),
-        ("qwen3", "uncut"),
+        ("gpt2", "uncut", 20), ("gpt2", "ragged", 8), ("llama", "uncut", 8), ("llama", "even", 20),
+        ("mistral", "even", 8), ("qwen3", "uncut", 8),
     ],
 )  # fmt: skip
-def test_greedy_texts_are_those_of_transformers(kind: str, tiles: str) -> None:
-    """20 prompts in 8 rows: rows end, and waiting prompts take their place."""
+def test_greedy_texts_are_those_of_transformers(kind: str, tiles: str, rows: int) -> None:
+    """200 tokens for 20 prompts: in 20 rows at once; in 8 rows, where waiting prompts take the place of ended ones."""
     tiling = TILINGS[tiles] | ({"heads": 2} if kind != "gpt2" and "heads" in TILINGS[tiles] else {})
-    with nt.Generator(from_hf(hf_model(kind)), tiles=tiling) as generator:
+    with nt.Generator(from_hf(hf_model(kind)), tiles=tiling, batch=rows) as generator:
         texts = generator(prompts(), max_tokens=NEW, temperature=0)
     assert [one.tokens for one in texts] == greedy(kind)
     assert [one.prompt_tokens for one in texts] == list(map(len, prompts()))
