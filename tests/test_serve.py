@@ -269,9 +269,9 @@ def test_the_server_ends_by_a_signal(models: Any, tmp_path: Path) -> None:
     ("name", "arguments", "message"),
     [
         ("gpt2", "--max-length 25", "--max-length: got 25; allowed: at most the 24 positions of the model"),
-        ("gpt2", "--precision bf16", "precision: bf16 needs GPUs"),
+        ("gpt2", "--precision bf16", "--precision: bf16 needs GPUs"),
         ("gpt2", "--host 256.1.1.1", "--port: cannot listen on 256.1.1.1:0: "),
-        ("gpt2", "--cache much", "cache: 'much' is not allowed"),
+        ("gpt2", "--cache much", "--cache: 'much' is not allowed"),
         ("nowhere", "", "nowhere: no such folder; allowed: the folder of a run"),
         ("gpt2", "--port {taken}", "cannot listen on 127.0.0.1:{taken}: Address already in use; allowed: a free port"),
     ],
