@@ -223,6 +223,8 @@ class Service:
                     self._engine.cancel(request)
                     request.events.clear()
                     ended = True
+            if request.error:
+                job.tell(JobPart(error=str(request.error)))
             if ended:
                 self._jobs.discard(job)
 
