@@ -23,9 +23,8 @@ from test_eval import models, words
 import nntile_py as nt
 from nntile_py import cli
 from nntile_py.inference.chat import ChatTemplate
-from nntile_py.inference.generator import Options
 from nntile_py.inference.open_model import open_model
-from nntile_py.inference.service import JobPart, Service, TooBusy
+from nntile_py.inference.service import Service
 
 __all__ = ["models"]
 pytest.importorskip("starlette")
@@ -180,32 +179,6 @@ def test_many_clients_at_once_get_the_texts_of_one_after_the_other(http: Any) ->
     with ThreadPoolExecutor(12) as pool:
         together = list(pool.map(ask, range(40)))
     assert together == [ask(seed) for seed in range(40)]
-
-
-def test_a_full_queue_and_a_slow_answer(models: Any, runtime: Any) -> None:
-    small = Service(open_model(models("gpt2")[0]), batch=1, queue=1)
-    hold, parts = threading.Event(), list[JobPart]()
-    small._later(lambda: bool(hold.wait(20)))  # the thread works on something long
-    options = Options(max_tokens=3, temperature=0)
-    for _ in range(2):
-        small.add([1, 2], options, (0,), parts.append)
-    with pytest.raises(TooBusy, match="2 texts are generated or wait; allowed: 2"):
-        small.add([1, 2], options, (0,), parts.append)
-    answer = client(small).post("/v1/completions", json={"prompt": "a"})
-    assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
-    hold.set()
-    end = time.monotonic() + 20
-    while sum(part.reason is not None for part in parts) < 2 and time.monotonic() < end:
-        time.sleep(0.01)
-    assert [part.reason for part in parts if part.reason] == ["length", "length"]
-    assert sum(part.tokens for part in parts) == 6
-    hold.clear()
-    small._later(lambda: bool(hold.wait(20)))
-    answer = client(small, timeout=0.1).post("/v1/completions", json={"prompt": "a"})
-    assert answer.status_code == 504 and "no whole answer within 0.1 s" in answer.text
-    hold.set()
-    assert client(small).post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
-    small.stop()
 
 
 def test_a_failed_task_fails_all_requests(models: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
