@@ -18,7 +18,7 @@ from urllib.request import urlopen
 
 import numpy as np
 import pytest
-from test_eval import models, words
+from test_eval import models, tokenizer, words
 
 import nntile_py as nt
 from nntile_py import cli
@@ -106,7 +106,25 @@ def test_chat_follows_the_template(http: Any, expected: Any, models: Any) -> Non
     parted = body | {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}
     assert http.post("/v1/chat/completions", json=parted).json()["choices"] == [choice]
     parts = events(http.post("/v1/chat/completions", json=body | {"stream": True}))
-    assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == text.text
+    first, *deltas = (part["choices"][0]["delta"] for part in parts)
+    assert first == {"role": "assistant", "content": ""} and all({*one} <= {"content"} for one in deltas)
+    assert "".join(one.get("content", "") for one in deltas) == text.text and deltas[-1] == {}
+    two = events(http.post("/v1/chat/completions", json=body | {"stream": True, "n": 2}))
+    assert [part["choices"][0]["index"] for part in two if "role" in part["choices"][0]["delta"]] == [0, 1]
+
+
+def test_echo_puts_the_prompt_before_its_continuation(http: Any, expected: Any) -> None:
+    prompts, body = [words(1, 3), words(2, 2)], {"max_tokens": 5, "temperature": 0, "echo": True}
+    texts = [prompt + expected(prompt, max_tokens=5, temperature=0).text for prompt in prompts]
+    answer = http.post("/v1/completions", json=body | {"prompt": prompts, "n": 2}).json()
+    assert [choice["text"] for choice in answer["choices"]] == [texts[0], texts[0], texts[1], texts[1]]
+    assert answer["usage"]["completion_tokens"] <= 20
+    ids = tokenizer().encode(prompts[0]).ids
+    (choice,) = http.post("/v1/completions", json=body | {"prompt": ids}).json()["choices"]
+    assert choice["text"] == texts[0]
+    parts = events(http.post("/v1/completions", json=body | {"prompt": prompts[1], "stream": True}))
+    assert parts[0]["choices"][0]["text"] == prompts[1]
+    assert "".join(part["choices"][0]["text"] for part in parts) == texts[1]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
@@ -138,7 +156,12 @@ def test_embeddings_are_those_of_the_encoder(name: str, models: Any, runtime: An
         ("completions", {"prompt": "a", "n": 0.5}, "n: allowed: 1 to 256 texts"),
         ("completions", {"prompt": "a", "seed": -1}, "seed: allowed: an integer"),
         ("completions", {"prompt": "a", "stop": 3}, "stop: allowed: a text"),
-        ("completions", {"prompt": "a", "logprobs": 2}, "logprobs: 2 is not supported"),
+        ("completions", {"prompt": "a", "logprobs": 2}, "logprobs: 2 is not supported, as the server does not keep"),
+        ("completions", {"prompt": "a", "logprobs": 0}, "logprobs: 0 is not supported, as the server does not keep"),
+        ("completions", {"prompt": "a", "echo": 1}, "echo: 1 is not allowed; use true or false"),
+        ("chat/completions", {"messages": [], "logprobs": True}, "logprobs: True is not supported, as the server"),
+        ("chat/completions", {"messages": [], "top_logprobs": 3}, "top_logprobs: 3 is not supported, as the server"),
+        ("chat/completions", {"messages": [], "echo": True}, "echo: True is not supported; allowed: False"),
         ("completions", {"prompt": "a", "tempperature": 1}, "tempperature: unknown field; allowed: best_of"),
         ("completions", {"prompt": []}, "prompt: allowed: a text"),
         ("completions", {"prompt": [[300]]}, "allowed: 0 to 299, those of the model"),

@@ -18,11 +18,12 @@ UNUSED = ("model", "user", "metadata", "store", "service_tier", "safety_identifi
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields that Options has, too
 # {field: the only value that is allowed}
 FIXED = {
-    "logprobs": (None, False), "best_of": (None, 1), "logit_bias": (None, {}), "presence_penalty": (None, 0),
-    "echo": (None, False),
-    "frequency_penalty": (None, 0), "suffix": (None, ""), "tools": (None, []), "dimensions": (None,),
-    "response_format": (None, {"type": "text"}),
+    "logprobs": (None, False), "top_logprobs": (None, 0), "best_of": (None, 1), "logit_bias": (None, {}),
+    "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "echo": (None, False), "suffix": (None, ""),
+    "tools": (None, []), "dimensions": (None,), "response_format": (None, {"type": "text"}),
 }  # fmt: skip
+UNKEPT = "the server does not keep the probabilities of tokens"
+REASONS = {"logprobs": UNKEPT, "top_logprobs": UNKEPT}  # {field of FIXED: why other values are refused}
 
 
 class ApiError(Exception):
@@ -57,12 +58,19 @@ async def read_body(request: HttpRequest, *known: str) -> dict[str, Any]:
     for name, value in body.items():
         if name not in allowed:
             raise ApiError(400, f"{name}: unknown field; allowed: {', '.join(sorted(allowed))}", name)
-        if name in FIXED and value not in FIXED[name]:
-            raise ApiError(400, f"{name}: {value!r} is not supported; allowed: {FIXED[name][-1]!r}", name)
-    for name, kind, need in (("stream", bool, "true or false"), ("stream_options", dict, "an object")):
+        if name in FIXED and name not in known and not _is_one_of(value, FIXED[name]):
+            why = f", as {REASONS[name]}" if name in REASONS else ""
+            raise ApiError(400, f"{name}: {value!r} is not supported{why}; allowed: {FIXED[name][-1]!r}", name)
+    flag = bool, "true or false"
+    for name, kind, need in (("stream", *flag), ("echo", *flag), ("stream_options", dict, "an object")):
         if not isinstance(body.get(name), kind | None):
             raise ApiError(400, f"{name}: {body[name]!r} is not allowed; use {need}", name)
     return body
+
+
+def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Return True if the value equals one of `allowed`; 0 is not False."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
 
 
 def read_messages(given: Any) -> list[Message]:

@@ -29,6 +29,7 @@ from nntile_py.inference.generator import Options
 from nntile_py.inference.service import Job, JobPart, Service, TooBusy, new_seed
 
 LOOK = 1.0  # seconds after which the server looks again whether a client has gone
+ROLE = {"role": "assistant"}
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,15 @@ class CompletionKind:
         """Return a choice of an answer, or of a streamed part of an answer."""
         if not self.chat:
             return {"index": index, "text": text or "", "logprobs": None, "finish_reason": reason}
-        message: dict[str, Any] = {} if text is None else {"role": "assistant", "content": text}
-        key = "delta" if streamed else "message"
-        return {"index": index, key: message, "logprobs": None, "finish_reason": reason}
+        message: dict[str, Any] = {} if text is None else {"content": text}
+        if streamed:
+            return {"index": index, "delta": message, "logprobs": None, "finish_reason": reason}
+        return {"index": index, "message": ROLE | message, "logprobs": None, "finish_reason": reason}
+
+    def first(self, index: int, text: str) -> dict[str, Any]:
+        """Return the first streamed part of an answer; in a chat it alone has the role."""
+        made = self.choice(index, text, None, streamed=True)
+        return made | {"delta": ROLE | made["delta"]} if self.chat else made
 
 
 TEXT = CompletionKind("cmpl", "text_completion", "text_completion", chat=False)
@@ -110,14 +117,17 @@ class Api:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _completions(self, request: HttpRequest) -> Response:
-        body = await read_body(request, "prompt", "max_tokens")
+        body = await read_body(request, "prompt", "max_tokens", "echo")
         prompt = body.get("prompt")
         if isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt):
             prompt = [prompt]
         if not isinstance(prompt, str | list) or not prompt:
             raise ApiError(400, "prompt: allowed: a text, a list of texts, or lists of token numbers", "prompt")
         options = self._options(body, 16 if body.get("max_tokens") is None else body["max_tokens"])
-        return await self._generated(request, body, TEXT, self._service.tokens(prompt, options), options)
+        ids = self._service.tokens(prompt, options)
+        given = [prompt] if isinstance(prompt, str) else prompt
+        texts = [one if isinstance(one, str) else self._service.tokenizer.decode(one) for one in given]
+        return await self._generated(request, body, TEXT, ids, options, texts if body.get("echo") else [])
 
     async def _chat(self, request: HttpRequest) -> Response:
         body = await read_body(request, "messages", "max_tokens", "max_completion_tokens")
@@ -186,8 +196,11 @@ class Api:
         kind: CompletionKind,
         prompts: list[list[int]],
         options: Options,
+        echoed: Sequence[str] = (),
     ) -> Response:
-        """Generate `n` texts for each prompt, and answer with all of them or with a stream."""
+        """Generate `n` texts for each prompt, and answer with all of them or with a stream.
+
+        echoed: The texts of the prompts, if the answer is to begin with them."""
         number, seed = body.get("n") or 1, body.get("seed")
         if type(number) is not int or not 1 <= number * len(prompts) <= MOST_TEXTS:
             raise ApiError(400, f"n: allowed: 1 to {MOST_TEXTS} texts in all", "n")
@@ -207,19 +220,20 @@ class Api:
         except BaseException:
             self._cancel(jobs)
             raise
+        begins = [text for text in echoed or [""] * len(prompts) for _ in range(number)]
         count = sum(map(len, prompts))
         facts = {"id": f"{kind.id}-{new_seed():x}", "created": int(time.time()), "model": self._name}
         if body.get("stream"):
             wants = (body.get("stream_options") or {}).get("include_usage", False)
-            events = self._events(request, jobs, parts, kind, facts, count if wants else None)
+            events = self._events(request, jobs, parts, kind, facts, begins, count if wants else None)
             return _Stream(events, lambda: self._cancel(jobs))
-        return await self._whole(request, jobs, parts, kind, facts, count)
+        return await self._whole(request, jobs, parts, kind, facts, begins, count)
 
     async def _whole(
         self, request: HttpRequest, jobs: list[Job], parts: asyncio.Queue[tuple[int, JobPart]], kind: CompletionKind,
-        facts: dict[str, Any], count: int,
+        facts: dict[str, Any], begins: list[str], count: int,
     ) -> Response:  # fmt: skip
-        texts, reasons, new = ["" for _ in jobs], ["length" for _ in jobs], 0
+        texts, reasons, new = list(begins), ["length" for _ in jobs], 0
         async for index, part in self._parts(request, jobs, parts):
             texts[index] += part.text
             new += part.tokens
@@ -230,10 +244,16 @@ class Api:
 
     async def _events(
         self, request: HttpRequest, jobs: list[Job], parts: asyncio.Queue[tuple[int, JobPart]], kind: CompletionKind,
-        facts: dict[str, Any], count: int | None,
+        facts: dict[str, Any], begins: list[str], count: int | None,
     ) -> AsyncIterator[str]:  # fmt: skip
-        """Yield server-sent events. count: tokens of the prompts, if the client wants the numbers of tokens."""
+        """Yield server-sent events.
+
+        begins: The texts with which the answers begin.
+        count: Tokens of the prompts, if the client wants the numbers of tokens."""
         facts, new = facts | {"object": kind.part}, 0
+        for index, text in enumerate(begins):
+            if kind.chat or text:
+                yield _event(facts | {"choices": [kind.first(index, text)]})
         try:
             async for index, part in self._parts(request, jobs, parts):
                 new += part.tokens
