@@ -174,9 +174,9 @@ def _fitting(
         following = (k for k in range(first + 1, len(kept)) if kept[k]["role"] == "user")
         del kept[first : next(following)]
     if dropped := len(messages) - len(kept):
-        what = "oldest message is" if dropped == 1 else f"{dropped} oldest messages are"
+        what = f"the {dropped} oldest messages are left out of the conversation"
         limit = f"a prompt and its answer have at most {longest} tokens"
-        print(f"note: the {what} left out of the conversation, as {limit}", file=sys.stderr, flush=True)
+        print(f"note: {what}, as {limit}", file=sys.stderr, flush=True)
     return kept, ids
 
 
