@@ -43,6 +43,20 @@ def operators_refuse() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
+@contextmanager
+def as_options(*names: str) -> Iterator[None]:
+    """If the block raises a ConfigError about an argument in `names`, raise it with the command-line option's name."""
+    try:
+        yield
+    except ConfigError as error:
+        key, _, wrong = str(error).partition(":")
+        name, _, part = key.removeprefix("runtime.").partition(".")
+        if name not in names:
+            raise
+        part = f" {part}:" if part else ""
+        raise ConfigError(f"--{name.replace('_', '-')}:{part}{wrong.replace('runtime.', '--')}") from None
+
+
 LIMITS = ": the limits of memory (ulimit -v) and of processes (ulimit -u) leave no room"  # end of a message
 MOST = 2000  # longest message, in characters
 # OSErrors that another path would avoid: they are the user's mistake, unlike other errors such as a full disk.

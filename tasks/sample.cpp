@@ -6,6 +6,7 @@
 
 #include "common.h"
 #include "page_table.h"
+#include "sample.h"
 #include "sample_args.h"
 
 namespace nntile {
@@ -27,10 +28,19 @@ struct Falling {
   }
 };
 
-// Returns the token for the draw u; see `drawn` in sample.py.
-int64_t drawn(const std::vector<double>& z, const SampleSettings& s, double u) {
+// Returns the place of the first of the largest logits, or kNoToken if a logit is nan or none can be drawn.
+template <class T>
+int64_t largest(const T* x, int64_t n) {
+  bool has_nan = false;
+  for (int64_t k = 0; k < n; ++k) has_nan |= x[k] != x[k];  // no early end, so that the loop is vectorised
+  if (has_nan) return kNoToken;
+  const int64_t at = std::max_element(x, x + n) - x;
+  return std::isfinite(x[at]) ? at : kNoToken;
+}
+
+// Returns the token for the draw u; see `drawn` in sample.py. top: the largest logit, which is finite.
+int64_t drawn(const std::vector<double>& z, const SampleSettings& s, double u, double top) {
   const size_t all = z.size(), most = s.top_k > 0 ? std::min(all, static_cast<size_t>(s.top_k)) : all;
-  const double top = *std::max_element(z.begin(), z.end());
   const auto weight = [&](double x) { return std::exp((x - top) / s.temperature); };
   std::vector<int64_t> order(all);
   std::iota(order.begin(), order.end(), 0);
@@ -72,7 +82,7 @@ void sample(Args& t) {
       const T* x = logits.data_ptr<T>() + b * vocab;
       int64_t token = 0;
       if (row[kCount] > 0 && args.greedy) {
-        token = std::max_element(x, x + args.tokens) - x;
+        token = largest(x, args.tokens);
       } else if (row[kCount] > 0) {
         std::copy_n(x, args.tokens, z.begin());
         const auto* set = settings.data_ptr<float>() + b * settings.size(1);
@@ -85,11 +95,15 @@ void sample(Args& t) {
           for (const auto k : seen)
             if (k < args.tokens) { auto& v = z[static_cast<size_t>(k)]; v = v > 0 ? v / s.penalty : v * s.penalty; }
         }
-        if (s.temperature == 0) token = std::max_element(z.begin(), z.end()) - z.begin();
-        else token = drawn(z, s, draws.data_ptr<float>()[b * draws.size(1) + std::min(at, draws.size(1) - 1)]);
+        token = largest(z.data(), args.tokens);
+        if (s.temperature != 0 && token != kNoToken) {
+          const double u = draws.data_ptr<float>()[b * draws.size(1) + std::min(at, draws.size(1) - 1)];
+          token = drawn(z, s, u, z[static_cast<size_t>(token)]);
+        }
       }
       out.data_ptr<int64_t>()[b * out.size(1) + at % out.size(1)] = token;
       if (!args.advances) continue;
+      token = std::max(token, int64_t{0});  // the next pass needs a token that the model has
       ids.data_ptr<int64_t>()[b] = token;
       if (args.penalised && row[kCount] > 0 && at < history.size(1)) history.data_ptr<int64_t>()[b * history.size(1) + at] = token;
       row[kPast] += row[kCount];

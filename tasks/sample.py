@@ -16,6 +16,7 @@ from .cached_attention import COUNT, PAST
 from .op import Array, GraphLike, Lowering, Op, Tensor, require
 
 SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # columns of the settings
+NO_TOKEN = -1  # stands for the token of a row whose logits are nan or whose largest logit is infinite
 
 
 class UniteArgs(TaskArgs):
@@ -64,6 +65,7 @@ class Sample(Op):
     top_p (tokens stay while the more probable ones sum to less than top_p) and min_p (tokens stay with at least min_p
     times the largest probability). The draw u in [0, 1) then takes the first token, in the order of falling logits,
     whose cumulative probability exceeds u. A row without new tokens gets token 0, at position past + count as others.
+    A row with nan, or whose largest logit is infinite, gets NO_TOKEN; the next pass of the row reads token 0.
 
     Args:
         table: int64 [batch, entry], the page table, see CachedAttention.
@@ -119,8 +121,9 @@ class Sample(Op):
             if self.settings and self.draws and count:
                 chosen[b] = drawn(logits[b, : self.tokens], values[self.settings][b], values[self.draws][b, at], known)
             elif count:
-                chosen[b] = logits[b, : self.tokens].argmax()
+                chosen[b] = largest(logits[b, : self.tokens])
             ring[b, at % ring.shape[1]] = chosen[b]
+            chosen[b] = max(chosen[b], 0)
             if history is not None and count and at < history.shape[1]:
                 history[b, at] = chosen[b]
         if not self.ids:
@@ -129,14 +132,20 @@ class Sample(Op):
         return (ring, table, *([history] if history is not None else []), chosen[:, None])
 
 
+def largest(logits: Array) -> int:
+    """Return the place of the first of the largest logits; NO_TOKEN if a logit is nan or the largest is infinite."""
+    usable = not np.isnan(logits).any() and np.isfinite(logits.max())
+    return int(logits.argmax()) if usable else NO_TOKEN
+
+
 def drawn(logits: Array, settings: Array, u: float, history: Array | Sequence[int] = ()) -> int:
     """Return the token that Sample draws from a row of logits; see Sample for the arguments."""
     temperature, top_k, top_p, min_p, penalty = (float(one) for one in settings)
     scores = logits.astype(np.float64)
     seen = np.unique(np.asarray(history, int))
     scores[seen] = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
-    if temperature == 0:
-        return int(scores.argmax())
+    if (first := largest(scores)) == NO_TOKEN or temperature == 0:
+        return first
     order = np.argsort(-scores, kind="stable")[: int(top_k) or None]
     p = np.exp((scores[order] - scores[order[0]]) / temperature)
     before = np.cumsum(p) - p

@@ -4,11 +4,13 @@
 #include <ATen/ops/argmax.h>
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/gather.h>
+#include <ATen/ops/isfinite.h>
 #include <ATen/ops/sort.h>
 #include <ATen/ops/where.h>
 
 #include "kernel.h"
 #include "page_table.h"
+#include "sample.h"
 #include "sample_args.h"
 
 namespace nntile {
@@ -47,9 +49,12 @@ void sample(Args& t) {
   // The number of tokens whose cumulative weight is at most the drawn one; the last kept token ends the count.
   auto place = ((sums <= u * sums.narrow(1, args.tokens - 1, 1)) & (p > 0)).sum(1, true);
   place = at::where(temperature > 0, place.minimum((p > 0).sum(1, true) - 1), 0);
-  const auto token = order.gather(1, place) * (count > 0);
-  out.scatter_(1, at.remainder(out.size(1)), token);
+  // nan counts as the largest value. Its row has no place, so that the place may be -1.
+  const auto usable = at::isfinite(values.narrow(1, 0, 1));
+  const auto drawn = at::where(usable, order.gather(1, place.clamp_min(0)), kNoToken) * (count > 0);
+  out.scatter_(1, at.remainder(out.size(1)), drawn);
   if (!args.advances) return;
+  const auto token = drawn.clamp_min(0);  // the next pass needs a token that the model has
   t[next].copy_(token);
   if (args.penalised) {
     auto known = history;

@@ -10,9 +10,10 @@ from nntile_py.tiles.tasklist import Task
 
 from .cached_attention import COUNT, PAST
 from .launch import Launches, Scratch, ceil_div, launch, launches, power_of_two, shape, tile
-from .sample import SampleArgs
+from .sample import NO_TOKEN, SampleArgs
 
 OLD, NEW = tl.constexpr(PAST), tl.constexpr(COUNT)  # entries of a page table's row
+NONE = tl.constexpr(NO_TOKEN)
 BLOCK = 2048  # logits of a program
 
 
@@ -22,7 +23,7 @@ def _largest_of_blocks(LOGITS, VALUES, PLACES, vocab, tokens, blocks, BLOCK: tl.
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(LOGITS + row * vocab + at, at < tokens, -float("inf")).to(tl.float32)
-    value = tl.max(x, 0)
+    value = tl.where(tl.max((x != x).to(tl.int32), 0) > 0, float("inf"), tl.max(x, 0))  # nan: like infinity
     tl.store(VALUES + row * blocks + block, value)
     tl.store(PLACES + row * blocks + block, tl.min(tl.where(x == value, at, 2147483647), 0))
 
@@ -34,10 +35,13 @@ def _largest(OUT, TABLE, IDS, VALUES, PLACES, entries, blocks, ring, ADVANCES: t
     x = tl.load(VALUES + row * blocks + at, at < blocks, -float("inf"))
     place = tl.load(PLACES + row * blocks + at, at < blocks, 2147483647)
     past, count = tl.load(TABLE + row * entries + OLD), tl.load(TABLE + row * entries + NEW)
-    token = tl.where(count > 0, tl.min(tl.where(x == tl.max(x, 0), place, 2147483647), 0), 0).to(tl.int64)
+    top = tl.max(x, 0)
+    usable = (top > -float("inf")) & (top < float("inf"))
+    largest = tl.where(usable, tl.min(tl.where(x == top, place, 2147483647), 0), NONE)
+    token = tl.where(count > 0, largest, 0).to(tl.int64)
     tl.store(OUT + row * ring + (past + count) % ring, token)
     if ADVANCES:
-        tl.store(IDS + row, token)
+        tl.store(IDS + row, tl.maximum(token, 0))  # the next pass needs a token that the model has
         tl.store(TABLE + row * entries + OLD, past + count)
 
 

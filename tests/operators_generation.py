@@ -84,12 +84,16 @@ def _settings(rng: np.random.Generator, shape: tuple[int, ...], values: Values) 
     return np.array([rows[(first + k) % len(rows)] for k in range(shape[0])], np.float32)
 
 
-def sample(*, greedy: bool = False, penalised: bool = False, advances: bool = False) -> Callable[[Case], Op]:
+def sample(
+    *, greedy: bool = False, penalised: bool = False, advances: bool = False, broken: bool = False
+) -> Callable[[Case], Op]:
+    """broken: each second row has a logit that is nan or infinite."""
+
     def row(case: Case) -> Op:
         case.sizes |= {"entry": 2 + ENTRIES, "setting": 5, "draw": 1 + SLOTS * ENTRIES, "one": 1}
         case.whole |= {"vocab"}
         # Logits that are far apart, so that fp32, bf16 and fp64 draw the same tokens.
-        logits = case.x("batch one vocab", lambda rng, shape, _: _distinct(rng, shape))
+        logits = case.x("batch one vocab", lambda rng, shape, _: _distinct(rng, shape, broken))
         table = case.x("batch entry", page_table(1), "int64")
         settings = draws = history = ids = None
         if not greedy:
@@ -109,9 +113,12 @@ def sample(*, greedy: bool = False, penalised: bool = False, advances: bool = Fa
     return row
 
 
-def _distinct(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+def _distinct(rng: np.random.Generator, shape: tuple[int, ...], broken: bool = False) -> Any:
     values = np.arange(shape[-1]) / 4.0 - shape[-1] / 8.0
-    return np.stack([rng.permutation(values) for _ in range(shape[0])])[:, None]
+    rows = np.stack([rng.permutation(values) for _ in range(shape[0])])[:, None]
+    for row in range(0, shape[0] if broken else 0, 2):
+        rows[row, 0, rng.integers(shape[-1])] = rng.choice([np.nan, np.inf, -np.inf])
+    return rows
 
 
 def unite(case: Case) -> Op:
@@ -142,6 +149,8 @@ ROWS: dict[str, Callable[[Case], Any]] = {
     "Sample": sample(),
     "Sample greedy": sample(greedy=True, advances=True),
     "Sample penalised": sample(penalised=True, advances=True),
+    "Sample broken": sample(penalised=True, advances=True, broken=True),
+    "Sample broken greedy": sample(greedy=True, advances=True, broken=True),
     "Unite": unite,
     "Rotary of rows": rotary_of_rows(_HEADS),
     "Rotary of rows seq first": rotary_of_rows("seq batch heads head_dim"),

@@ -181,6 +181,31 @@ def test_a_text_shorter_than_a_window(nntile: Any, models: Any) -> None:
     assert row["loss"] == pytest.approx(loss, abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_a_folder_is_read_as_in_training(nntile: Any, models: Any, name: str) -> None:
+    """Files with the extensions of training, in the order of their names, with the end of a text between them."""
+    folder, model = models(name)
+    texts = {"b.md": words(5, 40), "a.txt": words(6, 50), "sub/c.txt": words(7, 30)}
+    for file, text in {**texts, "d.bin": words(8, 30), "e.txt": " \n"}.items():
+        (Path("texts") / file).parent.mkdir(parents=True, exist_ok=True)
+        (Path("texts") / file).write_text(text)
+    end = tokenizer().token_to_id("<|endoftext|>")
+    parts = [tokenizer().encode(texts[file]).ids for file in ("a.txt", "b.md", "sub/c.txt")]
+    ids = [*parts[0], end, *parts[1], end, *parts[2]]
+    row = measures(nntile, folder, "--data", "texts")
+    if name == "gpt2":
+        loss, count = loop(model, ids, POSITIONS, 12)
+        assert end is not None and row["tokens"] == count and row["loss"] == pytest.approx(loss, abs=1e-5)
+        bits = loss / math.log(2) * (len(ids) - 2) / sum(len(text) for text in texts.values())
+        assert row["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    else:
+        _, labels, _ = mask_text(open_model(folder), np.array(ids), 0.15, 0)
+        assert row["tokens"] == (labels != -100).sum()
+    only = measures(nntile, folder, "--data", "texts", "--set", "data.extensions=[.md]")
+    Path("b.txt").write_text(texts["b.md"])
+    assert only["loss"] == measures(nntile, folder, "--data", "b.txt")["loss"]
+
+
 # -- masked models
 
 
@@ -299,6 +324,18 @@ def test_one_table_of_several_models(nntile: Any, models: Any) -> None:
     assert lines[0].split()[1:5] == lines[2].split()[1:5] != lines[1].split()[1:5]
 
 
+def test_names_of_runs_are_not_wrapped_on_a_terminal(
+    nntile: Any, models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = Path("a_folder_with_a_name") / "of_more_than_eighty_characters" / "that_a_table_would_wrap" / "checkpoint-1"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(models("gpt2")[0])
+    monkeypatch.setenv("FORCE_COLOR", "1")  # like a terminal
+    monkeypatch.setenv("COLUMNS", "80")
+    status, out, _ = nntile(link, "--data", "text.txt")
+    assert status == 0 and f"{link} " in out and len(out.splitlines()) == 2 and "bits/byte" in out.splitlines()[0]
+
+
 def test_what_was_measured_is_shown_before_an_error(nntile: Any, models: Any) -> None:
     status, out, error = nntile(models("gpt2")[0], "nowhere", "--data", "text.txt")
     assert (
@@ -317,8 +354,11 @@ def test_what_was_measured_is_shown_before_an_error(nntile: Any, models: Any) ->
         ("gpt2", "--data text.txt --batch 0", "--batch"),
         ("bert", "--data text.txt --seq 2", "--seq: got 2; allowed: at least 3"),
         ("bert", "--data text.txt --stride 23", "--stride: got 23; allowed: 1 to 22 (--seq = 24, less [CLS]"),
-        ("gpt2", "--data none.txt", "--data: none.txt is no such file; allowed: a text file"),
-        ("gpt2", "--data .", "--data: . is a folder; allowed: a text file"),
+        ("gpt2", "--data none.txt", "--data: none.txt is no such file or folder; allowed: a text file or a folder"),
+        ("gpt2", "--data empty", "--data: no text in empty; allowed: a folder of text files .txt, .md"),
+        ("gpt2", "--data . --set data.extensions=[.bin]", "--data: no text in .; allowed: a folder of text files .bin"),
+        ("gpt2", "--data .", "--data: latin.txt, line 1: not UTF-8"),
+        ("classifier", "--data .", "--data: . is a folder; allowed for a classifier: a table"),
         ("gpt2", "--data empty.txt", "--data: no text in empty.txt; allowed"),
         ("gpt2", "--data one.txt", "--data: the text has 1 token; allowed: at least 2"),
         ("bert", "--data one.txt", "--data: the text has 1 token; allowed: at least 2"),
@@ -340,6 +380,8 @@ def test_what_was_measured_is_shown_before_an_error(nntile: Any, models: Any) ->
     ],
 )  # fmt: skip
 def test_wrong_input_ends_with_one_message(nntile: Any, models: Any, name: str, arguments: str, message: str) -> None:
+    Path("empty").mkdir()
+    Path("empty/empty.txt").write_text(" \n")
     Path("empty.txt").write_text(" \n")
     Path("one.txt").write_text("a")
     Path("latin.txt").write_bytes(b"caf\xe9 of the tile")

@@ -1,16 +1,13 @@
-"""Generation: greedy texts of transformers under any tiling, draws, continuous batching, `nntile generate`."""
+"""Generation: greedy texts of transformers under any tiling, draws, continuous batching."""
 
 from __future__ import annotations
 
 import functools
 import json
-import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import forks
 import numpy as np
 import pytest
 import torch
@@ -28,7 +25,7 @@ from nntile_py.models.registry import from_hf
 from nntile_py.tasks.sample import drawn
 from nntile_py.testing import error
 
-VOCAB, POSITIONS, NEW = 211, 700, 70
+VOCAB, POSITIONS, NEW = 211, 820, 200
 SIZES = {"vocab_size": VOCAB, "initializer_range": 0.2, "eos_token_id": None, "bos_token_id": None}
 LLAMA = SIZES | {
     "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -76,16 +73,16 @@ def _running(runtime: nt.Runtime) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tiles"),
+    ("kind", "tiles", "rows"),
     [
-        ("gpt2", "uncut"), ("gpt2", "ragged"), ("llama", "uncut"), ("llama", "even"), ("mistral", "even"),
-        ("qwen3", "uncut"),
+        ("gpt2", "uncut", 20), ("gpt2", "ragged", 8), ("llama", "uncut", 8), ("llama", "even", 20),
+        ("mistral", "even", 8), ("qwen3", "uncut", 8),
     ],
 )  # fmt: skip
-def test_greedy_texts_are_those_of_transformers(kind: str, tiles: str) -> None:
-    """20 prompts in 8 rows: rows end, and waiting prompts take their place."""
+def test_greedy_texts_are_those_of_transformers(kind: str, tiles: str, rows: int) -> None:
+    """200 tokens for 20 prompts: in 20 rows at once; in 8 rows, where waiting prompts take the place of ended ones."""
     tiling = TILINGS[tiles] | ({"heads": 2} if kind != "gpt2" and "heads" in TILINGS[tiles] else {})
-    with nt.Generator(from_hf(hf_model(kind)), tiles=tiling) as generator:
+    with nt.Generator(from_hf(hf_model(kind)), tiles=tiling, batch=rows) as generator:
         texts = generator(prompts(), max_tokens=NEW, temperature=0)
     assert [one.tokens for one in texts] == greedy(kind)
     assert [one.prompt_tokens for one in texts] == list(map(len, prompts()))
@@ -335,77 +332,6 @@ def test_positions_that_a_cache_does_not_know_are_refused() -> None:
     message = "the model has the input places for each token"
     with nt.Generator(model, max_length=64) as generator, pytest.raises(nt.ConfigError, match=message):
         generator([[1, 2]], max_tokens=3)
-
-
-# -- the command
-
-
-def command(*arguments: Any, **options: Any) -> Any:
-    return forks.run([sys.executable, "-m", "nntile_py.cli", "generate", *map(str, arguments)], **options)
-
-
-def test_the_command(folder: Path, tmp_path: Path) -> None:
-    common = [folder, "--max-tokens", 8, "--temperature", 0, "--cpus", 1]
-    one = command(*common, "--prompt", "tiles ")
-    assert one.returncode == 0 and one.stdout.startswith("tiles ") and not one.stderr, one.stderr
-    (tmp_path / "prompts.txt").write_text("tiles \nand tasks\n")
-    lines = command(*common, "--input", tmp_path / "prompts.txt", "--json").stdout.splitlines()
-    rows = [json.loads(line) for line in lines]
-    assert [row["prompt"] for row in rows] == ["tiles ", "and tasks"]
-    assert one.stdout == f"tiles {rows[0]['text']}\n" and rows[0]["new_tokens"] <= 8
-    both = command(*common, "--prompt", "tiles ", "--prompt", "and tasks").stdout
-    assert both == f"tiles {rows[0]['text']}\n---\nand tasks{rows[1]['text']}\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--prompt", "a", "--input", "b"], "error: --input: not allowed with --prompt; use one of them"),
-        (["--prompt", "a", "--system", "b"], "error: --system: not allowed without --chat"),
-        (["--prompt", "a", "--chat"], "error: --prompt: not allowed with --chat"),
-        (["--prompt", "a", "--precision", "bf16"], "error: precision: bf16 needs GPUs"),
-        (["--prompt", "a", "--top-p", 0], "error: top_p: 0.0 is not allowed"),
-        (["--prompt", "a", "--tiles", "ffn"], "error: --tiles: 'ffn' is not allowed; use AXIS=SIZE"),
-        (["--prompt", "a" * 96], "error: prompts[0]: 96 tokens; allowed: 1 to 88"),
-        (["--input", "missing.txt"], "error: --input: cannot read missing.txt"),
-    ],
-)
-def test_wrong_commands(folder: Path, arguments: list[Any], message: str) -> None:
-    ended = command(folder, *arguments, "--max-tokens", 8, "--cpus", 1)
-    assert ended.returncode == 2 and ended.stderr.startswith(message) and not ended.stdout, ended.stderr
-    assert len(ended.stderr.splitlines()) == 1
-
-
-@pytest.fixture
-def _lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    import io
-
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nagain\n"))
-    yield
-
-
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
-
-
-@pytest.mark.parametrize("template", [None, TEMPLATE])
-def test_chat(folder: Path, tmp_path: Path, capsys: Any, _lines: None, template: str | None) -> None:
-    """A conversation of two lines; the second prompt has the first answer."""
-    from nntile_py.inference import generate_command as gc
-    from nntile_py.inference.chat import ChatTemplate
-
-    if template:
-        (tmp_path / "chat_template.jinja").write_text(template)
-    seen: list[str] = []
-    with nt.Generator(folder, max_length=96) as generator:
-        made = ChatTemplate(tmp_path)
-        prompt = made.prompt
-        made.prompt = lambda messages: seen.append(prompt(messages)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
-        options = {"max_tokens": 4, "temperature": 0, "stop": []}
-        gc._chat(generator, made, gc.Command(folder, [], None, "text", True, "", options, {}, [], (1, 0), False))
-    first = capsys.readouterr().out.splitlines()[0].strip()
-    start = "[user]hello[assistant]" if template else "User: hello\nAssistant:"
-    assert seen[0] == start and len(seen) == 2
-    assert seen[1].startswith(start if template else "User: hello\nAssistant: ") and first in seen[1]
 
 
 @pytest.mark.parametrize(

@@ -483,14 +483,6 @@ def test_a_sample_follows_the_model(tmp_path: Path) -> None:
         assert generate.generate(Trainer([], size), tokenizer, config, ["SIGINT"]) == "!"
 
 
-def test_top_k_leaves_the_others_out() -> None:
-    logits = np.array([0.0, 1.0, 2.0, 1.5])
-    rng = np.random.default_rng(0)
-    assert {generate._draw(logits, 5.0, 2, rng) for _ in range(200)} == {2, 3}
-    assert {generate._draw(logits, 5.0, None, rng) for _ in range(200)} == {0, 1, 2, 3}
-    assert generate._draw(logits, 0.0, None, rng) == 2
-
-
 def test_what_killed_processes_have_left_goes(tmp_path: Path) -> None:
     """Of this file alone, and nothing that a process writes to."""
     of = "0123456789abcdef.tmp"

@@ -18,14 +18,13 @@ from urllib.request import urlopen
 
 import numpy as np
 import pytest
-from test_eval import models, words
+from test_eval import models, tokenizer, words
 
 import nntile_py as nt
 from nntile_py import cli
 from nntile_py.inference.chat import ChatTemplate
-from nntile_py.inference.generator import Options
 from nntile_py.inference.open_model import open_model
-from nntile_py.inference.service import JobPart, Service, TooBusy
+from nntile_py.inference.service import Service
 
 __all__ = ["models"]
 pytest.importorskip("starlette")
@@ -107,7 +106,25 @@ def test_chat_follows_the_template(http: Any, expected: Any, models: Any) -> Non
     parted = body | {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}
     assert http.post("/v1/chat/completions", json=parted).json()["choices"] == [choice]
     parts = events(http.post("/v1/chat/completions", json=body | {"stream": True}))
-    assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == text.text
+    first, *deltas = (part["choices"][0]["delta"] for part in parts)
+    assert first == {"role": "assistant", "content": ""} and all({*one} <= {"content"} for one in deltas)
+    assert "".join(one.get("content", "") for one in deltas) == text.text and deltas[-1] == {}
+    two = events(http.post("/v1/chat/completions", json=body | {"stream": True, "n": 2}))
+    assert [part["choices"][0]["index"] for part in two if "role" in part["choices"][0]["delta"]] == [0, 1]
+
+
+def test_echo_puts_the_prompt_before_its_continuation(http: Any, expected: Any) -> None:
+    prompts, body = [words(1, 3), words(2, 2)], {"max_tokens": 5, "temperature": 0, "echo": True}
+    texts = [prompt + expected(prompt, max_tokens=5, temperature=0).text for prompt in prompts]
+    answer = http.post("/v1/completions", json=body | {"prompt": prompts, "n": 2}).json()
+    assert [choice["text"] for choice in answer["choices"]] == [texts[0], texts[0], texts[1], texts[1]]
+    assert answer["usage"]["completion_tokens"] <= 20
+    ids = tokenizer().encode(prompts[0]).ids
+    (choice,) = http.post("/v1/completions", json=body | {"prompt": ids}).json()["choices"]
+    assert choice["text"] == texts[0]
+    parts = events(http.post("/v1/completions", json=body | {"prompt": prompts[1], "stream": True}))
+    assert parts[0]["choices"][0]["text"] == prompts[1]
+    assert "".join(part["choices"][0]["text"] for part in parts) == texts[1]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
@@ -139,7 +156,12 @@ def test_embeddings_are_those_of_the_encoder(name: str, models: Any, runtime: An
         ("completions", {"prompt": "a", "n": 0.5}, "n: allowed: 1 to 256 texts"),
         ("completions", {"prompt": "a", "seed": -1}, "seed: allowed: an integer"),
         ("completions", {"prompt": "a", "stop": 3}, "stop: allowed: a text"),
-        ("completions", {"prompt": "a", "logprobs": 2}, "logprobs: 2 is not supported"),
+        ("completions", {"prompt": "a", "logprobs": 2}, "logprobs: 2 is not supported, as the server does not keep"),
+        ("completions", {"prompt": "a", "logprobs": 0}, "logprobs: 0 is not supported, as the server does not keep"),
+        ("completions", {"prompt": "a", "echo": 1}, "echo: 1 is not allowed; use true or false"),
+        ("chat/completions", {"messages": [], "logprobs": True}, "logprobs: True is not supported, as the server"),
+        ("chat/completions", {"messages": [], "top_logprobs": 3}, "top_logprobs: 3 is not supported, as the server"),
+        ("chat/completions", {"messages": [], "echo": True}, "echo: True is not supported; allowed: False"),
         ("completions", {"prompt": "a", "tempperature": 1}, "tempperature: unknown field; allowed: best_of"),
         ("completions", {"prompt": []}, "prompt: allowed: a text"),
         ("completions", {"prompt": [[300]]}, "allowed: 0 to 299, those of the model"),
@@ -180,32 +202,6 @@ def test_many_clients_at_once_get_the_texts_of_one_after_the_other(http: Any) ->
     with ThreadPoolExecutor(12) as pool:
         together = list(pool.map(ask, range(40)))
     assert together == [ask(seed) for seed in range(40)]
-
-
-def test_a_full_queue_and_a_slow_answer(models: Any, runtime: Any) -> None:
-    small = Service(open_model(models("gpt2")[0]), batch=1, queue=1)
-    hold, parts = threading.Event(), list[JobPart]()
-    small._later(lambda: bool(hold.wait(20)))  # the thread works on something long
-    options = Options(max_tokens=3, temperature=0)
-    for _ in range(2):
-        small.add([1, 2], options, (0,), parts.append)
-    with pytest.raises(TooBusy, match="2 texts are generated or wait; allowed: 2"):
-        small.add([1, 2], options, (0,), parts.append)
-    answer = client(small).post("/v1/completions", json={"prompt": "a"})
-    assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
-    hold.set()
-    end = time.monotonic() + 20
-    while sum(part.reason is not None for part in parts) < 2 and time.monotonic() < end:
-        time.sleep(0.01)
-    assert [part.reason for part in parts if part.reason] == ["length", "length"]
-    assert sum(part.tokens for part in parts) == 6
-    hold.clear()
-    small._later(lambda: bool(hold.wait(20)))
-    answer = client(small, timeout=0.1).post("/v1/completions", json={"prompt": "a"})
-    assert answer.status_code == 504 and "no whole answer within 0.1 s" in answer.text
-    hold.set()
-    assert client(small).post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
-    small.stop()
 
 
 def test_a_failed_task_fails_all_requests(models: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,9 +265,9 @@ def test_the_server_ends_by_a_signal(models: Any, tmp_path: Path) -> None:
     ("name", "arguments", "message"),
     [
         ("gpt2", "--max-length 25", "--max-length: got 25; allowed: at most the 24 positions of the model"),
-        ("gpt2", "--precision bf16", "precision: bf16 needs GPUs"),
+        ("gpt2", "--precision bf16", "--precision: bf16 needs GPUs"),
         ("gpt2", "--host 256.1.1.1", "--port: cannot listen on 256.1.1.1:0: "),
-        ("gpt2", "--cache much", "cache: 'much' is not allowed"),
+        ("gpt2", "--cache much", "--cache: 'much' is not allowed"),
         ("nowhere", "", "nowhere: no such folder; allowed: the folder of a run"),
         ("gpt2", "--port {taken}", "cannot listen on 127.0.0.1:{taken}: Address already in use; allowed: a free port"),
     ],

@@ -15,7 +15,9 @@ def evaluate(
     runs: Annotated[
         list[str], typer.Argument(metavar="RUN...", help="Folder of a run, a checkpoint, or of save_pretrained.")
     ],
-    data: Annotated[Path, typer.Option(help="Text file; for classifiers a table: .csv, .tsv or .jsonl.")],
+    data: Annotated[
+        Path, typer.Option(help="Text file, or folder of text files; for classifiers a table: .csv, .tsv or .jsonl.")
+    ],
     stride: Annotated[
         int | None,
         typer.Option(
@@ -47,7 +49,7 @@ def evaluate(
             command.evaluate_runs(runs, data, (seq, stride, batch), sets or [], Console(stderr=True), rows.append)
         finally:
             if rows:
-                show(command.as_json(rows) if as_json else command.table(rows))
+                show(command.as_json(rows) if as_json else command.table(rows), wraps=False)
 
 
 @app.command(

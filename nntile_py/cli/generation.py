@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from nntile_py.cli.options import app, ends_at_ctrl_c
+from nntile_py.errors import as_options
 
 
 @app.command(epilog="Example: nntile generate runs/my_run --prompt Some --max-tokens 20")
@@ -65,5 +66,5 @@ def generate(
     how = {"batch": batch, "cache": cache, "precision": precision}
     workers, cuts = (cpus, cuda), tiles or []
     command = Command(folder, prompt or [], source, text, chat, system, options, how, cuts, workers, as_json)
-    with ends_at_ctrl_c(lambda: "the text ends here"):
+    with ends_at_ctrl_c(lambda: "the text ends here"), as_options(*options, *how, "tiles", "cpus", "cuda"):
         run(command)

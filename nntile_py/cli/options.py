@@ -87,8 +87,10 @@ def one_of(option: str, value: str, allowed: Sequence[str]) -> None:
         raise ConfigError(f"{option}: {value!r} is not allowed; use {', '.join(allowed)}")
 
 
-def show(what: Any) -> None:
-    """Print a dict or list as JSON, and other objects with rich. Lines are wrapped only on a terminal."""
+def show(what: Any, *, wraps: bool = True) -> None:
+    """Print a dict or list as JSON, and other objects with rich. Lines are wrapped only on a terminal.
+
+    wraps: False: the cells of a table are not wrapped, so that names stay whole."""
     if isinstance(what, (dict, list)):
         print(json.dumps(what, indent=2))
     else:
@@ -96,7 +98,10 @@ def show(what: Any) -> None:
 
         console = Console()
         if console.is_terminal and launcher.started()[1] == 1:  # under mpirun, output may look like a terminal
-            console.print(what)
+            if not wraps:
+                uncut = console.options.update(width=UNCUT)
+                console.width = max(console.width, console.measure(what, options=uncut).maximum)
+            console.print(what, crop=wraps)
         else:  # programs that read the output need each row of a table in one line
             console = Console(width=UNCUT, force_terminal=False)
             with console.capture() as text:

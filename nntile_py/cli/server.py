@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from nntile_py.cli.options import alone, app
-from nntile_py.errors import ConfigError
+from nntile_py.errors import ConfigError, as_options
 
 
 @app.command(epilog="Example: nntile serve runs/my_run --port 8000")
@@ -42,4 +42,5 @@ def serve(
     from nntile_py.inference.serve_command import serve_folder
 
     options = {"batch": batch, "queue": queue, "max_length": max_length, "cache": cache, "precision": precision}
-    serve_folder(folder, (host, port), name, timeout, (cpus, cuda), options)
+    with as_options(*options, "cpus", "cuda"):
+        serve_folder(folder, (host, port), name, timeout, (cpus, cuda), options)

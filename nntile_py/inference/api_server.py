@@ -20,38 +20,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from nntile_py.data.tables import check_whole
 from nntile_py.errors import ConfigError
-from nntile_py.inference.chat import ChatTemplate, Message
+from nntile_py.inference.api_request import DRAWING, MOST_TEXTS, ApiError, read_body, read_messages
+from nntile_py.inference.chat import ChatTemplate
 from nntile_py.inference.generator import Options
 from nntile_py.inference.service import Job, JobPart, Service, TooBusy, new_seed
 
-LARGEST = 2**22  # bytes of a request
-MOST_TEXTS = 256  # prompts or inputs of a request
-# Fields without an effect here; each other unknown field is refused.
-UNUSED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "stream_options")
-DRAWING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields that Options has, too
-# {field: the only value that is allowed}
-FIXED = {
-    "logprobs": (None, False), "best_of": (None, 1), "logit_bias": (None, {}), "presence_penalty": (None, 0),
-    "echo": (None, False),
-    "frequency_penalty": (None, 0), "suffix": (None, ""), "tools": (None, []), "dimensions": (None,),
-    "response_format": (None, {"type": "text"}),
-}  # fmt: skip
-
-
-class ApiError(Exception):
-    """An error that the client is told. status: HTTP status."""
-
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param = status, param
-
-    def response(self) -> Response:
-        kind = "invalid_request_error" if self.status < 500 and self.status != 429 else "server_error"
-        body = {"message": str(self), "type": kind, "param": self.param, "code": None}
-        return JSONResponse({"error": body}, self.status, {"Retry-After": "1"} if self.status == 429 else None)
+LOOK = 1.0  # seconds after which the server looks again whether a client has gone
+ROLE = {"role": "assistant"}
 
 
 @dataclass(frozen=True)
@@ -67,9 +45,15 @@ class CompletionKind:
         """Return a choice of an answer, or of a streamed part of an answer."""
         if not self.chat:
             return {"index": index, "text": text or "", "logprobs": None, "finish_reason": reason}
-        message: dict[str, Any] = {} if text is None else {"role": "assistant", "content": text}
-        key = "delta" if streamed else "message"
-        return {"index": index, key: message, "logprobs": None, "finish_reason": reason}
+        message: dict[str, Any] = {} if text is None else {"content": text}
+        if streamed:
+            return {"index": index, "delta": message, "logprobs": None, "finish_reason": reason}
+        return {"index": index, "message": ROLE | message, "logprobs": None, "finish_reason": reason}
+
+    def first(self, index: int, text: str) -> dict[str, Any]:
+        """Return the first streamed part of an answer; in a chat it alone has the role."""
+        made = self.choice(index, text, None, streamed=True)
+        return made | {"delta": ROLE | made["delta"]} if self.chat else made
 
 
 TEXT = CompletionKind("cmpl", "text_completion", "text_completion", chat=False)
@@ -133,20 +117,23 @@ class Api:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _completions(self, request: HttpRequest) -> Response:
-        body = await _body(request, "prompt", "max_tokens")
+        body = await read_body(request, "prompt", "max_tokens", "echo")
         prompt = body.get("prompt")
         if isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt):
             prompt = [prompt]
         if not isinstance(prompt, str | list) or not prompt:
             raise ApiError(400, "prompt: allowed: a text, a list of texts, or lists of token numbers", "prompt")
         options = self._options(body, 16 if body.get("max_tokens") is None else body["max_tokens"])
-        return await self._generated(request, body, TEXT, self._service.tokens(prompt, options), options)
+        ids = self._service.tokens(prompt, options)
+        given = [prompt] if isinstance(prompt, str) else prompt
+        texts = [one if isinstance(one, str) else self._service.tokenizer.decode(one) for one in given]
+        return await self._generated(request, body, TEXT, ids, options, texts if body.get("echo") else [])
 
     async def _chat(self, request: HttpRequest) -> Response:
-        body = await _body(request, "messages", "max_tokens", "max_completion_tokens")
-        messages = _messages(body.get("messages"))
+        body = await read_body(request, "messages", "max_tokens", "max_completion_tokens")
+        messages = read_messages(body.get("messages"))
         self._check_generates()
-        text = self._template.prompt(messages)
+        text = await asyncio.to_thread(self._template.prompt, messages)  # a template may take long
         most = body.get("max_completion_tokens") or body.get("max_tokens")
         ids = self._service.tokenizer.encode(text, add_special_tokens=not self._template.own).ids
         room = self._service.max_length - len(ids)
@@ -154,7 +141,7 @@ class Api:
         return await self._generated(request, body, CHAT, self._service.tokens([ids], options), options)
 
     async def _embeddings(self, request: HttpRequest) -> Response:
-        body = await _body(request, "input", "encoding_format")
+        body = await read_body(request, "input", "encoding_format")
         given = body.get("input")
         if isinstance(given, str) or (isinstance(given, list) and given and all(type(one) is int for one in given)):
             given = [given]
@@ -163,17 +150,28 @@ class Api:
         form = body.get("encoding_format", "float")
         if form not in ("float", "base64"):
             raise ApiError(400, f"encoding_format: {form!r} is not allowed; use float or base64", "encoding_format")
-        future = asyncio.wrap_future(self._service.embed(given))
-        try:
-            vectors, count = await asyncio.wait_for(future, self._timeout)
-        except TimeoutError:
-            raise ApiError(504, f"no answer within {self._timeout:g} s") from None
+        vectors, count = await self._vectors(request, given)
         data = [
             {"object": "embedding", "index": index, "embedding": _encoded(vector, form)}
             for index, vector in enumerate(vectors)
         ]
         usage = {"prompt_tokens": count, "total_tokens": count}
         return JSONResponse({"object": "list", "model": self._name, "data": data, "usage": usage})
+
+    async def _vectors(self, request: HttpRequest, texts: list[Any]) -> tuple[np.ndarray[Any, Any], int]:
+        """Wait for the vectors of texts and their number of tokens. The work ends if nobody waits for it any more."""
+        future, watch = asyncio.wrap_future(self._service.embed(texts)), self._watch(request)
+        try:
+            while not future.done():
+                await asyncio.wait([future], timeout=watch.seconds)
+                if not future.done():
+                    await watch.check()
+            return future.result()
+        finally:
+            future.cancel()
+
+    def _watch(self, request: HttpRequest) -> _Watch:
+        return _Watch(request, self._timeout, time.monotonic() + self._timeout)
 
     # -- generation
 
@@ -198,8 +196,11 @@ class Api:
         kind: CompletionKind,
         prompts: list[list[int]],
         options: Options,
+        echoed: Sequence[str] = (),
     ) -> Response:
-        """Generate `n` texts for each prompt, and answer with all of them or with a stream."""
+        """Generate `n` texts for each prompt, and answer with all of them or with a stream.
+
+        echoed: The texts of the prompts, if the answer is to begin with them."""
         number, seed = body.get("n") or 1, body.get("seed")
         if type(number) is not int or not 1 <= number * len(prompts) <= MOST_TEXTS:
             raise ApiError(400, f"n: allowed: 1 to {MOST_TEXTS} texts in all", "n")
@@ -219,20 +220,21 @@ class Api:
         except BaseException:
             self._cancel(jobs)
             raise
+        begins = [text for text in echoed or [""] * len(prompts) for _ in range(number)]
         count = sum(map(len, prompts))
         facts = {"id": f"{kind.id}-{new_seed():x}", "created": int(time.time()), "model": self._name}
         if body.get("stream"):
             wants = (body.get("stream_options") or {}).get("include_usage", False)
-            events = self._events(jobs, parts, kind, facts, count if wants else None)
-            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return await self._whole(request, jobs, parts, kind, facts, count)
+            events = self._events(request, jobs, parts, kind, facts, begins, count if wants else None)
+            return _Stream(events, lambda: self._cancel(jobs))
+        return await self._whole(request, jobs, parts, kind, facts, begins, count)
 
     async def _whole(
         self, request: HttpRequest, jobs: list[Job], parts: asyncio.Queue[tuple[int, JobPart]], kind: CompletionKind,
-        facts: dict[str, Any], count: int,
+        facts: dict[str, Any], begins: list[str], count: int,
     ) -> Response:  # fmt: skip
-        texts, reasons, new = ["" for _ in jobs], ["length" for _ in jobs], 0
-        async for index, part in self._parts(jobs, parts, request):
+        texts, reasons, new = list(begins), ["length" for _ in jobs], 0
+        async for index, part in self._parts(request, jobs, parts):
             texts[index] += part.text
             new += part.tokens
             reasons[index] = part.reason or reasons[index]
@@ -241,13 +243,19 @@ class Api:
         return JSONResponse(facts | {"object": kind.whole, "choices": choices, "usage": _usage(count, new)})
 
     async def _events(
-        self, jobs: list[Job], parts: asyncio.Queue[tuple[int, JobPart]], kind: CompletionKind, facts: dict[str, Any],
-        count: int | None,
+        self, request: HttpRequest, jobs: list[Job], parts: asyncio.Queue[tuple[int, JobPart]], kind: CompletionKind,
+        facts: dict[str, Any], begins: list[str], count: int | None,
     ) -> AsyncIterator[str]:  # fmt: skip
-        """Yield server-sent events. count: tokens of the prompts, if the client wants the numbers of tokens."""
+        """Yield server-sent events.
+
+        begins: The texts with which the answers begin.
+        count: Tokens of the prompts, if the client wants the numbers of tokens."""
         facts, new = facts | {"object": kind.part}, 0
+        for index, text in enumerate(begins):
+            if kind.chat or text:
+                yield _event(facts | {"choices": [kind.first(index, text)]})
         try:
-            async for index, part in self._parts(jobs, parts):
+            async for index, part in self._parts(request, jobs, parts):
                 new += part.tokens
                 if part.text:
                     yield _event(facts | {"choices": [kind.choice(index, part.text, None, streamed=True)]})
@@ -261,19 +269,17 @@ class Api:
         yield "data: [DONE]\n\n"
 
     async def _parts(
-        self, jobs: list[Job], parts: asyncio.Queue[tuple[int, JobPart]], request: HttpRequest | None = None
+        self, request: HttpRequest, jobs: list[Job], parts: asyncio.Queue[tuple[int, JobPart]]
     ) -> AsyncIterator[tuple[int, JobPart]]:
         """Yield (number of the text, part) until all texts have ended. Cancels the jobs if the client has gone."""
-        left, end = len(jobs), time.monotonic() + self._timeout
+        left, watch = len(jobs), self._watch(request)
         try:
             while left:
+                if watch.seconds <= 0:
+                    await watch.check()
                 try:
-                    index, part = await asyncio.wait_for(parts.get(), min(max(end - time.monotonic(), 0), 1))
+                    index, part = await asyncio.wait_for(parts.get(), watch.seconds)
                 except TimeoutError:
-                    if time.monotonic() >= end:
-                        raise ApiError(504, f"no whole answer within {self._timeout:g} s") from None
-                    if request and await request.is_disconnected():
-                        raise ApiError(499, "the client has gone") from None
                     continue
                 if part.error:
                     raise ApiError(500, part.error)
@@ -288,50 +294,51 @@ class Api:
                 self._service.cancel(job)
 
 
-async def _body(request: HttpRequest, *known: str) -> dict[str, Any]:
-    """Return the JSON object of a request. known: fields besides those of all requests."""
-    if int(request.headers.get("content-length") or 0) > LARGEST:
-        raise ApiError(413, f"the request has more than {LARGEST} bytes")
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > LARGEST:
-            raise ApiError(413, f"the request has more than {LARGEST} bytes")
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the request is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise ApiError(400, "the request is not a JSON object")
-    allowed = {*known, *UNUSED, *DRAWING, *FIXED, "n", "seed", "stop", "stream"}
-    for name, value in body.items():
-        if name not in allowed:
-            raise ApiError(400, f"{name}: unknown field; allowed: {', '.join(sorted(allowed))}", name)
-        if name in FIXED and value not in FIXED[name]:
-            raise ApiError(400, f"{name}: {value!r} is not supported; allowed: {FIXED[name][-1]!r}", name)
-    for name, kind, need in (("stream", bool, "true or false"), ("stream_options", dict, "an object")):
-        if not isinstance(body.get(name), kind | None):
-            raise ApiError(400, f"{name}: {body[name]!r} is not allowed; use {need}", name)
-    return body
+@dataclass
+class _Watch:
+    """Looks once a second whether a request still needs its answer.
+
+    Attributes:
+        request: The request.
+        timeout: Seconds that its answer may take.
+        end: Time at which they are over.
+        following: Time of the next look.
+    """
+
+    request: HttpRequest
+    timeout: float
+    end: float
+    following: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.following = min(self.end, time.monotonic() + LOOK)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until the next look."""
+        return max(self.following - time.monotonic(), 0)
+
+    async def check(self) -> None:
+        """Raise ApiError if the time is over or the client has gone."""
+        if time.monotonic() >= self.end:
+            raise ApiError(504, f"no whole answer within {self.timeout:g} s")
+        if await self.request.is_disconnected():
+            raise ApiError(499, "the client has gone")
+        self.following = min(self.end, time.monotonic() + LOOK)
 
 
-def _messages(given: Any) -> list[Message]:
-    """Return the messages of a request. The text parts of a message are joined by line ends."""
-    messages: list[Message] = []
-    for one in given if isinstance(given, list) else []:
-        role, content = (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
-        if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            texts = [part.get("text") for part in content]
-            content = "\n".join(texts) if texts and all(isinstance(text, str) for text in texts) else None
-        if not isinstance(role, str) or not isinstance(content, str):
-            messages = []
-            break
-        check_whole("messages", role + content, ValueError)
-        messages.append({"role": role, "content": content})
-    if not messages:
-        need = "a list of {role: text, content: text}; content may be a list of {type: text, text: ...}"
-        raise ApiError(400, f"messages: allowed: {need}", "messages")
-    return messages
+class _Stream(StreamingResponse):
+    """Server-sent events. `end` is called when they end, also if the client goes before the first of them."""
+
+    def __init__(self, events: AsyncIterator[str], end: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._end()
 
 
 async def _unknown(request: HttpRequest, error: Exception) -> Response:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from jinja2 import Environment, TemplateError
@@ -14,6 +18,7 @@ from nntile_py.models.hf_config import read_json
 from nntile_py.system.folders import read
 
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+MOST_STEPS = 2_000_000  # lines of a template's code that are run; about a second
 Message = dict[str, str]  # role: system, user or assistant; content
 
 
@@ -39,7 +44,8 @@ class ChatTemplate:
             return "".join([*lines, "Assistant:"])
         try:
             template = _environment().from_string(self._source)
-            return template.render(messages=messages, add_generation_prompt=True, **self._tokens)
+            with _limited_steps():
+                return template.render(messages=messages, add_generation_prompt=True, **self._tokens)
         except Exception as error:  # a template may compute anything
             raise ConfigError(f"chat template: {error}; allowed: messages that the model's template takes") from None
 
@@ -63,6 +69,27 @@ def _template_of(folder: Path) -> tuple[str | None, dict[str, Any]]:
 
 def _text(token: Any) -> Any:
     return token.get("content") if isinstance(token, dict) else token
+
+
+@contextmanager
+def _limited_steps() -> Iterator[None]:
+    """End a template that does not end by itself: raise TemplateError after MOST_STEPS lines of its compiled code."""
+    steps, before = 0, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, value: Any) -> Any:
+        nonlocal steps
+        if frame.f_code.co_filename != "<template>":
+            return None
+        steps += event == "line"
+        if steps > MOST_STEPS:
+            raise TemplateError(f"it has not ended after {MOST_STEPS:,} steps")
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def _environment() -> Environment:

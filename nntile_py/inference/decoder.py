@@ -120,6 +120,10 @@ class Decoder:
         self._free += row.pages
         row.pages = []
 
+    def release_all(self) -> None:
+        """Take back the pages of all rows."""
+        self._free = list(range(1, self.shape.pages))
+
     # -- passes
 
     def prefill(self, rows: Sequence[Row]) -> list[int]:
@@ -183,7 +187,8 @@ class Decoder:
         stale = self.bound.stale
         self.bound.bind()
         if stale or self._cache is None:
-            self._cache, self._free = Store(), list(range(1, self.shape.pages))
+            self._cache = Store()
+            self.release_all()
 
     def program(self, rows: int, seq: int, sampling: Sampling, *, advances: bool) -> ForwardProgram:
         """Return the program of a pass over `seq` new tokens of each of `rows` rows."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -13,7 +12,7 @@ from typing import IO, Any
 import numpy as np
 from rich.console import Console
 
-from nntile_py.errors import ConfigError, MissingWeight
+from nntile_py.errors import ConfigError, MissingWeight, as_options
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import check_precision
 from nntile_py.inference.encoder import HEADS, OUTPUTS, Encoder
@@ -53,7 +52,7 @@ def encode_file(
     """
     _check_out(out, overwrite)
     cpus, cuda = workers
-    with _options("cpus", "cuda"):
+    with as_options("cpus", "cuda"):
         runtime = Runtime(cpus=cpus, cuda=cuda)
     texts = read_texts(source, key)
     if (folder / "config.json").is_file() and not (folder / TOKENIZER).is_file():
@@ -61,7 +60,7 @@ def encode_file(
         raise ConfigError(f"FOLDER: {folder} has no {TOKENIZER}, which turns texts into tokens; allowed: {need}")
     output = output or ("sentence" if has_modules(folder) else "mean")
     try:
-        with _options("output", *how):
+        with as_options("output", *how):
             encoder = Encoder.from_hf(folder, output, **how)
             check_precision("precision", encoder.precision, cuda > 0)
     except MissingWeight as error:
@@ -87,18 +86,6 @@ def encode_file(
     seconds = time.perf_counter() - begun
     cut = f", {encoder.cut:,} of them cut at {encoder.max_length} tokens" if encoder.cut else ""
     return f"{len(texts):,} texts{cut} in {seconds:.1f} s; {out}: {output} {' x '.join(map(str, shape))}"
-
-
-@contextmanager
-def _options(*names: str) -> Iterator[None]:
-    """If the block raises a ConfigError about an argument in `names`, raise it with the command-line option's name."""
-    try:
-        yield
-    except ConfigError as error:
-        name, _, wrong = str(error).partition(":")
-        if (name := name.removeprefix("runtime.")) not in names:
-            raise
-        raise ConfigError(f"--{name.replace('_', '-')}:{wrong.replace('runtime.', '--')}") from None
 
 
 def _check_out(out: Path, overwrite: bool) -> None:

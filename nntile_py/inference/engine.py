@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from nntile_py.errors import ConfigError, NNTileError, NotFinite
 from nntile_py.execution.runtime import in_turns
 from nntile_py.inference.decoder import Copied, Decoder, Passes, Row
+from nntile_py.tasks.sample import NO_TOKEN
 
 AHEAD = 2  # groups of decoding passes that are submitted before the tokens of the first group are read
+CHANGED = (
+    "generation: model.weights or the Runtime has changed while texts were generated; allowed: change them before or"
+    " after"
+)
 Reason = Literal["stop", "length"]  # a token or a text that ends a sequence; the largest number of tokens
 
 
@@ -32,9 +39,11 @@ class Request:
         settings: In the order of tasks.sample.SETTINGS.
         seed: Entropy of the draws; equal seeds give equal tokens, whatever other requests are continued meanwhile.
         stops: Numbers of tokens that end the sequence.
+        name: What messages call the text.
         row: The sequence while it is continued.
         ended: The sequence has ended, or was cancelled.
         events: Tokens that nobody has taken yet.
+        error: Why the sequence ended without its last token, or None.
     """
 
     prompt: list[int]
@@ -42,9 +51,16 @@ class Request:
     settings: tuple[float, ...]
     seed: tuple[int, ...] = (0,)
     stops: frozenset[int] = frozenset()
+    name: str = "the text"
     row: Row | None = None
     ended: bool = False
     events: deque[Event] = field(default_factory=deque)
+    error: NNTileError | None = None
+
+    def fail(self, error: NNTileError) -> None:
+        """End the sequence without its last token."""
+        if not self.ended:
+            self.ended, self.error = True, error
 
     def new_row(self) -> Row:
         """Return the sequence at its start."""
@@ -101,6 +117,15 @@ class Engine:
     @in_turns
     def step(self) -> None:
         """Submit passes, wait for the oldest ones, and give their tokens to the requests. Call it while `busy`."""
+        if self.decoder.bound.stale:  # keys and values are those of other weights, or are lost
+            self._give_up(ConfigError(CHANGED))
+        try:
+            self._step()
+        except BaseException:  # an interrupt comes at any place, and leaves tokens and pages of no sequence
+            self._give_up(NNTileError("generation: interrupted, by Ctrl-C or by an error of another text"))
+            raise
+
+    def _step(self) -> None:
         if self._must_change():
             self._collect_all()
             self._clear_ended()
@@ -125,6 +150,16 @@ class Engine:
         self._clear_ended()
 
     # -- inside
+
+    def _give_up(self, error: NNTileError) -> None:
+        """End the requests that are continued. Submitted passes may run on: their pages are not read again."""
+        for one in self._active:
+            if one:
+                one.fail(error)
+        self._waiting = deque(one for one in self._waiting if not one.ended)
+        self._active, self._passes = [], None
+        self._in_flight.clear()
+        self.decoder.release_all()
 
     def _alive(self) -> int:
         """Return the number of requests that are continued."""
@@ -172,16 +207,18 @@ class Engine:
         """Give waiting requests rows, and compute their prompts and first tokens."""
         alive = [one for one in self._active if one]
         new: list[Request] = []
-        while self._waiting and len(alive) + len(new) < self.decoder.rows:
-            row = self._waiting[0].new_row()
+        for one in islice(self._waiting, self.decoder.rows - len(alive)):
+            row = one.new_row()
             if not self.decoder.admit(row):
                 break
-            new.append(self._waiting.popleft())
-            new[-1].row = row
+            one.row = row
+            new.append(one)
         before = len(self._active) if alive else 0
         count = max(before, min(self.decoder.rows, 1 << max(len(alive) + len(new) - 1, 0).bit_length()))
         self._active = [*alive, *new, *[None] * (count - len(alive) - len(new))]
         self._passes = None
+        for _ in new:  # only now, so that an interrupt loses none of them
+            self._waiting.popleft()
         for one, token in zip(new, self.decoder.prefill([one.row for one in new if one.row]), strict=True):
             _take(one, token)
 
@@ -189,6 +226,11 @@ class Engine:
 def _take(request: Request, token: int) -> None:
     """Append a token to a request, and end the request if it is the last one."""
     assert request.row
+    if token == NO_TOKEN:
+        number = len(request.row.tokens) - len(request.prompt) + 1
+        what = f"{request.name}: the logits of new token {number} are nan or infinite"
+        request.fail(NotFinite(f"{what}; allowed: finite logits, by other weights or another precision"))
+        return
     request.row.tokens.append(token)
     full = len(request.row.tokens) == request.row.limit
     reason: Reason | None = "stop" if token in request.stops else "length" if full else None

@@ -38,7 +38,7 @@ def evaluate_runs(
 
     Args:
         runs: Folders, as of open_model.
-        data: A text file, or a table for classifiers.
+        data: A text file or a folder of text files, or a table for classifiers.
         sizes: The options --seq, --stride and --batch; None: the default.
         overrides: The options --set.
         console: Shows progress.
@@ -49,9 +49,9 @@ def evaluate_runs(
     """
     seq, stride, batch = sizes
     fields = model_fields(overrides)
-    if not data.is_file():
-        what = "a folder" if data.is_dir() else "no such file"
-        raise ConfigError(f"--data: {data} is {what}; allowed: a text file, or a table for a classifier")
+    if not data.exists():
+        need = "a text file or a folder of text files, or a table for a classifier"
+        raise ConfigError(f"--data: {data} is no such file or folder; allowed: {need}")
     for run in runs:
         opened = open_model(run, fields)
         config = inference_config(opened.config, [*overrides, *([f"train.batch={batch}"] if batch else [])])

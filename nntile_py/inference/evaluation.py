@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,6 +29,7 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.encoder import IN_FLIGHT, Encoder
 from nntile_py.inference.open_model import OpenedModel
+from nntile_py.system.folders import files_in
 from nntile_py.tasks.cross_entropy import IGNORED
 
 LONGEST, BATCH = 1024, 8  # default sizes without a run: tokens of a window, windows of a forward pass
@@ -112,7 +113,7 @@ def measure(
 
     Args:
         opened: The model with its tokenizer.
-        data: A text file for a language model, a table for a classifier.
+        data: A text file or a folder of text files for a language model, a table for a classifier.
         config: Settings of the programs; columns of the table.
         windows: How the text is read.
         advance: Shows progress.
@@ -129,35 +130,54 @@ def measure(
         need = "a folder with a model and its tokenizer, as `nntile train` and save_pretrained write"
         raise ConfigError(f"RUN: {opened.folder} has no {opened.tokenizer_file.name}; allowed: {need}")
     if aim == CLASSIFICATION:
+        if data.is_dir():
+            raise ConfigError(f"--data: {data} is a folder; allowed for a classifier: a table")
         return _classifier(opened, data, config, windows, advance)
-    if (suffix := data.suffix.lower()) in FORMATS:
+    if (suffix := data.suffix.lower()) in FORMATS and not data.is_dir():
         need = f"a text file, as the model has head: {aim}_lm"
         raise ConfigError(f"--data: {data} is a table ({suffix}); allowed: {need}; tables are for classifiers")
-    text = _text(data)
-    return (_causal if aim == "causal" else _masked)(opened, text, config, windows, advance)
+    documents = _documents(data, config.data.extensions) if data.is_dir() else [_text(data)]
+    return (_causal if aim == "causal" else _masked)(opened, documents, config, windows, advance)
 
 
 # -- language models
 
 
-def _text(path: Path) -> str:
+def _documents(folder: Path, extensions: Sequence[str]) -> list[str]:
+    """Return the texts of the files that training reads from a folder, without blank ones."""
+    paths = list(files_in(folder, extensions))
+    texts = [text for path in paths if (text := _text(path, blank=True)).strip()]
+    if not texts:
+        need = f"a folder of text files {', '.join(extensions)} (data.extensions)"
+        raise ConfigError(f"--data: no text in {folder}; allowed: {need}")
+    return texts
+
+
+def _text(path: Path, blank: bool = False) -> str:
+    """Return the text of a file. blank: it may have no text."""
     need = "a text file in UTF-8"
     try:
         text = read_text(f"--data: {path}", path)
     except OSError as error:
         raise ConfigError(f"--data: cannot read {path}: {error.strerror}; allowed: {need}") from None
-    if not text.strip():
+    if not text.strip() and not blank:
         raise ConfigError(f"--data: no text in {path}; allowed: {need}, with at least two tokens")
     return text
 
 
-def _tokens(opened: OpenedModel, text: str, template: bool) -> tuple[Array, int]:
-    """Return a text's token numbers, and how many of them are not of the tokenizer's template.
+def _tokens(opened: OpenedModel, documents: Sequence[str], template: bool) -> tuple[Array, int]:
+    """Return token numbers, and how many of them are of the documents themselves.
+
+    The token that ends a document in training separates the documents.
 
     template: Add the special tokens of the tokenizer's template, such as <s>."""
     assert opened.tokenizer
-    encoding = opened.tokenizer.encode(text, add_special_tokens=template)
-    ids, own = np.array(encoding.ids, np.int64), len(encoding.ids) - sum(encoding.special_tokens_mask)
+    end, parts, own = _special(opened).end, list[int](), 0
+    for number, encoding in enumerate(opened.tokenizer.encode_batch(list(documents), add_special_tokens=template)):
+        parts += [end] if number and end is not None else []
+        parts += encoding.ids
+        own += len(encoding.ids) - sum(encoding.special_tokens_mask)
+    ids = np.array(parts, np.int64)
     vocab = getattr(opened.model.config, "vocab", None)
     if vocab and len(ids) and ids.max() >= vocab:
         need = f"a tokenizer of the model, whose token numbers are 0 to {vocab - 1}"
@@ -168,16 +188,16 @@ def _tokens(opened: OpenedModel, text: str, template: bool) -> tuple[Array, int]
 
 
 def _causal(
-    opened: OpenedModel, text: str, config: InferenceConfig, windows: Windows, advance: Advance
+    opened: OpenedModel, documents: Sequence[str], config: InferenceConfig, windows: Windows, advance: Advance
 ) -> dict[str, Any]:
     """Measure a causal model: mean loss of the next token over all windows."""
-    ids, own = _tokens(opened, text, template=True)
+    ids, own = _tokens(opened, documents, template=True)
     seq = min(windows.seq, len(ids))
     stride = min(windows.stride, seq)
     with BoundModel(opened.model, **config.bound, owner="RUN") as bound:
         sums = _causal_sums(bound, ids, seq, stride, windows.batch, advance)
     loss = sums.loss / sums.count
-    bits = loss / math.log(2) * own / len(text.encode())
+    bits = loss / math.log(2) * own / sum(len(text.encode()) for text in documents)
     return {"tokens": sums.count, "loss": loss, "perplexity": _exp(loss), "bits_per_byte": bits}
 
 
@@ -216,10 +236,10 @@ def _causal_sums(bound: BoundModel, ids: Array, seq: int, stride: int, batch: in
 
 
 def _masked(
-    opened: OpenedModel, text: str, config: InferenceConfig, windows: Windows, advance: Advance
+    opened: OpenedModel, documents: Sequence[str], config: InferenceConfig, windows: Windows, advance: Advance
 ) -> dict[str, Any]:
     """Measure a masked model: mean loss and accuracy at masked tokens. The seed decides which tokens are masked."""
-    ids, _ = _tokens(opened, text, template=False)
+    ids, _ = _tokens(opened, documents, template=False)
     seen, labels, ends = mask_text(opened, ids, config.train.mask_probability, config.values.seed)
     every = list(masked_windows(ids, seen, labels, ends, windows.seq, windows.stride))
     sums = Sums()

@@ -1,6 +1,7 @@
 """Sample text from a trained model: continue a prompt, or guess masked tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -8,32 +9,89 @@ from tokenizers import Tokenizer
 
 from nntile_py.config.run_config import RunConfig
 from nntile_py.data.dataset import Evaluator
-from nntile_py.data.special_tokens import special_tokens
+from nntile_py.data.special_tokens import SpecialTokens, special_tokens
 from nntile_py.data.tokenizer import token_numbers
+from nntile_py.errors import ConfigError, NotFinite
+from nntile_py.inference.engine import Request
+from nntile_py.inference.generator import Generator, Options
 from nntile_py.tasks.cross_entropy import IGNORED
+from nntile_py.tasks.sample import NO_TOKEN, drawn
+
+SEQUENCES = ("batch", "seq")  # axes whose tiles cut the sequences of a training step, not the weights
 
 
-def generate(trainer: Evaluator, tokenizer: Tokenizer, config: RunConfig, stop: list[str]) -> str:
+def generate(
+    trainer: Evaluator, tokenizer: Tokenizer, config: RunConfig, stop: list[str],
+    model: Callable[[], Any] | None = None,
+) -> str:  # fmt: skip
     """Return the prompt of `config.sample` and its continuation by the model, as text.
 
     Tokens are added until there are `sample.tokens`, a token that ends a text comes, or `stop` is not empty (a signal).
+    The draws depend on the config's seed alone, so that both ways of computing the logits give the same text.
+
+    Args:
+        trainer: Evaluates the model on the last `train.seq` tokens, once for each new token.
+        tokenizer: Turns text into tokens.
+        config: The run's config.
+        stop: Names of the signals received so far.
+        model: Returns the model with its present weights. If the text fits into `train.seq` tokens and the model can
+            use a cache of keys and values, a Generator continues the text instead of the trainer.
+
+    Raises:
+        NotFinite: Logits are nan or infinite.
     """
-    sample, batch, seq = config.sample, config.train.batch, config.train.seq
+    sample = config.sample
     special = special_tokens(tokenizer, config.tokenizer.path, config.model.from_)
     ids = tokenizer.encode(sample.prompt or "", add_special_tokens=False).ids or [special.end or 0]
-    rng, tokens = np.random.default_rng([config.seed, 0]), token_numbers(tokenizer)
-    for _ in range(sample.tokens):
-        if stop:
-            break
-        window = ids[-seq:]
+    new: list[int] | None = None
+    if model and len(ids) + sample.tokens <= config.train.seq:
+        with suppress(ConfigError):  # a model that a cache does not know
+            new = _cached(model(), tokenizer, special, config, ids, stop)
+    if new is None:
+        new = _evaluated(trainer, token_numbers(tokenizer), special.stops, config, ids, stop)
+    return str(tokenizer.decode(ids + new))
+
+
+def _cached(
+    model: Any, tokenizer: Tokenizer, special: SpecialTokens, config: RunConfig, ids: list[int], stop: list[str]
+) -> list[int]:
+    """Return the new tokens, by a Generator with the precision and the tiles of the run."""
+    tiles = {axis: size for axis, size in config.tiles.model_dump(exclude_none=True).items() if axis not in SEQUENCES}
+    how: dict[str, Any] = {"tiles": tiles or None, "precision": config.precision, "batch": 1}
+    new: list[int] = []
+    with Generator(model, tokenizer=tokenizer, max_length=config.train.seq, **how) as generator:
+        generator.special = special
+        options = {"max_tokens": config.sample.tokens, "seed": config.seed, **_drawing(config)}
+        for part in generator([ids], stream=True, **options):
+            if stop:
+                break
+            new += [part.token] if part.reason != "stop" else []
+    return new
+
+
+def _evaluated(
+    trainer: Evaluator, tokens: int, stops: Collection[int], config: RunConfig, ids: list[int], stop: list[str]
+) -> list[int]:
+    """Return the new tokens, by an evaluation of the whole batch for each. tokens: number that may be drawn."""
+    batch, seq = config.train.batch, config.train.seq
+    settings = Options(**_drawing(config)).settings
+    row = Request(ids, config.sample.tokens, settings, (config.seed, 0)).new_row()
+    while len(row.tokens) < row.limit and not stop:
+        window = row.tokens[-seq:]
         padded = np.zeros((batch, seq), np.int64)  # a causal model ignores the padding, right of the window
         padded[0, : len(window)] = window
         _, logits = trainer.evaluate({"input_ids": padded}, return_logits=True)
-        token = _draw(logits[0, len(window) - 1, :tokens], sample.temperature, sample.top_k, rng)
-        if token in special.stops:
+        token = drawn(logits[0, len(window) - 1, :tokens], np.array(settings), float(row.draws[len(row.tokens)]))
+        if token == NO_TOKEN:
+            raise NotFinite(f"sample: the logits after {len(row.tokens)} tokens are nan or infinite; allowed: finite")
+        if token in stops:
             break
-        ids.append(token)
-    return str(tokenizer.decode(ids))
+        row.tokens.append(token)
+    return row.tokens[len(ids) :]
+
+
+def _drawing(config: RunConfig) -> dict[str, Any]:
+    return {"temperature": config.sample.temperature, "top_k": config.sample.top_k}
 
 
 def fill_masked(trainer: Evaluator, tokenizer: Tokenizer, inputs: Mapping[str, Any], most: int) -> str:
@@ -65,13 +123,3 @@ def fill_masked(trainer: Evaluator, tokenizer: Tokenizer, inputs: Mapping[str, A
         parts += [text(plain), f"[[{text([guess])!r}{wrong}]]"]
         plain = []
     return "".join([*parts, text(plain)])
-
-
-def _draw(logits: np.ndarray[Any, Any], temperature: float, top_k: int | None, rng: np.random.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    scaled = logits.astype(np.float64) / temperature
-    if top_k is not None and top_k < len(scaled):
-        scaled[scaled < np.partition(scaled, -top_k)[-top_k]] = -np.inf
-    weights = np.exp(scaled - scaled.max())
-    return int(rng.choice(len(weights), p=weights / weights.sum()))

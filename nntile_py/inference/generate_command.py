@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from nntile_py.data.tables import check_whole
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.chat import ChatTemplate, Message
-from nntile_py.inference.generator import GeneratedPart, GeneratedText, Generator, Options
+from nntile_py.inference.generator import MOST_TOKENS, GeneratedPart, GeneratedText, Generator, Options
 from nntile_py.inference.open_model import open_model
 from nntile_py.inference.texts import read_texts
 
@@ -148,22 +149,41 @@ def _type_several(prompts: Sequence[str], parts: Iterator[GeneratedPart]) -> Non
 def _chat(generator: Generator, template: ChatTemplate, command: Command) -> None:
     """Answer lines of standard input until it ends."""
     messages: list[Message] = [{"role": "system", "content": command.system}] if command.system else []
-    stops = [*command.options["stop"], *template.stops]
+    options = {**command.options, "stop": [*command.options["stop"], *template.stops]}
     while (line := _line("> ")) is not None:
         if not line.strip():
             continue
+        check_whole("--chat", line, ConfigError)
         messages.append({"role": "user", "content": line})
-        prompt = template.prompt(messages)
-        options = {**command.options, "stop": stops}
-        answer = _type("", generator(_whole(generator, prompt, template), stream=True, **options)).strip()
+        messages, ids = _fitting(generator, template, messages, options["max_tokens"])
+        answer = _type("", generator([ids], stream=True, **options)).strip()
         messages.append({"role": "assistant", "content": answer})
 
 
-def _whole(generator: Generator, prompt: str, template: ChatTemplate) -> list[list[int]] | list[str]:
-    """Return the prompt for the generator. A template writes special tokens itself, so none are added."""
-    if not template.own or generator.tokenizer is None:
-        return [prompt]
-    return [generator.tokenizer.encode(prompt, add_special_tokens=False).ids]
+def _fitting(
+    generator: Generator, template: ChatTemplate, messages: list[Message], max_tokens: int | None
+) -> tuple[list[Message], list[int]]:
+    """Return the messages without the oldest ones, so that the answer has room, and the tokens of their prompt.
+
+    A line on standard error says how many messages are left out. The system message and the last message stay. The
+    messages between them begin with the user's, as many templates need.
+    """
+    kept, first, longest = list(messages), int(messages[0]["role"] == "system"), generator.max_length or 2**31
+    room = min(MOST_TOKENS, longest // 2) if max_tokens is None else max_tokens
+    while len(ids := _tokens(generator, template, kept)) + room > longest and len(kept) > first + 1:
+        following = (k for k in range(first + 1, len(kept)) if kept[k]["role"] == "user")
+        del kept[first : next(following)]
+    if dropped := len(messages) - len(kept):
+        what = f"the {dropped} oldest messages are left out of the conversation"
+        limit = f"a prompt and its answer have at most {longest} tokens"
+        print(f"note: {what}, as {limit}", file=sys.stderr, flush=True)
+    return kept, ids
+
+
+def _tokens(generator: Generator, template: ChatTemplate, messages: list[Message]) -> list[int]:
+    """Return the tokens of the prompt. A template writes special tokens itself, so none are added."""
+    assert generator.tokenizer
+    return list(generator.tokenizer.encode(template.prompt(messages), add_special_tokens=not template.own).ids)
 
 
 def _line(mark: str) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
@@ -217,7 +217,8 @@ class Generator:
 
         Raises:
             ValueError: A prompt is empty, too long, or has token numbers that the model does not have.
-            ConfigError: An option is unknown or out of range.
+            ConfigError: An option is unknown or out of range; or the weights or the Runtime change meanwhile.
+            NotFinite: Logits are nan or infinite.
         """
         known = [field.name for field in fields(Options)]
         if unknown := [name for name in options if name not in known]:
@@ -305,16 +306,18 @@ class Generator:
         most = [options.max_tokens or min(MOST_TOKENS, one) for one in room]
         engine = self.engine(rows, max((len(ids) + new for ids, new in zip(prompts, most, strict=True)), default=1))
         texts: dict[Request, _Text] = {}
-        for number, ids in enumerate(prompts):
-            request = Request(ids, most[number], options.settings, (options.seed, number), stops)
-            texts[request] = _Text(number, TextStream(self.tokenizer, ids, options.stop) if self.tokenizer else None)
-            engine.add(request)
-        left = set(texts)
+        left: set[Request] = set()
         try:
+            for number, ids in enumerate(prompts):
+                how = options.settings, (options.seed, number), stops, f"prompts[{number}]"
+                request = Request(ids, most[number], *how)
+                stream = TextStream(self.tokenizer, ids, options.stop) if self.tokenizer else None
+                texts[request] = _Text(number, stream)
+                left.add(request)
+                engine.add(request)
             while left:
                 if not any(one.events for one in left):
-                    if any(one.ended for one in left):
-                        raise NNTileError("generation: the Generator was closed before the texts ended")
+                    _check_goes_on(left)
                     engine.step()
                 for request in [one for one in texts if one in left and one.events]:
                     part = texts[request].part(request.events.popleft())
@@ -325,6 +328,15 @@ class Generator:
         finally:
             for request in left:
                 engine.cancel(request)
+
+
+def _check_goes_on(requests: Collection[Request]) -> None:
+    """Raise the error that has ended a text."""
+    for one in requests:
+        if one.error:
+            raise one.error
+        if one.ended:
+            raise NNTileError("generation: the Generator was closed before the texts ended")
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,16 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from nntile_py.data.tables import check_whole
-from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.errors import ConfigError, NNTileError, NotFinite
 from nntile_py.inference.encoder import Encoder
 from nntile_py.inference.engine import Reason, Request
 from nntile_py.inference.generator import MOST_TOKENS, Generator, Options
@@ -48,6 +50,39 @@ class Job:
     tell: Callable[[JobPart], None]
 
 
+@dataclass(eq=False)
+class _Vectors:
+    """A request for the vectors of texts, which are computed part by part."""
+
+    texts: Sequence[Any]
+    future: Future[tuple[np.ndarray[Any, Any], int]] = field(default_factory=Future)
+    _lengths: list[int] = field(default_factory=list)
+    _made: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    _done: int = 0
+
+    def add(self, encoder: Encoder, tokenizer: Tokenizer) -> None:
+        """Encode further texts, of about one pass of the encoder. Sets the future's result after the last text."""
+        if not self._lengths:
+            vocab = getattr(getattr(encoder.model, "config", None), "vocab", None)
+            self._lengths = [len(one.ids) for one in to_tokens(self.texts, tokenizer, 2**31, vocab, 0, "input")]
+        first, sums = self._done, np.cumsum(self._lengths[self._done :])
+        self._done += max(int(np.searchsorted(sums, encoder.batch_tokens, side="right")), 1)
+        vectors = encoder(self.texts[first : self._done])
+        if not np.isfinite(vectors).all():
+            raise NotFinite("input: a vector is nan or infinite; allowed: a model with finite weights")
+        self._made.append(vectors)
+        if self._done >= len(self.texts):
+            self.end((np.concatenate(self._made), sum(self._lengths)))
+
+    def end(self, result: tuple[np.ndarray[Any, Any], int] | BaseException) -> None:
+        """Set the result of the future, or its error."""
+        with suppress(InvalidStateError):  # it was cancelled
+            if isinstance(result, BaseException):
+                self.future.set_exception(result)
+            else:
+                self.future.set_result(result)
+
+
 class Service:
     """Continues prompts and encodes texts in a thread of its own. Needs a running Runtime until `stop`.
 
@@ -58,7 +93,7 @@ class Service:
         max_length: Largest number of tokens of a prompt with its continuation. Default: the model's positions, at most
             2048.
         cache: Bytes of the cache, as of Generator.
-        queue: Largest number of texts that wait.
+        queue: Largest number of texts, and of requests for vectors, that wait.
 
     Raises:
         ConfigError: A value is out of range, or the folder has no tokenizer.
@@ -78,7 +113,7 @@ class Service:
         self.queue, self.batch, self.failed = queue, batch, ""
         self._encoder: Encoder | None = None
         self._jobs: set[Job] = set()
-        self._futures: set[Future[Any]] = set()  # of vectors that are not computed yet
+        self._embedding: set[_Vectors] = set()  # requests for vectors that are not answered yet
         self._new: deque[Job | Callable[[], None]] = deque()
         self._change, self._ends = threading.Condition(), False
         if self.generates:
@@ -118,18 +153,18 @@ class Service:
         request = Request(ids, most, options.settings, seed, stops)
         job = Job(request, TextStream(self.tokenizer, ids, options.stop), tell)
         with self._change:
-            waiting = len(self._jobs) + sum(isinstance(one, Job) for one in self._new)
-            self._check_runs()
-            if waiting >= self.queue + self.batch:
-                limit = self.queue + self.batch
-                raise TooBusy(f"{waiting} texts are generated or wait; allowed: {limit}")
+            self._check_room()
             self._new.append(job)
             self._change.notify()
         return job
 
-    def _check_runs(self) -> None:
+    def _check_room(self) -> None:
+        """Raise an error if the service cannot take another text or another request for vectors."""
         if self.failed or self._ends:
             raise NNTileError(self.failed or ENDS)
+        waiting = len(self._jobs) + sum(isinstance(one, Job) for one in self._new) + len(self._embedding)
+        if waiting >= self.queue + self.batch:
+            raise TooBusy(f"{waiting} texts are generated or wait; allowed: {self.queue + self.batch}")
 
     def cancel(self, job: Job) -> None:
         """End a job; its further tokens are dropped."""
@@ -139,26 +174,32 @@ class Service:
     def embed(self, texts: Sequence[Any]) -> Future[tuple[np.ndarray[Any, Any], int]]:
         """Return the future vectors [texts, embed] of texts or lists of token numbers, and their number of tokens.
 
+        The future may be cancelled.
+
         Raises:
+            TooBusy: The queue is full.
             NNTileError: The service has failed, or ends.
         """
-        future: Future[tuple[np.ndarray[Any, Any], int]] = Future()
-
-        def work() -> None:
-            try:
-                encoder = self._encoder = self._encoder or _encoder(self.opened, self._precision)
-                count = sum(len(one.ids) for one in to_tokens(texts, self.tokenizer, 2**31, None, 0, "input"))
-                future.set_result((encoder(texts), count))
-            except Exception as error:  # the caller shows it
-                future.set_exception(error)
-
+        work = _Vectors(texts)
         with self._change:
-            self._check_runs()
-            self._futures.add(future)
-            self._new.append(work)
+            self._check_room()
+            self._embedding.add(work)
+            self._new.append(lambda: self._embed_part(work))
             self._change.notify()
-        future.add_done_callback(self._futures.discard)
-        return future
+        return work.future
+
+    def _embed_part(self, work: _Vectors) -> None:
+        """Encode the next texts of a request. Other requests have their turn before the texts that follow."""
+        try:
+            if not work.future.done():  # else nobody waits for the vectors any more
+                self._encoder = self._encoder or _encoder(self.opened, self._precision)
+                work.add(self._encoder, self.tokenizer)
+        except Exception as error:  # the caller shows it
+            work.end(error)
+        if work.future.done():
+            self._embedding.discard(work)
+        else:
+            self._later(lambda: self._embed_part(work))
 
     def stop(self) -> None:
         """End the thread after its present step, and release weights and cache."""
@@ -206,9 +247,9 @@ class Service:
             job.tell(JobPart(error=reason))
         self._jobs.clear()
         self._new.clear()
-        for future in [*self._futures]:
-            if not future.done():
-                future.set_exception(NNTileError(reason))
+        for work in [*self._embedding]:
+            work.end(NNTileError(reason))
+        self._embedding.clear()
 
     def _tell(self) -> None:
         """Give the new tokens of all jobs to their callers, and forget jobs that have ended."""
@@ -223,6 +264,8 @@ class Service:
                     self._engine.cancel(request)
                     request.events.clear()
                     ended = True
+            if request.error:
+                job.tell(JobPart(error=str(request.error)))
             if ended:
                 self._jobs.discard(job)
 

@@ -31,7 +31,7 @@ from nntile_py.config.scheduler_file import runtime_options
 from nntile_py.data.confusion import FILES, Confusion
 from nntile_py.data.dataset import Dataset
 from nntile_py.data.entities import EntityScores
-from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.errors import ConfigError, NNTileError, NotFinite
 from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import StepSpec
@@ -354,7 +354,17 @@ def _sample_text(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: li
     if reason := _missing_logits(trainer):
         return reason
     if config.aim == "causal":
-        return f"\nsample:\n{generate(trainer, dataset.tokenizer, config, [] if ranks_of_run() else stop)}"
+
+        def model() -> Any:
+            trainer.state_dict()  # puts the weights into the model
+            return trainer.model
+
+        ranks = ranks_of_run()  # they compute each token together
+        how = ([], None) if ranks else (stop, model)
+        try:
+            return f"\nsample:\n{generate(trainer, dataset.tokenizer, config, *how)}"
+        except NotFinite as error:
+            return f"no sample: {error}"
     guesses = fill_masked(trainer, dataset.tokenizer, dataset.example, config.sample.tokens)
     return f"\nheld-out text, guesses at its masked tokens in [[ ]]:\n{guesses}"
 

@@ -1,0 +1,92 @@
+"""Requests to the HTTP server: their JSON, its fields, and errors as OpenAI's API answers them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from nntile_py.data.tables import check_whole
+from nntile_py.inference.chat import Message
+
+LARGEST = 2**22  # bytes of a request
+MOST_TEXTS = 256  # prompts or inputs of a request
+# Fields without an effect here; each other unknown field is refused.
+UNUSED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "stream_options")
+DRAWING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields that Options has, too
+# {field: the only value that is allowed}
+FIXED = {
+    "logprobs": (None, False), "top_logprobs": (None, 0), "best_of": (None, 1), "logit_bias": (None, {}),
+    "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "echo": (None, False), "suffix": (None, ""),
+    "tools": (None, []), "dimensions": (None,), "response_format": (None, {"type": "text"}),
+}  # fmt: skip
+UNKEPT = "the server does not keep the probabilities of tokens"
+REASONS = {"logprobs": UNKEPT, "top_logprobs": UNKEPT}  # {field of FIXED: why other values are refused}
+
+
+class ApiError(Exception):
+    """An error that the client is told. status: HTTP status."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param = status, param
+
+    def response(self) -> Response:
+        kind = "invalid_request_error" if self.status < 500 and self.status != 429 else "server_error"
+        body = {"message": str(self), "type": kind, "param": self.param, "code": None}
+        return JSONResponse({"error": body}, self.status, {"Retry-After": "1"} if self.status == 429 else None)
+
+
+async def read_body(request: HttpRequest, *known: str) -> dict[str, Any]:
+    """Return the JSON object of a request. known: fields besides those of all requests."""
+    if int(request.headers.get("content-length") or 0) > LARGEST:
+        raise ApiError(413, f"the request has more than {LARGEST} bytes")
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > LARGEST:
+            raise ApiError(413, f"the request has more than {LARGEST} bytes")
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the request is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, "the request is not a JSON object")
+    allowed = {*known, *UNUSED, *DRAWING, *FIXED, "n", "seed", "stop", "stream"}
+    for name, value in body.items():
+        if name not in allowed:
+            raise ApiError(400, f"{name}: unknown field; allowed: {', '.join(sorted(allowed))}", name)
+        if name in FIXED and name not in known and not _is_one_of(value, FIXED[name]):
+            why = f", as {REASONS[name]}" if name in REASONS else ""
+            raise ApiError(400, f"{name}: {value!r} is not supported{why}; allowed: {FIXED[name][-1]!r}", name)
+    flag = bool, "true or false"
+    for name, kind, need in (("stream", *flag), ("echo", *flag), ("stream_options", dict, "an object")):
+        if not isinstance(body.get(name), kind | None):
+            raise ApiError(400, f"{name}: {body[name]!r} is not allowed; use {need}", name)
+    return body
+
+
+def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Return True if the value equals one of `allowed`; 0 is not False."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
+
+
+def read_messages(given: Any) -> list[Message]:
+    """Return the messages of a request. The text parts of a message are joined by line ends."""
+    messages: list[Message] = []
+    for one in given if isinstance(given, list) else []:
+        role, content = (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
+        if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            texts = [part.get("text") for part in content]
+            content = "\n".join(texts) if texts and all(isinstance(text, str) for text in texts) else None
+        if not isinstance(role, str) or not isinstance(content, str):
+            messages = []
+            break
+        check_whole("messages", role + content, ValueError)
+        messages.append({"role": role, "content": content})
+    if not messages:
+        need = "a list of {role: text, content: text}; content may be a list of {type: text, text: ...}"
+        raise ApiError(400, f"messages: allowed: {need}", "messages")
+    return messages

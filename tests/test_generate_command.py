@@ -1,0 +1,107 @@
+"""`nntile generate`: prompts from options, files and a conversation; messages name the options."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import forks
+import pytest
+from test_generate import folder
+
+import nntile_py as nt
+from nntile_py.inference import generate_command as gc
+from nntile_py.inference.chat import ChatTemplate
+
+__all__ = ["folder"]
+
+
+def command(*arguments: Any, **options: Any) -> Any:
+    return forks.run([sys.executable, "-m", "nntile_py.cli", "generate", *map(str, arguments)], **options)
+
+
+def test_the_command(folder: Path, tmp_path: Path) -> None:
+    common = [folder, "--max-tokens", 8, "--temperature", 0, "--cpus", 1]
+    one = command(*common, "--prompt", "tiles ")
+    assert one.returncode == 0 and one.stdout.startswith("tiles ") and not one.stderr, one.stderr
+    (tmp_path / "prompts.txt").write_text("tiles \nand tasks\n")
+    lines = command(*common, "--input", tmp_path / "prompts.txt", "--json").stdout.splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["prompt"] for row in rows] == ["tiles ", "and tasks"]
+    assert one.stdout == f"tiles {rows[0]['text']}\n" and rows[0]["new_tokens"] <= 8
+    both = command(*common, "--prompt", "tiles ", "--prompt", "and tasks").stdout
+    assert both == f"tiles {rows[0]['text']}\n---\nand tasks{rows[1]['text']}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "a", "--input", "b"], "error: --input: not allowed with --prompt; use one of them"),
+        (["--prompt", "a", "--system", "b"], "error: --system: not allowed without --chat"),
+        (["--prompt", "a", "--chat"], "error: --prompt: not allowed with --chat"),
+        (["--prompt", "a", "--precision", "bf16"], "error: --precision: bf16 needs GPUs (--cuda)"),
+        (["--prompt", "a", "--top-p", 0], "error: --top-p: 0.0 is not allowed"),
+        (["--prompt", "a", "--top-k", -2], "error: --top-k: -2 is not allowed"),
+        (["--prompt", "a", "--cache", "much"], "error: --cache: 'much' is not allowed"),
+        (["--prompt", "a", "--tiles", "foo=3"], "error: --tiles: foo: unknown axis; allowed are batch"),
+        (["--prompt", "a", "--tiles", "ffn"], "error: --tiles: 'ffn' is not allowed; use AXIS=SIZE"),
+        (["--prompt", "a" * 96], "error: prompts[0]: 96 tokens; allowed: 1 to 88"),
+        (["--input", "missing.txt"], "error: --input: cannot read missing.txt"),
+    ],
+)
+def test_wrong_commands(folder: Path, arguments: list[Any], message: str) -> None:
+    ended = command(folder, *arguments, "--max-tokens", 8, "--cpus", 1)
+    assert ended.returncode == 2 and ended.stderr.startswith(message) and not ended.stdout, ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def talk(generator: nt.Generator, template: ChatTemplate, lines: str, most: int | None, system: str = "") -> list[str]:
+    """Answer lines as `nntile generate --chat` does, greedily, and return the prompts."""
+    seen: list[str] = []
+    prompt = template.prompt
+    template.prompt = lambda messages: seen.append(prompt(messages)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
+    options = {"max_tokens": most, "temperature": 0, "stop": []}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.StringIO(lines))
+        gc._chat(generator, template, gc.Command(Path(), [], None, "", True, system, options, {}, [], (1, 0), False))
+    return seen
+
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_chat(folder: Path, tmp_path: Path, capsys: Any, template: str | None) -> None:
+    """A conversation of two lines; the second prompt has the first answer."""
+    if template:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    with nt.Generator(folder, max_length=96) as generator:
+        seen = talk(generator, ChatTemplate(tmp_path), "hello\n\nagain\n", 4)
+    out, err = capsys.readouterr()
+    start = "[user]hello[assistant]" if template else "User: hello\nAssistant:"
+    assert seen[0] == start and len(seen) == 2 and not err
+    assert seen[1].startswith(start if template else "User: hello\nAssistant: ")
+    assert out.splitlines()[0].strip() in seen[1]
+
+
+@pytest.mark.parametrize("most", [5, None])
+def test_a_long_conversation_loses_its_oldest_messages(
+    folder: Path, tmp_path: Path, capsys: Any, most: int | None
+) -> None:
+    """96 tokens of one byte: the system message and the last line stay; the answer has room."""
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    lines = [letter * 15 for letter in "abcd"]
+    with nt.Generator(folder) as generator:
+        seen = talk(generator, ChatTemplate(tmp_path), "\n".join(lines), most, "be short")
+        err = capsys.readouterr().err.splitlines()
+        with pytest.raises(ValueError, match=r"prompts\[0\]: 117 tokens; allowed: 1 to 91"):
+            talk(generator, ChatTemplate(tmp_path), "x" * 100, 5)
+    assert all(text.startswith("[system]be short[user]") for text in seen)
+    used = [text for text in seen if len(text.encode()) + (most or 48) <= 96]
+    assert [any(text.endswith(f"[user]{line}[assistant]") for text in used) for line in lines] == [True] * 4
+    assert used[-1].count("[user]") < 4 and lines[0] not in used[-1]
+    assert err and all(line.startswith("note: the 2 oldest messages are left out of the conv") for line in err)
+    assert all(line.endswith("as a prompt and its answer have at most 96 tokens") for line in err)

@@ -1,0 +1,89 @@
+"""What comes in the middle of a generation: logits that are not finite, other weights, another Runtime, Ctrl-C."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from test_generate import OPTIONS, _running, hf_model, prompts
+
+import nntile_py as nt
+from nntile_py.inference.decoder import Decoder
+from nntile_py.models.registry import from_hf
+
+__all__ = ["_running"]
+
+
+@pytest.mark.parametrize(("value", "options"), [(np.nan, {}), (np.inf, {"temperature": 0}), (np.nan, OPTIONS)])
+def test_logits_that_are_not_finite_end_with_one_message(value: float, options: dict[str, Any]) -> None:
+    """The embedding of the position at which the third new token of the second prompt is drawn is broken."""
+    model = from_hf(hf_model("gpt2"))
+    table = model.weights["transformer.wpe.weight"].copy()
+    table[6] = value
+    model.weights = dict(model.weights) | {"transformer.wpe.weight": table}
+    with nt.Generator(model) as generator:
+        stream = generator([[1], [5] * 5], max_tokens=4, stream=True, **options)
+        message = r"prompts\[1\]: the logits of new token 3 are nan or infinite; allowed: finite"
+        with pytest.raises(nt.NotFinite, match=message):
+            assert sum(part.index for part in stream) < 3
+        assert len(generator([[1]], max_tokens=4, **options)[0].tokens) == 4
+
+
+@pytest.mark.parametrize("what", ["weights", "runtime"])
+def test_a_change_in_the_middle_of_a_text_is_refused(what: str, python: Any) -> None:
+    done = python(CHANGE, what)
+    assert done.returncode == 0, done.stderr
+
+
+CHANGE = """
+import sys; sys.path.insert(0, "tests")
+import numpy as np
+from test_generate import from_hf, greedy, hf_model, nt, prompts
+model, runtime = from_hf(hf_model("gpt2")), nt.Runtime(cpus=1).start()
+generator = nt.Generator(model)
+for ended in (False, True):  # a text that has begun; one that was given up, whose passes are still submitted
+    stream = generator(prompts()[:3], max_tokens=20, temperature=0, stream=True)
+    next(stream)
+    if ended:
+        stream.close()
+    if sys.argv[1] == "weights":
+        model.weights = {name: value.copy() for name, value in model.weights.items()}
+    else:
+        runtime.stop()
+        runtime = nt.Runtime(cpus=1).start()
+    try:
+        list(stream)
+        assert ended
+    except nt.ConfigError as error:
+        assert not ended and str(error).startswith("generation: model.weights or the Runtime has changed while")
+    again = generator(prompts()[2:4], max_tokens=20, temperature=0)
+    assert [one.tokens for one in again] == [tokens[:20] for tokens in greedy("gpt2")[2:4]]
+generator.close()
+runtime.stop()
+"""
+
+
+@pytest.mark.parametrize("place", ["admit", "prefill", "decode", "tokens"])
+def test_an_interrupt_leaves_no_pages_and_no_wrong_tokens(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C before or after the second call of each part of a step: all pages are free, and the next texts right."""
+    with nt.Generator(from_hf(hf_model("gpt2"))) as generator:
+        want = generator(prompts()[:9], max_tokens=12, temperature=0)
+        assert generator._engine
+        decoder, real = generator._engine.decoder, getattr(Decoder, place)
+        for after in (False, True):
+            calls: list[int] = []
+
+            def interrupted(*given: Any, after: bool = after, calls: list[int] = calls) -> Any:
+                calls.append(1)
+                made = real(*given) if after or len(calls) != 2 else None
+                if len(calls) == 2:
+                    raise KeyboardInterrupt
+                return made
+
+            fake = staticmethod(interrupted) if place == "tokens" else interrupted
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(Decoder, place, fake)
+                generator(prompts()[:9], max_tokens=12, temperature=0)
+            assert not generator._engine.busy and decoder.free_pages == decoder.shape.pages - 1
+            assert generator(prompts()[:9], max_tokens=12, temperature=0) == want

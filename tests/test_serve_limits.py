@@ -1,0 +1,230 @@
+"""Limits of `nntile serve`: the queue, seconds, clients that go, vectors that are not finite, endless templates."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_eval import models, words
+from test_serve import client
+
+import nntile_py as nt
+from nntile_py.inference.api_server import Api
+from nntile_py.inference.chat import ChatTemplate
+from nntile_py.inference.generator import Options
+from nntile_py.inference.open_model import open_model
+from nntile_py.inference.service import JobPart, Service, TooBusy
+
+__all__ = ["models"]
+pytestmark = pytest.mark.filterwarnings("ignore")  # of starlette and httpx
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_full_queue_and_a_slow_answer(models: Any, runtime: Any) -> None:
+    small = Service(open_model(models("gpt2")[0]), batch=1, queue=1)
+    hold, parts = threading.Event(), list[JobPart]()
+    small._later(lambda: bool(hold.wait(20)))  # the thread works on something long
+    options = Options(max_tokens=3, temperature=0)
+    for _ in range(2):
+        small.add([1, 2], options, (0,), parts.append)
+    with pytest.raises(TooBusy, match="2 texts are generated or wait; allowed: 2"):
+        small.add([1, 2], options, (0,), parts.append)
+    answer = client(small).post("/v1/completions", json={"prompt": "a"})
+    assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+    hold.set()
+    end = time.monotonic() + 20
+    while sum(part.reason is not None for part in parts) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [part.reason for part in parts if part.reason] == ["length", "length"]
+    assert sum(part.tokens for part in parts) == 6
+    hold.clear()
+    small._later(lambda: bool(hold.wait(20)))
+    answer = client(small, timeout=0.1).post("/v1/completions", json={"prompt": "a"})
+    assert answer.status_code == 504 and "no whole answer within 0.1 s" in answer.text
+    hold.set()
+    assert client(small).post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+    small.stop()
+
+
+def test_requests_for_vectors_wait_in_the_same_queue(models: Any, runtime: Any) -> None:
+    small, hold = Service(open_model(models("gpt2")[0]), batch=1, queue=1), threading.Event()
+    small._later(lambda: bool(hold.wait(20)))
+    parts = list[JobPart]()
+    small.add([1, 2], Options(max_tokens=3), (0,), parts.append)
+    future = small.embed(["a"])
+    with pytest.raises(TooBusy, match="2 texts are generated or wait; allowed: 2"):
+        small.embed(["b"])
+    answer = client(small).post("/v1/embeddings", json={"input": "a"})
+    assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+    hold.set()
+    assert future.result(20)[0].shape == (1, 16)
+    until(lambda: bool(parts) and parts[-1].reason is not None)
+    assert client(small).post("/v1/embeddings", json={"input": "a"}).status_code == 200
+    small.stop()
+
+
+def test_vectors_that_come_too_late_are_not_computed(
+    models: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 texts take several passes: after status 504, no further pass begins, and the server goes on."""
+    own = Service(open_model(models("gpt2")[0]), batch=1)
+    texts = [words(seed, 9) for seed in range(64)]
+    want = own.embed(texts).result(60)[0]
+    assert own._encoder
+    own._encoder.batch_tokens = 100
+    calls: list[int] = []
+
+    def slow(given: Any, real: Any = own._encoder) -> Any:
+        calls.append(len(given))
+        time.sleep(0.05)
+        return real(given)
+
+    slow.batch_tokens, slow.model = 100, own.opened.model  # type: ignore[attr-defined]
+    monkeypatch.setattr(own, "_encoder", slow)
+    np.testing.assert_allclose(own.embed(texts).result(60)[0], want, atol=1e-5)
+    assert len(calls) > 5 and sum(calls) == 64
+    calls.clear()
+    answer = client(own, timeout=0.1).post("/v1/embeddings", json={"input": texts})
+    assert answer.status_code == 504 and "no whole answer within 0.1 s" in answer.text
+    until(lambda: not own._embedding)
+    assert sum(calls) < 64
+    monkeypatch.undo()
+    monkeypatch.setattr(own, "_encoder", None)
+    assert client(own).post("/v1/embeddings", json={"input": "a"}).status_code == 200 and not own.failed
+    own.stop()
+
+
+def test_a_cancelled_request_that_waits_is_not_begun(models: Any, runtime: Any) -> None:
+    own, hold = Service(open_model(models("gpt2")[0]), batch=1), threading.Event()
+    own._later(lambda: bool(hold.wait(20)))
+    future = own.embed(["a"])
+    assert future.cancel()
+    hold.set()
+    until(lambda: not own._embedding)
+    assert own._encoder is None and not own.failed
+    with pytest.raises(CancelledError):
+        future.result()
+    own.stop()
+
+
+def asked(service: Service, path: str, body: dict[str, Any], version: str, stays: float) -> list[Any]:
+    """Send a request whose client goes after `stays` seconds. Return the messages that the server sent."""
+    sent: list[Any] = []
+
+    async def run() -> None:
+        received, gone = False, asyncio.get_running_loop().time() + stays
+
+        async def receive() -> Any:
+            nonlocal received
+            if not received:
+                received = True
+                return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+            if (left := gone - asyncio.get_running_loop().time()) > 0:  # else at once, as uvicorn does
+                await asyncio.sleep(left)
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": version}, "http_version": "1.1",
+            "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+            "headers": [], "scheme": "http", "server": ("a", 80), "client": ("b", 1),
+        }  # fmt: skip
+        await Api(service, "m", 60.0).app()(scope, receive, send)
+
+    asyncio.run(run())
+    return sent
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("version", ["2.3", "2.4"])
+def test_the_text_of_a_client_that_goes_before_the_first_event_is_cancelled(
+    models: Any, runtime: Any, version: str, stream: bool
+) -> None:
+    own, hold, cancelled = Service(open_model(models("gpt2")[0]), batch=1), threading.Event(), list[Any]()
+    cancel = own.cancel
+    own.cancel = lambda job: (cancelled.append(job), cancel(job))[1]  # type: ignore[method-assign,func-returns-value]
+    own._later(lambda: bool(hold.wait(20)))
+    body = {"prompt": "a", "max_tokens": 20, "stream": stream}
+    begun = time.monotonic()
+    asked(own, "/v1/completions", body, version, 0.0)
+    assert len(cancelled) == 1 and time.monotonic() - begun < 10
+    hold.set()
+    until(lambda: not own._jobs and not own._new)
+    assert cancelled[0].request.ended and not cancelled[0].request.row
+    own.stop()
+
+
+def test_a_client_that_goes_while_tokens_come_is_noticed(
+    models: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part comes each 20 ms, so that the server never waits a second for one."""
+    own = Service(open_model(models("gpt2")[0]), batch=1)
+    real, steps = own._engine.step, list[float]()
+
+    def slow() -> None:
+        steps.append(time.monotonic())
+        time.sleep(0.02)
+        real()
+
+    monkeypatch.setattr(own._engine, "step", slow)
+    monkeypatch.setattr("nntile_py.inference.api_server.LOOK", 0.1)
+    asked(own, "/v1/completions", {"prompt": "a", "max_tokens": 20, "n": 64}, "2.3", 0.1)
+    until(lambda: not own._jobs)
+    assert len(steps) < 64
+    own.stop()
+
+
+def test_vectors_that_are_not_finite_are_an_error_of_the_server(models: Any, runtime: Any) -> None:
+    opened = open_model(models("bert")[0])
+    name = next(name for name in opened.model.weights if "word_embeddings" in name)
+    opened.model.weights = dict(opened.model.weights) | {name: np.full_like(opened.model.weights[name], np.nan)}
+    own = Service(opened)
+    for form in ("float", "base64"):
+        answer = client(own).post("/v1/embeddings", json={"input": "a", "encoding_format": form})
+        assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
+        assert "input: a vector is nan or infinite; allowed: a model with finite" in answer.json()["error"]["message"]
+    own.stop()
+
+
+def test_logits_that_are_not_finite_are_an_error_of_the_server(models: Any, runtime: Any) -> None:
+    opened = open_model(models("gpt2")[0])
+    name = next(name for name in opened.model.weights if "wpe" in name)
+    table = opened.model.weights[name].copy()
+    table[5] = np.nan
+    opened.model.weights = dict(opened.model.weights) | {name: table}
+    own = Service(opened)
+    answer = client(own).post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 8})
+    assert answer.status_code == 500 and "the text: the logits of new token 5 are nan" in answer.text
+    assert client(own).post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 4}).status_code == 200
+    own.stop()
+
+
+LOOP = "{% for _ in range(99999) %}"
+
+
+MACRO = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+
+
+@pytest.mark.parametrize("body", [LOOP * 3 + "{% endfor %}" * 3, MACRO], ids=["loops", "macro"])
+def test_a_template_that_does_not_end_is_refused(tmp_path: Path, body: str) -> None:
+    (tmp_path / "chat_template.jinja").write_text(body)
+    begun = time.monotonic()
+    with pytest.raises(nt.ConfigError, match="chat template: it has not ended after 2,000,000 steps; allowed"):
+        ChatTemplate(tmp_path).prompt([{"role": "user", "content": "a"}])
+    assert time.monotonic() - begun < 20
