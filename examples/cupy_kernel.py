@@ -1,7 +1,7 @@
 """A task with a CUDA kernel of your own, compiled by cupy: heat spreads over a plate (Jacobi's iteration), in tiles.
 
 python examples/cupy_kernel.py                    # CPU workers run the task in numpy
-python examples/cupy_kernel.py --cuda 1           # a GPU runs the kernel: pip install 'nntile_py[cupy]'
+python examples/cupy_kernel.py --cuda 1           # a GPU runs the kernel: pip install -e '.[cupy]'
 python examples/cupy_kernel.py --cuda 1 --cpus 2  # both kinds of workers share the tiles
 """
 

@@ -1,5 +1,6 @@
 """A running StarPU for a module's tests, processes of their own for the others."""
 
+import json
 import os
 import re
 import signal
@@ -84,3 +85,19 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Python:
         return forks.run(command, timeout=timeout, fresh=fresh, env=environment | {"STARPU_HOME": home} | env)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def cpu_losses(python: Python) -> Callable[[str, str], list[float]]:
+    """Compute losses on CPU workers in another process: `cpu_losses(module, call)` returns what `module.call` does."""
+
+    def compute(module: str, call: str) -> list[float]:
+        code = (
+            f"import sys, json; sys.path.insert(0, sys.argv[1]); import {module}, nntile_py as nt\n"
+            f"with nt.Runtime(cpus=2): print(json.dumps({module}.{call}))"
+        )
+        result = python(code, str(Path(__file__).parent))
+        assert result.returncode == 0, result.stderr
+        return [float(loss) for loss in json.loads(result.stdout)]
+
+    return compute

@@ -81,17 +81,9 @@ def train(dtype: str, steps: int = 20, **options: Any) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def expected(python: Any) -> list[float]:
+def expected(cpu_losses: Any) -> list[float]:
     """The losses in fp32 on the CPU."""
-    code = """
-import sys; sys.path.insert(0, sys.argv[1])
-import test_cuda, nntile_py as nt
-with nt.Runtime(cpus=2):
-    print(test_cuda.train("fp32"))
-"""
-    result = python(code, __file__.rpartition("/")[0])
-    assert result.returncode == 0, result.stderr
-    return [float(x) for x in result.stdout.strip(" []\n").split(",")]
+    return cpu_losses("test_cuda", 'train("fp32")')  # type: ignore[no-any-return]
 
 
 CUTS: dict[str, dict[str, int]] = {

@@ -159,7 +159,7 @@ class _Groups:
         self._before.append(waits)
         if self._known(task):
             self._own[task.worker] = self._own.get(task.worker, 0) | 1 << number
-        if self._known(task) or time < TINY:
+        if (self._known(task) or time < TINY) and task.kind != "cpu":
             self._newest[task.worker] = number
         return number
 

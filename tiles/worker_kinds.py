@@ -11,6 +11,25 @@ from .dtypes import is_low
 from .tasklist import Task, TaskList
 
 
+def check_workers(on_cpu: Sequence[str] | None, cpus: int | str | None, cuda: int | str, placement: str | None) -> None:
+    """Check that a run with GPUs and `on_cpu` has CPU workers, and that its tasks are not planned.
+
+    Args:
+        cpus: number of CPU workers; None or "all", with GPUs, is none.
+        cuda: number of GPUs, or "all". Without GPUs, `on_cpu` has no effect.
+        placement: "planned", "scheduler", or None for the default.
+
+    Raises:
+        ConfigError: there are no CPU workers, or the placement is planned.
+    """
+    if on_cpu is None or not cuda:
+        return
+    if cpus in (None, 0, "all"):
+        raise ConfigError(f"runtime.cpus: got {cpus} with runtime.on_cpu; allowed: a number of CPU workers")
+    if placement == "planned":
+        raise ConfigError("runtime.placement: planned is not allowed with runtime.on_cpu; use scheduler")
+
+
 def assign_kinds(lists: Iterable[TaskList], on_cpu: Sequence[str] | None) -> None:
     """Give tasks that match a pattern of `on_cpu` to CPU workers, and all other tasks to CUDA workers.
 
@@ -24,8 +43,9 @@ def assign_kinds(lists: Iterable[TaskList], on_cpu: Sequence[str] | None) -> Non
     for task in (task for one in lists for task in one.tasks):
         pattern = next((pattern for pattern in on_cpu or () if _matches(task, pattern)), None)
         task.kind = "" if on_cpu is None else "cuda" if pattern is None else "cpu"
-        low = next((access.tile.dtype for access in task.accesses if is_low(access.tile.dtype)), None)
-        if pattern and low:
+        if pattern is None:
+            continue
+        if low := next((access.tile.dtype for access in task.accesses if is_low(access.tile.dtype)), None):
             of, need = f"{task.op} ({task.kernel})", "operators on fp32 tiles, or precision: fp32 or tf32"
             raise ConfigError(f"runtime.on_cpu: {pattern!r} matches {of}, which has {low} tiles; allowed: {need}")
 

@@ -50,6 +50,7 @@ from nntile_py.system.folders import STDLIB
 from nntile_py.system.load import cores
 from nntile_py.tasks.optimizer import OPTIMIZERS
 from nntile_py.tiles.tasklist import Policy
+from nntile_py.tiles.worker_kinds import check_workers
 from nntile_py.yaml_text import dump
 
 _OF_RUNS = ("metrics.jsonl", "checkpoints")  # names in the folder of a run, beside its config.yaml and weights
@@ -115,9 +116,8 @@ class RunConfig(Section):
         check_precision("precision", self.precision, self.runtime.cuda != 0)
         if self.runtime.cpus == 0 == self.runtime.cuda:
             raise ConfigError("runtime.cpus: got 0; allowed: at least 1, or 'all', if runtime.cuda is 0")
-        if self.runtime.on_cpu is not None and self.runtime.cuda and self.runtime.cpus in (0, "all"):
-            need = "a number of CPU workers beside the GPUs"
-            raise ConfigError(f"runtime.cpus: got {self.runtime.cpus} with runtime.on_cpu; allowed: {need}")
+        runtime = self.runtime
+        check_workers(runtime.on_cpu, runtime.cpus, runtime.cuda, runtime.placement)
         check_pack(self.train.pack, self.tiles.seq)
         if self.train.pack and self.layout == "searched":
             raise ConfigError("layout: got searched; allowed with train.pack: default")

@@ -31,6 +31,7 @@ from nntile_py.system.load import cores
 from nntile_py.tasks.pdl import VARIABLE as OVERLAP
 from nntile_py.tiles import TaskList
 from nntile_py.tiles.placement import PLACEMENTS
+from nntile_py.tiles.worker_kinds import check_workers
 from nntile_py.typed import plain, typed
 
 # Number of tasks that a GPU gets ahead of the task that StarPU waits for, if no other worker could take them. AHEAD is
@@ -133,7 +134,10 @@ class Runtime:
         if placement not in (None, *PLACEMENTS):
             raise ConfigError(f"runtime.placement: {placement!r} is not allowed; use {' or '.join(PLACEMENTS)}")
         self.placement = placement or PLACEMENTS[cuda > 1 and not self.cpus]
-        self.on_cpu = self._checked_patterns(on_cpu)
+        if isinstance(on_cpu, str) or not all(isinstance(pattern, str) for pattern in on_cpu or ()):
+            raise ConfigError(f"runtime.on_cpu: {on_cpu!r} is not allowed; use a list of names, such as ['adamw']")
+        check_workers(on_cpu, self.cpus, cuda, self.placement)
+        self.on_cpu = tuple(on_cpu) if cuda and on_cpu is not None else None  # CPU workers alone run all tasks
         if self.placement == "planned" and "STARPU_SCHED" in os.environ:
             raise ConfigError(
                 "STARPU_SCHED is not allowed with runtime.placement: planned; unset it, or use placement: scheduler"
@@ -154,20 +158,6 @@ class Runtime:
         self._wanted_cpus = cpus
         self._users: list[Any] = []
         self._process = os.getpid()
-
-    def _checked_patterns(self, on_cpu: Sequence[str] | None) -> tuple[str, ...] | None:
-        """Return the patterns of `on_cpu`; None if all workers are CPU workers, which then run all tasks."""
-        if on_cpu is None:
-            return None
-        if isinstance(on_cpu, str) or not all(isinstance(pattern, str) for pattern in on_cpu):
-            raise ConfigError(f"runtime.on_cpu: {on_cpu!r} is not allowed; use a list of names, such as ['adamw']")
-        if not self.cuda:
-            return None
-        if not self.cpus:
-            raise ConfigError("runtime.cpus: got 0 with runtime.on_cpu; allowed: CPU workers beside the GPUs")
-        if self.placement == "planned":
-            raise ConfigError("runtime.placement: planned is not allowed with runtime.on_cpu; use scheduler")
-        return tuple(on_cpu)
 
     def __repr__(self) -> str:
         memory = f", memory={self.memory}" if self.memory else ""

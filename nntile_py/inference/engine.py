@@ -217,7 +217,7 @@ class Engine:
         count = max(before, min(self.decoder.rows, 1 << max(len(alive) + len(new) - 1, 0).bit_length()))
         self._active = [*alive, *new, *[None] * (count - len(alive) - len(new))]
         self._passes = None
-        for _ in new:  # only now, so that an interrupt loses none of them
+        for _ in new:  # requests leave the queue after they are active, so that an interrupt loses no request
             self._waiting.popleft()
         for one, token in zip(new, self.decoder.prefill([one.row for one in new if one.row]), strict=True):
             _take(one, token)
