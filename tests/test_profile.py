@@ -441,3 +441,18 @@ def test_profiling_twice_and_off_between(light: bool) -> None:
     assert [len(t) for t in traces] == [trainer.tasks_per_step, 2 * trainer.tasks_per_step]
     assert all((t.end >= t.start).all() and (t.start >= t.submit).all() for t in traces)
     assert traces[0].released.max() < traces[1].submit.min()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_the_largest_rate_is_above_that_of_products(tmp_path: Path, precision: str) -> None:
+    """A bound below the rate of a product would call correct counts of flop wrong."""
+    import torch
+
+    (tmp_path / "c.yaml").write_text(
+        "{model: {layers: 1, embed: 12, heads: 2}, train: {steps: 1, batch: 2, seq: 8}, runtime: {cpus: 1},"
+        f" precision: {precision}, profile: {{peak_flop: 1.0, peak_bytes: 1.0}}}}"
+    )
+    x = torch.rand(512, 512, dtype=torch.float64 if precision == "fp64" else torch.float32)
+    seconds, _, _ = peak_rates.best_of(lambda: torch.mm(x, x))
+    flop = peak_rates.largest_flop(load(tmp_path / "c.yaml"))
+    assert flop and flop > 0.9 * 2 * 512**3 / seconds / torch.get_num_threads()

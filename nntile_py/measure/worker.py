@@ -40,7 +40,7 @@ from nntile_py.graph.step import TILE_DTYPE, StepSpec
 from nntile_py.measure.sweep_spec import METRICS, Measure
 from nntile_py.measure.workload_inputs import Array, count_tokens, inputs_of, planned_flop
 from nntile_py.profiling.operator_timer import runner, small_program
-from nntile_py.profiling.peak_rates import peak_of_workers
+from nntile_py.profiling.peak_rates import largest_flop
 from nntile_py.system import launcher
 from nntile_py.system.clock import clocked
 from nntile_py.system.load import Load, among
@@ -169,10 +169,10 @@ def check_rate(config: RunConfig, flop_per_s: float) -> None:
     gpu = config.runtime.cuda != 0
     if flop_per_s <= config.workers * device_model.worker(TILE_DTYPE[config.precision], gpu).flop_s:
         return
-    peak = peak_of_workers(config).flop
+    peak = largest_flop(config)
     for _ in range(0 if gpu else 4):  # other programs may have disturbed the measurement
         if peak and flop_per_s > ABOVE_PEAK * peak:
-            peak = max(peak, peak_of_workers(config).flop or 0.0)
+            peak = max(peak, largest_flop(config) or 0.0)
     if peak and flop_per_s > ABOVE_PEAK * peak:
         rate, most = (f"{value / 1e9:,.0f} Gflop/s" for value in (flop_per_s, peak))
         raise NNTileError(f"{rate} are more than the workers' peak of {most}: the flop are counted wrongly")

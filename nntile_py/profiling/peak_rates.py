@@ -87,6 +87,21 @@ def best_of(work: Callable[[], object], seconds: float = 0.2) -> tuple[float, fl
     return min(*times, own / len(times) or np.inf), now - start, own
 
 
+def largest_flop(config: RunConfig) -> float | None:
+    """Return an upper bound on the flop/s of all workers of the running runtime; None: unknown.
+
+    For CPU workers it is at least the rate of multiply-adds in registers. The peak of known_peak is no upper bound: it
+    is the rate of torch's GEMM, and on some CPUs our own products are faster.
+    """
+    peak = peak_of_workers(config).flop
+    if _core.cuda_workers():
+        return peak
+    loops, fp64 = 100_000, config.precision == "fp64"  # below 1 ms
+    flop = float(_core.fma_flop(loops, fp64))
+    seconds, _, _ = best_of(lambda: _core.fma_flop(loops, fp64), 0.05)
+    return max(peak or 0.0, config.workers * flop / seconds)
+
+
 def measure_cpu(workers: int, precision: str) -> Peak:
     """Measure the peak of one CPU worker, by a GEMM and a large copy on all workers at once; takes 0.5 s."""
     import torch

@@ -365,6 +365,7 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("broken", &Captured::broken)
       .def_property_readonly("graphs", &Captured::graphs);
 #endif
+  m.def("fma_flop", &fma_flop, release(), py::arg("loops"), py::arg("fp64"));
   m.def("take_not_finite", []() -> std::optional<std::tuple<uint64_t, uint64_t, uint64_t>> {
     const py::gil_scoped_release nogil;
     if (const auto found = take_not_finite()) return std::tuple{found->run, found->task, found->body};

@@ -165,4 +165,7 @@ struct NotFinite {
 };
 std::optional<NotFinite> take_not_finite();  // since the last call; waits for all tasks
 
+// Computes `loops` times ten fused multiply-adds on vectors in fp32 or fp64. Returns the flop.
+double fma_flop(int64_t loops, bool fp64);
+
 }  // namespace nntile
