@@ -128,14 +128,16 @@ OPTIONS: dict[str, Any] = {"temperature": 1.1, "top_k": 30, "top_p": 0.9, "min_p
 
 
 def test_draws_depend_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on the other prompts, the tiling, the number of rows, or the number of passes that are read together."""
-    with nt.Generator(from_hf(hf_model("llama")), batch=4) as generator:
+    """Not on the other prompts, the tiling, the number of rows, or the number of passes that are read together.
+
+    In fp64: in fp32 the rounding of a product of other sizes can move a draw across the bound between two tokens."""
+    with nt.Generator(from_hf(hf_model("llama")), batch=4, precision="fp64") as generator:
         many = generator(prompts()[:9], max_tokens=20, seed=3, **OPTIONS)
         few = generator(prompts()[:3], max_tokens=20, seed=3, **OPTIONS)
         other = generator(prompts()[:3], max_tokens=20, seed=4, **OPTIONS)
     assert few == many[:3] and other != few
     monkeypatch.setattr(Decoder, "passes_at_once", 3)
-    with nt.Generator(from_hf(hf_model("llama")), tiles=TILINGS["even"], batch=16) as generator:
+    with nt.Generator(from_hf(hf_model("llama")), tiles=TILINGS["even"], batch=16, precision="fp64") as generator:
         assert generator(prompts()[:9], max_tokens=20, seed=3, **OPTIONS) == many
 
 
