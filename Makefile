@@ -8,7 +8,7 @@ setup:
 	@scripts/setup.sh
 
 setup-test:
-	@scripts/setup.sh test lint docs serve
+	@scripts/setup.sh test lint docs serve data
 
 setup-lint:
 	@scripts/setup.sh lint

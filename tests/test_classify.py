@@ -17,7 +17,7 @@ from test_objectives import EXPERIMENTS, nntile
 import nntile_py as nt
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import RunConfig, load
-from nntile_py.data import text as data
+from nntile_py.data import tokenization as data
 from nntile_py.data.classification import ClassificationDataset, split_samples
 from nntile_py.data.collators import LabelledCollator
 from nntile_py.data.confusion import Confusion
@@ -79,9 +79,9 @@ BAD = {
     "surrogate": ("a.jsonl", r'{"text": "\ud800", "label": 1}', "line 1: half of a character .*; allowed: whole"),
     "not UTF-8": ("a.csv", GOOD.encode() + b"caf\xe9,x\n", r"line 4: not UTF-8 .*; allowed: text in UTF-8"),
     "null byte": ("a.csv", GOOD + "a\0b,x\n", "line 4: has a null byte; allowed: text in UTF-8"),
-    "no rows": ("a.csv", "text,label\n", "a.csv: no rows; allowed: a file .csv or .tsv with the columns 'text' and"),
-    "nothing": ("a.jsonl", "", "a.jsonl: no rows; allowed: a file .csv"),
-    "other file": ("a.txt", GOOD, "a.txt: not the name of a table; allowed: a file .csv or .tsv with"),
+    "no rows": ("a.csv", "text,label\n", "a.csv: no rows; allowed: a table with the columns 'text' and"),
+    "nothing": ("a.jsonl", "", "a.jsonl: no rows; allowed: a table"),
+    "other file": ("a.txt", GOOD, "a.txt: not the name of a table; allowed: a table with"),
     "one label": ("a.csv", "text,label\na,x\nb,x\n", "all 2 rows have the label 'x'; allowed: at least two labels"),
     "many": ("a.csv", "text,label\n" + "".join(f"a,{k}\n" for k in range(300)), "has 300 labels in 300 rows; all"),
 }
@@ -100,7 +100,7 @@ def test_a_bad_table_is_one_clear_message(case: str, tmp_path: Path) -> None:
 
 def test_a_folder_is_no_table(tmp_path: Path) -> None:
     (tmp_path / "a.csv").mkdir()
-    with pytest.raises(ConfigError, match=r"data.source: cannot read .*a.csv: is a folder; allowed: a file .csv"):
+    with pytest.raises(ConfigError, match=r"data.source: cannot read .*a.csv: is a folder; allowed: a table"):
         read_labelled_texts("data.source", str(tmp_path / "a.csv"), "text", "label")
 
 
@@ -433,7 +433,7 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
         ({"data": of | {"held_out": str(tmp_path / "held.csv")}},
          r"data.held_out: .*held.csv, line 3: the label 'thought' is not in data.source; allowed: animal, fruit, met"),
         ({"model": model | {"head": "masked_lm"}, "data": {"held_out": str(tmp_path / "held.csv")}},
-         r"data.held_out: allowed: null unless model.head is classification"),
+         r"data.held_out: .*held.csv, line 1: no column 'text'; there are 'words', 'kind'; allowed: a table with"),
         ({"tokenizer": {"path": str(tmp_path / "plain.json")}}, r"plain.json has no token \[CLS\], \[SEP\]; allowed"),
         ({"tokenizer": {"vocab_size": 260}}, "tokenizer.vocab_size: got 260; allowed: at least 261"),
         ({"train": TREE["train"] | {"seq": 2}}, "train.seq: got 2; allowed: at least 3"),

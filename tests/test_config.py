@@ -315,7 +315,7 @@ def saved_model(folder: Path) -> None:
 
 
 def test_a_saved_model_gives_shape_and_tokenizer(tmp_path: Path) -> None:
-    from nntile_py.data.text import train_tokenizer
+    from nntile_py.data.tokenization import train_tokenizer
 
     saved_model(tmp_path / "saved")
     train_tokenizer(["some text"], 260).save(str(tmp_path / "saved" / "tokenizer.json"))

@@ -111,7 +111,7 @@ def test_init_of_an_own_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_init_from_a_folder(folder: Path) -> None:
     """Sizes and tokenizer are the folder's."""
-    from nntile_py.data.text import train_tokenizer
+    from nntile_py.data.tokenization import train_tokenizer
 
     shape = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 200, "vocab_size": 260}
     Path("saved").mkdir()
@@ -221,6 +221,7 @@ LM_TASK = """
 """
 SMALL = "--set model.layers=1 --set train.seq=16 --set train.batch=4"
 SHORTER = {  # what the examples take too long for here
+    "nntile data": "--max-bytes 300kB --vocab-size 300",
     "nntile train": f"{SMALL} --set train.steps=2 --set train.eval_batches=1 --set data.source=my.txt "
     "--set tokenizer.vocab_size=300 --set sample.tokens=0",
     "nntile profile": SMALL,

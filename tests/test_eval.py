@@ -18,7 +18,7 @@ import transformers
 from tokenizers import Tokenizer, processors
 
 from nntile_py import cli
-from nntile_py.data.text import train_tokenizer
+from nntile_py.data.tokenization import train_tokenizer
 from nntile_py.data.tokenizer import MASKED, frame
 from nntile_py.data.windows import spans
 from nntile_py.inference.evaluation import mask_text
@@ -355,17 +355,15 @@ def test_what_was_measured_is_shown_before_an_error(nntile: Any, models: Any) ->
         ("bert", "--data text.txt --seq 2", "--seq: got 2; allowed: at least 3"),
         ("bert", "--data text.txt --stride 23", "--stride: got 23; allowed: 1 to 22 (--seq = 24, less [CLS]"),
         ("gpt2", "--data none.txt", "--data: none.txt is no such file or folder; allowed: a text file or a folder"),
-        ("gpt2", "--data empty", "--data: no text in empty; allowed: a folder of text files .txt, .md"),
-        ("gpt2", "--data . --set data.extensions=[.bin]", "--data: no text in .; allowed: a folder of text files .bin"),
-        ("gpt2", "--data .", "--data: latin.txt, line 1: not UTF-8"),
+        ("gpt2", "--data empty", "--data: no text in empty; allowed: a text file, a table, or a folder of such"),
+        ("gpt2", "--data . --set data.extensions=[.bin]", "--data: no file with one of the extensions .bin in ."),
         ("classifier", "--data .", "--data: . is a folder; allowed for a classifier: a table"),
         ("gpt2", "--data empty.txt", "--data: no text in empty.txt; allowed"),
         ("gpt2", "--data one.txt", "--data: the text has 1 token; allowed: at least 2"),
         ("bert", "--data one.txt", "--data: the text has 1 token; allowed: at least 2"),
-        ("gpt2", "--data latin.txt", "--data: latin.txt, line 1: not UTF-8"),
-        ("gpt2", "--data t.csv", "--data: t.csv is a table (.csv); allowed: a text file"),
-        ("bert", "--data t.csv", "--data: t.csv is a table (.csv); allowed: a text file"),
-        ("classifier", "--data text.txt", "--data: text.txt: not the name of a table; allowed: a file .csv"),
+        ("gpt2", "--data latin.txt", "--data: latin.txt: byte 3 (0xe9) is not UTF-8"),
+        ("gpt2", "--data t.csv --set data.text=body", "--data: t.csv, line 1: no column 'body'; there are 'text', 'l"),
+        ("classifier", "--data text.txt", "--data: text.txt: not the name of a table; allowed: a table"),
         ("classifier", "--data t.csv --stride 3", "--stride: not allowed for a classifier"),
         ("classifier", "--data other.csv", "--data: other.csv, line 2: the label 'poor'; allowed: the classes of the"),
         ("classifier", "--data t.csv --set data.label=stars", "no column 'stars'"),

@@ -23,8 +23,9 @@ from nntile_py.checkpoint.model_files import _companions, companions_note, incom
 from nntile_py.checkpoint.run_folder import OWN
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import RunConfig, load
-from nntile_py.data import text as data
 from nntile_py.data import text_dataset
+from nntile_py.data import tokenization as data
+from nntile_py.data.documents import TextPart
 from nntile_py.data.special_tokens import special_tokens
 from nntile_py.data.tokenizer import MASKED, load_tokenizer
 from nntile_py.errors import ConfigError
@@ -85,9 +86,9 @@ def test_texts_are_read_whole(tmp_path: Path, unit: str) -> None:
         saved = json.loads(files["tokenizer.json"])
         assert (saved["truncation"] is not None) == limited == (saved["padding"] is not None)
         assert not limited or saved == json.loads((tmp_path / "True/tokenizer.json").read_text())
-    assert made[0].train.tobytes() == made[1].train.tobytes()
-    assert made[0].held_out.tobytes() == made[1].held_out.tobytes()
-    assert len(made[0].train) > 5 * len(LINES)
+    assert made[0].train[0].ids.tobytes() == made[1].train[0].ids.tobytes()
+    assert made[0].held_out[0].ids.tobytes() == made[1].held_out[0].ids.tobytes()
+    assert len(made[0].train[0].ids) > 5 * len(LINES)
 
 
 def test_labelled_texts_and_the_encoder_read_texts_whole(tmp_path: Path, runtime: nt.Runtime) -> None:
@@ -108,12 +109,13 @@ def test_labelled_texts_and_the_encoder_read_texts_whole(tmp_path: Path, runtime
     assert lengths[0] == lengths[2] and lengths[1] == lengths[3] and min(map(min, lengths)) > 10
 
 
-def test_tokens_of_python_users() -> None:
-    """data.encode takes any tokenizer, whatever truncation it has, and leaves it as it is."""
+def test_tokenizing_ignores_the_limits_of_a_tokenizer() -> None:
+    """tokenize takes any tokenizer, whatever truncation it has, and leaves it as it is."""
     limited = tokenizer(True)
-    whole, lengths = data.encode(tokenizer(), LINES, 3)
-    cut, same = data.encode(limited, LINES, 3)
-    assert np.array_equal(whole, cut) and np.array_equal(lengths, same) and limited.truncation["max_length"] == 5
+    ((_, (whole,)),) = data.tokenize([(TextPart(line), False) for line in LINES], tokenizer(), "window", 3)
+    ((_, (cut,)),) = data.tokenize([(TextPart(line), False) for line in LINES], limited, "window", 3)
+    assert np.array_equal(whole.ids, cut.ids) and np.array_equal(whole.segments, cut.segments)
+    assert limited.truncation["max_length"] == 5
 
 
 # -- special tokens
@@ -184,7 +186,7 @@ def test_special_tokens_are_those_of_the_folder(tmp_path: Path, name: str) -> No
     assert isinstance(dataset, text_dataset.TextDataset)
     found = special_tokens(dataset.tokenizer, of.tokenizer.path, of.model.from_)
     assert (found.end, found.stops, found.roles.get("eos_token")) == (end, stops, eos)
-    last = dataset.corpus.held_out[-1]
+    last = dataset.corpus.held_out[0].ids[-1]
     assert last == end if end is not None else last > len(NAMES)
     assert ("no token ends a document" in dataset.describe()) == (end is None)
     hf = json.loads((source / "config.json").read_text())

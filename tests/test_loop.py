@@ -28,9 +28,11 @@ from nntile_py.checkpoint.run_folder import Metrics
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import load
 from nntile_py.config.sections import CheckpointSection, optimizer_section
-from nntile_py.data import text as data
+from nntile_py.data import corpus as data
 from nntile_py.data import text_dataset
 from nntile_py.data.collators import CausalCollator
+from nntile_py.data.token_files import Tokens
+from nntile_py.data.tokenization import train_tokenizer
 from nntile_py.data.tokenizer import load_tokenizer
 from nntile_py.errors import ConfigError, MissingWeight, NNTileError, NotFinite, exit_status
 from nntile_py.inference import generate
@@ -115,7 +117,7 @@ def test_the_weights_are_those_of_a_transformers_model(run: tuple[Path, str]) ->
     config = load(run[0] / "config.yaml")
     dataset = build_dataset(config, step_spec(config))
     assert isinstance(dataset, text_dataset.TextDataset)
-    batches = text_dataset.held_out_batches(dataset.corpus.held_out, 4, 12, 2)
+    batches = [batch["input_ids"] for batch in dataset.held_out()]  # type: ignore[index]
     with torch.no_grad():
         losses = [model(torch.tensor(ids), labels=torch.tensor(ids)).loss.item() for ids in batches]
     assert np.mean(losses) == pytest.approx(metrics(run[0])[-1]["held_out_loss"], rel=1e-5)
@@ -397,7 +399,8 @@ def fake_run(tmp_path: Path, trainer: Trainer, stop: list[str], steps: int) -> A
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
     config = load(tmp_path / "tiny.yaml", [f"train.steps={steps}"])
     tokens = np.arange(100, dtype=np.uint16)
-    corpus = data.Corpus(None, tokens, tokens)  # type: ignore[arg-type]
+    part = [Tokens(tokens, np.array([100]))]
+    corpus = data.Corpus(None, part, part)  # type: ignore[arg-type]
     how = config.train
     dataset = text_dataset.TextDataset(
         corpus, CausalCollator(how.seq), seq=how.seq, batch=how.batch, passes=how.grad_accumulation,
@@ -472,7 +475,7 @@ def test_a_nan_stops_at_its_step(tmp_path: Path) -> None:
 
 
 def test_a_sample_follows_the_model(tmp_path: Path) -> None:
-    tokenizer = data.train_tokenizer(["import this\n" * 10], 300)
+    tokenizer = train_tokenizer(["import this\n" * 10], 300)
     size = tokenizer.get_vocab_size()
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
     for temperature in (0.0, 1.0):  # 50 above the others: drawn with near certainty

@@ -16,8 +16,9 @@ from nntile_py.analysis import draw
 from nntile_py.analysis.plan import plan
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import load
-from nntile_py.data import text as data
-from nntile_py.data.tokenizer import MASKED, ROBERTA, load_tokenizer, special_numbers
+from nntile_py.data import tokenization as data
+from nntile_py.data.documents import Documents
+from nntile_py.data.tokenizer import END_OF_TEXT, MASKED, ROBERTA, load_tokenizer, special_numbers
 from nntile_py.errors import ConfigError
 from nntile_py.inference.texts import with_limit
 from nntile_py.models.registry import known
@@ -97,7 +98,7 @@ def of_auto_tokenizer(folder: Path, kinds: bool, framed: bool) -> Any:
     ids = own.encode(texts[0], add_special_tokens=False).ids
     assert theirs(texts[0]).input_ids == ([theirs.cls_token_id, *ids, theirs.sep_token_id] if framed else ids)
     assert theirs.decode(theirs(texts[0]).input_ids, skip_special_tokens=True) == texts[0]
-    assert theirs.unk_token == theirs.bos_token == theirs.eos_token == data.END_OF_TEXT
+    assert theirs.unk_token == theirs.bos_token == theirs.eos_token == END_OF_TEXT
     rows = theirs(["a", "some rows of tiles"], padding=True).input_ids
     assert len(rows[0]) == len(rows[1]) and rows[0][-1] == theirs.pad_token_id
     return theirs
@@ -109,7 +110,7 @@ def test_bert_learns_and_transformers_reads_it(tmp_path: Path, kind: str, theirs
     assert "guesses at its masked tokens in [[ ]]:\n[CLS]" in said and said.rstrip().endswith("[SEP]")
     assert of_transformers(folder, theirs) == pytest.approx(last_loss(folder), rel=1e-5)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    numbers = [tokenizer.token_to_id(token) for token in (data.END_OF_TEXT, *MASKED)]
+    numbers = [tokenizer.token_to_id(token) for token in (END_OF_TEXT, *MASKED)]
     assert None not in numbers and special_numbers(tokenizer) == set(numbers)
     assert json.loads((folder / "config.json").read_text())["pad_token_id"] == tokenizer.token_to_id("[PAD]")
     auto = of_auto_tokenizer(folder, kind in ("bert", "albert"), framed=True)
@@ -154,7 +155,7 @@ def test_sequences_of_a_masked_model(tmp_path: Path) -> None:
 def test_robertas_special_tokens(tmp_path: Path) -> None:
     """A tokenizer that calls them <s>, </s>, <pad>, <mask>."""
     section = load(write(tmp_path)).data
-    texts = data.read_documents(section.source, section.extensions)
+    texts = [part.text for part in Documents(section.source, section.extensions)]
     data.train_tokenizer(texts, 300, [*ROBERTA.values()]).save(str(tmp_path / "roberta.json"))
     config = load(write(tmp_path, tokenizer={"path": str(tmp_path / "roberta.json")}, model=BERT | {"type": "roberta"}))
     dataset = build_dataset(config, step_spec(config))

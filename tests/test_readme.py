@@ -17,7 +17,8 @@ from pages import PAGES, ROOT, blocks, commands, named
 import nntile_py as nt
 from nntile_py import cli
 from nntile_py.config.run_config import load, resolve
-from nntile_py.data.text import read_documents, train_tokenizer
+from nntile_py.data.documents import Documents
+from nntile_py.data.tokenization import train_tokenizer
 from nntile_py.data.tokenizer import MASKED
 from nntile_py.measure.sweep_spec import load_sweep, points
 from nntile_py.profiling.diagnosis import RULES
@@ -240,21 +241,21 @@ def test_the_readmes_data_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     write_reviews(tmp_path / "reviews.csv")
     (tmp_path / "rows.jsonl").write_text('{"review": "good", "verdict": "a"}\n{"review": "bad", "verdict": "b"}\n')
     (tmp_path / "texts" / "one.txt").write_text("one text")
-    (tmp_path / "texts" / "reviews.csv").write_text("not read")
+    (tmp_path / "texts" / "notes.csv").write_text("another column\n")
     (tmp_path / "data.parquet").write_bytes(b"PAR1\xff\xfe\x00")
 
     def text(source: str) -> list[str]:
-        section = resolve({"model": sizes, "data": {"source": source}} | rest, [], "a.yaml").data
-        return read_documents(section.source, section.extensions, section.max_bytes)
+        section = resolve({"model": sizes, "data": {"source": source, "text": "review"}} | rest, [], "a.yaml").data
+        return [part.text for part in Documents(section.name, section.extensions, section.text)]
 
     def classes(source: str) -> int:
         data = {"source": source, "text": "review", "label": "verdict"}
         model = sizes | {"type": "bert", "head": "classification"}
         return resolve({"model": model, "data": data} | rest, [], "a.yaml").model.classes  # type: ignore[no-any-return]
 
-    assert text("reviews.csv")[0].startswith("review,verdict\n") and text("rows.jsonl")[0].startswith("{")
+    assert text("rows.jsonl") == ["good", "bad"] and text("reviews.csv")[0] == "good number 0"
     assert text("texts") == ["one text"]
-    with pytest.raises(nt.ConfigError, match="not UTF-8"):
+    with pytest.raises(nt.ConfigError, match="damaged, or of another format"):
         text("data.parquet")
     assert classes("reviews.csv") == classes("rows.jsonl") == 2
     (tmp_path / "names.conll").write_text("Ann B-PER\nwent O\n")

@@ -12,7 +12,7 @@ import yaml
 
 import nntile_py as nt
 from nntile_py.config.run_config import RunConfig, load
-from nntile_py.data.text import train_tokenizer
+from nntile_py.data.tokenization import train_tokenizer
 from nntile_py.errors import ConfigError, NotFinite
 from nntile_py.inference.generate import generate
 from nntile_py.inference.generator import Generator

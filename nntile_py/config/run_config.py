@@ -27,6 +27,7 @@ from nntile_py.config.sections import (
 from nntile_py.data.collators import most_masked
 from nntile_py.data.labelled_words import ONE, SEVERAL, WORDS, LabelKind, read_samples
 from nntile_py.data.tables import class_numbers, labels_of, no_numbers, unknown_label
+from nntile_py.data.token_files import TOKENIZER, is_token_folder
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion, every_rule
 from nntile_py.graph.step import PRECISIONS, check_pack, check_precision
@@ -124,11 +125,8 @@ class RunConfig(Section):
         fields = type(model).model_fields
         if self.aim == CLASSIFICATION:
             model = self._with_labels(model)
-        elif self.data.held_out:
-            raise ConfigError(f"data.held_out: allowed: null unless model.head is {' or '.join(CLASSIFIERS)}")
-        elif (key := next((key for key in ("text", "label") if getattr(self.data, key) != key), None)) is not None:
-            need = f"{key}, since only classifiers (model.head: {' or '.join(CLASSIFIERS)}) read a table with columns"
-            raise ConfigError(f"data.{key}: got {getattr(self.data, key)}; allowed: {need}")
+        else:
+            self._check_text()
         if model.from_ and "vocab" in fields and self.tokenizer.path is None:
             self.tokenizer = TokenizerSection(path=_tokenizer_in(Path(model.from_)))
         if "positions" in fields:
@@ -152,6 +150,19 @@ class RunConfig(Section):
             self.sample = self.sample.model_copy(update={"prompt": prompt})
         return self
 
+    def _check_text(self) -> None:
+        """Check the section `data` of a model that is trained on text, and take the tokenizer of prepared tokens."""
+        data = self.data
+        if data.label != "label":
+            need = f"label, since only classifiers (model.head: {' or '.join(CLASSIFIERS)}) read labels"
+            raise ConfigError(f"data.label: got {data.label}; allowed: {need}")
+        if data.concatenate and (self.train.pack or data.sequences != "window"):
+            key = "train.pack: true" if self.train.pack else f"data.sequences: {data.sequences}"
+            raise ConfigError(f"data.concatenate: got true; allowed with {key}: false")
+        first = Path(data.entries[0].path)
+        if "tokenizer" not in self.model_fields_set and not self.model.from_ and is_token_folder(first):
+            self.tokenizer = TokenizerSection(path=str(first / TOKENIZER))
+
     def _with_labels(self, model: Any) -> Any:
         """Return the section `model` of a classifier with the table's labels as its classes.
 
@@ -162,6 +173,9 @@ class RunConfig(Section):
             raise ConfigError(f"data.max_bytes: got {data.max_bytes}; allowed: null, since a table is read completely")
         if data.sequences != "window":
             raise ConfigError(f"data.sequences: got {data.sequences}; allowed: window, since rows are sequences")
+        if data.concatenate or not isinstance(data.source, str):
+            key, need = ("data.concatenate", "false") if data.concatenate else ("data.source", "one path")
+            raise ConfigError(f"{key}: allowed with model.head: {model.head}: {need}")
         samples = read_samples("data.source", data.source, data.text, data.label, CLASSIFIERS[model.head])
         names = labels_of(data.source, samples)
         if "labels" not in fields or "classes" not in fields:

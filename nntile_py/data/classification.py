@@ -16,7 +16,7 @@ from nntile_py.data.dataset import Evaluator, Inputs
 from nntile_py.data.labelled_words import WORDS, LabelKind, classes_of_tokens, first_tokens, read_samples
 from nntile_py.data.sampler import Sampler
 from nntile_py.data.tables import LabelledText, class_numbers, labels_of, unknown_label
-from nntile_py.data.text import Report, silent, train_tokenizer
+from nntile_py.data.tokenization import Report, silent, train_tokenizer
 from nntile_py.data.tokenizer import CLS, MASKED, ROBERTA, SEP, frame, lacking
 from nntile_py.errors import ConfigError
 from nntile_py.graph.bin_packing import Bins
@@ -226,16 +226,16 @@ class ClassificationDataset:
         return {"training text": self.corpus.train.tobytes(), "held-out text": self.corpus.held_out.tobytes()}
 
     def train(self, step: int) -> Inputs:
-        numbers, places = self._sampler.step(step)
-        padded = self.collate(zip(*self.corpus.train.take(np.array(numbers)), strict=True))
+        padded = self.collate(zip(*self.samples(step), strict=True))
         if not self._bins:
             return padded
         padded.pop(MASK, None)
-        return self._bins.filled(padded, places, self._passes, shift=False)
+        return self._bins.filled(padded, self._sampler.step(step)[1], self._passes, shift=False)
 
     def samples(self, step: int) -> TokenizedTexts:
         """Return the texts that a training step reads. Each epoch has every text once, in an order set by the seed."""
-        return self.corpus.train.take(np.array(self._sampler.step(step)[0]))
+        texts = self.corpus.train
+        return texts.take(np.array(self._sampler.step(step)[0]) % len(texts))
 
     def held_out(self, whole: bool = False) -> Iterator[dict[str, Array]]:
         """Yield batches of held-out texts: `eval_batches` batches, spread evenly over the texts, or all if `whole`.

@@ -11,7 +11,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from nntile_py.data.collators import Array
-from nntile_py.data.tables import LabelledText, lines_of, name_of, read_labelled_texts, read_rows, read_text, text_of
+from nntile_py.data.files import format_suffix
+from nntile_py.data.rows import is_dataset, place, read_rows
+from nntile_py.data.tables import LabelledText, lines_of, name_of, read_labelled_texts, read_text, text_of
 from nntile_py.errors import ConfigError
 from nntile_py.schema import short
 from nntile_py.system.folders import STDLIB
@@ -21,7 +23,7 @@ from nntile_py.tasks.cross_entropy import IGNORED
 LabelKind = Literal["one", "several", "words"]
 ONE, SEVERAL, WORDS = get_args(LabelKind)
 CONLL = (".conll", ".iob", ".iob2", ".bio", ".tsv", ".txt")  # suffixes of files with a word and its label in each line
-_JSON = (".jsonl", ".ndjson")
+_LISTS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")  # suffixes of tables whose rows may have lists
 _DOCUMENT = "-DOCSTART-"  # in the data of CoNLL 2003, a line with this word begins a document
 
 
@@ -52,7 +54,7 @@ def read_samples(key: str, source: str, text: str, label: str, kind: LabelKind) 
 def _allowed(text: str, label: str) -> str:
     return (
         f"with head: token_classification a file {', '.join(CONLL)} with a word and its label in each line, or"
-        f" {_JSON[0]} with lists of equal length at the keys {text!r} and {label!r} (data.text and data.label name"
+        f" {_LISTS[0]} with lists of equal length at the keys {text!r} and {label!r} (data.text and data.label name"
         " others)"
     )
 
@@ -63,9 +65,9 @@ def _read(key: str, source: str, text: str, label: str, changed: tuple[int, int]
     where, need, path = f"{key}: {source}", _allowed(text, label), Path(source)
     if path.suffix.lower() in CONLL:
         samples = list(_conll_texts(where, path))
-    elif path.suffix.lower() in _JSON:
+    elif format_suffix(path) in _LISTS or is_dataset(path):
         rows = read_rows(where, path, (text, label), need)
-        samples = [_json_text(f"{where}, line {line}", row, text, label, line) for line, row in rows]
+        samples = [_row_text(f"{where}, {place(path, line)}", row, text, label, line) for line, row in rows]
     else:
         raise ConfigError(f"{where}: not the name of a file of labelled words; allowed: {need}")
     if not samples:
@@ -95,7 +97,7 @@ def _conll_texts(where: str, path: Path) -> Iterator[LabelledText]:
         labels.append(name_of(f"{where}, line {number}", "label", fields[-1]))
 
 
-def _json_text(here: str, row: dict[str, Any], text: str, label: str, line: int) -> LabelledText:
+def _row_text(here: str, row: dict[str, Any], text: str, label: str, line: int) -> LabelledText:
     for key in (text, label):
         if not isinstance(row[key], list) or not row[key]:
             raise ConfigError(f"{here}: {key!r} is {short(row[key])}; allowed: a list with an item for each word")

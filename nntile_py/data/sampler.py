@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ class Sampler:
         rows: Number of sequences that a step reads without bins.
         bins: The bins of a pass. A step reads as many sequences as fit into the bins of its passes. None: no packing.
         passes: Number of forward and backward passes in a step.
+        order: Returns the numbers of the sequences of an epoch; number % len(lengths) is the sequence. None: a random
+            order, and each epoch counts on.
         lookahead: Number of sequences among which to search for a sequence that fits into a bin. A search among all
             sequences would read the long ones first. If lengths depend on labels, such steps would have few different
             labels.
@@ -29,9 +32,9 @@ class Sampler:
 
     def __init__(
         self, lengths: Array, seed: int, rows: int, bins: Bins | None = None, passes: int = 1,
-        *, lookahead: int = LOOKAHEAD,
+        *, order: Callable[[int], Array] | None = None, lookahead: int = LOOKAHEAD,
     ) -> None:  # fmt: skip
-        self._lengths, self._seed = lengths.tolist(), seed
+        self._lengths, self._seed, self._order = lengths, seed, order
         self._bins, self._lookahead = bins, lookahead
         self._count = bins.count * passes if bins else rows  # sequences, or bins, of a step
         self._epochs: dict[int, list[Any]] = {}  # sequences, or bins, of the two epochs read last
@@ -40,17 +43,19 @@ class Sampler:
     def step(self, step: int) -> tuple[list[int], list[SequencePlace]]:
         """Return the numbers of the sequences that a step reads, and the place of each sequence in a bin.
 
+        The numbers count over all epochs: number % len(lengths) is the sequence.
+
         step: 1, 2, ... Without bins there are no places."""
         items = self._items((step - 1) * self._count, step * self._count)
         if not self._bins:
             return items, []
-        placed = list(consecutive(enumerate(items), self._lengths))
+        placed = list(consecutive(enumerate(items), _Cyclic(self._lengths)))
         return [sequence for sequence, _ in placed], [place for _, place in placed]
 
     def fill(self) -> float:
         """Return the share of the bins' tokens that the sequences of an epoch fill."""
         assert self._bins
-        return float(sum(self._lengths) / (len(self._epoch(0)) * self._bins.room))
+        return float(self._lengths.sum() / (len(self._epoch(0)) * self._bins.room))
 
     def _items(self, first: int, end: int) -> list[Any]:
         epoch = 0
@@ -62,7 +67,7 @@ class Sampler:
         items: list[Any] = []
         while first < end:
             content, start = self._epoch(epoch), self._starts[epoch]
-            items += content[first - start : end - start]
+            items += list(content[first - start : end - start])
             first = start + len(content)
             epoch += 1
             if len(self._starts) <= epoch:
@@ -72,19 +77,20 @@ class Sampler:
     def _epoch(self, epoch: int) -> list[Any]:
         if epoch not in self._epochs:
             rng = np.random.default_rng([self._seed, epoch, 2])
-            order = rng.permutation(len(self._lengths)).tolist()
+            count = len(self._lengths)
+            numbers: Any = self._order(epoch) if self._order else rng.permutation(count) + epoch * count
             if len(self._epochs) > 1:
                 del self._epochs[min(self._epochs)]
-            if self._bins:
-                bins = best_fit(self._lengths, order, self._bins.room, self._bins.rows, self._lookahead)
-                order = self._balanced(bins, rng)
-            self._epochs[epoch] = order
+            items: Any = self._packed(numbers.tolist(), rng) if self._bins else numbers
+            self._epochs[epoch] = items
         return self._epochs[epoch]
 
-    def _balanced(self, bins: list[list[int]], rng: np.random.Generator) -> list[list[int]]:
-        """Reorder the bins of an epoch so that the bins of each step have about equal work."""
+    def _packed(self, numbers: list[int], rng: np.random.Generator) -> list[list[int]]:
+        """Pack the sequences of an epoch into bins, so that the bins of each step have about equal work."""
         assert self._bins
-        work = [sum(map(self._bins.work, (self._lengths[sequence] for sequence in content))) for content in bins]
+        lengths = self._lengths[np.array(numbers) % len(self._lengths)].tolist()
+        bins = best_fit(lengths, range(len(numbers)), self._bins.room, self._bins.rows, self._lookahead)
+        work = [sum(map(self._bins.work, (lengths[place] for place in content))) for content in bins]
         ordered: list[list[int]] = []
         for first in range(0, len(bins), SORTED_STEPS * self._count):
             part = sorted(range(first, min(first + SORTED_STEPS * self._count, len(bins))), key=lambda k: work[k])
@@ -92,4 +98,17 @@ class Sampler:
             # The last step may have fewer bins. It stays last, as it would shift the steps behind it otherwise.
             last = len(part) // self._count
             ordered += [steps[k] for k in rng.permutation(last)] + steps[last:]
-        return [bins[k] for step in ordered for k in step]
+        return [[numbers[place] for place in bins[k]] for step in ordered for k in step]
+
+
+class _Cyclic(Sequence[int]):
+    """Lengths by number: the lengths of an epoch's sequences, repeated for ever."""
+
+    def __init__(self, lengths: Array) -> None:
+        self._lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, number: Any) -> Any:
+        return int(self._lengths[number % len(self._lengths)])

@@ -1,18 +1,17 @@
-"""Read texts with labels: from a CSV file, from a file of JSON lines, or from Python's standard library."""
+"""Read texts with labels: from a table, or from Python's standard library."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nntile_py.data.files import text_lines
+from nntile_py.data.rows import place, read_rows, table_names
 from nntile_py.errors import ConfigError
 from nntile_py.schema import short
 from nntile_py.system.folders import STDLIB, read, stdlib, stdlib_files
@@ -21,9 +20,6 @@ MAX_LABELS = 256  # a column with more labels is not a column of classes
 MIN_FUNCTIONS = 200  # packages of the standard library with fewer functions are left out
 # A function with its nested functions: the lines below `def` that are empty, indented further, or close its arguments.
 _FUNCTION = re.compile(r"^( *)(?:async )?def .*\n(?:(?:\1[ \t].*)?\n|\1\).*\n)*", re.MULTILINE)
-
-Row = tuple[int, dict[str, Any]]  # number of the row's first line in the file, {column: value}
-RowReader = Callable[[str, Path, Sequence[str], str], Iterator[Row]]
 
 
 class LabelledText(NamedTuple):
@@ -115,7 +111,7 @@ def _read(
     where, need = f"{key}: {source}", _allowed(text, label)
     check = _checked_several if several else _checked
     samples = [
-        check(f"{where}, line {line}", row, text, label, line)
+        check(f"{where}, {place(Path(source), line)}", row, text, label, line)
         for line, row in read_rows(where, Path(source), (text, label), need)
     ]
     if not samples:
@@ -124,10 +120,7 @@ def _read(
 
 
 def _allowed(text: str, label: str) -> str:
-    return (
-        f"a file .csv or .tsv with the columns {text!r} and {label!r}, or .jsonl with these keys (data.text and"
-        " data.label name others)"
-    )
+    return f"a table with the columns {text!r} and {label!r} (data.text and data.label name others): {table_names()}"
 
 
 def _checked(here: str, row: dict[str, Any], text: str, label: str, line: int) -> LabelledText:
@@ -155,25 +148,7 @@ def name_of(here: str, label: str, name: Any) -> str:
     return text_of(here, label, str(name)).strip()
 
 
-# -- tables
-
-
-def read_rows(where: str, path: Path, columns: Sequence[str], need: str) -> Iterator[Row]:
-    """Yield the rows of a table, each with the number of its first line.
-
-    Args:
-        where: Beginning of error messages.
-        path: A file with a suffix of FORMATS.
-        columns: Columns that every row must have.
-        need: End of error messages: text on the tables that are allowed.
-
-    Raises:
-        ConfigError: The file is not a table, or lacks a column.
-        OSError: The file cannot be read.
-    """
-    if (read_format := FORMATS.get(path.suffix.lower())) is None:
-        raise ConfigError(f"{where}: not the name of a table; allowed: {need}")
-    yield from read_format(where, path, columns, need)
+# -- text
 
 
 def read_text(where: str, path: Path) -> str:
@@ -183,14 +158,7 @@ def read_text(where: str, path: Path) -> str:
         ConfigError: The file has another encoding. The message begins with `where`.
         OSError: The file cannot be read.
     """
-    content = read(path)
-    if (place := content.find(0)) >= 0:
-        raise ConfigError(f"{where}, line {_line(content, place)}: has a null byte; allowed: text in UTF-8")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = _line(content, error.start)
-        raise ConfigError(f"{where}, line {line}: not UTF-8 ({error.reason}); allowed: text in UTF-8") from None
+    return "".join(line for _, line in text_lines(where, path))
 
 
 def lines_of(text: str) -> list[str]:
@@ -216,78 +184,6 @@ def check_whole(here: str, text: str, error: type[Exception]) -> None:
         text.encode()
     except UnicodeEncodeError:  # such as \ud800 in JSON
         raise error(f"{here}: half of a character (a lone surrogate); allowed: whole characters") from None
-
-
-def _line(content: bytes, place: int) -> int:
-    return content.count(b"\n", 0, place) + 1
-
-
-def _json_rows(where: str, path: Path, columns: Sequence[str], need: str) -> Iterator[Row]:
-    """Yield the rows of a file with one JSON object a line. Blank lines are skipped. Arguments as of read_rows."""
-    for line, text in enumerate(lines_of(read_text(where, path)), 1):
-        if not text.strip():
-            continue
-        form = "allowed: one JSON object a line"
-        try:
-            row = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}, line {line}: broken JSON ({error}); {form}") from None
-        if not isinstance(row, dict):
-            raise ConfigError(f"{where}, line {line}: holds {short(row)}; {form}")
-        for key in columns:
-            if key not in row:
-                named = ", ".join(map(repr, row)) or "none"
-                raise ConfigError(f"{where}, line {line}: no {key!r}; it has {named}; allowed: {need}")
-        yield line, row
-
-
-def _csv_rows(where: str, path: Path, columns: Sequence[str], need: str, *, delimiter: str = ",") -> Iterator[Row]:
-    """Yield the rows of a file whose first line names the columns. Arguments as of read_rows.
-
-    A row may span several lines. Empty lines are skipped."""
-    names: list[str] = []
-    for line, fields in _fields(where, read_text(where, path), delimiter):
-        if not names:
-            names = [name.strip() for name in fields]
-            _check_columns(f"{where}, line {line}", names, columns, need)
-        elif len(fields) != len(names):
-            allowed = f"{len(names)}, one for each column that the first line names"
-            raise ConfigError(f"{where}, line {line}: {len(fields)} fields; allowed: {allowed}")
-        else:
-            yield line, dict(zip(names, fields, strict=True))
-
-
-def _check_columns(here: str, columns: list[str], wanted: Sequence[str], need: str) -> None:
-    for name in wanted:
-        if columns.count(name) > 1:
-            raise ConfigError(f"{here}: the column {name!r} is there twice; allowed: once")
-        if name not in columns:
-            named = ", ".join(map(repr, columns))
-            raise ConfigError(f"{here}: no column {name!r}; there are {named}; allowed: {need}")
-
-
-def _fields(where: str, content: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the fields of each row of CSV text that is not empty, with the number of the row's first line."""
-    csv.field_size_limit(2**31 - 1)  # holds for the whole process; never lowered, since other threads may be reading
-    try:
-        reader = csv.reader(io.StringIO(content, newline=""), delimiter=delimiter, strict=True)
-        line = 1
-        for row in reader:
-            if row:
-                yield line, row
-            line = reader.line_num + 1
-    except csv.Error as error:
-        need = "fields with the delimiter, a quote or a line's end in them in quotes, quotes in them doubled"
-        raise ConfigError(f"{where}, line {line}: {error}; allowed: {need}") from None
-
-
-# A new table format needs a function, which takes the arguments of read_rows, and an entry here with its file suffix.
-FORMATS: dict[str, RowReader] = {
-    ".csv": _csv_rows,
-    ".tsv": partial(_csv_rows, delimiter="\t"),
-    ".jsonl": _json_rows,
-    ".ndjson": _json_rows,
-}
 
 
 @lru_cache(maxsize=1)

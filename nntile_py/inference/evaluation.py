@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from nntile_py.config.run_config import CLASSIFICATION, CLASSIFIERS
 from nntile_py.data.classification import TokenizedTexts, check_frames, tokenized
 from nntile_py.data.collators import Array, MaskedCollator
 from nntile_py.data.confusion import Confusion, LabelScores
+from nntile_py.data.documents import Documents
 from nntile_py.data.entities import EntityScores
 from nntile_py.data.labelled_words import ONE, SEVERAL, WORDS, LabelKind, read_samples
 from nntile_py.data.special_tokens import SpecialTokens, special_tokens
-from nntile_py.data.tables import FORMATS, class_numbers, labels_of, read_text, unknown_label
+from nntile_py.data.tables import class_numbers, labels_of, unknown_label
 from nntile_py.data.tokenizer import CLS, MASK, MASKED, SEP, frame, special_numbers, token_numbers
 from nntile_py.data.windows import causal_windows, masked_windows, spans
 from nntile_py.errors import ConfigError
@@ -29,7 +31,6 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.encoder import IN_FLIGHT, Encoder
 from nntile_py.inference.open_model import OpenedModel
-from nntile_py.system.folders import files_in
 from nntile_py.tasks.cross_entropy import IGNORED
 
 LONGEST, BATCH = 1024, 8  # default sizes without a run: tokens of a window, windows of a forward pass
@@ -113,7 +114,7 @@ def measure(
 
     Args:
         opened: The model with its tokenizer.
-        data: A text file or a folder of text files for a language model, a table for a classifier.
+        data: A text file, a table, or a folder of such files for a language model, a table for a classifier.
         config: Settings of the programs; columns of the table.
         windows: How the text is read.
         advance: Shows progress.
@@ -133,36 +134,23 @@ def measure(
         if data.is_dir():
             raise ConfigError(f"--data: {data} is a folder; allowed for a classifier: a table")
         return _classifier(opened, data, config, windows, advance)
-    if (suffix := data.suffix.lower()) in FORMATS and not data.is_dir():
-        need = f"a text file, as the model has head: {aim}_lm"
-        raise ConfigError(f"--data: {data} is a table ({suffix}); allowed: {need}; tables are for classifiers")
-    documents = _documents(data, config.data.extensions) if data.is_dir() else [_text(data)]
+    documents = _documents(data, config)
     return (_causal if aim == "causal" else _masked)(opened, documents, config, windows, advance)
 
 
 # -- language models
 
 
-def _documents(folder: Path, extensions: Sequence[str]) -> list[str]:
-    """Return the texts of the files that training reads from a folder, without blank ones."""
-    paths = list(files_in(folder, extensions))
-    texts = [text for path in paths if (text := _text(path, blank=True)).strip()]
-    if not texts:
-        need = f"a folder of text files {', '.join(extensions)} (data.extensions)"
-        raise ConfigError(f"--data: no text in {folder}; allowed: {need}")
+def _documents(data: Path, config: InferenceConfig) -> list[str]:
+    """Return the documents of a file or folder, as training reads them. Prints a note on files that are left out."""
+    documents = Documents(str(data), config.data.extensions, config.data.text, key="--data")
+    texts, begun = list[str](), False
+    for part in documents:
+        texts[-1:] = [texts[-1] + part.text] if begun else [*texts[-1:], part.text]
+        begun = not part.last
+    if note := documents.describe():
+        print(f"note: {note}", file=sys.stderr)
     return texts
-
-
-def _text(path: Path, blank: bool = False) -> str:
-    """Return the text of a file. blank: it may have no text."""
-    need = "a text file in UTF-8"
-    try:
-        text = read_text(f"--data: {path}", path)
-    except OSError as error:
-        raise ConfigError(f"--data: cannot read {path}: {error.strerror}; allowed: {need}") from None
-    if not text.strip() and not blank:
-        raise ConfigError(f"--data: no text in {path}; allowed: {need}, with at least two tokens")
-    return text
 
 
 def _tokens(opened: OpenedModel, documents: Sequence[str], template: bool) -> tuple[Array, int]:

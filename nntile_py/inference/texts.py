@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from nntile_py.data.tables import check_whole, lines_of, read_rows, read_text, text_of
+from nntile_py.data.rows import place, read_rows, table_names
+from nntile_py.data.tables import check_whole, lines_of, read_text, text_of
 from nntile_py.data.tokenizer import frame
 from nntile_py.errors import ConfigError
 from nntile_py.schema import short
@@ -152,13 +153,13 @@ def read_texts(path: Path, key: str) -> list[str]:
 
     Raises ConfigError, which names the file and the line, for a missing or unreadable text."""
     where = f"--input: {path}"
-    need = f"a file .jsonl, .csv or .tsv with {key!r} (--text names another key or column), or .txt with a text a line"
+    need = f"a table with {key!r} (--text names another column): {table_names()}; or .txt with a text a line"
     try:
         if path.suffix.lower() == ".txt":
             texts = lines_of(read_text(where, path))
         else:
             rows = read_rows(where, path, [key], need)
-            texts = [text_of(f"{where}, line {line}", key, row[key], empty=True) for line, row in rows]
+            texts = [text_of(f"{where}, {place(path, number)}", key, row[key], empty=True) for number, row in rows]
     except OSError as error:
         raise ConfigError(f"--input: cannot read {path}: {error.strerror}; allowed: {need}") from None
     if not texts:

@@ -10,12 +10,13 @@ from tokenizers import Tokenizer
 from nntile_py.config.run_config import CLASSIFICATION, CLASSIFIERS, RunConfig
 from nntile_py.data.classification import ClassificationDataset, read_labelled_corpus
 from nntile_py.data.collators import CausalCollator, MaskedCollator
+from nntile_py.data.corpus import Corpus, Reading, TextSource, read_corpus
 from nntile_py.data.dataset import Dataset
 from nntile_py.data.labelled_words import ONE, SEVERAL, WORDS
 from nntile_py.data.special_tokens import SpecialTokens, special_tokens
-from nntile_py.data.text import Corpus, Report, read_corpus, silent
 from nntile_py.data.text_dataset import TextDataset
 from nntile_py.data.token_classification import TokenClassificationDataset
+from nntile_py.data.tokenization import Report, silent
 from nntile_py.data.tokenizer import (
     CLS,
     MASK,
@@ -53,19 +54,29 @@ def build_dataset(config: RunConfig, spec: StepSpec, report: Report = silent) ->
 
 def _text_dataset(config: RunConfig, spec: StepSpec, report: Report) -> TextDataset:
     """Return the dataset of a causal or masked model. A masked model's sequence is [CLS], part of the text, [SEP]."""
-    data, train, path = config.data, config.train, config.tokenizer.path
-    masked, tokenizer = config.aim == "masked", load_tokenizer(Path(path)) if path else None
-    end = _special_tokens(config, tokenizer).end if tokenizer else None
-    corpus = read_corpus(
-        data.source, extensions=data.extensions, max_bytes=data.max_bytes, val_fraction=data.val_fraction,
-        unit=data.sequences, seq=train.seq, tokenizer=tokenizer,
-        vocab_size=config.tokenizer.size(), special=SPECIAL[config.aim or ""], end=end, report=report,
-    )  # fmt: skip
-    ends, collator = _masking(config, corpus) if masked else ((), CausalCollator(train.seq))
+    data, train = config.data, config.train
+    corpus = read_corpus(sources(config), reading(config, report), data.held_out)
+    ends, collator = _masking(config, corpus) if config.aim == "masked" else ((), CausalCollator(train.seq))
     return TextDataset(
         corpus, collator, seq=train.seq, batch=train.batch, passes=train.grad_accumulation,
-        eval_batches=train.eval_batches, seed=config.seed, ends=ends, unit=data.sequences,
-        bins=bins_of(spec) if spec.pack and data.sequences != "window" else None,
+        eval_batches=train.eval_batches, seed=config.seed, ends=ends, bins=bins_of(spec) if spec.pack else None,
+        concatenate=data.concatenate,
+    )  # fmt: skip
+
+
+def sources(config: RunConfig) -> list[TextSource]:
+    """Return the sources of text that a config names."""
+    return [TextSource(entry.path, entry.weight, entry.text or config.data.text) for entry in config.data.entries]
+
+
+def reading(config: RunConfig, report: Report) -> Reading:
+    """Return how a config says to read and tokenize text."""
+    data, path = config.data, config.tokenizer.path
+    tokenizer = load_tokenizer(Path(path)) if path else None
+    return Reading(
+        extensions=data.extensions, max_bytes=data.max_bytes, val_fraction=data.val_fraction, unit=data.sequences,
+        tokenizer=tokenizer, vocab_size=config.tokenizer.size(), special=SPECIAL[config.aim or ""],
+        end=_special_tokens(config, tokenizer).end if tokenizer else None, report=report,
     )  # fmt: skip
 
 
@@ -91,7 +102,7 @@ def _classification_dataset(config: RunConfig, spec: StepSpec, report: Report) -
     if tokenizer := load_tokenizer(Path(path)) if path else None:
         frame(tokenizer, _special_tokens(config, tokenizer).named)
     corpus = read_labelled_corpus(
-        data.source, seq=train.seq, text=data.text, label=data.label, held_out=data.held_out,
+        data.name, seq=train.seq, text=data.text, label=data.label, held_out=data.held_out,
         val_fraction=data.val_fraction, classes=model.classes if "classes" in type(model).model_fields else None,
         class_names=getattr(model, "labels", None), kind=CLASSIFIERS[model.head],
         tokenizer=tokenizer, tokenizer_path=path, vocab_size=config.tokenizer.size(), report=report,

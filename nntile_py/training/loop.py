@@ -13,10 +13,11 @@ from nntile_py.checkpoint.run_folder import Metrics
 from nntile_py.checkpoint.writer import CheckpointWriter, TileSender
 from nntile_py.config.run_config import CLASSIFICATION, RunConfig
 from nntile_py.config.sections import OptimizerSection
-from nntile_py.data.dataset import Dataset
+from nntile_py.data.dataset import Dataset, Inputs
 from nntile_py.errors import NotFinite
 from nntile_py.training.collectives import NoOutput, agree, from_rank_0
 from nntile_py.training.display import Display
+from nntile_py.training.prefetch import Prefetch
 from nntile_py.training.step_handle import STEPS_IN_FLIGHT, Pending, StepResult
 from nntile_py.training.trainer import Trainer
 
@@ -40,18 +41,26 @@ def run_steps(
     config: RunConfig, dataset: Dataset, trainer: Trainer, metrics: Metrics | NoOutput, display: Display | NoOutput,
     saver: CheckpointWriter | TileSender, stop: list[str],
 ) -> tuple[float, dict[str, Any] | None]:  # fmt: skip
-    """Train the remaining steps of a run; stop early if a signal comes.
+    """Train the remaining steps of a run; stop early if a signal comes. A thread makes the batches.
 
     Returns:
         The held-out loss before the run's first step, and the entries of the last measurement that this process made
         after a step. The second is None if there was no such measurement.
     """
+    with Prefetch(dataset.train, config.train.steps) as batches:
+        return _run_steps(config, dataset, batches, trainer, metrics, display, saver, stop)
+
+
+def _run_steps(
+    config: RunConfig, dataset: Dataset, batches: Prefetch[Inputs], trainer: Trainer, metrics: Metrics | NoOutput,
+    display: Display | NoOutput, saver: CheckpointWriter | TileSender, stop: list[str],
+) -> tuple[float, dict[str, Any] | None]:  # fmt: skip
     train = config.train
     recorded = (line["held_out_loss_before"] for line in metrics.lines if "held_out_loss_before" in line)
     loss_before, last = from_rank_0(next(recorded, math.nan)), None
     if math.isnan(loss_before):
         loss_before = _measured(dataset, trainer)["held_out_loss"]
-    in_flight: deque[tuple[Pending, float]] = deque()
+    in_flight: deque[tuple[Pending, float, float]] = deque()
     skips = _SkipCount(train.skip_above_norm)
     clock = time.perf_counter()
     for step in range(trainer.steps + 1, train.steps + 2):  # the last iteration submits no step
@@ -61,7 +70,7 @@ def run_steps(
         # Submit the step; it runs while earlier steps are reported.
         if not ends:
             lr = learning_rate(config.optimizer, step, train.steps)
-            in_flight.append((trainer.submit(dataset.train(step), lr=lr), lr))
+            in_flight.append((trainer.submit(batches.take(step), lr=lr), lr, batches.waited))
 
         # Wait for results until one step is in flight; until no step is, if the run measures or ends now, or saves a
         # checkpoint that needs the results of all steps.
@@ -69,7 +78,7 @@ def run_steps(
         due = due and not ends
         takes_all = ends or measures or (due and saver.needs_report)
         while len(in_flight) >= (1 if takes_all else STEPS_IN_FLIGHT):
-            pending, lr = in_flight.popleft()
+            pending, lr, waited = in_flight.popleft()
             line: dict[str, Any] = {"step": pending.step, "loss": math.nan, "lr": lr, "grad_norm": math.nan}
             with _ends_if_not_finite(metrics, line):
                 result = pending.result()
@@ -78,7 +87,7 @@ def run_steps(
                 skips.count(result)
             seconds, clock = time.perf_counter() - clock, time.perf_counter()
             line |= {"tokens_per_s": pending.tokens / seconds, "tflop_per_s": pending.flop / seconds / 1e12}
-            line["step_time_s"] = seconds
+            line |= {"step_time_s": seconds, "data_wait_s": waited}
             if result.skipped:
                 line["skipped"] = True
             if result.loss_scale:

@@ -86,7 +86,7 @@ def train(
     # Data, and the checkpoint to resume from.
     checkpoints = checkpoint.checkpoints_in(out)
     point = newest_checkpoint(resume, report) if resume else None
-    report(f"reading {config.data.source}")
+    report(f"reading {config.data.name}")
     dataset = build_dataset(config, spec, report)
     data = data_facts(config, dataset)
     _check_ranks(config, spec, runtime, data, point, report)

@@ -132,7 +132,7 @@ def corpus(what: str = "") -> None:
     """The text of a run, and the cache of what it was made into."""
 
     def call() -> None:
-        import nntile_py.data.text as data
+        import nntile_py.data.corpus as data
         from nntile_py.config.builders import step_spec
         from nntile_py.config.run_config import load
         from nntile_py.training.datasets import build_dataset
@@ -140,7 +140,7 @@ def corpus(what: str = "") -> None:
         data.LONG_TEXT = 1000
         made = build_dataset(config := load("run.yaml"), step_spec(config)).corpus  # type: ignore[attr-defined]
         if what == "cache":
-            assert np.array_equal(made.train, np.load("expected.npy")), "the cache gave other tokens"
+            assert np.array_equal(made.train[0].ids, np.load("expected.npy")), "the cache gave other tokens"
 
     main(call)
 
@@ -182,7 +182,7 @@ def originals() -> None:
     import nntile_py as nt
     from nntile_py.config.builders import step_spec
     from nntile_py.config.run_config import load
-    from nntile_py.data import text as data
+    from nntile_py.data import corpus as data
     from nntile_py.training.datasets import build_dataset
 
     data.LONG_TEXT = 1000
@@ -194,7 +194,7 @@ def originals() -> None:
     Path("texts").mkdir()
     for name in ("one.txt", "two.py"):
         (Path("texts") / name).write_text(TEXT)
-    np.save("expected.npy", build_dataset(config := load("run.yaml"), step_spec(config)).corpus.train)
+    np.save("expected.npy", build_dataset(config := load("run.yaml"), step_spec(config)).corpus.train[0].ids)
     model = nt.models.GPT2(nt.models.GPT2Config(layers=1, embed=8, heads=2, vocab=270, positions=8))
     try:
         nntile("train", "run.yaml", "--out", "run", "--set", "checkpoint.every=1")

@@ -1,0 +1,307 @@
+"""Documents: the texts of a file or a folder, read one after the other, and their split into two parts."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from nntile_py.data.collators import Array
+from nntile_py.data.files import COMPRESSED, binary_format, format_suffix, opened
+from nntile_py.data.rows import MissingColumn, is_dataset, is_table, place, read_rows, table_names
+from nntile_py.data.tables import text_of
+from nntile_py.errors import ConfigError
+from nntile_py.system.folders import STDLIB, files_in, stdlib, stdlib_files
+
+PART = 4 * 2**20  # bytes of a text file that are read at once; a longer document is read in several parts
+# Where a part may end, best first. Tokenizers that split text at a line end between two other characters, as those of
+# GPT-2 and Llama 3 do, give the same tokens for the parts as for the whole document.
+_PARAGRAPH, _SINGLE, _LINE = (re.compile(rule) for rule in (r"\n\s*\n(?=\S)", r"(?<=\S)\n(?=\S)", r"\n(?=\S)"))
+
+
+class TextPart(NamedTuple):
+    """A part of a document.
+
+    Attributes:
+        text: The text.
+        last: This is the document's last part."""
+
+    text: str
+    last: bool = True
+
+
+@dataclass
+class Documents:
+    """The documents of a source. Iteration yields their parts, in an order that depends only on file names.
+
+    A table has a document in each row, any other file is one document. A folder's files that are no text, or are
+    tables without the column, are left out and counted. Blank documents are skipped.
+
+    Args:
+        source: `python-stdlib`, a text file, a table, a folder of such files, or a folder of Hugging Face datasets.
+        extensions: File name endings to read in a folder; .gz and .zst may follow them.
+        column: Column of a table with the text.
+        max_bytes: Upper bound on the bytes of text to read. A character that the bound cuts becomes U+FFFD.
+        unit: What a sequence is. Parts of a document end between two paragraphs if these are the sequences.
+        key: Key of the config, or option, that names the source, for messages.
+
+    Attributes:
+        left_out: What was left out of a folder, and how often.
+
+    Raises:
+        ConfigError: The file is no text, or a row of a table is damaged. The message names file and line. In Python's
+            standard library, which no user can correct, bytes that are not UTF-8 become U+FFFD.
+    """
+
+    source: str
+    extensions: Sequence[str] = ()
+    column: str = "text"
+    max_bytes: int | None = None
+    unit: str = "window"
+    key: str = "data.source"
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._files: list[Path] | None = None
+        self._total = 0
+
+    @property
+    def files(self) -> list[Path]:
+        """The files to read. In a folder, files with other extensions are counted as left out."""
+        if self._files is None:
+            root = Path(self.source)
+            if self.source == STDLIB:
+                self._files = stdlib_files()
+            elif root.is_dir() and not is_dataset(root):
+                self._files = self._of_folder(root)
+            else:
+                self._files = [root]
+            self._total = len(self._files) + self.left_out.total()
+        return self._files
+
+    def _of_folder(self, root: Path) -> list[Path]:
+        extensions, files = tuple(self.extensions), []
+        for path in files_in(root, [""]):
+            if path.name.startswith("."):
+                continue
+            bare = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
+            if bare.name.lower().endswith(extensions) or path.name.lower().endswith(extensions):
+                files.append(path)
+            else:
+                self.left_out[path.suffix.lower() or "without an extension"] += 1
+        return files
+
+    def paths(self) -> list[Path]:
+        """Return all files that determine the documents."""
+        root = Path(self.source)
+        return sorted(root.iterdir()) if is_dataset(root) else self.files
+
+    def describe(self) -> str:
+        """Return one line on the files that were left out of a folder; "" if none was."""
+        if not self.left_out:
+            return ""
+        names = ", ".join(f"{count:,} {name}" for name, count in self.left_out.most_common(5))
+        more = f" and {len(self.left_out) - 5} other kinds" if len(self.left_out) > 5 else ""
+        read = self._total - self.left_out.total()
+        return f"read {read:,} of {self._total:,} files in {self.source}; left out: {names}{more}"
+
+    def __iter__(self) -> Iterator[TextPart]:
+        left, found = self.max_bytes, False
+        try:
+            for path in list(self.files):
+                if left == 0:
+                    break
+                for part in self._parts(path, left):
+                    found = True
+                    if left is None:
+                        yield part
+                        continue
+                    content = part.text.encode()
+                    yield part if len(content) <= left else TextPart(content[:left].decode(errors="replace"))
+                    if (left := max(0, left - len(content))) == 0:
+                        break
+        except OSError as error:
+            need = "text files"
+            raise ConfigError(f"{self.key}: cannot read {error.filename}: {error.strerror}; allowed: {need}") from None
+        if not found:
+            raise ConfigError(self._nothing())
+
+    def _nothing(self) -> str:
+        root = stdlib() if self.source == STDLIB else Path(self.source)
+        what = f"no text in {root}"
+        if root.is_dir() and not self.files:
+            what = f"no file with one of the extensions {', '.join(self.extensions)} in {root}"
+        left = f" ({self.describe()})" if self.left_out else ""
+        return f"{self.key}: {what}{left}; allowed: a text file, a table, or a folder of such files (data.extensions)"
+
+    def _parts(self, path: Path, most: int | None) -> Iterator[TextPart]:
+        """Yield the parts of a file's documents that are not blank. In a folder, a file that is no text has none."""
+        tolerant = Path(self.source).is_dir() and self.source != STDLIB and not is_dataset(Path(self.source))
+        parts = self._rows(path) if is_table(path) else self._text(path, most)
+        if not tolerant:
+            yield from parts
+            return
+        begun = False
+        try:
+            if not is_table(path):
+                self._check(path)  # before its first part is used: a file is read whole or not at all
+            for part in parts:
+                begun = True
+                yield part
+        except MissingColumn:
+            if begun:
+                raise
+            self._leave_out(path, f"{format_suffix(path)} without the column {self.column!r}")
+        except _NoText as error:
+            self._leave_out(path, f"{format_suffix(path)} that is {error.kind}")
+
+    def _leave_out(self, path: Path, why: str) -> None:
+        self.left_out[why] += 1
+        self.files.remove(path)
+
+    def _rows(self, path: Path) -> Iterator[TextPart]:
+        where = f"{self.key}: {path}"
+        need = f"a table with the column {self.column!r} (data.text names another): {table_names()}"
+        for number, row in read_rows(where, path, [self.column], need):
+            text = row[self.column]
+            if text is not None and text_of(f"{where}, {place(path, number)}", self.column, text, empty=True).strip():
+                yield TextPart(text)
+
+    def _check(self, path: Path) -> None:
+        """Read a text file once. Raises _NoText if it is none."""
+        if path.stat().st_size > PART or path.suffix.lower() in COMPRESSED:
+            for _ in self._decoded(path, None):
+                pass
+
+    def _text(self, path: Path, most: int | None) -> Iterator[TextPart]:
+        """Yield the parts of a text file, which is one document."""
+        begun, text = False, ""
+        for chunk in self._decoded(path, most):
+            text += chunk
+            while len(text) >= PART and (cut := _last_cut(text, self.unit)):
+                if begun or text[:cut].strip():
+                    yield TextPart(text[:cut], last=False)
+                    begun = True
+                text = text[cut:]
+        if text.strip() or begun:
+            yield TextPart(text)
+
+    def _decoded(self, path: Path, most: int | None) -> Iterator[str]:
+        """Yield the text of a file in UTF-8 in chunks, without a byte order mark. Raises _NoText if it is none.
+
+        most: Upper bound on the bytes to read."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace" if self.source == STDLIB else "strict")
+        read = 0
+        with opened(path) as file:
+            while chunk := file.read(PART if most is None else min(PART, most - read)):
+                if not read:
+                    chunk = chunk.removeprefix(codecs.BOM_UTF8)
+                if 0 in chunk and self.source != STDLIB:
+                    kind = binary_format(path) or "binary"
+                    wrong = f"{path} is no text: {_article(kind)} file"
+                    raise _NoText(f"{self.key}: {wrong}; allowed: text in UTF-8, or a table: {table_names()}", kind)
+                pending = len(decoder.getstate()[0])
+                try:
+                    yield decoder.decode(chunk)
+                except UnicodeDecodeError as error:
+                    at, value = read - pending + error.start, error.object[error.start]
+                    raise self._not_utf8(path, at, value, error.reason) from None
+                read += len(chunk)
+            if rest := decoder.getstate()[0]:  # the last character is incomplete
+                if most is None and self.source != STDLIB:
+                    raise self._not_utf8(path, read - len(rest), rest[0], "unexpected end of data")
+                yield "\ufffd"
+
+    def _not_utf8(self, path: Path, at: int, value: int, reason: str) -> _NoText:
+        wrong = f"{path}: byte {at} (0x{value:02x}) is not UTF-8 ({reason})"
+        need = "text in UTF-8 (`iconv -f LATIN1 -t UTF-8` converts Latin-1); for a folder also other data.extensions"
+        return _NoText(f"{self.key}: {wrong}; allowed: {need}", "not UTF-8")
+
+
+class _NoText(ConfigError):
+    """A file is no text in UTF-8. `kind`: what the file is."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def _article(kind: str) -> str:
+    return f"a{'n' * (kind[0] in 'AEIOX')} {kind}"
+
+
+def _last_cut(text: str, unit: str) -> int:
+    """Return the last place where a part may end, 0 if there is none in the second half of the text."""
+    half = len(text) // 2
+    for pattern in (_PARAGRAPH, _LINE) if unit == "paragraphs" else (_SINGLE, _LINE):
+        if places := [match.end() for match in pattern.finditer(text, half)]:
+            return places[-1]
+    return text.rfind(" ", half, -1) if len(text) >= 2 * PART else 0
+
+
+# -- split
+
+
+class Split:
+    """Which documents are held out of training.
+
+    A document is held out if the hash of its text (of its first part) is below `val_fraction`. The choice depends on
+    the document alone, so it stays when documents are added, and equal documents are on one side. If this holds out
+    less than half or more than one and a half of `val_fraction`, as with few or long documents, the end of the text is
+    held out instead.
+
+    Args:
+        documents: The documents, which are read once here.
+        val_fraction: Share of the text to hold out.
+
+    Attributes:
+        characters: Length of all documents.
+        digest: SHA-256 of all documents, in hexadecimal digits.
+    """
+
+    def __init__(self, documents: Documents, val_fraction: float) -> None:
+        held, lengths, first = list[bool](), list[int](), True
+        digest = hashlib.sha256()
+        for part in documents:
+            if first:
+                held.append(is_held_out(part.text, val_fraction))
+                lengths.append(0)
+            lengths[-1] += len(part.text)
+            digest.update(f"{len(part.text)} {part.last} ".encode() + part.text.encode())
+            first = part.last
+        self.digest, self.characters = digest.hexdigest(), sum(lengths)
+        self._held: Array = np.array(held)
+        self._cut: int | None = None  # place in the joined text from which on all text is held out
+        size, target = int(np.array(lengths)[self._held].sum()), val_fraction * self.characters
+        if not 0.5 * target <= size <= 1.5 * target:
+            self._cut = self.characters - int(target)
+
+    def parts(self, documents: Documents) -> Iterator[tuple[TextPart, bool]]:
+        """Yield (part, held out) of the documents. The part in which the held-out text begins is cut in two."""
+        number, place = 0, 0
+        for part in documents:
+            end = place + len(part.text)
+            if self._cut is None:
+                yield part, bool(self._held[number])
+            elif end <= self._cut or place >= self._cut:
+                yield part, place >= self._cut
+            else:
+                cut = self._cut - place
+                cut = part.text.find("\n", cut) + 1 or cut  # at the end of a line, if one is left
+                if part.text[:cut]:
+                    yield TextPart(part.text[:cut]), False
+                if part.text[cut:]:
+                    yield TextPart(part.text[cut:], part.last), True
+            place, number = end, number + part.last
+
+
+def is_held_out(text: str, val_fraction: float) -> bool:
+    """Return whether a document is held out of training: for a share `val_fraction` of all texts."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") < val_fraction * 2**64

@@ -1,0 +1,132 @@
+"""Open data files: decompress them, find their format, and read them line by line."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import io
+import os
+import stat
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from nntile_py.errors import ConfigError
+
+COMPRESSED = (".gz", ".zst")
+_CHUNK = 2**20  # bytes
+# First bytes of binary formats, for messages. A file is recognised by them whatever its name is.
+_SIGNATURES = {
+    b"PAR1": "Parquet", b"ARROW1": "Arrow", b"\x1f\x8b": "gzip", b"(\xb5/\xfd": "Zstandard", b"PK\x03\x04": "zip",
+    b"%PDF": "PDF", b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"\x93NUMPY": "numpy", b"SQLite format 3": "SQLite",
+    b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"7z\xbc\xaf": "7-Zip", b"\x89HDF": "HDF5",
+}  # fmt: skip
+
+
+def format_suffix(path: Path) -> str:
+    """Return the suffix that names a file's format, in lower case: `.jsonl` for x.jsonl, x.JSONL.gz and x.jsonl.zst."""
+    inner = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
+    return inner.suffix.lower()
+
+
+def binary_format(path: Path) -> str | None:
+    """Return the name of the binary format of a file's first bytes, such as "PDF"; None if they show none.
+
+    Raises:
+        OSError: The file cannot be read."""
+    with opened(path) as file:
+        first = file.read(16)
+    return next((name for signature, name in _SIGNATURES.items() if first.startswith(signature)), None)
+
+
+def opened(path: Path) -> IO[bytes]:
+    """Open a regular file for reading. Files .gz and .zst are decompressed while they are read.
+
+    Raises:
+        OSError: The file cannot be read, or is not a regular file (a pipe might never end).
+        ConfigError: A .zst file without the package zstandard.
+    """
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except ValueError as error:  # the path contains a null byte
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    mode = os.fstat(number).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "is a folder" if stat.S_ISDIR(mode) else "not a regular file", str(path))
+    file = os.fdopen(number, "rb")
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        return _Decompressed(path, gzip.GzipFile(fileobj=file), file)
+    if suffix == ".zst":
+        zstandard = package("zstandard", path)
+        decompressor = zstandard.ZstdDecompressor()
+        return _Decompressed(path, decompressor.stream_reader(file, read_across_frames=True), file)
+    return file
+
+
+class _Decompressed(io.BufferedReader):
+    """Reads a decompressing stream. Damaged data raises an OSError that names the file."""
+
+    def __init__(self, path: Path, stream: Any, file: IO[bytes]) -> None:
+        super().__init__(_Stream(path, stream, file), _CHUNK)
+
+
+class _Stream(io.RawIOBase):
+    def __init__(self, path: Path, stream: Any, file: IO[bytes]) -> None:
+        self._path, self._stream, self._file = path, stream, file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            content = self._stream.read(len(buffer))
+        except (EOFError, OSError, zlib.error, ValueError, Exception) as error:
+            if isinstance(error, OSError) and error.errno:
+                raise
+            raise OSError(errno.EINVAL, f"damaged or cut short ({error})", str(self._path)) from None
+        buffer[: len(content)] = content
+        return len(content)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def package(name: str, path: Path) -> Any:
+    """Import a package of the extra `data`.
+
+    Raises:
+        ConfigError: The package is missing. The message names the file that needs it."""
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        need = f"pip install {name.partition('.')[0]} (part of the extra nntile_py[data])"
+        raise ConfigError(f"{path}: reading this file needs a package; allowed after: {need}") from None
+
+
+def text_lines(where: str, path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (number, line) of a file in UTF-8, from 1 on. A line keeps its end: \\n, \\r\\n, or none at the file's end.
+
+    A byte order mark is no part of the text.
+
+    Raises:
+        ConfigError: A line is not UTF-8, or has a null byte. The message begins with `where`.
+        OSError: The file cannot be read.
+    """
+    with opened(path) as file:
+        for number, line in enumerate(file, 1):
+            if 0 in line:
+                kind = binary_format(path)
+                what = f"is a {kind} file" if kind else f"line {number}: has a null byte"
+                raise ConfigError(f"{where}, {what}; allowed: text in UTF-8")
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                wrong = f"line {number}: not UTF-8 ({error.reason})"
+                raise ConfigError(f"{where}, {wrong}; allowed: text in UTF-8") from None
+            yield number, text

@@ -1,0 +1,164 @@
+"""Tokenize documents into memory, or into a folder of token files; the cache of such folders."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from nntile_py.data.documents import Documents, Split
+from nntile_py.data.token_files import (
+    HELD_OUT,
+    META,
+    TRAIN,
+    TokenFolder,
+    Tokens,
+    TokenWriter,
+    is_token_folder,
+    joined_lengths,
+    read_token_folder,
+    write_meta,
+)
+from nntile_py.data.tokenization import Report, silent, token_dtype, tokenize
+from nntile_py.errors import ConfigError
+from nntile_py.system.folders import cache_folder, replace_file
+
+CACHED_BYTES = 64 * 2**30  # limit for all cached folders; the folders used least recently are removed first
+SAVE_EVERY = 20  # seconds between two records of the progress
+PROGRESS, _LOCK = "progress.json", "lock"
+
+
+def tokenize_into_memory(
+    documents: Documents, split: Split, tokenizer: Tokenizer, unit: str, end: int | None
+) -> dict[str, Tokens]:
+    """Return the tokens of documents: {TRAIN: ..., HELD_OUT: ...}. Arguments as of `tokenization.tokenize`."""
+    ids: dict[str, list[Any]] = {name: [np.zeros(0, token_dtype(tokenizer))] for name in (TRAIN, HELD_OUT)}
+    segments: dict[str, list[Any]] = {name: [np.zeros(0, np.int64)] for name in ids}
+    for _, blocks in tokenize(split.parts(documents), tokenizer, unit, end):
+        for block in blocks:
+            ids[block.name].append(block.ids)
+            segments[block.name].append(block.segments)
+    return {name: Tokens(np.concatenate(ids[name]), joined_lengths(np.concatenate(segments[name]))) for name in ids}
+
+
+def tokenize_into_folder(
+    folder: Path, documents: Documents, split: Split, tokenizer: Tokenizer, unit: str, end: int | None,
+    facts: Mapping[str, Any], report: Report = silent,
+) -> None:  # fmt: skip
+    """Write the tokens of documents into a folder, see token_files. Continues a call that was interrupted.
+
+    Args:
+        folder: The folder, which exists.
+        documents: The documents.
+        split: Which of them are held out.
+        tokenizer: The tokenizer.
+        unit: What a sequence is.
+        end: Token that closes each sequence.
+        facts: Entries of META besides.
+        report: Shows progress.
+
+    Raises:
+        OSError: The disk is full. Calling again continues.
+    """
+    begun = {"digest": split.digest, "unit": unit, "end": end, "tokenizer": tokenizer.to_str()}
+    saved = _progress(folder, begun)
+    done, sizes = saved.get("parts", 0), saved.get("sizes", {})
+    if done:
+        report(f"going on after {done:,} parts of documents that are tokenized already")
+    dtype, clock, start = token_dtype(tokenizer), time.monotonic(), time.monotonic()
+    writers = {name: TokenWriter(folder, name, dtype, sizes.get(name)) for name in (TRAIN, HELD_OUT)}
+    try:
+        parts = split.parts(documents)
+        characters = sum(len(next(parts)[0].text) for _ in range(done))
+        read = 0
+
+        def counted() -> Iterator[Any]:
+            nonlocal read
+            for part in parts:
+                read += len(part[0].text)
+                yield part
+
+        for count, blocks in tokenize(counted(), tokenizer, unit, end):
+            for block in blocks:
+                writers[block.name].append(block.ids, block.segments)
+            if time.monotonic() - clock >= SAVE_EVERY:
+                clock = time.monotonic()
+                _save_progress(folder, begun, done + count, writers)
+                share, rate = (characters + read) / max(split.characters, 1), read / (clock - start) / 1e6
+                report(f"tokenized {share:.0%} of {split.characters:,} characters, {rate:.1f} million a second")
+        for writer in writers.values():
+            writer.finish()
+    finally:
+        for writer in writers.values():
+            writer.close()
+    write_meta(folder, tokenizer.to_str(), dtype, facts)
+    (folder / PROGRESS).unlink(missing_ok=True)
+
+
+def _progress(folder: Path, begun: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how far an interrupted call has come in a folder; {} if it was for other documents or settings."""
+    try:
+        saved: dict[str, Any] = json.loads((folder / PROGRESS).read_text())
+        return saved if saved["begun"] == begun else {}
+    except (OSError, ValueError, KeyError):
+        return {}
+
+
+def _save_progress(folder: Path, begun: Mapping[str, Any], parts: int, writers: Mapping[str, TokenWriter]) -> None:
+    sizes = {name: writer.flush() for name, writer in writers.items()}
+    replace_file(folder / PROGRESS, json.dumps({"begun": begun, "parts": parts, "sizes": sizes}))
+
+
+@contextmanager
+def locked(folder: Path, report: Report = silent) -> Iterator[None]:
+    """Context manager: create a folder, and keep other processes from writing tokens into it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report(f"another process writes the tokens in {folder}: waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# -- cache
+
+
+def cached_folder(key: str) -> Path:
+    """Return the folder of the cache for the tokens with this key, which determines them."""
+    return cache_folder() / "tokens" / key
+
+
+def read_cached(key: str) -> TokenFolder | None:
+    """Return cached tokens; None if there are none, or they are damaged."""
+    folder = cached_folder(key)
+    if not is_token_folder(folder):
+        return None
+    try:
+        tokens = read_token_folder(folder)
+        os.utime(folder / META)  # marks the folder as used now
+        return tokens
+    except (ConfigError, OSError):
+        return None
+
+
+def trim_cache() -> None:
+    """Remove the cached folders used least recently until CACHED_BYTES are left; the newest folder always stays."""
+    folders = [folder for folder in (cache_folder() / "tokens").iterdir() if (folder / META).is_file()]
+    total = 0
+    for folder in sorted(folders, key=lambda one: (one / META).stat().st_mtime, reverse=True):
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        if total and total + size > CACHED_BYTES:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            total += size

@@ -1,0 +1,92 @@
+"""The command `nntile data prepare`: tokenize texts into a folder that configs name as data.source."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nntile_py.config.sections import DataSection, TokenizerSection
+from nntile_py.data.corpus import Reading, facts_of, new_tokenizer
+from nntile_py.data.documents import Documents, Split
+from nntile_py.data.prepare import PROGRESS, locked, tokenize_into_folder
+from nntile_py.data.special_tokens import special_tokens
+from nntile_py.data.token_files import META, TOKENIZER, is_token_file, is_token_folder, read_token_folder
+from nntile_py.data.tokenization import Report
+from nntile_py.data.tokenizer import MASKED, load_tokenizer
+from nntile_py.errors import ConfigError
+from nntile_py.schema import validated
+from nntile_py.system.folders import STDLIB
+
+
+def prepare(
+    settings: Mapping[str, Any], out: Path, tokenizer: Path | None, vocab_size: int | None, masked: bool,
+    overwrite: bool, report: Report,
+) -> str:  # fmt: skip
+    """Tokenize texts into the folder `out`. An interrupted call goes on where it was.
+
+    Args:
+        settings: Keys of the section `data`.
+        out: The folder.
+        tokenizer: A tokenizer.json. None: a tokenizer is trained on the texts.
+        vocab_size: Size of its vocabulary. None: 4096.
+        masked: The tokens are for masked models.
+        overwrite: Replace a folder of tokens.
+        report: Shows progress.
+
+    Returns:
+        Text on what was written.
+
+    Raises:
+        ConfigError: The texts, the tokenizer or the folder are not allowed.
+    """
+    data = validated(DataSection, dict(settings), "data.")
+    section = {"path": str(tokenizer)} if tokenizer else {"vocab_size": vocab_size or 4096}
+    size = validated(TokenizerSection, section, "tokenizer.").vocab_size
+    source = Path(data.name)
+    if data.name != STDLIB and (is_token_folder(source) or is_token_file(source)):
+        raise ConfigError(f"SOURCE: {source} has tokens already; allowed: texts")
+    _check_out(out, overwrite)
+    special = MASKED if masked else ()
+    own = load_tokenizer(tokenizer) if tokenizer else None
+    end = special_tokens(own, str(tokenizer), None).end if own else None
+    reading = Reading(
+        data.extensions, data.max_bytes, data.val_fraction, data.sequences, own, size or 4096, special, end, report
+    )
+    documents = Documents(data.name, data.extensions, data.text, data.max_bytes, data.sequences, "SOURCE")
+    begin = time.monotonic()
+    report(f"reading {data.name}")
+    with locked(out, report):
+        split = Split(documents, data.val_fraction)
+        if note := documents.describe():
+            report(note)
+        saved = out / TOKENIZER
+        if own is None and (out / PROGRESS).exists() and saved.exists():
+            used = load_tokenizer(saved)  # of the interrupted call
+        else:
+            used = own or new_tokenizer(documents, split, reading)
+        saved.write_text(used.to_str(), encoding="utf-8")
+        facts = facts_of(documents, split, reading, used)
+        tokenize_into_folder(out, documents, split, used, reading.unit, reading.close(used), facts, report)
+    made, seconds = read_token_folder(out), time.monotonic() - begin
+    sizes = f"{len(made.train.ids):,} tokens to train on in {len(made.train.lengths):,} sequences"
+    rate = f"{split.characters / seconds / 1e6:.1f} million characters a second"
+    return f"{out}: {sizes}, {len(made.held_out.ids):,} held out; {rate}"
+
+
+def _check_out(out: Path, overwrite: bool) -> None:
+    """Raise ConfigError unless `out` is missing, empty, or of an interrupted call; with `overwrite`, of a whole one."""
+    if out.is_dir() and is_token_folder(out):
+        if not overwrite:
+            raise ConfigError(f"OUT: {out} has tokens already; allowed: a new folder, or --overwrite")
+        (out / META).unlink()
+        (out / PROGRESS).unlink(missing_ok=True)
+    elif out.exists() and not (out.is_dir() and ((out / PROGRESS).exists() or not any(out.iterdir()))):
+        names = {path.name for path in out.iterdir()} if out.is_dir() else {""}
+        if not names <= _OWN:
+            raise ConfigError(f"OUT: {out} exists and has no tokens; allowed: a new folder")
+
+
+_OWN = {TOKENIZER, PROGRESS, "lock", *(f"{part}.{name}" for part in ("train", "held_out")
+        for name in ("tokens", "segments", "lengths", "learned"))}  # fmt: skip
