@@ -342,14 +342,14 @@ def test_the_command(folder: Any, python: Any, tmp_path: Path) -> None:
 # What the file holds, its name, further arguments, and what the message must say.
 WRONG: list[tuple[str, str, list[str], str]] = [
     ('{"text": "a"}\n\n{"text": \n', "x.jsonl", [], "--input: x.jsonl, line 3: broken JSON (Expecting value"),
-    ('{"body": "a", "n": 1}\n', "x.jsonl", [], "line 1: no 'text'; it has 'body', 'n'; allowed: a file .jsonl, .csv"),
+    ('{"body": "a", "n": 1}\n', "x.jsonl", [], "line 1: no 'text'; it has 'body', 'n'; allowed: a table with"),
     ('{"text": 3}\n', "x.jsonl", [], "line 1: 'text' is 3; allowed: a text\n"),
     ("[1]\n", "x.jsonl", [], "line 1: holds [1]; allowed: one JSON object a line"),
-    ("a,b\n1,2\n", "x.csv", [], "line 1: no column 'text'; there are 'a', 'b'; allowed: a file .jsonl, .csv or .tsv"),
+    ("a,b\n1,2\n", "x.csv", [], "line 1: no column 'text'; there are 'a', 'b'; allowed: a table with 'text'"),
     ("a,b\n1,2\n1\n", "x.csv", ["--text", "a"], "x.csv, line 3: 1 fields; allowed: 2, one for each column"),
     ('a,b\n1,"2\n', "x.csv", ["--text", "a"], "x.csv, line 2: unexpected end of data; allowed: fields with"),
     ("", "x.txt", [], "no texts in x.txt"),
-    ("a", "x.doc", [], "--input: x.doc: not the name of a table; allowed: a file .jsonl, .csv or .tsv with 'text'"),
+    ("a", "x.doc", [], "--input: x.doc: not the name of a table; allowed: a table with 'text'"),
     ("a", "x.txt", ["--out", "x.pt"], "--out: x.pt is not allowed; use a name that ends in .npy, .npz, .safetensors"),
     ("a", "x.txt", ["--out", "there.npy"], "--out: there.npy is there already; allowed: the name of a new file, or"),
     ("a", "x.txt", ["--out", "none/x.npy"], "--out: there is no folder none"),
