@@ -13,8 +13,8 @@ import pytest
 from test_generate import folder
 
 import nntile_py as nt
+from nntile_py.data.chat_template import ChatTemplate
 from nntile_py.inference import generate_command as gc
-from nntile_py.inference.chat import ChatTemplate
 
 __all__ = ["folder"]
 

@@ -1,5 +1,6 @@
 """What README and docs/ say to type works; the site can be built."""
 
+import json
 import os
 import re
 import subprocess
@@ -180,7 +181,7 @@ def test_own_text(folder: Path, python: Python) -> None:
 def test_using_a_model(folder: Path, python: Python) -> None:
     pytest.importorskip("transformers")
     write_reviews(folder / "reviews.csv")
-    _, classifier, _ = blocks(DOCS / "fine-tune.md", "yaml")
+    _, _, classifier, _ = blocks(DOCS / "fine-tune.md", "yaml")
     (folder / "classify.yaml").write_text(classifier)
     small = ("model={type: bert, layers: 1, embed: 16, heads: 2, head: classification}", "tokenizer.vocab_size=300")
     sets = [word for one in (*small, "train.steps=1", "train.seq=16") for word in ("--set", one)]
@@ -274,11 +275,15 @@ def test_the_readme_has_such_a_run(folder: Path) -> None:
 
 
 def test_fine_tuning(folder: Path, python: Python) -> None:
-    text, *_ = blocks(DOCS / "fine-tune.md", "yaml")
+    text, chat, *_ = blocks(DOCS / "fine-tune.md", "yaml")
     (folder / "tune.yaml").write_text(text)
+    (folder / "chat.yaml").write_text(chat)
+    talk = [{"role": "user", "content": "say a word"}, {"role": "assistant", "content": "tile"}]
+    (folder / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(40)))
     (folder / "my_gpt2").symlink_to("runs/my_run")
-    done = nntile(folder, "train", "tune.yaml", "--set", "train.steps=2")
-    assert done.returncode == 0, done.stderr
+    for name in ("tune", "chat"):
+        done = nntile(folder, "train", f"{name}.yaml", "--set", "train.steps=2")
+        assert done.returncode == 0, done.stderr
     done = python(f"import os; os.chdir({str(folder)!r})\n{blocks(DOCS / 'fine-tune.md', 'python')[0]}")
     assert done.returncode == 0, done.stderr
     assert (folder / "tuned" / "model.safetensors").is_file()

@@ -22,7 +22,7 @@ from test_eval import models, tokenizer, words
 
 import nntile_py as nt
 from nntile_py import cli
-from nntile_py.inference.chat import ChatTemplate
+from nntile_py.data.chat_template import ChatTemplate
 from nntile_py.inference.open_model import open_model
 from nntile_py.inference.service import Service
 

@@ -159,6 +159,12 @@ class RunConfig(Section):
         if data.concatenate and (self.train.pack or data.sequences != "window"):
             key = "train.pack: true" if self.train.pack else f"data.sequences: {data.sequences}"
             raise ConfigError(f"data.concatenate: got true; allowed with {key}: false")
+        if bool(data.prompt) != bool(data.response) or (data.messages and data.prompt):
+            raise ConfigError("data: allowed: data.messages, or data.prompt with data.response, or none of these keys")
+        if (data.messages or data.prompt) and (self.aim != "causal" or data.concatenate or data.sequences != "window"):
+            key = "data.messages" if data.messages else "data.prompt"
+            need = "a causal model, data.concatenate: false and data.sequences: window"
+            raise ConfigError(f"{key}: allowed with {need}; leave it out otherwise")
         first = Path(data.entries[0].path)
         if "tokenizer" not in self.model_fields_set and not self.model.from_ and is_token_folder(first):
             self.tokenizer = TokenizerSection(path=str(first / TOKENIZER))
@@ -173,8 +179,10 @@ class RunConfig(Section):
             raise ConfigError(f"data.max_bytes: got {data.max_bytes}; allowed: null, since a table is read completely")
         if data.sequences != "window":
             raise ConfigError(f"data.sequences: got {data.sequences}; allowed: window, since rows are sequences")
-        if data.concatenate or not isinstance(data.source, str):
-            key, need = ("data.concatenate", "false") if data.concatenate else ("data.source", "one path")
+        if key := next((name for name in ("concatenate", "messages", "prompt", "response") if getattr(data, name)), ""):
+            raise ConfigError(f"data.{key}: not allowed with model.head: {model.head}; leave it out")
+        if not isinstance(data.source, str):
+            key, need = "data.source", "one path"
             raise ConfigError(f"{key}: allowed with model.head: {model.head}: {need}")
         samples = read_samples("data.source", data.source, data.text, data.label, CLASSIFIERS[model.head])
         names = labels_of(data.source, samples)

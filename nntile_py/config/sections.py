@@ -134,6 +134,13 @@ class DataSection(Section):
     """Column of a classifier's table, or key of JSON lines, with the label: a name or an integer. With
     `model.head: multi_label_classification` it has any number of labels: a list in JSON lines, else names separated by
     commas. With `token_classification` text and label are lists in JSON lines: the words, and a label for each word."""
+    messages: str | None = None
+    """Column of a table with conversations: lists of messages with role and content. They become text by the chat
+    template of the tokenizer's folder, and a causal model learns the messages of the assistant alone."""
+    prompt: str | None = None
+    """Column of a table with prompts, whose `response` a causal model learns alone."""
+    response: str | None = None
+    """Column of a table with the responses to `prompt`."""
     max_bytes: Size | None = None
     """Read at most this much of the text of each source; null: read all of it."""
     extensions: list[str] = Field(

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from nntile_py.data.collators import Array
 from nntile_py.data.documents import Documents, Split
+from nntile_py.data.instructions import Instructions
 from nntile_py.data.prepare import cached_folder, locked, read_cached, tokenize_into_folder, tokenize_into_memory
 from nntile_py.data.prepare import trim_cache as trim_cached_folders
 from nntile_py.data.token_files import (
@@ -62,6 +63,7 @@ class Reading:
             has no end token: sequences of a masked model end in [SEP].
         end: Token that ends a document with an existing tokenizer. A new tokenizer's is END_OF_TEXT.
         report: Shows a message before work that takes seconds.
+        instructions: Turns rows of tables into texts whose answers are learned. None: a row's text is in a column.
     """
 
     extensions: Sequence[str] = ()
@@ -73,10 +75,13 @@ class Reading:
     special: Sequence[str] = ()
     end: int | None = None
     report: Report = silent
+    instructions: Instructions | None = None
 
     def close(self, tokenizer: Tokenizer) -> int | None:
         """Return the token that ends a sequence's text."""
         number: int | None = self.end if self.tokenizer else tokenizer.token_to_id(END_OF_TEXT)
+        if self.instructions and self.instructions.ended:
+            return None
         return number if self.unit == "window" or not self.special else None
 
 
@@ -149,11 +154,14 @@ def _check(corpus: Corpus, sources: Sequence[TextSource], reading: Reading, held
 
 def _read(source: TextSource, reading: Reading, key: str) -> TokenFolder:
     path = Path(source.path)
+    if reading.instructions and (is_token_folder(path) or is_token_file(path)):
+        raise ConfigError(f"{key}: {path} has tokens; allowed with data.messages or data.prompt: tables")
     if source.path != STDLIB and is_token_folder(path):
         return _checked_folder(path, reading, key)
     if source.path != STDLIB and is_token_file(path):
         return _token_file(path, reading, key)
-    documents = Documents(source.path, reading.extensions, source.column, reading.max_bytes, reading.unit, key)
+    documents = Documents(source.path, reading.extensions, source.column, reading.max_bytes, reading.unit, key,
+                          reading.instructions)  # fmt: skip
     cache_key = _key(documents, reading)
     if cached := read_cached(cache_key):
         return cached
@@ -231,10 +239,11 @@ def _token_file(path: Path, reading: Reading, key: str) -> TokenFolder:
 def _key(documents: Documents, reading: Reading) -> str:
     """Return a hash of everything that determines the tokens: files with size and time, the split, the tokenizer."""
     digest = hashlib.sha256(tokenizers.__version__.encode())
-    for module in ("tokenization", "documents", "rows", "files", "corpus"):
+    for module in ("tokenization", "documents", "rows", "files", "instructions", "corpus"):
         digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
     tokenizer = reading.tokenizer.to_str() if reading.tokenizer else f"{reading.vocab_size} {[*reading.special]}"
-    settings = (tokenizer, reading.val_fraction, reading.unit, reading.end, documents.column, documents.max_bytes)
+    how = reading.instructions.key if reading.instructions else None
+    settings = (how, tokenizer, reading.val_fraction, reading.unit, reading.end, documents.column, documents.max_bytes)
     digest.update(repr(settings).encode())
     for path in documents.paths():
         facts = path.stat()

@@ -15,6 +15,7 @@ import numpy as np
 
 from nntile_py.data.collators import Array
 from nntile_py.data.files import COMPRESSED, binary_format, format_suffix, opened
+from nntile_py.data.instructions import Instructions
 from nntile_py.data.rows import MissingColumn, is_dataset, is_table, place, read_rows, table_names
 from nntile_py.data.tables import text_of
 from nntile_py.errors import ConfigError
@@ -31,10 +32,12 @@ class TextPart(NamedTuple):
 
     Attributes:
         text: The text.
-        last: This is the document's last part."""
+        last: This is the document's last part.
+        learned: Which parts of the text a model learns: (begin, end) in characters. None: all of it."""
 
     text: str
     last: bool = True
+    learned: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass
@@ -51,6 +54,7 @@ class Documents:
         max_bytes: Upper bound on the bytes of text to read. A character that the bound cuts becomes U+FFFD.
         unit: What a sequence is. Parts of a document end between two paragraphs if these are the sequences.
         key: Key of the config, or option, that names the source, for messages.
+        instructions: Turns the rows of a table into texts. None: a row's text is in `column`.
 
     Attributes:
         left_out: What was left out of a folder, and how often.
@@ -66,6 +70,7 @@ class Documents:
     max_bytes: int | None = None
     unit: str = "window"
     key: str = "data.source"
+    instructions: Instructions | None = None
     left_out: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -124,7 +129,8 @@ class Documents:
                         yield part
                         continue
                     content = part.text.encode()
-                    yield part if len(content) <= left else TextPart(content[:left].decode(errors="replace"))
+                    cut = content[:left].decode(errors="replace")
+                    yield part if len(content) <= left else part._replace(text=cut, last=True)
                     if (left := max(0, left - len(content))) == 0:
                         break
         except OSError as error:
@@ -144,6 +150,8 @@ class Documents:
     def _parts(self, path: Path, most: int | None) -> Iterator[TextPart]:
         """Yield the parts of a file's documents that are not blank. In a folder, a file that is no text has none."""
         tolerant = Path(self.source).is_dir() and self.source != STDLIB and not is_dataset(Path(self.source))
+        if self.instructions and not is_table(path):
+            raise ConfigError(f"{self.key}: {path} is no table; allowed for instructions: {table_names()}")
         parts = self._rows(path) if is_table(path) else self._text(path, most)
         if not tolerant:
             yield from parts
@@ -158,7 +166,8 @@ class Documents:
         except MissingColumn:
             if begun:
                 raise
-            self._leave_out(path, f"{format_suffix(path)} without the column {self.column!r}")
+            columns = self.instructions.columns if self.instructions else [self.column]
+            self._leave_out(path, f"{format_suffix(path)} without the column {' or '.join(map(repr, columns))}")
         except _NoText as error:
             self._leave_out(path, f"{format_suffix(path)} that is {error.kind}")
 
@@ -167,7 +176,14 @@ class Documents:
         self.files.remove(path)
 
     def _rows(self, path: Path) -> Iterator[TextPart]:
-        where = f"{self.key}: {path}"
+        where, of = f"{self.key}: {path}", self.instructions
+        if of:
+            names = " and ".join(map(repr, of.columns))
+            need = f"a table with {names} (data.messages, or data.prompt and data.response): {table_names()}"
+            for number, row in read_rows(where, path, of.columns, need):
+                if spans := of.render(f"{where}, {place(path, number)}", row):
+                    yield TextPart(spans.text, learned=spans.learned)
+            return
         need = f"a table with the column {self.column!r} (data.text names another): {table_names()}"
         for number, row in read_rows(where, path, [self.column], need):
             text = row[self.column]

@@ -43,11 +43,19 @@ def tokenize_into_memory(
     """Return the tokens of documents: {TRAIN: ..., HELD_OUT: ...}. Arguments as of `tokenization.tokenize`."""
     ids: dict[str, list[Any]] = {name: [np.zeros(0, token_dtype(tokenizer))] for name in (TRAIN, HELD_OUT)}
     segments: dict[str, list[Any]] = {name: [np.zeros(0, np.int64)] for name in ids}
+    learned: dict[str, list[Any]] = {name: [] for name in ids}
     for _, blocks in tokenize(split.parts(documents), tokenizer, unit, end):
         for block in blocks:
             ids[block.name].append(block.ids)
             segments[block.name].append(block.segments)
-    return {name: Tokens(np.concatenate(ids[name]), joined_lengths(np.concatenate(segments[name]))) for name in ids}
+            learned[block.name] += [] if block.learned is None else [block.learned]
+    return {
+        name: Tokens(
+            np.concatenate(ids[name]), joined_lengths(np.concatenate(segments[name])),
+            np.concatenate(learned[name]) if learned[name] else None,
+        )
+        for name in ids
+    }  # fmt: skip
 
 
 def tokenize_into_folder(
@@ -89,7 +97,7 @@ def tokenize_into_folder(
 
         for count, blocks in tokenize(counted(), tokenizer, unit, end):
             for block in blocks:
-                writers[block.name].append(block.ids, block.segments)
+                writers[block.name].append(block.ids, block.segments, block.learned)
             if time.monotonic() - clock >= SAVE_EVERY:
                 clock = time.monotonic()
                 _save_progress(folder, begun, done + count, writers)

@@ -51,6 +51,29 @@ class Pieces:
         return [slice(start, start + self.lengths[number])]
 
 
+class Answered(Pieces):
+    """The beginning of each sequence, at most `longest` tokens. Sequences are left out if they have no answer there.
+
+    Args:
+        tokens: The sequences and which of their tokens are learned.
+        longest: Largest number of tokens of a sequence.
+
+    Attributes:
+        left_out: Number of sequences that were left out.
+    """
+
+    def __init__(self, tokens: Tokens, longest: int) -> None:
+        assert tokens.learned is not None
+        starts, lengths = np.cumsum(tokens.lengths) - tokens.lengths, np.minimum(tokens.lengths, longest)
+        # The first token of a sequence is never predicted.
+        bounds = np.stack([starts + 1, starts + lengths], axis=1).ravel()
+        counts = np.add.reduceat(np.append(tokens.learned, 0), bounds, dtype=np.int64)[::2]
+        kept = (lengths > 1) & (counts > 0)
+        self._first, self.lengths = starts[kept], lengths[kept]
+        self._shift = np.zeros_like(self._first)
+        self.cut, self.left_out = int((tokens.lengths > longest).sum()), int((~kept).sum())
+
+
 class TextWindows(Pieces):
     """Windows of documents: they have exactly `longest` tokens, or all tokens of a shorter document.
 

@@ -11,7 +11,7 @@ from nntile_py.data.collators import Array, Collator
 from nntile_py.data.corpus import Corpus, fingerprint
 from nntile_py.data.dataset import Evaluator, Inputs
 from nntile_py.data.sampler import Sampler
-from nntile_py.data.sequences import Concatenated, Mixture, Pieces, SequenceTable, TextWindows
+from nntile_py.data.sequences import Answered, Concatenated, Mixture, Pieces, SequenceTable, TextWindows
 from nntile_py.data.token_files import Tokens
 from nntile_py.errors import ConfigError
 from nntile_py.graph.bin_packing import Bins
@@ -51,6 +51,7 @@ class TextDataset:
         self.corpus, self.tokenizer = corpus, corpus.tokenizer
         self._collator, self._ends, self._bins, self._passes = collator, ends, bins, passes
         self._batch, self._eval_batches, self._seq, self._concatenate = batch, eval_batches, seq, concatenate
+        self._left_out = 0  # conversations without an answer in `seq` tokens
         self._train = self._mixture(corpus.train, corpus.weights, "training", seed)
         self._measured = self._mixture(corpus.held_out, corpus.weights[: len(corpus.held_out)], "held-out", None)
         lengths = self._train.lengths + len(ends)
@@ -63,7 +64,13 @@ class TextDataset:
         text = self._seq - len(self._ends)  # tokens of text in a sequence
         sequences = list[SequenceTable]()
         for source in tokens:
-            if self.corpus.unit != "window":
+            if source.learned is not None:
+                sequences.append(answered := Answered(source, text))
+                self._left_out += answered.left_out
+                if not len(answered.lengths):
+                    need = "a larger train.seq, or other data"
+                    raise ConfigError(f"data: no {name} conversation has an answer in {text} tokens; allowed: {need}")
+            elif self.corpus.unit != "window":
                 sequences.append(Pieces(source.lengths, text))
             elif not self._concatenate:
                 sequences.append(TextWindows(source.lengths, text, seed))
@@ -92,7 +99,7 @@ class TextDataset:
 
     def describe_lengths(self) -> str:
         lengths = self._train.lengths + len(self._ends)
-        if self.corpus.unit == "window" and not self._bins and lengths.min() == self._seq:
+        if self.corpus.train[0].learned is None and not self._bins and lengths.min() == lengths.max() == self._seq:
             return ""
         filled = ""
         if self._bins:
@@ -100,8 +107,11 @@ class TextDataset:
         elif (share := 1 - lengths.mean() / self._seq) > WASTED:
             filled = f"; {share:.0%} of a batch is padding (train.pack: true"
             filled += ", or data.concatenate: true, avoids it)" * (self.corpus.unit == "window") or " avoids it)"
-        unit = "windows" if self.corpus.unit == "window" else self.corpus.unit
-        cut = f" ({self._train.cut:,} were longer and are cut)" if self.corpus.unit != "window" else ""
+        asked = self.corpus.train[0].learned is not None
+        unit = "conversations" if asked else "windows" if self.corpus.unit == "window" else self.corpus.unit
+        cut = f" ({self._train.cut:,} were longer and are cut)" if unit != "windows" else ""
+        if self._left_out:
+            cut += f", {self._left_out:,} left out: they have no answer in their first {self._seq} tokens"
         sizes = f"{lengths.min()} to {lengths.max()} tokens, {lengths.mean():.1f} on average"
         return f"{len(lengths):,} {unit} of {sizes}{cut}{filled}"
 

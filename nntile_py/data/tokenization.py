@@ -76,11 +76,13 @@ class Block(NamedTuple):
         name: TRAIN or HELD_OUT.
         ids: Token numbers of the parts, one after the other.
         segments: Number of tokens of each part; negative if its document continues in the next part. int64.
+        learned: For each token, 1 if the model learns it, else 0; uint8. None: all tokens are learned.
     """
 
     name: str
     ids: Array
     segments: Array
+    learned: Array | None = None
 
 
 def token_dtype(tokenizer: Tokenizer) -> type[np.uint16] | type[np.int32]:
@@ -124,12 +126,27 @@ def tokenize(
 
 
 def _block(name: str, parts: Sequence[TextPart], tokenizer: Tokenizer, dtype: type, end: int | None) -> Block:
-    tail = [] if end is None else [end]
-    encodings = tokenizer.encode_batch_fast([part.text for part in parts], add_special_tokens=False)
+    tail, texts = [] if end is None else [end], [part.text for part in parts]
+    spans = parts[0].learned is not None
+    encode = tokenizer.encode_batch if spans else tokenizer.encode_batch_fast  # the fast one computes no offsets
+    encodings = encode(texts, add_special_tokens=False)
     ids: list[Array] = [
         np.array(encoding.ids + tail * part.last, dtype=dtype)
         for part, encoding in zip(parts, encodings, strict=True)
     ]
     lengths = [len(one) if part.last else -len(one) for part, one in zip(parts, ids, strict=True)]
-    return Block(name, np.concatenate(ids), np.array(lengths, np.int64))
+    learned = [_learned(part, encoding.offsets, len(tail)) for part, encoding in zip(parts, encodings, strict=True)]
+    return Block(name, np.concatenate(ids), np.array(lengths, np.int64), np.concatenate(learned) if spans else None)
+
+
+def _learned(part: TextPart, offsets: Sequence[tuple[int, int]], tail: int) -> Array:
+    """Return for each token of a part, and for the token that ends it, whether the model learns it.
+
+    A token that is partly in a learned part of the text is learned."""
+    places = np.array(offsets, np.int64).reshape(-1, 2)
+    learned = np.zeros(len(places) + tail, np.uint8)
+    for begin, end in part.learned or ():
+        learned[: len(places)] |= (places[:, 1] > begin) & (places[:, 0] < end)
+    learned[len(places) :] = 1
+    return learned
 

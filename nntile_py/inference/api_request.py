@@ -8,8 +8,8 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from nntile_py.data.chat_template import Message
 from nntile_py.data.tables import check_whole
-from nntile_py.inference.chat import Message
 
 LARGEST = 2**22  # bytes of a request
 MOST_TEXTS = 256  # prompts or inputs of a request

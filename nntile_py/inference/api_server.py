@@ -22,9 +22,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from nntile_py.data.chat_template import ChatTemplate
 from nntile_py.errors import ConfigError
 from nntile_py.inference.api_request import DRAWING, MOST_TEXTS, ApiError, read_body, read_messages
-from nntile_py.inference.chat import ChatTemplate
 from nntile_py.inference.generator import Options
 from nntile_py.inference.service import Job, JobPart, Service, TooBusy, new_seed
 

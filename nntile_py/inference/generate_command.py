@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from nntile_py.data.chat_template import ChatTemplate, Message
 from nntile_py.data.tables import check_whole
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
-from nntile_py.inference.chat import ChatTemplate, Message
 from nntile_py.inference.generator import MOST_TOKENS, GeneratedPart, GeneratedText, Generator, Options
 from nntile_py.inference.open_model import open_model
 from nntile_py.inference.texts import read_texts

@@ -8,10 +8,12 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from nntile_py.config.run_config import CLASSIFICATION, CLASSIFIERS, RunConfig
+from nntile_py.data.chat_template import ChatTemplate
 from nntile_py.data.classification import ClassificationDataset, read_labelled_corpus
 from nntile_py.data.collators import CausalCollator, MaskedCollator
 from nntile_py.data.corpus import Corpus, Reading, TextSource, read_corpus
 from nntile_py.data.dataset import Dataset
+from nntile_py.data.instructions import Columns, Instructions
 from nntile_py.data.labelled_words import ONE, SEVERAL, WORDS
 from nntile_py.data.special_tokens import SpecialTokens, special_tokens
 from nntile_py.data.text_dataset import TextDataset
@@ -73,10 +75,13 @@ def reading(config: RunConfig, report: Report) -> Reading:
     """Return how a config says to read and tokenize text."""
     data, path = config.data, config.tokenizer.path
     tokenizer = load_tokenizer(Path(path)) if path else None
+    columns = Columns(data.messages or "", data.prompt or "", data.response or "")
+    template = ChatTemplate(Path(path).parent if path else None)
     return Reading(
         extensions=data.extensions, max_bytes=data.max_bytes, val_fraction=data.val_fraction, unit=data.sequences,
         tokenizer=tokenizer, vocab_size=config.tokenizer.size(), special=SPECIAL[config.aim or ""],
         end=_special_tokens(config, tokenizer).end if tokenizer else None, report=report,
+        instructions=Instructions(columns, template) if any(columns) else None,
     )  # fmt: skip
 
 

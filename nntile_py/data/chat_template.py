@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from jinja2 import Environment, TemplateError
+from jinja2 import Environment, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nntile_py.errors import ConfigError
@@ -27,27 +28,38 @@ class ChatTemplate:
 
     Attributes:
         own: The folder has a template.
+        source: The template's text; None: the folder has none.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._source, self._tokens = _template_of(folder)
-        self.own = self._source is not None
+    def __init__(self, folder: Path | None) -> None:
+        self.source, self._tokens = _template_of(folder) if folder else (None, {})
+        self.own = self.source is not None
 
     def prompt(self, messages: list[Message]) -> str:
-        """Return the text that an assistant's answer continues.
+        """Return the text that an assistant's answer continues. Raises ConfigError as `render` does."""
+        return self.render(messages, answer=True)
+
+    def render(self, messages: list[Message], answer: bool = False) -> str:
+        """Return the text of a conversation.
+
+        answer: Add the text that begins an assistant's answer.
 
         Raises:
             ConfigError: The template refuses the messages, or has an error.
         """
-        if self._source is None:
+        if self.source is None:
             lines = [f"{one['role'].capitalize()}: {one['content']}\n" for one in messages]
-            return "".join([*lines, "Assistant:"])
+            return "".join([*lines, "Assistant:" * answer])
         try:
-            template = _environment().from_string(self._source)
             with _limited_steps():
-                return template.render(messages=messages, add_generation_prompt=True, **self._tokens)
+                return self._compiled.render(messages=messages, add_generation_prompt=answer, **self._tokens)
         except Exception as error:  # a template may compute anything
             raise ConfigError(f"chat template: {error}; allowed: messages that the model's template takes") from None
+
+    @functools.cached_property
+    def _compiled(self) -> Template:
+        assert self.source is not None
+        return _environment().from_string(self.source)
 
     @property
     def stops(self) -> list[str]:
