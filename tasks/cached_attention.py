@@ -31,19 +31,19 @@ class CachedAttentionArgs(TaskArgs):
 
 
 class CachedAttention(Op):
-    """o = softmax(scale q [cached keys, k]^T, causal) [cached values, v]; k and v then belong to the cache.
+    """o = softmax(scale q [cached keys, k]^T, causal) [cached values, v]. The operator writes k and v into the cache.
 
-    Row b of the page table says that sequence b has `past` cached positions and `count` new tokens, the first of the
-    axis seq. Position p is in slot p % slots of the page with the number in entry PAGES + p // slots. The outputs of
-    positions behind the new tokens are zero. No sequence has page 0, so unused entries are 0.
+    Row b of the page table says that sequence b has `past` cached positions and `count` new tokens, which come first on
+    the axis seq. Position p is in slot p % slots of the page with the number in entry PAGES + p // slots. Outputs
+    behind the new tokens are zero. No sequence has page 0, so unused entries are 0.
 
     Args:
         operands: q, k, v with the axes batch, heads (or kv_heads), seq, head_dim in one order. With `heads`: one tensor
             with the axis all_heads, which has the heads of q, of k, then of v.
         table: int64 [batch, entry].
         pools: cached keys and cached values, each [page, heads or kv_heads, slot, head_dim]. The operator changes them.
-        out: as q.
-        rotary: a table [batch, seq, rotary], by which the operator rotates q and k, see Rotary.
+        out: with the axes of q.
+        rotary: a table [batch, seq, rotary] of angles. The operator rotates q and k by them, see Rotary.
         heads: numbers of heads of q and of k.
     """
 
@@ -59,8 +59,9 @@ class CachedAttention(Op):
     ) -> None:  # fmt: skip
         rule = "cached attention: the pools need the axes page, the heads of k, slot, head_dim"
         k, axis = operands.parts[1][0], pools[0].axes[1]
-        fits = all(one.axes == ("page", axis, "slot", "head_dim") for one in pools) and axis in ("heads", "kv_heads")
-        require(fits and all(one.size(axis) == (heads[1] if heads else k.size(axis)) for one in pools), rule, k, *pools)
+        fits = all(pool.axes == ("page", axis, "slot", "head_dim") for pool in pools) and axis in ("heads", "kv_heads")
+        fits = fits and all(pool.size(axis) == (heads[1] if heads else k.size(axis)) for pool in pools)
+        require(fits, rule, k, *pools)
         self.operands, self.table, self.pools, self.rotary, self.heads = operands, table, list(pools), rotary, heads
         super().__init__([*operands.tensors, *self.data], [out, *after])
         self.scale = 1 / math.sqrt(out.size("head_dim")) if scale is None else scale
@@ -97,12 +98,12 @@ class CachedAttention(Op):
         return (self.table.size("entry") - PAGES) * self.pools[0].size("slot")
 
     def flop(self) -> float:
-        """Return the flop for sequences that fill the cache."""
+        """Return the number of operations if all sequences fill their pages."""
         return 4.0 * self.output.numel * self.positions
 
     def elements(self) -> int:
         pages = (self.table.size("entry") - PAGES) * self.table.shape[0]
-        cached = sum(one.numel // one.size("page") for one in self.pools) * pages
+        cached = sum(pool.numel // pool.size("page") for pool in self.pools) * pages
         return sum(t.numel for t in (*self.operands.tensors, self.table, self.output)) + cached
 
     def fit(self, tiling: Tiling) -> None:
@@ -181,10 +182,11 @@ class TokenPlacesArgs(TaskArgs):
 
 
 class TokenPlaces(Op):
-    """The positions of the new tokens of a page table's rows, int64 [batch, seq], and the place of each row's last one.
+    """The positions of each row's new tokens, and the index of its last new token; see CachedAttention for the table.
 
-    Places behind the new tokens get the position of the last new token, so that each is a row of a table of positions.
-    The place of the last new token is int64 [batch, last] with one entry, -1 for a row without new tokens.
+    The positions are int64 [batch, seq]. Entries behind the new tokens repeat the position of the last new token, so
+    that all entries are valid rows of a table of positions. The index of the last new token on the axis seq is int64
+    [batch, last] with one entry, -1 for a row without new tokens.
     """
 
     independent = True

@@ -1,7 +1,8 @@
-"""Attention to keys and values in pages of a cache, on CUDA. cached_attention.cpp lists the tiles of each task.
+"""Attention to keys and values in the pages of a cache, on CUDA. cached_attention.cpp lists the tiles of each task.
 
-A program computes a block of queries of all heads that share a head of keys. If there are few such blocks, the cached
-positions are split over several programs, and a second kernel combines their results (flash-decoding, Dao et al. 2023).
+A program computes a block of queries of all query heads that share a key head. If there are few blocks, the cached
+positions are divided among several programs, and a second kernel combines their results (flash-decoding,
+Dao et al. 2023).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -21,8 +22,8 @@ from .launch import Launches, Scratch, ceil_div, launch, launches, power_of_two,
 
 FIRST, NEW = tl.constexpr(PAGES), tl.constexpr(COUNT)  # entries of a page table's row
 PROGRAMS = 264  # two for each multiprocessor of an H100; results are correct on other GPUs too
-QUERIES = 64  # rows of a block of queries, where a sequence has so many
-NEW_KEYS = 32  # new keys of an iteration
+QUERIES = 64  # largest number of rows of a block of queries
+NEW_KEYS = 32  # new keys that an iteration reads
 
 
 @triton.jit
@@ -95,17 +96,17 @@ def _attend(
             k = _rotated(K, ANGLES, row, heads, new, mine, seq, K_AT, D, BLOCK_D, ROTARY)
             tl.store(KEYS + to, k, mine)
             tl.store(VALUES + to, tl.load(_place(V, row, heads, new, V_AT, BLOCK_D), mine, 0.0), mine)
-        # Before the pages, since these loads do not wait for numbers of pages.
+        # New keys come before cached keys, because loads of new keys do not wait for page numbers.
         if split == SPLITS - 1:
             start = 0
             if WINDOW:
                 start = tl.maximum(first - WINDOW + 1, 0) // NEW_KEYS * NEW_KEYS
             for at in range(start, tl.minimum(first + ROWS, count), NEW_KEYS):
                 key = at + tl.arange(0, NEW_KEYS)
-                there = (key < count)[:, None] & (d < D)[None, :]
+                valid = (key < count)[:, None] & (d < D)[None, :]
                 heads = head + tl.zeros([NEW_KEYS], tl.int32)
-                k = _rotated(K, ANGLES, row, heads, key, there, seq, K_AT, D, BLOCK_D, ROTARY)
-                v = tl.load(_place(V, row, heads, key, V_AT, BLOCK_D), there, 0.0)
+                k = _rotated(K, ANGLES, row, heads, key, valid, seq, K_AT, D, BLOCK_D, ROTARY)
+                v = tl.load(_place(V, row, heads, key, V_AT, BLOCK_D), valid, 0.0)
                 kept = (key[None, :] <= query[:, None]) & (key < count)[None, :]
                 if WINDOW:
                     kept = kept & (query[:, None] - key[None, :] < WINDOW)
@@ -119,8 +120,8 @@ def _attend(
             page = tl.load(TABLE + FIRST + number)
             at = (page * HEADS * SLOTS * D + at_head + slot * D)[:, None] + d[None, :]
             key = number * SLOTS + slot
-            there = (key < past)[:, None] & (d < D)[None, :]
-            k, v = tl.load(KEYS + at, there, 0.0), tl.load(VALUES + at, there, 0.0)
+            valid = (key < past)[:, None] & (d < D)[None, :]
+            k, v = tl.load(KEYS + at, valid, 0.0), tl.load(VALUES + at, valid, 0.0)
             kept = (key < past)[None, :] & (query < count)[:, None]
             if WINDOW:
                 kept = kept & (past + query[:, None] - key[None, :] < WINDOW)

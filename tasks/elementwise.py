@@ -257,8 +257,8 @@ class Dropout(Op):
     Args:
         p: probability in [0, 1) of a zero.
         key: number of this dropout; the seed is the slot `dropout_seed`, which changes each step.
-        row_numbers: int64 with all axes of x but the last: for packed sequences, the row number that the index uses
-            instead of the row's position. None: the position.
+        row_numbers: int64 with all axes of x but the last, for packed sequences. In the element index, they take the
+            place of the rows' positions. None: the index uses the positions.
     """
 
     def __init__(self, x: Tensor, out: Tensor, p: float, key: int, row_numbers: Tensor | None = None) -> None:

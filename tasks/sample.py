@@ -16,7 +16,7 @@ from .cached_attention import COUNT, PAST
 from .op import Array, GraphLike, Lowering, Op, Tensor, require
 
 SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # columns of the settings
-NO_TOKEN = -1  # stands for the token of a row whose logits are nan or whose largest logit is infinite
+NO_TOKEN = -1  # drawn instead of a token if a logit of the row is nan, or its largest logit is infinite
 
 
 class UniteArgs(TaskArgs):
@@ -51,8 +51,8 @@ class Unite(Op):
 
 
 class SampleArgs(TaskArgs):
-    tokens: int  # tokens that may be drawn: the first columns of the logits
-    greedy: bool  # True: take the largest logit; there are no settings and draws
+    tokens: int  # number of tokens that may be drawn: the first columns of the logits
+    greedy: bool  # True: take the largest logit; the task has no tiles of settings and draws
     advances: bool  # True: the task also has the tiles ids and, if penalised, writes the history
     penalised: bool  # True: the task also has the history's tile
 
@@ -60,21 +60,26 @@ class SampleArgs(TaskArgs):
 class Sample(Op):
     """Draw a token for each row of logits [batch, ..., vocab].
 
-    Logits pass, in transformers' order, the repetition penalty (a token of the history: divided by the penalty if
-    positive, else multiplied), the temperature (0: the largest logit is taken), top_k (the k largest stay; 0: all),
-    top_p (tokens stay while the more probable ones sum to less than top_p) and min_p (tokens stay with at least min_p
-    times the largest probability). The draw u in [0, 1) then takes the first token, in the order of falling logits,
-    whose cumulative probability exceeds u. A row without new tokens gets token 0, at position past + count as others.
-    A row with nan, or whose largest logit is infinite, gets NO_TOKEN; the next pass of the row reads token 0.
+    The settings are applied in transformers' order:
+
+    * repetition_penalty: each logit of a token in the history is divided by it if positive, else multiplied by it.
+    * temperature: logits are divided by it; 0 takes the largest logit.
+    * top_k: the k largest logits stay; 0: all.
+    * top_p: a token stays if the sum of all larger probabilities is less than top_p.
+    * min_p: a token stays if its probability is at least min_p times the largest probability.
+
+    The draw u in [0, 1) then takes the first token, in the order of falling logits, whose cumulative probability
+    exceeds u. A row without new tokens gets token 0 for position past + count. A row with a nan, or with an infinite
+    largest logit, gets NO_TOKEN, and the next pass over this row reads token 0.
 
     Args:
         table: int64 [batch, entry], the page table, see CachedAttention.
-        drawn: int64 [batch, ring]: the token for position p of a sequence goes to column p % ring; the others stay.
-        settings: fp32 [batch, setting], in the order of SETTINGS; None: the largest logit is taken.
+        drawn: int64 [batch, ring]: column p % ring gets the token for position p of a sequence; other columns stay.
+        settings: fp32 [batch, setting], in the order of SETTINGS. None: take the largest logit.
         draws: fp32 [batch, draw]; column past + count is the draw for the token at this position.
-        history: int64 [batch, draw], whose columns 0 to past + count - 1 are the sequence's tokens; None: no penalty.
-        ids: int64 [batch, seq] with one position. If given, the operator prepares the next pass: it writes the token
-            there and into the history, and adds `count` to `past`. None: the table and the history are only read.
+        history: int64 [batch, draw]: columns 0 to past + count - 1 are the sequence's tokens. None: no penalty.
+        ids: int64 [batch, seq] with one position. The operator then prepares the next pass: it writes the token into
+            `ids` and the history, and adds `count` to `past`. None: the table and the history are only read.
         tokens: number of tokens that may be drawn; None: all columns.
     """
 
@@ -133,14 +138,14 @@ class Sample(Op):
 
 
 def largest(logits: Array) -> int:
-    """Return the place of the first of the largest logits; NO_TOKEN if a logit is nan or the largest is infinite."""
+    """Return the index of the largest logit, the first of equal ones; NO_TOKEN if one is nan or the largest is inf."""
     usable = not np.isnan(logits).any() and np.isfinite(logits.max())
     return int(logits.argmax()) if usable else NO_TOKEN
 
 
 def drawn(logits: Array, settings: Array, u: float, history: Array | Sequence[int] = ()) -> int:
     """Return the token that Sample draws from a row of logits; see Sample for the arguments."""
-    temperature, top_k, top_p, min_p, penalty = (float(one) for one in settings)
+    temperature, top_k, top_p, min_p, penalty = (float(value) for value in settings)
     scores = logits.astype(np.float64)
     seen = np.unique(np.asarray(history, int))
     scores[seen] = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
@@ -149,11 +154,11 @@ def drawn(logits: Array, settings: Array, u: float, history: Array | Sequence[in
     order = np.argsort(-scores, kind="stable")[: int(top_k) or None]
     p = np.exp((scores[order] - scores[order[0]]) / temperature)
     before = np.cumsum(p) - p
-    stay = (before < top_p * p.sum()) & (p >= min_p * p[0])
-    p = p[: max(int(stay.sum()), 1)]
+    kept = (before < top_p * p.sum()) & (p >= min_p * p[0])
+    p = p[: max(int(kept.sum()), 1)]
     return int(order[min(np.searchsorted(np.cumsum(p), u * p.sum(), side="right"), len(p) - 1)])
 
 
 def unite(g: GraphLike, x: Tensor) -> Tensor:
-    """Return x [batch, ..., vocab] as [batch, token], whose rows are not cut."""
+    """Return x [batch, ..., vocab] as [batch, token] with uncut rows."""
     return g.add(Unite(x, g.temp("logits", ["batch", "token"], [x.shape[0], x.shape[-1]], x.dtype))).output

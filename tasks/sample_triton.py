@@ -1,4 +1,4 @@
-"""The largest logit of each row on CUDA (sample.py). Other draws are in sample_cuda.cpp."""
+"""Greedy sampling on CUDA: the largest logit of each row (sample.py). sample_cuda.cpp has all other sampling."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import math
@@ -14,12 +14,12 @@ from .sample import NO_TOKEN, SampleArgs
 
 OLD, NEW = tl.constexpr(PAST), tl.constexpr(COUNT)  # entries of a page table's row
 NONE = tl.constexpr(NO_TOKEN)
-BLOCK = 2048  # logits of a program
+BLOCK = 2048  # logits that a program compares
 
 
 @triton.jit
 def _largest_of_blocks(LOGITS, VALUES, PLACES, vocab, tokens, blocks, BLOCK: tl.constexpr):
-    """Compute the first of the largest logits of each block."""
+    """Store the largest logit of each block, and its index (the first of equal ones)."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(LOGITS + row * vocab + at, at < tokens, -float("inf")).to(tl.float32)
@@ -30,7 +30,7 @@ def _largest_of_blocks(LOGITS, VALUES, PLACES, vocab, tokens, blocks, BLOCK: tl.
 
 @triton.jit
 def _largest(OUT, TABLE, IDS, VALUES, PLACES, entries, blocks, ring, ADVANCES: tl.constexpr, BLOCK: tl.constexpr):
-    """Choose among the blocks; ADVANCES: prepare the next pass."""
+    """Choose the largest logit of all blocks. ADVANCES: prepare the next pass, see Sample."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x = tl.load(VALUES + row * blocks + at, at < blocks, -float("inf"))
     place = tl.load(PLACES + row * blocks + at, at < blocks, 2147483647)

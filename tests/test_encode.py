@@ -202,7 +202,7 @@ def test_texts_that_are_too_long_are_cut_and_it_is_said_once(runtime: nt.Runtime
     path, model = folder("Bert", "Model")
     encoder = nt.Encoder.from_hf(path, max_length=12)
     long = "tiles of tiles of tiles of tiles of tiles of tiles"
-    with pytest.warns(UserWarning, match="texts with more than 12 tokens are cut there"):
+    with pytest.warns(UserWarning, match="texts with more than 12 tokens are cut at this limit"):
         got = encoder([LINES[0], long])
     ids = tokenizer().encode(long).ids
     assert len(ids) > 12
@@ -223,7 +223,7 @@ def test_refused(runtime: nt.Runtime, folder: Any, tmp_path: Path) -> None:
         ([[3], [4] * 41], r"texts\[1\]: 41 tokens; allowed: 1 to 40"),
         ([[3], [VOCAB]], r"texts\[1\]: token numbers from 90 to 90; allowed: 0 to 89"),
         ([[-1]], r"texts\[0\]: token numbers from -1"),
-        ([[3], "text"], r"texts\[1\]: got 'text'; allowed: .* all of one sort"),
+        ([[3], "text"], r"texts\[1\]: got 'text'; allowed: .* not both"),
         ([[0.5]], r"texts\[0\]: got \[0\.5\]; allowed"),
         (["a", "a\ud800"], r"texts\[1\]: half of a character \(a lone surrogate\); allowed: whole characters"),
         ([("a", "b"), ("a", "\ud800")], r"texts\[1\]: half of a character"),
@@ -351,7 +351,7 @@ WRONG: list[tuple[str, str, list[str], str]] = [
     ("", "x.txt", [], "no texts in x.txt"),
     ("a", "x.doc", [], "--input: x.doc: not the name of a table; allowed: a table with 'text'"),
     ("a", "x.txt", ["--out", "x.pt"], "--out: x.pt is not allowed; use a name that ends in .npy, .npz, .safetensors"),
-    ("a", "x.txt", ["--out", "there.npy"], "--out: there.npy is there already; allowed: the name of a new file, or"),
+    ("a", "x.txt", ["--out", "there.npy"], "--out: there.npy exists already; allowed: the name of a new file, or"),
     ("a", "x.txt", ["--out", "none/x.npy"], "--out: there is no folder none"),
     ("a", "x.txt", ["--output", "hidden"], "x.npy holds one array; allowed with --output hidden: .npz, .safetensors"),
     ("a", "x.txt", ["--output", "all"], "error: --output: 'all' is not allowed"),

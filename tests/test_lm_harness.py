@@ -196,7 +196,7 @@ def test_what_a_task_may_ask_for(models: Any, runtime: Any) -> None:
         with pytest.raises(nt.ConfigError) as error:
             model.generate_until([SimpleNamespace(args=("a", how))], disable_tqdm=True)
         assert message in str(error.value)
-    with pytest.raises(nt.ConfigError, match="--apply_chat_template: not with the model nntile so far"):
+    with pytest.raises(nt.ConfigError, match="--apply_chat_template: not supported by the model nntile yet"):
         model.apply_chat_template([{"role": "user", "content": "a"}])
     with pytest.raises(nt.ConfigError, match="a continuation of 0 tokens; allowed: 1 to max_length = 24"):
         model._loglikelihood_tokens([(None, [1], [])], disable_tqdm=True)

@@ -164,7 +164,7 @@ def test_embeddings_are_those_of_the_encoder(name: str, models: Any, runtime: An
         ("chat/completions", {"messages": [], "echo": True}, "echo: True is not supported; allowed: False"),
         ("completions", {"prompt": "a", "tempperature": 1}, "tempperature: unknown field; allowed: best_of"),
         ("completions", {"prompt": []}, "prompt: allowed: a text"),
-        ("completions", {"prompt": [[300]]}, "allowed: 0 to 299, those of the model"),
+        ("completions", {"prompt": [[300]]}, "allowed: 0 to 299, the model's vocabulary"),
         ("completions", [], "the request is not a JSON object"),
         ("completions", {"prompt": "a", "stream": "false"}, "stream: 'false' is not allowed; use true or false"),
         ("completions", {"prompt": "a", "stream_options": [1]}, "stream_options: [1] is not allowed; use an object"),

@@ -54,7 +54,7 @@ def test_a_full_queue_and_a_slow_answer(models: Any, runtime: Any) -> None:
     hold.clear()
     small._later(lambda: bool(hold.wait(20)))
     answer = client(small, timeout=0.1).post("/v1/completions", json={"prompt": "a"})
-    assert answer.status_code == 504 and "no whole answer within 0.1 s" in answer.text
+    assert answer.status_code == 504 and "no complete answer within 0.1 s" in answer.text
     hold.set()
     assert client(small).post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
     small.stop()
@@ -99,7 +99,7 @@ def test_vectors_that_come_too_late_are_not_computed(
     assert len(calls) > 5 and sum(calls) == 64
     calls.clear()
     answer = client(own, timeout=0.1).post("/v1/embeddings", json={"input": texts})
-    assert answer.status_code == 504 and "no whole answer within 0.1 s" in answer.text
+    assert answer.status_code == 504 and "no complete answer within 0.1 s" in answer.text
     until(lambda: not own._embedding)
     assert sum(calls) < 64
     monkeypatch.undo()
@@ -183,7 +183,7 @@ def test_a_client_that_goes_while_tokens_come_is_noticed(
         real()
 
     monkeypatch.setattr(own._engine, "step", slow)
-    monkeypatch.setattr("nntile_py.inference.api_server.LOOK", 0.1)
+    monkeypatch.setattr("nntile_py.inference.api_server.CHECK_SECONDS", 0.1)
     asked(own, "/v1/completions", {"prompt": "a", "max_tokens": 20, "n": 64}, "2.3", 0.1)
     until(lambda: not own._jobs)
     assert len(steps) < 64

@@ -15,7 +15,8 @@ def check_workers(on_cpu: Sequence[str] | None, cpus: int | str | None, cuda: in
     """Check that a run with GPUs and `on_cpu` has CPU workers, and that its tasks are not planned.
 
     Args:
-        cpus: number of CPU workers; None or "all", with GPUs, is none.
+        on_cpu: patterns of tasks for CPU workers, or None.
+        cpus: number of CPU workers. With GPUs, None and "all" mean no CPU workers.
         cuda: number of GPUs, or "all". Without GPUs, `on_cpu` has no effect.
         placement: "planned", "scheduler", or None for the default.
 
@@ -31,23 +32,23 @@ def check_workers(on_cpu: Sequence[str] | None, cpus: int | str | None, cuda: in
 
 
 def assign_kinds(lists: Iterable[TaskList], on_cpu: Sequence[str] | None) -> None:
-    """Give tasks that match a pattern of `on_cpu` to CPU workers, and all other tasks to CUDA workers.
+    """Set the kind of worker of each task: CPU if the task matches a pattern of `on_cpu`, else CUDA.
 
     Args:
         lists: task lists; the attribute `kind` of their tasks is set.
-        on_cpu: patterns with * and ?, each for the names of operators or of kernels. None: workers of any kind.
+        on_cpu: patterns with * and ? for names of operators or kernels. None: workers of both kinds may run each task.
 
     Raises:
-        ConfigError: a task that matches has bf16 or fp16 tiles, for which there are no CPU kernels.
+        ConfigError: a matching task has bf16 or fp16 tiles, for which there are no CPU kernels.
     """
-    for task in (task for one in lists for task in one.tasks):
+    for task in (task for task_list in lists for task in task_list.tasks):
         pattern = next((pattern for pattern in on_cpu or () if _matches(task, pattern)), None)
         task.kind = "" if on_cpu is None else "cuda" if pattern is None else "cpu"
         if pattern is None:
             continue
         if low := next((access.tile.dtype for access in task.accesses if is_low(access.tile.dtype)), None):
-            of, need = f"{task.op} ({task.kernel})", "operators on fp32 tiles, or precision: fp32 or tf32"
-            raise ConfigError(f"runtime.on_cpu: {pattern!r} matches {of}, which has {low} tiles; allowed: {need}")
+            name, need = f"{task.op} ({task.kernel})", "operators on fp32 tiles, or precision: fp32 or tf32"
+            raise ConfigError(f"runtime.on_cpu: {pattern!r} matches {name}, which has {low} tiles; allowed: {need}")
 
 
 def check_patterns(lists: Sequence[TaskList], on_cpu: Sequence[str] | None) -> None:
@@ -56,7 +57,7 @@ def check_patterns(lists: Sequence[TaskList], on_cpu: Sequence[str] | None) -> N
     Raises:
         ConfigError: a pattern matches no task.
     """
-    tasks = [task for one in lists for task in one.tasks]
+    tasks = [task for task_list in lists for task in task_list.tasks]
     for pattern in on_cpu or ():
         if not any(_matches(task, pattern) for task in tasks):
             kernels = ", ".join(sorted({task.kernel for task in tasks}))

@@ -162,7 +162,7 @@ def simulate_list(tasks: Sequence[Task], workers: int, speed: Speed, copies: Cop
 class _Node:
     """State of a simulated node: tasks, their dependencies, transfers in progress.
 
-    cards: number of network cards. several: several nodes are simulated, so that each has other messages."""
+    cards: number of network cards. several: False: one node is simulated, and peers of messages are ignored."""
 
     def __init__(
         self, tasks: Sequence[Task], workers: int, copies: Copies, start: float, cards: int, several: bool

@@ -243,10 +243,10 @@ class Checkpointable(Protocol):
 
 
 def memory_for_copies(trainer: Checkpointable) -> tuple[int, int]:
-    """Return the bytes that a copy of weights and averages takes, and the bytes of memory that are free without it.
+    """Return the bytes of a copy of weights and averages, and the bytes of memory that are free now.
 
-    With several ranks, both numbers are those of the rank that would have the least memory left. All ranks must call
-    this function."""
+    With several ranks, both numbers belong to the rank that would have the least memory left after the copy. All ranks
+    must call this function."""
     live = trainer.live()
     if not live.ranks:
         return live.state().bytes, free_memory()

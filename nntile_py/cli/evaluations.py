@@ -21,8 +21,8 @@ def evaluate(
     stride: Annotated[
         int | None,
         typer.Option(
-            help="Tokens from the beginning of a window to that of the next one; other tokens of a window are only"
-            " context. [default: half of --seq; for a masked model all its tokens]"
+            help="Tokens from the beginning of a window to the beginning of the next window; the rest of a window"
+            " is only context. [default: half of --seq; for a masked model, windows do not overlap]"
         ),
     ] = None,
     seq: Annotated[
@@ -37,7 +37,7 @@ def evaluate(
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Measure trained models on all of a file: loss, perplexity, bits per byte, accuracy, F1."""
+    """Measure trained models on a complete file: loss, perplexity, bits per byte, accuracy, F1."""
     from rich.console import Console
 
     alone("eval")
@@ -62,7 +62,7 @@ def lm_eval(
         typer.Argument(metavar="ARGUMENTS...", help="Arguments of lm_eval, such as `run --help` or `ls tasks`."),
     ],
 ) -> None:
-    """Run lm_eval, EleutherAI's evaluation harness, which then has the model `nntile`."""
+    """Run lm_eval, EleutherAI's evaluation harness, with the additional model `nntile`."""
     alone("lm-eval")
     try:
         from nntile_py.inference import lm_harness

@@ -20,18 +20,20 @@ def generate(
     ] = None,
     source: Annotated[
         Path | None,
-        typer.Option("--input", help="File of prompts: .jsonl, .csv with a header, or .txt with one prompt a line."),
+        typer.Option("--input", help="File of prompts: .jsonl, .csv with a header, or .txt with one prompt per line."),
     ] = None,
     text: Annotated[str, typer.Option(metavar="KEY", help="Key or column of the prompts.")] = "text",
     chat: Annotated[
-        bool, typer.Option("--chat", help="Answer line by line, and keep the conversation; Ctrl-D ends it.")
+        bool, typer.Option("--chat", help="Answer each line, and keep the conversation; Ctrl-D ends it.")
     ] = False,
     system: Annotated[str, typer.Option(help="With --chat: the message that begins the conversation.")] = "",
     max_tokens: Annotated[
         int | None,
         typer.Option(help="Largest number of new tokens of a text. [default: 128, or as many as fit]"),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0: always the most probable token.")] = 0.8,
+    temperature: Annotated[
+        float, typer.Option(help="Logits are divided by it; 0: always the most probable token.")
+    ] = 0.8,
     top_k: Annotated[
         int | None, typer.Option(help="Draw among the k most probable tokens; 0: all. [default: all]")
     ] = None,
@@ -43,7 +45,9 @@ def generate(
     ] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens that came before are less likely.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends a text; may be given several times.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Stop text: a text ends before it; may be given several times.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Prompts that are continued at once.", min=1)] = 8,
     cache: Annotated[
         str | None, typer.Option(help="Memory for keys and values, such as 2GiB. [default: as the prompts need]")

@@ -14,14 +14,14 @@ def serve(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="Folder of a run, a checkpoint, or of save_pretrained.")
     ],
-    port: Annotated[int, typer.Option(help="Port; 0: any free one.", min=0, max=65535)] = 8000,
+    port: Annotated[int, typer.Option(help="Port; 0: any free port.", min=0, max=65535)] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on. There is no password.")] = "127.0.0.1",
     name: Annotated[str | None, typer.Option(help="Name of the model. [default: the folder's name]")] = None,
     batch: Annotated[int, typer.Option(help="Texts that are generated at once.", min=1)] = 8,
-    queue: Annotated[int, typer.Option(help="Texts that wait; further requests get status 429.", min=0)] = 64,
+    queue: Annotated[int, typer.Option(help="Waiting texts; further requests get status 429.", min=0)] = 64,
     max_length: Annotated[
         int | None,
-        typer.Option(help="Tokens of a prompt and its answer. [default: the positions, at most 2048]", min=2),
+        typer.Option(help="Largest length of a prompt and its answer. [default: the positions, at most 2048]", min=2),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds after which a request ends with status 504.", min=0.1)] = 600,
     cache: Annotated[

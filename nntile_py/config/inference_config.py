@@ -83,7 +83,7 @@ def inference_config(saved: Mapping[str, Any], overrides: Iterable[str] = ()) ->
     """Return the settings of a run's saved config, changed by `--set` options.
 
     Args:
-        saved: The run's config as parsed YAML. Keys that do not count for a model in use are skipped. {}: defaults.
+        saved: The run's config as parsed YAML. Keys that only training needs are skipped. {}: defaults.
         overrides: Texts such as "tiles.embed=96".
 
     Raises:

@@ -1,4 +1,4 @@
-"""Prompts of a conversation, by the chat template of a model's folder."""
+"""Turns the messages of a conversation into a prompt, by the chat template of a model's folder."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from nntile_py.models.hf_config import read_json
 from nntile_py.system.folders import read
 
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
-MOST_STEPS = 2_000_000  # lines of a template's code that are run; about a second
+MOST_STEPS = 2_000_000  # largest number of lines that a template's code runs, about a second
 Message = dict[str, str]  # role: system, user or assistant; content
 
 
 class ChatTemplate:
-    """The chat template of a folder, see transformers' "Chat templates"; a plain one if the folder has none.
+    """The chat template of a folder, see transformers' "Chat templates". A folder without one gets a plain template.
 
     Attributes:
-        own: The folder has a template.
+        own: True: the folder has a template.
         source: The template's text; None: the folder has none.
     """
 
@@ -48,7 +48,7 @@ class ChatTemplate:
             ConfigError: The template refuses the messages, or has an error.
         """
         if self.source is None:
-            lines = [f"{one['role'].capitalize()}: {one['content']}\n" for one in messages]
+            lines = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
             return "".join([*lines, "Assistant:" * answer])
         try:
             with _limited_steps():
@@ -63,7 +63,7 @@ class ChatTemplate:
 
     @property
     def stops(self) -> list[str]:
-        """Texts that end an answer, besides the tokens that do."""
+        """Texts that end an answer, besides the end tokens."""
         return [] if self.own else ["\nUser:"]
 
 
@@ -75,7 +75,7 @@ def _template_of(folder: Path) -> tuple[str | None, dict[str, Any]]:
         return read(folder / TEMPLATE).decode(errors="replace"), tokens
     template = config.get("chat_template")
     if isinstance(template, list):  # several templates by name
-        template = next((one.get("template") for one in template if one.get("name") == "default"), None)
+        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
     return template if isinstance(template, str) else None, tokens
 
 
@@ -85,7 +85,7 @@ def _text(token: Any) -> Any:
 
 @contextmanager
 def _limited_steps() -> Iterator[None]:
-    """End a template that does not end by itself: raise TemplateError after MOST_STEPS lines of its compiled code."""
+    """Limit the run time of a template: raise TemplateError after MOST_STEPS lines of its compiled code."""
     steps, before = 0, sys.gettrace()
 
     def trace(frame: FrameType, event: str, value: Any) -> Any:

@@ -39,7 +39,7 @@ class Submitted:
         self._native: Any = None  # the submission in C++
         self._returned: list[Any] = []
         self._error: BaseException | None = None
-        self._view = False  # True: the function returned an argument array, or a view of one
+        self._view = False  # True: the function returned one of its arrays, or a view of such an array
 
     def done(self) -> bool:
         return bool(self._native.done())
@@ -153,12 +153,12 @@ class PythonTask:
             if use.mode != "W" or use.array.shape != use.array.data.shape:  # a full overwrite needs no old contents
                 use.array.data.bring(use.array.cut, f"task {self.__name__}: {use.label}")
         places = {key: place for place, key in enumerate(tiles)}
-        at = [places[use.array.key] for use in uses]
+        used = [places[use.array.key] for use in uses]
         submitted, constants = Submitted(self.__name__), dict(bound.arguments)
 
         def arguments(arrays: Sequence[Any]) -> list[Any]:
-            given = iter([arrays[place] for place in at])
-            return [next(given) if n is None else [next(given) for _ in range(n)] for n in lengths]
+            values = iter([arrays[place] for place in used])
+            return [next(values) if n is None else [next(values) for _ in range(n)] for n in lengths]
 
         read_only = [use.mode == "R" for use in tiles.values()]
         call = self._call(lambda floats: constants, arguments, submitted=submitted)
@@ -170,7 +170,7 @@ class PythonTask:
                 use.array.data.wrote(use.array.cut)
         return submitted
 
-    def _uses(self, given: Mapping[str, Any]) -> tuple[list[TaskArgument], list[int | None]]:
+    def _uses(self, arguments: Mapping[str, Any]) -> tuple[list[TaskArgument], list[int | None]]:
         """Return every array of a call, and for each array argument the length of its list, None for a single array.
 
         Raises:
@@ -179,19 +179,19 @@ class PythonTask:
         uses: list[TaskArgument] = []
         lengths: list[int | None] = []
         for argument, mode in self.modes.items():
-            value = given[argument]
+            value = arguments[argument]
             many = isinstance(value, list | tuple)
             lengths.append(len(value) if many else None)
-            for number, one in enumerate(value if many else [value]):
+            for number, array in enumerate(value if many else [value]):
                 label = f"{argument}[{number}]" if many else argument
                 what = f"task {self.__name__}: {label}"
-                if isinstance(one, Tiles):
-                    raise TypeError(f"{what} is {one!r}; give one tile, a list, or the whole array")
-                if not isinstance(one, Array):
-                    raise TypeError(f"{what} is no nt.array but {type(one).__name__}")
-                if self._lacks(one.data.dtype):
+                if isinstance(array, Tiles):
+                    raise TypeError(f"{what} is {array!r}; give one tile, a list, or the whole array")
+                if not isinstance(array, Array):
+                    raise TypeError(f"{what} is no nt.array but {type(array).__name__}")
+                if self._lacks(array.data.dtype):
                     raise TypeError(f'{what} is of bfloat16, which numpy and cupy lack; use @nt.task("torch", ...)')
-                uses.append(TaskArgument(label, mode, one))
+                uses.append(TaskArgument(label, mode, array))
         return uses, lengths
 
     def _tiles(self, uses: Sequence[TaskArgument]) -> dict[Any, TaskArgument]:

@@ -13,15 +13,15 @@ from nntile_py.typed import typed
 
 
 class Handle:
-    """An array or tile as an argument of `starpu.task_submit`. starpupy recognises a handle by its class's name."""
+    """An array or tile as an argument of `starpu.task_submit`. starpupy requires this class name."""
 
     def __init__(self, array: Array) -> None:
         self.array = array
 
     def get_capsule(self) -> Any:
-        """Return the StarPU handle for a task that is about to be submitted, which may write the tile.
+        """Return the StarPU handle. starpupy calls this method when it submits a task, which may write the tile.
 
-        starpupy refuses the capsule of an array that has lost its elements, or whose runtime has stopped.
+        If the array has lost its elements or its runtime has stopped, the capsule is empty, and starpupy refuses it.
         """
         try:
             self.array.data.bring(self.array.cut, "starpu.task_submit")
@@ -38,9 +38,9 @@ class Handle:
 def starpu_handle(array: Array) -> Handle:
     """Return an array or tile as an argument of `starpu.task_submit`; nothing is copied.
 
-    The function of the task gets a numpy array: a view of the tile's memory. `@starpu.access(x="RW")` names the access
-    to the argument x; the default is "R". StarPU orders the task after earlier tasks of nntile_py that use the tile,
-    and later ones after it.
+    The function of the task gets a numpy array: a view of the tile's memory. `@starpu.access(x="RW")` sets the access
+    mode of the argument x; the default is "R". StarPU runs the task after earlier tasks of nntile_py that use the
+    tile, and before later tasks.
 
     Raises:
         TypeError: the dtype is bfloat16, which numpy lacks.
@@ -60,12 +60,12 @@ def starpu_handle(array: Array) -> Handle:
 
 
 class SharedStorage(ArrayStorage):
-    """The memory of a numpy handle of starpupy."""
+    """Storage of an array in the memory of a numpy handle of starpupy."""
 
     def __init__(self, handle: Any, dtype: str) -> None:
         super().__init__(handle.obj.shape, dtype)
         self.current.add(self.whole)
-        self._owner = handle  # keeps the memory
+        self._owner = handle  # the reference keeps the memory alive
         tile = _core.adopt(handle.get_capsule(), list(self.shape), dtype, handle.obj.ctypes.data)
         self._handles = {self.whole: {(0,) * len(self.shape): tile}}
 

@@ -1,7 +1,7 @@
-"""A cache of keys and values in pages, for generation: it turns a model's forward pass into passes over new tokens.
+"""A cache of keys and values in pages, for generation: a forward pass with the cache computes only new tokens.
 
-A model's text knows nothing about the cache: `attention` of a causal mask, and the positions that `position_input` and
-`rotary_input` declare, ask the graph for it.
+A model's code does not mention the cache. If the graph has a cache, `attention` with a causal mask uses it, and
+`position_input` and `rotary_input` take positions from it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from nntile_py.tasks.op import Op, Tensor
 from nntile_py.tasks.sample import SETTINGS, Sample, Unite, unite
 
 IDS = "input_ids"  # the input with a causal model's tokens
-TOKENS = "next_tokens"  # the output of a pass: for each row, the tokens of the last RING positions
-RING = 4  # passes whose tokens are read together; reading them each time would delay a GPU's next pass
+TOKENS = "next_tokens"  # the output of a pass: for each row, the tokens drawn for the last RING positions
+RING = 4  # passes whose tokens are copied together; a copy after each pass would delay the GPU
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class CacheShape:
 
     Attributes:
         length: Positions of the longest sequence.
-        pages: Number of pages, with page 0, which no sequence uses.
+        pages: Number of pages, including page 0, which no sequence uses.
         slots: Positions of a page.
     """
 
@@ -49,7 +49,7 @@ class Sampling:
     """How a pass chooses the next token of each row.
 
     Attributes:
-        greedy: Take the largest logit; there are no settings and draws.
+        greedy: Take the largest logit. The pass has no inputs of settings and draws.
         penalised: Apply the repetition penalty to the tokens of the history.
         tokens: Number of tokens that may be drawn; None: all of the vocabulary.
     """
@@ -100,7 +100,7 @@ class KeyValueCache:
         """Return attention of the new tokens to the cached and the new tokens, with q's axes.
 
         Raises:
-            ConfigError: The mask is not causal, or is not known from the positions alone.
+            ConfigError: The mask is not causal, or depends on inputs, such as a padding mask.
         """
         if not mask.causal or mask.inputs:
             need = "attention with a causal mask without padding, such as that of GPT-2 and Llama"
@@ -108,33 +108,34 @@ class KeyValueCache:
         k, v = operands.parts[1][0], operands.parts[2][0]
         heads = "kv_heads" if "kv_heads" in k.axes else "heads"
         pools = []
-        for name, one in (("keys", k), ("values", v)):
-            sizes = {"page": self.shape.pages, heads: one.size(heads), "slot": self.shape.slots}
-            sizes["head_dim"] = one.size("head_dim")
+        for name, tensor in (("keys", k), ("values", v)):
+            sizes = {"page": self.shape.pages, heads: tensor.size(heads), "slot": self.shape.slots}
+            sizes["head_dim"] = tensor.size("head_dim")
             pool = f"layer{self._layers}.{name}"
-            pools.append(self.graph.named(pool, list(sizes), list(sizes.values()), "cache", one.dtype))
+            pools.append(self.graph.named(pool, list(sizes), list(sizes.values()), "cache", tensor.dtype))
         self._layers += 1
         return cached_attention(self.graph, operands, self.table, pools, scale, mask.window)
 
     def last_logits(self, logits: Tensor) -> Tensor:
-        """Return the logits of each row's last new token, [batch, ..., vocab] in rows that are not cut.
+        """Return the logits of each row's last new token, [batch, ..., vocab] with uncut rows.
 
-        If a product of hidden states and a weight computes the logits, only these positions' logits are computed.
+        If the logits are a product of hidden states and a weight, only the logits of these positions are computed.
         """
         if logits.axes[:2] != ("batch", "seq") or len(logits.axes) != 3:
             raise ConfigError(f"generation: logits {logits} are not allowed; use the axes batch, seq, vocab")
         if self.seq > 1:
             last = self._token_places(self.shape.length).outputs[1]
-            maker = next(op for op in self.graph.ops if logits in op.outputs)
-            if isinstance(maker, Contract) and maker.inputs[0].axes[:2] == ("batch", "seq") and len(maker.inputs) == 2:
-                x = gather(self.graph, maker.inputs[0], last)
-                logits = linear(self.graph, x, maker.inputs[1], ["batch", "last", logits.axes[2]])
+            producer = next(op for op in self.graph.ops if logits in op.outputs)
+            inputs = producer.inputs
+            if isinstance(producer, Contract) and inputs[0].axes[:2] == ("batch", "seq") and len(inputs) == 2:
+                x = gather(self.graph, inputs[0], last)
+                logits = linear(self.graph, x, inputs[1], ["batch", "last", logits.axes[2]])
             else:
                 logits = gather(self.graph, logits, last)
         return unite(self.graph, logits) if self.graph.cuts.cut(logits.axes[2], logits.shape[2]) else logits
 
     def sampled(self, logits: Tensor, sampling: Sampling, advances: bool) -> Tensor:
-        """Return the tokens drawn last, int64 [batch, ring], see Sample. `advances`: prepare the next pass."""
+        """Add a Sample, and return the tokens that it draws, int64 [batch, ring]. advances: prepare the next pass."""
         settings = draws = history = ids = None
         g, places = self.graph, {"draw": self.shape.length + 1}
         if not sampling.greedy:
@@ -156,20 +157,20 @@ def check_cached(graph: Graph) -> None:
     """Check that a forward pass with a cache computes each position from its own token and the cache alone.
 
     Raises:
-        ConfigError: The graph has further inputs by position, or an operator other than cached attention that combines
-            positions.
+        ConfigError: Another input has the axis seq, or an operator other than cached attention combines positions.
     """
-    for name, one in graph.inputs.items():
-        if name != IDS and "seq" in one.tensor.axes:
+    for name, declared in graph.inputs.items():
+        if name != IDS and "seq" in declared.tensor.axes:
             need = f"{IDS}, and positions that nntile_py.models.parts.position_input or rotary_input declares"
             raise ConfigError(f"generation: the model has the input {name} for each token; allowed: {need}")
     for op in graph.ops:
         if not isinstance(op, CachedAttention) and _combines_positions(op):
-            need = "one that computes each token for itself, or attention with a causal mask"
+            need = "operators that compute each token separately, and attention with a causal mask"
             raise ConfigError(f"generation: the operator {op.full_name} combines tokens; allowed: {need}")
 
 
 def _combines_positions(op: Op) -> bool:
+    """Return True if an output at one position may depend on inputs at other positions."""
     read, written = ({axis for t in tensors for axis in t.axes} for tensors in (op.inputs, op.outputs))
     if {"key", "place", "row"} & (read | written):
         return True
@@ -178,9 +179,9 @@ def _combines_positions(op: Op) -> bool:
 
 
 def summed_last(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """Return {weight: order of axes} in which products of a few rows read weights fastest: the summed axes come last.
+    """Return {weight: order of axes} for fast products of few rows: the summed axes come last.
 
-    Weights that other operators read too, such as a tied embedding, keep their order.
+    Weights that other operators read too, such as a tied embedding, keep their order and are left out.
     """
     orders: dict[Tensor, tuple[str, ...]] = {}
     fixed: set[Tensor] = set()

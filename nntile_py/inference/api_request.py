@@ -1,4 +1,4 @@
-"""Requests to the HTTP server: their JSON, its fields, and errors as OpenAI's API answers them."""
+"""Requests to the HTTP server: read and check their JSON, and answer errors in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from starlette.responses import JSONResponse, Response
 from nntile_py.data.chat_template import Message
 from nntile_py.data.tables import check_whole
 
-LARGEST = 2**22  # bytes of a request
-MOST_TEXTS = 256  # prompts or inputs of a request
-# Fields without an effect here; each other unknown field is refused.
-UNUSED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "stream_options")
-DRAWING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields that Options has, too
-# {field: the only value that is allowed}
+LARGEST = 2**22  # largest number of bytes of a request
+MOST_TEXTS = 256  # largest number of prompts or inputs of a request
+# Fields that every request may have, whatever their values. Only `stream_options` has an effect.
+ACCEPTED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "stream_options")
+DRAWING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields that are attributes of Options
+# {field: its allowed values}; messages name the last value
 FIXED = {
     "logprobs": (None, False), "top_logprobs": (None, 0), "best_of": (None, 1), "logit_bias": (None, {}),
     "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "echo": (None, False), "suffix": (None, ""),
     "tools": (None, []), "dimensions": (None,), "response_format": (None, {"type": "text"}),
 }  # fmt: skip
 UNKEPT = "the server does not keep the probabilities of tokens"
-REASONS = {"logprobs": UNKEPT, "top_logprobs": UNKEPT}  # {field of FIXED: why other values are refused}
+REASONS = {"logprobs": UNKEPT, "top_logprobs": UNKEPT}  # {field of FIXED: reason in the message}
 
 
 class ApiError(Exception):
-    """An error that the client is told. status: HTTP status."""
+    """An error that the client gets as an answer. status: HTTP status. param: name of the wrong field."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class ApiError(Exception):
 
 
 async def read_body(request: HttpRequest, *known: str) -> dict[str, Any]:
-    """Return the JSON object of a request. known: fields besides those of all requests."""
+    """Return the JSON object of a request. known: further fields that requests of this kind may have."""
     if int(request.headers.get("content-length") or 0) > LARGEST:
         raise ApiError(413, f"the request has more than {LARGEST} bytes")
     data = bytearray()
@@ -54,7 +54,7 @@ async def read_body(request: HttpRequest, *known: str) -> dict[str, Any]:
         raise ApiError(400, f"the request is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise ApiError(400, "the request is not a JSON object")
-    allowed = {*known, *UNUSED, *DRAWING, *FIXED, "n", "seed", "stop", "stream"}
+    allowed = {*known, *ACCEPTED, *DRAWING, *FIXED, "n", "seed", "stop", "stream"}
     for name, value in body.items():
         if name not in allowed:
             raise ApiError(400, f"{name}: unknown field; allowed: {', '.join(sorted(allowed))}", name)
@@ -70,14 +70,14 @@ async def read_body(request: HttpRequest, *known: str) -> dict[str, Any]:
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     """Return True if the value equals one of `allowed`; 0 is not False."""
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
+    return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed)
 
 
-def read_messages(given: Any) -> list[Message]:
-    """Return the messages of a request. The text parts of a message are joined by line ends."""
+def read_messages(value: Any) -> list[Message]:
+    """Return the messages of a request. If a message has several text parts, they are joined by line ends."""
     messages: list[Message] = []
-    for one in given if isinstance(given, list) else []:
-        role, content = (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
+    for item in value if isinstance(value, list) else []:
+        role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (None, None)
         if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
             texts = [part.get("text") for part in content]
             content = "\n".join(texts) if texts and all(isinstance(text, str) for text in texts) else None

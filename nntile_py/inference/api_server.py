@@ -1,4 +1,4 @@
-"""HTTP interface of a Service, as OpenAI's: completions, chat, embeddings. The optional extra serve installs starlette.
+"""HTTP interface of a Service, compatible with OpenAI's: completions, chat, embeddings. Needs the extra `serve`.
 
 Source: https://platform.openai.com/docs/api-reference
 """
@@ -28,17 +28,24 @@ from nntile_py.inference.api_request import DRAWING, MOST_TEXTS, ApiError, read_
 from nntile_py.inference.generator import Options
 from nntile_py.inference.service import Job, JobPart, Service, TooBusy, new_seed
 
-LOOK = 1.0  # seconds after which the server looks again whether a client has gone
+CHECK_SECONDS = 1.0  # seconds between two checks whether a client is still connected
 ROLE = {"role": "assistant"}
 
 
 @dataclass(frozen=True)
 class CompletionKind:
-    """Names of the two kinds of completions in answers."""
+    """A kind of completion, text or chat, in answers.
+
+    Attributes:
+        id: Beginning of the field `id`.
+        complete: Field `object` of a complete answer.
+        chunk: Field `object` of a streamed part.
+        chat: True for chat completions.
+    """
 
     id: str
-    whole: str
-    part: str
+    complete: str
+    chunk: str
     chat: bool
 
     def choice(self, index: int, text: str | None, reason: str | None, streamed: bool = False) -> dict[str, Any]:
@@ -51,9 +58,9 @@ class CompletionKind:
         return {"index": index, "message": ROLE | message, "logprobs": None, "finish_reason": reason}
 
     def first(self, index: int, text: str) -> dict[str, Any]:
-        """Return the first streamed part of an answer; in a chat it alone has the role."""
-        made = self.choice(index, text, None, streamed=True)
-        return made | {"delta": ROLE | made["delta"]} if self.chat else made
+        """Return the first streamed part of an answer. In a chat, only this part has the role."""
+        choice = self.choice(index, text, None, streamed=True)
+        return choice | {"delta": ROLE | choice["delta"]} if self.chat else choice
 
 
 TEXT = CompletionKind("cmpl", "text_completion", "text_completion", chat=False)
@@ -61,10 +68,10 @@ CHAT = CompletionKind("chatcmpl", "chat.completion", "chat.completion.chunk", ch
 
 
 class Api:
-    """The requests of clients to a Service.
+    """Answers the HTTP requests of clients by a Service.
 
     Args:
-        service: Generates and encodes.
+        service: Generates texts and encodes texts.
         name: Name of the model in answers.
         timeout: Seconds after which a request ends.
     """
@@ -72,7 +79,7 @@ class Api:
     def __init__(self, service: Service, name: str, timeout: float) -> None:
         self._service, self._name, self._timeout = service, name, timeout
         self._template = ChatTemplate(service.opened.folder)
-        self._begun = int(time.time())
+        self._started = int(time.time())
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
@@ -89,12 +96,12 @@ class Api:
 
     @staticmethod
     def _answered(handler: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
-        """Return a handler whose errors become answers."""
+        """Return a handler that turns the exceptions of `handler` into error answers."""
 
         async def answer(request: HttpRequest) -> Response:
             try:
-                made: Response = await handler(request)
-                return made
+                response: Response = await handler(request)
+                return response
             except ApiError as error:
                 return error.response()
             except (ValueError, ConfigError) as error:  # a prompt that is too long, an option out of range
@@ -113,20 +120,20 @@ class Api:
         return JSONResponse({"status": failed or "ok"}, 500 if failed else 200)
 
     async def _models(self, request: HttpRequest) -> Response:
-        model = {"id": self._name, "object": "model", "created": self._begun, "owned_by": "nntile_py"}
+        model = {"id": self._name, "object": "model", "created": self._started, "owned_by": "nntile_py"}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _completions(self, request: HttpRequest) -> Response:
         body = await read_body(request, "prompt", "max_tokens", "echo")
         prompt = body.get("prompt")
-        if isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt):
+        if isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
             prompt = [prompt]
         if not isinstance(prompt, str | list) or not prompt:
             raise ApiError(400, "prompt: allowed: a text, a list of texts, or lists of token numbers", "prompt")
         options = self._options(body, 16 if body.get("max_tokens") is None else body["max_tokens"])
         ids = self._service.tokens(prompt, options)
-        given = [prompt] if isinstance(prompt, str) else prompt
-        texts = [one if isinstance(one, str) else self._service.tokenizer.decode(one) for one in given]
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        texts = [text if isinstance(text, str) else self._service.tokenizer.decode(text) for text in prompts]
         return await self._generated(request, body, TEXT, ids, options, texts if body.get("echo") else [])
 
     async def _chat(self, request: HttpRequest) -> Response:
@@ -142,15 +149,15 @@ class Api:
 
     async def _embeddings(self, request: HttpRequest) -> Response:
         body = await read_body(request, "input", "encoding_format")
-        given = body.get("input")
-        if isinstance(given, str) or (isinstance(given, list) and given and all(type(one) is int for one in given)):
-            given = [given]
-        if not isinstance(given, list) or not 1 <= len(given) <= MOST_TEXTS:
+        texts = body.get("input")
+        if isinstance(texts, str) or (isinstance(texts, list) and texts and all(type(item) is int for item in texts)):
+            texts = [texts]
+        if not isinstance(texts, list) or not 1 <= len(texts) <= MOST_TEXTS:
             raise ApiError(400, f"input: allowed: a text, or a list of 1 to {MOST_TEXTS} texts", "input")
         form = body.get("encoding_format", "float")
         if form not in ("float", "base64"):
             raise ApiError(400, f"encoding_format: {form!r} is not allowed; use float or base64", "encoding_format")
-        vectors, count = await self._vectors(request, given)
+        vectors, count = await self._vectors(request, texts)
         data = [
             {"object": "embedding", "index": index, "embedding": _encoded(vector, form)}
             for index, vector in enumerate(vectors)
@@ -159,7 +166,7 @@ class Api:
         return JSONResponse({"object": "list", "model": self._name, "data": data, "usage": usage})
 
     async def _vectors(self, request: HttpRequest, texts: list[Any]) -> tuple[np.ndarray[Any, Any], int]:
-        """Wait for the vectors of texts and their number of tokens. The work ends if nobody waits for it any more."""
+        """Return the vectors of texts, and the texts' number of tokens. If the client disconnects, the work ends."""
         future, watch = asyncio.wrap_future(self._service.embed(texts)), self._watch(request)
         try:
             while not future.done():
@@ -186,8 +193,8 @@ class Api:
         stop = [stop] if isinstance(stop, str) else stop
         if not isinstance(stop, list):
             raise ApiError(400, "stop: allowed: a text, or a list of texts", "stop")
-        given = {name: body[name] for name in DRAWING if body.get(name) is not None}
-        return Options(**{"temperature": 1.0, **given}, max_tokens=most, stop=[*stop, *stops])
+        drawing = {name: body[name] for name in DRAWING if body.get(name) is not None}
+        return Options(**{"temperature": 1.0, **drawing}, max_tokens=most, stop=[*stop, *stops])
 
     async def _generated(
         self,
@@ -200,7 +207,7 @@ class Api:
     ) -> Response:
         """Generate `n` texts for each prompt, and answer with all of them or with a stream.
 
-        echoed: The texts of the prompts, if the answer is to begin with them."""
+        echoed: Texts of the prompts, with which the answers begin. Empty: answers do not repeat the prompts."""
         number, seed = body.get("n") or 1, body.get("seed")
         if type(number) is not int or not 1 <= number * len(prompts) <= MOST_TEXTS:
             raise ApiError(400, f"n: allowed: 1 to {MOST_TEXTS} texts in all", "n")
@@ -220,38 +227,38 @@ class Api:
         except BaseException:
             self._cancel(jobs)
             raise
-        begins = [text for text in echoed or [""] * len(prompts) for _ in range(number)]
+        beginnings = [text for text in echoed or [""] * len(prompts) for _ in range(number)]
         count = sum(map(len, prompts))
         facts = {"id": f"{kind.id}-{new_seed():x}", "created": int(time.time()), "model": self._name}
         if body.get("stream"):
             wants = (body.get("stream_options") or {}).get("include_usage", False)
-            events = self._events(request, jobs, parts, kind, facts, begins, count if wants else None)
+            events = self._events(request, jobs, parts, kind, facts, beginnings, count if wants else None)
             return _Stream(events, lambda: self._cancel(jobs))
-        return await self._whole(request, jobs, parts, kind, facts, begins, count)
+        return await self._complete(request, jobs, parts, kind, facts, beginnings, count)
 
-    async def _whole(
+    async def _complete(
         self, request: HttpRequest, jobs: list[Job], parts: asyncio.Queue[tuple[int, JobPart]], kind: CompletionKind,
-        facts: dict[str, Any], begins: list[str], count: int,
+        facts: dict[str, Any], beginnings: list[str], count: int,
     ) -> Response:  # fmt: skip
-        texts, reasons, new = list(begins), ["length" for _ in jobs], 0
+        texts, reasons, new = list(beginnings), ["length" for _ in jobs], 0
         async for index, part in self._parts(request, jobs, parts):
             texts[index] += part.text
             new += part.tokens
             reasons[index] = part.reason or reasons[index]
         rows = enumerate(zip(texts, reasons, strict=True))
         choices = [kind.choice(index, text, reason) for index, (text, reason) in rows]
-        return JSONResponse(facts | {"object": kind.whole, "choices": choices, "usage": _usage(count, new)})
+        return JSONResponse(facts | {"object": kind.complete, "choices": choices, "usage": _usage(count, new)})
 
     async def _events(
         self, request: HttpRequest, jobs: list[Job], parts: asyncio.Queue[tuple[int, JobPart]], kind: CompletionKind,
-        facts: dict[str, Any], begins: list[str], count: int | None,
+        facts: dict[str, Any], beginnings: list[str], count: int | None,
     ) -> AsyncIterator[str]:  # fmt: skip
         """Yield server-sent events.
 
-        begins: The texts with which the answers begin.
-        count: Tokens of the prompts, if the client wants the numbers of tokens."""
-        facts, new = facts | {"object": kind.part}, 0
-        for index, text in enumerate(begins):
+        beginnings: For each answer, the text with which it begins.
+        count: Number of the prompts' tokens, if the client asked for numbers of tokens; else None."""
+        facts, new = facts | {"object": kind.chunk}, 0
+        for index, text in enumerate(beginnings):
             if kind.chat or text:
                 yield _event(facts | {"choices": [kind.first(index, text)]})
         try:
@@ -271,7 +278,7 @@ class Api:
     async def _parts(
         self, request: HttpRequest, jobs: list[Job], parts: asyncio.Queue[tuple[int, JobPart]]
     ) -> AsyncIterator[tuple[int, JobPart]]:
-        """Yield (number of the text, part) until all texts have ended. Cancels the jobs if the client has gone."""
+        """Yield (number of the text, part) until all texts have ended. If the client disconnects, cancel the jobs."""
         left, watch = len(jobs), self._watch(request)
         try:
             while left:
@@ -296,39 +303,39 @@ class Api:
 
 @dataclass
 class _Watch:
-    """Looks once a second whether a request still needs its answer.
+    """Checks once a second whether a request has timed out, and whether its client is still connected.
 
     Attributes:
         request: The request.
-        timeout: Seconds that its answer may take.
-        end: Time at which they are over.
-        following: Time of the next look.
+        timeout: Seconds that the answer may take.
+        end: Time when these seconds are over.
+        next_check: Time of the next check.
     """
 
     request: HttpRequest
     timeout: float
     end: float
-    following: float = 0.0
+    next_check: float = 0.0
 
     def __post_init__(self) -> None:
-        self.following = min(self.end, time.monotonic() + LOOK)
+        self.next_check = min(self.end, time.monotonic() + CHECK_SECONDS)
 
     @property
     def seconds(self) -> float:
-        """Seconds until the next look."""
-        return max(self.following - time.monotonic(), 0)
+        """Seconds until the next check."""
+        return max(self.next_check - time.monotonic(), 0)
 
     async def check(self) -> None:
-        """Raise ApiError if the time is over or the client has gone."""
+        """Raise ApiError if the request has timed out or the client has disconnected."""
         if time.monotonic() >= self.end:
-            raise ApiError(504, f"no whole answer within {self.timeout:g} s")
+            raise ApiError(504, f"no complete answer within {self.timeout:g} s")
         if await self.request.is_disconnected():
             raise ApiError(499, "the client has gone")
-        self.following = min(self.end, time.monotonic() + LOOK)
+        self.next_check = min(self.end, time.monotonic() + CHECK_SECONDS)
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events. `end` is called when they end, also if the client goes before the first of them."""
+    """Server-sent events. `end` is called after the last event, or whenever the client disconnects."""
 
     def __init__(self, events: AsyncIterator[str], end: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -342,7 +349,7 @@ class _Stream(StreamingResponse):
 
 
 async def _unknown(request: HttpRequest, error: Exception) -> Response:
-    """Answer a request to an unknown path, or with a method that the path does not have, as OpenAI does: by JSON."""
+    """Answer a request with an unknown path or method by a JSON error, as OpenAI does."""
     assert isinstance(error, HTTPException)
     allowed = ", ".join(route.path for route in request.app.routes)
     message = f"{request.method} {request.url.path}: {error.detail}; allowed: {allowed}"

@@ -21,8 +21,8 @@ class BoundModel:
     """A model for forward passes of several sizes: the weights are written into tiles once, and all programs read them.
 
     The model uses the running Runtime. If no Runtime runs, `bind` starts one on all cores. That Runtime stops at
-    `close()`, at the end of `with bound:`, or when the user starts a Runtime. On another Runtime, and after
-    weights in `model.weights` were replaced, `bind` forgets the programs and the weights in tiles.
+    `close()`, at the end of `with bound:`, or when the user starts a Runtime. If another Runtime runs, or weights in
+    `model.weights` were replaced, `bind` drops the programs and the weights in tiles.
 
         bound = BoundModel(model, tiles={"embed": 256})
         program = bound.program((4, 128), lambda: bound.spec(4, 128).outputs("logits"))
@@ -30,7 +30,7 @@ class BoundModel:
         program.run({})
         logits = program.read("logits")
 
-    Programs belong to all threads of the process: hold `Runtime.turn` from `program` to the start of a copy.
+    All threads of the process share the programs: hold `Runtime.turn` from `program` to the start of a copy.
 
     Args:
         model: A model of nt.models, or of a user's own class.
@@ -39,9 +39,9 @@ class BoundModel:
         accumulate: Accumulation policy, as of StepSpec.
         fusion: Fusion of operators, as of StepSpec.
         captured: Whether a program runs as a CUDA graph on one GPU; see ForwardProgram.
-        source: Object whose attribute `weights` has the weights. Default: `model`. A model and `model.changed(...)` may
-            so have one source.
-        owner: Name in messages.
+        source: Object whose attribute `weights` has the weights. Default: `model`. For `model.changed(...)`, the
+            source can be the original model.
+        owner: Name of the user of this object in messages.
 
     Attributes:
         programs: The programs built so far on the latest Runtime, by key.
@@ -64,7 +64,7 @@ class BoundModel:
         self._how: dict[str, Any] = {"accumulate": accumulate, "fusion": fusion or Fusion()}
         self._captured, self._owner, self._source = captured, owner, model if source is None else source
         self._runtime: Runtime | None = None  # the Runtime that has the weights
-        self._own: Runtime | None = None  # the Runtime that `bind` started
+        self._started: Runtime | None = None  # the Runtime that `bind` started
         self._weights: Store | None = None
         self._written: Any = None  # the weights that the tiles have
         self.spec(1, 1)  # checks the settings
@@ -83,8 +83,8 @@ class BoundModel:
 
     @property
     def stale(self) -> bool:
-        """True if the tiles do not have the model's weights: before the first `bind`, on another Runtime, or after a
-        weight in `model.weights` was replaced by another array."""
+        """True if the tiles do not have the model's weights: before the first `bind`, on another Runtime, or after an
+        array in `model.weights` was replaced."""
         if self._runtime is None or self._runtime is not Runtime.current:
             return True
         now, written = self._source.weights, self._written
@@ -94,7 +94,7 @@ class BoundModel:
 
     @in_turns
     def bind(self) -> Runtime:
-        """Return the running Runtime; start one if none runs. Forget programs and weights if they are `stale`.
+        """Return the running Runtime; start one if none runs. Drop programs and weights if they are `stale`.
 
         Raises:
             ConfigError: The Runtime's workers do not compute in this precision, or it has several ranks.
@@ -102,12 +102,12 @@ class BoundModel:
         if Runtime.current is None:
             own = Runtime()
             own.lent = True
-            self._own = own.__enter__()
+            self._started = own.__enter__()
         runtime = Runtime.current
         assert runtime is not None
         if runtime.ranks:
-            need = "nt.Runtime(mpi=False), each for itself"
-            raise ConfigError(f"{self._owner}: not on several ranks so far; allowed: {need}")
+            need = "nt.Runtime(mpi=False) on each rank"
+            raise ConfigError(f"{self._owner}: not supported on several ranks yet; allowed: {need}")
         if self.stale:
             check_precision("precision", self.precision, bool(_core.cuda_workers()))
             self.programs = {}
@@ -120,14 +120,15 @@ class BoundModel:
     def program(
         self, key: Hashable, evaluation: Callable[[], Evaluation], shared: Mapping[Hashable, _core.Tile] | None = None
     ) -> ForwardProgram:
-        """Return the program stored under `key`; at the first call, build it and write the weights that it is first to
-        need.
+        """Return the program of `key`.
+
+        At the first call, build the program, and write the weights that no earlier program has needed.
 
         Args:
             key: Any key that determines the program, such as its sizes.
             evaluation: Returns the pass, as of StepSpec.evaluation or StepSpec.outputs.
-            shared: {key of a tile: handle} of further persistent tiles that the program shares with other programs. All
-                other inputs and outputs are tiles of its own.
+            shared: {key of a tile: handle} of further persistent tiles that the program shares with other programs. No
+                other program has its other inputs and outputs.
         """
         self.bind()
         if key not in self.programs:
@@ -141,8 +142,8 @@ class BoundModel:
             tiles = [tile.key for _, tile in evaluation.forward.grid(param.tensor)]
             if not {*tiles} <= self._weights.handles.keys():
                 self._weights.write(evaluation.forward, param.tensor, param.weight(self._written))
-        # Each program has its own store, as inputs and outputs of all programs have the same keys but other sizes. The
-        # stores share the tiles of the weights.
+        # Each program has its own store, because programs have inputs and outputs of the same keys with different
+        # sizes. The stores share the tiles of the weights.
         store = Store()
         store.handles.update(self._weights.handles)
         store.handles.update(shared)
@@ -153,7 +154,7 @@ class BoundModel:
     def close(self) -> None:
         """Release programs and weights; stop the Runtime if `bind` started it."""
         self.programs, self._written, self._runtime = {}, None, None
-        self._weights, own, self._own = None, self._own, None
+        self._weights, own, self._started = None, self._started, None
         if own is not None and Runtime.current is own:
             own.__exit__()
 

@@ -21,55 +21,55 @@ from nntile_py.tasks.sample import SETTINGS
 from nntile_py.tiles.dtypes import DTYPES, host_dtype
 
 Array = np.ndarray[Any, Any]
-NO_FILTERS = (0.0, 0.0, 1.0, 0.0, 1.0)  # settings that take the largest logit, in the order of SETTINGS
-# Sizes of prefill passes: number of rows, and number of new tokens of a row. A GPU kernel is compiled and measured for
-# each size, so there are few.
+GREEDY = (0.0, 0.0, 1.0, 0.0, 1.0)  # settings of a row that takes the largest logit, in the order of SETTINGS
+# Sizes of prefill passes: number of rows, and number of new tokens of a row. There are few sizes, because GPU kernels
+# are compiled and measured for each size.
 PREFILL_ROWS = {"CPU": (1, 2, 4, 8), "CUDA": (1, 8)}
 PREFILL_TOKENS = {"CPU": (16, 32, 64, 128, 256), "CUDA": (64, 512)}
-MOST_PADDING = 0.25  # share of a prefill pass that may be padding before two smaller passes are faster
+MOST_PADDING = 0.25  # largest share of padding in a prefill pass; with more padding, two smaller passes are faster
 
 
 @dataclass(eq=False)
 class Row:
-    """A sequence that is continued.
+    """A row of a pass: a sequence that the passes continue.
 
     Attributes:
-        tokens: Numbers of its tokens: the prompt, then the drawn tokens.
-        limit: Largest number of tokens.
-        settings: In the order of SETTINGS.
-        draws: fp32 [limit + 1]: the draw for each position.
-        pages: Numbers of its pages.
-        past: Number of its tokens that are in the cache, after the passes submitted so far.
+        tokens: Token numbers: the prompt, then the drawn tokens.
+        limit: Largest number of tokens, with the prompt.
+        settings: Sampling settings, in the order of SETTINGS.
+        draws: fp32 [limit + 1]: for each position, the random number in [0, 1) that draws its token.
+        pages: Numbers of the cache's pages that hold the row's keys and values.
+        past: Number of tokens in the cache after all submitted passes.
     """
 
     tokens: list[int]
     limit: int
-    settings: tuple[float, ...] = NO_FILTERS
+    settings: tuple[float, ...] = GREEDY
     draws: Array = field(default_factory=lambda: np.zeros(0, np.float32))
     pages: list[int] = field(default_factory=list)
     past: int = 0
 
 
 @dataclass(frozen=True)
-class Copied:
-    """The copy of the tokens of decoding passes to main memory.
+class PendingTokens:
+    """Tokens of submitted decoding passes, which are being copied to main memory.
 
     Attributes:
         program: The program of the passes.
-        copy: The copy.
-        first: For each row, the position of the first pass's token.
+        copy: The copy to main memory.
+        positions: For each row, the position of the token that the first of these passes draws.
         count: Number of passes.
     """
 
     program: ForwardProgram
     copy: HostCopy
-    first: list[int]
+    positions: list[int]
     count: int
 
 
 @dataclass
 class Passes:
-    """Programs of decoding passes of the same rows, which run in turns."""
+    """Programs of the same decoding pass, which run in turn."""
 
     programs: list[ForwardProgram]
 
@@ -80,13 +80,13 @@ class Passes:
 
 
 class Decoder:
-    """The programs of a generation and its cache, on the running Runtime.
+    """The cache of keys and values, and the programs that read and write it, on the running Runtime.
 
     Args:
         bound: The model.
         rows: Largest number of rows of a pass.
         shape: Sizes of the cache.
-        vocab: Number of tokens that may be drawn; None: all of the model's.
+        vocab: Number of tokens that may be drawn; None: the model's whole vocabulary.
     """
 
     def __init__(self, bound: BoundModel, rows: int, shape: CacheShape, vocab: int | None = None) -> None:
@@ -97,17 +97,17 @@ class Decoder:
     # -- pages
 
     def pages_for(self, tokens: int) -> int:
-        """Return the number of pages for a sequence of so many tokens."""
+        """Return the number of pages that a sequence of `tokens` tokens needs."""
         return -(-tokens // self.shape.slots)
 
     @property
     def free_pages(self) -> int:
-        """Number of pages that no row has."""
+        """Number of pages that belong to no row."""
         self._bind()
         return len(self._free)
 
     def admit(self, row: Row) -> bool:
-        """Give a row the pages for `limit` tokens, and return True; return False if too few pages are free."""
+        """Reserve pages for `limit` tokens of a row. Return False if too few pages are free."""
         self._bind()
         need = self.pages_for(row.limit)
         if need > len(self._free):
@@ -116,70 +116,71 @@ class Decoder:
         return True
 
     def release(self, row: Row) -> None:
-        """Take back a row's pages."""
+        """Free a row's pages."""
         self._free += row.pages
         row.pages = []
 
     def release_all(self) -> None:
-        """Take back the pages of all rows."""
+        """Free the pages of all rows."""
         self._free = list(range(1, self.shape.pages))
 
     # -- passes
 
     def prefill(self, rows: Sequence[Row]) -> list[int]:
         """Write the tokens of new rows into the cache, and return the next token of each row."""
-        first: dict[Row, int] = {}
-        todo, device = list(rows), "CUDA" if _core.cuda_workers() else "CPU"
-        while todo:
-            part = todo[: PREFILL_ROWS[device][-1]]
-            left = max(len(row.tokens) - row.past for row in part)
-            seq = min(prefill_size(left, PREFILL_TOKENS[device]), self.bound.tiles.get("seq", left))
+        next_tokens: dict[Row, int] = {}
+        remaining, device = list(rows), "CUDA" if _core.cuda_workers() else "CPU"
+        while remaining:
+            part = remaining[: PREFILL_ROWS[device][-1]]
+            longest = max(len(row.tokens) - row.past for row in part)
+            seq = min(prefill_size(longest, PREFILL_TOKENS[device]), self.bound.tiles.get("seq", longest))
             count = next(size for size in PREFILL_ROWS[device] if size >= len(part))
             program = self.program(count, seq, sampling_of(rows, self.vocab), advances=False)
             program.write(self._arrays(program, part, seq))
             program.run({})
             for row in part:
                 row.past = min(row.past + seq, len(row.tokens))
-            ended = {row: k for k, row in enumerate(part) if row.past == len(row.tokens)}
-            drawn = program.read(TOKENS) if ended else np.zeros((0, RING))
-            first |= {row: int(drawn[k, row.past % RING]) for row, k in ended.items()}
-            todo = [row for row in todo if row not in ended]
-        return [first[row] for row in rows]
+            complete = {row: k for k, row in enumerate(part) if row.past == len(row.tokens)}
+            drawn = program.read(TOKENS) if complete else np.zeros((0, RING))
+            next_tokens |= {row: int(drawn[k, row.past % RING]) for row, k in complete.items()}
+            remaining = [row for row in remaining if row not in complete]
+        return [next_tokens[row] for row in rows]
 
     def start(self, rows: Sequence[Row | None]) -> Passes:
-        """Return decoding passes for these rows, prepared for the first pass.
+        """Return decoding passes over these rows. The inputs of the first pass are written.
 
-        Each row's last token is not in the cache yet. None: the row is empty.
+        Args:
+            rows: The last token of each row is not in the cache yet. None: an empty row.
         """
-        present = [row for row in rows if row]
-        programs = self._alternating(len(rows), sampling_of(present, self.vocab))
+        used = [row for row in rows if row]
+        programs = self._alternating(len(rows), sampling_of(used, self.vocab))
         programs[0].write(self._arrays(programs[0], rows, 1))
         return Passes(programs)
 
     @property
     def passes_at_once(self) -> int:
-        """Number of decoding passes whose tokens are read together."""
+        """Largest number of decoding passes whose tokens are copied to main memory together."""
         return RING if _core.cuda_workers() else 1
 
-    def decode(self, passes: Passes, rows: Sequence[Row | None], count: int) -> Copied:
-        """Submit `count` decoding passes, at most `passes_at_once`, and return the copy of their tokens.
+    def decode(self, passes: Passes, rows: Sequence[Row | None], count: int) -> PendingTokens:
+        """Submit `count` decoding passes, at most `passes_at_once`. `tokens` waits for the tokens that they draw.
 
-        Further passes may be submitted before `tokens` waits for these.
+        Further passes may be submitted before `tokens` is called.
         """
-        program, first = passes.next_program(), [row.past + 1 if row else 0 for row in rows]
+        program, positions = passes.next_program(), [row.past + 1 if row else 0 for row in rows]
         for _ in range(count):
             program.run({})
         for row in rows:
             if row:
                 row.past += count
-        return Copied(program, program.start_copy(TOKENS), first, count)
+        return PendingTokens(program, program.start_copy(TOKENS), positions, count)
 
     @staticmethod
-    def tokens(copied: Copied) -> list[list[int]]:
-        """Wait for passes, and return for each pass the token of each row."""
-        drawn = copied.program.finish_copy(TOKENS, copied.copy)
-        numbers = range(copied.count)
-        return [[int(drawn[k, (at + n) % RING]) for k, at in enumerate(copied.first)] for n in numbers]
+    def tokens(pending: PendingTokens) -> list[list[int]]:
+        """Wait for submitted passes. Return a list for each pass, with the token of each row."""
+        drawn = pending.program.finish_copy(TOKENS, pending.copy)
+        numbers = range(pending.count)
+        return [[int(drawn[k, (at + n) % RING]) for k, at in enumerate(pending.positions)] for n in numbers]
 
     # -- inside
 
@@ -205,7 +206,7 @@ class Decoder:
         return [first, second]
 
     def _program(self, key: tuple[Any, ...], shared: Mapping[Hashable, _core.Tile]) -> ForwardProgram:
-        """Return a program, see `program`. shared: tiles that it shares with another one, besides the cache."""
+        """Return the program of a pass, see `program`. shared: tiles of another program to use, besides the cache."""
         self._bind()
         assert self._cache is not None
         key = (self.shape, *key)
@@ -215,24 +216,25 @@ class Decoder:
             evaluation = self.bound.spec(rows, seq, tiles=tiles).generation(self.shape, sampling, advances=advances)
             self._add_pools(evaluation)
             program = self.bound.program(key, lambda: evaluation, {**self._cache.handles, **shared})
-            # The first runs of a program on a GPU choose its kernels, for which they run several times: without tokens.
+            # On a GPU, the first runs of a program run each kernel several times, to choose the fastest one. These runs
+            # get no tokens, so that they do not change the cache.
             program.write(self._arrays(program, [], seq))
             for _ in range(2):
                 program.run({})
         return self.bound.programs[key]
 
     def _add_pools(self, evaluation: Evaluation) -> None:
-        """Create the tiles of cached keys and values at the first program."""
+        """Create the tiles of cached keys and values, unless an earlier program has created them."""
         assert self._cache is not None
         for (kind, _), tensor in evaluation.graph.kept.items():
             if kind == "cache" and not {t.key for _, t in evaluation.forward.grid(tensor)} <= {*self._cache.handles}:
                 self._cache.zero(evaluation.forward, tensor)
 
     def _arrays(self, program: ForwardProgram, rows: Sequence[Row | None], seq: int) -> dict[str, Array]:
-        """Return the inputs of a pass that continues each row with its first tokens that are not in the cache."""
-        arrays = {name: _initial(one) for name, one in program.inputs.items()}
+        """Return the inputs of a pass over each row's next tokens, at most `seq`, that are not in the cache."""
+        arrays = {name: _initial(declared) for name, declared in program.inputs.items()}
         if "settings" in arrays:
-            arrays["settings"][:] = NO_FILTERS
+            arrays["settings"][:] = GREEDY
         for number, row in enumerate(rows):
             if row is None:
                 continue
@@ -248,53 +250,54 @@ class Decoder:
         return arrays
 
 
-def prefill_size(left: int, sizes: Sequence[int]) -> int:
-    """Return how many tokens of each row a prefill pass computes.
+def prefill_size(tokens: int, sizes: Sequence[int]) -> int:
+    """Return the number of tokens of each row in the next prefill pass.
 
     Args:
-        left: Tokens of the longest row that are not in the cache.
-        sizes: The sizes of passes, ascending.
+        tokens: Largest number of tokens of a row that are not in the cache.
+        sizes: The allowed numbers, ascending.
     """
-    fits = next((size for size in sizes if size >= left), sizes[-1])
-    below = [size for size in sizes if size <= left]
-    return fits if not below or fits - left <= MOST_PADDING * fits else below[-1]
+    padded = next((size for size in sizes if size >= tokens), sizes[-1])
+    without_padding = [size for size in sizes if size <= tokens]
+    few = padded - tokens <= MOST_PADDING * padded
+    return padded if few or not without_padding else without_padding[-1]
 
 
 def _initial(declared: Input) -> Array:
-    """Return the default of a program's input, or zeros."""
+    """Return the default value of a program's input; zeros if it has none."""
     if (default := declared.filled(1, {})) is not None:
         return default
     return np.zeros(declared.tensor.shape, host_dtype(declared.tensor.dtype))
 
 
 def sampling_of(rows: Sequence[Row], vocab: int | None) -> Sampling:
-    """Return how passes of these rows choose tokens."""
-    columns = [dict(zip(SETTINGS, row.settings, strict=True)) for row in rows]
-    penalised = any(one["repetition_penalty"] != 1 for one in columns)
-    return Sampling(not penalised and all(one["temperature"] == 0 for one in columns), penalised, vocab)
+    """Return how passes over these rows choose tokens."""
+    settings = [dict(zip(SETTINGS, row.settings, strict=True)) for row in rows]
+    penalised = any(values["repetition_penalty"] != 1 for values in settings)
+    return Sampling(not penalised and all(values["temperature"] == 0 for values in settings), penalised, vocab)
 
 
-def cache_shape(bound: BoundModel, length: int, rows: int, room: int | None) -> CacheShape:
+def cache_shape(bound: BoundModel, length: int, rows: int, most_bytes: int | None) -> CacheShape:
     """Return the sizes of a cache for `rows` sequences of `length` tokens.
 
     Args:
         bound: The model.
         length: Tokens of the longest sequence.
         rows: Number of rows of a decoding pass.
-        room: Largest number of bytes of the cache; None: all rows may have `length` tokens.
+        most_bytes: Largest number of bytes of the cache; None: no limit, so that all rows may have `length` tokens.
 
     Raises:
         ConfigError: A sequence of `length` tokens does not fit.
     """
     shape = CacheShape(length, 1)
-    each = shape.entries - PAGES
-    pages = rows * each
-    if room is not None:
+    pages_per_row = shape.entries - PAGES
+    pages = rows * pages_per_row
+    if most_bytes is not None:
         graph = bound.spec(1, 1).generation(CacheShape(length, 2), Sampling(True), advances=True).graph
         pools = [tensor for (kind, _), tensor in graph.kept.items() if kind == "cache"]
-        one_page = sum(t.numel // t.size("page") * DTYPES[t.dtype].bytes for t in pools)
-        pages = min(pages, room // one_page - 1)
-        if pages < each:
-            need = f"at least {(each + 1) * one_page:,}, for a sequence of {length} tokens"
-            raise ConfigError(f"cache: {room:,} bytes are not enough; allowed: {need}")
+        page_bytes = sum(t.numel // t.size("page") * DTYPES[t.dtype].bytes for t in pools)
+        pages = min(pages, most_bytes // page_bytes - 1)
+        if pages < pages_per_row:
+            need = f"at least {(pages_per_row + 1) * page_bytes:,}, for a sequence of {length} tokens"
+            raise ConfigError(f"cache: {most_bytes:,} bytes are not enough; allowed: {need}")
     return CacheShape(length, pages + 1)

@@ -66,18 +66,18 @@ def encode_file(
     except MissingWeight as error:
         if HEADS.get(output) == "none":  # every model has these outputs
             raise
-        others = ", ".join(one for one in OUTPUTS if one not in (output, "sentence") or has_modules(folder))
-        raise ConfigError(f"--output: {output} is not possible: {error}; allowed: {others}") from None
+        possible = ", ".join(name for name in OUTPUTS if name not in (output, "sentence") or has_modules(folder))
+        raise ConfigError(f"--output: {output} is not possible: {error}; allowed: {possible}") from None
     if encoder.of_tokens and out.suffix == ONE_ARRAY:
         raise ConfigError(f"--out: {out} holds one array; allowed with --output {output}: {', '.join(NAMED)}")
     begun = time.perf_counter()
     with runtime, progress_bar(console) as progress, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # about cut texts, which the summary counts
+        warnings.simplefilter("ignore", UserWarning)  # the warning about cut texts; the summary has their number
         bar = progress.add_task("texts", total=len(texts))
 
         def outputs() -> Iterator[Array]:
-            for one in encoder.each(texts):
-                yield one
+            for array in encoder.each(texts):
+                yield array
                 progress.advance(bar)
 
         remove_leftovers(out)
@@ -92,10 +92,10 @@ def _check_out(out: Path, overwrite: bool) -> None:
     if out.suffix not in (ONE_ARRAY, *NAMED):
         raise ConfigError(f"--out: {out} is not allowed; use a name that ends in {', '.join((ONE_ARRAY, *NAMED))}")
     if not out.parent.is_dir():
-        raise ConfigError(f"--out: there is no folder {out.parent}; allowed: a file in a folder that is there")
+        raise ConfigError(f"--out: there is no folder {out.parent}; allowed: a file in an existing folder")
     if out.is_dir() or (out.exists() and not overwrite):
-        what = "a folder" if out.is_dir() else "there already"
-        raise ConfigError(f"--out: {out} is {what}; allowed: the name of a new file, or --overwrite")
+        what = "is a folder" if out.is_dir() else "exists already"
+        raise ConfigError(f"--out: {out} {what}; allowed: the name of a new file, or --overwrite")
 
 
 def _write(
@@ -106,7 +106,7 @@ def _write(
     name: name of the output. of_tokens: the output has a row for each token.
 
     Raises:
-        OSError: The disk has no room for the file. For a .npy file this is known after the first output.
+        OSError: The disk has no room for the file; for a .npy file, this is raised after the first output.
     """
     if suffix == ONE_ARRAY:
         first = next(outputs)
@@ -114,13 +114,13 @@ def _write(
         facts = {"descr": np.lib.format.dtype_to_descr(first.dtype), "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(file, facts)
         reserve(file, file.tell() + count * first.nbytes)
-        for one in chain([first], outputs):
-            file.write(np.ascontiguousarray(one).data)
+        for array in chain([first], outputs):
+            file.write(np.ascontiguousarray(array).data)
         return shape
-    every = list(outputs)
-    arrays = {name: np.concatenate(every) if of_tokens else np.stack(every)}
+    rows = list(outputs)
+    arrays = {name: np.concatenate(rows) if of_tokens else np.stack(rows)}
     if of_tokens:
-        arrays["offsets"] = np.cumsum([0, *map(len, every)])
+        arrays["offsets"] = np.cumsum([0, *map(len, rows)])
     reserve(file, sum(array.nbytes for array in arrays.values()))
     if suffix == ".npz":
         np.savez(file, **arrays)  # type: ignore[arg-type]

@@ -36,23 +36,23 @@ OUTPUTS = ("hidden", "mean", "pooled", "logits", "sentence")
 HEADS = {"hidden": "none", "mean": "none", "sentence": "none", "pooled": "pooler"}
 SMALLEST = 64  # tokens of the smallest bin; larger bins have 2, 4, ... times as many
 CHUNK = 1024  # number of texts that are tokenized together
-IN_FLIGHT = 2  # number of passes submitted before the results of the first pass are read
+IN_FLIGHT = 2  # number of passes that are submitted before the results of the first of them are read
 
 
 class Encoder:
     """Encodes texts with a model: `encoder(texts)` returns outputs in the order of the texts.
 
     Sequences are packed, without padding, into bins of 64, 128, 256, ... tokens, one bin for each worker. For each size
-    of bins, a program is built at its first use and kept. It serves texts of all lengths.
+    of bins, a program is built at its first use and kept. A program serves texts of all lengths.
 
     The encoder uses the running Runtime. If no Runtime runs, the encoder starts one on all cores. That Runtime stops at
     `close()`, at the end of `with encoder:`, or when the user starts a Runtime. Several threads may call one encoder.
 
     Args:
         model: A model of nt.models.
-        output: `hidden`: the last layer's output, [tokens, embed] for each text. `mean`: its mean over the tokens,
-            [embed]. `pooled`: transformers' pooler_output. `logits`: [classes] for a classifier, else [tokens, vocab].
-            `sentence`: the vector that sentence-transformers computes; only from a folder, see from_hf.
+        output: `hidden`: the last layer's output, [tokens, embed] for each text. `mean`: the mean of `hidden` over the
+            tokens, [embed]. `pooled`: transformers' pooler_output. `logits`: [classes] for a classifier, else
+            [tokens, vocab]. `sentence`: the vector that sentence-transformers computes; from_hf reads its settings.
         tokenizer: Turns texts into tokens, with its template. For a masked model, a tokenizer without a template gets
             [CLS] text [SEP]. None: only token numbers can be encoded.
         tiles: {axis: tile size} for any of the axes embed, heads, ffn, vocab. An axis left out is not cut.
@@ -60,7 +60,7 @@ class Encoder:
         batch_tokens: Largest number of tokens in one forward pass. More tokens take more memory. A longer text has a
             pass of its own.
         max_length: Largest number of tokens of a text. Longer texts are cut, longer lists of token numbers refused.
-            Default: the model's number of positions, or less if the settings `sentence` say so.
+            Default: the model's number of positions, or a smaller limit of `sentence`.
         captured: On one GPU: run each program as a CUDA graph; the weights then stay on the GPU. Default: the first
             pass of a program measures whether a graph is faster.
         prompt: Text that is put before each text.
@@ -99,9 +99,9 @@ class Encoder:
         if max_length and positions and max_length > positions:
             raise ConfigError(f"max_length: {max_length} is not allowed; the model has {positions} positions")
         self.model, self.output, self.precision, self.batch_tokens = model, output, precision, batch_tokens
-        longest = [one for one in (positions, sentence and sentence.max_length) if one]
-        self.max_length, self.captured = max_length or min(longest, default=batch_tokens), captured
-        self.cut = 0  # number of texts that were cut: they had more than max_length tokens
+        limits = [limit for limit in (positions, sentence and sentence.max_length) if limit]
+        self.max_length, self.captured = max_length or min(limits, default=batch_tokens), captured
+        self.cut = 0  # number of texts that were cut, because they had more than max_length tokens
         self._tokenizer: Tokenizer | None = None
         if tokenizer is not None:
             self._tokenizer = with_limit(tokenizer, self.max_length, getattr(model, "objective", None) == "masked")
@@ -120,7 +120,7 @@ class Encoder:
         self._axes, self._width = outputs[self._name].axes, outputs[self._name].shape[-1]
         if sentence and output == "sentence":
             self._width = len(sentence.vector(np.zeros((1, self._width)), 0))
-        self._apart = rows_of(graph.inputs) is not None
+        self._limits_rows = rows_of(graph.inputs) is not None
 
     @classmethod
     @typed
@@ -181,12 +181,12 @@ class Encoder:
 
     def each(self, texts: Sequence[Any] | Array) -> Iterator[Array]:
         """Yield the output of each text as soon as it is computed, so that not all outputs need to be in memory."""
-        given = tokens_of(texts)
+        texts = tokens_of(texts)
         waiting: deque[_Pass] = deque()
-        for first in range(0, len(given), CHUNK):
-            tokens = self._tokens(given[first : first + CHUNK], first)
+        for first in range(0, len(texts), CHUNK):
+            tokens = self._tokens(texts[first : first + CHUNK], first)
             runtime = self._bound_model.bind()
-            for part, bins, places in self._passes([len(one.ids) for one in tokens]):
+            for part, bins, places in self._passes([len(text.ids) for text in tokens]):
                 waiting.append(self._start(runtime, tokens[part], bins, places))
                 if len(waiting) > IN_FLIGHT:
                     yield from self._results(waiting.popleft())
@@ -216,19 +216,19 @@ class Encoder:
 
     def _tokens(self, texts: Sequence[Any], first: int) -> list[TokenizedText]:
         vocab, prepare = getattr(self.model.config, "vocab", None), self._sentence.prepared if self._sentence else str
-        given = prompted(texts, self.prompt, prepare, first)
-        tokens = to_tokens(given, self._tokenizer, self.max_length, vocab, first)
+        texts = prompted(texts, self.prompt, prepare, first)
+        tokens = to_tokens(texts, self._tokenizer, self.max_length, vocab, first)
         with Runtime.turn:
-            before, self.cut = self.cut, self.cut + sum(one.cut for one in tokens)
+            before, self.cut = self.cut, self.cut + sum(text.cut for text in tokens)
         if self.cut and not before:
-            message = f"texts with more than {self.max_length} tokens are cut there; `cut` says how many there were"
+            message = f"texts with more than {self.max_length} tokens are cut at this limit; `cut` counts them"
             warnings.warn(message, stacklevel=4)
         return tokens
 
     def _passes(self, lengths: Sequence[int]) -> Iterator[tuple[slice, Bins, list[SequencePlace]]]:
         """Divide sequences of these lengths into passes.
 
-        Yields for each pass the slice of its sequences, the bins, and for each sequence its place in a bin."""
+        Yield for each pass the slice of its sequences, its bins, and the place of each sequence in a bin."""
         workers, first = _core.cuda_workers() or _core.cpu_workers(), 0
         while first < len(lengths):
             end, total = first + 1, lengths[first]
@@ -242,12 +242,12 @@ class Encoder:
     def _fitting(self, lengths: Sequence[int], workers: int) -> tuple[Bins, list[SequencePlace]] | None:
         """Return the smallest bins that hold sequences of these lengths, and the place of each sequence in a bin.
 
-        None if the bins would have more than about `batch_tokens` tokens together."""
+        Return None if these bins would have more than about `batch_tokens` tokens in total."""
         count = workers if len(lengths) >= workers else 1
         least = max(*lengths, -(-sum(lengths) // count))
         most = max(self._capacity(-(-self.batch_tokens // count)), self._capacity(max(lengths)))
         while (capacity := self._capacity(least)) <= most or len(lengths) == 1:
-            rows = self._spec(count, capacity).batch // count if self._apart else None
+            rows = self._spec(count, capacity).batch // count if self._limits_rows else None
             bins = Bins(count, capacity, max(lengths), rows=rows)
             try:
                 return bins, bins.places(lengths)
@@ -279,9 +279,10 @@ class Encoder:
             raise TaskError("Encoder: the Runtime has stopped while texts were encoded")
         spec = self._spec(bins.count, bins.capacity)
         program = self._bound_model.program((bins.count, bins.capacity), lambda: spec.outputs(self._name))
-        given = {"input_ids": [text.ids for text in tokens], "token_type_ids": [text.kinds for text in tokens]}
-        known = {name for name, one in program.inputs.items() if one.below != 1}  # RoBERTa has only one token type
-        padded_arrays = padded({name: value for name, value in given.items() if name in known}, bins.length)
+        inputs = {"input_ids": [text.ids for text in tokens], "token_type_ids": [text.kinds for text in tokens]}
+        # RoBERTa has only one token type, so its token types are left out.
+        known = {name for name, declared in program.inputs.items() if declared.below != 1}
+        padded_arrays = padded({name: value for name, value in inputs.items() if name in known}, bins.length)
         del padded_arrays[MASK]
         filled = bins.filled(padded_arrays, places, 1, shift=False)
         try:
@@ -290,7 +291,7 @@ class Encoder:
             allowed = "input_ids, and inputs with a default"
             raise ConfigError(f"model: it needs {', '.join(error.needed)}; allowed here: {allowed}") from None
         program.run(dict(filled.live[0]))
-        return _Pass(places, program, program.start_copy(self._name), [one.is_text for one in tokens])
+        return _Pass(places, program, program.start_copy(self._name), [text.is_text for text in tokens])
 
     def _results(self, submitted: _Pass) -> Iterator[Array]:
         """Wait for a pass and yield the output of each of its sequences. Raises TaskError if a task failed."""
@@ -312,7 +313,7 @@ def _check_output(output: str) -> None:
 
 
 def _check_head(cls: Any, output: str, head: str) -> None:
-    """Raise ConfigError if models of this class have no such head."""
+    """Raise ConfigError if models of the class `cls` cannot have the head `head`."""
     fields = getattr(getattr(cls, "Config", None), "model_fields", {})
     heads = get_args(fields["head"].annotation) if "head" in fields else ()
     if head not in heads:
@@ -321,7 +322,7 @@ def _check_head(cls: Any, output: str, head: str) -> None:
 
 
 def _headed(model: Any, output: str) -> tuple[Any, str]:
-    """Return the model with the head that an Encoder output needs, and the name that the model gives the output."""
+    """Return the model with the head that an output of Encoder needs, and the model's own name of this output."""
     if output == "logits":
         return model, output
     _check_head(type(model), output, HEADS[output])
@@ -329,7 +330,14 @@ def _headed(model: Any, output: str) -> tuple[Any, str]:
 
 
 class _Pass(NamedTuple):
-    """A submitted pass: the place of each sequence in a bin, the program, the copy of the output, which are texts."""
+    """A submitted pass.
+
+    Attributes:
+        places: The place of each sequence in a bin.
+        program: The program of the pass.
+        copied: The copy of the output to main memory.
+        are_texts: For each sequence, whether it was a text, not token numbers.
+    """
 
     places: list[SequencePlace]
     program: ForwardProgram

@@ -1,4 +1,7 @@
-"""Engine: continues many sequences at once; sequences that end are replaced by waiting ones (continuous batching)."""
+"""Engine: continues many sequences at once.
+
+A waiting sequence takes the place of a sequence that has ended (continuous batching).
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ import numpy as np
 
 from nntile_py.errors import ConfigError, NNTileError, NotFinite
 from nntile_py.execution.runtime import in_turns
-from nntile_py.inference.decoder import Copied, Decoder, Passes, Row
+from nntile_py.inference.decoder import Decoder, Passes, PendingTokens, Row
 from nntile_py.tasks.sample import NO_TOKEN
 
 AHEAD = 2  # groups of decoding passes that are submitted before the tokens of the first group are read
 CHANGED = (
     "generation: model.weights or the Runtime has changed while texts were generated; allowed: change them before or"
-    " after"
+    " after a generation"
 )
-Reason = Literal["stop", "length"]  # a token or a text that ends a sequence; the largest number of tokens
+Reason = Literal["stop", "length"]  # stop: a stop token or a stop text; length: the largest number of tokens
 
 
 class Event(NamedTuple):
@@ -31,19 +34,19 @@ class Event(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """A prompt that is to be continued.
+    """A prompt to continue, and the state of its continuation.
 
     Attributes:
-        prompt: Token numbers, at least one.
+        prompt: Token numbers, at least request.
         max_tokens: Largest number of new tokens, at least 1.
-        settings: In the order of tasks.sample.SETTINGS.
-        seed: Entropy of the draws; equal seeds give equal tokens, whatever other requests are continued meanwhile.
+        settings: Sampling settings, in the order of tasks.sample.SETTINGS.
+        seed: Seed of the draws. Equal seeds give equal tokens, whatever other requests the engine has.
         stops: Numbers of tokens that end the sequence.
-        name: What messages call the text.
-        row: The sequence while it is continued.
+        name: Name of the text in messages.
+        row: The sequence in the decoder; None: the request still waits.
         ended: The sequence has ended, or was cancelled.
-        events: Tokens that nobody has taken yet.
-        error: Why the sequence ended without its last token, or None.
+        events: New tokens that the caller has not taken yet.
+        error: Error that ended the sequence early, or None.
     """
 
     prompt: list[int]
@@ -58,22 +61,22 @@ class Request:
     error: NNTileError | None = None
 
     def fail(self, error: NNTileError) -> None:
-        """End the sequence without its last token."""
+        """End the sequence by an error, unless it has ended already."""
         if not self.ended:
             self.ended, self.error = True, error
 
     def new_row(self) -> Row:
-        """Return the sequence at its start."""
+        """Return the row with which the sequence starts: the prompt and its draws."""
         first, limit = len(self.prompt), len(self.prompt) + self.max_tokens
         draws = np.zeros(limit + 1, np.float32)
         draws[first:] = np.random.default_rng(self.seed).random(limit + 1 - first, np.float32)
         return Row(list(self.prompt), limit, self.settings, draws)
 
 
-class Flight(NamedTuple):
-    """Submitted decoding passes: the copy of their tokens, and the requests by row."""
+class SubmittedPasses(NamedTuple):
+    """A group of submitted decoding passes: their tokens, and the request of each row."""
 
-    copied: Copied
+    pending: PendingTokens
     requests: list[Request | None]
 
 
@@ -81,21 +84,22 @@ class Flight(NamedTuple):
 class Engine:
     """Continues requests in the rows of a decoder's passes.
 
-    Up to AHEAD groups of passes are submitted before tokens are read. A row whose sequence has ended stays until a
-    waiting request takes its place, or until its pages are full; its further tokens are dropped. The number of rows is
-    a power of two; it grows with the number of requests, up to the decoder's, and shrinks when there are none.
+    Up to AHEAD groups of passes are submitted before the tokens of the first group are read. When a sequence ends, its
+    row stays in the passes until a waiting request needs the row, or until the row's pages are full. Further tokens of
+    the row are dropped. The number of rows is a power of two, or the decoder's largest number of rows. It grows with
+    the number of requests, and shrinks when all sequences have ended.
     """
 
     decoder: Decoder
     _waiting: deque[Request] = field(default_factory=deque)
     _active: list[Request | None] = field(default_factory=list)
-    _in_flight: deque[Flight] = field(default_factory=deque)
+    _in_flight: deque[SubmittedPasses] = field(default_factory=deque)
     _passes: Passes | None = None
 
     @property
     def busy(self) -> bool:
-        """True if a request waits or is continued."""
-        return bool(self._waiting) or self._alive() > 0
+        """True if a request waits, or a row's sequence has not ended."""
+        return bool(self._waiting) or self._active_count() > 0
 
     @property
     def waiting(self) -> int:
@@ -104,7 +108,7 @@ class Engine:
 
     @in_turns
     def add(self, request: Request) -> None:
-        """Let a request wait for a row."""
+        """Append a request to the requests that wait for a row."""
         self._waiting.append(request)
 
     @in_turns
@@ -116,12 +120,12 @@ class Engine:
 
     @in_turns
     def step(self) -> None:
-        """Submit passes, wait for the oldest ones, and give their tokens to the requests. Call it while `busy`."""
-        if self.decoder.bound.stale:  # keys and values are those of other weights, or are lost
+        """Submit passes, wait for the oldest group, and give its tokens to the requests. Call `step` while `busy`."""
+        if self.decoder.bound.stale:  # the cache has keys and values of other weights, or is lost
             self._give_up(ConfigError(CHANGED))
         try:
             self._step()
-        except BaseException:  # an interrupt comes at any place, and leaves tokens and pages of no sequence
+        except BaseException:  # an interrupt comes at any place, and leaves tokens and pages inconsistent
             self._give_up(NNTileError("generation: interrupted, by Ctrl-C or by an error of another text"))
             raise
 
@@ -132,19 +136,19 @@ class Engine:
             self._admit()
             return
         if self._passes is None:
-            self._passes = self.decoder.start([one.row if one else None for one in self._active])
-        while len(self._in_flight) < AHEAD and (room := self._room()) > 0:
-            rows = [one.row if one else None for one in self._active]
-            copied = self.decoder.decode(self._passes, rows, min(room, self.decoder.passes_at_once))
-            self._in_flight.append(Flight(copied, list(self._active)))
+            self._passes = self.decoder.start([request.row if request else None for request in self._active])
+        while len(self._in_flight) < AHEAD and (count := self._passes_that_fit()) > 0:
+            rows = [request.row if request else None for request in self._active]
+            pending = self.decoder.decode(self._passes, rows, min(count, self.decoder.passes_at_once))
+            self._in_flight.append(SubmittedPasses(pending, list(self._active)))
         self._collect()
 
     @in_turns
     def close(self) -> None:
-        """Wait for submitted passes and give up all requests."""
-        for one in (*self._waiting, *self._active):
-            if one:
-                one.ended = True
+        """End all requests and wait for submitted passes."""
+        for request in (*self._waiting, *self._active):
+            if request:
+                request.ended = True
         self._waiting.clear()
         self._collect_all()
         self._clear_ended()
@@ -152,79 +156,81 @@ class Engine:
     # -- inside
 
     def _give_up(self, error: NNTileError) -> None:
-        """End the requests that are continued. Submitted passes may run on: their pages are not read again."""
-        for one in self._active:
-            if one:
-                one.fail(error)
-        self._waiting = deque(one for one in self._waiting if not one.ended)
+        """End the requests that have rows by an error. Submitted passes may still run; nothing reads their results."""
+        for request in self._active:
+            if request:
+                request.fail(error)
+        self._waiting = deque(request for request in self._waiting if not request.ended)
         self._active, self._passes = [], None
         self._in_flight.clear()
         self.decoder.release_all()
 
-    def _alive(self) -> int:
-        """Return the number of requests that are continued."""
-        return sum(1 for one in self._active if one and not one.ended)
+    def _active_count(self) -> int:
+        """Return the number of rows whose sequences have not ended."""
+        return sum(1 for request in self._active if request and not request.ended)
 
-    def _room(self) -> int:
-        """Return the number of further passes for whose tokens each row has a place."""
-        return min((one.row.limit - one.row.past - 1 for one in self._active if one and one.row), default=0)
+    def _passes_that_fit(self) -> int:
+        """Return the number of further passes whose tokens fit into the pages of every row."""
+        rows = [request.row for request in self._active if request and request.row]
+        return min((row.limit - row.past - 1 for row in rows), default=0)
 
     def _must_change(self) -> bool:
         """Return True if the rows must change before the next pass."""
-        if not self._alive() or (self._room() <= 0 and not self._in_flight):
+        if not self._active_count() or (self._passes_that_fit() <= 0 and not self._in_flight):
             return True
-        ended = [one for one in self._active if one and one.ended]
-        room = len(self._active) < self.decoder.rows or ended or None in self._active
-        if not self._waiting or not room:
+        ended = [request for request in self._active if request and request.ended]
+        has_row = len(self._active) < self.decoder.rows or ended or None in self._active
+        if not self._waiting or not has_row:
             return False
-        pages = sum(len(one.row.pages) for one in ended if one.row)
+        released = sum(len(request.row.pages) for request in ended if request.row)
         first = self._waiting[0]
-        return self.decoder.pages_for(len(first.prompt) + first.max_tokens) <= self.decoder.free_pages + pages
+        return self.decoder.pages_for(len(first.prompt) + first.max_tokens) <= self.decoder.free_pages + released
 
     def _collect_all(self) -> None:
         while self._in_flight:
             self._collect()
 
     def _collect(self) -> None:
-        """Wait for the oldest passes and give their tokens to the requests that have not ended."""
+        """Wait for the oldest group of passes and give its tokens to the requests that have not ended."""
         if not self._in_flight:
             return
-        flight = self._in_flight.popleft()
-        for tokens in self.decoder.tokens(flight.copied):
-            for one, token in zip(flight.requests, tokens, strict=True):
-                if one and not one.ended:
-                    _take(one, token)
+        passes = self._in_flight.popleft()
+        for tokens in self.decoder.tokens(passes.pending):
+            for request, token in zip(passes.requests, tokens, strict=True):
+                if request and not request.ended:
+                    _append_token(request, token)
 
     def _clear_ended(self) -> None:
-        """Take the pages of ended requests back."""
-        for number, one in enumerate(self._active):
-            if one and one.ended:
-                if one.row:
-                    self.decoder.release(one.row)
+        """Free the rows and the pages of ended requests."""
+        for number, request in enumerate(self._active):
+            if request and request.ended:
+                if request.row:
+                    self.decoder.release(request.row)
                 self._active[number], self._passes = None, None
 
     def _admit(self) -> None:
-        """Give waiting requests rows, and compute their prompts and first tokens."""
-        alive = [one for one in self._active if one]
+        """Give rows to waiting requests, and prefill their prompts, which draws their first tokens."""
+        active = [request for request in self._active if request]
         new: list[Request] = []
-        for one in islice(self._waiting, self.decoder.rows - len(alive)):
-            row = one.new_row()
+        for request in islice(self._waiting, self.decoder.rows - len(active)):
+            row = request.new_row()
             if not self.decoder.admit(row):
                 break
-            one.row = row
-            new.append(one)
-        before = len(self._active) if alive else 0
-        count = max(before, min(self.decoder.rows, 1 << max(len(alive) + len(new) - 1, 0).bit_length()))
-        self._active = [*alive, *new, *[None] * (count - len(alive) - len(new))]
+            request.row = row
+            new.append(request)
+        before = len(self._active) if active else 0
+        count = max(before, min(self.decoder.rows, 1 << max(len(active) + len(new) - 1, 0).bit_length()))
+        self._active = [*active, *new, *[None] * (count - len(active) - len(new))]
         self._passes = None
         for _ in new:  # requests leave the queue after they are active, so that an interrupt loses no request
             self._waiting.popleft()
-        for one, token in zip(new, self.decoder.prefill([one.row for one in new if one.row]), strict=True):
-            _take(one, token)
+        tokens = self.decoder.prefill([request.row for request in new if request.row])
+        for request, token in zip(new, tokens, strict=True):
+            _append_token(request, token)
 
 
-def _take(request: Request, token: int) -> None:
-    """Append a token to a request, and end the request if it is the last one."""
+def _append_token(request: Request, token: int) -> None:
+    """Append a token to a request, and end the request if the token is its last one."""
     assert request.row
     if token == NO_TOKEN:
         number = len(request.row.tokens) - len(request.prompt) + 1

@@ -20,7 +20,7 @@ from nntile_py.inference.open_model import open_model
 from nntile_py.system.console_tables import plain_table
 from nntile_py.system.progress import progress_bar
 
-# {measure: (head of the column, format)}
+# {measure: (title of the column, format)}
 _COLUMNS = {
     "step": ("step", "d"), "tokens": ("tokens", ",d"), "texts": ("texts", ",d"),
     "words": ("words", ",d"), "loss": ("loss", ".4f"),
@@ -37,7 +37,7 @@ def evaluate_runs(
     """Measure models one after the other. Each model uses the workers and tiles of its run, which --set overrides.
 
     Args:
-        runs: Folders, as of open_model.
+        runs: Folders, see open_model.
         data: A text file or a folder of text files, or a table for classifiers.
         sizes: The options --seq, --stride and --batch; None: the default.
         overrides: The options --set.
@@ -73,11 +73,11 @@ def evaluate_runs(
 def table(rows: Sequence[dict[str, Any]]) -> RenderableType:
     """Return the measures of all models as one table."""
     names = [name for name in _COLUMNS if any(row.get(name) is not None for row in rows)]
-    made = plain_table(["run", *(_COLUMNS[name][0] for name in names)], text=["run"])
+    result = plain_table(["run", *(_COLUMNS[name][0] for name in names)], text=["run"])
     for row in rows:
         cells = (format(row[name], _COLUMNS[name][1]) if row.get(name) is not None else "" for name in names)
-        made.add_row(Text(row["run"]), *cells)
-    return made
+        result.add_row(Text(row["run"]), *cells)
+    return result
 
 
 def as_json(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -40,7 +40,13 @@ Advance = Callable[[str, int, int], None]  # shows progress: name of the units, 
 
 
 class Windows(NamedTuple):
-    """How a text is read: tokens of a window, tokens from a window's begin to the next one's, windows of a pass."""
+    """How a text is read in windows.
+
+    Attributes:
+        seq: Tokens of a window.
+        stride: Tokens from the beginning of a window to the beginning of the next window.
+        batch: Windows of a forward pass.
+    """
 
     seq: int
     stride: int
@@ -53,14 +59,14 @@ class Sums:
 
     loss: float = 0.0
     count: int = 0
-    right: int = 0
+    correct: int = 0
 
     def add_logits(self, logits: Array, labels: Array) -> None:
         """Add predictions. logits: [predictions, classes]. labels: [predictions]."""
-        log_shares = log_softmax(logits)
-        self.loss -= float(np.take_along_axis(log_shares, labels[:, None], 1).sum())
+        log_probabilities = log_softmax(logits)
+        self.loss -= float(np.take_along_axis(log_probabilities, labels[:, None], 1).sum())
         self.count += len(labels)
-        self.right += int((logits.argmax(1) == labels).sum())
+        self.correct += int((logits.argmax(1) == labels).sum())
 
 
 def log_softmax(logits: Array) -> Array:
@@ -85,7 +91,7 @@ def aim_of(opened: OpenedModel) -> str:
 
 
 def windows_of(opened: OpenedModel, config: InferenceConfig, seq: int | None, stride: int | None) -> Windows:
-    """Return how a text is read: by the options `seq` and `stride`, else by the run, else by default.
+    """Return how a text is read: by the options `seq` and `stride`, by the run's config, or by defaults.
 
     Raises:
         ConfigError: An option is out of range.
@@ -101,10 +107,10 @@ def windows_of(opened: OpenedModel, config: InferenceConfig, seq: int | None, st
     if stride is not None and aim == CLASSIFICATION:
         raise ConfigError("--stride: not allowed for a classifier, whose texts are rows of a table; leave it out")
     if stride is not None and not 1 <= stride <= longest:
-        held = f"--seq = {seq}, less [CLS] and [SEP]" if aim == "masked" else f"--seq = {seq}"
-        raise ConfigError(f"--stride: got {stride}; allowed: 1 to {longest} ({held})")
-    usual = -(-seq // 2) if aim == "causal" else longest
-    return Windows(seq, stride or usual, config.train.batch or BATCH)
+        limit = f"--seq = {seq}, less [CLS] and [SEP]" if aim == "masked" else f"--seq = {seq}"
+        raise ConfigError(f"--stride: got {stride}; allowed: 1 to {longest} ({limit})")
+    default = -(-seq // 2) if aim == "causal" else longest
+    return Windows(seq, stride or default, config.train.batch or BATCH)
 
 
 def measure(
@@ -154,7 +160,7 @@ def _documents(data: Path, config: InferenceConfig) -> list[str]:
 
 
 def _tokens(opened: OpenedModel, documents: Sequence[str], template: bool) -> tuple[Array, int]:
-    """Return token numbers, and how many of them are of the documents themselves.
+    """Return the token numbers, and the number of tokens without separators and the template's special tokens.
 
     The token that ends a document in training separates the documents.
 
@@ -178,7 +184,7 @@ def _tokens(opened: OpenedModel, documents: Sequence[str], template: bool) -> tu
 def _causal(
     opened: OpenedModel, documents: Sequence[str], config: InferenceConfig, windows: Windows, advance: Advance
 ) -> dict[str, Any]:
-    """Measure a causal model: mean loss of the next token over all windows."""
+    """Measure a causal model: the mean loss over the tokens of all windows."""
     ids, own = _tokens(opened, documents, template=True)
     seq = min(windows.seq, len(ids))
     stride = min(windows.stride, seq)
@@ -201,19 +207,20 @@ def _causal_sums(bound: BoundModel, ids: Array, seq: int, stride: int, batch: in
         sums.count += count
 
     for part in _grouped(causal_windows(ids, seq, stride), rows):
-        given = {"input_ids": np.zeros((rows, seq), np.int64), "labels": np.full((rows, seq), IGNORED)}
+        batch_inputs = {"input_ids": np.zeros((rows, seq), np.int64), "labels": np.full((rows, seq), IGNORED)}
         for row, (inputs, labels) in enumerate(part):
-            given["input_ids"][row, : len(inputs)], given["labels"][row, : len(labels)] = inputs, labels
+            batch_inputs["input_ids"][row, : len(inputs)] = inputs
+            batch_inputs["labels"][row, : len(labels)] = labels
         with Runtime.turn:
             program = bound.program((rows, seq), lambda: bound.spec(rows, seq).evaluation())
             try:
-                arrays = program.check(given, shift=True)
+                arrays = program.check(batch_inputs, shift=True)
             except MissingInput as error:
                 needed = ", ".join(error.needed)
                 raise ConfigError(f"RUN: the model needs {needed}; allowed: input_ids, labels") from None
-            if count := sum(label_counts(program.inputs, arrays, given).values()):
+            if count := sum(label_counts(program.inputs, arrays, batch_inputs).values()):
                 program.write(arrays)
-                program.run(program.slots(arrays, given))
+                program.run(program.slots(arrays, batch_inputs))
                 waiting.append((program.store.fetch("loss"), count))
         while len(waiting) > IN_FLIGHT:
             take()
@@ -229,36 +236,36 @@ def _masked(
     """Measure a masked model: mean loss and accuracy at masked tokens. The seed decides which tokens are masked."""
     ids, _ = _tokens(opened, documents, template=False)
     seen, labels, ends = mask_text(opened, ids, config.train.mask_probability, config.values.seed)
-    every = list(masked_windows(ids, seen, labels, ends, windows.seq, windows.stride))
+    all_windows = list(masked_windows(ids, seen, labels, ends, windows.seq, windows.stride))
     sums = Sums()
     with _encoder(opened, config, windows) as encoder:
-        for (_, wanted), logits in zip(every, encoder.each([inputs for inputs, _ in every]), strict=True):
+        for (_, wanted), logits in zip(all_windows, encoder.each([inputs for inputs, _ in all_windows]), strict=True):
             places = wanted != IGNORED
             if places.any():
                 sums.add_logits(logits[places], wanted[places])
-            advance("windows", 1, len(every))
+            advance("windows", 1, len(all_windows))
     if not sums.count:
         need = "a longer text, another seed, or a larger train.mask_probability"
         raise ConfigError(f"--data: none of the text's {len(ids)} tokens is masked; allowed: {need}")
-    return {"tokens": sums.count, "loss": sums.loss / sums.count, "accuracy": sums.right / sums.count}
+    return {"tokens": sums.count, "loss": sums.loss / sums.count, "accuracy": sums.correct / sums.count}
 
 
 def mask_text(opened: OpenedModel, ids: Array, probability: float, seed: int) -> tuple[Array, Array, tuple[int, int]]:
     """Return a text with masked tokens, the labels (-100 at other tokens), and the tokens [CLS] and [SEP].
 
-    Tokens are chosen as in training (MaskedCollator), by the seed and the place in the text only."""
+    MaskedCollator chooses the tokens, as in training. The choice depends on the seed and the place in the text only."""
     assert opened.tokenizer
     known = _special(opened)
     if missing := known.lacking():
-        raise ConfigError(f"RUN: {opened.tokenizer_file} has no token {', '.join(missing)}; allowed: one with them")
+        raise ConfigError(f"RUN: {opened.tokenizer_file} has no {', '.join(missing)}; allowed: a tokenizer with them")
     numbers: dict[str, int] = {token: known.number(token) or 0 for token in MASKED}
     special = frozenset(special_numbers(opened.tokenizer) | {*numbers.values()})
     collate = MaskedCollator(
         len(ids), token_numbers(opened.tokenizer), numbers[MASK], special, probability=probability, seed=seed,
         most=len(ids),
     )  # fmt: skip
-    made = collate([ids])
-    return made["input_ids"][0], made["labels"][0], (numbers[CLS], numbers[SEP])
+    masked = collate([ids])
+    return masked["input_ids"][0], masked["labels"][0], (numbers[CLS], numbers[SEP])
 
 
 # -- classifiers
@@ -292,8 +299,8 @@ def _scored(
     encoder: Encoder, texts: TokenizedTexts, kind: LabelKind, names: list[str], advance: Advance
 ) -> tuple[Sums, Any]:
     """Return the losses of a classifier's predictions, and the scores of its classes."""
-    made: dict[str, Any] = {ONE: Confusion, SEVERAL: lambda names: LabelScores(len(names)), WORDS: EntityScores}
-    sums, scores = Sums(), made[kind](names)
+    score_types: dict[str, Any] = {ONE: Confusion, SEVERAL: lambda names: LabelScores(len(names)), WORDS: EntityScores}
+    sums, scores = Sums(), score_types[kind](names)
     for logits, wanted in zip(encoder.each(texts.sequences), texts.classes, strict=True):
         if kind == WORDS:
             places = np.flatnonzero(wanted[: len(logits)] != IGNORED)
@@ -320,7 +327,7 @@ def _binary_loss(logits: Array, wanted: Array) -> Array:
 
 
 def _encoder(opened: OpenedModel, config: InferenceConfig, windows: Windows) -> Encoder:
-    """Return an Encoder of the model's logits. Its bins are tiles of batch and seq, so that it takes no such tiles."""
+    """Return an Encoder of the model's logits. Tile sizes of batch and seq are dropped: bins are these tiles."""
     tiles = {axis: size for axis, size in config.bound["tiles"].items() if axis not in ("batch", "seq")}
     return Encoder(
         opened.model, "logits", tiles=tiles, precision=config.values.precision,

@@ -17,7 +17,7 @@ from nntile_py.inference.generator import Generator, Options
 from nntile_py.tasks.cross_entropy import IGNORED
 from nntile_py.tasks.sample import NO_TOKEN, drawn
 
-SEQUENCES = ("batch", "seq")  # axes whose tiles cut the sequences of a training step, not the weights
+SEQUENCES = ("batch", "seq")  # axes of a training step's sequences, whose tile sizes a Generator does not take over
 
 
 def generate(
@@ -26,16 +26,16 @@ def generate(
 ) -> str:  # fmt: skip
     """Return the prompt of `config.sample` and its continuation by the model, as text.
 
-    Tokens are added until there are `sample.tokens`, a token that ends a text comes, or `stop` is not empty (a signal).
-    The draws depend on the config's seed alone, so that both ways of computing the logits give the same text.
+    The continuation ends after `sample.tokens` tokens, at a token that ends a text, or when a signal comes. The draws
+    depend on the config's seed alone, so that a Generator and the trainer give the same text.
 
     Args:
         trainer: Evaluates the model on the last `train.seq` tokens, once for each new token.
         tokenizer: Turns text into tokens.
         config: The run's config.
         stop: Names of the signals received so far.
-        model: Returns the model with its present weights. If the text fits into `train.seq` tokens and the model can
-            use a cache of keys and values, a Generator continues the text instead of the trainer.
+        model: Returns the model with its present weights. A Generator continues the text by this model, instead of the
+            trainer, if the text fits into `train.seq` tokens and the model can use a cache of keys and values.
 
     Raises:
         NotFinite: Logits are nan or infinite.
@@ -45,7 +45,7 @@ def generate(
     ids = tokenizer.encode(sample.prompt or "", add_special_tokens=False).ids or [special.end or 0]
     new: list[int] | None = None
     if model and len(ids) + sample.tokens <= config.train.seq:
-        with suppress(ConfigError):  # a model that a cache does not know
+        with suppress(ConfigError):  # the model cannot use a cache
             new = _cached(model(), tokenizer, special, config, ids, stop)
     if new is None:
         new = _evaluated(trainer, token_numbers(tokenizer), special.stops, config, ids, stop)
@@ -55,7 +55,7 @@ def generate(
 def _cached(
     model: Any, tokenizer: Tokenizer, special: SpecialTokens, config: RunConfig, ids: list[int], stop: list[str]
 ) -> list[int]:
-    """Return the new tokens, by a Generator with the precision and the tiles of the run."""
+    """Return the new tokens that a Generator draws, with the precision and the tile sizes of the run."""
     tiles = {axis: size for axis, size in config.tiles.model_dump(exclude_none=True).items() if axis not in SEQUENCES}
     how: dict[str, Any] = {"tiles": tiles or None, "precision": config.precision, "batch": 1}
     new: list[int] = []
@@ -70,18 +70,18 @@ def _cached(
 
 
 def _evaluated(
-    trainer: Evaluator, tokens: int, stops: Collection[int], config: RunConfig, ids: list[int], stop: list[str]
+    trainer: Evaluator, vocab: int, stops: Collection[int], config: RunConfig, ids: list[int], stop: list[str]
 ) -> list[int]:
-    """Return the new tokens, by an evaluation of the whole batch for each. tokens: number that may be drawn."""
+    """Return the new tokens. Each token needs an evaluation of a whole batch. vocab: number of tokens to draw from."""
     batch, seq = config.train.batch, config.train.seq
     settings = Options(**_drawing(config)).settings
     row = Request(ids, config.sample.tokens, settings, (config.seed, 0)).new_row()
     while len(row.tokens) < row.limit and not stop:
         window = row.tokens[-seq:]
-        padded = np.zeros((batch, seq), np.int64)  # a causal model ignores the padding, right of the window
+        padded = np.zeros((batch, seq), np.int64)  # right of the window is padding, which a causal model ignores
         padded[0, : len(window)] = window
         _, logits = trainer.evaluate({"input_ids": padded}, return_logits=True)
-        token = drawn(logits[0, len(window) - 1, :tokens], np.array(settings), float(row.draws[len(row.tokens)]))
+        token = drawn(logits[0, len(window) - 1, :vocab], np.array(settings), float(row.draws[len(row.tokens)]))
         if token == NO_TOKEN:
             raise NotFinite(f"sample: the logits after {len(row.tokens)} tokens are nan or infinite; allowed: finite")
         if token in stops:
@@ -102,7 +102,7 @@ def fill_masked(trainer: Evaluator, tokenizer: Tokenizer, inputs: Mapping[str, A
     Args:
         trainer: Evaluates the model.
         tokenizer: Turns token numbers into text.
-        inputs: Inputs as of MaskedCollator, whose first row is shown.
+        inputs: Inputs that a MaskedCollator returned. The first row is shown.
         most: Largest number of tokens to show.
     """
     _, logits = trainer.evaluate(inputs, return_logits=True)
@@ -113,7 +113,7 @@ def fill_masked(trainer: Evaluator, tokenizer: Tokenizer, inputs: Mapping[str, A
         return str(tokenizer.decode(ids, skip_special_tokens=False))
 
     parts: list[str] = []
-    plain: list[int] = []  # decoded together: a character may be several tokens
+    plain: list[int] = []  # decoded together, because a character may consist of several tokens
     rows = (inputs[name][0, :most].tolist() for name in ("input_ids", "labels"))
     for token, label, guess in zip(*rows, guesses.tolist(), strict=True):
         if label == IGNORED:

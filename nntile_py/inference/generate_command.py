@@ -1,4 +1,4 @@
-"""The work of `nntile generate`: prompts from options, files or standard input; texts to the terminal or as JSON."""
+"""`nntile generate`: read prompts from options, a file or standard input, and print texts or JSON."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Command(NamedTuple):
     Attributes:
         options: See generator.Options.
         how: Arguments of Generator.
-        tiles: Texts AXIS=SIZE.
-        workers: CPU workers (None: the default) and GPUs.
+        tiles: Tile sizes, as texts AXIS=SIZE.
+        workers: Number of CPU workers (None: the default), and number of GPUs.
     """
 
     folder: Path
@@ -67,18 +67,18 @@ def run(command: Command) -> None:
 
 
 def _check_combination(command: Command) -> None:
-    """Refuse options that would have no effect beside the others."""
+    """Raise ConfigError for an option that has no effect together with the other options."""
     if command.system and not command.chat:
         raise ConfigError("--system: not allowed without --chat; add --chat")
-    others = {"--prompt": command.prompts, "--input": command.source, "--json": command.as_json}
-    for name in (name for name, value in others.items() if command.chat and value):
+    excluded = {"--prompt": command.prompts, "--input": command.source, "--json": command.as_json}
+    for name in (name for name, value in excluded.items() if command.chat and value):
         raise ConfigError(f"{name}: not allowed with --chat, which reads and answers lines; leave one of them out")
 
 
-def _tiles(given: Sequence[str]) -> dict[str, int] | None:
-    """Return {axis: tile size} from texts AXIS=SIZE; None without texts."""
+def _tiles(texts: Sequence[str]) -> dict[str, int] | None:
+    """Return {axis: tile size} from texts AXIS=SIZE; None if there are no texts."""
     tiles = {}
-    for text in given:
+    for text in texts:
         axis, _, size = text.partition("=")
         if not axis or not size.isdecimal() or not int(size):
             raise ConfigError(f"--tiles: {text!r} is not allowed; use AXIS=SIZE, such as ffn=1024")
@@ -87,7 +87,7 @@ def _tiles(given: Sequence[str]) -> dict[str, int] | None:
 
 
 def _prompts(command: Command) -> list[str]:
-    """Return the prompts: of --prompt, of --input, or standard input as one prompt."""
+    """Return the prompts of --prompt or --input. Without these options, standard input is the only prompt."""
     if command.prompts and command.source:
         raise ConfigError("--input: not allowed with --prompt; use one of them")
     if command.prompts:
@@ -101,8 +101,8 @@ def _prompts(command: Command) -> list[str]:
 
 def _continue(generator: Generator, prompts: Sequence[str], command: Command) -> None:
     if command.as_json:
-        for prompt, one in zip(prompts, generator(prompts, **command.options), strict=True):
-            print(json.dumps({"prompt": prompt, **_facts(one)}, ensure_ascii=False), flush=True)
+        for prompt, text in zip(prompts, generator(prompts, **command.options), strict=True):
+            print(json.dumps({"prompt": prompt, **_facts(text)}, ensure_ascii=False), flush=True)
     elif len(prompts) == 1:
         _type(prompts[0], generator(prompts, stream=True, **command.options))
     else:
@@ -116,9 +116,9 @@ def _facts(text: GeneratedText) -> dict[str, Any]:
 
 
 def _type(prompt: str, parts: Iterator[GeneratedPart]) -> str:
-    """Print a prompt and its continuation as soon as each token is drawn. Return the continuation.
+    """Print a prompt, then each new token as soon as it is drawn. Return the continuation.
 
-    The prompt waits for the first token, so that the message of an error has a line of its own."""
+    The prompt is printed together with the first token. If an error comes earlier, its message begins a line."""
     text = ""
     for number, part in enumerate(parts):
         text += part.text
@@ -130,7 +130,7 @@ def _type(prompt: str, parts: Iterator[GeneratedPart]) -> str:
 
 
 def _type_several(prompts: Sequence[str], parts: Iterator[GeneratedPart]) -> None:
-    """Print each text in the order of the prompts, as soon as it and the texts before it are complete."""
+    """Print the texts in the order of the prompts. A text is printed when it and all texts before it are complete."""
     texts, ended, following = ["" for _ in prompts], set[int](), 0
     console = Console()
     for part in parts:
@@ -147,7 +147,7 @@ def _type_several(prompts: Sequence[str], parts: Iterator[GeneratedPart]) -> Non
 
 
 def _chat(generator: Generator, template: ChatTemplate, command: Command) -> None:
-    """Answer lines of standard input until it ends."""
+    """Answer each line of standard input, until standard input ends."""
     messages: list[Message] = [{"role": "system", "content": command.system}] if command.system else []
     options = {**command.options, "stop": [*command.options["stop"], *template.stops]}
     while (line := _line("> ")) is not None:
@@ -163,10 +163,10 @@ def _chat(generator: Generator, template: ChatTemplate, command: Command) -> Non
 def _fitting(
     generator: Generator, template: ChatTemplate, messages: list[Message], max_tokens: int | None
 ) -> tuple[list[Message], list[int]]:
-    """Return the messages without the oldest ones, so that the answer has room, and the tokens of their prompt.
+    """Drop the oldest messages until the answer has room. Return the messages that stay, and their prompt's tokens.
 
     A line on standard error says how many messages are left out. The system message and the last message stay. The
-    messages between them begin with the user's, as many templates need.
+    first message after the system message is the user's, because many templates require this.
     """
     kept, first, longest = list(messages), int(messages[0]["role"] == "system"), generator.max_length or 2**31
     room = min(MOST_TOKENS, longest // 2) if max_tokens is None else max_tokens
@@ -181,7 +181,7 @@ def _fitting(
 
 
 def _tokens(generator: Generator, template: ChatTemplate, messages: list[Message]) -> list[int]:
-    """Return the tokens of the prompt. A template writes special tokens itself, so none are added."""
+    """Return the tokens of the prompt. The folder's template writes special tokens itself, so none are added."""
     assert generator.tokenizer
     return list(generator.tokenizer.encode(template.prompt(messages), add_special_tokens=not template.own).ids)
 

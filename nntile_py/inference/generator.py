@@ -29,7 +29,7 @@ from nntile_py.tasks.sample import SETTINGS
 from nntile_py.typed import plain, typed
 
 MOST_TOKENS = 128  # new tokens of a text by default
-STEP = 256  # the length of the cache's longest sequence is a multiple of it, so that few calls need a larger cache
+STEP = 256  # the cache's sequence length is a multiple of this number of tokens, so that few calls need a larger cache
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,15 @@ class Options:
     """How texts are generated.
 
     Attributes:
-        max_tokens: Largest number of new tokens of a text. None: MOST_TOKENS, or fewer where the model's positions end.
+        max_tokens: Largest number of new tokens of a text. None: MOST_TOKENS, or fewer if the model
+            has fewer positions left.
         temperature: Logits are divided by it; 0: the most probable token is taken (greedy).
-        top_k: Only the k most probable tokens may be drawn; None, 0 or -1: all.
-        top_p: Only the most probable tokens may be drawn that together reach this probability.
-        min_p: Only tokens may be drawn with at least this share of the largest probability.
+        top_k: Draw among the k most probable tokens; None, 0 or -1: among all tokens.
+        top_p: Draw among the most probable tokens whose probabilities together reach this value.
+        min_p: Draw among tokens whose probability is at least min_p times the largest probability.
         repetition_penalty: Logits of tokens that the text already has are divided by it (multiplied if negative).
-        seed: Seed of the draws. Prompt number n of a call gets the draws (seed, n), whatever else is generated.
-        stop: Texts that end a text; they are no part of it.
+        seed: Seed of the draws. The draws of prompt number n of a call depend on (seed, n) alone.
+        stop: Stop texts. A generated text ends before the first stop text.
 
     Raises:
         ConfigError: A value is out of range.
@@ -61,29 +62,29 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            self._check("max_tokens", 1, 2**31 - 1, whole=True)
+            self._check("max_tokens", 1, 2**31 - 1, integer=True)
         self._check("temperature", 0, 1e6)
         if self.top_k is not None:
-            self._check("top_k", -1, 2**24, whole=True)
+            self._check("top_k", -1, 2**24, integer=True)
             object.__setattr__(self, "top_k", self.top_k if self.top_k > 0 else None)
-        self._check("top_p", 0, 1, above=True)
+        self._check("top_p", 0, 1, exclusive=True)
         self._check("min_p", 0, 1)
-        self._check("repetition_penalty", 0, 1e6, above=True)
-        self._check("seed", 0, 2**63 - 1, whole=True)
+        self._check("repetition_penalty", 0, 1e6, exclusive=True)
+        self._check("seed", 0, 2**63 - 1, integer=True)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
-        if not isinstance(stops, Sequence) or not all(isinstance(one, str) and one for one in stops):
+        if not isinstance(stops, Sequence) or not all(isinstance(text, str) and text for text in stops):
             raise ConfigError(f"stop: {self.stop!r} is not allowed; use texts that are not empty")
         object.__setattr__(self, "stop", tuple(stops))
 
-    def _check(self, name: str, least: float, most: float, *, whole: bool = False, above: bool = False) -> None:
+    def _check(self, name: str, least: float, most: float, *, integer: bool = False, exclusive: bool = False) -> None:
         value = getattr(self, name)
-        number = isinstance(value, int | np.integer if whole else Real | np.floating) and not isinstance(value, bool)
-        if number and least <= value <= most and not (above and value == least):
-            object.__setattr__(self, name, int(value) if whole else float(value))
+        number = isinstance(value, int | np.integer if integer else Real | np.floating) and not isinstance(value, bool)
+        if number and least <= value <= most and not (exclusive and value == least):
+            object.__setattr__(self, name, int(value) if integer else float(value))
             return
-        kind = "an integer" if whole else "a number"
-        lower = f"above {least}" if above else f"of at least {least}"
-        upper = f" and at most {most if whole else format(most, 'g')}"
+        kind = "an integer" if integer else "a number"
+        lower = f"above {least}" if exclusive else f"of at least {least}"
+        upper = f" and at most {most if integer else format(most, 'g')}"
         raise ConfigError(f"{name}: {value!r:.40} is not allowed; use {kind} {lower}{upper}")
 
     @property
@@ -116,8 +117,8 @@ class GeneratedPart:
     Attributes:
         index: Number of the prompt.
         token: Number of the token.
-        text: New text; it may be empty, as a character may be several tokens.
-        reason: Why the text ends here, or None.
+        text: New text. It may be empty, because a character may consist of several tokens.
+        reason: Why the text ends here; None: it continues.
     """
 
     index: int
@@ -135,21 +136,22 @@ class Generator:
         generator = nt.Generator("runs/my_run")
         print(generator("def ", max_tokens=50, temperature=0)[0].text)
 
-    Prompts of unequal lengths are continued together, up to `batch` at once; a text that ends makes room for a waiting
-    one. The generator uses the running Runtime. If no Runtime runs, it starts one on all cores, which stops at
-    `close()`, at the end of `with generator:`, or when the user starts a Runtime.
+    Prompts of unequal lengths are continued together, up to `batch` at once. When a text ends, a waiting prompt takes
+    its place. The generator uses the running Runtime. If no Runtime runs, the generator starts one on all cores. That
+    Runtime stops at `close()`, at the end of `with generator:`, or when the user starts a Runtime.
 
     Args:
         model: A causal model of nt.models or of a user's own class; or a folder: of a run, of a checkpoint, or of
             transformers' save_pretrained.
-        tokenizer: Turns texts into tokens. Default: the folder's; None: only lists of token numbers can be continued.
+        tokenizer: Turns texts into tokens. Default: the folder's tokenizer. Without a tokenizer, prompts are lists
+            of token numbers.
         tiles: {axis: tile size} for any of the axes batch, seq (new tokens of a pass), embed, heads, ffn, vocab.
             Default: on CPU workers as many tiles of heads, ffn and vocab as there are workers, else no axis is cut.
         precision: fp32; on CUDA workers also tf32, bf16 and fp16, on CPU workers fp64.
         batch: Largest number of texts that are continued at once.
         max_length: Largest number of tokens of a prompt with its continuation. Default: the model's positions.
         cache: Bytes of the cache, such as "2GiB". Default: as much as the texts of a call need.
-        captured: On one GPU: run each pass as a CUDA graph. Default: each pass measures whether a graph is faster.
+        captured: On one GPU: run passes as CUDA graphs. Default: the first passes measure whether graphs are faster.
 
     Raises:
         ConfigError: A value is out of range, or the model does not predict the next token.
@@ -186,8 +188,8 @@ class Generator:
             raise ConfigError(f"max_length: {max_length} is not allowed; the model has {positions} positions")
         self.model, self.tokenizer, self.precision, self.batch = model, tokenizer, precision, batch
         self.max_length = max_length or positions
-        self._room = None if cache is None else in_bytes(plain(cache))
-        if cache is not None and self._room is None:
+        self._cache_bytes = None if cache is None else in_bytes(plain(cache))
+        if cache is not None and self._cache_bytes is None:
             raise ConfigError(f"cache: {cache!r} is not allowed; use {SIZES}")
         self._tiles, self._captured = tiles, captured
         self._bound: BoundModel | None = None
@@ -217,7 +219,7 @@ class Generator:
 
         Raises:
             ValueError: A prompt is empty, too long, or has token numbers that the model does not have.
-            ConfigError: An option is unknown or out of range; or the weights or the Runtime change meanwhile.
+            ConfigError: An option is unknown or out of range, or the weights or the Runtime changed during the call.
             NotFinite: Logits are nan or infinite.
         """
         known = [field.name for field in fields(Options)]
@@ -239,19 +241,20 @@ class Generator:
             both = f"a prompt and its continuation together have at most {self.max_length} tokens"
             need = f"less than {self.max_length}: {both}"
             raise ConfigError(f"max_tokens: {options.max_tokens} is not allowed; use {need}")
-        for number, one in enumerate(texts):
-            if isinstance(one, str):
-                check_whole(f"prompts[{number}]", one, ValueError)
+        for number, text in enumerate(texts):
+            if isinstance(text, str):
+                check_whole(f"prompts[{number}]", text, ValueError)
         start = self.special and (self.special.ids.get("bos_token_id") or self.special.end)
-        if self.tokenizer and start is not None and all(isinstance(one, str) for one in texts):
-            texts = [self.tokenizer.encode(one).ids or [start] for one in texts]  # an empty prompt begins a text
-        return [one.ids.tolist() for one in to_tokens(texts, self.tokenizer, longest, vocab, 0, "prompts")]
+        if self.tokenizer and start is not None and all(isinstance(text, str) for text in texts):
+            # An empty prompt becomes the token that begins a text.
+            texts = [self.tokenizer.encode(text).ids or [start] for text in texts]
+        return [text.ids.tolist() for text in to_tokens(texts, self.tokenizer, longest, vocab, 0, "prompts")]
 
     @in_turns
     def engine(self, rows: int, length: int) -> Engine:
         """Return the engine that continues sequences, with a cache for at least `rows` sequences of `length` tokens.
 
-        If its cache is too small, its requests are ended first.
+        If the present engine has a smaller cache, it finishes its requests, and a new engine replaces it.
         """
         if self._bound is None:
             options: dict[str, Any] = {"captured": self._captured, "accumulate": "tree", "owner": "Generator"}
@@ -266,7 +269,7 @@ class Generator:
             self._engine.close() if self._engine else None
             rows, length = max(rows, now.rows), max(length, now.shape.length)
         self._bound.programs = {}
-        decoder = Decoder(self._bound, rows, cache_shape(self._bound, length, rows, self._room), self._vocab)
+        decoder = Decoder(self._bound, rows, cache_shape(self._bound, length, rows, self._cache_bytes), self._vocab)
         self._engine = Engine(decoder)
         return self._engine
 
@@ -287,7 +290,7 @@ class Generator:
     # -- inside
 
     def _cuts(self) -> dict[str, int]:
-        """Return the tile sizes: on CPU workers, by default, each product has as many tasks as there are workers."""
+        """Return the tile sizes. By default, each matrix product has as many tasks as there are CPU workers."""
         if self._tiles is not None:
             return dict(self._tiles)
         running, config = Runtime.current is not None, getattr(self.model, "config", None)
@@ -295,59 +298,60 @@ class Generator:
         sizes = {axis: getattr(config, axis, None) or 1 for axis in ("heads", "ffn", "vocab")}
         group = sizes["heads"] // (getattr(config, "kv_heads", None) or sizes["heads"])
         cuts = {axis: -(-size // workers) for axis, size in sizes.items() if 1 < workers <= size}
-        if "heads" in cuts:  # a tile has whole groups of the heads that share keys
+        if "heads" in cuts:  # a tile has complete groups of query heads that share a key head
             cuts["heads"] = -(-cuts["heads"] // group) * group
         return cuts
 
     def _parts(self, prompts: list[list[int]], options: Options) -> Iterator[GeneratedPart]:
+        """Yield the new tokens of all prompts as soon as they are drawn."""
         rows = min(self.batch, 1 << (len(prompts) - 1).bit_length()) if prompts else 1
         stops = self.special.stops if self.special else frozenset[int]()
         room = [(self.max_length or 2**31) - len(ids) for ids in prompts]
-        most = [options.max_tokens or min(MOST_TOKENS, one) for one in room]
+        most = [options.max_tokens or min(MOST_TOKENS, tokens) for tokens in room]
         engine = self.engine(rows, max((len(ids) + new for ids, new in zip(prompts, most, strict=True)), default=1))
         texts: dict[Request, _Text] = {}
-        left: set[Request] = set()
+        active: set[Request] = set()
         try:
             for number, ids in enumerate(prompts):
                 how = options.settings, (options.seed, number), stops, f"prompts[{number}]"
                 request = Request(ids, most[number], *how)
                 stream = TextStream(self.tokenizer, ids, options.stop) if self.tokenizer else None
                 texts[request] = _Text(number, stream)
-                left.add(request)
+                active.add(request)
                 engine.add(request)
-            while left:
-                if not any(one.events for one in left):
-                    _check_goes_on(left)
+            while active:
+                if not any(request.events for request in active):
+                    _raise_errors(active)
                     engine.step()
-                for request in [one for one in texts if one in left and one.events]:
+                for request in [request for request in texts if request in active and request.events]:
                     part = texts[request].part(request.events.popleft())
                     if part.reason:
-                        left.remove(request)
+                        active.remove(request)
                         engine.cancel(request)
                     yield part
         finally:
-            for request in left:
+            for request in active:
                 engine.cancel(request)
 
 
-def _check_goes_on(requests: Collection[Request]) -> None:
-    """Raise the error that has ended a text."""
-    for one in requests:
-        if one.error:
-            raise one.error
-        if one.ended:
+def _raise_errors(requests: Collection[Request]) -> None:
+    """Raise the error that has ended a text, if there is one."""
+    for request in requests:
+        if request.error:
+            raise request.error
+        if request.ended:
             raise NNTileError("generation: the Generator was closed before the texts ended")
 
 
 @dataclass(frozen=True)
 class _Text:
-    """A text that is generated: the number of its prompt, and the stream that makes text of tokens."""
+    """A text that is being generated: the number of its prompt, and the stream that decodes its tokens."""
 
     index: int
     stream: TextStream | None
 
     def part(self, event: Event) -> GeneratedPart:
-        """Return the part of the text that a token adds."""
+        """Return the part that a new token adds to the text."""
         token, reason = event
         if not self.stream:
             return GeneratedPart(self.index, token, "", reason)
@@ -358,6 +362,7 @@ class _Text:
 
 
 def _collected(parts: Iterator[GeneratedPart], prompts: Sequence[Sequence[int]]) -> list[GeneratedText]:
+    """Join the parts of each text."""
     texts, tokens = [""] * len(prompts), [list[int]() for _ in prompts]
     reasons: list[Reason] = ["length"] * len(prompts)
     for part in parts:

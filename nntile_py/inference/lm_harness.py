@@ -1,4 +1,4 @@
-"""The model `nntile` of lm_eval, EleutherAI's evaluation harness, which the optional extra lm-eval installs."""
+"""The model `nntile` of lm_eval, EleutherAI's evaluation harness. The extra `lm-eval` installs lm_eval."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import lm_eval.models  # noqa: F401, registers the models of lm_eval, which a first model of others would hide
+import lm_eval.models  # noqa: F401, before register_model, which would otherwise hide the models of lm_eval
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -25,11 +25,11 @@ from nntile_py.inference.open_model import open_model
 from nntile_py.inference.token_scorer import TokenScorer
 
 MODEL = "nntile"  # value of lm_eval's --model
-# As of lm_eval's own model hf: tokens of a sequence if the model has no limit, new tokens if the task has no limit.
+# Defaults of lm_eval's own model hf: tokens of a sequence if the model has no limit, new tokens if the task has none.
 LONGEST, MOST_NEW = 2048, 256
 _DRAWING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")  # gen_kwargs that Generator takes
 
-run = cli_evaluate  # lm_eval's command line, which knows the model below
+run = cli_evaluate  # lm_eval's command line, with the model registered below
 
 Encoded = tuple[Any, list[int], list[int]]  # (request's texts or None, tokens of the context, tokens to score)
 
@@ -42,7 +42,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         path: Folder of a run, a checkpoint, or a folder of save_pretrained.
         max_length: Largest number of tokens of a sequence. Default: the model's positions.
         batch_tokens: Largest number of tokens in one forward pass.
-        settings: Keys of the run's config, as of --set: `precision`, `runtime.cuda`, `tiles.embed`, ...
+        settings: Keys of the run's config, as in --set: `precision`, `runtime.cuda`, `tiles.embed`, ...
             lm_eval's own arguments batch_size, max_batch_size and device have no effect.
 
     Raises:
@@ -67,7 +67,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         roles = [known.roles.get(role) for role in ("bos_token", "eos_token")]
         numbers = [opened.tokenizer.token_to_id(token) for token in roles if token]
         if not numbers or None in numbers:
-            need = "a tokenizer with one, which lm_eval puts before a text without context"
+            need = "a tokenizer with one of them, which lm_eval puts before a text without context"
             raise ConfigError(
                 f"--model_args: path={path}: the tokenizer has no bos_token or eos_token; allowed: {need}"
             )
@@ -87,7 +87,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer, by which lm_eval keeps requests."""
+        """Name of the tokenizer, which lm_eval uses as a key of its request cache."""
         return str(self._opened.folder)
 
     @property
@@ -101,7 +101,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return self._first
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
-        """Return a text's tokens; by default with the tokenizer's template, unless the text begins with its token."""
+        """Return a text's tokens; default: with the tokenizer's template, unless it starts with the prefix token."""
         if add_special_tokens is None:
             first = self.tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
             add_special_tokens = not string.startswith(first)
@@ -115,9 +115,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             if not 1 <= len(continuation) <= self.max_length:
                 need = f"1 to max_length = {self.max_length}"
                 raise ConfigError(f"--tasks: a continuation of {len(continuation)} tokens; allowed: {need}")
-        whole = [(context + continuation)[-(self.max_length + 1) :] for _, context, continuation in requests]
+        sequences = [(context + continuation)[-(self.max_length + 1) :] for _, context, continuation in requests]
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
-            scores = self._scorer([one[:-1] for one in whole], [one for _, _, one in requests], bar.update)
+            scores = self._scorer([ids[:-1] for ids in sequences], [targets for *_, targets in requests], bar.update)
         results = [(score.log_likelihood, score.greedy) for score in scores]
         for (texts, _, _), result in zip(requests, results, strict=True):
             if texts is not None:
@@ -133,8 +133,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             pairs = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
             windows += [(None, *make_disjoint_window(pair)) for pair in pairs]
             ends.append(len(windows))
-        each = [likelihood for likelihood, _ in self._loglikelihood_tokens(windows, disable_tqdm)]
-        sums = [sum(each[begin:end]) for begin, end in pairwise(ends)]
+        likelihoods = [likelihood for likelihood, _ in self._loglikelihood_tokens(windows, disable_tqdm)]
+        sums = [sum(likelihoods[begin:end]) for begin, end in pairwise(ends)]
         for request, result in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, result)
         return sums
@@ -145,7 +145,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
         texts = [""] * len(requests)
-        self._scorer.close()  # only one of scorer and generator has weights in tiles
+        self._scorer.close()  # so that scorer and generator do not both keep weights in tiles
         with (
             Generator(self._opened, max_length=self.max_length, **self._how) as generator,
             tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar,
@@ -171,9 +171,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """Return the part of a text before the first of `stops`."""
         return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
-    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _options(self, gen_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the Generator's options for the gen_kwargs of a task; without do_sample the text is greedy."""
-        kwargs = normalize_gen_kwargs(given, MOST_NEW)
+        kwargs = normalize_gen_kwargs(gen_kwargs, MOST_NEW)
         most = kwargs.pop("max_gen_toks")
         if not 1 <= most < self.max_length:
             need = f"1 to {self.max_length - 1}, as a sequence has at most max_length = {self.max_length} tokens"
@@ -187,5 +187,5 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return {"temperature": 1.0, **options, "max_tokens": most, "stop": stops}
 
     def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
-        """Refuse: chat templates are not used here so far."""
-        raise ConfigError(f"--apply_chat_template: not with the model {MODEL} so far; allowed: leave it out")
+        """Raise ConfigError: chat templates are not supported yet."""
+        raise ConfigError(f"--apply_chat_template: not supported by the model {MODEL} yet; leave the option out")

@@ -31,7 +31,7 @@ class OpenedModel(NamedTuple):
         model: The model with its weights.
         folder: The folder with the weights: a run's folder, or a checkpoint of it.
         tokenizer: The tokenizer of the folder; None: the folder has none.
-        config: The config of the run as parsed YAML; empty for a folder of no run.
+        config: The config of the run as parsed YAML; empty if the folder belongs to no run.
         step: Number of training steps; None if it is not known.
     """
 
@@ -59,8 +59,8 @@ def open_model(path: str | Path, fields: Mapping[str, Any] | None = None, *, tru
         trust_code: Run the Python file that the folder names, if the model is a class in it.
 
     Raises:
-        ConfigError: The folder cannot be read, a file of the checkpoint is damaged, or the model is of a Python file
-            that the caller has not named.
+        ConfigError: The folder cannot be read, a file of the checkpoint is damaged, or the model is a class in a
+            Python file and the caller has not allowed the file.
     """
     path, fields = Path(path), {**(fields or {})}
     if not path.is_dir():
@@ -91,7 +91,7 @@ def _newest(run: Path) -> Path:
 def _class_of(folder: Path, kind: Any, saved: Mapping[str, Any], trust_code: bool) -> type[Model]:
     """Return the class of the model in a folder.
 
-    kind: `model.type` that the caller has named. saved: Section `model` of the run or of the checkpoint."""
+    kind: `model.type` that the caller passed, or None. saved: Section `model` of the run or of the checkpoint."""
     if kind is not None:
         return find(resolved(kind))
     raw = read_raw(folder)
@@ -114,9 +114,9 @@ def _run_config(folder: Path) -> dict[str, Any]:
 
 
 def _step(folder: Path, facts: Mapping[str, Any]) -> int | None:
-    """Return the step of the weights in a folder: of the checkpoint, or of the run's checkpoint with these weights."""
+    """Return the step of a checkpoint; for a run's folder, the step of its checkpoint with the same weights."""
     if facts:
         return int(facts["step"])
     files = weight_files(folder)
-    each = ((step, one / files[0].name) for step, one in checkpoints_in(folder))
-    return next((step for step, file in each if same_content(file, files[0])), None)
+    saved = ((step, checkpoint / files[0].name) for step, checkpoint in checkpoints_in(folder))
+    return next((step for step, file in saved if same_content(file, files[0])), None)

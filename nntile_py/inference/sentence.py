@@ -1,4 +1,4 @@
-"""Folders of sentence-transformers: how a text is prepared, and how its hidden states become one vector."""
+"""Folders of sentence-transformers: their settings for preparing texts and for turning hidden states into vectors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from nntile_py.system.folders import read
 Array = np.ndarray[Any, Any]
 MODULES, SETTINGS, MODEL_SETTINGS = "modules.json", "sentence_*_config.json", "config_sentence_transformers.json"
 _NEED = "a folder that sentence-transformers wrote"
-# Keys of sentence_bert_config.json that need another computation; allowed values, the first one is assumed.
+# Keys of sentence_bert_config.json that would change the computation, with their allowed values. A missing key has the
+# first value.
 _FIXED = {
     "model_args": (None, {}), "tokenizer_args": (None, {}), "config_args": (None, {}), "processing_kwargs": (None, {}),
     "transformer_task": ("feature-extraction",), "module_output_name": ("token_embeddings",), "mask_prompt": (False,),
@@ -43,14 +44,14 @@ class Pooling:
 
     Attributes:
         modes: Entries of _MODES.
-        prompted: The prompt's tokens count too.
+        prompted: True: the prompt's tokens are pooled too.
     """
 
     modes: tuple[str, ...]
     prompted: bool = True
 
     def __call__(self, rows: Array, prompt: int = 0) -> Array:
-        """Return the vector of hidden states [tokens, embed]. prompt: number of the first tokens that are a prompt."""
+        """Return the vector of hidden states [tokens, embed]. prompt: number of the prompt's tokens."""
         first = 0 if self.prompted else min(prompt, len(rows))
         part, weights = rows[first:], np.arange(first + 1, len(rows) + 1)[:, None]
         vectors = {
@@ -71,10 +72,10 @@ class SentenceModel:
     Attributes:
         folder: Folder of the transformers model and its tokenizer.
         max_length: Largest number of tokens of a text; None: the model's number of positions.
-        lower: Texts are put into lower case.
+        lower: True: texts are converted to lower case.
         prompts: {name: text that is put before each text}.
         default_prompt: Name of the prompt that is used if the caller gives none.
-        pooling: How a text's hidden states become a vector; None: modules.json is missing, or was not asked for.
+        pooling: Turns a text's hidden states into a vector. None: modules.json is missing, or was not read.
         modules: Functions that are applied to the vector, in this order.
         truncate_dim: The vector is cut to this many entries, after the modules; None: all.
     """
@@ -89,7 +90,7 @@ class SentenceModel:
     truncate_dim: int | None = None
 
     def prompt(self, text: str | None, name: str | None) -> str:
-        """Return the prompt: `text`, else that of `name`, else the folder's default. Raises ConfigError."""
+        """Return the prompt: `text`, else the prompt `name`, else the folder's default. Raises ConfigError."""
         if text is not None:
             return text
         if (name := self.default_prompt if name is None else name) is None:
@@ -104,9 +105,9 @@ class SentenceModel:
         return text.strip().lower() if self.lower else text.strip()
 
     def prompt_tokens(self, tokenizer: Tokenizer, prompt: str) -> int:
-        """Return the number of a text's first tokens that belong to the prompt, the template's first token included."""
-        made = tokenizer.encode(self.prepared(prompt))
-        return len(made.ids) - (1 if made.special_tokens_mask[-1:] == [1] else 0) if prompt else 0
+        """Return the number of tokens of the prompt at the beginning of a text, with the template's first token."""
+        tokens = tokenizer.encode(self.prepared(prompt))
+        return len(tokens.ids) - (1 if tokens.special_tokens_mask[-1:] == [1] else 0) if prompt else 0
 
     def vector(self, rows: Array, prompt: int) -> Array:
         """Return a text's vector from its hidden states [tokens, embed]. prompt: number of the prompt's tokens."""
@@ -125,7 +126,7 @@ def has_modules(folder: Path) -> bool:
 def read_sentence_model(folder: Path, pooled: bool) -> SentenceModel | None:
     """Return the settings of a folder; None if it has neither modules.json nor sentence_bert_config.json.
 
-    pooled: read also how hidden states become a vector. Otherwise modules other than the first one do not matter.
+    pooled: Read the modules after the transformer too, which turn hidden states into a vector.
 
     Raises:
         ConfigError: A setting is not supported, or a file is broken; with `pooled` also if modules.json is missing.
@@ -155,25 +156,25 @@ def read_sentence_model(folder: Path, pooled: bool) -> SentenceModel | None:
     if width is not None and (type(width) is not int or width < 1):
         where = folder / MODEL_SETTINGS
         raise ConfigError(f"model: truncate_dim is {short(width)} in {where}; allowed: a positive integer")
-    made = SentenceModel(inner, length or _longest(inner), lower, prompts, default, truncate_dim=width)
+    model = SentenceModel(inner, length or _longest(inner), lower, prompts, default, truncate_dim=width)
     if not pooled:
-        return made
+        return model
     choice(general, "model_type", "SentenceTransformer")
     if len(modules) < 2 or modules[1][0] != "Pooling":
         raise ConfigError(f"model: {folder / MODULES} has no Pooling after Transformer; allowed: Transformer, Pooling")
     functions = [_MAKERS[kind](folder / path) for kind, path in modules[2:]]
-    return replace(made, pooling=_pooling(folder / modules[1][1]), modules=tuple(functions))
+    return replace(model, pooling=_pooling(folder / modules[1][1]), modules=tuple(functions))
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
     """Return (class name, folder) of each module in modules.json; the first module is a Transformer."""
     path = folder / MODULES
     try:
-        found = [(str(module["type"]), module["path"]) for module in json.loads(read(path))]
+        entries = [(str(module["type"]), module["path"]) for module in json.loads(read(path))]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ConfigError(f"model: cannot read {path} ({error!r}); expected {_NEED}") from None
     names = []
-    for number, (kind, place) in enumerate(found):
+    for number, (kind, place) in enumerate(entries):
         if not isinstance(place, str) or Path(place).is_absolute() or ".." in Path(place).parts:
             raise ConfigError(f"model: {path} names {short(place)}; allowed: folders inside its own folder")
         name = kind.rpartition(".")[2]
@@ -187,7 +188,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 
 
 def _longest(folder: Path) -> int | None:
-    """Return model_max_length of tokenizer_config.json, by which texts are cut if there is no max_seq_length."""
+    """Return model_max_length of tokenizer_config.json, the limit of texts if there is no max_seq_length."""
     file = folder / "tokenizer_config.json"
     length = read_json(file, _NEED).get("model_max_length") if file.is_file() else None
     return length if type(length) is int and 0 < length < 10**6 else None
@@ -231,8 +232,8 @@ def _dense(folder: Path) -> Callable[[Array], Array]:
     matrix, bias = weights["linear.weight"].astype(np.float64), weights.get("linear.bias", np.zeros(1))
 
     def dense(x: Array) -> Array:
-        made: Array = activation(torch.from_numpy(matrix @ x + bias)).numpy()
-        return made
+        result: Array = activation(torch.from_numpy(matrix @ x + bias)).numpy()
+        return result
 
     return dense
 

@@ -17,7 +17,7 @@ from nntile_py.inference.api_server import Api
 from nntile_py.inference.open_model import open_model
 from nntile_py.inference.service import Service
 
-ENDING = 10  # seconds that open requests have after SIGINT or SIGTERM
+ENDING = 10  # seconds after SIGINT or SIGTERM in which open requests may end
 
 
 def serve_folder(
@@ -27,11 +27,11 @@ def serve_folder(
     """Serve the model of a folder until SIGINT or SIGTERM.
 
     Args:
-        folder: The folder, as of open_model.
+        folder: The folder, see open_model.
         address: Host and port; port 0: any free port.
         name: Name of the model. None: the folder's name.
         timeout: Seconds after which a request ends.
-        workers: CPU workers (None: the default) and GPUs.
+        workers: Number of CPU workers (None: the default), and number of GPUs.
         options: Arguments of Service.
 
     Raises:

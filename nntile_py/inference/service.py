@@ -1,4 +1,4 @@
-"""Service: one thread that generates and encodes for many callers, with a limited queue."""
+"""Service: one thread that generates and encodes texts for many callers, with a limited queue."""
 
 from __future__ import annotations
 
@@ -33,7 +33,14 @@ class TooBusy(Exception):
 
 @dataclass(frozen=True)
 class JobPart:
-    """New text of a job; `reason`: why the text ends here, or None; `error`: the service has failed."""
+    """A part of a job's text.
+
+    Attributes:
+        text: New text.
+        tokens: Number of new tokens.
+        reason: Why the text ends here; None: it continues.
+        error: Message of the error that ended the job, or "".
+    """
 
     text: str = ""
     tokens: int = 0
@@ -43,7 +50,7 @@ class JobPart:
 
 @dataclass(eq=False)
 class Job:
-    """A text that is generated for a caller. `tell` gets each part, in the service's thread."""
+    """A text that is generated for a caller. The service's thread calls `tell` with each part."""
 
     request: Request
     stream: TextStream
@@ -52,27 +59,27 @@ class Job:
 
 @dataclass(eq=False)
 class _Vectors:
-    """A request for the vectors of texts, which are computed part by part."""
+    """A request for the vectors of texts. Each call of `add` computes some of them."""
 
     texts: Sequence[Any]
     future: Future[tuple[np.ndarray[Any, Any], int]] = field(default_factory=Future)
     _lengths: list[int] = field(default_factory=list)
-    _made: list[np.ndarray[Any, Any]] = field(default_factory=list)
-    _done: int = 0
+    _vectors: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    _encoded: int = 0
 
     def add(self, encoder: Encoder, tokenizer: Tokenizer) -> None:
-        """Encode further texts, of about one pass of the encoder. Sets the future's result after the last text."""
+        """Encode the next texts, about one pass of the encoder. After the last text, set the future's result."""
         if not self._lengths:
             vocab = getattr(getattr(encoder.model, "config", None), "vocab", None)
-            self._lengths = [len(one.ids) for one in to_tokens(self.texts, tokenizer, 2**31, vocab, 0, "input")]
-        first, sums = self._done, np.cumsum(self._lengths[self._done :])
-        self._done += max(int(np.searchsorted(sums, encoder.batch_tokens, side="right")), 1)
-        vectors = encoder(self.texts[first : self._done])
+            self._lengths = [len(text.ids) for text in to_tokens(self.texts, tokenizer, 2**31, vocab, 0, "input")]
+        first, sums = self._encoded, np.cumsum(self._lengths[self._encoded :])
+        self._encoded += max(int(np.searchsorted(sums, encoder.batch_tokens, side="right")), 1)
+        vectors = encoder(self.texts[first : self._encoded])
         if not np.isfinite(vectors).all():
             raise NotFinite("input: a vector is nan or infinite; allowed: a model with finite weights")
-        self._made.append(vectors)
-        if self._done >= len(self.texts):
-            self.end((np.concatenate(self._made), sum(self._lengths)))
+        self._vectors.append(vectors)
+        if self._encoded >= len(self.texts):
+            self.end((np.concatenate(self._vectors), sum(self._lengths)))
 
     def end(self, result: tuple[np.ndarray[Any, Any], int] | BaseException) -> None:
         """Set the result of the future, or its error."""
@@ -124,12 +131,12 @@ class Service:
         self._thread.start()
 
     def tokens(self, prompts: str | Sequence[Any], options: Options, template: bool = True) -> list[list[int]]:
-        """Return the tokens of prompts: of texts, or of lists of token numbers.
+        """Return the tokens of prompts, which are texts or lists of token numbers.
 
-        template: Add the tokenizer's special tokens, such as <s>.
+        template: Add the special tokens of the tokenizer's template, such as <s>.
 
         Raises:
-            ValueError: A prompt is empty or too long, with its continuation.
+            ValueError: A prompt is empty, or is too long together with its continuation.
         """
         if not template and isinstance(prompts, str):
             check_whole("messages", prompts, ValueError)
@@ -137,11 +144,11 @@ class Service:
         return self.generator.tokens(prompts, options)
 
     def add(self, ids: list[int], options: Options, seed: tuple[int, ...], tell: Callable[[JobPart], None]) -> Job:
-        """Let a prompt wait for its continuation.
+        """Put a prompt into the queue.
 
         Raises:
             TooBusy: The queue is full.
-            NNTileError: The service has failed, or ends.
+            NNTileError: The service has failed or is ending.
             ValueError: The cache has no room for the prompt and its continuation.
         """
         decoder = self._engine.decoder
@@ -162,7 +169,7 @@ class Service:
         """Raise an error if the service cannot take another text or another request for vectors."""
         if self.failed or self._ends:
             raise NNTileError(self.failed or ENDS)
-        waiting = len(self._jobs) + sum(isinstance(one, Job) for one in self._new) + len(self._embedding)
+        waiting = len(self._jobs) + sum(isinstance(work, Job) for work in self._new) + len(self._embedding)
         if waiting >= self.queue + self.batch:
             raise TooBusy(f"{waiting} texts are generated or wait; allowed: {self.queue + self.batch}")
 
@@ -172,13 +179,13 @@ class Service:
         self._later(lambda: self._engine.cancel(job.request))
 
     def embed(self, texts: Sequence[Any]) -> Future[tuple[np.ndarray[Any, Any], int]]:
-        """Return the future vectors [texts, embed] of texts or lists of token numbers, and their number of tokens.
+        """Return a future of the vectors [texts, embed] and the number of tokens of texts or lists of token numbers.
 
-        The future may be cancelled.
+        The caller may cancel the future.
 
         Raises:
             TooBusy: The queue is full.
-            NNTileError: The service has failed, or ends.
+            NNTileError: The service has failed or is ending.
         """
         work = _Vectors(texts)
         with self._change:
@@ -189,12 +196,12 @@ class Service:
         return work.future
 
     def _embed_part(self, work: _Vectors) -> None:
-        """Encode the next texts of a request. Other requests have their turn before the texts that follow."""
+        """Encode the next texts of a request. Then queue the rest of the request behind other requests."""
         try:
-            if not work.future.done():  # else nobody waits for the vectors any more
+            if not work.future.done():  # else the caller has cancelled it
                 self._encoder = self._encoder or _encoder(self.opened, self._precision)
                 work.add(self._encoder, self.tokenizer)
-        except Exception as error:  # the caller shows it
+        except Exception as error:  # the caller gets it from the future
             work.end(error)
         if work.future.done():
             self._embedding.discard(work)
@@ -229,9 +236,9 @@ class Service:
                     if self._ends:
                         return
                     new, self._new = self._new, deque()
-                    self._jobs |= {one for one in new if isinstance(one, Job)}
-                for one in new:
-                    self._engine.add(one.request) if isinstance(one, Job) else one()
+                    self._jobs |= {work for work in new if isinstance(work, Job)}
+                for work in new:
+                    self._engine.add(work.request) if isinstance(work, Job) else work()
                 if self._jobs:
                     if self._engine.busy:
                         self._engine.step()
@@ -242,8 +249,8 @@ class Service:
             self._give_up(self.failed)
 
     def _give_up(self, reason: str) -> None:
-        """Answer all requests that wait by an error. The thread has ended, or ends."""
-        for job in [*self._jobs, *(one for one in self._new if isinstance(one, Job))]:
+        """End all open requests by an error. Called when the thread has ended or is about to end."""
+        for job in [*self._jobs, *(work for work in self._new if isinstance(work, Job))]:
             job.tell(JobPart(error=reason))
         self._jobs.clear()
         self._new.clear()
@@ -252,7 +259,7 @@ class Service:
         self._embedding.clear()
 
     def _tell(self) -> None:
-        """Give the new tokens of all jobs to their callers, and forget jobs that have ended."""
+        """Pass the new tokens of all jobs to their callers, and remove jobs that have ended."""
         for job in [*self._jobs]:
             request, ended = job.request, job.request.ended
             while request.events:
@@ -280,7 +287,7 @@ def _head(opened: OpenedModel) -> str | None:
 
 
 def _encoder(opened: OpenedModel, precision: str) -> Encoder:
-    """Return the Encoder of a folder: of sentence-transformers, or of the mean of the hidden states."""
+    """Return an Encoder: for a folder of sentence-transformers its vectors, else the mean of the hidden states."""
     if has_modules(opened.folder):
         return Encoder.from_hf(opened.folder, precision=precision)
     return Encoder(opened.model, "mean", tokenizer=opened.tokenizer, precision=precision)

@@ -11,17 +11,17 @@ from tokenizers.decoders import DecodeStream
 class TextStream:
     """The text of a generation, token by token.
 
-    Text that may be the beginning of a stop text is held back until the next tokens decide. A stop text is no part of
-    the text.
+    Text that may be the beginning of a stop text is held back until later tokens decide. The text ends before the first
+    stop text.
 
     Args:
         tokenizer: Turns tokens into text.
-        prompt: Tokens before the generated ones, which may decide about a space at the beginning.
+        prompt: Tokens of the prompt. Whether the generated text begins with a space may depend on them.
         stops: Texts that end the generation.
 
     Attributes:
         text: The text so far, without the text that is held back.
-        stopped: A stop text has come.
+        stopped: True after a stop text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
@@ -30,27 +30,27 @@ class TextStream:
         self.text, self.stopped = "", False
 
     def add(self, token: int) -> str:
-        """Add a token and return the text that is certain now; it may be empty."""
+        """Add a token. Return the new text that cannot belong to a stop text; it may be empty."""
         if self.stopped:
             return ""
         text = self._held + (self._stream.step(self._tokenizer, token) or "")
         ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
             self.stopped = True
-            return self._given(text[: min(ends)], "")
+            return self._release(text[: min(ends)], "")
         held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        return self._given(text[: len(text) - held], text[len(text) - held :])
+        return self._release(text[: len(text) - held], text[len(text) - held :])
 
     def finish(self) -> str:
-        """Return the text that was held back: the generation has ended."""
-        return "" if self.stopped else self._given(self._held, "")
+        """End the generation. Return the text that was held back."""
+        return "" if self.stopped else self._release(self._held, "")
 
-    def _given(self, text: str, held: str) -> str:
+    def _release(self, text: str, held: str) -> str:
         self._held = held
         self.text += text
         return text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` with which `stop` begins."""
+    """Return the length of the longest end of `text` that is a beginning of `stop`, but not all of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

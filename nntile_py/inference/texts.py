@@ -25,7 +25,7 @@ class TokenizedText(NamedTuple):
         ids: Token numbers, int64 [tokens].
         kinds: Token types, int64 [tokens]; with BERT's template 1 for the second text of a pair, else 0.
         cut: The text had too many tokens and was cut.
-        is_text: False if the token numbers were given.
+        is_text: True for a text, False for token numbers that the caller passed.
     """
 
     ids: Array
@@ -40,7 +40,7 @@ class TokenizedText(NamedTuple):
 def with_limit(tokenizer: Tokenizer, longest: int, framed: bool) -> Tokenizer:
     """Return a copy of a tokenizer that cuts texts at `longest` tokens and never pads.
 
-    framed: give the copy a template if it has none; see tokenizer.frame."""
+    framed: Give the copy a template if the tokenizer has none; see tokenizer.frame."""
     own = Tokenizer.from_str(tokenizer.to_str())
     own.no_padding()
     own.no_truncation()
@@ -53,7 +53,7 @@ def with_limit(tokenizer: Tokenizer, longest: int, framed: bool) -> Tokenizer:
 
 
 def tokens_of(texts: Any, noun: str = "texts") -> Sequence[Any]:
-    """Return `texts` as a list. Raises ValueError unless it is a sequence such as a list; a single text is none."""
+    """Return `texts` as a list. Raises ValueError for a single text, and for anything that is not a sequence."""
     if isinstance(texts, str) or not isinstance(texts, Sequence | np.ndarray):
         raise ValueError(f"{noun}: got {short(texts)}; allowed: a list of texts, or of lists of token numbers")
     return list(texts)
@@ -64,13 +64,13 @@ def prompted(texts: Sequence[Any], prompt: str, prepare: Callable[[str], str], f
 
     first: Number of the first text, for messages. Raises ValueError for a pair of texts with a prompt."""
     result: list[Any] = []
-    for number, one in enumerate(texts, first):
-        if isinstance(one, str):
-            result.append(prepare(prompt + one))
-        elif prompt and _is_text(one):
+    for number, text in enumerate(texts, first):
+        if isinstance(text, str):
+            result.append(prepare(prompt + text))
+        elif prompt and _is_text(text):
             raise ValueError(f"texts[{number}]: a pair, with a prompt; allowed with a prompt: single texts")
         else:
-            result.append([prepare(part) for part in one] if _is_text(one) else one)
+            result.append([prepare(part) for part in text] if _is_text(text) else text)
     return result
 
 
@@ -81,22 +81,22 @@ def to_tokens(
     """Return the tokens of each text, pair of texts, or list of token numbers.
 
     Args:
-        texts: Texts and pairs of texts; or only lists of token numbers.
-        tokenizer: Turns texts into tokens. None: only lists of token numbers are allowed.
+        texts: Texts and pairs of texts, or lists of token numbers; not both.
+        tokenizer: Turns texts into tokens. None: texts are refused.
         longest: Largest number of tokens of a text.
         vocab: Number of tokens of the model: token numbers must be smaller. None: no limit.
         first: Number of the first text, for messages.
-        noun: What messages call the texts.
+        noun: Word for the texts in messages.
 
     Raises:
-        ValueError: A text has no tokens, too many, or numbers outside the vocabulary.
+        ValueError: A text has no tokens, too many tokens, or token numbers outside the vocabulary.
     """
     if all(map(_is_text, texts)) and len(texts):
         if tokenizer is None:
             need = "give one, a folder with tokenizer.json, or token numbers"
             raise ConfigError(f"{noun}: there is no tokenizer; {need}")
-        for k, one in enumerate(texts):
-            check_whole(f"{noun}[{first + k}]", "".join(one), ValueError)
+        for k, text in enumerate(texts):
+            check_whole(f"{noun}[{first + k}]", "".join(text), ValueError)
         _check_pairs(texts, tokenizer.num_special_tokens_to_add(True), longest, first)
         encodings = tokenizer.encode_batch(list(map(_plain, texts)))
         tokens = [
@@ -104,44 +104,46 @@ def to_tokens(
             for e in encodings
         ]
     else:
-        tokens = [_numbers(one, f"{noun}[{first + k}]") for k, one in enumerate(texts)]
-    for k, one in enumerate(tokens):
-        here, n = f"{noun}[{first + k}]", len(one.ids)
+        tokens = [_numbers(text, f"{noun}[{first + k}]") for k, text in enumerate(texts)]
+    for k, text in enumerate(tokens):
+        here, n = f"{noun}[{first + k}]", len(text.ids)
         if not 1 <= n <= longest:
             raise ValueError(f"{here}: {n} tokens; allowed: 1 to {longest}")
-        if one.ids.min() < 0 or (vocab and one.ids.max() >= vocab):
-            numbers = f"token numbers from {one.ids.min()} to {one.ids.max()}"
-            raise ValueError(f"{here}: {numbers}; allowed: 0 to {(vocab or 0) - 1}, those of the model")
+        if text.ids.min() < 0 or (vocab and text.ids.max() >= vocab):
+            numbers = f"token numbers from {text.ids.min()} to {text.ids.max()}"
+            raise ValueError(f"{here}: {numbers}; allowed: 0 to {(vocab or 0) - 1}, the model's vocabulary")
     return tokens
 
 
-def _is_text(one: Any) -> bool:
-    pair = isinstance(one, tuple | list) and len(one) == 2 and all(isinstance(part, str) for part in one)
-    return isinstance(one, str) or pair
+def _is_text(value: Any) -> bool:
+    """Return True for a text or a pair of texts."""
+    pair = isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(part, str) for part in value)
+    return isinstance(value, str) or pair
 
 
 def _check_pairs(texts: Sequence[Any], least: int, longest: int, first: int) -> None:
     """Raise ValueError for a pair of texts if the tokenizer's template for pairs leaves no room for text.
 
-    least: tokens of that template. (`with_limit` checks the template for single texts.)"""
-    for number, one in enumerate(texts if least >= longest else (), first):
-        if not isinstance(one, str):
+    least: Number of the template's own tokens. (`with_limit` checks the template for single texts.)"""
+    for number, text in enumerate(texts if least >= longest else (), first):
+        if not isinstance(text, str):
             need = f"single texts, or a max_length above {least}"
             raise ValueError(f"texts[{number}]: a pair, whose template alone has {least} tokens; allowed: {need}")
 
 
-def _plain(one: Any) -> Any:
-    return one if isinstance(one, str) else tuple(one)
+def _plain(text: Any) -> Any:
+    """Return a text, or a pair of texts as a tuple."""
+    return text if isinstance(text, str) else tuple(text)
 
 
-def _numbers(one: Any, here: str) -> TokenizedText:
-    need = "a text, a pair of texts, or a list of token numbers; all of one sort"
+def _numbers(value: Any, here: str) -> TokenizedText:
+    need = "texts and pairs of texts, or lists of token numbers; not both"
     try:
-        ids = np.asarray(one)
+        ids = np.asarray(value)
     except ValueError:
         ids = np.array("")
     if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
-        raise ValueError(f"{here}: got {short(one)}; allowed: {need}")
+        raise ValueError(f"{here}: got {short(value)}; allowed: {need}")
     return TokenizedText(ids.astype(np.int64), np.zeros(len(ids), np.int64))
 
 
@@ -149,9 +151,9 @@ def _numbers(one: Any, here: str) -> TokenizedText:
 
 
 def read_texts(path: Path, key: str) -> list[str]:
-    """Return the texts of a table's column `key` (see tables.read_rows), or of a .txt file with one text a line.
+    """Return the texts of a table's column `key` (see tables.read_rows), or the lines of a .txt file.
 
-    Raises ConfigError, which names the file and the line, for a missing or unreadable text."""
+    Raises ConfigError for a missing or unreadable text; the message names the file and the line."""
     where = f"--input: {path}"
     need = f"a table with {key!r} (--text names another column): {table_names()}; or .txt with a text a line"
     try:

@@ -38,7 +38,7 @@ class TokenScorer:
         options: Arguments of BoundModel: precision, tiles, accumulate, fusion.
 
     Raises:
-        ConfigError: The model has no such output.
+        ConfigError: The model does not have this output.
     """
 
     def __init__(self, model: Any, batch_tokens: int = 4096, **options: Any) -> None:
@@ -54,9 +54,9 @@ class TokenScorer:
 
         Args:
             sequences: Token numbers that the model reads.
-            targets: For each sequence, the tokens that are to follow its last tokens: the last target follows the whole
-                sequence, and the first one its first len(sequence) - len(targets) + 1 tokens.
-            advance: Called with the number of sequences that are done since the last call.
+            targets: For each sequence, its n targets. Target k is scored as the token after the sequence's first
+                len(sequence) - n + 1 + k tokens, so the last target follows the complete sequence.
+            advance: Called with the number of sequences scored since the last call.
         """
         order = sorted(range(len(sequences)), key=lambda k: -len(sequences[k]))
         scores: dict[int, Score] = {}
@@ -77,10 +77,10 @@ class TokenScorer:
             advance(len(numbers))
 
         while order:
-            length = _room(len(sequences[order[0]]), self._longest)
+            length = _row_length(len(sequences[order[0]]), self._longest)
             rows = max(self._batch_tokens // length, 1)
             numbers, order = order[:rows], order[rows:]
-            waiting.append((numbers, *self._start(numbers, _power(len(numbers), rows), length, sequences, targets)))
+            waiting.append((numbers, *self._start(numbers, _row_count(len(numbers), rows), length, sequences, targets)))
             if len(waiting) > IN_FLIGHT:
                 take()
         while waiting:
@@ -96,22 +96,22 @@ class TokenScorer:
         targets: Sequence[Sequence[int]],
     ) -> tuple[Any, HostCopy, HostCopy]:  # fmt: skip
         """Submit a pass over the sequences `numbers`, and copies of its outputs to main memory."""
-        given = {"input_ids": np.zeros((rows, length), np.int64), TARGETS: np.full((rows, length), IGNORED)}
+        arrays = {"input_ids": np.zeros((rows, length), np.int64), TARGETS: np.full((rows, length), IGNORED)}
         for row, number in enumerate(numbers):
             end = len(sequences[number])
-            given["input_ids"][row, :end] = sequences[number]
-            given[TARGETS][row, end - len(targets[number]) : end] = targets[number]
+            arrays["input_ids"][row, :end] = sequences[number]
+            arrays[TARGETS][row, end - len(targets[number]) : end] = targets[number]
         with Runtime.turn:
             program = self.bound.program(
                 (rows, length), lambda: self.bound.spec(rows, length).outputs("state", "picked")
             )  # fmt: skip
-            program.write(program.check(given))
+            program.write(program.check(arrays))
             program.run({})
             return program, program.start_copy("state"), program.start_copy("picked")
 
 
 class _ScoredModel:
-    """A model whose outputs are those of TokenScores."""
+    """A model whose outputs are the outputs of TokenScores for its logits."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -134,10 +134,10 @@ class _ScoredModel:
         return Traced(traced.loss, {"state": state, "picked": picked})
 
 
-def _room(tokens: int, most: int | None) -> int:
+def _row_length(tokens: int, most: int | None) -> int:
     """Return the length of rows for a sequence: 16, 24, 32, 48, 64, 96, ... tokens, so that few programs are built.
 
-    most: Largest length that the model takes."""
+    most: Number of positions of the model; None: no limit."""
     size = SMALLEST
     while size < tokens and size * 3 // 2 < tokens:
         size *= 2
@@ -145,6 +145,6 @@ def _room(tokens: int, most: int | None) -> int:
     return min(length, most or length)
 
 
-def _power(count: int, most: int) -> int:
-    """Return the smallest power of two of at least `count`, or `most` if it is smaller."""
+def _row_count(count: int, most: int) -> int:
+    """Return the number of rows for `count` sequences: the next power of two, at most `most`."""
     return min(1 << (count - 1).bit_length(), most)
