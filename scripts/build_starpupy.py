@@ -24,14 +24,14 @@ if not (sources / "starpu_task_wrapper.c").exists():
 module = package / f"starpupy{sysconfig.get_config_var('EXT_SUFFIX')}"
 macros = [
     "STARPU_PYTHON_HAVE_NUMPY",
-    # Of the header common/utils.h of StarPU's sources, which is not installed, the package uses these macros.
+    # The package uses these macros of common/utils.h, a header of StarPU's sources that is not installed.
     "_STARPU_CALLOC(p,n,s)=((p)=calloc(n,s))",
     "_STARPU_MALLOC(p,s)=((p)=malloc(s))",
 ]
 nvcc = shutil.which("nvcc")
 toolkits = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1], "/usr/local/cuda"]
 headers = [
-    *(Path(one, "include") for one in toolkits if one),
+    *(Path(toolkit, "include") for toolkit in toolkits if toolkit),
     sources,
     sysconfig.get_path("include"),
     numpy.get_include(),

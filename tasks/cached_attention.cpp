@@ -1,4 +1,4 @@
-// Attention to keys and values in pages of a cache (cached_attention.py), and the places of the new tokens.
+// Attention to keys and values in the pages of a cache, and the positions of new tokens (cached_attention.py).
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -16,7 +16,7 @@ namespace nntile {
 namespace {
 
 constexpr int64_t kQueries = 128;  // queries of a block, whose scores stay in the cache
-constexpr int64_t kFew = 4;  // for so few queries, copying the keys into one matrix takes longer than it saves
+constexpr int64_t kFew = 4;  // up to so many queries, a copy of the keys into one matrix takes longer than it saves
 
 struct CachedRow {
   int64_t past, count;
@@ -66,7 +66,7 @@ struct Pool {
   }
 };
 
-// Rows of a view [b, h, s, d]; copies through it take no tensor operation, of which each costs half a microsecond.
+// Rows of a view [b, h, s, d]. Copies by pointer avoid tensor operations, which take half a microsecond each.
 template <class T>
 struct RowView {
   T* data;
@@ -86,7 +86,7 @@ struct RowView {
   }
 };
 
-// Rotates rows [n, width] in place by a table of as many rows: cosines, then sines; see rotary.cpp.
+// Rotates rows [n, width] in place. table: [n, width], in each row cosines, then sines; see rotary.cpp.
 template <class T>
 void rotate_rows(T* x, const T* table, int64_t n, int64_t width) {
   const int64_t half = width / 2;
@@ -100,7 +100,8 @@ void rotate_rows(T* x, const T* table, int64_t n, int64_t width) {
 
 int64_t first_key(int64_t position, int64_t window) { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
 
-// Few queries of one group of heads: q, out [group * count, width], query-major within a head; scores: memory.
+// Attention of few queries of one group of heads. q, out: [group * count, width], in each head one query after the other;
+// scores: scratch memory.
 template <class T>
 void attend_to_pages(const Pool<T>& keys, const Pool<T>& values, const CachedRow& row, int64_t head, const T* q, T* out,
                      int64_t group, double scale, int64_t window, std::vector<T>& scores) {
@@ -109,9 +110,9 @@ void attend_to_pages(const Pool<T>& keys, const Pool<T>& values, const CachedRow
   scores.resize(static_cast<size_t>(queries * total));
   keys.runs(row, head, first, end, [&](int64_t p, int64_t n, const T* k) {
     for (int64_t r = 0; r < queries; ++r)
-      for (int64_t one = 0; one < n; ++one)
-        scores[static_cast<size_t>(r * total + p + one - first)] =
-            dot_of(q + r * width, k + one * width, width) * static_cast<T>(scale);
+      for (int64_t key = 0; key < n; ++key)
+        scores[static_cast<size_t>(r * total + p + key - first)] =
+            dot_of(q + r * width, k + key * width, width) * static_cast<T>(scale);
   });
   for (int64_t r = 0; r < queries; ++r) {
     const int64_t position = row.past + r % row.count, from = first_key(position, window) - first;
@@ -129,14 +130,14 @@ void attend_to_pages(const Pool<T>& keys, const Pool<T>& values, const CachedRow
       const T* weights = scores.data() + r * total + p - first;
       for_vectors<T>(width, [&](int64_t k, int64_t count) {
         auto sum = load(out + r * width + k, count);
-        for (int64_t one = 0; one < n; ++one) sum = at::vec::fmadd(Vec<T>(weights[one]), load(v + one * width + k, count), sum);
+        for (int64_t key = 0; key < n; ++key) sum = at::vec::fmadd(Vec<T>(weights[key]), load(v + key * width + k, count), sum);
         sum.store(out + r * width + k, static_cast<int>(count));
       });
     }
   });
 }
 
-// Many queries of one head: q, out [count, width].
+// Attention of many queries of one head. q, out: [count, width].
 template <class T>
 void attend_in_blocks(const at::Tensor& k, const at::Tensor& v, int64_t first, const CachedRow& row, const at::Tensor& q,
                  at::Tensor out, double scale, int64_t window) {
@@ -173,8 +174,8 @@ void cached_attention(Args& t) {
     const Pool<T> keys(t[1]), values(t[2]);
     const RowView<T> q(x.q), k(x.k), v(x.v), o(out);
     const int64_t width = keys.width;
-    std::vector<T> scores, some(static_cast<size_t>(2 * group * std::max(kFew, seq) * width));
-    T *queries = some.data(), *attended = queries + group * std::max(kFew, seq) * width;
+    std::vector<T> scores, buffer(static_cast<size_t>(2 * group * std::max(kFew, seq) * width));
+    T *queries = buffer.data(), *attended = queries + group * std::max(kFew, seq) * width;
     for (int64_t b = 0; b < x.q.size(0); ++b) {
       const CachedRow row(table, b, seq, t[1]);
       if (row.count < seq) out.select(0, b).narrow(1, row.count, seq - row.count).zero_();
@@ -188,9 +189,9 @@ void cached_attention(Args& t) {
           rotate(key, 1, s);
           v.read(values.at(row, head, row.past + s), b, head, s, width);
         }
-        for (int64_t one = 0; one < group; ++one) {
-          T* rows = queries + one * row.count * width;
-          for (int64_t s = 0; s < row.count; ++s) q.read(rows + s * width, b, head * group + one, s, width);
+        for (int64_t member = 0; member < group; ++member) {
+          T* rows = queries + member * row.count * width;
+          for (int64_t s = 0; s < row.count; ++s) q.read(rows + s * width, b, head * group + member, s, width);
           rotate(rows, row.count, 0);
         }
         if (row.count <= kFew) {
@@ -199,14 +200,14 @@ void cached_attention(Args& t) {
           const int64_t first = first_key(row.past, args.window), end = row.past + row.count;
           const auto key = keys.matrix(row, head, first, end, out.options());
           const auto value = values.matrix(row, head, first, end, out.options());
-          for (int64_t one = 0; one < group; ++one) {
-            const auto rows = [&](T* from) { return at::from_blob(from + one * row.count * width, {row.count, width}, out.options()); };
+          for (int64_t member = 0; member < group; ++member) {
+            const auto rows = [&](T* from) { return at::from_blob(from + member * row.count * width, {row.count, width}, out.options()); };
             attend_in_blocks<T>(key, value, first, row, rows(queries), rows(attended), args.scale, args.window);
           }
         }
-        for (int64_t one = 0; one < group; ++one)
+        for (int64_t member = 0; member < group; ++member)
           for (int64_t s = 0; s < row.count; ++s)
-            o.write(attended + (one * row.count + s) * width, b, head * group + one, s, width);
+            o.write(attended + (member * row.count + s) * width, b, head * group + member, s, width);
       }
     }
   });

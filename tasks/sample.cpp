@@ -12,14 +12,14 @@
 namespace nntile {
 namespace {
 
-constexpr size_t kSortedFirst = 256;           // logits that are sorted first; more only if the draw needs them
+constexpr size_t kSortedFirst = 256;  // number of logits that are sorted first; more are sorted if the draw needs them
 
 // Settings of a row, in the order of SETTINGS.
 struct SampleSettings {
   double temperature, top_k, top_p, min_p, penalty;
 };
 
-// Order of falling logits; the first of equal logits comes first.
+// Order of falling logits; equal logits keep their order.
 struct Falling {
   const std::vector<double>& z;
   bool operator()(int64_t a, int64_t b) const {
@@ -28,7 +28,7 @@ struct Falling {
   }
 };
 
-// Returns the place of the first of the largest logits, or kNoToken if a logit is nan or none can be drawn.
+// Returns the index of the largest logit, the first of equal ones; kNoToken if a logit is nan or the largest is infinite.
 template <class T>
 int64_t largest(const T* x, int64_t n) {
   bool has_nan = false;
@@ -54,7 +54,7 @@ int64_t drawn(const std::vector<double>& z, const SampleSettings& s, double u, d
     double sum = 0;
     for (size_t k = 0; k < n; ++k) sums.push_back(sum += weight(z[static_cast<size_t>(order[k])]));
     if (n == most && most < all) total = sum;
-    size_t kept = 0;  // tokens that stay; n if more of them may follow
+    size_t kept = 0;  // number of tokens that stay; if it is n, more of them may follow
     while (kept < n && (kept == 0 || (sums[kept - 1] < s.top_p * total && sums[kept] - sums[kept - 1] >= s.min_p))) ++kept;
     const double end = kept < n || n == most ? sums[kept - 1] : s.top_p >= 1 && s.min_p <= 0 ? total : -1;
     const double wanted = u * end;
@@ -69,7 +69,7 @@ void sample(Args& t) {
   const SampleArgs args(t);
   const auto out = t[0], logits = t[1], table = t[2];
   size_t next = 3;
-  const auto optional = [&](bool there) { return there ? t[next++] : at::Tensor(); };
+  const auto optional = [&](bool exists) { return exists ? t[next++] : at::Tensor(); };
   const auto settings = optional(!args.greedy), draws = optional(!args.greedy);
   const auto history = optional(args.penalised), ids = optional(args.advances);
   const int64_t batch = table.size(0), vocab = logits.numel() / batch;

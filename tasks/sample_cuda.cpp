@@ -1,4 +1,4 @@
-// Sampling of tokens from logits on CUDA, except of the largest logit (sample_triton.py); see sample.py.
+// Sampling of tokens from logits on CUDA, see sample.py. sample_triton.py has greedy sampling.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/argmax.h>
@@ -19,7 +19,7 @@ namespace {
 // Applies the repetition penalty: x [batch, tokens], history [batch, draw] with `at` [batch, 1] known tokens.
 at::Tensor penalised(const at::Tensor& x, const at::Tensor& history, const at::Tensor& at, const at::Tensor& penalty) {
   const auto place = at::arange(history.size(1), history.options()).unsqueeze(0);
-  // Entries behind the known tokens repeat the first one, so that they change nothing else.
+  // Entries behind the known tokens repeat the first token, so that no other logit changes.
   const auto seen = at::where(place < at, history, history.narrow(1, 0, 1)).clamp(0, x.size(1) - 1);
   const auto old = x.gather(1, seen);
   return x.scatter(1, seen, at::where(old > 0, old / penalty, old * penalty));
@@ -46,10 +46,10 @@ void sample(Args& t) {
   p = p * ((rank < 1) | ((before < setting(2) * p.sum(1, true)) & (p >= setting(3) * p.narrow(1, 0, 1))));
   const auto u = draws.gather(1, at.clamp_max(draws.size(1) - 1));
   const auto sums = p.cumsum(1);
-  // The number of tokens whose cumulative weight is at most the drawn one; the last kept token ends the count.
+  // Number of kept tokens whose cumulative weight is at most u times the sum; at most the index of the last kept token.
   auto place = ((sums <= u * sums.narrow(1, args.tokens - 1, 1)) & (p > 0)).sum(1, true);
   place = at::where(temperature > 0, place.minimum((p > 0).sum(1, true) - 1), 0);
-  // nan counts as the largest value. Its row has no place, so that the place may be -1.
+  // The sort puts nan first. A row with nan keeps no token, so its place may be -1.
   const auto usable = at::isfinite(values.narrow(1, 0, 1));
   const auto drawn = at::where(usable, order.gather(1, place.clamp_min(0)), kNoToken) * (count > 0);
   out.scatter_(1, at.remainder(out.size(1)), drawn);

@@ -33,10 +33,10 @@ def arrays_on_worker(library: str, device: int, stream: int, parts: list[Any]) -
         import cupy
 
         with cupy.cuda.Device(device), _stream(device, stream):
-            yield [cupy.asarray(_Device(*part)) for part in parts]
+            yield [cupy.asarray(_CudaMemory(*part)) for part in parts]
 
 
-class _Device:
+class _CudaMemory:
     """Memory of a tile on a CUDA device, as an object with the CUDA array interface (version 3)."""
 
     def __init__(self, pointer: int, shape: list[int], dtype: Any, read_only: bool) -> None:
@@ -45,7 +45,7 @@ class _Device:
         }  # fmt: skip
 
 
-class _Foreign:
+class _CudaStream:
     """A CUDA stream, as an object with the CUDA stream protocol."""
 
     def __init__(self, pointer: int) -> None:
@@ -61,7 +61,7 @@ def _stream(device: int, pointer: int) -> Any:
     import cupy
 
     if hasattr(cupy.cuda.Stream, "from_external"):  # returns a stream of the current device
-        return cupy.cuda.Stream.from_external(_Foreign(pointer))
+        return cupy.cuda.Stream.from_external(_CudaStream(pointer))
     return cupy.cuda.ExternalStream(pointer, device)  # before CuPy 14
 
 

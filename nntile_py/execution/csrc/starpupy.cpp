@@ -1,4 +1,5 @@
-// Tiles shared with StarPU's own Python package (starpupy): its tasks take our tiles, and ours take its numpy handles.
+// Tiles shared with StarPU's own Python package (starpupy): tasks of starpupy take tiles, and tasks of nntile_py
+// take numpy handles of starpupy.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -17,7 +18,7 @@ struct Layout {
   at::ScalarType dtype;
 };
 
-// Shapes and dtypes of the tiles that starpupy's tasks may take. An entry outlives its tile: tasks may still run.
+// Shapes and dtypes of the tiles that starpupy's tasks may take. Entries stay after their tiles: tasks may still run.
 std::map<starpu_data_handle_t, Layout> g_layouts;  // guarded by the GIL
 
 // Called by starpupy, with the GIL held, for each handle of a task that starpupy has not registered itself; see
@@ -45,7 +46,7 @@ std::shared_ptr<Tile> adopt(const py::capsule& capsule, std::vector<int64_t> sha
   auto* handle = static_cast<starpu_data_handle_t>(PyCapsule_GetPointer(capsule.ptr(), kHandle));
   if (!handle) throw py::error_already_set();
   if (handle == reinterpret_cast<starpu_data_handle_t>(-1)) throw TaskError("starpu_array: the handle is unregistered");
-  // scripts/build_starpu.sh moves the address to the place that a tile's interface has.
+  // scripts/build_starpu.sh moves the address to the field of the interface where tiles have it.
   if (pointer(starpu_data_get_interface_on_node(handle, STARPU_MAIN_RAM)) != reinterpret_cast<void*>(address))
     throw TaskError("starpu_array: another build of StarPU's Python package than nntile_py's is imported; allowed: the build of make setup");
   return std::make_shared<Tile>(handle, std::move(shape), scalar_type(dtype));
