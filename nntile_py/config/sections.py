@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, Field, create_model, model_validator
 
+from nntile_py.config.schedules import SCHEDULES, own_schedule
 from nntile_py.errors import ConfigError
+from nntile_py.models.registry import code_of, resolved
 from nntile_py.schema import (
     Count,
     File,
@@ -190,17 +192,47 @@ class CheckpointSection(Section):
     """Continue training while a checkpoint is written. This takes main memory for a copy of weights and averages."""
 
 
+def _schedule(value: Any) -> str | None:
+    if isinstance(value, str) and code_of(value):
+        value = resolved(value)
+        own_schedule(value)
+        return str(value)
+    return value if isinstance(value, str) and value in SCHEDULES else None
+
+
+ScheduleName = Annotated[
+    str,
+    *only(
+        f"{', '.join(map(repr, SCHEDULES))} or 'my_file.py:function'", _schedule,
+        anyOf=[{"enum": [*SCHEDULES]}, {"type": "string", "pattern": r"\.py:"}],
+    ),
+]  # fmt: skip
+DecaySteps = Annotated[
+    float,
+    *only(
+        "a number of updates of at least 1, or a share of all updates, above 0 and below 1",
+        lambda v: v if (type(v) is int and 1 <= v < 2**63) or (type(v) is float and 0 < v < 1) else None,
+        anyOf=[{"type": "integer", "minimum": 1}, {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}],
+    ),
+]  # fmt: skip
+
+
 class Schedule(Section):
     """Learning rate of each update, and the limit of the gradient's norm."""
 
     name: str = "adamw"
     """The method: AdamW, or SGD with momentum, both as in torch.optim."""
     min_lr: NonNegative | None = None
-    """Learning rate at the end of the cosine schedule; null: a tenth of `lr`."""
+    """Learning rate at the end of the schedules cosine, linear and wsd; null: a tenth of `lr`."""
     warmup_steps: Natural = 0
     """Updates in which the learning rate rises from 0 to `lr`."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """The learning rate after the warm-up: falls to `min_lr` as half a cosine, or stays at `lr`."""
+    schedule: ScheduleName = "cosine"
+    """The learning rate after the warm-up: falls to `min_lr` as half a cosine (`cosine`) or on a line (`linear`), stays
+    at `lr` (`constant`), stays at `lr` and then falls on a line (`wsd`: warm-up, stable, decay), or falls as
+    1 / sqrt(step) (`inverse_sqrt`). `my_file.py:function` is a function(step, steps, lr) of a Python file,
+    which returns the rate."""
+    decay_steps: DecaySteps = 0.1
+    """Updates of the fall of the schedule wsd, at the end of the run, or their share of `train.steps`."""
     clip_grad_norm: Positive | None = None
     """Largest norm of the gradient; a larger gradient is scaled down to it. Null: no limit."""
 
