@@ -223,6 +223,7 @@ def test_optimizers_default_alike(name: str) -> None:
     theirs = keywords(getattr(torch.optim, optimizer.__name__))
     ours = optimizer().settings
     assert ours.pop("decay") == "all"  # what torch.optim does, without a word for it
+    assert ours.pop("groups") == ()  # torch.optim takes them in place of the parameters
     assert {name: theirs[name] for name in ours} == ours
 
 

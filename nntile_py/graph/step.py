@@ -19,7 +19,7 @@ from nntile_py.graph.key_value_cache import TOKENS, CacheShape, KeyValueCache, S
 from nntile_py.graph.layout_search import arrange, keep_in
 from nntile_py.graph.layouts import Order
 from nntile_py.graph.lowering import lower
-from nntile_py.graph.optimizers import add_update
+from nntile_py.graph.optimizers import add_update, check_groups, learning_rates
 from nntile_py.graph.packed_flop import PackedFlop
 from nntile_py.graph.params import Array, Batch, Param, Traceable, Traced, trace
 from nntile_py.graph.passes.cached_projections import fuse_cached_projections
@@ -98,6 +98,10 @@ class Step:
     def kept(self) -> dict[str, Order]:
         """{name: order of axes} for each weight that a layout search has reordered."""
         return {param.tensor.name: param.tensor.axes for param in self.params if param.order}
+
+    def learning_rates(self, lr: float) -> dict[str, float]:
+        """Return {slot: learning rate} of the update for a step with the learning rate `lr`."""
+        return learning_rates(self.update_graph, lr)
 
     @cached_property
     def flop(self) -> float:
@@ -320,6 +324,7 @@ class StepSpec:
         norms = list(graphs.grads.values()), norm, clip, self.clip_grad_norm, ends
         update.add(GradNorm(*norms, skip_above=self.skip_above_norm, scaled=self.scale is not None))
         params = {param.tensor: param for param in graphs.graph.params.values()}
+        check_groups(self.optimizer, params.values())
         for tensor, grad in graphs.grads.items():
             update.tensors[tensor.name] = tensor
             with update.scope(tensor.name):
