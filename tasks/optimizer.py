@@ -159,8 +159,8 @@ class Optimizer(Settings):
     """Weights to which weight decay applies: `all`, as in torch.optim, or only `matrices`, the weights with two or more
     axes in the checkpoint, without biases and gains of norms."""
     groups: Groups = ()
-    """Weights with settings of their own, a list of sections such as `{match: ["*.bias"], lr_scale: 0.1}`. The first
-    section with a matching pattern applies to a weight."""
+    """Weights with settings of their own. Each section has patterns of names (`match: ["*.bias", "*ln*"]`) and some of
+    the keys `lr_scale`, `lr` and `weight_decay`. The first section with a matching pattern applies to a weight."""
 
     flop: ClassVar[float]  # floating point operations per element of a parameter
     colour: ClassVar[str] = ""  # colour in Gantt charts; empty: the chart picks an unused colour

@@ -153,7 +153,7 @@ def _json(cls: type[BaseModel]) -> dict[str, Any]:
     for own, field in cls.model_fields.items():
         name, inner = field.alias or own, section_of(field)
         leaf = _json_leaf(field)
-        if inner and leaf.get("type") != "array":
+        if inner:
             section = _json(inner) | {"type": ["object", "null"]}  # YAML reads a section of comments only as null
             choice = [rule.json for rule in field.metadata if isinstance(rule, Rule)]
             leaf = {"anyOf": [section, *choice]} if choice else section
