@@ -15,7 +15,8 @@ from nntile_py.errors import ConfigError
 from nntile_py.schema import NonNegative, Settings
 from nntile_py.tiles import RW, R, Slot, TaskArgs, Tile, W
 
-from .op import NORMALIZATION, Array, Lowering, Op, Tensor
+from .matrix_axes import MatrixAxes
+from .op import NORMALIZATION, Array, GraphLike, Lowering, Op, Tensor
 from .param_group import Groups
 
 FAN_IN = 8  # partial sums added by one task
@@ -205,6 +206,27 @@ class Optimizer(Settings):
         """Return the kernel's arguments for a parameter with this learning rate and weight decay."""
         raise NotImplementedError
 
+    @property
+    def patterns(self) -> dict[str, Sequence[str]]:
+        """{key: patterns of names of weights}, besides `groups`. Each pattern must match a weight."""
+        return {}
+
+    def of_param(self, weights: Sequence[str], param: Tensor, axes: MatrixAxes | None) -> tuple[Optimizer, float]:
+        """Return the optimizer that updates a parameter, and the factor of its learning rate.
+
+        Args:
+            weights: names in the checkpoint of the weights that the parameter holds.
+            axes: the parameter's axes as matrices; None: the parameter holds no matrices.
+        """
+        return self, 1.0
+
+    def add_update(
+        self, g: GraphLike, param: Tensor, grad: Tensor, states: Sequence[Tensor], clip: Tensor,
+        axes: MatrixAxes | None, **how: Any,
+    ) -> None:  # fmt: skip
+        """Add the operators that update a parameter to a graph; `how`: keyword arguments of Update."""
+        g.add(Update(self, param, grad, states, clip, **how))
+
     def reference(
         self, p: Array, grad: Array, states: Sequence[Array], weight_decay: float, lr: float, step: int
     ) -> tuple[Array, ...]:
@@ -215,7 +237,18 @@ class Optimizer(Settings):
 OPTIMIZERS: dict[str, type[Optimizer]] = {}  # key: the optimizer's name in a YAML file
 
 
-class Update(Op):
+class UpdateOp(Op):
+    """Base class of operators that change a parameter. `lr_scale`: factor of the parameter's learning rate."""
+
+    lr_scale: float
+
+    @property
+    def lr_slot(self) -> Slot:
+        """The slot with the learning rate of this parameter: `lr_scale` times the learning rate of the step."""
+        return Slot("lr" if self.lr_scale == 1 else f"lr*{self.lr_scale!r}")
+
+
+class Update(UpdateOp):
     """One step of an optimizer for one parameter. The parameter, its states and its master change in place.
 
     The gradient is multiplied by clip. If clip is below 0 (see GradNorm), nothing changes. With a `master` (see
@@ -227,17 +260,12 @@ class Update(Op):
         *, weight_decay: float | None = None, lr_scale: float = 1.0, master: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.optimizer, self.lr_scale, self.master = optimizer, lr_scale, [master] if master else []
-        super().__init__([param, grad, *states, clip, *self.master], _in_place([param, *states, *self.master]))
+        super().__init__([param, grad, *states, clip, *self.master], in_place([param, *states, *self.master]))
         self.weight_decay = optimizer.weight_decay if weight_decay is None else weight_decay
 
     @property
     def kind(self) -> str:
         return self.optimizer.method.__name__
-
-    @property
-    def lr_slot(self) -> Slot:
-        """The slot with the learning rate of this parameter: `lr_scale` times the learning rate of the step."""
-        return Slot("lr" if self.lr_scale == 1 else f"lr*{self.lr_scale!r}")
 
     def flop(self) -> float:
         return self.optimizer.flop * self.output.numel
@@ -267,6 +295,6 @@ class Update(Op):
         return whole, *states, *master
 
 
-def _in_place(tensors: Sequence[Tensor]) -> list[Tensor]:
+def in_place(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return output tensors that share the tiles of these tensors."""
     return [Tensor(f"{t.name}.new", t.axes, t.shape, t.dtype, storage=t) for t in tensors]

@@ -13,6 +13,11 @@ from nntile_py.schema import Names, NonNegative, Section, only, validated
 from nntile_py.typed import plain
 
 
+def matches(weight: str, patterns: Sequence[str]) -> bool:
+    """Return whether the name of a weight matches one of the patterns of Python's fnmatch."""
+    return any(fnmatchcase(weight, pattern) for pattern in patterns)
+
+
 class ParamGroup(Section):
     """Weights whose names match a pattern, and their settings."""
 
@@ -28,7 +33,7 @@ class ParamGroup(Section):
     """Weight decay instead of `optimizer.weight_decay`; it applies to all weights of the group."""
 
     def matches(self, weight: str) -> bool:
-        return any(fnmatchcase(weight, pattern) for pattern in self.match)
+        return matches(weight, self.match)
 
     def scale(self, lr: float) -> float:
         """Return the factor by which this group's learning rate differs from the optimizer's learning rate `lr`."""

@@ -221,7 +221,7 @@ class Schedule(Section):
     """Learning rate of each update, and the limit of the gradient's norm."""
 
     name: str = "adamw"
-    """The method: AdamW, or SGD with momentum, both as in torch.optim."""
+    """The method: AdamW, SGD with momentum or Muon as in torch.optim, or Lion."""
     min_lr: NonNegative | None = None
     """Learning rate at the end of the schedules cosine, linear and wsd; null: a tenth of `lr`."""
     warmup_steps: Natural = 0
@@ -263,21 +263,23 @@ def optimizer_section(name: str) -> type[OptimizerSection]:
 def read_optimizer(given: Any) -> Any:
     """Return the section `optimizer` as an instance of its method's class.
 
-    If another method than AdamW (the default) is chosen, keys that only AdamW has are ignored. Keys that belong to
-    another method that is not chosen are refused, unless they have their default value."""
+    Keys that AdamW (the default) has and the chosen method lacks are ignored. Other keys that the chosen method lacks
+    are refused, unless they have the default value of a method that has them."""
     if not isinstance(given, dict):
         return given
     chosen = given.get("name", Schedule().name)
     if chosen not in [*OPTIMIZERS]:
         raise ConfigError(f"optimizer.name: got {chosen!r}; allowed: {' or '.join(map(repr, OPTIMIZERS))}")
     section = optimizer_section(chosen)
-    for name, method in OPTIMIZERS.items():
-        for key, field in method.model_fields.items():
-            if key in given and key not in section.model_fields:
-                if name != Schedule().name and given[key] != field.default:
-                    need = f"{field.default:g} unless optimizer.name is {name}"
-                    raise ConfigError(f"optimizer.{key}: got {short(given[key])}; allowed: {need}")
-                given = {other: value for other, value in given.items() if other != key}
+    for key in given.keys() - section.model_fields.keys():
+        fields = {name: of.model_fields[key] for name, of in OPTIMIZERS.items() if key in of.model_fields}
+        if not fields:
+            continue
+        if Schedule().name not in fields and all(given[key] != field.default for field in fields.values()):
+            default = " or ".join(dict.fromkeys(str(field.default) for field in fields.values()))
+            need = f"{default} unless optimizer.name is {' or '.join(fields)}"
+            raise ConfigError(f"optimizer.{key}: got {short(given[key])}; allowed: {need}")
+        given = {other: value for other, value in given.items() if other != key}
     return validated(section, given, "optimizer.")
 
 

@@ -29,7 +29,7 @@ from nntile_py.graph.random_inputs import random_inputs
 from nntile_py.graph.timings import Timings
 from nntile_py.tasks.adamw import AdamW
 from nntile_py.tasks.op import Lowering, Tensor
-from nntile_py.tasks.optimizer import MOST_SCALE, Ends, GradNorm, Optimizer
+from nntile_py.tasks.optimizer import MOST_SCALE, OPTIMIZERS, Ends, GradNorm, Optimizer
 from nntile_py.tiles import Tiling
 from nntile_py.tiles.allreduce import RankSums
 from nntile_py.tiles.tasklist import live_slot
@@ -215,7 +215,8 @@ class StepSpec:
             raise ConfigError(f"precision: {self.precision!r} is not allowed; use one of {', '.join(PRECISIONS)}")
         if not isinstance(self.optimizer, Optimizer):
             kind = type(self.optimizer).__name__
-            raise ConfigError(f"optimizer: {kind} is not allowed; use nt.AdamW(...) or nt.SGD(...)")
+            known = ", ".join(f"nt.{method.__name__}(...)" for method in OPTIMIZERS.values())
+            raise ConfigError(f"optimizer: {kind} is not allowed; use one of {known}")
         for name in ("batch", "seq", "grad_accumulation", "clip_grad_norm", "skip_above_norm", "pack", "loss_scale"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         for name in ("batch", "seq", "grad_accumulation"):
