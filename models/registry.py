@@ -47,22 +47,23 @@ def code_of(name: Any) -> Path | None:
     return absolute(file) if colon and file.endswith(".py") else None
 
 
-def check_code(name: Any, where: Path, need: str) -> None:
+def check_code(name: Any, where: Path, need: str, what: str = "the model is a class") -> None:
     """Refuse a `model.type` in a saved file, which may be downloaded, if `find` would run code that is not loaded yet.
 
     Args:
-        name: The `model.type`.
+        name: The `model.type`, or another key's my_file.py:name.
         where: The saved file.
         need: How a user allows the code to run.
+        what: What the name stands for, for errors.
 
     Raises:
-        ConfigError: The model's code is in a file that this process has not imported.
+        ConfigError: The code is in a file that this process has not imported.
     """
     if (file := code_of(name)) is None:
         return
     loaded = (getattr(module, "__file__", None) or "" for module in [*sys.modules.values()])
     if not any(Path(path).name == file.name and absolute(path) == file for path in loaded):
-        raise ConfigError(f"{where}: the model is a class in {file}, whose code would run; allowed: {need}")
+        raise ConfigError(f"{where}: {what} in {file}, whose code would run; allowed: {need}")
 
 
 def type_of(model: Any) -> str:
@@ -92,12 +93,7 @@ def new(config: ModelConfig, seed: int = 0) -> Model:
 def _own(path: Path, wanted: str) -> type[Model]:
     """Return the model class named `wanted` in a user's file. Raises ConfigError if it cannot be used."""
     here, need = f"model.type: {path}:{wanted}", "a subclass of nt.Model with a Config of nt.ModelConfig"
-    if not os.path.isfile(path):
-        raise ConfigError(f"{here}: no such file; allowed: the path of a Python file with {need}")
-    try:
-        module = _loaded(path, path.stat().st_mtime_ns)
-    except (Exception, SystemExit) as error:  # importing the user's file may raise anything
-        raise ConfigError(f"{here}: the file raises {raised(error, str(path))}") from error
+    module = imported(path, here, need)
     found = {cls.__name__: cls for cls in _models_in(module)}
     if wanted not in found:
         there = vars(module).get(wanted)
@@ -111,6 +107,25 @@ def _own(path: Path, wanted: str) -> type[Model]:
         need = "(self, config, weights=None, *, seed=0, hf=None)"
         raise ConfigError(f"{here}: its __init__ cannot be called ({error}); allowed: {need}, as of nt.Model") from None
     return found[wanted]
+
+
+def imported(path: Path, here: str, need: str) -> Any:
+    """Import a user's file and return it as a module. Runs the file's code.
+
+    Args:
+        path: The file.
+        here: Key and value that name the file, for errors.
+        need: What the file must have, for errors.
+
+    Raises:
+        ConfigError: There is no such file, or it raises an error.
+    """
+    if not os.path.isfile(path):
+        raise ConfigError(f"{here}: no such file; allowed: the path of a Python file with {need}")
+    try:
+        return _loaded(path, path.stat().st_mtime_ns)
+    except (Exception, SystemExit) as error:  # importing the user's file may raise anything
+        raise ConfigError(f"{here}: the file raises {raised(error, str(path))}") from error
 
 
 @functools.cache

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from nntile_py.graph.fusion import Fusion as Fusion
     from nntile_py.graph.graph import Graph as Graph
     from nntile_py.tasks.adamw import AdamW as AdamW
+    from nntile_py.tasks.lion import Lion as Lion
+    from nntile_py.tasks.muon import Muon as Muon
     from nntile_py.tasks.sgd import SGD as SGD
     from nntile_py.inference.encoder import Encoder as Encoder
     from nntile_py.inference.generator import (
@@ -70,7 +72,9 @@ _NAMES = {
     "models.base": ("Model", "ModelConfig"),
     "profiling.block": ("profile",),
     "tasks.adamw": ("AdamW",),
+    "tasks.lion": ("Lion",),
     "tasks.mask": ("Mask",),
+    "tasks.muon": ("Muon",),
     "tasks.sgd": ("SGD",),
     "training.step_handle": ("Pending", "StepResult"),
     "training.trainer": ("Trainer",),

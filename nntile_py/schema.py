@@ -299,7 +299,11 @@ def keys(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInf
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the class of the section that a key holds, or None if the key holds a plain value."""
+    """Return the class of the section that a key holds, or None if the key holds a plain value.
+
+    A list of sections with a Rule counts as a plain value: the Rule describes the sections' keys."""
+    if any(isinstance(rule, Rule) and rule.json.get("type") == "array" for rule in field.metadata):
+        return None
     kinds = (field.annotation, *get_args(field.annotation))
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 

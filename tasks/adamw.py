@@ -48,8 +48,8 @@ class AdamW(Optimizer):
     def slots(self, step: int) -> dict[str, float]:
         return {f"beta{k + 1}_correction": 1 - beta**step for k, beta in enumerate(self.betas)}
 
-    def args(self, weight_decay: float) -> AdamWArgs:
-        lr, correction1, correction2 = Slot("lr"), Slot("beta1_correction"), Slot("beta2_correction")
+    def args(self, lr: Slot, weight_decay: float) -> AdamWArgs:
+        correction1, correction2 = Slot("beta1_correction"), Slot("beta2_correction")
         beta1, beta2 = self.betas
         return AdamWArgs(lr, correction1, correction2, beta1, beta2, self.eps, weight_decay)
 

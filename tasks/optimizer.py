@@ -6,14 +6,18 @@ import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
+from pydantic import model_validator
 
+from nntile_py.errors import ConfigError
 from nntile_py.schema import NonNegative, Settings
 from nntile_py.tiles import RW, R, Slot, TaskArgs, Tile, W
 
-from .op import NORMALIZATION, Array, Lowering, Op, Tensor
+from .matrix_axes import MatrixAxes
+from .op import NORMALIZATION, Array, GraphLike, Lowering, Op, Tensor
+from .param_group import Groups
 
 FAN_IN = 8  # partial sums added by one task
 LARGEST = float(np.finfo(np.float32).max)
@@ -155,6 +159,9 @@ class Optimizer(Settings):
     decay: Literal["all", "matrices"] = "all"
     """Weights to which weight decay applies: `all`, as in torch.optim, or only `matrices`, the weights with two or more
     axes in the checkpoint, without biases and gains of norms."""
+    groups: Groups = ()
+    """Weights with settings of their own. Each section has patterns of names (`match: ["*.bias", "*ln*"]`) and some of
+    the keys `lr_scale`, `lr` and `weight_decay`. The first section with a matching pattern applies to a weight."""
 
     flop: ClassVar[float]  # floating point operations per element of a parameter
     colour: ClassVar[str] = ""  # colour in Gantt charts; empty: the chart picks an unused colour
@@ -166,6 +173,12 @@ class Optimizer(Settings):
         if cls.__bases__ == (Optimizer,):
             OPTIMIZERS[cls.__name__.lower()] = cls
 
+    @model_validator(mode="after")
+    def _rates_of_groups(self) -> Self:
+        if not self.lr and any(group.lr for group in self.groups):
+            raise ConfigError("optimizer.groups: with optimizer.lr = 0, lr is not allowed; use lr_scale")
+        return self
+
     @property
     def method(self) -> type[Optimizer]:
         """The registered optimizer class: the class of this object, or a base class of it that is in OPTIMIZERS."""
@@ -173,8 +186,8 @@ class Optimizer(Settings):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Values of the optimizer's fields by name."""
-        return {name: getattr(self, name) for name in self.method.model_fields}
+        """Values of the optimizer's fields by name, as a YAML has them."""
+        return self.model_dump(include={*self.method.model_fields})
 
     def changed(self, **fields: Any) -> Optimizer:
         """Return a copy of this optimizer's settings with new values for some fields."""
@@ -189,9 +202,30 @@ class Optimizer(Settings):
         """Return {slot: value} for one step, without the learning rate `lr`. Steps are numbered from 1."""
         return {}
 
-    def args(self, weight_decay: float) -> TaskArgs:
-        """Return the kernel's arguments that do not change between steps, for a parameter with this weight decay."""
+    def args(self, lr: Slot, weight_decay: float) -> TaskArgs:
+        """Return the kernel's arguments for a parameter with this learning rate and weight decay."""
         raise NotImplementedError
+
+    @property
+    def patterns(self) -> dict[str, Sequence[str]]:
+        """{key: patterns of names of weights}, besides `groups`. Each pattern must match a weight."""
+        return {}
+
+    def of_param(self, weights: Sequence[str], param: Tensor, axes: MatrixAxes | None) -> tuple[Optimizer, float]:
+        """Return the optimizer that updates a parameter, and the factor of its learning rate.
+
+        Args:
+            weights: names in the checkpoint of the weights that the parameter holds.
+            axes: the parameter's axes as matrices; None: the parameter holds no matrices.
+        """
+        return self, 1.0
+
+    def add_update(
+        self, g: GraphLike, param: Tensor, grad: Tensor, states: Sequence[Tensor], clip: Tensor,
+        axes: MatrixAxes | None, **how: Any,
+    ) -> None:  # fmt: skip
+        """Add the operators that update a parameter to a graph; `how`: keyword arguments of Update."""
+        g.add(Update(self, param, grad, states, clip, **how))
 
     def reference(
         self, p: Array, grad: Array, states: Sequence[Array], weight_decay: float, lr: float, step: int
@@ -203,7 +237,18 @@ class Optimizer(Settings):
 OPTIMIZERS: dict[str, type[Optimizer]] = {}  # key: the optimizer's name in a YAML file
 
 
-class Update(Op):
+class UpdateOp(Op):
+    """Base class of operators that change a parameter. `lr_scale`: factor of the parameter's learning rate."""
+
+    lr_scale: float
+
+    @property
+    def lr_slot(self) -> Slot:
+        """The slot with the learning rate of this parameter: `lr_scale` times the learning rate of the step."""
+        return Slot("lr" if self.lr_scale == 1 else f"lr*{self.lr_scale!r}")
+
+
+class Update(UpdateOp):
     """One step of an optimizer for one parameter. The parameter, its states and its master change in place.
 
     The gradient is multiplied by clip. If clip is below 0 (see GradNorm), nothing changes. With a `master` (see
@@ -212,10 +257,10 @@ class Update(Op):
 
     def __init__(
         self, optimizer: Optimizer, param: Tensor, grad: Tensor, states: Sequence[Tensor], clip: Tensor,
-        *, weight_decay: float | None = None, master: Tensor | None = None,
+        *, weight_decay: float | None = None, lr_scale: float = 1.0, master: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.optimizer, self.master = optimizer, [master] if master else []
-        super().__init__([param, grad, *states, clip, *self.master], _in_place([param, *states, *self.master]))
+        self.optimizer, self.lr_scale, self.master = optimizer, lr_scale, [master] if master else []
+        super().__init__([param, grad, *states, clip, *self.master], in_place([param, *states, *self.master]))
         self.weight_decay = optimizer.weight_decay if weight_decay is None else weight_decay
 
     @property
@@ -229,7 +274,7 @@ class Update(Op):
         param, grad, *others = self.inputs
         count = len(self.optimizer.states)
         states, clip = others[:count], others[count]
-        kernel, args = self.kind.lower(), self.optimizer.args(self.weight_decay)
+        kernel, args = self.kind.lower(), self.optimizer.args(self.lr_slot, self.weight_decay)
         for index in lowering.indices(param):
             changed = [RW(lowering.tile(t, index)) for t in (param, *states)]
             master = [RW(lowering.tile(t, index)) for t in self.master]
@@ -244,11 +289,12 @@ class Update(Op):
         if clip[0] < 0:
             return param, *states, *master
         whole = joined(param, master[0]).astype(np.float64) if master else param
-        whole, *states = self.optimizer.reference(whole, grad * clip[0], states, self.weight_decay, lr, step)
+        of_param = self.weight_decay, lr * self.lr_scale
+        whole, *states = self.optimizer.reference(whole, grad * clip[0], states, *of_param, step)
         whole, *master = split(whole, self.output.dtype) if master else [whole]
         return whole, *states, *master
 
 
-def _in_place(tensors: Sequence[Tensor]) -> list[Tensor]:
+def in_place(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return output tensors that share the tiles of these tensors."""
     return [Tensor(f"{t.name}.new", t.axes, t.shape, t.dtype, storage=t) for t in tensors]

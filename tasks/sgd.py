@@ -34,8 +34,8 @@ class SGD(Optimizer):
     def states(self) -> tuple[str, ...]:
         return ("m",) if self.momentum else ()
 
-    def args(self, weight_decay: float) -> SGDArgs:
-        return SGDArgs(Slot("lr"), self.momentum, weight_decay)
+    def args(self, lr: Slot, weight_decay: float) -> SGDArgs:
+        return SGDArgs(lr, self.momentum, weight_decay)
 
     def reference(
         self, p: Array, grad: Array, states: Sequence[Array], weight_decay: float, lr: float, step: int

@@ -38,6 +38,8 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("gpt2", "ragged", "chain", {"grad_accumulation": 2}),
     ("bert", "uncut", "chain", {}),
     ("bert", "ragged", "chain", {"optimizer": nt.SGD(lr=0.1, momentum=0.9)}),
+    ("gpt2", "ragged", "chain", {"optimizer": nt.Muon(lr=0.01)}),
+    ("bert", "even", "tree", {"optimizer": nt.Lion(lr=0.001, groups=[{"match": ["*.bias"], "lr_scale": 2.0}])}),
     ("gpt2", "rows", "chain", {"grad_accumulation": 2}),
     ("bert", "rows", "chain", {"fusion": {"found": False}}),
     ("gpt2", "rows", "tree", {"grad_accumulation": 2}),

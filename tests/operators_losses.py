@@ -133,7 +133,9 @@ def with_master(case: Case, param: Tensor) -> dict[str, Tensor]:
     """Return the state that completes a bf16 or fp16 parameter to its fp32 master weight."""
     if param.dtype not in MASTERS:
         return {}
-    case.masters[param] = case.x("embed ffn", low_bits if param.dtype == "bf16" else normal, MASTERS[param.dtype][1])
+    case.masters[param] = case.x(
+        " ".join(param.axes), low_bits if param.dtype == "bf16" else normal, MASTERS[param.dtype][1]
+    )
     return {"master": case.masters[param]}
 
 
@@ -164,6 +166,61 @@ def sgd(momentum: float, split: bool = False, clip_of: Maker = positive) -> Call
         options = with_master(case, param) if split else {}
         optimizer = ops.SGD(momentum=momentum, weight_decay=0.1)
         return case.add(ops.Update(optimizer, param, grad, states, clip, **options))
+
+    return row
+
+
+def lion(split: bool = False, clip_of: Maker = positive) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        case.options, case.slots = {"lr": 1e-2}, {"lr*0.5": 5e-3}
+        param, grad, m = case.x("embed ffn"), *(case.x("embed ffn", dtype=case.sum_dtype) for _ in range(2))
+        clip = case.x("one", clip_of, "fp64")
+        options = with_master(case, param) if split else {}
+        optimizer = ops.Lion(betas=(0.8, 0.95), weight_decay=0.1)
+        return case.add(ops.Update(optimizer, param, grad, [m], clip, lr_scale=0.5, **options))
+
+    return row
+
+
+def muon_momentum(nesterov: bool, clip_of: Maker = positive) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        grad, m = case.x("embed ffn"), case.x("embed ffn", dtype=case.sum_dtype)
+        clip, u = case.x("one", clip_of, "fp64"), case.y("embed ffn", case.sum_dtype)
+        return case.add(ops.MuonMomentum(grad, m, clip, u, 0.9, nesterov))
+
+    return row
+
+
+# {axes of a parameter: its axes as matrices}
+MATRICES = {
+    "embed ffn": ops.MatrixAxes((), ("embed",), ("ffn",)),
+    "heads head_dim embed": ops.MatrixAxes((), ("embed",), ("heads", "head_dim")),
+    "embed qkv heads head_dim": ops.MatrixAxes(("qkv",), ("embed",), ("heads", "head_dim")),
+}
+
+
+def stack_of(case: Case, axes: str) -> str:
+    """Return the axes of the stack of matrices, whose sizes the case then knows."""
+    param = Tensor("p", axes.split(), [case.sizes[axis] for axis in axes.split()], "fp32")
+    case.sizes |= dict(zip(("muon_matrices", "muon_rows", "muon_columns"), MATRICES[axes].shape(param), strict=True))
+    return "muon_matrices muon_rows muon_columns"
+
+
+def muon_gather(axes: str) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        stack = stack_of(case, axes)
+        return case.add(ops.MuonGather(case.x(axes, dtype=case.sum_dtype), case.y(stack), MATRICES[axes], 1e-7))
+
+    return row
+
+
+def muon_update(axes: str, split: bool = False, clip_of: Maker = positive) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        case.options, case.slots = {"lr": 1e-2}, {"lr*2": 2e-2}
+        param, x, clip = case.x(axes), case.x(stack_of(case, axes)), case.x("one", clip_of, "fp64")
+        options = with_master(case, param) if split else {}
+        update = ops.MuonUpdate(param, x, clip, MATRICES[axes], 3.0, weight_decay=0.1, lr_scale=2, **options)
+        return case.add(update)
 
     return row
 
@@ -199,4 +256,16 @@ ROWS: dict[str, Callable[[Case], Any]] = {
     "SGD": sgd(0.0),
     "SGD momentum": sgd(0.8),
     "SGD momentum skipped": sgd(0.8, split=True, clip_of=negative),
+    "Lion": lion(),
+    "Lion skipped": lion(split=True, clip_of=negative),
+    "MuonMomentum": muon_momentum(nesterov=False),
+    "MuonMomentum Nesterov": muon_momentum(nesterov=True),
+    "MuonMomentum skipped": muon_momentum(nesterov=True, clip_of=negative),
+    "MuonGather": muon_gather("embed ffn"),
+    "MuonGather of heads": muon_gather("heads head_dim embed"),
+    "MuonGather of several matrices": muon_gather("embed qkv heads head_dim"),
+    "MuonUpdate": muon_update("embed ffn"),
+    "MuonUpdate of heads": muon_update("heads head_dim embed"),
+    "MuonUpdate of several matrices": muon_update("embed qkv heads head_dim"),
+    "MuonUpdate skipped": muon_update("embed ffn", split=True, clip_of=negative),
 }

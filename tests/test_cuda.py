@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from operators import ROWS
-from operators_losses import adamw, sgd
+from operators_losses import adamw, lion, muon_update, sgd
 from test_attention import SIZES as ATTENTION_SIZES
 from test_attention import Row as AttentionRow
 from test_packed import LENGTH, LENGTHS, inputs, made
@@ -32,6 +32,7 @@ TILINGS: dict[str, dict[str, int]] = {
 }
 SPLIT = {
     "AdamW split": adamw(split=True), "SGD split": sgd(0.0, split=True), "SGD momentum split": sgd(0.8, split=True),
+    "Lion split": lion(split=True), "MuonUpdate split": muon_update("heads head_dim embed", split=True),
 }  # fmt: skip
 LARGE = {"batch": 2, "seq": 192, "embed": 136, "heads": 4, "head_dim": 64, "ffn": 320, "vocab": 1000}
 FOLDER = __file__.rpartition("/")[0]

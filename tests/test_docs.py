@@ -239,17 +239,18 @@ def test_contributing() -> None:
 def test_the_optimizer_of_the_page() -> None:
     """Its class is registered for YAML, and its reference is the formula of its docstring."""
     from nntile_py.tasks.optimizer import OPTIMIZERS
+    from nntile_py.tiles import Slot
 
     names: dict[str, Any] = {}
-    lion, _, _ = blocks((ROOT / "docs" / "extend.md").read_text(), "python")
-    exec(lion, names)
+    signum, _, _ = blocks((ROOT / "docs" / "extend.md").read_text(), "python")
+    exec(signum, names)
     try:
-        assert OPTIMIZERS["lion"] is names["Lion"]
-        one = names["Lion"](lr=0.1, betas=(0.5, 0.25))
+        assert OPTIMIZERS["signum"] is names["Signum"]
+        one = names["Signum"](lr=0.1, momentum=0.5)
         p, m = one.reference(np.array([1.0, 1.0]), np.array([2.0, -6.0]), [np.array([4.0, 4.0])], 0.5, 0.1, 1)
-        assert np.allclose(p, [1 - 0.1 * 1.5, 1 - 0.1 * (-1 + 0.5)]) and np.allclose(m, [2.5, -3.5])
-        assert one.args(0.5).weight_decay == 0.5 and one.slots(3) == {}
-        with pytest.raises(nt.ConfigError, match=r"optimizer\.betas"):
-            names["Lion"](betas=(2.0, 0.5))
+        assert np.allclose(p, [1 - 0.1 * 1.5, 1 - 0.1 * (-1 + 0.5)]) and np.allclose(m, [3.0, -1.0])
+        assert one.args(Slot("lr"), 0.5).weight_decay == 0.5 and one.slots(3) == {}
+        with pytest.raises(nt.ConfigError, match=r"optimizer\.momentum"):
+            names["Signum"](momentum=2.0)
     finally:
-        del OPTIMIZERS["lion"]
+        del OPTIMIZERS["signum"]

@@ -27,6 +27,7 @@ from nntile_py.checkpoint import writer
 from nntile_py.checkpoint.run_folder import Metrics
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import load
+from nntile_py.config.schedules import learning_rate
 from nntile_py.config.sections import CheckpointSection, optimizer_section
 from nntile_py.data import corpus as data
 from nntile_py.data import text_dataset
@@ -42,7 +43,7 @@ from nntile_py.system.folders import append, link_or_copy, remove_leftovers, rep
 from nntile_py.training import collectives
 from nntile_py.training.datasets import build_dataset
 from nntile_py.training.display import Display
-from nntile_py.training.loop import learning_rate, run_steps
+from nntile_py.training.loop import run_steps
 from nntile_py.training.step_handle import StepResult
 
 TREE: dict[str, Any] = {

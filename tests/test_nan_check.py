@@ -55,7 +55,10 @@ def same(one: dict[str, np.ndarray[Any, Any]], other: dict[str, np.ndarray[Any, 
     return one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
 
 
-@pairwise(passes=[1, 2], tiling=list(TILES), optimizer=[nt.AdamW(lr=0.1), nt.SGD(lr=0.1, momentum=0.9)])
+OPTIMIZERS = nt.AdamW(lr=0.1), nt.SGD(lr=0.1, momentum=0.9), nt.Lion(lr=0.1), nt.Muon(lr=0.1)
+
+
+@pairwise(passes=[1, 2], tiling=list(TILES), optimizer=OPTIMIZERS)
 def test_a_skipped_step_changes_nothing(optimizer: Any, tiling: str, passes: int) -> None:
     data = batches(4, 4 * passes)
     free = nt.Trainer(made(), 4, 8, TILES[tiling], optimizer=optimizer, grad_accumulation=passes)
@@ -131,13 +134,16 @@ def test_nothing_is_found_in_what_is_right(dtype: str, attention: str, tiling: s
 # -- a loss that is scaled
 
 
-@pytest.mark.parametrize("tiling", TILES)
-def test_a_scale_is_taken_out_again(tiling: str) -> None:
+@pytest.mark.parametrize(
+    ("tiling", "optimizer"),
+    [("uncut", nt.AdamW(lr=0.01)), ("even", nt.Lion()), ("ragged", nt.AdamW()), ("even", nt.Muon())],
+)
+def test_a_scale_is_taken_out_again(tiling: str, optimizer: Any) -> None:
     """A power of two changes no bit of fp32."""
     found = []
     for scale in (None, 2.0**16):
         how: dict[str, Any] = {"clip_grad_norm": 0.5, "grad_accumulation": 2, "loss_scale": scale}
-        trainer = nt.Trainer(made(), 2, 8, TILES[tiling], optimizer=nt.AdamW(lr=0.01), **how)
+        trainer = nt.Trainer(made(), 2, 8, TILES[tiling], optimizer=optimizer, **how)
         results = [trainer.submit(one).result() for one in batches(3)]
         told = [(result.loss, result.grad_norm, result.skipped) for result in results]
         assert trainer.loss_scale == scale and all(result.loss_scale == scale for result in results)
@@ -147,11 +153,12 @@ def test_a_scale_is_taken_out_again(tiling: str) -> None:
     assert one[0] == other[0] and same(one[1], other[1]) and same(one[2], other[2]) and one[3] == other[3]
 
 
-def test_a_scale_follows_overflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", [nt.AdamW(lr=0.01), nt.Muon(lr=0.01)])
+def test_a_scale_follows_overflow(optimizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The loss scale is halved until gradients are finite, then doubled periodically; a checkpoint keeps it."""
     monkeypatch.setattr(loss_scale, "INTERVAL", 3)
     data, scale, good = batches(12), 2.0**70, 0
-    trainer = nt.Trainer(made(), 4, 8, TILES["ragged"], optimizer=nt.AdamW(lr=0.01), loss_scale=scale)
+    trainer = nt.Trainer(made(), 4, 8, TILES["ragged"], optimizer=optimizer, loss_scale=scale)
     before, grew = state(trainer), 0
     for step, one in enumerate(data):
         if step == 7:

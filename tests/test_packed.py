@@ -71,7 +71,7 @@ def made(name: str, **fields: Any) -> Any:
 def trained(name: str, batch: dict[str, Any], rows: int, pack: bool, steps: int = 2, **options: Any) -> Any:
     """Losses and norms, the last gradients, an evaluation with logits."""
     fields = {key: options.pop(key) for key in ("dropout", "attention", "attention_dropout") if key in options}
-    trainer = nt.Trainer(made(name, **fields), rows, LENGTH, pack=pack, optimizer=nt.SGD(lr=0.1), **options)
+    trainer = nt.Trainer(made(name, **fields), rows, LENGTH, pack=pack, **{"optimizer": nt.SGD(lr=0.1)} | options)
     results = [trainer.submit(batch).result() for _ in range(steps)]
     loss, logits = trainer.evaluate({key: value[:rows] for key, value in batch.items()}, return_logits=True)
     found = [[r.loss, r.grad_norm] for r in results], trainer.gradients(), loss, logits
@@ -97,6 +97,11 @@ CUT = itertools.cycle(["uncut", "even"])
 def test_equals_padded(name: str, tiling: str) -> None:
     dropout = {} if name == "llama" else {"dropout": 0.2}
     check(name, LENGTHS["some"], TILINGS[tiling], **dropout)
+
+
+@pytest.mark.parametrize("optimizer", [nt.AdamW(eps=1e-3), nt.Lion(lr=1e-4), nt.Muon(lr=0.01)])
+def test_optimizers(optimizer: nt.tasks.Optimizer) -> None:
+    check("gpt2", LENGTHS["some"], TILINGS["ragged"], optimizer=optimizer)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

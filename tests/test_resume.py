@@ -67,6 +67,8 @@ CASES = {
     "bert in fp64": {"model": "BERT", "precision": "fp64"},
     "llama by momentum": {"model": "Llama", "optimizer": "SGD", "optimizer_options": {"momentum": 0.9}},
     "sgd": {"optimizer": "SGD"},
+    "lion": {"optimizer": "Lion"},
+    "muon": {"optimizer": "Muon"},
     "naive": {"attention": "naive", "fusion": False},
     "whole rows": {"model": "BERT", "tiles": {"batch": 2, "seq": 7, "ffn": 50}},  # whose norms are in groups
     "rules": {"model": "BERT", "tiles": {"batch": 2, "seq": 7, "ffn": 50}, "fusion": {"found": False}},

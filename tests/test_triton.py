@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import Python
 from operators import ROWS
-from operators_losses import adamw, sgd
+from operators_losses import adamw, lion, muon_update, sgd
 from test_attention import Row as AttentionRow
 
 from nntile_py.graph.lowering import lower
@@ -25,6 +25,7 @@ from nntile_py.tasks.adamw import AdamWArgs
 from nntile_py.tasks.attention_dropout import ScoresDropout
 from nntile_py.tasks.dynamic_size import DynamicSize
 from nntile_py.tasks.embedding import EmbeddingGradArgs
+from nntile_py.tasks.muon import MuonUpdateArgs
 from nntile_py.tasks.optimizer import joined, split
 from nntile_py.tasks.sample import Sample
 from nntile_py.tasks.sgd import SGDArgs
@@ -53,6 +54,8 @@ SPLIT: dict[str, Callable[[Case], Any]] = {
     "AdamW split": adamw(split=True),
     "SGD split": sgd(0.0, split=True),
     "SGD momentum split": sgd(0.8, split=True),
+    "Lion split": lion(split=True),
+    "MuonUpdate split": muon_update("heads head_dim embed", split=True),
 }
 
 
@@ -396,7 +399,7 @@ def test_tasks_together() -> None:
     assert [len(run) for run in launch.together([tasks[0], tasks[0], other, tasks[2]])] == [1, 2, 1]
 
 
-@pytest.mark.parametrize("kernel", ["adamw", "sgd"])
+@pytest.mark.parametrize("kernel", ["adamw", "sgd", "muon_update"])
 def test_every_value_of_a_split_parameter(kernel: str) -> None:
     """A step without a gradient changes no bit; NaN stays NaN in both parts; stored parts equal those of `split`."""
     special = [0x7F7FFFFF, 0x7F7F8000, 0, -(2**31), 1, 0x8000, 0xFFFF, -0x7FFF8000, 0x7FC00000, 0x7F800001, -1]
@@ -411,6 +414,10 @@ def test_every_value_of_a_split_parameter(kernel: str) -> None:
         args = AdamWArgs(*map(Slot, SLOTS), 0.9, 0.95, 1e-8, 0.0)
         task = Task(kernel, [RW(p), RW(m), RW(v), R(grad), R(clip), RW(r)], args)
         interpreter.interpret([task], [near, zeros.clone(), zeros.clone(), zeros, one, low_bits], SLOTS)
+    elif kernel == "muon_update":
+        args = MuonUpdateArgs(Slot("lr"), 0.0, 1.0, (1, 0))
+        task = Task(kernel, [RW(p), R(grad), R(clip), RW(r)], args)
+        interpreter.interpret([task], [near, zeros, one, low_bits], SLOTS)
     else:
         task = Task(kernel, [R(grad), R(clip), RW(p), RW(r)], SGDArgs(Slot("lr"), 0.0, 0.0))
         interpreter.interpret([task], [zeros, one, near, low_bits], SLOTS)

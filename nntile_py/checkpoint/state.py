@@ -108,7 +108,7 @@ def write_averages(built: Step, store: Store, averages: Mapping[str, Mapping[str
         if wrong := [weight for weight, value in values.items() if not np.isfinite(value).all()]:
             raise ConfigError(f"optimizer: {name} of {wrong[0]} has values that are no finite numbers")
     for name, tensors in states.items():
-        for param in built.params:
+        for param in (one for one in built.params if one.tensor in tensors):
             store.write(built.update, tensors[param.tensor], param.value(averages[name]))
 
 
@@ -186,9 +186,11 @@ class LiveState:
             return self.read(tensors[param.tensor])
 
         dtype = "float64" if self._built.graph.dtype == "fp64" else "float32"
-        stored = partial(_stored, self._built.params, dtype)
-        averages = {name: stored(partial(average, tensors)) for name, tensors in averages_of(self._built).items()}
-        return TrainerState(self.step, stored(weight), averages, self._loss_scale)
+        params, averages = self._built.params, {}
+        for name, tensors in averages_of(self._built).items():
+            own = [param for param in params if param.tensor in tensors]
+            averages[name] = _stored(own, dtype, partial(average, tensors))
+        return TrainerState(self.step, _stored(params, dtype, weight), averages, self._loss_scale)
 
 
 class Snapshot(LiveState):

@@ -278,15 +278,22 @@ def load(
     """
     tree, path, overrides = read_yaml(Path(path), "CONFIG", RunConfig), Path(path), list(overrides)
     if of_run or (path.name == "config.yaml" and any((path.parent / name).exists() for name in (*WEIGHTS, *_OF_RUNS))):
-        check_code_of_run(tree.get("model"), path, overrides)
+        check_code_of_run(tree, path, overrides)
     return resolve(tree, overrides, str(path), saved)
 
 
-def check_code_of_run(model: Any, where: Path, overrides: Iterable[str]) -> None:
-    """Raise ConfigError if a run's saved section `model` names a Python file that `overrides` do not name."""
-    name = model.get("type") if isinstance(model, dict) else None
-    if not {"model", "model.type"} & {assignment(item)[0] for item in overrides}:
-        check_code(name, where, f"--set model.type={name}, if you trust this file")
+CODE = {"model": "type", "optimizer": "schedule"}  # {section: key that may name code in a user's Python file}
+
+
+def check_code_of_run(tree: dict[str, Any], where: Path, overrides: Iterable[str]) -> None:
+    """Raise ConfigError if a run's saved config names a Python file that `overrides` do not name."""
+    named = {assignment(item)[0] for item in overrides}
+    for name, key in CODE.items():
+        section = tree.get(name)
+        value = section.get(key) if isinstance(section, dict) else None
+        if not {name, f"{name}.{key}"} & named:
+            what = "the model is a class" if name == "model" else "the schedule is a function"
+            check_code(value, where, f"--set {name}.{key}={value}, if you trust this file", what)
 
 
 def check_saved_overrides(saved: Iterable[str], where: Path, overrides: Iterable[str]) -> None:
@@ -294,7 +301,7 @@ def check_saved_overrides(saved: Iterable[str], where: Path, overrides: Iterable
     tree: dict[str, Any] = {}
     for item in saved:
         override(tree, item)
-    check_code_of_run(tree.get("model"), where, overrides)
+    check_code_of_run(tree, where, overrides)
 
 
 def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str, saved: Saved | None = None) -> RunConfig:

@@ -19,7 +19,7 @@ from nntile_py.graph.key_value_cache import TOKENS, CacheShape, KeyValueCache, S
 from nntile_py.graph.layout_search import arrange, keep_in
 from nntile_py.graph.layouts import Order
 from nntile_py.graph.lowering import lower
-from nntile_py.graph.optimizers import add_update
+from nntile_py.graph.optimizers import add_update, check_groups, learning_rates
 from nntile_py.graph.packed_flop import PackedFlop
 from nntile_py.graph.params import Array, Batch, Param, Traceable, Traced, trace
 from nntile_py.graph.passes.cached_projections import fuse_cached_projections
@@ -29,7 +29,7 @@ from nntile_py.graph.random_inputs import random_inputs
 from nntile_py.graph.timings import Timings
 from nntile_py.tasks.adamw import AdamW
 from nntile_py.tasks.op import Lowering, Tensor
-from nntile_py.tasks.optimizer import MOST_SCALE, Ends, GradNorm, Optimizer
+from nntile_py.tasks.optimizer import MOST_SCALE, OPTIMIZERS, Ends, GradNorm, Optimizer
 from nntile_py.tiles import Tiling
 from nntile_py.tiles.allreduce import RankSums
 from nntile_py.tiles.tasklist import live_slot
@@ -98,6 +98,10 @@ class Step:
     def kept(self) -> dict[str, Order]:
         """{name: order of axes} for each weight that a layout search has reordered."""
         return {param.tensor.name: param.tensor.axes for param in self.params if param.order}
+
+    def learning_rates(self, lr: float) -> dict[str, float]:
+        """Return {slot: learning rate} of the update for a step with the learning rate `lr`."""
+        return learning_rates(self.update_graph, lr)
 
     @cached_property
     def flop(self) -> float:
@@ -211,7 +215,8 @@ class StepSpec:
             raise ConfigError(f"precision: {self.precision!r} is not allowed; use one of {', '.join(PRECISIONS)}")
         if not isinstance(self.optimizer, Optimizer):
             kind = type(self.optimizer).__name__
-            raise ConfigError(f"optimizer: {kind} is not allowed; use nt.AdamW(...) or nt.SGD(...)")
+            known = ", ".join(f"nt.{method.__name__}(...)" for method in OPTIMIZERS.values())
+            raise ConfigError(f"optimizer: {kind} is not allowed; use one of {known}")
         for name in ("batch", "seq", "grad_accumulation", "clip_grad_norm", "skip_above_norm", "pack", "loss_scale"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         for name in ("batch", "seq", "grad_accumulation"):
@@ -320,6 +325,7 @@ class StepSpec:
         norms = list(graphs.grads.values()), norm, clip, self.clip_grad_norm, ends
         update.add(GradNorm(*norms, skip_above=self.skip_above_norm, scaled=self.scale is not None))
         params = {param.tensor: param for param in graphs.graph.params.values()}
+        check_groups(self.optimizer, params.values())
         for tensor, grad in graphs.grads.items():
             update.tensors[tensor.name] = tensor
             with update.scope(tensor.name):

@@ -12,7 +12,7 @@ from typing import Any
 from nntile_py.checkpoint.run_folder import Metrics
 from nntile_py.checkpoint.writer import CheckpointWriter, TileSender
 from nntile_py.config.run_config import CLASSIFICATION, RunConfig
-from nntile_py.config.sections import OptimizerSection
+from nntile_py.config.schedules import learning_rate
 from nntile_py.data.dataset import Dataset, Inputs
 from nntile_py.errors import NotFinite
 from nntile_py.training.collectives import NoOutput, agree, from_rank_0
@@ -22,19 +22,6 @@ from nntile_py.training.step_handle import STEPS_IN_FLIGHT, Pending, StepResult
 from nntile_py.training.trainer import Trainer
 
 MAX_SKIPS = 10  # the run ends with NotFinite after this number of skipped steps in a row
-
-
-def learning_rate(optimizer: OptimizerSection, step: int, steps: int) -> float:
-    """Return the learning rate of a step: linear warm-up to lr, then constant, or a cosine decay to min_lr.
-
-    step: number of the step, 1 to `steps`."""
-    if step <= optimizer.warmup_steps:
-        return optimizer.lr * step / optimizer.warmup_steps
-    if optimizer.schedule == "constant":
-        return optimizer.lr
-    min_lr = optimizer.min_lr or 0.0
-    part = (step - optimizer.warmup_steps) / (steps - optimizer.warmup_steps)
-    return min_lr + (optimizer.lr - min_lr) * 0.5 * (1 + math.cos(math.pi * part))
 
 
 def run_steps(

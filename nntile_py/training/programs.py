@@ -83,8 +83,8 @@ class Programs:
             check_patterns(lists, self._runtime.on_cpu)
             first, *more, update = self._bound(lists)
             given_slots = {one.scale for one in built.graph.inputs.values()}
-            known = {*given_slots, *self.spec.live_slots(), "lr", "dropout_seed", *self.spec.optimizer.slots(1)}
-            known.add(INVERSE_SCALE)
+            known = {*given_slots, *self.spec.live_slots(), "dropout_seed", INVERSE_SCALE}
+            known |= built.learning_rates(1.0).keys() | self.spec.optimizer.slots(1).keys()
             for name in {*first.slots, *update.slots} - known:
                 need = f"declare the input whose values count with scale={name!r}"
                 raise ConfigError(f"model: its loss is divided by {name}, which no input gives; {need}")

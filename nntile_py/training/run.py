@@ -28,6 +28,7 @@ from nntile_py.checkpoint.writer import CheckpointWriter, TileSender, error_text
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import RunConfig
 from nntile_py.config.scheduler_file import runtime_options
+from nntile_py.config.schedules import check_rates
 from nntile_py.data.confusion import FILES, Confusion
 from nntile_py.data.dataset import Dataset
 from nntile_py.data.entities import EntityScores
@@ -72,6 +73,7 @@ def train(
     """
     # Before any work: check that the model can be trained, and that the machine has the workers.
     check_objective(config, spec)
+    check_rates(config.optimizer, config.train.steps)
     runtime = Runtime(**runtime_options(config.runtime.model_dump()), mpi=True)
     ranks = runtime.ranks
     is_rank_0 = not ranks or ranks.rank == 0  # rank 0 writes and shows everything; other ranks only compute and read
@@ -114,7 +116,8 @@ def train(
             return 128 + signal.Signals[stop[0]].value
     if stop:
         unfinished = trainer.steps < config.train.steps
-        code = f" --set {shlex.quote(f'model.type={config.model.type}')}" if code_of(config.model.type) else ""
+        files = {"model.type": config.model.type, "optimizer.schedule": config.optimizer.schedule}
+        code = "".join(f" --set {shlex.quote(f'{key}={name}')}" for key, name in files.items() if code_of(name))
         more = f"; to continue: nntile train --resume {shlex.quote(str(out))}{code}" if unfinished else ""
         done = f"after step {trainer.steps} of {config.train.steps}"
         report(f"stopped by {stop[0]} {done}; all trained steps are saved{more}")

@@ -220,7 +220,7 @@ class Trainer:
         self._in_flight.settle()
         self.steps += 1
         built, declared = programs.built, programs.built.graph.inputs
-        slots = {"lr": rate, **self.optimizer.slots(self.steps)}
+        slots = built.learning_rates(rate) | self.optimizer.slots(self.steps)
         scale = self._in_flight.scale.value if self._in_flight.scale else None
         counts = label_counts(declared, arrays, filled.arrays)
         if counts and not any(counts.values()) and not self._unlabelled:

@@ -97,6 +97,8 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
         "Graph.backward": (lambda **how: _graph().backward(**how), {"loss": h}),
         "SGD": (nt.SGD, {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "decay": "all"}),
         "AdamW": (nt.AdamW, {"lr": 0.1, "betas": (0.9, 0.9), "eps": 1e-8, "weight_decay": 0.0, "decay": "all"}),
+        "Lion": (nt.Lion, {"lr": 0.1, "betas": (0.9, 0.9), "weight_decay": 0.0, "decay": "all"}),
+        "Muon": (nt.Muon, {"lr": 0.1, "momentum": 0.9, "ns_steps": 2, "adamw_lr": 0.1, "adjust_lr_fn": "original"}),
         "Model": (nt.models.GPT2, {"config": CONFIG, "weights": None, "seed": 0, "hf": None}),
         "Model.changed": (model.changed, {"attention": "merge", "dropout": 0.0}),
         "Model.from_hf": (nt.models.GPT2.from_hf, {"source": str(folder / "saved"), "dropout": 0.0}),
