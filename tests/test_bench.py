@@ -267,6 +267,16 @@ def test_a_gpt2_of_other_parts_is_not_the_plain_one() -> None:
         check_peer(config("model.tie_embeddings=false"), "ddp")
 
 
+def test_optimizers_of_peers() -> None:
+    for sets, message in (
+        ("optimizer.name=lion", r"optimizer\.name: got 'lion'; allowed with --peer torch_eager: adamw or sgd"),
+        ("optimizer.groups=[{match: ['*']}]", r"optimizer\.groups: got .*; allowed with --peer torch_eager: \[\]"),
+    ):
+        check_peer(config(sets), "torch_eager", "inference")
+        with pytest.raises(ConfigError, match=message):
+            check_peer(config(sets), "torch_eager")
+
+
 def test_no_peer_twice() -> None:
     assert parse_peers("torch,torch_eager,ddp") == ["torch_eager", "torch_compile", "ddp"]
 

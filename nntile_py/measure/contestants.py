@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nntile_py.analysis.workloads import Work
 from nntile_py.errors import ConfigError
+from nntile_py.typed import short
 
 if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
@@ -61,6 +62,10 @@ def check_peer(config: RunConfig, name: str, work: Work = "train") -> None:
     gpus = config.workers if config.runtime.cuda else 0
     if not ranked and gpus > 1:
         raise ConfigError(f"runtime.cuda: got {config.runtime.cuda!r}; allowed {of}: 0 or 1; several are for ddp")
+    how, allowed = config.optimizer, ("adamw", "sgd")  # with one group, as torch_peers.py builds them
+    if not inference and (how.name not in allowed or how.groups):
+        key, value, need = ("groups", how.groups, "[]") if how.groups else ("name", how.name, " or ".join(allowed))
+        raise ConfigError(f"optimizer.{key}: got {short(value)}; allowed {of}: {need}")
     if not ranked and name not in BERT_PEERS:
         return
     for key, value, values in _needs(config, name, inference, gpus):

@@ -59,7 +59,7 @@ def trained(
     how, dtype, parameters = config.optimizer, torch_dtype(config.precision), list(model.parameters())
     device = torch.device("cuda" if config.runtime.cuda else "cpu")
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    settings = {name: value for name, value in how.settings.items() if name != "decay"}
+    settings = {name: value for name, value in how.settings.items() if name not in ("decay", "groups")}
     optimizer = getattr(torch.optim, how.method.__name__)(parameters, **settings, fused=True)
 
     def run(n: int) -> list[float]:
