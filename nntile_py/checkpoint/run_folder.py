@@ -36,13 +36,13 @@ from nntile_py.system.folders import (
 )  # fmt: skip
 from nntile_py.yaml_text import MOST_BYTES, parse
 
-METRICS, RUN_CONFIG = "metrics.jsonl", "config.yaml"
+METRICS, RUN_CONFIG, LOSSES = "metrics.jsonl", "config.yaml", "loss.png"
 _NEW = "new run"  # mark of the folder of a run that is to replace an earlier run
 # Files that `nntile train` writes; a run never removes any other file.
 OWN = (
     checkpoint.MODEL, checkpoint.CONFIG, checkpoint.TOKENIZER,
     checkpoint.TOKENIZER_CONFIG, GENERATION, RUN_CONFIG, METRICS, "checkpoints", BEST,
-    *confusion.FILES,
+    *confusion.FILES, LOSSES,
 )  # fmt: skip
 
 
@@ -305,7 +305,7 @@ class Metrics:
         ready: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._path = run / METRICS
-        self.lines = [one for one in _read((earlier or run) / METRICS) if one["step"] <= after] if after else []
+        self.lines = [one for one in read_metrics((earlier or run) / METRICS) if one["step"] <= after] if after else []
         with replaced(self._path) as file:
             file.write("".join(json.dumps(line) + "\n" for line in self.lines).encode())
             file.flush()
@@ -346,7 +346,7 @@ class Metrics:
             self._report(f"metrics.jsonl: {self._left.count(10)} lines could not be written")
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a metrics.jsonl as dicts; [] without a file. A kill may have cut the last line."""
     lines = []
     for text in read(path).decode(errors="replace").splitlines() if path.is_file() else ():

@@ -18,7 +18,7 @@ class SequenceTable(Protocol):
     """Sequences of one source. They may be others in each epoch; their number and lengths stay.
 
     Attributes:
-        lengths: Number of tokens of each sequence, int64.
+        lengths: Number of tokens of each sequence, an integer array.
         cut: Number of documents that were longer than a sequence."""
 
     lengths: Array
@@ -33,25 +33,31 @@ class Pieces:
     """Each document cut to sequences of at most `longest` tokens. They are the same in all epochs.
 
     Args:
-        lengths: Tokens of each document.
+        lengths: Tokens of each document, at least 1.
         longest: Largest number of tokens of a sequence.
     """
 
     def __init__(self, lengths: Array, longest: int) -> None:
         counts = -(-lengths // longest)
-        self._document = np.repeat(np.arange(len(lengths)), counts)
-        self._first = np.repeat(np.cumsum(lengths) - lengths, counts)  # place of the document's first token
-        self._shift = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * longest
-        self._of_document = np.repeat(lengths, counts)
-        self.lengths = np.minimum(self._of_document - self._shift, longest)
+        # Arrays have an entry for each document: a long text has many more sequences.
+        self._ends, self._of_document, self._longest = np.cumsum(counts), lengths, longest
+        self._starts = np.cumsum(lengths) - lengths
+        self.lengths = np.full(counts.sum(), longest, np.int32)
+        self.lengths[self._ends - 1] = lengths - (counts - 1) * longest
         self.cut = int((lengths > longest).sum())
 
     def place(self, epoch: int, number: int) -> Sequence[slice]:
-        start = self._first[number] + self._shift[number]
-        return [slice(start, start + self.lengths[number])]
+        document, part = self._part(number)
+        start = int(self._starts[document]) + part * self._longest
+        return [slice(start, start + int(self.lengths[number]))]
+
+    def _part(self, number: int) -> tuple[int, int]:
+        """Return the document of a sequence, and the sequence's number in the document."""
+        document = int(np.searchsorted(self._ends, number, side="right"))
+        return document, number - (int(self._ends[document - 1]) if document else 0)
 
 
-class Answered(Pieces):
+class Answered:
     """The beginning of each sequence, at most `longest` tokens. Sequences are left out if they have no answer there.
 
     Args:
@@ -69,9 +75,12 @@ class Answered(Pieces):
         bounds = np.stack([starts + 1, starts + lengths], axis=1).ravel()
         counts = np.add.reduceat(np.append(tokens.learned, 0), bounds, dtype=np.int64)[::2]
         kept = (lengths > 1) & (counts > 0)
-        self._first, self.lengths = starts[kept], lengths[kept]
-        self._shift = np.zeros_like(self._first)
+        self._starts, self.lengths = starts[kept], lengths[kept]
         self.cut, self.left_out = int((tokens.lengths > longest).sum()), int((~kept).sum())
+
+    def place(self, epoch: int, number: int) -> Sequence[slice]:
+        start = int(self._starts[number])
+        return [slice(start, start + int(self.lengths[number]))]
 
 
 class TextWindows(Pieces):
@@ -81,7 +90,7 @@ class TextWindows(Pieces):
     Where the others begin is drawn anew for each epoch.
 
     Args:
-        lengths: Tokens of each document.
+        lengths: Tokens of each document, at least 1.
         longest: Number of tokens of a window.
         seed: Seed of these draws. None: the windows overlap at the end of the document, in all epochs.
     """
@@ -89,16 +98,17 @@ class TextWindows(Pieces):
     def __init__(self, lengths: Array, longest: int, seed: int | None) -> None:
         super().__init__(lengths, longest)
         self._seed = seed
-        self.lengths = np.minimum(self._of_document, longest)
+        self.lengths[self._ends - 1] = np.minimum(lengths, longest)
 
     def place(self, epoch: int, number: int) -> Sequence[slice]:
-        length, of_document, shift = (int(a[number]) for a in (self.lengths, self._of_document, self._shift))
+        document, part = self._part(number)
+        length, of_document = int(self.lengths[number]), int(self._of_document[document])
         slack = -(-of_document // length) * length - of_document  # tokens that two windows have in common
         back = 0
         if slack and self._seed is not None:
-            rng = np.random.default_rng([self._seed, epoch, _PHASE, int(self._document[number])])
+            rng = np.random.default_rng([self._seed, epoch, _PHASE, document])
             back = int(rng.integers(0, slack + 1))
-        start = int(self._first[number]) + min(max(shift - back, 0), of_document - length)
+        start = int(self._starts[document]) + min(max(part * length - back, 0), of_document - length)
         return [slice(start, start + length)]
 
 
@@ -120,7 +130,7 @@ class Concatenated:
             raise ValueError(f"{total} tokens")
         # One window fewer than fit leaves room for another beginning in each epoch.
         count = max(1, total // longest - (seed is not None))
-        self.lengths, self.cut = np.full(count, longest, np.int64), 0
+        self.lengths, self.cut = np.full(count, longest, np.int32), 0
         self._of_document, self._longest, self._seed = lengths, longest, seed
         self._starts = np.cumsum(lengths) - lengths
         self._epochs: dict[int, tuple[Array, Array, int]] = {}
@@ -175,7 +185,8 @@ class Mixture:
         self._counts = np.array([len(one.lengths) for one in sequences])
         self._firsts = np.cumsum(self._counts) - self._counts
         self._shares = shares(weights, BLOCK)
-        self.lengths = np.concatenate([one.lengths for one in sequences])
+        lengths = [one.lengths for one in sequences]
+        self.lengths = np.concatenate(lengths) if len(lengths) > 1 else lengths[0]
         self.cut = sum(one.cut for one in sequences)
 
     def order(self, epoch: int) -> Array:

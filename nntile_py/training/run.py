@@ -41,6 +41,7 @@ from nntile_py.models.registry import code_of
 from nntile_py.runs import run_of
 from nntile_py.system.folders import NO_ROOM, replace_file, same_content
 from nntile_py.training.collectives import NoOutput, agree, ranks_of_run
+from nntile_py.training.curves import save_curve
 from nntile_py.training.datasets import build_dataset, check_objective
 from nntile_py.training.display import Display, say
 from nntile_py.training.loop import run_steps
@@ -322,6 +323,7 @@ def _train_on_rank_0(run: _Run, make_folder: Callable[[], RunFolder], rescue: Pa
     if skips := display.skips():
         run.report(skips)
     run.report(f"weights saved in {saved / checkpoint.MODEL}")
+    save_curve(saved, run.report, run.console.is_terminal)
     if last and "confusion" in last and run.dataset.class_names:
         _save_confusion(run.dataset.class_names, last["confusion"], saved, run.report)
     elif last and "entities" in last and run.dataset.class_names:

@@ -1,0 +1,160 @@
+"""Curves of runs from their metrics.jsonl: as a picture, and as text for a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nntile_py.checkpoint.run_folder import LOSSES, METRICS, read_metrics
+from nntile_py.system.pictures import new_figure, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LEAST_STEPS = 20  # a shorter run has no picture
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+
+
+@dataclass
+class Curves:
+    """Values of a run by step. A step without a value, such as a skipped one, is left out.
+
+    Attributes:
+        steps: Steps that have a training loss.
+        loss: The training loss of each of these steps.
+        measured: Steps after which the held-out loss was measured; 0 for the measurement before the first step.
+        held_out: These held-out losses.
+        values: {name in metrics.jsonl: (steps, values)} of all other numbers, such as `lr` and `tokens_per_s`.
+    """
+
+    steps: list[int] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    measured: list[int] = field(default_factory=list)
+    held_out: list[float] = field(default_factory=list)
+    values: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
+
+
+def curves_of(lines: Sequence[Mapping[str, Any]]) -> Curves:
+    """Return the curves of the lines of a metrics.jsonl."""
+    curves = Curves()
+    for line in lines:
+        step = line["step"]
+        numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
+        if (before := numbers.pop("held_out_loss_before", None)) is not None:
+            curves.measured.append(step - 1)
+            curves.held_out.append(before)
+        if "loss" in numbers:
+            curves.steps.append(step)
+            curves.loss.append(numbers.pop("loss"))
+        if "held_out_loss" in numbers:
+            curves.measured.append(step)
+            curves.held_out.append(numbers.pop("held_out_loss"))
+        for key, value in numbers.items():
+            steps, values = curves.values.setdefault(key, ([], []))
+            steps.append(step)
+            values.append(value)
+    return curves
+
+
+def smoothed(values: Sequence[float], share: float = 0.05) -> list[float]:
+    """Return an exponential average of values: each result weighs about the last `share` of all values.
+
+    As in Adam, the average is divided by the sum of its weights, so that the first values are not too small."""
+    decay, total, weight, result = 1 - 1 / max(1.0, share * len(values)), 0.0, 0.0, []
+    for value in values:
+        total, weight = decay * total + (1 - decay) * value, decay * weight + (1 - decay)
+        result.append(total / weight if weight else value)
+    return result
+
+
+# -- text
+
+
+def terminal_curve(curves: Curves, width: int = 78, height: int = 10) -> str:
+    """Return the smoothed training loss (dots) and the held-out loss (o) over the steps as text."""
+    points = [(step, loss, "·") for step, loss in zip(curves.steps, smoothed(curves.loss), strict=True)]
+    points += [(step, loss, "o") for step, loss in zip(curves.measured, curves.held_out, strict=True)]
+    points = [point for point in points if math.isfinite(point[1])]
+    if len(points) < 2:
+        return ""
+    losses = [loss for _, loss, _ in points]
+    first, last = min(step for step, *_ in points), max(step for step, *_ in points)
+    low, high = min(losses), max(losses)
+    labels = f"{high:.3f}", f"{low:.3f}"
+    left = max(map(len, labels))
+    columns = width - left - 2
+    rows = [[" "] * columns for _ in range(height)]
+    for step, loss, mark in points:
+        column = round((step - first) / max(last - first, 1) * (columns - 1))
+        row = round((high - loss) / ((high - low) or 1.0) * (height - 1))
+        rows[row][column] = mark
+    names = {0: labels[0], height - 1: labels[1]}
+    lines = [f"{names.get(k, ''):>{left}} │{''.join(row).rstrip()}" for k, row in enumerate(rows)]
+    ends = f"step {first}", f"{last}"
+    middle = "· training loss  o held-out loss"
+    gap = columns - len(ends[0]) - len(ends[1])
+    return "\n".join([*lines, " " * (left + 2) + ends[0] + f"{middle:^{gap}}" + ends[1]])
+
+
+# -- pictures
+
+
+def draw_losses(runs: Mapping[str, Curves]) -> Figure:
+    """Return a figure: losses over the steps, and below them the learning rate. One colour for each run."""
+    figure = new_figure((8.0, 6.0))
+    losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    for k, (name, curves) in enumerate(runs.items()):
+        colour, alone = COLOURS[k % len(COLOURS)], len(runs) == 1
+        losses.plot(curves.steps, curves.loss, color=colour, alpha=0.25, linewidth=0.8)
+        label = "training loss, smoothed" if alone else f"{name}: training, smoothed"
+        losses.plot(curves.steps, smoothed(curves.loss), color=colour, linewidth=1.6, label=label)
+        colour = COLOURS[1] if alone else colour
+        label = "held-out loss" if alone else f"{name}: held out"
+        losses.plot(curves.measured, curves.held_out, "o--", color=colour, markersize=4, linewidth=1.2, label=label)
+        steps, values = curves.values.get("lr", ([], []))
+        rates.plot(steps, values, color=COLOURS[k % len(COLOURS)], linewidth=1.2)
+    finish(losses, "loss")
+    limit_to_results(losses, runs)
+    losses.legend(fontsize=8, frameon=False)
+    finish(rates, "learning rate")
+    rates.set_xlabel("step")
+    return figure
+
+
+def finish(axes: Axes, label: str) -> None:
+    """Give axes a label, a light grid, and no frame at the top and the right."""
+    axes.set_ylabel(label)
+    axes.grid(color="#dde1e5", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def limit_to_results(axes: Axes, runs: Mapping[str, Curves]) -> None:
+    """Leave single peaks of the loss out of the picture, which would press the curve flat."""
+    all_losses = (loss for curves in runs.values() for loss in [*curves.loss, *curves.held_out])
+    losses = sorted(loss for loss in all_losses if math.isfinite(loss))
+    if not losses:
+        return
+    most = max([losses[int(0.99 * (len(losses) - 1))], *(c.held_out[0] for c in runs.values() if c.held_out)])
+    margin = 0.05 * (most - losses[0]) or 0.1
+    axes.set_ylim(losses[0] - margin, most + margin)
+
+
+def save_curve(folder: Path, report: Callable[[str], None], terminal: bool) -> None:
+    """Draw the losses of the run in `folder` into LOSSES. Reports the file, or why there is none.
+
+    terminal: Report the curve as text, too."""
+    try:
+        curves = curves_of(read_metrics(folder / METRICS))
+        if len(curves.steps) < LEAST_STEPS:
+            return
+        if terminal and (text := terminal_curve(curves)):
+            report(f"\n{text}\n")
+        save_figure(draw_losses({folder.name: curves}), folder / LOSSES.removesuffix(".png"), ["png"])
+        report(f"losses drawn in {folder / LOSSES}")
+    except OSError as error:
+        report(f"no picture of the losses: {error.filename}: {error.strerror}")
