@@ -131,16 +131,15 @@ class MuonUpdate(UpdateOp):
 
 
 class Muon(Optimizer):
-    """Muon as torch.optim.Muon (Jordan et al. 2024) for hidden matrices, and AdamW for all other weights. In step t:
+    """Muon as torch.optim.Muon (Jordan et al. 2024) for hidden matrices, and AdamW for all other weights.
 
-    m = b m + (1 - b) g; u = b m + (1 - b) g (Nesterov); p -= lr weight_decay p; p -= lr factor NS(u).
+    In each step: m = b m + (1 - b) g; u = b m + (1 - b) g, or m without `nesterov`; p -= lr weight_decay p;
+    p -= lr factor NS(u). NS approximates the nearest matrix with orthonormal rows or columns: it divides u by its
+    Frobenius norm, then repeats x = a x + (b x x^T + c (x x^T)^2) x `ns_steps` times.
 
-    NS approximates the nearest matrix with orthonormal rows or columns. It divides u by its Frobenius norm, then
-    repeats x = a x + (b x x^T + c (x x^T)^2) x `ns_steps` times.
-
-    Hidden matrices are the weights with two axes in the checkpoint, without tables of embeddings and output layers: a
-    parameter with one of the axes of TABLES is none. If one weight of the checkpoint holds queries, keys and values,
-    each counts as a matrix.
+    Hidden matrices are the weights with two axes in the checkpoint, except parameters with one of the axes TABLES:
+    tables of embeddings, and output layers. If one weight of the checkpoint holds queries, keys and values, each counts
+    as a matrix.
 
     NS needs whole matrices. The tiles of u are gathered into one tile for each parameter, and the products of NS are
     tasks on this tile. So the result does not depend on the tiling, and different parameters run in parallel. Products
@@ -233,10 +232,13 @@ class Muon(Optimizer):
 
 
 def newton_schulz(g: GraphLike, x: Tensor, steps: int) -> tuple[Tensor, float]:
-    """Add the iteration x = a x + (b x x^T + c (x x^T)^2) x to a graph.
+    """Add the iteration x = a x + (b x x^T + c (x x^T)^2) x (Jordan et al. 2024) to a graph.
 
-    Returns (z, factor): the result is factor z. The products have no factor for what is added to a product. So z is x
-    without the factors a of the steps, and the Gram matrix has the factor b already.
+    Contract has no factor of its residual. So z is x without the factors a of the steps, and the Gram matrix already
+    has the factor b.
+
+    Returns:
+        (z, factor). The result of the iteration is factor z.
     """
     a, b, c = NS
     rows, columns = x.axes[-2:]

@@ -236,6 +236,25 @@ def test_contributing() -> None:
     assert packages <= rooms, packages - rooms
 
 
+def test_the_page_of_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its YAML is accepted, its table lists all optimizers and schedules, its defaults are those of the keys."""
+    from nntile_py.config.schedules import SCHEDULES, learning_rate
+    from nntile_py.config.sections import read_optimizer
+    from nntile_py.tasks.optimizer import OPTIMIZERS
+    from nntile_py.yaml_text import parse
+
+    text = (ROOT / "docs" / "optimizers.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rates.py").write_text(*blocks(text, "python"))
+    found = [read_optimizer(parse(block, "the page")["optimizer"]) for block in blocks(text, "yaml")]
+    assert [learning_rate(found[1], step, 4) for step in range(1, 5)] == [1e-3, 1e-3, 5e-4, 5e-4]
+    assert len(found[2].groups) == 3 and found[3].method is nt.Muon
+    rows = {name for name in re.findall(r"^\| `(\w+)`", text, re.M)}
+    assert rows - {"schedule"} == {*OPTIMIZERS, *SCHEDULES}
+    tables = {f"`{axis}`" for axis in nt.Muon.TABLES}
+    assert tables <= set(re.findall(r"`\w+`", text))
+
+
 def test_the_optimizer_of_the_page() -> None:
     """Its class is registered for YAML, and its reference is the formula of its docstring."""
     from nntile_py.tasks.optimizer import OPTIMIZERS

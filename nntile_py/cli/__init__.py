@@ -14,13 +14,13 @@ with interrupts.ends_at_once():
 
     import typer
 
-    from nntile_py.cli import train, data, runs, generation, server, evaluations, inspect, measurements, encode  # isort: skip  # order of --help
+    from nntile_py.cli import train, data, recorded_runs, generation, server, evaluations, inspect, measurements, encode  # isort: skip  # order of --help
     from nntile_py.cli.options import app
     from nntile_py.errors import LIMITS, NNTileError, exit_status, shown
     from nntile_py.system import launcher, output
 
-__all__ = ["app", "data", "encode", "evaluations", "generation", "inspect", "main", "measurements", "runs", "server"]
-__all__ += ["train"]
+__all__ = ["app", "data", "encode", "evaluations", "generation", "inspect", "main", "measurements", "recorded_runs"]
+__all__ += ["server", "train"]
 
 
 def main(run: Callable[[], Any] = app) -> None:

@@ -1,0 +1,128 @@
+"""Curves of runs, and the commands that compare runs and report on one."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Python
+from PIL import Image
+from test_loop import metrics, nntile
+
+from nntile_py.errors import ConfigError
+from nntile_py.training.curves import Curves, curves_of, draw_losses, save_curve, smoothed, terminal_curve
+from nntile_py.training.run_comparison import differences, parameters, read_run
+from nntile_py.training.run_report import report_page
+
+LINES = [
+    {"step": k, "loss": 8 - 0.05 * k, "lr": 0.01, "tokens_per_s": 100.0, "step_time_s": 2.0, "data_wait_s": 0.01}
+    | ({"held_out_loss": 8.1 - 0.04 * k} if k % 10 == 0 else {}) | ({"held_out_loss_before": 8.2} if k == 1 else {})
+    for k in range(1, 41)
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("watched")
+    for name, rate in (("one", 0.01), ("two", 0.02)):
+        sets = "train.steps=22", "train.eval_every=11", f"optimizer.lr={rate}", "sample.tokens=0"
+        done = nntile(folder, *sets, f"out={folder}/{name}")
+        assert done.returncode == 0 and f"losses drawn in {folder}/{name}/loss.png" in done.stdout, done.stderr
+    return folder / "one", folder / "two"
+
+
+def test_curves_of_metrics() -> None:
+    curves = curves_of([*LINES, {"step": 41, "loss": None, "lr": 0.01, "skipped": True}])
+    assert curves.steps == [*range(1, 41)] and curves.measured == [0, 10, 20, 30, 40]
+    assert curves.held_out[0] == 8.2 and curves.values["lr"][0][-1] == 41
+
+
+def test_smoothing_is_an_average_without_bias() -> None:
+    assert smoothed([3.0] * 50) == pytest.approx([3.0] * 50)
+    noisy = np.random.default_rng(0).normal(5, 1, 2000).tolist()
+    assert abs(smoothed(noisy)[-1] - 5) < 0.4 and smoothed(noisy)[0] == noisy[0] and smoothed([]) == []
+
+
+def test_the_curve_in_a_terminal() -> None:
+    rows = terminal_curve(curves_of(LINES)).splitlines()
+    assert len(rows) == 11 and max(map(len, rows)) <= 80
+    assert rows[0].startswith("8.200 │o") and rows[9].startswith("6.")
+    columns = [row.index("·") for row in rows[:10] if "·" in row]
+    assert columns == sorted(columns)  # the loss falls from the left to the right
+    assert terminal_curve(Curves()) == ""
+    same = terminal_curve(curves_of([{"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0}]))
+    assert same.count("·") == 3  # two points and the legend
+
+
+def test_a_peak_does_not_press_the_curve_flat() -> None:
+    lines: list[dict[str, Any]] = [dict(line) for _ in range(5) for line in LINES]
+    lines[77]["loss"] = 1e6
+    figure = draw_losses({"run": curves_of(lines)})
+    assert figure.axes[0].get_ylim()[1] < 10
+
+
+def test_a_run_draws_its_losses(runs: tuple[Path, Path]) -> None:
+    with Image.open(runs[0] / "loss.png") as picture:
+        assert picture.size == (1200, 900)
+    lines = metrics(runs[0])
+    assert all(line["data_wait_s"] >= 0 for line in lines)
+    times = [line["time"] for line in lines]
+    assert times == sorted(times) and times[0] > 1.7e9
+
+
+def test_a_full_disk_or_a_short_run_has_no_picture(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES[:19]))
+    save_curve(tmp_path, said.append, terminal=True)
+    assert not said and not (tmp_path / "loss.png").exists()
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    (tmp_path / "loss.png").mkdir()  # nothing can be written in its place
+    save_curve(tmp_path, said.append, terminal=False)
+    assert len(said) == 1 and said[0].startswith("no picture of the losses: ")
+
+
+def test_compare(runs: tuple[Path, Path], tmp_path: Path, python: Python) -> None:
+    command = ["compare", *map(str, runs), "--out", str(tmp_path / "c.svg")]
+    code = f"import sys; sys.argv = ['nntile', *{command!r}]; from nntile_py.cli import main; main()"
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"optimizer\.lr +0\.01 +0\.02", done.stdout) and "train.steps" not in done.stdout
+    assert "one: training" in (tmp_path / "c.svg").read_text() or (tmp_path / "c.svg").stat().st_size > 10_000
+    found = json.loads(python(code.replace("'compare'", "'compare', '--json'")).stdout)
+    first = found["runs"][0]
+    assert first["run"] == "one" and first["steps"] == 22 and first["best_step"] in (0, 11, 22)
+    of = read_run(runs[0]).config
+    assert first["tokens"] == 22 * of["train.batch"] * of["train.seq"] * of["train.grad_accumulation"]
+    assert first["held_out_loss"] == metrics(runs[0])[-1]["held_out_loss"]
+    assert found["differences"]["optimizer.lr"] == [0.01, 0.02]
+
+
+def test_parameters_and_differences(tmp_path: Path) -> None:
+    header = json.dumps({"a": {"shape": [3, 4]}, "b": {"shape": []}, "__metadata__": {}}).encode()
+    (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert parameters(tmp_path / "x") == 13 and parameters(tmp_path / "none") is None
+    (tmp_path / "x").write_bytes(b"\xff" * 30)
+    assert parameters(tmp_path / "x") is None
+    assert differences([{"a": 1, "out": 2}, {"a": 1, "b": 3, "out": 4}]) == {"b": [None, 3]}
+
+
+def test_report(runs: tuple[Path, Path]) -> None:
+    page = report_page(read_run(runs[0]))
+    for text in ("Run one", "Throughput", "Norm of the gradient", "prefers-color-scheme: dark", "optimizer.lr"):
+        assert text in page
+    assert page.count("<svg") >= 4
+    outside = [link for link in re.findall(r'(?:src|href)="([^"#]+)"', page) if not link.startswith("data:")]
+    assert not outside, "the page loads from elsewhere"
+    changed = page[page.index("Keys that differ") : page.index("All keys")]
+    assert "train.eval_every" in changed and "runtime.window" not in changed
+
+
+@pytest.mark.parametrize("what", ["nothing", "no step", "config"])
+def test_a_folder_that_is_no_run(what: str, tmp_path: Path) -> None:
+    if what != "nothing":
+        (tmp_path / "config.yaml").write_text("a: 1" if what == "no step" else "a: [")
+        (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"RUN: .*allowed: the folder of a run of `nntile train`"):
+        read_run(tmp_path)
