@@ -38,9 +38,8 @@ def _place(at, first, SIZES: tl.constexpr, STRIDES: tl.constexpr):
     """Return the positions in the stack of matrices of a tile's elements; see `_merged`."""
     place, rest = first + tl.zeros_like(at), at
     for k in tl.static_range(len(SIZES)):
-        axis: tl.constexpr = len(SIZES) - 1 - k
-        place += (rest % SIZES[axis]) * STRIDES[axis]
-        rest = rest // SIZES[axis]
+        place += (rest % SIZES[len(SIZES) - 1 - k]) * STRIDES[len(SIZES) - 1 - k]
+        rest = rest // SIZES[len(SIZES) - 1 - k]
     return place
 
 
