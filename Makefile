@@ -8,7 +8,7 @@ setup:
 	@scripts/setup.sh
 
 setup-test:
-	@scripts/setup.sh test lint docs serve data
+	@scripts/setup.sh test lint docs serve data tensorboard
 
 setup-lint:
 	@scripts/setup.sh lint

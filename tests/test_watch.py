@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from test_loop import metrics, nntile
 
 from nntile_py.errors import ConfigError
 from nntile_py.training.curves import Curves, curves_of, draw_losses, save_curve, smoothed, terminal_curve
+from nntile_py.training.loggers import Loggers
 from nntile_py.training.run_comparison import differences, parameters, read_run
 from nntile_py.training.run_report import report_page
 
@@ -126,3 +128,41 @@ def test_a_folder_that_is_no_run(what: str, tmp_path: Path) -> None:
         (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match=r"RUN: .*allowed: the folder of a run of `nntile train`"):
         read_run(tmp_path)
+
+
+def test_tensorboard_reads_the_metrics_of_a_run_and_its_resume(tmp_path: Path) -> None:
+    """Each step is there once, also after a resume from an earlier step than the run had reached."""
+    pytest.importorskip("tensorboardX")
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    sets = "logging.tensorboard=true", "sample.tokens=0", "train.eval_every=2", f"out={tmp_path}/run"
+    done = nntile(tmp_path, *sets, "train.steps=4", "checkpoint.every=2")
+    assert done.returncode == 0, done.stderr
+    done = nntile(tmp_path, *sets, "train.steps=6", arguments=("--resume", f"{tmp_path}/run/checkpoints/step-000002"))
+    assert done.returncode == 0, done.stderr
+    events = reader.EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    lines = {line["step"]: line for line in metrics(tmp_path / "run")}
+    losses = {event.step: event.value for event in events.Scalars("loss")}
+    assert [event.step for event in events.Scalars("loss")] == sorted(losses) == [1, 2, 3, 4, 5, 6]
+    assert losses == pytest.approx({step: line["loss"] for step, line in lines.items()}, rel=1e-6)
+    assert {event.step for event in events.Scalars("held_out_loss")} == {2, 4, 6}
+
+
+def test_weights_and_biases_offline(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    sets = "logging.wandb={project: p, mode: offline}", "sample.tokens=0", f"out={tmp_path}/run", "train.steps=3"
+    done = nntile(tmp_path, *sets)
+    assert done.returncode == 0, done.stderr
+    (file,) = (tmp_path / "run/wandb").glob("offline-run-*/*.wandb")
+    content = file.read_bytes()
+    assert b"held_out_loss" in content and b"grad_norm" in content
+
+
+def test_a_logger_that_fails_is_left_out(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    (tmp_path / "tensorboard").write_text("a file where the folder would be")
+    said: list[str] = []
+    config: Any = SimpleNamespace(logging=SimpleNamespace(tensorboard=True, wandb=None))
+    loggers = Loggers(config, tmp_path, 0, said.append)
+    loggers.write({"step": 1, "loss": 2.0})
+    assert len(said) == 1 and "training goes on without it" in said[0]
+    loggers.close()

@@ -26,7 +26,7 @@ from nntile_py.tasks.optimizer import OPTIMIZERS
 # Keys of the config that may change when a run resumes, without a report: they have no effect on the trained weights.
 # Keys whose changes are not reported. The hashes of the tokens show a change of the text: see data_facts.
 FREE = (
-    "out", "runtime", "scheduler", "profile", "debug", "sample", "checkpoint", "tokenizer", "model.from",
+    "out", "runtime", "scheduler", "profile", "debug", "sample", "logging", "checkpoint", "tokenizer", "model.from",
     "train.log_every", "train.eval_every", "train.eval_batches", "data.text", "data.label", "data.extensions",
     "data.max_bytes", "data.val_fraction", "data.held_out", "data.sequences", "data.messages", "data.prompt",
     "data.response",

@@ -298,7 +298,10 @@ class Metrics:
 
     Attributes:
         lines: The lines that stayed.
+        listener: Called with each line; None: no one listens.
     """
+
+    listener: Callable[[dict[str, Any]], None] | None = None
 
     def __init__(
         self, run: Path, after: int, report: Callable[[str], None], earlier: Path | None = None,
@@ -318,6 +321,8 @@ class Metrics:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
         self._left += json.dumps(finite).encode() + b"\n"
         self.flush()
+        if self.listener:
+            self.listener(finite)
 
     def flush(self) -> None:
         """Write the waiting lines, if there is room."""

@@ -14,6 +14,7 @@ from nntile_py.config.sections import (
     CheckpointSection,
     DataSection,
     DebugSection,
+    LoggingSection,
     OptimizerSection,
     ProfileSection,
     RuntimeSection,
@@ -105,6 +106,7 @@ class RunConfig(Section):
     seed: Natural = 0
     """Seed of the initial weights, of the order of the text, of dropout and of the sample."""
     sample: SampleSection = SampleSection()
+    logging: LoggingSection = LoggingSection()
     profile: ProfileSection = ProfileSection()
     debug: DebugSection = DebugSection()
     out: str | None = None

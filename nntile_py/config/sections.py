@@ -449,6 +449,26 @@ class SampleSection(Section):
     """Sample from this many most likely tokens; null: from all tokens."""
 
 
+class WandbSection(Section):
+    """Weights & Biases."""
+
+    project: str
+    """Name of the project."""
+    mode: Literal["online", "offline", "disabled"] = "online"
+    """`offline` writes files in the run's folder, which `wandb sync` sends later."""
+    name: str | None = None
+    """Name of the run; null: the name of the run's folder."""
+
+
+class LoggingSection(Section):
+    """Where the metrics of a run go besides metrics.jsonl."""
+
+    tensorboard: Switch = False
+    """Write event files for TensorBoard into the folder `tensorboard` of the run (package tensorboardX)."""
+    wandb: WandbSection | None = None
+    """Send the metrics to Weights & Biases (package wandb); null: do not."""
+
+
 class DebugSection(Section):
     """Slow checks that help to find an error."""
 

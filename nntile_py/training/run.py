@@ -3,7 +3,7 @@
 import shlex
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from nntile_py.training.collectives import NoOutput, agree, ranks_of_run
 from nntile_py.training.curves import save_curve
 from nntile_py.training.datasets import build_dataset, check_objective
 from nntile_py.training.display import Display, say
+from nntile_py.training.loggers import Loggers, check_packages
 from nntile_py.training.loop import run_steps
 from nntile_py.training.trainer import Trainer
 
@@ -74,6 +75,7 @@ def train(
     """
     # Before any work: check that the model can be trained, and that the machine has the workers.
     check_objective(config, spec)
+    check_packages(config)
     check_rates(config.optimizer, config.train.steps)
     runtime = Runtime(**runtime_options(config.runtime.model_dump()), mpi=True)
     ranks = runtime.ranks
@@ -293,7 +295,9 @@ def _train_on_rank_0(run: _Run, make_folder: Callable[[], RunFolder], rescue: Pa
         writer.newest = run.point.step
     from_start = not run.point or any("held_out_loss_before" in line for line in metrics.lines)
     try:
-        with Display(run.console, run.config, run.trainer) as display:
+        loggers = Loggers(run.config, folder.path, run.trainer.steps, run.report)
+        metrics.listener = loggers.write
+        with closing(loggers), Display(run.console, run.config, run.trainer) as display:
             before, last = run_steps(run.config, run.dataset, run.trainer, metrics, display, writer, run.stop)
         writer.finish()
     except BaseException:

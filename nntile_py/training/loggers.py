@@ -1,0 +1,131 @@
+"""Loggers: show the metrics of a run in TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import importlib
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nntile_py.config.run_config import RunConfig
+from nntile_py.errors import ConfigError
+
+Listener = Callable[[Mapping[str, Any]], None]
+
+
+class TensorBoard:
+    """Writes the numbers of each line of metrics.jsonl to the event files in RUN/tensorboard.
+
+    Args:
+        folder: The run's folder.
+        after: Step after which the run resumes: TensorBoard forgets later steps of an interrupted run.
+    """
+
+    def __init__(self, folder: Path, after: int) -> None:
+        writer = _package("tensorboardX", "logging.tensorboard").SummaryWriter
+        self._writer = writer(str(folder / "tensorboard"), purge_step=after + 1 if after else None, flush_secs=10)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        for key, value in _numbers(line).items():
+            self._writer.add_scalar(key, value, line["step"], line.get("time"))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """Sends the numbers of each line of metrics.jsonl to Weights & Biases. A resumed run continues its series.
+
+    Args:
+        folder: The run's folder.
+        config: The run's config.
+    """
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        section, name = config.logging.wandb, config.out or folder.name
+        assert section
+        wandb = _package("wandb", "logging.wandb")
+        identity = folder / "wandb-id"
+        if not identity.is_file():
+            identity.write_text(secrets.token_hex(4))
+        self._run = wandb.init(
+            project=section.project, name=section.name or Path(name).name, mode=section.mode, dir=str(folder),
+            id=identity.read_text().strip(), resume="allow", config=config.model_dump(mode="json", by_alias=True),
+            settings=wandb.Settings(console="off", silent=True),
+        )  # fmt: skip
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        self._run.log(_numbers(line), step=line["step"])
+
+    def close(self) -> None:
+        self._run.finish(quiet=True)
+
+
+class Loggers:
+    """All loggers of a run. A logger that fails is reported once and then left out: it never ends a run.
+
+    Args:
+        config: The run's config.
+        folder: The run's folder.
+        after: Step after which the run resumes; 0: a new run.
+        report: Shows a message.
+
+    Raises:
+        ConfigError: A package is missing.
+    """
+
+    def __init__(self, config: RunConfig, folder: Path, after: int, report: Callable[[str], None]) -> None:
+        makers: list[Callable[[], TensorBoard | WandB]] = []
+        if config.logging.tensorboard:
+            makers.append(lambda: TensorBoard(folder, after))
+        if config.logging.wandb:
+            makers.append(lambda: WandB(folder, config))
+        self._report, self._loggers = report, list[TensorBoard | WandB]()
+        for make in makers:
+            try:
+                self._loggers.append(make())
+            except ConfigError:
+                raise
+            except Exception as error:  # a service may fail in any way
+                report(f"note: a logger of the section logging cannot begin ({error}); training goes on without it")
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Pass a line of metrics.jsonl to all loggers."""
+        for logger in [*self._loggers]:
+            self._attempt(logger, lambda logger=logger: logger.write(line))  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Write what the loggers still hold."""
+        for logger in [*self._loggers]:
+            self._attempt(logger, logger.close)
+        self._loggers.clear()
+
+    def _attempt(self, logger: TensorBoard | WandB, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._report(f"note: {type(logger).__name__} failed ({error}); training goes on without it")
+            self._loggers.remove(logger)
+
+
+def check_packages(config: RunConfig) -> None:
+    """Raise ConfigError if a package that the section `logging` needs is missing."""
+    if config.logging.tensorboard:
+        _package("tensorboardX", "logging.tensorboard")
+    if config.logging.wandb:
+        _package("wandb", "logging.wandb")
+
+
+def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        key: value for key, value in line.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and key not in ("step", "time")
+    }  # fmt: skip
+
+
+def _package(name: str, key: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(f"{key}: needs the package {name}; allowed after: pip install {name}") from None
