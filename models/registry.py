@@ -9,6 +9,7 @@ import inspect
 import os
 import pkgutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,25 @@ def imported(path: Path, here: str, need: str) -> Any:
         return _loaded(path, path.stat().st_mtime_ns)
     except (Exception, SystemExit) as error:  # importing the user's file may raise anything
         raise ConfigError(f"{here}: the file raises {raised(error, str(path))}") from error
+
+
+def function_of(name: str, key: str, need: str) -> Callable[..., Any]:
+    """Return the function that my_file.py:function names. Runs the file's code.
+
+    Args:
+        name: The file and the function.
+        key: The key whose value `name` is, for errors.
+        need: What the function must take and return, for errors.
+
+    Raises:
+        ConfigError: There is no such function.
+    """
+    file, wanted = code_of(name), name.rpartition(":")[2]
+    assert file
+    function = vars(imported(file, f"{key}: {name}", need)).get(wanted)
+    if not callable(function):
+        raise ConfigError(f"{key}: {name}: no such function in the file; allowed: {need}")
+    return function  # type: ignore[no-any-return]
 
 
 @functools.cache

@@ -161,8 +161,37 @@ def test_a_logger_that_fails_is_left_out(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     (tmp_path / "tensorboard").write_text("a file where the folder would be")
     said: list[str] = []
-    config: Any = SimpleNamespace(logging=SimpleNamespace(tensorboard=True, wandb=None))
-    loggers = Loggers(config, tmp_path, 0, said.append)
+    config: Any = SimpleNamespace(logging=SimpleNamespace(tensorboard=True, wandb=None, callback=None))
+    loggers = Loggers(config, tmp_path, 0, said.append, [])
     loggers.write({"step": 1, "loss": 2.0})
     assert len(said) == 1 and "training goes on without it" in said[0]
     loggers.close()
+
+
+def test_a_callback_ends_a_run_early(tmp_path: Path) -> None:
+    code = tmp_path / "mine.py"
+    code.write_text("def watch(line):\n    print('seen', line['step'])\n    return line['step'] == 2\n")
+    sets = f"logging.callback={code}:watch", "train.steps=9", f"out={tmp_path}/run"
+    done = nntile(tmp_path, *sets)
+    last = len(metrics(tmp_path / "run"))
+    assert done.returncode == 0 and last in (2, 3, 4), done.stderr
+    assert f"seen {last}\n" in done.stdout
+    assert f"stopped by logging.callback after step {last} of 9; all trained steps are saved; to" in done.stdout
+    assert f"--set logging.callback={code}:watch" in done.stdout and "sample:" not in done.stdout
+    refused = nntile(tmp_path, arguments=("--resume", f"{tmp_path}/run"))
+    assert refused.returncode == 2 and f"the callback is a function in {code}" in refused.stderr
+    done = nntile(tmp_path, *sets, arguments=("--resume", f"{tmp_path}/run", "-q"))
+    assert done.returncode == 0 and len(metrics(tmp_path / "run")) == 9, done.stderr
+    assert "step 9/9" not in done.stdout and "loss" not in done.stdout
+
+
+def test_a_callback_that_raises_is_left_out(tmp_path: Path) -> None:
+    sets = "train.steps=4", f"out={tmp_path}/run", "train.eval_every=4"
+    (tmp_path / "mine.py").write_text("def watch(line):\n    return line['step'] == 2 and 1 / 0\n\nnumber = 3\n")
+    done = nntile(tmp_path, "logging.callback=mine.py:watch", *sets, arguments=("-v",))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("note: Callback raises ZeroDivisionError in line 2") == 1, done.stdout
+    assert [f"step {step}/4" in done.stdout for step in range(1, 5)] == [True] * 4
+    for name, message in (("number", "no such function"), ("other", "no such function"), ("", "my_file.py:function")):
+        done = nntile(tmp_path, f"logging.callback=mine.py:{name}" if name else "logging.callback=mine", *sets)
+        assert done.returncode == 2 and "logging.callback" in done.stderr and message in done.stderr, done.stderr

@@ -82,6 +82,8 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run from its newest complete checkpoint.")
     ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every step: train.log_every=1.")] = False,
     rescue: Annotated[
         Path | None,
         typer.Option(
@@ -94,7 +96,7 @@ def train(
     from nntile_py.config.builders import step_spec
     from nntile_py.config.run_config import check_saved_overrides, load
 
-    name, overrides = Path(config).stem, list(sets or [])
+    name, overrides = Path(config).stem, [*(sets or []), *["train.log_every=1"] * verbose]
     of_run = resume and where is None and not Path(config).is_file()  # typed as: nntile train --resume runs/my_run
     if of_run:
         where = Path(config)
@@ -136,7 +138,7 @@ def train(
         from nntile_py.training.run import train as run
 
         status = run(
-            loaded.model_copy(update={"out": str(folder)}), spec, folder, Console(),
+            loaded.model_copy(update={"out": str(folder)}), spec, folder, Console(quiet=quiet),
             resume=start, replaces=overwrite and not resume, rescue=rescue, overrides=overrides,
         )  # fmt: skip
     raise typer.Exit(status)

@@ -284,17 +284,21 @@ def load(
     return resolve(tree, overrides, str(path), saved)
 
 
-CODE = {"model": "type", "optimizer": "schedule"}  # {section: key that may name code in a user's Python file}
+# {(section, key) that may name code in a user's Python file: what the code is}
+CODE = {
+    ("model", "type"): "the model is a class",
+    ("optimizer", "schedule"): "the schedule is a function",
+    ("logging", "callback"): "the callback is a function",
+}
 
 
 def check_code_of_run(tree: dict[str, Any], where: Path, overrides: Iterable[str]) -> None:
     """Raise ConfigError if a run's saved config names a Python file that `overrides` do not name."""
     named = {assignment(item)[0] for item in overrides}
-    for name, key in CODE.items():
+    for (name, key), what in CODE.items():
         section = tree.get(name)
         value = section.get(key) if isinstance(section, dict) else None
         if not {name, f"{name}.{key}"} & named:
-            what = "the model is a class" if name == "model" else "the schedule is a function"
             check_code(value, where, f"--set {name}.{key}={value}, if you trust this file", what)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nntile_py.errors import ConfigError, raised
-from nntile_py.models.registry import code_of, imported
+from nntile_py.models.registry import function_of
 
 TIMESCALE = 10_000  # of inverse_sqrt without warm-up, as in transformers
 
@@ -93,13 +93,7 @@ def own_schedule(name: str) -> Callable[[int, int, float], Any]:
     Raises:
         ConfigError: There is no such function.
     """
-    file, wanted, need = code_of(name), name.rpartition(":")[2], "a function(step, steps, lr) that returns a number"
-    assert file
-    module = imported(file, f"optimizer.schedule: {name}", need)
-    function = vars(module).get(wanted)
-    if not callable(function):
-        raise ConfigError(f"optimizer.schedule: {name}: no such function in the file; allowed: {need}")
-    return function  # type: ignore[no-any-return]
+    return function_of(name, "optimizer.schedule", "a function(step, steps, lr) that returns a number")
 
 
 def check_rates(keys: RateKeys, steps: int) -> None:

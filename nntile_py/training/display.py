@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from statistics import fmean
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ class Display:
     def __init__(self, console: Console, config: RunConfig, trainer: Trainer) -> None:
         self._console, self._train, self._trainer = console, config.train, trainer
         self._times: deque[tuple[float, ...]] = deque(maxlen=20)  # (seconds, tokens, Tflop) of the last steps
+        self._losses: deque[float] = deque(maxlen=20)
         self._held_out = ""
         self._speed = ""
         self._skipped = Counter[str]()  # number of skipped steps, by reason
@@ -73,7 +75,10 @@ class Display:
             rest = "" if self._console.is_terminal else f"  {speed}  {left_text}"
             say(self._console, f"step {step}/{steps}  {now}{learnt}{rest}")
         self._progress.update(self._task, completed=step, left=left_text)
-        self._live.update(Group(self._progress, Text(f"{self._held_out}{learnt}\n{speed}")))
+        if not skipped:
+            self._losses.append(line["loss"])
+        mean = f"mean loss of {len(self._losses)} steps {fmean(self._losses):.4f}  " if self._losses else ""
+        self._live.update(Group(self._progress, Text(f"{self._held_out}{learnt}\n{mean}{speed}")))
 
     def skips(self) -> str:
         """Return a sentence with the number of skipped steps and the reasons; an empty string if there are none."""

@@ -1,4 +1,4 @@
-"""Loggers: show the metrics of a run in TensorBoard and Weights & Biases."""
+"""Loggers: pass the metrics of a run to TensorBoard, Weights & Biases and a user's function."""
 
 from __future__ import annotations
 
@@ -6,12 +6,24 @@ import importlib
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from nntile_py.config.run_config import RunConfig
-from nntile_py.errors import ConfigError
+from nntile_py.config.sections import own_callback
+from nntile_py.errors import ConfigError, raised
+from nntile_py.models.registry import code_of
 
-Listener = Callable[[Mapping[str, Any]], None]
+CALLBACK = "logging.callback"
+
+
+class Logger(Protocol):
+    """Gets the lines of metrics.jsonl."""
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Take a line."""
+
+    def close(self) -> None:
+        """Write what the logger still holds."""
 
 
 class TensorBoard:
@@ -62,6 +74,27 @@ class WandB:
         self._run.finish(quiet=True)
 
 
+class Callback:
+    """Passes each line of metrics.jsonl to a user's function.
+
+    Args:
+        config: The run's config.
+        stop: CALLBACK is appended if the function returns True before the last step.
+    """
+
+    def __init__(self, config: RunConfig, stop: list[str]) -> None:
+        assert config.logging.callback
+        self.file = str(code_of(config.logging.callback))
+        self._function, self._steps, self._stop = own_callback(config.logging.callback), config.train.steps, stop
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        if self._function(dict(line)) and line["step"] < self._steps and not self._stop:
+            self._stop.append(CALLBACK)
+
+    def close(self) -> None:
+        pass
+
+
 class Loggers:
     """All loggers of a run. A logger that fails is reported once and then left out: it never ends a run.
 
@@ -70,18 +103,23 @@ class Loggers:
         folder: The run's folder.
         after: Step after which the run resumes; 0: a new run.
         report: Shows a message.
+        stop: Names of what ends the run early; the callback may append its name.
 
     Raises:
         ConfigError: A package is missing.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, after: int, report: Callable[[str], None]) -> None:
-        makers: list[Callable[[], TensorBoard | WandB]] = []
+    def __init__(
+        self, config: RunConfig, folder: Path, after: int, report: Callable[[str], None], stop: list[str]
+    ) -> None:
+        makers: list[Callable[[], Logger]] = []
         if config.logging.tensorboard:
             makers.append(lambda: TensorBoard(folder, after))
         if config.logging.wandb:
             makers.append(lambda: WandB(folder, config))
-        self._report, self._loggers = report, list[TensorBoard | WandB]()
+        if config.logging.callback:
+            makers.append(lambda: Callback(config, stop))
+        self._report, self._loggers = report, list[Logger]()
         for make in makers:
             try:
                 self._loggers.append(make())
@@ -101,11 +139,12 @@ class Loggers:
             self._attempt(logger, logger.close)
         self._loggers.clear()
 
-    def _attempt(self, logger: TensorBoard | WandB, action: Callable[[], None]) -> None:
+    def _attempt(self, logger: Logger, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:
-            self._report(f"note: {type(logger).__name__} failed ({error}); training goes on without it")
+            what = f"raises {raised(error, logger.file)}" if isinstance(logger, Callback) else f"failed ({error})"
+            self._report(f"note: {type(logger).__name__} {what}; training goes on without it")
             self._loggers.remove(logger)
 
 

@@ -26,7 +26,7 @@ from nntile_py.checkpoint.resume import (
 from nntile_py.checkpoint.run_folder import METRICS, Metrics, RunFolder, check_place, check_replaced, check_unlocked
 from nntile_py.checkpoint.writer import CheckpointWriter, TileSender, error_text, save_final
 from nntile_py.config.builders import build_model, step_spec
-from nntile_py.config.run_config import RunConfig
+from nntile_py.config.run_config import CODE, RunConfig
 from nntile_py.config.scheduler_file import runtime_options
 from nntile_py.config.schedules import check_rates
 from nntile_py.data.confusion import FILES, Confusion
@@ -44,7 +44,7 @@ from nntile_py.training.collectives import NoOutput, agree, ranks_of_run
 from nntile_py.training.curves import save_curve
 from nntile_py.training.datasets import build_dataset, check_objective
 from nntile_py.training.display import Display, say
-from nntile_py.training.loggers import Loggers, check_packages
+from nntile_py.training.loggers import CALLBACK, Loggers, check_packages
 from nntile_py.training.loop import run_steps
 from nntile_py.training.trainer import Trainer
 
@@ -116,16 +116,15 @@ def train(
         facts = {"config": config.model_dump(mode="json", by_alias=True), "data": data, "overrides": overrides or []}
         run = _Run(config, out, dataset, facts, trainer, point, stop, console, report)
         if not _train_on_rank_0(run, partial(_run_folder, out, resume, replaces, checkpoints, report), rescue):
-            return 128 + signal.Signals[stop[0]].value
+            return _exit_status(stop)
     if stop:
         unfinished = trainer.steps < config.train.steps
-        files = {"model.type": config.model.type, "optimizer.schedule": config.optimizer.schedule}
+        files = {f"{section}.{key}": getattr(getattr(config, section), key) for section, key in CODE}
         code = "".join(f" --set {shlex.quote(f'{key}={name}')}" for key, name in files.items() if code_of(name))
         more = f"; to continue: nntile train --resume {shlex.quote(str(out))}{code}" if unfinished else ""
         done = f"after step {trainer.steps} of {config.train.steps}"
         report(f"stopped by {stop[0]} {done}; all trained steps are saved{more}")
-        return 128 + signal.Signals[stop[0]].value
-    return 0
+    return _exit_status(stop)
 
 
 # -- before the first step
@@ -295,7 +294,7 @@ def _train_on_rank_0(run: _Run, make_folder: Callable[[], RunFolder], rescue: Pa
         writer.newest = run.point.step
     from_start = not run.point or any("held_out_loss_before" in line for line in metrics.lines)
     try:
-        loggers = Loggers(run.config, folder.path, run.trainer.steps, run.report)
+        loggers = Loggers(run.config, folder.path, run.trainer.steps, run.report, run.stop)
         metrics.listener = loggers.write
         with closing(loggers), Display(run.console, run.config, run.trainer) as display:
             before, last = run_steps(run.config, run.dataset, run.trainer, metrics, display, writer, run.stop)
@@ -406,6 +405,11 @@ def _save_confusion(names: list[str], counts: object, folder: Path, report: Repo
 
 
 # -- signals
+
+
+def _exit_status(stop: list[str]) -> int:
+    """Return 128 + the number of the first signal in `stop`; 0 if there is none, or the callback has ended the run."""
+    return 128 + signal.Signals[stop[0]].value if stop and stop[0] != CALLBACK else 0
 
 
 @contextmanager
