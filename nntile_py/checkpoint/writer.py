@@ -41,7 +41,7 @@ def trainer_facts(trainer: Any) -> dict[str, Any]:
             "accumulate": spec.accumulate,
             "fusion": vars(spec.fusion), "grad_accumulation": spec.grad_accumulation, "seed": trainer.seed,
             "shift_labels": trainer.shift_labels, "pack": spec.pack, "check_finite": trainer.nan_check.enabled,
-            "loss_scale": spec.loss_scale,
+            "loss_scale": spec.loss_scale, **({"freeze": [*spec.freeze]} if spec.freeze else {}),
         },
     }  # fmt: skip
 

@@ -36,6 +36,7 @@ from nntile_py.models.base import ModelConfig
 from nntile_py.models.hf_config import WEIGHTS, read_raw, weight_files
 from nntile_py.models.registry import check_code, find, of_hf_type, resolved
 from nntile_py.schema import (
+    Names,
     Natural,
     Rule,
     Section,
@@ -85,6 +86,9 @@ class RunConfig(Section):
         ),
     ] = "fp32"
     """Number format of products and activations."""
+    freeze: Names = ()
+    """Patterns of names of weights in checkpoints, such as `*.wte.*`, with the wildcards *, ? and [...]. These weights
+    are not trained: they have no gradient and no optimizer state."""
     tiles: TilesSection = TilesSection()
     accumulate: Policy = "chain"
     """How partial sums of a tile are added: `chain` in a fixed order (the same bits for any number of workers and any

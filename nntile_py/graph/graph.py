@@ -299,14 +299,19 @@ class Graph:
                     seen[t] = written[t.storage] = written.get(t.storage, 0) + 1
         return seen, written
 
-    def prune(self, outputs: Iterable[Tensor]) -> None:
-        """Remove all operators, inputs and parameters that `outputs` do not need."""
+    def prune_operators(self, outputs: Iterable[Tensor]) -> set[Tensor]:
+        """Remove all operators that `outputs` do not need. Returns the storages of all tensors that they need."""
         needed, ops = {one.storage for one in outputs}, []
         for op in reversed(self.ops):
             if any(out.storage in needed for out in op.outputs):
                 needed.update(one.storage for one in op.inputs)
                 ops.append(op)
         self.ops = ops[::-1]
+        return needed
+
+    def prune(self, outputs: Iterable[Tensor]) -> None:
+        """Remove all operators, inputs and parameters that `outputs` do not need."""
+        needed = self.prune_operators(outputs)
         self.tensors = {name: one for name, one in self.tensors.items() if one in needed}
         self.inputs = {name: one for name, one in self.inputs.items() if name in self.tensors}
         self.params = {one: param for one, param in self.params.items() if one in needed}

@@ -13,6 +13,7 @@ from typing import Any
 
 from nntile_py.errors import ConfigError, operators_refuse
 from nntile_py.graph import packed_inputs
+from nntile_py.graph.freeze import freeze
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.key_value_cache import TOKENS, CacheShape, KeyValueCache, Sampling, check_cached, summed_last
@@ -181,6 +182,7 @@ class StepSpec:
             None: default layouts.
         kept: {weight: order of axes}, as the layout search of another program with the same weights has chosen them.
         loss_scale: initial loss scale, see training/loss_scale.py; None: 65536 in fp16, else no scale.
+        freeze: patterns of names of weights that are not trained, see graph/freeze.py.
 
     Raises:
         ConfigError: a value is out of range.
@@ -204,6 +206,7 @@ class StepSpec:
     timings: Timings | None = None
     kept: Mapping[str, Order] | None = None
     loss_scale: float | None = None
+    freeze: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.model, "trace", None)):
@@ -280,6 +283,7 @@ class StepSpec:
         if cache:
             graph.cache = KeyValueCache(graph, cache, self.rows, self.capacity)
         traced = trace(self.model, graph, batch)
+        freeze(graph, self.freeze)
         if training and traced.loss is None:
             raise ConfigError(f"model: {type(self.model).__name__}{_no_loss(getattr(self.model, 'config', None))}")
         if self.pack:
@@ -311,6 +315,8 @@ class StepSpec:
         if self.scale:
             _check_scalable(graph, traced.loss, self.precision)
         grads = graph.backward(traced.loss)
+        if self.freeze:  # the gradients of frozen weights are not computed
+            graph.prune_operators([traced.loss, *grads.values()])
         fuse(graph, self.fusion, self.cuts)
         if self.grad_accumulation == 1 and self.one_machine:
             narrow_gradients(graph, grads.values(), self.cuts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,7 @@ from nntile_py.execution.forward_program import label_counts, mean_slots
 from nntile_py.execution.program import Program
 from nntile_py.execution.runtime import Runtime, in_turns
 from nntile_py.graph.bin_packing import Bins, bins_of
+from nntile_py.graph.freeze import counts
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.params import Traceable
 from nntile_py.graph.step import Step, StepSpec, check_precision
@@ -75,6 +76,8 @@ class Trainer:
         loss_scale: Factor by which the first step's loss is multiplied, so that small gradients do not round to zero. A
             step whose gradients overflow changes nothing and halves the factor. 2000 steps in a row without an
             overflow double it. Default: 65536 for fp16, else the loss is not scaled.
+        freeze: Patterns of names of weights in checkpoints, such as `*.wte.*`. These weights are not trained: they have
+            no gradient and no optimizer state.
         check_finite: Check all values that tasks write. A loss or norm that is not finite then raises NotFinite, which
             names the operator that wrote the first such value. Slow: for debugging.
 
@@ -103,6 +106,7 @@ class Trainer:
         pack: bool = False,
         check_finite: bool = False,
         loss_scale: float | None = None,
+        freeze: Sequence[str] = (),
     ) -> None:
         if attention is not None and not hasattr(model, "changed"):
             need = f"None, as {type(model).__name__} is no nt.Model and chooses its attention itself"
@@ -111,6 +115,7 @@ class Trainer:
         spec = StepSpec(
             chosen, batch, seq, Tiling(tiles), precision, optimizer or AdamW(), clip_grad_norm, accumulate,
             Fusion.of(fusion), grad_accumulation, skip_above_norm, pack=pack, loss_scale=loss_scale,
+            freeze=tuple(freeze),
         )  # fmt: skip
         self._start(model, spec, seed, shift_labels, check_finite)
 
@@ -154,6 +159,11 @@ class Trainer:
     @property
     def tokens_per_step(self) -> int:
         return self.grad_accumulation * self.batch * self.seq
+
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """The number of values of all parameters that are trained, and of all parameters."""
+        return counts(self._built.params)
 
     @property
     def flop_per_step(self) -> int:

@@ -1,0 +1,52 @@
+"""Frozen weights: parameters of a graph that a training step leaves as they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from nntile_py.errors import ConfigError
+from nntile_py.graph.graph import Graph
+from nntile_py.graph.params import Param
+from nntile_py.tasks.param_group import matches
+
+
+def freeze(graph: Graph, patterns: Sequence[str]) -> None:
+    """Mark the parameters whose weights match a pattern as frozen: they get no gradient. Call it before `backward`.
+
+    Args:
+        patterns: Patterns of names of weights in checkpoints, as of ParamGroup.match.
+
+    Raises:
+        ConfigError: A pattern matches no weight, all weights match, or a parameter joins weights of which only some
+            match.
+    """
+    if not patterns:
+        return
+    names = list(dict.fromkeys(source.weight for param in graph.params.values() for source in param.sources))
+    for pattern in patterns:
+        if not any(matches(name, [pattern]) for name in names):
+            raise ConfigError(
+                f"freeze: {pattern!r} matches no weight; allowed: a pattern of names such as {', '.join(names[-3:])}"
+            )
+    if all(matches(name, patterns) for name in names):
+        raise ConfigError("freeze: all weights match; allowed: patterns that leave a weight to train")
+    for tensor, param in graph.params.items():
+        tensor.requires_grad = not _frozen(param, patterns)
+    for op in graph.ops:
+        for out in op.outputs:
+            out.requires_grad = any(one.requires_grad for one in op.inputs)
+
+
+def counts(params: Sequence[Param]) -> tuple[int, int]:
+    """Return the number of values of all parameters that are trained, and of all parameters."""
+    sizes = [(math.prod(param.tensor.shape), param.tensor.requires_grad) for param in params]
+    return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes)
+
+
+def _frozen(param: Param, patterns: Sequence[str]) -> bool:
+    found = {source.weight: matches(source.weight, patterns) for source in param.sources}
+    if len({*found.values()}) > 1:
+        both = ", ".join(f"{name} ({'frozen' if frozen else 'trained'})" for name, frozen in found.items())
+        raise ConfigError(f"freeze: {both} are one parameter here; allowed: patterns that match all of them or none")
+    return any(found.values())
