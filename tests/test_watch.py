@@ -1,5 +1,6 @@
 """Curves of runs, and the commands that compare runs and report on one."""
 
+import html
 import json
 import re
 from pathlib import Path
@@ -115,6 +116,10 @@ def test_report(runs: tuple[Path, Path]) -> None:
     for text in ("Run one", "Throughput", "Norm of the gradient", "prefers-color-scheme: dark", "optimizer.lr"):
         assert text in page
     assert page.count("<svg") >= 4
+    lines = metrics(runs[0])
+    assert [line["step"] for line in lines if "machine" in line] == [1] and lines[0]["machine"] in html.unescape(page)
+    assert all(line["memory_bytes"] > 0 for line in lines) and "Memory of the tiles" in page
+    assert "Sample at the end" not in page  # sample.tokens=0
     outside = [link for link in re.findall(r'(?:src|href)="([^"#]+)"', page) if not link.startswith("data:")]
     assert not outside, "the page loads from elsewhere"
     changed = page[page.index("Keys that differ") : page.index("All keys")]
@@ -180,9 +185,15 @@ def test_a_callback_ends_a_run_early(tmp_path: Path) -> None:
     assert f"--set logging.callback={code}:watch" in done.stdout and "sample:" not in done.stdout
     refused = nntile(tmp_path, arguments=("--resume", f"{tmp_path}/run"))
     assert refused.returncode == 2 and f"the callback is a function in {code}" in refused.stderr
+    (tmp_path / "run/sample.txt").write_text("old")
     done = nntile(tmp_path, *sets, arguments=("--resume", f"{tmp_path}/run", "-q"))
     assert done.returncode == 0 and len(metrics(tmp_path / "run")) == 9, done.stderr
     assert "step 9/9" not in done.stdout and "loss" not in done.stdout
+    assert [line["step"] for line in metrics(tmp_path / "run") if "machine" in line] == [1, last + 1]
+    sample = (tmp_path / "run/sample.txt").read_text()
+    assert sample.startswith("sample:\nimport ") and html.escape(sample.split()[1]) in report_page(
+        read_run(tmp_path / "run")
+    )
 
 
 def test_a_callback_that_raises_is_left_out(tmp_path: Path) -> None:

@@ -36,13 +36,13 @@ from nntile_py.system.folders import (
 )  # fmt: skip
 from nntile_py.yaml_text import MOST_BYTES, parse
 
-METRICS, RUN_CONFIG, LOSSES = "metrics.jsonl", "config.yaml", "loss.png"
+METRICS, RUN_CONFIG, LOSSES, SAMPLE = "metrics.jsonl", "config.yaml", "loss.png", "sample.txt"
 _NEW = "new run"  # mark of the folder of a run that is to replace an earlier run
 # Files that `nntile train` writes; a run never removes any other file.
 OWN = (
     checkpoint.MODEL, checkpoint.CONFIG, checkpoint.TOKENIZER,
     checkpoint.TOKENIZER_CONFIG, GENERATION, RUN_CONFIG, METRICS, "checkpoints", BEST,
-    *confusion.FILES, LOSSES,
+    *confusion.FILES, LOSSES, SAMPLE,
 )  # fmt: skip
 
 
@@ -298,6 +298,7 @@ class Metrics:
 
     Attributes:
         lines: The lines that stayed.
+        first: Entries of the first line that this process writes.
         listener: Called with each line; None: no one listens.
     """
 
@@ -315,9 +316,11 @@ class Metrics:
             os.fsync(file.fileno())
             ready()
         self._file, self._left, self._report, self._full = append(self._path), b"", report, False
+        self.first: dict[str, Any] = {}
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line. Infinity and nan, which JSON lacks, become null."""
+        line, self.first = line | self.first, {}
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
         self._left += json.dumps(finite).encode() + b"\n"
         self.flush()

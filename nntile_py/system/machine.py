@@ -48,6 +48,11 @@ def processor() -> str:
     return model
 
 
+def devices(cuda: bool) -> str:
+    """Return the names of this machine's GPUs (with `cuda`) and of its CPU, for people."""
+    return "; ".join(filter(None, (gpus() if cuda else "", processor())))
+
+
 def cache_bytes(cuda: bool) -> int:
     """Return the size, in bytes, of the GPU's L2 cache (`cuda`) or of the CPU's last-level cache.
 

@@ -75,6 +75,7 @@ def _run_steps(
             seconds, clock = time.perf_counter() - clock, time.perf_counter()
             line |= {"tokens_per_s": pending.tokens / seconds, "tflop_per_s": pending.flop / seconds / 1e12}
             line |= {"step_time_s": seconds, "data_wait_s": waited, "time": round(time.time(), 3)}
+            line["memory_bytes"] = trainer.memory_bytes()
             if result.skipped:
                 line["skipped"] = True
             if result.loss_scale:

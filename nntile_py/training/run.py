@@ -3,7 +3,7 @@
 import shlex
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from nntile_py.checkpoint.resume import (
     flattened,
     newest_checkpoint,
 )
-from nntile_py.checkpoint.run_folder import METRICS, Metrics, RunFolder, check_place, check_replaced, check_unlocked
+from nntile_py.checkpoint.run_folder import METRICS, SAMPLE, Metrics, RunFolder, check_place, check_replaced, check_unlocked
 from nntile_py.checkpoint.writer import CheckpointWriter, TileSender, error_text, save_final
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import CODE, RunConfig
@@ -40,6 +40,7 @@ from nntile_py.inference.generate import fill_masked, generate
 from nntile_py.models.registry import code_of
 from nntile_py.runs import run_of
 from nntile_py.system.folders import NO_ROOM, replace_file, same_content
+from nntile_py.system.machine import devices
 from nntile_py.training.collectives import NoOutput, agree, ranks_of_run
 from nntile_py.training.curves import save_curve
 from nntile_py.training.datasets import build_dataset, check_objective
@@ -265,6 +266,8 @@ def _first_files(run: _Run, make_folder: Callable[[], RunFolder]) -> tuple[RunFo
             folder.make_way(name)
             replace_file(folder.path / name, content)
         metrics = Metrics(folder.path, run.trainer.steps, run.report, run.out, set_aside)
+        metrics.first = {"machine": devices(run.config.runtime.cuda != 0)}
+        (folder.path / SAMPLE).unlink(missing_ok=True)  # of an earlier end of this run
     except OSError:
         folder.give_up()
         raise
@@ -336,6 +339,8 @@ def _train_on_rank_0(run: _Run, make_folder: Callable[[], RunFolder], rescue: Pa
         run.report(f"\n{EntityScores(run.dataset.class_names, last['entities']).table()}")
     elif sample := _sample_text(run.config, run.dataset, run.trainer, run.stop):
         run.report(sample)
+        with suppress(OSError):  # a full disk: the sample has been printed
+            replace_file(saved / SAMPLE, sample.strip() + "\n")
     return True
 
 

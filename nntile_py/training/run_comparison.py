@@ -12,7 +12,7 @@ import yaml
 
 from nntile_py.checkpoint.format import MODEL
 from nntile_py.checkpoint.resume import flattened
-from nntile_py.checkpoint.run_folder import METRICS, read_metrics
+from nntile_py.checkpoint.run_folder import METRICS, SAMPLE, read_metrics
 from nntile_py.errors import ConfigError
 from nntile_py.training.curves import Curves, curves_of, smoothed
 
@@ -58,7 +58,16 @@ class RecordedRun:
             "seconds": seconds,
             "data_wait_share": waited / seconds if seconds else None,
             "parameters": parameters(self.folder / MODEL),
+            "memory_bytes": max((line.get("memory_bytes") or 0 for line in self.lines), default=0) or None,
+            "machine": ", then ".join(dict.fromkeys(m for line in self.lines if (m := line.get("machine")))) or None,
         }
+
+    def sample(self) -> str:
+        """Return the text that the model wrote at the end of the run; "" if there is none."""
+        try:
+            return (self.folder / SAMPLE).read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            return ""
 
     def tokens(self) -> float:
         """Return the number of tokens that all steps have read."""

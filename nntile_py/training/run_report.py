@@ -18,6 +18,7 @@ from nntile_py.models.registry import code_of, find
 from nntile_py.system.pages import templates
 from nntile_py.system.pictures import new_figure
 from nntile_py.training.curves import COLOURS, draw_losses, finish, smoothed
+from nntile_py.training.display import size
 from nntile_py.training.run_comparison import RecordedRun
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def report_page(run: RecordedRun) -> str:
     page = templates(Path(__file__).parent).get_template("run_report.html.j2")
     return page.render(
         title=f"Run {run.name}", summary=shown(run.summary()), pictures=pictures, changed=changed_keys(run),
+        sample=run.sample(),
         config=[(key, value) for key, value in run.config.items()],
     )  # fmt: skip
 
@@ -107,6 +109,8 @@ def shown(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         elif key == "seconds":
             key = "time"
             text = f"{value / 3600:.2f} h" if value >= 3600 else f"{value / 60:.1f} min"
+        elif key == "memory_bytes":
+            key, text = "memory", size(value)
         elif isinstance(value, float):
             text = f"{value:,.0f}" if value >= 1000 else f"{value:.4f}"
         else:
