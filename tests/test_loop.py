@@ -136,6 +136,7 @@ def test_config_and_tokenizer_are_saved(run: tuple[Path, str]) -> None:
         "config.yaml",
         "metrics.jsonl",
         "model.safetensors",
+        "sample.txt",
         "tokenizer.json",
         "tokenizer_config.json",
     }

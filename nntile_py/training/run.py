@@ -23,7 +23,15 @@ from nntile_py.checkpoint.resume import (
     flattened,
     newest_checkpoint,
 )
-from nntile_py.checkpoint.run_folder import METRICS, SAMPLE, Metrics, RunFolder, check_place, check_replaced, check_unlocked
+from nntile_py.checkpoint.run_folder import (
+    METRICS,
+    SAMPLE,
+    Metrics,
+    RunFolder,
+    check_place,
+    check_replaced,
+    check_unlocked,
+)
 from nntile_py.checkpoint.writer import CheckpointWriter, TileSender, error_text, save_final
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import CODE, RunConfig
