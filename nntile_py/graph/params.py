@@ -48,17 +48,7 @@ class Constant:
         _check_number("Constant", self.value)
 
 
-@dataclass(frozen=True)
-class Uniform:
-    """Initialisation by a uniform distribution from -bound to bound."""
-
-    bound: float
-
-    def __post_init__(self) -> None:
-        _check_number("Uniform", self.bound, 0)
-
-
-Init = Normal | Constant | Uniform
+Init = Normal | Constant
 ZEROS = Constant(0.0)
 ONES = Constant(1.0)
 
@@ -404,8 +394,6 @@ def trace(model: Traceable, graph: Any, batch: Batch) -> Traced:
             " allowed: nt.Traced(loss, outputs), a tensor and a dict of tensors"
         )
     try:
-        if lora := getattr(getattr(model, "config", None), "lora", None):
-            lora.adapt(graph)
         graph.check_end(traced.loss, traced.outputs)
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"{here}: {error}") from error
