@@ -26,7 +26,7 @@ TOKENS = "next_tokens"  # the output of a pass: for each row, the tokens drawn f
 # of prompts.
 LOGPROBS, RANKED = "logprobs", "ranked_tokens"
 PROMPT_LOGPROBS, PROMPT_RANKED = "prompt_logprobs", "prompt_ranked_tokens"
-TARGETS = "targets"  # the input with the token after each token of a prompt; -1: none
+TARGETS = "prompt_targets"  # the input with the token after each token of a prompt; -1: none
 RING = 4  # passes whose tokens are copied together; a copy after each pass would delay the GPU
 
 
@@ -201,7 +201,7 @@ def check_cached(graph: Graph) -> None:
         ConfigError: Another input has the axis seq, or an operator other than cached attention combines positions.
     """
     for name, declared in graph.inputs.items():
-        if name != IDS and "seq" in declared.tensor.axes:
+        if name not in (IDS, TARGETS, PROMPT_LOGPROBS, PROMPT_RANKED) and "seq" in declared.tensor.axes:
             need = f"{IDS}, and positions that nntile_py.models.parts.position_input or rotary_input declares"
             raise ConfigError(f"generation: the model has the input {name} for each token; allowed: {need}")
     for op in graph.ops:
