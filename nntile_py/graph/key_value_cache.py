@@ -22,8 +22,7 @@ from nntile_py.tasks.top_logprobs import MOST_RANKED, TopLogProbs
 
 IDS = "input_ids"  # the input with a causal model's tokens
 TOKENS = "next_tokens"  # the output of a pass: for each row, the tokens drawn for the last RING positions
-# Outputs of a pass with log-probabilities: the values and the tokens of TopLogProbs, for drawn tokens and for the tokens
-# of prompts.
+# Outputs of a pass with log-probabilities: the values and the tokens of TopLogProbs, for drawn tokens and for prompts.
 LOGPROBS, RANKED = "logprobs", "ranked_tokens"
 PROMPT_LOGPROBS, PROMPT_RANKED = "prompt_logprobs", "prompt_ranked_tokens"
 TARGETS = "prompt_targets"  # the input with the token after each token of a prompt; -1: none
@@ -215,7 +214,8 @@ def _combines_positions(op: Op) -> bool:
     read, written = ({axis for t in tensors for axis in t.axes} for tensors in (op.inputs, op.outputs))
     if {"key", "place", "row"} & (read | written):
         return True
-    own = isinstance(op, Sample | TopLogProbs | Unite) or any(t.kind == "temp" and t.axes == ("batch", "last") for t in op.inputs)
+    own = isinstance(op, Sample | TopLogProbs | Unite)
+    own |= any(t.kind == "temp" and t.axes == ("batch", "last") for t in op.inputs)
     return "seq" in read and "seq" not in written and not own
 
 
