@@ -75,10 +75,9 @@ class CompletionKind:
         texts = self.texts
         if self.chat:
             rows = [one.logprobs for one in scored if one.logprobs]
-            entries = ((row.token, row.logprob, row.top) for row in rows)
             content = [
-                _entry(texts, *pair) | {"top_logprobs": [_entry(texts, *other) for other in top]}
-                for *pair, top in entries
+                _entry(texts, row.token, row.logprob) | {"top_logprobs": [_entry(texts, *other) for other in row.top]}
+                for row in rows
             ]
             return {"content": content, "refusal": None}
         return {

@@ -82,10 +82,10 @@ class Request:
         first, limit = len(self.prompt), len(self.prompt) + self.max_tokens
         draws = np.zeros(limit + 1, np.float32)
         draws[first:] = np.random.default_rng(self.seed).random(limit + 1 - first, np.float32)
-        of_prompt = [] if self.of_prompt and self.logprobs is not None else None
-        return Row(
-            list(self.prompt), limit, self.settings, draws, logprobs=self.logprobs, prompt_logprobs=of_prompt
-        )  # fmt: skip
+        row = Row(list(self.prompt), limit, self.settings, draws, logprobs=self.logprobs)
+        if self.of_prompt and self.logprobs is not None:
+            row.prompt_logprobs = []
+        return row
 
 
 class SubmittedPasses(NamedTuple):

@@ -387,4 +387,4 @@ def _collected(parts: Iterator[GeneratedPart], prompts: Sequence[Sequence[int]])
             kept += [part.logprobs] if part.reason != "stop" else []
         reasons[part.index] = part.reason or "length"
     rows = zip(texts, tokens, prompts, reasons, logprobs, strict=True)
-    return [GeneratedText(text, new, len(ids), *rest) for text, new, ids, *rest in rows]
+    return [GeneratedText(text, new, len(ids), reason, values) for text, new, ids, reason, values in rows]
