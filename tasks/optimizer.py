@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import model_validator
 
 from nntile_py.errors import ConfigError
-from nntile_py.schema import NonNegative, Settings
+from nntile_py.schema import Names, NonNegative, Settings
 from nntile_py.tiles import RW, R, Slot, TaskArgs, Tile, W
 
 from .matrix_axes import MatrixAxes
@@ -162,6 +162,10 @@ class Optimizer(Settings):
     groups: Groups = ()
     """Weights with settings of their own. Each section has patterns of names (`match: ["*.bias", "*ln*"]`) and some of
     the keys `lr_scale`, `lr` and `weight_decay`. The first section with a matching pattern applies to a weight."""
+
+    freeze: Names = ()
+    """Patterns of names of weights that are not trained, such as `["*.wte.*", "*.h.0.*"]`. A frozen weight has no
+    gradient and no optimizer averages, and does not count in the gradient norm."""
 
     flop: ClassVar[float]  # floating point operations per element of a parameter
     colour: ClassVar[str] = ""  # colour in Gantt charts; empty: the chart picks an unused colour

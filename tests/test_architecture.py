@@ -226,6 +226,7 @@ def test_optimizers_default_alike(name: str) -> None:
     theirs = keywords(getattr(torch.optim, optimizer.__name__))
     assert ours.pop("decay") == "all"  # what torch.optim does, without a word for it
     assert ours.pop("groups") == ()  # torch.optim takes them in place of the parameters
+    assert ours.pop("freeze") == ()  # torch has requires_grad
     if name == "muon":  # AdamW is another object there; None means "original"
         assert (ours.pop("adamw_lr"), ours.pop("adamw_match"), ours.pop("betas")) == (None, (), nt.AdamW().betas)
         assert ours.pop("adjust_lr_fn") == "original" and theirs["adjust_lr_fn"] is None

@@ -31,7 +31,8 @@ FREE = (
     "data.max_bytes", "data.val_fraction", "data.held_out", "data.sequences", "data.messages", "data.prompt",
     "data.response",
 )  # fmt: skip
-FIXED = ("model", "optimizer.name")  # keys that must not change; changes of other keys are allowed and reported
+# Keys that must not change. Changes of other keys are allowed and reported.
+FIXED = ("model", "optimizer.name", "optimizer.freeze")
 _OPTIMIZERS = {optimizer.__name__: optimizer for optimizer in OPTIMIZERS.values()}
 
 

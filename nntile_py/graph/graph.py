@@ -11,7 +11,19 @@ from typing import Any
 import numpy as np
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.params import Array, Derived, Init, Input, Joined, Param, Part, Source, cover, sources_of
+from nntile_py.graph.params import (
+    Array,
+    Derived,
+    Init,
+    Input,
+    Joined,
+    Param,
+    Part,
+    Source,
+    cover,
+    is_frozen,
+    sources_of,
+)
 from nntile_py.tasks.elementwise import Rename, add
 from nntile_py.tasks.op import CONTRACTION, AttentionCache, Op, Tensor
 from nntile_py.tiles import Tiling
@@ -41,6 +53,7 @@ class Graph:
         self.row_numbers: dict[str, Tensor] = {}
         self.params: dict[Tensor, Param] = {}
         self.grads: dict[Tensor, Tensor] = {}  # {parameter: gradient}, filled by `backward`
+        self.frozen: Sequence[str] = ()  # patterns of the names of checkpoint weights that are not trained
         self.inputs: dict[str, Input] = {}
         self.projections: list[list[Tensor]] = []  # queries, keys, values of each attention
         self.ops: list[Op] = []
@@ -103,6 +116,7 @@ class Graph:
         param = Param(tensor, init, sources_of(name, axes, sources))
         for source in param.sources:
             self._check_source(name, source)
+        tensor.requires_grad = not is_frozen(param, self.frozen)
         self.params[tensor] = param
         return tensor
 
@@ -216,6 +230,8 @@ class Graph:
                     grads[tensor] = add(self, known, grad) if known else grad
             self._scope.pop()
         self._sum_parts(parts)
+        if not all(tensor.requires_grad for tensor in self.params):
+            self._drop_unread([parts[tensor][0] for tensor in parts])
         self._phase = "forward"
         self._check_in_place()
         for name, param in self.tensors.items():
@@ -241,6 +257,15 @@ class Graph:
             elif others:
                 with self.scope(param.name):
                     parts[param][0] = functools.reduce(functools.partial(add, self), others, first)
+
+    def _drop_unread(self, grads: Iterable[Tensor]) -> None:
+        """Remove operators of the backward pass that no gradient in `grads` needs, such as those of frozen weights."""
+        needed, ops = {grad.storage for grad in grads}, []
+        for op in reversed(self.ops):
+            if op.phase == "forward" or any(out.storage in needed or out.persistent for out in op.outputs):
+                needed.update(one.storage for one in op.inputs)
+                ops.append(op)
+        self.ops = ops[::-1]
 
     def sizes(self) -> dict[str, int]:
         """Return {axis: size}; the largest size of an axis if tensors differ."""

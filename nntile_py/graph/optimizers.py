@@ -15,6 +15,17 @@ from nntile_py.tasks.optimizer import MASTERS, Optimizer, UpdateOp
 from nntile_py.tasks.param_group import ParamGroup, matches
 
 
+def add_frozen(g: Graph, param: Param) -> None:
+    """Add to a graph the state that completes a frozen bf16 or fp16 parameter to its fp32 weight, for checkpoints.
+
+    No task reads this state, so it stays in main memory.
+    """
+    tensor = param.tensor
+    if tensor.dtype in MASTERS:
+        name, dtype = MASTERS[tensor.dtype]
+        g.named(f"{tensor.name}.{name}", tensor.axes, tensor.shape, "state", dtype)
+
+
 def add_update(g: Graph, optimizer: Optimizer, param: Param, grad: Tensor, clip: Tensor) -> None:
     """Add the operators that update a parameter, and the tensors of its optimizer states, to a graph.
 
@@ -66,15 +77,18 @@ def learning_rates(update: Graph, lr: float) -> dict[str, float]:
     return {op.lr_slot.name: lr * op.lr_scale for op in update.ops if isinstance(op, UpdateOp)}
 
 
-def check_groups(optimizer: Optimizer, params: Iterable[Param]) -> None:
-    """Raise ConfigError if a pattern of `optimizer.groups` matches no weight."""
+def check_weight_patterns(optimizer: Optimizer, params: Iterable[Param]) -> None:
+    """Raise ConfigError if a pattern of the section `optimizer` matches no weight, or if all weights are frozen."""
     names = list(dict.fromkeys(source.weight for param in params for source in param.sources))
     patterns = {f"groups[{number}].match": group.match for number, group in enumerate(optimizer.groups)}
+    patterns["freeze"] = optimizer.freeze
     for key, each in (patterns | optimizer.patterns).items():
         for pattern in each:
             if not any(matches(name, [pattern]) for name in names):
                 need = f"a pattern of names such as {', '.join(names[-3:])}"
                 raise ConfigError(f"optimizer.{key}: {pattern!r} matches no weight; allowed: {need}")
+    if all(matches(name, optimizer.freeze) for name in names):
+        raise ConfigError("optimizer.freeze: all weights are frozen; allowed: patterns that leave weights to train")
 
 
 def _group_of(optimizer: Optimizer, param: Param) -> ParamGroup | None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from nntile_py.errors import ConfigError, MissingWeight
 from nntile_py.tasks.op import Tensor, permutation
+from nntile_py.tasks.param_group import matches
 from nntile_py.typed import typed_fields
 
 Array = np.ndarray[Any, Any]
@@ -162,6 +163,20 @@ class Param:
         """Copy the parameter's value, or its gradient, into the checkpoint weights that hold the parameter."""
         for source in self.sources:
             source.put(weights, self.declared(value))
+
+
+def is_frozen(param: Param, patterns: Sequence[str]) -> bool:
+    """Return whether a parameter is frozen: the patterns match the names of its weights.
+
+    Raises:
+        ConfigError: The parameter joins several weights of a checkpoint, and only some of them match.
+    """
+    matching = {source.weight: matches(source.weight, patterns) for source in param.sources}
+    if len(set(matching.values())) > 1:
+        both = " and ".join(next(name for name, frozen in matching.items() if frozen is side) for side in (True, False))
+        need = "patterns that match both or none, as they are one parameter here"
+        raise ConfigError(f"optimizer.freeze: {both} cannot be frozen apart; allowed: {need}")
+    return all(matching.values())
 
 
 def sources_of(name: str, axes: Mapping[str, int], sources: str | Part | Joined | None) -> tuple[Source, ...]:

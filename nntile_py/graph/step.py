@@ -19,7 +19,7 @@ from nntile_py.graph.key_value_cache import TOKENS, CacheShape, KeyValueCache, S
 from nntile_py.graph.layout_search import arrange, keep_in
 from nntile_py.graph.layouts import Order
 from nntile_py.graph.lowering import lower
-from nntile_py.graph.optimizers import add_update, check_groups, learning_rates
+from nntile_py.graph.optimizers import add_frozen, add_update, check_weight_patterns, learning_rates
 from nntile_py.graph.packed_flop import PackedFlop
 from nntile_py.graph.params import Array, Batch, Param, Traceable, Traced, trace
 from nntile_py.graph.passes.cached_projections import fuse_cached_projections
@@ -272,6 +272,7 @@ class StepSpec:
         cache: sizes of the cache with the earlier tokens of each row; None: each row is a whole sequence.
         """
         graph = Graph(TILE_DTYPE[self.precision], training=training, cuts=self.cuts)
+        graph.frozen = self.optimizer.freeze
         graph.filled = self.batch * self.seq / (self.rows * self.capacity)
         length = cache.length if cache else None
         batch = Batch(self.rows, self.capacity, self.given, packed=self.seq if self.pack else None, cached=length)
@@ -310,6 +311,7 @@ class StepSpec:
         assert traced.loss
         if self.scale:
             _check_scalable(graph, traced.loss, self.precision)
+        check_weight_patterns(self.optimizer, graph.params.values())
         grads = graph.backward(traced.loss)
         fuse(graph, self.fusion, self.cuts)
         if self.grad_accumulation == 1 and self.one_machine:
@@ -325,11 +327,13 @@ class StepSpec:
         norms = list(graphs.grads.values()), norm, clip, self.clip_grad_norm, ends
         update.add(GradNorm(*norms, skip_above=self.skip_above_norm, scaled=self.scale is not None))
         params = {param.tensor: param for param in graphs.graph.params.values()}
-        check_groups(self.optimizer, params.values())
         for tensor, grad in graphs.grads.items():
             update.tensors[tensor.name] = tensor
             with update.scope(tensor.name):
                 add_update(update, self.optimizer, params[tensor], grad, clip)
+        for tensor, param in params.items():
+            if tensor not in graphs.grads and not tensor.requires_grad:
+                add_frozen(update, param)
         return update
 
     @operators_refuse()

@@ -92,7 +92,10 @@ def _alike(chains: Sequence[Chain]) -> bool:
         return False
 
     def shape(chain: Chain) -> list[object]:
-        return [(op.kind, op.output.sizes, [(t.axes, t.shape, t.kind) for t in op.inputs[1:]]) for op in chain]
+        def facts(t: Tensor) -> object:
+            return t.axes, t.shape, t.kind, t.requires_grad
+
+        return [(op.kind, op.output.sizes, [facts(t) for t in op.inputs[1:]]) for op in chain]
 
     params = [t for chain in chains for op in chain for t in op.inputs[1:]]
     return (
@@ -175,6 +178,7 @@ def _merge_params(graph: Graph, tensors: Sequence[Tensor], renamed: dict[str, Te
     name = weights[0] if len(weights) == 1 else "+".join(t.name for t in tensors)
     axes = [*first.axes[:place], AXIS, *first.axes[place:]]
     tensor = Tensor(name, axes, [*first.shape[:place], len(tensors), *first.shape[place:]], first.dtype, "param")
+    tensor.requires_grad = first.requires_grad
     # The new parameter takes the place of the first replaced parameter, because gradients and updates have the order of
     # the parameters.
     renamed.update({first.name: tensor} | dict.fromkeys((t.name for t in tensors[1:]), None))
