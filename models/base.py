@@ -30,6 +30,7 @@ from nntile_py.models.hf_config import (
 )  # fmt: skip
 from nntile_py.models.hf_keys import Keys
 from nntile_py.models.init import initial_weights
+from nntile_py.models.lora import LoraSection, is_factor
 from nntile_py.schema import UNFILLED, Filled, Section, allowed, explained, short
 from nntile_py.typed import typed
 
@@ -52,6 +53,8 @@ class ModelConfig(Section):
     from_: str | None = Field(None, alias="from")
     """Folder with weights and sizes to start from, written by transformers' `save_pretrained` or by `nntile train`;
     null: random weights."""
+    lora: LoraSection | None = None
+    """Train low-rank sums of some products (LoRA), and freeze the weights; null: train the weights."""
 
     def __init__(self, **fields: Any) -> None:
         try:
@@ -283,6 +286,9 @@ class Model(Generic[ConfigT]):
                 raise ConfigError(f"model: the checkpoint's {copy} differs from {weight}; allowed: {need}")
         new = model._new_head(saved, tensors)
         weights = arrays({name: tensors[name] for name in shapes if name in tensors and name not in (new or ())})
+        if factors := [name for name in shapes if is_factor(name) and name not in weights]:
+            drawn = initial_weights(model.params(), [seed, zlib.crc32(b"lora")])
+            weights |= {name: drawn[name] for name in factors}
         if new is not None:
             # The saved model may have been initialised from the same seed; the hash makes the new weights differ.
             old_head = zlib.crc32(repr([saved.get(name) for name in cls.head_fields]).encode())

@@ -14,6 +14,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ONES, ZEROS, Array, Batch, Init, Normal, Part
 from nntile_py.models.base import ModelConfig, TokenConfig
 from nntile_py.models.head_config import HeadConfig, SequenceHead
+from nntile_py.models.lora import LoraSum
 from nntile_py.schema import UNFILLED, BelowOne, Count, Filled, Layers, Natural, Switch
 from nntile_py.tasks.attention import WITH_DROPOUT, Backend
 from nntile_py.tasks.contract import linear
@@ -108,16 +109,19 @@ class Dense(NamedTuple):
         bias: The bias b, or None.
         inner: Axes that the product sums over.
         out: Axes of the result that come from the weight.
+        lora: The sum of low rank that `model.lora` adds, or None.
     """
 
     weight: Tensor
     bias: Tensor | None
     inner: Sizes
     out: Sizes
+    lora: LoraSum | None = None
 
     def __call__(self, g: Graph, x: Tensor) -> Tensor:
         axes = [axis for axis in x.axes if axis not in self.inner] + list(self.out)
-        return linear(g, x, self.weight, axes, self.bias)
+        y = linear(g, x, self.weight, axes, self.bias)
+        return self.lora.add_to(g, y, x) if self.lora else y
 
 
 def dense_weights(
@@ -142,7 +146,11 @@ def dense_weights(
     along = next(iter(out))
     sources = [Part(whole, *part[2:], along) for whole in part[:2]] if part else [None, None]
     weight = g.param(f"{name}.weight", axes, init, sources[0])
-    return Dense(weight, g.param(f"{name}.bias", out, ZEROS, sources[1]) if bias else None, inner, out)
+    b = g.param(f"{name}.bias", out, ZEROS, sources[1]) if bias else None
+    module = (part[0] if part else f"{name}.weight").removesuffix(".weight")
+    adapted = g.lora is not None and g.lora.adapts(module)
+    lora = LoraSum(g, g.lora, module, inner, out, part and (part[2], part[3])) if adapted else None
+    return Dense(weight, b, inner, out, lora)
 
 
 def dense(g: Graph, x: Tensor, name: str, inner: Sizes, out: Sizes, init: Init, **options: Any) -> Tensor:

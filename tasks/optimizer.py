@@ -17,7 +17,7 @@ from nntile_py.tiles import RW, R, Slot, TaskArgs, Tile, W
 
 from .matrix_axes import MatrixAxes
 from .op import NORMALIZATION, Array, GraphLike, Lowering, Op, Tensor
-from .param_group import Groups
+from .param_group import Groups, matches
 
 FAN_IN = 8  # partial sums added by one task
 LARGEST = float(np.finfo(np.float32).max)
@@ -187,6 +187,10 @@ class Optimizer(Settings):
     def method(self) -> type[Optimizer]:
         """The registered optimizer class: the class of this object, or a base class of it that is in OPTIMIZERS."""
         return next(cls for cls in type(self).__mro__ if cls in OPTIMIZERS.values())
+
+    def trains(self, weight: str) -> bool:
+        """Return whether the checkpoint's weight of this name is not frozen."""
+        return not matches(weight, self.freeze)
 
     @property
     def settings(self) -> dict[str, Any]:

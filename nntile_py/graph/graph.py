@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +21,8 @@ from nntile_py.graph.params import (
     Part,
     Source,
     cover,
-    is_frozen,
     sources_of,
+    trained,
 )
 from nntile_py.tasks.elementwise import Rename, add
 from nntile_py.tasks.op import CONTRACTION, AttentionCache, Op, Tensor
@@ -53,7 +53,9 @@ class Graph:
         self.row_numbers: dict[str, Tensor] = {}
         self.params: dict[Tensor, Param] = {}
         self.grads: dict[Tensor, Tensor] = {}  # {parameter: gradient}, filled by `backward`
-        self.frozen: Sequence[str] = ()  # patterns of the names of checkpoint weights that are not trained
+        self.trains: Callable[[str], bool] = lambda weight: True  # whether the checkpoint's weight is trained
+        self.lora: Any = None  # settings of low-rank sums, see models/lora.py
+        self.shared: dict[tuple[Tensor, Tensor], Tensor] = {}  # {(A, x): x A^T} of these sums
         self.inputs: dict[str, Input] = {}
         self.projections: list[list[Tensor]] = []  # queries, keys, values of each attention
         self.ops: list[Op] = []
@@ -116,9 +118,13 @@ class Graph:
         param = Param(tensor, init, sources_of(name, axes, sources))
         for source in param.sources:
             self._check_source(name, source)
-        tensor.requires_grad = not is_frozen(param, self.frozen)
+        tensor.requires_grad = trained(param, self.trains)
         self.params[tensor] = param
         return tensor
+
+    def weight_names(self) -> list[str]:
+        """Return the names of the checkpoint weights that the parameters hold."""
+        return list(self._sources)
 
     def _check_declared(self, what: str, name: str, axes: Mapping[str, int]) -> None:
         """Raise ConfigError if the name or the axes of a declaration are not allowed."""

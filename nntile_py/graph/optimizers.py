@@ -79,6 +79,7 @@ def learning_rates(update: Graph, lr: float) -> dict[str, float]:
 
 def check_weight_patterns(optimizer: Optimizer, params: Iterable[Param]) -> None:
     """Raise ConfigError if a pattern of the section `optimizer` matches no weight, or if all weights are frozen."""
+    params = list(params)
     names = list(dict.fromkeys(source.weight for param in params for source in param.sources))
     patterns = {f"groups[{number}].match": group.match for number, group in enumerate(optimizer.groups)}
     patterns["freeze"] = optimizer.freeze
@@ -87,7 +88,7 @@ def check_weight_patterns(optimizer: Optimizer, params: Iterable[Param]) -> None
             if not any(matches(name, [pattern]) for name in names):
                 need = f"a pattern of names such as {', '.join(names[-3:])}"
                 raise ConfigError(f"optimizer.{key}: {pattern!r} matches no weight; allowed: {need}")
-    if all(matches(name, optimizer.freeze) for name in names):
+    if not any(param.tensor.requires_grad for param in params):
         raise ConfigError("optimizer.freeze: all weights are frozen; allowed: patterns that leave weights to train")
 
 

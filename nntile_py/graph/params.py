@@ -13,7 +13,6 @@ import numpy as np
 
 from nntile_py.errors import ConfigError, MissingWeight
 from nntile_py.tasks.op import Tensor, permutation
-from nntile_py.tasks.param_group import matches
 from nntile_py.typed import typed_fields
 
 Array = np.ndarray[Any, Any]
@@ -49,7 +48,17 @@ class Constant:
         _check_number("Constant", self.value)
 
 
-Init = Normal | Constant
+@dataclass(frozen=True)
+class Uniform:
+    """Initialisation by a uniform distribution between -bound and bound."""
+
+    bound: float
+
+    def __post_init__(self) -> None:
+        _check_number("Uniform", self.bound, 0)
+
+
+Init = Normal | Uniform | Constant
 ZEROS = Constant(0.0)
 ONES = Constant(1.0)
 
@@ -165,18 +174,20 @@ class Param:
             source.put(weights, self.declared(value))
 
 
-def is_frozen(param: Param, patterns: Sequence[str]) -> bool:
-    """Return whether a parameter is frozen: the patterns match the names of its weights.
+def trained(param: Param, trains: Callable[[str], bool]) -> bool:
+    """Return whether a parameter is trained.
+
+    trains: returns whether the checkpoint's weight of this name is trained.
 
     Raises:
-        ConfigError: The parameter joins several weights of a checkpoint, and only some of them match.
+        ConfigError: The parameter joins several weights of a checkpoint, and only some of them are trained.
     """
-    matching = {source.weight: matches(source.weight, patterns) for source in param.sources}
-    if len(set(matching.values())) > 1:
-        both = " and ".join(next(name for name, frozen in matching.items() if frozen is side) for side in (True, False))
+    each = {source.weight: trains(source.weight) for source in param.sources}
+    if len(set(each.values())) > 1:
+        both = " and ".join(next(name for name, value in each.items() if value is side) for side in (True, False))
         need = "patterns that match both or none, as they are one parameter here"
-        raise ConfigError(f"optimizer.freeze: {both} cannot be frozen apart; allowed: {need}")
-    return all(matching.values())
+        raise ConfigError(f"optimizer.freeze, model.lora.train_also: {both}: only one is trained; allowed: {need}")
+    return all(each.values())
 
 
 def sources_of(name: str, axes: Mapping[str, int], sources: str | Part | Joined | None) -> tuple[Source, ...]:
@@ -388,9 +399,22 @@ class Traceable(Protocol):
     def trace(self, g: Any, batch: Batch) -> Traced: ...
 
 
+def lora_of(model: Any) -> Any:
+    """Return the section `model.lora` of a model's config; None if the model is trained without LoRA."""
+    return getattr(getattr(model, "config", None), "lora", None)
+
+
+def both(first: Callable[[str], bool], second: Callable[[str], bool]) -> Callable[[str], bool]:
+    """Return a function that is true where both functions are."""
+    return lambda weight: first(weight) and second(weight)
+
+
 def trace(model: Traceable, graph: Any, batch: Batch) -> Traced:
     """Trace a model on a new graph. An error in a user's model becomes a ConfigError that names file and line."""
-    cls = type(model)
+    cls, lora = type(model), lora_of(model)
+    graph.lora = lora
+    if lora:
+        graph.trains = both(graph.trains, lora.trains)
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     here = f"model {cls.__name__}" + (f" ({file})" if file else "")
     try:
@@ -410,6 +434,8 @@ def trace(model: Traceable, graph: Any, batch: Batch) -> Traced:
         )
     try:
         graph.check_end(traced.loss, traced.outputs)
+        if lora:
+            lora.check(graph.weight_names())
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"{here}: {error}") from error
     return traced

@@ -272,7 +272,7 @@ class StepSpec:
         cache: sizes of the cache with the earlier tokens of each row; None: each row is a whole sequence.
         """
         graph = Graph(TILE_DTYPE[self.precision], training=training, cuts=self.cuts)
-        graph.frozen = self.optimizer.freeze
+        graph.trains = self.optimizer.trains
         graph.filled = self.batch * self.seq / (self.rows * self.capacity)
         length = cache.length if cache else None
         batch = Batch(self.rows, self.capacity, self.given, packed=self.seq if self.pack else None, cached=length)
