@@ -7,6 +7,7 @@ import math
 import sys
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self
 
 import numpy as np
@@ -17,21 +18,26 @@ from nntile_py.errors import ConfigError, MissingWeight, raised
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Batch, Param, Traced, trace
 from nntile_py.models.hf_config import (
+    ADAPTER_CONFIG,
     HEAD_KEYS,
     Weights,
+    adapter_tensors,
     arrays,
+    base_of,
     check_layers,
     check_type,
     choice,
+    is_adapter,
     named,
+    read_json,
     read_raw,
     tensors_of,
     translated,
 )  # fmt: skip
 from nntile_py.models.hf_keys import Keys
 from nntile_py.models.init import initial_weights
-from nntile_py.models.lora import LoraSection, is_factor
-from nntile_py.schema import UNFILLED, Filled, Section, allowed, explained, short
+from nntile_py.models.lora import LoraSection, adapter_config, check_factors, is_factor, merged, scale_of
+from nntile_py.schema import UNFILLED, Filled, Section, absolute, allowed, explained, short
 from nntile_py.typed import typed
 
 
@@ -149,6 +155,7 @@ class Model(Generic[ConfigT]):
     absent: ClassVar[Mapping[str, Any]] = {}  # {key of config.json: value assumed if config.json lacks the key}
     # {prefix of weight names in other versions of the checkpoint: prefix in this model}
     old_names: ClassVar[Mapping[str, str]] = {}
+    fan_in_fan_out: ClassVar[bool] = False  # whether products have weights [inputs, outputs], as GPT-2's Conv1D
     # Config fields that describe the head. If they differ from a checkpoint's, from_hf draws a new head.
     head_fields: ClassVar[tuple[str, ...]] = ()
 
@@ -166,6 +173,7 @@ class Model(Generic[ConfigT]):
         self.config, self.seed, self.hf = config, seed, dict(hf or {})
         self._weights = weights
         self._params: list[Param] | None = None
+        self.base: str | None = None  # folder of the weights that LoRA does not change, if `from_hf` has read a folder
 
     def __repr__(self) -> str:
         changed = self.config.model_dump(exclude={"type", "from_"}, exclude_defaults=True, exclude_unset=True)
@@ -209,7 +217,22 @@ class Model(Generic[ConfigT]):
 
     def changed(self, **fields: Any) -> Self:
         """Return a model with the same weights and some config fields changed, such as attention="merge"."""
-        return type(self)(self.config.changed(**fields), self._weights, seed=self.seed, hf=self.hf)
+        result = type(self)(self.config.changed(**fields), self._weights, seed=self.seed, hf=self.hf)
+        result.base = self.base
+        return result
+
+    def merged_weights(self) -> Weights:
+        """Return the weights as a model without LoRA has them: with the sums of low rank added."""
+        lora = self.config.lora
+        return merged(self.weights, lora.scale, self.fan_in_fan_out) if lora else self.weights
+
+    def adapter_config(self) -> dict[str, Any] | None:
+        """Return the content of peft's adapter_config.json; None for a model without LoRA."""
+        if self.config.lora is None:
+            return None
+        causal, form = self.objective == "causal", {"fan_in_fan_out": self.fan_in_fan_out}
+        result: dict[str, Any] = adapter_config(self.config.lora, self.weight_shapes(), self.base, causal, **form)
+        return result
 
     # -- transformers
 
@@ -279,13 +302,23 @@ class Model(Generic[ConfigT]):
         config: Any = cls.Config(**(kept | fields))
         model = cls(config, hf=raw, seed=seed)
         shapes, copies = model.weight_shapes(), model.copies()
-        tensors = translated(tensors_of(source), {*shapes, *copies}, cls.prefix, cls.old_names)
+        known, old = {*shapes, *copies}, cls.old_names
+        tensors = translated(tensors_of(source), known, cls.prefix, old)
+        adapter = translated(adapter_tensors(source), known, cls.prefix, old)
+        model.base = base_folder(source)
         for copy, weight in copies.items():
             if (same := tensors.pop(copy, None)) is not None and not same.equal(tensors.setdefault(weight, same)):
                 need = f"equal weights, as the model computes with {weight} in both places"
                 raise ConfigError(f"model: the checkpoint's {copy} differs from {weight}; allowed: {need}")
         new = model._new_head(saved, tensors)
+        settings: dict[str, Any] = {}
+        if adapter:
+            settings = read_json(Path(source) / ADAPTER_CONFIG, "an adapter of peft")
+            check_factors(adapter, shapes, settings, config.lora, cls.fan_in_fan_out)
+            tensors |= {name: value for name, value in adapter.items() if name in shapes}
         weights = arrays({name: tensors[name] for name in shapes if name in tensors and name not in (new or ())})
+        if adapter and not config.lora:
+            weights = merged(weights | arrays(adapter), scale_of(settings), cls.fan_in_fan_out)
         if factors := [name for name in shapes if is_factor(name) and name not in weights]:
             drawn = initial_weights(model.params(), [seed, zlib.crc32(b"lora")])
             weights |= {name: drawn[name] for name in factors}
@@ -294,6 +327,9 @@ class Model(Generic[ConfigT]):
             old_head = zlib.crc32(repr([saved.get(name) for name in cls.head_fields]).encode())
             drawn = initial_weights(model.params(), [seed, old_head])
             weights |= {name: drawn[name] for name in new}
+            if config.lora and (left := [name for name in new if not config.lora.trains(name)]):
+                need = f"a pattern that matches {min(left)}, as the new head's weights are random"
+                raise ConfigError(f"model.lora.train_also: got {[*config.lora.train_also]}; allowed: {need}")
             model.hf = {key: value for key, value in raw.items() if key not in HEAD_KEYS}
         for param in model.params():
             for one in param.sources:
@@ -368,16 +404,25 @@ class Model(Generic[ConfigT]):
         except Exception as error:  # the exception type of a failed check depends on transformers' version
             told = " ".join(str(error).split())
             raise ConfigError(f"model: transformers does not take these sizes ({told})") from error
-        dtype = torch.float64 if next(iter(self.weights.values())).dtype == np.float64 else torch.float32
+        weights = self.merged_weights()
+        dtype = torch.float64 if next(iter(weights.values())).dtype == np.float64 else torch.float32
         model: Any = getattr(transformers, architecture)(config, **self.hf_options()).to(dtype)
-        names = {name: name if name in model.state_dict() else name.removeprefix(self.prefix) for name in self.weights}
-        state = {names[name]: torch.from_numpy(np.array(value)) for name, value in self.weights.items()}
+        names = {name: name if name in model.state_dict() else name.removeprefix(self.prefix) for name in weights}
+        state = {names[name]: torch.from_numpy(np.array(value)) for name, value in weights.items()}
         missing, unexpected = model.load_state_dict(state, strict=False)
         pairs = getattr(model, "_tied_weights_keys", None) or {}
         tied = {*pairs, *pairs.values()}  # without ties the bias of one name is not used
         assert not unexpected and set(missing) <= tied, (missing, unexpected)
         model.tie_weights()
         return model.eval()
+
+
+def base_folder(source: Any) -> str | None:
+    """Return the folder with the weights that LoRA does not change; None if no folder has them under their names."""
+    if not isinstance(source, str | Path):
+        return None
+    folder = base_of(Path(source)) if is_adapter(Path(source)) else Path(source)
+    return str(absolute(str(folder))) if folder else None
 
 
 def told(cls: type, error: Exception) -> Exception:

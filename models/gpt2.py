@@ -65,6 +65,7 @@ class GPT2(HeadedModel[GPT2Config]):
     stem = "GPT2"
     bare = "causal_lm"
     prefix = "transformer."
+    fan_in_fan_out = True
     head_weights = ("lm_head.weight",)
     fixed: ClassVar = {
         "add_cross_attention": (False, None), "is_encoder_decoder": (False, None),

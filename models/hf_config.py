@@ -27,6 +27,9 @@ ACTIVATIONS: dict[str, ActivationName] = {
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # names of weight files; the first existing file is read
 _NEED = "expected weights that save_pretrained wrote"
 # Part of error messages: how to read a folder with a model of the user's own class.
+# Files of peft with an adapter, which has trained weights beside those of a base model.
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_PREFIX = "base_model.model."  # of the names of weights in ADAPTER
 OWN = "a model of your own by YourModel.from_hf(FOLDER), in a YAML by model.type: my_file.py:YourModel"
 
 
@@ -48,7 +51,10 @@ def named(source: Any) -> Iterator[None]:
 def read_raw(source: Any) -> dict[str, Any]:
     """Return the content of config.json of a folder, or the same content for a transformers model."""
     if isinstance(source, str | Path):
-        return read_json(Path(source) / "config.json", "a folder saved by save_pretrained")
+        folder = Path(source)
+        if is_adapter(folder) and not (folder / "config.json").is_file() and (base := base_of(folder)):
+            folder = base
+        return read_json(folder / "config.json", "a folder saved by save_pretrained")
     if not hasattr(source, "state_dict") or not hasattr(source, "config"):
         raise ConfigError(f"model: {type(source).__name__} is not allowed; use a transformers model, or its folder")
     theirs = (cls for cls in type(source).__mro__ if cls.__module__.startswith("transformers."))
@@ -56,11 +62,52 @@ def read_raw(source: Any) -> dict[str, Any]:
 
 
 def tensors_of(source: Any) -> dict[str, Any]:
-    """Return {name: torch tensor} of a checkpoint or a transformers model, including its buffers."""
+    """Return {name: torch tensor} of a checkpoint or a transformers model, including its buffers.
+
+    Of an adapter's folder these are the tensors of the base model.
+    """
     if not isinstance(source, str | Path):
         return {name: value.detach().cpu().clone() for name, value in source.state_dict().items()}
+    folder = base_of(Path(source)) or Path(source)
+    return _tensors_in(_base_files(folder))
+
+
+def adapter_tensors(source: Any) -> dict[str, Any]:
+    """Return {name: torch tensor} of an adapter's folder, without peft's prefix of names; {} for other sources."""
+    if not isinstance(source, str | Path) or not is_adapter(Path(source)):
+        return {}
+    tensors = _tensors_in([Path(source) / ADAPTER])
+    return {name.removeprefix(ADAPTER_PREFIX): value for name, value in tensors.items()}
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder has an adapter in the form of peft."""
+    return (folder / ADAPTER_CONFIG).is_file() and (folder / ADAPTER).is_file()
+
+
+def base_of(folder: Path) -> Path | None:
+    """Return the folder of an adapter's base model; None if the weights of the base model are in `folder` itself.
+
+    Raises:
+        ConfigError: The base model is not a folder on this machine.
+    """
+    if not is_adapter(folder):
+        return None
+    name = read_json(folder / ADAPTER_CONFIG, _NEED).get("base_model_name_or_path")
+    if not name:
+        if any((folder / weights).is_file() for weights in WEIGHTS):
+            return None
+        name = "null"
+    places = [place for place in (Path(str(name)), folder / str(name)) if place.is_dir()]
+    if not places:
+        need = f"the folder of the base model, in base_model_name_or_path of {folder / ADAPTER_CONFIG}"
+        raise ConfigError(f"model: the adapter's base model is {name}, which is no folder; allowed: {need}")
+    return places[0]
+
+
+def _tensors_in(files: list[Path]) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
-    for file in weight_files(Path(source)):
+    for file in files:
         try:
             if not file.is_file():  # reading a pipe would never end
                 raise OSError("no such file")
@@ -71,11 +118,15 @@ def tensors_of(source: Any) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder: a file named in WEIGHTS, or the files that NAME.index.json lists.
+    """Return the weight files of a folder: ADAPTER, a file named in WEIGHTS, or the files that NAME.index.json lists.
 
     Raises:
         ConfigError: The folder has no weight file.
     """
+    return [folder / ADAPTER] if is_adapter(folder) else _base_files(folder)
+
+
+def _base_files(folder: Path) -> list[Path]:
     for name in WEIGHTS:
         index = folder / f"{name}.index.json"
         if index.is_file():

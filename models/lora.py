@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph.params import ZEROS, Part, Uniform
+from nntile_py.models.hf_config import ADAPTER_CONFIG
 from nntile_py.schema import BelowOne, Count, Names, Positive, Section
 from nntile_py.tasks.contract import contract
 from nntile_py.tasks.elementwise import add, dropout
@@ -61,6 +62,80 @@ class LoraSection(Section):
             if not any(matches(name, [pattern]) for name in weights):
                 need = f"a pattern of names such as {', '.join(weights[-3:])}"
                 raise ConfigError(f"model.lora.train_also: {pattern!r} matches no weight; allowed: {need}")
+
+
+def adapter_config(settings: LoraSection, weights: Iterable[str], base: str | None, causal: bool, **form: bool) -> Any:
+    """Return the content of peft's adapter_config.json for a model that is trained with `model.lora`.
+
+    Args:
+        settings: The section `model.lora`.
+        weights: Names of the model's weights.
+        base: Folder of the base model; None: its weights are beside the adapter.
+        causal: Whether the model predicts the next token.
+        form: fan_in_fan_out, see Model.
+    """
+    also = {name.split(".")[-2] for name in weights if matches(name, settings.train_also)}
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM" if causal else None, "base_model_name_or_path": base,
+        "r": settings.rank, "lora_alpha": settings.alpha, "lora_dropout": settings.dropout,
+        "target_modules": sorted(modules_of(weights)), "modules_to_save": sorted(also) or None, **form,
+        "bias": "none", "inference_mode": True, "init_lora_weights": True,
+    }  # fmt: skip
+
+
+# {key of adapter_config.json: its allowed values besides null}
+_PLAIN = {
+    "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False,), "use_rslora": (False,), "lora_bias": (False,),
+    "rank_pattern": ({},), "alpha_pattern": ({},), "use_qalora": (False,), "use_bdlora": (False,),
+}  # fmt: skip
+
+
+def scale_of(raw: Mapping[str, Any]) -> float:
+    """Return alpha / rank of an adapter_config.json. Raises ConfigError for a kind of adapter that is not supported."""
+    for key, known in _PLAIN.items():
+        if (value := raw.get(key)) is not None and value not in list(known):
+            raise ConfigError(f"model: {key} is {value!r} in {ADAPTER_CONFIG}; allowed: {known[0]!r}")
+    try:
+        return float(raw["lora_alpha"]) / int(raw["r"])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        need = "an adapter of peft"
+        raise ConfigError(f"model: {ADAPTER_CONFIG} has no numbers r and lora_alpha; allowed: {need}") from None
+
+
+def check_factors(
+    found: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], raw: Mapping[str, Any],
+    settings: LoraSection | None, transposed: bool,
+) -> None:  # fmt: skip
+    """Check that an adapter's weights fit a model.
+
+    Args:
+        found: {name: tensor} of the adapter.
+        shapes: {name: shape} of the model's weights.
+        raw: Content of adapter_config.json.
+        settings: The section `model.lora`; None: the adapter will be merged.
+        transposed: see `merged`.
+
+    Raises:
+        ConfigError: The adapter is of another model, or `settings` differ from those of the adapter.
+    """
+    scale, need = scale_of(raw), "an adapter that was trained on this model"
+    for name in found:
+        module = next((name.removesuffix(end) for end in (A, B) if name.endswith(end)), None)
+        own = shapes.get(f"{module}.weight" if module else name)
+        if own is None:
+            raise ConfigError(f"model: the adapter has {name}, and the model has no such weight; allowed: {need}")
+        rank, (rows, columns) = int(raw["r"]), own[::-1] if transposed and module else (*own, 0)[:2]
+        expected = own if not module else (rank, columns) if name.endswith(A) else (rows, rank)
+        if tuple(found[name].shape) != expected:
+            shape = tuple(found[name].shape)
+            raise ConfigError(f"model: the adapter's {name} has shape {shape}, expected {expected}; allowed: {need}")
+    for name in found:
+        if is_factor(name) and {name.removesuffix(A).removesuffix(B) + end for end in (A, B)} - found.keys():
+            raise ConfigError(f"model: the adapter has {name} without the other factor; allowed: both")
+    if settings and ({*filter(is_factor, found)} != {*filter(is_factor, shapes)} or scale != settings.scale):
+        ends = sorted({name.split(".")[-1] for name in modules_of(found)})
+        theirs = f"rank {raw['r']}, alpha {raw['lora_alpha']} and targets {', '.join(ends)}"
+        raise ConfigError(f"model.lora: differs from the adapter, which has {theirs}; allowed: the same")
 
 
 def is_factor(weight: str) -> bool:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Callable
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from test_freeze import HOW, RAGGED, RAGGED_LLAMA, SEQ, VOCAB, llama
 from test_parity import BATCH, data, gpt2, over_all, torch_loss
 
@@ -141,3 +145,80 @@ def test_bert(runtime: nt.Runtime) -> None:
 def test_refused(section: dict[str, Any], message: str) -> None:
     with pytest.raises(nt.ConfigError, match=message):
         nt.models.from_hf(gpt2(), lora=SECTIONS["gpt2"] | section)
+
+
+def test_saved_and_loaded(runtime: nt.Runtime, tmp_path: Path) -> None:
+    """A model of transformers' object: the base's weights are in the checkpoint. A folder: they are not."""
+    gpt2().save_pretrained(tmp_path / "base")
+    ids, labels = data(SEQ, VOCAB, steps=4)
+    for source in (gpt2(), tmp_path / "base"):
+        model, _ = with_factors(source, SECTIONS["gpt2"] | {"dropout": 0.1}, "*ln_f*")
+        straight = nt.Trainer(model, BATCH, SEQ, RAGGED, optimizer=nt.AdamW(**HOW))
+        for step in range(2):
+            straight.step(ids[step], labels[step])
+        straight.save(tmp_path / "saved")
+        for step in range(2, 4):
+            straight.step(ids[step], labels[step])
+        loaded = nt.Trainer.load(tmp_path / "saved")
+        for step in range(2, 4):
+            loaded.step(ids[step], labels[step])
+        want, got = straight.state_dict(), loaded.state_dict()
+        assert want.keys() == got.keys()
+        assert all(np.array_equal(want[name], got[name]) for name in want)
+        names = load_file(tmp_path / "saved/model.safetensors").keys()
+        assert ("transformer.wte.weight" in names) == (source != tmp_path / "base")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_adapter_files(runtime: nt.Runtime, name: str, tmp_path: Path) -> None:
+    """The factors in the file are those of peft; a folder with them opens with merged weights."""
+    MODELS[name]().save_pretrained(tmp_path / "base")
+    section = SECTIONS[name]
+    model, weights = with_factors(tmp_path / "base", section)
+    nt.Trainer(model, BATCH, SEQ).save(tmp_path / "saved")
+    written = load_file(tmp_path / "saved/adapter_model.safetensors")
+    factors = {key: value for key, value in weights.items() if "lora_" in key}
+    assert written.keys() == {f"base_model.model.{key}" for key in factors}
+    assert all(np.array_equal(written[f"base_model.model.{key}"], value) for key, value in factors.items())
+    theirs = MODELS[name]()
+    plain(theirs, weights, section["alpha"] / section["rank"])
+    ids, labels = (of[0] for of in data(SEQ, VOCAB))
+    want = torch_loss(theirs, ids, labels).item()
+    bare = tmp_path / "peft"  # as peft writes it, without config.json
+    bare.mkdir()
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        shutil.copy(tmp_path / "saved" / file, bare)
+    for folder in (tmp_path / "saved", bare):
+        merged = nt.models.from_hf(folder)
+        assert not [key for key in merged.weights if "lora_" in key]
+        assert abs(nt.Trainer(merged, BATCH, SEQ).evaluate(ids, labels) - want) < 1e-5
+    again = nt.models.from_hf(bare, lora=section)
+    assert all(np.array_equal(again.weights[key], value) for key, value in weights.items())
+    assert torch_loss(again.to_hf(), ids, labels).item() == pytest.approx(want, abs=1e-5)
+
+
+def test_adapters_refused(runtime: nt.Runtime, tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "base")
+    llama().save_pretrained(tmp_path / "llama")
+    gpt2(n_embd=32).save_pretrained(tmp_path / "small")
+    model, _ = with_factors(tmp_path / "base", SECTIONS["gpt2"])
+    nt.Trainer(model, BATCH, SEQ).save(tmp_path / "saved")
+    adapter, file = tmp_path / "peft", tmp_path / "peft/adapter_config.json"
+    adapter.mkdir()
+    shutil.copy(tmp_path / "saved/adapter_model.safetensors", adapter)
+    config = json.loads((tmp_path / "saved/adapter_config.json").read_text())
+    for changes, fields, message in (
+        ({"base_model_name_or_path": "gpt2-xl"}, {}, "base model is gpt2-xl, which is no folder; allowed: the folder"),
+        ({"base_model_name_or_path": None}, {}, "base model is null, which is no folder; allowed: the folder"),
+        ({"base_model_name_or_path": str(tmp_path / "llama")}, {}, "the adapter has .*c_attn.lora_A.* no such weight"),
+        ({"base_model_name_or_path": str(tmp_path / "small")}, {}, r"shape \(4, 48\), expected \(4, 32\); allowed:"),
+        ({"use_dora": True}, {}, "use_dora is True in adapter_config.json; allowed: False"),
+        ({"r": None}, {}, "no numbers r and lora_alpha"),
+        ({}, {"lora": SECTIONS["gpt2"] | {"alpha": 1}}, "lora: differs from the adapter, which has rank 4, alpha 8"),
+        ({}, {"lora": SECTIONS["gpt2"] | {"targets": ["c_fc"]}}, "the adapter.*rank 4.* targets c_attn, c_fc, c_proj"),
+    ):
+        file.write_text(json.dumps(config | changes))
+        with pytest.raises(nt.ConfigError, match=message):
+            nt.models.from_hf(adapter, **fields)
+    with pytest.raises(nt.ConfigError, match=r"train_also: got \[\]; allowed: a pattern that matches score.weight"):
+        nt.models.from_hf(tmp_path / "base", head="classification", lora=SECTIONS["gpt2"])

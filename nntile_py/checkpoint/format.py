@@ -18,7 +18,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.models.hf_config import ADAPTER, ADAPTER_CONFIG
 from nntile_py.system.folders import (
     create,
     exchange,
@@ -48,7 +49,7 @@ MODEL, CONFIG, OPTIMIZER, TOKENIZER, TOKENIZER_CONFIG, STATE = (
     "model.safetensors", "config.json", "optimizer.safetensors", "tokenizer.json", "tokenizer_config.json",
     "state.json",
 )  # fmt: skip
-FILES = (MODEL, CONFIG, OPTIMIZER, TOKENIZER, TOKENIZER_CONFIG, STATE)
+FILES = (MODEL, CONFIG, OPTIMIZER, TOKENIZER, TOKENIZER_CONFIG, STATE, ADAPTER, ADAPTER_CONFIG)
 _UNFINISHED = "unfinished checkpoint"  # mark of a folder that is being written
 FOLDER_NAME = re.compile(r"step-(\d+)")
 _HIDDEN_NAME = re.compile(r"\.(step-\d+)\..*")
@@ -82,10 +83,11 @@ class TrainerState:
     weights: Mapping[str, StoredArray]
     averages: Mapping[str, Mapping[str, StoredArray]]  # by name of the average, m or v, then by weight
     loss_scale: Mapping[str, Any] | None = None  # LossScale.state
+    adapter: Mapping[str, StoredArray] = field(default_factory=dict)  # weights that LoRA trains, by peft's names
 
     @property
     def bytes(self) -> int:
-        groups = (self.weights, *self.averages.values())
+        groups = (self.weights, self.adapter, *self.averages.values())
         return sum(stored.bytes for arrays in groups for stored in arrays.values())
 
 
@@ -123,6 +125,8 @@ def write_checkpoint(
             MODEL: write_tensors(inside / MODEL, state.weights, finite),
             OPTIMIZER: write_tensors(inside / OPTIMIZER, averages),
         }
+        if state.adapter:
+            hashes[ADAPTER] = write_tensors(inside / ADAPTER, state.adapter, finite)
         for name, content in files.items():
             data = content.encode() if isinstance(content, str) else content
             (inside / name).parent.mkdir(exist_ok=True)

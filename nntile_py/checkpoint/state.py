@@ -14,6 +14,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.execution.program import Store, assembled
 from nntile_py.graph.params import Param
 from nntile_py.graph.step import Step
+from nntile_py.models.hf_config import ADAPTER_PREFIX
 from nntile_py.system.cgroup import free_memory
 from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.optimizer import MASTERS, joined, split
@@ -123,15 +124,22 @@ class LiveState:
     All ranks create a LiveState. Rank 0 reads `state`; the other ranks call `serve` and send the tiles that rank 0
     lacks, until rank 0 calls `end`. Rank 0 never holds more than its own tiles and one tensor.
 
+    Args:
+        trained_only: Leave out weights that are not trained.
+
     Attributes:
         pieces: All tiles of weights and averages, each with the rank that reads it.
     """
 
-    def __init__(self, step: int, built: Step, store: Store, loss_scale: Mapping[str, Any] | None) -> None:
-        self.step, self._built, self._store, self._states = step, built, store, states_of(built)
-        self._loss_scale = loss_scale
-        weights = {param.tensor: built.first for param in built.params}
-        averages = {tensor: built.update for tensors in self._states.values() for tensor in tensors.values()}
+    def __init__(
+        self, step: int, built: Step, store: Store, loss_scale: Mapping[str, Any] | None, trained_only: bool = False
+    ) -> None:
+        self.step, self._built, self._store = step, built, store
+        self._loss_scale, self._trained_only = loss_scale, trained_only
+        self._params = [one for one in built.params if one.tensor.requires_grad or not trained_only]
+        weights = {param.tensor: built.first for param in self._params}
+        states = [tensors for of in states_of(built).values() for tensors in of.items()]
+        averages = {tensor: built.update for owner, tensor in states if owner in weights}
         self.pieces = store.pieces(weights | averages)
         self._numbers: dict[Tensor, list[int]] = {}
         for number, piece in enumerate(self.pieces):
@@ -186,18 +194,25 @@ class LiveState:
             return self.read(tensors[param.tensor])
 
         dtype = "float64" if self._built.graph.dtype == "fp64" else "float32"
-        params, averages = self._built.params, {}
+        params, averages = self._params, {}
         for name, tensors in averages_of(self._built).items():
             own = [param for param in params if param.tensor in tensors]
             averages[name] = _stored(own, dtype, partial(average, tensors))
-        return TrainerState(self.step, _stored(params, dtype, weight), averages, self._loss_scale)
+        weights, lora = _stored(params, dtype, weight), self._built.graph.lora
+        trained = {name: stored for name, stored in weights.items() if lora and lora.trains(name)}
+        adapter = {ADAPTER_PREFIX + name: stored for name, stored in trained.items()}
+        return TrainerState(
+            self.step, adapter if self._trained_only else weights, averages, self._loss_scale, adapter
+        )
 
 
 class Snapshot(LiveState):
     """A copy of weights and optimizer averages, made while the next steps run. When `done`, any thread may read it."""
 
-    def __init__(self, step: int, built: Step, store: Store, loss_scale: Mapping[str, Any] | None) -> None:
-        super().__init__(step, built, store, loss_scale)
+    def __init__(
+        self, step: int, built: Step, store: Store, loss_scale: Mapping[str, Any] | None, trained_only: bool = False
+    ) -> None:
+        super().__init__(step, built, store, loss_scale, trained_only)
         self._copies = store.copy(self.pieces[number].tile for number in self.own_pieces)
         self._copy_of = {number: k for k, number in enumerate(self.own_pieces)}
 

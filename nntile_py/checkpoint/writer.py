@@ -46,10 +46,17 @@ def trainer_facts(trainer: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def adapter_files(model: Any) -> dict[str, str]:
+    """Return {adapter_config.json: content} for a model that is trained with LoRA; {} for others."""
+    content = model.adapter_config() if hasattr(model, "adapter_config") else None
+    return {checkpoint.ADAPTER_CONFIG: json.dumps(content, indent=2)} if content else {}
+
+
 def save_trainer(trainer: Any, folder: Path, ranks: Ranks | None) -> None:
     """Write a trainer's checkpoint into `folder`; see Trainer.save. All ranks must call this function."""
     config = hasattr(trainer.model, "hf_config")
     files = {checkpoint.CONFIG: json.dumps(trainer.hf_config(), indent=2)} if config else {}
+    files |= adapter_files(trainer.model)
     live = trainer.live()
     if ranks and ranks.rank:
         live.serve()
@@ -89,7 +96,8 @@ class CheckpointWriter:
         facts: Mapping[str, Any], report: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.folder, self._settings, self._trainer, self._report = folder, settings, trainer, report
-        self._files, self._facts = dict(files), trainer_facts(trainer) | dict(facts)
+        self._files = dict(files) | adapter_files(getattr(trainer, "model", None))
+        self._facts = trainer_facts(trainer) | dict(facts)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._step = 0  # of the checkpoint being written

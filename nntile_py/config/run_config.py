@@ -33,7 +33,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion, every_rule
 from nntile_py.graph.step import PRECISIONS, check_pack, check_precision
 from nntile_py.models.base import ModelConfig
-from nntile_py.models.hf_config import WEIGHTS, read_raw, weight_files
+from nntile_py.models.hf_config import WEIGHTS, base_of, read_raw, weight_files
 from nntile_py.models.registry import check_code, find, of_hf_type, resolved
 from nntile_py.schema import (
     Natural,
@@ -355,7 +355,10 @@ def _tokenizer_in(folder: Path) -> str:
     Raises:
         ConfigError: The folder has no tokenizer.json.
     """
-    if not (path := folder / "tokenizer.json").is_file():
+    path = folder / "tokenizer.json"
+    if not path.is_file() and (base := base_of(folder)):  # an adapter of peft may have no tokenizer
+        path = base / "tokenizer.json"
+    if not path.is_file():
         raise ConfigError(
             f"model.from: {folder} has no tokenizer.json, and the model's weights need its own tokenizer; allowed: a"
             " folder with tokenizer.json (save_pretrained of transformers' tokenizer writes it), or give tokenizer.path"

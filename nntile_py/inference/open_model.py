@@ -15,7 +15,7 @@ from nntile_py.checkpoint.run_folder import RUN_CONFIG
 from nntile_py.data.tokenizer import load_tokenizer
 from nntile_py.errors import ConfigError
 from nntile_py.models.base import Model
-from nntile_py.models.hf_config import WEIGHTS, named, read_raw, weight_files
+from nntile_py.models.hf_config import WEIGHTS, base_of, is_adapter, named, read_raw, weight_files
 from nntile_py.models.registry import check_code, code_of, find, known, of_hf_type, resolved
 from nntile_py.runs import run_of
 from nntile_py.system.folders import read, same_content
@@ -72,12 +72,15 @@ def open_model(path: str | Path, fields: Mapping[str, Any] | None = None, *, tru
         saved = facts.get("model") or config.get("model")
         cls = _class_of(folder, fields.pop("type", None), saved if isinstance(saved, dict) else {}, trust_code)
         model = cls.from_hf(folder, **fields)
-    tokenizer = load_tokenizer(file, str(folder)) if (file := folder / TOKENIZER).is_file() else None
+    places = [folder, *filter(None, [base_of(folder)])]  # an adapter of peft may have no tokenizer
+    file = next((one / TOKENIZER for one in places if (one / TOKENIZER).is_file()), None)
+    tokenizer = load_tokenizer(file, str(file.parent)) if file else None
     return OpenedModel(model, folder, tokenizer, config, _step(folder, facts))
 
 
 def _has_weights(folder: Path) -> bool:
-    return any((folder / name).is_file() for weights in WEIGHTS for name in (weights, f"{weights}.index.json"))
+    names = (name for weights in WEIGHTS for name in (weights, f"{weights}.index.json"))
+    return is_adapter(folder) or any((folder / name).is_file() for name in names)
 
 
 def _newest(run: Path) -> Path:

@@ -30,7 +30,7 @@ from nntile_py.execution.program import Program
 from nntile_py.execution.runtime import Runtime, in_turns
 from nntile_py.graph.bin_packing import Bins, bins_of
 from nntile_py.graph.fusion import Fusion
-from nntile_py.graph.params import Traceable
+from nntile_py.graph.params import Traceable, lora_of
 from nntile_py.graph.step import Step, StepSpec, check_precision
 from nntile_py.graph.step_inputs import StepInputs
 from nntile_py.tasks.adamw import AdamW
@@ -319,12 +319,12 @@ class Trainer:
     @in_turns
     def snapshot(self) -> Snapshot:
         """Start to copy weights and optimizer averages as they are after all submitted steps. Returns at once."""
-        return Snapshot(self.steps, self._built, self._store, self._in_flight.scale_state())
+        return Snapshot(self.steps, self._built, self._store, self._in_flight.scale_state(), self._trained_only)
 
     @in_turns
     def live(self) -> LiveState:
         """Return a LiveState, which reads weights and optimizer averages from their tiles, one array at a time."""
-        return LiveState(self.steps, self._built, self._store, self._in_flight.scale_state())
+        return LiveState(self.steps, self._built, self._store, self._in_flight.scale_state(), self._trained_only)
 
     @in_turns
     def restore(
@@ -407,6 +407,11 @@ class Trainer:
             return self._bins.fill(arrays, passes, self.batch, shift=self.shift_labels)
 
         return as_step_inputs(inputs, labels, passes, pack if self.spec.pack else None)
+
+    @property
+    def _trained_only(self) -> bool:
+        """True if checkpoints have only trained weights: with LoRA, where a folder has the other weights."""
+        return lora_of(self.spec.model) is not None and getattr(self.model, "base", None) is not None
 
     @cached_property
     def _bins(self) -> Bins:
