@@ -93,6 +93,14 @@ def companions(config: RunConfig, known: SpecialTokens) -> Files:
     return {GENERATION: json.dumps(read_json(generation, "a file that save_pretrained wrote") | known.ids, indent=2)}
 
 
+def companions_of(folder: Path) -> Files:
+    """Return {path in the folder: content} of the tokenizer's files and of the small files that go along."""
+    names = [name for name in (checkpoint.TOKENIZER, checkpoint.TOKENIZER_CONFIG) if (folder / name).is_file()]
+    return {name: read(folder / name) for name in names} | {
+        str(file.relative_to(folder)): read(file) for file in _companions(folder)
+    }
+
+
 def _companions(folder: Path) -> Iterator[Path]:
     """Yield the files with a suffix of SUFFIXES in a model's folder, in TEMPLATES, and in the folders of its modules.
 

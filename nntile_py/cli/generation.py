@@ -1,4 +1,4 @@
-"""The command `nntile generate`."""
+"""The commands `nntile generate` and `nntile merge`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,6 +7,20 @@ import typer
 
 from nntile_py.cli.options import app, ends_at_ctrl_c
 from nntile_py.errors import as_options
+
+
+@app.command(epilog="Example: nntile merge runs/my_lora merged")
+def merge(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder of a run with model.lora, a checkpoint, or a peft adapter.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the model, as transformers reads it.")],
+) -> None:
+    """Write a model with its LoRA adapter merged into the weights."""
+    from nntile_py.inference.merge import merge as run
+
+    with ends_at_ctrl_c(lambda: f"{out} is incomplete"):
+        print(f"wrote {run(folder, out)} weights to {out}")
 
 
 @app.command(epilog="Example: nntile generate runs/my_run --prompt Some --max-tokens 20")
