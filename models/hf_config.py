@@ -29,6 +29,8 @@ _NEED = "expected weights that save_pretrained wrote"
 # Part of error messages: how to read a folder with a model of the user's own class.
 # Files of peft with an adapter, which has trained weights beside those of a base model.
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+# config.json of a model whose weights are not in the folder. transformers would look for them beside a config.json.
+ADAPTED_CONFIG = "model_config.json"
 ADAPTER_PREFIX = "base_model.model."  # of the names of weights in ADAPTER
 OWN = "a model of your own by YourModel.from_hf(FOLDER), in a YAML by model.type: my_file.py:YourModel"
 
@@ -52,6 +54,8 @@ def read_raw(source: Any) -> dict[str, Any]:
     """Return the content of config.json of a folder, or the same content for a transformers model."""
     if isinstance(source, str | Path):
         folder = Path(source)
+        if is_adapter(folder) and (folder / ADAPTED_CONFIG).is_file():
+            return read_json(folder / ADAPTED_CONFIG, "a folder saved by nntile train")
         if is_adapter(folder) and not (folder / "config.json").is_file() and (base := base_of(folder)):
             folder = base
         return read_json(folder / "config.json", "a folder saved by save_pretrained")

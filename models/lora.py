@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nntile_py.errors import ConfigError
+from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ZEROS, Part, Uniform
 from nntile_py.models.hf_config import ADAPTER_CONFIG
 from nntile_py.schema import BelowOne, Count, Names, Positive, Section
 from nntile_py.tasks.contract import contract
 from nntile_py.tasks.elementwise import add, dropout
+from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.param_group import matches
-
-if TYPE_CHECKING:
-    from nntile_py.graph.graph import Graph
-    from nntile_py.models.parts import Sizes
-    from nntile_py.tasks.op import Tensor
 
 A, B = ".lora_A.weight", ".lora_B.weight"  # ends of the names of factors, as in peft
 AXIS = "lora"  # the axis of size `rank`, which is never cut
@@ -155,8 +152,9 @@ class LoraSum:
     """
 
     def __init__(
-        self, g: Graph, settings: LoraSection, module: str, inner: Sizes, out: Sizes, part: tuple[int, int] | None
-    ) -> None:
+        self, g: Graph, settings: LoraSection, module: str, inner: Mapping[str, int], out: Mapping[str, int],
+        part: tuple[int, int] | None,
+    ) -> None:  # fmt: skip
         self.settings, self.module, self.rank = settings, module, {AXIS: settings.rank}
         bound = 1 / math.sqrt(math.prod(inner.values()))  # kaiming_uniform_(a=sqrt(5)), as in peft
         name = module + A

@@ -180,6 +180,7 @@ def test_adapter_files(runtime: nt.Runtime, name: str, tmp_path: Path) -> None:
     factors = {key: value for key, value in weights.items() if "lora_" in key}
     assert written.keys() == {f"base_model.model.{key}" for key in factors}
     assert all(np.array_equal(written[f"base_model.model.{key}"], value) for key, value in factors.items())
+    assert not (tmp_path / "saved/config.json").exists()  # transformers would look for the base's weights beside it
     theirs = MODELS[name]()
     plain(theirs, weights, section["alpha"] / section["rank"])
     ids, labels = (of[0] for of in data(SEQ, VOCAB))

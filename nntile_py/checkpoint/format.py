@@ -26,7 +26,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from nntile_py.errors import ConfigError, NNTileError
-from nntile_py.models.hf_config import ADAPTER, ADAPTER_CONFIG
+from nntile_py.models.hf_config import ADAPTED_CONFIG, ADAPTER, ADAPTER_CONFIG
 from nntile_py.system.folders import (
     create,
     exchange,
@@ -49,7 +49,7 @@ MODEL, CONFIG, OPTIMIZER, TOKENIZER, TOKENIZER_CONFIG, STATE = (
     "model.safetensors", "config.json", "optimizer.safetensors", "tokenizer.json", "tokenizer_config.json",
     "state.json",
 )  # fmt: skip
-FILES = (MODEL, CONFIG, OPTIMIZER, TOKENIZER, TOKENIZER_CONFIG, STATE, ADAPTER, ADAPTER_CONFIG)
+FILES = (MODEL, CONFIG, OPTIMIZER, TOKENIZER, TOKENIZER_CONFIG, STATE, ADAPTER, ADAPTER_CONFIG, ADAPTED_CONFIG)
 _UNFINISHED = "unfinished checkpoint"  # mark of a folder that is being written
 FOLDER_NAME = re.compile(r"step-(\d+)")
 _HIDDEN_NAME = re.compile(r"\.(step-\d+)\..*")

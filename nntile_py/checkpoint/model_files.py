@@ -96,9 +96,7 @@ def companions(config: RunConfig, known: SpecialTokens) -> Files:
 def companions_of(folder: Path) -> Files:
     """Return {path in the folder: content} of the tokenizer's files and of the small files that go along."""
     names = [name for name in (checkpoint.TOKENIZER, checkpoint.TOKENIZER_CONFIG) if (folder / name).is_file()]
-    return {name: read(folder / name) for name in names} | {
-        str(file.relative_to(folder)): read(file) for file in _companions(folder)
-    }
+    return {str(file.relative_to(folder)): read(file) for file in (*map(folder.joinpath, names), *_companions(folder))}
 
 
 def _companions(folder: Path) -> Iterator[Path]:

@@ -20,6 +20,7 @@ from nntile_py.config.run_config import RunConfig
 from nntile_py.config.sections import CheckpointSection, seconds
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.execution.mpi import Ranks
+from nntile_py.models.hf_config import ADAPTED_CONFIG, ADAPTER_CONFIG
 from nntile_py.models.registry import type_of
 from nntile_py.system import launcher
 from nntile_py.system.folders import NO_ROOM, replace_file, sync
@@ -46,17 +47,24 @@ def trainer_facts(trainer: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def adapter_files(model: Any) -> dict[str, str]:
-    """Return {adapter_config.json: content} for a model that is trained with LoRA; {} for others."""
-    content = model.adapter_config() if hasattr(model, "adapter_config") else None
-    return {checkpoint.ADAPTER_CONFIG: json.dumps(content, indent=2)} if content else {}
+def with_adapter(files: Mapping[str, str | bytes], trainer: Any) -> dict[str, str | bytes]:
+    """Return a checkpoint's files beside the arrays, for a model with LoRA with peft's adapter_config.json.
+
+    If the checkpoint has only trained weights, config.json is named ADAPTED_CONFIG."""
+    model = getattr(trainer, "model", None)
+    content = model.adapter_config() if model and hasattr(model, "adapter_config") else None
+    if not content:
+        return dict(files)
+    names = {checkpoint.CONFIG: ADAPTED_CONFIG} if trainer.trained_only else {}
+    return {names.get(name, name): value for name, value in files.items()} | {
+        ADAPTER_CONFIG: json.dumps(content, indent=2)
+    }
 
 
 def save_trainer(trainer: Any, folder: Path, ranks: Ranks | None) -> None:
     """Write a trainer's checkpoint into `folder`; see Trainer.save. All ranks must call this function."""
     config = hasattr(trainer.model, "hf_config")
-    files = {checkpoint.CONFIG: json.dumps(trainer.hf_config(), indent=2)} if config else {}
-    files |= adapter_files(trainer.model)
+    files = with_adapter({checkpoint.CONFIG: json.dumps(trainer.hf_config(), indent=2)} if config else {}, trainer)
     live = trainer.live()
     if ranks and ranks.rank:
         live.serve()
@@ -96,7 +104,7 @@ class CheckpointWriter:
         facts: Mapping[str, Any], report: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.folder, self._settings, self._trainer, self._report = folder, settings, trainer, report
-        self._files = dict(files) | adapter_files(getattr(trainer, "model", None))
+        self._files = with_adapter(files, trainer)
         self._facts = trainer_facts(trainer) | dict(facts)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None

@@ -11,7 +11,7 @@ from nntile_py.checkpoint.format import StoredArray
 from nntile_py.checkpoint.model_files import companions_of
 from nntile_py.errors import ConfigError
 from nntile_py.inference.open_model import open_model
-from nntile_py.models.hf_config import base_of, is_adapter
+from nntile_py.models.hf_config import ADAPTER, base_of, is_adapter
 from nntile_py.system.folders import write_new
 
 
@@ -31,7 +31,7 @@ def merge(folder: Path, out: Path, trust_code: bool = False) -> int:
     opened = open_model(folder, trust_code=trust_code)
     if not is_adapter(opened.folder):
         need = "a run with model.lora, its checkpoint, or an adapter of peft"
-        raise ConfigError(f"FOLDER: {opened.folder} has no {checkpoint.ADAPTER}; allowed: {need}")
+        raise ConfigError(f"FOLDER: {opened.folder} has no {ADAPTER}; allowed: {need}")
     model, files = opened.model, dict[str, str | bytes]()
     for place in filter(None, (base_of(opened.folder), opened.folder)):
         files |= companions_of(place)

@@ -37,6 +37,7 @@ from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import StepSpec
 from nntile_py.inference.generate import fill_masked, generate
+from nntile_py.models.hf_config import ADAPTER
 from nntile_py.models.registry import code_of
 from nntile_py.runs import run_of
 from nntile_py.system.folders import NO_ROOM, replace_file, same_content
@@ -326,7 +327,8 @@ def _train_on_rank_0(run: _Run, make_folder: Callable[[], RunFolder], rescue: Pa
         run.report(f"best held-out loss {writer.best[0]:.4f} after step {writer.best[1]}: {saved / BEST}")
     if skips := display.skips():
         run.report(skips)
-    run.report(f"weights saved in {saved / checkpoint.MODEL}")
+    name = ADAPTER if run.config.model.lora else checkpoint.MODEL
+    run.report(f"weights saved in {saved / name}")
     save_curve(saved, run.report, run.console.is_terminal)
     if last and "confusion" in last and run.dataset.class_names:
         _save_confusion(run.dataset.class_names, last["confusion"], saved, run.report)

@@ -319,12 +319,12 @@ class Trainer:
     @in_turns
     def snapshot(self) -> Snapshot:
         """Start to copy weights and optimizer averages as they are after all submitted steps. Returns at once."""
-        return Snapshot(self.steps, self._built, self._store, self._in_flight.scale_state(), self._trained_only)
+        return Snapshot(self.steps, self._built, self._store, self._in_flight.scale_state(), self.trained_only)
 
     @in_turns
     def live(self) -> LiveState:
         """Return a LiveState, which reads weights and optimizer averages from their tiles, one array at a time."""
-        return LiveState(self.steps, self._built, self._store, self._in_flight.scale_state(), self._trained_only)
+        return LiveState(self.steps, self._built, self._store, self._in_flight.scale_state(), self.trained_only)
 
     @in_turns
     def restore(
@@ -409,7 +409,7 @@ class Trainer:
         return as_step_inputs(inputs, labels, passes, pack if self.spec.pack else None)
 
     @property
-    def _trained_only(self) -> bool:
+    def trained_only(self) -> bool:
         """True if checkpoints have only trained weights: with LoRA, where a folder has the other weights."""
         return lora_of(self.spec.model) is not None and getattr(self.model, "base", None) is not None
 
