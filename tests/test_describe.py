@@ -70,7 +70,7 @@ def test_init_writes_the_small_run_of_experiments(
     written, text = load(f"{model}.yaml"), Path(f"{model}.yaml").read_text()
     assert written == load(ROOT / "experiments" / f"{model}_tiny.yaml", ["train.steps=7"])
     for key, field in keys(of_model(type(written.model))):
-        if not key.startswith(("runtime.disk.", "logging.wandb.")):  # only written if the section is there
+        if not key.startswith(("runtime.disk.", "logging.wandb.", "model.lora.")):  # only written if the section is there
             assert f"{key.rpartition('.')[2]}:" in text and meaning(field)[:40] in text, key
     assert max(map(len, text.splitlines())) <= 120
 
@@ -263,6 +263,13 @@ def test_the_help_ends_with_an_example_that_works(command: str, example: str, tm
         for name in ("my_run", "my_run-2")[: 1 + (command == "nntile compare")]:
             trained = nntile(f"nntile train my.yaml --out runs/{name} {SHORTER['nntile train']}", tmp_path)
             assert trained.returncode == 0, trained.stderr
+    if command == "nntile merge":
+        trained = nntile(f"nntile train my.yaml --out base {SHORTER['nntile train']}", tmp_path)
+        assert trained.returncode == 0, trained.stderr
+        lora = "model: {from: base, lora: {rank: 2, alpha: 4, targets: [c_attn]}}\ntrain: {batch: 4, seq: 16, steps: 2}"
+        (tmp_path / "lora.yaml").write_text(f"{lora}\ndata: {{source: my.txt}}\nsample: {{tokens: 0}}\n")
+        trained = nntile("nntile train lora.yaml --out runs/my_lora", tmp_path)
+        assert trained.returncode == 0, trained.stderr
     if command == "nntile encode":
         (tmp_path / "my.yaml").write_text(initial("my.yaml", "bert"))
         (tmp_path / "texts.jsonl").write_text('{"text": "Some words"}\n')

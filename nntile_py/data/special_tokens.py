@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from nntile_py.data.tokenizer import CLS, END_OF_TEXT, MASK, MASKED, PAD, SEP, number_of, roles, token_numbers
-from nntile_py.models.hf_config import read_json
+from nntile_py.models.hf_config import ADAPTED_CONFIG, read_json
 
 NAMING = ("tokenizer_config.json", "special_tokens_map.json")  # files that name special tokens, the first one counts
 CONFIG, GENERATION = "config.json", "generation_config.json"  # files with numbers of special tokens
@@ -94,7 +94,7 @@ def _model_files(path: str | None, model: str | None) -> tuple[dict[str, Any], d
         return {}, {}
     config, generation = (
         read_json(folder / name, "a folder that save_pretrained wrote") if (folder / name).exists() else {}
-        for name in (CONFIG, GENERATION)
+        for name in (ADAPTED_CONFIG if (folder / ADAPTED_CONFIG).exists() else CONFIG, GENERATION)
     )
     return config, generation
 
