@@ -399,7 +399,7 @@ def _model_section(given: Any) -> Any:
 
 
 def _checked(config: type[ModelConfig], given: dict[str, Any]) -> ModelConfig:
-    own = [key for key, _ in keys(config)]
+    own = [key for key, _ in keys(config) if "." not in key]
     for key in given:  # a message of `validated` would suggest keys of the section `model` only
         if key not in own:
             raise ConfigError(f"model.{key}: unknown key; {allowed(key, own, all_keys(config))}")
