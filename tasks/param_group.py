@@ -18,6 +18,14 @@ def matches(weight: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(weight, pattern) for pattern in patterns)
 
 
+def check_match(key: str, patterns: Sequence[str], weights: Sequence[str]) -> None:
+    """Raise ConfigError if one of the patterns, the value of `key`, matches none of the names `weights`."""
+    for pattern in patterns:
+        if not any(matches(name, [pattern]) for name in weights):
+            need = f"a pattern of names such as {', '.join(weights[-3:])}"
+            raise ConfigError(f"{key}: {pattern!r} matches no weight; allowed: {need}")
+
+
 class ParamGroup(Section):
     """Weights whose names match a pattern, and their settings."""
 

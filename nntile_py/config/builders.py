@@ -44,7 +44,7 @@ def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
         skip_above_norm=config.train.skip_above_norm,
         pack=config.train.pack,
         loss_scale=config.train.loss_scale,
-        freeze=tuple(config.freeze),
+        freeze=config.freeze,
         timings=timings(config) if config.layout == "searched" else None,
     )
 

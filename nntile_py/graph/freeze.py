@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Param
-from nntile_py.tasks.param_group import matches
+from nntile_py.tasks.param_group import check_match, matches
 
 
 def freeze(graph: Graph, patterns: Sequence[str]) -> None:
@@ -24,11 +23,7 @@ def freeze(graph: Graph, patterns: Sequence[str]) -> None:
     if not patterns:
         return
     names = list(dict.fromkeys(source.weight for param in graph.params.values() for source in param.sources))
-    for pattern in patterns:
-        if not any(matches(name, [pattern]) for name in names):
-            raise ConfigError(
-                f"freeze: {pattern!r} matches no weight; allowed: a pattern of names such as {', '.join(names[-3:])}"
-            )
+    check_match("freeze", patterns, names)
     if all(matches(name, patterns) for name in names):
         raise ConfigError("freeze: all weights match; allowed: patterns that leave a weight to train")
     for tensor, param in graph.params.items():
@@ -40,8 +35,8 @@ def freeze(graph: Graph, patterns: Sequence[str]) -> None:
 
 def counts(params: Sequence[Param]) -> tuple[int, int]:
     """Return the number of values of all parameters that are trained, and of all parameters."""
-    sizes = [(math.prod(param.tensor.shape), param.tensor.requires_grad) for param in params]
-    return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes)
+    tensors = [param.tensor for param in params]
+    return sum(one.numel for one in tensors if one.requires_grad), sum(one.numel for one in tensors)
 
 
 def _frozen(param: Param, patterns: Sequence[str]) -> bool:

@@ -12,7 +12,7 @@ from nntile_py.graph.params import Param, Source
 from nntile_py.tasks.matrix_axes import MatrixAxes
 from nntile_py.tasks.op import Tensor, accumulation_dtype
 from nntile_py.tasks.optimizer import MASTERS, Optimizer, UpdateOp
-from nntile_py.tasks.param_group import ParamGroup, matches
+from nntile_py.tasks.param_group import ParamGroup, check_match
 
 
 def add_update(g: Graph, optimizer: Optimizer, param: Param, grad: Tensor, clip: Tensor) -> None:
@@ -71,10 +71,7 @@ def check_groups(optimizer: Optimizer, params: Iterable[Param]) -> None:
     names = list(dict.fromkeys(source.weight for param in params for source in param.sources))
     patterns = {f"groups[{number}].match": group.match for number, group in enumerate(optimizer.groups)}
     for key, each in (patterns | optimizer.patterns).items():
-        for pattern in each:
-            if not any(matches(name, [pattern]) for name in names):
-                need = f"a pattern of names such as {', '.join(names[-3:])}"
-                raise ConfigError(f"optimizer.{key}: {pattern!r} matches no weight; allowed: {need}")
+        check_match(f"optimizer.{key}", each, names)
 
 
 def _group_of(optimizer: Optimizer, param: Param) -> ParamGroup | None:

@@ -5,7 +5,7 @@ Task lists are pure data. Runs, plans, profiles and drawings read them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Real
@@ -206,7 +206,7 @@ class StepSpec:
     timings: Timings | None = None
     kept: Mapping[str, Order] | None = None
     loss_scale: float | None = None
-    freeze: tuple[str, ...] = ()
+    freeze: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.model, "trace", None)):
@@ -226,6 +226,10 @@ class StepSpec:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
                 raise ConfigError(f"{name}: {value!r} is not allowed; use a positive integer below 2^31")
+        patterns = self.freeze
+        if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ConfigError(f"freeze: {patterns!r} is not allowed; use a list of patterns")
+        object.__setattr__(self, "freeze", tuple(patterns))
         if not isinstance(self.pack, bool):
             raise ConfigError(f"pack: {self.pack!r} is not allowed; use True or False")
         scale = self.loss_scale

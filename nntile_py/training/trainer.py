@@ -115,7 +115,7 @@ class Trainer:
         spec = StepSpec(
             chosen, batch, seq, Tiling(tiles), precision, optimizer or AdamW(), clip_grad_norm, accumulate,
             Fusion.of(fusion), grad_accumulation, skip_above_norm, pack=pack, loss_scale=loss_scale,
-            freeze=tuple(freeze),
+            freeze=freeze,
         )  # fmt: skip
         self._start(model, spec, seed, shift_labels, check_finite)
 
