@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, create_model, model_validator
 
+from nntile_py.config.logging_section import LoggingSection
 from nntile_py.config.scheduler_file import apply_scheduler, is_path, override
 from nntile_py.config.sections import (
     CheckpointSection,
     DataSection,
     DebugSection,
-    LoggingSection,
     OptimizerSection,
     ProfileSection,
     RuntimeSection,

@@ -3,7 +3,6 @@
 import functools
 import os
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -12,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, create_model, model
 
 from nntile_py.config.schedules import SCHEDULES, own_schedule
 from nntile_py.errors import ConfigError
-from nntile_py.models.registry import code_of, function_of, resolved
+from nntile_py.models.registry import code_of, resolved
 from nntile_py.schema import (
     Count,
     File,
@@ -448,49 +447,6 @@ class SampleSection(Section):
     """Temperature of sampling; 0: always the most likely token."""
     top_k: Count | None = 40
     """Sample from this many most likely tokens; null: from all tokens."""
-
-
-class WandbSection(Section):
-    """Weights & Biases."""
-
-    project: str
-    """Name of the project."""
-    mode: Literal["online", "offline", "disabled"] = "online"
-    """`offline` writes files in the run's folder, which `wandb sync` sends later."""
-    name: str | None = None
-    """Name of the run; null: the name of the run's folder."""
-
-
-def _callback(value: Any) -> str | None:
-    if not (isinstance(value, str) and code_of(value)):
-        return None
-    value = resolved(value)
-    own_callback(value)
-    return str(value)
-
-
-def own_callback(name: str) -> Callable[[dict[str, Any]], Any]:
-    """Return the function of a callback my_file.py:function. Runs the code of the file.
-
-    Raises:
-        ConfigError: There is no such function.
-    """
-    return function_of(name, "logging.callback", "a function(line) of a dict")
-
-
-CallbackName = Annotated[str, *only("'my_file.py:function'", _callback, type="string", pattern=r"\.py:")]
-
-
-class LoggingSection(Section):
-    """Where the metrics of a run go besides metrics.jsonl."""
-
-    tensorboard: Switch = False
-    """Write event files for TensorBoard into the folder `tensorboard` of the run (package tensorboardX)."""
-    wandb: WandbSection | None = None
-    """Send the metrics to Weights & Biases (package wandb); null: do not."""
-    callback: CallbackName | None = None
-    """A function(line) of a Python file, which gets each line of metrics.jsonl as a dict. If it returns True, the run
-    saves its weights and ends, at most two steps later."""
 
 
 class DebugSection(Section):

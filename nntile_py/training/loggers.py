@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
+from nntile_py.config.logging_section import own_callback
 from nntile_py.config.run_config import RunConfig
-from nntile_py.config.sections import own_callback
 from nntile_py.errors import ConfigError, raised
 from nntile_py.models.registry import code_of
 
@@ -88,7 +90,8 @@ class Callback:
         self._function, self._steps, self._stop = own_callback(config.logging.callback), config.train.steps, stop
 
     def write(self, line: Mapping[str, Any]) -> None:
-        if self._function(dict(line)) and line["step"] < self._steps and not self._stop:
+        ends = self._function(dict(line))
+        if isinstance(ends, bool | np.bool_) and ends and line["step"] < self._steps and not self._stop:
             self._stop.append(CALLBACK)
 
     def close(self) -> None:
