@@ -181,7 +181,7 @@ def test_own_text(folder: Path, python: Python) -> None:
 def test_using_a_model(folder: Path, python: Python) -> None:
     pytest.importorskip("transformers")
     write_reviews(folder / "reviews.csv")
-    _, _, classifier, _ = blocks(DOCS / "fine-tune.md", "yaml")
+    _, _, _, classifier, _ = blocks(DOCS / "fine-tune.md", "yaml")
     (folder / "classify.yaml").write_text(classifier)
     small = ("model={type: bert, layers: 1, embed: 16, heads: 2, head: classification}", "tokenizer.vocab_size=300")
     sets = [word for one in (*small, "train.steps=1", "train.seq=16") for word in ("--set", one)]
@@ -275,18 +275,32 @@ def test_the_readme_has_such_a_run(folder: Path) -> None:
 
 
 def test_fine_tuning(folder: Path, python: Python) -> None:
-    text, chat, *_ = blocks(DOCS / "fine-tune.md", "yaml")
+    text, frozen, chat, *_ = blocks(DOCS / "fine-tune.md", "yaml")
     (folder / "tune.yaml").write_text(text)
+    (folder / "frozen.yaml").write_text(text + frozen)
     (folder / "chat.yaml").write_text(chat)
     talk = [{"role": "user", "content": "say a word"}, {"role": "assistant", "content": "tile"}]
     (folder / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(40)))
     (folder / "my_gpt2").symlink_to("runs/my_run")
-    for name in ("tune", "chat"):
+    (folder / "watch.py").write_text(blocks(DOCS / "watch.md", "python")[0])
+    watched = blocks(DOCS / "watch.md", "yaml")[-1].replace("my_file.py", "watch.py")
+    (folder / "watched.yaml").write_text(text + watched)
+    for name in ("tune", "frozen", "watched", "chat"):
         done = nntile(folder, "train", f"{name}.yaml", "--set", "train.steps=2")
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0 and "note: Callback" not in done.stdout, done.stderr
+        assert (" parameters are trained, the others are frozen" in done.stdout) == (name == "frozen")
     done = python(f"import os; os.chdir({str(folder)!r})\n{blocks(DOCS / 'fine-tune.md', 'python')[0]}")
     assert done.returncode == 0, done.stderr
     assert (folder / "tuned" / "model.safetensors").is_file()
+
+
+def test_the_callback_of_the_page_ends_a_run() -> None:
+    """After three measurements in a row that are not smaller than the smallest."""
+    names: dict[str, Any] = {}
+    exec(blocks(DOCS / "watch.md", "python")[0], names)
+    losses = [5.0, 4.0, None, 4.5, 3.9, 4.0, 4.1, 3.9]
+    lines = [{"step": 1} | ({"held_out_loss": loss} if loss else {}) for loss in losses]
+    assert [names["watch"](line) for line in lines] == [False] * 7 + [True]
 
 
 def test_encoding(python: Python, tmp_path: Path) -> None:
