@@ -15,6 +15,7 @@ from typing_extensions import TypeVar  # of pydantic
 
 from nntile_py.errors import ConfigError, MissingWeight, raised
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.lora import LoRA, is_adapter, merged
 from nntile_py.graph.params import Batch, Param, Traced, trace
 from nntile_py.models.hf_config import (
     HEAD_KEYS,
@@ -52,6 +53,8 @@ class ModelConfig(Section):
     from_: str | None = Field(None, alias="from")
     """Folder with weights and sizes to start from, written by transformers' `save_pretrained` or by `nntile train`;
     null: random weights."""
+    lora: LoRA | None = None
+    """Train adapters of low rank instead of the weights; null: train the weights."""
 
     def __init__(self, **fields: Any) -> None:
         try:
@@ -208,6 +211,13 @@ class Model(Generic[ConfigT]):
         """Return a model with the same weights and some config fields changed, such as attention="merge"."""
         return type(self)(self.config.changed(**fields), self._weights, seed=self.seed, hf=self.hf)
 
+    def merged(self) -> Self:
+        """Return the model with its adapters (model.lora) added to the weights, and without adapters."""
+        if not (lora := self.config.lora):
+            return self
+        weights = merged(lora, self.params(), self.weights)
+        return type(self)(self.config.changed(lora=None), weights, seed=self.seed, hf=self.hf)
+
     # -- transformers
 
     @classmethod
@@ -282,6 +292,7 @@ class Model(Generic[ConfigT]):
                 need = f"equal weights, as the model computes with {weight} in both places"
                 raise ConfigError(f"model: the checkpoint's {copy} differs from {weight}; allowed: {need}")
         new = model._new_head(saved, tensors)
+        model._check_adapters(tensors)
         weights = arrays({name: tensors[name] for name in shapes if name in tensors and name not in (new or ())})
         if new is not None:
             # The saved model may have been initialised from the same seed; the hash makes the new weights differ.
@@ -289,12 +300,25 @@ class Model(Generic[ConfigT]):
             drawn = initial_weights(model.params(), [seed, old_head])
             weights |= {name: drawn[name] for name in new}
             model.hf = {key: value for key, value in raw.items() if key not in HEAD_KEYS}
+        if config.lora and (begun := {name for name in shapes if is_adapter(name) and name not in weights}):
+            drawn = initial_weights(model.params(), seed)
+            weights |= {name: drawn[name] for name in begun}
         for param in model.params():
             for one in param.sources:
                 one.check(weights)
         check_layers(shapes, tensors)
         model.weights = weights
         return model
+
+    def _check_adapters(self, tensors: Mapping[str, Any]) -> None:
+        """Raise ConfigError if a checkpoint has adapters that this model lacks, or only some of this model's."""
+        own = {name for name in self.weight_shapes() if is_adapter(name)}
+        saved = {name for name in tensors if is_adapter(name)}
+        if saved - own:
+            need = "model.lora as in the run that trained them, or the folder that `nntile merge` makes"
+            raise ConfigError(f"model: the checkpoint has the adapter {min(saved - own)}; allowed: {need}")
+        if saved and own - saved:
+            raise ConfigError(f"model.lora: the checkpoint has adapters, but not {min(own - saved)}; allowed: the same")
 
     def copies(self) -> Mapping[str, str]:
         """Return {duplicate weight in a checkpoint: weight that this model uses instead}, such as tied embeddings.
@@ -345,10 +369,12 @@ class Model(Generic[ConfigT]):
         return own | {key: value for key, value in self.hf.items() if value is not None}
 
     def to_hf(self) -> Any:
-        """Return the transformers model with these weights, in evaluation mode."""
+        """Return the transformers model with these weights, in evaluation mode. Adapters are merged."""
         import torch
         import transformers
 
+        if self.config.lora:
+            return self.merged().to_hf()
         raw = self.hf_config()
         if "architectures" not in raw:
             cls = type(self).__name__

@@ -61,13 +61,18 @@ def tensors_of(source: Any) -> dict[str, Any]:
         return {name: value.detach().cpu().clone() for name, value in source.state_dict().items()}
     tensors: dict[str, Any] = {}
     for file in weight_files(Path(source)):
-        try:
-            if not file.is_file():  # reading a pipe would never end
-                raise OSError("no such file")
-            tensors |= _load(file)
-        except Exception as error:  # safetensors and torch raise many classes
-            raise ConfigError(f"model: cannot read {file} ({error}); {_NEED}") from None
+        tensors |= tensors_in(file)
     return tensors
+
+
+def tensors_in(file: Path) -> dict[str, Any]:
+    """Return {name: torch tensor} of a file of weights."""
+    try:
+        if not file.is_file():  # reading a pipe would never end
+            raise OSError("no such file")
+        return _load(file)
+    except Exception as error:  # safetensors and torch raise many classes
+        raise ConfigError(f"model: cannot read {file} ({error}); {_NEED}") from None
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.graph.params import Constant, Init, Param, Source
+from nntile_py.graph.params import Constant, Init, Normal, Param, Source, Uniform
 from nntile_py.system.load import cores
 
 BLOCK = 1 << 20  # elements drawn by one random generator
@@ -38,6 +38,17 @@ def fill(arrays: Sequence[Array], seed: int | Sequence[int], draw: Draw, first: 
         list(pool.map(one, [(k, at) for k, array in enumerate(arrays) for at in range(0, array.size, BLOCK)]))
 
 
+def _draw(rng: np.random.Generator, block: Array, init: Normal | Uniform) -> None:
+    """Fill a block with random numbers of a distribution."""
+    if isinstance(init, Uniform):
+        rng.random(out=block, dtype=np.float32)
+        block -= np.float32(0.5)
+        block *= np.float32(2 * init.bound)
+    else:
+        rng.standard_normal(out=block, dtype=np.float32)
+        block *= np.float32(init.std)
+
+
 def _inits(params: Iterable[Param]) -> dict[str, tuple[Init, Source]]:
     """Return {name in the checkpoint: (initialisation, source with the weight's shape)} of the parameters' weights."""
     inits: dict[str, tuple[Init, Source]] = {}
@@ -54,11 +65,10 @@ def each_initial_weight(params: Iterable[Param], seed: int) -> Iterator[tuple[st
         if isinstance(init, Constant):
             yield name, np.full(source.shape, init.value, np.float32)
             continue
-        weight, std = np.empty(source.shape, np.float32), np.float32(init.std)
+        weight = np.empty(source.shape, np.float32)
 
-        def draw(rng: np.random.Generator, block: Array, _: int, std: np.float32 = std) -> None:
-            rng.standard_normal(out=block, dtype=np.float32)
-            block *= std
+        def draw(rng: np.random.Generator, block: Array, _: int, init: Normal | Uniform = init) -> None:
+            _draw(rng, block, init)
 
         fill([weight], seed, draw, number)
         number += 1
@@ -68,17 +78,16 @@ def each_initial_weight(params: Iterable[Param], seed: int) -> Iterator[tuple[st
 def initial_weights(params: Iterable[Param], seed: int | Sequence[int]) -> dict[str, Array]:
     """Return {name in the checkpoint: fp32 array} of random or constant initial weights, as the parameters declare."""
     weights: dict[str, Array] = {}
-    drawn: list[tuple[str, np.float32]] = []
+    drawn: list[tuple[str, Normal | Uniform]] = []
     for name, (init, source) in _inits(params).items():
         if isinstance(init, Constant):
             weights[name] = np.full(source.shape, init.value, np.float32)
         else:
             weights[name] = np.empty(source.shape, np.float32)
-            drawn.append((name, np.float32(init.std)))
+            drawn.append((name, init))
 
     def draw(rng: np.random.Generator, block: Array, number: int) -> None:
-        rng.standard_normal(out=block, dtype=np.float32)
-        block *= drawn[number][1]
+        _draw(rng, block, drawn[number][1])
 
     fill([weights[name] for name, _ in drawn], seed, draw)
     return weights

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from nntile_py.inference.generator import (
         GeneratedPart as GeneratedPart, GeneratedText as GeneratedText, Generator as Generator,
     )  # fmt: skip
+    from nntile_py.models.adapters import load_adapter as load_adapter, save_adapter as save_adapter
     from nntile_py.models.base import Model as Model, ModelConfig as ModelConfig
     from nntile_py.profiling.block import profile as profile
     from nntile_py.tasks.mask import Mask as Mask
@@ -69,6 +70,7 @@ _NAMES = {
     "graph.params": ("ONES", "ZEROS", "Batch", "Constant", "Joined", "Normal", "Part", "Traced"),
     "inference.encoder": ("Encoder",),
     "inference.generator": ("GeneratedPart", "GeneratedText", "Generator"),
+    "models.adapters": ("load_adapter", "save_adapter"),
     "models.base": ("Model", "ModelConfig"),
     "profiling.block": ("profile",),
     "tasks.adamw": ("AdamW",),

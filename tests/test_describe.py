@@ -263,6 +263,11 @@ def test_the_help_ends_with_an_example_that_works(command: str, example: str, tm
         for name in ("my_run", "my_run-2")[: 1 + (command == "nntile compare")]:
             trained = nntile(f"nntile train my.yaml --out runs/{name} {SHORTER['nntile train']}", tmp_path)
             assert trained.returncode == 0, trained.stderr
+    if command == "nntile merge":
+        made = nntile(f"nntile train my.yaml --out my_base {SHORTER['nntile train']}", tmp_path)
+        more = "--set model.from=my_base --set model.lora.targets=[c_attn] --set tokenizer={}"
+        tuned = nntile(f"nntile train my.yaml --out runs/my_run {SHORTER['nntile train']} {more}", tmp_path)
+        assert made.returncode == 0 and tuned.returncode == 0, made.stderr + tuned.stderr
     if command == "nntile encode":
         (tmp_path / "my.yaml").write_text(initial("my.yaml", "bert"))
         (tmp_path / "texts.jsonl").write_text('{"text": "Some words"}\n')

@@ -82,18 +82,18 @@ def tokenizer_files(tokenizer: Tokenizer, config: RunConfig) -> Files:
 def companions(config: RunConfig, known: SpecialTokens) -> Files:
     """Return {path in the folder: content} of the files that go along from the folder of `model.from`.
 
-    These are the files that _companions yields. If the tokenizer is of another folder, only generation_config.json goes
-    along, with the tokenizer's special tokens."""
+    These are the files that companions_of yields. If the tokenizer is of another folder, only generation_config.json
+    goes along, with the tokenizer's special tokens."""
     if not config.model.from_:
         return {}
     if folder := same_folder(config.tokenizer.path, config.model.from_):
-        return {str(file.relative_to(folder)): read(file) for file in _companions(folder)}
+        return {str(file.relative_to(folder)): read(file) for file in companions_of(folder)}
     if not (generation := Path(config.model.from_) / GENERATION).is_file():
         return {}
     return {GENERATION: json.dumps(read_json(generation, "a file that save_pretrained wrote") | known.ids, indent=2)}
 
 
-def _companions(folder: Path) -> Iterator[Path]:
+def companions_of(folder: Path) -> Iterator[Path]:
     """Yield the files with a suffix of SUFFIXES in a model's folder, in TEMPLATES, and in the folders of its modules.
 
     A module's folder may have weights too, such as those of a Dense module, which no run trains. Left out are lists of

@@ -1,4 +1,4 @@
-"""The commands `nntile init`, `nntile config` and `nntile train`."""
+"""The commands `nntile init`, `nntile config`, `nntile train` and `nntile merge`."""
 
 import os
 import resource
@@ -142,6 +142,22 @@ def train(
             resume=start, replaces=overwrite and not resume, rescue=rescue, overrides=overrides,
         )  # fmt: skip
     raise typer.Exit(status)
+
+
+@app.command(epilog="Example: nntile merge runs/my_run my_model")
+def merge(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a run, or of save_pretrained.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder, which transformers reads.")],
+    adapter: Annotated[Path | None, typer.Option(help="Adapters of peft. [default: those in FOLDER]")] = None,
+    adapter_only: Annotated[
+        bool, typer.Option("--adapter-only", help="Write the adapters alone, as peft reads them.")
+    ] = False,
+) -> None:
+    """Add LoRA's adapters to the weights that they adapt."""
+    from nntile_py.inference.merge_command import merge as merged
+
+    with ends_at_ctrl_c(lambda: "nothing is written"):
+        print(merged(folder, out, adapter, adapter_only))
 
 
 def _check_address_space() -> None:

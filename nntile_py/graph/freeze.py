@@ -27,7 +27,12 @@ def freeze(graph: Graph, patterns: Sequence[str]) -> None:
     if all(matches(name, patterns) for name in names):
         raise ConfigError("freeze: all weights match; allowed: patterns that leave a weight to train")
     for tensor, param in graph.params.items():
-        tensor.requires_grad = not _frozen(param, patterns)
+        tensor.requires_grad &= not _frozen(param, patterns)
+    spread(graph)
+
+
+def spread(graph: Graph) -> None:
+    """Mark what each operator computes as needing a gradient if one of its inputs does."""
     for op in graph.ops:
         for out in op.outputs:
             out.requires_grad = any(one.requires_grad for one in op.inputs)

@@ -48,7 +48,17 @@ class Constant:
         _check_number("Constant", self.value)
 
 
-Init = Normal | Constant
+@dataclass(frozen=True)
+class Uniform:
+    """Initialisation by a uniform distribution from -bound to bound."""
+
+    bound: float
+
+    def __post_init__(self) -> None:
+        _check_number("Uniform", self.bound, 0)
+
+
+Init = Normal | Constant | Uniform
 ZEROS = Constant(0.0)
 ONES = Constant(1.0)
 
@@ -394,6 +404,8 @@ def trace(model: Traceable, graph: Any, batch: Batch) -> Traced:
             " allowed: nt.Traced(loss, outputs), a tensor and a dict of tensors"
         )
     try:
+        if lora := getattr(getattr(model, "config", None), "lora", None):
+            lora.adapt(graph)
         graph.check_end(traced.loss, traced.outputs)
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"{here}: {error}") from error

@@ -319,7 +319,7 @@ class StepSpec:
         if self.scale:
             _check_scalable(graph, traced.loss, self.precision)
         grads = graph.backward(traced.loss)
-        if self.freeze:  # the gradients of frozen weights are not computed
+        if not all(one.requires_grad for one in graph.params):  # the gradients of frozen weights are not computed
             graph.prune_operators([traced.loss, *grads.values()])
         fuse(graph, self.fusion, self.cuts)
         if self.grad_accumulation == 1 and self.one_machine:

@@ -71,7 +71,8 @@ def open_model(path: str | Path, fields: Mapping[str, Any] | None = None, *, tru
     with named(folder):
         saved = facts.get("model") or config.get("model")
         cls = _class_of(folder, fields.pop("type", None), saved if isinstance(saved, dict) else {}, trust_code)
-        model = cls.from_hf(folder, **fields)
+        adapters = {"lora": saved["lora"]} if isinstance(saved, dict) and saved.get("lora") else {}
+        model = cls.from_hf(folder, **(adapters | fields))
     tokenizer = load_tokenizer(file, str(folder)) if (file := folder / TOKENIZER).is_file() else None
     return OpenedModel(model, folder, tokenizer, config, _step(folder, facts))
 

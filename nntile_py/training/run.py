@@ -118,8 +118,8 @@ def train(
     # Trainer, steps, weights.
     with runtime, _signals() as stop:
         trainer = _first_trainer(config, spec, runtime, point)
-        if config.freeze:
-            trained, every = trainer.parameters
+        trained, every = trainer.parameters
+        if trained < every:
             report(f"{trained:,} of {every:,} parameters are trained, the others are frozen")
         if lengths := dataset.describe_lengths():
             report(lengths)
