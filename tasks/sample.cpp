@@ -117,7 +117,8 @@ void unite(Args& t) {
   auto y = t[0];
   const auto x = t[1];
   if (!t.accumulates(0)) y.zero_();
-  y.narrow(1, args.first, x.numel() / y.size(0)).add_(x.reshape({y.size(0), -1}));
+  auto part = y.narrow(-1, args.first, x.size(-1));
+  part.add_(x.reshape(part.sizes()));
 }
 
 NNTILE_KERNEL(sample, sample);

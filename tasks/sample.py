@@ -24,12 +24,15 @@ class UniteArgs(TaskArgs):
 
 
 class Unite(Op):
-    """y = x [batch, ..., vocab] as [batch, token] with uncut rows: each tile of x fills a part of a row."""
+    """y = x [batch, ..., vocab] with uncut rows: each tile of x fills a part of the rows.
+
+    y is [batch, token], with one row for each of the batch, or [batch, ..., token].
+    """
 
     independent = True
 
     def __init__(self, x: Tensor, out: Tensor) -> None:
-        require(x.axes[0] == "batch" and x.numel == out.numel, "unite: x needs one row for each of the batch", x, out)
+        require(x.axes[0] == "batch" and x.numel == out.numel, "unite: x and y need the same rows", x, out)
         super().__init__([x], [out])
 
     @property
@@ -160,5 +163,8 @@ def drawn(logits: Array, settings: Array, u: float, history: Array | Sequence[in
 
 
 def unite(g: GraphLike, x: Tensor) -> Tensor:
-    """Return x [batch, ..., vocab] as [batch, token] with uncut rows."""
-    return g.add(Unite(x, g.temp("logits", ["batch", "token"], [x.shape[0], x.shape[-1]], x.dtype))).output
+    """Return x [batch, ..., vocab] with uncut rows: as [batch, token] with one row for each of the batch, else
+    [batch, ..., token]."""
+    inner = {} if x.numel == x.shape[0] * x.shape[-1] else dict(zip(x.axes[1:-1], x.shape[1:-1], strict=True))
+    sizes = {"batch": x.shape[0], **inner, "token": x.shape[-1]}
+    return g.add(Unite(x, g.temp("logits", list(sizes), list(sizes.values()), x.dtype))).output

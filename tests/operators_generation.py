@@ -126,6 +126,34 @@ def unite(case: Case) -> Op:
     return case.add(ops.Unite(case.x("batch one vocab"), case.y("batch token")))
 
 
+def unite_of_positions(case: Case) -> Op:
+    case.sizes |= {"token": case.sizes["vocab"]}
+    return case.add(ops.Unite(case.x("batch seq vocab"), case.y("batch seq token")))
+
+
+def top_logprobs(*, paged: bool = True, advanced: bool = False, most: int = 5) -> Callable[[Case], Op]:
+    """most: number of most probable tokens."""
+
+    def row(case: Case) -> Op:
+        tokens = max(case.sizes["vocab"] - 2, 1)
+        case.sizes |= {"entry": 2 + ENTRIES, "one": 1, "ring": 3, "rank": 1 + min(most, tokens)}
+        case.whole |= {"vocab"}
+        ring = "ring" if paged else "seq"
+
+        def logits_of(rng: np.random.Generator, shape: tuple[int, ...], _: Values) -> Any:
+            return _distinct(rng, (shape[0] * shape[1], shape[2])).reshape(shape)
+
+        logits = case.x(f"batch {'one' if paged else 'seq'} vocab", logits_of)
+        chosen = case.x(f"batch {ring}", lambda rng, shape, _: rng.integers(-1, tokens, shape), "int64")
+        values = case.x(f"batch {ring} rank", dtype=case.sum_dtype)
+        ids = case.x(f"batch {ring} rank", lambda rng, shape, _: rng.integers(0, 9, shape), "int64")
+        table = case.x("batch entry", page_table(1), "int64") if paged else None
+        after = [case.graph.temp("after", t.axes, t.shape, t.dtype, storage=t) for t in (values, ids)]
+        return case.add(ops.TopLogProbs(logits, chosen, values, ids, table, tokens, after, advanced=advanced))
+
+    return row
+
+
 def rotary_of_rows(axes: str) -> Callable[[Case], Op]:
     """Rotary positions of which each row of the batch has its own."""
 
@@ -152,6 +180,10 @@ ROWS: dict[str, Callable[[Case], Any]] = {
     "Sample broken": sample(penalised=True, advances=True, broken=True),
     "Sample broken greedy": sample(greedy=True, advances=True, broken=True),
     "Unite": unite,
+    "Unite positions": unite_of_positions,
+    "TopLogProbs": top_logprobs(),
+    "TopLogProbs advanced": top_logprobs(advanced=True, most=20),
+    "TopLogProbs positions": top_logprobs(paged=False),
     "Rotary of rows": rotary_of_rows(_HEADS),
     "Rotary of rows seq first": rotary_of_rows("seq batch heads head_dim"),
 }

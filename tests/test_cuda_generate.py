@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import nntile_py as nt
-from nntile_py.inference.decoder import Decoder
+from nntile_py.inference.decoder import GREEDY, Decoder
+from nntile_py.inference.engine import Request
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
@@ -84,3 +85,42 @@ def test_a_cache_that_leaves_the_gpu() -> None:
     with nt.Runtime(cuda=1, cuda_memory="24MiB"), nt.Generator(model("llama"), captured=False) as generator:
         texts = generator(prompts(), max_tokens=NEW, temperature=0)
     assert [one.tokens for one in texts] == [one.tokens for one in on_cpus("llama", temperature=0)]
+
+
+@pytest.mark.parametrize("how", ["greedy", "draws"])
+@pytest.mark.parametrize(("tiles", "captured"), [({}, True), ({}, False), ({"vocab": 100, "batch": 3}, False)])
+def test_log_probabilities_are_those_of_cpus(how: str, tiles: dict[str, int], captured: bool) -> None:
+    """Also those of prompts, with which the server answers `echo`."""
+    options: dict[str, Any] = {"logprobs": 20, **({"temperature": 0} if how == "greedy" else DRAWS)}
+    with nt.Runtime(cuda=1), nt.Generator(model("gpt2"), tiles=tiles, captured=captured) as generator:
+        texts = generator(prompts(), max_tokens=NEW, **options)
+        on_gpu = prompt_logprobs(generator)
+    for text, want in zip(texts, on_cpus("gpt2", **options), strict=True):
+        assert text.tokens == want.tokens
+        check_logprobs(text.logprobs, want.logprobs)
+    with nt.Runtime(cpus=2), nt.Generator(model("gpt2")) as generator:
+        want_of_prompts = prompt_logprobs(generator)
+    for rows, want_rows in zip(on_gpu, want_of_prompts, strict=True):
+        check_logprobs(rows, want_rows)
+
+
+def prompt_logprobs(generator: nt.Generator) -> list[Any]:
+    """The log-probabilities of some prompts' tokens."""
+    engine = generator.engine(4, 700)
+    requests = [Request(ids, 2, GREEDY, logprobs=20, of_prompt=True) for ids in prompts()[:4]]
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+    rows = [request.row.prompt_logprobs for request in requests if request.row]
+    assert [len(one or []) for one in rows] == [len(ids) - 1 for ids in prompts()[:4]]
+    return rows
+
+
+def check_logprobs(rows: Any, want: Any) -> None:
+    """Compare values; tokens only of the most probable one, since others may be nearly equal."""
+    assert [row.token for row in rows] == [row.token for row in want]
+    np.testing.assert_allclose([row.logprob for row in rows], [row.logprob for row in want], rtol=1e-4, atol=1e-4)
+    values, wanted = ([[value for _, value in row.top] for row in one] for one in (rows, want))
+    np.testing.assert_allclose(values, wanted, rtol=1e-4, atol=1e-4)
+    assert [row.top[0][0] for row in rows] == [row.top[0][0] for row in want]

@@ -36,6 +36,17 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     assert both == f"tiles {rows[0]['text']}\n---\nand tasks{rows[1]['text']}\n"
 
 
+def test_log_probabilities(folder: Path) -> None:
+    common = [folder, "--max-tokens", 6, "--temperature", 0, "--cpus", 1, "--prompt", "tiles ", "--json"]
+    (row,) = (json.loads(line) for line in command(*common, "--logprobs", 3).stdout.splitlines())
+    assert len(row["logprobs"]) == row["new_tokens"] and [*row["logprobs"][0]] == ["token", "id", "logprob", "top"]
+    for entry in row["logprobs"]:
+        assert len(entry["top"]) == 3 and entry["top"][0] == {name: entry[name] for name in ("token", "id", "logprob")}
+        assert entry["logprob"] < 0 and entry["top"][1]["logprob"] <= entry["logprob"]
+    plain = json.loads(command(*common).stdout)
+    assert plain == {name: value for name, value in row.items() if name != "logprobs"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -45,6 +56,9 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
         (["--prompt", "a", "--precision", "bf16"], "error: --precision: bf16 needs GPUs (--cuda)"),
         (["--prompt", "a", "--top-p", 0], "error: --top-p: 0.0 is not allowed"),
         (["--prompt", "a", "--top-k", -2], "error: --top-k: -2 is not allowed"),
+        (["--prompt", "a", "--logprobs", 2], "error: --logprobs: not allowed without --json; add --json"),
+        (["--prompt", "a", "--json", "--logprobs", -1], "error: --logprobs: -1 is not allowed; use an integer of at"),
+        (["--prompt", "a", "--json", "--logprobs", 21], "error: --logprobs: 21 is not allowed; use an integer of at"),
         (["--prompt", "a", "--cache", "much"], "error: --cache: 'much' is not allowed"),
         (["--prompt", "a", "--tiles", "foo=3"], "error: --tiles: foo: unknown axis; allowed are batch"),
         (["--prompt", "a", "--tiles", "ffn"], "error: --tiles: 'ffn' is not allowed; use AXIS=SIZE"),

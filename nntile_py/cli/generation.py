@@ -58,6 +58,13 @@ def generate(
     cpus: Annotated[int | None, typer.Option(help="CPU workers. [default: all cores, none with GPUs]")] = None,
     cuda: Annotated[int, typer.Option(help="GPUs.")] = 0,
     precision: Annotated[str, typer.Option(help="fp32; on GPUs also tf32, bf16 or fp16, on CPUs fp64.")] = "fp32",
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            help="With --json: the log-probability of each new token, and the N most probable tokens, 0 to 20.",
+            metavar="N",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each text.")] = False,
 ) -> None:
     """Continue prompts with a trained causal model: GPT-2, Llama, or a model of your own."""
@@ -66,6 +73,7 @@ def generate(
     options = {
         "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
         "repetition_penalty": repetition_penalty, "seed": seed, "stop": stop or [],
+        "logprobs": logprobs,
     }  # fmt: skip
     how = {"batch": batch, "cache": cache, "precision": precision}
     workers, cuts = (cpus, cuda), tiles or []

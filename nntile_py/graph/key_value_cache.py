@@ -16,11 +16,16 @@ from nntile_py.tasks.cached_attention import PAGES, CachedAttention, TokenPlaces
 from nntile_py.tasks.contract import Contract, linear
 from nntile_py.tasks.gather import gather
 from nntile_py.tasks.mask import Mask
-from nntile_py.tasks.op import Op, Tensor
+from nntile_py.tasks.op import Op, Tensor, accumulation_dtype
 from nntile_py.tasks.sample import SETTINGS, Sample, Unite, unite
+from nntile_py.tasks.top_logprobs import MOST_RANKED, TopLogProbs
 
 IDS = "input_ids"  # the input with a causal model's tokens
 TOKENS = "next_tokens"  # the output of a pass: for each row, the tokens drawn for the last RING positions
+# Outputs of a pass with log-probabilities: the values and the tokens of TopLogProbs, for drawn tokens and for prompts.
+LOGPROBS, RANKED = "logprobs", "ranked_tokens"
+PROMPT_LOGPROBS, PROMPT_RANKED = "prompt_logprobs", "prompt_ranked_tokens"
+TARGETS = "prompt_targets"  # the input with the token after each token of a prompt; -1: none
 RING = 4  # passes whose tokens are copied together; a copy after each pass would delay the GPU
 
 
@@ -52,11 +57,15 @@ class Sampling:
         greedy: Take the largest logit. The pass has no inputs of settings and draws.
         penalised: Apply the repetition penalty to the tokens of the history.
         tokens: Number of tokens that may be drawn; None: all of the vocabulary.
+        logprobs: Compute log-probabilities of the drawn tokens: the outputs LOGPROBS and RANKED.
+        prompts: Compute log-probabilities of the prompts' tokens: the outputs PROMPT_LOGPROBS and PROMPT_RANKED.
     """
 
     greedy: bool = False
     penalised: bool = False
     tokens: int | None = None
+    logprobs: bool = False
+    prompts: bool = False
 
 
 @dataclass
@@ -132,12 +141,19 @@ class KeyValueCache:
                 logits = linear(self.graph, x, inputs[1], ["batch", "last", logits.axes[2]])
             else:
                 logits = gather(self.graph, logits, last)
-        return unite(self.graph, logits) if self.graph.cuts.cut(logits.axes[2], logits.shape[2]) else logits
+        return self._united(logits)
 
-    def sampled(self, logits: Tensor, sampling: Sampling, advances: bool) -> Tensor:
-        """Add a Sample, and return the tokens that it draws, int64 [batch, ring]. advances: prepare the next pass."""
+    def _united(self, logits: Tensor) -> Tensor:
+        return unite(self.graph, logits) if self.graph.cuts.cut(logits.axes[-1], logits.shape[-1]) else logits
+
+    def sampled(self, logits: Tensor, sampling: Sampling, advances: bool) -> dict[str, Tensor]:
+        """Add a Sample of the logits [batch, seq, vocab], and return the outputs of the pass by name.
+
+        Args:
+            advances: Prepare the next pass.
+        """
         settings = draws = history = ids = None
-        g, places = self.graph, {"draw": self.shape.length + 1}
+        g, places, last = self.graph, {"draw": self.shape.length + 1}, self.last_logits(logits)
         if not sampling.greedy:
             settings = self._input("settings", {"setting": len(SETTINGS)}, "fp32")
             draws = self._input("draws", places, "fp32")
@@ -147,10 +163,34 @@ class KeyValueCache:
             ids = g.tensors[IDS]
         drawn = self._input(TOKENS, {"ring": RING})
         changed = [drawn, *([self.table, *([history] if history else []), ids] if ids else [])]
-        after = [g.temp("after", t.axes, t.shape, t.dtype, storage=t) for t in changed if t]
-        op = Sample(logits, self.table, drawn, settings, draws, history, ids, sampling.tokens, after)
-        g.add(op)
-        return drawn
+        after = [_after(g, t) for t in changed if t]
+        g.add(Sample(last, self.table, drawn, settings, draws, history, ids, sampling.tokens, after))
+        outputs = {TOKENS: drawn}
+        if sampling.logprobs:
+            table = after[1] if advances else self.table
+            outputs |= self._ranked((LOGPROBS, RANKED), last, after[0], table, sampling.tokens, advances)
+        if sampling.prompts:
+            targets = self._input(TARGETS, {"seq": self.seq})
+            names = PROMPT_LOGPROBS, PROMPT_RANKED
+            outputs |= self._ranked(names, self._united(logits), targets, None, sampling.tokens)
+        return outputs
+
+    def _ranked(
+        self, names: tuple[str, str], logits: Tensor, chosen: Tensor, table: Tensor | None, tokens: int | None,
+        advanced: bool = False,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Add a TopLogProbs, and return its outputs by name; see there for the arguments."""
+        sizes = {chosen.axes[1]: chosen.shape[1], "rank": 1 + min(MOST_RANKED, tokens or logits.shape[-1])}
+        dtypes = accumulation_dtype(logits.dtype), "int64"
+        values, ids = (self._input(name, sizes, dtype) for name, dtype in zip(names, dtypes, strict=True))
+        after = [_after(self.graph, tensor) for tensor in (values, ids)]
+        self.graph.add(TopLogProbs(logits, chosen, values, ids, table, tokens, after, advanced=advanced))
+        return {names[0]: values, names[1]: ids}
+
+
+def _after(g: Graph, tensor: Tensor) -> Tensor:
+    """Return the tensor as an operator leaves it that works in place."""
+    return g.temp("after", tensor.axes, tensor.shape, tensor.dtype, storage=tensor)
 
 
 def check_cached(graph: Graph) -> None:
@@ -160,7 +200,7 @@ def check_cached(graph: Graph) -> None:
         ConfigError: Another input has the axis seq, or an operator other than cached attention combines positions.
     """
     for name, declared in graph.inputs.items():
-        if name != IDS and "seq" in declared.tensor.axes:
+        if name not in (IDS, TARGETS, PROMPT_LOGPROBS, PROMPT_RANKED) and "seq" in declared.tensor.axes:
             need = f"{IDS}, and positions that nntile_py.models.parts.position_input or rotary_input declares"
             raise ConfigError(f"generation: the model has the input {name} for each token; allowed: {need}")
     for op in graph.ops:
@@ -174,7 +214,8 @@ def _combines_positions(op: Op) -> bool:
     read, written = ({axis for t in tensors for axis in t.axes} for tensors in (op.inputs, op.outputs))
     if {"key", "place", "row"} & (read | written):
         return True
-    own = isinstance(op, Sample | Unite) or any(t.kind == "temp" and t.axes == ("batch", "last") for t in op.inputs)
+    own = isinstance(op, Sample | TopLogProbs | Unite)
+    own |= any(t.kind == "temp" and t.axes == ("batch", "last") for t in op.inputs)
     return "seq" in read and "seq" not in written and not own
 
 

@@ -16,7 +16,7 @@ from nntile_py.graph import packed_inputs
 from nntile_py.graph.freeze import freeze
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.key_value_cache import TOKENS, CacheShape, KeyValueCache, Sampling, check_cached, summed_last
+from nntile_py.graph.key_value_cache import CacheShape, KeyValueCache, Sampling, check_cached, summed_last
 from nntile_py.graph.layout_search import arrange, keep_in
 from nntile_py.graph.layouts import Order
 from nntile_py.graph.lowering import lower
@@ -391,7 +391,9 @@ class StepSpec:
 
     @operators_refuse()
     def generation(self, cache: CacheShape, sampling: Sampling, *, advances: bool) -> Evaluation:
-        """Return a pass over the new tokens of sequences in a cache, whose output TOKENS is each row's next token.
+        """Return a pass over the new tokens of sequences in a cache, whose output next_tokens is each row's next token.
+
+        The pass has further outputs if `sampling` asks for log-probabilities.
 
         Args:
             advances: The pass prepares the next one, with the drawn tokens as new tokens; see tasks.Sample.
@@ -404,11 +406,11 @@ class StepSpec:
             need = "a model with a head causal_lm, such as GPT2LMHeadModel"
             raise ConfigError(f"generation: the model has no output 'logits'; allowed: {need}")
         assert isinstance(graph.cache, KeyValueCache)
-        tokens = graph.cache.sampled(graph.cache.last_logits(traced.outputs["logits"]), sampling, advances)
-        graph.prune([tokens])
+        outputs = graph.cache.sampled(traced.outputs["logits"], sampling, advances)
+        graph.prune(outputs.values())
         check_cached(graph)
         fuse_cached_projections(graph, self.cuts, merge=bool(self.fusion.qkv))
-        return self._evaluation(graph, {TOKENS: tokens}, {TOKENS: tokens})
+        return self._evaluation(graph, outputs, outputs)
 
     def _evaluation(self, graph: Graph, outputs: dict[str, Tensor], kept: dict[str, Tensor]) -> Evaluation:
         """Fuse and lower a forward graph. The outputs `kept` stay in memory, so the host can read them."""

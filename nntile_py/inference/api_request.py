@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from nntile_py.data.chat_template import Message
 from nntile_py.data.tables import check_whole
+from nntile_py.tasks.top_logprobs import MOST_RANKED
 
 LARGEST = 2**22  # largest number of bytes of a request
 MOST_TEXTS = 256  # largest number of prompts or inputs of a request
@@ -22,8 +23,6 @@ FIXED = {
     "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "echo": (None, False), "suffix": (None, ""),
     "tools": (None, []), "dimensions": (None,), "response_format": (None, {"type": "text"}),
 }  # fmt: skip
-UNKEPT = "the server does not keep the probabilities of tokens"
-REASONS = {"logprobs": UNKEPT, "top_logprobs": UNKEPT}  # {field of FIXED: reason in the message}
 
 
 class ApiError(Exception):
@@ -59,8 +58,7 @@ async def read_body(request: HttpRequest, *known: str) -> dict[str, Any]:
         if name not in allowed:
             raise ApiError(400, f"{name}: unknown field; allowed: {', '.join(sorted(allowed))}", name)
         if name in FIXED and name not in known and not _is_one_of(value, FIXED[name]):
-            why = f", as {REASONS[name]}" if name in REASONS else ""
-            raise ApiError(400, f"{name}: {value!r} is not supported{why}; allowed: {FIXED[name][-1]!r}", name)
+            raise ApiError(400, f"{name}: {value!r} is not supported; allowed: {FIXED[name][-1]!r}", name)
     flag = bool, "true or false"
     for name, kind, need in (("stream", *flag), ("echo", *flag), ("stream_options", dict, "an object")):
         if not isinstance(body.get(name), kind | None):
@@ -71,6 +69,25 @@ async def read_body(request: HttpRequest, *known: str) -> dict[str, Any]:
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     """Return True if the value equals one of `allowed`; 0 is not False."""
     return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed)
+
+
+def read_logprobs(body: dict[str, Any]) -> int | None:
+    """Return the number of most probable tokens that each token comes with; None: without log-probabilities.
+
+    In completions this is the field `logprobs`. In a chat, `logprobs` is a flag, and `top_logprobs` is the number.
+    """
+    value, most = body.get("logprobs"), body.get("top_logprobs") or 0
+    if "messages" not in body:
+        name, most = "logprobs", None if value is None or value is False else value
+    elif isinstance(value, bool | None):
+        name, most = "top_logprobs", most if value or most else None
+    else:
+        raise ApiError(400, f"logprobs: {value!r:.40} is not allowed; use true or false", "logprobs")
+    if most is not None and not (type(most) is int and 0 <= most <= MOST_RANKED):
+        raise ApiError(400, f"{name}: {most!r:.40} is not allowed; use an integer from 0 to {MOST_RANKED}", name)
+    if name == "top_logprobs" and most and not value:
+        raise ApiError(400, "top_logprobs: not allowed without logprobs; add logprobs: true", "top_logprobs")
+    return most
 
 
 def read_messages(value: Any) -> list[Message]:

@@ -23,48 +23,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from nntile_py.data.chat_template import ChatTemplate
+from nntile_py.data.token_texts import TokenTexts
 from nntile_py.errors import ConfigError
-from nntile_py.inference.api_request import DRAWING, MOST_TEXTS, ApiError, read_body, read_messages
+from nntile_py.inference.api_answer import CHAT, TEXT, CompletionKind, ScoredToken
+from nntile_py.inference.api_request import DRAWING, MOST_TEXTS, ApiError, read_body, read_logprobs, read_messages
 from nntile_py.inference.generator import Options
 from nntile_py.inference.service import Job, JobPart, Service, TooBusy, new_seed
 
 CHECK_SECONDS = 1.0  # seconds between two checks whether a client is still connected
-ROLE = {"role": "assistant"}
-
-
-@dataclass(frozen=True)
-class CompletionKind:
-    """A kind of completion, text or chat, in answers.
-
-    Attributes:
-        id: Beginning of the field `id`.
-        complete: Field `object` of a complete answer.
-        chunk: Field `object` of a streamed part.
-        chat: True for chat completions.
-    """
-
-    id: str
-    complete: str
-    chunk: str
-    chat: bool
-
-    def choice(self, index: int, text: str | None, reason: str | None, streamed: bool = False) -> dict[str, Any]:
-        """Return a choice of an answer, or of a streamed part of an answer."""
-        if not self.chat:
-            return {"index": index, "text": text or "", "logprobs": None, "finish_reason": reason}
-        message: dict[str, Any] = {} if text is None else {"content": text}
-        if streamed:
-            return {"index": index, "delta": message, "logprobs": None, "finish_reason": reason}
-        return {"index": index, "message": ROLE | message, "logprobs": None, "finish_reason": reason}
-
-    def first(self, index: int, text: str) -> dict[str, Any]:
-        """Return the first streamed part of an answer. In a chat, only this part has the role."""
-        choice = self.choice(index, text, None, streamed=True)
-        return choice | {"delta": ROLE | choice["delta"]} if self.chat else choice
-
-
-TEXT = CompletionKind("cmpl", "text_completion", "text_completion", chat=False)
-CHAT = CompletionKind("chatcmpl", "chat.completion", "chat.completion.chunk", chat=True)
 
 
 class Api:
@@ -78,7 +44,7 @@ class Api:
 
     def __init__(self, service: Service, name: str, timeout: float) -> None:
         self._service, self._name, self._timeout = service, name, timeout
-        self._template = ChatTemplate(service.opened.folder)
+        self._template, self._texts = ChatTemplate(service.opened.folder), TokenTexts(service.tokenizer)
         self._started = int(time.time())
 
     def app(self) -> Starlette:
@@ -124,7 +90,7 @@ class Api:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _completions(self, request: HttpRequest) -> Response:
-        body = await read_body(request, "prompt", "max_tokens", "echo")
+        body = await read_body(request, "prompt", "max_tokens", "echo", "logprobs")
         prompt = body.get("prompt")
         if isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
             prompt = [prompt]
@@ -137,7 +103,7 @@ class Api:
         return await self._generated(request, body, TEXT, ids, options, texts if body.get("echo") else [])
 
     async def _chat(self, request: HttpRequest) -> Response:
-        body = await read_body(request, "messages", "max_tokens", "max_completion_tokens")
+        body = await read_body(request, "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs")
         messages = read_messages(body.get("messages"))
         self._check_generates()
         text = await asyncio.to_thread(self._template.prompt, messages)  # a template may take long
@@ -194,7 +160,8 @@ class Api:
         if not isinstance(stop, list):
             raise ApiError(400, "stop: allowed: a text, or a list of texts", "stop")
         drawing = {name: body[name] for name in DRAWING if body.get(name) is not None}
-        return Options(**{"temperature": 1.0, **drawing}, max_tokens=most, stop=[*stop, *stops])
+        how: dict[str, Any] = {"max_tokens": most, "stop": [*stop, *stops], "logprobs": read_logprobs(body)}
+        return Options(**{"temperature": 1.0, **drawing}, **how)
 
     async def _generated(
         self,
@@ -216,6 +183,9 @@ class Api:
         seed = new_seed() if seed is None else seed
         loop, parts = asyncio.get_running_loop(), asyncio.Queue[tuple[int, JobPart]]()
         jobs: list[Job] = []
+        beginnings = [text for text in echoed or [""] * len(prompts) for _ in range(number)]
+        scored_echo = bool(echoed) and options.logprobs is not None
+        kind = kind if options.logprobs is None else kind.with_logprobs(self._texts)
         try:
             for index, ids in enumerate([ids for ids in prompts for _ in range(number)]):
 
@@ -223,11 +193,13 @@ class Api:
                     with suppress(RuntimeError):  # the loop has ended
                         loop.call_soon_threadsafe(parts.put_nowait, (index, part))
 
-                jobs.append(self._service.add(ids, options, (seed, index), tell))
+                echo = beginnings[index] if scored_echo else None
+                jobs.append(self._service.add(ids, options, (seed, index), tell, echo))
         except BaseException:
             self._cancel(jobs)
             raise
-        beginnings = [text for text in echoed or [""] * len(prompts) for _ in range(number)]
+        if scored_echo:  # the jobs tell the prompts, with log-probabilities
+            beginnings = [""] * len(jobs)
         count = sum(map(len, prompts))
         facts = {"id": f"{kind.id}-{new_seed():x}", "created": int(time.time()), "model": self._name}
         if body.get("stream"):
@@ -241,12 +213,13 @@ class Api:
         facts: dict[str, Any], beginnings: list[str], count: int,
     ) -> Response:  # fmt: skip
         texts, reasons, new = list(beginnings), ["length" for _ in jobs], 0
+        scored = [list[ScoredToken]() for _ in jobs]
         async for index, part in self._parts(request, jobs, parts):
             texts[index] += part.text
+            scored[index] += part.scored
             new += part.tokens
             reasons[index] = part.reason or reasons[index]
-        rows = enumerate(zip(texts, reasons, strict=True))
-        choices = [kind.choice(index, text, reason) for index, (text, reason) in rows]
+        choices = [kind.choice(index, *row) for index, row in enumerate(zip(texts, reasons, scored, strict=True))]
         return JSONResponse(facts | {"object": kind.complete, "choices": choices, "usage": _usage(count, new)})
 
     async def _events(
@@ -264,8 +237,9 @@ class Api:
         try:
             async for index, part in self._parts(request, jobs, parts):
                 new += part.tokens
-                if part.text:
-                    yield _event(facts | {"choices": [kind.choice(index, part.text, None, streamed=True)]})
+                if part.text or part.scored:
+                    choice = kind.choice(index, part.text, None, part.scored, streamed=True)
+                    yield _event(facts | {"choices": [choice]})
                 if part.reason:
                     yield _event(facts | {"choices": [kind.choice(index, None, part.reason, streamed=True)]})
             if count is not None:

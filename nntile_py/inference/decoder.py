@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,12 +12,14 @@ from nntile_py import _core
 from nntile_py.errors import ConfigError
 from nntile_py.execution.forward_program import ForwardProgram
 from nntile_py.execution.program import HostCopy, Store
+from nntile_py.graph import key_value_cache as kv
 from nntile_py.graph.key_value_cache import IDS, RING, TOKENS, CacheShape, Sampling
 from nntile_py.graph.params import Input
 from nntile_py.graph.step import Evaluation
 from nntile_py.inference.bound_model import BoundModel
+from nntile_py.inference.token_logprobs import TokenLogProbs
 from nntile_py.tasks.cached_attention import COUNT, PAGES, PAST
-from nntile_py.tasks.sample import SETTINGS
+from nntile_py.tasks.sample import NO_TOKEN, SETTINGS
 from nntile_py.tiles.dtypes import DTYPES, host_dtype
 
 Array = np.ndarray[Any, Any]
@@ -40,6 +42,9 @@ class Row:
         draws: fp32 [limit + 1]: for each position, the random number in [0, 1) that draws its token.
         pages: Numbers of the cache's pages that hold the row's keys and values.
         past: Number of tokens in the cache after all submitted passes.
+        logprobs: Number of most probable tokens that each new token comes with; None: without log-probabilities.
+        prompt_logprobs: The log-probabilities of the prompt's tokens, from its second token on, which the prefill
+            appends. None: they are not computed.
     """
 
     tokens: list[int]
@@ -48,6 +53,15 @@ class Row:
     draws: Array = field(default_factory=lambda: np.zeros(0, np.float32))
     pages: list[int] = field(default_factory=list)
     past: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: list[TokenLogProbs] | None = None
+
+
+class DrawnToken(NamedTuple):
+    """A token that a pass has drawn. logprobs: its log-probabilities, if its row asks for them."""
+
+    number: int
+    logprobs: TokenLogProbs | None = None
 
 
 @dataclass(frozen=True)
@@ -56,14 +70,16 @@ class PendingTokens:
 
     Attributes:
         program: The program of the passes.
-        copy: The copy to main memory.
+        copies: {output: its copy to main memory}.
         positions: For each row, the position of the token that the first of these passes draws.
+        ranks: For each row, the number of most probable tokens, see Row.logprobs.
         count: Number of passes.
     """
 
     program: ForwardProgram
-    copy: HostCopy
+    copies: dict[str, HostCopy]
     positions: list[int]
+    ranks: list[int | None]
     count: int
 
 
@@ -126,23 +142,28 @@ class Decoder:
 
     # -- passes
 
-    def prefill(self, rows: Sequence[Row]) -> list[int]:
+    def prefill(self, rows: Sequence[Row]) -> list[DrawnToken]:
         """Write the tokens of new rows into the cache, and return the next token of each row."""
-        next_tokens: dict[Row, int] = {}
+        next_tokens: dict[Row, DrawnToken] = {}
         remaining, device = list(rows), "CUDA" if _core.cuda_workers() else "CPU"
         while remaining:
-            part = remaining[: PREFILL_ROWS[device][-1]]
+            # A pass with logits of all positions has one row only, because these logits need much memory.
+            scored = [row for row in remaining if row.prompt_logprobs is not None]
+            part = scored[:1] or remaining[: PREFILL_ROWS[device][-1]]
             longest = max(len(row.tokens) - row.past for row in part)
             seq = min(prefill_size(longest, PREFILL_TOKENS[device]), self.bound.tiles.get("seq", longest))
             count = next(size for size in PREFILL_ROWS[device] if size >= len(part))
-            program = self.program(count, seq, sampling_of(rows, self.vocab), advances=False)
+            sampling = replace(sampling_of(rows, self.vocab), prompts=bool(scored))
+            program = self.program(count, seq, sampling, advances=False)
             program.write(self._arrays(program, part, seq))
             program.run({})
             for row in part:
-                row.past = min(row.past + seq, len(row.tokens))
+                first, row.past = row.past, min(row.past + seq, len(row.tokens))
+                if row.prompt_logprobs is not None:
+                    row.prompt_logprobs += _of_prompt(program, row, first)
             complete = {row: k for k, row in enumerate(part) if row.past == len(row.tokens)}
-            drawn = program.read(TOKENS) if complete else np.zeros((0, RING))
-            next_tokens |= {row: int(drawn[k, row.past % RING]) for row, k in complete.items()}
+            drawn = {name: program.read(name) for name in _drawn_outputs(program)} if complete else {}
+            next_tokens |= {row: _drawn_token(drawn, k, row.past, row.logprobs) for row, k in complete.items()}
             remaining = [row for row in remaining if row not in complete]
         return [next_tokens[row] for row in rows]
 
@@ -173,14 +194,16 @@ class Decoder:
         for row in rows:
             if row:
                 row.past += count
-        return PendingTokens(program, program.start_copy(TOKENS), positions, count)
+        copies = {name: program.start_copy(name) for name in _drawn_outputs(program)}
+        ranks = [row.logprobs if row else None for row in rows]
+        return PendingTokens(program, copies, positions, ranks, count)
 
     @staticmethod
-    def tokens(pending: PendingTokens) -> list[list[int]]:
+    def tokens(pending: PendingTokens) -> list[list[DrawnToken]]:
         """Wait for submitted passes. Return a list for each pass, with the token of each row."""
-        drawn = pending.program.finish_copy(TOKENS, pending.copy)
-        numbers = range(pending.count)
-        return [[int(drawn[k, (at + n) % RING]) for k, at in enumerate(pending.positions)] for n in numbers]
+        drawn = {name: pending.program.finish_copy(name, copy) for name, copy in pending.copies.items()}
+        rows = list(enumerate(zip(pending.positions, pending.ranks, strict=True)))
+        return [[_drawn_token(drawn, k, at + n, ranks) for k, (at, ranks) in rows] for n in range(pending.count)]
 
     # -- inside
 
@@ -196,12 +219,12 @@ class Decoder:
         return self._program((rows, seq, sampling, advances), {})
 
     def _alternating(self, rows: int, sampling: Sampling) -> list[ForwardProgram]:
-        """Return two programs of a decoding pass that share all tiles except the drawn tokens.
+        """Return two programs of a decoding pass that share all tiles except the outputs.
 
         While the tokens of one pass are copied to main memory, the other program can run the next pass.
         """
         first = self.program(rows, 1, sampling, advances=True)
-        shared = {key: tile for key, tile in first.input_tiles().items() if key[1] != TOKENS}  # type: ignore[index]
+        shared = {key: tile for key, tile in first.input_tiles().items() if key[1] not in first.outputs}  # type: ignore[index]
         second = self._program((rows, 1, sampling, True, "alternate"), shared)
         return [first, second]
 
@@ -247,7 +270,32 @@ class Decoder:
                 arrays["draws"][number, : len(row.draws)] = row.draws
             if "history" in arrays:
                 arrays["history"][number, : len(row.tokens)] = row.tokens
+            if kv.TARGETS in arrays:
+                following = row.tokens[row.past + 1 : row.past + seq + 1]
+                arrays[kv.TARGETS][number] = [*following, *[NO_TOKEN] * (seq - len(following))]
         return arrays
+
+
+def _drawn_outputs(program: ForwardProgram) -> list[str]:
+    """Return the names of the outputs that describe drawn tokens."""
+    return [name for name in (TOKENS, kv.LOGPROBS, kv.RANKED) if name in program.outputs]
+
+
+def _drawn_token(outputs: Mapping[str, Array], row: int, position: int, ranks: int | None) -> DrawnToken:
+    """Return the token that a pass drew for a position of a row. ranks: see Row.logprobs."""
+    column = position % RING
+    number = int(outputs[TOKENS][row, column])
+    if ranks is None or number == NO_TOKEN:
+        return DrawnToken(number)
+    values, ids = (outputs[name][row, column] for name in (kv.LOGPROBS, kv.RANKED))
+    return DrawnToken(number, TokenLogProbs.of_ranks(values, ids, ranks))
+
+
+def _of_prompt(program: ForwardProgram, row: Row, first: int) -> list[TokenLogProbs]:
+    """Return the log-probabilities of a prompt's tokens from number first + 1 on, which a pass has computed."""
+    count = min(row.past, len(row.tokens) - 1) - first
+    values, ids = (program.read(name)[0, :count] for name in (kv.PROMPT_LOGPROBS, kv.PROMPT_RANKED))
+    return [TokenLogProbs.of_ranks(*pair, row.logprobs or 0) for pair in zip(values, ids, strict=True)]
 
 
 def prefill_size(tokens: int, sizes: Sequence[int]) -> int:
@@ -274,7 +322,8 @@ def sampling_of(rows: Sequence[Row], vocab: int | None) -> Sampling:
     """Return how passes over these rows choose tokens."""
     settings = [dict(zip(SETTINGS, row.settings, strict=True)) for row in rows]
     penalised = any(values["repetition_penalty"] != 1 for values in settings)
-    return Sampling(not penalised and all(values["temperature"] == 0 for values in settings), penalised, vocab)
+    greedy = not penalised and all(values["temperature"] == 0 for values in settings)
+    return Sampling(greedy, penalised, vocab, logprobs=any(row.logprobs is not None for row in rows))
 
 
 def cache_shape(bound: BoundModel, length: int, rows: int, most_bytes: int | None) -> CacheShape:

@@ -14,7 +14,8 @@ import numpy as np
 
 from nntile_py.errors import ConfigError, NNTileError, NotFinite
 from nntile_py.execution.runtime import in_turns
-from nntile_py.inference.decoder import Decoder, Passes, PendingTokens, Row
+from nntile_py.inference.decoder import Decoder, DrawnToken, Passes, PendingTokens, Row
+from nntile_py.inference.token_logprobs import TokenLogProbs
 from nntile_py.tasks.sample import NO_TOKEN
 
 AHEAD = 2  # groups of decoding passes that are submitted before the tokens of the first group are read
@@ -26,10 +27,17 @@ Reason = Literal["stop", "length"]  # stop: a stop token or a stop text; length:
 
 
 class Event(NamedTuple):
-    """A new token; `reason`: why the sequence ends with this token, or None if it continues."""
+    """A new token.
+
+    Attributes:
+        token: Number of the token.
+        reason: Why the sequence ends with this token; None: it continues.
+        logprobs: Log-probabilities of the token, if the request asks for them.
+    """
 
     token: int
     reason: Reason | None
+    logprobs: TokenLogProbs | None = None
 
 
 @dataclass(eq=False)
@@ -43,6 +51,8 @@ class Request:
         seed: Seed of the draws. Equal seeds give equal tokens, whatever other requests the engine has.
         stops: Numbers of tokens that end the sequence.
         name: Name of the text in messages.
+        logprobs: Number of most probable tokens that each new token comes with; None: without log-probabilities.
+        of_prompt: With `logprobs`: compute the log-probabilities of the prompt's tokens too, see Row.
         row: The sequence in the decoder; None: the request still waits.
         ended: The sequence has ended, or was cancelled.
         events: New tokens that the caller has not taken yet.
@@ -55,6 +65,8 @@ class Request:
     seed: tuple[int, ...] = (0,)
     stops: frozenset[int] = frozenset()
     name: str = "the text"
+    logprobs: int | None = None
+    of_prompt: bool = False
     row: Row | None = None
     ended: bool = False
     events: deque[Event] = field(default_factory=deque)
@@ -70,7 +82,10 @@ class Request:
         first, limit = len(self.prompt), len(self.prompt) + self.max_tokens
         draws = np.zeros(limit + 1, np.float32)
         draws[first:] = np.random.default_rng(self.seed).random(limit + 1 - first, np.float32)
-        return Row(list(self.prompt), limit, self.settings, draws)
+        row = Row(list(self.prompt), limit, self.settings, draws, logprobs=self.logprobs)
+        if self.of_prompt and self.logprobs is not None:
+            row.prompt_logprobs = []
+        return row
 
 
 class SubmittedPasses(NamedTuple):
@@ -229,9 +244,10 @@ class Engine:
             _append_token(request, token)
 
 
-def _append_token(request: Request, token: int) -> None:
+def _append_token(request: Request, drawn: DrawnToken) -> None:
     """Append a token to a request, and end the request if the token is its last one."""
     assert request.row
+    token = drawn.number
     if token == NO_TOKEN:
         number = len(request.row.tokens) - len(request.prompt) + 1
         what = f"{request.name}: the logits of new token {number} are nan or infinite"
@@ -241,4 +257,4 @@ def _append_token(request: Request, token: int) -> None:
     full = len(request.row.tokens) == request.row.limit
     reason: Reason | None = "stop" if token in request.stops else "length" if full else None
     request.ended = reason is not None
-    request.events.append(Event(token, reason))
+    request.events.append(Event(token, reason, drawn.logprobs))

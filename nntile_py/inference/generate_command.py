@@ -12,8 +12,10 @@ from rich.console import Console
 
 from nntile_py.data.chat_template import ChatTemplate, Message
 from nntile_py.data.tables import check_whole
+from nntile_py.data.token_texts import TokenTexts
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
+from nntile_py.inference.api_answer import LEAST
 from nntile_py.inference.generator import MOST_TOKENS, GeneratedPart, GeneratedText, Generator, Options
 from nntile_py.inference.open_model import open_model
 from nntile_py.inference.texts import read_texts
@@ -70,6 +72,8 @@ def _check_combination(command: Command) -> None:
     """Raise ConfigError for an option that has no effect together with the other options."""
     if command.system and not command.chat:
         raise ConfigError("--system: not allowed without --chat; add --chat")
+    if command.options.get("logprobs") is not None and not command.as_json:
+        raise ConfigError("--logprobs: not allowed without --json; add --json")
     excluded = {"--prompt": command.prompts, "--input": command.source, "--json": command.as_json}
     for name in (name for name, value in excluded.items() if command.chat and value):
         raise ConfigError(f"{name}: not allowed with --chat, which reads and answers lines; leave one of them out")
@@ -101,8 +105,11 @@ def _prompts(command: Command) -> list[str]:
 
 def _continue(generator: Generator, prompts: Sequence[str], command: Command) -> None:
     if command.as_json:
+        assert generator.tokenizer
+        texts = TokenTexts(generator.tokenizer)
         for prompt, text in zip(prompts, generator(prompts, **command.options), strict=True):
-            print(json.dumps({"prompt": prompt, **_facts(text)}, ensure_ascii=False), flush=True)
+            row = {"prompt": prompt, **_facts(text), **_logprobs(texts, text)}
+            print(json.dumps(row, ensure_ascii=False), flush=True)
     elif len(prompts) == 1:
         _type(prompts[0], generator(prompts, stream=True, **command.options))
     else:
@@ -113,6 +120,18 @@ def _facts(text: GeneratedText) -> dict[str, Any]:
     return {
         "text": text.text, "reason": text.reason, "prompt_tokens": text.prompt_tokens, "new_tokens": len(text.tokens),
     }  # fmt: skip
+
+
+def _logprobs(texts: TokenTexts, text: GeneratedText) -> dict[str, Any]:
+    """Return the log-probabilities of a text's tokens as JSON; empty if the text has none."""
+    if text.logprobs is None:
+        return {}
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": texts.text(token), "id": token, "logprob": max(logprob, LEAST)}
+
+    rows = [entry(row.token, row.logprob) | {"top": [entry(*pair) for pair in row.top]} for row in text.logprobs]
+    return {"logprobs": rows}
 
 
 def _type(prompt: str, parts: Iterator[GeneratedPart]) -> str:

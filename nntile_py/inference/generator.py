@@ -23,9 +23,11 @@ from nntile_py.inference.engine import Engine, Event, Reason, Request
 from nntile_py.inference.open_model import OpenedModel, open_model
 from nntile_py.inference.text_stream import TextStream
 from nntile_py.inference.texts import to_tokens, tokens_of
+from nntile_py.inference.token_logprobs import TokenLogProbs
 from nntile_py.schema import SIZES, in_bytes
 from nntile_py.system.load import cores
 from nntile_py.tasks.sample import SETTINGS
+from nntile_py.tasks.top_logprobs import MOST_RANKED
 from nntile_py.typed import plain, typed
 
 MOST_TOKENS = 128  # new tokens of a text by default
@@ -46,6 +48,8 @@ class Options:
         repetition_penalty: Logits of tokens that the text already has are divided by it (multiplied if negative).
         seed: Seed of the draws. The draws of prompt number n of a call depend on (seed, n) alone.
         stop: Stop texts. A generated text ends before the first stop text.
+        logprobs: Return the log-probability of each new token, and of this number of most probable tokens. None:
+            no log-probabilities.
 
     Raises:
         ConfigError: A value is out of range.
@@ -59,6 +63,7 @@ class Options:
     repetition_penalty: float = 1.0
     seed: int = 0
     stop: Sequence[str] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -71,6 +76,8 @@ class Options:
         self._check("min_p", 0, 1)
         self._check("repetition_penalty", 0, 1e6, exclusive=True)
         self._check("seed", 0, 2**63 - 1, integer=True)
+        if self.logprobs is not None:
+            self._check("logprobs", 0, MOST_RANKED, integer=True)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         if not isinstance(stops, Sequence) or not all(isinstance(text, str) and text for text in stops):
             raise ConfigError(f"stop: {self.stop!r} is not allowed; use texts that are not empty")
@@ -102,12 +109,14 @@ class GeneratedText:
         tokens: Numbers of the new tokens, without the token that ended the text.
         prompt_tokens: Number of the prompt's tokens.
         reason: `stop`: a token or a text of `stop` ended the text; `length`: it has `max_tokens` tokens.
+        logprobs: Log-probabilities of each token of `tokens`; None: the option `logprobs` is None.
     """
 
     text: str
     tokens: list[int]
     prompt_tokens: int
     reason: Reason
+    logprobs: list[TokenLogProbs] | None = None
 
 
 @dataclass(frozen=True)
@@ -119,12 +128,14 @@ class GeneratedPart:
         token: Number of the token.
         text: New text. It may be empty, because a character may consist of several tokens.
         reason: Why the text ends here; None: it continues.
+        logprobs: Log-probabilities of the token; None: the option `logprobs` is None.
     """
 
     index: int
     token: int
     text: str
     reason: Reason | None
+    logprobs: TokenLogProbs | None = None
 
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
@@ -212,7 +223,8 @@ class Generator:
         Args:
             prompts: A text, a list of texts, or a list of lists of token numbers.
             stream: Return an iterator of GeneratedPart, which yields each token as soon as it is drawn.
-            options: See Options: max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop.
+            options: See Options: max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop,
+                logprobs.
 
         Returns:
             A GeneratedText for each prompt.
@@ -314,7 +326,7 @@ class Generator:
         try:
             for number, ids in enumerate(prompts):
                 how = options.settings, (options.seed, number), stops, f"prompts[{number}]"
-                request = Request(ids, most[number], *how)
+                request = Request(ids, most[number], *how, logprobs=options.logprobs)
                 stream = TextStream(self.tokenizer, ids, options.stop) if self.tokenizer else None
                 texts[request] = _Text(number, stream)
                 active.add(request)
@@ -352,23 +364,27 @@ class _Text:
 
     def part(self, event: Event) -> GeneratedPart:
         """Return the part that a new token adds to the text."""
-        token, reason = event
+        token, reason, logprobs = event
         if not self.stream:
-            return GeneratedPart(self.index, token, "", reason)
+            return GeneratedPart(self.index, token, "", reason, logprobs)
         text = "" if reason == "stop" else self.stream.add(token)
         if self.stream.stopped:
             reason = "stop"
-        return GeneratedPart(self.index, token, text + (self.stream.finish() if reason else ""), reason)
+        return GeneratedPart(self.index, token, text + (self.stream.finish() if reason else ""), reason, logprobs)
 
 
 def _collected(parts: Iterator[GeneratedPart], prompts: Sequence[Sequence[int]]) -> list[GeneratedText]:
     """Join the parts of each text."""
     texts, tokens = [""] * len(prompts), [list[int]() for _ in prompts]
+    logprobs: list[list[TokenLogProbs] | None] = [None for _ in prompts]
     reasons: list[Reason] = ["length"] * len(prompts)
     for part in parts:
         texts[part.index] += part.text
         if part.reason != "stop":
             tokens[part.index].append(part.token)
+        if part.logprobs:
+            kept = logprobs[part.index] = logprobs[part.index] or []
+            kept += [part.logprobs] if part.reason != "stop" else []
         reasons[part.index] = part.reason or "length"
-    rows = zip(texts, tokens, prompts, reasons, strict=True)
-    return [GeneratedText(text, new, len(ids), reason) for text, new, ids, reason in rows]
+    rows = zip(texts, tokens, prompts, reasons, logprobs, strict=True)
+    return [GeneratedText(text, new, len(ids), reason, values) for text, new, ids, reason, values in rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,8 +16,9 @@ from tokenizers import Tokenizer
 
 from nntile_py.data.tables import check_whole
 from nntile_py.errors import ConfigError, NNTileError, NotFinite
+from nntile_py.inference.api_answer import ScoredToken
 from nntile_py.inference.encoder import Encoder
-from nntile_py.inference.engine import Reason, Request
+from nntile_py.inference.engine import Event, Reason, Request
 from nntile_py.inference.generator import MOST_TOKENS, Generator, Options
 from nntile_py.inference.open_model import OpenedModel
 from nntile_py.inference.sentence import has_modules
@@ -40,21 +41,68 @@ class JobPart:
         tokens: Number of new tokens.
         reason: Why the text ends here; None: it continues.
         error: Message of the error that ended the job, or "".
+        scored: The tokens of the text, if log-probabilities were asked for.
     """
 
     text: str = ""
     tokens: int = 0
     reason: Reason | None = None
     error: str = ""
+    scored: Sequence[ScoredToken] = ()
 
 
 @dataclass(eq=False)
 class Job:
-    """A text that is generated for a caller. The service's thread calls `tell` with each part."""
+    """A text that is generated for a caller. The service's thread calls `tell` with each part.
+
+    Attributes:
+        request: The sequence in the engine.
+        stream: Turns the new tokens into text.
+        tell: Gets each part of the text.
+        echoed: Text of the prompt, which is the first part, with the log-probabilities of its tokens. None: no such
+            part.
+    """
 
     request: Request
     stream: TextStream
     tell: Callable[[JobPart], None]
+    echoed: str | None = None
+    _begun: bool = False
+    _held: list[ScoredToken] = field(default_factory=list)  # tokens whose text is held back
+
+    def parts(self, tokenizer: Tokenizer) -> Iterator[JobPart]:
+        """Yield the parts of the tokens that the engine has appended since the last call, up to the end of the text."""
+        while self.request.events:
+            if self.echoed is not None and not self._begun:
+                yield JobPart(self.echoed, scored=self._prompt(tokenizer))
+            self._begun = True
+            yield self._part(self.request.events.popleft())
+
+    def _prompt(self, tokenizer: Tokenizer) -> list[ScoredToken]:
+        """Return the tokens of the prompt."""
+        assert self.request.row and self.request.row.prompt_logprobs is not None
+        stream, offsets = TextStream(tokenizer, []), []
+        for token in self.request.prompt:
+            offsets.append(min(stream.length, len(self.echoed or "")))
+            stream.add(token)
+        rows = zip(self.request.prompt, [None, *self.request.row.prompt_logprobs], offsets, strict=True)
+        return [ScoredToken(*row) for row in rows]
+
+    def _part(self, event: Event) -> JobPart:
+        """Return the part that a new token adds. The token is in the part with its text, at the latest in the last."""
+        token, reason, logprobs = event
+        before = len(self.echoed or "")
+        if logprobs and reason != "stop":
+            self._held.append(ScoredToken(token, logprobs, before + self.stream.length))
+        text = "" if reason == "stop" else self.stream.add(token)
+        reason = "stop" if self.stream.stopped else reason
+        text += self.stream.finish() if reason else ""
+        if not text and not reason:
+            return JobPart("", 1)
+        scored, self._held = self._held, []
+        if self.stream.stopped:  # tokens of the stop text are no part of the answer
+            scored = [one for one in scored if one.offset < before + len(self.stream.text)]
+        return JobPart(text, 1, reason, scored=scored)
 
 
 @dataclass(eq=False)
@@ -143,8 +191,11 @@ class Service:
             prompts = [self.tokenizer.encode(prompts, add_special_tokens=False).ids]
         return self.generator.tokens(prompts, options)
 
-    def add(self, ids: list[int], options: Options, seed: tuple[int, ...], tell: Callable[[JobPart], None]) -> Job:
-        """Put a prompt into the queue.
+    def add(
+        self, ids: list[int], options: Options, seed: tuple[int, ...], tell: Callable[[JobPart], None],
+        echoed: str | None = None,
+    ) -> Job:  # fmt: skip
+        """Put a prompt into the queue. See Job for the arguments.
 
         Raises:
             TooBusy: The queue is full.
@@ -157,8 +208,9 @@ class Service:
             raise ValueError("the prompt and max_tokens need more room than the cache has")
         special = self.generator.special
         stops = special.stops if special else frozenset[int]()
-        request = Request(ids, most, options.settings, seed, stops)
-        job = Job(request, TextStream(self.tokenizer, ids, options.stop), tell)
+        scores: dict[str, Any] = {"logprobs": options.logprobs, "of_prompt": echoed is not None}
+        request = Request(ids, most, options.settings, seed, stops, **scores)
+        job = Job(request, TextStream(self.tokenizer, ids, options.stop), tell, echoed)
         with self._change:
             self._check_room()
             self._new.append(job)
@@ -262,12 +314,9 @@ class Service:
         """Pass the new tokens of all jobs to their callers, and remove jobs that have ended."""
         for job in [*self._jobs]:
             request, ended = job.request, job.request.ended
-            while request.events:
-                token, reason = request.events.popleft()
-                text = "" if reason == "stop" else job.stream.add(token)
-                reason = "stop" if job.stream.stopped else reason
-                job.tell(JobPart(text + (job.stream.finish() if reason else ""), 1, reason))
-                if reason:
+            for part in job.parts(self.tokenizer):
+                job.tell(part)
+                if part.reason:
                     self._engine.cancel(request)
                     request.events.clear()
                     ended = True

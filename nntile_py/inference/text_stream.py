@@ -29,6 +29,11 @@ class TextStream:
         self._stream = DecodeStream(ids=list(prompt), skip_special_tokens=True)
         self.text, self.stopped = "", False
 
+    @property
+    def length(self) -> int:
+        """Number of characters so far, with the text that is held back."""
+        return len(self.text) + len(self._held)
+
     def add(self, token: int) -> str:
         """Add a token. Return the new text that cannot belong to a stop text; it may be empty."""
         if self.stopped:
