@@ -172,6 +172,13 @@ def nntile(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return forks.run([sys.executable, NNTILE, *arguments], cwd=folder)
 
 
+def write_named(folder: Path, page: Path) -> None:
+    """Write the examples of a page that begin with the name of a file."""
+    for text in blocks(page, "yaml"):
+        if name := named(text):
+            (folder / name).write_text(text)
+
+
 def test_own_text(folder: Path, python: Python) -> None:
     done = python("\n".join([f"import os; os.chdir({str(folder)!r})", *blocks(DOCS / "own-text.md", "python")]))
     assert done.returncode == 0, done.stderr
@@ -181,8 +188,7 @@ def test_own_text(folder: Path, python: Python) -> None:
 def test_using_a_model(folder: Path, python: Python) -> None:
     pytest.importorskip("transformers")
     write_reviews(folder / "reviews.csv")
-    _, _, _, classifier, _ = blocks(DOCS / "fine-tune.md", "yaml")
-    (folder / "classify.yaml").write_text(classifier)
+    write_named(folder, DOCS / "fine-tune.md")
     small = ("model={type: bert, layers: 1, embed: 16, heads: 2, head: classification}", "tokenizer.vocab_size=300")
     sets = [word for one in (*small, "train.steps=1", "train.seq=16") for word in ("--set", one)]
     done = nntile(folder, "train", "classify.yaml", *sets, "--out", "runs/my_classifier")
@@ -275,20 +281,19 @@ def test_the_readme_has_such_a_run(folder: Path) -> None:
 
 
 def test_fine_tuning(folder: Path, python: Python) -> None:
-    text, frozen, chat, *_ = blocks(DOCS / "fine-tune.md", "yaml")
-    (folder / "tune.yaml").write_text(text)
+    text, frozen, *_ = blocks(DOCS / "fine-tune.md", "yaml")
+    write_named(folder, DOCS / "fine-tune.md")
     (folder / "frozen.yaml").write_text(text + frozen)
-    (folder / "chat.yaml").write_text(chat)
     talk = [{"role": "user", "content": "say a word"}, {"role": "assistant", "content": "tile"}]
     (folder / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(40)))
     (folder / "my_gpt2").symlink_to("runs/my_run")
     (folder / "watch.py").write_text(blocks(DOCS / "watch.md", "python")[0])
     watched = blocks(DOCS / "watch.md", "yaml")[-1].replace("my_file.py", "watch.py")
     (folder / "watched.yaml").write_text(text + watched)
-    for name in ("tune", "frozen", "watched", "chat"):
+    for name in ("tune", "frozen", "watched", "lora", "chat"):
         done = nntile(folder, "train", f"{name}.yaml", "--set", "train.steps=2")
         assert done.returncode == 0 and "note: Callback" not in done.stdout, done.stderr
-        assert (" parameters are trained, the others are frozen" in done.stdout) == (name == "frozen")
+        assert (" parameters are trained, the others are frozen" in done.stdout) == (name in ("frozen", "lora"))
     done = python(f"import os; os.chdir({str(folder)!r})\n{blocks(DOCS / 'fine-tune.md', 'python')[0]}")
     assert done.returncode == 0, done.stderr
     assert (folder / "tuned" / "model.safetensors").is_file()
