@@ -6,7 +6,7 @@ Axes: batch, seq, embed, heads, head_dim, ffn, vocab, position, kind (token type
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import model_validator
@@ -32,7 +32,7 @@ from nntile_py.models.parts import (
     norm_weights,
     position_input,
 )
-from nntile_py.schema import UNFILLED, BelowOne, Count, Filled, Natural, Switch
+from nntile_py.schema import UNFILLED, BelowOne, Count, Filled, Natural, Positive, Switch
 from nntile_py.tasks.activation import ActivationName, activation
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.elementwise import add, dropout, rename, transpose
@@ -59,7 +59,13 @@ class TextEncoderConfig(HeadConfig, LayerConfig, TokenConfig):
     of the masked tokens only; loss and gradients do not change. 0: logits of all tokens. Null: in `nntile train`
     derived from train.mask_probability, with packed sequences the number of masked tokens, otherwise 0."""
     choices: Count = 2
-    """For multiple_choice: how many consecutive sequences of the batch belong to a question."""
+    """For multiple_choice: how many consecutive sequences of the batch belong to a question. For sentence_embedding: as
+    many consecutive sequences are a question, its answer, and wrong answers."""
+    sentence_pooling: Literal["mean", "cls"] = "mean"
+    """For sentence_embedding: a sequence's vector is the mean of its tokens' hidden states, or that of its first
+    token."""
+    temperature: Positive = 0.05
+    """For sentence_embedding: cosine similarities are divided by it before the softmax."""
     dropout: BelowOne = 0.0
     """Dropout of the embedding, of the residual branches and before a classifier."""
     activation: ActivationName = "gelu"
@@ -112,7 +118,7 @@ class TextEncoder(HeadedModel[EncoderConfigT]):
         return found | {"activation": ACTIVATIONS[act]} | cls.read_head(raw)
 
     def hf_options(self) -> dict[str, Any]:
-        pooled = "pooler" in self.architectures() and self.config.head == "none"
+        pooled = "pooler" in self.architectures() and self.config.head in ("sentence_embedding", "none")
         return {"add_pooling_layer": False} if pooled else {}
 
     def hf_config(self) -> dict[str, Any]:

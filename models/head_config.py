@@ -20,10 +20,12 @@ CLASSES = {
     **dict.fromkeys(("regression", "multi_label_classification", "classification"), "ForSequenceClassification"),
     "token_classification": "ForTokenClassification", "question_answering": "ForQuestionAnswering",
     "multiple_choice": "ForMultipleChoice", "next_sentence_prediction": "ForNextSentencePrediction",
-    "pooler": "Model", "none": "Model",
+    "sentence_embedding": "Model", "pooler": "Model", "none": "Model",
 }  # fmt: skip
 SequenceHead = Literal["regression", "multi_label_classification", "classification"]
-EncoderHead = Literal["masked_lm", SequenceHead, "token_classification", "question_answering"]
+EncoderHead = Literal[
+    "masked_lm", SequenceHead, "token_classification", "question_answering", "sentence_embedding"
+]
 SEQUENCE_HEADS = get_args(SequenceHead)
 _PROBLEMS = ("regression", "multi_label_classification")  # heads that are values of problem_type
 _TWO = ("question_answering", "next_sentence_prediction")  # heads with two classes

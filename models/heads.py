@@ -23,6 +23,7 @@ from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import dropout, rename
 from nntile_py.tasks.gather import NOWHERE, gather
 from nntile_py.tasks.op import Tensor, accumulation_dtype
+from nntile_py.tasks.rms_norm import rms_norm
 from nntile_py.tasks.select import select
 from nntile_py.tasks.squared_error import squared_error
 
@@ -147,6 +148,8 @@ def sequence_or_token_head(
     match c.head:
         case "none" | "pooler":
             return bare(g, c, x, pooler)
+        case "sentence_embedding":
+            return compared(g, batch, c, x)
         case "token_classification":
             return classified_tokens(g, batch, c, x)
         case "question_answering":
@@ -244,6 +247,40 @@ def chosen(g: Graph, batch: Batch, c: HeadConfig, vectors: Tensor) -> Traced:
     labels = g.input(
         "labels", {"question": questions}, below=c.choices, ignored=IGNORED, scale="loss_scale", each=c.choices
     )
+    return Traced(cross_entropy(g, scores, labels), {"logits": scores})
+
+
+def compared(g: Graph, batch: Batch, c: HeadConfig, x: Tensor) -> Traced:
+    """Return the contrastive loss of sentence embeddings, and cosine similarities / temperature [question, candidate].
+
+    config.choices consecutive sequences of x [batch, seq, embed] belong together: the first is a question, the second
+    its answer, the others are wrong answers. The candidates for each question are all answers, in the order of the
+    questions, and then all wrong answers. The loss is the cross-entropy of the right candidate. Declares the input
+    labels [question], by default the number of the question; -100: the question does not count.
+
+    Source: Henderson et al. 2017, section 4.4; van den Oord et al. 2018, eq. 4; MultipleNegativesRankingLoss of
+    sentence-transformers.
+    """
+    if batch.packed:
+        return unpacked_head(g, c.head, {"hidden": x})
+    questions, rest = divmod(batch.size, c.choices)
+    if c.choices < 2 or (rest and batch.size > 1):
+        need = "at least 2" if c.choices < 2 else f"with batch = {batch.size} a divisor of it"
+        raise ConfigError(f"model.choices: got {c.choices}; allowed: {need}")
+    vectors = mean_of_tokens(g, batch, x) if c.sentence_pooling == "mean" else first_tokens(g, x)
+    # sqrt(embed) times the unit vector: its elements are about 1, which 16 bits hold well.
+    scaled = rms_norm(g, vectors, g.input("unit_gamma", {"embed": c.embed}, None, default=1.0), 1e-12)
+    places = np.arange(max(questions, 1) * c.choices).reshape(-1, c.choices) % batch.size
+    groups = {"question": places[:, 0], "candidate": places[:, 1:].T.ravel()}
+    first, others = (
+        gather(g, scaled, g.input(f"{axis}_places", {axis: len(rows)}, below=batch.size, default=rows))
+        for axis, rows in groups.items()
+    )
+    scores = contract(g, first, others, ["question", "candidate"], scale=1 / (c.embed * c.temperature))
+    labels = g.input(
+        "labels", {"question": len(places)}, below=len(groups["candidate"]), ignored=IGNORED, scale="loss_scale",
+        each=c.choices, default=np.arange(len(places)),
+    )  # fmt: skip
     return Traced(cross_entropy(g, scores, labels), {"logits": scores})
 
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from nntile_py.checkpoint import format as checkpoint
 from nntile_py.checkpoint.run_folder import OWN
-from nntile_py.config.run_config import RunConfig
+from nntile_py.config.run_config import CONTRASTIVE, RunConfig
 from nntile_py.data.special_tokens import GENERATION, SpecialTokens, same_folder, special_tokens
 from nntile_py.data.tokenizer import frame, read_tokenizer
 from nntile_py.models.hf_config import read_json
@@ -42,7 +42,10 @@ def model_files(trainer: Any, tokenizer: Tokenizer, config: RunConfig) -> Files:
 
     These are config.json, the tokenizer's files and the files of `companions`."""
     known = _special_tokens(tokenizer, config)
-    files = companions(config, known) | {checkpoint.CONFIG: json.dumps(trainer.hf_config() | known.ids, indent=2)}
+    files = companions(config, known)
+    if config.aim == CONTRASTIVE:
+        files = {name: content for name, content in files.items() if "/" not in name} | sentence_files(config)
+    files |= {checkpoint.CONFIG: json.dumps(trainer.hf_config() | known.ids, indent=2)}
     return files | tokenizer_files(tokenizer, config)
 
 
@@ -77,6 +80,26 @@ def tokenizer_files(tokenizer: Tokenizer, config: RunConfig) -> Files:
     if folder and (folder / checkpoint.TOKENIZER_CONFIG).is_file():
         text = read(folder / checkpoint.TOKENIZER_CONFIG)
     return {checkpoint.TOKENIZER: framed.to_str(pretty=True), checkpoint.TOKENIZER_CONFIG: text}
+
+
+def sentence_files(config: RunConfig) -> Files:
+    """Return {path in the folder: content} of the files that tell sentence-transformers how texts become vectors."""
+    model: Any = config.model
+    mean = model.sentence_pooling == "mean"
+    pooling = {
+        "word_embedding_dimension": model.embed, "pooling_mode_cls_token": not mean, "pooling_mode_mean_tokens": mean,
+    }  # fmt: skip
+    paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (kind, path) in enumerate(paths.items())
+    ]
+    contents = {
+        MODULES: modules, "1_Pooling/config.json": pooling,
+        "sentence_bert_config.json": {"max_seq_length": config.train.seq, "do_lower_case": False},
+        "config_sentence_transformers.json": {"prompts": {}, "similarity_fn_name": "cosine"},
+    }  # fmt: skip
+    return {name: json.dumps(content, indent=2) for name, content in contents.items()}
 
 
 def companions(config: RunConfig, known: SpecialTokens) -> Files:

@@ -19,12 +19,12 @@ from nntile_py.schema import Section, allowed, assignment, keys, validated
 
 # Keys of a run that count when its model is used; other keys have their defaults until --set names them.
 _OF_RUN = (
-    "precision", "tiles", "accumulate", "fusion", "scheduler", "runtime", "data.text", "data.label",
+    "precision", "tiles", "accumulate", "fusion", "scheduler", "runtime", "data.text", "data.label", "data.texts",
     "data.extensions", "train.batch", "train.seq",
 )  # fmt: skip
 _SETTINGS = ("precision", "tiles", "accumulate", "fusion", "scheduler", "runtime", "seed")
 _PARTS: dict[str, tuple[type[Section], tuple[str, ...]]] = {
-    "data": (DataSection, ("text", "label", "extensions")),
+    "data": (DataSection, ("text", "label", "texts", "extensions")),
     "train": (TrainSection, ("batch", "seq", "mask_probability")),
 }  # fmt: skip
 
@@ -35,7 +35,8 @@ class InferenceConfig:
 
     Attributes:
         values: Object with the checked keys precision, tiles, accumulate, fusion, runtime and seed, as in RunConfig.
-        data: Names of a table's columns, `text` and `label`; `extensions` of the files that are read from a folder.
+        data: Names of a table's columns, `text`, `label` and `texts`; `extensions` of the files that are read from a
+            folder.
         train: `batch` and `seq` of the run, None without a run; `mask_probability`.
         model: Fields of the model's config that --set names.
     """

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, cre
 from nntile_py.config.logging_section import LoggingSection
 from nntile_py.config.scheduler_file import apply_scheduler, is_path, override
 from nntile_py.config.sections import (
+    PAIRS,
     CheckpointSection,
     DataSection,
     DebugSection,
@@ -59,6 +60,8 @@ from nntile_py.yaml_text import dump
 _OF_RUNS = ("metrics.jsonl", "checkpoints")  # names in the folder of a run, beside its config.yaml and weights
 DEFAULT_MODEL = "gpt2"
 CLASSIFICATION = "classification"  # the value of RunConfig.aim for heads in CLASSIFIERS
+CONTRASTIVE = "contrastive"  # the value of RunConfig.aim for head: sentence_embedding
+OF_TABLES = (CLASSIFICATION, CONTRASTIVE)  # aims whose data are the rows of one table
 # {value of model.head: what has a label}
 CLASSIFIERS: dict[str, LabelKind] = {
     CLASSIFICATION: ONE, "multi_label_classification": SEVERAL, "token_classification": WORDS,
@@ -129,8 +132,9 @@ class RunConfig(Section):
         if self.train.pack and self.layout == "searched":
             raise ConfigError("layout: got searched; allowed with train.pack: default")
         fields = type(model).model_fields
-        if self.aim == CLASSIFICATION:
-            model = self._with_labels(model)
+        if self.aim in OF_TABLES:
+            self._check_table(model.head)
+            model = self._with_labels(model) if self.aim == CLASSIFICATION else self._with_choices(model)
         else:
             self._check_text()
         if model.from_ and "vocab" in fields and self.tokenizer.path is None:
@@ -159,6 +163,8 @@ class RunConfig(Section):
     def _check_text(self) -> None:
         """Check the section `data` of a model that is trained on text, and take the tokenizer of prepared tokens."""
         data = self.data
+        if data.texts != PAIRS:
+            raise ConfigError("data.texts: allowed with model.head: sentence_embedding; leave it out otherwise")
         if data.label != "label":
             need = f"label, since only classifiers (model.head: {' or '.join(CLASSIFIERS)}) read labels"
             raise ConfigError(f"data.label: got {data.label}; allowed: {need}")
@@ -175,21 +181,38 @@ class RunConfig(Section):
         if "tokenizer" not in self.model_fields_set and not self.model.from_ and is_token_folder(first):
             self.tokenizer = TokenizerSection(path=str(first / TOKENIZER))
 
+    def _check_table(self, head: str) -> None:
+        """Check the section `data` of a model whose data are the rows of one table."""
+        data = self.data
+        if data.max_bytes:
+            raise ConfigError(f"data.max_bytes: got {data.max_bytes}; allowed: null, since a table is read completely")
+        if data.sequences != "window":
+            raise ConfigError(f"data.sequences: got {data.sequences}; allowed: window, since rows are sequences")
+        if key := next((name for name in ("concatenate", "messages", "prompt", "response") if getattr(data, name)), ""):
+            raise ConfigError(f"data.{key}: not allowed with model.head: {head}; leave it out")
+        if not isinstance(data.source, str):
+            raise ConfigError(f"data.source: allowed with model.head: {head}: one path")
+
+    def _with_choices(self, model: Any) -> Any:
+        """Return the section `model` of sentence embeddings with the number of texts in a row of the table."""
+        columns, batch = self.data.texts, self.train.batch
+        if len({*columns}) < max(len(columns), 2):
+            raise ConfigError(f"data.texts: got {list(columns)}; allowed: at least two columns, each once")
+        if self.data.source == STDLIB and len(columns) > 2:
+            raise ConfigError(f"data.texts: got {len(columns)} columns; allowed with data.source: {STDLIB}: two")
+        if "choices" in model.model_fields_set and model.choices != len(columns):
+            raise ConfigError(f"model.choices: got {model.choices}; allowed: {len(columns)}, the columns of data.texts")
+        if batch % len(columns) or batch < 2 * len(columns):
+            need = f"a multiple of {len(columns)}, the texts in a row (data.texts), and at least two rows"
+            raise ConfigError(f"train.batch: got {batch}; allowed: {need}")
+        return model.changed(choices=len(columns))
+
     def _with_labels(self, model: Any) -> Any:
         """Return the section `model` of a classifier with the table's labels as its classes.
 
         If the folder `model.from` has a classifier with the same labels, they keep their order there.
         """
         data, fields = self.data, type(model).model_fields
-        if data.max_bytes:
-            raise ConfigError(f"data.max_bytes: got {data.max_bytes}; allowed: null, since a table is read completely")
-        if data.sequences != "window":
-            raise ConfigError(f"data.sequences: got {data.sequences}; allowed: window, since rows are sequences")
-        if key := next((name for name in ("concatenate", "messages", "prompt", "response") if getattr(data, name)), ""):
-            raise ConfigError(f"data.{key}: not allowed with model.head: {model.head}; leave it out")
-        if not isinstance(data.source, str):
-            key, need = "data.source", "one path"
-            raise ConfigError(f"{key}: allowed with model.head: {model.head}: {need}")
         samples = read_samples("data.source", data.source, data.text, data.label, CLASSIFIERS[model.head])
         names = labels_of(data.source, samples)
         if "labels" not in fields or "classes" not in fields:
@@ -216,8 +239,10 @@ class RunConfig(Section):
 
     @property
     def aim(self) -> str | None:
-        """The training objective: `causal`, `masked` or `classification`; None if the model is not trained on text."""
+        """The training objective: `causal`, `masked`, `classification` or `contrastive`; None: not trained on text."""
         head = getattr(self.model, "head", None)
+        if head == "sentence_embedding":
+            return CONTRASTIVE
         if head in CLASSIFIERS:
             return CLASSIFICATION
         return "causal" if head == "causal_lm" else find(self.model.type).objective

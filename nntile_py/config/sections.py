@@ -17,6 +17,7 @@ from nntile_py.schema import (
     File,
     Folder,
     Inside,
+    Names,
     Natural,
     NonNegative,
     Positive,
@@ -41,6 +42,7 @@ from nntile_py.tiles.tasklist import Policy
 
 _SCHEDULERS = ["lws", "ws", "eager", "prio", "random", "dm", "dmda", "dmdap", "dmdar", "dmdas", "dmdasd"]
 _SCHEDULERS += ["pheft", "peager", "heteroprio"]
+PAIRS = ("anchor", "positive")  # columns of the tables of sentence-transformers
 
 
 def existing(key: str, path: str, others: str = "") -> str:
@@ -109,7 +111,8 @@ class DataSection(Section):
     list of sources is a mixture. A classifier (`model.head: classification` or `multi_label_classification`) reads a
     table. For a classifier `python-stdlib` is the functions of the library's larger packages, each labelled with its
     package. A classifier of tokens (`token_classification`) reads a CoNLL file (.conll, .tsv, .txt ...) or a .jsonl
-    file."""
+    file. With `model.head: sentence_embedding` a table has texts that belong together; `python-stdlib` is then the
+    docstrings of the library, each with the code of its function."""
     sequences: Literal["window", "lines", "paragraphs", "documents"] = "window"
     """What a sequence is: train.seq tokens from anywhere in a document (`window`), a line, a paragraph (between empty
     lines) or a document (a file, or a row of a table). Longer lines, paragraphs and documents are split at train.seq
@@ -136,6 +139,9 @@ class DataSection(Section):
     """Column of a classifier's table, or key of JSON lines, with the label: a name or an integer. With
     `model.head: multi_label_classification` it has any number of labels: a list in JSON lines, else names separated by
     commas. With `token_classification` text and label are lists in JSON lines: the words, and a label for each word."""
+    texts: Names = PAIRS
+    """With `model.head: sentence_embedding`: columns of the table with texts that belong together, such as a question,
+    its answer and, if the table has them, wrong answers."""
     messages: str | None = None
     """Column of a table with conversations: lists of messages with role and content. They become text by the chat
     template of the tokenizer's folder, and a causal model learns the messages of the assistant alone."""

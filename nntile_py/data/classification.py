@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from nntile_py.data.collators import Array, Collator, LabelledCollator
 from nntile_py.data.confusion import Confusion, LabelScores
@@ -161,19 +161,23 @@ def tokenized(
     tokenizer: Tokenizer, samples: list[LabelledText], numbers: dict[str, int], seq: int
 ) -> tuple[TokenizedTexts, int]:
     """Encode samples; texts of more than `seq` tokens are cut. Returns the encoded texts and how many were cut."""
+    sequences, of_tokens, cut = list[Array](), list[tuple[Array, Array]](), 0
+    for sample, encoding in zip(samples, encoded(tokenizer, [sample.text for sample in samples], seq), strict=True):
+        sequences.append(np.array(encoding.ids, np.int32))
+        cut += bool(encoding.overflowing)
+        if sample.words is not None:
+            places, words = first_tokens(sample.words, encoding.offsets, encoding.special_tokens_mask)
+            of_tokens.append((places, np.array([numbers[sample.labels[word]] for word in words], np.int16)))
+    return TokenizedTexts(sequences, classes_of_tokens(of_tokens) if of_tokens else _classes(samples, numbers)), cut
+
+
+def encoded(tokenizer: Tokenizer, texts: list[str], seq: int) -> Iterator[Encoding]:
+    """Yield the encodings of texts, cut at `seq` tokens."""
     cutting = Tokenizer.from_str(tokenizer.to_str())  # a copy: the run saves the original, which must not cut texts
     cutting.no_padding()
     cutting.enable_truncation(seq)
-    sequences, of_tokens, cut = list[Array](), list[tuple[Array, Array]](), 0
-    for first in range(0, len(samples), 256):  # in chunks: the library's encodings take 100 bytes a token
-        part = samples[first : first + 256]
-        for sample, encoding in zip(part, cutting.encode_batch([sample.text for sample in part]), strict=True):
-            sequences.append(np.array(encoding.ids, np.int32))
-            cut += bool(encoding.overflowing)
-            if sample.words is not None:
-                places, words = first_tokens(sample.words, encoding.offsets, encoding.special_tokens_mask)
-                of_tokens.append((places, np.array([numbers[sample.labels[word]] for word in words], np.int16)))
-    return TokenizedTexts(sequences, classes_of_tokens(of_tokens) if of_tokens else _classes(samples, numbers)), cut
+    for first in range(0, len(texts), 256):  # in chunks: the library's encodings take 100 bytes a token
+        yield from cutting.encode_batch(texts[first : first + 256])
 
 
 def _classes(samples: list[LabelledText], numbers: dict[str, int]) -> Array:

@@ -147,6 +147,26 @@ class TokenLabelCollator:
         return _inputs(ids, labels, real)
 
 
+@typed_fields
+@dataclass(frozen=True)
+class PairCollator:
+    """Makes the inputs of head: sentence_embedding from rows of texts, padded like CausalCollator's samples.
+
+    A row has the token numbers of a question, its answer, and wrong answers. Returns input_ids, int64
+    [rows * texts in a row, seq], labels [rows], the numbers of the rows, and attention_mask if there is padding."""
+
+    seq: int
+    pad: int = 0
+
+    @typed
+    def __call__(self, samples: Iterable[Any], step: int = 0) -> dict[str, Array]:
+        rows = [list(row) for row in samples]
+        if len({len(row) for row in rows}) > 1:
+            raise ValueError("samples: rows of unequal numbers of texts; allowed: the same number in each row")
+        ids, real = _padded([text for row in rows for text in row], self.seq, self.pad)
+        return _inputs(ids, np.arange(len(rows)), real)
+
+
 def _padded(samples: Samples, seq: int, pad: int) -> tuple[Array, Array]:
     """Return token numbers [rows, seq], and a mask that is False for padding."""
     ids, real = np.full((len(samples), seq), pad, np.int64), np.zeros((len(samples), seq), np.bool_)

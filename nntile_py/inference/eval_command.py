@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from nntile_py.config.inference_config import inference_config, model_fields
-from nntile_py.config.run_config import CLASSIFICATION
+from nntile_py.config.run_config import OF_TABLES
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.evaluation import aim_of, measure, windows_of
@@ -25,6 +25,7 @@ _COLUMNS = {
     "step": ("step", "d"), "tokens": ("tokens", ",d"), "texts": ("texts", ",d"),
     "words": ("words", ",d"), "loss": ("loss", ".4f"),
     "perplexity": ("perplexity", ".2f"), "bits_per_byte": ("bits/byte", ".4f"), "accuracy": ("accuracy", ".4f"),
+    "mrr": ("MRR", ".4f"),
     "f1": ("F1", ".4f"), "f1_macro": ("F1, mean of classes", ".4f"), "cut": ("cut texts", ",d"),
     "seconds": ("s", ".1f"),
 }  # fmt: skip
@@ -65,7 +66,7 @@ def evaluate_runs(
 
             measures = measure(opened, data, config, windows, advance)
         facts = {"run": str(run), "folder": str(opened.folder), "step": opened.step, "predicts": aim_of(opened)}
-        if facts["predicts"] != CLASSIFICATION:
+        if facts["predicts"] not in OF_TABLES:
             facts |= {"seq": windows.seq, "stride": windows.stride}
         done(facts | measures | {"seconds": time.perf_counter() - begun})
 

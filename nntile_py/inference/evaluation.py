@@ -14,15 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nntile_py.config.inference_config import InferenceConfig
-from nntile_py.config.run_config import CLASSIFICATION, CLASSIFIERS
+from nntile_py.config.run_config import CLASSIFICATION, CLASSIFIERS, CONTRASTIVE, OF_TABLES
 from nntile_py.data.classification import TokenizedTexts, check_frames, tokenized
 from nntile_py.data.collators import Array, MaskedCollator
 from nntile_py.data.confusion import Confusion, LabelScores
 from nntile_py.data.documents import Documents
 from nntile_py.data.entities import EntityScores
 from nntile_py.data.labelled_words import ONE, SEVERAL, WORDS, LabelKind, read_samples
+from nntile_py.data.rows import is_dataset
 from nntile_py.data.special_tokens import SpecialTokens, special_tokens
 from nntile_py.data.tables import class_numbers, labels_of, unknown_label
+from nntile_py.data.text_pairs import read_pairs
 from nntile_py.data.tokenizer import CLS, MASK, MASKED, SEP, frame, special_numbers, token_numbers
 from nntile_py.data.windows import causal_windows, masked_windows, spans
 from nntile_py.errors import ConfigError
@@ -31,9 +33,11 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.encoder import IN_FLIGHT, Encoder
 from nntile_py.inference.open_model import OpenedModel
+from nntile_py.inference.sentence import MODULES, has_modules
 from nntile_py.tasks.cross_entropy import IGNORED
 
 LONGEST, BATCH = 1024, 8  # default sizes without a run: tokens of a window, windows of a forward pass
+RANKED, SAME = 256, 1e-6  # questions that are ranked together; difference between similarities that counts as none
 LANGUAGE_HEADS = {"causal_lm": "causal", "masked_lm": "masked"}
 
 Advance = Callable[[str, int, int], None]  # shows progress: name of the units, units done now, units in all
@@ -78,15 +82,21 @@ def log_softmax(logits: Array) -> Array:
 
 
 def aim_of(opened: OpenedModel) -> str:
-    """Return what a model predicts: causal, masked or classification. Raises ConfigError for other models."""
+    """Return what a model predicts: causal, masked, classification, or contrastive: vectors of sentences.
+
+    Raises:
+        ConfigError: It predicts something else.
+    """
     model = opened.model
     head, objective = getattr(model.config, "head", None), type(model).objective
     if head in CLASSIFIERS:
         return CLASSIFICATION
     if head in LANGUAGE_HEADS or (head is None and objective in LANGUAGE_HEADS.values()):
         return LANGUAGE_HEADS.get(head or "", objective or "")
+    if has_modules(opened.folder):
+        return CONTRASTIVE
     what = f"has head: {head}" if head else f"has the objective {objective}"
-    need = f"models with the head {', '.join([*LANGUAGE_HEADS, *CLASSIFIERS])}"
+    need = f"models with the head {', '.join([*LANGUAGE_HEADS, *CLASSIFIERS])}, or a folder with {MODULES}"
     raise ConfigError(f"RUN: {opened.folder}: {type(model).__name__} {what}; allowed: {need}")
 
 
@@ -104,8 +114,8 @@ def windows_of(opened: OpenedModel, config: InferenceConfig, seq: int | None, st
         limit = f"at most the {most} positions of the model" if seq >= least else f"at least {least}"
         raise ConfigError(f"--seq: got {seq}; allowed: {limit}")
     longest = seq - 2 if aim == "masked" else seq
-    if stride is not None and aim == CLASSIFICATION:
-        raise ConfigError("--stride: not allowed for a classifier, whose texts are rows of a table; leave it out")
+    if stride is not None and aim in OF_TABLES:
+        raise ConfigError("--stride: not allowed for a model whose texts are rows of a table; leave it out")
     if stride is not None and not 1 <= stride <= longest:
         limit = f"--seq = {seq}, less [CLS] and [SEP]" if aim == "masked" else f"--seq = {seq}"
         raise ConfigError(f"--stride: got {stride}; allowed: 1 to {longest} ({limit})")
@@ -136,10 +146,10 @@ def measure(
     if opened.tokenizer is None:
         need = "a folder with a model and its tokenizer, as `nntile train` and save_pretrained write"
         raise ConfigError(f"RUN: {opened.folder} has no {opened.tokenizer_file.name}; allowed: {need}")
-    if aim == CLASSIFICATION:
-        if data.is_dir():
-            raise ConfigError(f"--data: {data} is a folder; allowed for a classifier: a table")
-        return _classifier(opened, data, config, windows, advance)
+    if aim in OF_TABLES:
+        if data.is_dir() and not is_dataset(data):
+            raise ConfigError(f"--data: {data} is a folder; allowed for this model: a table")
+        return (_classifier if aim == CLASSIFICATION else _sentences)(opened, data, config, windows, advance)
     documents = _documents(data, config)
     return (_causal if aim == "causal" else _masked)(opened, documents, config, windows, advance)
 
@@ -321,6 +331,39 @@ def _binary_loss(logits: Array, wanted: Array) -> Array:
     """Return the binary cross-entropy of each logit, without overflow: max(x, 0) - x y + log(1 + exp(-|x|))."""
     loss: Array = np.maximum(logits, 0) - logits * wanted + np.log1p(np.exp(-np.abs(logits)))
     return loss
+
+
+# -- sentence embeddings
+
+
+def _sentences(
+    opened: OpenedModel, data: Path, config: InferenceConfig, windows: Windows, advance: Advance
+) -> dict[str, Any]:
+    """Measure vectors of sentences on a table of questions, answers and wrong answers.
+
+    All answers and wrong answers of the table are candidates for each question, compared by cosine similarity.
+    accuracy: the share of the questions whose own answer comes first. mrr: the mean of 1 / rank of the own answer. A
+    candidate of equal similarity, such as the same answer in another row, does not rank before it."""
+    rows = read_pairs("--data", str(data), config.data.texts)
+    texts = [row[column] for column in range(len(rows[0])) for row in rows]
+    encoder = Encoder.from_hf(
+        opened.folder, "sentence", tokenizer=opened.tokenizer, precision=config.values.precision,
+        batch_tokens=windows.batch * windows.seq, max_length=windows.seq,
+    )  # fmt: skip
+    found = list[Array]()
+    with encoder:
+        for vector in encoder.each(texts):
+            found.append(vector / max(float(np.linalg.norm(vector)), 1e-12))
+            advance("texts", 1, len(texts))
+    vectors, ranks = np.stack(found), list[Array]()
+    questions, candidates = vectors[: len(rows)], vectors[len(rows) :]
+    for first in range(0, len(rows), RANKED):
+        similar = questions[first : first + RANKED] @ candidates.T
+        own = np.arange(first, first + len(similar))
+        ranks.append(1 + (similar > similar[own - first, own][:, None] + SAME).sum(1))
+    rank = np.concatenate(ranks)
+    cut = {"cut": encoder.cut} if encoder.cut else {}
+    return {"texts": len(texts), "accuracy": float((rank == 1).mean()), "mrr": float((1 / rank).mean())} | cut
 
 
 # -- shared

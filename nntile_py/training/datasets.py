@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from nntile_py.config.run_config import CLASSIFICATION, CLASSIFIERS, RunConfig
+from nntile_py.config.run_config import CLASSIFICATION, CLASSIFIERS, CONTRASTIVE, OF_TABLES, RunConfig
 from nntile_py.data.chat_template import ChatTemplate
 from nntile_py.data.classification import ClassificationDataset, read_labelled_corpus
 from nntile_py.data.collators import CausalCollator, MaskedCollator
@@ -17,6 +17,7 @@ from nntile_py.data.instructions import Columns, Instructions
 from nntile_py.data.labelled_words import ONE, SEVERAL, WORDS
 from nntile_py.data.special_tokens import SpecialTokens, special_tokens
 from nntile_py.data.text_dataset import TextDataset
+from nntile_py.data.text_pairs import PairDataset, read_pair_corpus
 from nntile_py.data.token_classification import TokenClassificationDataset
 from nntile_py.data.tokenization import Report, silent
 from nntile_py.data.tokenizer import (
@@ -38,9 +39,9 @@ from nntile_py.models.registry import find, known
 
 # The model's objective is the key of both dicts, in _LABEL_AXES also what has a label. SPECIAL: special tokens that the
 # tokenizer must have. _LABEL_AXES: axes of the array of labels.
-SPECIAL: dict[str, Sequence[str]] = {"causal": (), "masked": MASKED, CLASSIFICATION: MASKED}
+SPECIAL: dict[str, Sequence[str]] = {"causal": (), "masked": MASKED, **dict.fromkeys(OF_TABLES, MASKED)}
 _LABEL_AXES = {"causal": ["batch", "seq"], "masked": ["batch", "seq"], ONE: ["batch"],
-               SEVERAL: ["batch", "classes"], WORDS: ["batch", "seq"]}  # fmt: skip
+               SEVERAL: ["batch", "classes"], WORDS: ["batch", "seq"], CONTRASTIVE: ["question"]}  # fmt: skip
 
 
 def build_dataset(config: RunConfig, spec: StepSpec, report: Report = silent) -> Dataset:
@@ -51,7 +52,8 @@ def build_dataset(config: RunConfig, spec: StepSpec, report: Report = silent) ->
     Raises:
         ConfigError: The data or the tokenizer does not fit the config. (`check_objective` checks the model.)
     """
-    return (_classification_dataset if config.aim == CLASSIFICATION else _text_dataset)(config, spec, report)
+    made = {CLASSIFICATION: _classification_dataset, CONTRASTIVE: _pair_dataset}.get(config.aim or "", _text_dataset)
+    return made(config, spec, report)
 
 
 def _text_dataset(config: RunConfig, spec: StepSpec, report: Report) -> TextDataset:
@@ -102,30 +104,52 @@ def _masking(config: RunConfig, corpus: Corpus) -> tuple[tuple[int, ...], Masked
     )  # fmt: skip
 
 
+def _pair_dataset(config: RunConfig, spec: StepSpec, report: Report) -> PairDataset:
+    data, train = config.data, config.train
+    corpus = read_pair_corpus(
+        data.name, data.texts, seq=train.seq, held_out=data.held_out, val_fraction=data.val_fraction,
+        tokenizer=_framed_tokenizer(config), tokenizer_path=config.tokenizer.path,
+        vocab_size=config.tokenizer.size(), report=report,
+    )  # fmt: skip
+    return PairDataset(
+        corpus, seq=train.seq, batch=train.batch, passes=train.grad_accumulation, eval_batches=train.eval_batches,
+        seed=config.seed, pad=_padding_token(config, corpus.tokenizer),
+    )  # fmt: skip
+
+
+def _framed_tokenizer(config: RunConfig) -> Tokenizer | None:
+    """Return the tokenizer of tokenizer.path, which puts [CLS] and [SEP] around a text; None: there is no path."""
+    if tokenizer := load_tokenizer(Path(path)) if (path := config.tokenizer.path) else None:
+        frame(tokenizer, _special_tokens(config, tokenizer).named)
+    return tokenizer
+
+
+def _padding_token(config: RunConfig, tokenizer: Tokenizer) -> int:
+    """Return the number of the padding token of a model that reads texts as they are, without masks."""
+    if (pad := _special_tokens(config, tokenizer).number(PAD)) is None:
+        return getattr(config.model, "padding_token", None) or 0
+    _check_padding(config, pad, tokenizer)
+    return pad
+
+
 def _classification_dataset(config: RunConfig, spec: StepSpec, report: Report) -> ClassificationDataset:
     data, train, model, path = config.data, config.train, config.model, config.tokenizer.path
-    if tokenizer := load_tokenizer(Path(path)) if path else None:
-        frame(tokenizer, _special_tokens(config, tokenizer).named)
     corpus = read_labelled_corpus(
         data.name, seq=train.seq, text=data.text, label=data.label, held_out=data.held_out,
         val_fraction=data.val_fraction, classes=model.classes if "classes" in type(model).model_fields else None,
         class_names=getattr(model, "labels", None), kind=CLASSIFIERS[model.head],
-        tokenizer=tokenizer, tokenizer_path=path, vocab_size=config.tokenizer.size(), report=report,
+        tokenizer=_framed_tokenizer(config), tokenizer_path=path, vocab_size=config.tokenizer.size(), report=report,
     )  # fmt: skip
-    pad = _special_tokens(config, corpus.tokenizer).number(PAD)
-    if pad is None:
-        pad = getattr(model, "padding_token", None) or 0
-    else:
-        _check_padding(config, pad, corpus.tokenizer)
     made = TokenClassificationDataset if CLASSIFIERS[model.head] == WORDS else ClassificationDataset
     return made(
         corpus, seq=train.seq, batch=train.batch, passes=train.grad_accumulation, eval_batches=train.eval_batches,
-        seed=config.seed, pad=pad, bins=bins_of(spec) if spec.pack else None,
+        seed=config.seed, pad=_padding_token(config, corpus.tokenizer),
+        bins=bins_of(spec) if spec.pack else None,
     )  # fmt: skip
 
 
 def check_objective(config: RunConfig, spec: StepSpec) -> str:
-    """Check that the config's model can be trained on text. Returns its objective: causal, masked or classification.
+    """Check that the config's model can be trained on text. Returns its objective, see RunConfig.aim.
 
     Raises:
         ConfigError: The model cannot be trained on text, or the tokenizer lacks special tokens.
@@ -140,15 +164,15 @@ def check_objective(config: RunConfig, spec: StepSpec) -> str:
             f"model.type: {kind} is not trained on text (its objective is {objective}); allowed: {text}, or {elsewhere}"
         )
     declared = spec.padded.graphs.graph.inputs
-    needed = {name: one for name, one in declared.items() if one.default is None}
+    needed = {name: one for name, one in declared.items() if one.default is None or name == "labels"}
     axes = {name: list(one.tensor.axes) for name, one in needed.items()}
     of_labels = _LABEL_AXES[CLASSIFIERS.get(getattr(config.model, "head", ""), objective)]
     fits = axes == {"input_ids": ["batch", "seq"], "labels": of_labels}
-    if not fits or (objective != CLASSIFICATION and needed["labels"].below != needed["input_ids"].below):
+    if not fits or (objective not in OF_TABLES and needed["labels"].below != needed["input_ids"].below):
         wanted = ", ".join(f"{name} [{', '.join(axes[name])}] below {one.below}" for name, one in needed.items())
         head = f" with head: {config.model.head}" if "head" in type(config.model).model_fields else ""
         gives = f"text gives input_ids [batch, seq] and labels [{', '.join(of_labels)}]"
-        gives += ", both tokens" if objective != CLASSIFICATION else ""
+        gives += ", both tokens" if objective not in OF_TABLES else ""
         raise ConfigError(f"model: {kind}{head} needs {wanted}; allowed: no others, as {gives}; {elsewhere}")
     if objective != "causal":
         _check_special_tokens(config, objective)
@@ -166,8 +190,8 @@ def _check_special_tokens(config: RunConfig, objective: str) -> None:
             raise ConfigError(f"tokenizer.vocab_size: got {config.tokenizer.size()}; allowed: {need}")
         return
     tokenizer = load_tokenizer(Path(path))
-    if objective == CLASSIFICATION:
-        return  # a classifier uses the tokenizer's template, which may have other special tokens
+    if objective in OF_TABLES:
+        return  # such a model uses the tokenizer's template, which may have other special tokens
     if missing := _special_tokens(config, tokenizer).lacking():
         need = f"a tokenizer with {', '.join(MASKED)}, or with {', '.join(ROBERTA.values())}"
         raise ConfigError(f"tokenizer.path: {path} has no token {', '.join(missing)}; allowed: {need}")

@@ -55,7 +55,9 @@ class Display:
         if "held_out_loss" in line:
             self._held_out = f"held-out loss {line['held_out_loss']:.4f}  "
             if "accuracy" in line:
-                self._held_out += f"accuracy {line['accuracy']:.3f}  F1 {line.get('f1', line['f1_macro']):.3f}  "
+                self._held_out += f"accuracy {line['accuracy']:.3f}  "
+            if (score := line.get("f1", line.get("f1_macro"))) is not None:
+                self._held_out += f"F1 {score:.3f}  "
         left = round(seconds / len(self._times) * (steps - step))
         left_text = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
         overflow = "loss_scale" in line and not math.isfinite(line["grad_norm"])

@@ -11,7 +11,7 @@ from typing import Any
 
 from nntile_py.checkpoint.run_folder import Metrics
 from nntile_py.checkpoint.writer import CheckpointWriter, TileSender
-from nntile_py.config.run_config import CLASSIFICATION, RunConfig
+from nntile_py.config.run_config import OF_TABLES, RunConfig
 from nntile_py.config.schedules import learning_rate
 from nntile_py.data.dataset import Dataset, Inputs
 from nntile_py.errors import NotFinite
@@ -94,7 +94,7 @@ def _run_steps(
             break
         if measures and last and config.checkpoint.best:
             # All losses are compared on the same part: the last measurement of a classifier reads more.
-            whole = step == train.steps and config.aim == CLASSIFICATION
+            whole = step == train.steps and config.aim in OF_TABLES
             loss = (_measured(dataset, trainer) if whole else last)["held_out_loss"]
             due = bool(from_rank_0(saver.improves(step, loss) or due))
         if due:
