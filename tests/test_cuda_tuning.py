@@ -1,0 +1,52 @@
+"""Fine-tuning on a GPU: steps with adapters, frozen weights and sentence embeddings as on CPU workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import nntile_py as nt
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+ROWS, SEQ, VOCAB = 8, 32, 97
+SIZES: dict[str, Any] = {"layers": 2, "embed": 48, "heads": 4, "vocab": VOCAB, "positions": SEQ}
+LORA = {"targets": ["c_attn", "c_proj"], "rank": 4}
+SENTENCES = {"head": "sentence_embedding", "choices": 4}
+MODELS: dict[str, Any] = {
+    "lora": lambda: nt.models.GPT2(nt.models.GPT2Config(**SIZES, lora=LORA), seed=1),
+    "frozen": lambda: nt.models.GPT2(nt.models.GPT2Config(**SIZES), seed=1),
+    "sentences": lambda: nt.models.BERT(nt.models.BERTConfig(**SIZES, **SENTENCES), seed=1),
+}
+TILES = {"batch": 3, "embed": 20, "heads": 3, "vocab": 40}
+
+
+def losses(kind: str, precision: str, tiles: dict[str, int]) -> list[float]:
+    """The losses of four steps on the running Runtime."""
+    rng = np.random.default_rng(0)
+    inputs: dict[str, Any] = {"input_ids": rng.integers(1, VOCAB, (ROWS, SEQ))}
+    if kind == "sentences":
+        inputs["attention_mask"] = (np.arange(SEQ) < rng.integers(4, SEQ, (ROWS, 1))).astype(np.int64)
+    else:
+        inputs["labels"] = inputs["input_ids"]
+    freeze = {"freeze": ["*.h.0.*", "*.wpe.*"]} if kind == "frozen" else {}
+    optimizer = nt.AdamW(lr=0.001)
+    trainer = nt.Trainer(MODELS[kind](), ROWS, SEQ, tiles, precision, optimizer, clip_grad_norm=1.0, **freeze)
+    found = [float(trainer.step(inputs)) for _ in range(4)]
+    trainer.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("tiles", [{}, TILES], ids=["uncut", "cut"])
+def test_losses_are_those_of_cpus(kind: str, tiles: dict[str, int]) -> None:
+    with nt.Runtime(cpus=2):
+        wanted = losses(kind, "fp32", tiles)
+    assert wanted[-1] < wanted[0]
+    with nt.Runtime(cuda=1):
+        np.testing.assert_allclose(losses(kind, "fp32", tiles), wanted, rtol=2e-5)
+        np.testing.assert_allclose(losses(kind, "bf16", tiles), wanted, rtol=0.03)
