@@ -195,7 +195,8 @@ def test_using_a_model(folder: Path, python: Python) -> None:
     assert done.returncode == 0, done.stderr
     with (folder / "questions.csv").open("w") as file:
         file.writelines(["question,answer\n", *(f"what is {k}?,it is {k}\n" for k in range(40))])
-    small = ("model={type: bert, layers: 1, embed: 16, heads: 2, head: sentence_embedding}", *small[1:], "train.batch=8")
+    pairs = "model={type: bert, layers: 1, embed: 16, heads: 2, head: sentence_embedding}"
+    small = (pairs, *small[1:], "train.batch=8")
     sets = [word for one in (*small, "train.steps=1", "train.seq=16") for word in ("--set", one)]
     for words in (["train", "sentences.yaml", *sets], ["eval", "runs/sentences", "--data", "questions.csv"]):
         done = nntile(folder, *words)

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 
 from nntile_py.checkpoint import format as checkpoint
 from nntile_py.checkpoint.run_folder import OWN
-from nntile_py.config.run_config import CONTRASTIVE, RunConfig
+from nntile_py.config.run_config import RunConfig
+from nntile_py.config.table_models import CONTRASTIVE
 from nntile_py.data.special_tokens import GENERATION, SpecialTokens, same_folder, special_tokens
 from nntile_py.data.tokenizer import frame, read_tokenizer
 from nntile_py.models.hf_config import read_json

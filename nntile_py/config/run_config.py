@@ -26,9 +26,16 @@ from nntile_py.config.sections import (
     optimizer_section,
     read_optimizer,
 )  # fmt: skip
+from nntile_py.config.table_models import (
+    CLASSIFICATION,
+    CLASSIFIERS,
+    CONTRASTIVE,
+    OF_TABLES,
+    check_table,
+    with_choices,
+    with_labels,
+)
 from nntile_py.data.collators import most_masked
-from nntile_py.data.labelled_words import ONE, SEVERAL, WORDS, LabelKind, read_samples
-from nntile_py.data.tables import class_numbers, labels_of, no_numbers, unknown_label
 from nntile_py.data.token_files import TOKENIZER, is_token_folder
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion, every_rule
@@ -59,13 +66,6 @@ from nntile_py.yaml_text import dump
 
 _OF_RUNS = ("metrics.jsonl", "checkpoints")  # names in the folder of a run, beside its config.yaml and weights
 DEFAULT_MODEL = "gpt2"
-CLASSIFICATION = "classification"  # the value of RunConfig.aim for heads in CLASSIFIERS
-CONTRASTIVE = "contrastive"  # the value of RunConfig.aim for head: sentence_embedding
-OF_TABLES = (CLASSIFICATION, CONTRASTIVE)  # aims whose data are the rows of one table
-# {value of model.head: what has a label}
-CLASSIFIERS: dict[str, LabelKind] = {
-    CLASSIFICATION: ONE, "multi_label_classification": SEVERAL, "token_classification": WORDS,
-}  # fmt: skip
 
 
 class RunConfig(Section):
@@ -133,8 +133,9 @@ class RunConfig(Section):
             raise ConfigError("layout: got searched; allowed with train.pack: default")
         fields = type(model).model_fields
         if self.aim in OF_TABLES:
-            self._check_table(model.head)
-            model = self._with_labels(model) if self.aim == CLASSIFICATION else self._with_choices(model)
+            check_table(self.data, model.head)
+            labelled = self.aim == CLASSIFICATION
+            model = with_labels(model, self.data) if labelled else with_choices(model, self.data, self.train.batch)
         else:
             self._check_text()
         if model.from_ and "vocab" in fields and self.tokenizer.path is None:
@@ -180,62 +181,6 @@ class RunConfig(Section):
         first = Path(data.entries[0].path)
         if "tokenizer" not in self.model_fields_set and not self.model.from_ and is_token_folder(first):
             self.tokenizer = TokenizerSection(path=str(first / TOKENIZER))
-
-    def _check_table(self, head: str) -> None:
-        """Check the section `data` of a model whose data are the rows of one table."""
-        data = self.data
-        if data.max_bytes:
-            raise ConfigError(f"data.max_bytes: got {data.max_bytes}; allowed: null, since a table is read completely")
-        if data.sequences != "window":
-            raise ConfigError(f"data.sequences: got {data.sequences}; allowed: window, since rows are sequences")
-        if key := next((name for name in ("concatenate", "messages", "prompt", "response") if getattr(data, name)), ""):
-            raise ConfigError(f"data.{key}: not allowed with model.head: {head}; leave it out")
-        if not isinstance(data.source, str):
-            raise ConfigError(f"data.source: allowed with model.head: {head}: one path")
-
-    def _with_choices(self, model: Any) -> Any:
-        """Return the section `model` of sentence embeddings with the number of texts in a row of the table."""
-        columns, batch = self.data.texts, self.train.batch
-        if len({*columns}) < max(len(columns), 2):
-            raise ConfigError(f"data.texts: got {list(columns)}; allowed: at least two columns, each once")
-        if self.data.source == STDLIB and len(columns) > 2:
-            raise ConfigError(f"data.texts: got {len(columns)} columns; allowed with data.source: {STDLIB}: two")
-        if "choices" in model.model_fields_set and model.choices != len(columns):
-            raise ConfigError(f"model.choices: got {model.choices}; allowed: {len(columns)}, the columns of data.texts")
-        if batch % len(columns) or batch < 2 * len(columns):
-            need = f"a multiple of {len(columns)}, the texts in a row (data.texts), and at least two rows"
-            raise ConfigError(f"train.batch: got {batch}; allowed: {need}")
-        return model.changed(choices=len(columns))
-
-    def _with_labels(self, model: Any) -> Any:
-        """Return the section `model` of a classifier with the table's labels as its classes.
-
-        If the folder `model.from` has a classifier with the same labels, they keep their order there.
-        """
-        data, fields = self.data, type(model).model_fields
-        samples = read_samples("data.source", data.source, data.text, data.label, CLASSIFIERS[model.head])
-        names = labels_of(data.source, samples)
-        if "labels" not in fields or "classes" not in fields:
-            return model
-        if model.labels is not None:
-            numbers = class_numbers(model.labels, model.classes, samples)
-            if other := unknown_label(samples, numbers):
-                need = f"{', '.join(model.labels)} (model.labels)"
-                here = f"data.source: {data.source}, line {other[0]}"
-                raise ConfigError(f"{here}: the label {other[1]!r}; allowed: {need}")
-            return model
-        if "classes" in model.model_fields_set and model.classes not in (None, len(names)):
-            need = f"{len(names)}, the labels of {data.source}, or leave it out"
-            raise ConfigError(f"model.classes: got {model.classes}; allowed: {need}")
-        if model.from_:
-            saved = find(model.type).saved_fields(read_raw(Path(model.from_)))
-            labels, classes = saved.get("labels"), saved.get("classes")
-            if saved.get("head") == model.head and (
-                set(names) == set(labels or ())
-                or (no_numbers(labels) and names == [str(number) for number in range(classes or 0)])
-            ):
-                return model.changed(classes=classes, labels=labels)
-        return model.changed(classes=len(names), labels=names)
 
     @property
     def aim(self) -> str | None:

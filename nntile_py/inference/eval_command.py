@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from nntile_py.config.inference_config import inference_config, model_fields
-from nntile_py.config.run_config import OF_TABLES
+from nntile_py.config.table_models import OF_TABLES
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.evaluation import aim_of, measure, windows_of

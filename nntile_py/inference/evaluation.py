@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nntile_py.config.inference_config import InferenceConfig
-from nntile_py.config.run_config import CLASSIFICATION, CLASSIFIERS, CONTRASTIVE, OF_TABLES
+from nntile_py.config.table_models import CLASSIFICATION, CLASSIFIERS, CONTRASTIVE, OF_TABLES
 from nntile_py.data.classification import TokenizedTexts, check_frames, tokenized
 from nntile_py.data.collators import Array, MaskedCollator
 from nntile_py.data.confusion import Confusion, LabelScores

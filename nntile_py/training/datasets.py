@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from nntile_py.config.run_config import CLASSIFICATION, CLASSIFIERS, CONTRASTIVE, OF_TABLES, RunConfig
+from nntile_py.config.run_config import RunConfig
+from nntile_py.config.table_models import CLASSIFICATION, CLASSIFIERS, CONTRASTIVE, OF_TABLES
 from nntile_py.data.chat_template import ChatTemplate
 from nntile_py.data.classification import ClassificationDataset, read_labelled_corpus
 from nntile_py.data.collators import CausalCollator, MaskedCollator
@@ -52,8 +53,10 @@ def build_dataset(config: RunConfig, spec: StepSpec, report: Report = silent) ->
     Raises:
         ConfigError: The data or the tokenizer does not fit the config. (`check_objective` checks the model.)
     """
-    made = {CLASSIFICATION: _classification_dataset, CONTRASTIVE: _pair_dataset}.get(config.aim or "", _text_dataset)
-    return made(config, spec, report)
+    made: dict[str | None, Callable[[RunConfig, StepSpec, Report], Dataset]] = {
+        CLASSIFICATION: _classification_dataset, CONTRASTIVE: _pair_dataset,
+    }  # fmt: skip
+    return made.get(config.aim, _text_dataset)(config, spec, report)
 
 
 def _text_dataset(config: RunConfig, spec: StepSpec, report: Report) -> TextDataset:

@@ -11,8 +11,9 @@ from typing import Any
 
 from nntile_py.checkpoint.run_folder import Metrics
 from nntile_py.checkpoint.writer import CheckpointWriter, TileSender
-from nntile_py.config.run_config import OF_TABLES, RunConfig
+from nntile_py.config.run_config import RunConfig
 from nntile_py.config.schedules import learning_rate
+from nntile_py.config.table_models import OF_TABLES
 from nntile_py.data.dataset import Dataset, Inputs
 from nntile_py.errors import NotFinite
 from nntile_py.training.collectives import NoOutput, agree, from_rank_0
