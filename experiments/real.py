@@ -51,7 +51,7 @@ SMOLLM2: dict[str, Any] = {
     "tiles": {"batch": 2},
 }  # fmt: skip
 WORKS = {"minilm": MINILM, "smollm2": SMOLLM2}
-LARGEST_DIFFERENCE = {"minilm": 1e-4, "smollm2": 1e-5}  # of the losses of a step
+LARGEST_DIFFERENCE = {"minilm": 1e-4, "smollm2": 2e-5}  # of the losses of a step
 
 
 def download() -> None:
@@ -201,10 +201,11 @@ def check_adapters(folder: Path) -> str:
     base = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "smollm2", dtype=torch.float32)
     with torch.no_grad():
         plain = base(torch.tensor(ids)).logits.numpy()
-        of_peft, trained = (
-            PeftModel.from_pretrained(base, path).eval()(torch.tensor(ids)).logits.numpy()
-            for path in (out, folder / "trained")
-        )
+        adapted = PeftModel.from_pretrained(base, out).eval()
+        of_peft = adapted(torch.tensor(ids)).logits.numpy()
+        adapted.load_adapter(folder / "trained", "trained")
+        adapted.set_adapter("trained")
+        trained = adapted(torch.tensor(ids)).logits.numpy()
     learned, read, apart = (np.abs(logits - other).max() for other in (plain, of_peft, trained))
     assert learned > 0.5 and read < 1e-3 and apart < 1e-2, (learned, read, apart)
     return (
