@@ -1,10 +1,9 @@
 """Adapters of LoRA as files in peft's format."""
-
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.lora import A, LoRA, adapted, is_adapter, module_of
 from nntile_py.models.base import Model
 from nntile_py.models.hf_config import arrays, named, read_json, tensors_in
+from nntile_py.typed import typed
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."  # of peft's names
@@ -20,9 +20,9 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none", None), "use_rslora": (False, None), "use_dora": (False, None),
     "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "lora_bias": (False, None), "fan_in_fan_out": (),
 }  # fmt: skip
-AnyModel = TypeVar("AnyModel", bound=Model)
 
 
+@typed
 def save_adapter(model: Model, folder: str | Path, base: str | None = None) -> None:
     """Write a model's adapters as peft reads them: adapter_model.safetensors and adapter_config.json.
 
@@ -55,7 +55,8 @@ def save_adapter(model: Model, folder: str | Path, base: str | None = None) -> N
     (folder / ADAPTER_CONFIG).write_text(json.dumps(facts, indent=2))
 
 
-def load_adapter(model: AnyModel, folder: str | Path) -> AnyModel:
+@typed
+def load_adapter(model: Model, folder: str | Path) -> Model:
     """Return the model with the adapters of a folder that `save_adapter` or peft wrote.
 
     Raises:

@@ -48,7 +48,7 @@ class TopLogProbs(Op):
     """
 
     independent = True
-    colours: ClassVar = {"forward": "#e377c2"}
+    colours: ClassVar = {"forward": "#c49c94"}
 
     def __init__(
         self, logits: Tensor, chosen: Tensor, values: Tensor, ids: Tensor, table: Tensor | None, tokens: int | None,

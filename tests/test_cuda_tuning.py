@@ -49,4 +49,4 @@ def test_losses_are_those_of_cpus(kind: str, tiles: dict[str, int]) -> None:
     assert wanted[-1] < wanted[0]
     with nt.Runtime(cuda=1):
         np.testing.assert_allclose(losses(kind, "fp32", tiles), wanted, rtol=2e-5)
-        np.testing.assert_allclose(losses(kind, "bf16", tiles), wanted, rtol=0.03)
+        np.testing.assert_allclose(losses(kind, "bf16", tiles), wanted, rtol=0.06)

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 import nntile_py as nt
 from nntile_py.checkpoint import model_files as checkpoint_files
-from nntile_py.checkpoint.model_files import _companions, companions_note, incomplete_modules, model_files
+from nntile_py.checkpoint.model_files import companions_note, companions_of, incomplete_modules, model_files
 from nntile_py.checkpoint.run_folder import OWN
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import RunConfig, load
@@ -293,7 +293,7 @@ def test_modules_with_names_of_a_runs_own_files(name: str, tmp_path: Path) -> No
     """Their folders stay behind, as a run could not put its file beside them, and with them the list of modules."""
     write(tmp_path, {f"{name}/x.json": "{}", "1_Pooling/x.json": "{}"})
     (tmp_path / "modules.json").write_text(json.dumps([{"path": name}, {"path": "1_Pooling"}]))
-    found = {str(path.relative_to(tmp_path)) for path in _companions(tmp_path)}
+    found = {str(path.relative_to(tmp_path)) for path in companions_of(tmp_path)}
     assert found == {"1_Pooling/x.json"} and incomplete_modules(tmp_path) == [name]
 
 
@@ -303,11 +303,12 @@ def test_modules_that_cannot_go_along(tmp_path: Path, monkeypatch: pytest.Monkey
     write(source, {"1_Pooling/config.json": "{}", "2_Dense/model.safetensors": "w" * 100})
     (source / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]))
     of = config(tmp_path, model={"from": str(source)})
-    assert companions_note(of) == "" and source / "modules.json" in [*_companions(source)]
+    assert companions_note(of) == "" and source / "modules.json" in [*companions_of(source)]
     monkeypatch.setattr(checkpoint_files, "MOST_BYTES", 99)
     assert "nor '2_Dense': a module needs" in companions_note(of)
     (source / "modules.json").write_text(json.dumps([{"path": "../x"}, {"path": "1_Pooling"}]))
-    assert "nor '../x': a module needs" in companions_note(of) and source / "modules.json" not in [*_companions(source)]
+    assert "nor '../x': a module needs" in companions_note(of)
+    assert source / "modules.json" not in [*companions_of(source)]
 
 
 def test_files_beside_the_weights_go_along(tmp_path: Path) -> None:

@@ -60,10 +60,10 @@ SPLIT: dict[str, Callable[[Case], Any]] = {
 
 
 def of_triton(row: Callable[[Case], Any]) -> bool:
-    """Contractions, attention, and draws of tokens are C++."""
+    """Contractions, attention, draws of tokens and their log-probabilities are C++."""
     case = Case(SIZES, "fp32")
     row(case)
-    names = ("Attention", "Unite", "Sample")
+    names = ("Attention", "Unite", "Sample", "TopLogProbs")
     native = [op for op in case.graph.ops if isinstance(op, Contract) or op.kind.startswith(names)]
     return not any(not (isinstance(op, Sample) and op.settings is None) for op in native)
 
@@ -307,11 +307,11 @@ def test_live_sizes() -> None:
 
 
 def test_every_kernel_has_launches() -> None:
-    """Every kernel has launches, except those only in C++: attention without segments, parts of contractions, unite."""
+    """Every kernel has launches, except those only in C++, such as attention without segments."""
     named = set()
     for path in (Path(launch.__file__).parent).glob("*.cpp"):
         named |= set(re.findall(r"^NNTILE_KERNEL\((\w+),", path.read_text(), re.M))
-    own = {name for name in named if not name.startswith(("contract", "attention", "flash", "unite"))}
+    own = {name for name in named if not name.startswith(("contract", "attention", "flash", "unite", "top_logprobs"))}
     of_segments = {f"attention{name}{grad}" for name in ("", "_segments") for grad in ("", "_grad")}
     assert set(launch.load()) == own | of_segments | {"contract"}
 

@@ -44,6 +44,7 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
     trainer.save(folder / "saved")
     kept = nt.Trainer(nt.models.GPT2(CONFIG), 2, 8)  # not trained with wrong values
     bert = nt.models.BERT(nt.models.BERTConfig(layers=1, embed=8, heads=2, vocab=20, positions=8))
+    adapted = nt.models.GPT2(CONFIG.changed(lora={"targets": ["c_attn"]}))
     x = nt.array(np.ones((4, 4)))
     graph = nt.Graph()
     h = graph.input("h", {"batch": 2, "embed": 4}, "fp32")
@@ -102,6 +103,8 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
         "Model": (nt.models.GPT2, {"config": CONFIG, "weights": None, "seed": 0, "hf": None}),
         "Model.changed": (model.changed, {"attention": "merge", "dropout": 0.0}),
         "Model.from_hf": (nt.models.GPT2.from_hf, {"source": str(folder / "saved"), "dropout": 0.0}),
+        "save_adapter": (nt.save_adapter, {"model": adapted, "folder": folder / "adapter", "base": "mine"}),
+        "load_adapter": (nt.load_adapter, {"model": model, "folder": folder / "adapter"}),
         "ModelConfig": (nt.models.GPT2Config,
          {"layers": 1, "embed": 8, "heads": 2, "vocab": 20, "positions": 8, "dropout": 0.0}),
         "ModelConfig.changed": (CONFIG.changed, {"layers": 1, "attention": "merge"}),
