@@ -14,7 +14,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ZEROS, Array, Param, Part, Uniform, Weights
 from nntile_py.schema import BelowOne, Count, Names, Positive, Section
 from nntile_py.tasks.contract import Contract, contract
-from nntile_py.tasks.elementwise import Add, dropout
+from nntile_py.tasks.elementwise import Add, BiasAdd, dropout
 from nntile_py.tasks.op import Op, Tensor
 from nntile_py.tasks.param_group import matches
 
@@ -77,13 +77,15 @@ def adapt(g: Graph, lora: LoRA) -> None:
     }  # fmt: skip
     _check_products(g, targets)
     old, g.ops = g.ops, []
-    made = _Adapters(g, lora)
+    made, done = _Adapters(g, lora), set[Op]()
     for op in old:
-        if (weight := next((one for one in op.inputs if one in targets), None)) is None:
-            g.ops.append(op)
-        else:
+        if (weight := next((one for one in op.inputs if one in targets), None)) is not None:
             assert isinstance(op, Contract)
-            made.add(op, weight, targets[weight])
+            biased = _sole_reader(old, op.output)
+            made.add(op, weight, targets[weight], biased)
+            done |= {biased} if biased else set()
+        elif op not in done:
+            g.ops.append(op)
     for param in params:
         weights = [source.weight for source in param.sources]
         param.tensor.requires_grad = any(lora.chosen(name, lora.modules_to_save) for name in weights)
@@ -115,6 +117,12 @@ def _check_products(g: Graph, targets: dict[Tensor, Param]) -> None:
                 raise ConfigError(f"model.lora.targets: {name} is read by {op.kind}; allowed: weights of products only")
 
 
+def _sole_reader(ops: Sequence[Op], x: Tensor) -> BiasAdd | None:
+    """Return the BiasAdd that reads x, None if another operator reads it too."""
+    readers = [op for op in ops if x in op.inputs]
+    return readers[0] if len(readers) == 1 and isinstance(readers[0], BiasAdd) and readers[0].inputs[0] is x else None
+
+
 class _Adapters:
     """Adds adapters to a graph. Parameters that are parts of one weight, such as c_attn, share A."""
 
@@ -124,13 +132,19 @@ class _Adapters:
         self._b: dict[Tensor, Tensor] = {}
         self._z: dict[tuple[str, Tensor], Tensor] = {}  # {(weight, x): A x}
 
-    def add(self, op: Contract, weight: Tensor, param: Param) -> None:
-        """Add x W + scale * (x A) B in place of the product `op` = x W; the sum has the product's output tensor."""
-        g, out, name = self._g, op.output, param.sources[0].weight
+    def add(self, op: Contract, weight: Tensor, param: Param, biased: BiasAdd | None) -> None:
+        """Add x W + bias + scale * (x A) B in place of the product `op` = x W and the addition `biased` of a bias.
+
+        The sum has the output tensor of the last of these operators. The bias comes first, so that the product adds it.
+        """
+        g, out, name = self._g, (biased or op).output, param.sources[0].weight
         scope = op.name.rpartition(".")[0]
         with g.scope(scope) if scope else g.scope("lora"):
-            plain = g.temp("product", out.axes, out.shape, out.dtype)
+            plain = g.temp("product", op.output.axes, op.output.shape, op.output.dtype)
             self._append(Contract(op.a, weight, plain, scale=op.scale), op.name)
+            if biased:
+                product, plain = plain, g.temp("biased", out.axes, out.shape, out.dtype)
+                self._append(BiasAdd(product, biased.inputs[1], plain), biased.name)
             if (name, op.a) not in self._z:
                 x = dropout(g, op.a, self._lora.dropout)
                 self._z[name, op.a] = contract(g, x, self._of_a(op, name), [*self._rows(op), AXIS])
