@@ -135,7 +135,7 @@ class RunConfig(Section):
         if self.aim in OF_TABLES:
             check_table(self.data, model.head)
             labelled = self.aim == CLASSIFICATION
-            model = with_labels(model, self.data) if labelled else with_choices(model, self.data, self.train.batch)
+            model = with_labels(model, self.data) if labelled else with_choices(model, self.data, self.train)
         else:
             self._check_text()
         if model.from_ and "vocab" in fields and self.tokenizer.path is None:

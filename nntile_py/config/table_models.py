@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nntile_py.config.sections import DataSection
+from nntile_py.config.sections import DataSection, TrainSection
 from nntile_py.data.labelled_words import ONE, SEVERAL, WORDS, LabelKind, read_samples
 from nntile_py.data.tables import class_numbers, labels_of, no_numbers, unknown_label
 from nntile_py.errors import ConfigError
@@ -34,9 +34,14 @@ def check_table(data: DataSection, head: str) -> None:
         raise ConfigError(f"data.source: allowed with model.head: {head}: one path")
 
 
-def with_choices(model: Any, data: DataSection, batch: int) -> Any:
+def with_choices(model: Any, data: DataSection, train: TrainSection) -> Any:
     """Return the section `model` of sentence embeddings with the number of texts in a row of the table."""
-    columns = data.texts
+    columns, batch = data.texts, train.batch
+    if train.pack:
+        raise ConfigError(f"train.pack: got true; allowed with model.head: {model.head}: false")
+    for key, default in (("text", "text"), ("label", "label")):
+        if getattr(data, key) != default:
+            raise ConfigError(f"data.{key}: not allowed with model.head: {model.head}, whose columns are data.texts")
     if len({*columns}) < max(len(columns), 2):
         raise ConfigError(f"data.texts: got {list(columns)}; allowed: at least two columns, each once")
     if data.source == STDLIB and len(columns) > 2:

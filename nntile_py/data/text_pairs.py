@@ -135,8 +135,8 @@ def read_pair_corpus(
     else:
         train, measured = _split(train, val_fraction)
         if not measured:
-            need = "two different texts or more in the first column, or a table of its own for data.held_out"
-            raise ConfigError(f"data.source: {source} has one; allowed: {need}")
+            need = "two or more different texts, or a table of its own for data.held_out"
+            raise ConfigError(f"data.source: {source} has one text in the first column; allowed: {need}")
     if tokenizer is None:
         tokenizer = train_tokenizer([text for row in train for text in row], vocab_size, MASKED, report)
     check_frames(tokenizer, tokenizer_path)

@@ -114,6 +114,9 @@ def _pair_dataset(config: RunConfig, spec: StepSpec, report: Report) -> PairData
         tokenizer=_framed_tokenizer(config), tokenizer_path=config.tokenizer.path,
         vocab_size=config.tokenizer.size(), report=report,
     )  # fmt: skip
+    if train.batch > (most := corpus.columns * len(corpus.train)):
+        need = f"at most {most}, the texts to train on: a row that is twice in a batch is a wrong answer for itself"
+        raise ConfigError(f"train.batch: got {train.batch}; allowed: {need}")
     return PairDataset(
         corpus, seq=train.seq, batch=train.batch, passes=train.grad_accumulation, eval_batches=train.eval_batches,
         seed=config.seed, pad=_padding_token(config, corpus.tokenizer),
