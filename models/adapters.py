@@ -60,8 +60,11 @@ def load_adapter(model: Model, folder: str | Path) -> Model:
     """Return the model with the adapters of a folder that `save_adapter` or peft wrote.
 
     Raises:
-        ConfigError: The folder holds no LoRA, a variant of LoRA that is not supported, or adapters of another model.
+        ConfigError: The folder holds no LoRA, a variant of LoRA that is not supported, or adapters of another model; or
+            the model already has adapters.
     """
+    if model.config.lora:
+        raise ConfigError(f"model: {type(model).__name__} already has adapters; allowed: a model without, see merged()")
     folder = Path(folder)
     need = "a folder that peft wrote, with adapter_config.json and adapter_model.safetensors"
     if not ((folder / ADAPTER).is_file() and (folder / ADAPTER_CONFIG).is_file()):

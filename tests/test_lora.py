@@ -158,7 +158,9 @@ def test_refused(runtime: nt.Runtime, tmp_path: Path) -> None:
     with pytest.raises(nt.ConfigError, match=r"lora_A.weight has shape .* expected"):
         nt.load_adapter(nt.models.GPT2.from_hf(gpt2(n_embd=32)), tmp_path / "adapter")
     with pytest.raises(nt.ConfigError, match=r"has no adapter_config\.json or no adapter_model\.safetensors"):
-        nt.load_adapter(model, tmp_path)
+        nt.load_adapter(model.merged(), tmp_path)
+    with pytest.raises(nt.ConfigError, match="GPT2 already has adapters; allowed: a model without"):
+        nt.load_adapter(model, tmp_path / "adapter")
     with pytest.raises(nt.ConfigError, match="has no adapters; allowed: a model with lora"):
         nt.save_adapter(model.merged(), tmp_path / "none")
     file = tmp_path / "adapter/adapter_config.json"
@@ -200,8 +202,14 @@ def test_a_run_with_adapters(tmp_path: Path) -> None:
     assert run("merge", "base", "merged2", "--adapter", "adapter").returncode == 0
     same = load_file(tmp_path / "merged/model.safetensors"), load_file(tmp_path / "merged2/model.safetensors")
     assert all(np.array_equal(same[0][name], same[1][name]) for name in same[0])
+    (tmp_path / "texts.txt").write_text("import os\ndef f():\n")
+    for name in ("run", "merged"):  # vectors of the adapted model
+        done = run("encode", name, "--input", "texts.txt", "--out", f"{name}.npy", "--cpus", "1")
+        assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(np.load(tmp_path / "run.npy"), np.load(tmp_path / "merged.npy"), atol=1e-5)
     for words, message in (
         (("merge", "base", "new"), "has no adapters; allowed: a run with model.lora, or --adapter FOLDER"),
+        (("merge", "run", "new", "--adapter", "adapter"), "GPT2 already has adapters; allowed: a model without"),
         (("merge", "run", "merged"), "exists; allowed: a new or empty folder"),
     ):
         done = run(*words)

@@ -24,6 +24,7 @@ from nntile_py.graph.padding import MASK, padded
 from nntile_py.graph.step import StepSpec
 from nntile_py.graph.step_inputs import SequencePlace
 from nntile_py.inference.bound_model import BoundModel
+from nntile_py.inference.open_model import saved_adapters
 from nntile_py.inference.sentence import SentenceModel, has_modules, read_sentence_model
 from nntile_py.inference.texts import TokenizedText, prompted, to_tokens, tokens_of, with_limit
 from nntile_py.models.hf_config import named, read_raw
@@ -150,7 +151,8 @@ class Encoder:
             kind = of_hf_type(read_raw(folder).get("model_type"))
         if output in HEADS:
             _check_head(kind, output, HEADS[output])
-        model = from_hf(folder, **({"head": HEADS[output]} if output in HEADS else {}))
+        adapters = saved_adapters(Path(folder))
+        model = from_hf(folder, **(adapters | ({"head": HEADS[output]} if output in HEADS else {})))
         path = Path(folder) / "tokenizer.json"
         if "tokenizer" not in options and path.is_file():
             options["tokenizer"] = load_tokenizer(path, "tokenizer")

@@ -66,15 +66,29 @@ def open_model(path: str | Path, fields: Mapping[str, Any] | None = None, *, tru
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder; allowed: {NEED}")
     folder = path if _has_weights(path) else _newest(path)
-    facts = read_facts(folder) if (folder / STATE).is_file() else {}
-    config = facts.get("config") or _run_config(folder)
+    facts, config, saved = _saved(folder)
     with named(folder):
-        saved = facts.get("model") or config.get("model")
-        cls = _class_of(folder, fields.pop("type", None), saved if isinstance(saved, dict) else {}, trust_code)
-        adapters = {"lora": saved["lora"]} if isinstance(saved, dict) and saved.get("lora") else {}
+        cls = _class_of(folder, fields.pop("type", None), saved, trust_code)
+        adapters = {"lora": saved["lora"]} if saved.get("lora") else {}
         model = cls.from_hf(folder, **(adapters | fields))
     tokenizer = load_tokenizer(file, str(folder)) if (file := folder / TOKENIZER).is_file() else None
     return OpenedModel(model, folder, tokenizer, config, _step(folder, facts))
+
+
+def saved_adapters(folder: Path) -> dict[str, Any]:
+    """Return the field `lora` of the model that a run saved in a folder, for a model with another head; {} without it.
+
+    Modules that were trained as a whole are left out, since the other head may lack them."""
+    lora = _saved(folder)[2].get("lora")
+    return {"lora": {**lora, "modules_to_save": []}} if isinstance(lora, dict) else {}
+
+
+def _saved(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the facts of a checkpoint, the run's config, and the config's section `model`; {} for what is missing."""
+    facts = read_facts(folder) if (folder / STATE).is_file() else {}
+    config = facts.get("config") or _run_config(folder)
+    saved = facts.get("model") or config.get("model")
+    return facts, config, saved if isinstance(saved, dict) else {}
 
 
 def _has_weights(folder: Path) -> bool:
