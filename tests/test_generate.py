@@ -61,10 +61,10 @@ def prompts() -> list[list[int]]:
 
 
 @functools.cache
-def greedy(kind: str) -> list[list[int]]:
-    """The new tokens of transformers' greedy search."""
-    model, options = hf_model(kind), {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    return [model.generate(torch.tensor([ids]), **options)[0].tolist()[len(ids) :] for ids in prompts()]
+def greedy(kind: str, new: int = NEW, first: int = 0, end: int | None = None) -> list[list[int]]:
+    """The new tokens of transformers' greedy search behind prompts `first` to `end`."""
+    model, options = hf_model(kind), {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    return [model.generate(torch.tensor([ids]), **options)[0].tolist()[len(ids) :] for ids in prompts()[first:end]]
 
 
 @pytest.fixture(scope="module", autouse=True)

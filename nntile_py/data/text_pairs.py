@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import os
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -96,15 +97,18 @@ def _documented_functions() -> list[Texts]:
     """Return (first paragraph of the docstring, code without the docstring) of functions of the standard library."""
     found: dict[str, Texts] = {}
     for path in stdlib_files():
+        source = read(path).decode("utf-8-sig", errors="replace")
         try:
-            tree = ast.parse(read(path))
+            tree = ast.parse(source)
         except (SyntaxError, ValueError):
             continue
+        lines = source.splitlines()
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and (told := ast.get_docstring(node)) and len(node.body) > 1:
                 first = " ".join(told.split("\n\n")[0].split())
-                node.body = node.body[1:]
-                found.setdefault(first, (first, ast.unparse(node)))
+                begin, after = node.body[0].lineno - 1, node.body[1].lineno - 1
+                code = "\n".join([*lines[node.lineno - 1 : begin], *lines[after : node.end_lineno]])
+                found.setdefault(first, (first, textwrap.dedent(code)))
     return [pair for first, pair in found.items() if len(first) > 20]
 
 

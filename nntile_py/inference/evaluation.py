@@ -38,6 +38,7 @@ from nntile_py.tasks.cross_entropy import IGNORED
 
 LONGEST, BATCH = 1024, 8  # default sizes without a run: tokens of a window, windows of a forward pass
 RANKED, SAME = 256, 1e-6  # questions that are ranked together; difference between similarities that counts as none
+NOUNS = {CLASSIFICATION: "a classifier", CONTRASTIVE: "sentence embeddings"}
 LANGUAGE_HEADS = {"causal_lm": "causal", "masked_lm": "masked"}
 
 Advance = Callable[[str, int, int], None]  # shows progress: name of the units, units done now, units in all
@@ -115,7 +116,7 @@ def windows_of(opened: OpenedModel, config: InferenceConfig, seq: int | None, st
         raise ConfigError(f"--seq: got {seq}; allowed: {limit}")
     longest = seq - 2 if aim == "masked" else seq
     if stride is not None and aim in OF_TABLES:
-        raise ConfigError("--stride: not allowed for a model whose texts are rows of a table; leave it out")
+        raise ConfigError(f"--stride: not allowed for {NOUNS[aim]}, whose texts are rows of a table; leave it out")
     if stride is not None and not 1 <= stride <= longest:
         limit = f"--seq = {seq}, less [CLS] and [SEP]" if aim == "masked" else f"--seq = {seq}"
         raise ConfigError(f"--stride: got {stride}; allowed: 1 to {longest} ({limit})")
@@ -148,7 +149,7 @@ def measure(
         raise ConfigError(f"RUN: {opened.folder} has no {opened.tokenizer_file.name}; allowed: {need}")
     if aim in OF_TABLES:
         if data.is_dir() and not is_dataset(data):
-            raise ConfigError(f"--data: {data} is a folder; allowed for this model: a table")
+            raise ConfigError(f"--data: {data} is a folder; allowed for {NOUNS[aim]}: a table")
         return (_classifier if aim == CLASSIFICATION else _sentences)(opened, data, config, windows, advance)
     documents = _documents(data, config)
     return (_causal if aim == "causal" else _masked)(opened, documents, config, windows, advance)
