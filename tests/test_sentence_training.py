@@ -242,7 +242,7 @@ def test_batches() -> None:
     """Each epoch has each row once; a short held-out batch is filled up with rows that do not count."""
 
     def rows(count: int, first: int) -> TokenizedPairs:
-        return TokenizedPairs([[np.array([first + k]), np.array([100 + first + k] * 2)] for k in range(count)])
+        return [[np.array([first + k]), np.array([100 + first + k] * 2)] for k in range(count)]
 
     corpus = PairCorpus(None, 2, rows(9, 0), rows(5, 50), 0)  # type: ignore[arg-type]
     data = PairDataset(corpus, seq=4, batch=6, passes=3)
@@ -259,6 +259,8 @@ def test_batches() -> None:
 def test_docstrings_with_their_code() -> None:
     pairs = read_pairs("data.source", "python-stdlib", ())
     told, code = next(pair for pair in pairs if pair[1].startswith("def join(") or pair[1].startswith("def wrap("))
+    assert not any(first in rest for first, rest in pairs)
+    assert all(rest.lstrip().startswith("def ") for _, rest in pairs)
     assert len(pairs) > 3000 and told not in code and math.isfinite(len(code))
 
 

@@ -140,8 +140,8 @@ class DataSection(Section):
     `model.head: multi_label_classification` it has any number of labels: a list in JSON lines, else names separated by
     commas. With `token_classification` text and label are lists in JSON lines: the words, and a label for each word."""
     texts: Names = PAIRS
-    """With `model.head: sentence_embedding`: columns of the table with texts that belong together, such as a question,
-    its answer and, if the table has them, wrong answers."""
+    """With `model.head: sentence_embedding`: columns of the table with texts that belong together: a question, its
+    answer, and any number of wrong answers."""
     messages: str | None = None
     """Column of a table with conversations: lists of messages with role and content. They become text by the chat
     template of the tokenizer's folder, and a causal model learns the messages of the assistant alone."""

@@ -1,25 +1,22 @@
-"""Texts that belong together, such as a question with its answer: read them, tokenize them, and make batches."""
+"""Rows of texts that belong together, such as a question with its answer: reading, tokens and batches."""
 
 from __future__ import annotations
 
 import ast
-import hashlib
-import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from nntile_py.data.classification import check_frames, encoded
+from nntile_py.data.classification import check_frames, encoded, split_samples
 from nntile_py.data.collators import Array, PairCollator
 from nntile_py.data.dataset import Evaluator
 from nntile_py.data.rows import place, read_rows, table_names
 from nntile_py.data.sampler import Sampler
-from nntile_py.data.tables import text_of
+from nntile_py.data.tables import LabelledText, lines_of, text_of
 from nntile_py.data.tokenization import Report, silent, train_tokenizer
 from nntile_py.data.tokenizer import MASKED
 from nntile_py.errors import ConfigError
@@ -27,20 +24,7 @@ from nntile_py.system.folders import STDLIB, read, stdlib_files
 from nntile_py.tasks.cross_entropy import IGNORED
 
 Texts = tuple[str, ...]  # a question, its answer, wrong answers
-
-
-class TokenizedPairs(NamedTuple):
-    """Token numbers of the texts of each row of a table."""
-
-    rows: list[list[Array]]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def tobytes(self) -> bytes:
-        """Return lengths and tokens as bytes, to compare them with other texts."""
-        texts = [text for row in self.rows for text in row]
-        return b"".join(part.tobytes() for part in (np.array([len(text) for text in texts]), *texts))
+TokenizedPairs = list[list[Array]]  # the token numbers of the texts of each row
 
 
 class PairCorpus(NamedTuple):
@@ -72,27 +56,19 @@ def read_pairs(key: str, source: str, columns: Sequence[str]) -> list[Texts]:
     if source == STDLIB:
         return _documented_functions()
     need = f"a table with the columns {', '.join(map(repr, columns))} (data.texts names others): {table_names()}"
+    where, path = f"{key}: {source}", Path(source)
     try:
-        stat = os.stat(source)
-        return _read(key, source, tuple(columns), need, (stat.st_mtime_ns, stat.st_size))
+        rows = [
+            tuple(text_of(f"{where}, {place(path, line)}", name, row[name]) for name in columns)
+            for line, row in read_rows(where, path, columns, need)
+        ]
     except OSError as error:
         raise ConfigError(f"{key}: cannot read {source}: {error.strerror}; allowed: {need}") from None
-
-
-@lru_cache(maxsize=2)
-def _read(key: str, source: str, columns: Texts, need: str, changed: tuple[int, int]) -> list[Texts]:
-    """Read a table. The result is cached. changed: time and size of the file, so that a changed file is read again."""
-    where, path = f"{key}: {source}", Path(source)
-    rows = [
-        tuple(text_of(f"{where}, {place(path, line)}", name, row[name]) for name in columns)
-        for line, row in read_rows(where, path, columns, need)
-    ]
     if not rows:
         raise ConfigError(f"{where}: no rows; allowed: {need}")
     return rows
 
 
-@lru_cache(maxsize=1)
 def _documented_functions() -> list[Texts]:
     """Return (first paragraph of the docstring, code without the docstring) of functions of the standard library."""
     found: dict[str, Texts] = {}
@@ -102,14 +78,14 @@ def _documented_functions() -> list[Texts]:
             tree = ast.parse(source)
         except (SyntaxError, ValueError):
             continue
-        lines = source.splitlines()
+        lines = lines_of(source)
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and (told := ast.get_docstring(node)) and len(node.body) > 1:
                 first = " ".join(told.split("\n\n")[0].split())
                 begin, after = node.body[0].lineno - 1, node.body[1].lineno - 1
                 code = "\n".join([*lines[node.lineno - 1 : begin], *lines[after : node.end_lineno]])
                 found.setdefault(first, (first, textwrap.dedent(code)))
-    return [pair for first, pair in found.items() if len(first) > 20]
+    return [(first, code) for first, code in found.values() if len(first) > 20 and first not in code]
 
 
 def read_pair_corpus(
@@ -137,7 +113,8 @@ def read_pair_corpus(
     if held_out:
         measured = read_pairs("data.held_out", held_out, columns)
     else:
-        train, measured = _split(train, val_fraction)
+        numbered = [LabelledText(row[0], "", number) for number, row in enumerate(train)]  # split by the first text
+        train, measured = ([train[one.line] for one in part] for part in split_samples(numbered, val_fraction))
         if not measured:
             need = "two or more different texts, or a table of its own for data.held_out"
             raise ConfigError(f"data.source: {source} has one text in the first column; allowed: {need}")
@@ -149,20 +126,19 @@ def read_pair_corpus(
     return PairCorpus(tokenizer, count, first, second, cut + cut_held_out)
 
 
-def _split(rows: list[Texts], fraction: float) -> tuple[list[Texts], list[Texts]]:
-    """Split rows into training rows and held-out rows, so that rows with the same first text are on one side."""
-    ordered = sorted({row[0] for row in rows}, key=lambda text: hashlib.sha1(text.encode()).digest())
-    held = set(ordered[: max(round(fraction * len(ordered)), 1) if len(ordered) > 1 else 0])
-    return [row for row in rows if row[0] not in held], [row for row in rows if row[0] in held]
-
-
 def _tokenized(tokenizer: Tokenizer, rows: list[Texts], seq: int) -> tuple[TokenizedPairs, int]:
     """Encode rows; texts of more than `seq` tokens are cut. Returns the encoded rows and how many texts were cut."""
     width, cut, tokens = len(rows[0]), 0, list[Array]()
     for encoding in encoded(tokenizer, [text for row in rows for text in row], seq):
         tokens.append(np.array(encoding.ids, np.int32))
         cut += bool(encoding.overflowing)
-    return TokenizedPairs([tokens[k : k + width] for k in range(0, len(tokens), width)]), cut
+    return [tokens[k : k + width] for k in range(0, len(tokens), width)], cut
+
+
+def _bytes_of(rows: TokenizedPairs) -> bytes:
+    """Return lengths and tokens as bytes, to compare them with other texts."""
+    texts = [text for row in rows for text in row]
+    return b"".join(part.tobytes() for part in (np.array([len(text) for text in texts]), *texts))
 
 
 class PairDataset:
@@ -187,7 +163,7 @@ class PairDataset:
     ) -> None:  # fmt: skip
         self.corpus, self.tokenizer = corpus, corpus.tokenizer
         self._rows, self._eval_batches = batch // corpus.columns, eval_batches
-        lengths = np.array([sum(map(len, row)) for row in corpus.train.rows])
+        lengths = np.array([sum(map(len, row)) for row in corpus.train])
         self._sampler = Sampler(lengths, seed, self._rows * passes)
         self._collator = PairCollator(seq, pad)
 
@@ -201,22 +177,22 @@ class PairDataset:
         return ""
 
     def contents(self) -> dict[str, bytes]:
-        return {"training text": self.corpus.train.tobytes(), "held-out text": self.corpus.held_out.tobytes()}
+        return {"training text": _bytes_of(self.corpus.train), "held-out text": _bytes_of(self.corpus.held_out)}
 
     def train(self, step: int) -> dict[str, Array]:
-        rows = self.corpus.train.rows
+        rows = self.corpus.train
         return self.collate([rows[number % len(rows)] for number in self._sampler.step(step)[0]])
 
     def held_out(self, whole: bool = False) -> Iterator[dict[str, Array]]:
         """Yield batches of held-out rows: `eval_batches` batches, spread evenly over the rows, or all if `whole`.
 
         The last batch is filled up with training rows, whose labels are ignored: they add wrong answers only."""
-        rows, size = self.corpus.held_out.rows, self._rows
+        rows, size = self.corpus.held_out, self._rows
         count = len(rows) if whole else min(len(rows), self._eval_batches * size)
         numbers = np.linspace(0, len(rows) - 1, count).astype(np.int64)
         for first in range(0, count, size):
             part = [rows[number] for number in numbers[first : first + size]]
-            others = self.corpus.train.rows
+            others = self.corpus.train
             inputs = self.collate([*part, *(others[k % len(others)] for k in range(size - len(part)))])
             inputs["labels"][len(part) :] = IGNORED
             yield inputs

@@ -77,11 +77,14 @@ def adapt(g: Graph, lora: LoRA) -> None:
     }  # fmt: skip
     _check_products(g, targets)
     old, g.ops = g.ops, []
-    made, done = _Adapters(g, lora), set[Op]()
+    made, done, readers = _Adapters(g, lora), set[Op](), dict[Tensor, list[Op]]()
+    for op in old:
+        for x in op.inputs:
+            readers.setdefault(x, []).append(op)
     for op in old:
         if (weight := next((one for one in op.inputs if one in targets), None)) is not None:
             assert isinstance(op, Contract)
-            biased = _sole_reader(old, op.output)
+            biased = _bias_of(op.output, readers)
             made.add(op, weight, targets[weight], biased)
             done |= {biased} if biased else set()
         elif op not in done:
@@ -117,10 +120,12 @@ def _check_products(g: Graph, targets: dict[Tensor, Param]) -> None:
                 raise ConfigError(f"model.lora.targets: {name} is read by {op.kind}; allowed: weights of products only")
 
 
-def _sole_reader(ops: Sequence[Op], x: Tensor) -> BiasAdd | None:
-    """Return the BiasAdd that reads x, None if another operator reads it too."""
-    readers = [op for op in ops if x in op.inputs]
-    return readers[0] if len(readers) == 1 and isinstance(readers[0], BiasAdd) and readers[0].inputs[0] is x else None
+def _bias_of(x: Tensor, readers: dict[Tensor, list[Op]]) -> BiasAdd | None:
+    """Return the BiasAdd that adds a bias to x. None: no BiasAdd reads x, or other operators read x too."""
+    match readers.get(x):
+        case [BiasAdd() as only] if only.inputs[0] is x:
+            return only
+    return None
 
 
 class _Adapters:
@@ -135,7 +140,8 @@ class _Adapters:
     def add(self, op: Contract, weight: Tensor, param: Param, biased: BiasAdd | None) -> None:
         """Add x W + bias + scale * (x A) B in place of the product `op` = x W and the addition `biased` of a bias.
 
-        The sum has the output tensor of the last of these operators. The bias comes first, so that the product adds it.
+        The result replaces the output of `biased`, or of `op` without a bias. The bias is added before the adapter, so
+        that fusion finds the bias behind the product.
         """
         g, out, name = self._g, (biased or op).output, param.sources[0].weight
         scope = op.name.rpartition(".")[0]

@@ -58,7 +58,7 @@ class Row:
 
 
 class DrawnToken(NamedTuple):
-    """A token that a pass has drawn. logprobs: its log-probabilities, if its row asks for them."""
+    """A token that a pass has drawn. logprobs: None if the row asks for no log-probabilities."""
 
     number: int
     logprobs: TokenLogProbs | None = None

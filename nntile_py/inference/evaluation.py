@@ -33,11 +33,12 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.encoder import IN_FLIGHT, Encoder
 from nntile_py.inference.open_model import OpenedModel
-from nntile_py.inference.sentence import MODULES, has_modules
+from nntile_py.inference.sentence import MODULES, has_modules, normalized, read_sentence_model
 from nntile_py.tasks.cross_entropy import IGNORED
 
 LONGEST, BATCH = 1024, 8  # default sizes without a run: tokens of a window, windows of a forward pass
-RANKED, SAME = 256, 1e-6  # questions that are ranked together; difference between similarities that counts as none
+RANKED = 256  # questions that are ranked together
+SAME = 1e-6  # cosine similarities with a smaller difference count as equal
 NOUNS = {CLASSIFICATION: "a classifier", CONTRASTIVE: "sentence embeddings"}
 LANGUAGE_HEADS = {"causal_lm": "causal", "masked_lm": "masked"}
 
@@ -347,14 +348,12 @@ def _sentences(
     candidate of equal similarity, such as the same answer in another row, does not rank before it."""
     rows = read_pairs("--data", str(data), config.data.texts)
     texts = [row[column] for column in range(len(rows[0])) for row in rows]
-    encoder = Encoder.from_hf(
-        opened.folder, "sentence", tokenizer=opened.tokenizer, precision=config.values.precision,
-        batch_tokens=windows.batch * windows.seq, max_length=windows.seq,
-    )  # fmt: skip
-    found = list[Array]()
-    with encoder:
+    sentence, found = read_sentence_model(opened.folder, pooled=True), list[Array]()
+    assert sentence
+    how = {"tokenizer": opened.tokenizer, "sentence": sentence, "prompt": sentence.prompt(None, None)}
+    with _encoder(opened, config, windows, "sentence", **how) as encoder:
         for vector in encoder.each(texts):
-            found.append(vector / max(float(np.linalg.norm(vector)), 1e-12))
+            found.append(normalized(vector))
             advance("texts", 1, len(texts))
     vectors, ranks = np.stack(found), list[Array]()
     questions, candidates = vectors[: len(rows)], vectors[len(rows) :]
@@ -370,12 +369,14 @@ def _sentences(
 # -- shared
 
 
-def _encoder(opened: OpenedModel, config: InferenceConfig, windows: Windows) -> Encoder:
-    """Return an Encoder of the model's logits. Tile sizes of batch and seq are dropped: bins are these tiles."""
+def _encoder(
+    opened: OpenedModel, config: InferenceConfig, windows: Windows, output: str = "logits", **how: Any
+) -> Encoder:
+    """Return an Encoder of the model. Tile sizes of batch and seq are dropped: bins are these tiles."""
     tiles = {axis: size for axis, size in config.bound["tiles"].items() if axis not in ("batch", "seq")}
     return Encoder(
-        opened.model, "logits", tiles=tiles, precision=config.values.precision,
-        batch_tokens=windows.batch * windows.seq, max_length=windows.seq,
+        opened.model, output, tiles=tiles, precision=config.values.precision,
+        batch_tokens=windows.batch * windows.seq, max_length=windows.seq, **how,
     )  # fmt: skip
 
 

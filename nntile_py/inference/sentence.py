@@ -238,11 +238,12 @@ def _dense(folder: Path) -> Callable[[Array], Array]:
     return dense
 
 
-def _normalized(x: Array) -> Array:
+def normalized(x: Array) -> Array:
+    """Return a vector divided by its length."""
     scaled: Array = x / max(float(np.linalg.norm(x)), 1e-12)
     return scaled
 
 
 _MAKERS: dict[str, Callable[[Path], Callable[[Array], Array]]] = {
-    "Normalize": lambda folder: _normalized, "Dense": _dense, "Dropout": lambda folder: lambda x: x,
+    "Normalize": lambda folder: normalized, "Dense": _dense, "Dropout": lambda folder: lambda x: x,
 }  # fmt: skip
