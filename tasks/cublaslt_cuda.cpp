@@ -1,12 +1,15 @@
 #include "cublaslt.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <numeric>
+#include <optional>
 #include <sstream>
 #include <utility>
 #include <vector>
@@ -19,6 +22,7 @@ namespace {
 
 constexpr size_t kWorkspace = 64 << 20;
 constexpr int kCandidates = 8;
+constexpr int64_t kRowAlignment = 16;  // bytes
 constexpr float kShort = 0.04f;  // ms
 
 void require(cublasStatus_t status, const char* what) {
@@ -64,15 +68,17 @@ int64_t rounded(int64_t size, int64_t most) {
 
 // Everything on which the choice of an algorithm depends.
 struct Key {
-  int64_t m, n, k, lda, ldb;
+  int64_t m, n, k, lda, ldb, ldd;
   int flips, in, out, epilogue, compute;
-  bool adds, in_place;
+  bool adds, in_place, aligned;
   auto operator<=>(const Key&) const = default;
 
   std::string text() const {
     std::ostringstream made;
     for (const int64_t value : {m, n, k, lda, ldb}) made << value << ' ';
     for (const int value : {flips, in, out, epilogue, compute, int{adds}, int{in_place}}) made << value << ' ';
+    if (ldd != n) made << ldd << " apart ";
+    if (!aligned) made << "anywhere ";
     return made.str() + "of " + std::to_string(kCandidates);
   }
 };
@@ -100,7 +106,7 @@ class Matmul {
     }
     layout(&b_, in, key.ldb);
     layout(&a_, in, key.lda);
-    layout(&d_, out, key.n);
+    layout(&d_, out, key.ldd);
     shape({key.m, key.n, key.k});
   }
 
@@ -156,6 +162,11 @@ class Matmul {
     require(cublasLtMatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
     size_t bytes = kWorkspace;
     cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes, sizeof(bytes));
+    const uint32_t least = key_.in == CUDA_R_32F ? 4 : 2;  // bytes; by default the library expects 256
+    if (!key_.aligned)
+      for (const auto attribute : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+                                   CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
+        cublasLtMatmulPreferenceSetAttribute(preference, attribute, &least, sizeof(least));
     std::vector<cublasLtMatmulHeuristicResult_t> found(static_cast<size_t>(most));
     int count = 0;
     const auto status =
@@ -171,7 +182,7 @@ class Matmul {
               const std::vector<cublasLtMatmulHeuristicResult_t>& found) {
     at::Tensor spare;
     if (key_.in_place) {  // each trial would add to the target
-      spare = at::empty(out.sizes, at::TensorOptions(out.dtype).device(out.device));
+      spare = at::empty_strided(out.sizes, out.strides, at::TensorOptions(out.dtype).device(out.device));
       call.d = spare.data_ptr();
     }
     point(call);
@@ -248,17 +259,19 @@ void* workspace(c10::Device device) {
   return block.data_ptr();
 }
 
-}  // namespace
-
-std::string products_file() { return choices_file("gemm", "cublasLt-" + std::to_string(cublasLtGetVersion())); }
-
-void matmul(const View& out, const View& a_matrix, const View& b_matrix, double alpha, const Fused& f, bool tf32,
+// See matmul.
+void direct(const View& out, const View& a_matrix, const View& b_matrix, double alpha, const Fused& f, bool tf32,
             const Sizes& most) {
   const Operand a(a_matrix), b(b_matrix);
   const auto compute = a_matrix.dtype == at::kFloat && tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
   const Sizes now{out.sizes[0], out.sizes[1], a_matrix.sizes[1]};
-  const Key key{rounded(now.m, most.m), now.n, rounded(now.k, most.k), a.leading, b.leading, a.flipped + 2 * b.flipped,
-                type_of(a_matrix), type_of(out), f.epilogue, compute, f.c != nullptr, f.c == out.data};
+  bool aligned = true;
+  for (const void* data : {a.data, b.data, f.c, static_cast<const void*>(out.data)})
+    aligned &= reinterpret_cast<uintptr_t>(data) % kRowAlignment == 0;
+  const auto leading = now.m == 1 ? now.n : out.strides[0];
+  const Key key{rounded(now.m, most.m), now.n, rounded(now.k, most.k), a.leading, b.leading, leading,
+                a.flipped + 2 * b.flipped, type_of(a_matrix), type_of(out), f.epilogue, compute, f.c != nullptr, f.c == out.data,
+                aligned};
   thread_local std::map<Key, Matmul> known;
   auto found = known.find(key);
   void* const space = workspace(out.device);
@@ -272,6 +285,134 @@ void matmul(const View& out, const View& a_matrix, const View& b_matrix, double 
   if (!product.count()) throw Unsupported();
   const auto name = [&] { return key.text(); };
   product.run(call, now, space, way_to_take(products_file, name, product.count(), product.best()));
+}
+
+// Rows of the logits of 50257 tokens in 16 bits do not all begin at multiples of 16 bytes, which the library's fast
+// algorithms need. But rows r, r + 8, r + 16, ... are a multiple of 16 bytes apart, and from their column -r * 50257
+// modulo 8 on they are aligned. So a product of such a matrix is also computed in parts: for each r, one for a multiple
+// of 8 columns from there on, and narrow ones for the columns before and after.
+
+constexpr double kLarge = 1e9;  // multiplications of a product for which the time of the parts is measured
+
+bool row_major(const View& x) { return x.strides[1] == 1; }
+
+bool misaligned(const View& x) {
+  const size_t other = row_major(x) ? 0 : 1;
+  const auto bytes = x.strides[other] * static_cast<int64_t>(at::elementSize(x.dtype));
+  return x.sizes[other] > 1 && bytes % kRowAlignment != 0;
+}
+
+// Returns the elements first, first + step, ... of an axis, `count` of them; count -1: to the end.
+View every(const View& x, size_t axis, int64_t first, int64_t step = 1, int64_t count = -1) {
+  View part = x;
+  part.data = static_cast<char*>(x.data) + first * x.strides[axis] * static_cast<int64_t>(at::elementSize(x.dtype));
+  part.sizes[axis] = count < 0 ? (x.sizes[axis] - first + step - 1) / step : count;
+  part.strides[axis] *= step;
+  return part;
+}
+
+enum Axis { kM, kN, kK };
+
+// Returns a part of the operands of a product, for a part of the axis m, n or k.
+struct Part {
+  View out, a, b;
+
+  Part of(Axis axis, int64_t first, int64_t step = 1, int64_t count = -1) const {
+    Part made = *this;
+    if (axis != kN) made.a = every(a, axis == kM ? 0 : 1, first, step, count);
+    if (axis != kM) made.b = every(b, axis == kN ? 1 : 0, first, step, count);
+    if (axis != kK) made.out = every(out, axis == kN ? 1 : 0, first, step, count);
+    return made;
+  }
+};
+
+struct Misaligned {
+  Axis rows, columns;  // of the misaligned matrix in memory
+  int64_t leading, size, several;  // size: of the axis `columns`
+};
+
+// Returns which matrix is misaligned, if it is only one and the parts of the others are aligned.
+std::optional<Misaligned> found_misaligned(const Part& p, const Fused& f, bool tf32) {
+  if ((p.a.dtype == at::kFloat && !tf32) || f.epilogue != CUBLASLT_EPILOGUE_DEFAULT || misaligned(p.b)) return {};
+  if (static_cast<double>(p.out.numel()) * static_cast<double>(p.a.sizes[1]) < kLarge) return {};
+  const bool into = misaligned(p.out);
+  if (into == misaligned(p.a)) return {};
+  const View& x = into ? p.out : p.a;
+  const int64_t several = kRowAlignment / static_cast<int64_t>(at::elementSize(x.dtype));
+  Misaligned found{kM, into ? kN : kK, x.strides[0], x.sizes[1], several};
+  if (!into && !row_major(p.a)) found = {kK, kM, x.strides[1], x.sizes[0], several};
+  if (found.size < 2 * several) return {};
+  // An offset in b, or every eighth element of it, must be along the axis on which b is not contiguous.
+  const Axis of_b = found.rows == kK ? kK : found.columns;
+  const bool apart = row_major(p.b) == (of_b == kK) && (found.rows == kK || row_major(p.a));
+  const bool exact = found.rows != kK || p.out.dtype == at::kFloat;  // the parts are added in the output
+  return apart && exact && reinterpret_cast<uintptr_t>(x.data) % kRowAlignment == 0 ? std::optional(found) : std::nullopt;
+}
+
+void by_parts(const Part& whole, const Misaligned& x, double alpha, const Fused& f, bool tf32, const Sizes& most) {
+  const auto period = x.several / std::gcd(x.leading, x.several);
+  for (int64_t row = 0; row < period; ++row) {
+    const auto part = whole.of(x.rows, row, period);
+    const auto before = (x.several - row * x.leading % x.several) % x.several;
+    const auto wide = (x.size - before) / x.several * x.several, after = before + wide;
+    bool onto = x.rows == kK && row > 0;  // other rows are already in the output
+    // The wide part comes last: where the parts are added, it is added to small numbers before it is rounded.
+    for (const auto& [first, count] : {std::pair{int64_t{0}, before}, {after, x.size - after}, {before, wide}}) {
+      if (!count) continue;
+      const auto one = part.of(x.columns, first, 1, count);
+      Fused own;
+      if (onto) own.c = one.out.data;
+      else if (f.c)
+        own.c = static_cast<const char*>(f.c) + (static_cast<char*>(one.out.data) - static_cast<char*>(whole.out.data));
+      Sizes limit{one.out.sizes[0], one.out.sizes[1], one.a.sizes[1]};
+      if (x.rows == kM) limit.m = (most.m + period - 1) / period;
+      else limit.k = (most.k + period - 1) / period;
+      direct(one.out, one.a, one.b, alpha, own, tf32, limit);
+      onto |= x.columns == kK;
+    }
+  }
+}
+
+// Returns how to split a product if its parts are faster than the whole: measured once for its sizes.
+std::optional<Misaligned> in_parts(const Part& p, double alpha, const Fused& f, bool tf32, const Sizes& most) {
+  const auto split = found_misaligned(p, f, tf32);
+  if (!split) return {};
+  std::vector<int64_t> key{rounded(p.out.sizes[0], most.m), p.out.sizes[1], rounded(p.a.sizes[1], most.k),
+                           static_cast<int64_t>(p.a.dtype), static_cast<int64_t>(p.out.dtype), f.c != nullptr};
+  for (const View* x : {&p.out, &p.a, &p.b}) key.insert(key.end(), x->strides.begin(), x->strides.end());
+  thread_local std::map<std::vector<int64_t>, bool> known;
+  auto found = known.find(key);
+  if (found == known.end()) {
+    std::ostringstream text("parts ", std::ios::ate);
+    for (const auto value : key) text << value << ' ';
+    Part trial = p;
+    Fused into = f;
+    if (f.c == p.out.data) {  // each trial would add to the target
+      const auto options = at::TensorOptions(p.out.dtype).device(p.out.device);
+      trial.out = View(at::empty_strided(p.out.sizes, p.out.strides, options));
+      into.c = trial.out.data;
+    }
+    const auto whole = [&] { direct(trial.out, trial.a, trial.b, alpha, into, tf32, most); };
+    const auto parts = [&] { by_parts(trial, *split, alpha, into, tf32, most); };
+    bool faster = false;
+    try {
+      parts();
+      faster = fastest_of(products_file(), text.str(), {whole, parts}) == 1;
+    } catch (const std::runtime_error&) {  // the caller computes the whole, or does without the epilogue
+    }
+    found = known.emplace(std::move(key), faster).first;
+  }
+  return found->second ? split : std::nullopt;
+}
+
+}  // namespace
+
+std::string products_file() { return choices_file("gemm", "cublasLt-" + std::to_string(cublasLtGetVersion())); }
+
+void matmul(const View& out, const View& a, const View& b, double alpha, const Fused& f, bool tf32, const Sizes& most) {
+  const Part whole{out, a, b};
+  if (const auto split = in_parts(whole, alpha, f, tf32, most)) by_parts(whole, *split, alpha, f, tf32, most);
+  else direct(out, a, b, alpha, f, tf32, most);
 }
 
 }  // namespace nntile

@@ -4,6 +4,7 @@ import importlib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from operators import ROWS
+from operators_contract import linear
 from operators_losses import adamw, lion, muon_update, sgd
 from test_attention import SIZES as ATTENTION_SIZES
 from test_attention import Row as AttentionRow
@@ -20,7 +22,7 @@ import nntile_py as nt
 from nntile_py import _core
 from nntile_py.graph.fusion import Fusion
 from nntile_py.tasks import launch
-from nntile_py.testing import check, error
+from nntile_py.testing import check, error, with_gradient
 
 if not (torch.cuda.is_available() and _core.has_cuda):
     pytest.skip("needs a CUDA device and an extension built for it", allow_module_level=True)
@@ -65,6 +67,16 @@ def test_split_parameters(cuda: nt.Runtime, row: Any, dtype: str) -> None:
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_operator_on_large_tiles(cuda: nt.Runtime, row: Any, dtype: str, policy: str) -> None:
     check(row, {"batch": 1, "embed": 136}, policy, dtype, LARGE, tolerance=5e-5 if dtype == "fp32" else None)
+
+
+@pytest.mark.parametrize("vocab", [50257, 30522])
+@pytest.mark.parametrize("tiles", [{}, {"batch": 3}], ids=["uncut", "cut"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_rows_that_are_not_aligned(cuda: nt.Runtime, dtype: str, tiles: dict[str, int], vocab: int) -> None:
+    """Logits of 50257 tokens: each row begins at another multiple of 2 bytes. Large products are computed in parts."""
+    sizes = {"batch": 5, "seq": 256, "embed": 64, "vocab": vocab}
+    row = partial(with_gradient, linear("batch seq embed", "vocab embed", "batch seq vocab"), (0,))
+    check(row, tiles, "chain", dtype, sizes)
 
 
 def losses(trainer: nt.Trainer, steps: int) -> list[float]:

@@ -50,6 +50,7 @@ def test_losses_are_those_of_cpus(kind: str, tiles: dict[str, int]) -> None:
     with nt.Runtime(cuda=1):
         np.testing.assert_allclose(losses(kind, "fp32", tiles), wanted, rtol=2e-5)
         low = losses(kind, "bf16", tiles)
-    assert low[0] == pytest.approx(wanted[0], rel=0.01)
-    # Cosine similarities / 0.05 amplify what 16 bits round in the weights' updates.
-    np.testing.assert_allclose(low, wanted, rtol=0.06 if kind == "sentences" else 0.03)
+    # Cosine similarities / 0.05 amplify what 16 bits round.
+    first, later = (0.03, 0.06) if kind == "sentences" else (0.01, 0.03)
+    assert low[0] == pytest.approx(wanted[0], rel=first)
+    np.testing.assert_allclose(low, wanted, rtol=later)
