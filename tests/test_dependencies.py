@@ -129,3 +129,23 @@ def test_random_inputs_of_a_mean_length(alpha: float) -> None:
     mask = made.get("attention_mask", np.ones((7, 64), np.int64))
     assert mask.sum() == round(alpha * 64 * 7) and mask[:, 0].all() and not (np.diff(mask, axis=1) > 0).any()
     assert ((made["labels"] == -100) | (mask == 1)).all() and 0.2 < (made["labels"] >= 0).sum() / mask.sum() < 0.8
+
+
+@pytest.mark.parametrize("bins", [None, Bins(2, 8 * 24, 24)])
+def test_an_epoch_is_packed_in_parts(bins: Bins | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each epoch has each sequence once, in parts of 300 sequences, and steps can be read in any order."""
+    lengths = np.random.default_rng(0).integers(1, 25, 1000)
+
+    def read(*steps: int) -> dict[int, list[int]]:
+        sampler = Sampler(lengths, 0, 16, bins)
+        return {step: [number for number in sampler.step(step)[0]] for step in steps}
+
+    whole = read(*range(1, 200))
+    monkeypatch.setattr("nntile_py.data.sampler.PART", 300)
+    parts = read(*range(1, 200))
+    assert read(150, 3, 40, 41, 3)[3] == parts[3] and read(150, 3)[150] == parts[150]
+    for steps in (whole, parts):
+        order = [number for step in range(1, 200) for number in steps[step]]
+        for epoch in (0, 1):
+            assert sorted(order[epoch * 1000 : epoch * 1000 + 1000]) == list(range(epoch * 1000, epoch * 1000 + 1000))
+    assert bins or whole == parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from nntile_py.graph.bin_packing import LOOKAHEAD, Bins, best_fit, consecutive
 from nntile_py.graph.step_inputs import SequencePlace
 
 Array = np.ndarray[Any, Any]
+_PACKING = 6  # a kind of random choices, which seed a generator of their own
+PART = 2**18  # sequences of an epoch that are packed at a time: a large text has millions
 SORTED_STEPS = 32  # steps whose bins are sorted together by work, so that the bins of one step have equal work
 
 
@@ -37,8 +40,10 @@ class Sampler:
         self._lengths, self._seed, self._order = lengths, seed, order
         self._bins, self._lookahead = bins, lookahead
         self._count = bins.count * passes if bins else rows  # sequences, or bins, of a step
-        self._epochs: dict[int, list[Any]] = {}  # sequences, or bins, of the two epochs read last
-        self._starts = [0]  # for each epoch, the number of its first sequence, or bin, counted over all epochs
+        self._parts = -(-len(lengths) // PART)  # of an epoch
+        self._numbers: tuple[int, Any] = -1, None  # the epoch read last, and the order of its sequences
+        self._items_of: dict[int, Any] = {}  # sequences, or bins, of the two parts read last
+        self._starts = [0]  # for each part, the number of its first sequence, or bin, counted over all epochs
 
     def step(self, step: int) -> tuple[list[int], list[SequencePlace]]:
         """Return the numbers of the sequences that a step reads, and the place of each sequence in a bin.
@@ -53,37 +58,45 @@ class Sampler:
         return [sequence for sequence, _ in placed], [place for _, place in placed]
 
     def fill(self) -> float:
-        """Return the share of the bins' tokens that the sequences of an epoch fill."""
+        """Return the share of the bins' tokens that the first sequences of an epoch fill."""
         assert self._bins
-        return float(self._lengths.sum() / (len(self._epoch(0)) * self._bins.room))
+        bins, lengths = self._part(0), _Cyclic(self._lengths)
+        return float(np.mean([sum(lengths[number] for number in content) for content in bins]) / self._bins.room)
 
     def _items(self, first: int, end: int) -> list[Any]:
-        epoch = 0
-        while len(self._starts) <= epoch + 1 or self._starts[epoch + 1] <= first:
-            if len(self._starts) <= epoch + 1:
-                self._starts.append(self._starts[epoch] + len(self._epoch(epoch)))
-            else:
-                epoch += 1
-        items: list[Any] = []
+        while self._starts[-1] < end:
+            self._starts.append(self._starts[-1] + self._size(len(self._starts) - 1))
+        items, part = list[Any](), bisect_right(self._starts, first) - 1
         while first < end:
-            content, start = self._epoch(epoch), self._starts[epoch]
-            items += list(content[first - start : end - start])
-            first = start + len(content)
-            epoch += 1
-            if len(self._starts) <= epoch:
-                self._starts.append(first)
+            start = self._starts[part]
+            items += list(self._part(part)[first - start : end - start])
+            part += 1
+            first = self._starts[part]
         return items
 
-    def _epoch(self, epoch: int) -> list[Any]:
-        if epoch not in self._epochs:
-            rng = np.random.default_rng([self._seed, epoch, 2])
-            count = len(self._lengths)
-            numbers: Any = self._order(epoch) if self._order else rng.permutation(count) + epoch * count
-            if len(self._epochs) > 1:
-                del self._epochs[min(self._epochs)]
-            items: Any = self._packed(numbers.tolist(), rng) if self._bins else numbers
-            self._epochs[epoch] = items
-        return self._epochs[epoch]
+    def _size(self, part: int) -> int:
+        """Return the number of sequences, or of bins, of a part."""
+        return len(self._part(part)) if self._bins else min(PART, len(self._lengths) - part % self._parts * PART)
+
+    def _part(self, part: int) -> Any:
+        """Return the sequences, or the bins, of a part of an epoch. Parts are counted over all epochs."""
+        if part not in self._items_of:
+            epoch, first = part // self._parts, part % self._parts * PART
+            if self._numbers[0] != epoch:
+                self._numbers = epoch, self._ordered(epoch)
+            numbers = self._numbers[1][first : first + PART]
+            if len(self._items_of) > 1:
+                del self._items_of[min(self._items_of)]
+            rng = np.random.default_rng([self._seed, epoch, 2, _PACKING, first])
+            self._items_of[part] = self._packed(numbers.tolist(), rng) if self._bins else numbers
+        return self._items_of[part]
+
+    def _ordered(self, epoch: int) -> Array:
+        """Return the numbers of all sequences in the order of an epoch."""
+        if self._order:
+            return self._order(epoch)
+        count = len(self._lengths)
+        return np.random.default_rng([self._seed, epoch, 2]).permutation(count) + epoch * count
 
     def _packed(self, numbers: list[int], rng: np.random.Generator) -> list[list[int]]:
         """Pack the sequences of an epoch into bins, so that the bins of each step have about equal work."""

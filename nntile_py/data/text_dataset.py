@@ -54,7 +54,7 @@ class TextDataset:
         self._left_out = 0  # conversations without an answer in `seq` tokens
         self._train = self._mixture(corpus.train, corpus.weights, "training", seed)
         self._measured = self._mixture(corpus.held_out, corpus.weights[: len(corpus.held_out)], "held-out", None)
-        lengths = self._train.lengths + len(ends)
+        lengths = self._framed_lengths(self._train)
         self._sampler = Sampler(lengths, seed, batch * passes, bins, passes, order=self._train.order)
         self._held_out: list[Inputs] = self._held_out_batches()
         self.example: Mapping[str, Array] | None = self._collated(self._measured, self._measured.spread(batch), 0)
@@ -82,10 +82,14 @@ class TextDataset:
                     raise ConfigError(f"data.source: the {name} text has {error}; allowed: {need}") from None
         return Mixture(tokens, sequences, weights, seed or 0)
 
+    def _framed_lengths(self, sequences: Mixture) -> Array:
+        """Return the lengths of sequences with `ends`."""
+        return sequences.lengths + len(self._ends) if self._ends else sequences.lengths
+
     def _held_out_batches(self) -> list[Inputs]:
         measured, count = self._measured, self._eval_batches
         if self._bins:
-            lengths = measured.lengths + len(self._ends)
+            lengths = self._framed_lengths(measured)
             fixed = Sampler(lengths, 0, self._batch, self._bins, order=measured.order)
             return [self._inputs(measured, *fixed.step(k + 1), 1, HELD_OUT_STEP + k) for k in range(count)]
         numbers = np.array(measured.spread(count * self._batch)).reshape(count, self._batch)
@@ -98,7 +102,7 @@ class TextDataset:
         return f"{notes}{train:,} tokens to train on, {held_out:,} held out{endless}"
 
     def describe_lengths(self) -> str:
-        lengths = self._train.lengths + len(self._ends)
+        lengths = self._framed_lengths(self._train)
         if self.corpus.train[0].learned is None and not self._bins and lengths.min() == lengths.max() == self._seq:
             return ""
         filled = ""
