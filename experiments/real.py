@@ -18,7 +18,7 @@ import tarfile
 import time
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 import numpy as np
@@ -38,17 +38,18 @@ OPTIMIZER = {"weight_decay": 0.01, "decay": "matrices", "schedule": "constant", 
 MINILM: dict[str, Any] = {
     "model": {"type": "bert", "from": str(ROOT / "minilm"), "head": "classification", "dropout": 0.0},
     "data": {"source": str(ROOT / "reviews.csv"), "val_fraction": 0.1},
-    "train": {"batch": 32, "seq": 64, "steps": 60, "eval_every": 1000, "eval_batches": 1},
+    "train": {"batch": 16, "seq": 64, "steps": 60, "pack": True, "eval_every": 1000, "eval_batches": 1},
     "optimizer": {"lr": 5e-5, **OPTIMIZER},
-    "tiles": {"batch": 16},
+    "tiles": {"batch": 8},
 }
 SMOLLM2: dict[str, Any] = {
     "model": {"type": "llama", "from": str(ROOT / "smollm2"),
               "lora": {"targets": ["q_proj", "k_proj", "v_proj", "o_proj"], "rank": 8, "alpha": 16}},
     "data": {"source": str(ROOT / "reviews.jsonl"), "messages": "messages"},
-    "train": {"batch": 4, "seq": 96, "steps": 8, "eval_every": 1000, "eval_batches": 1},
+    "train": {"batch": 4, "seq": 96, "steps": 8, "pack": True, "eval_every": 1000, "eval_batches": 1},
     "optimizer": {"lr": 1e-3, **OPTIMIZER},
     "tiles": {"batch": 2},
+    "sample": {"tokens": 0},
 }  # fmt: skip
 WORKS = {"minilm": MINILM, "smollm2": SMOLLM2}
 LARGEST_DIFFERENCE = {"minilm": 1e-4, "smollm2": 2e-5}  # of the losses of a step
@@ -130,12 +131,12 @@ def prepare(work: str, folder: Path) -> None:
     """Write the config, the batches of each step for the peer, and the adapter with which both sides begin."""
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(json.dumps(WORKS[work]))
-    config = load(str(folder / "config.yaml"), [])
+    config, padded = (load(str(folder / "config.yaml"), keys) for keys in ([], ["train.pack=false"]))
     model = build_model(config)
-    dataset: Any = build_dataset(config, step_spec(config, model))
+    dataset, held_out = (cast(Any, build_dataset(each, step_spec(each, model))) for each in (config, padded))
     given = {"optimizer": WORKS[work]["optimizer"]}
-    given["steps"] = [unpadded(dataset.train(step)) for step in range(1, config.train.steps + 1)]
-    given["held_out"] = [unpadded(batch) for batch in dataset.held_out(whole=True)]
+    given["steps"] = [unpadded(dataset.padded(step)) for step in range(1, config.train.steps + 1)]
+    given["held_out"] = [unpadded(batch) for batch in held_out.held_out(whole=True)]
     if work == "smollm2":
         nt.save_adapter(model, folder / "adapter")
     check_tokens(work, given["steps"][0]["input_ids"])
@@ -147,10 +148,11 @@ def check_tokens(work: str, sequences: list[list[int]]) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / work)
     if work == "minilm":
         rows = csv.DictReader((ROOT / "reviews.csv").open(newline=""))
-        every = tokenizer([row["text"] for row in rows], truncation=True, max_length=64)["input_ids"]
+        texts = [row["text"] for row in rows]
     else:
         talks = [json.loads(line)["messages"] for line in (ROOT / "reviews.jsonl").open()]
-        every = tokenizer([tokenizer.apply_chat_template(talk, tokenize=False) for talk in talks])["input_ids"]
+        texts = [tokenizer.apply_chat_template(talk, tokenize=False) for talk in talks]
+    every = tokenizer(texts, truncation=True, max_length=WORKS[work]["train"]["seq"])["input_ids"]
     known = set(map(tuple, every))
     assert all(tuple(sequence) in known for sequence in sequences), work
 

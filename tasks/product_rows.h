@@ -42,12 +42,14 @@ void few_rows(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, d
   const int64_t m = a.size(0), k = a.size(1), n = b.size(1);
   const int64_t out_step = out.stride(0), a_step = a.stride(0), b_step = b.stride(1);
   const T scale = static_cast<T>(alpha), keeps = static_cast<T>(beta);
+  const T *const of_a = a.data_ptr<T>(), *const of_b = b.data_ptr<T>();  // a call for each column takes a tenth of the time
+  T* const into = out.data_ptr<T>();
   const auto columns_of = [&](auto columns, int64_t column) {
     constexpr int C = decltype(columns)::value;
-    const T* from = b.data_ptr<T>() + column * b_step;
+    const T* from = of_b + column * b_step;
     const auto rows_of = [&](auto rows, int64_t row) {
-      rows_by_columns<decltype(rows)::value, C>(out.data_ptr<T>() + row * out_step + column, out_step,
-                                                a.data_ptr<T>() + row * a_step, a_step, from, b_step, k, keeps, scale);
+      rows_by_columns<decltype(rows)::value, C>(into + row * out_step + column, out_step, of_a + row * a_step, a_step, from,
+                                                b_step, k, keeps, scale);
     };
     int64_t row = 0;
     for (; row + 4 <= m; row += 4) rows_of(std::integral_constant<int, 4>(), row);
@@ -56,8 +58,8 @@ void few_rows(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, d
   };
   if (m == 1) {  // one sequential stream of b: four streams of columns reach 0.6 of its rate
     for (int64_t column = 0; column < n; ++column) {
-      const T sum = dot_of(a.data_ptr<T>(), b.data_ptr<T>() + column * b_step, k) * scale;
-      T& to = out.data_ptr<T>()[column];
+      const T sum = dot_of(of_a, of_b + column * b_step, k) * scale;
+      T& to = into[column];
       to = keeps == T(0) ? sum : keeps * to + sum;
     }
     return;

@@ -230,11 +230,15 @@ class ClassificationDataset:
         return {"training text": self.corpus.train.tobytes(), "held-out text": self.corpus.held_out.tobytes()}
 
     def train(self, step: int) -> Inputs:
-        padded = self.collate(zip(*self.samples(step), strict=True))
+        padded = self.padded(step)
         if not self._bins:
             return padded
         padded.pop(MASK, None)
         return self._bins.filled(padded, self._sampler.step(step)[1], self._passes, shift=False)
+
+    def padded(self, step: int) -> dict[str, Array]:
+        """Return the texts of a training step as a padded batch, also where the step packs them."""
+        return self.collate(zip(*self.samples(step), strict=True))
 
     def samples(self, step: int) -> TokenizedTexts:
         """Return the texts that a training step reads. Each epoch has every text once, in an order set by the seed."""

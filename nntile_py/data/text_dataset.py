@@ -97,7 +97,8 @@ class TextDataset:
 
     def describe(self) -> str:
         train, held_out = (sum(len(one.ids) for one in part) for part in (self.corpus.train, self.corpus.held_out))
-        endless = ", no token ends a document" if self.corpus.end is None and not self._ends else ""
+        answered = self.corpus.train[0].learned is not None  # the chat template ends an answer
+        endless = "" if self.corpus.end is not None or self._ends or answered else ", no token ends a document"
         notes = "".join(f"{note}\n" for note in self.corpus.notes)
         return f"{notes}{train:,} tokens to train on, {held_out:,} held out{endless}"
 
@@ -127,6 +128,10 @@ class TextDataset:
 
     def train(self, step: int) -> Inputs:
         return self._inputs(self._train, *self._sampler.step(step), self._passes, step)
+
+    def padded(self, step: int) -> dict[str, Array]:
+        """Return the sequences of a training step as a padded batch, also where the step packs them."""
+        return self._collated(self._train, self._sampler.step(step)[0], step)
 
     def held_out(self, whole: bool = False) -> list[Inputs]:
         """Return the held-out batches, always with the same tokens masked. `whole` has no effect."""
