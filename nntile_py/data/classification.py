@@ -12,7 +12,7 @@ from tokenizers import Encoding, Tokenizer
 
 from nntile_py.data.collators import Array, Collator, LabelledCollator
 from nntile_py.data.confusion import Confusion, LabelScores
-from nntile_py.data.dataset import Evaluator, Inputs
+from nntile_py.data.dataset import Evaluator, Inputs, padding_note
 from nntile_py.data.labelled_words import WORDS, LabelKind, classes_of_tokens, first_tokens, read_samples
 from nntile_py.data.sampler import Sampler
 from nntile_py.data.tables import LabelledText, class_numbers, labels_of, unknown_label
@@ -213,8 +213,9 @@ class ClassificationDataset:
         self.corpus, self.tokenizer = corpus, corpus.tokenizer
         self.class_names: list[str] | None = corpus.names
         self._batch, self._passes, self._eval_batches, self._bins = batch, passes, eval_batches, bins
-        lengths, rows = np.array([len(sequence) for sequence in corpus.train.sequences]), batch * passes
-        self._sampler = Sampler(lengths, seed, rows, bins, passes, lookahead=LOOKAHEAD_STEPS * rows)
+        self._lengths, self._seq = np.array([len(sequence) for sequence in corpus.train.sequences]), seq
+        rows = batch * passes
+        self._sampler = Sampler(self._lengths, seed, rows, bins, passes, lookahead=LOOKAHEAD_STEPS * rows)
         self._collator: Collator = LabelledCollator(seq, pad)
 
     def describe(self) -> str:
@@ -224,7 +225,9 @@ class ClassificationDataset:
         return f"{sizes}{cut}, {len(corpus.names)} labels"
 
     def describe_lengths(self) -> str:
-        return f"{self._sampler.fill():.1%} of the bins' {self._bins.room} tokens filled" if self._bins else ""
+        if self._bins:
+            return f"{self._sampler.fill():.1%} of the bins' {self._bins.room} tokens filled"
+        return padding_note(self._lengths, self._seq)
 
     def contents(self) -> dict[str, bytes]:
         return {"training text": self.corpus.train.tobytes(), "held-out text": self.corpus.held_out.tobytes()}

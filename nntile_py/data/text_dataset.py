@@ -9,7 +9,7 @@ import numpy as np
 
 from nntile_py.data.collators import Array, Collator
 from nntile_py.data.corpus import Corpus, fingerprint
-from nntile_py.data.dataset import Evaluator, Inputs
+from nntile_py.data.dataset import Evaluator, Inputs, padding_note
 from nntile_py.data.sampler import Sampler
 from nntile_py.data.sequences import Answered, Concatenated, Mixture, Pieces, SequenceTable, TextWindows
 from nntile_py.data.token_files import Tokens
@@ -20,7 +20,6 @@ from nntile_py.graph.step_inputs import SequencePlace
 from nntile_py.tasks.cross_entropy import IGNORED
 
 HELD_OUT_STEP = 2**40  # the first held-out batch is collated as this step, a number that no training step reaches
-WASTED = 0.2  # a run tells how to avoid padding if it is a larger share of the tokens
 
 
 class TextDataset:
@@ -106,12 +105,11 @@ class TextDataset:
         lengths = self._framed_lengths(self._train)
         if self.corpus.train[0].learned is None and not self._bins and lengths.min() == lengths.max() == self._seq:
             return ""
-        filled = ""
         if self._bins:
             filled = f", {self._sampler.fill():.1%} of the bins' {self._bins.room} tokens filled"
-        elif (share := 1 - lengths.mean() / self._seq) > WASTED:
-            filled = f"; {share:.0%} of a batch is padding (train.pack: true"
-            filled += ", or data.concatenate: true, avoids it)" * (self.corpus.unit == "window") or " avoids it)"
+        else:
+            remedy = "train.pack: true" + ", or data.concatenate: true," * (self.corpus.unit == "window")
+            filled = f"; {note}" if (note := padding_note(lengths, self._seq, remedy)) else ""
         asked = self.corpus.train[0].learned is not None
         unit = "conversations" if asked else "windows" if self.corpus.unit == "window" else self.corpus.unit
         cut = f" ({self._train.cut:,} were longer and are cut)" if unit != "windows" else ""
