@@ -15,6 +15,7 @@ from nntile_py.data.token_files import Tokens
 from nntile_py.data.tokenization import train_tokenizer
 from nntile_py.errors import ConfigError
 from nntile_py.training.datasets import build_dataset
+from nntile_py.training.prepare_command import prepare
 
 CHATML = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -118,6 +119,24 @@ def test_other_names_of_roles_and_a_tokenizer_without_a_template(folder: Path) -
     batch = made.train(1)
     learned = made.tokenizer.decode(batch["input_ids"][0][batch["labels"][0] != -100].tolist())
     assert learned.startswith(" number ") and learned.endswith("\n")
+
+
+@pytest.mark.parametrize("columns", [{"messages": "messages"}, {"prompt": "q", "response": "a"}], ids=["talks", "qa"])
+def test_prepared_instructions(folder: Path, columns: dict[str, str]) -> None:
+    """A prepared folder has the tokens, and the answers to learn, that the table has."""
+    rows = [{"messages": talk, "q": talk[1]["content"], "a": talk[2]["content"]} for talk in TALKS]
+    (folder / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out, tokenizer = folder / "tokens", str(folder / "tokenizer.json")
+    settings = {"source": str(folder / "all.jsonl"), "val_fraction": 0.2, **columns}
+    prepare(settings, out, Path(tokenizer), None, False, False, lambda text: None)
+    keys = [f"data.{name}={column}" for name, column in columns.items()]
+    table, prepared = dataset(folder, "all.jsonl", *keys), dataset(folder, "tokens")
+    for step in (1, 2, 9):
+        one, other = table.train(step), prepared.train(step)
+        assert all(np.array_equal(one[name], other[name]) for name in one)
+    assert (one["labels"] == -100).any()
+    with pytest.raises(ConfigError, match=r"data\.concatenate: got true; allowed: false, since the tokens are conv"):
+        dataset(folder, "tokens", "data.concatenate=true")
 
 
 def test_wrong_instructions(folder: Path) -> None:

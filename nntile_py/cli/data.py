@@ -19,6 +19,9 @@ def data(
         int | None, typer.Option(help="Vocabulary of a tokenizer that is trained on the texts. [default: 4096]")
     ] = None,
     text: Annotated[str, typer.Option(metavar="COLUMN", help="Column of a table with the text.")] = "text",
+    messages: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column with conversations.")] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column with prompts.")] = None,
+    response: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column with their responses.")] = None,
     sequences: Annotated[str, typer.Option(help="window, lines, paragraphs or documents.")] = "window",
     masked: Annotated[bool, typer.Option("--masked", help="For masked models (bert, ...).")] = False,
     val_fraction: Annotated[float, typer.Option(help="Share of the text that is held out of training.")] = 0.05,
@@ -34,6 +37,7 @@ def data(
         raise ConfigError(f"nntile data: got {action}; allowed: prepare")
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     settings = {"source": source, "text": text, "sequences": sequences, "val_fraction": val_fraction}
+    settings |= {"messages": messages, "prompt": prompt, "response": response}
     settings |= {} if max_bytes is None else {"max_bytes": max_bytes}
     with ends_at_ctrl_c(lambda: "the same command goes on from here"):
         print(prepare(settings, out, tokenizer, vocab_size, masked, overwrite, console.print))

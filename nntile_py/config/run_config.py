@@ -172,12 +172,7 @@ class RunConfig(Section):
         if data.concatenate and (self.train.pack or data.sequences != "window"):
             key = "train.pack: true" if self.train.pack else f"data.sequences: {data.sequences}"
             raise ConfigError(f"data.concatenate: got true; allowed with {key}: false")
-        if bool(data.prompt) != bool(data.response) or (data.messages and data.prompt):
-            raise ConfigError("data: allowed: data.messages, or data.prompt with data.response, or none of these keys")
-        if (data.messages or data.prompt) and (self.aim != "causal" or data.concatenate or data.sequences != "window"):
-            key = "data.messages" if data.messages else "data.prompt"
-            need = "a causal model, data.concatenate: false and data.sequences: window"
-            raise ConfigError(f"{key}: allowed with {need}; leave it out otherwise")
+        data.check_instructions(self.aim == "causal")
         first = Path(data.entries[0].path)
         if "tokenizer" not in self.model_fields_set and not self.model.from_ and is_token_folder(first):
             self.tokenizer = TokenizerSection(path=str(first / TOKENIZER))

@@ -168,6 +168,15 @@ class DataSection(Section):
         """The sources as text, for messages."""
         return ", ".join(entry.path for entry in self.entries)
 
+    def check_instructions(self, causal: bool) -> None:
+        """Raise ConfigError unless the columns of instructions are complete and the model can learn them."""
+        if bool(self.prompt) != bool(self.response) or (self.messages and self.prompt):
+            raise ConfigError("data: allowed: data.messages, or data.prompt with data.response, or none of these keys")
+        if (self.messages or self.prompt) and (not causal or self.concatenate or self.sequences != "window"):
+            key = "data.messages" if self.messages else "data.prompt"
+            need = "a causal model, data.concatenate: false and data.sequences: window"
+            raise ConfigError(f"{key}: allowed with {need}; leave it out otherwise")
+
 
 class TokenizerSection(Section):
     """The tokenizer: trained on the text, or read from a file."""

@@ -64,6 +64,8 @@ class TextDataset:
         sequences = list[SequenceTable]()
         for source in tokens:
             if source.learned is not None:
+                if self._concatenate:
+                    raise ConfigError("data.concatenate: got true; allowed: false, since the tokens are conversations")
                 sequences.append(answered := Answered(source, text))
                 self._left_out += answered.left_out
                 if not len(answered.lengths):

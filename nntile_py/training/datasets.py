@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from nntile_py.config.run_config import RunConfig
+from nntile_py.config.sections import DataSection
 from nntile_py.config.table_models import CLASSIFICATION, CLASSIFIERS, CONTRASTIVE, OF_TABLES
 from nntile_py.data.chat_template import ChatTemplate
 from nntile_py.data.classification import ClassificationDataset, read_labelled_corpus
@@ -80,14 +81,20 @@ def reading(config: RunConfig, report: Report) -> Reading:
     """Return how a config says to read and tokenize text."""
     data, path = config.data, config.tokenizer.path
     tokenizer = load_tokenizer(Path(path)) if path else None
-    columns = Columns(data.messages or "", data.prompt or "", data.response or "")
-    template = ChatTemplate(Path(path).parent if path else None)
     return Reading(
         extensions=data.extensions, max_bytes=data.max_bytes, val_fraction=data.val_fraction, unit=data.sequences,
         tokenizer=tokenizer, vocab_size=config.tokenizer.size(), special=SPECIAL[config.aim or ""],
         end=_special_tokens(config, tokenizer).end if tokenizer else None, report=report,
-        instructions=Instructions(columns, template) if any(columns) else None,
+        instructions=instructions_of(data, path),
     )  # fmt: skip
+
+
+def instructions_of(data: DataSection, tokenizer: str | None) -> Instructions | None:
+    """Return what turns the rows of tables into texts with answers; None if a row's text is in a column.
+
+    tokenizer: Path of a tokenizer.json, whose folder may have a chat template."""
+    columns = Columns(data.messages or "", data.prompt or "", data.response or "")
+    return Instructions(columns, ChatTemplate(Path(tokenizer).parent if tokenizer else None)) if any(columns) else None
 
 
 def _special_tokens(config: RunConfig, tokenizer: Tokenizer) -> SpecialTokens:

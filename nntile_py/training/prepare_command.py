@@ -18,6 +18,7 @@ from nntile_py.data.tokenizer import MASKED, load_tokenizer
 from nntile_py.errors import ConfigError
 from nntile_py.schema import validated
 from nntile_py.system.folders import STDLIB
+from nntile_py.training.datasets import instructions_of
 
 
 def prepare(
@@ -47,14 +48,17 @@ def prepare(
     source = Path(data.name)
     if data.name != STDLIB and (is_token_folder(source) or is_token_file(source)):
         raise ConfigError(f"SOURCE: {source} has tokens already; allowed: texts")
+    data.check_instructions(causal=not masked)
+    instructions = instructions_of(data, str(tokenizer) if tokenizer else None)
     _check_out(out, overwrite)
     special = MASKED if masked else ()
     own = load_tokenizer(tokenizer) if tokenizer else None
     end = special_tokens(own, str(tokenizer), None).end if own else None
     reading = Reading(
-        data.extensions, data.max_bytes, data.val_fraction, data.sequences, own, size or 4096, special, end, report
+        data.extensions, data.max_bytes, data.val_fraction, data.sequences, own, size or 4096, special, end, report,
+        instructions,
     )
-    documents = Documents(data.name, data.extensions, data.text, data.max_bytes, data.sequences, "SOURCE")
+    documents = Documents(data.name, data.extensions, data.text, data.max_bytes, data.sequences, "SOURCE", instructions)
     begin = time.monotonic()
     report(f"reading {data.name}")
     with locked(out, report):
