@@ -87,7 +87,7 @@ def test_packed(runtime: nt.Runtime, name: str) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta"])
+@pytest.mark.parametrize("kind", ["bert", pytest.param("roberta", marks=pytest.mark.long)])
 def test_a_run_on_text(tmp_path: Path, kind: str) -> None:
     """`nntile train` predicts the next token, without [CLS] and [SEP], and continues a prompt."""
     model = {"type": kind, "layers": 1, "embed": 16, "heads": 2, "head": "causal_lm", "decoder": True}

@@ -18,7 +18,7 @@ from nntile_py.config.run_config import load
 from nntile_py.data import corpus as module
 from nntile_py.data import prepare
 from nntile_py.data.corpus import Reading, TextSource, read_corpus
-from nntile_py.data.documents import PART, Documents, Split, TextPart
+from nntile_py.data.documents import Documents, Split, TextPart
 from nntile_py.data.sequences import BLOCK, Concatenated, Mixture, SequenceTable, TextWindows, shares
 from nntile_py.data.token_files import Tokens, joined_lengths, read_token_file, read_token_folder
 from nntile_py.data.tokenization import split_into_sequences, tokenize, train_tokenizer
@@ -119,16 +119,17 @@ def test_a_folder_of_mixed_files(tmp_path: Path) -> None:
         list(documents)
 
 
-def test_a_long_document_is_read_in_parts(tmp_path: Path) -> None:
+def test_a_long_document_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts join to the text, end at paragraphs, and give the tokens of the whole text."""
-    rng = np.random.default_rng(0)
+    rng, size = np.random.default_rng(0), 2**17
+    monkeypatch.setattr("nntile_py.data.documents.PART", size)
     words = np.array(["one", "two ", "\n", "\n\n", " é", "word", "\r\n", "  "])
-    text = "start" + "".join(rng.choice(words, 3_000_000))
+    text = "start" + "".join(rng.choice(words, 100_000))
     (tmp_path / "long.txt").write_bytes(text.encode())
     parts = list(Documents(str(tmp_path / "long.txt")))
     assert "".join(part.text for part in parts) == text.replace("\r\n", "\r\n") and len(parts) > 1
     assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
-    assert all(len(part.text) >= PART // 2 for part in parts[:-1])
+    assert all(len(part.text) >= size // 2 for part in parts[:-1])
     tokenizer = train_tokenizer([text[:10_000]], 300)
     whole, cut = (
         np.concatenate([block.ids for _, some in tokenize(all_parts, tokenizer, "window", 7) for block in some])

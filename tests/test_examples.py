@@ -8,6 +8,7 @@ import forks
 import pytest
 
 SCRIPTS = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+LONG = "sweep_tiles", "fine_tune"  # the documentation's examples do the same
 SMALL = {  # what is not named here is small as it stands
     "cholesky": "--size 300 --tile 64",
     "fine_tune": "--steps 2",
@@ -22,7 +23,9 @@ def test_small_sizes_are_of_examples() -> None:
     assert set(SMALL) <= {script.stem for script in SCRIPTS}
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+@pytest.mark.parametrize(
+    "script", [pytest.param(s, marks=[pytest.mark.long] * (s.stem in LONG), id=s.stem) for s in SCRIPTS]
+)
 def test_example(script: Path, tmp_path: Path) -> None:
     """What it writes goes to the folder in which it is started."""
     done = forks.run(

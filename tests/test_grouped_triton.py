@@ -47,7 +47,13 @@ if TORTURE:
     PROGRAMS = [(*one, programs) for one in GROUPED for programs in (3, 50)]
 
 
-@pytest.mark.parametrize(("name", "dtype", "positions", "programs"), PROGRAMS)
+SOME = ("dropout causal", "window", "groups", "rows keys", "rows padding")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "positions", "programs"),
+    [pytest.param(*one, marks=[pytest.mark.long] * (one[0] not in SOME)) for one in PROGRAMS],
+)
 def test_attention_by_grouped_products(
     monkeypatch: pytest.MonkeyPatch, kernels: Any, name: str, dtype: str, positions: int, programs: int
 ) -> None:

@@ -169,7 +169,7 @@ def interrupted(code: str, times: int, moment: random.Random) -> tuple[int, str,
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("processes", [1, 10] if TORTURE else [1])
-@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
 def test_the_process_ends(times: int, processes: int) -> None:
     """At moments of processes side by side."""
 

@@ -33,7 +33,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize(("model", "tiling", "optimizer"), [
     ("gpt2", "uncut", nt.AdamW()), ("gpt2", "ragged", nt.SGD(momentum=0.9)), ("encoder", "even", nt.AdamW()),
-    ("albert", "ragged", nt.SGD(momentum=0.9)), ("gpt2", "even", nt.Muon(lr=1e-3)),
+    pytest.param("albert", "ragged", nt.SGD(momentum=0.9), marks=pytest.mark.long), ("gpt2", "even", nt.Muon(lr=1e-3)),
 ])  # fmt: skip
 def test_files_do_not_know(runtime: nt.Runtime, tmp_path: Path, model: str, tiling: str, optimizer: Any) -> None:
     """Weights and averages go from one order into another and back without a bit changed; what is computed agrees, with

@@ -431,6 +431,7 @@ def _sweep(folder: Path, home: dict[str, str]) -> str:
     return str(folder / "s.yaml")
 
 
+@pytest.mark.long
 def test_experiments(tmp_path: Path, runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a small layer: the sums, a step in both layouts, and the pictures; PyTorch's own layers run beside ours."""
     made = experiments.load_experiment("fig-layouts")

@@ -88,7 +88,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return results
 
 
-RANKS = [2, 3, pytest.param(4, marks=pytest.mark.long)]
+RANKS = [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -152,7 +152,7 @@ def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
     assert "rank 1" in errors and "signal 9" in errors, errors
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_stopped_rank_ends_all(rank: int, tmp_path: Path) -> None:
     process = start(2, SCRIPT, "run", tmp_path / "out", NNTILE_PATIENCE=str(PATIENCE))
     os.kill(running(process, tmp_path / f"out.{rank}"), signal.SIGSTOP)
@@ -260,6 +260,7 @@ def test_messages_are_measured() -> None:
     assert status == 2 and "nntile bench messages: got one process; allowed: several, such as mpirun -n 2" in errors
 
 
+@pytest.mark.long
 def test_points_of_a_sweep_on_ranks(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
     sweep = {"config": "tiny.yaml", "grid": {"runtime.nodes": [None, 2]}, "measure": {"repeats": 1}, "together": True}

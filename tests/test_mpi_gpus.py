@@ -31,6 +31,7 @@ def test_ranks_take_gpus(count: int, of: int, share: str, told: list[str], tmp_p
 
 
 @pytest.mark.skipif(cores() < 2, reason="one core")
+@pytest.mark.long
 def test_ranks_with_a_plan_for_their_workers(tmp_path: Path) -> None:
     """Each rank's part is placed on its workers, as on several GPUs, here on two cores."""
     found = []

@@ -54,6 +54,7 @@ def kill(rank: int, folder: Path, process: Any) -> bool:
 
 
 @pytest.mark.timeout(2 * 3600)
+@pytest.mark.long
 def test_killed_ranks(tmp_path: Path) -> None:
     """Two and three ranks in turn; a third of the kills come while they start."""
     status, _, errors = ended(begun(1, tmp_path, "whole"), 3600)
@@ -88,6 +89,7 @@ def test_killed_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(2 * 3600)
+@pytest.mark.long
 def test_memory_does_not_grow(tmp_path: Path) -> None:
     steps = 10_000 if TORTURE else 300
     status, _, errors = ended(start(2, SCRIPT, "grow", tmp_path / "out", STEPS=str(steps)), 3600)

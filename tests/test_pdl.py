@@ -77,6 +77,7 @@ def test_kernels_wait_before_they_read(python: Python, tmp_path: Path) -> None:
     assert kept == "kept False"  # Triton's cache has it as it was compiled otherwise
 
 
+@pytest.mark.long
 def test_none_overlap_where_that_is_switched_off(python: Python, tmp_path: Path) -> None:
     assert compiled(python, tmp_path, NNTILE_OVERLAP="0")[:2] == ["80 False", "90 False"]
 

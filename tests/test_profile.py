@@ -267,6 +267,7 @@ def test_rows_for_copies(tmp_path: Path) -> None:
     assert {e["name"] for e in found if e["ph"] == "C"} == {"memory of RAM", "memory of CUDA 0", "tasks in flight"}
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_tasks(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     infos = [

@@ -256,6 +256,7 @@ def test_batches() -> None:
     assert batches[1]["input_ids"][::2, 0].tolist() == [53, 54, 0]
 
 
+@pytest.mark.long
 def test_docstrings_with_their_code() -> None:
     pairs = read_pairs("data.source", "python-stdlib", ())
     told, code = next(pair for pair in pairs if pair[1].startswith("def join(") or pair[1].startswith("def wrap("))

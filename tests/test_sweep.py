@@ -64,6 +64,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.long
 def test_killed_twice(tmp_path: Path) -> None:
     """6 points, SIGKILL after some rows and again after some more: 6 rows in the end, none of them twice."""
     grid = {"tiles.embed": [4, 8, None], "tiles.batch": [1, 2]}
@@ -235,6 +236,7 @@ def test_points(tmp_path: Path) -> None:
     assert len(sweep.points(sweep.load_sweep(write(tmp_path, same)))) == 1
 
 
+@pytest.mark.long
 def test_variants(tmp_path: Path) -> None:
     """Each point with each variant; one that PyTorch runs is in a process of its own, all are tokens of one batch."""
     tree = {

@@ -183,7 +183,7 @@ def contest(path: Path, names: list[str], *sets: str, **how: Any) -> tuple[RunCo
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="a torch without distributed")
-@pytest.mark.parametrize("pack", ["true", "false"])
+@pytest.mark.parametrize("pack", ["true", pytest.param("false", marks=pytest.mark.long)])
 def test_ranks_train_as_we_do(tmp_path: Path, eager: None, pack: str) -> None:
     """Ranks have unequal numbers of masked tokens, ours as many bins as there are ranks."""
     of = contest(tmp_path / "c.yaml", ["ddp"], f"train.pack={pack}", steps=1)
@@ -193,6 +193,7 @@ def test_ranks_train_as_we_do(tmp_path: Path, eager: None, pack: str) -> None:
     assert result["ratios"]["ddp"] == result["ratio_to_fastest_peer"]
 
 
+@pytest.mark.long
 def test_forward_passes_in_turns(tmp_path: Path, eager: None) -> None:
     of = contest(tmp_path / "c.yaml", ["torch_packed"], "model.head=none", inference=True, steps=3)
     started: list[str] = []
