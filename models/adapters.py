@@ -13,6 +13,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.lora import A, LoRA, adapted, is_adapter, module_of
 from nntile_py.models.base import Model
 from nntile_py.models.hf_config import arrays, named, read_json, tensors_in
+from nntile_py.system.folders import replace_file
 from nntile_py.typed import typed
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -34,10 +35,11 @@ def save_adapter(model: Model, folder: str | Path, base: str | None = None) -> N
 
     Raises:
         ConfigError: The model has no adapters.
+        OSError: A file cannot be written. It is then the old one.
     """
     if not (lora := model.config.lora):
         raise ConfigError(f"model: {type(model).__name__} has no adapters; allowed: a model with lora")
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     of, folder = adapted(model.params()), Path(folder)
     saved = sorted({module_of(n) for n in model.weights if not is_adapter(n) and lora.chosen(n, lora.modules_to_save)})
@@ -52,9 +54,8 @@ def save_adapter(model: Model, folder: str | Path, base: str | None = None) -> N
         f"{PREFIX}{name}": np.ascontiguousarray(value, np.float32) for name, value in model.weights.items()
         if is_adapter(name) or lora.chosen(name, lora.modules_to_save)
     }  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / ADAPTER, {"format": "pt"})
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(facts, indent=2))
+    replace_file(folder / ADAPTER, save(tensors, {"format": "pt"}))
+    replace_file(folder / ADAPTER_CONFIG, json.dumps(facts, indent=2))
 
 
 @typed
