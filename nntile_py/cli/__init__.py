@@ -6,6 +6,7 @@ with interrupts.ends_at_once():
     import atexit
     import gc
     import os
+    import resource
     import signal
     import sys
     import warnings
@@ -18,6 +19,8 @@ with interrupts.ends_at_once():
     from nntile_py.cli.options import app
     from nntile_py.errors import LIMITS, NNTileError, exit_status, shown
     from nntile_py.system import launcher, output
+
+LEAST_ADDRESS_SPACE = 750 << 20  # bytes that a command needs; libraries abort the process if they get less
 
 __all__ = ["app", "data", "encode", "evaluations", "generation", "inspect", "main", "measurements", "recorded_runs"]
 __all__ += ["server", "train"]
@@ -60,6 +63,14 @@ def main(run: Callable[[], Any] = app) -> None:
         sys.exit(status)
 
 
+def _check_address_space() -> None:
+    """Raise NNTileError if `ulimit -v` allows less address space than LEAST_ADDRESS_SPACE."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
+        need = f"at least {LEAST_ADDRESS_SPACE >> 10}, of which torch takes most"
+        raise NNTileError(f"the limit of memory (ulimit -v) is {limit >> 10} KiB; allowed: {need}")
+
+
 def _version(asked: bool) -> None:
     if asked:
         from nntile_py.system.version import VERSION
@@ -75,3 +86,5 @@ def _root(
     ] = False,
 ) -> None:
     """Train transformers on CPU cores and GPUs: tensors are cut into tiles, and StarPU schedules tasks on the tiles."""
+    if not {"--help", "-h"} & set(sys.argv):
+        _check_address_space()

@@ -1,19 +1,16 @@
 """The commands `nntile init`, `nntile config`, `nntile train` and `nntile merge`."""
 
 import os
-import resource
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from nntile_py.cli.options import Sets, app, ends_at_ctrl_c, load_config, note_tiles, show
-from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.errors import ConfigError
 from nntile_py.runs import newest_run, run_folder, run_of, taken
 from nntile_py.system import launcher, output
 from nntile_py.system.folders import NO_ROOM, write_new
-
-LEAST_ADDRESS_SPACE = 750 << 20  # bytes that a training process needs; libraries abort the process if they get less
 
 
 @app.command(epilog="Example: nntile init my.yaml --set data.source=my.txt")
@@ -92,7 +89,6 @@ def train(
     ] = None,
 ) -> None:
     """Train the model that CONFIG describes."""
-    _check_address_space()
     from nntile_py.config.builders import step_spec
     from nntile_py.config.run_config import check_saved_overrides, load
 
@@ -158,14 +154,6 @@ def merge(
 
     with ends_at_ctrl_c(lambda: "nothing is written"):
         print(merged(folder, out, adapter, adapter_only))
-
-
-def _check_address_space() -> None:
-    """Raise NNTileError if `ulimit -v` allows less address space than LEAST_ADDRESS_SPACE."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
-        need = f"at least {LEAST_ADDRESS_SPACE >> 10}, of which torch takes most"
-        raise NNTileError(f"the limit of memory (ulimit -v) is {limit >> 10} KiB; allowed: {need}")
 
 
 def _saved_overrides(start: Path, overrides: list[str]) -> list[str]:
