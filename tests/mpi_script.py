@@ -30,6 +30,7 @@ SIZES: dict[str, Any] = {"layers": 1, "embed": 24, "heads": 3, "ffn": 50, "vocab
 MODELS: dict[str, Model] = {
     "gpt2": nt.models.GPT2(nt.models.GPT2Config(**SIZES, dropout=0.1)),
     "bert": nt.models.BERT(nt.models.BERTConfig(**SIZES)),
+    "sentences": nt.models.BERT(nt.models.BERTConfig(**SIZES, head="sentence_embedding")),
 }
 TILES = {"uncut": {}, "even": {"batch": 3, "embed": 8}, "ragged": {"batch": 2, "embed": 7, "ffn": 30, "vocab": 20},
          "rows": {"batch": 1}}  # fmt: skip
@@ -45,12 +46,15 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("gpt2", "rows", "tree", {"grad_accumulation": 2}),
     ("gpt2", "ragged", "commute", {}),
     ("bert", "rows", "redux", {"grad_accumulation": 2}),
+    ("sentences", "ragged", "chain", {}),
 ]
 
 
-def inputs(step: int, rows: int) -> dict[str, Any]:
+def inputs(model: str, step: int, rows: int) -> dict[str, Any]:
     rng = np.random.default_rng(step)
     ids = rng.integers(0, VOCAB, (rows, SEQ))
+    if model == "sentences":
+        return {"input_ids": ids, "attention_mask": (np.arange(SEQ) < rng.integers(3, SEQ, (rows, 1))).astype(np.int64)}
     return {"input_ids": ids, "labels": np.where(rng.random(ids.shape) < 0.5, ids, -100)}
 
 
@@ -60,12 +64,12 @@ def trained(model: str, tiles: str, policy: str, options: dict[str, Any]) -> dic
         made, BATCH, SEQ, TILES[tiles], accumulate=policy, **{"clip_grad_norm": 1.0, "seed": 3} | options
     )
     rows = BATCH * options.get("grad_accumulation", 1)
-    losses = [trainer.step(inputs(step, rows)) for step in range(2)]
+    losses = [trainer.step(inputs(model, step, rows)) for step in range(2)]
     Runtime.watched = []
-    losses.append(trainer.step(inputs(2, rows)))
+    losses.append(trainer.step(inputs(model, 2, rows)))
     sent, Runtime.watched = sum(map(sent_bytes, (one for _, one in Runtime.watched))), None
-    held_out, logits = trainer.evaluate(inputs(9, BATCH), return_logits=True)
-    losses.append(trainer.step(inputs(3, rows)))
+    held_out, logits = trainer.evaluate(inputs(model, 9, BATCH), return_logits=True)
+    losses.append(trainer.step(inputs(model, 3, rows)))
     weights = trainer.state_dict()
     digest = hashlib.sha256(b"".join(weights[name].tobytes() for name in sorted(weights))).hexdigest()
     built = trainer.built
@@ -114,16 +118,16 @@ def profiled(trainer: nt.Trainer, out: str) -> dict[str, Any]:
     wait for, and how well clocks are known; and a block under nt.profile."""
     from nntile_py.profiling import recorder
 
-    trainer.step(inputs(0, BATCH))
+    trainer.step(inputs("gpt2", 0, BATCH))
     with recorder.watched() as found:
         for step in (1, 2):
-            trainer.step(inputs(step, BATCH))
+            trainer.step(inputs("gpt2", step, BATCH))
     trace = found.trace(trainer.update_list)
     early = [int(trace.end[b] - trace.start[task]) for task, before in enumerate(trace.before) for b in before]
     across = [(b, t) for t, before in enumerate(trace.before) for b in before if trace.rank[b] != trace.rank[t]]
     own = sum(not isinstance(task, MessageTask) for tasks in found.programs for task in tasks.tasks)
     with nt.profile(f"{out}-block") as block:
-        trainer.step(inputs(3, BATCH))
+        trainer.step(inputs("gpt2", 3, BATCH))
     return {
         "tasks": [int((trace.rank == rank).sum()) for rank in range(trace.ranks)], "early": max(early) * 1e-9,
         "own": own, "across": len(across), "messages": len(trace.messages),
@@ -135,7 +139,7 @@ def profiled(trainer: nt.Trainer, out: str) -> dict[str, Any]:
 def saved(trainer: nt.Trainer, out: str) -> dict[str, Any]:
     """Write a checkpoint, count this rank's tiles before and after, and try a checkpoint that cannot be written."""
     for step in (1, 2):
-        trainer.step(inputs(step, BATCH))
+        trainer.step(inputs("gpt2", step, BATCH))
     before = len(trainer._store.handles)
     trainer.save(f"{out}-checkpoint")
     pieces = len(trainer.live().own_pieces)
@@ -144,14 +148,14 @@ def saved(trainer: nt.Trainer, out: str) -> dict[str, Any]:
         trainer.save("/proc/none")
     except (nt.NNTileError, OSError) as error:
         found["error"] = str(error)
-    return found | {"loss": trainer.step(inputs(3, BATCH))}
+    return found | {"loss": trainer.step(inputs("gpt2", 3, BATCH))}
 
 
 def grown(trainer: nt.Trainer, out: str) -> dict[str, Any]:
     """KiB of this process, three times: after a tenth of the steps, half of them and all."""
     found, steps = [], int(os.environ["STEPS"])
     for step in range(1, steps + 1):
-        trainer.step(inputs(step % 50, BATCH))
+        trainer.step(inputs("gpt2", step % 50, BATCH))
         if step in (steps // 10, steps // 2, steps):
             found.append(int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]))
     return {"kib": found}
@@ -200,7 +204,7 @@ def main(what: str, out: str, window: str = "", shard: str = "", placement: str 
                 json.dump(found, file)
             return
         for step in range(10**9):
-            trainer.step(inputs(step, BATCH) if what != "other data" else inputs(step + rank, BATCH))
+            trainer.step(inputs("gpt2", step, BATCH) if what != "other data" else inputs("gpt2", step + rank, BATCH))
             if what == "exception" and step == 3 and rank == 1:
                 raise ArithmeticError("on purpose")
             if what == "run" and step == 3:
