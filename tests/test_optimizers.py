@@ -169,3 +169,17 @@ def test_groups_of_muon(runtime: nt.Runtime) -> None:
     trainer.step(ids[0], labels[0])
     same = {name: bool((value == before[name]).all()) for name, value in trainer.state_dict().items()}
     assert all(same[name] == (".h.1." in name) for name in same)
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_a_step_with_rate_0(name: str, runtime: nt.Runtime) -> None:
+    """The last step of a schedule with min_lr = 0, if some weights have a rate of their own."""
+    ids, labels = data(37, 611)
+    groups = [{"match": ["*ln_*"], "lr": 0.01}]
+    optimizer: Any = nt.Muon(lr=0.02, adamw_lr=0.01, groups=groups) if name == "muon" else nt.AdamW(groups=groups)
+    trainer = nt.Trainer(nt.models.GPT2.from_hf(gpt2()), 4, 37, optimizer=optimizer)
+    before = trainer.state_dict()
+    trainer.step(ids[0], labels[0], lr=0.0)
+    assert all((value == before[key]).all() for key, value in trainer.state_dict().items())
+    with pytest.raises(nt.ConfigError, match=r"lr: got -1\.0; allowed: a number of at least 0"):
+        trainer.step(ids[0], labels[0], lr=-1.0)

@@ -224,7 +224,7 @@ class Trainer:
         self._check_running("submit")
         filled = self.filled(inputs, labels)
         arrays, programs = self._programs.check(filled.arrays, self.grad_accumulation * self.spec.rows, self._shifts)
-        rate = self.optimizer.lr if lr is None else self.optimizer.changed(lr=lr).lr  # checks the rate
+        rate = self.optimizer.lr if lr is None else AdamW(lr=lr).lr  # checks the rate; 0 is allowed
         if not self.steps:
             self._check_alone()
         self._in_flight.settle()
