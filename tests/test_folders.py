@@ -271,7 +271,7 @@ ALONG = {
 STAYS = {
     "modeling.py": "1/0", "README.md": "text", "pytorch_model.bin": "w", "pytorch_model.bin.index.json": "{}",
     "trainer_state.json": "{}", "all_results.json": "{}", "3_Other/config.json": "{}", "state.json": "{}",
-    "2_Dense/code.py": "1/0",
+    "2_Dense/code.py": "1/0", "sample.txt": "text of another run",
 }  # fmt: skip
 
 

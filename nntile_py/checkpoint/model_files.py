@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from nntile_py.checkpoint import format as checkpoint
-from nntile_py.checkpoint.run_folder import OWN
+from nntile_py.checkpoint.run_folder import OWN, SAMPLE
 from nntile_py.config.run_config import RunConfig
 from nntile_py.config.table_models import CONTRASTIVE
 from nntile_py.data.special_tokens import GENERATION, SpecialTokens, same_folder, special_tokens
@@ -25,6 +25,7 @@ SUFFIXES = (".json", ".jinja", ".txt", ".model")
 MODULES = "modules.json"  # lists the modules of a sentence-transformers model with their folders
 MODULE_WEIGHTS = (".safetensors", ".bin")
 LEFT_OUT = ("_results.json", "trainer_state.json", ".index.json")
+RUN_FILES = (*checkpoint.FILES, SAMPLE)  # a checkpoint or a run has its own
 TEMPLATES = "additional_chat_templates"  # transformers' folder of further chat templates
 MOST_BYTES = 2**25  # larger files do not go along
 
@@ -121,14 +122,14 @@ def companions_of(folder: Path) -> Iterator[Path]:
     """Yield the files with a suffix of SUFFIXES in a model's folder, in TEMPLATES, and in the folders of its modules.
 
     A module's folder may have weights too, such as those of a Dense module, which no run trains. Left out are lists of
-    weight files, files that a checkpoint has of its own, results of another training, and modules.json if
+    weight files, files that a checkpoint or a run has of its own, results of another training, and modules.json if
     `incomplete_modules` finds a module."""
     left_out = (*LEFT_OUT, *[MODULES] * bool(incomplete_modules(folder)))
     for place in [folder, folder / TEMPLATES, *_module_folders(folder)]:
         suffixes = SUFFIXES if place == folder else (*SUFFIXES, *MODULE_WEIGHTS)
         for file in sorted(place.iterdir()) if place.is_dir() else ():
             small = file.suffix in suffixes and file.is_file() and file.stat().st_size <= MOST_BYTES
-            own = place == folder and file.name in checkpoint.FILES
+            own = place == folder and file.name in RUN_FILES
             if small and not own and not file.name.endswith(left_out):
                 yield file
 
