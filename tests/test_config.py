@@ -81,6 +81,7 @@ MISTAKES = [
     ("optimizer.name=adam", "optimizer.name", "'adamw' or 'lion' or 'muon' or 'sgd'"),
     ("optimizer.min_lr=1", "optimizer.min_lr", "at most optimizer.lr = 0.001"),
     ("optimizer.momentum=0.9", "optimizer.momentum", "0.95 or 0.0 unless optimizer.name is muon or sgd"),
+    ("optimizer.adamw_lr=0.1", "optimizer.adamw_lr", "null unless optimizer.name is muon"),
     ("optimizer.clip_grad_norm=0", "optimizer.clip_grad_norm", "a number above 0"),
     ("precision=fp8", "precision", "fp32 (CPU and CUDA workers), fp64 (CPU workers)"),
     ("precision=bf16", "precision", "allowed on CPU workers: fp32, fp64"),

@@ -18,7 +18,7 @@ from nntile_py.config.run_config import load
 from nntile_py.data import corpus as module
 from nntile_py.data import prepare
 from nntile_py.data.corpus import Reading, TextSource, read_corpus
-from nntile_py.data.documents import Documents, Split, TextPart
+from nntile_py.data.documents import OPTION, Documents, Split, TextPart
 from nntile_py.data.sequences import BLOCK, Concatenated, Mixture, SequenceTable, TextWindows, shares
 from nntile_py.data.token_files import Tokens, joined_lengths, read_token_file, read_token_folder
 from nntile_py.data.tokenization import split_into_sequences, tokenize, train_tokenizer
@@ -61,6 +61,8 @@ def test_all_formats_give_the_same_documents(tmp_path: Path) -> None:
         assert [part.text for part in Documents(str(path), column="body")] == TEXTS, path
         with pytest.raises(ConfigError, match=r"data\.source: .*'text'.*body.*data\.text names another"):
             list(Documents(str(path)))
+        with pytest.raises(ConfigError, match=r"SOURCE: .*'text'.*body.*\(--text names another\)"):
+            list(Documents(str(path), key=OPTION))
 
 
 def test_damaged_tables(tmp_path: Path) -> None:

@@ -366,7 +366,8 @@ def read_optimizer(given: Any) -> Any:
         if not fields:
             continue
         if Schedule().name not in fields and all(given[key] != field.default for field in fields.values()):
-            default = " or ".join(dict.fromkeys(str(field.default) for field in fields.values()))
+            defaults = ("null" if field.default is None else str(field.default) for field in fields.values())
+            default = " or ".join(dict.fromkeys(defaults))
             need = f"{default} unless optimizer.name is {' or '.join(fields)}"
             raise ConfigError(f"optimizer.{key}: got {short(given[key])}; allowed: {need}")
         given = {other: value for other, value in given.items() if other != key}

@@ -21,6 +21,7 @@ from nntile_py.data.tables import text_of
 from nntile_py.errors import ConfigError
 from nntile_py.system.folders import STDLIB, files_in, stdlib, stdlib_files
 
+OPTION = "SOURCE"  # key of the source in messages of `nntile data prepare`
 PART = 4 * 2**20  # bytes of a text file that are read at once; a longer document is read in several parts
 # Where a part may end, best first. Tokenizers that split text at a line end between two other characters, as those of
 # GPT-2 and Llama 3 do, give the same tokens for the parts as for the whole document.
@@ -184,7 +185,9 @@ class Documents:
                 if spans := of.render(f"{where}, {place(path, number)}", row):
                     yield TextPart(spans.text, learned=spans.learned)
             return
-        need = f"a table with the column {self.column!r} (data.text names another): {table_names()}"
+        others = "data.text names another, data.messages conversations"
+        others = "--text names another" if self.key == OPTION else others
+        need = f"a table with the column {self.column!r} ({others}): {table_names()}"
         for number, row in read_rows(where, path, [self.column], need):
             text = row[self.column]
             if text is not None and text_of(f"{where}, {place(path, number)}", self.column, text, empty=True).strip():

@@ -9,7 +9,7 @@ from typing import Any
 
 from nntile_py.config.sections import DataSection, TokenizerSection
 from nntile_py.data.corpus import Reading, facts_of, new_tokenizer
-from nntile_py.data.documents import Documents, Split
+from nntile_py.data.documents import OPTION, Documents, Split
 from nntile_py.data.prepare import PROGRESS, locked, tokenize_into_folder
 from nntile_py.data.special_tokens import special_tokens
 from nntile_py.data.token_files import META, TOKENIZER, is_token_file, is_token_folder, read_token_folder
@@ -58,7 +58,7 @@ def prepare(
         data.extensions, data.max_bytes, data.val_fraction, data.sequences, own, size or 4096, special, end, report,
         instructions,
     )
-    documents = Documents(data.name, data.extensions, data.text, data.max_bytes, data.sequences, "SOURCE", instructions)
+    documents = Documents(data.name, data.extensions, data.text, data.max_bytes, data.sequences, OPTION, instructions)
     begin = time.monotonic()
     report(f"reading {data.name}")
     with locked(out, report):

@@ -106,7 +106,7 @@ def train(
     _check_ranks(config, spec, runtime, data, point, report)
     report(f"{dataset.describe()}; writing to {out}")
     if config.tokenizer.path is None and (count := dataset.tokenizer.get_vocab_size()) < config.tokenizer.size():
-        report(f"note: the text has only {count:,} tokens; tokenizer.vocab_size={count} saves unused rows of weights")
+        report(f"note: the tokenizer has {count:,} tokens; tokenizer.vocab_size={count} saves unused rows of weights")
     if point:
         differences = check_same_run(point, config, data)
         if point.step >= config.train.steps and _publish_on_rank_0(point, out, ranks, report):
