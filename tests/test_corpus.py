@@ -61,7 +61,7 @@ def test_all_formats_give_the_same_documents(tmp_path: Path) -> None:
         assert [part.text for part in Documents(str(path), column="body")] == TEXTS, path
         with pytest.raises(ConfigError, match=r"data\.source: .*'text'.*body.*data\.text names another"):
             list(Documents(str(path)))
-        with pytest.raises(ConfigError, match=r"SOURCE: .*'text'.*body.*\(--text names another\)"):
+        with pytest.raises(ConfigError, match=r"SOURCE: .*'text'.*body.*\(--text names another, --messages conv"):
             list(Documents(str(path), key=OPTION))
 
 

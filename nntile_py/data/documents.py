@@ -186,7 +186,8 @@ class Documents:
                     yield TextPart(spans.text, learned=spans.learned)
             return
         others = "data.text names another, data.messages conversations"
-        others = "--text names another" if self.key == OPTION else others
+        if self.key == OPTION:
+            others = "--text names another, --messages conversations"
         need = f"a table with the column {self.column!r} ({others}): {table_names()}"
         for number, row in read_rows(where, path, [self.column], need):
             text = row[self.column]

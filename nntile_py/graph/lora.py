@@ -66,11 +66,14 @@ def adapt(g: Graph, lora: LoRA) -> None:
         raise ConfigError("model.lora.targets: got []; allowed: at least one module")
     params = [*g.params.values()]
     names = list(dict.fromkeys(source.weight for param in params for source in param.sources))
-    for key in ("targets", "modules_to_save"):
+    others = {x for op in g.ops for x in op.inputs if not _is_factor(op, x)}
+    products = [param.sources[0].weight for param in params if param.tensor not in others]
+    for key, fitting in (("targets", products), ("modules_to_save", names)):
         for pattern in getattr(lora, key):
             if not any(lora.chosen(name, [pattern]) for name in names):
-                some = ", ".join(module_of(name) for name in names if name.endswith(".weight"))[-200:]
-                raise ConfigError(f"model.lora.{key}: {pattern!r} names no module; allowed: a module such as {some}")
+                some = dict.fromkeys(module_of(name).rpartition(".")[2] for name in fitting if name.endswith(".weight"))
+                allowed = f"modules such as {', '.join(some)}"
+                raise ConfigError(f"model.lora.{key}: {pattern!r} names no module; allowed: {allowed}")
     targets = {
         param.tensor: param for param in params
         if lora.chosen(param.sources[0].weight, lora.targets) and param.sources[0].weight.endswith(".weight")
@@ -112,10 +115,15 @@ def merged(lora: LoRA, params: Iterable[Param], weights: Weights) -> dict[str, A
     return result
 
 
+def _is_factor(op: Op, x: Tensor) -> bool:
+    """Return whether x is the matrix of a product: the second factor, without batch axes."""
+    return isinstance(op, Contract) and op.b is x and not op.batch
+
+
 def _check_products(g: Graph, targets: dict[Tensor, Param]) -> None:
     for op in g.ops:
         for tensor in op.inputs:
-            if tensor in targets and not (isinstance(op, Contract) and op.b is tensor and not op.batch):
+            if tensor in targets and not _is_factor(op, tensor):
                 name = targets[tensor].sources[0].weight
                 raise ConfigError(f"model.lora.targets: {name} is read by {op.kind}; allowed: weights of products only")
 
