@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from jinja2 import Environment, Template, TemplateError
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nntile_py.errors import ConfigError
@@ -20,6 +21,7 @@ from nntile_py.system.folders import read
 
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 MOST_STEPS = 2_000_000  # largest number of lines that a template's code runs, about a second
+_LARGEST = 10_000_000  # items or bits of a product or a power in a template: one such step could take hours
 Message = dict[str, str]  # role: system, user or assistant; content
 
 
@@ -54,7 +56,8 @@ class ChatTemplate:
             with _limited_steps():
                 return self._compiled.render(messages=messages, add_generation_prompt=answer, **self._tokens)
         except Exception as error:  # a template may compute anything
-            raise ConfigError(f"chat template: {error}; allowed: messages that the model's template takes") from None
+            text = str(error) or type(error).__name__
+            raise ConfigError(f"chat template: {text}; allowed: messages that the model's template takes") from None
 
     @functools.cached_property
     def _compiled(self) -> Template:
@@ -75,7 +78,8 @@ def _template_of(folder: Path) -> tuple[str | None, dict[str, Any]]:
         return read(folder / TEMPLATE).decode(errors="replace"), tokens
     template = config.get("chat_template")
     if isinstance(template, list):  # several templates by name
-        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
     return template if isinstance(template, str) else None, tokens
 
 
@@ -104,13 +108,31 @@ def _limited_steps() -> Iterator[None]:
         sys.settrace(before)
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """transformers' sandbox, which also refuses products and powers of more than _LARGEST items or bits."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Return the product or the power of two values. Raises TemplateError if it is too large."""
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length()
+            size = bits + right.bit_length() if operator == "*" else bits * right
+        else:
+            pairs = (left, right), (right, left)
+            size = max((len(a) * b for a, b in pairs if isinstance(a, Sized) and isinstance(b, int)), default=0)
+        if size > _LARGEST:
+            raise TemplateError(f"{operator} makes {size:.1e} items or bits; the most is {_LARGEST:,}")
+        return super().call_binop(context, operator, left, right)
+
+
 def _environment() -> Environment:
     """Return the environment in which transformers renders templates: sandboxed, without access to files."""
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     env.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     env.globals["raise_exception"] = refuse
     return env

@@ -16,6 +16,7 @@ from nntile_py.errors import ConfigError
 
 COMPRESSED = (".gz", ".zst")
 _CHUNK = 2**20  # bytes
+_FED = 2**13  # bytes of a .zst file that are decompressed together: at most 256 MiB of text
 # First bytes of binary formats, for messages. A file is recognised by them whatever its name is.
 _SIGNATURES = {
     b"PAR1": "Parquet", b"ARROW1": "Arrow", b"\x1f\x8b": "gzip", b"(\xb5/\xfd": "Zstandard", b"PK\x03\x04": "zip",
@@ -61,8 +62,7 @@ def opened(path: Path) -> IO[bytes]:
         return _Decompressed(path, gzip.GzipFile(fileobj=file), file)
     if suffix == ".zst":
         zstandard = package("zstandard", path)
-        decompressor = zstandard.ZstdDecompressor()
-        return _Decompressed(path, decompressor.stream_reader(file, read_across_frames=True), file)
+        return _Decompressed(path, _Frames(zstandard.ZstdDecompressor(), file), file)
     return file
 
 
@@ -93,6 +93,33 @@ class _Stream(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
+
+
+class _Frames:
+    """Reads the frames of a .zst file. zstandard's own reader takes a frame without its end for a complete frame."""
+
+    def __init__(self, decompressor: Any, file: IO[bytes]) -> None:
+        self._decompressor, self._file = decompressor, file
+        self._frame: Any = None  # the decompressor of the current frame; None between frames
+        self._input, self._output = b"", memoryview(b"")
+
+    def read(self, size: int) -> memoryview:
+        """Return the next bytes, at most `size`; none at the end of the file.
+
+        Raises:
+            EOFError: The file ends within a frame."""
+        while not self._output:
+            fed = self._input or self._file.read(_FED)
+            if not fed and self._frame:
+                raise EOFError("the file ends within a frame")
+            if not fed:
+                break
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._output, self._input = memoryview(self._frame.decompress(fed)), b""
+            if self._frame.eof:
+                self._input, self._frame = self._frame.unused_data, None
+        content, self._output = self._output[:size], self._output[size:]
+        return content
 
 
 def package(name: str, path: Path) -> Any:

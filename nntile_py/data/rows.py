@@ -191,6 +191,7 @@ def _dataset_rows(where: str, path: Path, columns: Sequence[str], need: str) -> 
 def _rows(batches: Any) -> Iterator[Row]:
     number = 0
     for batch in batches:
+        batch.validate(full=True)  # otherwise texts that are not UTF-8 raise later, and wrong offsets read other memory
         for row in batch.to_pylist():
             number += 1
             yield number, row
@@ -205,7 +206,9 @@ class _arrow_errors:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, package("pyarrow", self._path).ArrowException):
+        # pyarrow raises some errors about the content as OSError, without a number
+        content = isinstance(error, OSError) and not error.errno
+        if content or isinstance(error, package("pyarrow", self._path).ArrowException):
             text = " ".join(str(error).split())
             raise ConfigError(f"{self._where}: damaged, or of another format ({text}); allowed: a whole file") from None
 

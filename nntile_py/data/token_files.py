@@ -163,7 +163,7 @@ def read_token_folder(folder: Path, key: str = "data.source") -> TokenFolder:
                 raise ValueError(f"{name} is damaged")
         train, held_out = (_part(folder, part, facts["dtype"]) for part in (TRAIN, HELD_OUT))
         return TokenFolder(train, held_out, (folder / TOKENIZER).read_text(encoding="utf-8"), facts)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{key}: cannot read the tokens in {folder} ({error}); {need}") from None
 
 
@@ -206,8 +206,9 @@ def read_token_file(path: Path, end: int | None, vocab: int, key: str = "data.so
     try:
         index = path.with_suffix(".idx")
         tokens = _megatron(index) if index.is_file() else _flat(path, end)
-        if len(tokens.ids) and (largest := int(max(part.max() for part in _chunks(tokens.ids)))) >= vocab:
-            raise ValueError(f"token number {largest}, and the tokenizer has {vocab:,} tokens")
+        ends = [int(end) for part in _chunks(tokens.ids) for end in (part.min(), part.max())]
+        if ends and (wrong := min(ends) if min(ends) < 0 else max(ends)) not in range(vocab):
+            raise ValueError(f"token number {wrong}, and the tokenizer has {vocab:,} tokens")
     except (OSError, ValueError) as error:
         need = "uint16 token numbers (nanoGPT), llm.c's .bin, or Megatron's .bin with .idx"
         raise ConfigError(f"{key}: cannot read {path} ({error}); allowed: {need}") from None
@@ -238,6 +239,8 @@ def _megatron(index: Path) -> Tokens:
     content = index.read_bytes()
     if not content.startswith(_MEGATRON):
         raise ValueError(f"{index.name} does not begin with {_MEGATRON[:7].decode()}")
+    if len(content) < 34:
+        raise ValueError(f"{index.name} is cut short: {len(content):,} bytes; its header has 34")
     code, count = content[17], int.from_bytes(content[18:26], "little")
     if code not in _MEGATRON_DTYPES:
         raise ValueError(f"{index.name} has the number type {code}; allowed: {', '.join(map(str, _MEGATRON_DTYPES))}")
@@ -246,6 +249,8 @@ def _megatron(index: Path) -> Tokens:
         raise ValueError(f"{index.name} is cut short: {len(content):,} bytes for {count:,} sequences")
     lengths = np.frombuffer(content, np.int32, count, first).astype(np.int64)
     starts = np.frombuffer(content, np.int64, count, first + 4 * count)
+    if (lengths < 0).any():
+        raise ValueError(f"{index.name} has a sequence of {lengths.min():,} tokens")
     if (starts != (np.cumsum(lengths) - lengths) * dtype.itemsize).any():
         raise ValueError(f"the sequences of {index.name} are not one after the other")
     ids = _mapped(index.with_suffix(".bin"), dtype)

@@ -1,0 +1,86 @@
+"""Data files that are cut short or damaged, and hostile chat templates, end with one message."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nntile_py.data.chat_template import ChatTemplate
+from nntile_py.data.files import opened
+from nntile_py.data.rows import read_rows
+from nntile_py.data.token_files import META, read_token_file, read_token_folder
+from nntile_py.errors import ConfigError
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def test_a_zst_file_is_read_whole_or_refused(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    text = np.random.default_rng(0).bytes(500_000)
+    frame = zstandard.ZstdCompressor().compress(text)
+    skipped = b"\x50\x2a\x4d\x18\x04\0\0\0abcd"  # a skippable frame
+    path = tmp_path / "a.txt.zst"
+    for content, read in ((frame, text), (frame + skipped + frame, text * 2), (b"", b"")):
+        path.write_bytes(content)
+        with opened(path) as file:
+            assert file.read() == read
+    for content in (frame[:-1], frame[:250_000], frame[:3], frame + frame[:9], frame + skipped[:-1], frame + b"junk"):
+        path.write_bytes(content)
+        with opened(path) as file, pytest.raises(OSError, match="damaged or cut short") as error:
+            file.read()
+        assert error.value.filename == str(path)
+
+
+def test_damaged_arrow_and_parquet_files_are_named(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    bytes_ = pa.array([b"good", b"\xff\xfe"], pa.binary()).buffers()
+    table = pa.table({"text": pa.StringArray.from_buffers(2, bytes_[1], bytes_[2])})  # not UTF-8
+    parquet.write_table(table, tmp_path / "utf8.parquet")
+    whole = pa.table({"text": ["some text"] * 1000})
+    with pa.ipc.new_stream(tmp_path / "cut.arrow", whole.schema) as file:
+        file.write_table(whole)
+    content = (tmp_path / "cut.arrow").read_bytes()
+    (tmp_path / "cut.arrow").write_bytes(content[: len(content) // 2])
+    for name in ("utf8.parquet", "cut.arrow"):
+        with pytest.raises(ConfigError, match=f"data.source: .*{name}: damaged, or of another format"):
+            list(read_rows("data.source: " + name, tmp_path / name, ("text",), "a table"))
+
+
+def test_damaged_token_files(tmp_path: Path) -> None:
+    def index(lengths: list[int]) -> bytes:
+        starts = (np.cumsum(lengths) - lengths) * 4
+        head = b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + bytes([4]) + len(lengths).to_bytes(8, "little") + bytes(8)
+        return head + np.array(lengths, np.int32).tobytes() + starts.astype(np.int64).tobytes()
+
+    for start, content, message in (
+        (0, index([4, 6])[:12], "a.idx is cut short: 12 bytes; its header has 34"),
+        (0, index([-2, 12]), "a.idx has a sequence of -2 tokens"),
+        (-3, index([4, 6]), "token number -3, and the tokenizer has 300 tokens"),
+    ):
+        (tmp_path / "a.idx").write_bytes(content)
+        np.arange(start, start + 10, dtype=np.int32).tofile(tmp_path / "a.bin")
+        with pytest.raises(ConfigError, match=rf"data\.source: cannot read .*a\.bin \({message}\)"):
+            read_token_file(tmp_path / "a.bin", 0, 300)
+    for text in (json.dumps({"format": 1, "crc32": []}), "[" * 100_000):
+        (tmp_path / META).write_text(text)
+        with pytest.raises(ConfigError, match=r"data\.source: cannot read the tokens in "):
+            read_token_folder(tmp_path)
+
+
+def test_a_chat_template_cannot_compute_for_hours(tmp_path: Path) -> None:
+    for template in ("{{ (10**8) ** (10**7) }}", "{{ ('a' * 10**11) | length }}", "{{ 10**8 * ([1] * 10**7) }}"):
+        (tmp_path / "chat_template.jinja").write_text(template)
+        with pytest.raises(ConfigError, match=r"chat template: \*\*? makes .* items or bits; the most is"):
+            ChatTemplate(tmp_path).prompt(MESSAGES)
+    for template, text in {"{{ '=' * 3 }}{{ 2 ** 10 }}{{ 3 * 4 }}": "===102412", "{{ 2 ** -1 * 1.5 }}": "0.75"}.items():
+        (tmp_path / "chat_template.jinja").write_text(template)
+        assert ChatTemplate(tmp_path).prompt(MESSAGES) == text
+
+
+def test_a_list_of_chat_templates_may_have_other_items(tmp_path: Path) -> None:
+    entries = [3, {"name": "default", "template": "{{ messages | length }}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entries}))
+    assert ChatTemplate(tmp_path).prompt(MESSAGES) == "1"
