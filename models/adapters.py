@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.lora import A, LoRA, adapted, is_adapter, module_of
+from nntile_py.graph.lora import A, B, LoRA, adapted, is_adapter, module_of
 from nntile_py.models.base import Model
 from nntile_py.models.hf_config import arrays, named, read_json, tensors_in
 from nntile_py.system.folders import replace_file
@@ -87,10 +87,18 @@ def load_adapter(model: Model, folder: str | Path) -> Model:
     if not modules or len(rank) > 1 or unknown:
         what = f"{unknown[0]}, which the model lacks" if unknown else "no LoRA of one rank"
         raise ConfigError(f"adapter: {folder} has {what}; allowed: adapters of a {type(model).__name__} of this size")
+    for one, partner in ((A, B), (B, A)):
+        for name in weights:
+            if name.endswith(f".{one}") and (lacks := name.removesuffix(one) + partner) not in weights:
+                raise ConfigError(f"adapter: {folder} has {name} and no {lacks}; allowed: both of each module")
+    rows = sum(rank.pop())
+    if facts.get("r") != rows:
+        got = f"r: got {facts.get('r')!r}"
+        raise ConfigError(f"{folder / ADAPTER_CONFIG}: {got}; allowed: {rows}, the rank of the weights in {ADAPTER}")
     alpha = facts.get("lora_alpha")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise ConfigError(f"{folder / ADAPTER_CONFIG}: lora_alpha: got {alpha!r}; allowed: a number above 0")
-    lora = LoRA(targets=tuple(modules), rank=sum(rank.pop()), alpha=alpha, modules_to_save=others)
+    lora = LoRA(targets=tuple(modules), rank=rows, alpha=alpha, modules_to_save=others)
     result = type(model)(model.config.changed(lora=lora), {**model.weights, **weights}, seed=model.seed, hf=model.hf)
     for param in result.params():
         for source in param.sources:

@@ -106,12 +106,17 @@ def adapted(params: Iterable[Param]) -> dict[str, bool]:
 
 
 def merged(lora: LoRA, params: Iterable[Param], weights: Weights) -> dict[str, Array]:
-    """Return weights without adapters: each adapted weight is W + alpha / rank * B A (Hu et al. 2021, section 4.1)."""
+    """Return weights without adapters: each adapted weight is W + alpha / rank * B A (Hu et al. 2021, section 4.1).
+
+    Raises ConfigError if a sum is not finite."""
     result = {name: value for name, value in weights.items() if not is_adapter(name)}
     for name, transposed in adapted(params).items():
         a, b = (weights[f"{module_of(name)}.{part}"].astype(np.float64) for part in (A, B))
         product, of = lora.alpha / lora.rank * (b @ a), result[name]
-        result[name] = (of + (product.T if transposed else product)).astype(of.dtype)
+        with np.errstate(over="ignore"):
+            result[name] = (of + (product.T if transposed else product)).astype(of.dtype)
+        if not np.isfinite(result[name]).all():
+            raise ConfigError(f"model: {name} with its adapter is not finite in {of.dtype}; allowed: a smaller alpha")
     return result
 
 

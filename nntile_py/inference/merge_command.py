@@ -48,7 +48,8 @@ def merge(folder: Path, out: Path, adapter: Path | None, adapter_only: bool) -> 
     if adapter_only:
         section = opened.config.get("model")
         base = section.get("from") if isinstance(section, dict) else None
-        save_adapter(model, out, base or str(folder))
+        with new_folder(out) as inside:
+            save_adapter(model, inside, base or str(folder))
         return f"adapters saved in {out}"
     _save(model.merged(), opened, out)
     return f"merged weights saved in {out}"
