@@ -1,7 +1,11 @@
 """Data files that are cut short or damaged, and hostile chat templates, end with one message."""
 
+import errno
+import io
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +13,7 @@ import pytest
 from nntile_py.data.chat_template import ChatTemplate
 from nntile_py.data.files import opened
 from nntile_py.data.rows import read_rows
-from nntile_py.data.token_files import META, read_token_file, read_token_folder
+from nntile_py.data.token_files import META, TokenWriter, read_token_file, read_token_folder
 from nntile_py.errors import ConfigError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -84,3 +88,19 @@ def test_a_list_of_chat_templates_may_have_other_items(tmp_path: Path) -> None:
     entries = [3, {"name": "default", "template": "{{ messages | length }}"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entries}))
     assert ChatTemplate(tmp_path).prompt(MESSAGES) == "1"
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    class Full(io.BytesIO):
+        name = str(tmp_path / "train.tokens")
+
+        def write(self, data: Any, /) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a file, without its name
+
+    writer = TokenWriter(tmp_path, "train", np.uint16)
+    writer._files[0].close()
+    writer._files[0] = Full()  # type: ignore[call-overload]
+    with pytest.raises(OSError, match="No space left on device") as error:
+        writer.append(np.zeros(9), np.array([9]))
+    assert error.value.filename == Full.name
+    writer.close()

@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.system.folders import (
     create,
+    errors_name,
     exchange,
     is_marked,
     mark,
@@ -159,7 +160,7 @@ def write_tensors(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-    with create(path) as file:
+    with errors_name(path), create(path) as file:
 
         def put(data: Any) -> None:
             digest.update(data)

@@ -14,7 +14,7 @@ import numpy as np
 
 from nntile_py.data.collators import Array
 from nntile_py.errors import ConfigError
-from nntile_py.system.folders import replace_file
+from nntile_py.system.folders import errors_name, replace_file
 
 META, TOKENIZER = "tokens.json", "tokenizer.json"  # META is written last: a folder without it is not complete
 FORMAT = 1
@@ -86,13 +86,15 @@ class TokenWriter:
         """
         for file, dtype, array in zip(self._files, self._dtypes, (ids, segments, learned), strict=True):
             if array is not None:
-                file.write(np.ascontiguousarray(array, dtype).tobytes())
+                with errors_name(Path(file.name)):
+                    file.write(np.ascontiguousarray(array, dtype).tobytes())
 
     def flush(self) -> list[int]:
         """Wait until all sequences are on the disk. Returns the sizes of the files."""
         for file in self._files:
-            file.flush()
-            os.fsync(file.fileno())
+            with errors_name(Path(file.name)):
+                file.flush()
+                os.fsync(file.fileno())
         return [file.tell() for file in self._files]
 
     def finish(self) -> None:
@@ -104,7 +106,8 @@ class TokenWriter:
     def close(self) -> None:
         """Close the files; remove the segments of a part that is complete."""
         for file in self._files:
-            file.close()
+            with errors_name(Path(file.name)):
+                file.close()
         if self._segments.with_suffix(".lengths").exists():
             self._segments.unlink(missing_ok=True)
 

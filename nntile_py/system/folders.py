@@ -159,6 +159,17 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
+@contextmanager
+def errors_name(path: Path) -> Iterator[None]:
+    """Context manager: an OSError that names no file, such as that of a write to a full disk, names `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename or not error.errno:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
 def remove_leftovers(path: Path) -> None:
     """Remove temporary files of `replaced(path)` that killed processes of this user have left behind."""
     for beside in temporary_names(path):
