@@ -15,6 +15,7 @@ from nntile_py.data.files import opened
 from nntile_py.data.rows import read_rows
 from nntile_py.data.token_files import META, TokenWriter, read_token_file, read_token_folder
 from nntile_py.errors import ConfigError
+from nntile_py.training.prepare_command import prepare
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -72,6 +73,19 @@ def test_damaged_token_files(tmp_path: Path) -> None:
         (tmp_path / META).write_text(text)
         with pytest.raises(ConfigError, match=r"data\.source: cannot read the tokens in "):
             read_token_folder(tmp_path)
+
+
+def test_a_prepared_folder_with_another_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a line of text\n" * 50)
+    prepare({"source": str(tmp_path / "text.txt")}, tmp_path / "tokens", None, 300, False, False, lambda text: None)
+    facts = json.loads((tmp_path / "tokens" / META).read_text())
+    (tmp_path / "tokens" / META).write_text(json.dumps(facts | {"dtype": "float16"}))
+    with pytest.raises(ConfigError, match=r"\(dtype: 'float16'\)"):
+        read_token_folder(tmp_path / "tokens")
+    (tmp_path / "tokens" / META).write_text(json.dumps(facts))
+    (tmp_path / "tokens" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"\(tokenizer\.json is damaged\)"):
+        read_token_folder(tmp_path / "tokens")
 
 
 def test_a_chat_template_cannot_compute_for_hours(tmp_path: Path) -> None:

@@ -145,7 +145,8 @@ def is_token_folder(path: Path) -> bool:
 def write_meta(folder: Path, tokenizer: str, dtype: Any, facts: Mapping[str, Any]) -> None:
     """Write the files that complete a folder of tokens."""
     replace_file(folder / TOKENIZER, tokenizer)
-    files = {name: _checksum(folder / name) for part in (TRAIN, HELD_OUT) for name in _names(part)}
+    names = [TOKENIZER, *_names(TRAIN), *_names(HELD_OUT)]
+    files = {name: _checksum(folder / name) for name in names}
     tree = {"format": FORMAT, "dtype": np.dtype(dtype).name, "crc32": files, **facts}
     replace_file(folder / META, json.dumps(tree, indent=1))
 
@@ -164,6 +165,8 @@ def read_token_folder(folder: Path, key: str = "data.source") -> TokenFolder:
         for name, checksum in facts["crc32"].items():
             if (folder / name).stat().st_size <= CHECKED and _checksum(folder / name) != checksum:
                 raise ValueError(f"{name} is damaged")
+        if np.dtype(facts["dtype"]).kind not in "iu":
+            raise ValueError(f"dtype: {facts['dtype']!r}")
         train, held_out = (_part(folder, part, facts["dtype"]) for part in (TRAIN, HELD_OUT))
         return TokenFolder(train, held_out, (folder / TOKENIZER).read_text(encoding="utf-8"), facts)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.freeze import spread
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import ZEROS, Array, Param, Part, Uniform, Weights
-from nntile_py.schema import BelowOne, Count, Names, Positive, Section
+from nntile_py.schema import BelowOne, Names, Section, integer, number
 from nntile_py.tasks.contract import Contract, contract
 from nntile_py.tasks.elementwise import Add, BiasAdd, dropout
 from nntile_py.tasks.op import Op, Tensor
@@ -27,9 +27,9 @@ class LoRA(Section):
 
     targets: Names
     """Modules that get adapters: names such as `q_proj`, or patterns of whole names with *, ? and [...]."""
-    rank: Count = 8
+    rank: Annotated[int, *integer(1, 2**16)] = 8
     """Rows of A and columns of B."""
-    alpha: Positive = 16.0
+    alpha: Annotated[float, *number(above=0, most=1e6)] = 16.0
     """The adapter's product is multiplied by alpha / rank."""
     dropout: BelowOne = 0.0
     """Probability with which an element of the adapter's input is zero in training."""
