@@ -36,6 +36,11 @@ def ours(schedule: str, steps: int = STEPS, **keys: Any) -> list[float]:
     return [learning_rate(section, step, steps) for step in range(1, steps + 1)]
 
 
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+def test_the_last_rate_is_a_tenth_by_default(name: str) -> None:
+    assert ours(name)[-1] == pytest.approx(LR / 10)
+
+
 @pytest.mark.parametrize("warmup", [0, 1, 7])
 def test_transformers(warmup: int) -> None:
     """All steps of each schedule; with min_lr, those after the warm-up: in transformers some start it at min_lr."""

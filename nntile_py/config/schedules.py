@@ -80,7 +80,7 @@ def _part(step: int, begin: int, end: int) -> float:
 
 def _falling(keys: RateKeys, share: float) -> float:
     """Return the rate that lies `share` of the way from `min_lr` to `lr`."""
-    least = keys.min_lr or 0.0
+    least = keys.lr / 10 if keys.min_lr is None else keys.min_lr
     return least + (keys.lr - least) * share
 
 

@@ -332,9 +332,7 @@ class OptimizerSection(Optimizer, Schedule):
 
     @model_validator(mode="after")
     def _fitting(self) -> "OptimizerSection":
-        if self.min_lr is None:
-            self.__dict__["min_lr"] = self.lr / 10
-        elif self.min_lr > self.lr:
+        if self.min_lr is not None and self.min_lr > self.lr:
             raise ConfigError(f"optimizer.min_lr: got {self.min_lr}; allowed: at most optimizer.lr = {self.lr}")
         return self
 
