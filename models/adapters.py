@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.lora import A, B, LoRA, adapted, is_adapter, module_of
 from nntile_py.models.base import Model
 from nntile_py.models.hf_config import arrays, named, read_json, tensors_in
+from nntile_py.schema import validated
 from nntile_py.system.folders import replace_file
 from nntile_py.typed import typed
 
@@ -95,10 +95,8 @@ def load_adapter(model: Model, folder: str | Path) -> Model:
     if facts.get("r") != rows:
         got = f"r: got {facts.get('r')!r}"
         raise ConfigError(f"{folder / ADAPTER_CONFIG}: {got}; allowed: {rows}, the rank of the weights in {ADAPTER}")
-    alpha = facts.get("lora_alpha")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
-        raise ConfigError(f"{folder / ADAPTER_CONFIG}: lora_alpha: got {alpha!r}; allowed: a number above 0")
-    lora = LoRA(targets=tuple(modules), rank=rows, alpha=alpha, modules_to_save=others)
+    keys = {"targets": modules, "rank": rows, "alpha": facts.get("lora_alpha"), "modules_to_save": others}
+    lora = validated(LoRA, keys, f"{folder / ADAPTER_CONFIG}: lora_")
     result = type(model)(model.config.changed(lora=lora), {**model.weights, **weights}, seed=model.seed, hf=model.hf)
     for param in result.params():
         for source in param.sources:

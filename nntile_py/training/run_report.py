@@ -108,7 +108,8 @@ def shown(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             text = f"{value:.2%}"
         elif key == "seconds":
             key = "time"
-            text = f"{value / 3600:.2f} h" if value >= 3600 else f"{value / 60:.1f} min"
+            scale, unit = (3600, "h") if value >= 3600 else (60, "min") if value >= 60 else (1, "s")
+            text = f"{value / scale:.1f} {unit}"
         elif key == "memory_bytes":
             key, text = "memory", size(value)
         elif isinstance(value, float):
