@@ -328,7 +328,8 @@ struct Part {
 
 struct Misaligned {
   Axis rows, columns;  // of the misaligned matrix in memory
-  int64_t leading, size, several;  // size: of the axis `columns`
+  int64_t leading, size;  // leading: elements from one row to the next; size: elements of the axis `columns`
+  int64_t unit;           // elements in kRowAlignment bytes
 };
 
 // Returns which matrix is misaligned, if it is only one and the parts of the others are aligned.
@@ -338,37 +339,38 @@ std::optional<Misaligned> found_misaligned(const Part& p, const Fused& f, bool t
   const bool into = misaligned(p.out);
   if (into == misaligned(p.a)) return {};
   const View& x = into ? p.out : p.a;
-  const int64_t several = kRowAlignment / static_cast<int64_t>(at::elementSize(x.dtype));
-  Misaligned found{kM, into ? kN : kK, x.strides[0], x.sizes[1], several};
-  if (!into && !row_major(p.a)) found = {kK, kM, x.strides[1], x.sizes[0], several};
-  if (found.size < 2 * several) return {};
+  const int64_t unit = kRowAlignment / static_cast<int64_t>(at::elementSize(x.dtype));
+  Misaligned found{kM, into ? kN : kK, x.strides[0], x.sizes[1], unit};
+  if (!into && !row_major(p.a)) found = {kK, kM, x.strides[1], x.sizes[0], unit};
+  const auto rows = x.sizes[row_major(x) ? 0 : 1];
+  if (found.size < 2 * unit || rows < unit) return {};  // each part has an element
   // An offset in b, or every eighth element of it, must be along the axis on which b is not contiguous.
   const Axis of_b = found.rows == kK ? kK : found.columns;
-  const bool apart = row_major(p.b) == (of_b == kK) && (found.rows == kK || row_major(p.a));
+  const bool offsets = row_major(p.b) == (of_b == kK) && (found.rows == kK || row_major(p.a));
   const bool exact = found.rows != kK || p.out.dtype == at::kFloat;  // the parts are added in the output
-  return apart && exact && reinterpret_cast<uintptr_t>(x.data) % kRowAlignment == 0 ? std::optional(found) : std::nullopt;
+  return offsets && exact && reinterpret_cast<uintptr_t>(x.data) % kRowAlignment == 0 ? std::optional(found) : std::nullopt;
 }
 
 void by_parts(const Part& whole, const Misaligned& x, double alpha, const Fused& f, bool tf32, const Sizes& most) {
-  const auto period = x.several / std::gcd(x.leading, x.several);
+  const auto period = x.unit / std::gcd(x.leading, x.unit);
   for (int64_t row = 0; row < period; ++row) {
-    const auto part = whole.of(x.rows, row, period);
-    const auto before = (x.several - row * x.leading % x.several) % x.several;
-    const auto wide = (x.size - before) / x.several * x.several, after = before + wide;
-    bool onto = x.rows == kK && row > 0;  // other rows are already in the output
-    // The wide part comes last: where the parts are added, it is added to small numbers before it is rounded.
+    const auto rows = whole.of(x.rows, row, period);
+    const auto before = (x.unit - row * x.leading % x.unit) % x.unit;
+    const auto wide = (x.size - before) / x.unit * x.unit, after = before + wide;
+    bool adds = x.rows == kK && row > 0;  // the output has the sums of other rows
+    // The wide part comes last. Where parts are added, the output then holds small numbers before the last rounding.
     for (const auto& [first, count] : {std::pair{int64_t{0}, before}, {after, x.size - after}, {before, wide}}) {
       if (!count) continue;
-      const auto one = part.of(x.columns, first, 1, count);
-      Fused own;
-      if (onto) own.c = one.out.data;
+      const auto part = rows.of(x.columns, first, 1, count);
+      Fused fused;
+      if (adds) fused.c = part.out.data;
       else if (f.c)
-        own.c = static_cast<const char*>(f.c) + (static_cast<char*>(one.out.data) - static_cast<char*>(whole.out.data));
-      Sizes limit{one.out.sizes[0], one.out.sizes[1], one.a.sizes[1]};
-      if (x.rows == kM) limit.m = (most.m + period - 1) / period;
-      else limit.k = (most.k + period - 1) / period;
-      direct(one.out, one.a, one.b, alpha, own, tf32, limit);
-      onto |= x.columns == kK;
+        fused.c = static_cast<const char*>(f.c) + (static_cast<char*>(part.out.data) - static_cast<char*>(whole.out.data));
+      Sizes largest{part.out.sizes[0], part.out.sizes[1], part.a.sizes[1]};
+      if (x.rows == kM) largest.m = (most.m + period - 1) / period;
+      else largest.k = (most.k + period - 1) / period;
+      direct(part.out, part.a, part.b, alpha, fused, tf32, largest);
+      adds |= x.columns == kK;
     }
   }
 }

@@ -201,6 +201,19 @@ def test_a_run_is_a_folder_of_sentence_transformers(tmp_path: Path, runtime: Any
     assert measured["mrr"] == pytest.approx((1 / ranks).mean(), abs=0.02)
 
 
+def test_sentence_transformers_reads_a_run(tmp_path: Path, runtime: Any) -> None:
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    table(tmp_path)
+    write(tmp_path)
+    done = nntile(tmp_path, "train", "tiny.yaml")
+    assert done.returncode == 0, done.stderr
+    run, texts = tmp_path / "runs" / "tiny", [row[0] for row in read_pairs("", str(tmp_path / "pairs.csv"), ("q", "a"))]
+    with nt.Encoder.from_hf(run) as encoder:
+        vectors = np.stack(encoder(texts))
+    theirs = sentence_transformers.SentenceTransformer(str(run), device="cpu").encode(texts)
+    np.testing.assert_allclose(vectors, theirs, atol=1e-6)
+
+
 def test_a_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     table(tmp_path)
     write(tmp_path, optimizer=TREE["optimizer"] | {"schedule": "constant"})
