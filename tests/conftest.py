@@ -1,18 +1,20 @@
 """A running StarPU for a module's tests, processes of their own for the others."""
 
+import gc
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import forks
 import pytest
+from pairwise import spread
 
 import nntile_py as nt
 
@@ -28,7 +30,35 @@ SECONDS = "nntile_py/seconds of files"  # in pytest's cache
 GUESSES = {r"\bmpirun\b": 6.0, r"\bforks\.|\bsubprocess\.|\bpython: ": 2.0, r"\bTrainer\(": 1.0, "": 0.2}
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is long
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is long, and sort the files."""
+    leave_few(items)
+    longest_first(config, items)
+
+
+def leave_few(items: list[pytest.Item]) -> None:
+    """Of a test with the marker few(n), mark all parametrized cases but n as long; `make torture` runs all of them."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("few") and hasattr(item, "callspec"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of in () if os.environ.get("NNTILE_TORTURE") else cases.values():
+        mark = of[0].get_closest_marker("few")
+        assert mark
+        of = [item for item in of if not item.get_closest_marker("long")]
+        chosen = spread([getattr(item, "callspec").params for item in of], *mark.args)
+        for item in set(of).difference(of[number] for number in chosen):
+            item.add_marker(pytest.mark.long)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the tests have imported out of each garbage collection: they take a tenth of the time otherwise."""
+    gc.collect()
+    gc.freeze()
+
+
+def longest_first(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first: a long file at the end would keep one of two cores idle.
 
     The last run in this clone tells how long a file takes, else the number and kind of its tests.

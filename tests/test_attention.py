@@ -218,6 +218,7 @@ def test_combinations() -> None:
     assert {(layout, tiling) for layout, *_, tiling in chosen} == {*itertools.product(LAYOUTS, TILINGS)}
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize(
     ("row", "tiling", "dtype"),
     combinations(),
@@ -234,6 +235,7 @@ def test_policies(runtime: nt.Runtime, backend: str, policy: str) -> None:
         check(row, tiles_for(row, "parts of groups"), policy, "fp64", row.sizes)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_positions(runtime: nt.Runtime, backend: str) -> None:
     """Kernels take the queries in blocks; windows and sequences leave out keys before and after."""

@@ -70,6 +70,7 @@ def expected() -> list[float]:
     return losses
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="a torch without distributed")
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", pytest.param("fsdp2_offload", marks=pytest.mark.long)])
 def test_peers_train_alike(expected: list[float], name: str) -> None:
@@ -92,6 +93,7 @@ def test_the_weights_one_after_the_other_are_the_initial_ones() -> None:
     assert each.keys() == whole.keys() and all((each[name] == whole[name]).all() for name in whole)
 
 
+@pytest.mark.long
 def test_a_contestant_that_fails_is_a_row() -> None:
     run = config("runtime.scheduler=modular-none")
     result = measure_in_turns(run, ONE_STEP, ["nntile", "torch_eager"], 1, time_limit=120.0)
@@ -108,6 +110,7 @@ def test_losses_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         Session(request | {"contestant": "torch_eager"}, running)
 
 
+@pytest.mark.long
 def test_a_rank_that_dies() -> None:
     """The other ranks wait for it in vain: they are ended."""
     side = Contestant("ddp", config(), Measure(warmup=3), 120.0)

@@ -52,6 +52,7 @@ def inputs_of(name: str, keys: int = KEYS) -> dict[str, Any]:
     return given
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients(runtime: nt.Runtime, tmp_path: Path, name: str) -> None:
     """From a folder, with cut tiles; and the model that to_hf returns has the same loss and the same config."""

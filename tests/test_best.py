@@ -179,6 +179,7 @@ def test_a_run_keeps_its_best_checkpoint(whole: Path) -> None:
     assert encoder.model.config.layers == opened.model.config.layers
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", ["best", pytest.param("before it", marks=pytest.mark.long), "behind it"])
 def test_the_best_is_right_after_a_resume(where: str, whole: Path, tmp_path: Path) -> None:
     """A resumed run finds the same best checkpoint, whether it is before or after the step of the resume."""

@@ -493,6 +493,7 @@ def test_a_packed_run_learns(tmp_path: Path) -> None:
     assert lines(tmp_path / "runs" / "tiny")[-1]["accuracy"] > 0.6
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["distilbert", "roberta"])
 def test_others_of_the_family(kind: str, tmp_path: Path) -> None:
     model = TREE["model"] | {"type": kind}

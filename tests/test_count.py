@@ -39,6 +39,7 @@ def listed(config: RunConfig) -> int:
     return sum(len(low.tasks.tasks) for low in lists if low)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXPERIMENTS.glob("*_tiny.yaml")))
 @pytest.mark.parametrize("tiles", ["tiles={}", "tiles={batch: 3, embed: 100}", RAGGED])
 def test_the_count_is_that_of_the_list(name: str, tiles: str) -> None:
@@ -46,6 +47,7 @@ def test_the_count_is_that_of_the_list(name: str, tiles: str) -> None:
     assert own_cost(config).tasks == pytest.approx(listed(config), rel=0.03)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "sets",
     [

@@ -95,6 +95,7 @@ def test_units_of_a_text() -> None:
     assert units("documents") == units("window") == texts
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", ["gpt2", "bert"])
 def test_a_packed_run_stopped_and_gone_on_with(model: str, tmp_path: Path) -> None:
     sets: tuple[Any, ...] = (*PACKED, f"model.type={model}", "model.dropout=0.1", "train.grad_accumulation=2")

@@ -54,6 +54,7 @@ def once(losses: Losses) -> list[str]:
     return result
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scheduler", ["lws", "dmdas", "eager", "prio"])
 def test_workers_and_schedulers(losses: Losses, once: list[str], scheduler: str) -> None:
     """In a second run of the process, dmdas uses times measured in the first run."""
@@ -83,6 +84,7 @@ def test_other_attention_without_fusion(losses: Losses, once: list[str], attenti
     assert first != once
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", ["BERT", "Llama"])
 @pytest.mark.parametrize("attention", ["vendor", "naive"])
 def test_other_models(losses: Losses, model: str, attention: str) -> None:

@@ -50,6 +50,7 @@ def trained(model: Any, patterns: list[str], ids: Any, labels: Any, steps: int) 
     return losses, {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("tiles", [{}, RAGGED], ids=["uncut", "ragged"])
 @pytest.mark.parametrize("kind", [*PATTERNS, "llama", "llama queries"])
 def test_frozen_weights_of_torch(runtime: nt.Runtime, tmp_path: Path, kind: str, tiles: dict[str, int]) -> None:

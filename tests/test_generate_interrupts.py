@@ -30,6 +30,7 @@ def test_logits_that_are_not_finite_end_with_one_message(value: float, options: 
         assert len(generator([[1]], max_tokens=4, **options)[0].tokens) == 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", ["weights", "runtime"])
 def test_a_change_in_the_middle_of_a_text_is_refused(what: str, python: Any) -> None:
     done = python(CHANGE, what)

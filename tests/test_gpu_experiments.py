@@ -54,6 +54,7 @@ def check(config: RunConfig, work: Any, phase: Any) -> None:
                 assert {a.tile.dtype for a in task.accesses} <= {"bf16", "fp32", "fp64", "int64"}, task.kernel
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mode", ["inference", "training"])
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels(name: str, mode: Any) -> None:

@@ -158,6 +158,7 @@ def losses(model: Any, fusion: Any, tiles: dict[str, int], policy: str, steps: i
     return [float(trainer.step(trainer.spec.random_inputs(4, step))) for step in range(steps)]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("tiles", "policy"),
     [({}, "chain"), ({"batch": 2, "heads": 2, "ffn": 20}, "redux"), ({"batch": 3, "seq": 5, "embed": 10}, "tree")],

@@ -102,6 +102,7 @@ def difference(got: Any, want: Any) -> float:
     return max(float(np.linalg.norm(got[name] - want[name]) / largest) for name in want)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("kind", "head", "tiles"), ROWS, ids=[f"{kind} {head}" for kind, head, _ in ROWS])
 def test_head(runtime: nt.Runtime, tmp_path: Path, kind: str, head: str, tiles: dict[str, int]) -> None:
     case, given = made(kind, head), inputs(kind, head)
@@ -188,6 +189,7 @@ PACKED = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("kind", "head"), PACKED)
 def test_packed(runtime: nt.Runtime, kind: str, head: str) -> None:
     """As padded, with ignored labels and an empty bin; nt.Encoder gives the same logits."""

@@ -95,6 +95,7 @@ def inputs_of(kind: str) -> dict[str, Any]:
     return given
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients(runtime: nt.Runtime, tmp_path: Path, name: str) -> None:
     """From a folder, with cut tiles; and the model that to_hf returns has the same loss."""
@@ -109,6 +110,7 @@ def test_loss_and_gradients(runtime: nt.Runtime, tmp_path: Path, name: str) -> N
     compare(ours, theirs, inputs, tiles=TILES, limit=1e-9 if exact else SINGLE, fusion=False)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "name",
     ["bert untied", "roberta untied", "distilbert untied", "albert untied", "deberta c2p", "modernbert layers",

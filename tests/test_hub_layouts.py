@@ -73,6 +73,7 @@ def inputs_of(ours: Any) -> dict[str, Any]:
     return given
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(runtime: nt.Runtime, tmp_path: Path, name: str) -> None:
     """From a folder. The head of a bare model is drawn, and put into transformers' model."""

@@ -31,6 +31,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("model", "tiling", "optimizer"), [
     ("gpt2", "uncut", nt.AdamW()), ("gpt2", "ragged", nt.SGD(momentum=0.9)), ("encoder", "even", nt.AdamW()),
     pytest.param("albert", "ragged", nt.SGD(momentum=0.9), marks=pytest.mark.long), ("gpt2", "even", nt.Muon(lr=1e-3)),

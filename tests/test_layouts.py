@@ -246,6 +246,7 @@ def trained(spec: StepSpec, model: str = "encoder") -> tuple[list[float], Any]:
     return losses, gradients
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("model", "tiling", "fusion"),
     [*itertools.product(["encoder"], TILINGS, ["rules", "none"]), ("encoder", "uncut", "found"),
@@ -269,6 +270,7 @@ def test_programs_in_any_layout_compute_the_same(runtime: nt.Runtime, model: str
     assert other
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_beside_pytorch(runtime: nt.Runtime, tiling: str) -> None:
     """Loss and gradients of torch.nn.TransformerEncoder, in layouts drawn at random."""

@@ -45,6 +45,7 @@ def check_values(rows: list[TokenLogProbs], tokens: list[int], want: Any, most: 
         np.testing.assert_allclose(values[np.array(numbers, int)], logprobs, **close)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("tiles", TILINGS)
 @pytest.mark.parametrize("options", [{"temperature": 0}, OPTIONS], ids=["greedy", "draws"])

@@ -199,6 +199,7 @@ def test_the_earlier_run_stays_until_there_is_a_checkpoint(run: tuple[Path, str]
     assert note.read_text() == "mine" and not new.parent.exists()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_cleanly_with_weights_saved(number: signal.Signals, tmp_path: Path) -> None:
     process = subprocess.Popen(
@@ -234,6 +235,7 @@ def test_a_signal_ends_cleanly_with_weights_saved(number: signal.Signals, tmp_pa
     assert list(lines.parent.glob("*.tmp*")) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("both", [False, True])
 def test_a_closed_output_ends_no_run(both: bool, tmp_path: Path) -> None:
     """As of `| head -1`, of stdout alone or with stderr in it."""

@@ -47,6 +47,7 @@ def adapted(model: Any, weights: dict[str, Any], scale: float) -> dict[str, Adap
     return made
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("tiles", [{}, RAGGED], ids=["uncut", "ragged"])
 @pytest.mark.parametrize("kind", CASES)
 def test_adapters_of_torch(runtime: nt.Runtime, tmp_path: Path, kind: str, tiles: dict[str, int]) -> None:

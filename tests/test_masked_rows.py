@@ -32,6 +32,7 @@ def inputs(counts: list[int], seed: int = 0) -> dict[str, Any]:
     return {"input_ids": ids, "labels": np.where(hidden, -100, ids)}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["BERT", "DistilBERT", "ALBERT", "RoBERTa"])
 @pytest.mark.parametrize(("tiles", "micro"), [({}, 1), (RAGGED, 1), ({"seq": 4, "batch": 1}, 2)])
 def test_the_same_step(runtime: nt.Runtime, kind: str, tiles: dict[str, int], micro: int) -> None:

@@ -98,6 +98,7 @@ with nt.Runtime(cpus=2, memory=int(memory) << 20, disk=on_disk, **how):
 FITS: dict[str, Any] = {}  # by policy: the run that needs no disk
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("policy", "direct", "scheduler"),
     [("chain", True, "lws"), ("chain", False, "lws"), ("redux", True, "lws"), ("chain", True, "planned"),

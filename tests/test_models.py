@@ -36,6 +36,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize(
     ("name", "tiling", "policy", "attention", "fusion"),
     [(name, *ROWS[(k + half) % len(ROWS)]) for k, name in enumerate(CASES) for half in (0, len(ROWS) // 2)],
@@ -67,6 +68,7 @@ def compare(got: Any, want: Any, of: Any, limit: float) -> None:
     assert max(wrong.values()) < limit, sorted(wrong.items(), key=lambda item: -item[1])[:5]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", CASES)
 def test_what_has_no_gradient(name: str) -> None:
     """Only the biases of keys are left out of the comparison, and what is off by little is seen."""
@@ -189,6 +191,7 @@ def test_a_published_deberta(tmp_path: Path) -> None:
 # -- dropout
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "attention_dropout"), [("pretraining", 0.0), ("pretraining", 0.2), ("deberta v3", 0.2)]
 )

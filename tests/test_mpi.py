@@ -115,6 +115,7 @@ def test_ranks_send_what_is_planned(trained: Trained, ranks: int) -> None:
     assert 1.3 * sent["gpt2 rows tree"] < sent["gpt2 rows chain"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("what", "told"),
     [
@@ -152,6 +153,7 @@ def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
     assert "rank 1" in errors and "signal 9" in errors, errors
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_stopped_rank_ends_all(rank: int, tmp_path: Path) -> None:
     process = start(2, SCRIPT, "run", tmp_path / "out", NNTILE_PATIENCE=str(PATIENCE))
@@ -165,6 +167,7 @@ def test_a_stopped_rank_ends_all(rank: int, tmp_path: Path) -> None:
     assert re.search(rf"{told}( from| to) rank {rank}\n|{told[:-2]}no tile\n", errors), errors
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("what", "told"), [("stopped", "its process is stopped"), ("late", "it does not come to where")]
 )
@@ -203,6 +206,7 @@ def found_by(ranks: int, what: str, folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"out.{rank}").read_text()) for rank in range(ranks)]
 
 
+@pytest.mark.long
 def test_tasks_of_all_ranks_on_one_clock(tmp_path: Path) -> None:
     every = found_by(3, "profile", tmp_path)
     first = every[0]
@@ -214,6 +218,7 @@ def test_tasks_of_all_ranks_on_one_clock(tmp_path: Path) -> None:
     check_format(tmp_path / "out-block/trace.json")
 
 
+@pytest.mark.long
 def test_a_profile_of_ranks(tmp_path: Path) -> None:
     tree = TREE | {"profile": {"peak_flop": 5e10, "peak_bytes": 1e10, "warmup": 1}}
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tree))
@@ -246,6 +251,7 @@ def test_a_step_of_ranks_is_measured(tmp_path: Path) -> None:
     assert status == 2 and errors.count("allowed on several ranks: a CONFIG without --peer") == 1, errors
 
 
+@pytest.mark.long
 def test_messages_are_measured() -> None:
     command = ["-m", "nntile_py.cli", "bench", "messages"]
     sizes = "--sizes", "4,1000003"
@@ -337,6 +343,7 @@ def test_a_run_leaves_the_same_behind_whatever_the_ranks(runs: dict[int, tuple[P
     assert alone.partition("sample:")[2] == several.partition("sample:")[2]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_a_checkpoint_goes_on_on_other_ranks(
     before: int, after: int, runs: dict[int, tuple[Path, str]], tmp_path: Path
@@ -386,6 +393,7 @@ def pid_of(rank: int, folder: Path) -> int:
     raise AssertionError(f"no process is rank {rank}")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("command", "told"),
     [

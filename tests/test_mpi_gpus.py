@@ -14,6 +14,7 @@ from nntile_py.system.load import cores
 __all__ = ["pytestmark"]  # skipped where that is
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("count", "of", "share", "told"),
     [(1, 2, "", ["0 1", "1 1"]), (2, 4, "", ["0,1 1", "2,3 1"]), (1, 1, "1", ["0 2", "0 2"]), (1, 1, "", [])],

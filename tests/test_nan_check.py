@@ -113,6 +113,7 @@ def test_the_update_that_made_it() -> None:
             trainer.step(one)
 
 
+@pytest.mark.few(3)
 @pairwise(
     dtype=["fp32", "bf16", "fp16"] if CUDA else ["fp32", "fp64"],
     attention=["vendor", "merge", "flash", "naive"],
@@ -153,6 +154,7 @@ def test_a_scale_is_taken_out_again(tiling: str, optimizer: Any) -> None:
     assert one[0] == other[0] and same(one[1], other[1]) and same(one[2], other[2]) and one[3] == other[3]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("optimizer", [nt.AdamW(lr=0.01), nt.Muon(lr=0.01)])
 def test_a_scale_follows_overflow(optimizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The loss scale is halved until gradients are finite, then doubled periodically; a checkpoint keeps it."""

@@ -104,6 +104,7 @@ def of_auto_tokenizer(folder: Path, kinds: bool, framed: bool) -> Any:
     return theirs
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "theirs"), FAMILY.items())
 def test_bert_learns_and_transformers_reads_it(tmp_path: Path, kind: str, theirs: str) -> None:
     folder, said = trained(tmp_path, BERT | {"type": kind})
@@ -240,6 +241,7 @@ def test_configs_for_gpus(name: str) -> None:
     assert plan(config).parameters / 1e6 == pytest.approx(millions, rel=0.002)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["bert_tiny", "encoder_layer"])
 def test_profile(name: str, tmp_path: Path) -> None:
     smaller = ("--set", "model.layers=1", "--set", "train.batch=2", "--set", "train.seq=16")

@@ -93,6 +93,7 @@ def check(name: str, lengths: list[int], tiles: dict[str, int], rows: int | None
 CUT = itertools.cycle(["uncut", "even"])
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("name", "tiling"), [(name, tiling) for name in MODELS for tiling in ("ragged", next(CUT))])
 def test_equals_padded(name: str, tiling: str) -> None:
     dropout = {} if name == "llama" else {"dropout": 0.2}
@@ -110,6 +111,7 @@ def test_lengths(lengths: str, tiling: str) -> None:
     check("bert", LENGTHS[lengths], TILINGS[tiling], dropout=0.2)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_each_sequence(name: str) -> None:
     """The logits, the loss and the gradients of each sequence alone, among the others of its bin and padded."""
@@ -149,6 +151,7 @@ def test_empty_bins(name: str) -> None:
     assert all(np.allclose(value, packed[key], rtol=1e-5, atol=1e-6) for key, value in grads.items())
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("fusion", [True, {"found": False}, False], ids=str)
 @pytest.mark.parametrize("accumulate", ["chain", "commute", "redux", "tree"])
 def test_policies(accumulate: str, fusion: Any) -> None:
@@ -183,6 +186,7 @@ def test_dropout_of_attention_over_cut_sequences() -> None:
     assert one[0] == other[0] and one[2] == pytest.approx(other[2], rel=2e-6)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_what_cuda_workers_compute(name: str, tiling: str) -> None:

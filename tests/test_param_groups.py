@@ -34,6 +34,7 @@ def grouped(model: Any, lr: float, decay: float) -> list[dict[str, Any]]:
     return settings
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("tiles", [{}, RAGGED], ids=["uncut", "ragged"])
 @pytest.mark.parametrize("name", HOW)
 def test_groups_of_torch(runtime: nt.Runtime, tmp_path: Path, name: str, tiles: dict[str, int]) -> None:

@@ -139,6 +139,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_training(runtime: nt.Runtime, name: str) -> None:
     """Ten steps of AdamW: the first gradients, every loss and norm, the weights at the end."""
@@ -318,6 +319,7 @@ def dropout_losses(tiles: dict[str, int], rate: float = 0.1, lr: float = 1e-3, s
     return losses, trainer.gradients(), trainer.evaluate(ids[0], labels[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("naive", [False, True])
 def test_dropout_does_not_depend_on_the_tiling(runtime: nt.Runtime, naive: bool) -> None:
     losses, grads, _ = dropout_losses({}, naive=naive)

@@ -54,6 +54,7 @@ KINDS = [("forward", "bf16"), ("kept", "bf16"), ("no bias", "bf16"), ("gradient"
          ("plain", "bf16"), ("residual", "bf16")]  # fmt: skip
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_against_float64(monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str, weight: str) -> None:
@@ -195,6 +196,7 @@ assert encoded_launches([task], 90) == NOT_LAUNCHED
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["first ways", "all ways"])
 def test_compiles_for_sm_90(every: bool, python: Python, tmp_path: Path) -> None:
     done = python(COMPILE, Path(__file__).parent, every, TRITON_CACHE_DIR=str(tmp_path))

@@ -318,6 +318,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return request.param, folder / "p"
 
 
+@pytest.mark.few(1)
 def test_files_of_a_run(measured: tuple[str, Path]) -> None:
     policy, folder = measured
     left = {path.name for path in folder.iterdir()}

@@ -113,6 +113,7 @@ CASES: dict[str, Published] = {
 TILES = {"batch": 3, "seq": 5, "embed": 9, "heads": 4, "ffn": 15, "vocab": 23}
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients(runtime: nt.Runtime, tmp_path: Path, name: str) -> None:
     """With cut tiles, from a folder, and from transformers' model through a folder that transformers reads."""
@@ -132,6 +133,7 @@ def test_loss_and_gradients(runtime: nt.Runtime, tmp_path: Path, name: str) -> N
     compare(ours, theirs, batch(causal=ours.objective == "causal"), named=named, limit=case.limit, tiles=TILES)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("policy", "tiles"),
     [("chain", {}), ("commute", {"vocab": 7, "seq": 5}), ("redux", {"vocab": 1, "batch": 1}), ("tree", {"embed": 5})],
@@ -154,6 +156,7 @@ def _mse(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.mse_loss(logits.squeeze(-1), labels)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["Bert", "Roberta", "DistilBert", "Albert", "DebertaV2", "ModernBert"])
 @pytest.mark.parametrize("numbers", [1, 3])
 def test_regression(runtime: nt.Runtime, tmp_path: Path, kind: str, numbers: int) -> None:

@@ -114,6 +114,7 @@ if os.environ.get("NNTILE_TORTURE"):
     MET = [(*way, *others) for way, *others in itertools.product(WAYS, TILINGS, POLICIES, RANKS)]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("shard", "groups", "tiles", "policy", "ranks"), MET)
 def test_ranks_compute_what_the_whole_list_does(
     shard: bool, groups: bool, tiles: dict[str, int], policy: str, ranks: int

@@ -330,6 +330,7 @@ def test_encoding(python: Python, tmp_path: Path) -> None:
     assert np.load(tmp_path / "vectors.npy").shape == (2, 16)
 
 
+@pytest.mark.long
 def test_a_sweep(folder: Path) -> None:
     text, other = blocks(DOCS / "tuning.md", "yaml")
     (folder / "packed.yaml").write_text(other)

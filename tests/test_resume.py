@@ -75,6 +75,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 def test_saved_and_loaded_is_never_stopped(case: str, python: Python, tmp_path: Path) -> None:
     """With dropout; stopped twice, and another number of workers and another scheduler each time."""
@@ -109,6 +110,7 @@ def same(run: Path, whole: Path) -> None:
         assert (run / name).read_bytes() == (whole / name).read_bytes()
 
 
+@pytest.mark.few(1)
 def test_the_newest_checkpoint(whole: Path, tmp_path: Path) -> None:
     """Also in a second folder, from a checkpoint in the middle, on another machine."""
     run = shutil.copytree(whole, tmp_path / "runs" / "tiny")
@@ -178,6 +180,7 @@ def test_written_while_training_stands_still(whole: Path, tmp_path: Path) -> Non
     assert len([*(run / "checkpoints").iterdir()]) == 12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_stopped_and_gone_on(number: signal.Signals, whole: Path, tmp_path: Path) -> None:
     sets = (*SHORT, "checkpoint.every=1")
@@ -407,6 +410,7 @@ def test_all_ranks_know_what_the_first_has_published(
         assert told == [1.0, -1.0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("failures", "arguments"), [(5, ()), (10**6, ("--rescue", "saved"))])
 def test_a_full_disk(failures: int, arguments: tuple[str, ...], whole: Path, tmp_path: Path) -> None:
     """Checkpoints are left out, and told; at the end it is waited for room, or the rescue folder takes the run."""
@@ -492,6 +496,7 @@ main()
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["new", "--overwrite", "--resume"])
 def test_a_disk_that_is_full_from_the_start(how: str, whole: Path, tmp_path: Path) -> None:
     """The rescue folder takes the run, with the metrics of what went before; without one that is an error."""

@@ -63,6 +63,7 @@ def made(kind: str = "Bert") -> Any:
     return getattr(transformers, f"{kind}Model")(config, **options).double().eval()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("choices", "pooling", "tiles", "temperature"),
     [

@@ -168,6 +168,7 @@ def index() -> Iterator[str]:
     thread.join()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("address", "reason"),
     [

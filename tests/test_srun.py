@@ -12,6 +12,7 @@ from nntile_py.system.launcher import apart, by_srun, started
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(bool(LACKS), reason=f"no {', no '.join(LACKS)}")
 @pytest.mark.parametrize("variables", [SRUN, SRUN | {"PMI_RANK": "0"}, SRUN | {"SLURM_PROCID": "1"}])
 def test_srun_without_pmi_is_told_by_the_first(variables: dict[str, str], tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def test_killed_twice(tmp_path: Path) -> None:
     assert again.returncode == 0 and lines(out) == rows  # nothing is left to do
 
 
+@pytest.mark.long
 def test_rounds_take_turns(tmp_path: Path) -> None:
     write(tmp_path, {"grid": {"tiles.batch": [1, 2]}, "rounds": 2, "measure": {"warmup": 0, "repeats": 3}})
     done = nntile(tmp_path, "sweep", "s.yaml", "--out", "out")
@@ -112,6 +113,7 @@ def test_rounds_take_turns(tmp_path: Path) -> None:
     assert two["seconds"] == pytest.approx((rows[1]["seconds"] + rows[3]["seconds"]) / 2)
 
 
+@pytest.mark.long
 def test_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Points of one runtime share a process, in whatever order they come; one that fails does not take others along."""
     started: list[Any] = []
@@ -286,6 +288,7 @@ def test_estimate_of_a_known_graph() -> None:
     assert made.tasks == 5 and made.parallelism == pytest.approx(5 / 3, rel=1e-6)
 
 
+@pytest.mark.long
 def test_auto(tmp_path: Path) -> None:
     write(tmp_path, {})
     done = nntile(tmp_path, "sweep", "--auto", "base.yaml", "--budget", "2", "--set", "train.batch=2", "--out", "out")
@@ -382,6 +385,7 @@ def test_rows_of_another_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (out / "results.csv").read_bytes() != before and len(lines(out)) == 3
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["plan", "run", "operators"])
 def test_metrics_are_those_measured(tmp_path: Path, how: Any) -> None:
     path = write(tmp_path, {"grid": {"tiles.batch": [2]}, "measure": {"how": how, "work": "encoder", "repeats": 1}})

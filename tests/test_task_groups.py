@@ -23,6 +23,7 @@ def lists(tiles: dict[str, int], policy: str, dtype: str = "bf16") -> Iterator[T
     yield from (low.tasks for low in step.lists)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("policy", ["chain", "commute", "redux", "tree"])
 @pytest.mark.parametrize(
     "tiles", [{}, {"batch": 1}, {"batch": 3, "seq": 5, "embed": 20, "heads": 3, "ffn": 50, "vocab": 30}]

@@ -66,6 +66,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the same values
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("alpha", [0.6, 1.0])
 @pytest.mark.parametrize("sets", [(), ("model.activation=gelu_new", "train.pack=false"), ("model.activation=relu",)])
 def test_losses_are_ours(runtime: nt.Runtime, graphs: list[Any], alpha: float, sets: tuple[str, ...]) -> None:
@@ -182,6 +183,7 @@ def contest(path: Path, names: list[str], *sets: str, **how: Any) -> tuple[RunCo
     return load_contest(str(path), list(sets), names, 0.6, **how)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="a torch without distributed")
 @pytest.mark.parametrize("pack", ["true", pytest.param("false", marks=pytest.mark.long)])
 def test_ranks_train_as_we_do(tmp_path: Path, eager: None, pack: str) -> None:
@@ -229,6 +231,7 @@ def test_refused(tmp_path: Path, name: str, inference: bool, sets: list[str], to
 # -- as points of a sweep
 
 
+@pytest.mark.long
 def test_a_point_with_peers(tmp_path: Path, eager: None) -> None:
     run, how = contest(tmp_path / "c.yaml", ["torch_packed"], steps=1)
     how = how.model_copy(update={"peers": ["torch_packed", "torch_padded"], "repeats": 2})

@@ -119,7 +119,8 @@ LOW = itertools.cycle([("bf16", "even", "chain"), ("fp16", "uncut", "chain")])
 
 
 @pytest.mark.parametrize(
-    ("row", "dtype", "tiling", "policy"), [(row, *how) for row in TABLE for how in (RAGGED, next(LOW))]
+    ("row", "dtype", "tiling", "policy"),
+    [one for row in TABLE for one in ((row, *RAGGED), pytest.param(row, *next(LOW), marks=pytest.mark.long))],
 )
 def test_against_the_reference(row: str, dtype: str, tiling: str, policy: str) -> None:
     case = Case(SIZES, dtype)
@@ -177,6 +178,7 @@ if TORTURE:
     POINTS = [*itertools.product(SEGMENTS, ("fp32", "bf16", "fp16"), (40, 150))]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("name", "dtype", "positions"), POINTS)
 def test_attention_over_segments(name: str, dtype: str, positions: int) -> None:
     row, tiles = SEGMENTS[name]
@@ -200,6 +202,7 @@ if TORTURE:
     DENSE_POINTS = [*itertools.product(DENSE, ("fp32", "bf16"), (40, 140))]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("name", "dtype", "positions"), DENSE_POINTS)
 def test_attention_with_dropout(name: str, dtype: str, positions: int) -> None:
     row, tiles = DENSE[name]
@@ -209,6 +212,7 @@ def test_attention_with_dropout(name: str, dtype: str, positions: int) -> None:
 
 # First case: a row has pairs on both sides of 2^32; second: rows of a power of two end there; third: rows begin at odd
 # indices.
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("positions", "large"), [(40, 2**33 - 1606), (64, 2**33 - 64 * 101), (41, 2**33 - 1607), (40, 5 * 2**31 + 8)]
 )
@@ -263,6 +267,7 @@ def fills_first_rows(row: Callable[[Case], Any]) -> bool:
 FIRST_ROWS = [name for name, row in TABLE.items() if fills_first_rows(row)]
 
 
+@pytest.mark.few(32)
 @pytest.mark.parametrize(("name", "dtype"), list(zip(FIRST_ROWS, itertools.cycle(("fp32", "bf16")))))
 def test_what_a_step_fills(name: str, dtype: str) -> None:
     """A step fills 5 of 40 positions. The values behind them, NaN and the id 1, affect no result."""
@@ -516,6 +521,7 @@ for dtype, head_dim in (("bf16", 64), ("fp32", 64), ("fp16", 128), ("bf16", 256)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["first ways", "all ways"])
 def test_attention_over_segments_compiles_for_sm_90(every: bool, python: Python, tmp_path: Path) -> None:
     done = python(COMPILE_SEGMENTS, Path(__file__).parent, every, TRITON_CACHE_DIR=str(tmp_path))
@@ -528,6 +534,7 @@ def test_attention_over_segments_compiles_for_sm_90(every: bool, python: Python,
     assert names <= set(done.stdout.splitlines())
 
 
+@pytest.mark.long
 def test_compiles_for_sm_90(python: Python, tmp_path: Path) -> None:
     done = python(COMPILE, Path(__file__).parent, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr

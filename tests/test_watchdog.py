@@ -41,6 +41,7 @@ with nt.Runtime(cpus=1):
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("still", "in_vain", "busy", "seconds", "told"),
     [
