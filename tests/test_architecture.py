@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
@@ -114,7 +115,9 @@ def circle(found: Arrows) -> list[str]:
     return next((loop for start in below if start not in done and (loop := search([start]))), [])
 
 
-FOUND = arrows(ROOT)
+@functools.cache
+def here() -> Arrows:
+    return arrows(ROOT)
 
 
 def repeated(root: Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
@@ -152,17 +155,17 @@ def test_every_room_has_a_floor() -> None:
 
 
 def test_imports_go_down() -> None:
-    assert upward(FOUND) == []
+    assert upward(here()) == []
 
 
 def test_no_circles() -> None:
-    assert circle(FOUND) == []
-    assert circle({(room(a), room(b)): 0 for a, b in FOUND if FACE not in (a, b) and room(a) != room(b)}) == []
+    assert circle(here()) == []
+    assert circle({(room(a), room(b)): 0 for a, b in here() if FACE not in (a, b) and room(a) != room(b)}) == []
 
 
 def test_only_the_engine_and_what_runs_it_takes_the_extension() -> None:
     """Graphs, tilings, models and configs are plain data, made and tested without StarPU."""
-    takes = {room(a) for a, b in FOUND if b in EXTENSIONS and a != FACE}
+    takes = {room(a) for a, b in here() if b in EXTENSIONS and a != FACE}
     assert "execution" in takes
     assert not [one for one in takes if FLOOR[one] < FLOOR["execution"] or one in ("models", "config", "analysis")]
 

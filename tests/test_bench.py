@@ -70,9 +70,9 @@ def expected() -> list[float]:
     return losses
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="a torch without distributed")
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", pytest.param("fsdp2_offload", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "fsdp2_offload"])
 def test_peers_train_alike(expected: list[float], name: str) -> None:
     row = measure_in_turns(config(), ONE_STEP, [name], 1, losses=LOSSES, time_limit=120.0)[name]
     assert row.get("losses") == pytest.approx(expected, rel=1e-5), row

@@ -60,6 +60,7 @@ def gpt2(rows: int, tile: int, alone: bool = True) -> Step:
 # -- sums
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("words", [1, 10**7])
 @pytest.mark.parametrize("nodes", [2, 3, 4, 6, 7, 12, 45])
 def test_every_node_gets_the_sum_of_all(nodes: int, words: int) -> None:
@@ -168,6 +169,7 @@ def test_a_tile_that_no_message_holds() -> None:
 # -- one node for all of them
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("nodes", "gpus", "share"), [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 2, 2), (4, 2, 2), (2, 4, 1), (3, 2, 1), (5, 1, 1)]
 )

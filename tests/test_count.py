@@ -96,6 +96,7 @@ def test_heads_that_share_keys_stay_together() -> None:
     assert own_cost(of("llama_tiny", f"tiles={found.tiles}")).tasks == found.tasks
 
 
+@pytest.mark.long
 def test_more_than_can_be_listed_is_told_with_what_to_try() -> None:
     config = of("gpt2_tiny", "tiles={batch: 1, embed: 4, ffn: 4, vocab: 16}")
     assert "try --set tiles." in note(config) and "going on" not in note(config)
@@ -107,6 +108,7 @@ def test_more_than_can_be_listed_is_told_with_what_to_try() -> None:
         draw(config)
 
 
+@pytest.mark.long
 def test_a_search_lists_no_tiling_of_far_too_many_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Neither the config's own nor one on the way; and measures none."""
     import io

@@ -22,6 +22,7 @@ from nntile_py.tasks.op import CONTRACTION
 from nntile_py.training.repeated_steps import filled_pass
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "sets", [[], ["train.grad_accumulation=3"], ["accumulate=commute", "tiles.seq=32"], ["tiles.seq=16"]]
 )

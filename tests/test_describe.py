@@ -61,6 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # -- init and config
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("model", TEXT_MODELS)
 def test_init_writes_the_small_run_of_experiments(
     model: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -75,6 +76,7 @@ def test_init_writes_the_small_run_of_experiments(
     assert max(map(len, text.splitlines())) <= 120
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("model", TEXT_MODELS)
 def test_what_is_commented_out_holds_all_the_same(model: str) -> None:
     text = initial("my.yaml", model, ["fusion=false", "scheduler=null"])
@@ -153,6 +155,7 @@ def valid(value: Any, *model: str) -> bool:
 RUNS = [*sorted(ROOT.glob("experiments/*_tiny.yaml")), *sorted(ROOT.glob("experiments/*_[1-9]*.yaml"))]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("path", RUNS, ids=[path.stem for path in RUNS])
 def test_the_schema_takes_what_is_right(path: Path) -> None:
     tree = parse(path.read_text(), "the run")
@@ -173,6 +176,7 @@ WRONG: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("key", "value"), WRONG, ids=[f"{k}={v}" for k, v in WRONG])
 def test_the_schema_refuses_what_load_refuses(key: str, value: Any, tmp_path: Path) -> None:
     right = {"model": {"layers": 1, "embed": 8, "heads": 2}, "train": {"steps": 1, "batch": 1, "seq": 2}}
@@ -237,7 +241,14 @@ SHORTER = {  # what the examples take too long for here
 }
 
 
-@pytest.mark.parametrize(("command", "example"), EXAMPLES, ids=[command for command, _ in EXAMPLES])
+# These measure or start ranks, and tests of their own run them.
+LONG = ("nntile bench messages", "nntile bench step", "nntile sweep")
+
+
+@pytest.mark.parametrize(
+    ("command", "example"),
+    [pytest.param(*one, id=one[0], marks=[pytest.mark.long] * (one[0] in LONG)) for one in EXAMPLES],
+)
 def test_the_help_ends_with_an_example_that_works(command: str, example: str, tmp_path: Path) -> None:
     ranks, *_ = example.partition(command)
     assert not ranks or ranks.startswith("mpirun")

@@ -60,6 +60,7 @@ def test_without_dot_the_rest_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert "No picture: graphviz" in (tmp_path / "out/fig10.md").read_text()
 
 
+@pytest.mark.long
 def test_the_picture_of_some_points_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, titles, left = experiments.load_experiment("fig18"), [], 2
     count = len(sweep.points(made.part("cpu")))

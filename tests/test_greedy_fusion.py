@@ -263,6 +263,7 @@ def compile_it(source: str, folder: str, results: Any) -> None:
     results.put((str(native.path_of(source)), native.address(source) > 0))
 
 
+@pytest.mark.long
 def test_two_processes_compile_the_same(tmp_path: Path) -> None:
     """One library stays, and nothing else."""
     context = multiprocessing.get_context("spawn")

@@ -50,7 +50,7 @@ if TORTURE:
 SOME = ("dropout causal", "window", "groups", "rows keys", "rows padding")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "dtype", "positions", "programs"),
     [pytest.param(*one, marks=[pytest.mark.long] * (one[0] not in SOME)) for one in PROGRAMS],

@@ -44,6 +44,7 @@ def test_the_chain_passes_through_attention_and_the_feed_forward_block() -> None
     assert all(a[2] is b[0] and a[0] in a[1].inputs for a, b in itertools.pairwise(found))
 
 
+@pytest.mark.long
 def test_a_selection_is_measured_and_drawn(tmp_path: Path) -> None:
     made = validated(SelectionExperiment, {"work": "encoder", "set": SMALL, "repeats": 1}, "cpu.")
     result = made.run(tmp_path, Console(stderr=True))

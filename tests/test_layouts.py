@@ -386,6 +386,7 @@ def sets(*items: str) -> list[str]:
     return [part for item in items for part in ("--set", item)]
 
 
+@pytest.mark.long
 def test_tuned_shown_used(tmp_path: Path) -> None:
     """A small real tune; what it found is shown, drawn, and what a step runs by."""
     home = {"XDG_CACHE_HOME": str(tmp_path / "cache")}

@@ -260,6 +260,7 @@ def test_a_full_disk_under_the_log_ends_no_run(tmp_path: Path) -> None:
     assert done.returncode == 0 and (tmp_path / "run/model.safetensors").is_file()
 
 
+@pytest.mark.long
 def test_a_full_disk_under_another_commands_output(tmp_path: Path) -> None:
     """One message, also if the text reaches the disk only at the end; a closed standard error changes nothing."""
     begin = [*command(tmp_path)[:3], "config", "tiny.yaml"]

@@ -88,6 +88,7 @@ def test_adapters_of_torch(runtime: nt.Runtime, tmp_path: Path, kind: str, tiles
         assert np.array_equal(after[name], value) != trained, name
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # peft
 @pytest.mark.parametrize("kind", CASES)
 def test_merged_weights_and_files(runtime: nt.Runtime, tmp_path: Path, kind: str) -> None:

@@ -34,6 +34,7 @@ print("end")
     ends_well(python, code, refused=1)
 
 
+@pytest.mark.long
 def test_arrays_that_found_no_place_when_the_block_ends(python: Any) -> None:
     code = """
 def leave():

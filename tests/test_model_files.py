@@ -24,6 +24,7 @@ from nntile_py.graph.step import StepSpec
 HF = [name for name in CASES if name not in ("masked_lm plain", "encoder", "decoder") and "gathered" not in name]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", HF)
 def test_to_hf_and_back(tmp_path: Path, name: str) -> None:
     """Through memory and through a folder: class, config, weights, logits."""

@@ -58,6 +58,7 @@ def same(one: dict[str, np.ndarray[Any, Any]], other: dict[str, np.ndarray[Any, 
 OPTIMIZERS = nt.AdamW(lr=0.1), nt.SGD(lr=0.1, momentum=0.9), nt.Lion(lr=0.1), nt.Muon(lr=0.1)
 
 
+@pytest.mark.few(3)
 @pairwise(passes=[1, 2], tiling=list(TILES), optimizer=OPTIMIZERS)
 def test_a_skipped_step_changes_nothing(optimizer: Any, tiling: str, passes: int) -> None:
     data = batches(4, 4 * passes)
@@ -93,6 +94,7 @@ def test_gradients_that_are_no_numbers_are_skipped() -> None:
     assert same(before, state(trainer))
 
 
+@pytest.mark.few(4)
 @pairwise(fusion=[True, {"found": False}, False], tiling=list(TILES), policy=["chain", "commute", "redux", "tree"])
 def test_the_operator_that_made_it(fusion: Any, tiling: str, policy: str) -> None:
     trainer = nt.Trainer(overflowing(), 4, 8, TILES[tiling], accumulate=policy, fusion=fusion, check_finite=True)
@@ -333,6 +335,7 @@ def test_a_run_that_skips(tmp_path: Path) -> None:
     assert all(f"checkpoint of step {step} left out" in done.stdout for step in left_out)
 
 
+@pytest.mark.long
 def test_weights_that_are_ruined_replace_no_checkpoint(tmp_path: Path) -> None:
     """A step with too large a rate ruins them, though they are finite; all later steps are skipped, ten end the run."""
     assert nntile(tmp_path, "checkpoint.every=4", "train.eval_every=100").returncode == 0

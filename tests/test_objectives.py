@@ -104,7 +104,7 @@ def of_auto_tokenizer(folder: Path, kinds: bool, framed: bool) -> Any:
     return theirs
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "theirs"), FAMILY.items())
 def test_bert_learns_and_transformers_reads_it(tmp_path: Path, kind: str, theirs: str) -> None:
     folder, said = trained(tmp_path, BERT | {"type": kind})
@@ -220,6 +220,7 @@ def test_masked_settings_that_are_refused(tmp_path: Path) -> None:
             load(write(tmp_path), [f"train.mask_probability={value}"])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [*(f"{kind}_tiny" for kind in FAMILY), "llama_tiny", "encoder_layer", "decoder_layer"])
 def test_plan_and_graph(name: str) -> None:
     config = load(EXPERIMENTS / f"{name}.yaml")
@@ -250,6 +251,7 @@ def test_profile(name: str, tmp_path: Path) -> None:
     assert (tmp_path / name / "report.html").exists()
 
 
+@pytest.mark.long
 def test_sweep(tmp_path: Path) -> None:
     sweep = {
         "config": str(EXPERIMENTS / "llama_tiny.yaml"), "set": {"model.layers": 1, "train.batch": 2},

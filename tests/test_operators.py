@@ -49,6 +49,7 @@ def check_programs(row: Any, dtype: str, *combinations: tuple[str, str]) -> None
             check(row, tiles, policy, dtype)
 
 
+@pytest.mark.long
 @every_row
 def test_in_fp64(runtime: nt.Runtime, row: Any) -> None:
     ragged = (("ragged", policy) for policy in POLICIES)
@@ -106,6 +107,7 @@ def tilings(draw: st.DrawFn) -> tuple[dict[str, int], dict[str, int]]:
     return sizes, {axis: draw(st.integers(-(-sizes[axis] // 5), sizes[axis])) for axis in sorted(cut)}
 
 
+@pytest.mark.few(128)
 @every_row
 @settings(max_examples=4, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(drawn=tilings(), policy=st.sampled_from(POLICIES), seed=st.integers(0, 2**32))

@@ -105,6 +105,7 @@ def test_optimizers(optimizer: nt.tasks.Optimizer) -> None:
     check("gpt2", LENGTHS["some"], TILINGS["ragged"], optimizer=optimizer)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_lengths(lengths: str, tiling: str) -> None:
@@ -135,6 +136,7 @@ def test_each_sequence(name: str) -> None:
             assert np.linalg.norm(a - b) < 1e-6 * max(np.linalg.norm(a), scale * (number > 1)), (row, number)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_empty_bins(name: str) -> None:
     """Of three bins the first alone has a sequence: the same as that by itself."""
@@ -167,6 +169,7 @@ DROPPED = [("bert", "uncut", True), ("gpt2", "even", False), ("gpt2", "even", Tr
 DROPPED += [("modernbert", "uncut", False), ("llama", "even", True)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "tiling", "pack"), DROPPED)
 def test_dropout_of_attention(name: str, tiling: str, pack: bool) -> None:
     """Of the probabilities: what the padded batch draws with all scores in memory, one task draws, packed or not."""
@@ -230,6 +233,7 @@ def test_fp64() -> None:
 CLASSIFIERS = ["bert", "distilbert", "roberta", "albert", "deberta v3", "modernbert"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "tiling"), [*zip(CLASSIFIERS, itertools.cycle(TILINGS)), ("bert", "even"), ("bert", "ragged")]
 )

@@ -158,6 +158,7 @@ def test_training(runtime: nt.Runtime, name: str) -> None:
     assert over_all(trainer.state_dict(), want.weights) < 1e-4
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("attention", ["vendor", "merge", "flash", "naive"])
 @pytest.mark.parametrize("tiles", [{}, RAGGED], ids=["uncut", "ragged"])
 def test_in_float64(runtime: nt.Runtime, tiles: dict[str, int], attention: str) -> None:
@@ -202,6 +203,7 @@ def test_variants(runtime: nt.Runtime, config: dict[str, Any], tiles: dict[str, 
     close_gradients(trainer.gradients(), want)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("policy", ["chain", "redux", "tree"])
 @pytest.mark.parametrize("tiles", [{}, RAGGED], ids=["uncut", "ragged"])
 def test_accumulation_of_micro_batches(runtime: nt.Runtime, tiles: dict[str, int], policy: str) -> None:

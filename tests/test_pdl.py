@@ -69,6 +69,7 @@ def compiled(python: Python, folder: Path, **env: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.long
 def test_kernels_wait_before_they_read(python: Python, tmp_path: Path) -> None:
     waiting = ["griddepcontrol.wait", "griddepcontrol.launch_dependents", "ld.global", "st.global"]
     *made, kept = compiled(python, tmp_path)

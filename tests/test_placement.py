@@ -297,6 +297,7 @@ def of_all_workers(task: Task, load: Any, copies: Any, readers: Any, speed: Spee
     return costs.index(min(costs))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("tiles", [{"batch": 16}, {"batch": 32, "ffn": 256}, {"heads": 1, "ffn": 128, "vocab": 100}])
 @pytest.mark.parametrize(("workers", "policy"), [(2, "chain"), (3, "tree"), (4, "redux"), (8, "chain"), (16, "chain")])
 def test_the_cheapest_of_all(tiles: dict[str, int], workers: int, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,7 @@ def test_what_leaves_a_gpu_that_is_too_small() -> None:
     assert made(int(0.5 * free.peak_bytes), cpus=2).evicted_bytes == 0  # who runs what is not known
 
 
+@pytest.mark.long
 def test_what_a_task_costs_beside_its_work() -> None:
     """Tiny tasks take the runtime's time for each, not that of their flop; and no less than to submit them."""
     config, made = of("tiles={batch: 1, embed: 16, ffn: 32, vocab: 32, heads: 1}")

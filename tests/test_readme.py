@@ -125,6 +125,7 @@ def test_version() -> None:
     assert made.stdout.strip() == nt.__version__
 
 
+@pytest.mark.long
 def test_the_site(tmp_path: Path) -> None:
     """Built strictly: a link, an anchor or a name in the reference that is not there fails."""
     subprocess.run(["make", "-s", "links"], cwd=ROOT, check=True)
@@ -288,6 +289,7 @@ def test_the_readme_has_such_a_run(folder: Path) -> None:
     assert load(folder / "readme.yaml", [f"data.source={folder}/my_text.txt"]).train.steps == 500
 
 
+@pytest.mark.long
 def test_fine_tuning(folder: Path, python: Python) -> None:
     text, frozen, *_ = blocks(DOCS / "fine-tune.md", "yaml")
     write_named(folder, DOCS / "fine-tune.md")

@@ -245,6 +245,7 @@ def test_signals_at_moments(number: signal.Signals, times: int, runs: int, tmp_p
     assert {*statuses} <= {128 + number, 1, -number}
 
 
+@pytest.mark.long
 def test_going_on_without_the_folder_of_the_start_weights(whole: Path, tmp_path: Path) -> None:
     """Even when the checkpoint that took its place is gone as well."""
     start = shutil.copytree(whole, tmp_path / "start")
@@ -360,6 +361,7 @@ def test_stopped_before_the_first_step(whole: Path, tmp_path: Path) -> None:
     assert newest_checkpoint(run, pytest.fail).step == 12
 
 
+@pytest.mark.long
 def test_weights_that_cannot_be_put_into_the_runs_folder(whole: Path, tmp_path: Path) -> None:
     """Waiting would not help: it ends, and says where they are."""
     run = shutil.copytree(whole, tmp_path / "runs" / "tiny")

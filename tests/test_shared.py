@@ -73,6 +73,7 @@ def of_torch(pre_norm: bool, weights: Any, inputs: Any) -> tuple[float, dict[str
     return loss.item(), {name: value.grad.numpy() for name, value in p.items() if value.grad is not None}
 
 
+@pytest.mark.few(8)
 @pairwise(
     how=[
         (True, {}, "chain"),

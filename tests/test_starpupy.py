@@ -35,7 +35,7 @@ def run(name: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, SCRIPT, name], capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_one_starpu(name: str) -> None:
     """Tasks of both packages on the same tiles run in the order of submission, whichever package started StarPU."""

@@ -380,6 +380,7 @@ def kernels(low: ops.Lowering, *names: str) -> float:
     return sum(task.flop for task in low.tasks.tasks if task.kernel in names)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("tiles", [{}, *({a: t} for a, t in TILES.items()), TILES, {"batch": 1, "heads": 1}], ids=str)
 @pytest.mark.parametrize("form", ["vendor", "merge"])
 def test_flop_does_not_depend_on_the_tiling(tiles: dict[str, int], form: str) -> None:

@@ -94,6 +94,7 @@ def test_no_token_is_to_be_predicted(runtime: nt.Runtime, graphs: list[Any]) -> 
     trainer.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("alpha", [0.6, 1.0])
 def test_hidden_states_are_those_of_transformers(graphs: list[Any], packed: bool, alpha: float) -> None:
@@ -185,7 +186,7 @@ def contest(path: Path, names: list[str], *sets: str, **how: Any) -> tuple[RunCo
 
 @pytest.mark.long
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="a torch without distributed")
-@pytest.mark.parametrize("pack", ["true", pytest.param("false", marks=pytest.mark.long)])
+@pytest.mark.parametrize("pack", ["true", "false"])
 def test_ranks_train_as_we_do(tmp_path: Path, eager: None, pack: str) -> None:
     """Ranks have unequal numbers of masked tokens, ours as many bins as there are ranks."""
     of = contest(tmp_path / "c.yaml", ["ddp"], f"train.pack={pack}", steps=1)

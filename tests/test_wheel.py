@@ -58,6 +58,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_a_wheel_trains_without_a_compiler(installed: Path) -> None:
     assert shutil.which("c++", path=str(installed / "env" / "bin")) is None
     (installed / "text.txt").write_text(TEXT)
@@ -75,6 +76,7 @@ def test_a_wheel_trains_without_a_compiler(installed: Path) -> None:
         assert path.startswith(str(installed / "env")), path
 
 
+@pytest.mark.long
 def test_a_wheel_holds_licences_and_names_its_torch(installed: Path) -> None:
     (wheel,) = installed.glob("*.whl")
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
@@ -90,12 +92,14 @@ def test_a_wheel_holds_licences_and_names_its_torch(installed: Path) -> None:
     assert not any("libstarpumpi" in name or "/csrc/" in name for name in names)
 
 
+@pytest.mark.long
 def test_doctor_finds_the_parts_of_a_wheel(installed: Path) -> None:
     report = run(installed, "nntile", "doctor").stdout
     assert re.search(rf"^ok +extension +{re.escape(str(installed))}/env/.*/_avx", report, re.MULTILINE), report
     assert re.search(rf"^ok +StarPU +1\.4\.\d+ in {re.escape(str(installed))}/env/", report, re.MULTILINE), report
 
 
+@pytest.mark.long
 def test_another_torch_gets_one_message(installed: Path) -> None:
     (info,) = (installed / "env" / "lib").glob("python*/site-packages/nntile_py/_build_info.json")
     text = info.read_text()

@@ -13,7 +13,8 @@ import fuzz
 
 TORTURE = bool(os.environ.get("NNTILE_TORTURE"))
 SEED = int(os.environ.get("NNTILE_SEED", "0"))  # printed with each case that goes wrong
-COUNTS = {"configs": 10_000, "files": 2_000} if TORTURE else {"configs": 60, "files": 40}
+# Cases of each of three parts.
+COUNTS = {"configs": 3_334, "files": 667} if TORTURE else {"configs": 20, "files": 12}
 
 
 def _none(cases: Iterable[Any], damaged: bool = True) -> None:
@@ -24,13 +25,15 @@ def _none(cases: Iterable[Any], damaged: bool = True) -> None:
 
 @pytest.mark.timeout(3 * 3600)
 @pytest.mark.parametrize("kind", COUNTS)
-def test_nothing_goes_wrong(kind: str) -> None:
-    _none(fuzz.named(kind, SEED, range(COUNTS[kind])), kind == "files")
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in (1, 2))])
+def test_nothing_goes_wrong(kind: str, part: int) -> None:
+    _none(fuzz.named(kind, SEED, range(COUNTS[kind] * part, COUNTS[kind] * (part + 1))), kind == "files")
 
 
 @pytest.mark.timeout(300)
-def test_what_once_went_wrong() -> None:
-    """Each is a file in corpus/."""
-    cases = fuzz.kept()
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in (1, 2))])
+def test_what_once_went_wrong(part: int) -> None:
+    """Each is a file in corpus/; a third of them at a time."""
+    cases = dict([*fuzz.kept().items()][part::3])
     assert cases
     _none((name, lambda _, case=case: case) for name, case in cases.items())
