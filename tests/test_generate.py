@@ -72,13 +72,12 @@ def _running(runtime: nt.Runtime) -> None:
     """A running StarPU with two CPU workers."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "tiles", "rows"),
     [
-        pytest.param("gpt2", "uncut", 20, marks=pytest.mark.long), ("gpt2", "ragged", 8),
-        pytest.param("llama", "uncut", 8, marks=pytest.mark.long), ("llama", "even", 20),
-        pytest.param("mistral", "even", 8, marks=pytest.mark.long),
-        pytest.param("qwen3", "uncut", 8, marks=pytest.mark.long),
+        ("llama", "ragged", 8), ("llama", "uncut", 8), ("llama", "even", 20), ("gpt2", "uncut", 20),
+        ("gpt2", "ragged", 8), ("mistral", "even", 8), ("qwen3", "uncut", 8),
     ],
 )  # fmt: skip
 def test_greedy_texts_are_those_of_transformers(kind: str, tiles: str, rows: int) -> None:
