@@ -247,11 +247,13 @@ def test_tokenizing_goes_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.Mon
     for _ in range(3):
         monkeypatch.setattr(prepare, "tokenize", killed)
         with pytest.raises(KeyboardInterrupt):
-            prepare.tokenize_into_folder(folder, documents, split, tokenizer, "window", 0, {})
+            prepare.tokenize_into_folder(folder, documents, split, tokenizer, "window", 0, {}, "key")
         with pytest.raises(ConfigError, match="cannot read the tokens"):
             read_token_folder(folder)
     monkeypatch.setattr(prepare, "tokenize", original)
-    prepare.tokenize_into_folder(folder, documents, split, tokenizer, "window", 0, {"unit": "window"}, reports.append)
+    prepare.tokenize_into_folder(
+        folder, documents, split, tokenizer, "window", 0, {"unit": "window"}, "key", reports.append
+    )
     assert "going on after" in reports[0]
     made = read_token_folder(folder)
     assert same(*(module.Corpus(tokenizer, [a], [b]) for a, b in
