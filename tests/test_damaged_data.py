@@ -54,6 +54,24 @@ def test_damaged_arrow_and_parquet_files_are_named(tmp_path: Path) -> None:
             list(read_rows("data.source: " + name, tmp_path / name, ("text",), "a table"))
 
 
+def test_an_arrow_stream_without_its_end_is_refused(tmp_path: Path) -> None:
+    """Its rows would be those of a whole file. datasets closes its writer, which writes the marker."""
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table({"text": ["some text"] * 10})
+    with pa.ipc.new_stream(tmp_path / "whole.arrow", table.schema) as file:
+        file.write_table(table, 4)
+    content, path = (tmp_path / "whole.arrow").read_bytes(), tmp_path / "cut.arrow"
+    last_batch = content.rindex(b"\xff\xff\xff\xff", 0, -8)
+    for size in (*range(len(content) - 8, len(content)), last_batch, len(content)):
+        path.write_bytes(content[:size])
+        rows = read_rows("data.source", path, ("text",), "a table")
+        if size == len(content):
+            assert len(list(rows)) == 10
+        else:
+            with pytest.raises(ConfigError, match=r"data\.source: (cut short: no marker|damaged)"):
+                list(rows)
+
+
 def test_damaged_token_files(tmp_path: Path) -> None:
     def index(lengths: list[int]) -> bytes:
         starts = (np.cumsum(lengths) - lengths) * 4
