@@ -134,7 +134,7 @@ def test_a_chat_template_has_a_limit_of_time(
         (tmp_path / "chat_template.jinja").write_text(text)
         instructions = Instructions(Columns("chat"), ChatTemplate(tmp_path))
         begin = time.monotonic()
-        with pytest.raises(ConfigError, match=r"^data\.source: a\.jsonl, line 3: chat template: it takes more than 0\.3 s"):
+        with pytest.raises(ConfigError, match=r"^data\.source: a\.jsonl, line 3: chat template: it takes more"):
             if other_thread:
                 with ThreadPoolExecutor(1) as pool:
                     pool.submit(instructions.render, "data.source: a.jsonl, line 3", row).result()
