@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from nntile_py.graph.lora import A, B, LoRA, adapted, is_adapter, module_of
 from nntile_py.models.base import Model
 from nntile_py.models.hf_config import arrays, named, read_json, tensors_in
 from nntile_py.schema import validated
-from nntile_py.system.folders import replace_file
+from nntile_py.system.folders import new_folders, replaced
 from nntile_py.typed import typed
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -35,7 +36,7 @@ def save_adapter(model: Model, folder: str | Path, base: str | None = None) -> N
 
     Raises:
         ConfigError: The model has no adapters.
-        OSError: A file cannot be written. It is then the old one.
+        OSError: A file cannot be written. Both files are then the old ones.
     """
     if not (lora := model.config.lora):
         raise ConfigError(f"model: {type(model).__name__} has no adapters; allowed: a model with lora")
@@ -54,8 +55,19 @@ def save_adapter(model: Model, folder: str | Path, base: str | None = None) -> N
         f"{PREFIX}{name}": np.ascontiguousarray(value, np.float32) for name, value in model.weights.items()
         if is_adapter(name) or lora.chosen(name, lora.modules_to_save)
     }  # fmt: skip
-    replace_file(folder / ADAPTER, save(tensors, {"format": "pt"}))
-    replace_file(folder / ADAPTER_CONFIG, json.dumps(facts, indent=2))
+    replace_both(folder, save(tensors, {"format": "pt"}), json.dumps(facts, indent=2).encode())
+
+
+def replace_both(folder: Path, weights: bytes, config: bytes) -> None:
+    """Write the two files of an adapter. After a kill at any moment, no old file is beside a new one."""
+    with new_folders(folder), replaced(folder / ADAPTER_CONFIG) as config_file:
+        config_file.write(config)
+        config_file.flush()
+        with replaced(folder / ADAPTER) as file:
+            file.write(weights)
+            file.flush()
+            os.fsync(file.fileno())
+            (folder / ADAPTER_CONFIG).unlink(missing_ok=True)  # weights without it are refused
 
 
 @typed

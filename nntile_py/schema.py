@@ -246,6 +246,19 @@ def validated(
         raise ConfigError(explained(cls, error, prefix, elsewhere())) from None
 
 
+def checked_value(key: str, kind: Any, value: Any) -> Any:
+    """Return a value that the rule of an annotation such as NonNegative has checked and converted.
+
+    Raises:
+        ConfigError: The value is not allowed. The message names `key`."""
+    validator = next(part for part in get_args(kind) if isinstance(part, PlainValidator))
+    check: Callable[[Any], Any] = validator.func  # type: ignore[assignment]
+    try:
+        return check(plain(value))
+    except ValueError as error:
+        raise ConfigError(f"{key}: got {short(value)}; allowed: {error}") from None
+
+
 def explained(cls: type[BaseModel], error: ValidationError, prefix: str = "", elsewhere: Iterable[str] = ()) -> str:
     """Return pydantic's error as a message with one line for each wrong key; see `validated` for the arguments."""
     places = list(elsewhere)

@@ -138,6 +138,11 @@ def test_a_long_document_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.Mo
         for all_parts in ([(TextPart(text), False)], [(part, False) for part in parts])
     )
     assert np.array_equal(whole, cut)
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": "short"}))
+    of_rows = list(Documents(str(tmp_path / "long.jsonl")))
+    assert "".join(part.text for part in of_rows) == text + "short" and of_rows[-1] == TextPart("short")
+    assert [part.last for part in of_rows] == [False] * (len(of_rows) - 2) + [True] * 2
+    assert len(of_rows) > 2 and all(len(part.text) < 2 * size for part in of_rows)
     parts = list(Documents(str(tmp_path / "long.txt"), unit="paragraphs"))
     units = [one.text for part in parts for one in split_into_sequences(part, "paragraphs")]
     assert units == [one.text for one in split_into_sequences(TextPart(text), "paragraphs")]
@@ -247,11 +252,13 @@ def test_tokenizing_goes_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.Mon
     for _ in range(3):
         monkeypatch.setattr(prepare, "tokenize", killed)
         with pytest.raises(KeyboardInterrupt):
-            prepare.tokenize_into_folder(folder, documents, split, tokenizer, "window", 0, {})
+            prepare.tokenize_into_folder(folder, documents, split, tokenizer, "window", 0, {}, "key")
         with pytest.raises(ConfigError, match="cannot read the tokens"):
             read_token_folder(folder)
     monkeypatch.setattr(prepare, "tokenize", original)
-    prepare.tokenize_into_folder(folder, documents, split, tokenizer, "window", 0, {"unit": "window"}, reports.append)
+    prepare.tokenize_into_folder(
+        folder, documents, split, tokenizer, "window", 0, {"unit": "window"}, "key", reports.append
+    )
     assert "going on after" in reports[0]
     made = read_token_folder(folder)
     assert same(*(module.Corpus(tokenizer, [a], [b]) for a, b in

@@ -4,14 +4,18 @@ import errno
 import io
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from nntile_py.data import chat_template
 from nntile_py.data.chat_template import ChatTemplate
 from nntile_py.data.files import opened
+from nntile_py.data.instructions import Columns, Instructions
 from nntile_py.data.rows import read_rows
 from nntile_py.data.token_files import META, TokenWriter, read_token_file, read_token_folder
 from nntile_py.errors import ConfigError
@@ -54,6 +58,24 @@ def test_damaged_arrow_and_parquet_files_are_named(tmp_path: Path) -> None:
             list(read_rows("data.source: " + name, tmp_path / name, ("text",), "a table"))
 
 
+def test_an_arrow_stream_without_its_end_is_refused(tmp_path: Path) -> None:
+    """Its rows would be those of a whole file. datasets closes its writer, which writes the marker."""
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table({"text": ["some text"] * 10})
+    with pa.ipc.new_stream(tmp_path / "whole.arrow", table.schema) as file:
+        file.write_table(table, 4)
+    content, path = (tmp_path / "whole.arrow").read_bytes(), tmp_path / "cut.arrow"
+    last_batch = content.rindex(b"\xff\xff\xff\xff", 0, -8)
+    for size in (*range(len(content) - 8, len(content)), last_batch, len(content)):
+        path.write_bytes(content[:size])
+        rows = read_rows("data.source", path, ("text",), "a table")
+        if size == len(content):
+            assert len(list(rows)) == 10
+        else:
+            with pytest.raises(ConfigError, match=r"data\.source: (cut short: no marker|damaged)"):
+                list(rows)
+
+
 def test_damaged_token_files(tmp_path: Path) -> None:
     def index(lengths: list[int]) -> bytes:
         starts = (np.cumsum(lengths) - lengths) * 4
@@ -89,13 +111,36 @@ def test_a_prepared_folder_with_another_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_chat_template_cannot_compute_for_hours(tmp_path: Path) -> None:
-    for template in ("{{ (10**8) ** (10**7) }}", "{{ ('a' * 10**11) | length }}", "{{ 10**8 * ([1] * 10**7) }}"):
+    for template in ("{{ (10**8) ** (10**7) }}", "{{ ('a' * 10**11) | length }}", "{{ 10**8 * ([1] * 10**7) }}",
+                     "{{ ('f' * 10**6) | int(base=16) // 3 }}"):  # fmt: skip
         (tmp_path / "chat_template.jinja").write_text(template)
-        with pytest.raises(ConfigError, match=r"chat template: \*\*? makes .* items or bits; the most is"):
+        with pytest.raises(ConfigError, match=r"chat template: (\*\*?|//) has .* (items|bits); the most is"):
             ChatTemplate(tmp_path).prompt(MESSAGES)
     for template, text in {"{{ '=' * 3 }}{{ 2 ** 10 }}{{ 3 * 4 }}": "===102412", "{{ 2 ** -1 * 1.5 }}": "0.75"}.items():
         (tmp_path / "chat_template.jinja").write_text(template)
         assert ChatTemplate(tmp_path).prompt(MESSAGES) == text
+
+
+@pytest.mark.parametrize("other_thread", [False, True])
+def test_a_chat_template_has_a_limit_of_time(
+    other_thread: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line is within the limits, all together would take hours. The message names the row."""
+    monkeypatch.setattr(chat_template, "MOST_SECONDS", 0.3)
+    row = {"chat": [*MESSAGES, {"role": "assistant", "content": "hi"}]}
+    lines = "('ab' * 10**6) | replace('a', 'c')", "('ab c ' * 10**5) | wordwrap(20)", "('a' * 10**7) in ('b' * 10**7)"
+    for line in lines:
+        text = f"{{% for i in range(99999) %}}{{% set x = {line} %}}{{% endfor %}}"
+        (tmp_path / "chat_template.jinja").write_text(text)
+        instructions = Instructions(Columns("chat"), ChatTemplate(tmp_path))
+        begin = time.monotonic()
+        with pytest.raises(ConfigError, match=r"^data\.source: a\.jsonl, line 3: chat template: it takes more"):
+            if other_thread:
+                with ThreadPoolExecutor(1) as pool:
+                    pool.submit(instructions.render, "data.source: a.jsonl, line 3", row).result()
+            else:
+                instructions.render("data.source: a.jsonl, line 3", row)
+        assert time.monotonic() - begin < 10
 
 
 def test_a_list_of_chat_templates_may_have_other_items(tmp_path: Path) -> None:

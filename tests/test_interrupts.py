@@ -1,5 +1,6 @@
 """Ctrl-C, once or several times, at any moment: the process ends soon, or goes on with a working runtime."""
 
+import itertools
 import os
 import random
 import resource
@@ -70,33 +71,63 @@ def test_ctrl_c_of_a_command_is_one_line(capsys: pytest.CaptureFixture[str], mon
 
 
 COMPILES = """
-import os, signal, threading
+import os, signal, sys, threading, time
 from pathlib import Path
+from nntile_py import cli
 from nntile_py.tasks.scalar import native
 
 folder = Path(os.environ["TMPDIR"])
+thread, number = sys.argv[1], getattr(signal, sys.argv[2])
 
 def send():
-    while not [*folder.glob("nntile_py*/kernel.cpp")]:
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
+    while not [*folder.glob("nntile_py*/started")]:
+        time.sleep(0.001)
+    os.kill(os.getpid(), number)
 
-threading.Thread(target=send, daemon=True).start()
-native.why_not()
+def run():
+    threading.Thread(target=send, daemon=True).start()
+    if thread == "main":
+        native.why_not()
+    else:
+        compiles = threading.Thread(target=native.why_not, daemon=True)
+        compiles.start()
+        compiles.join()
+
+sys.argv = ["nntile"]
+cli.main(run) if thread == "command" else run()
 """
 
 
-def test_sigterm_while_a_kernel_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a user's program, which does not handle SIGTERM."""
+SHORT = [("main", "SIGTERM"), ("other", "SIGTERM"), ("command", "SIGINT")]
+PAIRS = itertools.product(("main", "other", "command"), ("SIGTERM", "SIGINT", "SIGKILL"))
+CASES = [pytest.param(*pair, marks=() if pair in SHORT else pytest.mark.long) for pair in PAIRS]
+
+
+@pytest.mark.parametrize(("thread", "number"), CASES)
+def test_a_signal_while_a_kernel_is_compiled(
+    thread: str, number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a user's program, which does not handle SIGTERM, and in a command whose other thread compiles."""
     compiler = tmp_path / "slow"
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in *kernel.cpp*) exec sleep {PATIENCE};; esac\nexec c++ "$@"\n')
+    waits = f"echo $$ > {tmp_path}/pid; touch $TMPDIR/started; exec sleep {PATIENCE}"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *kernel.cpp*) {waits};; esac\nexec c++ "$@"\n')
     compiler.chmod(0o700)
     (tmp_path / "tmp").mkdir()
     for name, value in {"CXX": compiler, "TMPDIR": tmp_path / "tmp", "XDG_CACHE_HOME": tmp_path / "cache"}.items():
         monkeypatch.setenv(name, str(value))
-    done = subprocess.run([sys.executable, "-c", COMPILES], capture_output=True, text=True, check=False)
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
-    assert not [*(tmp_path / "tmp").iterdir()]
+    command = [sys.executable, "-c", COMPILES, thread, number]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    own = thread == "command" and number != "SIGKILL"
+    value = getattr(signal, number)
+    assert done.returncode == (128 + value if own else -value), done.stderr
+    if own:
+        assert done.stderr == "interrupted\n" * (number == "SIGINT")
+    compiler_process = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}")
+    end = time.monotonic() + 5
+    while [*(tmp_path / "tmp").iterdir()] or compiler_process.exists():
+        assert time.monotonic() < end, [*(tmp_path / "tmp").iterdir()]
+        time.sleep(0.01)
+    assert not [*(tmp_path / "cache").rglob("*.so*")]
 
 
 @pytest.mark.parametrize("kib", [600_000, 2**40, -1])

@@ -183,3 +183,7 @@ def test_a_step_with_rate_0(name: str, runtime: nt.Runtime) -> None:
     assert all((value == before[key]).all() for key, value in trainer.state_dict().items())
     with pytest.raises(nt.ConfigError, match=r"lr: got -1\.0; allowed: a number of at least 0"):
         trainer.step(ids[0], labels[0], lr=-1.0)
+    for rate in ("1e-3", True, float("nan")):
+        with pytest.raises(nt.ConfigError, match=r"^optimizer\.lr: got .*; allowed: a number of at least 0$"):
+            trainer.submit(ids[0], labels[0], lr=rate)  # type: ignore[arg-type]
+    assert trainer.step(ids[0], labels[0], lr=np.float64(0)) > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import time
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,11 @@ from nntile_py.system.folders import read
 
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 MOST_STEPS = 2_000_000  # largest number of lines that a template's code runs, about a second
-_LARGEST = 10_000_000  # items or bits of a product or a power in a template: one such step could take hours
+# Limit for a conversation, in seconds of a core: MOST_SECONDS, and SECONDS_EACH for each message. The conversation is
+# rendered again before each answer.
+MOST_SECONDS, SECONDS_EACH = 10.0, 0.1
+# Most items of a product and most bits of an integer in a template: one step with more could take hours.
+_MOST_ITEMS, _MOST_BITS = 10_000_000, 100_000
 Message = dict[str, str]  # role: system, user or assistant; content
 
 
@@ -41,19 +46,22 @@ class ChatTemplate:
         """Return the text that an assistant's answer continues. Raises ConfigError as `render` does."""
         return self.render(messages, answer=True)
 
-    def render(self, messages: list[Message], answer: bool = False) -> str:
+    def render(self, messages: list[Message], answer: bool = False, end: float | None = None) -> str:
         """Return the text of a conversation.
 
-        answer: Add the text that begins an assistant's answer.
+        Args:
+            messages: The messages.
+            answer: Add the text that begins an assistant's answer.
+            end: The `deadline` of several calls together. None: this call has its own.
 
         Raises:
-            ConfigError: The template refuses the messages, or has an error.
+            ConfigError: The template refuses the messages, has an error, or takes too long.
         """
         if self.source is None:
             lines = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
             return "".join([*lines, "Assistant:" * answer])
         try:
-            with _limited_steps():
+            with _limited(deadline(messages) if end is None else end):
                 return self._compiled.render(messages=messages, add_generation_prompt=answer, **self._tokens)
         except Exception as error:  # a template may compute anything
             text = str(error) or type(error).__name__
@@ -87,13 +95,27 @@ def _text(token: Any) -> Any:
     return token.get("content") if isinstance(token, dict) else token
 
 
+def deadline(messages: Sized) -> float:
+    """Return when the rendering of a conversation that begins now must have ended, in seconds of this thread's work."""
+    return time.thread_time() + MOST_SECONDS + SECONDS_EACH * len(messages)
+
+
 @contextmanager
-def _limited_steps() -> Iterator[None]:
-    """Limit the run time of a template: raise TemplateError after MOST_STEPS lines of its compiled code."""
+def _limited(end: float) -> Iterator[None]:
+    """Raise TemplateError after MOST_STEPS lines of a template's compiled code, or at `end`, see `deadline`.
+
+    Works in all threads, unlike a timer's signal. The time is checked at calls, such as those of filters, and at lines.
+    """
     steps, before = 0, sys.gettrace()
+
+    def check() -> None:
+        if time.thread_time() > end:
+            raise TemplateError(f"it takes more than {MOST_SECONDS:g} s, and {SECONDS_EACH:g} s for each message")
 
     def trace(frame: FrameType, event: str, value: Any) -> Any:
         nonlocal steps
+        if event == "call" or steps % 64 == 0:
+            check()
         if frame.f_code.co_filename != "<template>":
             return None
         steps += event == "line"
@@ -106,23 +128,26 @@ def _limited_steps() -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
+    check()
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """transformers' sandbox, which also refuses products and powers of more than _LARGEST items or bits."""
+    """transformers' sandbox, which also refuses operations on more than _MOST_ITEMS items or _MOST_BITS bits."""
 
-    intercepted_binops = frozenset(("*", "**"))
+    intercepted_binops = frozenset(("*", "**", "//", "%"))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Return the product or the power of two values. Raises TemplateError if it is too large."""
+        """Return the result of an operator. Raises TemplateError if it would take too long."""
+        size, most = 0, _MOST_ITEMS
         if isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length()
-            size = bits + right.bit_length() if operator == "*" else bits * right
-        else:
+            bits, most = left.bit_length(), _MOST_BITS
+            size = bits * right if operator == "**" else bits + right.bit_length()
+        elif operator == "*":
             pairs = (left, right), (right, left)
             size = max((len(a) * b for a, b in pairs if isinstance(a, Sized) and isinstance(b, int)), default=0)
-        if size > _LARGEST:
-            raise TemplateError(f"{operator} makes {size:.1e} items or bits; the most is {_LARGEST:,}")
+        if size > most:
+            kind = "bits" if most == _MOST_BITS else "items"
+            raise TemplateError(f"{operator} has {size:.1e} {kind}; the most is {most:,}")
         return super().call_binop(context, operator, left, right)
 
 

@@ -162,7 +162,7 @@ def _read(source: TextSource, reading: Reading, key: str) -> TokenFolder:
         return _token_file(path, reading, key)
     documents = Documents(source.path, reading.extensions, source.column, reading.max_bytes, reading.unit, key,
                           reading.instructions)  # fmt: skip
-    cache_key = _key(documents, reading)
+    cache_key = tokens_key(documents, reading)
     if cached := read_cached(cache_key):
         return cached
     split = Split(documents, reading.val_fraction)
@@ -173,7 +173,9 @@ def _read(source: TextSource, reading: Reading, key: str) -> TokenFolder:
         try:
             with locked(folder, reading.report):
                 if not (cached := read_cached(cache_key)):  # another process may have written the tokens meanwhile
-                    tokenize_into_folder(folder, documents, split, tokenizer, unit, end, facts, reading.report)
+                    tokenize_into_folder(
+                        folder, documents, split, tokenizer, unit, end, facts, cache_key, reading.report
+                    )
                     cached = read_cached(cache_key)
             trim_cached_folders()
             if cached:
@@ -236,7 +238,7 @@ def _token_file(path: Path, reading: Reading, key: str) -> TokenFolder:
     return TokenFolder(*parts, reading.tokenizer.to_str(), {})
 
 
-def _key(documents: Documents, reading: Reading) -> str:
+def tokens_key(documents: Documents, reading: Reading) -> str:
     """Return a hash of everything that determines the tokens: files with size and time, the split, the tokenizer."""
     digest = hashlib.sha256(tokenizers.__version__.encode())
     for module in ("tokenization", "documents", "rows", "files", "instructions", "corpus"):
@@ -262,5 +264,3 @@ def fingerprint(array: Array | None) -> bytes:
         for first in np.linspace(0, len(array) - size, 1024).astype(np.int64):
             digest.update(array[first : first + size].tobytes())
     return digest.digest()
-
-

@@ -6,7 +6,7 @@ import codecs
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.system.folders import STDLIB, files_in, stdlib, stdlib_files
 
 OPTION = "SOURCE"  # key of the source in messages of `nntile data prepare`
-PART = 4 * 2**20  # bytes of a text file that are read at once; a longer document is read in several parts
+PART = 4 * 2**20  # bytes or characters; a longer document has several parts, which are tokenized one after the other
 # Where a part may end, best first. Tokenizers that split text at a line end between two other characters, as those of
 # GPT-2 and Llama 3 do, give the same tokens for the parts as for the whole document.
 _PARAGRAPH, _SINGLE, _LINE = (re.compile(rule) for rule in (r"\n\s*\n(?=\S)", r"(?<=\S)\n(?=\S)", r"\n(?=\S)"))
@@ -153,7 +153,7 @@ class Documents:
         tolerant = Path(self.source).is_dir() and self.source != STDLIB and not is_dataset(Path(self.source))
         if self.instructions and not is_table(path):
             raise ConfigError(f"{self.key}: {path} is no table; allowed for instructions: {table_names()}")
-        parts = self._rows(path) if is_table(path) else self._text(path, most)
+        parts = self._rows(path) if is_table(path) else self._cut(self._decoded(path, most))
         if not tolerant:
             yield from parts
             return
@@ -192,7 +192,7 @@ class Documents:
         for number, row in read_rows(where, path, [self.column], need):
             text = row[self.column]
             if text is not None and text_of(f"{where}, {place(path, number)}", self.column, text, empty=True).strip():
-                yield TextPart(text)
+                yield from self._cut(text[first : first + PART] for first in range(0, len(text), PART))
 
     def _check(self, path: Path) -> None:
         """Read a text file once. Raises _NoText if it is none."""
@@ -200,10 +200,10 @@ class Documents:
             for _ in self._decoded(path, None):
                 pass
 
-    def _text(self, path: Path, most: int | None) -> Iterator[TextPart]:
-        """Yield the parts of a text file, which is one document."""
+    def _cut(self, chunks: Iterable[str]) -> Iterator[TextPart]:
+        """Yield the parts of a document, whose text comes in chunks of at most PART."""
         begun, text = False, ""
-        for chunk in self._decoded(path, most):
+        for chunk in chunks:
             text += chunk
             while len(text) >= PART and (cut := _last_cut(text, self.unit)):
                 if begun or text[:cut].strip():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from nntile_py.data.chat_template import ChatTemplate, Message
+from nntile_py.data.chat_template import ChatTemplate, Message, deadline
 from nntile_py.data.tables import text_of
 from nntile_py.errors import ConfigError
 from nntile_py.schema import short
@@ -78,12 +78,13 @@ class Instructions:
 
     def _conversation(self, here: str, messages: list[Message]) -> Spans:
         try:
-            text, spans = self._template.render(messages), []
+            end = deadline(messages)
+            text, spans = self._template.render(messages, end=end), []
             for number, message in enumerate(messages):
                 if message["role"] != ANSWERS:
                     continue
-                before = self._template.render(messages[:number], answer=True)
-                through = self._template.render(messages[: number + 1])
+                before = self._template.render(messages[:number], answer=True, end=end)
+                through = self._template.render(messages[: number + 1], end=end)
                 if not (text.startswith(through) and through.startswith(before)):
                     changed = f"chat template: message {number + 1} changes the text before it"
                     raise ConfigError(f"{changed}; allowed: templates that only add text for each message")

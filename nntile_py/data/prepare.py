@@ -19,6 +19,7 @@ from nntile_py.data.documents import Documents, Split
 from nntile_py.data.token_files import (
     HELD_OUT,
     META,
+    TOKENIZER,
     TRAIN,
     TokenFolder,
     Tokens,
@@ -27,14 +28,18 @@ from nntile_py.data.token_files import (
     joined_lengths,
     read_token_folder,
     write_meta,
+    written_files,
 )
 from nntile_py.data.tokenization import Report, silent, token_dtype, tokenize
 from nntile_py.errors import ConfigError
-from nntile_py.system.folders import cache_folder, replace_file
+from nntile_py.system.folders import cache_folder, remove_leftovers, replace_file
 
 CACHED_BYTES = 64 * 2**30  # limit for all cached folders; the folders used least recently are removed first
 SAVE_EVERY = 20  # seconds between two records of the progress
 PROGRESS, _LOCK = "progress.json", "lock"
+# Files of a folder whose tokens are not complete.
+OWN = (TOKENIZER, PROGRESS, _LOCK, META, *(f"{part}.{name}" for part in (TRAIN, HELD_OUT)
+       for name in ("tokens", "segments", "lengths", "learned")))  # fmt: skip
 
 
 def tokenize_into_memory(
@@ -60,7 +65,7 @@ def tokenize_into_memory(
 
 def tokenize_into_folder(
     folder: Path, documents: Documents, split: Split, tokenizer: Tokenizer, unit: str, end: int | None,
-    facts: Mapping[str, Any], report: Report = silent,
+    facts: Mapping[str, Any], key: str, report: Report = silent,
 ) -> None:  # fmt: skip
     """Write the tokens of documents into a folder, see token_files. Continues a call that was interrupted.
 
@@ -72,13 +77,19 @@ def tokenize_into_folder(
         unit: What a sequence is.
         end: Token that closes each sequence.
         facts: Entries of META besides.
+        key: Determines the tokens, as that of `cached_folder`. An interrupted call with another key is not continued.
         report: Shows progress.
 
     Raises:
         OSError: The disk is full. Calling again continues.
     """
-    begun = {"digest": split.digest, "unit": unit, "end": end, "tokenizer": tokenizer.to_str()}
-    saved = _progress(folder, begun)
+    begun = {"key": key, "digest": split.digest, "tokenizer": tokenizer.to_str()}
+    for name in OWN:
+        remove_leftovers(folder / name)
+    saved = _progress(folder)
+    if not (saved and saved["begun"] == begun and _has(folder, saved["sizes"])):
+        saved = {}
+        (folder / PROGRESS).unlink(missing_ok=True)  # before the files that it counts are written again
     done, sizes = saved.get("parts", 0), saved.get("sizes", {})
     if done:
         report(f"going on after {done:,} parts of documents that are tokenized already")
@@ -110,15 +121,29 @@ def tokenize_into_folder(
             writer.close()
     write_meta(folder, tokenizer.to_str(), dtype, facts)
     (folder / PROGRESS).unlink(missing_ok=True)
+    for name in writers:
+        (folder / f"{name}.segments").unlink()
 
 
-def _progress(folder: Path, begun: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how far an interrupted call has come in a folder; {} if it was for other documents or settings."""
+def interrupted_tokenizer(folder: Path, key: str) -> Tokenizer | None:
+    """Return the tokenizer of an interrupted call with this key; None if there was none."""
+    saved = _progress(folder)
+    return Tokenizer.from_str(saved["begun"]["tokenizer"]) if saved and saved["begun"]["key"] == key else None
+
+
+def _progress(folder: Path) -> dict[str, Any]:
+    """Return how far an interrupted call has come in a folder: `begun`, `parts`, `sizes`; {} if there was none."""
     try:
         saved: dict[str, Any] = json.loads((folder / PROGRESS).read_text())
-        return saved if saved["begun"] == begun else {}
-    except (OSError, ValueError, KeyError):
+        return saved if {*saved} == {"begun", "parts", "sizes"} and "key" in saved["begun"] else {}
+    except (OSError, ValueError, TypeError):
         return {}
+
+
+def _has(folder: Path, sizes: Mapping[str, list[int]]) -> bool:
+    """Return True if the files of tokens have at least the sizes that they had when the progress was recorded."""
+    parts = (zip(written_files(folder, name), sizes[name], strict=True) for name in (TRAIN, HELD_OUT))
+    return all(path.is_file() and path.stat().st_size >= size for part in parts for path, size in part)
 
 
 def _save_progress(folder: Path, begun: Mapping[str, Any], parts: int, writers: Mapping[str, TokenWriter]) -> None:

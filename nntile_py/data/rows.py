@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from nntile_py.data.files import COMPRESSED, format_suffix, opened, package, text_lines
 from nntile_py.errors import ConfigError
@@ -165,10 +165,33 @@ def _arrow_rows(where: str, path: Path, columns: Sequence[str], need: str) -> It
     with opened(path) as file, _arrow_errors(where, path):
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
-        reader: Any = ipc.open_file(file) if is_file else ipc.open_stream(file)
+        stream = _ArrowStream(file)
+        reader: Any = ipc.open_file(file) if is_file else ipc.open_stream(stream)
         _check_columns(where, reader.schema.names, columns, need)
         batches = (reader.get_batch(k) for k in range(reader.num_record_batches)) if is_file else reader
         yield from _rows(batch.select([*columns]) for batch in batches)
+        if stream.short:
+            what = "cut short: no marker of its end, which datasets and pyarrow write when they close a file"
+            raise ConfigError(f"{where}: {what}; allowed: a whole file")
+
+
+class _ArrowStream:
+    """An Arrow stream for pyarrow, which takes the end of the file for the end of the stream.
+
+    Attributes:
+        short: True if a read got fewer bytes than it asked for. pyarrow does not read on after the marker of the end.
+    """
+
+    closed = False
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.short = file, False
+
+    def read(self, size: int) -> bytes:
+        """Read bytes from the file."""
+        content = self._file.read(size)
+        self.short |= len(content) < size
+        return content
 
 
 def _dataset_rows(where: str, path: Path, columns: Sequence[str], need: str) -> Iterator[Row]:

@@ -68,9 +68,9 @@ class TokenWriter:
 
     def __init__(self, folder: Path, part: str, dtype: Any, sizes: list[int] | None = None) -> None:
         self._dtypes = [np.dtype(dtype), np.dtype(np.int64), np.dtype(np.uint8)]
-        self._segments = folder / f"{part}.segments"
         (folder / f"{part}.lengths").unlink(missing_ok=True)
-        paths = [folder / name.replace(".lengths", ".segments") for name in _names(part)]
+        paths = written_files(folder, part)
+        self._segments = paths[1]
         self._files = [path.open("r+b" if sizes else "wb") for path in paths]
         for file, size in zip(self._files, sizes or [0] * 3, strict=True):
             file.truncate(size)
@@ -98,24 +98,22 @@ class TokenWriter:
         return [file.tell() for file in self._files]
 
     def finish(self) -> None:
-        """Write the lengths of the sequences. The part is then complete."""
+        """Write the lengths of the sequences. The segments, which an interrupted call needs to go on, stay."""
         self.flush()
         segments = np.fromfile(self._segments, np.int64)
         replace_file(self._segments.with_suffix(".lengths"), joined_lengths(segments).tobytes())
 
     def close(self) -> None:
-        """Close the files; remove the segments of a part that is complete."""
+        """Close the files."""
         for file in self._files:
             with errors_name(Path(file.name)):
                 file.close()
-        if self._segments.with_suffix(".lengths").exists():
-            self._segments.unlink(missing_ok=True)
 
 
 def joined_lengths(segments: Array) -> Array:
     """Return the number of tokens of each sequence, int64, from segments as of TokenWriter.append.
 
-    SequenceTable without tokens are left out. A segment of 0 tokens ends its sequence."""
+    Sequences without tokens are left out. A segment of 0 tokens ends its sequence."""
     if not len(segments):
         return segments.astype(np.int64)
     ends = segments >= 0
@@ -126,6 +124,11 @@ def joined_lengths(segments: Array) -> Array:
 
 def _names(part: str) -> list[str]:
     return [f"{part}.{name}" for name in ("tokens", "lengths", "learned")]
+
+
+def written_files(folder: Path, part: str) -> list[Path]:
+    """Return the files that a TokenWriter appends to: tokens, segments, and which tokens are learned."""
+    return [folder / name.replace(".lengths", ".segments") for name in _names(part)]
 
 
 def _checksum(path: Path) -> int:

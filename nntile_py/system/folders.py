@@ -188,15 +188,23 @@ def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file atomically: readers see the old or the new content. Missing folders are created.
 
     After an error, the folders that were missing are removed again."""
-    missing = list(itertools.takewhile(lambda folder: not folder.exists(), path.parents))
+    with new_folders(path.parent), replaced(path) as file:
+        file.write(_encoded(content))
+
+
+@contextmanager
+def new_folders(folder: Path) -> Iterator[None]:
+    """Context manager: create a folder and the folders above it that are missing.
+
+    After an OSError in the block, the folders that were missing are removed again if they are empty."""
+    missing = list(itertools.takewhile(lambda one: not one.exists(), (folder, *folder.parents)))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replaced(path) as file:
-            file.write(_encoded(content))
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError:
         with suppress(OSError):  # a folder that another process has put a file into stays
-            for folder in missing:
-                folder.rmdir()
+            for one in missing:
+                one.rmdir()
         raise
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from nntile_py.config.sections import DataSection, TokenizerSection
-from nntile_py.data.corpus import Reading, facts_of, new_tokenizer
+from nntile_py.data.corpus import Reading, facts_of, new_tokenizer, tokens_key
 from nntile_py.data.documents import OPTION, Documents, Split
-from nntile_py.data.prepare import PROGRESS, locked, tokenize_into_folder
+from nntile_py.data.prepare import OWN, PROGRESS, interrupted_tokenizer, locked, tokenize_into_folder
 from nntile_py.data.special_tokens import special_tokens
-from nntile_py.data.token_files import META, TOKENIZER, is_token_file, is_token_folder, read_token_folder
+from nntile_py.data.token_files import META, is_token_file, is_token_folder, read_token_folder
 from nntile_py.data.tokenization import Report
 from nntile_py.data.tokenizer import MASKED, load_tokenizer
 from nntile_py.errors import ConfigError
 from nntile_py.schema import validated
-from nntile_py.system.folders import STDLIB
+from nntile_py.system.folders import STDLIB, temporary_names
 from nntile_py.training.datasets import instructions_of
 
 
@@ -62,17 +62,16 @@ def prepare(
     begin = time.monotonic()
     report(f"reading {data.name}")
     with locked(out, report):
+        _check_out(out, overwrite)  # another process may have written the tokens meanwhile
+        for name in (META, PROGRESS) if is_token_folder(out) else ():
+            (out / name).unlink(missing_ok=True)
+        key = tokens_key(documents, reading)
         split = Split(documents, data.val_fraction)
         if note := documents.describe():
             report(note)
-        saved = out / TOKENIZER
-        if own is None and (out / PROGRESS).exists() and saved.exists():
-            used = load_tokenizer(saved)  # of the interrupted call
-        else:
-            used = own or new_tokenizer(documents, split, reading)
-        saved.write_text(used.to_str(), encoding="utf-8")
+        used = own or interrupted_tokenizer(out, key) or new_tokenizer(documents, split, reading)
         facts = facts_of(documents, split, reading, used)
-        tokenize_into_folder(out, documents, split, used, reading.unit, reading.close(used), facts, report)
+        tokenize_into_folder(out, documents, split, used, reading.unit, reading.close(used), facts, key, report)
     made, seconds = read_token_folder(out), time.monotonic() - begin
     sizes = f"{len(made.train.ids):,} tokens to train on in {len(made.train.lengths):,} sequences"
     rate = f"{split.characters / seconds / 1e6:.1f} million characters a second"
@@ -80,17 +79,13 @@ def prepare(
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
-    """Raise ConfigError unless `out` is missing, empty, or of an interrupted call; with `overwrite`, of a whole one."""
+    """Raise ConfigError unless `out` is missing, empty, or of an interrupted call.
+
+    overwrite: A folder of tokens is allowed, too."""
     if out.is_dir() and is_token_folder(out):
         if not overwrite:
             raise ConfigError(f"OUT: {out} has tokens already; allowed: a new folder, or --overwrite")
-        (out / META).unlink()
-        (out / PROGRESS).unlink(missing_ok=True)
-    elif out.exists() and not (out.is_dir() and ((out / PROGRESS).exists() or not any(out.iterdir()))):
-        names = {path.name for path in out.iterdir()} if out.is_dir() else {""}
-        if not names <= _OWN:
+    elif out.exists() and not (out / PROGRESS).exists():
+        own = {path for name in OWN for path in (out / name, *temporary_names(out / name))}
+        if not (out.is_dir() and own.issuperset(out.iterdir())):
             raise ConfigError(f"OUT: {out} exists and has no tokens; allowed: a new folder")
-
-
-_OWN = {TOKENIZER, PROGRESS, "lock", *(f"{part}.{name}" for part in ("train", "held_out")
-        for name in ("tokens", "segments", "lengths", "learned"))}  # fmt: skip

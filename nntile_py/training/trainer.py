@@ -34,6 +34,7 @@ from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.params import Traceable
 from nntile_py.graph.step import Step, StepSpec, check_precision
 from nntile_py.graph.step_inputs import StepInputs
+from nntile_py.schema import NonNegative, checked_value
 from nntile_py.tasks.adamw import AdamW
 from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.optimizer import INVERSE_SCALE, Optimizer
@@ -224,7 +225,7 @@ class Trainer:
         self._check_running("submit")
         filled = self.filled(inputs, labels)
         arrays, programs = self._programs.check(filled.arrays, self.grad_accumulation * self.spec.rows, self._shifts)
-        rate = self.optimizer.lr if lr is None else AdamW(lr=lr).lr  # checks the rate; 0 is allowed
+        rate = self.optimizer.lr if lr is None else checked_value("optimizer.lr", NonNegative, lr)
         if not self.steps:
             self._check_alone()
         self._in_flight.settle()

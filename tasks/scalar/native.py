@@ -13,12 +13,13 @@ import signal
 import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from nntile_py.errors import NNTileError, say_once
-from nntile_py.system.folders import build_info, cache_folder, replace_file
-from nntile_py.system.interrupts import ends_at_sigterm
+from nntile_py.system.folders import build_info, cache_folder, remove_leftovers, replace_file
 
 from .cpp import SYMBOL, source
 from .expression import Call, Definition, Element, Output, TileType
@@ -77,10 +78,11 @@ def address(text: str) -> int:
     except (OSError, AttributeError):
         pass  # the library is missing or damaged: compile it
     try:
-        with ends_at_sigterm(), tempfile.TemporaryDirectory(prefix="nntile_py") as folder:
-            library = _compiled(text, Path(folder))
+        with _watched_folder() as (folder, group):
+            library = _compiled(text, folder, group)
             try:
                 content = library.read_bytes()
+                remove_leftovers(kept)
                 replace_file(kept, content + _check(kept, content))  # atomic
                 return _loaded(kept)
             except (OSError, AttributeError) as error:
@@ -118,11 +120,40 @@ def _function(library: Path) -> int:
     return ctypes.cast(ctypes.CDLL(str(library))[SYMBOL], ctypes.c_void_p).value or 0
 
 
-def _compiled(text: str, folder: Path) -> Path:
-    """Compile a C++ source in a folder and return the path of the library. Raises NoCompiler, OSError."""
+# Waits until its standard input ends, as at the end of the process that holds the other end of the pipe; then ends its
+# process group, the compiler's, and removes the folder.
+_WATCHER = 'trap "" TERM; read -r nothing; kill -TERM 0; rm -rf -- "$1"; kill -KILL 0'
+
+
+@contextmanager
+def _watched_folder() -> Iterator[tuple[Path, int]]:
+    """Context manager: yield a temporary folder, and the process group of the process that removes it.
+
+    The folder is removed and the processes of the group end even if a signal kills this process: only a program's main
+    thread can handle signals, and kernels are compiled in other threads, too. Raises OSError."""
+    folder = tempfile.mkdtemp(prefix="nntile_py")
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    try:
+        with subprocess.Popen(
+            ["/bin/sh", "-c", _WATCHER, "sh", folder], stdin=subprocess.PIPE, process_group=0, cwd="/", **quiet
+        ) as watcher:
+            yield Path(folder), watcher.pid
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _compiled(text: str, folder: Path, group: int) -> Path:
+    """Compile a C++ source and return the path of the library. Raises NoCompiler, OSError.
+
+    Args:
+        text: The source.
+        folder: Folder for the files of the compiler.
+        group: Process group of the compiler.
+    """
     cpp_file, library = folder / "kernel.cpp", folder / "kernel.so"
     cpp_file.write_text(text)
-    status, output = _run_compiler([*command(), str(cpp_file), "-o", str(library), *LIBRARIES], SECONDS)
+    asked = [*command(), str(cpp_file), "-o", str(library), *LIBRARIES]
+    status, output = _run_compiler(asked, SECONDS, group, {"TMPDIR": str(folder)})
     if status or not library.exists():
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         errors = [line for sign in (FULL, "error") for line in lines if sign in line]  # a linker writes the cause first
@@ -131,24 +162,32 @@ def _compiled(text: str, folder: Path) -> Path:
     return library
 
 
-def _run_compiler(asked: Sequence[str], seconds: float) -> tuple[int, str]:
+def _run_compiler(
+    asked: Sequence[str], seconds: float, group: int = 0, env: Mapping[str, str] | None = None
+) -> tuple[int, str]:
     """Run a compiler and return its exit status and output.
 
     The output goes to a file in memory, as the disk may be full. A pipe would stay open as long as any child process of
     a compiler wrapper runs.
+
+    Args:
+        asked: The command.
+        seconds: Limit of its time.
+        group: Process group to run in; 0: a new one. At the limit all its processes end.
+        env: Environment variables to change.
 
     Raises:
         NoCompiler: the compiler does not start, or does not end within `seconds`.
     """
     try:
         with open(os.memfd_create("compiler-output"), "w+b") as out:
-            nothing, same = subprocess.DEVNULL, subprocess.STDOUT
-            process = subprocess.Popen(asked, stdin=nothing, stdout=out, stderr=same, process_group=0)
+            how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen(asked, process_group=group, env={**os.environ, **(env or {})}, **how)
             try:
                 status = process.wait(seconds)
             finally:
                 if process.returncode is None:
-                    os.killpg(process.pid, signal.SIGKILL)
+                    os.killpg(group or process.pid, signal.SIGKILL)
                     process.wait()
             out.seek(0)
             return status, out.read().decode(errors="replace")
