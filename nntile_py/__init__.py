@@ -22,6 +22,7 @@ from nntile_py.system.version import VERSION
 if TYPE_CHECKING:
     # isort: off
     from nntile_py import models as models, tasks as tasks, testing as testing, tiles as tiles
+    from nntile_py.capture.torch_model import from_torch as from_torch, to_torch as to_torch
     from nntile_py.errors import (
         ConfigError as ConfigError, NNTileError as NNTileError, NotFinite as NotFinite, TaskError as TaskError,
     )  # fmt: skip
@@ -59,6 +60,7 @@ __version__ = VERSION
 _PACKAGES = ("models", "tasks", "testing", "tiles")
 # {module: names of the Python interface that it defines}. The imports above repeat this for type checkers.
 _NAMES = {
+    "capture.torch_model": ("from_torch", "to_torch"),
     "data.collators": ("CausalCollator", "LabelledCollator", "MaskedCollator"),
     "errors": ("ConfigError", "NNTileError", "NotFinite", "TaskError"),
     "execution.array": ("Array", "Tiles", "array", "empty", "zeros"),

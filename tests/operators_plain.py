@@ -10,6 +10,7 @@ from nntile_py import tasks as ops
 from nntile_py.tasks import Op
 from nntile_py.tasks.activation import ACTIVATIONS
 from nntile_py.tasks.band import Band
+from nntile_py.tasks.scalar import expression as ex
 from nntile_py.testing import Case, Maker, ids, large, normal, of
 
 _HEADS = "batch heads seq head_dim"
@@ -202,6 +203,19 @@ def gather(x: str, new: str, *, gradient: bool, axes: int = 1, lead: int | None 
     return row
 
 
+def formula(first: str, second: str, out: str, value: Callable[[Any, Any], Any]) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        inputs = [case.x(first), case.x(second)]
+        elements = [ops.element(number, x) for number, x in enumerate(inputs)]
+        return case.add(ops.Formula(inputs, case.y(out), value(*elements), "own"))
+
+    return row
+
+
+def total(axes: str, out: str) -> Callable[[Case], Op]:
+    return lambda case: case.add(ops.Total(case.x(axes), case.y(out, case.sum_dtype)))
+
+
 _BOUNDED = [kind for kind in ACTIVATIONS if kind != "relu2"]  # relu2 of large values overflows fp16
 ROWS: dict[str, Callable[[Case], Any]] = {
     "Add": binary(ops.Add, "batch seq embed", "batch seq embed"),
@@ -252,6 +266,12 @@ ROWS: dict[str, Callable[[Case], Any]] = {
     "RMSNormGrad add": rms_norm_grad(add=True),
     "RMSNorm of heads": rms_norm(False, "batch seq heads", "head_dim"),
     "RMSNormGrad of heads": rms_norm_grad(False, "batch seq heads", "head_dim"),
+    "Formula": formula("batch seq embed", "batch seq embed", "batch seq embed", lambda a, b: ex.sin(a) * ex.cos(b)),
+    "Formula of some axes": formula("embed", "seq batch", "batch seq embed", lambda a, b: ex.select(a > b, a * b, b)),
+    "Formula of one number": formula("batch seq embed", "one", "batch seq embed", lambda a, b: a / (2 + b * b)),
+    "Formula of a new axis": formula("seq embed", "embed", "batch seq embed", lambda a, b: ex.maximum(a, b)),
+    "Total": total("batch seq embed", "seq"),
+    "Total of the last axis": total("batch seq embed", "batch seq"),
     "Gather": gather("batch seq embed", "heads", gradient=False),
     "GatherGrad": gather("batch seq embed", "heads", gradient=True),
     "Gather of one sequence": gather("seq embed", "vocab", gradient=False),

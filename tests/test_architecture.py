@@ -31,6 +31,7 @@ FLOORS = (
     ("checkpoint",),
     ("config",),
     ("data",),
+    ("capture",),  # PyTorch modules as models: uses Python tasks of the engine
     ("execution", "models"),  # side by side: the engine knows no model, a model no engine
     ("graph",),
     ("tasks",),

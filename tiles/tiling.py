@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,7 +17,11 @@ _CUT_AS = {"key": "seq", "kv_heads": "heads", "hidden": "embed"}
 
 
 def cut_as(axis: str) -> str:
-    """Return the axis from which the given axis takes its tile size."""
+    """Return the axis from which the given axis takes its tile size.
+
+    Axes of captured modules that must be cut alike have one name before a dot: seq, seq.2.
+    """
+    axis = axis.partition(".")[0]
     return _CUT_AS.get(axis, axis)
 
 
@@ -47,7 +52,7 @@ class Tiling:
         self._parts: dict[tuple[str, int], list[TileRange]] = {}
         self._groups: dict[str, int] = {}
         for axis, size in self.tiles.items():
-            if axis not in AXES:
+            if axis not in AXES and not re.fullmatch(r"d\d+", str(axis)):  # d0, d1: axes of captured modules
                 raise ConfigError(f"tiles.{axis}: unknown axis; allowed are {', '.join(AXES)}")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"tiles.{axis}: {size!r} is not allowed; a tile size is a positive integer")
@@ -65,7 +70,7 @@ class Tiling:
     def tile(self, axis: str, size: int) -> int:
         """Return the size of all tiles of the axis except the last."""
         tile = self.tiles.get(cut_as(axis))
-        return size if tile is None else min(-(-tile // self._groups.get(axis, 1)), size)
+        return size if tile is None else min(-(-tile // self._groups.get(axis.partition(".")[0], 1)), size)
 
     def share(self, axis: str, of: str, size: int, group: int) -> None:
         """Cut `axis` at the boundaries of the axis `of`: `group` elements of `of` share one element of `axis`.
@@ -76,6 +81,7 @@ class Tiling:
         Raises:
             ConfigError: a tile of `of` is neither a multiple of `group` nor a divisor.
         """
+        axis, of = axis.partition(".")[0], of.partition(".")[0]
         tile = self.tile(of, size)
         if tile < size and tile % group and group % tile:
             raise ConfigError(
@@ -84,7 +90,7 @@ class Tiling:
             )
         if self._groups.setdefault(axis, group) != group:
             raise ConfigError(f"tiles.{of}: groups of {self._groups[axis]} and of {group} {of} in one model")
-        self._parts = {key: parts for key, parts in self._parts.items() if key[0] != axis}
+        self._parts = {key: parts for key, parts in self._parts.items() if key[0].partition(".")[0] != axis}
 
     def cut(self, axis: str, size: int) -> bool:
         """Whether the axis has more than one tile."""

@@ -82,7 +82,7 @@ class Graph:
 
     @typed
     def param(
-        self, name: str, axes: Mapping[str, int], init: Init, sources: str | Part | Joined | None = None
+        self, name: str, axes: Mapping[str, int], init: Init, sources: str | Part | Joined | Source | None = None
     ) -> Tensor:
         """Declare a parameter of the model.
 
@@ -91,7 +91,7 @@ class Graph:
             init: start values.
             sources: the checkpoint weights that hold the parameter: the name of a weight (default: `name`), a Part of a
                 weight, or Joined weights. A weight has one dimension for each axis of the parameter, except that
-                head_dim and the axis before it share one dimension.
+                head_dim and the axis before it share one dimension. A Source states the weight's shape itself.
 
         Raises:
             ConfigError: the name was declared before, or the sources do not fit.

@@ -174,9 +174,13 @@ class Param:
             source.put(weights, self.declared(value))
 
 
-def sources_of(name: str, axes: Mapping[str, int], sources: str | Part | Joined | None) -> tuple[Source, ...]:
+def sources_of(
+    name: str, axes: Mapping[str, int], sources: str | Part | Joined | Source | None
+) -> tuple[Source, ...]:
     """Return the checkpoint weights, or parts of weights, that fill a parameter with these axes; see Graph.param."""
     sizes = list(axes.values())
+    if isinstance(sources, Source):
+        return (sources,)
     if isinstance(sources, Joined):
         if sources.axis not in axes or len(sources.weights) != axes[sources.axis]:
             raise ConfigError(f"parameter {name}: {sources} does not fill an axis of {', '.join(axes)}")
@@ -206,7 +210,8 @@ def cover(sources: Sequence[Source]) -> bool:
     """
     first = sources[0]
     cut = [axis for axis, at in enumerate(first.index) if isinstance(at, int)]
-    if len({(s.view, tuple(isinstance(at, int) for at in s.index)) for s in sources}) == 1:  # parts of equal size
+    alike = len({(s.view, tuple(isinstance(at, int) for at in s.index)) for s in sources}) == 1
+    if alike and (cut or not first.index):  # parts of equal size
         return len(sources) == math.prod(first.view[axis] for axis in cut)
     taken = np.zeros(first.shape, np.int8)
     for source in sources:

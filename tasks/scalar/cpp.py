@@ -68,6 +68,15 @@ static inline uint32_t hash_of(uint64_t index, uint64_t start) {
 }
 """
 
+TRIGONOMETRY = """\
+VECTOR float sinf(float) noexcept;
+VECTOR float cosf(float) noexcept;
+VECTOR double sin(double) noexcept;
+VECTOR double cos(double) noexcept;
+EITHER(sin_of, sinf, sin)
+EITHER(cos_of, cosf, cos)
+"""
+
 
 def source(definition: ex.Definition, tiles: Sequence[ex.TileType], outputs: int, width: int | None = None) -> str:
     """Return the text of the C++ file with the function.
@@ -268,7 +277,9 @@ class _Writer:
         lines = [*self._sizes(), *seed, *starts, *self._allocated(), *cleared, *self._rows(body), *added]
         lines += ["free(buffer);"] if self.buffers else []
         parameters = "void* const* tiles, const int64_t* const* shapes, const int64_t* ints, const double* floats"
-        head = [f"typedef {self.accumulator} T;", PREAMBLE, f'extern "C" void {SYMBOL}(', f"    {parameters},"]
+        calls = {node.name for node in self.definition.nodes() if isinstance(node, ex.Call)}
+        preamble = PREAMBLE + TRIGONOMETRY * (not calls.isdisjoint(("sin", "cos")))
+        head = [f"typedef {self.accumulator} T;", preamble, f'extern "C" void {SYMBOL}(', f"    {parameters},"]
         head.append("    uint64_t accumulates) {")
         return "\n".join([*head, *(f"  {line}" for line in lines), "}", ""])
 

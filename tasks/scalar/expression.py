@@ -49,6 +49,8 @@ FUNCTIONS: dict[str, Function] = {
     "log": Function(np.log, "log_of({0})", "tl.log({0})"),
     "sqrt": Function(np.sqrt, "root_of({0})", "tl.sqrt({0})"),
     "tanh": Function(np.tanh, "tanh_of({0})", "tanh({0})"),
+    "sin": Function(np.sin, "sin_of({0})", "tl.sin({0})"),
+    "cos": Function(np.cos, "cos_of({0})", "tl.cos({0})"),
     "erf": Function(np.vectorize(_erf, otypes=[float]), "erf_of({0})", "tl.erf({0})"),
     "greater": _infix(np.greater, ">", truth=True),
     "less": _infix(np.less, "<", truth=True),
@@ -316,6 +318,18 @@ def sqrt(x: Number) -> Number:
 
 def tanh(x: Number) -> Number:
     return _apply("tanh", x)
+
+
+def sin(x: Number) -> Number:
+    return _apply("sin", x)
+
+
+def cos(x: Number) -> Number:
+    return _apply("cos", x)
+
+
+def log(x: Number) -> Number:
+    return _apply("log", x)
 
 
 def erf(x: Number) -> Number:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import nntile_py as nt
 
@@ -71,6 +72,8 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
         "array": (nt.array, {"value": [1.0], "dtype": "float32"}),
         "empty": (nt.empty, {"shape": (2, 3), "dtype": "float32"}),
         "zeros": (nt.zeros, {"shape": (2, 3), "dtype": "float32"}),
+        "from_torch": (nt.from_torch, {"module": torch.nn.Linear(4, 2), "example": {"input": torch.ones(2, 4)}}),
+        "to_torch": (nt.to_torch, {"model": nt.from_torch(torch.nn.Linear(4, 2), {"input": torch.ones(2, 4)})}),
         "Array.tiles": (x.tiles, {"rows": 2, "columns": 2}),
         "starpu_handle": (nt.starpu_handle, {"array": x}),
         "task": (made_task, {"library": "numpy", "x": "R"}),

@@ -1,0 +1,1 @@
+"""Captures any PyTorch module as a graph on named axes."""

@@ -1,0 +1,261 @@
+"""A call of an ATen operator as one task on whole tensors; its gradient is computed by torch.autograd in a task.
+
+Axes along which the operator treats each entry alone, such as the batch of a convolution, may be cut into tiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from nntile_py.execution.python_task import PythonTask
+from nntile_py.tasks.op import GraphLike, Lowering, Op, Tensor, accumulation_dtype
+from nntile_py.tiles import ACC, RW, R, TaskArgs, W
+
+Function = Callable[..., Any]
+Layout = tuple[tuple[int, ...], ...]  # for each dimension of torch: the positions of its axes in the tile
+
+
+def as_torch(tile: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return a tile with torch's dimensions."""
+    order = [k for dim in layout for k in dim]
+    shape = [functools.reduce(lambda n, k: n * tile.shape[k], dim, 1) for dim in layout]
+    return tile.permute(order).reshape(shape) if order else tile.reshape(())
+
+
+def store(value: torch.Tensor, tile: torch.Tensor, layout: Layout, add: bool = False) -> None:
+    """Write a result to a tile, or add it."""
+    order = [k for dim in layout for k in dim]
+    view = tile.permute(order) if order else tile
+    value = value.reshape(view.shape)
+    view.add_(value) if add else view.copy_(value)
+
+
+def _task(name: str, modes: dict[str, str], function: Function) -> PythonTask:
+    """Return a task for a function of a list of tiles, in the order of `modes`."""
+
+    def run(**tiles: torch.Tensor) -> None:
+        function([tiles[one] for one in modes])
+
+    kinds = [inspect.Parameter(one, inspect.Parameter.KEYWORD_ONLY) for one in modes]
+    named: Any = run
+    named.__signature__ = inspect.Signature(kinds)
+    named.__name__ = named.__qualname__ = name
+    return PythonTask(named, "torch", modes)
+
+
+class AtenCall(Op):
+    """outs = function(inputs): any function of torch tensors.
+
+    Args:
+        label: text that identifies the function and its constants.
+        function: takes torch tensors, returns a tensor or a tuple.
+        layouts: how the tiles of the inputs, then of the outputs, are seen as torch tensors.
+        alone: axes along which entries do not depend on each other; only these may be cut.
+    """
+
+    def __init__(
+        self, label: str, function: Function, inputs: Sequence[Tensor], outs: Sequence[Tensor],
+        layouts: Sequence[Layout], alone: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(inputs, outs)
+        self.label, self.function, self.layouts, self.alone = label, function, tuple(layouts), tuple(alone)
+
+    @property
+    def title(self) -> str:
+        return self.label.partition("(")[0]
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        wanted = [k for k, x in enumerate(self.inputs) if x.requires_grad and not x.dtype.startswith("int")]
+        given = [k for k, grad in enumerate(grads) if grad is not None]
+        if not wanted or not given:
+            return [None] * len(self.inputs)
+        outs = []
+        for k in wanted:
+            x = self.inputs[k]
+            dtype = accumulation_dtype(x.dtype) if x.kind == "param" else x.dtype
+            outs.append(g.temp("aten_grad", x.axes, x.shape, dtype))
+        used = [grads[k] for k in given]
+        g.add(AtenCallGrad(self, [t for t in used if t], outs, wanted, given))
+        result: list[Tensor | None] = [None] * len(self.inputs)
+        for k, out in zip(wanted, outs, strict=True):
+            result[k] = out
+        return result
+
+    def lower(self, lowering: Lowering) -> None:
+        count = len(self.inputs)
+        kernel = _forward(self.label, self.function, count, len(self.outputs), self.layouts)
+        for index in lowering.indices(self.output, [axis for axis in self.output.axes if axis in self.alone]):
+            outs = [W(whole_tile(lowering, t, index)) for t in self.outputs]
+            lowering.emit(kernel, [*outs, *(R(whole_tile(lowering, t, index)) for t in self.inputs)])
+
+
+class AtenCallGrad(Op):
+    """Gradients of an AtenCall, by reverse-mode differentiation. Tasks add to gradients of tensors without cut axes."""
+
+    def __init__(
+        self, forward: AtenCall, grads: Sequence[Tensor], outs: Sequence[Tensor], wanted: Sequence[int],
+        given: Sequence[int],
+    ) -> None:  # fmt: skip
+        super().__init__([*forward.inputs, *grads], outs)
+        self.forward, self.wanted, self.given = forward, tuple(wanted), tuple(given)
+        self.grads = list(grads)
+
+    @property
+    def title(self) -> str:
+        return self.forward.title
+
+    @property
+    def sums(self) -> Sequence[Tensor]:
+        return self.outputs
+
+    def flop(self) -> float:
+        return 2 * self.forward.flop()
+
+    def lower(self, lowering: Lowering) -> None:
+        fwd = self.forward
+        kernel = _backward(fwd.label, fwd.function, len(fwd.inputs), self.wanted, self.given, fwd.layouts)
+        for index in lowering.indices(fwd.output, [axis for axis in fwd.output.axes if axis in fwd.alone]):
+            outs = [ACC(whole_tile(lowering, t, index)) for t in self.outputs]
+            lowering.emit(kernel, [*outs, *(R(whole_tile(lowering, t, index)) for t in self.inputs)])
+
+
+def whole_tile(lowering: Lowering, tensor: Tensor, index: dict[str, int]) -> Any:
+    """Return the tile at `index`, the first along axes that `index` lacks."""
+    return lowering.tile(tensor, dict.fromkeys(tensor.axes, 0) | index)
+
+
+_KERNELS: dict[Any, PythonTask] = {}
+
+
+def _forward(label: str, function: Function, inputs: int, outputs: int, layouts: tuple[Layout, ...]) -> PythonTask:
+    key = "forward", label, layouts
+    if key not in _KERNELS:
+
+        def run(tiles: list[torch.Tensor]) -> None:
+            with torch.no_grad():
+                read = zip(tiles[outputs:], layouts[:inputs], strict=True)
+                values = function(*(as_torch(tile, layout) for tile, layout in read))
+                for value, tile, layout in zip(_tuple(values), tiles[:outputs], layouts[inputs:], strict=True):
+                    store(value, tile, layout)
+
+        modes = {f"y{k}": "W" for k in range(outputs)} | {f"x{k}": "R" for k in range(inputs)}
+        _KERNELS[key] = _task(f"{label} {layouts}", modes, run)
+    return _KERNELS[key]
+
+
+def _backward(
+    label: str, function: Function, inputs: int, wanted: tuple[int, ...], given: tuple[int, ...],
+    layouts: tuple[Layout, ...],
+) -> PythonTask:  # fmt: skip
+    key = "backward", label, layouts, wanted, given
+    if key not in _KERNELS:
+        count = len(wanted)
+
+        def run(tiles: list[torch.Tensor]) -> None:
+            read = [
+                as_torch(tile, layout)
+                for tile, layout in zip(tiles[count : count + inputs], layouts[:inputs], strict=True)
+            ]
+            grads = [as_torch(t, layouts[inputs + k]) for t, k in zip(tiles[count + inputs :], given, strict=True)]
+            with torch.enable_grad():
+                read = [x.detach().requires_grad_(k in wanted) for k, x in enumerate(read)]
+                values = _tuple(function(*read))
+                pairs = [(values[k], grad) for k, grad in zip(given, grads, strict=True) if values[k].requires_grad]
+                outs, grads = map(list, zip(*pairs, strict=True))
+                found = torch.autograd.grad(outs, [read[k] for k in wanted], grads, allow_unused=True)
+            for value, tile, k in zip(found, tiles[:count], wanted, strict=True):
+                if value is not None:
+                    store(value, tile, layouts[k], add=True)
+
+        modes = {f"d{k}": "ACC" for k in range(count)} | {f"x{k}": "R" for k in range(inputs)}
+        modes |= {f"g{k}": "R" for k in range(len(given))}
+        _KERNELS[key] = _task(f"gradient of {label} {layouts} {wanted} {given}", modes, run)
+    return _KERNELS[key]
+
+
+def _tuple(values: Any) -> tuple[Any, ...]:
+    return tuple(values) if isinstance(values, tuple | list) else (values,)
+
+
+# -- whole axes
+
+
+class PlaceArgs(TaskArgs):
+    offsets: tuple[int, ...]  # of the tile in the whole tensor
+
+
+class Gathered(Op):
+    """y = x, with axes that are not cut in the place of `axes`, which are: y has them under other names."""
+
+    def __init__(self, x: Tensor, out: Tensor, names: dict[str, str]) -> None:
+        super().__init__([x], [out])
+        self.names = names
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        x, dy = self.inputs[0], grads[0]
+        assert dy is not None
+        out = g.temp("scattered", x.axes, x.shape, dy.dtype)
+        return [g.add(Scattered(dy, out, {new: old for old, new in self.names.items()})).output]
+
+    def flop(self) -> float:
+        return 0.0
+
+    def lower(self, lowering: Lowering) -> None:
+        x, seen = self.inputs[0], set()
+        for index in lowering.indices(x):
+            at = {self.names.get(axis, axis): 0 if axis in self.names else k for axis, k in index.items()}
+            whole = lowering.tile(self.output, at)
+            access = RW if whole in seen else W
+            seen.add(whole)
+            kernel = _place if access is RW else _place_first
+            lowering.emit(kernel, [access(whole), R(lowering.tile(x, index))], _offsets(lowering, x, index, self.names))
+
+
+class Scattered(Op):
+    """The inverse of Gathered: y = x, cut along axes that are not cut in x."""
+
+    def __init__(self, x: Tensor, out: Tensor, names: dict[str, str]) -> None:
+        super().__init__([x], [out])
+        self.names = names
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        x, dy = self.inputs[0], grads[0]
+        assert dy is not None
+        out = g.temp("gathered", x.axes, x.shape, dy.dtype)
+        return [g.add(Gathered(dy, out, {new: old for old, new in self.names.items()})).output]
+
+    def flop(self) -> float:
+        return 0.0
+
+    def lower(self, lowering: Lowering) -> None:
+        out, whole = self.output, {new: old for old, new in self.names.items()}
+        for index in lowering.indices(out):
+            at = {whole.get(axis, axis): 0 if axis in whole else k for axis, k in index.items()}
+            accesses = [W(lowering.tile(out, index)), R(lowering.tile(self.inputs[0], at))]
+            lowering.emit(_take, accesses, _offsets(lowering, out, index, whole))
+
+
+def _offsets(lowering: Lowering, x: Tensor, index: dict[str, int], names: Any) -> PlaceArgs:
+    return PlaceArgs(tuple(lowering.part(x, axis, index).offset if axis in names else 0 for axis in x.axes))
+
+
+def _within(whole: torch.Tensor, part: torch.Tensor, offsets: tuple[int, ...]) -> torch.Tensor:
+    return whole[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))]
+
+
+def _copy_to(whole: torch.Tensor, part: torch.Tensor, *, offsets: tuple[int, ...]) -> None:
+    _within(whole, part, offsets).copy_(part)
+
+
+def _copy_from(part: torch.Tensor, whole: torch.Tensor, *, offsets: tuple[int, ...]) -> None:
+    part.copy_(_within(whole, part, offsets))
+
+
+_place_first = PythonTask(_copy_to, "torch", {"whole": "W", "part": "R"})
+_place = PythonTask(_copy_to, "torch", {"whole": "RW", "part": "R"})
+_take = PythonTask(_copy_from, "torch", {"part": "W", "whole": "R"})

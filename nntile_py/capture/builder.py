@@ -1,0 +1,406 @@
+"""The second pass of a capture: names the axes, and adds the module's operators to a graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.fx import Node
+
+from nntile_py.capture.aten_task import AtenCall, Gathered, Scattered
+from nntile_py.capture.axis_groups import Atom, Dim
+from nntile_py.capture.export import CapturedModule, name_of, shape_of
+from nntile_py.capture.rewrites import WeightPart
+from nntile_py.capture.rules import AxisFinder, Names, NotSupported, Value
+from nntile_py.errors import ConfigError
+from nntile_py.graph.graph import Graph
+from nntile_py.graph.params import Normal, Source
+from nntile_py.tasks.elementwise import Rename, transpose
+from nntile_py.tasks.formula import ONE, Formula, element, spread_over
+from nntile_py.tasks.op import Tensor
+from nntile_py.tasks.scalar import expression as ex
+
+ROLES = "batch", "seq", "embed", "heads", "kv_heads", "head_dim", "ffn", "vocab", "position"
+
+
+def axis_names(find: AxisFinder, sizes: Mapping[int, str]) -> dict[Atom, str]:
+    """Return a name for each axis: the role that an operator or a config's size proposes, else d0, d1, ...
+
+    Axes that are cut alike share the name before the dot: `seq` and `seq.2` are cut by `tiles.seq`.
+
+    Args:
+        sizes: {size: name} of a config.
+    """
+    order: dict[Atom, None] = {}
+    for dims in find.found.values():
+        for one in dims if dims and isinstance(dims[0], list) else [dims]:
+            for dim in one:
+                order |= dict.fromkeys(find.groups.leaves(dim))
+    for pairs in find.renames.values():
+        for old, new in pairs:
+            order |= dict.fromkeys(find.groups.leaves([old, new]))
+
+    def head(atom: Atom) -> Atom:
+        seen = {atom}
+        while atom.cut_as and (above := find.groups.root(atom.cut_as)) not in seen and not above.parts:
+            seen.add(above)
+            atom = above
+        return atom
+
+    def role(atom: Atom) -> str | int:
+        mine = sorted((one for one in head(atom).roles if one in ROLES), key=ROLES.index)
+        return mine[0] if mine else sizes.get(atom.size, atom.size)
+
+    for atom in order:
+        head(atom).roles += atom.roles
+    _unite_alike(find, order, role)
+    order = dict.fromkeys(find.groups.root(atom) for atom in order)
+    bases: dict[Atom, str] = {}
+    taken: dict[str, int] = {}
+    plain = 0
+    names: dict[Atom, str] = {}
+    for atom in order:
+        top = head(atom)
+        if top not in bases:
+            found = role(top)
+            if isinstance(found, int):
+                found, plain = f"d{plain}", plain + 1
+            bases[top] = found
+        base = bases[top]
+        taken[base] = taken.get(base, 0) + 1
+        names[atom] = base if taken[base] == 1 else f"{base}.{taken[base]}"
+    return names
+
+
+def _unite_alike(find: AxisFinder, order: Iterable[Atom], role: Callable[[Atom], str | int]) -> None:
+    """Make axes of the same role and size one, such as the heads of all layers, unless a tensor has both."""
+    alike: dict[tuple[str | int, int], list[Atom]] = {}
+    for atom in order:
+        known = alike.setdefault((role(atom), atom.size), [])
+        if not any(find.groups.unite(one, atom) for one in known):
+            known.append(atom)
+
+
+class GraphBuilder:
+    """Adds a captured module to a graph.
+
+    Attributes:
+        fallbacks: the calls that run as one ATen task each.
+    """
+
+    def __init__(self, captured: CapturedModule, find: AxisFinder, names: Mapping[Atom, str], g: Graph) -> None:
+        self.captured, self.find, self.g = captured, find, g
+        self._names, self._values = names, dict[Node, Any]()
+        self._joined: dict[str, int] = {}  # sizes of axes that `single` made
+        self.reasons: dict[Node, str] = {}  # why a call with a rule runs as an ATen task
+        self.prefix = ""  # of the names of weights
+        self.fallbacks: list[AtenCall] = []
+        self.scales: dict[Node, str] = {}  # {labels: slot with the number of them that count}
+
+    # -- names
+
+    def dims(self, node: Node) -> Any:
+        """Return the names of the axes of each dimension of a node's value; a list of them for several results."""
+        found: Any = self.find.found[node] if node in self.find.found else self.find.of(node)
+        if found and isinstance(found[0], list):
+            return [[self._named(dim) for dim in one] for one in found]
+        return [self._named(dim) for dim in found]
+
+    def names(self, node: Node) -> Names:
+        return tuple(axis for dim in self.dims(node) for axis in dim)
+
+    def _named(self, dim: Dim) -> Names:
+        return tuple(self._names[atom] for atom in self.find.groups.leaves(dim))
+
+    def size(self, axis: str) -> int:
+        return self._sizes[axis]
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {name: atom.size for atom, name in self._names.items()} | self._joined
+
+    # -- values
+
+    def value(self, node: Node) -> Any:
+        if node not in self._values:
+            self._values[node] = self._weight(node) if node in self.captured.weights else self._input(node)
+        return self._values[node]
+
+    def read(self, call: Node, operand: Any) -> Value:
+        """Return an operand's value with the names under which the call reads its axes."""
+        value: Value = self.value(operand)
+        names: dict[str, str] = {}
+        for old, new in self.find.renames.get((call, operand), []):
+            names |= dict(zip(self._named((old,)), self._named((new,)), strict=True))
+        return self.renamed(value, names)
+
+    def renamed(self, value: Value, names: Mapping[str, str]) -> Value:
+        """Return a value with other names for some axes."""
+        changed = {old: new for old, new in names.items() if old != new and old in value.axes}
+        if not changed:
+            return value
+        dims = [tuple(changed.get(axis, axis) for axis in dim) for dim in value.dims]
+        own = {old: new for old, new in changed.items() if old in value.tensor.axes}
+        if not own:
+            return Value(value.tensor, dims)
+        for old, new in own.items():
+            size = value.tensor.size(old)
+            if self.g.cuts.tile(old, size) != self.g.cuts.tile(new, size):
+                raise NotSupported(f"{old} and {new} are cut into different tiles")
+        return Value(self.g.add(Rename(value.tensor, own)).output, dims)
+
+    def _weight(self, node: Node) -> Value:
+        name, shape, dims = self.captured.weights[node].removeprefix(self.prefix), shape_of(node), self.dims(node)
+        axes = [axis for dim in dims for axis in dim] or [ONE]
+        sizes = {axis: self._sizes[axis] if axis != ONE else 1 for axis in axes}
+        part = self.captured.parts.get(node)
+        if part is None:
+            source = Source(name, shape, tuple(sizes.values()))
+            return Value(self.g.param(name, sizes, Normal(0.02), source), dims)
+        tensor = self.g.param(f"{name}.{part.start}", sizes, Normal(0.02), self._part_of(name, shape, dims, part))
+        return Value(tensor, dims)
+
+    def _part_of(self, name: str, shape: tuple[int, ...], dims: list[Names], part: WeightPart) -> Source:
+        """Return where a parameter that is a part of a weight lies in it."""
+        whole = self.captured.whole[name]
+        view: list[int] = []
+        index: list[slice | int] = []
+        for at, dim in enumerate(dims):
+            sizes = [self._sizes[axis] for axis in dim]
+            if at != part.dim:
+                view += sizes
+                index += [slice(None)] * len(sizes)
+            elif whole[at] % part.size == 0 and part.start % part.size == 0:
+                view += [whole[at] // part.size, *sizes]
+                index += [part.start // part.size, *[slice(None)] * len(sizes)]
+            else:
+                inner = math.prod(sizes[1:])
+                if whole[at] % inner or part.start % inner:
+                    raise ConfigError(
+                        f"model: {name} is split at {part.start}, within a row of {inner}; allowed: at rows"
+                    )
+                view += [whole[at] // inner, *sizes[1:]]
+                first = part.start // inner
+                index += [slice(first, first + sizes[0]), *[slice(None)] * (len(sizes) - 1)]
+        return Source(name, whole, tuple(view), tuple(index))
+
+    def _input(self, node: Node) -> Value:
+        """Declare an input for a value that is constant, or that the host computes from the step's inputs."""
+        dims = self.dims(node)
+        constant = self.captured.constants.get(node)
+        full = shape_of(node)
+        # Along dimensions in which all entries of a constant are equal, the tensor has no axis.
+        same = [at for at, n in enumerate(full) if constant is not None and n > 1 and _repeats(constant, at)]
+        axes = [axis for at, dim in enumerate(dims) if at not in same for axis in dim]
+        order = sorted(range(len(axes)), key=lambda k: axes[k] != "batch")  # the batch first: micro-batches split it
+        sizes = {axes[k]: self._sizes[axes[k]] for k in order} or {ONE: 1}
+        view = [self._sizes[axis] for axis in axes]
+        integers = not node.meta["val"].dtype.is_floating_point
+
+        def as_array(value: torch.Tensor) -> Any:
+            value = value[tuple(slice(0, 1) if at in same else slice(None) for at in range(value.dim()))]
+            array = value.detach().to(torch.int64 if integers else torch.float32).numpy()
+            array = np.where(np.isneginf(array), np.float32(-1e30), array) if not integers else array
+            return np.ascontiguousarray(array.reshape(view).transpose(order) if axes else array.reshape(1))
+
+        options: dict[str, Any] = {}
+        rows, batched = self._rows(), next(iter(sizes)) == "batch"
+        if constant is not None and not batched:
+            options["default"] = as_array(constant)
+        else:
+            compute = (lambda _: constant) if constant is not None else self.captured.on_host(node)
+
+            def derived(given: Mapping[str, Any]) -> Any:
+                inputs = {name: given[name] for name in self.captured.given}
+                count = next(iter(inputs.values())).shape[0] // rows if batched else 1
+                parts = [{name: x[k * rows : (k + 1) * rows] for name, x in inputs.items()} for k in range(count)]
+                return np.concatenate([as_array(compute(part)) for part in parts])
+
+            options["default"] = derived
+        scale = self.scales.get(node)
+        if scale:
+            options |= {"scale": scale, "ignored": -100}
+        tensor = self.g.input(f"{node.name}.", sizes, "int64" if integers else None, **options)
+        return Value(tensor, dims)
+
+    def shared(self, name: str, sizes: Mapping[str, int], value: Any) -> Tensor:
+        """Return a constant input; calls with the same name share it."""
+        if name not in self.g.tensors:
+            self.g.input(name, dict(sizes), None, default=value)
+        return self.g.tensors[name]
+
+    def declare(self, name: str, node: Node) -> None:
+        """Declare an input that steps pass."""
+        dims = self.dims(node)
+        sizes = {axis: self._sizes[axis] for dim in dims for axis in dim} or {ONE: 1}
+        integers = not node.meta["val"].dtype.is_floating_point
+        scale, labels = self.scales.get(node), integers and "label" in name
+        options: dict[str, Any] = {"scale": scale} if scale else {}
+        options |= {"ignored": -100} if scale or labels else {}
+        tensor = self.g.input(name, sizes, "int64" if integers else None, **options)
+        self._values[node] = Value(tensor, dims)
+
+    def _rows(self) -> int:
+        return shape_of(next(iter(self.captured.given.values())))[0]
+
+    # -- shapes
+
+    def with_axes(self, value: Value, axes: Collection[str]) -> Value:
+        """Return a value whose tensor has these axes, repeated along those that it lacks."""
+        lacks = [axis for axis in value.axes if axis in axes and axis not in value.tensor.axes]
+        if not lacks:
+            return value
+        sizes = {axis: self._sizes[axis] for axis in value.axes if axis in value.tensor.axes or axis in lacks}
+        return Value(spread_over(self.g, value.tensor, sizes), value.dims)
+
+    def as_keys(self, x: Tensor) -> Tensor:
+        """Return keys or values with the axis key in the place of seq."""
+        return self.g.add(Rename(x, {"seq": "key"})).output
+
+    def spread(self, value: Value) -> Value:
+        """Return a value whose tensor has all axes of the value."""
+        return self.with_axes(value, value.axes)
+
+    def ordered(self, value: Value) -> Value:
+        """Return a value whose tensor has all axes, in the order of torch's dimensions."""
+        value = self.spread(value)
+        if value.tensor.axes == value.axes or value.tensor.axes == (ONE,):
+            return value
+        return Value(transpose(self.g, value.tensor, value.axes), value.dims)
+
+    def formula(self, node: Node, function: Callable[..., ex.Expression]) -> Value:
+        """Return the value of a point-wise call: `function` takes the call's arguments, tensors as expressions."""
+        dims = self.dims(node)
+        operands = list(dict.fromkeys(one for one in node.all_input_nodes))
+        inputs: list[Tensor] = []
+        terms: dict[Node, Any] = {}
+        for one in operands:
+            constant = self.captured.constants.get(one)
+            if isinstance(constant, torch.Tensor) and constant.numel() == 1:
+                terms[one] = ex.ScalarConstant(float(constant))
+            elif not isinstance(one.meta["val"], torch.Tensor):
+                terms[one] = constant
+            else:
+                x = self.read(node, one).tensor
+                terms[one] = element(len(inputs), x)
+                inputs.append(x)
+        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: terms[one])
+        value = function(*args, **{name: arg for name, arg in kwargs.items() if arg is not None})
+        present = {axis for x in inputs for axis in x.axes if axis != ONE}
+        axes = [axis for dim in dims for axis in dim if axis in present] or [ONE]
+        first = next((x for x in inputs if {*x.axes} == {*axes}), None)
+        axes = list(first.axes) if first else axes  # no input of all axes is transposed
+        out = self.g.temp(name_of(node), axes, [1 if axis == ONE else self._sizes[axis] for axis in axes], self.g.dtype)
+        return Value(self.g.add(Formula(inputs, out, value, name_of(node))).output, dims)
+
+    def combined(self, values: Sequence[Value], function: Callable[..., ex.Expression], label: str) -> Value:
+        """Return function(values), point by point; the first value's tensor has all axes."""
+        tensors = [value.tensor for value in values]
+        out = self.g.temp(label, tensors[0].axes, tensors[0].shape, self.g.dtype)
+        formula = function(*(element(k, one) for k, one in enumerate(tensors)))
+        return Value(self.g.add(Formula(tensors, out, formula, label)).output, values[0].dims)
+
+    def scaled(self, value: Value, factor: float) -> Value:
+        """Return a value times a number."""
+        x = value.tensor
+        if factor == 1.0 and x.dtype == self.g.dtype:
+            return value
+        out = self.g.temp("scaled", x.axes, x.shape, self.g.dtype)
+        return Value(self.g.add(Formula([x], out, element(0, x) * factor, "scale")).output, value.dims)
+
+    # -- several axes as one
+
+    def single(self, value: Value) -> Value:
+        """Return a value in which each dimension of several axes, or of none, is one axis, which is not cut."""
+        if all(len(dim) == 1 for dim in value.dims):
+            return value
+        whole = self.whole(self.spread(value), [dim[0] for dim in value.dims if len(dim) == 1])
+        joined: list[Names] = [
+            dim if len(dim) == 1 else ("+".join(dim) or f"unit{at}",) for at, dim in enumerate(whole.dims)
+        ]
+        sizes: dict[str, int] = {}
+        for dim, one in zip(whole.dims, joined, strict=True):
+            sizes |= {axis: math.prod(whole.tensor.size(part) for part in dim) for axis in one}
+        self._joined |= sizes
+        out = Value(self.g.temp("joined", list(sizes), list(sizes.values()), value.tensor.dtype), joined)
+        return self._viewed(whole, out)
+
+    def as_dims(self, value: Value, dims: list[Names]) -> Value:
+        """Return a value of `single` with the axes of several dimensions apart again."""
+        if value.dims == dims:
+            return value
+        alone = [dim[0] for dim in dims if len(dim) == 1]
+        names = self.not_cut(dims, alone)
+        apart = [tuple(names.get(axis, axis) for axis in dim) for dim in dims]
+        sizes = {names.get(axis, axis): self._sizes[axis] for dim in dims for axis in dim}
+        out = Value(self.g.temp("apart", list(sizes), list(sizes.values()), value.tensor.dtype), apart)
+        return self.cut_again(self._viewed(value, out), dims)
+
+    def _viewed(self, value: Value, out: Value) -> Value:
+        """Add the call that copies a value to a tensor with other axes for the same dimensions."""
+        layouts = [tuple(tuple(v.tensor.axes.index(axis) for axis in dim) for dim in v.dims) for v in (value, out)]
+        alone = [a[0] for a, b in zip(value.dims, out.dims, strict=True) if a == b and len(a) == 1]
+        self.g.add(AtenCall("copy", _same, [value.tensor], [out.tensor], layouts, alone))
+        return out
+
+    # -- whole axes, for calls on whole tensors
+
+    def not_cut(self, dims: list[Names], alone: Collection[str]) -> dict[str, str]:
+        """Return {axis: name of the same axis without cuts} for the axes of `dims` that are cut and not in `alone`."""
+        axes = [axis for dim in dims for axis in dim if axis not in alone]
+        return {axis: f"whole {axis}" for axis in axes if self.g.cuts.cut(axis, self._sizes[axis])}
+
+    def whole(self, value: Value, alone: Collection[str]) -> Value:
+        """Return a value in which all axes but `alone` are not cut."""
+        names = self.not_cut(value.dims, alone)
+        if not names:
+            return value
+        x = value.tensor
+        out = self.g.temp("whole", [names.get(axis, axis) for axis in x.axes], x.shape, x.dtype)
+        dims = [tuple(names.get(axis, axis) for axis in dim) for dim in value.dims]
+        return Value(self.g.add(Gathered(x, out, names)).output, dims)
+
+    def empty(self, node: Node, dims: list[Names], names: Mapping[str, str], kind: torch.dtype) -> Value:
+        """Return a new tensor for a result, with other names for some axes."""
+        new = [tuple(names.get(axis, axis) for axis in dim) for dim in dims]
+        sizes = {names.get(axis, axis): self._sizes[axis] for dim in dims for axis in dim} or {ONE: 1}
+        dtype = self.g.dtype if kind.is_floating_point else "int64"
+        return Value(self.g.temp(name_of(node), list(sizes), list(sizes.values()), dtype), new)
+
+    def cut_again(self, value: Value, dims: list[Names]) -> Value:
+        """Return a result of `empty` with the axes `dims`, which may be cut."""
+        names = {
+            new: old for a, b in zip(value.dims, dims, strict=True) for new, old in zip(a, b, strict=True) if new != old
+        }
+        if not names:
+            return value
+        x = value.tensor
+        out = self.g.temp(x.name, [names.get(axis, axis) for axis in x.axes], x.shape, x.dtype)
+        return Value(self.g.add(Scattered(x, out, names)).output, dims)
+
+    # -- the whole module
+
+    def run(self) -> None:
+        """Add all calls."""
+        for node in self.captured.calls:
+            one = self.find.rules[node]
+            with self.g.scope(node.name):
+                kept = len(self.g.ops)
+                try:
+                    self._values[node] = one.build(self, node)
+                except NotSupported as reason:
+                    self.reasons[node] = str(reason)
+                    del self.g.ops[kept:]
+                    self._values[node] = self.find.fallback.build(self, node)
+
+
+def _repeats(value: torch.Tensor, at: int) -> bool:
+    """Return whether all entries along a dimension are equal."""
+    return value.stride(at) == 0 or bool((value == value.narrow(at, 0, 1)).all())
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x

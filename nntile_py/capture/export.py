@@ -1,0 +1,216 @@
+"""Captures a PyTorch module by torch.export, and sorts its operators: computed once, on the host, or in tasks."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import Node
+
+from nntile_py.errors import ConfigError
+
+Inputs = Mapping[str, torch.Tensor]
+Array = np.ndarray[Any, Any]
+
+CONSTANT, HOST, TASKS = "constant", "host", "tasks"
+# Operators without an effect on values: their argument stands for the result.
+TRANSPARENT = ("alias", "contiguous", "clone", "detach_", "lift_fresh_copy", "positive")
+IGNORED = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size", "_assert_async")
+
+
+def name_of(node: Node) -> str:
+    """Return the ATen name of a call without its overload, such as `add`; empty for other nodes."""
+    if node.op != "call_function":
+        return ""
+    if isinstance(node.target, torch._ops.OpOverload):
+        namespace, _, name = node.target._schema.name.partition("::")
+        return name if namespace == "aten" else f"{namespace}::{name}"
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def args_of(node: Node) -> tuple[Any, ...]:
+    """Return a call's arguments: nodes, numbers, texts, lists."""
+    return node.args
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    return tuple(int(size) for size in node.meta["val"].shape)
+
+
+@dataclass
+class CapturedModule:
+    """The operators of a module for inputs of fixed sizes.
+
+    Attributes:
+        where: for each node that has a value: CONSTANT, HOST (depends on inputs alone) or TASKS (on parameters).
+        weights: {node: name of the parameter}.
+        given: {name: node} of the inputs.
+        constants: values of the constant nodes.
+        outputs: {name: node}.
+        loss: the node of the loss; None: the module has no loss.
+        whole: {name of a parameter: shape}.
+        parts: {node: WeightPart} of parameters that are parts of a weight.
+    """
+
+    graph: torch.fx.Graph
+    where: dict[Node, str] = field(default_factory=dict)
+    weights: dict[Node, str] = field(default_factory=dict)
+    given: dict[str, Node] = field(default_factory=dict)
+    constants: dict[Node, Any] = field(default_factory=dict)
+    outputs: dict[str, Node] = field(default_factory=dict)
+    loss: Node | None = None
+    whole: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    parts: dict[Node, Any] = field(default_factory=dict)
+
+    @property
+    def calls(self) -> list[Node]:
+        """The nodes that run as tasks and on which the loss or an output depends, in order."""
+        needed: dict[Node, None] = {}
+        todo = [node for node in (*self.outputs.values(), self.loss) if node is not None]
+        while todo:
+            node = todo.pop()
+            if self.where.get(node) == TASKS and node not in needed:
+                needed[node] = None
+                todo += node.all_input_nodes
+        return [node for node in self.graph.nodes if node in needed and node not in self.weights]
+
+    def on_host(self, node: Node) -> Callable[[Mapping[str, Array]], Any]:
+        """Return the function that computes the value of a HOST node from the inputs of a pass."""
+        order = [one for one in self.graph.nodes if self.where.get(one) == HOST]
+        needed = {node}
+        for one in reversed(order):
+            if one in needed:
+                needed.update(one.all_input_nodes)
+        steps = [one for one in order if one in needed]
+        names = {node: name for name, node in self.given.items()}
+
+        def compute(arrays: Mapping[str, Array]) -> Any:
+            values: dict[Node, Any] = {}
+            for one in steps:
+                if one in names:
+                    values[one] = torch.as_tensor(np.ascontiguousarray(arrays[names[one]]))
+                    values[one] = values[one].to(one.meta["val"].dtype)
+                else:
+                    values[one] = _run(one, lambda arg: values.get(arg, self.constants.get(arg)))
+            return values[node]
+
+        return compute
+
+
+def _run(node: Node, value: Callable[[Node], Any]) -> Any:
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
+    assert callable(node.target)
+    with torch.no_grad():
+        return node.target(*args, **kwargs)
+
+
+def capture(module: torch.nn.Module, example: Inputs) -> CapturedModule:
+    """Return the operators of a module in its mode (training or evaluation), for inputs of the example's sizes.
+
+    Raises:
+        ConfigError: torch.export cannot capture the module; the message has its line.
+    """
+    given = {name: value.clone() for name, value in example.items()}  # equal objects would become one input
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch about itself
+            exported = torch.export.export(module, (), given, strict=False)
+            if any(name_of(node).endswith("_") and name_of(node)[0] != "_" for node in exported.graph.nodes):
+                exported = exported.run_decompositions({})  # without operators that change their arguments
+    except Exception as error:
+        raise ConfigError(f"model: torch.export cannot capture {type(module).__name__}: {_reason(error)}") from error
+    result = CapturedModule(exported.graph)
+    _read_inputs(result, exported)
+    _join_tied(result, module)
+    _read_outputs(result, exported)
+    return result
+
+
+def _reason(error: Exception) -> str:
+    """Return the first lines of an error that say what failed and where in the user's code."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    where = [line for line in lines if line.startswith('File "') and "/torch/" not in line]
+    return " ".join([*lines[:1], *where[-1:]])[:600] or type(error).__name__
+
+
+def _read_inputs(result: CapturedModule, exported: Any) -> None:
+    nodes = {node.name: node for node in result.graph.nodes if node.op == "placeholder"}
+    for spec in exported.graph_signature.input_specs:
+        node = nodes[spec.arg.name] if hasattr(spec.arg, "name") else None
+        if node is None:
+            continue
+        if spec.kind == InputKind.PARAMETER:
+            result.weights[node], result.where[node] = spec.target, TASKS
+            result.whole[spec.target] = shape_of(node)
+        elif spec.kind == InputKind.USER_INPUT:
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                result.given[spec.arg.name], result.where[node] = node, HOST
+        else:
+            stored = exported.state_dict.get(spec.target)
+            result.constants[node] = exported.constants[spec.target] if stored is None else stored
+            result.where[node] = CONSTANT
+
+
+def _join_tied(result: CapturedModule, module: torch.nn.Module) -> None:
+    """Let all uses of a parameter that has several names use one node, named as by `named_parameters`."""
+    names: dict[int, str] = {}
+    for name, value in module.named_parameters():
+        names[id(value)] = name
+    canonical = {name: names[id(value)] for name, value in module.named_parameters(remove_duplicate=False)}
+    first: dict[str, Node] = {}
+    for node, name in result.weights.items():
+        result.weights[node] = canonical[name]
+        result.whole[canonical[name]] = shape_of(node)
+        if (same := first.setdefault(canonical[name], node)) is not node:
+            node.replace_all_uses_with(same)
+
+
+def sort(result: CapturedModule) -> None:
+    """Decide for each call where it runs; compute the constant ones."""
+    for node in result.graph.nodes:
+        if node.op != "call_function" or name_of(node) in IGNORED:
+            continue
+        places = {result.where.get(one, CONSTANT) for one in node.all_input_nodes}
+        place = TASKS if TASKS in places else HOST if HOST in places else CONSTANT
+        if place == CONSTANT and name_of(node) in ("rand", "randn", "rand_like", "randn_like", "bernoulli"):
+            raise ConfigError(f"model: {name_of(node)} draws random numbers outside of dropout; {line_of(node)}")
+        result.where[node] = place
+        if place == CONSTANT:
+            result.constants[node] = _run(node, lambda arg: result.constants[arg])
+    result.outputs = {name: node for name, node in result.outputs.items() if result.where.get(node) == TASKS}
+
+
+def line_of(node: Node) -> str:
+    """Return the line of the user's module that made a call, for messages."""
+    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    files = [line for line in trace if line.startswith("File ")]
+    return files[-1] if files else f"node {node.name}"
+
+
+def _read_outputs(result: CapturedModule, exported: Any) -> None:
+    out = next(node for node in result.graph.nodes if node.op == "output")
+    user = [spec.kind == OutputKind.USER_OUTPUT for spec in exported.graph_signature.output_specs]
+    leaves = [value for value, own in zip(args_of(out)[0], user, strict=True) if own]  # the others are changed buffers
+    spec = exported.call_spec.out_spec
+    tree = torch.utils._pytree.tree_unflatten(leaves, spec)
+    if isinstance(tree, Mapping):
+        named = {str(key): value for key, value in tree.items()}
+    elif isinstance(tree, list | tuple):
+        named = {f"output{k}": value for k, value in enumerate(tree)}
+    else:
+        named = {"output": tree}
+    result.outputs = {name: node for name, node in named.items() if isinstance(node, Node)}
+    if "loss" in result.outputs:
+        result.loss = result.outputs.pop("loss")
+    elif "output" in result.outputs and shape_of(result.outputs["output"]) == ():
+        result.loss = result.outputs.pop("output")
+
+
+def is_getitem(node: Node) -> bool:
+    return node.target is operator.getitem

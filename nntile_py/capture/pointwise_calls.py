@@ -1,0 +1,200 @@
+"""Point-wise ATen operators as formulas, dropout, and sums over dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import Node
+
+from nntile_py.capture.axis_groups import Dim
+from nntile_py.capture.builder import GraphBuilder
+from nntile_py.capture.export import args_of, name_of, shape_of
+from nntile_py.capture.rules import AxisFinder, NotSupported, Value, argument, rule
+from nntile_py.tasks.activation import activation
+from nntile_py.tasks.elementwise import add, dropout
+from nntile_py.tasks.formula import total_over
+from nntile_py.tasks.scalar import expression as ex
+
+E = ex.Number
+
+
+def _sigmoid(x: E) -> E:
+    return 0.5 * (1 + ex.tanh(0.5 * x))
+
+
+def _softplus(x: E, beta: float = 1.0, threshold: float = 20.0) -> E:
+    y = beta * x
+    soft = ex.maximum(y, 0.0) + ex.log(1 + ex.exp(-ex.maximum(y, -y)))
+    return ex.select(y > threshold, x, soft / beta)
+
+
+def _power(x: E, p: float) -> E:
+    if p == int(p) and 0 < abs(p) <= 8:
+        result = x
+        for _ in range(int(abs(p)) - 1):
+            result = result * x
+        return result if p > 0 else 1 / result
+    if p in (0.5, -0.5):
+        return ex.sqrt(x) if p > 0 else 1 / ex.sqrt(x)
+    return ex.exp(p * ex.log(x))
+
+
+def _clamp(x: E, low: Any = None, high: Any = None) -> E:
+    x = x if low is None else ex.maximum(x, low)
+    return x if high is None else -ex.maximum(-x, -high)
+
+
+def _elu(x: E, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> E:
+    negative = alpha * (ex.exp(-ex.maximum(-(x * input_scale), 0.0)) - 1)
+    return scale * ex.select(x > 0, x, negative)
+
+
+# {ATen name: formula of the operands, tensors as expressions and numbers as they are}
+FORMULAS: dict[str, Callable[..., E]] = {
+    "add": lambda a, b, alpha=1: a + (b if alpha == 1 else alpha * b),
+    "sub": lambda a, b, alpha=1: a - (b if alpha == 1 else alpha * b),
+    "rsub": lambda a, b, alpha=1: b - (a if alpha == 1 else alpha * a),
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "neg": lambda a: -a,
+    "reciprocal": lambda a: 1 / a,
+    "pow": _power,
+    "square": lambda a: a * a,
+    "sqrt": ex.sqrt,
+    "rsqrt": lambda a: 1 / ex.sqrt(a),
+    "exp": ex.exp,
+    "log": ex.log,
+    "log1p": lambda a: ex.log(1 + a),
+    "sin": ex.sin,
+    "cos": ex.cos,
+    "tanh": ex.tanh,
+    "erf": ex.erf,
+    "abs": lambda a: ex.maximum(a, -a),
+    "sigmoid": _sigmoid,
+    "softplus": _softplus,
+    "elu": _elu,
+    "selu": lambda a: _elu(a, 1.6732632423543772, 1.0507009873554805),
+    "celu": lambda a, alpha=1.0: _elu(a, alpha, 1.0, 1 / alpha),
+    "leaky_relu": lambda a, slope=0.01: ex.select(a > 0, a, slope * a),
+    "clamp": _clamp,
+    "clamp_min": lambda a, low: _clamp(a, low),
+    "clamp_max": lambda a, high: _clamp(a, None, high),
+    "hardtanh": lambda a, low=-1.0, high=1.0: _clamp(a, low, high),
+    "hardsigmoid": lambda a: _clamp(a + 3, 0.0, 6.0) / 6,
+    "log_sigmoid": lambda a: -_softplus(-a),
+    "maximum": ex.maximum,
+    "minimum": lambda a, b: -ex.maximum(-a, -b),
+    "where": lambda c, a, b: ex.select(_true(c), a, b),
+    "masked_fill": lambda a, mask, value: ex.select(_true(mask), value, a),
+    "prelu": lambda a, w: ex.select(a > 0, a, w * a),
+    "gt": lambda a, b: _number(a > b),
+    "lt": lambda a, b: _number(a < b),
+    "addcmul": lambda a, b, c, value=1: a + value * b * c,
+    "lerp": lambda a, b, w: a + w * (b - a),
+}
+
+
+def _number(condition: E) -> E:
+    return ex.select(condition, 1.0, 0.0)
+
+
+def _true(mask: E) -> E:
+    return ex.Call("unequal", mask, 0.0)
+
+
+def broadcast_dims(find: AxisFinder, node: Node) -> list[Dim]:
+    """Make the dimensions of all tensors of a point-wise call the same axes, aligned at the last; return them."""
+    shape = shape_of(node)
+    result: list[Dim] = [()] * len(shape)
+    for operand in node.all_input_nodes:
+        own = shape_of(operand)
+        for at, size in enumerate(own):
+            place = len(shape) - len(own) + at
+            dim = find.of(operand)[at]
+            if size != shape[place] or (size == 1 and not dim):
+                continue
+            if not result[place]:
+                result[place] = dim
+            else:
+                find.same(node, operand, at, result[place])
+        _check_distinct(find, result)
+    return [find.groups.leaves(dim) for dim in result]
+
+
+def _check_distinct(find: AxisFinder, dims: list[Dim]) -> None:
+    leaves = [atom for dim in dims for atom in find.groups.leaves(dim)]
+    if len({*leaves}) < len(leaves):
+        raise NotSupported("an axis twice")
+
+
+@rule(*FORMULAS)
+class PointwiseCall:
+    def dims(self, find: AxisFinder, node: Node) -> list[Dim]:
+        name = name_of(node)
+        if name == "div" and node.kwargs.get("rounding_mode"):
+            raise NotSupported("division with rounding")
+        if name == "pow" and isinstance(args_of(node)[1], Node):
+            raise NotSupported("a power that is a tensor")
+        return broadcast_dims(find, node)
+
+    def build(self, made: GraphBuilder, node: Node) -> Value:
+        name = name_of(node)
+        tensors = [arg for arg in node.args if isinstance(arg, Node)]
+        if name == "add" and len(tensors) == 2 and not node.kwargs:
+            a, b = (made.read(node, one) for one in tensors)
+            if a.tensor.axes == b.tensor.axes and {*made.names(node)} == {*a.tensor.axes}:
+                return Value(add(made.g, a.tensor, b.tensor), made.dims(node))
+        return made.formula(node, FORMULAS[name])
+
+
+@rule("relu", "gelu", "silu", "relu6", "hardswish", "mish", "gelu_tanh")
+class ActivationCall:
+    def dims(self, find: AxisFinder, node: Node) -> list[Dim]:
+        return find.of(args_of(node)[0])
+
+    def build(self, made: GraphBuilder, node: Node) -> Value:
+        name = name_of(node)
+        by_tanh = name == "gelu_tanh" or (name == "gelu" and node.kwargs.get("approximate") == "tanh")
+        kind = "gelu_new" if by_tanh else name
+        x = made.read(node, args_of(node)[0])
+        return Value(activation(made.g, x.tensor, kind), x.dims)
+
+
+@rule("dropout", "native_dropout", "feature_dropout")
+class DropoutCall:
+    def dims(self, find: AxisFinder, node: Node) -> list[Dim]:
+        if name_of(node) == "feature_dropout":
+            raise NotSupported("dropout of whole channels")
+        return find.of(args_of(node)[0])
+
+    def build(self, made: GraphBuilder, node: Node) -> Value:
+        x, (p, training) = made.read(node, args_of(node)[0]), args_of(node)[1:3]
+        return Value(dropout(made.g, x.tensor, float(p)), x.dims) if training and p else x
+
+
+@rule("sum", "mean")
+class SumCall:
+    def dims(self, find: AxisFinder, node: Node) -> list[Dim]:
+        dims, summed = find.of(args_of(node)[0]), self.places(node)
+        keep = bool(argument(node, 2, "keepdim", False))
+        return [() if k in summed else dim for k, dim in enumerate(dims) if keep or k not in summed]
+
+    def places(self, node: Node) -> list[int]:
+        count = len(shape_of(args_of(node)[0]))
+        at = argument(node, 1, "dim")
+        if at is None or at == []:
+            return list(range(count))
+        return [k % count for k in (at if isinstance(at, list | tuple) else [at])]
+
+    def build(self, made: GraphBuilder, node: Node) -> Value:
+        x = made.read(node, args_of(node)[0])
+        axes = [axis for k in self.places(node) for axis in x.dims[k]]
+        present = [axis for axis in axes if axis in x.tensor.axes]
+        count = math.prod(made.size(axis) for axis in axes if axis not in present)
+        total = total_over(made.g, x.tensor, present) if present else x.tensor
+        factor = float(count)
+        if name_of(node) == "mean":
+            factor = 1 / math.prod(x.tensor.size(axis) for axis in present)
+        return made.scaled(Value(total, made.dims(node)), factor)

@@ -1,0 +1,205 @@
+"""Any PyTorch module as a model: its operators on named axes, cut into tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from nntile_py.capture import attention_calls, fallback, losses, pointwise_calls, products, views  # noqa: F401
+from nntile_py.capture.builder import GraphBuilder, axis_names
+from nntile_py.capture.export import TASKS, CapturedModule, args_of, capture, shape_of, sort
+from nntile_py.capture.fallback import AtenFallback
+from nntile_py.capture.losses import loss_call, plain_cross_entropy, scalar_loss
+from nntile_py.capture.rewrites import rewrite
+from nntile_py.capture.rules import AxisFinder
+from nntile_py.errors import ConfigError
+from nntile_py.graph.graph import Graph
+from nntile_py.graph.params import Batch, Param, Traced
+from nntile_py.tasks.formula import ONE
+from nntile_py.typed import typed
+
+Example = Mapping[str, torch.Tensor]
+Loss = Callable[[Any, Example], torch.Tensor]
+# {attribute of a transformers config: name of the axes of that size}; the first attribute with a size names it.
+CONFIG_SIZES = {
+    "vocab_size": "vocab", "hidden_size": "embed", "n_embd": "embed", "d_model": "embed", "dim": "embed",
+    "intermediate_size": "ffn", "n_inner": "ffn", "d_ff": "ffn", "ffn_dim": "ffn", "hidden_dim": "ffn",
+}  # fmt: skip
+
+
+class _WithLoss(torch.nn.Module):
+    """A module whose outputs include a loss that a function computes."""
+
+    def __init__(self, module: torch.nn.Module, loss: Loss, own: set[str]) -> None:
+        super().__init__()
+        self.module, self.loss, self.own = module, loss, own
+
+    def forward(self, **inputs: torch.Tensor) -> dict[str, Any]:
+        out = self.module(**{name: value for name, value in inputs.items() if name in self.own})
+        rest = {"output": out} if isinstance(out, torch.Tensor) else dict(out)
+        return {"loss": self.loss(out, inputs), **rest}
+
+
+class TorchModel:
+    """A model that is captured from a PyTorch module. See from_torch."""
+
+    def __init__(self, module: torch.nn.Module, example: Example, loss: Loss | None = None) -> None:
+        self.module, self.loss = module, loss
+        self.example = dict(example)
+        self._captured: dict[tuple[int, int, bool], tuple[CapturedModule, AxisFinder, dict[Any, str]]] = {}
+        self.weights: Mapping[str, Any] = {
+            name: value.detach().to(torch.float32).cpu().numpy().copy() for name, value in module.named_parameters()
+        }
+        self.fallbacks: list[str] = []
+        self.rewritten = True
+
+    def __repr__(self) -> str:
+        return f"TorchModel({type(self.module).__name__})"
+
+    def params(self) -> list[Param]:
+        """Return the parameters that the module's loss or outputs depend on."""
+        graph = Graph()
+        self.trace(graph, Batch(*self.sizes))
+        return list(graph.params.values())
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The rows and positions of the example: `nt.Trainer(model, *model.sizes)`."""
+        first = next(iter(self.example.values()))
+        return first.shape[0], next((x.shape[1] for x in self.example.values() if _is_tokens(x)), 1)
+
+    def inputs(self, batch: int, seq: int) -> dict[str, torch.Tensor]:
+        """Return the example's tensors with `batch` rows, and `seq` positions where the example has tokens."""
+        rows, positions = self.sizes
+        result = {}
+        for name, x in self.example.items():
+            shape = [batch if k == 0 and n == rows else n for k, n in enumerate(x.shape)]
+            if _is_tokens(x) and x.shape[1] == positions:
+                shape[1] = seq
+            index = [torch.arange(n) % x.shape[k] for k, n in enumerate(shape)]
+            result[name] = x[torch.meshgrid(*index, indexing="ij")].contiguous()
+        return result
+
+    def captured(self, batch: int, seq: int, training: bool) -> tuple[CapturedModule, AxisFinder, dict[Any, str]]:
+        """Return the module's operators, its axes and their names for a batch."""
+        key = batch, seq, training
+        if key not in self._captured:
+            module = self.module
+            if self.loss:
+                own = {name for name in self.example if name in _arguments(module)}
+                module = _WithLoss(module, self.loss, own)
+            before = self.module.training
+            self.module.train(training)
+            try:
+                found = capture(module, self.inputs(batch, seq))
+            finally:
+                self.module.train(before)
+            if self.rewritten:
+                rewrite(found)
+            sort(found)
+            find = AxisFinder(found, AtenFallback())
+            self.unsupported = find.unsupported
+            self._propose(found, find, seq)
+            find.run()
+            self._captured[key] = found, find, axis_names(find, self._config_sizes())
+        return self._captured[key]
+
+    def _propose(self, found: CapturedModule, find: AxisFinder, seq: int) -> None:
+        for name, node in found.given.items():
+            dims, x = find.of(node), self.example[name]
+            find.propose(dims[0], "batch")
+            if _is_tokens(x) and len(dims) > 1 and shape_of(node)[1] == seq:
+                find.propose(dims[1], "seq")
+
+    def _config_sizes(self) -> dict[int, str]:
+        config = getattr(self.module, "config", None)
+        sizes: dict[int, str] = {}
+        for attribute, name in CONFIG_SIZES.items():
+            size = getattr(config, attribute, None)
+            if isinstance(size, int) and size > 1:
+                sizes.setdefault(size, name)
+        return sizes
+
+    def trace(self, g: Graph, batch: Batch) -> Traced:
+        """Add the module's operators to the graph."""
+        if batch.packed or batch.cached:
+            raise ConfigError("train.pack: got true; allowed with a captured PyTorch module: false")
+        found, find, names = self.captured(batch.size, batch.seq, g.training)
+        made = GraphBuilder(found, find, names, g)
+        made.prefix = "module." if self.loss else ""
+        loss = loss_call(found)
+        if loss is not None and plain_cross_entropy(found, loss):
+            made.scales = {args_of(loss)[1]: "loss_scale"}
+        for name, node in found.given.items():
+            made.declare(name, node)
+        attention_calls.share_heads(found, g.cuts)
+        made.run()
+        self.fallbacks = [call.label for call in made.fallbacks]
+        self.reasons = {node.name: reason for node, reason in made.reasons.items()}
+        total = None
+        if loss is not None:
+            value = made.value(loss)
+            total = value.tensor if value.tensor is g.loss else scalar_loss(g, value.tensor, batch.size)
+        outputs = {}
+        for name, node in found.outputs.items():
+            if found.where[node] == TASKS:
+                value = made.ordered(made.value(node))
+                if value.tensor.kind == "temp" and value.tensor.axes != (ONE,):
+                    outputs[name] = value.tensor
+        return Traced(total, outputs)
+
+    def to_torch(self) -> torch.nn.Module:
+        """Copy the weights into the module, and return the module."""
+        with torch.no_grad():
+            for name, value in self.module.named_parameters():
+                if name in self.weights:
+                    value.copy_(torch.from_numpy(np.array(self.weights[name])))
+        return self.module
+
+
+def _arguments(module: torch.nn.Module) -> set[str]:
+    import inspect
+
+    return set(inspect.signature(module.forward).parameters)
+
+
+def _is_tokens(x: torch.Tensor) -> bool:
+    return x.dim() >= 2 and not x.dtype.is_floating_point
+
+
+@typed
+def from_torch(module: torch.nn.Module, example: Mapping[str, Any], loss: Loss | None = None) -> TorchModel:
+    """Return a model with the operators and weights of a PyTorch module, for nt.Trainer.
+
+    torch.export captures the module when a Trainer is created, again for each size of the batch. Dimensions that
+    operators force to be equal are one axis; `tiles` cuts axes by name.
+
+    Args:
+        module: The module. Its forward takes the names of `example`.
+        example: {name: tensor or array} of a batch. The first dimension is the batch; the second of integers is seq.
+        loss: loss(output, inputs), for a module whose output has no `loss`. `inputs` are all tensors of `example`; only
+            those that the module's forward has by name are passed to it.
+
+    Raises:
+        ConfigError: An argument is not allowed. torch.export cannot capture the module: the Trainer raises it.
+    """
+    if not example:
+        raise ConfigError("example: is empty; allowed: {name: tensor} with the inputs of a batch")
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in example.items():
+        try:
+            tensors[name] = torch.as_tensor(value)
+        except Exception as error:
+            raise ConfigError(f"example: {name!r} is {type(value).__name__}; allowed: a tensor or an array") from error
+        if not isinstance(name, str) or not tensors[name].dim() or not tensors[name].numel():
+            raise ConfigError(f"example: {name!r} of shape {[*tensors[name].shape]}; allowed: a text, and [batch, ...]")
+    return TorchModel(module, tensors, loss)
+
+
+@typed
+def to_torch(model: TorchModel) -> torch.nn.Module:
+    """Copy a captured model's weights into its module, and return the module. Close the model's Trainer first."""
+    return model.to_torch()

@@ -1,0 +1,162 @@
+"""PyTorch modules that someone else wrote, captured and cut into tiles: loss, gradients and steps are PyTorch's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from captured_models import MODELS
+
+import nntile_py as nt
+from nntile_py.capture.torch_model import TorchModel
+
+TILES: dict[str, dict[str, int]] = {
+    "uncut": {},
+    "cut": {"batch": 1, "seq": 5, "embed": 20, "heads": 2, "ffn": 40, "vocab": 30},
+}
+QUICK = "gpt2", "llama", "bert-classifier", "t5", "vit", "resnet"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def running() -> Iterator[None]:
+    with nt.Runtime(cpus=1, scheduler="lws"):
+        yield
+
+
+def eager(module: torch.nn.Module, example: dict[str, torch.Tensor]) -> tuple[float, dict[str, Any]]:
+    """Return PyTorch's loss and gradients."""
+    module.zero_grad()
+    loss = module(**{name: value.clone() for name, value in example.items()}).loss
+    loss.backward()
+    grads = {name: p.grad.numpy().copy() for name, p in module.named_parameters() if p.grad is not None}
+    return float(loss.detach()), grads
+
+
+def worst(got: dict[str, Any], want: dict[str, Any]) -> tuple[float, str]:
+    """Return the largest error relative to the largest entry of a tensor, and the tensor's name.
+
+    Tensors far below the largest one are compared with one hundredth of it: keys' biases have no gradient but rounding.
+    """
+    top = max(np.abs(value).max() for value in want.values())
+    errors = {
+        name: float(np.abs(got[name] - value).max() / max(np.abs(value).max(), 0.01 * top))
+        for name, value in want.items()
+    }
+    name = max(errors, key=lambda one: errors[one])
+    return errors[name], name
+
+
+@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in MODELS]
+)
+def test_loss_and_gradients_are_those_of_eager(name: str, tiles: str) -> None:
+    torch.manual_seed(0)
+    module, example = MODELS[name]()
+    loss, grads = eager(module.train(), example)
+    model = nt.from_torch(module, example)
+    trainer = nt.Trainer(model, *model.sizes, TILES[tiles], optimizer=nt.SGD(lr=0.0))
+    result = trainer.submit({one: value.numpy() for one, value in example.items()}).result()
+    assert result.loss == pytest.approx(loss, rel=2e-6)
+    error, where = worst(trainer.gradients(), grads)
+    # One value of a picture a channel is left at the end: its batch norm amplifies rounding.
+    assert error < (1e-3 if name == "mobilenetv2" else 1e-5), where
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK[:3] else pytest.mark.long) for name in MODELS]
+)
+def test_ten_steps_are_those_of_adamw(name: str) -> None:
+    torch.manual_seed(0)
+    module, example = MODELS[name]()
+    optimizer = torch.optim.AdamW(module.train().parameters(), lr=1e-3, weight_decay=0.01, eps=1e-6)
+    model = nt.from_torch(module, example)
+    trainer = nt.Trainer(
+        model, *model.sizes, TILES["cut"], optimizer=nt.AdamW(lr=1e-3, weight_decay=0.01, eps=1e-6, groups=[])
+    )
+    arrays = {one: value.numpy() for one, value in example.items()}
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = module(**{one: value.clone() for one, value in example.items()}).loss
+        loss.backward()
+        optimizer.step()
+        assert trainer.step(arrays) == pytest.approx(float(loss.detach()), rel=2e-4, abs=1e-4)
+    trainer.close()
+
+
+def test_weights_go_back_into_the_module() -> None:
+    torch.manual_seed(0)
+    module, example = MODELS["gpt2"]()
+    before = {name: value.detach().clone() for name, value in module.named_parameters()}
+    model = nt.from_torch(module, example)
+    trainer = nt.Trainer(model, *model.sizes, optimizer=nt.SGD(lr=0.1))
+    arrays = {one: value.numpy() for one, value in example.items()}
+    first = trainer.step(arrays)
+    trainer.close()
+    assert nt.to_torch(model) is module
+    assert all((value != before[name]).any() for name, value in module.named_parameters() if "bias" not in name)
+    assert float(module(**example).loss) < first
+
+
+class Own(torch.nn.Module):
+    """Residual layers of one width, point-wise functions, and a product of a tensor with itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(12, 12), torch.nn.Linear(12, 12, bias=False)
+        self.scale = torch.nn.Parameter(torch.ones(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.second(torch.sin(self.first(x)) * self.scale)
+        y = torch.sigmoid(x) * x
+        scores = torch.softmax(y @ y.transpose(-1, -2) / 3, -1)
+        return (scores @ x).mean(1)
+
+
+@pytest.mark.parametrize("tiles", [{}, {"batch": 2}, {"batch": 2, "d0": 3, "d1": 5}], ids=str)
+def test_a_module_of_ones_own(tiles: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    module, example = Own(), {"x": torch.randn(5, 7, 12), "target": torch.randn(5, 12)}
+    want = torch.nn.functional.mse_loss(module(example["x"]), example["target"])
+    want.backward()
+    model = nt.from_torch(module, example, lambda out, given: torch.nn.functional.mse_loss(out, given["target"]))
+    trainer = nt.Trainer(model, *model.sizes, tiles, optimizer=nt.SGD(lr=0.0))
+    assert trainer.step({one: value.numpy() for one, value in example.items()}) == pytest.approx(float(want.detach()), rel=1e-5)
+    grads = {name: value.grad.numpy() for name, value in module.named_parameters() if value.grad is not None}
+    assert worst(trainer.gradients(), grads)[0] < 1e-5
+    trainer.close()
+
+
+def test_accumulated_passes_are_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    module, example = MODELS["bert-classifier"]()
+    double = {one: torch.cat([value, value.flip(0)]) for one, value in example.items()}
+    loss, grads = eager(module.train(), double)
+    model = nt.from_torch(module, example)
+    trainer = nt.Trainer(model, *model.sizes, grad_accumulation=2, optimizer=nt.SGD(lr=0.0))
+    assert trainer.step({one: value.numpy() for one, value in double.items()}) == pytest.approx(loss, rel=2e-6)
+    assert worst(trainer.gradients(), grads)[0] < 1e-5
+    trainer.close()
+
+
+class Branching(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum() if x.mean() > 0 else x.mean()
+
+
+def test_control_flow_on_data_is_named() -> None:
+    model = nt.from_torch(Branching(), {"x": torch.randn(2, 3)})
+    with pytest.raises(nt.ConfigError, match=r"cannot capture Branching: .*test_capture\.py"):
+        nt.Trainer(model, *model.sizes)
+
+
+def test_a_captured_model_is_of_this_class() -> None:
+    module, example = MODELS["gpt2"]()
+    model = nt.from_torch(module, example)
+    assert isinstance(model, TorchModel)
+    assert repr(model) == "TorchModel(GPT2LMHeadModel)"
+    assert model.sizes == (2, 16)
