@@ -17,14 +17,14 @@ def tokens(seq: int = SEQ) -> torch.Tensor:
     return torch.randint(5, VOCAB, (ROWS, seq))
 
 
-def text(name: str, kind: str, *, target: int = SEQ, **options: Any) -> None:
+def text(name: str, kind: str, *, target: int = SEQ, config: str = "Config", **options: Any) -> None:
     """Add a model that predicts tokens; kind: the prefix of its classes, which ends in the class's task."""
     stem, _, task = kind.partition(":")
 
     def make() -> Made:
-        config = getattr(hf, f"{stem}{options.pop('config', 'Config')}")(**{"vocab_size": VOCAB} | options)
-        config.use_cache = False
-        return getattr(hf, f"{stem}For{task or 'CausalLM'}")(config), {"input_ids": tokens(), "labels": tokens(target)}
+        made = getattr(hf, f"{stem}{config}")(**{"vocab_size": VOCAB} | options)
+        made.use_cache = False
+        return getattr(hf, f"{stem}For{task or 'CausalLM'}")(made), {"input_ids": tokens(), "labels": tokens(target)}
 
     MODELS[name] = make
 
@@ -54,7 +54,6 @@ PAIR: dict[str, Any] = {
     "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "dropout": 0.0,
 }  # fmt: skip
 
-text("gpt2", "GPT2:X", **GPT)
 MODELS["gpt2"] = lambda: (
     hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=VOCAB, use_cache=False, **GPT)),
     {"input_ids": tokens(), "labels": tokens()},

@@ -56,13 +56,16 @@ class AtenCall(Op):
         function: takes torch tensors, returns a tensor or a tuple.
         layouts: how the tiles of the inputs, then of the outputs, are seen as torch tensors.
         alone: axes along which entries do not depend on each other; only these may be cut.
+        backward: backward(inputs, gradients of the outputs, numbers of the wanted inputs) returns their gradients;
+            None: torch.autograd computes the function again and differentiates it.
     """
 
     def __init__(
         self, label: str, function: Function, inputs: Sequence[Tensor], outs: Sequence[Tensor],
-        layouts: Sequence[Layout], alone: Sequence[str] = (),
+        layouts: Sequence[Layout], alone: Sequence[str] = (), backward: Function | None = None,
     ) -> None:  # fmt: skip
         super().__init__(inputs, outs)
+        self.backward = backward
         self.label, self.function, self.layouts, self.alone = label, function, tuple(layouts), tuple(alone)
 
     @property
@@ -118,7 +121,14 @@ class AtenCallGrad(Op):
 
     def lower(self, lowering: Lowering) -> None:
         fwd = self.forward
-        kernel = _backward(fwd.label, fwd.function, len(fwd.inputs), self.wanted, self.given, fwd.layouts)
+        kernel = _backward(
+            fwd.label,
+            fwd.backward or _differentiated(fwd.function, self.given),
+            len(fwd.inputs),
+            self.wanted,
+            self.given,
+            fwd.layouts,
+        )
         for index in lowering.indices(fwd.output, [axis for axis in fwd.output.axes if axis in fwd.alone]):
             outs = [ACC(whole_tile(lowering, t, index)) for t in self.outputs]
             lowering.emit(kernel, [*outs, *(R(whole_tile(lowering, t, index)) for t in self.inputs)])
@@ -162,12 +172,8 @@ def _backward(
                 for tile, layout in zip(tiles[count : count + inputs], layouts[:inputs], strict=True)
             ]
             grads = [as_torch(t, layouts[inputs + k]) for t, k in zip(tiles[count + inputs :], given, strict=True)]
-            with torch.enable_grad():
-                read = [x.detach().requires_grad_(k in wanted) for k, x in enumerate(read)]
-                values = _tuple(function(*read))
-                pairs = [(values[k], grad) for k, grad in zip(given, grads, strict=True) if values[k].requires_grad]
-                outs, grads = map(list, zip(*pairs, strict=True))
-                found = torch.autograd.grad(outs, [read[k] for k in wanted], grads, allow_unused=True)
+            with torch.no_grad():
+                found = function(read, grads, wanted)
             for value, tile, k in zip(found, tiles[:count], wanted, strict=True):
                 if value is not None:
                     store(value, tile, layouts[k], add=True)
@@ -176,6 +182,20 @@ def _backward(
         modes |= {f"g{k}": "R" for k in range(len(given))}
         _KERNELS[key] = _task(f"gradient of {label} {layouts} {wanted} {given}", modes, run)
     return _KERNELS[key]
+
+
+def _differentiated(function: Function, given: tuple[int, ...]) -> Function:
+    """Return the gradient of a function, computed again; given: numbers of the outputs that have gradients."""
+
+    def backward(inputs: list[torch.Tensor], grads: list[torch.Tensor], wanted: tuple[int, ...]) -> Any:
+        with torch.enable_grad():
+            read = [x.detach().requires_grad_(k in wanted) for k, x in enumerate(inputs)]
+            values = _tuple(function(*read))
+            pairs = [(values[k], grad) for k, grad in zip(given, grads, strict=True) if values[k].requires_grad]
+            outs, dys = map(list, zip(*pairs, strict=True))
+            return torch.autograd.grad(outs, [read[k] for k in wanted], dys, allow_unused=True)
+
+    return backward
 
 
 def _tuple(values: Any) -> tuple[Any, ...]:

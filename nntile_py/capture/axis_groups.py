@@ -21,7 +21,9 @@ class Atom:
         self.parts: tuple[Atom, ...] = ()
         self.tensors: set[int] = set()  # numbers of the tensors that have this axis
         self.roles: list[str] = []  # names that operators or inputs propose
-        self.cut_as: Atom | None = None  # an axis that must be cut into tiles of the same size
+        self.alike: list[Atom] = [
+            self
+        ]  # axes that must be cut into tiles of the same size; the list is theirs together
 
     def __repr__(self) -> str:
         return f"Atom({self.size})"
@@ -76,10 +78,20 @@ class AxisGroups:
         root.parts = tuple(Atom(size) for size in sizes)
         for part in root.parts:
             part.tensors = set(root.tensors)
-        if root.cut_as and not (other := self.root(root.cut_as)).parts:
-            for part, like in zip(root.parts, self.split(other, sizes), strict=True):
-                part.cut_as = like
+        for other in {self.root(one) for one in root.alike} - {root}:
+            if not other.parts:
+                self.split(other, sizes)
+            for part, like in zip(root.parts, other.parts, strict=False):
+                self.cut_alike(part, like)
         return root.parts
+
+    @staticmethod
+    def cut_alike(a: Atom, b: Atom) -> None:
+        """Record that two axes must be cut into tiles of the same size."""
+        if a.alike is not b.alike:
+            a.alike += b.alike
+            for one in b.alike[:]:
+                one.alike = a.alike
 
     def unite(self, a: Atom, b: Atom) -> bool:
         """Make two axes of equal size one. Return False if a tensor has both, so that they must stay two."""
@@ -92,7 +104,7 @@ class AxisGroups:
         b.same = a
         a.tensors |= b.tensors
         a.roles += b.roles
-        a.cut_as = a.cut_as or b.cut_as
+        self.cut_alike(a, b)
         return True
 
     def align(self, left: Iterable[Atom], right: Iterable[Atom]) -> list[tuple[Atom, Atom]]:

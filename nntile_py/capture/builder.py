@@ -44,18 +44,13 @@ def axis_names(find: AxisFinder, sizes: Mapping[int, str]) -> dict[Atom, str]:
             order |= dict.fromkeys(find.groups.leaves([old, new]))
 
     def head(atom: Atom) -> Atom:
-        seen = {atom}
-        while atom.cut_as and (above := find.groups.root(atom.cut_as)) not in seen and not above.parts:
-            seen.add(above)
-            atom = above
-        return atom
+        return find.groups.root(atom.alike[0])
 
     def role(atom: Atom) -> str | int:
-        mine = sorted((one for one in head(atom).roles if one in ROLES), key=ROLES.index)
+        proposed = (one for like in atom.alike for one in like.roles)
+        mine = sorted((one for one in proposed if one in ROLES), key=ROLES.index)
         return mine[0] if mine else sizes.get(atom.size, atom.size)
 
-    for atom in order:
-        head(atom).roles += atom.roles
     _unite_alike(find, order, role)
     order = dict.fromkeys(find.groups.root(atom) for atom in order)
     bases: dict[Atom, str] = {}

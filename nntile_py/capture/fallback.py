@@ -33,6 +33,35 @@ FIRST = {
 }  # fmt: skip
 
 
+CONVOLUTIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}  # {name: number of spatial dimensions}
+
+
+def _convolution_grad(node: Node) -> Callable[..., Any] | None:
+    """Return the gradient of a convolution, which needs no second forward pass; None if its padding is a text."""
+    count = CONVOLUTIONS[name_of(node)]
+
+    def each(place: int, name: str, default: int) -> list[int]:
+        value = argument(node, place, name, default)
+        value = value if isinstance(value, list | tuple) else [value]
+        return list(value) * count if len(value) == 1 else list(value)
+
+    if isinstance(argument(node, 4, "padding", 0), str):
+        return None
+    stride, padding, dilation = each(3, "stride", 1), each(4, "padding", 0), each(5, "dilation", 1)
+    groups = int(argument(node, 6, "groups", 1))
+
+    def backward(inputs: list[torch.Tensor], grads: list[torch.Tensor], wanted: tuple[int, ...]) -> Any:
+        x, weight, *bias = inputs
+        mask = [k in wanted for k in range(3)]
+        found = torch.ops.aten.convolution_backward(
+            grads[0], x, weight, [len(bias[0])] if bias else None, stride, padding, dilation, False, [0] * count,
+            groups, mask,
+        )  # fmt: skip
+        return [found[k] for k in wanted]
+
+    return backward
+
+
 def _alone(node: Node) -> Iterator[tuple[Node, int, int]]:
     """Yield (operand, its dimension, the result's dimension) of dimensions along which entries do not interact."""
     name, shape = name_of(node), shape_of(args_of(node)[0]) if isinstance(args_of(node)[0], Node) else ()
@@ -104,7 +133,9 @@ class AtenFallback:
         ]
         label, function = _function(made, node, operands)
         layouts = [_layout(value) for value in (*values, *results)]
-        call = AtenCall(label, function, [v.tensor for v in values], [v.tensor for v in results], layouts, alone)
+        backward = _convolution_grad(node) if name_of(node) in CONVOLUTIONS and len(operands) > 1 else None
+        tensors = [v.tensor for v in values], [v.tensor for v in results]
+        call = AtenCall(label, function, *tensors, layouts, alone, backward)
         made.g.add(call)
         for value, one in zip(results, node.meta["val"] if several else [node.meta["val"]], strict=True):
             value.tensor.requires_grad &= one.dtype.is_floating_point

@@ -198,3 +198,40 @@ class SumCall:
         if name_of(node) == "mean":
             factor = 1 / math.prod(x.tensor.size(axis) for axis in present)
         return made.scaled(Value(total, made.dims(node)), factor)
+
+
+@rule("batch_norm", "_native_batch_norm_legit_functional")
+class BatchNormCall:
+    """Batch norm by the statistics of the batch: (x - mean) / sqrt(var + eps) * weight + bias for each channel."""
+
+    def dims(self, find: AxisFinder, node: Node) -> Any:
+        x, weight, bias = args_of(node)[:3]
+        if not args_of(node)[5] or weight is None or bias is None:
+            raise NotSupported("batch norm by running statistics, or without weights")
+        dims = find.of(x)
+        for one in (weight, bias):
+            find.same(node, one, 0, dims[1])
+        if name_of(node) == "batch_norm":
+            return dims
+        return [dims, *([find.groups.leaves(dims[1])] for _ in range(4))]
+
+    def build(self, made: GraphBuilder, node: Node) -> Any:
+        x, weight, bias = (made.read(node, one) for one in args_of(node)[:3])
+        x, eps = made.spread(x), float(args_of(node)[7])
+        over = [axis for at, dim in enumerate(x.dims) if at != 1 for axis in dim]
+        share = 1 / math.prod(made.size(axis) for axis in over)
+        channels: list[tuple[str, ...]] = [(), x.dims[1], *([()] * (len(x.dims) - 2))]
+
+        def mean(value: Value) -> Value:
+            return made.scaled(Value(total_over(made.g, value.tensor, over), channels), share)
+
+        middle = mean(x)
+        centred = made.combined([x, middle], lambda a, b: a - b, "centre")
+        variance = mean(made.combined([centred], lambda a: a * a, "square"))
+        rstd = made.combined([variance], lambda a: 1 / ex.sqrt(a + eps), "rstd")
+        y = made.combined([centred, rstd, weight, bias], lambda a, r, w, b: a * r * w + b, "batch norm")
+        y = Value(y.tensor, x.dims)
+        if name_of(node) == "batch_norm":
+            return y
+        of_channel = [x.dims[1]]
+        return [y, *(Value(one.tensor, of_channel) for one in (middle, rstd, middle, variance))]

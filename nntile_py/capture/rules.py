@@ -144,9 +144,7 @@ class AxisFinder:
         """Let a call read an operand's axis under another name, of a new axis by default. Both are cut alike."""
         wanted = wanted or Atom(axis.size)
         self.renames.setdefault((call, operand), []).append((axis, wanted))
-        a, b = self.groups.root(axis), self.groups.root(wanted)
-        if not b.cut_as and a.cut_as is not b:
-            b.cut_as = a
+        self.groups.cut_alike(self.groups.root(axis), self.groups.root(wanted))
         return wanted
 
     def under(self, call: Node, operand: Any) -> list[Dim]:
