@@ -129,9 +129,20 @@ class AtenCallGrad(Op):
             self.given,
             fwd.layouts,
         )
-        for index in lowering.indices(fwd.output, [axis for axis in fwd.output.axes if axis in fwd.alone]):
-            outs = [ACC(whole_tile(lowering, t, index)) for t in self.outputs]
+        indices = list(lowering.indices(fwd.output, [axis for axis in fwd.output.axes if axis in fwd.alone]))
+        for index in indices:
+            outs, sums = [], []
+            for t in self.outputs:
+                tile = whole_tile(lowering, t, index)
+                if len(indices) > 1 and not {*index} <= {*t.axes}:
+                    # Tasks that added to one tile would wait for each other: each writes a tile of its own.
+                    part = lowering.scratch(f"{t.name}.part", dict.fromkeys(t.axes, 0), tile.shape, tile.dtype)
+                    sums.append((tile, part))
+                    tile = part
+                outs.append(ACC(tile))
             lowering.emit(kernel, [*outs, *(R(whole_tile(lowering, t, index)) for t in self.inputs)])
+            for tile, part in sums:
+                lowering.emit(_add_part, [ACC(tile), R(part)])
 
 
 def whole_tile(lowering: Lowering, tensor: Tensor, index: dict[str, int]) -> Any:
@@ -192,7 +203,8 @@ def _differentiated(function: Function, given: tuple[int, ...]) -> Function:
             read = [x.detach().requires_grad_(k in wanted) for k, x in enumerate(inputs)]
             values = _tuple(function(*read))
             pairs = [(values[k], grad) for k, grad in zip(given, grads, strict=True) if values[k].requires_grad]
-            outs, dys = map(list, zip(*pairs, strict=True))
+            outs = [value for value, _ in pairs]
+            dys = [grad.to(value.dtype) for value, grad in pairs]
             return torch.autograd.grad(outs, [read[k] for k in wanted], dys, allow_unused=True)
 
     return backward
@@ -276,6 +288,11 @@ def _copy_from(part: torch.Tensor, whole: torch.Tensor, *, offsets: tuple[int, .
     part.copy_(_within(whole, part, offsets))
 
 
+def _add(whole: torch.Tensor, part: torch.Tensor) -> None:
+    whole += part
+
+
+_add_part = PythonTask(_add, "torch", {"whole": "ACC", "part": "R"})
 _place_first = PythonTask(_copy_to, "torch", {"whole": "W", "part": "R"})
 _place = PythonTask(_copy_to, "torch", {"whole": "RW", "part": "R"})
 _take = PythonTask(_copy_from, "torch", {"part": "W", "whole": "R"})

@@ -20,7 +20,7 @@ from nntile_py.tasks.contract import contract
 from nntile_py.tasks.elementwise import dropout, transpose
 from nntile_py.tasks.formula import Formula, element
 from nntile_py.tasks.mask import Mask
-from nntile_py.tasks.op import Tensor
+from nntile_py.tasks.op import Tensor, accumulation_dtype
 from nntile_py.tasks.rotary import rotary
 from nntile_py.tasks.scalar.expression import Element
 from nntile_py.tasks.softmax import softmax
@@ -327,7 +327,7 @@ class RotaryCall:
         table = self.table(made.captured.constants, *args_of(node)[1:3], shape=shape_of(args_of(node)[0]))
         sizes = {"seq": table.shape[0], "rotary": table.shape[1]}
         key = hashlib.sha256(table.tobytes()).hexdigest()[:12]
-        angles = made.shared(f"rotary.{key}", sizes, table)
+        angles = made.shared(f"rotary.{key}", sizes, table, accumulation_dtype(made.g.dtype))
         y = rotary(made.g, inner.tensor, angles)
         back = made.renamed(Value(y, inner.dims), {new: old for old, new in names.items()})
         return Value(back.tensor, made.dims(node))

@@ -221,10 +221,10 @@ class GraphBuilder:
         tensor = self.g.input(f"{node.name}.", sizes, "int64" if integers else None, **options)
         return Value(tensor, dims)
 
-    def shared(self, name: str, sizes: Mapping[str, int], value: Any) -> Tensor:
+    def shared(self, name: str, sizes: Mapping[str, int], value: Any, dtype: str | None = None) -> Tensor:
         """Return a constant input; calls with the same name share it."""
         if name not in self.g.tensors:
-            self.g.input(name, dict(sizes), None, default=value)
+            self.g.input(name, dict(sizes), dtype, default=value)
         return self.g.tensors[name]
 
     def declare(self, name: str, node: Node) -> None:
@@ -288,22 +288,25 @@ class GraphBuilder:
         axes = [axis for dim in dims for axis in dim if axis in present] or [ONE]
         first = next((x for x in inputs if {*x.axes} == {*axes}), None)
         axes = list(first.axes) if first else axes  # no input of all axes is transposed
-        out = self.g.temp(name_of(node), axes, [1 if axis == ONE else self._sizes[axis] for axis in axes], self.g.dtype)
+        # Statistics stay in the dtype of accumulation.
+        kinds = {x.dtype for x in inputs if not x.dtype.startswith("int")}
+        dtype = kinds.pop() if len(kinds) == 1 else self.g.dtype
+        out = self.g.temp(name_of(node), axes, [1 if axis == ONE else self._sizes[axis] for axis in axes], dtype)
         return Value(self.g.add(Formula(inputs, out, value, name_of(node))).output, dims)
 
     def combined(self, values: Sequence[Value], function: Callable[..., ex.Expression], label: str) -> Value:
         """Return function(values), point by point; the first value's tensor has all axes."""
         tensors = [value.tensor for value in values]
-        out = self.g.temp(label, tensors[0].axes, tensors[0].shape, self.g.dtype)
+        out = self.g.temp(label, tensors[0].axes, tensors[0].shape, tensors[0].dtype)
         formula = function(*(element(k, one) for k, one in enumerate(tensors)))
         return Value(self.g.add(Formula(tensors, out, formula, label)).output, values[0].dims)
 
     def scaled(self, value: Value, factor: float) -> Value:
         """Return a value times a number."""
         x = value.tensor
-        if factor == 1.0 and x.dtype == self.g.dtype:
+        if factor == 1.0:
             return value
-        out = self.g.temp("scaled", x.axes, x.shape, self.g.dtype)
+        out = self.g.temp("scaled", x.axes, x.shape, x.dtype)
         return Value(self.g.add(Formula([x], out, element(0, x) * factor, "scale")).output, value.dims)
 
     # -- several axes as one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,9 +52,9 @@ def _convolution_grad(node: Node) -> Callable[..., Any] | None:
 
     def backward(inputs: list[torch.Tensor], grads: list[torch.Tensor], wanted: tuple[int, ...]) -> Any:
         x, weight, *bias = inputs
-        mask = [k in wanted for k in range(3)]
+        dy, mask = grads[0].to(x.dtype), [k in wanted for k in range(3)]
         found = torch.ops.aten.convolution_backward(
-            grads[0], x, weight, [len(bias[0])] if bias else None, stride, padding, dilation, False, [0] * count,
+            dy, x, weight.to(x.dtype), [len(bias[0])] if bias else None, stride, padding, dilation, False, [0] * count,
             groups, mask,
         )  # fmt: skip
         return [found[k] for k in wanted]
@@ -182,15 +182,30 @@ def _function(made: GraphBuilder, node: Node, operands: list[Node]) -> tuple[str
     calls: list[tuple[Node, Any, Any]] = [(call, call.target, _without_statistics(call)) for call in region]
 
     def function(*tensors: torch.Tensor) -> Any:
-        known: dict[Node, Any] = dict(constants)
+        known: dict[Node, Any] = {one: _on(value, tensors) for one, value in constants.items()}
         for one, x, dtype in zip(operands, tensors, dtypes, strict=True):
             known[one] = x if x.dtype.is_floating_point and dtype.is_floating_point else x.to(dtype)
+        if len({_kind(value) for value in known.values()} - {None}) > 1:  # of different precision
+            known = {one: value.float() if _kind(value) else value for one, value in known.items()}
         for call, target, template in calls:
             args, kwargs = torch.fx.node.map_arg(template, known.__getitem__)
             known[call] = target(*args, **kwargs)
         return known[node]
 
     return label, function
+
+
+def _kind(value: Any) -> torch.dtype | None:
+    """Return the dtype of a floating-point tensor; None for anything else."""
+    return value.dtype if isinstance(value, torch.Tensor) and value.dtype.is_floating_point else None
+
+
+def _on(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return a constant on the device of a task's tensors, in their precision."""
+    if not isinstance(value, torch.Tensor) or not tensors:
+        return value
+    kind = next((x.dtype for x in tensors if x.dtype.is_floating_point), value.dtype)
+    return value.to(tensors[0].device, kind if value.dtype.is_floating_point else value.dtype)
 
 
 def _complex(node: Node) -> bool:
