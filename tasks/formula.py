@@ -58,8 +58,7 @@ class Formula(Op):
         axes = [*(axis for axis in dy.axes if axis not in x.axes), *x.axes]
         sizes = dy.sizes | x.sizes
         summed = len(axes) > len(x.axes)
-        param = x.kind == "param"
-        dtype = accumulation_dtype(x.dtype) if param and not summed else dy.dtype
+        dtype = dy.dtype if summed else accumulation_dtype(x.dtype) if x.kind == "param" else x.dtype
         full = g.temp("formula_grad", axes, [sizes[axis] for axis in axes], dtype)
         value = (
             element(0, dy) if isinstance(factor, ex.ScalarConstant) and factor.value == 1 else element(0, dy) * factor

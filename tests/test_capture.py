@@ -147,6 +147,24 @@ def test_accumulated_passes_are_the_whole_batch() -> None:
     trainer.close()
 
 
+@pytest.mark.parametrize("name", ["llama", "vit", "resnet"])
+def test_operators_in_bf16_have_tensors_of_one_dtype(name: str) -> None:
+    """Kernels of products, norms and sums take bf16 tiles; results of sums are fp32 until they are converted."""
+    model = nt.from_torch(*MODELS[name]())
+    graph = nt.Graph("bf16")
+    traced = model.trace(graph, nt.Batch(*model.sizes))
+    assert traced.loss
+    graph.backward(traced.loss)
+    plain = "Contract", "Add", "BiasAdd", "Multiply", "Activation", "ActivationGrad", "Transpose", "LayerNorm", "Rotary"
+    for op in graph.ops:
+        if type(op).__name__ in plain:
+            weights = [t for t in op.outputs if t.kind == "grad"] + [
+                t for t in (*op.inputs, *op.outputs) if "stat" in t.axes
+            ]
+            others = [t for t in (*op.inputs, *op.outputs) if t not in weights and "rotary" not in t.axes]
+            assert {t.dtype for t in others} == {"bf16"}, op.name
+
+
 class Branching(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.sum() if x.mean() > 0 else x.mean()

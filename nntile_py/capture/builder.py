@@ -89,6 +89,7 @@ class GraphBuilder:
     def __init__(self, captured: CapturedModule, find: AxisFinder, names: Mapping[Atom, str], g: Graph) -> None:
         self.captured, self.find, self.g = captured, find, g
         self._names, self._values = names, dict[Node, Any]()
+        self._narrowed: dict[Node, Tensor] = {}
         self._joined: dict[str, int] = {}  # sizes of axes that `single` made
         self.reasons: dict[Node, str] = {}  # why a call with a rule runs as an ATen task
         self.prefix = ""  # of the names of weights
@@ -124,13 +125,28 @@ class GraphBuilder:
             self._values[node] = self._weight(node) if node in self.captured.weights else self._input(node)
         return self._values[node]
 
-    def read(self, call: Node, operand: Any) -> Value:
-        """Return an operand's value with the names under which the call reads its axes."""
+    def read(self, call: Node, operand: Any, *, wide: bool = False) -> Value:
+        """Return an operand's value with the names under which the call reads its axes.
+
+        wide: The call takes values of the dtype of accumulation, such as sums, as they are.
+        """
         value: Value = self.value(operand)
+        if not wide and value.tensor.dtype != self.g.dtype and operand in self.find.rules:
+            value = self._narrow(operand, value)
         names: dict[str, str] = {}
         for old, new in self.find.renames.get((call, operand), []):
             names |= dict(zip(self._named((old,)), self._named((new,)), strict=True))
         return self.renamed(value, names)
+
+    def _narrow(self, node: Node, value: Value) -> Value:
+        """Return a call's result in the graph's dtype, which products and norms take; integers unchanged."""
+        x = value.tensor
+        if x.dtype.startswith("int"):
+            return value
+        if node not in self._narrowed:
+            out = self.g.temp("narrow", x.axes, x.shape, self.g.dtype)
+            self._narrowed[node] = self.g.add(Formula([x], out, element(0, x), "cast")).output
+        return Value(self._narrowed[node], value.dims)
 
     def renamed(self, value: Value, names: Mapping[str, str]) -> Value:
         """Return a value with other names for some axes."""
@@ -279,7 +295,7 @@ class GraphBuilder:
             elif not isinstance(one.meta["val"], torch.Tensor):
                 terms[one] = constant
             else:
-                x = self.read(node, one).tensor
+                x = self.read(node, one, wide=True).tensor
                 terms[one] = element(len(inputs), x)
                 inputs.append(x)
         args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: terms[one])

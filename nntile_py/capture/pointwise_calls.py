@@ -189,7 +189,7 @@ class SumCall:
         return [k % count for k in (at if isinstance(at, list | tuple) else [at])]
 
     def build(self, made: GraphBuilder, node: Node) -> Value:
-        x = made.read(node, args_of(node)[0])
+        x = made.read(node, args_of(node)[0], wide=True)
         axes = [axis for k in self.places(node) for axis in x.dims[k]]
         present = [axis for axis in axes if axis in x.tensor.axes]
         count = math.prod(made.size(axis) for axis in axes if axis not in present)

@@ -14,7 +14,7 @@ class _View:
     """The result is the operand's tensor, with the dimensions that the first pass has found."""
 
     def build(self, made: GraphBuilder, node: Node) -> Value:
-        x = made.read(node, args_of(node)[0])
+        x = made.read(node, args_of(node)[0], wide=True)
         return Value(x.tensor, made.dims(node))
 
 
