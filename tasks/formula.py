@@ -67,6 +67,8 @@ class Formula(Op):
         if summed:
             total = g.temp("formula_sum", x.axes, x.shape, accumulation_dtype(x.dtype))
             dx = g.add(Sum(dx, total)).output
+            if x.kind != "param" and dx.dtype != x.dtype:
+                dx = converted(g, dx, x.dtype)
         return dx
 
     def flop(self) -> float:
@@ -91,6 +93,11 @@ class Total(Sum):
         x, dy = self.inputs[0], grads[0]
         assert dy is not None
         return [spread_over(g, dy, x.sizes, x.dtype)]
+
+
+def converted(g: GraphLike, x: Tensor, dtype: str) -> Tensor:
+    """Return x in another dtype."""
+    return g.add(Formula([x], g.temp("converted", x.axes, x.shape, dtype), element(0, x), "convert")).output
 
 
 def spread_over(g: GraphLike, x: Tensor, sizes: dict[str, int], dtype: str | None = None) -> Tensor:

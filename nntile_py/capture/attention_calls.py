@@ -13,6 +13,7 @@ from torch.fx import Node
 from nntile_py.capture.axis_groups import Dim
 from nntile_py.capture.builder import GraphBuilder
 from nntile_py.capture.export import CONSTANT, HOST, TASKS, CapturedModule, args_of, name_of, shape_of
+from nntile_py.capture.rewrites import SAME, bare
 from nntile_py.capture.rules import AxisFinder, NotSupported, Value, argument, rule
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.attention_repeat import repeat_heads
@@ -32,18 +33,18 @@ ROLES = "batch", "heads", "seq", "head_dim"
 
 def unrepeated(node: Any) -> Any:
     """Return keys or values before a module repeated their heads for the queries that share them."""
+    node = bare(node)
     if name_of(node) == "repeat_interleave" and len(node.args) > 2 and args_of(node)[2] in (1, -3):
         return args_of(node)[0]
-    steps = [node]
-    while name_of(steps[-1]) in ("reshape", "view", "_unsafe_view", "clone", "contiguous", "expand", "unsqueeze"):
-        steps.append(args_of(steps[-1])[0])
-        if name_of(steps[-2]) == "unsqueeze":
-            break
-    if name_of(steps[-2] if len(steps) > 1 else node) != "unsqueeze":
+    inner = node
+    while name_of(inner) in ("reshape", "view", "_unsafe_view", "expand", *SAME):
+        inner = args_of(inner)[0]
+    if name_of(inner) != "unsqueeze" or args_of(inner)[1] not in (2, -3):
         return node
-    source, full = shape_of(steps[-1]), shape_of(node)
-    fits = len(source) == len(full) == 4 and source[0] == full[0] and source[2:] == full[2:]
-    return steps[-1] if fits and full[1] % source[1] == 0 and args_of(steps[-2])[1] in (2, -3) else node
+    source = bare(args_of(inner)[0])
+    few, full = shape_of(source), shape_of(node)
+    fits = len(few) == len(full) == 4 and few[0] == full[0] and few[2:] == full[2:] and full[1] % few[1] == 0
+    return source if fits else node
 
 
 def share_heads(captured: CapturedModule, tiling: Tiling) -> None:

@@ -19,7 +19,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Normal, Source
 from nntile_py.tasks.elementwise import Rename, transpose
-from nntile_py.tasks.formula import ONE, Formula, element, spread_over
+from nntile_py.tasks.formula import ONE, Formula, converted, element, spread_over
 from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.scalar import expression as ex
 
@@ -144,8 +144,7 @@ class GraphBuilder:
         if x.dtype.startswith("int"):
             return value
         if node not in self._narrowed:
-            out = self.g.temp("narrow", x.axes, x.shape, self.g.dtype)
-            self._narrowed[node] = self.g.add(Formula([x], out, element(0, x), "cast")).output
+            self._narrowed[node] = converted(self.g, x, self.g.dtype)
         return Value(self._narrowed[node], value.dims)
 
     def renamed(self, value: Value, names: Mapping[str, str]) -> Value:
