@@ -1,9 +1,10 @@
 """Time of a training step of PyTorch modules: captured by nntile_py, and by PyTorch itself, eager and compiled.
 
-    python experiments/captured.py [--models opt-125m vit-base ...] [--rounds 3] [--sides ours eager compile]
+    python experiments/captured.py [--models opt-125m vit-base ...] [--rounds 3] [--sides ours eager compile] [--gpu]
 
-Each measurement is a process of its own; the sides take turns. A step is forward, backward and AdamW in fp32 on all
-cores. Prints the median of the rounds for each side, and nntile_py's time over the faster of PyTorch's.
+Each measurement is a process of its own; the sides take turns. A step is forward, backward and AdamW, in fp32 on all
+cores, or with --gpu in bf16 on one GPU (PyTorch's by autocast). Prints the median of the rounds for each side, and
+nntile_py's time over the faster of PyTorch's.
 """
 
 from __future__ import annotations
@@ -46,82 +47,8 @@ def picture(name: str, config: Any, rows: int) -> Any:
     return model, batch, None
 
 
-def mixer() -> Any:
-    """An MLP-mixer (Tolstikhin et al. 2021), S/16."""
-    import torch
-    from torch import nn
-
-    class Block(nn.Module):
-        def __init__(self, patches: int, width: int) -> None:
-            super().__init__()
-            self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-            self.tokens = nn.Sequential(nn.Linear(patches, 256), nn.GELU(), nn.Linear(256, patches))
-            self.channels = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x + self.tokens(self.first(x).transpose(1, 2)).transpose(1, 2)
-            y: torch.Tensor = x + self.channels(self.second(x))
-            return y
-
-    class Mixer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.patches = nn.Conv2d(3, 512, 16, 16)
-            self.blocks = nn.ModuleList(Block(196, 512) for _ in range(8))
-            self.norm, self.head = nn.LayerNorm(512), nn.Linear(512, 1000)
-
-        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-            x = self.patches(pixels).flatten(2).transpose(1, 2)
-            for block in self.blocks:
-                x = block(x)
-            y: torch.Tensor = self.head(self.norm(x).mean(1))
-            return y
-
-    def loss(output: torch.Tensor, inputs: Any) -> torch.Tensor:
-        return nn.functional.cross_entropy(output, inputs["labels"])
-
-    return Mixer(), {"pixels": torch.randn(8, 3, 224, 224), "labels": torch.randint(0, 1000, (8,))}, loss
-
-
-def unet() -> Any:
-    """A U-Net (Ronneberger et al. 2015) with group norms, three levels."""
-    import torch
-    from torch import nn
-
-    class Double(nn.Module):
-        def __init__(self, inner: int, outer: int) -> None:
-            super().__init__()
-            self.a, self.b = nn.Conv2d(inner, outer, 3, padding=1), nn.Conv2d(outer, outer, 3, padding=1)
-            self.na, self.nb = nn.GroupNorm(8, outer), nn.GroupNorm(8, outer)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = nn.functional.silu(self.na(self.a(x)))
-            return nn.functional.silu(self.nb(self.b(x)))
-
-    class UNet(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.down = nn.ModuleList([Double(3, 32), Double(32, 64), Double(64, 128)])
-            self.up = nn.ModuleList([nn.ConvTranspose2d(128, 64, 2, 2), nn.ConvTranspose2d(64, 32, 2, 2)])
-            self.join, self.head = nn.ModuleList([Double(128, 64), Double(64, 32)]), nn.Conv2d(32, 2, 1)
-
-        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-            x, skips = pixels, []
-            for number, layer in enumerate(self.down):
-                x = layer(nn.functional.max_pool2d(x, 2) if number else x)
-                skips.append(x)
-            for up, join, skip in zip(self.up, self.join, skips[1::-1], strict=True):
-                x = join(torch.cat([skip, up(x)], 1))
-            y: torch.Tensor = self.head(x)
-            return y
-
-    def loss(output: torch.Tensor, inputs: Any) -> torch.Tensor:
-        return nn.functional.cross_entropy(output, inputs["labels"])
-
-    return UNet(), {"pixels": torch.randn(4, 3, 96, 96), "labels": torch.randint(0, 2, (4, 96, 96))}, loss
-
-
 def models() -> dict[str, Callable[[], Any]]:
+    import modules
     import transformers as hf
 
     qwen = {
@@ -136,19 +63,25 @@ def models() -> dict[str, Callable[[], Any]]:
         "qwen2.5-0.5b": lambda: text("Qwen2ForCausalLM", hf.Qwen2Config(vocab_size=151936, **qwen), 1, 128),
         "opt-125m": lambda: text("OPTForCausalLM", hf.OPTConfig(), 4, 128),
         "modernbert": lambda: text("ModernBertForMaskedLM", hf.ModernBertConfig(), 4, 128),
-        "u-net": unet,
-        "mlp-mixer": mixer,
+        "u-net": modules.u_net,
+        "mlp-mixer": modules.mlp_mixer,
     }
 
 
-def measure(name: str, side: str, cores: int) -> dict[str, Any]:
+def on_gpu() -> dict[str, Callable[[], Any]]:
+    import modules
+
+    return {"gpt2-124m": modules.gpt2, "vit-large": modules.vit_large}
+
+
+def measure(name: str, side: str, cores: int, gpu: bool) -> dict[str, Any]:
     """Return the milliseconds of each step and the loss of the last."""
     import torch
 
     torch.manual_seed(0)
     began = time.perf_counter()
-    module, example, loss = models()[name]()
-    step, close = (ours if side == "ours" else torchs)(module, example, loss, side, cores)
+    module, example, loss = (on_gpu() if gpu else models())[name]()
+    step, close = (ours if side == "ours" else torchs)(module, example, loss, side, 0 if gpu else cores)
     value = step()
     start, times = time.perf_counter() - began, []
     for _ in range(WARM + STEPS - 1):
@@ -163,11 +96,12 @@ def ours(module: Any, example: Any, loss: Any, side: str, cores: int) -> Run:
     import nntile_py as nt
 
     model = nt.from_torch(module.train(), example, loss)
-    runtime = nt.Runtime(cpus=cores)
+    runtime = nt.Runtime(cpus=cores, cuda=int(not cores))
     runtime.start()
     rows = model.sizes[0]
-    tiles = {"batch": -(-rows // cores)} if rows > 1 else json.loads(os.environ.get("TILES", "{}"))
-    trainer = nt.Trainer(model, *model.sizes, tiles, optimizer=nt.AdamW(lr=1e-4))
+    tiles = {"batch": -(-rows // cores)} if rows > 1 and cores else {}
+    precision = "fp32" if cores else "bf16"
+    trainer = nt.Trainer(model, *model.sizes, tiles, precision, nt.AdamW(lr=1e-4, weight_decay=0.01))
     arrays = {key: value.numpy() for key, value in example.items()}
     return lambda: trainer.step(arrays), runtime.stop
 
@@ -175,19 +109,22 @@ def ours(module: Any, example: Any, loss: Any, side: str, cores: int) -> Run:
 def torchs(module: Any, example: Any, loss: Any, side: str, cores: int) -> Run:
     import torch
 
-    torch.set_num_threads(cores)
-    optimizer = torch.optim.AdamW(module.train().parameters(), lr=1e-4, fused=True)
+    device = "cpu" if cores else "cuda"
+    torch.set_num_threads(cores or 1)
+    module, batch = module.to(device).train(), {key: value.to(device) for key, value in example.items()}
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
 
     def forward(inputs: Any) -> Any:
         if loss is None:
             return module(**inputs).loss
-        return loss(module(pixels=inputs["pixels"]), inputs)
+        return loss(module(**{key: value for key, value in inputs.items() if key != "labels"}), inputs)
 
     run = torch.compile(forward) if side == "compile" else forward
 
     def step() -> float:
         optimizer.zero_grad()
-        value = run(example)
+        with torch.autocast(device, torch.bfloat16, enabled=not cores):
+            value = run(batch)
         value.backward()
         optimizer.step()
         return float(value.detach())
@@ -201,19 +138,21 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", default=SIDES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measure(*options.one, options.cores)))
+        print(json.dumps(measure(*options.one, options.cores, options.gpu)))
         return
     head = " | ".join(f"{side} ms" for side in options.sides)
     print(f"| model | {head} | ratio (least, most) | loss | start s |")
-    for name in options.models or models():
+    for name in options.models or (on_gpu() if options.gpu else models()):
         times: dict[str, list[float]] = {side: [] for side in options.sides}
         losses, starts = {}, {}
         for _ in range(options.rounds):
             for side in options.sides:
                 command = [sys.executable, __file__, "--one", name, side, "--cores", str(options.cores)]
+                command += ["--gpu"] * options.gpu
                 done = subprocess.run(command, capture_output=True, text=True)
                 if done.returncode:
                     print(f"{name} {side}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)

@@ -194,3 +194,34 @@ def test_a_captured_model_is_of_this_class() -> None:
     assert isinstance(model, TorchModel)
     assert repr(model) == "TorchModel(GPT2LMHeadModel)"
     assert model.sizes == (2, 16)
+
+
+class Patches(torch.nn.Module):
+    """Patches of pictures of one channel by views, and by a convolution whose kernels do not overlap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(16, 10), torch.nn.Conv2d(1, 10, 4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        patches = x.view(rows, 2, 4, 3, 4).transpose(2, 3).reshape(rows, 6, 16)
+        return (self.first(patches).transpose(1, 2).reshape(rows, 10, 2, 3) * self.second(x)).flatten(2).sum(-1)
+
+
+@pytest.mark.parametrize("tiles", [{}, {"batch": 2}], ids=str)
+def test_inputs_whose_dimensions_are_split(tiles: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    module, example = Patches(), {"x": torch.randn(4, 1, 8, 12), "labels": torch.randint(0, 10, (4,))}
+    want = torch.nn.functional.cross_entropy(module(example["x"]), example["labels"])
+    want.backward()
+    model = nt.from_torch(module, example, lambda out, given: torch.nn.functional.cross_entropy(out, given["labels"]))
+    trainer = nt.Trainer(model, 2, 1, tiles, grad_accumulation=2, optimizer=nt.SGD(lr=0.0))
+    arrays = {one: value.numpy() for one, value in example.items()}
+    assert trainer.step(arrays) == pytest.approx(float(want.detach()), rel=1e-5)
+    grads = {name: value.grad.numpy() for name, value in module.named_parameters() if value.grad is not None}
+    assert worst(trainer.gradients(), grads)[0] < 1e-5
+    assert model.fallbacks == []
+    with pytest.raises(ValueError, match=r"x: .* is not allowed; expected numbers \(4, 1, 8, 12\)"):
+        trainer.step(arrays | {"x": arrays["x"][:, :, :4]})
+    trainer.close()

@@ -1,9 +1,9 @@
-"""The second pass of a capture: names the axes, and adds the module's operators to a graph."""
+"""The second pass of a capture: adds the module's operators to a graph."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,61 +23,6 @@ from nntile_py.tasks.formula import ONE, Formula, converted, element, spread_ove
 from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.scalar import expression as ex
 
-ROLES = "batch", "seq", "embed", "heads", "kv_heads", "head_dim", "ffn", "vocab", "position"
-
-
-def axis_names(find: AxisFinder, sizes: Mapping[int, str]) -> dict[Atom, str]:
-    """Return a name for each axis: the role that an operator or a config's size proposes, else d0, d1, ...
-
-    Axes that are cut alike share the name before the dot: `seq` and `seq.2` are cut by `tiles.seq`.
-
-    Args:
-        sizes: {size: name} of a config.
-    """
-    order: dict[Atom, None] = {}
-    for dims in find.found.values():
-        for one in dims if dims and isinstance(dims[0], list) else [dims]:
-            for dim in one:
-                order |= dict.fromkeys(find.groups.leaves(dim))
-    for pairs in find.renames.values():
-        for old, new in pairs:
-            order |= dict.fromkeys(find.groups.leaves([old, new]))
-
-    def head(atom: Atom) -> Atom:
-        return find.groups.root(atom.alike[0])
-
-    def role(atom: Atom) -> str | int:
-        proposed = (one for like in atom.alike for one in like.roles)
-        mine = sorted((one for one in proposed if one in ROLES), key=ROLES.index)
-        return mine[0] if mine else sizes.get(atom.size, atom.size)
-
-    _unite_alike(find, order, role)
-    order = dict.fromkeys(find.groups.root(atom) for atom in order)
-    bases: dict[Atom, str] = {}
-    taken: dict[str, int] = {}
-    plain = 0
-    names: dict[Atom, str] = {}
-    for atom in order:
-        top = head(atom)
-        if top not in bases:
-            found = role(top)
-            if isinstance(found, int):
-                found, plain = f"d{plain}", plain + 1
-            bases[top] = found
-        base = bases[top]
-        taken[base] = taken.get(base, 0) + 1
-        names[atom] = base if taken[base] == 1 else f"{base}.{taken[base]}"
-    return names
-
-
-def _unite_alike(find: AxisFinder, order: Iterable[Atom], role: Callable[[Atom], str | int]) -> None:
-    """Make axes of the same role and size one, such as the heads of all layers, unless a tensor has both."""
-    alike: dict[tuple[str | int, int], list[Atom]] = {}
-    for atom in order:
-        known = alike.setdefault((role(atom), atom.size), [])
-        if not any(find.groups.unite(one, atom) for one in known):
-            known.append(atom)
-
 
 class GraphBuilder:
     """Adds a captured module to a graph.
@@ -90,7 +35,7 @@ class GraphBuilder:
         self.captured, self.find, self.g = captured, find, g
         self._names, self._values = names, dict[Node, Any]()
         self._narrowed: dict[Node, Tensor] = {}
-        self._joined: dict[str, int] = {}  # sizes of axes that `single` made
+        self._sizes = {name: atom.size for atom, name in names.items()}
         self.reasons: dict[Node, str] = {}  # why a call with a rule runs as an ATen task
         self.prefix = ""  # of the names of weights
         self.fallbacks: list[AtenCall] = []
@@ -113,10 +58,6 @@ class GraphBuilder:
 
     def size(self, axis: str) -> int:
         return self._sizes[axis]
-
-    @property
-    def _sizes(self) -> dict[str, int]:
-        return {name: atom.size for atom, name in self._names.items()} | self._joined
 
     # -- values
 
@@ -244,14 +185,21 @@ class GraphBuilder:
 
     def declare(self, name: str, node: Node) -> None:
         """Declare an input that steps pass."""
-        dims = self.dims(node)
-        sizes = {axis: self._sizes[axis] for dim in dims for axis in dim} or {ONE: 1}
+        dims, shape = self.dims(node), shape_of(node)
         integers = not node.meta["val"].dtype.is_floating_point
         scale, labels = self.scales.get(node), integers and "label" in name
-        options: dict[str, Any] = {"scale": scale} if scale else {}
-        options |= {"ignored": -100} if scale or labels else {}
-        tensor = self.g.input(name, sizes, "int64" if integers else None, **options)
-        self._values[node] = Value(tensor, dims)
+        options: dict[str, Any] = {"ignored": -100} if scale or labels else {}
+        if all(len(dim) == 1 for dim in dims):
+            options |= {"scale": scale} if scale else {}
+            sizes = {dim[0]: self._sizes[dim[0]] for dim in dims}
+            self._values[node] = Value(self.g.input(name, sizes, "int64" if integers else None, **options), dims)
+            return
+        # Steps pass an array with torch's dimensions; a second input has the axes.
+        whole = {f"{name}.{at}": size for at, size in enumerate(shape)}
+        if dims[0] == ("batch",):
+            whole = {"batch": shape[0]} | {axis: size for axis, size in whole.items() if axis != f"{name}.0"}
+        self.g.input(name, whole, "int64" if integers else None, **options)
+        self._values[node] = self._input(node)
 
     def _rows(self) -> int:
         return shape_of(next(iter(self.captured.given.values())))[0]
@@ -337,7 +285,7 @@ class GraphBuilder:
         sizes: dict[str, int] = {}
         for dim, one in zip(whole.dims, joined, strict=True):
             sizes |= {axis: math.prod(whole.tensor.size(part) for part in dim) for axis in one}
-        self._joined |= sizes
+        self._sizes |= sizes
         out = Value(self.g.temp("joined", list(sizes), list(sizes.values()), value.tensor.dtype), joined)
         return self._viewed(whole, out)
 

@@ -179,6 +179,7 @@ def _function(made: GraphBuilder, node: Node, operands: list[Node]) -> tuple[str
     ]
     label = " ".join(texts) + (f" {digest.hexdigest()[:8]}" if constants else "")
     dtypes = [one.meta["val"].dtype for one in operands]
+    label += "".join(f" x{k}:{kind}" for k, kind in enumerate(dtypes) if not kind.is_floating_point)
     calls: list[tuple[Node, Any, Any]] = [(call, call.target, _without_statistics(call)) for call in region]
 
     def function(*tensors: torch.Tensor) -> Any:

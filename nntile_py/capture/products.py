@@ -168,3 +168,52 @@ class RMSNormCall:
             raise NotSupported("a norm over several axes")
         x = made.ordered(x)
         return Value(rms_norm(made.g, x.tensor, weight.tensor, float(args_of(node)[2])), x.dims)
+
+
+@rule("conv1d", "conv2d", "conv3d")
+class PatchCall:
+    """A convolution whose kernels do not overlap, as of patches of pictures: a product over channels and kernel."""
+
+    def dims(self, find: AxisFinder, node: Node) -> list[Dim]:
+        x, weight = args_of(node)[:2]
+        count = len(shape_of(weight)) - 2
+        bias, stride, padding, dilation, groups = (
+            argument(node, place, name, default)
+            for place, (name, default) in enumerate(
+                (("bias", None), ("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1)), 2
+            )
+        )
+        kernel = list(shape_of(weight)[2:])
+        fits = _each(stride, count) == kernel and _each(padding, count) == [0] * count and groups == 1
+        whole = all(n % k == 0 for n, k in zip(shape_of(x)[2:], kernel, strict=True))
+        if not fits or _each(dilation, count) != [1] * count or not whole or 1 in kernel:
+            raise NotSupported("a convolution with kernels that overlap")
+        find.same(node, x, 1, find.of(weight)[1])
+        out = [find.of(x)[0], find.of(weight)[0]]
+        for at in range(2, 2 + count):
+            if shape_of(node)[at] == 1:
+                find.same(node, x, at, find.of(weight)[at])
+                out.append(())
+                continue
+            cells, size = find.groups.regroup([find.of(x)[at]], [shape_of(node)[at], kernel[at - 2]])
+            for a, b in find.groups.align(find.of(weight)[at], size):
+                if not find.groups.unite(a, b):
+                    raise NotSupported("a kernel with an axis twice")
+            out.append(cells)
+        if bias is not None:
+            find.same(node, bias, 0, out[1])
+        return [find.groups.leaves(dim) for dim in out]
+
+    def build(self, made: GraphBuilder, node: Node) -> Value:
+        x, weight = (made.read(node, one) for one in args_of(node)[:2])
+        dims = made.dims(node)
+        bias = argument(node, 2, "bias")
+        y = product(made, x, weight, [dims[0], *dims[2:], dims[1]])  # channels last: a bias then adds to rows
+        y = with_bias(made, node, y, bias)
+        return Value(y.tensor, dims)
+
+
+def _each(value: Any, count: int) -> list[int]:
+    """Return an option of a convolution for each of its spatial dimensions."""
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    return values * count if len(values) == 1 else values

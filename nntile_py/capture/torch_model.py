@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from nntile_py.capture import attention_calls, fallback, losses, pointwise_calls, products, views  # noqa: F401
-from nntile_py.capture.builder import GraphBuilder, axis_names
+from nntile_py.capture.axis_names import axis_names
+from nntile_py.capture.builder import GraphBuilder
 from nntile_py.capture.export import TASKS, CapturedModule, args_of, capture, shape_of, sort
 from nntile_py.capture.fallback import AtenFallback
 from nntile_py.capture.losses import loss_call, plain_cross_entropy, scalar_loss

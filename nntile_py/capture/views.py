@@ -8,6 +8,7 @@ from nntile_py.capture.axis_groups import Dim
 from nntile_py.capture.builder import GraphBuilder
 from nntile_py.capture.export import args_of, name_of, shape_of
 from nntile_py.capture.rules import AxisFinder, NotSupported, Value, argument, rule
+from nntile_py.tasks.select import select
 
 
 class _View:
@@ -82,3 +83,30 @@ class Expanded(_View):
         return [
             dim if size == want else more[k] for k, (dim, size, want) in enumerate(zip(old, sizes, new, strict=True))
         ]
+
+
+@rule("slice")
+class SliceCall(_View):
+    """A slice that takes all entries; others run as ATen tasks."""
+
+    def dims(self, find: AxisFinder, node: Node) -> list[Dim]:
+        if shape_of(node) != shape_of(args_of(node)[0]) or argument(node, 4, "step", 1) != 1:
+            raise NotSupported("a part of a dimension")
+        return find.of(args_of(node)[0])
+
+
+@rule("select")
+class SelectCall:
+    """One entry along a dimension."""
+
+    def dims(self, find: AxisFinder, node: Node) -> list[Dim]:
+        dims = find.of(args_of(node)[0])
+        del dims[args_of(node)[1] % len(dims)]
+        return dims
+
+    def build(self, made: GraphBuilder, node: Node) -> Value:
+        x, (at, number) = made.read(node, args_of(node)[0]), args_of(node)[1:3]
+        dim, size = x.dims[at % len(x.dims)], shape_of(args_of(node)[0])[at]
+        if len(dim) != 1 or dim[0] not in x.tensor.axes or len(x.tensor.axes) == 1:
+            raise NotSupported("an entry along several axes, or of a repeated one")
+        return Value(select(made.g, x.tensor, dim[0], number % size), made.dims(node))
