@@ -150,11 +150,12 @@ class GraphBuilder:
         sizes = {axes[k]: self._sizes[axes[k]] for k in order} or {ONE: 1}
         view = [self._sizes[axis] for axis in axes]
         integers = not node.meta["val"].dtype.is_floating_point
+        kind = torch.float64 if self.g.dtype == "fp64" else torch.float32
 
         def as_array(value: torch.Tensor) -> Any:
             value = value[tuple(slice(0, 1) if at in same else slice(None) for at in range(value.dim()))]
-            array = value.detach().to(torch.int64 if integers else torch.float32).numpy()
-            array = np.where(np.isneginf(array), np.float32(-1e30), array) if not integers else array
+            array = value.detach().to(torch.int64 if integers else kind).numpy()
+            array = np.where(np.isneginf(array), array.dtype.type(-1e30), array) if not integers else array
             return np.ascontiguousarray(array.reshape(view).transpose(order) if axes else array.reshape(1))
 
         options: dict[str, Any] = {}

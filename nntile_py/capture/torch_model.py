@@ -52,7 +52,8 @@ class TorchModel:
         self.example = dict(example)
         self._captured: dict[tuple[int, int, bool], tuple[CapturedModule, AxisFinder, dict[Any, str]]] = {}
         self.weights: Mapping[str, Any] = {
-            name: value.detach().to(torch.float32).cpu().numpy().copy() for name, value in module.named_parameters()
+            name: value.detach().to(_wide(value.dtype)).cpu().numpy().copy()
+            for name, value in module.named_parameters()
         }
         self.fallbacks: list[str] = []
         self.rewritten = True
@@ -159,6 +160,10 @@ class TorchModel:
                 if name in self.weights:
                     value.copy_(torch.from_numpy(np.array(self.weights[name])))
         return self.module
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _arguments(module: torch.nn.Module) -> set[str]:
