@@ -231,3 +231,52 @@ def test_inputs_whose_dimensions_are_split(tiles: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"x: .* is not allowed; expected numbers \(4, 1, 8, 12\)"):
         trainer.step(arrays | {"x": arrays["x"][:, :, :4]})
     trainer.close()
+
+
+class Noisy(torch.nn.Module):
+    """Drops whole channels, which is no dropout of single values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Conv1d(3, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout1d(self.layer(x), 0.5, self.training).square().sum()
+
+
+def test_random_numbers_outside_of_dropout_are_refused() -> None:
+    """A gradient would be computed with other numbers than the loss."""
+    model = nt.from_torch(Noisy(), {"x": torch.randn(2, 3, 8)})
+    with pytest.raises(nt.ConfigError, match="feature_dropout draws random numbers outside of dropout"):
+        nt.Trainer(model, *model.sizes)
+
+
+class Segments(torch.nn.Module):
+    """Attention whose mask depends on the padding and on the segments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = torch.nn.Embedding(20, 8), torch.nn.Linear(8, 20)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids).unsqueeze(1)
+        seen = (mask[:, None, None, :] != 0) & (kinds[:, None, :, None] == kinds[:, None, None, :])
+        return self.head(torch.nn.functional.scaled_dot_product_attention(x, x, x, seen)).square().mean()
+
+
+def test_a_mask_of_padding_and_segments_is_no_mask_of_padding() -> None:
+    torch.manual_seed(0)
+    module, kinds = Segments(), torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
+    example = {"ids": torch.randint(0, 20, (2, 6)), "mask": torch.tensor([[1] * 6, [1] * 5 + [0]]), "kinds": kinds}
+    want = module(**example)
+    model = nt.from_torch(module, example)
+    trainer = nt.Trainer(model, *model.sizes, optimizer=nt.SGD(lr=0.0))
+    assert trainer.step({one: value.numpy() for one, value in example.items()}) == pytest.approx(float(want.detach()))
+    trainer.close()
+
+
+def test_tiles_of_an_axis_that_a_model_lacks_are_refused() -> None:
+    own = nt.models.GPT2(nt.models.GPT2Config(layers=1, embed=8, heads=2, vocab=20, positions=8))
+    for model in (own, nt.from_torch(*MODELS["gpt2"]())):
+        with pytest.raises(nt.ConfigError, match=r"tiles\.d99: no axis of this model"):
+            nt.Trainer(model, 2, 8, {"d99": 3})

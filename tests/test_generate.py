@@ -25,7 +25,7 @@ from nntile_py.models.registry import from_hf
 from nntile_py.tasks.sample import drawn
 from nntile_py.testing import error
 
-VOCAB, POSITIONS, NEW = 211, 820, 100
+VOCAB, POSITIONS, NEW = 211, 820, 200
 SIZES = {"vocab_size": VOCAB, "initializer_range": 0.2, "eos_token_id": None, "bos_token_id": None}
 LLAMA = SIZES | {
     "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -81,7 +81,7 @@ def _running(runtime: nt.Runtime) -> None:
     ],
 )  # fmt: skip
 def test_greedy_texts_are_those_of_transformers(kind: str, tiles: str, rows: int) -> None:
-    """100 tokens for 20 prompts: in 20 rows at once; in 8 rows, where waiting prompts take the place of ended ones."""
+    """200 tokens for 20 prompts: in 20 rows at once; in 8 rows, where waiting prompts take the place of ended ones."""
     tiling = TILINGS[tiles] | ({"heads": 2} if kind != "gpt2" and "heads" in TILINGS[tiles] else {})
     with nt.Generator(from_hf(hf_model(kind)), tiles=tiling, batch=rows) as generator:
         texts = generator(prompts(), max_tokens=NEW, temperature=0)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from nntile_py.errors import ConfigError
 from nntile_py.typed import plain
 
 AXES = ("batch", "seq", "embed", "heads", "ffn", "vocab")
+_OWN = re.compile(r"d\d+")  # axes of captured modules whose size has no name in the module's config
 
 # Axes that take the tile size of another axis: key positions from seq, the heads of keys from the heads of queries, the
 # second axis of a square matrix from its first axis.
@@ -52,10 +53,17 @@ class Tiling:
         self._parts: dict[tuple[str, int], list[TileRange]] = {}
         self._groups: dict[str, int] = {}
         for axis, size in self.tiles.items():
-            if axis not in AXES and not re.fullmatch(r"d\d+", str(axis)):  # d0, d1: axes of captured modules
+            if axis not in AXES and not _OWN.fullmatch(str(axis)):
                 raise ConfigError(f"tiles.{axis}: unknown axis; allowed are {', '.join(AXES)}")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"tiles.{axis}: {size!r} is not allowed; a tile size is a positive integer")
+
+    def check_axes(self, axes: Iterable[str]) -> None:
+        """Raise ConfigError if a tile size is for an axis of a captured module, such as d0, that is not in `axes`."""
+        own = sorted({cut_as(axis) for axis in axes if _OWN.fullmatch(cut_as(axis))})
+        for axis in self.tiles:
+            if axis not in (*AXES, *own):
+                raise ConfigError(f"tiles.{axis}: no axis of this model; allowed are {', '.join((*AXES, *own))}")
 
     def parts(self, axis: str, size: int) -> list[TileRange]:
         """Return the tiles of an axis of `size` elements, in order. The list is cached: do not change it."""

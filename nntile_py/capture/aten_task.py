@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -221,8 +221,10 @@ class PlaceArgs(TaskArgs):
     offsets: tuple[int, ...]  # of the tile in the whole tensor
 
 
-class Gathered(Op):
-    """y = x, with axes that are not cut in the place of `axes`, which are: y has them under other names."""
+class _Recut(Op):
+    """y = x, where some axes have another name in y, and are cut in only one of both. `inverse`: the other class."""
+
+    inverse: ClassVar[type[_Recut]]
 
     def __init__(self, x: Tensor, out: Tensor, names: dict[str, str]) -> None:
         super().__init__([x], [out])
@@ -231,11 +233,15 @@ class Gathered(Op):
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         x, dy = self.inputs[0], grads[0]
         assert dy is not None
-        out = g.temp("scattered", x.axes, x.shape, dy.dtype)
-        return [g.add(Scattered(dy, out, {new: old for old, new in self.names.items()})).output]
+        out = g.temp("recut", x.axes, x.shape, dy.dtype)
+        return [g.add(self.inverse(dy, out, {new: old for old, new in self.names.items()})).output]
 
     def flop(self) -> float:
         return 0.0
+
+
+class Gathered(_Recut):
+    """y = x; the axes of `names` {name in x: name in y} are cut in x and whole in y."""
 
     def lower(self, lowering: Lowering) -> None:
         x, seen = self.inputs[0], set()
@@ -248,21 +254,10 @@ class Gathered(Op):
             lowering.emit(kernel, [access(whole), R(lowering.tile(x, index))], _offsets(lowering, x, index, self.names))
 
 
-class Scattered(Op):
-    """The inverse of Gathered: y = x, cut along axes that are not cut in x."""
+class Scattered(_Recut):
+    """y = x; the axes of `names` {name in x: name in y} are whole in x and cut in y."""
 
-    def __init__(self, x: Tensor, out: Tensor, names: dict[str, str]) -> None:
-        super().__init__([x], [out])
-        self.names = names
-
-    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
-        x, dy = self.inputs[0], grads[0]
-        assert dy is not None
-        out = g.temp("gathered", x.axes, x.shape, dy.dtype)
-        return [g.add(Gathered(dy, out, {new: old for old, new in self.names.items()})).output]
-
-    def flop(self) -> float:
-        return 0.0
+    inverse = Gathered
 
     def lower(self, lowering: Lowering) -> None:
         out, whole = self.output, {new: old for old, new in self.names.items()}
@@ -270,6 +265,9 @@ class Scattered(Op):
             at = {whole.get(axis, axis): 0 if axis in whole else k for axis, k in index.items()}
             accesses = [W(lowering.tile(out, index)), R(lowering.tile(self.inputs[0], at))]
             lowering.emit(_take, accesses, _offsets(lowering, out, index, whole))
+
+
+Gathered.inverse = Scattered
 
 
 def _offsets(lowering: Lowering, x: Tensor, index: dict[str, int], names: Any) -> PlaceArgs:

@@ -23,6 +23,7 @@ from nntile_py.tasks.formula import Formula, element
 from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Tensor, accumulation_dtype
 from nntile_py.tasks.rotary import rotary
+from nntile_py.tasks.scalar import expression as ex
 from nntile_py.tasks.scalar.expression import Element
 from nntile_py.tasks.softmax import softmax
 from nntile_py.tiles import Tiling
@@ -163,7 +164,9 @@ class AttentionCall:
             wanted = {dim[0]: axis for dim, axis in zip(bias.dims, axes[4 - len(bias.dims) :], strict=True) if dim}
             bias = made.renamed(bias, wanted)
             out = g.temp("biased", scores.axes, scores.shape, scores.dtype)
-            value = Element(0, scores.axes) + element(1, bias.tensor)
+            score, term = Element(0, scores.axes), element(1, bias.tensor)
+            # A mask of booleans has integer tiles: 0 hides a key.
+            value = ex.select(term > 0, score, -1e30) if bias.tensor.dtype == "int64" else score + term
             scores = g.add(Formula([scores, bias.tensor], out, value, "bias")).output
         probabilities = softmax(g, scores, mask)
         if p:
@@ -191,7 +194,7 @@ def known_mask(made: GraphBuilder, node: Node, keys: int) -> Mask | None:
         shape = shape_of(given)
         if len(shape) == 2 and shape[1] == keys and not given.meta["val"].dtype.is_floating_point and "mask" in name:
             padding = name
-    if padding is None:
+    if padding is None or captured.inputs_of(node) != {padding}:  # other inputs may change the mask too
         return None
     for arrays, pad in _paddings(made, padding, keys, generator):
         value = compute(arrays)

@@ -36,7 +36,6 @@ class GraphBuilder:
         self._names, self._values = names, dict[Node, Any]()
         self._narrowed: dict[Node, Tensor] = {}
         self._sizes = {name: atom.size for atom, name in names.items()}
-        self.reasons: dict[Node, str] = {}  # why a call with a rule runs as an ATen task
         self.prefix = ""  # of the names of weights
         self.fallbacks: list[AtenCall] = []
         self.scales: dict[Node, str] = {}  # {labels: slot with the number of them that count}
@@ -82,7 +81,7 @@ class GraphBuilder:
     def _narrow(self, node: Node, value: Value) -> Value:
         """Return a call's result in the graph's dtype, which products and norms take; integers unchanged."""
         x = value.tensor
-        if x.dtype.startswith("int"):
+        if x.dtype.startswith("int") and not node.meta["val"].dtype.is_floating_point:
             return value
         if node not in self._narrowed:
             self._narrowed[node] = converted(self.g, x, self.g.dtype)
@@ -353,8 +352,7 @@ class GraphBuilder:
                 kept = len(self.g.ops)
                 try:
                     self._values[node] = one.build(self, node)
-                except NotSupported as reason:
-                    self.reasons[node] = str(reason)
+                except NotSupported:
                     del self.g.ops[kept:]
                     self._values[node] = self.find.fallback.build(self, node)
 

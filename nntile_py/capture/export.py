@@ -19,8 +19,6 @@ Inputs = Mapping[str, torch.Tensor]
 Array = np.ndarray[Any, Any]
 
 CONSTANT, HOST, TASKS = "constant", "host", "tasks"
-# Operators without an effect on values: their argument stands for the result.
-TRANSPARENT = ("alias", "contiguous", "clone", "detach_", "lift_fresh_copy", "positive")
 IGNORED = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size", "_assert_async")
 
 
@@ -80,15 +78,23 @@ class CapturedModule:
                 todo += node.all_input_nodes
         return [node for node in self.graph.nodes if node in needed and node not in self.weights]
 
-    def on_host(self, node: Node) -> Callable[[Mapping[str, Array]], Any]:
-        """Return the function that computes the value of a HOST node from the inputs of a pass."""
+    def _host_steps(self, node: Node) -> list[Node]:
+        """Return the HOST nodes from which the value of a HOST node is computed, in order, itself last."""
         order = [one for one in self.graph.nodes if self.where.get(one) == HOST]
         needed = {node}
         for one in reversed(order):
             if one in needed:
                 needed.update(one.all_input_nodes)
-        steps = [one for one in order if one in needed]
-        names = {node: name for name, node in self.given.items()}
+        return [one for one in order if one in needed]
+
+    def inputs_of(self, node: Node) -> set[str]:
+        """Return the names of the inputs on which a HOST node depends."""
+        steps = self._host_steps(node)
+        return {name for name, given in self.given.items() if given in steps}
+
+    def on_host(self, node: Node) -> Callable[[Mapping[str, Array]], Any]:
+        """Return the function that computes the value of a HOST node from the inputs of a pass."""
+        steps, names = self._host_steps(node), {given: name for name, given in self.given.items()}
 
         def compute(arrays: Mapping[str, Array]) -> Any:
             values: dict[Node, Any] = {}
@@ -178,12 +184,25 @@ def sort(result: CapturedModule) -> None:
             continue
         places = {result.where.get(one, CONSTANT) for one in node.all_input_nodes}
         place = TASKS if TASKS in places else HOST if HOST in places else CONSTANT
-        if place == CONSTANT and name_of(node) in ("rand", "randn", "rand_like", "randn_like", "bernoulli"):
-            raise ConfigError(f"model: {name_of(node)} draws random numbers outside of dropout; {line_of(node)}")
+        if place != TASKS:
+            check_draws(node)
         result.where[node] = place
         if place == CONSTANT:
             result.constants[node] = _run(node, lambda arg: result.constants[arg])
     result.outputs = {name: node for name, node in result.outputs.items() if result.where.get(node) == TASKS}
+
+
+def check_draws(node: Node) -> None:
+    """Raise ConfigError if a call draws random numbers: a repeated or differentiated call would draw others."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return
+    name, args = name_of(node), args_of(node)
+    if name == "scaled_dot_product_attention":
+        off = not (args[4] if len(args) > 4 else node.kwargs.get("dropout_p", 0.0))
+    else:
+        off = name.endswith("dropout") and not (args[1] and args[2])
+    if not off:
+        raise ConfigError(f"model: {name} draws random numbers outside of dropout: {line_of(node)}; allowed: dropout")
 
 
 def line_of(node: Node) -> str:

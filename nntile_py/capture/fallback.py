@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch.fx import Node
 from nntile_py.capture.aten_task import AtenCall
 from nntile_py.capture.axis_groups import Dim
 from nntile_py.capture.builder import GraphBuilder
-from nntile_py.capture.export import CONSTANT, TASKS, args_of, name_of, shape_of
-from nntile_py.capture.rules import AxisFinder, Value, argument, rule
+from nntile_py.capture.export import CONSTANT, TASKS, args_of, check_draws, name_of, shape_of
+from nntile_py.capture.rules import AxisFinder, Value, argument, each, rule
 
 # Operators that treat each entry alone along all dimensions but those of an argument: {name: (place, name) of it}.
 ALONG = {
@@ -40,14 +40,10 @@ def _convolution_grad(node: Node) -> Callable[..., Any] | None:
     """Return the gradient of a convolution, which needs no second forward pass; None if its padding is a text."""
     count = CONVOLUTIONS[name_of(node)]
 
-    def each(place: int, name: str, default: int) -> list[int]:
-        value = argument(node, place, name, default)
-        value = value if isinstance(value, list | tuple) else [value]
-        return list(value) * count if len(value) == 1 else list(value)
-
     if isinstance(argument(node, 4, "padding", 0), str):
         return None
-    stride, padding, dilation = each(3, "stride", 1), each(4, "padding", 0), each(5, "dilation", 1)
+    options = enumerate((("stride", 1), ("padding", 0), ("dilation", 1)), 3)
+    stride, padding, dilation = (each(argument(node, k, *option), count) for k, option in options)
     groups = int(argument(node, 6, "groups", 1))
 
     def backward(inputs: list[torch.Tensor], grads: list[torch.Tensor], wanted: tuple[int, ...]) -> Any:
@@ -117,8 +113,9 @@ class AtenFallback:
         return results if several else results[0]
 
     def build(self, made: GraphBuilder, node: Node) -> Any:
+        check_draws(node)
         if _complex(node):
-            return None  # runs in the tasks of the calls that read it
+            return None  # the tasks of its readers run this call
         region = [*_deferred(made, node), node]
         read = dict.fromkeys(one for call in region for one in call.all_input_nodes if one not in region)
         operands = [one for one in read if not _embedded(made, one)]
@@ -171,19 +168,26 @@ def _function(made: GraphBuilder, node: Node, operands: list[Node]) -> tuple[str
     digest = hashlib.sha256()
     for value in constants.values():
         if isinstance(value, torch.Tensor):
+            digest.update(f"{value.dtype}{[*value.shape]}".encode())
             digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     names = {one: f"x{k}" for k, one in enumerate(operands)} | {one: f"c{k}" for k, one in enumerate(constants)}
     names |= {one: f"y{k}" for k, one in enumerate(region)}
     texts = [
         name_of(call) + str(torch.fx.node.map_arg((call.args, dict(call.kwargs)), names.__getitem__)) for call in region
     ]
-    label = " ".join(texts) + (f" {digest.hexdigest()[:8]}" if constants else "")
+    label = " ".join(texts) + (f" {digest.hexdigest()[:16]}" if constants else "")
     dtypes = [one.meta["val"].dtype for one in operands]
     label += "".join(f" x{k}:{kind}" for k, kind in enumerate(dtypes) if not kind.is_floating_point)
     calls: list[tuple[Node, Any, Any]] = [(call, call.target, _without_statistics(call)) for call in region]
 
+    moved: dict[Any, dict[Node, Any]] = {}  # the constants on each device: copied once, not in each task
+
     def function(*tensors: torch.Tensor) -> Any:
-        known: dict[Node, Any] = {one: _on(value, tensors) for one, value in constants.items()}
+        kind = next((x.dtype for x in tensors if x.dtype.is_floating_point), None)
+        place = tensors[0].device if tensors else None
+        if (place, kind) not in moved:
+            moved[place, kind] = {one: _on(value, place, kind) for one, value in constants.items()}
+        known = dict(moved[place, kind])
         for one, x, dtype in zip(operands, tensors, dtypes, strict=True):
             known[one] = x if x.dtype.is_floating_point and dtype.is_floating_point else x.to(dtype)
         if len({_kind(value) for value in known.values()} - {None}) > 1:  # of different precision
@@ -201,12 +205,11 @@ def _kind(value: Any) -> torch.dtype | None:
     return value.dtype if isinstance(value, torch.Tensor) and value.dtype.is_floating_point else None
 
 
-def _on(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return a constant on the device of a task's tensors, in their precision."""
-    if not isinstance(value, torch.Tensor) or not tensors:
+def _on(value: Any, device: torch.device | None, kind: torch.dtype | None) -> Any:
+    """Return a constant on the device of a task's tensors; numbers in the tensors' precision, if these have one."""
+    if not isinstance(value, torch.Tensor):
         return value
-    kind = next((x.dtype for x in tensors if x.dtype.is_floating_point), value.dtype)
-    return value.to(tensors[0].device, kind if value.dtype.is_floating_point else value.dtype)
+    return value.to(device, kind if kind and value.dtype.is_floating_point else value.dtype)
 
 
 def _complex(node: Node) -> bool:

@@ -162,11 +162,9 @@ class ActivationCall:
         return Value(activation(made.g, x.tensor, kind), x.dims)
 
 
-@rule("dropout", "native_dropout", "feature_dropout")
+@rule("dropout")
 class DropoutCall:
     def dims(self, find: AxisFinder, node: Node) -> list[Dim]:
-        if name_of(node) == "feature_dropout":
-            raise NotSupported("dropout of whole channels")
         return find.of(args_of(node)[0])
 
     def build(self, made: GraphBuilder, node: Node) -> Value:

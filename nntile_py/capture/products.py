@@ -10,7 +10,7 @@ from torch.fx import Node
 from nntile_py.capture.axis_groups import Dim
 from nntile_py.capture.builder import GraphBuilder
 from nntile_py.capture.export import args_of, name_of, shape_of
-from nntile_py.capture.rules import AxisFinder, NotSupported, Value, argument, rule
+from nntile_py.capture.rules import AxisFinder, NotSupported, Value, argument, each, rule
 from nntile_py.tasks.contract import contract
 from nntile_py.tasks.elementwise import bias_add
 from nntile_py.tasks.embedding import embedding
@@ -184,9 +184,9 @@ class PatchCall:
             )
         )
         kernel = list(shape_of(weight)[2:])
-        fits = _each(stride, count) == kernel and _each(padding, count) == [0] * count and groups == 1
+        fits = each(stride, count) == kernel and each(padding, count) == [0] * count and groups == 1
         whole = all(n % k == 0 for n, k in zip(shape_of(x)[2:], kernel, strict=True))
-        if not fits or _each(dilation, count) != [1] * count or not whole or 1 in kernel:
+        if not fits or each(dilation, count) != [1] * count or not whole or 1 in kernel:
             raise NotSupported("a convolution with kernels that overlap")
         find.same(node, x, 1, find.of(weight)[1])
         out = [find.of(x)[0], find.of(weight)[0]]
@@ -211,9 +211,3 @@ class PatchCall:
         y = product(made, x, weight, [dims[0], *dims[2:], dims[1]])  # channels last: a bias then adds to rows
         y = with_bias(made, node, y, bias)
         return Value(y.tensor, dims)
-
-
-def _each(value: Any, count: int) -> list[int]:
-    """Return an option of a convolution for each of its spatial dimensions."""
-    values = list(value) if isinstance(value, list | tuple) else [value]
-    return values * count if len(values) == 1 else values

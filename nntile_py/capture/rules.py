@@ -73,6 +73,12 @@ def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
     return node.kwargs.get(name, default)
 
 
+def each(value: Any, count: int) -> list[int]:
+    """Return an option of a convolution, an integer or a list, for each of `count` spatial dimensions."""
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    return values * count if len(values) == 1 else values
+
+
 @dataclass
 class AxisFinder:
     """The first pass: the dimensions of each node's value, and which axes a call reads under other names.
@@ -80,7 +86,6 @@ class AxisFinder:
     Attributes:
         renames: {(call, operand): pairs (axis, axis under whose name the call reads it)}.
         rules: the rule of each call.
-        unsupported: {call: why it runs as an ATen task although it has a rule}.
     """
 
     captured: CapturedModule
@@ -89,7 +94,6 @@ class AxisFinder:
     found: dict[Node, Any] = field(default_factory=dict)
     renames: dict[tuple[Node, Node], list[tuple[Atom, Atom]]] = field(default_factory=dict)
     rules: dict[Node, AxisRule] = field(default_factory=dict)
-    unsupported: dict[Node, str] = field(default_factory=dict)
 
     def of(self, node: Any) -> list[Dim]:
         """Return the dimensions of a value, as they are now; none for a number."""
@@ -168,8 +172,7 @@ class AxisFinder:
             chosen = RULES.get(name_of(node), self.fallback)
             try:
                 dims = chosen.dims(self, node)
-            except (Mismatch, NotSupported) as reason:
-                self.unsupported[node] = str(reason)
+            except (Mismatch, NotSupported):
                 for operand in node.all_input_nodes:
                     self.renames.pop((node, operand), None)
                 chosen = self.fallback

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -56,7 +57,6 @@ class TorchModel:
             for name, value in module.named_parameters()
         }
         self.fallbacks: list[str] = []
-        self.rewritten = True
 
     def __repr__(self) -> str:
         return f"TorchModel({type(self.module).__name__})"
@@ -99,11 +99,9 @@ class TorchModel:
                 found = capture(module, self.inputs(batch, seq))
             finally:
                 self.module.train(before)
-            if self.rewritten:
-                rewrite(found)
+            rewrite(found)
             sort(found)
             find = AxisFinder(found, AtenFallback())
-            self.unsupported = find.unsupported
             self._propose(found, find, seq)
             find.run()
             self._captured[key] = found, find, axis_names(find, self._config_sizes())
@@ -140,7 +138,6 @@ class TorchModel:
         attention_calls.share_heads(found, g.cuts)
         made.run()
         self.fallbacks = [call.label for call in made.fallbacks]
-        self.reasons = {node.name: reason for node, reason in made.reasons.items()}
         total = None
         if loss is not None:
             value = made.value(loss)
@@ -167,8 +164,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _arguments(module: torch.nn.Module) -> set[str]:
-    import inspect
-
     return set(inspect.signature(module.forward).parameters)
 
 

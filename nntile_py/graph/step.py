@@ -287,6 +287,7 @@ class StepSpec:
         if cache:
             graph.cache = KeyValueCache(graph, cache, self.rows, self.capacity)
         traced = trace(self.model, graph, batch)
+        self.tiling.check_axes(graph.sizes())
         freeze(graph, self.freeze)
         if training and traced.loss is None:
             raise ConfigError(f"model: {type(self.model).__name__}{_no_loss(getattr(self.model, 'config', None))}")

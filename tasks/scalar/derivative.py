@@ -8,7 +8,6 @@ from collections.abc import Callable
 from . import expression as ex
 from .expression import Call, Expression, ScalarConstant
 
-_ZERO = ScalarConstant(0.0)
 _ONE = ScalarConstant(1.0)
 
 # For each function: from the call and its operands, the factor of each operand's derivative; None: no derivative.
