@@ -292,7 +292,7 @@ class Model(Generic[ConfigT]):
                 need = f"equal weights, as the model computes with {weight} in both places"
                 raise ConfigError(f"model: the checkpoint's {copy} differs from {weight}; allowed: {need}")
         new = model._new_head(saved, tensors)
-        model._check_adapters(tensors)
+        model.check_adapters(tensors)
         weights = arrays({name: tensors[name] for name in shapes if name in tensors and name not in (new or ())})
         if new is not None:
             # The saved model may have been initialised from the same seed; the hash makes the new weights differ.
@@ -300,9 +300,7 @@ class Model(Generic[ConfigT]):
             drawn = initial_weights(model.params(), [seed, old_head])
             weights |= {name: drawn[name] for name in new}
             model.hf = {key: value for key, value in raw.items() if key not in HEAD_KEYS}
-        if config.lora and (begun := {name for name in shapes if is_adapter(name) and name not in weights}):
-            drawn = initial_weights(model.params(), seed)
-            weights |= {name: drawn[name] for name in begun}
+        weights |= model.new_adapters(weights)
         for param in model.params():
             for one in param.sources:
                 one.check(weights)
@@ -310,7 +308,15 @@ class Model(Generic[ConfigT]):
         model.weights = weights
         return model
 
-    def _check_adapters(self, tensors: Mapping[str, Any]) -> None:
+    def new_adapters(self, weights: Weights) -> Weights:
+        """Return {name: initial values} of this model's adapters that `weights` lack."""
+        if not self.config.lora:
+            return {}
+        begun = {name for name in self.weight_shapes() if is_adapter(name) and name not in weights}
+        drawn = initial_weights(self.params(), self.seed) if begun else {}
+        return {name: drawn[name] for name in begun}
+
+    def check_adapters(self, tensors: Mapping[str, Any]) -> None:
         """Raise ConfigError if a checkpoint has adapters that this model lacks, or only some of this model's."""
         own = {name for name in self.weight_shapes() if is_adapter(name)}
         saved = {name for name in tensors if is_adapter(name)}

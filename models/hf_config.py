@@ -27,7 +27,10 @@ ACTIVATIONS: dict[str, ActivationName] = {
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # names of weight files; the first existing file is read
 _NEED = "expected weights that save_pretrained wrote"
 # Part of error messages: how to read a folder with a model of the user's own class.
-OWN = "a model of your own by YourModel.from_hf(FOLDER), in a YAML by model.type: my_file.py:YourModel"
+OWN = (
+    "others by model.type: torch, and a model of your own by YourModel.from_hf(FOLDER), in a YAML by model.type:"
+    " my_file.py:YourModel"
+)
 
 
 @contextmanager

@@ -16,7 +16,10 @@ from typing import Any
 from nntile_py.errors import ConfigError, raised
 from nntile_py.models.base import Model, ModelConfig, told
 from nntile_py.models.hf_config import OWN, named, read_raw
+from nntile_py.models.torch_module import TorchModule, of_function
 from nntile_py.schema import absolute, allowed
+
+_TORCH_MODULE = "torch.nn.modules.module.Module"
 
 
 def known() -> dict[str, type[Model]]:
@@ -29,7 +32,7 @@ def known() -> dict[str, type[Model]]:
 
 
 def find(name: Any) -> type[Model]:
-    """Return the model class for `model.type` of a YAML: a name such as gpt2, or my_file.py:MyModel.
+    """Return the model class for `model.type` of a YAML: gpt2, my_file.py:MyModel, my_file.py:function...
 
     Raises:
         ConfigError: The type is unknown, or the file has no such model.
@@ -40,6 +43,11 @@ def find(name: Any) -> type[Model]:
     if (file := code_of(name)) is None:
         raise ConfigError(f"model.type: got {name!r}; {allowed(name, [*models, 'my_file.py:MyModel'])}")
     return _own(file, str(name).rpartition(":")[2])
+
+
+def objective_of(config: ModelConfig) -> str | None:
+    """Return what a model of this config is trained for on text: `causal`, `masked`; None: nothing."""
+    return getattr(config, "objective", None) or find(config.type).objective
 
 
 def code_of(name: Any) -> Path | None:
@@ -93,11 +101,14 @@ def new(config: ModelConfig, seed: int = 0) -> Model:
 
 def _own(path: Path, wanted: str) -> type[Model]:
     """Return the model class named `wanted` in a user's file. Raises ConfigError if it cannot be used."""
-    here, need = f"model.type: {path}:{wanted}", "a subclass of nt.Model with a Config of nt.ModelConfig"
+    here, need = f"model.type: {path}:{wanted}", "a subclass of nt.Model with a Config of nt.ModelConfig, or a function"
+    need += " that returns a torch.nn.Module"
     module = imported(path, here, need)
     found = {cls.__name__: cls for cls in _models_in(module)}
     if wanted not in found:
         there = vars(module).get(wanted)
+        if inspect.isfunction(there) or _is_torch_module(there):
+            return of_function(there, f"{path}:{wanted}")
         lacks = "no such class in the file" if there is None else "no subclass of nt.Model"
         if inspect.isclass(there) and issubclass(there, Model):
             lacks = "its Config is missing, or is no subclass of nt.ModelConfig"
@@ -173,6 +184,11 @@ def _models_in(module: Any) -> list[type[Model]]:
     ]
 
 
+def _is_torch_module(there: Any) -> bool:
+    """Return whether an object of a file is a subclass of torch.nn.Module."""
+    return inspect.isclass(there) and any(f"{one.__module__}.{one.__name__}" == _TORCH_MODULE for one in there.__mro__)
+
+
 def _config_of(cls: type[Model]) -> bool:
     """Return whether a model class has a `Config` that is a subclass of ModelConfig."""
     made = getattr(cls, "Config", None)
@@ -192,7 +208,10 @@ def of_hf_type(name: Any) -> type[Model]:
     def reads(cls: type[Model]) -> Any:
         return inspect.getattr_static(cls, "read_config")
 
-    readable = {kind: cls for kind, cls in known().items() if reads(cls) is not reads(Model)}
+    others = (TorchModule,)  # reads any model_type
+    readable = {
+        kind: cls for kind, cls in known().items() if reads(cls) is not reads(Model) and not issubclass(cls, others)
+    }
     if name not in list(readable):
         raise ConfigError(f"model: model_type is {name!r}; {', '.join(readable)} can be read so, {OWN}")
     return readable[name]

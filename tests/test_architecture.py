@@ -31,8 +31,9 @@ FLOORS = (
     ("checkpoint",),
     ("config",),
     ("data",),
-    ("capture",),  # PyTorch modules as models: uses Python tasks of the engine
-    ("execution", "models"),  # side by side: the engine knows no model, a model no engine
+    ("models",),  # of which one captures PyTorch modules
+    ("capture",),  # uses Python tasks of the engine
+    ("execution",),
     ("graph",),
     ("tasks",),
     ("tiles",),

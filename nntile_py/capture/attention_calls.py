@@ -105,10 +105,10 @@ class AttentionCall:
         own = {axis: name for axis, name in names.items() if axis in q.axes}
         q, k, v = made.renamed(q, own), made.renamed(k, names), made.renamed(v, names)
         operands = self._ordered(made, q, False), self._ordered(made, k, True), self._ordered(made, v, True)
-        if bias is None and not p:
-            out = attention(made.g, operands[0], operands[1], operands[2], mask, "vendor", 0.0, scale)
+        if bias is None:
+            out = attention(made.g, *operands, mask, "segments" if p else "vendor", p, scale)
         else:
-            out = self._stored(made, operands, mask, bias, p, scale)
+            out = self._biased(made, operands, mask, bias, p, scale)
         back = made.renamed(Value(out, q.dims), {new: old for old, new in own.items()})
         return made.as_dims(back, made.dims(node))
 
@@ -141,33 +141,28 @@ class AttentionCall:
         axes = sorted(value.tensor.axes, key=lambda axis: order.index(alias.get(axis) or axis))
         return value.tensor if tuple(axes) == value.tensor.axes else transpose(made.g, value.tensor, axes)
 
-    def _stored(
-        self,
-        made: GraphBuilder,
-        operands: tuple[Tensor, Tensor, Tensor],
-        mask: Mask,
-        bias: Value | None,
-        p: float,
+    def _biased(
+        self, made: GraphBuilder, operands: tuple[Tensor, Tensor, Tensor], mask: Mask, bias: Value, p: float,
         scale: float,
-    ) -> Tensor:
-        """Return attention with scores that are stored: with a bias, or dropout of the probabilities."""
+    ) -> Tensor:  # fmt: skip
+        """Return attention with a bias, whose scores are stored."""
         g, (q, k, v) = made.g, operands
+        g.projections.append([*operands])
         k, v = (repeat_heads(g, one, q.size("heads")) if "kv_heads" in one.axes else one for one in (k, v))
         if "seq" in k.axes:
             k, v = (made.as_keys(one) for one in (k, v))
         axes = ["batch", "heads", "seq", "key"]
         scores = contract(g, q, k, axes, scale=scale)
-        if bias is not None:
-            for dim in bias.dims:
-                if len(dim) > 1:
-                    raise NotSupported("a bias over several axes")
-            wanted = {dim[0]: axis for dim, axis in zip(bias.dims, axes[4 - len(bias.dims) :], strict=True) if dim}
-            bias = made.renamed(bias, wanted)
-            out = g.temp("biased", scores.axes, scores.shape, scores.dtype)
-            score, term = Element(0, scores.axes), element(1, bias.tensor)
-            # A mask of booleans has integer tiles: 0 hides a key.
-            value = ex.select(term > 0, score, -1e30) if bias.tensor.dtype == "int64" else score + term
-            scores = g.add(Formula([scores, bias.tensor], out, value, "bias")).output
+        for dim in bias.dims:
+            if len(dim) > 1:
+                raise NotSupported("a bias over several axes")
+        wanted = {dim[0]: axis for dim, axis in zip(bias.dims, axes[4 - len(bias.dims) :], strict=True) if dim}
+        bias = made.renamed(bias, wanted)
+        out = g.temp("biased", scores.axes, scores.shape, scores.dtype)
+        score, term = Element(0, scores.axes), element(1, bias.tensor)
+        # A mask of booleans has integer tiles: 0 hides a key.
+        value = ex.select(term > 0, score, -1e30) if bias.tensor.dtype == "int64" else score + term
+        scores = g.add(Formula([scores, bias.tensor], out, value, "bias")).output
         probabilities = softmax(g, scores, mask)
         if p:
             probabilities = dropout(g, probabilities, p)

@@ -174,7 +174,9 @@ class GraphBuilder:
         scale = self.scales.get(node)
         if scale:
             options |= {"scale": scale, "ignored": -100}
-        tensor = self.g.input(f"{node.name}.", sizes, "int64" if integers else None, **options)
+        # In its other mode the module may have another node of the same name.
+        name = f"{node.name}." if self.g.training else f"{node.name}.evaluated"
+        tensor = self.g.input(name, sizes, "int64" if integers else None, **options)
         return Value(tensor, dims)
 
     def shared(self, name: str, sizes: Mapping[str, int], value: Any, dtype: str | None = None) -> Tensor:

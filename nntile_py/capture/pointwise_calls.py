@@ -233,3 +233,29 @@ class BatchNormCall:
             return y
         of_channel = [x.dims[1]]
         return [y, *(Value(one.tensor, of_channel) for one in (middle, rstd, middle, variance))]
+
+
+@rule("_native_batch_norm_legit_no_training")
+class FixedBatchNormCall:
+    """Batch norm by running statistics: (x - mean) / sqrt(var + eps) * weight + bias for each channel."""
+
+    def dims(self, find: AxisFinder, node: Node) -> list[list[Dim]]:
+        x, *others = args_of(node)[:5]
+        if any(one is None for one in others):
+            raise NotSupported("batch norm without weights or statistics")
+        dims = find.of(x)
+        for one in others:
+            find.same(node, one, 0, dims[1])
+        return [dims, [()], [()]]  # the other two results are empty
+
+    def build(self, made: GraphBuilder, node: Node) -> list[Value]:
+        x, *others = (made.read(node, one) for one in args_of(node)[:5])
+        x, eps = made.spread(x), float(args_of(node)[6])
+
+        def normed(
+            x: ex.Expression, weight: ex.Expression, bias: ex.Expression, mean: ex.Expression, variance: ex.Expression
+        ) -> ex.Expression:
+            return (x - mean) / ex.sqrt(variance + eps) * weight + bias
+
+        y = Value(made.combined([x, *others], normed, "batch norm").tensor, x.dims)
+        return [y, y, y]

@@ -33,33 +33,51 @@ CONFIG_SIZES = {
 
 
 class _WithLoss(torch.nn.Module):
-    """A module whose outputs include a loss that a function computes."""
+    """A module whose outputs include a loss that a function computes. `output` names the output if it is a tensor."""
 
-    def __init__(self, module: torch.nn.Module, loss: Loss, own: set[str]) -> None:
+    def __init__(self, module: torch.nn.Module, loss: Loss, own: set[str], output: str) -> None:
         super().__init__()
-        self.module, self.loss, self.own = module, loss, own
+        self.module, self.loss, self.own, self.output = module, loss, own, output
 
     def forward(self, **inputs: torch.Tensor) -> dict[str, Any]:
         out = self.module(**{name: value for name, value in inputs.items() if name in self.own})
-        rest = {"output": out} if isinstance(out, torch.Tensor) else dict(out)
+        rest = {self.output: out} if isinstance(out, torch.Tensor) else dict(out)
         return {"loss": self.loss(out, inputs), **rest}
 
 
 class TorchModel:
     """A model that is captured from a PyTorch module. See from_torch."""
 
-    def __init__(self, module: torch.nn.Module, example: Example, loss: Loss | None = None) -> None:
-        self.module, self.loss = module, loss
+    def __init__(
+        self, module: torch.nn.Module, example: Example, loss: Loss | None = None, output: str = "output"
+    ) -> None:
+        self.module, self.loss, self._output = module, loss, output
         self.example = dict(example)
         self._captured: dict[tuple[int, int, bool], tuple[CapturedModule, AxisFinder, dict[Any, str]]] = {}
-        self.weights: Mapping[str, Any] = {
-            name: value.detach().to(_wide(value.dtype)).cpu().numpy().copy()
-            for name, value in module.named_parameters()
-        }
+        self._weights: Mapping[str, Any] | None = None
         self.fallbacks: list[str] = []
 
     def __repr__(self) -> str:
         return f"TorchModel({type(self.module).__name__})"
+
+    @property
+    def weights(self) -> Mapping[str, Any]:
+        """{name: numpy array}; a copy of the module's weights at the first use."""
+        if self._weights is None:
+            self._weights = {
+                name: value.detach().to(_wide(value.dtype)).cpu().numpy().copy()
+                for name, value in self.module.named_parameters()
+            }
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: Mapping[str, Any]) -> None:
+        self._weights = weights
+
+    @property
+    def captured_sizes(self) -> tuple[int, int] | None:
+        """The rows and positions of a batch for which the module is captured already."""
+        return next(((batch, seq) for batch, seq, _ in self._captured), None)
 
     def params(self) -> list[Param]:
         """Return the parameters that the module's loss or outputs depend on."""
@@ -92,7 +110,7 @@ class TorchModel:
             module = self.module
             if self.loss:
                 own = {name for name in self.example if name in _arguments(module)}
-                module = _WithLoss(module, self.loss, own)
+                module = _WithLoss(module, self.loss, own, self._output)
             before = self.module.training
             self.module.train(training)
             try:
@@ -125,8 +143,12 @@ class TorchModel:
 
     def trace(self, g: Graph, batch: Batch) -> Traced:
         """Add the module's operators to the graph."""
-        if batch.packed or batch.cached:
-            raise ConfigError("train.pack: got true; allowed with a captured PyTorch module: false")
+        if batch.packed:
+            need = "train.pack: false, and no command that packs, as encode, and eval of masked models"
+            raise ConfigError(f"model: a captured PyTorch module does not pack sequences; allowed: {need}")
+        if batch.cached:
+            need = "generation by transformers, which reads the folder of a run"
+            raise ConfigError(f"model: a captured PyTorch module has no cache of keys and values; allowed: {need}")
         found, find, names = self.captured(batch.size, batch.seq, g.training)
         made = GraphBuilder(found, find, names, g)
         made.prefix = "module." if self.loss else ""
@@ -197,7 +219,9 @@ def from_torch(module: torch.nn.Module, example: Mapping[str, Any], loss: Loss |
             raise ConfigError(f"example: {name!r} is {type(value).__name__}; allowed: a tensor or an array") from error
         if not isinstance(name, str) or not tensors[name].dim() or not tensors[name].numel():
             raise ConfigError(f"example: {name!r} of shape {[*tensors[name].shape]}; allowed: a text, and [batch, ...]")
-    return TorchModel(module, tensors, loss)
+    model = TorchModel(module, tensors, loss)
+    _ = model.weights  # as they are now
+    return model
 
 
 @typed

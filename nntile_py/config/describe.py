@@ -242,13 +242,23 @@ def model_reference() -> str:
     shared = [row for row, kinds in kinds_of.items() if row not in common and row[0] not in base and len(kinds) > 1]
     shared.sort(key=lambda row: (row[0], -len(kinds_of[row])))
     parts = [_MODELS, "## Keys of all models", "", *_table(common)]
-    parts += ["## Keys of several models", "", *_table((row[0], ", ".join(kinds_of[row]), *row[1:]) for row in shared)]
+    parts += [
+        "## Keys of several models",
+        "",
+        *_table((row[0], _listed(kinds_of[row], [*rows]), *row[1:]) for row in shared),
+    ]
     for kind, cls in known().items():
         has = ", ".join(row[0].replace("model.", "") for row in rows[kind] if row in shared)
         own = [row for row in rows[kind] if kinds_of[row] == [kind] and row not in common and row[0] not in base]
         parts += [f"## {kind}", "", " ".join((cls.__doc__ or "").split("\n\n")[0].split()), ""]
         parts += [f"Keys above: {has}.", "", *(_table(own) if own else ())]
     return "\n".join(parts)
+
+
+def _listed(kinds: list[str], every: list[str]) -> str:
+    """Return a list of types of models as text; "all but X" if one is missing."""
+    others = [kind for kind in every if kind not in kinds]
+    return f"all but {others[0]}" if len(others) == 1 else ", ".join(kinds)
 
 
 def _optimizers() -> Iterator[str]:

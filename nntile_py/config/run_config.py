@@ -42,7 +42,7 @@ from nntile_py.graph.fusion import Fusion, every_rule
 from nntile_py.graph.step import PRECISIONS, check_pack, check_precision
 from nntile_py.models.base import ModelConfig
 from nntile_py.models.hf_config import WEIGHTS, read_raw, weight_files
-from nntile_py.models.registry import check_code, find, of_hf_type, resolved
+from nntile_py.models.registry import check_code, find, objective_of, of_hf_type, resolved
 from nntile_py.schema import (
     Names,
     Natural,
@@ -185,7 +185,7 @@ class RunConfig(Section):
             return CONTRASTIVE
         if head in CLASSIFIERS:
             return CLASSIFICATION
-        return "causal" if head == "causal_lm" else find(self.model.type).objective
+        return "causal" if head == "causal_lm" else objective_of(self.model)
 
     @property
     def workers(self) -> int:

@@ -37,7 +37,7 @@ from nntile_py.data.tokenizer import (
 from nntile_py.errors import ConfigError
 from nntile_py.graph.bin_packing import bins_of
 from nntile_py.graph.step import StepSpec
-from nntile_py.models.registry import find, known
+from nntile_py.models.registry import known, objective_of
 
 # The model's objective is the key of both dicts, in _LABEL_AXES also what has a label. SPECIAL: special tokens that the
 # tokenizer must have. _LABEL_AXES: axes of the array of labels.
@@ -173,6 +173,8 @@ def check_objective(config: RunConfig, spec: StepSpec) -> str:
         raise ConfigError(f"model.type: {kind} has the objective {objective!r}; allowed: {', '.join(SPECIAL)}, None")
     if objective not in SPECIAL:
         text = ", ".join(name for name, cls in known().items() if cls.objective)
+        if "objective" in type(config.model).model_fields:
+            raise ConfigError(f"model.objective: missing; allowed: causal, masked, or {elsewhere}")
         raise ConfigError(
             f"model.type: {kind} is not trained on text (its objective is {objective}); allowed: {text}, or {elsewhere}"
         )
@@ -213,7 +215,7 @@ def _check_special_tokens(config: RunConfig, objective: str) -> None:
 def _check_padding(config: RunConfig, token: int, tokenizer: Tokenizer) -> None:
     """Raise ConfigError if the model counts by a padding token other than `token`, the tokenizer's."""
     model = config.model
-    key = "padding_idx" if find(model.type).objective == "causal" else ""  # a classifier reads the last other token
+    key = "padding_idx" if objective_of(model) == "causal" else ""  # a classifier reads the last other token
     key = "padding_token" if hasattr(model, "padding_token") else key
     if hasattr(model, key) and (padding := getattr(model, key)) != token:
         name = tokenizer.id_to_token(token)

@@ -4,7 +4,7 @@ Each set of optional inputs that a user passes has programs of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,10 +100,11 @@ class Programs:
         if (given, keep) not in self._evaluations:
             evaluation, tf32 = self.spec.with_inputs(given).evaluation(keep), self.spec.precision == "tf32"
             self._evaluations[given, keep] = ForwardProgram(evaluation, self.store, tf32=tf32, checked=self._checked)
+            self._write_defaults(evaluation.graph, evaluation.forward, step.built.graph.inputs)
         return self._evaluations[given, keep]
 
     def check(
-        self, given: Mapping[str, Any], rows: int, shift: bool, unlabelled: bool = False
+        self, given: Mapping[str, Any], rows: int, shift: bool, keep: bool | None = None
     ) -> tuple[dict[str, IntArray], StepPrograms]:
         """Check a user's inputs. Returns the arrays to write into tiles, and the programs that read these tiles.
 
@@ -111,7 +112,7 @@ class Programs:
             given: The user's arrays by name.
             rows: Rows of the batch.
             shift: Labels are at the positions of the inputs; shift them.
-            unlabelled: Labels may be missing.
+            keep: As of `evaluation`; labels may be missing if the outputs are kept. None: the inputs are a step's.
 
         Raises:
             ValueError: An input is missing, unknown, or has the wrong shape, dtype or values.
@@ -121,12 +122,16 @@ class Programs:
         absent = {name for name, value in values.items() if (value == self._optional[name]).all()}
         step = self.of(frozenset(optional) - absent)
         declared = step.built.graph.inputs
+        # A captured module may have other inputs in its evaluation mode, such as the mask of another kind of attention.
+        evaluated = {} if keep is None else self.evaluation(step, keep).inputs
+        derived = {name: one for name, one in evaluated.items() if name not in declared}
         for name in given:
             if name not in declared and name not in absent:
                 known = [*declared, *(n for n in self._optional if n not in declared and self._optional_input(n))]
                 raise ValueError(f"{name}: unknown input; allowed are {', '.join(known)}")
         own = {*self._optional, *packed_inputs.OWN}
-        arrays = check_inputs(declared, {**given, **values}, rows, shift=shift, unlabelled=unlabelled, own=own)
+        declared = {**declared, **derived}
+        arrays = check_inputs(declared, {**given, **values}, rows, shift=shift, unlabelled=bool(keep), own=own)
         self._changed |= {name for name in arrays if name in given and declared[name].default is not None}
         unchanged = {name for name in arrays if name not in given and self._keeps_default(name, declared[name])}
         return {name: value for name, value in arrays.items() if name not in unchanged}, step
@@ -138,10 +143,13 @@ class Programs:
     def _bound(self, lists: Sequence[TaskList]) -> list[Program]:
         return programs(lists, self.store, tf32=self.spec.precision == "tf32", checked=self._checked)
 
-    def _write_defaults(self, graph: Graph, lowering: Lowering) -> None:
-        """Write the default values of inputs into their tiles. A default stays until a step passes another value."""
-        for one in graph.inputs.values():
-            if (value := one.filled(self.spec.rows)) is not None:
+    def _write_defaults(self, graph: Graph, lowering: Lowering, written: Collection[str] = ()) -> None:
+        """Write the default values of inputs into their tiles. A default stays until a step passes another value.
+
+        written: Names of inputs whose tiles have their values already.
+        """
+        for name, one in graph.inputs.items():
+            if name not in written and (value := one.filled(self.spec.rows)) is not None:
                 self.store.write(lowering, one.tensor, value)
 
     def _optional_input(self, name: str) -> Input | None:

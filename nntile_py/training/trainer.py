@@ -288,7 +288,7 @@ class Trainer:
         self._check_running("evaluate")
         keep = return_logits or return_outputs
         filled = self.filled(inputs, labels, 1)
-        arrays, programs = self._programs.check(filled.arrays, self.spec.rows, self._shifts, unlabelled=keep)
+        arrays, programs = self._programs.check(filled.arrays, self.spec.rows, self._shifts, keep)
         program = self._programs.evaluation(programs, keep)
         if return_logits and not return_outputs and "logits" not in program.outputs:
             raise ValueError(f"return_logits: the outputs are {', '.join(program.outputs)}; use return_outputs")
