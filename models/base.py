@@ -15,6 +15,7 @@ from typing_extensions import TypeVar  # of pydantic
 
 from nntile_py.errors import ConfigError, MissingWeight, raised
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.initial_weights import initial_adapters, initial_weights
 from nntile_py.graph.lora import LoRA, is_adapter, merged
 from nntile_py.graph.params import Batch, Param, Traced, trace
 from nntile_py.models.hf_config import (
@@ -30,7 +31,6 @@ from nntile_py.models.hf_config import (
     translated,
 )  # fmt: skip
 from nntile_py.models.hf_keys import Keys
-from nntile_py.models.init import initial_weights
 from nntile_py.schema import UNFILLED, Filled, Section, allowed, explained, short
 from nntile_py.typed import typed
 
@@ -312,9 +312,8 @@ class Model(Generic[ConfigT]):
         """Return {name: initial values} of this model's adapters that `weights` lack."""
         if not self.config.lora:
             return {}
-        begun = {name for name in self.weight_shapes() if is_adapter(name) and name not in weights}
-        drawn = initial_weights(self.params(), self.seed) if begun else {}
-        return {name: drawn[name] for name in begun}
+        drawn = initial_adapters(self.params(), self.seed)
+        return {name: value for name, value in drawn.items() if name not in weights}
 
     def check_adapters(self, tensors: Mapping[str, Any]) -> None:
         """Raise ConfigError if a checkpoint has adapters that this model lacks, or only some of this model's."""

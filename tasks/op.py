@@ -292,6 +292,11 @@ class Op:
         return self.kind
 
     @property
+    def torch_call(self) -> str:
+        """The name of the PyTorch operator that the tasks call, if they have no kernel of their own; else empty."""
+        return ""
+
+    @property
     def full_name(self) -> str:
         """The name, with the phase if this is not forward; the operator's tasks have this name."""
         return self.name if self.phase == "forward" else f"{self.name}.{self.phase}"

@@ -198,6 +198,26 @@ def test_control_flow_on_data_is_named() -> None:
         nt.Trainer(model, *model.sizes)
 
 
+def test_adapters_are_trained_and_added_to_the_module() -> None:
+    torch.manual_seed(0)
+    module, example = MODELS["llama"]()
+    before = {name: value.detach().clone() for name, value in module.named_parameters()}
+    model = nt.from_torch(module, example, lora={"targets": ["q_proj", "up_proj"], "rank": 2})
+    arrays = {name: value.numpy() for name, value in example.items()}
+    trainer = nt.Trainer(model, *model.sizes, TILES["cut"], optimizer=nt.AdamW(lr=1e-2))
+    losses = [trainer.step(arrays) for _ in range(5)]
+    last = trainer.evaluate(arrays)
+    trainer.close()
+    assert last < losses[0]
+    assert nt.to_torch(model) is module
+    with torch.no_grad():
+        assert float(module.eval()(**example).loss) == pytest.approx(last, rel=1e-5)
+    moved = {name.split(".")[-2] for name, value in module.named_parameters() if (value != before[name]).any()}
+    assert moved == {"q_proj", "up_proj"}
+    with pytest.raises(nt.ConfigError, match=r"lora\.rnak: unknown key"):
+        nt.from_torch(module, example, lora={"targets": ["q_proj"], "rnak": 2})
+
+
 def test_a_captured_model_is_of_this_class() -> None:
     module, example = MODELS["gpt2"]()
     model = nt.from_torch(module, example)

@@ -265,3 +265,32 @@ def test_a_plan_draws_no_weights(folders: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.nn.init, "normal_", lambda *args, **how: pytest.fail("weights are drawn"))
     monkeypatch.setattr(OPTForCausalLM, "from_pretrained", lambda *args, **how: pytest.fail("weights are read"))
     assert "parameters" in run("plan", config(folders, "opt"))
+
+
+CONVOLUTION = """
+import torch
+from torch import nn
+
+
+class Causal(nn.Module):
+    def __init__(self, vocab):
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(vocab, 24), nn.Conv1d(24, 24, 3, padding=2), nn.Linear(24, vocab)
+
+    def forward(self, input_ids):
+        x = self.mix(self.embed(input_ids).transpose(1, 2))[:, :, :-2]
+        return self.head(torch.relu(x).transpose(1, 2))
+"""
+
+
+def test_a_plan_names_calls_of_pytorch_and_axes(folders: Path) -> None:
+    (folders / "own.py").write_text(OWN + CONVOLUTION)
+    path = own(folders, "Causal")
+    made = json.loads(run("plan", path, "--json"))
+    rows = {row["operator"]: row for row in made["operators"] if row["phase"] == "forward"}
+    assert rows["AtenCall conv1d"]["flop"] == 2 * 4 * 18 * 24 * 24 * 3  # 16 positions and 2 of the padding
+    assert 0.02 < made["torch_calls"]["conv1d"] < 0.9 and "slice" in made["torch_calls"]
+    assert made["axes"]["vocab"] == {"size": VOCAB, "tile": 100, "tensor": "head.weight", "dim": 0}
+    text = run("plan", path)
+    assert "calls of PyTorch" in text and "vocab: 300 in tiles of 100, such as dimension 0 of head.weight" in text
+    assert "calls of PyTorch" not in run("plan", config(folders, "opt"))

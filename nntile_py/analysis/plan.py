@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,8 @@ from nntile_py.analysis.simulate import evicted_bytes, planned_seconds
 from nntile_py.config.builders import step_spec
 from nntile_py.graph.params import numel
 from nntile_py.graph.step import Step, StepSpec
+from nntile_py.models.registry import find
+from nntile_py.models.torch_module import TorchModule
 from nntile_py.system.console_tables import plain_table
 from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tasks.op import Lowering
@@ -72,6 +74,16 @@ def _work_and_chain(tasks: TaskList, speed: Speed) -> tuple[float, float]:
     return sum(seconds), sum(seconds[number] for number in critical_path(before, seconds))
 
 
+@dataclass(frozen=True)
+class PlanAxis:
+    """An axis: its size, the size of its tiles, and a tensor that has it as its dimension number `dim`, from 0."""
+
+    size: int
+    tile: int
+    tensor: str
+    dim: int
+
+
 @dataclass
 class PlanRow:
     """Operators of one kind and phase: their number, and sums over them.
@@ -79,6 +91,7 @@ class PlanRow:
     Attributes:
         tiles: of the operators' outputs.
         bytes: that the tasks read and write.
+        seconds: of the tasks, one after the other.
         kernels: number of tasks by kernel.
     """
 
@@ -87,6 +100,7 @@ class PlanRow:
     tasks: int = 0
     flop: float = 0.0
     bytes: int = 0
+    seconds: float = 0.0
     kernels: Counter[str] = field(default_factory=Counter)
 
 
@@ -101,6 +115,9 @@ class Plan:
         task_seconds: mean seconds of a task.
         workers: text on the workers and their rates.
         digest: hash of the task list of the first micro-batch.
+        torch_calls: {operator of PyTorch that has no kernel here: share of the tasks' time}.
+        axes: of the parameters and inputs, by name.
+        captured: the model is a PyTorch module, whose axes got their names from the capture.
         rows: sums over operators, by phase and kind of operator.
     """
 
@@ -116,6 +133,9 @@ class Plan:
     step_seconds: float
     workers: str
     digest: str
+    torch_calls: dict[str, float]
+    axes: dict[str, PlanAxis]
+    captured: bool
     rows: dict[tuple[str, str], PlanRow]
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,7 +144,8 @@ class Plan:
             | {"kernels": dict(row.kernels)}
             for (phase, kind), row in self.rows.items()
         ]  # fmt: skip
-        return {k: v for k, v in vars(self).items() if k != "rows"} | {"operators": rows}
+        axes = {name: vars(axis) for name, axis in self.axes.items()}
+        return {k: v for k, v in vars(self).items() if k != "rows"} | {"axes": axes, "operators": rows}
 
     def render(self) -> RenderableType:
         from rich.console import Group
@@ -149,9 +170,28 @@ class Plan:
             *([f"evicted             {evicted:,.1f} GB a step leave the GPU and return"] if evicted else []),
             f"mean task           {self.task_seconds * 1e6:,.0f} us",
             f"time a step         {self.step_seconds:,.3g} s, on {self.workers}",
+            *self._torch_calls(),
+            *(self._axes() if self.captured else ()),
             f"program             {self.digest[:16]}",
         ]
         return Group(table, Text(), *map(Text, lines))
+
+    def _torch_calls(self) -> list[str]:
+        """Return the line on calls of PyTorch; none if there are no such calls."""
+        if not self.torch_calls:
+            return []
+        every = sum(self.torch_calls.values())
+        each = ", ".join(f"{name} {share:.1%}" for name, share in self.torch_calls.items())
+        return [f"calls of PyTorch    {every:.1%} of the tasks' time, estimated: {each}"]
+
+    def _axes(self) -> list[str]:
+        """Return the lines on axes, each with an example."""
+        lines: list[str] = []
+        for name, axis in self.axes.items():
+            cut = f" in tiles of {axis.tile}" if axis.tile < axis.size else ""
+            head = "axes" if not lines else ""
+            lines.append(f"{head:<19} {name}: {axis.size}{cut}, such as dimension {axis.dim} of {axis.tensor}")
+        return lines
 
 
 def plan(config: RunConfig, spec: StepSpec | None = None) -> Plan:
@@ -169,6 +209,8 @@ def summarise(step: Step, *, config: RunConfig) -> Plan:
     if step.more:
         parts.insert(1, (step.more, repeats - 1))
     kinds: dict[str, tuple[str, str]] = {}
+    calls: dict[str, str] = {}  # {operator: what it calls of PyTorch}
+    torch_calls: dict[str, float] = defaultdict(float)  # seconds
     rows: dict[tuple[str, str], PlanRow] = {}
     for graph, lowering in ((step.graph, step.first), (step.update_graph, step.update)):
         with_tasks = {task.op for task in lowering.tasks.tasks}
@@ -177,21 +219,26 @@ def summarise(step: Step, *, config: RunConfig) -> Plan:
             if name not in with_tasks:  # it has no work, or the tasks of another operator do its work
                 continue
             phase = "update" if graph is step.update_graph else op.phase
-            row = rows.setdefault((phase, op.kind), PlanRow())
+            kind = f"{op.kind} {op.torch_call}".rstrip()
+            row = rows.setdefault((phase, kind), PlanRow())
             row.operators += 1
             row.flop += graph.computed(op, lowering.tiling) * (repeats if phase != "update" else 1)
             row.tiles += sum(1 for t in op.outputs for _ in lowering.indices(t))
-            kinds[name] = (phase, op.kind)
-    for lowering, times in parts:
-        for task in lowering.tasks.tasks:
-            row = rows[kinds[task.op]]
-            row.tasks += times
-            row.bytes += times * task.bytes
-            row.kernels[task.kernel] += times
-    tasks = sum(row.tasks for row in rows.values())
+            kinds[name] = (phase, kind)
+            calls[name] = op.torch_call
     gpu = config.runtime.cuda != 0
     lists = [lowering.tasks for lowering, times in parts for _ in range(times)]
     of = estimate(lists, config.workers, gpu)
+    for lowering, times in parts:
+        for task in lowering.tasks.tasks:
+            row, seconds = rows[kinds[task.op]], of.speed.seconds(task) + of.speed.beside
+            row.seconds += times * seconds
+            torch_calls[calls[task.op]] += times * seconds
+            row.tasks += times
+            row.bytes += times * task.bytes
+            row.kernels[task.kernel] += times
+    tasks, every = sum(row.tasks for row in rows.values()), sum(torch_calls.values())
+    slowest = sorted(torch_calls.items(), key=lambda item: -item[1])
     seconds = of.seconds
     evicted = 0
     if config.planned or (gpu and config.workers == 1):  # one GPU runs tasks in planned order and groups, too
@@ -215,5 +262,21 @@ def summarise(step: Step, *, config: RunConfig) -> Plan:
         step_seconds=seconds,
         workers=f"{config.workers} {kind} of {each}",
         digest=step.first.tasks.digest(),
+        axes=_axes(step),
+        captured=issubclass(find(config.model.type), TorchModule),
+        torch_calls={name: part / every for name, part in slowest if name},
         rows=rows,
     )
+
+
+def _axes(step: Step) -> dict[str, PlanAxis]:
+    """Return the axes of a step's parameters and inputs, with an example of each, a weight where there is one."""
+    graph, tiling = step.graph, step.first.tiling
+    tensors = [*graph.params, *(one.tensor for one in graph.inputs.values())]
+    found: dict[str, PlanAxis] = {}
+    for tensor in tensors:
+        for dim, axis in enumerate(tensor.axes):
+            size = tensor.size(axis)
+            if size > 1:
+                found.setdefault(axis, PlanAxis(size, tiling.tile(axis, size), tensor.name.partition("+")[0], dim))
+    return found

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from nntile_py.execution.python_task import PythonTask
-from nntile_py.tasks.op import GraphLike, Lowering, Op, Tensor, accumulation_dtype
+from nntile_py.tasks.op import CONTRACTION, ELEMENTWISE, Category, GraphLike, Lowering, Op, Tensor, accumulation_dtype
 from nntile_py.tiles import ACC, RW, R, TaskArgs, W
 
 Function = Callable[..., Any]
@@ -58,19 +58,31 @@ class AtenCall(Op):
         alone: axes along which entries do not depend on each other; only these may be cut.
         backward: backward(inputs, gradients of the outputs, numbers of the wanted inputs) returns their gradients;
             None: torch.autograd computes the function again and differentiates it.
+        products: floating point operations in convolutions and other products.
     """
 
     def __init__(
         self, label: str, function: Function, inputs: Sequence[Tensor], outs: Sequence[Tensor],
-        layouts: Sequence[Layout], alone: Sequence[str] = (), backward: Function | None = None,
+        layouts: Sequence[Layout], alone: Sequence[str] = (), backward: Function | None = None, products: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(inputs, outs)
-        self.backward = backward
+        self.backward, self._products = backward, products
         self.label, self.function, self.layouts, self.alone = label, function, tuple(layouts), tuple(alone)
 
     @property
     def title(self) -> str:
         return self.label.partition("(")[0]
+
+    @property
+    def torch_call(self) -> str:
+        return self.title
+
+    @property
+    def category(self) -> Category:  # type: ignore[override]
+        return CONTRACTION if self._products else ELEMENTWISE
+
+    def flop(self) -> float:
+        return self._products or super().flop()
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         wanted = [k for k, x in enumerate(self.inputs) if x.requires_grad and not x.dtype.startswith("int")]
@@ -92,9 +104,11 @@ class AtenCall(Op):
     def lower(self, lowering: Lowering) -> None:
         count = len(self.inputs)
         kernel = _forward(self.label, self.function, count, len(self.outputs), self.layouts)
-        for index in lowering.indices(self.output, [axis for axis in self.output.axes if axis in self.alone]):
+        indices = [*lowering.indices(self.output, [axis for axis in self.output.axes if axis in self.alone])]
+        for index in indices:
             outs = [W(whole_tile(lowering, t, index)) for t in self.outputs]
-            lowering.emit(kernel, [*outs, *(R(whole_tile(lowering, t, index)) for t in self.inputs)])
+            reads = [R(whole_tile(lowering, t, index)) for t in self.inputs]
+            lowering.emit(kernel, [*outs, *reads], flop=self.flop() / len(indices))
 
 
 class AtenCallGrad(Op):
@@ -111,6 +125,14 @@ class AtenCallGrad(Op):
     @property
     def title(self) -> str:
         return self.forward.title
+
+    @property
+    def torch_call(self) -> str:
+        return self.title
+
+    @property
+    def category(self) -> Category:  # type: ignore[override]
+        return self.forward.category
 
     @property
     def sums(self) -> Sequence[Tensor]:
@@ -140,7 +162,8 @@ class AtenCallGrad(Op):
                     sums.append((tile, part))
                     tile = part
                 outs.append(ACC(tile))
-            lowering.emit(kernel, [*outs, *(R(whole_tile(lowering, t, index)) for t in self.inputs)])
+            reads = [R(whole_tile(lowering, t, index)) for t in self.inputs]
+            lowering.emit(kernel, [*outs, *reads], flop=self.flop() / len(indices))
             for tile, part in sums:
                 lowering.emit(_add_part, [ACC(tile), R(part)])
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils.flop_counter import FlopCounterMode
 
 from nntile_py.capture.aten_task import AtenCall
 from nntile_py.capture.axis_groups import Dim
@@ -132,7 +133,7 @@ class AtenFallback:
         layouts = [_layout(value) for value in (*values, *results)]
         backward = _convolution_grad(node) if name_of(node) in CONVOLUTIONS and len(operands) > 1 else None
         tensors = [v.tensor for v in values], [v.tensor for v in results]
-        call = AtenCall(label, function, *tensors, layouts, alone, backward)
+        call = AtenCall(label, function, *tensors, layouts, alone, backward, _products(node))
         made.g.add(call)
         for value, one in zip(results, node.meta["val"] if several else [node.meta["val"]], strict=True):
             value.tensor.requires_grad &= one.dtype.is_floating_point
@@ -151,6 +152,23 @@ class AtenFallback:
 
 def _layout(value: Value) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(value.tensor.axes.index(axis) for axis in dim) for dim in value.dims)
+
+
+def _products(node: Node) -> float:
+    """Return the floating point operations of a call's convolutions and products, as torch counts them."""
+
+    def described(one: Node) -> Any:
+        value = one.meta.get("val")
+        return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+
+    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), described)
+    try:
+        with FlopCounterMode(display=False) as counter:
+            assert callable(node.target)
+            node.target(*args, **kwargs)
+    except Exception:  # a call whose result depends on values; such calls have no products
+        return 0.0
+    return float(counter.get_total_flops())
 
 
 def _embedded(made: GraphBuilder, node: Node) -> bool:

@@ -255,7 +255,8 @@ class FixedBatchNormCall:
         def normed(
             x: ex.Expression, weight: ex.Expression, bias: ex.Expression, mean: ex.Expression, variance: ex.Expression
         ) -> ex.Expression:
-            return (x - mean) / ex.sqrt(variance + eps) * weight + bias
+            scaled: ex.Expression = (x - mean) / ex.sqrt(variance + eps) * weight
+            return scaled + bias
 
         y = Value(made.combined([x, *others], normed, "batch norm").tensor, x.dims)
         return [y, y, y]

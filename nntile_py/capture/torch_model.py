@@ -19,7 +19,10 @@ from nntile_py.capture.rewrites import rewrite
 from nntile_py.capture.rules import AxisFinder
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.initial_weights import initial_adapters
+from nntile_py.graph.lora import LoRA, merged
 from nntile_py.graph.params import Batch, Param, Traced
+from nntile_py.schema import validated
 from nntile_py.tasks.formula import ONE
 from nntile_py.typed import typed
 
@@ -49,12 +52,13 @@ class TorchModel:
     """A model that is captured from a PyTorch module. See from_torch."""
 
     def __init__(
-        self, module: torch.nn.Module, example: Example, loss: Loss | None = None, output: str = "output"
-    ) -> None:
-        self.module, self.loss, self._output = module, loss, output
+        self, module: torch.nn.Module, example: Example, loss: Loss | None = None, output: str = "output",
+        lora: LoRA | None = None,
+    ) -> None:  # fmt: skip
+        self.module, self.loss, self._output, self.lora = module, loss, output, lora
         self.example = dict(example)
         self._captured: dict[tuple[int, int, bool], tuple[CapturedModule, AxisFinder, dict[Any, str]]] = {}
-        self._weights: Mapping[str, Any] | None = None
+        self._weights: dict[str, Any] | None = None
         self.fallbacks: list[str] = []
 
     def __repr__(self) -> str:
@@ -68,11 +72,13 @@ class TorchModel:
                 name: value.detach().to(_wide(value.dtype)).cpu().numpy().copy()
                 for name, value in self.module.named_parameters()
             }
+            if self.lora:
+                self._weights |= initial_adapters(self.params(), seed=0)
         return self._weights
 
     @weights.setter
     def weights(self, weights: Mapping[str, Any]) -> None:
-        self._weights = weights
+        self._weights = dict(weights)
 
     @property
     def captured_sizes(self) -> tuple[int, int] | None:
@@ -170,14 +176,17 @@ class TorchModel:
                 value = made.ordered(made.value(node))
                 if value.tensor.kind == "temp" and value.tensor.axes != (ONE,):
                     outputs[name] = value.tensor
+        if self.lora:
+            self.lora.adapt(g)
         return Traced(total, outputs)
 
     def to_torch(self) -> torch.nn.Module:
-        """Copy the weights into the module, and return the module."""
+        """Copy the weights into the module, with adapters added to them, and return the module."""
+        weights = merged(self.lora, self.params(), self.weights) if self.lora else self.weights
         with torch.no_grad():
             for name, value in self.module.named_parameters():
-                if name in self.weights:
-                    value.copy_(torch.from_numpy(np.array(self.weights[name])))
+                if name in weights:
+                    value.copy_(torch.from_numpy(np.array(weights[name])))
         return self.module
 
 
@@ -194,7 +203,10 @@ def _is_tokens(x: torch.Tensor) -> bool:
 
 
 @typed
-def from_torch(module: torch.nn.Module, example: Mapping[str, Any], loss: Loss | None = None) -> TorchModel:
+def from_torch(
+    module: torch.nn.Module, example: Mapping[str, Any], loss: Loss | None = None, *,
+    lora: Mapping[str, Any] | None = None,
+) -> TorchModel:  # fmt: skip
     """Return a model with the operators and weights of a PyTorch module, for nt.Trainer.
 
     torch.export captures the module when a Trainer is created, again for each size of the batch. Dimensions that
@@ -205,6 +217,8 @@ def from_torch(module: torch.nn.Module, example: Mapping[str, Any], loss: Loss |
         example: {name: tensor or array} of a batch. The first dimension is the batch; the second of integers is seq.
         loss: loss(output, inputs), for a module whose output has no `loss`. `inputs` are all tensors of `example`; only
             those that the module's forward has by name are passed to it.
+        lora: Train adapters of low rank instead of the weights: {"targets": names of linear layers, "rank": ...}, the
+            keys of `model.lora` in a YAML.
 
     Raises:
         ConfigError: An argument is not allowed. torch.export cannot capture the module: the Trainer raises it.
@@ -219,7 +233,7 @@ def from_torch(module: torch.nn.Module, example: Mapping[str, Any], loss: Loss |
             raise ConfigError(f"example: {name!r} is {type(value).__name__}; allowed: a tensor or an array") from error
         if not isinstance(name, str) or not tensors[name].dim() or not tensors[name].numel():
             raise ConfigError(f"example: {name!r} of shape {[*tensors[name].shape]}; allowed: a text, and [batch, ...]")
-    model = TorchModel(module, tensors, loss)
+    model = TorchModel(module, tensors, loss, lora=None if lora is None else validated(LoRA, dict(lora), "lora."))
     _ = model.weights  # as they are now
     return model
 

@@ -18,10 +18,10 @@ from torch import nn
 
 from nntile_py.config.builders import build_model
 from nntile_py.config.run_config import RunConfig
+from nntile_py.graph.initial_weights import each_initial_weight
 from nntile_py.measure.contestants import world_size
 from nntile_py.measure.torch_peers import Step, replicated, torch_device, torch_dtype, trained
 from nntile_py.measure.workload_inputs import Array
-from nntile_py.models.init import each_initial_weight
 from nntile_py.tasks.cross_entropy import IGNORED
 
 

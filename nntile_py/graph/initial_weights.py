@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from nntile_py.graph.lora import is_adapter
 from nntile_py.graph.params import Constant, Init, Normal, Param, Source, Uniform
 from nntile_py.system.load import cores
 
@@ -91,3 +92,8 @@ def initial_weights(params: Iterable[Param], seed: int | Sequence[int]) -> dict[
 
     fill([weights[name] for name, _ in drawn], seed, draw)
     return weights
+
+
+def initial_adapters(params: Iterable[Param], seed: int | Sequence[int]) -> dict[str, Array]:
+    """Return {name in the checkpoint: array} with random initial values of the parameters that are adapters."""
+    return initial_weights([one for one in params if is_adapter(one.sources[0].weight)], seed)
