@@ -13,12 +13,12 @@ WIDTH, HEADS, VOCAB = 256, 4, 60
 
 
 class Layer(nn.Module):
-    """Attention with dropout, a convolution and a feed-forward part."""
+    """Attention with dropout, a convolution with batch norm, and a feed-forward part."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.conv, self.batch_norm = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm1d(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 200), nn.Linear(200, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -26,7 +26,7 @@ class Layer(nn.Module):
         q, k, v = self.qkv(self.norm(x)).view(rows, seq, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
         y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1 * self.training, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(rows, seq, WIDTH))
-        x = x + torch.tanh(self.conv(x.transpose(1, 2))).transpose(1, 2)
+        x = x + torch.tanh(self.batch_norm(self.conv(x.transpose(1, 2)))).transpose(1, 2)
         return x + nn.functional.dropout(self.down(nn.functional.gelu(self.up(x))), 0.1, self.training)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,9 +79,9 @@ def test_loss_and_gradients_are_those_of_eager(name: str, tiles: str) -> None:
     error, where = worst(trainer.gradients(), grads)
     assert error < 1e-5, where
     with torch.no_grad():
+        module(**{one: value.clone() for one, value in example.items()})  # updates running statistics
         loss = float(module.eval()(**{one: value.clone() for one, value in example.items()}).loss)
-    got = trainer.evaluate({one: value.numpy() for one, value in example.items()})
-    assert got == pytest.approx(loss, rel=1e-5 if name != DOUBLE else 1)  # its running statistics are not updated
+    assert trainer.evaluate({one: value.numpy() for one, value in example.items()}) == pytest.approx(loss, rel=1e-5)
     trainer.close()
 
 
@@ -181,7 +183,15 @@ def test_operators_in_bf16_have_tensors_of_one_dtype(name: str) -> None:
     assert traced.loss
     graph.backward(traced.loss)
     for op in graph.ops:
-        if type(op).__name__ not in ("Formula", "Total", "Sum", "ScalarLoss", "ScalarLossGrad", "CrossEntropy"):
+        if type(op).__name__ not in (
+            "Formula",
+            "Total",
+            "Sum",
+            "ScalarLoss",
+            "ScalarLossGrad",
+            "CrossEntropy",
+            "StatisticsUpdate",
+        ):
             others = {t for t in (*op.inputs, *op.outputs) if t.kind != "grad" and not {"stat", "rotary"} & {*t.axes}}
             others -= {t for t in others if t.dtype == "int64" or "lse" in t.name}
             assert {t.dtype for t in others} == {"bf16"}, (op.name, others)
@@ -195,6 +205,72 @@ class Branching(torch.nn.Module):
 def test_control_flow_on_data_is_named() -> None:
     model = nt.from_torch(Branching(), {"x": torch.randn(2, 3)})
     with pytest.raises(nt.ConfigError, match=r"cannot capture Branching: .*test_capture\.py"):
+        nt.Trainer(model, *model.sizes)
+
+
+class Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.Conv2d(8, 8, 3, stride=2)
+        self.norms = torch.nn.ModuleList([torch.nn.BatchNorm2d(8), torch.nn.BatchNorm2d(8, momentum=0.3)])
+        self.head = torch.nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for convolution, norm in zip((self.first, self.second), self.norms, strict=True):
+            x = torch.relu(norm(convolution(x)))
+        return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def classes(output: torch.Tensor, inputs: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(output, inputs["labels"])
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_running_statistics_are_trained_and_saved(tmp_path: Path, passes: int) -> None:
+    torch.manual_seed(0)
+    theirs, rows = Normed(), 4 * passes
+    module = copy.deepcopy(theirs)
+    whole = {"x": torch.randn(rows, 3, 9, 9), "labels": torch.randint(0, 5, (rows,))}
+    parts = [{name: value[4 * k : 4 * k + 4] for name, value in whole.items()} for k in range(passes)]
+    arrays = {name: value.numpy() for name, value in whole.items()}
+    model = nt.from_torch(module, parts[0], classes)
+    sgd = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    trainer = nt.Trainer(model, 4, 1, {"batch": 2, "d0": 3}, optimizer=nt.SGD(lr=0.1), grad_accumulation=passes)
+    for _ in range(3):
+        sgd.zero_grad()
+        losses = [classes(theirs(part["x"]), part) / passes for part in parts]
+        for loss in losses:
+            loss.backward()
+        sgd.step()
+        assert trainer.step(arrays) == pytest.approx(sum(float(loss.detach()) for loss in losses), rel=1e-5)
+    first = {name: value[:4] for name, value in arrays.items()}
+    loss = classes(theirs.eval()(parts[0]["x"]), parts[0])
+    assert trainer.evaluate(first) == pytest.approx(float(loss.detach()), rel=1e-5)
+    trainer.save(tmp_path / "saved")
+    trainer.close()
+    ours, known = dict(nt.to_torch(model).named_buffers()), dict(theirs.named_buffers())
+    assert all(torch.allclose(ours[name], value, atol=1e-6) for name, value in known.items() if "running" in name)
+    again = nt.Trainer.load(tmp_path / "saved", nt.from_torch(Normed(), parts[0], classes))
+    assert again.evaluate(first) == pytest.approx(float(loss.detach()), rel=1e-5)
+    again.close()
+
+
+class Counting(torch.nn.Module):
+    """A buffer that forward changes, other than the statistics of batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4))
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(x.mean(0))  # type: ignore
+        return self.linear(x - self.seen).sum()  # type: ignore[no-any-return]
+
+
+def test_other_changed_buffers_are_refused() -> None:
+    model = nt.from_torch(Counting(), {"x": torch.randn(2, 4)})
+    with pytest.raises(nt.ConfigError, match=r"its forward changes the buffer seen: .*test_capture\.py"):
         nt.Trainer(model, *model.sizes)
 
 

@@ -15,6 +15,7 @@ from nntile_py.capture.axis_groups import Atom, Dim
 from nntile_py.capture.export import CapturedModule, name_of, shape_of
 from nntile_py.capture.rewrites import WeightPart
 from nntile_py.capture.rules import AxisFinder, Names, NotSupported, Value
+from nntile_py.capture.statistics import statistics, update
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Normal, Source
@@ -106,6 +107,8 @@ class GraphBuilder:
         name, shape, dims = self.captured.weights[node].removeprefix(self.prefix), shape_of(node), self.dims(node)
         axes = [axis for dim in dims for axis in dim] or [ONE]
         sizes = {axis: self._sizes[axis] if axis != ONE else 1 for axis in axes}
+        if self.captured.weights[node] in self.captured.statistics:
+            return Value(statistics(self.g, name, sizes, Source(name, shape, tuple(sizes.values()))), dims)
         part = self.captured.parts.get(node)
         if part is None:
             source = Source(name, shape, tuple(sizes.values()))
@@ -357,6 +360,10 @@ class GraphBuilder:
                 except NotSupported:
                     del self.g.ops[kept:]
                     self._values[node] = self.find.fallback.build(self, node)
+        for buffer, new in self.captured.updates.items():
+            with self.g.scope(new.name):
+                old, value = self.value(buffer).tensor, self.value(new).tensor
+                update(self.g, old, value if value.dtype == old.dtype else converted(self.g, value, old.dtype))
 
 
 def _repeats(value: torch.Tensor, at: int) -> bool:

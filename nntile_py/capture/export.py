@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +47,9 @@ class CapturedModule:
 
     Attributes:
         where: for each node that has a value: CONSTANT, HOST (depends on inputs alone) or TASKS (on parameters).
-        weights: {node: name of the parameter}.
+        weights: {node: name of the parameter or of the statistics}.
+        statistics: names of the buffers that training changes, such as the running means of batch norm.
+        updates: {node of statistics: node of their new value}.
         given: {name: node} of the inputs.
         constants: values of the constant nodes.
         outputs: {name: node}.
@@ -59,6 +61,8 @@ class CapturedModule:
     graph: torch.fx.Graph
     where: dict[Node, str] = field(default_factory=dict)
     weights: dict[Node, str] = field(default_factory=dict)
+    statistics: Collection[str] = ()
+    updates: dict[Node, Node] = field(default_factory=dict)
     given: dict[str, Node] = field(default_factory=dict)
     constants: dict[Node, Any] = field(default_factory=dict)
     outputs: dict[str, Node] = field(default_factory=dict)
@@ -70,7 +74,7 @@ class CapturedModule:
     def calls(self) -> list[Node]:
         """The nodes that run as tasks and on which the loss or an output depends, in order."""
         needed: dict[Node, None] = {}
-        todo = [node for node in (*self.outputs.values(), self.loss) if node is not None]
+        todo = [node for node in (*self.outputs.values(), self.loss, *self.updates.values()) if node is not None]
         while todo:
             node = todo.pop()
             if self.where.get(node) == TASKS and node not in needed:
@@ -131,7 +135,7 @@ def capture(module: torch.nn.Module, example: Inputs) -> CapturedModule:
                 exported = exported.run_decompositions({})  # without operators that change their arguments
     except Exception as error:
         raise ConfigError(f"model: torch.export cannot capture {type(module).__name__}: {_reason(error)}") from error
-    result = CapturedModule(exported.graph)
+    result = CapturedModule(exported.graph, statistics=statistics_of(module).keys())
     _read_inputs(result, exported)
     _join_tied(result, module)
     _read_outputs(result, exported)
@@ -145,13 +149,22 @@ def _reason(error: Exception) -> str:
     return " ".join([*lines[:1], *where[-1:]])[:600] or type(error).__name__
 
 
+def statistics_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return {name: buffer} of the running means and variances of a module's batch norms."""
+    return {
+        f"{prefix}.{name}".lstrip("."): value
+        for prefix, one in module.named_modules() if isinstance(one, torch.nn.modules.batchnorm._NormBase)
+        for name, value in one.named_buffers(recurse=False) if value.is_floating_point()
+    }  # fmt: skip
+
+
 def _read_inputs(result: CapturedModule, exported: Any) -> None:
     nodes = {node.name: node for node in result.graph.nodes if node.op == "placeholder"}
     for spec in exported.graph_signature.input_specs:
         node = nodes[spec.arg.name] if hasattr(spec.arg, "name") else None
         if node is None:
             continue
-        if spec.kind == InputKind.PARAMETER:
+        if spec.kind == InputKind.PARAMETER or spec.target in result.statistics:
             result.weights[node], result.where[node] = spec.target, TASKS
             result.whole[spec.target] = shape_of(node)
         elif spec.kind == InputKind.USER_INPUT:
@@ -171,6 +184,8 @@ def _join_tied(result: CapturedModule, module: torch.nn.Module) -> None:
     canonical = {name: names[id(value)] for name, value in module.named_parameters(remove_duplicate=False)}
     first: dict[str, Node] = {}
     for node, name in result.weights.items():
+        if name in result.statistics:
+            continue
         result.weights[node] = canonical[name]
         result.whole[canonical[name]] = shape_of(node)
         if (same := first.setdefault(canonical[name], node)) is not node:
@@ -214,6 +229,13 @@ def line_of(node: Node) -> str:
 
 def _read_outputs(result: CapturedModule, exported: Any) -> None:
     out = next(node for node in result.graph.nodes if node.op == "output")
+    buffers = {name: node for node, name in result.weights.items() if name in result.statistics}
+    for value, one in zip(args_of(out)[0], exported.graph_signature.output_specs, strict=True):
+        if one.kind == OutputKind.BUFFER_MUTATION and one.target in buffers:
+            result.updates[buffers[one.target]] = value
+        elif one.kind == OutputKind.BUFFER_MUTATION and value.meta["val"].is_floating_point():
+            need = "running means and variances of batch norm"
+            raise ConfigError(f"model: its forward changes the buffer {one.target}: {line_of(value)}; allowed: {need}")
     user = [spec.kind == OutputKind.USER_OUTPUT for spec in exported.graph_signature.output_specs]
     leaves = [value for value, own in zip(args_of(out)[0], user, strict=True) if own]  # the others are changed buffers
     spec = exported.call_spec.out_spec

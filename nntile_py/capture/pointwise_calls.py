@@ -162,14 +162,20 @@ class ActivationCall:
         return Value(activation(made.g, x.tensor, kind), x.dims)
 
 
-@rule("dropout")
+@rule("dropout", "native_dropout")
 class DropoutCall:
-    def dims(self, find: AxisFinder, node: Node) -> list[Dim]:
-        return find.of(args_of(node)[0])
+    """Dropout. The second result of native_dropout, the mask, is not computed."""
 
-    def build(self, made: GraphBuilder, node: Node) -> Value:
+    def dims(self, find: AxisFinder, node: Node) -> Any:
+        dims = find.of(args_of(node)[0])
+        return dims if name_of(node) == "dropout" else [dims, dims]
+
+    def build(self, made: GraphBuilder, node: Node) -> Any:
         x, (p, training) = made.read(node, args_of(node)[0]), args_of(node)[1:3]
-        return Value(dropout(made.g, x.tensor, float(p)), x.dims) if training and p else x
+        if training and p:
+            x = made.spread(x)
+            x = Value(dropout(made.g, x.tensor, float(p)), x.dims)
+        return x if name_of(node) == "dropout" else [x, None]
 
 
 @rule("sum", "mean")
@@ -207,8 +213,9 @@ class BatchNormCall:
         if not args_of(node)[5] or weight is None or bias is None:
             raise NotSupported("batch norm by running statistics, or without weights")
         dims = find.of(x)
-        for one in (weight, bias):
-            find.same(node, one, 0, dims[1])
+        for one in (weight, bias, *args_of(node)[3:5]):
+            if one is not None:
+                find.same(node, one, 0, dims[1])
         if name_of(node) == "batch_norm":
             return dims
         return [dims, *([find.groups.leaves(dims[1])] for _ in range(4))]
@@ -231,8 +238,17 @@ class BatchNormCall:
         y = Value(y.tensor, x.dims)
         if name_of(node) == "batch_norm":
             return y
+        count = round(1 / share)
+        unbiased = made.scaled(variance, count / (count - 1)) if count > 1 else variance
+        share = float(args_of(node)[6])
+        news = []
+        for old, value in zip(args_of(node)[3:5], (middle, unbiased), strict=True):
+            terms = [value] if old is None else [value, Value(made.read(node, old, wide=True).tensor, channels)]
+            news.append(
+                made.combined(terms, lambda new, *old: share * new + (1 - share) * old[0] if old else new, "statistics")
+            )
         of_channel = [x.dims[1]]
-        return [y, *(Value(one.tensor, of_channel) for one in (middle, rstd, middle, variance))]
+        return [y, *(Value(one.tensor, of_channel) for one in (middle, rstd, *news))]
 
 
 @rule("_native_batch_norm_legit_no_training")

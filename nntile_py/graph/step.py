@@ -321,7 +321,8 @@ class StepSpec:
             _check_scalable(graph, traced.loss, self.precision)
         grads = graph.backward(traced.loss)
         if not all(one.requires_grad for one in graph.params):  # the gradients of frozen weights are not computed
-            graph.prune_operators([traced.loss, *grads.values()])
+            changed = [out for op in graph.ops for out in op.outputs if out.storage.kind == "param"]  # statistics
+            graph.prune_operators([traced.loss, *grads.values(), *changed])
         fuse(graph, self.fusion, self.cuts)
         if self.grad_accumulation == 1 and self.one_machine:
             narrow_gradients(graph, grads.values(), self.cuts)
