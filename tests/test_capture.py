@@ -365,3 +365,25 @@ def test_what_a_capture_would_compute_differently_is_refused(kind: str, message:
     model = nt.from_torch(Gradients(kind), {"x": torch.randn(4, 6, 8)})
     with pytest.raises(nt.ConfigError, match=message):
         nt.Trainer(model, *model.sizes)
+
+
+class Tied(torch.nn.Module):
+    """A head with the weight of the embedding and a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(20, 8), torch.nn.Linear(8, 20)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(ids)).square().mean()
+
+
+def test_adapters_of_a_bias_alone_are_refused() -> None:
+    with pytest.raises(nt.ConfigError, match=r"lora\.targets: 'head' names no module"):
+        nt.from_torch(Tied(), {"ids": torch.randint(0, 20, (2, 6))}, lora={"targets": ["head"]})
+
+
+def test_a_module_without_values_is_refused() -> None:
+    with pytest.raises(nt.ConfigError, match=r"embed\.weight is on meta"):
+        nt.from_torch(Tied().to("meta"), {"ids": torch.randint(0, 20, (2, 6))})

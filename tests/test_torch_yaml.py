@@ -56,6 +56,10 @@ def no_module(vocab: int):
     return vocab
 
 
+def on_meta(vocab: int):
+    return Net(vocab, 8).to("meta")
+
+
 def reserved(lora: int):
     return None
 
@@ -225,6 +229,7 @@ def test_equal_seeds_are_equal_modules(folders: Path) -> None:
         ("no_module", "returns 300; allowed: a torch.nn.Module"),
         ("reserved", "the parameter lora of the function; allowed: names other than type, from, lora and objective"),
         ("broken", "no such disk"),
+        ("on_meta", "returns a module on meta; allowed: one with weights"),
         (
             "NotTorch",
             "no subclass of nt.Model; allowed: a subclass of nt.Model with a Config of nt.ModelConfig, or a fun",
@@ -252,6 +257,8 @@ def test_unknown_keys_and_classes_are_named(folders: Path) -> None:
         ({"auto_map": {"AutoModel": "code.Model"}}, "names Python code, which would run"),
         ({"ffn_dim": 95}, "has shape (96,), expected (95,)"),
         ({"num_hidden_layers": 3}, "model.decoder.layers.2"),
+        ({"num_attention_heads": 0}, "does not take this config (ZeroDivisionError"),
+        ({"activation_function": "nope"}, "does not take this config (KeyError: 'nope')"),
     ):
         (bad / "config.json").write_text(json.dumps(raw | change))
         assert message in refused(*arguments), change

@@ -244,6 +244,8 @@ def from_torch(
             raise ConfigError(f"example: {name!r} is {type(value).__name__}; allowed: a tensor or an array") from error
         if not isinstance(name, str) or not tensors[name].dim() or not tensors[name].numel():
             raise ConfigError(f"example: {name!r} of shape {[*tensors[name].shape]}; allowed: a text, and [batch, ...]")
+    if meta := [name for name, value in module.named_parameters() if value.is_meta]:
+        raise ConfigError(f"module: {meta[0]} is on meta, without values; allowed: a module with weights")
     model = TorchModel(module, tensors, loss, lora=None if lora is None else validated(LoRA, dict(lora), "lora."))
     _ = model.weights  # as they are now
     return model
