@@ -367,6 +367,32 @@ def test_what_a_capture_would_compute_differently_is_refused(kind: str, message:
         nt.Trainer(model, *model.sizes)
 
 
+@torch.library.custom_op("nntile_py_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, dy: 2 * dy)
+
+
+class Library(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return doubled(super().forward(x)).square().mean()
+
+
+def test_operators_of_a_library_have_their_own_gradients() -> None:
+    torch.manual_seed(0)
+    module, x = Library(8, 8), torch.randn(4, 6, 8)
+    module(x).backward()
+    model = nt.from_torch(module, {"x": x})
+    trainer = nt.Trainer(model, *model.sizes, optimizer=nt.SGD(lr=0.0))
+    trainer.step({"x": x.numpy()})
+    grads = {name: value.grad.numpy() for name, value in module.named_parameters() if value.grad is not None}
+    assert worst(trainer.gradients(), grads)[0] < 1e-5
+    trainer.close()
+
+
 class Tied(torch.nn.Module):
     """A head with the weight of the embedding and a bias of its own."""
 

@@ -184,7 +184,8 @@ def _custom_gradients(output: Any) -> list[str]:
             seen.add(function)
             todo += [one for one, _ in function.next_functions if one]
     own = [type(one) for one in seen if isinstance(one, torch.autograd.function.BackwardCFunction)]
-    return [one.__name__.removesuffix("Backward") for one in own]
+    # Operators of torch.library stay whole calls in the graph, with their gradients.
+    return [one.__name__.removesuffix("Backward") for one in own if not one.__name__.startswith("GeneratedBackwardFor")]
 
 
 def _inline_no_grad(module: Any) -> None:
