@@ -391,25 +391,3 @@ def test_operators_of_a_library_have_their_own_gradients() -> None:
     grads = {name: value.grad.numpy() for name, value in module.named_parameters() if value.grad is not None}
     assert worst(trainer.gradients(), grads)[0] < 1e-5
     trainer.close()
-
-
-class Tied(torch.nn.Module):
-    """A head with the weight of the embedding and a bias of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = torch.nn.Embedding(20, 8), torch.nn.Linear(8, 20)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(ids)).square().mean()
-
-
-def test_adapters_of_a_bias_alone_are_refused() -> None:
-    with pytest.raises(nt.ConfigError, match=r"lora\.targets: 'head' names no module"):
-        nt.from_torch(Tied(), {"ids": torch.randint(0, 20, (2, 6))}, lora={"targets": ["head"]})
-
-
-def test_a_module_without_values_is_refused() -> None:
-    with pytest.raises(nt.ConfigError, match=r"embed\.weight is on meta"):
-        nt.from_torch(Tied().to("meta"), {"ids": torch.randint(0, 20, (2, 6))})

@@ -301,3 +301,25 @@ def test_a_plan_names_calls_of_pytorch_and_axes(folders: Path) -> None:
     text = run("plan", path)
     assert "calls of PyTorch" in text and "vocab: 300 in tiles of 100, such as dimension 0 of head.weight" in text
     assert "calls of PyTorch" not in run("plan", config(folders, "opt"))
+
+
+class Tied(torch.nn.Module):
+    """A head with the weight of the embedding and a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(20, 8), torch.nn.Linear(8, 20)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(ids)).square().mean()
+
+
+def test_adapters_of_a_bias_alone_are_refused() -> None:
+    with pytest.raises(nt.ConfigError, match=r"lora\.targets: 'head' names no module"):
+        nt.from_torch(Tied(), {"ids": torch.randint(0, 20, (2, 6))}, lora={"targets": ["head"]})
+
+
+def test_a_module_without_values_is_refused() -> None:
+    with pytest.raises(nt.ConfigError, match=r"embed\.weight is on meta"):
+        nt.from_torch(Tied().to("meta"), {"ids": torch.randint(0, 20, (2, 6))})

@@ -19,6 +19,7 @@ Inputs = Mapping[str, torch.Tensor]
 Array = np.ndarray[Any, Any]
 
 CONSTANT, HOST, TASKS = "constant", "host", "tasks"
+TRUE_GRADIENTS = ("transformers.models.bloom.modeling_bloom",)  # files whose autograd.Functions have true gradients
 IGNORED = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size", "_assert_async")
 
 
@@ -183,9 +184,11 @@ def _custom_gradients(output: Any) -> list[str]:
         if function not in seen:
             seen.add(function)
             todo += [one for one, _ in function.next_functions if one]
-    own = [type(one) for one in seen if isinstance(one, torch.autograd.function.BackwardCFunction)]
+    own: list[Any] = [type(one) for one in seen if isinstance(one, torch.autograd.function.BackwardCFunction)]
     # Operators of torch.library stay whole calls in the graph, with their gradients.
-    return [one.__name__.removesuffix("Backward") for one in own if not one.__name__.startswith("GeneratedBackwardFor")]
+    own = [one for one in own if getattr(getattr(one, "_forward_cls", None), "__module__", "") not in TRUE_GRADIENTS]
+    names = [one.__name__.removesuffix("Backward") for one in own]
+    return [name for name in names if not name.startswith("GeneratedBackwardFor")]
 
 
 def _inline_no_grad(module: Any) -> None:
