@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -66,6 +67,8 @@ class TorchModule(Model[TorchConfig]):
             module = type(self).function(**self._arguments())  # type: ignore[misc]
         if not isinstance(module, torch.nn.Module):
             raise ConfigError(f"model.type: {self.config.type} returns {short(module)}; allowed: a torch.nn.Module")
+        if any(one.is_meta for one in (*module.parameters(), *module.buffers())):
+            raise ConfigError(f"model.type: {self.config.type} returns a module on meta; allowed: one with weights")
         return module
 
     @property
@@ -228,10 +231,12 @@ def _of_transformers(raw: Mapping[str, Any], initialised: bool) -> torch.nn.Modu
     choice(raw, "quantization_config", None)
     cls, config = _class_and_config(raw)
     config.dtype = torch.float32
-    if initialised:
-        return cls(config)  # type: ignore[no-any-return]
-    with no_init_weights():
-        return cls(config)  # type: ignore[no-any-return]
+    try:
+        with nullcontext() if initialised else no_init_weights():
+            return cls(config)  # type: ignore[no-any-return]
+    except Exception as error:  # sizes that do not fit raise many classes
+        told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ConfigError(f"model: {cls.__name__} of transformers does not take this config ({told})") from error
 
 
 def _of_transformers_with_weights(raw: Mapping[str, Any], source: Any) -> tuple[torch.nn.Module, dict[str, Any]]:

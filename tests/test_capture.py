@@ -255,25 +255,6 @@ def test_running_statistics_are_trained_and_saved(tmp_path: Path, passes: int) -
     again.close()
 
 
-class Counting(torch.nn.Module):
-    """A buffer that forward changes, other than the statistics of batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(4))
-        self.linear = torch.nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.add_(x.mean(0))  # type: ignore
-        return self.linear(x - self.seen).sum()  # type: ignore[no-any-return]
-
-
-def test_other_changed_buffers_are_refused() -> None:
-    model = nt.from_torch(Counting(), {"x": torch.randn(2, 4)})
-    with pytest.raises(nt.ConfigError, match=r"its forward changes the buffer seen: .*test_capture\.py"):
-        nt.Trainer(model, *model.sizes)
-
-
 def test_adapters_are_trained_and_added_to_the_module() -> None:
     torch.manual_seed(0)
     module, example = MODELS["llama"]()
@@ -380,3 +361,90 @@ def test_tiles_of_an_axis_that_a_model_lacks_are_refused() -> None:
     for model in (own, nt.from_torch(*MODELS["gpt2"]())):
         with pytest.raises(nt.ConfigError, match=r"tiles\.d99: no axis of this model"):
             nt.Trainer(model, 2, 8, {"d99": 3})
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.round(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return dy
+
+
+class Gradients(torch.nn.Module):
+    """Two layers, of which the first is used as `kind` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.second = kind, torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(()))
+        self.first.requires_grad_(kind != "frozen")
+        if kind == "hook":
+            self.first.weight.register_hook(lambda dw: 2 * dw)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        if self.kind == "no_grad":
+            with torch.no_grad():
+                y = y * torch.tanh(self.first(x)) + self.second(x)
+            y = y * self.first(x)
+        if self.kind == "counted":
+            self.count += 1
+            y = y * self.count
+        return self.second(Straight.apply(y) if self.kind == "own" else y).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["frozen", "no_grad"])
+def test_parts_without_gradients_are_those_of_eager(kind: str) -> None:
+    torch.manual_seed(0)
+    module, x = Gradients(kind), torch.randn(4, 6, 8)
+    want = module(x)
+    want.backward()
+    before = {name: value.detach().clone() for name, value in module.named_parameters()}
+    grads = {name: value.grad.numpy() for name, value in module.named_parameters() if value.grad is not None}
+    model = nt.from_torch(module, {"x": x})
+    trainer = nt.Trainer(model, *model.sizes, optimizer=nt.AdamW(lr=0.1, weight_decay=0.1))
+    assert trainer.step({"x": x.numpy()}) == pytest.approx(float(want.detach()), rel=1e-5)
+    assert trainer.gradients().keys() == grads.keys()
+    assert worst(trainer.gradients(), grads)[0] < 1e-5
+    trainer.close()
+    nt.to_torch(model)
+    assert {name for name, value in module.named_parameters() if (value != before[name]).any()} == grads.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("own", "Straight in Gradients"), ("hook", r"the hook of first\.weight"), ("counted", "changes count, and the")],
+)
+def test_what_a_capture_would_compute_differently_is_refused(kind: str, message: str) -> None:
+    model = nt.from_torch(Gradients(kind), {"x": torch.randn(4, 6, 8)})
+    with pytest.raises(nt.ConfigError, match=message):
+        nt.Trainer(model, *model.sizes)
+
+
+@torch.library.custom_op("nntile_py_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, dy: 2 * dy)
+
+
+class Library(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return doubled(super().forward(x)).square().mean()
+
+
+def test_operators_of_a_library_have_their_own_gradients() -> None:
+    torch.manual_seed(0)
+    module, x = Library(8, 8), torch.randn(4, 6, 8)
+    module(x).backward()
+    model = nt.from_torch(module, {"x": x})
+    trainer = nt.Trainer(model, *model.sizes, optimizer=nt.SGD(lr=0.0))
+    trainer.step({"x": x.numpy()})
+    grads = {name: value.grad.numpy() for name, value in module.named_parameters() if value.grad is not None}
+    assert worst(trainer.gradients(), grads)[0] < 1e-5
+    trainer.close()

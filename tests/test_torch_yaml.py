@@ -56,6 +56,10 @@ def no_module(vocab: int):
     return vocab
 
 
+def on_meta(vocab: int):
+    return Net(vocab, 8).to("meta")
+
+
 def reserved(lora: int):
     return None
 
@@ -225,6 +229,7 @@ def test_equal_seeds_are_equal_modules(folders: Path) -> None:
         ("no_module", "returns 300; allowed: a torch.nn.Module"),
         ("reserved", "the parameter lora of the function; allowed: names other than type, from, lora and objective"),
         ("broken", "no such disk"),
+        ("on_meta", "returns a module on meta; allowed: one with weights"),
         (
             "NotTorch",
             "no subclass of nt.Model; allowed: a subclass of nt.Model with a Config of nt.ModelConfig, or a fun",
@@ -252,6 +257,8 @@ def test_unknown_keys_and_classes_are_named(folders: Path) -> None:
         ({"auto_map": {"AutoModel": "code.Model"}}, "names Python code, which would run"),
         ({"ffn_dim": 95}, "has shape (96,), expected (95,)"),
         ({"num_hidden_layers": 3}, "model.decoder.layers.2"),
+        ({"num_attention_heads": 0}, "does not take this config (ZeroDivisionError"),
+        ({"activation_function": "nope"}, "does not take this config (KeyError: 'nope')"),
     ):
         (bad / "config.json").write_text(json.dumps(raw | change))
         assert message in refused(*arguments), change
@@ -294,3 +301,25 @@ def test_a_plan_names_calls_of_pytorch_and_axes(folders: Path) -> None:
     text = run("plan", path)
     assert "calls of PyTorch" in text and "vocab: 300 in tiles of 100, such as dimension 0 of head.weight" in text
     assert "calls of PyTorch" not in run("plan", config(folders, "opt"))
+
+
+class Tied(torch.nn.Module):
+    """A head with the weight of the embedding and a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(20, 8), torch.nn.Linear(8, 20)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(ids)).square().mean()
+
+
+def test_adapters_of_a_bias_alone_are_refused() -> None:
+    with pytest.raises(nt.ConfigError, match=r"lora\.targets: 'head' names no module"):
+        nt.from_torch(Tied(), {"ids": torch.randint(0, 20, (2, 6))}, lora={"targets": ["head"]})
+
+
+def test_a_module_without_values_is_refused() -> None:
+    with pytest.raises(nt.ConfigError, match=r"embed\.weight is on meta"):
+        nt.from_torch(Tied().to("meta"), {"ids": torch.randint(0, 20, (2, 6))})

@@ -19,6 +19,7 @@ Inputs = Mapping[str, torch.Tensor]
 Array = np.ndarray[Any, Any]
 
 CONSTANT, HOST, TASKS = "constant", "host", "tasks"
+TRUE_GRADIENTS = ("transformers.models.bloom.modeling_bloom",)  # files whose autograd.Functions have true gradients
 IGNORED = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size", "_assert_async")
 
 
@@ -120,26 +121,104 @@ def _run(node: Node, value: Callable[[Node], Any]) -> Any:
         return node.target(*args, **kwargs)
 
 
-def capture(module: torch.nn.Module, example: Inputs) -> CapturedModule:
+def capture(module: torch.nn.Module, example: Inputs, kind: str) -> CapturedModule:
     """Return the operators of a module in its mode (training or evaluation), for inputs of the example's sizes.
 
+    Args:
+        module: The module.
+        example: A batch.
+        kind: Name of the module's class, for errors.
+
     Raises:
-        ConfigError: torch.export cannot capture the module; the message has its line.
+        ConfigError: torch.export cannot capture the module; the message has its line. Its gradients or buffers would
+            differ from PyTorch's.
     """
     given = {name: value.clone() for name, value in example.items()}  # equal objects would become one input
+    custom: list[str] = []
+    hook = module.register_forward_hook(lambda _module, _inputs, output: custom.extend(_custom_gradients(output)))
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch about itself
             exported = torch.export.export(module, (), given, strict=False)
+            _inline_no_grad(exported.graph_module)
             if any(name_of(node).endswith("_") and name_of(node)[0] != "_" for node in exported.graph.nodes):
                 exported = exported.run_decompositions({})  # without operators that change their arguments
     except Exception as error:
-        raise ConfigError(f"model: torch.export cannot capture {type(module).__name__}: {_reason(error)}") from error
+        raise ConfigError(f"model: torch.export cannot capture {kind}: {_reason(error)}") from error
+    finally:
+        hook.remove()
+    hooked = [f"the hook of {name}" for name, value in module.named_parameters() if value._backward_hooks]
+    for name in (*custom, *hooked):
+        need = "gradients by PyTorch's own operators (y + (f(y) - y).detach() has the gradient of y), without hooks"
+        raise ConfigError(f"model: {name} in {kind} changes gradients by its own code; allowed: {need}")
     result = CapturedModule(exported.graph, statistics=statistics_of(module).keys())
     _read_inputs(result, exported)
     _join_tied(result, module)
     _read_outputs(result, exported)
+    _check_buffers(result, exported)
     return result
+
+
+def _check_buffers(result: CapturedModule, exported: Any) -> None:
+    """Raise ConfigError if the loss depends on a buffer or parameter that the forward pass changes."""
+    changed = {OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION}
+    targets = {spec.target for spec in exported.graph_signature.output_specs if spec.kind in changed}
+    targets -= {*result.statistics}
+    places = {spec.target: spec.arg.name for spec in exported.graph_signature.input_specs if spec.target in targets}
+    nodes = {node.name: node for node in result.graph.nodes if node.op == "placeholder"}
+    ends = {*result.outputs.values(), result.loss}
+    for name, place in places.items():
+        todo, seen = [nodes[place]], set[Node]()
+        while todo:
+            node = todo.pop()
+            if node in ends:
+                need = "buffers that do not change, and running statistics of batch norm"
+                raise ConfigError(
+                    f"model: the forward pass changes {name}, and the results depend on it; allowed: {need}"
+                )
+            seen.add(node)
+            todo += [one for one in node.users if one not in seen]
+
+
+def _custom_gradients(output: Any) -> list[str]:
+    """Return the names of the torch.autograd.Functions through which an output was computed."""
+    tensors = [x for x in torch.utils._pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+    todo, seen = [x.grad_fn for x in tensors if x.grad_fn], set[Any]()
+    while todo:
+        function = todo.pop()
+        if function not in seen:
+            seen.add(function)
+            todo += [one for one, _ in function.next_functions if one]
+    own: list[Any] = [type(one) for one in seen if isinstance(one, torch.autograd.function.BackwardCFunction)]
+    # Operators of torch.library stay whole calls in the graph, with their gradients.
+    own = [one for one in own if getattr(getattr(one, "_forward_cls", None), "__module__", "") not in TRUE_GRADIENTS]
+    names = [one.__name__.removesuffix("Backward") for one in own]
+    return [name for name in names if not name.startswith("GeneratedBackwardFor")]
+
+
+def _inline_no_grad(module: Any) -> None:
+    """Put the operators of the regions under torch.no_grad into the module's graph; their results are detached."""
+    graph = module.graph
+    for node in [*graph.nodes]:
+        if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
+            continue
+        enabled, body, *operands = node.args
+        region = getattr(module, body.target)
+        _inline_no_grad(region)
+        places = [one for one in region.graph.nodes if one.op == "placeholder"]
+        with graph.inserting_before(node):
+            results = graph.graph_copy(region.graph, dict(zip(places, operands, strict=True)))
+            for user in [*node.users]:
+                result = results[user.args[1]]
+                if not enabled:
+                    detached = graph.call_function(torch.ops.aten.detach.default, (result,))
+                    detached.meta, result = dict(result.meta), detached
+                user.replace_all_uses_with(result)
+                graph.erase_node(user)
+        graph.erase_node(node)
+        if not body.users:
+            graph.erase_node(body)
+    module.recompile()
 
 
 def _reason(error: Exception) -> str:
@@ -233,9 +312,6 @@ def _read_outputs(result: CapturedModule, exported: Any) -> None:
     for value, one in zip(args_of(out)[0], exported.graph_signature.output_specs, strict=True):
         if one.kind == OutputKind.BUFFER_MUTATION and one.target in buffers:
             result.updates[buffers[one.target]] = value
-        elif one.kind == OutputKind.BUFFER_MUTATION and value.meta["val"].is_floating_point():
-            need = "running means and variances of batch norm"
-            raise ConfigError(f"model: its forward changes the buffer {one.target}: {line_of(value)}; allowed: {need}")
     user = [spec.kind == OutputKind.USER_OUTPUT for spec in exported.graph_signature.output_specs]
     leaves = [value for value, own in zip(args_of(out)[0], user, strict=True) if own]  # the others are changed buffers
     spec = exported.call_spec.out_spec

@@ -18,6 +18,7 @@ from nntile_py.capture.losses import loss_call, plain_cross_entropy, scalar_loss
 from nntile_py.capture.rewrites import rewrite
 from nntile_py.capture.rules import AxisFinder
 from nntile_py.errors import ConfigError
+from nntile_py.graph.freeze import spread
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.initial_weights import initial_adapters
 from nntile_py.graph.lora import LoRA, merged
@@ -120,7 +121,7 @@ class TorchModel:
             before = self.module.training
             self.module.train(training)
             try:
-                found = capture(module, self.inputs(batch, seq))
+                found = capture(module, self.inputs(batch, seq), type(self.module).__name__)
             finally:
                 self.module.train(before)
             rewrite(found)
@@ -178,7 +179,17 @@ class TorchModel:
                     outputs[name] = value.tensor
         if self.lora:
             self.lora.adapt(g)
+        else:
+            self._freeze(g)
         return Traced(total, outputs)
+
+    def _freeze(self, g: Graph) -> None:
+        """Mark the parameters whose requires_grad is False in the module as frozen."""
+        frozen = {name for name, value in self.module.named_parameters() if not value.requires_grad}
+        if frozen:
+            for tensor, param in g.params.items():
+                tensor.requires_grad &= frozen.isdisjoint(source.weight for source in param.sources)
+            spread(g)
 
     def to_torch(self) -> torch.nn.Module:
         """Copy the weights into the module, with adapters added to them, and return the module."""
@@ -233,6 +244,8 @@ def from_torch(
             raise ConfigError(f"example: {name!r} is {type(value).__name__}; allowed: a tensor or an array") from error
         if not isinstance(name, str) or not tensors[name].dim() or not tensors[name].numel():
             raise ConfigError(f"example: {name!r} of shape {[*tensors[name].shape]}; allowed: a text, and [batch, ...]")
+    if meta := [name for name, value in module.named_parameters() if value.is_meta]:
+        raise ConfigError(f"module: {meta[0]} is on meta, without values; allowed: a module with weights")
     model = TorchModel(module, tensors, loss, lora=None if lora is None else validated(LoRA, dict(lora), "lora."))
     _ = model.weights  # as they are now
     return model

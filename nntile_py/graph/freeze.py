@@ -32,10 +32,10 @@ def freeze(graph: Graph, patterns: Sequence[str]) -> None:
 
 
 def spread(graph: Graph) -> None:
-    """Mark what each operator computes as needing a gradient if one of its inputs does."""
+    """Mark what each operator computes as needing no gradient if none of its inputs does."""
     for op in graph.ops:
         for out in op.outputs:
-            out.requires_grad = any(one.requires_grad for one in op.inputs)
+            out.requires_grad &= any(one.requires_grad for one in op.inputs)
 
 
 def counts(params: Sequence[Param]) -> tuple[int, int]:

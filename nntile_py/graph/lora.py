@@ -68,9 +68,10 @@ def adapt(g: Graph, lora: LoRA) -> None:
     names = list(dict.fromkeys(source.weight for param in params for source in param.sources))
     others = {x for op in g.ops for x in op.inputs if not _is_factor(op, x)}
     products = [param.sources[0].weight for param in params if param.tensor not in others]
-    for key, fitting in (("targets", products), ("modules_to_save", names)):
+    matrices = [name for name in names if name.endswith(".weight")]  # a target is no bias alone
+    for key, fitting, known in (("targets", products, matrices), ("modules_to_save", names, names)):
         for pattern in getattr(lora, key):
-            if not any(lora.chosen(name, [pattern]) for name in names):
+            if not any(lora.chosen(name, [pattern]) for name in known):
                 some = dict.fromkeys(module_of(name).rpartition(".")[2] for name in fitting if name.endswith(".weight"))
                 allowed = f"modules such as {', '.join(some)}"
                 raise ConfigError(f"model.lora.{key}: {pattern!r} names no module; allowed: {allowed}")
