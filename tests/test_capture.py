@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from captured_models import MODELS
 
 import nntile_py as nt
@@ -271,7 +272,7 @@ class Noisy(torch.nn.Module):
 def test_random_numbers_outside_of_dropout_are_refused() -> None:
     """A gradient would be computed with other numbers than the loss."""
     model = nt.from_torch(Noisy(), {"x": torch.randn(2, 3, 8)})
-    with pytest.raises(nt.ConfigError, match="feature_dropout draws random numbers outside of dropout"):
+    with pytest.raises(nt.ConfigError, match="feature_dropout draws random numbers: "):
         nt.Trainer(model, *model.sizes)
 
 
@@ -304,3 +305,95 @@ def test_tiles_of_an_axis_that_a_model_lacks_are_refused() -> None:
     for model in (own, nt.from_torch(*MODELS["gpt2"]())):
         with pytest.raises(nt.ConfigError, match=r"tiles\.d99: no axis of this model"):
             nt.Trainer(model, 2, 8, {"d99": 3})
+
+
+class Unusual(torch.nn.Module):
+    """A convolution with one channel, an LSTM, a frozen weight, a tuple as output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fixed, self.conv = torch.nn.Linear(8, 6), torch.nn.Conv1d(3, 1, 3, padding=1)
+        self.lstm = torch.nn.LSTM(6, 5, batch_first=True)
+        self.fixed.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.fixed(x)
+        return self.conv(x), self.lstm(x)[0]
+
+
+def of_two(output: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return output[0].square().mean() + (output[1] - inputs["y"]).square().mean()
+
+
+def test_lstm_single_channel_frozen_weight_and_tuple() -> None:
+    torch.manual_seed(0)
+    module, example = Unusual(), {"x": torch.randn(4, 3, 8), "y": torch.randn(4, 3, 5)}
+    loss = of_two(module(example["x"]), example)
+    loss.backward()
+    model = nt.from_torch(module, example, of_two)
+    trainer = nt.Trainer(model, *model.sizes, tiles={"batch": 2})
+    first = trainer.step({name: value.numpy() for name, value in example.items()})
+    assert first == pytest.approx(loss.item(), rel=1e-5)
+    found = trainer.gradients()
+    trainer.close()
+    wanted = {name: value.grad for name, value in module.named_parameters() if value.grad is not None}
+    assert found.keys() == wanted.keys() and "fixed.weight" not in found
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value.numpy(), rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_a_config_may_cache_keys_and_values() -> None:
+    """As from_pretrained returns them; the config is unchanged afterwards."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 50}
+    module = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes, num_attention_heads=2))
+    ids = torch.randint(0, 50, (2, 8))
+    model = nt.from_torch(module, {"input_ids": ids, "labels": ids})
+    trainer = nt.Trainer(model, *model.sizes)
+    loss = trainer.step({"input_ids": ids.numpy(), "labels": ids.numpy()})
+    trainer.close()
+    assert module.config.use_cache
+    assert loss == pytest.approx(module(input_ids=ids, labels=ids).loss.item(), rel=1e-5)
+
+
+class Selecting(torch.nn.Linear):
+    """A result whose shape depends on values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = super().forward(x)
+        return rows[(rows[:, 0] > 0).nonzero()[:, 0]]
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "message"),
+    [
+        (torch.nn.Linear(4, 3), None, "the output of Linear has no loss; allowed: nt.from_torch"),
+        (torch.nn.Linear(4, 3), lambda out, inputs: out.mean(1), r"^loss: the function returned shape \[2\]"),
+        (torch.nn.Linear(4, 3), lambda out, inputs: 1.0, "^loss: the function returned float"),
+        (torch.nn.Linear(4, 3).requires_grad_(False), lambda out, inputs: out.mean(), "all weights of Linear"),
+        (Selecting(4, 3), lambda out, inputs: out.mean(), "result of nonzero depends on values: File .*test_capture"),
+    ],
+    ids=["none", "vector", "float", "frozen", "selecting"],
+)
+def test_losses_and_modules_that_are_refused(module: torch.nn.Module, loss: Any, message: str) -> None:
+    name = "x" if isinstance(module, Selecting) else "input"
+    model = nt.from_torch(module, {name: torch.randn(2, 4)}, loss)
+    with pytest.raises(nt.ConfigError, match=message):
+        nt.Trainer(model, *model.sizes)
+
+
+def test_dropout_beside_an_operator_in_place() -> None:
+    """torch.export decomposes dropout then."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.dropout(linear(x), 0.5, module.training)
+        return x.mul_(2.0)
+
+    linear = torch.nn.Linear(4, 3)
+    module = torch.nn.Module()
+    module.linear = linear
+    module.forward = forward
+    model = nt.from_torch(module, {"x": torch.ones(2, 4)}, lambda out, inputs: out.square().mean())
+    trainer = nt.Trainer(model, *model.sizes)
+    assert trainer.step({"x": np.ones((2, 4), np.float32)}) != trainer.evaluate({"x": np.ones((2, 4), np.float32)})
+    trainer.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,13 +126,18 @@ def capture(module: torch.nn.Module, example: Inputs) -> CapturedModule:
     """
     given = {name: value.clone() for name, value in example.items()}  # equal objects would become one input
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        # On an error torch.export prints the graph so far to stderr, hundreds of lines.
+        with torch.no_grad(), _without_caches(module), redirect_stderr(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch about itself
             exported = torch.export.export(module, (), given, strict=False)
             if any(name_of(node).endswith("_") and name_of(node)[0] != "_" for node in exported.graph.nodes):
                 exported = exported.run_decompositions({})  # without operators that change their arguments
+                _restore_dropout(exported.graph)
+    except ConfigError:
+        raise
     except Exception as error:
-        raise ConfigError(f"model: torch.export cannot capture {type(module).__name__}: {_reason(error)}") from error
+        name = type(getattr(module, "original", module)).__name__
+        raise ConfigError(f"model: torch.export cannot capture {name}: {_reason(error)}") from error
     result = CapturedModule(exported.graph)
     _read_inputs(result, exported)
     _join_tied(result, module)
@@ -138,10 +145,40 @@ def capture(module: torch.nn.Module, example: Inputs) -> CapturedModule:
     return result
 
 
+def _restore_dropout(graph: torch.fx.Graph) -> None:
+    """Replace native_dropout, into which a decomposition turns dropout, by dropout."""
+    for node in list(graph.nodes):
+        if name_of(node) != "native_dropout":
+            continue
+        for item in list(node.users):
+            if is_getitem(item) and item.args[1] == 0:
+                with graph.inserting_before(item):
+                    call = graph.call_function(torch.ops.aten.dropout.default, node.args)
+                call.meta = dict(item.meta) | {"stack_trace": node.meta.get("stack_trace")}
+                item.replace_all_uses_with(call)
+                graph.erase_node(item)
+        if not node.users:
+            graph.erase_node(node)
+
+
+@contextmanager
+def _without_caches(module: torch.nn.Module) -> Iterator[None]:
+    """Let modules of transformers return no keys and values for generation, which torch.export cannot capture."""
+    configs = {id(config): config for one in module.modules() if (config := getattr(one, "config", None)) is not None}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in caching:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
+
+
 def _reason(error: Exception) -> str:
     """Return the first lines of an error that say what failed and where in the user's code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    where = [line for line in lines if line.startswith('File "') and "/torch/" not in line]
+    where = [line for line in lines if line.startswith(('File "', "Caused by: (")) and "/torch/" not in line]
     return " ".join([*lines[:1], *where[-1:]])[:600] or type(error).__name__
 
 
@@ -186,10 +223,18 @@ def sort(result: CapturedModule) -> None:
         place = TASKS if TASKS in places else HOST if HOST in places else CONSTANT
         if place != TASKS:
             check_draws(node)
+        elif _shape_is_data(node):
+            what = f"the shape of a result of {name_of(node)} depends on values: {line_of(node)}"
+            raise ConfigError(f"model: {what}; allowed: results of fixed shapes, such as x * mask")
         result.where[node] = place
         if place == CONSTANT:
             result.constants[node] = _run(node, lambda arg: result.constants[arg])
     result.outputs = {name: node for name, node in result.outputs.items() if result.where.get(node) == TASKS}
+
+
+def _shape_is_data(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
 
 
 def check_draws(node: Node) -> None:
@@ -197,12 +242,15 @@ def check_draws(node: Node) -> None:
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return
     name, args = name_of(node), args_of(node)
-    if name == "scaled_dot_product_attention":
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        off = not (args[5] and args[6])
+    elif name == "scaled_dot_product_attention":
         off = not (args[4] if len(args) > 4 else node.kwargs.get("dropout_p", 0.0))
     else:
         off = name.endswith("dropout") and not (args[1] and args[2])
     if not off:
-        raise ConfigError(f"model: {name} draws random numbers outside of dropout: {line_of(node)}; allowed: dropout")
+        need = "dropout of values that depend on weights. Set the call's probability to 0: often a key of the config"
+        raise ConfigError(f"model: {name} draws random numbers: {line_of(node)}; allowed: {need}")
 
 
 def line_of(node: Node) -> str:
