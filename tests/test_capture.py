@@ -342,23 +342,23 @@ def test_lstm_single_channel_frozen_weight_and_tuple() -> None:
         np.testing.assert_allclose(found[name], value.numpy(), rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-def test_a_config_may_cache_keys_and_values() -> None:
-    """As from_pretrained returns them; the config is unchanged afterwards."""
+@pytest.mark.parametrize(("dtype", "rel"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
+def test_a_config_may_cache_keys_and_values(dtype: torch.dtype, rel: float) -> None:
+    """The config is unchanged afterwards."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 50}
-    module = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes, num_attention_heads=2))
+    config = transformers.GPTNeoXConfig(**sizes, num_attention_heads=2, rotary_pct=1.0)
+    module = transformers.GPTNeoXForCausalLM(config).to(dtype)
     ids = torch.randint(0, 50, (2, 8))
     model = nt.from_torch(module, {"input_ids": ids, "labels": ids})
     trainer = nt.Trainer(model, *model.sizes)
     loss = trainer.step({"input_ids": ids.numpy(), "labels": ids.numpy()})
     trainer.close()
     assert module.config.use_cache
-    assert loss == pytest.approx(module(input_ids=ids, labels=ids).loss.item(), rel=1e-5)
+    assert loss == pytest.approx(module(input_ids=ids, labels=ids).loss.item(), rel=rel)
 
 
 class Selecting(torch.nn.Linear):
-    """A result whose shape depends on values."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = super().forward(x)
         return rows[(rows[:, 0] > 0).nonzero()[:, 0]]
