@@ -24,7 +24,7 @@ def as_torch(tile: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Return a tile with torch's dimensions."""
     order = [k for dim in layout for k in dim]
     shape = [functools.reduce(lambda n, k: n * tile.shape[k], dim, 1) for dim in layout]
-    return tile.permute(order).reshape(shape) if order else tile.reshape(())
+    return (tile.permute(order) if order else tile).reshape(shape)  # of one element: an axis that no dimension has
 
 
 def store(value: torch.Tensor, tile: torch.Tensor, layout: Layout, add: bool = False) -> None:

@@ -313,7 +313,8 @@ class RotaryCall:
             if flat.shape[-2:] != shape[-2:] or not torch.equal(a, b) or not bool((flat == flat[:1]).all()):
                 raise NotSupported("angles that differ between rows, heads or halves")
             halves.append(a[0])
-        return torch.cat(halves, -1).numpy()
+        table = torch.cat(halves, -1)
+        return (table.float() if table.dtype == torch.bfloat16 else table).numpy()
 
     def build(self, made: GraphBuilder, node: Node) -> Value:
         x = made.spread(made.read(node, args_of(node)[0]))

@@ -19,10 +19,13 @@ from nntile_py.capture.statistics import statistics, update
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Normal, Source
+from nntile_py.tasks.cross_entropy import IGNORED
 from nntile_py.tasks.elementwise import Rename, transpose
 from nntile_py.tasks.formula import ONE, Formula, converted, element, spread_over
 from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.scalar import expression as ex
+
+LOSS_SCALE = "loss_scale"  # slot: 1 / (number of labels of a step that count)
 
 
 class GraphBuilder:
@@ -39,7 +42,7 @@ class GraphBuilder:
         self._sizes = {name: atom.size for atom, name in names.items()}
         self.prefix = ""  # of the names of weights
         self.fallbacks: list[AtenCall] = []
-        self.scales: dict[Node, str] = {}  # {labels: slot with the number of them that count}
+        self.labels: dict[Node, int] = {}  # {labels of the loss: number of classes}
 
     # -- names
 
@@ -165,18 +168,28 @@ class GraphBuilder:
         if constant is not None and not batched:
             options["default"] = as_array(constant)
         else:
+            named = ", ".join(self.captured.inputs_of(node)) if constant is None else node.name
+            classes = self.labels.get(node)
+
+            def checked(array: Any) -> Any:
+                counted = array[array != IGNORED] if classes else array[:0]
+                if counted.size and not 0 <= counted.min() <= counted.max() < (classes or 0):
+                    limits = f"{counted.min()} to {counted.max()}"
+                    need = f"0 to {(classes or 0) - 1} and {IGNORED}"
+                    raise ValueError(f"{named}: values go from {limits}; allowed are {need}")
+                return array
+
             compute = (lambda _: constant) if constant is not None else self.captured.on_host(node)
 
             def derived(given: Mapping[str, Any]) -> Any:
                 inputs = {name: given[name] for name in self.captured.given}
                 count = next(iter(inputs.values())).shape[0] // rows if batched else 1
                 parts = [{name: x[k * rows : (k + 1) * rows] for name, x in inputs.items()} for k in range(count)]
-                return np.concatenate([as_array(compute(part)) for part in parts])
+                return checked(np.concatenate([as_array(compute(part)) for part in parts]))
 
             options["default"] = derived
-        scale = self.scales.get(node)
-        if scale:
-            options |= {"scale": scale, "ignored": -100}
+        if node in self.labels:
+            options |= {"scale": LOSS_SCALE, "ignored": IGNORED}
         # In its other mode the module may have another node of the same name.
         name = f"{node.name}." if self.g.training else f"{node.name}.evaluated"
         tensor = self.g.input(name, sizes, "int64" if integers else None, **options)
@@ -192,10 +205,10 @@ class GraphBuilder:
         """Declare an input that steps pass."""
         dims, shape = self.dims(node), shape_of(node)
         integers = not node.meta["val"].dtype.is_floating_point
-        scale, labels = self.scales.get(node), integers and "label" in name
-        options: dict[str, Any] = {"ignored": -100} if scale or labels else {}
+        labels = node in self.labels or (integers and "label" in name)
+        options: dict[str, Any] = {"ignored": IGNORED} if labels else {}
         if all(len(dim) == 1 for dim in dims):
-            options |= {"scale": scale} if scale else {}
+            options |= {"scale": LOSS_SCALE, "below": self.labels[node]} if node in self.labels else {}
             sizes = {dim[0]: self._sizes[dim[0]] for dim in dims}
             self._values[node] = Value(self.g.input(name, sizes, "int64" if integers else None, **options), dims)
             return

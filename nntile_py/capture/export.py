@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import operator
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,12 +139,15 @@ def capture(module: torch.nn.Module, example: Inputs, kind: str) -> CapturedModu
     custom: list[str] = []
     hook = module.register_forward_hook(lambda _module, _inputs, output: custom.extend(_custom_gradients(output)))
     try:
-        with torch.enable_grad(), warnings.catch_warnings():
+        # On an error torch.export prints the graph so far to stderr, hundreds of lines.
+        with torch.enable_grad(), _without_caches(module), redirect_stderr(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch about itself
             exported = torch.export.export(module, (), given, strict=False)
             _inline_no_grad(exported.graph_module)
             if any(name_of(node).endswith("_") and name_of(node)[0] != "_" for node in exported.graph.nodes):
                 exported = exported.run_decompositions({})  # without operators that change their arguments
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(f"model: torch.export cannot capture {kind}: {_reason(error)}") from error
     finally:
@@ -221,10 +226,24 @@ def _inline_no_grad(module: Any) -> None:
     module.recompile()
 
 
+@contextmanager
+def _without_caches(module: torch.nn.Module) -> Iterator[None]:
+    """Let modules of transformers return no keys and values for generation, which torch.export cannot capture."""
+    configs = {id(config): config for one in module.modules() if (config := getattr(one, "config", None)) is not None}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in caching:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
+
+
 def _reason(error: Exception) -> str:
     """Return the first lines of an error that say what failed and where in the user's code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    where = [line for line in lines if line.startswith('File "') and "/torch/" not in line]
+    where = [line for line in lines if line.startswith(('File "', "Caused by: (")) and "/torch/" not in line]
     return " ".join([*lines[:1], *where[-1:]])[:600] or type(error).__name__
 
 
@@ -280,10 +299,18 @@ def sort(result: CapturedModule) -> None:
         place = TASKS if TASKS in places else HOST if HOST in places else CONSTANT
         if place != TASKS:
             check_draws(node)
+        elif _shape_is_data(node):
+            what = f"the shape of a result of {name_of(node)} depends on values: {line_of(node)}"
+            raise ConfigError(f"model: {what}; allowed: results of fixed shapes, such as x * mask")
         result.where[node] = place
         if place == CONSTANT:
             result.constants[node] = _run(node, lambda arg: result.constants[arg])
     result.outputs = {name: node for name, node in result.outputs.items() if result.where.get(node) == TASKS}
+
+
+def _shape_is_data(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
 
 
 def check_draws(node: Node) -> None:
@@ -291,12 +318,15 @@ def check_draws(node: Node) -> None:
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return
     name, args = name_of(node), args_of(node)
-    if name == "scaled_dot_product_attention":
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        off = not (args[5] and args[6])
+    elif name == "scaled_dot_product_attention":
         off = not (args[4] if len(args) > 4 else node.kwargs.get("dropout_p", 0.0))
     else:
         off = name.endswith("dropout") and not (args[1] and args[2])
     if not off:
-        raise ConfigError(f"model: {name} draws random numbers outside of dropout: {line_of(node)}; allowed: dropout")
+        need = "dropout of values that depend on weights. Set the call's probability to 0: often a key of the config"
+        raise ConfigError(f"model: {name} draws random numbers: {line_of(node)}; allowed: {need}")
 
 
 def line_of(node: Node) -> str:

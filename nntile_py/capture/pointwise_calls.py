@@ -18,6 +18,7 @@ from nntile_py.tasks.formula import total_over
 from nntile_py.tasks.scalar import expression as ex
 
 E = ex.Number
+MOST_FACTORS = 64  # largest exponent of a power that is computed by products
 
 
 def _sigmoid(x: E) -> E:
@@ -31,23 +32,42 @@ def _softplus(x: E, beta: float = 1.0, threshold: float = 20.0) -> E:
 
 
 def _power(x: E, p: float) -> E:
-    if p == int(p) and 0 < abs(p) <= 8:
-        result = x
-        for _ in range(int(abs(p)) - 1):
-            result = result * x
-        return result if p > 0 else 1 / result
+    if p == int(p) and abs(p) <= MOST_FACTORS:
+        return _whole_power(x, int(p)) if p >= 0 else 1 / _whole_power(x, int(-p))
     if p in (0.5, -0.5):
         return ex.sqrt(x) if p > 0 else 1 / ex.sqrt(x)
-    return ex.exp(p * ex.log(x))
+    if p == int(p):
+        raise NotSupported("a large whole exponent")
+    if p < 1:
+        return ex.exp(p * ex.log(x))
+    zero = _number(x > 0) + _number(x < 0)  # 0 or 1; the logarithm's derivative at 0 would be infinite
+    return ex.select(_true(zero), ex.exp(p * ex.log(ex.select(_true(zero), x, 1.0))), 0 * x)
+
+
+def _whole_power(x: E, p: int) -> E:
+    """Return x to the power p by squares."""
+    if p == 0:
+        return 0 * x + 1
+    half = _whole_power(x, p // 2) if p > 1 else x
+    if p == 1:
+        return x
+    return half * half * x if p % 2 else half * half
 
 
 def _clamp(x: E, low: Any = None, high: Any = None) -> E:
-    x = x if low is None else ex.maximum(x, low)
-    return x if high is None else -ex.maximum(-x, -high)
+    """Return x within bounds. The derivative at a bound is 1, as in torch."""
+    x = x if low is None else ex.select(x < low, low, x)
+    return x if high is None else ex.select(x > high, high, x)
+
+
+def _inside(x: E, low: Any, high: Any) -> E:
+    """Return x within bounds. The derivative at a bound is 0, as in torch."""
+    x = ex.select(x > low, x, ex.select(x < low, low, 0 * x + low))  # nan stays nan
+    return ex.select(x < high, x, ex.select(x > high, high, 0 * x + high))
 
 
 def _elu(x: E, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> E:
-    negative = alpha * (ex.exp(-ex.maximum(-(x * input_scale), 0.0)) - 1)
+    negative = alpha * (ex.exp(ex.select(x > 0, 0.0, x * input_scale)) - 1)
     return scale * ex.select(x > 0, x, negative)
 
 
@@ -81,8 +101,8 @@ FORMULAS: dict[str, Callable[..., E]] = {
     "clamp": _clamp,
     "clamp_min": lambda a, low: _clamp(a, low),
     "clamp_max": lambda a, high: _clamp(a, None, high),
-    "hardtanh": lambda a, low=-1.0, high=1.0: _clamp(a, low, high),
-    "hardsigmoid": lambda a: _clamp(a + 3, 0.0, 6.0) / 6,
+    "hardtanh": lambda a, low=-1.0, high=1.0: _inside(a, low, high),
+    "hardsigmoid": lambda a: _inside(a + 3, 0.0, 6.0) / 6,
     "log_sigmoid": lambda a: -_softplus(-a),
     "maximum": ex.maximum,
     "minimum": lambda a, b: -ex.maximum(-a, -b),

@@ -41,12 +41,17 @@ class _WithLoss(torch.nn.Module):
 
     def __init__(self, module: torch.nn.Module, loss: Loss, own: set[str], output: str) -> None:
         super().__init__()
-        self.module, self.loss, self.own, self.output = module, loss, own, output
+        self.original, self.loss, self.own, self.output = module, loss, own, output
 
     def forward(self, **inputs: torch.Tensor) -> dict[str, Any]:
-        out = self.module(**{name: value for name, value in inputs.items() if name in self.own})
-        rest = {self.output: out} if isinstance(out, torch.Tensor) else dict(out)
-        return {"loss": self.loss(out, inputs), **rest}
+        out = self.original(**{name: value for name, value in inputs.items() if name in self.own})
+        loss = self.loss(out, inputs)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            given = f"shape {[*loss.shape]}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ConfigError(f"loss: the function returned {given}; allowed: a tensor of one number")
+        if isinstance(out, tuple | list) and not hasattr(out, "_fields"):
+            out = {f"output{k}": value for k, value in enumerate(out)}
+        return {"loss": loss, **({self.output: out} if isinstance(out, torch.Tensor) else dict(out))}
 
 
 class TorchModel:
@@ -158,10 +163,11 @@ class TorchModel:
             raise ConfigError(f"model: a captured PyTorch module has no cache of keys and values; allowed: {need}")
         found, find, names = self.captured(batch.size, batch.seq, g.training)
         made = GraphBuilder(found, find, names, g)
-        made.prefix = "module." if self.loss else ""
+        made.prefix = "original." if self.loss else ""
         loss = loss_call(found)
         if loss is not None and plain_cross_entropy(found, loss):
-            made.scales = {args_of(loss)[1]: "loss_scale"}
+            logits, labels = args_of(loss)[:2]
+            made.labels = {labels: shape_of(logits)[1]}
         for name, node in found.given.items():
             made.declare(name, node)
         attention_calls.share_heads(found, g.cuts)
@@ -177,6 +183,9 @@ class TorchModel:
                 value = made.ordered(made.value(node))
                 if value.tensor.kind == "temp" and value.tensor.axes != (ONE,):
                     outputs[name] = value.tensor
+        if g.training and total is None:
+            need = "nt.from_torch(module, example, loss) with loss(output, inputs), or an output with `loss`"
+            raise ConfigError(f"model: the output of {type(self.module).__name__} has no loss; allowed: {need}")
         if self.lora:
             self.lora.adapt(g)
         else:
@@ -184,12 +193,16 @@ class TorchModel:
         return Traced(total, outputs)
 
     def _freeze(self, g: Graph) -> None:
-        """Mark the parameters whose requires_grad is False in the module as frozen."""
+        """Do not train weights whose `requires_grad` is false in the module."""
         frozen = {name for name, value in self.module.named_parameters() if not value.requires_grad}
-        if frozen:
-            for tensor, param in g.params.items():
-                tensor.requires_grad &= frozen.isdisjoint(source.weight for source in param.sources)
-            spread(g)
+        if not frozen:
+            return
+        for tensor, param in g.params.items():
+            tensor.requires_grad &= not any(source.weight in frozen for source in param.sources)
+        if g.training and not any(tensor.requires_grad for tensor in g.params):
+            need = "a module with a parameter whose requires_grad is true"
+            raise ConfigError(f"model: all weights of {type(self.module).__name__} are frozen; allowed: {need}")
+        spread(g)
 
     def to_torch(self) -> torch.nn.Module:
         """Copy the weights into the module, with adapters added to them, and return the module."""

@@ -17,7 +17,7 @@ _FACTORS: dict[str, Callable[..., tuple[Expression | float | None, ...]]] = {
     "multiply": lambda y, a, b: (b, a),
     "divide": lambda y, a, b: (1.0 / b, -y / b),
     "negative": lambda y, a: (-1.0,),
-    "maximum": lambda y, a, b: (ex.select(a > b, 1.0, 0.0), ex.select(a > b, 0.0, 1.0)),
+    "maximum": lambda y, a, b: (_larger(a, b), _larger(b, a)),
     "exp": lambda y, a: (y,),
     "log": lambda y, a: (1.0 / a,),
     "sqrt": lambda y, a: (0.5 / y,),
@@ -32,8 +32,8 @@ _FACTORS: dict[str, Callable[..., tuple[Expression | float | None, ...]]] = {
 def derivative_of(root: Expression, number: int) -> Expression | None:
     """Return the derivative of a formula with respect to input `number`; None if the formula does not depend on it.
 
-    The formula must not reduce over an axis. A comparison has the derivative 0. At a maximum of equal operands the
-    second one gets the derivative.
+    The formula must not reduce over an axis. A comparison has the derivative 0. At a maximum of equal operands
+    each gets half of the derivative, as in torch.
     """
     grads: dict[Expression, Expression] = {root: _ONE}
     found: Expression | None = None
@@ -51,6 +51,12 @@ def derivative_of(root: Expression, number: int) -> Expression | None:
             term = _product(grad, factor)
             grads[part] = grads[part] + term if part in grads else term
     return found
+
+
+def _larger(a: Expression, b: Expression) -> Expression:
+    """Return 1 where a > b, 1/2 where a = b, else 0."""
+    result: Expression = ex.select(a > b, 1.0, ex.select(a < b, 0.0, 0.5))
+    return result
 
 
 def _product(a: Expression, b: Expression | float) -> Expression:
