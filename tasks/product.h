@@ -1,5 +1,6 @@
 // Products of tensors on one core with a fused epilogue, for processors on which ATen's BLAS is slow: MKL, written for
-// Intel, uses only half of the vector width of some other processors.
+// Intel, uses AVX2 on other processors that have AVX-512. On processors with AVX2 alone MKL is the faster one: on an AMD
+// EPYC of family 25, steps of gpt2_tiny, bert_tiny and llama_tiny take 0.64 to 0.76 of the time with it.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -263,7 +264,7 @@ struct Factors {
 // Whether to use Product: with few rows or columns most of the work would be copies of panels.
 inline bool own_product(const Factors& x) {
   constexpr int64_t kLeast = 16;
-#if defined(__x86_64__) && (defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2))
+#if defined(__x86_64__) && defined(CPU_CAPABILITY_AVX512)
   static const bool slow = !__builtin_cpu_is("intel");
 #else
   static const bool slow = false;
