@@ -113,7 +113,12 @@ class TorchModule(Model[TorchConfig]):
         """Return the mean cross-entropy of logits, for a module that does not compute it."""
         import torch
 
-        logits = output if isinstance(output, torch.Tensor) else output["logits"]
+        logits = output[0] if isinstance(output, tuple | list) else output
+        if not isinstance(logits, torch.Tensor):
+            if "logits" not in output:
+                need = "a module that returns logits [batch, seq, vocab], or an object with `logits`"
+                raise ConfigError(f"model: {type(self.module).__name__} returns {', '.join(output)}; allowed: {need}")
+            logits = output["logits"]
         labels = inputs["labels"]
         if self.config.objective != "masked":  # the output at position s predicts the token at position s + 1
             labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]

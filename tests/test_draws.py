@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from nntile_py.models import init as draws
+from nntile_py.graph import initial_weights as draws
 from nntile_py.models.gpt2 import GPT2, GPT2Config
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import ElectraConfig, ElectraForMaskedLM, OPTConfig, OPTForCausalLM
 from typer.testing import CliRunner
 
 import nntile_py as nt
@@ -95,9 +94,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "own.py").write_text(OWN)
     sizes: dict[str, Any] = {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 48}
     torch.manual_seed(0)
-    opt = OPTForCausalLM(OPTConfig(**sizes, ffn_dim=96, word_embed_proj_dim=48, max_position_embeddings=32, dropout=0))
-    electra = ElectraForMaskedLM(
-        ElectraConfig(**sizes, intermediate_size=96, embedding_size=24, max_position_embeddings=32)
+    opt = transformers.OPTForCausalLM(
+        transformers.OPTConfig(**sizes, ffn_dim=96, word_embed_proj_dim=48, max_position_embeddings=32, dropout=0)
+    )
+    electra = transformers.ElectraForMaskedLM(
+        transformers.ElectraConfig(**sizes, intermediate_size=96, embedding_size=24, max_position_embeddings=32)
     )
     for name, module, special in (
         ("opt", opt, ["<|endoftext|>"]), ("electra", electra, ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]),
@@ -135,8 +136,8 @@ def test_a_class_of_transformers_is_trained_by_its_folder(folders: Path) -> None
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses[-1] < losses[0]
-    trained = OPTForCausalLM.from_pretrained(out).eval()  # transformers reads the run's folder
-    before = OPTForCausalLM.from_pretrained(folders / "opt").eval()
+    trained = transformers.OPTForCausalLM.from_pretrained(out).eval()  # transformers reads the run's folder
+    before = transformers.OPTForCausalLM.from_pretrained(folders / "opt").eval()
     ids = torch.arange(64).reshape(4, 16) + 5
     with torch.no_grad():
         want = trained(input_ids=ids, labels=ids)
@@ -184,8 +185,8 @@ def test_adapters_are_found_by_name(folders: Path) -> None:
         assert len(adapters) == 2 * 2 * 3
         assert all(np.abs(model.weights[name]).max() > 0 for name in adapters)
         loss = nt.Trainer(model, 4, 16).evaluate({"input_ids": ids, "labels": ids})
-    module = OPTForCausalLM.from_pretrained(merged).eval()
-    start = OPTForCausalLM.from_pretrained(folders / "opt").eval()
+    module = transformers.OPTForCausalLM.from_pretrained(merged).eval()
+    start = transformers.OPTForCausalLM.from_pretrained(folders / "opt").eval()
     given = torch.from_numpy(ids)
     with torch.no_grad():
         assert float(module(input_ids=given, labels=given).loss) == pytest.approx(loss, rel=1e-5)
@@ -265,12 +266,16 @@ def test_unknown_keys_and_classes_are_named(folders: Path) -> None:
     raw["architectures"] = ["OPTModel"]
     (bad / "config.json").write_text(json.dumps(raw))
     assert "model.objective: missing; allowed: causal, masked, or" in refused(*arguments)
+    told = refused(*arguments, "--set", "model.objective=causal")
+    assert "OPTModel returns last_hidden_state" in told
     assert "allowed: at most model.positions = 32" in refused("plan", config(folders, "opt"), "--set", "train.seq=33")
 
 
 def test_a_plan_draws_no_weights(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.init, "normal_", lambda *args, **how: pytest.fail("weights are drawn"))
-    monkeypatch.setattr(OPTForCausalLM, "from_pretrained", lambda *args, **how: pytest.fail("weights are read"))
+    monkeypatch.setattr(
+        transformers.OPTForCausalLM, "from_pretrained", lambda *args, **how: pytest.fail("weights are read")
+    )
     assert "parameters" in run("plan", config(folders, "opt"))
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils.flop_counter import FlopCounterMode
 
 from nntile_py.capture.aten_task import AtenCall
 from nntile_py.capture.axis_groups import Dim
@@ -156,6 +155,8 @@ def _layout(value: Value) -> tuple[tuple[int, ...], ...]:
 
 def _products(node: Node) -> float:
     """Return the floating point operations of a call's convolutions and products, as torch counts them."""
+
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton, which an interpreter must come before
 
     def described(one: Node) -> Any:
         value = one.meta.get("val")
