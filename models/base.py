@@ -192,6 +192,11 @@ class Model(Generic[ConfigT]):
         """Return {name in the checkpoint: shape} of all weights."""
         return {source.weight: source.shape for param in self.params() for source in param.sources}
 
+    @property
+    def aim(self) -> str | None:
+        """What the model predicts in a text, as the config's `objective` or the class says; None: nothing."""
+        return getattr(self.config, "objective", None) or type(self).objective
+
     def numel(self) -> int:
         """Return the total number of elements of all parameters."""
         return sum(param.tensor.numel for param in self.params())

@@ -34,7 +34,6 @@ from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.encoder import IN_FLIGHT, Encoder
 from nntile_py.inference.open_model import OpenedModel
 from nntile_py.inference.sentence import MODULES, has_modules, normalized, read_sentence_model
-from nntile_py.models.registry import objective_of
 from nntile_py.tasks.cross_entropy import IGNORED
 
 LONGEST, BATCH = 1024, 8  # default sizes without a run: tokens of a window, windows of a forward pass
@@ -91,7 +90,7 @@ def aim_of(opened: OpenedModel) -> str:
         ConfigError: It predicts something else.
     """
     model = opened.model
-    head, objective = getattr(model.config, "head", None), objective_of(model.config)
+    head, objective = getattr(model.config, "head", None), model.aim
     if head in CLASSIFIERS:
         return CLASSIFICATION
     if head in LANGUAGE_HEADS or (head is None and objective in LANGUAGE_HEADS.values()):

@@ -25,7 +25,6 @@ from nntile_py.inference.text_stream import TextStream
 from nntile_py.inference.texts import to_tokens, tokens_of
 from nntile_py.inference.token_logprobs import TokenLogProbs
 from nntile_py.models.base import Model
-from nntile_py.models.registry import objective_of
 from nntile_py.schema import SIZES, in_bytes
 from nntile_py.system.load import cores
 from nntile_py.tasks.sample import SETTINGS
@@ -193,7 +192,7 @@ class Generator:
         for name, value in (("batch", batch), ("max_length", max_length)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name}: {value!r} is not allowed; use a positive integer")
-        if isinstance(model, Model) and objective_of(model.config) != "causal":
+        if isinstance(model, Model) and model.aim != "causal":
             need = "a model that predicts the next token, such as GPT2LMHeadModel or LlamaForCausalLM"
             raise ConfigError(f"model: {type(model).__name__} is not allowed; use {need}")
         positions = getattr(getattr(model, "config", None), "positions", None)
