@@ -195,7 +195,12 @@ class Model(Generic[ConfigT]):
     @property
     def aim(self) -> str | None:
         """What the model predicts in a text, as the config's `objective` or the class says; None: nothing."""
-        return getattr(self.config, "objective", None) or type(self).objective
+        return self.aim_of(self.config)
+
+    @classmethod
+    def aim_of(cls, config: ModelConfig) -> str | None:
+        """Return `aim` of a model of this class with a config."""
+        return getattr(config, "objective", None) or cls.objective
 
     def numel(self) -> int:
         """Return the total number of elements of all parameters."""

@@ -65,8 +65,9 @@ class LayerConfig(ModelConfig):
     without both as `vendor`, with dropout and `tiles.seq` as `naive`. `varlen`, `cudnn`: as `vendor`, but packed
     sequences on CUDA use only ATen's variable-length flash attention, or only cuDNN's ragged kernel."""
     attention_dropout: BelowOne = 0.0
-    """Probability of dropout of attention weights; needs `attention: segments` or `naive`, which use the same random
-    numbers. With `train.pack` only `segments` allows it, and models that store their scores (DeBERTa) refuse it."""
+    """Probability with which an attention weight is zero in training. A value above 0 needs `attention: segments` or
+    `attention: naive`. Both draw the same random numbers. With `train.pack` a value above 0 needs `segments`, and
+    DeBERTa refuses it."""
 
     def check_dropout(self) -> None:
         """Raise ConfigError if the attention backend has no dropout of attention weights."""

@@ -47,7 +47,7 @@ def find(name: Any) -> type[Model]:
 
 def objective_of(config: ModelConfig) -> str | None:
     """Return what a model of this config is trained for on text: `causal`, `masked`; None: nothing."""
-    return getattr(config, "objective", None) or find(config.type).objective
+    return find(config.type).aim_of(config)
 
 
 def code_of(name: Any) -> Path | None:

@@ -49,7 +49,8 @@ class TorchModule(Model[TorchConfig]):
     """
 
     Config = TorchConfig
-    function: ClassVar[Callable[..., Any] | None] = None  # returns the module; None: a class of transformers
+    # The user's function that makes the module; None: config.json names the module's class.
+    function: ClassVar[Callable[..., Any] | None] = None
 
     @cached_property
     def module(self) -> torch.nn.Module:
@@ -139,7 +140,7 @@ class TorchModule(Model[TorchConfig]):
         """{name in the module: numpy array}."""
         if self._weights is None:
             made = self.module if self.function else self._made(initialised=True)
-            self._weights = arrays(tensors_in_module(made))
+            self._weights = arrays(_state_of(made))
             self._weights |= self.new_adapters(self._weights)
         return self._weights
 
@@ -178,7 +179,7 @@ class TorchModule(Model[TorchConfig]):
         adapters = {name: value for name, value in tensors_of(source).items() if is_adapter(name)}
         if adapters or model.config.lora:
             model.check_adapters(adapters)
-        model.weights = arrays(tensors_in_module(module) | adapters)
+        model.weights = arrays(_state_of(module) | adapters)
         model.weights |= model.new_adapters(model.weights)
         return model
 
@@ -189,16 +190,15 @@ class TorchModule(Model[TorchConfig]):
         if self.config.lora:
             return self.merged().to_hf()
         with torch.no_grad():
-            for name, value in tensors_in_module(self.module).items():
+            for name, value in _state_of(self.module).items():
                 value.copy_(torch.from_numpy(np.array(self.weights[name])))
         return self.module.eval()
 
 
-def tensors_in_module(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return {name: tensor} of a module's parameters and running statistics. The tensors share the module's memory."""
-    from nntile_py.capture.export import statistics_of
+def _state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    from nntile_py.capture.export import state_of
 
-    return {name: value.detach() for name, value in module.named_parameters()} | statistics_of(module)
+    return state_of(module)
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:

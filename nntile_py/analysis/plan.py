@@ -76,7 +76,7 @@ def _work_and_chain(tasks: TaskList, speed: Speed) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class PlanAxis:
-    """An axis: its size, the size of its tiles, and a tensor that has it as its dimension number `dim`, from 0."""
+    """The size of an axis, the size of the axis's tiles, and an example: the axis is dimension `dim` of `tensor`."""
 
     size: int
     tile: int

@@ -256,6 +256,11 @@ def statistics_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
+def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return {name: tensor} of a module's parameters and running statistics. The tensors share the module's memory."""
+    return {name: value.detach() for name, value in module.named_parameters()} | statistics_of(module)
+
+
 def _read_inputs(result: CapturedModule, exported: Any) -> None:
     nodes = {node.name: node for node in result.graph.nodes if node.op == "placeholder"}
     for spec in exported.graph_signature.input_specs:

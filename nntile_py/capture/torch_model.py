@@ -12,7 +12,7 @@ import torch
 from nntile_py.capture import attention_calls, fallback, losses, pointwise_calls, products, views  # noqa: F401
 from nntile_py.capture.axis_names import axis_names
 from nntile_py.capture.builder import GraphBuilder
-from nntile_py.capture.export import TASKS, CapturedModule, args_of, capture, shape_of, sort, statistics_of
+from nntile_py.capture.export import TASKS, CapturedModule, args_of, capture, shape_of, sort, state_of
 from nntile_py.capture.fallback import AtenFallback
 from nntile_py.capture.losses import loss_call, plain_cross_entropy, scalar_loss
 from nntile_py.capture.rewrites import rewrite
@@ -76,7 +76,7 @@ class TorchModel:
         if self._weights is None:
             self._weights = {
                 name: value.detach().to(_wide(value.dtype)).cpu().numpy().copy()
-                for name, value in (*self.module.named_parameters(), *statistics_of(self.module).items())
+                for name, value in state_of(self.module).items()
             }
             if self.lora:
                 self._weights |= initial_adapters(self.params(), seed=0)
@@ -208,7 +208,7 @@ class TorchModel:
         """Copy the weights into the module, with adapters added to them, and return the module."""
         weights = merged(self.lora, self.params(), self.weights) if self.lora else self.weights
         with torch.no_grad():
-            for name, value in (*self.module.named_parameters(), *statistics_of(self.module).items()):
+            for name, value in state_of(self.module).items():
                 if name in weights:
                     value.copy_(torch.from_numpy(np.array(weights[name])))
         return self.module
