@@ -71,7 +71,7 @@ def models() -> dict[str, Callable[[], Any]]:
 def on_gpu() -> dict[str, Callable[[], Any]]:
     import modules
 
-    return {"gpt2-124m": modules.gpt2, "vit-large": modules.vit_large}
+    return {"gpt2-124m": modules.gpt2, "qwen2.5-1.5b": modules.qwen, "vit-large": modules.vit_large}
 
 
 def measure(name: str, side: str, cores: int, gpu: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""PyTorch modules in plain torch, as users write them, for captured.py: GPT-2, ViT, an MLP-mixer, a U-Net."""
+"""PyTorch modules in plain torch, as users write them, for captured.py: GPT-2, Qwen 2.5, ViT, an MLP-mixer, a U-Net."""
 
 from __future__ import annotations
 
@@ -54,16 +54,93 @@ class GPT(nn.Module):
         return logits.flatten(0, 1)
 
 
-def gpt2(rows: int = 16, seq: int = 1024, layers: int = 12, width: int = 768, vocab: int = 50304) -> Made:
+def next_token(module: nn.Module, rows: int, seq: int, vocab: int) -> Made:
+    """Return the module with weights of standard deviation 0.02, random tokens, and the loss of the next token."""
+
     def loss(output: torch.Tensor, inputs: Any) -> torch.Tensor:
-        return functional.cross_entropy(output, inputs["labels"].view(-1))
+        return functional.cross_entropy(output.float(), inputs["labels"].view(-1))
 
     ids = torch.randint(0, vocab, (rows, seq))
-    module = GPT(layers, width, width // 64, vocab, seq)
     for value in module.parameters():
         if value.dim() > 1:
             nn.init.normal_(value, 0, 0.02)
     return module, {"input_ids": ids, "labels": ids.roll(-1, 1)}, loss
+
+
+def gpt2(rows: int = 16, seq: int = 1024, layers: int = 12, width: int = 768, vocab: int = 50304) -> Made:
+    return next_token(GPT(layers, width, width // 64, vocab, seq), rows, seq, vocab)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in fp32 (Zhang and Sennrich 2019)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)
+        return self.weight * y.to(x.dtype)
+
+
+class QwenLayer(nn.Module):
+    """A layer of Qwen 2.5: grouped heads with biases, rotary positions, SwiGLU."""
+
+    def __init__(self, width: int, heads: int, groups: int, inner: int) -> None:
+        super().__init__()
+        self.heads, self.groups, self.head = heads, groups, width // heads
+        self.first, self.second = RMSNorm(width), RMSNorm(width)
+        self.q = nn.Linear(width, width)
+        self.k, self.v = nn.Linear(width, groups * self.head), nn.Linear(width, groups * self.head)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        rows, seq, width = x.shape
+        y = self.first(x)
+        q, k, v = (part(y).view(rows, seq, -1, self.head).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k = q * cos + half_turned(q) * sin, k * cos + half_turned(k) * sin
+        k, v = (part.repeat_interleave(self.heads // self.groups, 1) for part in (k, v))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(rows, seq, width))
+        y = self.second(x)
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+def half_turned(x: torch.Tensor) -> torch.Tensor:
+    """Return (-b, a) for the halves a and b of the last dimension."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+class Qwen(nn.Module):
+    """Qwen 2.5 (Qwen team 2024) with tied embeddings."""
+
+    def __init__(self, layers: int, width: int, heads: int, groups: int, inner: int, vocab: int) -> None:
+        super().__init__()
+        self.tokens, self.norm = nn.Embedding(vocab, width), RMSNorm(width)
+        self.layers = nn.ModuleList(QwenLayer(width, heads, groups, inner) for _ in range(layers))
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.head.weight = self.tokens.weight
+        self.rotary = width // heads
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(input_ids)
+        steps = torch.arange(0, self.rotary, 2, device=x.device).float() / self.rotary
+        angles = torch.outer(torch.arange(input_ids.shape[1], device=x.device).float(), 1e6**-steps)
+        angles = torch.cat((angles, angles), -1)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits.flatten(0, 1)
+
+
+def qwen(rows: int = 4, seq: int = 1024, sizes: tuple[int, ...] = (28, 1536, 12, 2, 8960, 151936)) -> Made:
+    """Return a Qwen of `sizes` (layers, width, heads, key heads, feed-forward width, vocabulary); the 1.5B one."""
+    return next_token(Qwen(*sizes), rows, seq, sizes[-1])
 
 
 class VisionTransformer(nn.Module):

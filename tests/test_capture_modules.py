@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -250,4 +253,103 @@ def test_labels_out_of_range_are_refused(label: int) -> None:
     for call in (trainer.step, trainer.evaluate):
         with pytest.raises(ValueError, match=rf"labels: values go from .*; allowed are 0 to {classes - 1} and -100"):
             call(arrays)
+    trainer.close()
+
+
+class NormedByPyTorch(torch.nn.Module):
+    """A gated layer with PyTorch's RMSNorm, and attention with keys repeated for several queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.q, self.kv = torch.nn.RMSNorm(32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+        self.gate, self.up = torch.nn.Linear(32, 20), torch.nn.Linear(32, 20)
+        self.down = torch.nn.Linear(20, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, seq, _ = x.shape
+        y = self.norm(x)
+        q = self.q(y).view(rows, seq, 4, 8).transpose(1, 2)
+        k, v = self.kv(y).view(rows, seq, 2, 2, 8).permute(2, 0, 3, 1, 4)
+        k, v = (part.repeat_interleave(2, dim=1) for part in (k, v))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, torch.ones(seq, seq).tril().bool())
+        y = y.transpose(1, 2).reshape(rows, seq, 32)
+        return self.down(torch.nn.functional.gelu(self.gate(y)) * self.up(y))  # type: ignore[no-any-return]
+
+
+def experiment_module(name: str) -> Any:
+    """Return a small module of experiments/modules.py, a batch, and the loss function."""
+    path = Path(__file__).parents[1] / "experiments/modules.py"
+    spec = importlib.util.spec_from_file_location("experiment_modules", path)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(modules := importlib.util.module_from_spec(spec))
+    if name == "gpt2":
+        return modules.gpt2(4, 16, 2, 64, 50)
+    return modules.qwen(4, 16, (2, 64, 4, 2, 80, 50))
+
+
+def gated_module() -> Any:
+    batch = {"x": torch.randn(4, 6, 32), "labels": torch.randn(4, 6, 32)}
+    return NormedByPyTorch(), batch, lambda out, given: torch.nn.functional.mse_loss(out, given["labels"])
+
+
+@pytest.mark.parametrize("tiles", [{}, {"batch": 3, "seq": 4}], ids=str)
+@pytest.mark.parametrize("name, kinds", [
+    ("gpt2", {"LayerNorm": 5, "Attention": 2}),
+    ("qwen", {"RMSNorm": 5, "Attention": 2, "Rotary": 8, "Gated": 2}),
+    ("gated", {"RMSNorm": 1, "Attention": 1, "Gated": 1}),
+])  # fmt: skip
+def test_patterns_become_the_operators_of_this_library(name: str, kinds: dict[str, int], tiles: dict[str, int]) -> None:
+    """Two passes a step; the loss is a function of the output, and some weights are split."""
+    torch.manual_seed(0)
+    module, example, loss = gated_module() if name == "gated" else experiment_module(name)
+    want = loss(module(*[value for key, value in example.items() if key != "labels"]), example)
+    want.backward()
+    grads = {key: value.grad.numpy() for key, value in module.named_parameters()}
+    model = nt.from_torch(module, example, loss)
+    rows, seq = model.sizes
+    trainer = nt.Trainer(model, rows // 2, seq, tiles, grad_accumulation=2, optimizer=nt.SGD(lr=0.0))
+    value = trainer.step({key: value.numpy() for key, value in example.items()})
+    assert value == pytest.approx(float(want.detach()), rel=1e-5)
+    assert worst(trainer.gradients(), grads)[0] < 2e-5
+    assert model.fallbacks == []
+    found = Counter(part for op in trainer.built.graph.ops for part in op.kind.split(" + "))
+    assert {kind: found[kind] for kind in kinds} == kinds
+    trainer.close()
+
+
+class Parts(torch.nn.Module):
+    """Uses some columns of a product twice and others never."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer, self.head = how, torch.nn.Linear(8, 12), torch.nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        if self.how == "split":
+            a, _, b = y.split(4, -1)
+        elif self.how == "chunk":
+            a, b, b = y.chunk(3, -1)
+        elif self.how == "select":
+            y = y.view(*x.shape[:-1], 3, 4)
+            a, b = y[..., 0, :], y[..., -1, :] * y[..., 0, :]
+        elif self.how == "one":
+            a = b = y.view(*x.shape[:-1], 3, 4)[..., 1, :]
+        else:
+            a, _, b = y.view(*x.shape[:-1], 3, 4).transpose(1, 2).permute(1, 0, 2, 3)
+        return self.head(a * torch.tanh(b)).flatten(0, -2)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["split", "chunk", "select", "one", "unbind"])
+def test_parts_of_a_product_that_are_used_twice_or_never(how: str) -> None:
+    torch.manual_seed(0)
+    module, example = Parts(how), {"x": torch.randn(2, 3, 8), "labels": torch.randint(0, 5, (2, 3))}
+    loss = lambda out, given: torch.nn.functional.cross_entropy(out, given["labels"].flatten())  # noqa: E731
+    want = loss(module(example["x"]), example)
+    want.backward()
+    grads = {key: value.grad.numpy() for key, value in module.named_parameters()}
+    model = nt.from_torch(module, example, loss)
+    trainer = nt.Trainer(model, *model.sizes, optimizer=nt.SGD(lr=0.0))
+    assert trainer.step({key: value.numpy() for key, value in example.items()}) == pytest.approx(float(want.detach()))
+    assert worst(trainer.gradients(), grads)[0] < 1e-5
     trainer.close()

@@ -13,7 +13,6 @@ from torch.fx import Node
 from nntile_py.capture.axis_groups import Dim
 from nntile_py.capture.builder import GraphBuilder
 from nntile_py.capture.export import CONSTANT, HOST, TASKS, CapturedModule, args_of, name_of, shape_of
-from nntile_py.capture.rewrites import SAME, bare
 from nntile_py.capture.rules import AxisFinder, NotSupported, Value, argument, rule
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.attention_repeat import repeat_heads
@@ -32,27 +31,11 @@ TRIES = 4  # random attention masks by which the form of a computed mask is foun
 ROLES = "batch", "heads", "seq", "head_dim"
 
 
-def unrepeated(node: Any) -> Any:
-    """Return keys or values before a module repeated their heads for the queries that share them."""
-    node = bare(node)
-    if name_of(node) == "repeat_interleave" and len(node.args) > 2 and args_of(node)[2] in (1, -3):
-        return args_of(node)[0]
-    inner = node
-    while name_of(inner) in ("reshape", "view", "_unsafe_view", "expand", *SAME):
-        inner = args_of(inner)[0]
-    if name_of(inner) != "unsqueeze" or args_of(inner)[1] not in (2, -3):
-        return node
-    source = bare(args_of(inner)[0])
-    few, full = shape_of(source), shape_of(node)
-    fits = len(few) == len(full) == 4 and few[0] == full[0] and few[2:] == full[2:] and full[1] % few[1] == 0
-    return source if fits else node
-
-
 def share_heads(captured: CapturedModule, tiling: Tiling) -> None:
     """Cut the heads of keys as the heads of the queries that share them. Rules ask which axes are cut."""
     for node in captured.calls:
         if name_of(node) == "scaled_dot_product_attention" and len(shape_of(node)) == 4:
-            heads, few = shape_of(node)[1], shape_of(unrepeated(args_of(node)[1]))[1]
+            heads, few = shape_of(node)[1], shape_of(args_of(node)[1])[1]
             if few < heads and heads % few == 0:
                 tiling.share("kv_heads", "heads", heads, heads // few)
 
@@ -61,7 +44,7 @@ def share_heads(captured: CapturedModule, tiling: Tiling) -> None:
 class AttentionCall:
     def dims(self, find: AxisFinder, node: Node) -> list[Dim]:
         q = args_of(node)[0]
-        k, v = (unrepeated(one) for one in args_of(node)[1:3])
+        k, v = args_of(node)[1:3]
         if len(shape_of(q)) != 4 or shape_of(q)[-1] != shape_of(v)[-1]:
             raise NotSupported("attention without batch and heads, or values of another width")
         find.same(node, k, -1, find.of(q)[-1])
@@ -96,7 +79,7 @@ class AttentionCall:
 
     def build(self, made: GraphBuilder, node: Node) -> Value:
         q = made.read(node, args_of(node)[0])
-        k, v = (made.read(node, unrepeated(one)) for one in args_of(node)[1:3])
+        k, v = (made.read(node, one) for one in args_of(node)[1:3])
         p = float(argument(node, 4, "dropout_p", 0.0))
         scale = argument(node, 6, "scale") or 1 / math.sqrt(shape_of(node)[-1])
         mask, bias = self._mask(made, node)

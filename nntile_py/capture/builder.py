@@ -121,7 +121,7 @@ class GraphBuilder:
 
     def _part_of(self, name: str, shape: tuple[int, ...], dims: list[Names], part: WeightPart) -> Source:
         """Return where a parameter that is a part of a weight lies in it."""
-        whole = self.captured.whole[name]
+        whole = self.captured.whole[self.prefix + name]
         view: list[int] = []
         index: list[slice | int] = []
         for at, dim in enumerate(dims):

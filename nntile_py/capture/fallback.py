@@ -74,9 +74,9 @@ def _alone(node: Node) -> Iterator[tuple[Node, int, int]]:
                 if k not in over:
                     yield operand, k, k - sum(one < k for one in over) * drops
     elif name == "scaled_dot_product_attention":
-        for operand in operands[:3]:
-            if shape_of(operand)[:-2] == shape_of(node)[:-2]:
-                yield from ((operand, k, k) for k in range(len(shape_of(node)) - 2))
+        for k in range(len(shape_of(node)) - 2):
+            if all(shape_of(operand)[k] == shape_of(node)[k] for operand in operands[:3]):
+                yield from ((operand, k, k) for operand in operands[:3])
     elif name == "rotate":
         yield from ((operands[0], k, k) for k in range(len(shape) - 2))
     elif name == "layer_norm" or (name == "rms_norm" and isinstance(args_of(node)[1], list)):

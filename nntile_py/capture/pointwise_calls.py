@@ -11,10 +11,12 @@ from torch.fx import Node
 from nntile_py.capture.axis_groups import Dim
 from nntile_py.capture.builder import GraphBuilder
 from nntile_py.capture.export import args_of, name_of, shape_of
+from nntile_py.capture.rewrites import activation_kind
 from nntile_py.capture.rules import AxisFinder, NotSupported, Value, argument, rule
 from nntile_py.tasks.activation import activation
 from nntile_py.tasks.elementwise import add, dropout
 from nntile_py.tasks.formula import total_over
+from nntile_py.tasks.gated import gated
 from nntile_py.tasks.scalar import expression as ex
 
 E = ex.Number
@@ -175,11 +177,20 @@ class ActivationCall:
         return find.of(args_of(node)[0])
 
     def build(self, made: GraphBuilder, node: Node) -> Value:
-        name = name_of(node)
-        by_tanh = name == "gelu_tanh" or (name == "gelu" and node.kwargs.get("approximate") == "tanh")
-        kind = "gelu_new" if by_tanh else name
         x = made.read(node, args_of(node)[0])
-        return Value(activation(made.g, x.tensor, kind), x.dims)
+        return Value(activation(made.g, x.tensor, activation_kind(node)), x.dims)
+
+
+@rule("gated")
+class GatedCall:
+    def dims(self, find: AxisFinder, node: Node) -> list[Dim]:
+        return broadcast_dims(find, node)
+
+    def build(self, made: GraphBuilder, node: Node) -> Value:
+        gate, up = (made.read(node, one) for one in args_of(node)[:2])
+        if gate.tensor.axes != up.tensor.axes:
+            raise NotSupported("a gate whose axes have another order")
+        return Value(gated(made.g, gate.tensor, up.tensor, args_of(node)[2]), made.dims(node))
 
 
 @rule("dropout", "native_dropout")

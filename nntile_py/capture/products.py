@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from torch.fx import Node
 
 from nntile_py.capture.axis_groups import Dim
@@ -157,17 +158,27 @@ class LayerNormCall:
 @rule("rms_norm")
 class RMSNormCall:
     def dims(self, find: AxisFinder, node: Node) -> list[Dim]:
-        if isinstance(args_of(node)[1], list | tuple):  # aten.rms_norm(x, shape, weight, eps)
-            raise NotSupported("aten.rms_norm")
-        find.same(node, args_of(node)[1], 0, find.of(args_of(node)[0])[-1])
-        return find.of(args_of(node)[0])
+        x, weight, _ = self.parts(node)
+        find.same(node, weight, 0, find.of(x)[-1])
+        return find.of(x)
+
+    @staticmethod
+    def parts(node: Node) -> tuple[Node, Node, float]:
+        """Return x, weight and eps, of aten.rms_norm(x, shape, weight, eps) or of the rewritten call without shape."""
+        if not isinstance(args_of(node)[1], list | tuple):
+            return args_of(node)[0], args_of(node)[1], float(args_of(node)[2])
+        x, weight, eps = args_of(node)[0], argument(node, 2, "weight"), argument(node, 3, "eps")
+        if len(args_of(node)[1]) != 1 or weight is None:
+            raise NotSupported("RMSNorm over several dimensions or without a weight")
+        return x, weight, torch.finfo(x.meta["val"].dtype).eps if eps is None else float(eps)
 
     def build(self, made: GraphBuilder, node: Node) -> Value:
-        x, weight = (made.read(node, one) for one in args_of(node)[:2])
+        *operands, eps = self.parts(node)
+        x, weight = (made.read(node, one) for one in operands)
         if len(x.dims[-1]) != 1:
             raise NotSupported("a norm over several axes")
         x = made.ordered(x)
-        return Value(rms_norm(made.g, x.tensor, weight.tensor, float(args_of(node)[2])), x.dims)
+        return Value(rms_norm(made.g, x.tensor, weight.tensor, eps), x.dims)
 
 
 @rule("conv1d", "conv2d", "conv3d")

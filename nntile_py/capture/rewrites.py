@@ -47,6 +47,26 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
+def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return act(gate) * up; kind is one of GATES."""
+    return GATES[kind](gate) * up
+
+
+GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "relu": torch.nn.functional.relu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_new": gelu_tanh,
+}
+
+
+def activation_kind(node: Node) -> str:
+    """Return the name by which the graph's operators know a call's activation."""
+    name = name_of(node)
+    by_tanh = name == "gelu_tanh" or (name == "gelu" and node.kwargs.get("approximate") == "tanh")
+    return "gelu_new" if by_tanh else name
+
+
 # -- matching
 
 
@@ -81,7 +101,9 @@ def _norm_of(node: Node) -> tuple[Node, Node, float] | None:
                     continue
                 square = bare(args_of(mean)[0])
                 last = [one % len(shape_of(x)) for one in args_of(mean)[1]] == [len(shape_of(x)) - 1]
-                squared = _is(square, "pow") and args_of(square)[1] == 2 and bare(args_of(square)[0]) is x
+                squared = (_is(square, "square") or (_is(square, "pow") and args_of(square)[1] == 2)) and (
+                    bare(args_of(square)[0]) is x
+                )
                 if last and (squared or any(a is x and b is x for a, b in _pairs(square, "mul"))):
                     return x, weight, eps
     return None
@@ -152,10 +174,21 @@ def _cubic(node: Any, x: Node) -> bool:
     return False
 
 
+def _gated_by(node: Node) -> tuple[Node, Node, str] | None:
+    """Return (gate, up, kind) of act(gate) * up, of equal shapes, whose last call is `node`."""
+    for gate, up in _pairs(node, "mul"):
+        if not isinstance(gate, Node) or not isinstance(up, Node) or activation_kind(gate) not in GATES:
+            continue
+        if len(gate.users) == 1 and shape_of(gate) == shape_of(up) and gate is not up:
+            return args_of(gate)[0], up, activation_kind(gate)
+    return None
+
+
 PATTERNS: tuple[tuple[Callable[[Node], tuple[Any, ...] | None], Callable[..., Any]], ...] = (
     (_norm_of, rms_norm),
     (_rotated_by, rotate),
     (_gelu_of, gelu_tanh),
+    (_gated_by, gated),
 )
 
 
@@ -167,14 +200,43 @@ def rewrite(captured: CapturedModule) -> None:
     for node in list(captured.graph.nodes):
         if node.op == "call_function":
             _drop_empty(node)
+            _share_keys(node)
             for match, function in PATTERNS:
                 if (found := match(node)) is not None:
                     _replace(node, function, found)
                     break
+    captured.graph.eliminate_dead_code()
     for node in list(captured.graph.nodes):
         if name_of(node) in ("split", "chunk", "split_with_sizes"):
             _split_product(captured, node)
+        elif name_of(node) in ("view", "reshape", "permute", "transpose"):
+            _unbind_product(captured, node)
     captured.graph.eliminate_dead_code()
+
+
+def _unrepeated(node: Any) -> Any:
+    """Return keys or values before a module repeated their heads for the queries that share them."""
+    node = bare(node)
+    if name_of(node) == "repeat_interleave" and len(node.args) > 2 and args_of(node)[2] in (1, -3):
+        return args_of(node)[0]
+    inner = node
+    while name_of(inner) in ("reshape", "view", "_unsafe_view", "expand", *SAME):
+        inner = args_of(inner)[0]
+    if name_of(inner) != "unsqueeze" or args_of(inner)[1] not in (2, -3):
+        return node
+    source = bare(args_of(inner)[0])
+    few, full = shape_of(source), shape_of(node)
+    fits = len(few) == len(full) == 4 and few[0] == full[0] and few[2:] == full[2:] and full[1] % few[1] == 0
+    return source if fits else node
+
+
+def _share_keys(node: Node) -> None:
+    """Let attention read keys and values before their heads were repeated."""
+    if name_of(node) == "scaled_dot_product_attention":
+        q, k, v, *others = node.args
+        sources = _unrepeated(k), _unrepeated(v)
+        if sources != (k, v) and shape_of(sources[0])[:3] == shape_of(sources[1])[:3]:
+            node.args, node.kwargs = (q, *sources, *others), node.kwargs | {"enable_gqa": True}
 
 
 def _drop_empty(node: Node) -> None:
@@ -194,6 +256,47 @@ def _replace(node: Node, function: Callable[..., Any], args: Sequence[Any]) -> N
     node.replace_all_uses_with(new)
 
 
+class _Product(NamedTuple):
+    """A product with a weight, and perhaps a bias, that nothing else reads."""
+
+    node: Node
+    weight: Node
+    columns: int  # dimension of the weight along which the results lie
+    bias: Node | None
+
+
+def _product_of(captured: CapturedModule, node: Any) -> _Product | None:
+    place = {"linear": (1, 0, 2, 0), "addmm": (2, 1, 0, 0), "mm": (1, 1, 9, 0)}.get(name_of(node))
+    if place is None or len(node.users) != 1:
+        return None
+    weight, bias = args_of(node)[place[0]], argument(node, place[2], "bias")
+    if weight not in captured.weights or (bias is not None and bias not in captured.weights) or bias is weight:
+        return None
+    if len(weight.users) != 1 or (bias is not None and len(bias.users) != 1):
+        return None
+    return _Product(node, weight, place[1], bias)
+
+
+def _part_of_product(captured: CapturedModule, product: _Product, start: int, size: int) -> Node:
+    """Add, before the insertion point of the graph, the product with `size` columns of the weight from `start` on."""
+    node, weight, columns, bias = product
+    with captured.graph.inserting_before(node):
+        new = {weight: _part(captured, weight, WeightPart(columns, start, size))}
+        if bias is not None:
+            new[bias] = _part(captured, bias, WeightPart(0, start, size))
+    part = captured.graph.node_copy(node, partial(_other, new))
+    part.meta = node.meta | {"val": node.meta["val"][..., start : start + size]}
+    return part
+
+
+def _apply(view: Node, source: Node, args: Sequence[Any]) -> Node:
+    """Add a copy of a view of another tensor, with other arguments after the first."""
+    copy = view.graph.node_copy(view, partial(_other, {args_of(view)[0]: source}))
+    copy.args = (source, *args)
+    copy.meta = view.meta | {"val": view.target(source.meta["val"], *args, **view.kwargs)}  # type: ignore[operator]
+    return copy
+
+
 def _split_product(captured: CapturedModule, node: Node) -> None:
     """Turn the parts of a product, along the columns of its weight, into products with parts of the weight."""
     views: list[Node] = []
@@ -206,32 +309,80 @@ def _split_product(captured: CapturedModule, node: Node) -> None:
             return
         views.append(top)
         top = args_of(top)[0]
-    place = {"linear": (1, 0, 2, 0), "addmm": (2, 1, 0, 0), "mm": (1, 1, 9, 0)}.get(name_of(top))
-    if place is None or len(top.users) != 1:
-        return
-    weight, dim, bias = args_of(top)[place[0]], place[1], argument(top, place[2], "bias")
-    if weight not in captured.weights or (bias is not None and bias not in captured.weights) or bias is weight:
-        return
-    if len(weight.users) != 1 or (bias is not None and len(bias.users) != 1):
+    product = _product_of(captured, top)
+    if product is None:
         return
     sizes = [int(one.shape[-1]) for one in node.meta["val"]]
+    if sorted(args_of(user)[1] for user in node.users) != list(range(len(sizes))):
+        return  # each part of the weight is one parameter: all are needed, once
     for user in list(node.users):
         number: int = args_of(user)[1]
-        start, size = sum(sizes[:number]), sizes[number]
-        with captured.graph.inserting_before(top):
-            new = {weight: _part(captured, weight, WeightPart(dim, start, size))}
-            if bias is not None:
-                new[bias] = _part(captured, bias, WeightPart(0, start, size))
         with captured.graph.inserting_before(user):
-            product = captured.graph.node_copy(top, partial(_other, new))
-            product.meta = top.meta | {"val": top.meta["val"][..., start : start + size]}
+            part = _part_of_product(captured, product, sum(sizes[:number]), sizes[number])
             for view in reversed(views):
-                copy = captured.graph.node_copy(view, partial(_other, {args_of(view)[0]: product}))
-                copy.meta = view.meta | {"val": view.meta["val"][..., start : start + size]}
-                if name_of(copy) in ("view", "reshape"):
-                    copy.args = (product, list(shape_of(copy)))
-                product = copy
-        user.replace_all_uses_with(product)
+                resized = name_of(view) in ("view", "reshape")
+                part = _apply(view, part, [[*shape_of(view)[:-1], sizes[number]]] if resized else args_of(view)[1:])
+        user.replace_all_uses_with(part)
+
+
+def _unbind_product(captured: CapturedModule, base: Node) -> None:
+    """Turn the entries of a product along the first factor of its columns into products with parts of the weight.
+
+    Modules spell queries, keys and values so: qkv(x).view(rows, seq, 3, heads, size).permute(2, 0, 3, 1, 4).unbind(0).
+    """
+    entries = _entries_of(base)
+    if entries is None:
+        return
+    users, at = entries
+    orders: list[list[int]] = []  # of dimensions, from the last permutation to the first
+    top: Any = base
+    while name_of(top) in ("permute", "transpose", *SAME) and (top is base or len(top.users) == 1):
+        if name_of(top) in ("permute", "transpose"):
+            orders.append(order := _order_of(top))
+            at = order[at]
+        top = args_of(top)[0]
+    if name_of(top) not in ("view", "reshape") or (top is not base and len(top.users) != 1):
+        return
+    product, shape = _product_of(captured, args_of(top)[0]), shape_of(top)
+    if product is None or shape[:at] != shape_of(product.node)[:-1] or sorted(users.values()) != list(range(shape[at])):
+        return  # each part of the weight is one parameter: all are needed, once
+    rest = shape[at + 1 :]
+    for user, number in users.items():
+        with captured.graph.inserting_before(user):
+            part = _part_of_product(captured, product, number * math.prod(rest), math.prod(rest))
+            part = _apply(top, part, [[*shape[:at], *rest]])
+            dropped = at
+            for order in reversed(orders):
+                left = [one - (one > dropped) for one in order if one != dropped]
+                dropped = order.index(dropped)
+                new = captured.graph.call_function(torch.ops.aten.permute.default, (part, left))
+                new.meta = base.meta | {"val": part.meta["val"].permute(left)}
+                part = new
+        user.replace_all_uses_with(part)
+
+
+def _entries_of(base: Node) -> tuple[dict[Node, int], int] | None:
+    """Return ({user: entry}, dimension) of a tensor whose users take one entry of one dimension each."""
+    if len(base.users) == 1 and name_of(unbind := next(iter(base.users))) == "unbind":
+        if all(is_getitem(user) for user in unbind.users):
+            at = argument(unbind, 1, "dim", 0) % len(shape_of(base))
+            return {user: args_of(user)[1] % shape_of(base)[at] for user in unbind.users}, at
+    elif base.users and all(name_of(user) == "select" for user in base.users):
+        places = {args_of(user)[1] % len(shape_of(base)) for user in base.users}
+        if len(places) == 1:
+            at = places.pop()
+            return {user: args_of(user)[2] % shape_of(base)[at] for user in base.users}, at
+    return None
+
+
+def _order_of(node: Node) -> list[int]:
+    """Return, for each dimension of a permutation's result, the dimension of its operand."""
+    count = len(shape_of(node))
+    if name_of(node) == "permute":
+        return [one % count for one in args_of(node)[1]]
+    order, (a, b) = list(range(count)), (one % count for one in args_of(node)[1:3])
+    order[a], order[b] = b, a
+    return order
 
 
 def _other(others: Mapping[Any, Node], node: Node) -> Node:
