@@ -2,8 +2,9 @@
 
     python experiments/captured.py [--models opt-125m vit-base ...] [--rounds 3] [--sides ours eager compile] [--gpu]
 
-Each measurement is a process of its own; the sides take turns. A step is forward, backward and AdamW, in fp32 on all
-cores, or with --gpu in bf16 on one GPU (PyTorch's by autocast). Prints the median of the rounds for each side, and
+Each measurement is a process of its own and runs five steps in a row; the sides take turns. A step is forward, backward
+and AdamW, in fp32 on all cores, or with --gpu in bf16 on one GPU (PyTorch's by autocast). nntile_py's steps read their
+batch from NumPy arrays, PyTorch's from tensors on the device. Prints the median of the rounds for each side, and
 nntile_py's time over the faster of PyTorch's.
 """
 
@@ -17,11 +18,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 SIDES = "ours", "eager", "compile"
 WARM, STEPS = 2, 5
-Run = tuple[Callable[[], float], Callable[[], None]]  # a step, and the end
+Step = Callable[[], Callable[[], float]]  # starts a step; its result waits for the loss
+Run = tuple[Step, Callable[[], None]]  # a step, and the end
 
 
 def text(name: str, config: Any, rows: int, seq: int, target: int | None = None) -> Any:
@@ -75,21 +78,22 @@ def on_gpu() -> dict[str, Callable[[], Any]]:
 
 
 def measure(name: str, side: str, cores: int, gpu: bool) -> dict[str, Any]:
-    """Return the milliseconds of each step and the loss of the last."""
+    """Return the milliseconds of a step in a row of steps, the loss of the last, and the seconds to the first."""
     import torch
 
     torch.manual_seed(0)
     began = time.perf_counter()
     module, example, loss = (on_gpu() if gpu else models())[name]()
     step, close = (ours if side == "ours" else torchs)(module, example, loss, side, 0 if gpu else cores)
-    value = step()
-    start, times = time.perf_counter() - began, []
-    for _ in range(WARM + STEPS - 1):
+    step()()
+    start = time.perf_counter() - began
+    for count in (WARM, STEPS):
         began = time.perf_counter()
-        value = step()
-        times.append(1e3 * (time.perf_counter() - began))
+        losses = [step() for _ in range(count)]
+        value = losses[-1]()
+        taken = time.perf_counter() - began
     close()
-    return {"times": times[WARM - 1 :], "loss": value, "start": start}
+    return {"ms": 1e3 * taken / STEPS, "loss": value, "start": start}
 
 
 def ours(module: Any, example: Any, loss: Any, side: str, cores: int) -> Run:
@@ -103,7 +107,11 @@ def ours(module: Any, example: Any, loss: Any, side: str, cores: int) -> Run:
     precision = "fp32" if cores else "bf16"
     trainer = nt.Trainer(model, *model.sizes, tiles, precision, nt.AdamW(lr=1e-4, weight_decay=0.01))
     arrays = {key: value.numpy() for key, value in example.items()}
-    return lambda: trainer.step(arrays), runtime.stop
+    return lambda: partial(loss_of, trainer.submit(arrays)), runtime.stop
+
+
+def loss_of(pending: Any) -> float:
+    return float(pending.result().loss)
 
 
 def torchs(module: Any, example: Any, loss: Any, side: str, cores: int) -> Run:
@@ -121,13 +129,13 @@ def torchs(module: Any, example: Any, loss: Any, side: str, cores: int) -> Run:
 
     run = torch.compile(forward) if side == "compile" else forward
 
-    def step() -> float:
+    def step() -> Callable[[], float]:
         optimizer.zero_grad()
         with torch.autocast(device, torch.bfloat16, enabled=not cores):
             value = run(batch)
         value.backward()
         optimizer.step()
-        return float(value.detach())
+        return value.detach().item  # type: ignore[no-any-return]
 
     return step, lambda: None
 
@@ -158,7 +166,7 @@ def main() -> None:
                     print(f"{name} {side}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
                     continue
                 result = json.loads(done.stdout.strip().splitlines()[-1])
-                times[side].append(statistics.median(result["times"]))
+                times[side].append(result["ms"])
                 losses[side], starts[side] = result["loss"], result["start"]
         medians = {side: statistics.median(found) for side, found in times.items() if found}
         best = min((side for side in medians if side != "ours"), key=lambda side: medians[side], default=None)

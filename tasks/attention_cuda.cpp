@@ -60,6 +60,11 @@ Vendor vendor(const Triple& x, const PairMask& mask, packed::Way way) {
   return Vendor::none;
 }
 
+// Whether cuDNN is tried before flash for sequences of any length; its causal mask begins at the first position of both.
+bool cudnn_takes(const Triple& x, bool causal) {
+  return x.q.size(3) <= 128 && (!causal || x.q.size(2) == x.k.size(2));
+}
+
 // Returns [b, h, s, d] as rows of 16-byte words, one row per position; undefined if the layout does not allow it.
 at::Tensor words(const at::Tensor& x) {
   const auto y = x.permute({0, 2, 1, 3});  // batch, seq, heads, head_dim
@@ -160,6 +165,7 @@ void attention(Args& t) {
       return;
     }
     case Vendor::flash: {
+      if (cudnn_takes(x, causal) && cudnn::attention(x, out, lse, {}, causal, args.scale)) return;
       const auto r = at::_scaled_dot_product_flash_attention(x.q, x.k, x.v, 0.0, causal, false, args.scale);
       copy_rows(out, std::get<0>(r));
       lse.copy_(std::get<1>(r));
@@ -233,10 +239,14 @@ void attention_grad(Args& t) {
           keys, 0.0, causal, args.scale);
       break;
     }
-    case Vendor::flash:
+    case Vendor::flash: {
+      const auto made = own();
+      if (cudnn_takes(x, causal) && cudnn::attention_grad(x, out, lse, d_out, made, {}, causal, args.scale))
+        return add(made);
       std::tie(dq, dk, dv) = at::_scaled_dot_product_flash_attention_backward(
           d_out, x.q, x.k, x.v, out, lse, {}, {}, rows, keys, 0.0, causal, seed, seed, args.scale);
       break;
+    }
     case Vendor::segments: {
       const auto made = own();
       packed::attention_grad(way, x, mask, out, lse, d_out, made, t.most(2)[2], args.scale);

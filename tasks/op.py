@@ -146,6 +146,7 @@ class Lowering:
         self.tiling, self.tasks = tiling, tasks
         self.tiles: dict[tuple[int, tuple[int, ...]], Tile] = {}
         self._tensors: dict[int, Tensor] = {}  # keeps the tensors alive whose ids are keys of `tiles`
+        self._accessed: tuple[int, frozenset[Tile]] = 0, frozenset()  # number of tasks, and the tiles that they access
         self.op = ""
         # For `rotated`. Key: number of partial sums. Value: for each of them, elements of all sums that it completes.
         self._ends: dict[int, list[int]] = {}
@@ -236,6 +237,13 @@ class Lowering:
     ) -> None:
         """Append a task of the current operator to the task list. Arguments: see TaskList.emit."""
         self.tasks.emit(kernel, accesses, args, self.op, flop)
+
+    def accesses(self, tensor: Tensor) -> bool:
+        """Return True if a task of the list accesses a tile of the tensor."""
+        tasks = self.tasks.tasks
+        if self._accessed[0] != len(tasks):
+            self._accessed = len(tasks), frozenset(one.tile for task in tasks for one in task.accesses)
+        return any(tile in self._accessed[1] for _, tile in self.grid(tensor))
 
     def grid(self, tensor: Tensor) -> list[tuple[tuple[slice, ...], Tile]]:
         """Return pairs (slices of the whole tensor, tile at these slices) for all tiles of a tensor."""

@@ -89,17 +89,24 @@ class AtenCall(Op):
         given = [k for k, grad in enumerate(grads) if grad is not None]
         if not wanted or not given:
             return [None] * len(self.inputs)
-        outs = []
-        for k in wanted:
-            x = self.inputs[k]
-            dtype = accumulation_dtype(x.dtype) if x.kind == "param" else x.dtype
-            outs.append(g.temp("aten_grad", x.axes, x.shape, dtype))
-        used = [grads[k] for k in given]
-        g.add(AtenCallGrad(self, [t for t in used if t], outs, wanted, given))
+        used = [t for t in grads if t is not None]
         result: list[Tensor | None] = [None] * len(self.inputs)
-        for k, out in zip(wanted, outs, strict=True):
-            result[k] = out
+        for part in self._gradient_parts(wanted):
+            for k in part:
+                x = self.inputs[k]
+                dtype = accumulation_dtype(x.dtype) if x.kind == "param" else x.dtype
+                result[k] = g.temp("aten_grad", x.axes, x.shape, dtype)
+            g.add(AtenCallGrad(self, used, [out for k in part if (out := result[k])], part, given))
         return result
+
+    def _gradient_parts(self, wanted: list[int]) -> list[list[int]]:
+        """Return the inputs whose gradients one task computes.
+
+        A known gradient takes two tasks, as earlier layers wait for the gradients of activations alone.
+        """
+        params = [k for k in wanted if self.inputs[k].kind == "param"]
+        others = [k for k in wanted if k not in params]
+        return [part for part in (others, params) if part] if self.backward else [wanted]
 
     def lower(self, lowering: Lowering) -> None:
         count = len(self.inputs)

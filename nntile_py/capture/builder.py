@@ -160,7 +160,8 @@ class GraphBuilder:
         def as_array(value: torch.Tensor) -> Any:
             value = value[tuple(slice(0, 1) if at in same else slice(None) for at in range(value.dim()))]
             array = value.detach().to(torch.int64 if integers else kind).numpy()
-            array = np.where(np.isneginf(array), array.dtype.type(-1e30), array) if not integers else array
+            if not integers and array.size and array.min() == -np.inf:
+                array = np.where(np.isneginf(array), array.dtype.type(-1e30), array)
             return np.ascontiguousarray(array.reshape(view).transpose(order) if axes else array.reshape(1))
 
         options: dict[str, Any] = {}
@@ -185,7 +186,8 @@ class GraphBuilder:
                 inputs = {name: given[name] for name in self.captured.given}
                 count = next(iter(inputs.values())).shape[0] // rows if batched else 1
                 parts = [{name: x[k * rows : (k + 1) * rows] for name, x in inputs.items()} for k in range(count)]
-                return checked(np.concatenate([as_array(compute(part)) for part in parts]))
+                arrays = [as_array(compute(part)) for part in parts]
+                return checked(arrays[0] if count == 1 else np.concatenate(arrays))
 
             options["default"] = derived
         if node in self.labels:

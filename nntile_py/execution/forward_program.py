@@ -136,7 +136,7 @@ class ForwardProgram:
         """
         for name, value in arrays.items():
             if name in self.inputs:
-                self.store.write(self._lowering, self.inputs[name].tensor, value)
+                self.store.write_input(self._lowering, self.inputs[name].tensor, value)
 
     def slots(self, arrays: Mapping[str, Array], given: Collection[str]) -> dict[str, float]:
         """Return the values of the slots that turn the sums in the loss into means over the labels in `given`."""

@@ -58,6 +58,7 @@ class Store:
         self.on_ranks: Residency = {}
         self.residency: Residency = {}
         self._grids: WeakKeyDictionary[Lowering, dict[Tensor, tuple[list[Placed], list[Tile]]]] = WeakKeyDictionary()
+        self._read_inputs: WeakKeyDictionary[Lowering, dict[Tensor, bool]] = WeakKeyDictionary()
 
     def handle(self, tile: Tile) -> _core.Tile:
         """Return the StarPU handle of a tile. A temporary tile gets a new handle at each call."""
@@ -71,6 +72,14 @@ class Store:
         """Write a whole array into a tensor's tiles, after the tasks submitted so far, without waiting."""
         for where, handle in self._written(lowering, tensor):
             handle.write(np.ascontiguousarray(value[where]))
+
+    def write_input(self, lowering: Lowering, tensor: Tensor, value: np.ndarray[Any, Any]) -> None:
+        """Write an input of a step as `write` does, if a task reads the input."""
+        known = self._read_inputs.setdefault(lowering, {})
+        if tensor not in known:
+            known[tensor] = lowering.accesses(tensor)
+        if known[tensor]:
+            self.write(lowering, tensor, value)
 
     def zero(self, lowering: Lowering, tensor: Tensor) -> None:
         """Fill a tensor's tiles with zeros on the workers that will use them."""

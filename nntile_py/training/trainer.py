@@ -249,7 +249,8 @@ class Trainer:
             if micro and programs.more and built.more:
                 program, lowering = programs.more, built.more
             for name, value in arrays.items():
-                self._store.write(lowering, declared[name].tensor, declared[name].part(value, micro, self.spec.rows))
+                part = declared[name].part(value, micro, self.spec.rows)
+                self._store.write_input(lowering, declared[name].tensor, part)
             self._run(program, slots, f"pass {micro + 1} of step {self.steps}")
         self._run(programs.update, slots, f"the update of step {self.steps}")
         tokens = filled.tokens(self.tokens_per_step)

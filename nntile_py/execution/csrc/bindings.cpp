@@ -243,10 +243,12 @@ PYBIND11_MODULE(_core, m) {
                throw std::invalid_argument("the array's size is not the tile's");
              const void* pointer = data.data();
              const py::gil_scoped_release nogil;
-             if (tile->dtype != at::kBFloat16) return write_tile(tile, pointer);
-             std::vector<c10::BFloat16> low(elements);
-             std::copy_n(static_cast<const float*>(pointer), elements, low.begin());
-             write_tile(tile, low.data());
+             auto copy = std::make_unique_for_overwrite<char[]>(tile->bytes);
+             if (tile->dtype == at::kBFloat16)
+               std::copy_n(static_cast<const float*>(pointer), elements, reinterpret_cast<c10::BFloat16*>(copy.get()));
+             else
+               std::memcpy(copy.get(), pointer, tile->bytes);
+             write_tile(tile, std::move(copy));
            })
       .def("read",
            [](const std::shared_ptr<Tile>& tile) {

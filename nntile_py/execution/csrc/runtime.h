@@ -80,7 +80,7 @@ std::shared_ptr<Submitted> submit_python(const std::string& name, const std::vec
 
 int mode_of(const std::string& name);  // R, W, RW, COMMUTE, REDUX
 
-void write_tile(const std::shared_ptr<Tile>& tile, const void* data);        // in order with the tasks, without waiting
+void write_tile(const std::shared_ptr<Tile>& tile, std::unique_ptr<char[]> data);  // in order with the tasks, without waiting
 bool on_disk(const Tile& tile);  // StarPU has a copy on the disk
 void read_tile(const std::shared_ptr<Tile>& tile, void* data);               // waits
 void zero_tile(const std::shared_ptr<Tile>& tile);  // fills it with zeros on any worker

@@ -199,19 +199,17 @@ bool on_disk(const Tile& tile) {
   return found;
 }
 
-void write_tile(const std::shared_ptr<Tile>& tile, const void* data) {
+void write_tile(const std::shared_ptr<Tile>& tile, std::unique_ptr<char[]> data) {
   require(*tile);
   wake();
   before_write(*tile);
-  auto copy = std::make_unique<char[]>(tile->bytes);
-  std::memcpy(copy.get(), data, tile->bytes);
   tile->initialised = true;
   ++g.leaving;
   acquire(
       tile, STARPU_W,
-      [copy = std::move(copy), bytes = tile->bytes](void* to) {
+      [data = std::move(data), bytes = tile->bytes](void* to) {
         advise_huge_pages(to, bytes);
-        std::memcpy(to, copy.get(), bytes);
+        std::memcpy(to, data.get(), bytes);
       },
       [] {
         ++g.ended;
