@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import CPUS
 from faults import CONFIG, IDS, axpy, ends_well, fail, fill, works
 
 import nntile_py as nt
+from nntile_py.execution.starpu_settings import convolutions_in_fp32
 
 
 @pytest.fixture
@@ -317,3 +319,13 @@ print("end")
 def test_arguments_of_a_wrong_type(runtime: nt.Runtime, make: Any, named: str) -> None:
     with pytest.raises(nt.ConfigError, match=named):
         make()
+
+
+def test_convolutions_stay_in_fp32_while_a_gpu_runs() -> None:
+    """A runtime with GPUs enters this context. PyTorch's setting comes back."""
+    before = torch.backends.cudnn.allow_tf32
+    assert before
+    with convolutions_in_fp32():
+        assert not torch.backends.cudnn.allow_tf32
+        assert torch.backends.cudnn.conv.fp32_precision != "tf32"
+    assert torch.backends.cudnn.allow_tf32 == before

@@ -19,6 +19,7 @@ from nntile_py.execution.disk import SwapDisk
 from nntile_py.execution.mpi import Ranks, ranks
 from nntile_py.execution.starpu_settings import (
     check_limits,
+    convolutions_in_fp32,
     create_model_folder,
     cuda_devices,
     default_cuda_memory,
@@ -157,6 +158,7 @@ class Runtime:
         self._only_first = [name for name, value in only_first.items() if value]
         self._wanted_cpus = cpus
         self._users: list[Any] = []
+        self._settings = contextlib.ExitStack()  # of PyTorch, undone when the runtime stops
         self._process = os.getpid()
 
     def __repr__(self) -> str:
@@ -208,6 +210,7 @@ class Runtime:
                 self.cuda_memory = self.cuda_memory or default_cuda_memory(self.ranks.sharers if self.ranks else 1)
                 variables["STARPU_LIMIT_CUDA_MEM"] = str(max(1, self.cuda_memory >> 20))
                 prepare_cuda(self.cuda, self.memory)
+                self._settings.enter_context(convolutions_in_fp32())
             # MPI could read a tile on a GPU before a kernel has written it, because StarPU runs AHEAD of the kernels.
             if self.ranks:
                 variables["STARPU_MPI_GPUDIRECT"] = "0"
@@ -220,6 +223,7 @@ class Runtime:
             if self.ranks:
                 self.ranks.start(self.window)
         except BaseException:
+            self._settings.close()
             self._close_disk()
             raise
         finally:
@@ -262,6 +266,7 @@ class Runtime:
                     self.ranks.stop()
                 _core.stop()
             finally:
+                self._settings.close()
                 self._close_disk()
 
     def _close_disk(self) -> None:

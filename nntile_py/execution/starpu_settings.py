@@ -79,6 +79,22 @@ def default_cuda_memory(sharers: int = 1) -> int:
     return int(0.85 * torch.cuda.get_device_properties(0).total_memory) // sharers
 
 
+@contextlib.contextmanager
+def convolutions_in_fp32() -> Iterator[None]:
+    """Forbid PyTorch to round fp32 operands of cuDNN's convolutions to tf32, which is PyTorch's default."""
+    import torch
+
+    flags = torch.backends.cudnn
+    try:
+        before = flags.allow_tf32
+    except RuntimeError:  # the program has set conv.fp32_precision, which allow_tf32 must not be mixed with
+        yield
+        return
+    flags.allow_tf32 = False
+    yield
+    flags.allow_tf32 = before
+
+
 def prepare_cuda(devices: int, memory: int | None) -> None:
     """Set StarPU's environment variables for CUDA that the user has not set, and measure the buses once per machine.
 
