@@ -54,8 +54,10 @@ class Formula(Op):
         used = sorted({node.number for node in ex.walk(factor) if isinstance(node, ex.Element)})
         known: dict[ex.Expression, ex.Expression] = {}
         factor = ex.replaced(factor, known, lambda read: ex.Element(1 + used.index(read.number), read.at))
-        # The axes of x come last: a sum over all other axes then runs over whole rows.
-        axes = [*(axis for axis in dy.axes if axis not in x.axes), *x.axes]
+        # A sum runs along rows or adds whole rows: x's axes stay in dy's order, or come last if x has dy's last axis.
+        first = [axis for axis in dy.axes if axis not in x.axes]
+        ordered = [axis for axis in dy.axes if axis in x.axes] == [*x.axes] and dy.axes[-1:] != x.axes[-1:]
+        axes = [*dy.axes] if ordered else [*first, *x.axes]
         sizes = dy.sizes | x.sizes
         summed = len(axes) > len(x.axes)
         dtype = dy.dtype if summed else accumulation_dtype(x.dtype) if x.kind == "param" else x.dtype

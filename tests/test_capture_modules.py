@@ -353,3 +353,35 @@ def test_parts_of_a_product_that_are_used_twice_or_never(how: str) -> None:
     assert trainer.step({key: value.numpy() for key, value in example.items()}) == pytest.approx(float(want.detach()))
     assert worst(trainer.gradients(), grads)[0] < 1e-5
     trainer.close()
+
+
+class GroupNormed(torch.nn.Module):
+    """Group norms of one convolution's channels in groups of two sizes; the second is without weights."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__()
+        self.conv, self.head = torch.nn.Conv2d(3, 12, 3, padding=1), torch.nn.Linear(12, 5)
+        self.first, self.second = torch.nn.GroupNorm(first, 12), torch.nn.GroupNorm(second, 12, affine=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x)
+        return self.head((torch.tanh(self.first(x)) * self.second(x)).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("tiles", [{}, {"batch": 2}], ids=str)
+@pytest.mark.parametrize("groups", [(4, 2), (1, 12), (12, 4), (4, 6)], ids=str)
+def test_group_norm(groups: tuple[int, int], tiles: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    module = GroupNormed(*groups).double()
+    example = {"x": torch.randn(3, 3, 5, 6).double(), "labels": torch.randint(0, 5, (3,))}
+    want = torch.nn.functional.cross_entropy(module(example["x"]), example["labels"])
+    want.backward()
+    grads = {key: value.grad.numpy() for key, value in module.named_parameters()}
+    model = nt.from_torch(module, example, lambda out, given: torch.nn.functional.cross_entropy(out, given["labels"]))
+    trainer = nt.Trainer(model, *model.sizes, tiles, "fp64", nt.SGD(lr=0.0))
+    value = trainer.step({key: value.numpy() for key, value in example.items()})
+    assert value == pytest.approx(float(want.detach()), rel=1e-12)
+    assert worst(trainer.gradients(), grads)[0] < 1e-10
+    norms = sum(fallback.startswith("group_norm") for fallback in model.fallbacks)
+    assert norms == (groups == (4, 6))  # 12 channels have no axes for groups of both sizes
+    trainer.close()

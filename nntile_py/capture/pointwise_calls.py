@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import Node
 
@@ -235,6 +235,69 @@ class SumCall:
         return made.scaled(Value(total, made.dims(node)), factor)
 
 
+class Normalised(NamedTuple):
+    """A value normalised over some of its axes, and the statistics, in which these axes are missing."""
+
+    y: Value
+    mean: Value
+    variance: Value
+    rstd: Value
+
+
+def normalised(
+    made: GraphBuilder, x: Value, over: list[str], dims: list[tuple[str, ...]], eps: float, weights: list[Value]
+) -> Normalised:
+    """Return (x - mean) / sqrt(variance + eps), times the first of `weights` plus the second, if there are any.
+
+    dims: dimensions of the statistics, as those of x without the axes of `over`.
+    """
+    share = 1 / math.prod(made.size(axis) for axis in over)
+
+    def mean(value: Value) -> Value:
+        return made.scaled(Value(total_over(made.g, value.tensor, over), dims), share)
+
+    def last(centred: Any, rstd: Any, *factors: Any) -> Any:
+        return centred * rstd * factors[0] + factors[1] if factors else centred * rstd
+
+    middle = mean(x)
+    centred = made.combined([x, middle], lambda a, b: a - b, "centre")
+    variance = mean(made.combined([centred], lambda a: a * a, "square"))
+    rstd = made.combined([variance], lambda a: 1 / ex.sqrt(a + eps), "rstd")
+    y = made.combined([centred, rstd, *weights], last, "norm")
+    return Normalised(Value(y.tensor, x.dims), middle, variance, rstd)
+
+
+@rule("group_norm")
+class GroupNormCall:
+    """Group norm (Wu and He 2018): each group of channels of a row is normalised over its channels and positions."""
+
+    def dims(self, find: AxisFinder, node: Node) -> list[Dim]:
+        x, groups = args_of(node)[:2]
+        weights = [argument(node, place, name) for place, name in ((2, "weight"), (3, "bias"))]
+        if weights.count(None) == 1:
+            raise NotSupported("group norm with one of weight and bias")
+        dims = find.of(x)
+        find.groups.regroup([dims[1]], [groups, shape_of(x)[1] // groups])
+        for one in weights:
+            if one is not None:
+                find.same(node, one, 0, dims[1])
+        return [find.groups.leaves(dim) for dim in dims]
+
+    def build(self, made: GraphBuilder, node: Node) -> Value:
+        x, count = made.spread(made.read(node, args_of(node)[0])), args_of(node)[1]
+        names = [argument(node, place, name) for place, name in ((2, "weight"), (3, "bias"))]
+        weights = [made.read(node, one) for one in names if one is not None]
+        groups: list[str] = []
+        for axis in x.dims[1]:
+            if math.prod(made.size(one) for one in groups) < count:
+                groups.append(axis)
+        over = [axis for at, dim in enumerate(x.dims) if at for axis in dim if axis not in groups]
+        if not over:
+            raise NotSupported("group norm over one value")
+        dims = [x.dims[0], tuple(groups), *([()] * (len(x.dims) - 2))]
+        return normalised(made, x, over, dims, float(argument(node, 4, "eps", 1e-5)), weights).y
+
+
 @rule("batch_norm", "_native_batch_norm_legit_functional")
 class BatchNormCall:
     """Batch norm by the statistics of the batch: (x - mean) / sqrt(var + eps) * weight + bias for each channel."""
@@ -255,31 +318,21 @@ class BatchNormCall:
         x, weight, bias = (made.read(node, one) for one in args_of(node)[:3])
         x, eps = made.spread(x), float(args_of(node)[7])
         over = [axis for at, dim in enumerate(x.dims) if at != 1 for axis in dim]
-        share = 1 / math.prod(made.size(axis) for axis in over)
         channels: list[tuple[str, ...]] = [(), x.dims[1], *([()] * (len(x.dims) - 2))]
-
-        def mean(value: Value) -> Value:
-            return made.scaled(Value(total_over(made.g, value.tensor, over), channels), share)
-
-        middle = mean(x)
-        centred = made.combined([x, middle], lambda a, b: a - b, "centre")
-        variance = mean(made.combined([centred], lambda a: a * a, "square"))
-        rstd = made.combined([variance], lambda a: 1 / ex.sqrt(a + eps), "rstd")
-        y = made.combined([centred, rstd, weight, bias], lambda a, r, w, b: a * r * w + b, "batch norm")
-        y = Value(y.tensor, x.dims)
+        y, mean, variance, rstd = normalised(made, x, over, channels, eps, [weight, bias])
         if name_of(node) == "batch_norm":
             return y
-        count = round(1 / share)
+        count = math.prod(made.size(axis) for axis in over)
         unbiased = made.scaled(variance, count / (count - 1)) if count > 1 else variance
         share = float(args_of(node)[6])
         news = []
-        for old, value in zip(args_of(node)[3:5], (middle, unbiased), strict=True):
+        for old, value in zip(args_of(node)[3:5], (mean, unbiased), strict=True):
             terms = [value] if old is None else [value, Value(made.read(node, old, wide=True).tensor, channels)]
             news.append(
                 made.combined(terms, lambda new, *old: share * new + (1 - share) * old[0] if old else new, "statistics")
             )
         of_channel = [x.dims[1]]
-        return [y, *(Value(one.tensor, of_channel) for one in (middle, rstd, *news))]
+        return [y, *(Value(one.tensor, of_channel) for one in (mean, rstd, *news))]
 
 
 @rule("_native_batch_norm_legit_no_training")
