@@ -217,7 +217,7 @@ def _as_one(tasks: list[Task]) -> Task:
         if access.mode != "R" and seen.mode == "R":
             seen.mode = "RW"
     name, dot, phase = tasks[0].op.rpartition(".")
-    if phase not in ("backward", "update"):
+    if phase not in ("backward", "recompute", "update"):
         name, dot, phase = tasks[0].op, "", ""
     return Task(
         "group", list(merged.values()), op=f"{name} + {len(tasks) - 1}{dot}{phase}", flop=sum(t.flop for t in tasks),

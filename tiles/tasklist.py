@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
 from .arguments import NO_ARGS, Slot, TaskArgs
@@ -21,6 +21,7 @@ Policy = Literal["chain", "commute", "redux", "tree"]  # the order in which part
 POLICIES: tuple[str, ...] = get_args(Policy)
 PYTHON = "python"  # kernel name of a task that Python submits by itself, outside of programs
 MONOIDS = ("sum", "softmax", "moments")
+PHASES = "backward", "recompute"  # the end of an operator's name in its tasks; forward has none
 
 
 class Tile:
@@ -67,6 +68,7 @@ class Access:
     tile: Tile
     mode: str  # R, W, RW, ACC; after resolve also COMMUTE and REDUX
     accumulate: bool = False  # the kernel adds to the tile's contents
+    waits: bool = False  # the task only waits for the tile's writer: R, after the accesses that the kernel sees
 
 
 def R(tile: Tile) -> Access:
@@ -114,6 +116,12 @@ class Task:
     worker: int = -1
     delay: int = 0
     kind: str = ""
+
+    @property
+    def payload(self) -> Task:
+        """The task as its kernel sees it: without accesses that only wait."""
+        seen = [access for access in self.accesses if not access.waits]
+        return self if len(seen) == len(self.accesses) else replace(self, accesses=seen)
 
     @property
     def ints(self) -> tuple[int, ...]:
@@ -299,7 +307,8 @@ class TaskList:
     def _priorities(self) -> None:
         """Set each task's priority to the length of the longest path from the task to the end.
 
-        The length is in microseconds of a nominal worker: 10 Gflop/s, 1 GB/s.
+        The length is in microseconds of a nominal worker: 10 Gflop/s, 1 GB/s. A task that waits for a gradient before
+        it computes results again comes after all earlier tasks, so that these free their tiles first.
         """
         next_writer: dict[Tile, float] = {}  # path length of the next task that writes the tile
         readers: dict[Tile, float] = {}  # longest path of the tasks that read the tile before this write
@@ -316,6 +325,11 @@ class TaskList:
                 else:
                     next_writer[access.tile], readers[access.tile] = rank, 0.0
             task.priority = min(int(rank), 2**31 - 1)
+        lowest = 2**31 - 1
+        for task in self.tasks:
+            lowest = min(lowest, task.priority)
+            if any(access.waits for access in task.accesses):
+                task.priority = lowest
 
     def forget(self, tiles: Iterable[Tile]) -> None:
         """Discard the contents of these tiles from a previous run when this list begins; the list overwrites them."""
@@ -376,6 +390,12 @@ class TaskList:
                 sorted(numbers.setdefault(tile, len(numbers)) for tile in tiles) for tiles in (task.clears, task.frees)
             ]
             yield repr((task.kernel, accesses, task.ints, task.floats, task.priority, discarded))
+
+
+def name_and_phase(op: str) -> tuple[str, str]:
+    """Return (name, phase) of the operator of a task: forward, backward or recompute."""
+    name, _, phase = op.rpartition(".")
+    return (name, phase) if phase in PHASES else (op, "forward")
 
 
 def live_slot(axis: str, part: int) -> str:

@@ -15,6 +15,7 @@ from nntile_py.system.units import si
 from nntile_py.tasks.op import ELEMENTWISE, Category, Op, Tensor
 from nntile_py.tiles import Task, Tile
 from nntile_py.tiles.dtypes import DTYPES
+from nntile_py.tiles.tasklist import name_and_phase
 
 MOST_ALIKE = 4  # if more update operators are of one kind, a picture of a whole step draws one node for them
 BOXES = {"forward": "forward pass", "backward": "backward pass", "update": "update of the weights"}
@@ -258,11 +259,12 @@ class TaskDrawing(GraphDrawing):
         chosen: list[tuple[Task, str, int | None]] = []
         for n, (graph, ops, names) in enumerate(_phases(self.graphs, layer, self.phase)):
             layers = {op.name: self.layer_of(op, n > 0) for op in ops}
+            again = {op.name for op in graph.ops if layer is None or layer_number(op.name) == layer}
             for task in self.lists[id(graph)].tasks.tasks:
-                if task.op in names:
-                    name = task.op.removesuffix(".backward")
-                    phase = "update" if n else "forward" if name == task.op else "backward"
-                    chosen.append((task, phase, layers.get(name)))
+                name, phase = name_and_phase(task.op)
+                if task.op in names or (phase == "recompute" and self.phase in ("all", "backward") and name in again):
+                    shown = "update" if n else "backward" if phase == "recompute" else phase
+                    chosen.append((task, shown, layers.get(name)))
         self.fold_layers([(phase, _unit_of_task(task, of)) for task, phase, of in chosen])
         self.tiles = {a.tile.key: a.tile for task, _, _ in chosen for a in task.accesses}
         kinds = Counter(task.kernel for task, phase, _ in chosen if phase == "update")
@@ -300,7 +302,7 @@ class TaskDrawing(GraphDrawing):
     def _task(self, number: int, task: Task, phase: str, layer: int | None) -> None:
         reads = [self.drawn_read(phase, number, k, a.tile.key) for k, a in enumerate(task.accesses) if a.mode != "W"]
         starts = [(self._tile(self.tiles[key], phase, layer), self.tiles[key]) for key in reads]
-        name = self.node_name(phase, layer, _short(task.op.removesuffix(".backward")))
+        name = self.node_name(phase, layer, _short(name_and_phase(task.op)[0]))
         cost = f"{si(self._flop(task))}flop, {si(task.bytes)}B"
         node = self.picture.operator(self.group(phase, layer), self._category(task), _title(task), name, cost)
         for start, tile in starts:

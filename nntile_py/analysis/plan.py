@@ -18,6 +18,7 @@ from nntile_py.tasks.op import Lowering
 from nntile_py.tiles import TaskList, device_model
 from nntile_py.tiles.dependencies import TileUse, critical_path, dependencies
 from nntile_py.tiles.placement import Speed
+from nntile_py.tiles.tasklist import name_and_phase
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -229,11 +230,21 @@ def summarise(step: Step, *, config: RunConfig) -> Plan:
     gpu = config.runtime.cuda != 0
     lists = [lowering.tasks for lowering, times in parts for _ in range(times)]
     of = estimate(lists, config.workers, gpu)
+    again_seen: set[str] = set()  # names of the operators that run again
     for lowering, times in parts:
         for task in lowering.tasks.tasks:
-            row, seconds = rows[kinds[task.op]], of.speed.seconds(task) + of.speed.beside
+            name, again = name_and_phase(task.op)
+            if again == "recompute":
+                row = rows.setdefault((again, kinds[name][1]), PlanRow())
+                row.flop += times * task.flop
+                row.operators += name not in again_seen
+                row.tiles += sum(access.mode != "R" for access in task.accesses) if lowering is step.first else 0
+                again_seen.add(name)
+            else:
+                name, row = task.op, rows[kinds[task.op]]
+            seconds = of.speed.seconds(task) + of.speed.beside
             row.seconds += times * seconds
-            torch_calls[calls[task.op]] += times * seconds
+            torch_calls[calls[name]] += times * seconds
             row.tasks += times
             row.bytes += times * task.bytes
             row.kernels[task.kernel] += times

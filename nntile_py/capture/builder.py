@@ -364,11 +364,17 @@ class GraphBuilder:
 
     # -- the whole module
 
+    def scope_of(self, node: Node) -> str:
+        """Return the name of a call: the path of the module that makes it, and its own name."""
+        paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+        path = paths[-1] if paths else ""
+        return ".".join(filter(None, [f"{path}.".removeprefix(self.prefix).strip("."), node.name]))
+
     def run(self) -> None:
         """Add all calls."""
         for node in self.captured.calls:
             one = self.find.rules[node]
-            with self.g.scope(node.name):
+            with self.g.scope(self.scope_of(node)):
                 kept = len(self.g.ops)
                 try:
                     self._values[node] = one.build(self, node)

@@ -42,6 +42,7 @@ def trainer_facts(trainer: Any) -> dict[str, Any]:
             "fusion": vars(spec.fusion), "grad_accumulation": spec.grad_accumulation, "seed": trainer.seed,
             "shift_labels": trainer.shift_labels, "pack": spec.pack, "check_finite": trainer.nan_check.enabled,
             "loss_scale": spec.loss_scale, **({"freeze": [*spec.freeze]} if spec.freeze else {}),
+            **({"recompute": spec.recompute} if spec.recompute != "none" else {}),
         },
     }  # fmt: skip
 

@@ -45,6 +45,7 @@ def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
         pack=config.train.pack,
         loss_scale=config.train.loss_scale,
         freeze=config.freeze,
+        recompute=config.recompute,
         timings=timings(config) if config.layout == "searched" else None,
     )
 

@@ -92,6 +92,10 @@ class RunConfig(Section):
     freeze: Names = ()
     """Patterns of names of weights in checkpoints, such as `*.wte.*`, with the wildcards *, ? and [...]. These weights
     are not trained: they have no gradient and no optimizer state."""
+    recompute: Literal["none", "attention", "layer"] | Names = "none"
+    """Forward operators that run again in the backward pass, so that their results need no memory between: `none`,
+    `attention` (of each layer), `layer`, or a list of patterns of operators' names, such as `*.mlp.*`. Losses and
+    gradients have the same bits."""
     tiles: TilesSection = TilesSection()
     accumulate: Policy = "chain"
     """How partial sums of a tile are added: `chain` in a fixed order (the same bits for any number of workers and any

@@ -292,7 +292,7 @@ def _bodies(task: Task) -> list[list[Task]]:
 
     Without CPU workers, a payload can run several parts at once; CPU workers run one part at a time.
     """
-    parts = task.parts or [task]
+    parts = [part.payload for part in task.parts or [task]]
     return launch.together(parts) if _core.cuda_workers() and not _core.cpu_workers() else [[part] for part in parts]
 
 
@@ -351,7 +351,7 @@ class Program:
                     slots.append((len(floats), self.slots.index(value.name)))
                 floats.append(0.0 if isinstance(value, Slot) else float(value))
             accumulates = sum(1 << k for k, a in enumerate(part.accesses) if a.accumulate)
-            at = list(range(len(task.accesses)))
+            at = list(range(len(part.accesses)))
             if task.parts:
                 at = [places[a.tile] for one in run for a in one.accesses]
             kernel, ints = on_cpu_workers(part)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph.count import count_tasks, most_tasks
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.recompute_rule import segment_of
 from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tiles import TaskList, Tiling, cut_as
 from nntile_py.tiles.allreduce import RankSums
+from nntile_py.tiles.recompute import recompute
 
 WRITTEN_BEFORE = ("input", "param", "state", "cache")  # kinds of tensors that hold data before the list runs
 LISTING = 1e-4  # seconds to lower one task, on a core at 2.5 GHz
@@ -20,7 +22,7 @@ MOST_TASKS = 2_000_000  # most tasks of a list: lowering so many takes minutes, 
 @no_search_for_cycles()
 def lower(
     graph: Graph, tiling: Tiling, policy: str = "chain", *, holds: Collection[Tensor] = (),
-    rank_sums: RankSums | None = None,
+    rank_sums: RankSums | None = None, recomputed: str | Sequence[str] = "none",
 ) -> Lowering:  # fmt: skip
     """Lower every operator of a graph to tasks and resolve the task list. Return the Lowering that holds the list.
 
@@ -29,6 +31,7 @@ def lower(
         holds: further tensors that hold data before the list runs, such as gradients of an earlier micro-batch. The
             tasks add to these data.
         rank_sums: adds the partial sums of several ranks; None: the sums are added in a chain from rank to rank.
+        recomputed: forward operators whose tasks run again in the backward pass, see recompute_rule.py.
     """
     for op in graph.ops:
         op.fit(tiling)  # the tiling learns which axes must be cut together
@@ -39,12 +42,22 @@ def lower(
     lowering.tasks.initialised |= lowering.tasks.sums
     for tensor in (t for t in known if t.kind in WRITTEN_BEFORE):
         lowering.tasks.initialised.update(lowering.tile(tensor, index) for index in lowering.indices(tensor))
+    backward = None  # number of the first backward task
     for op in graph.ops:
         lowering.op = op.full_name
+        if op.phase == "backward" and backward is None:
+            backward = len(lowering.tasks.tasks)
         if rank_sums and op is graph.ops[0]:
             held = (lowering.tile(t, index) for t in holds for index in lowering.indices(t))
             lowering.tasks.tasks += rank_sums.joined(held, lowering.op)
         op.lower(lowering)
+    if recomputed != "none" and backward is not None:
+        shared = not isinstance(recomputed, str)
+        if not recompute(lowering.tasks, backward, segment_of(recomputed), shared=shared):
+            some = ", ".join(dict.fromkeys(op.name for op in graph.ops[:3]))
+            need = f"none, or other patterns; operators have names such as {some}"
+            given = repr([*recomputed]) if shared else recomputed
+            raise ConfigError(f"recompute: {given} repeats no operator of this model; allowed: {need}")
     if rank_sums:
         rank_sums.divide(lowering.tasks)
     lowering.tasks.resolve()

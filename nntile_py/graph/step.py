@@ -27,6 +27,7 @@ from nntile_py.graph.passes.cached_projections import fuse_cached_projections
 from nntile_py.graph.passes.precision import narrow_gradients
 from nntile_py.graph.passes.qkv_fusion import merge_projections
 from nntile_py.graph.random_inputs import random_inputs
+from nntile_py.graph.recompute_rule import checked_recompute
 from nntile_py.graph.timings import Timings
 from nntile_py.tasks.adamw import AdamW
 from nntile_py.tasks.op import Lowering, Tensor
@@ -183,6 +184,7 @@ class StepSpec:
         kept: {weight: order of axes}, as the layout search of another program with the same weights has chosen them.
         loss_scale: initial loss scale, see training/loss_scale.py; None: 65536 in fp16, else no scale.
         freeze: patterns of names of weights that are not trained, see graph/freeze.py.
+        recompute: forward operators whose tasks run again in the backward pass, see graph/recompute_rule.py.
 
     Raises:
         ConfigError: a value is out of range.
@@ -207,6 +209,7 @@ class StepSpec:
     kept: Mapping[str, Order] | None = None
     loss_scale: float | None = None
     freeze: Sequence[str] = ()
+    recompute: str | Sequence[str] = "none"
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.model, "trace", None)):
@@ -230,6 +233,7 @@ class StepSpec:
         if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
             raise ConfigError(f"freeze: {patterns!r} is not allowed; use a list of patterns")
         object.__setattr__(self, "freeze", tuple(patterns))
+        object.__setattr__(self, "recompute", checked_recompute(self.recompute))
         if not isinstance(self.pack, bool):
             raise ConfigError(f"pack: {self.pack!r} is not allowed; use True or False")
         scale = self.loss_scale
@@ -349,7 +353,8 @@ class StepSpec:
         """Return the training step: forward, backward and update as task lists."""
         graphs, graph, grads = self.graphs, self.graphs.graph, self.graphs.grads
         rank_sums, more = self._rank_sums(grads.values()), None
-        first = lower(graph, self.cuts, self.accumulate, rank_sums=rank_sums)
+        again = self.recompute
+        first = lower(graph, self.cuts, self.accumulate, rank_sums=rank_sums, recomputed=again)
         # The next step discards the gradients when it begins, so activations can use their memory. Until then the host
         # can read the gradients.
         first.tasks.forget(first.tile(grad, index) for grad in grads.values() for index in first.indices(grad))
@@ -357,7 +362,8 @@ class StepSpec:
             first.tasks.forget(rank_sums.apart())
         update = self.update(graphs, first.tasks.ends("batch"))
         if self.grad_accumulation > 1:
-            more = lower(graph, self.cuts, self.accumulate, holds=[*grads.values(), graphs.loss], rank_sums=rank_sums)
+            holds = [*grads.values(), graphs.loss]
+            more = lower(graph, self.cuts, self.accumulate, holds=holds, rank_sums=rank_sums, recomputed=again)
         ended = rank_sums and rank_sums.ended()
         last = lower(update, self.cuts, self.accumulate, holds=grads.values(), rank_sums=ended)
         return Step(graph, update, grads, first, more, last, graphs.optional, graphs.refused)

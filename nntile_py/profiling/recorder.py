@@ -26,7 +26,7 @@ from nntile_py.system.clock import clocked
 from nntile_py.system.folders import build_info
 from nntile_py.tiles.dependencies import TileUse
 from nntile_py.tiles.rank_tasks import MessageTask
-from nntile_py.tiles.tasklist import PYTHON, Task, TaskList
+from nntile_py.tiles.tasklist import PYTHON, Task, TaskList, name_and_phase
 from nntile_py.training.collectives import ranks_of_run
 from nntile_py.training.repeated_steps import forward_passes, same_steps
 from nntile_py.training.trainer import Trainer
@@ -208,8 +208,8 @@ def _passages(
 
 
 def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> TaskInfo:
-    name = task.op.removesuffix(".backward")
-    phase = "update" if updates else "forward" if name == task.op else "backward"
+    name, phase = name_and_phase(task.op)
+    phase = "update" if updates else phase
     if task.kernel == PYTHON:
         phase = ""
     layer, _, operator = name.rpartition(".")

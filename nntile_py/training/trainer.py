@@ -79,6 +79,9 @@ class Trainer:
             overflow double it. Default: 65536 for fp16, else the loss is not scaled.
         freeze: Patterns of names of weights in checkpoints, such as `*.wte.*`. These weights are not trained: they have
             no gradient and no optimizer state.
+        recompute: Forward operators that run again in the backward pass, so that their results need no memory between:
+            none, attention (of each layer), layer, or a list of patterns of operators' names, such as `*.mlp.*`.
+            Losses and gradients have the same bits.
         check_finite: Check all values that tasks write. A loss or norm that is not finite then raises NotFinite, which
             names the operator that wrote the first such value. Slow: for debugging.
 
@@ -108,6 +111,7 @@ class Trainer:
         check_finite: bool = False,
         loss_scale: float | None = None,
         freeze: Sequence[str] = (),
+        recompute: str | Sequence[str] = "none",
     ) -> None:
         if attention is not None and not hasattr(model, "changed"):
             need = f"None, as {type(model).__name__} is no nt.Model and chooses its attention itself"
@@ -116,7 +120,7 @@ class Trainer:
         spec = StepSpec(
             chosen, batch, seq, Tiling(tiles), precision, optimizer or AdamW(), clip_grad_norm, accumulate,
             Fusion.of(fusion), grad_accumulation, skip_above_norm, pack=pack, loss_scale=loss_scale,
-            freeze=freeze,
+            freeze=freeze, recompute=recompute,
         )  # fmt: skip
         self._start(model, spec, seed, shift_labels, check_finite)
 

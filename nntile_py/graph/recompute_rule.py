@@ -1,0 +1,43 @@
+"""Which forward operators run again in the backward pass: the setting `recompute`."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nntile_py.errors import ConfigError
+from nntile_py.tiles import Task
+
+RECOMPUTE = "none", "attention", "layer"
+_LAYER = re.compile(r"((?:[^.]*\.)*?[^.]*\d)\.")  # h3. or model.layers.3.
+_ATTENTION = re.compile(r"((?:[^.]*\.)*?[^.]*(?:attn|attention)[^.]*)\.")
+
+
+def checked_recompute(value: Any) -> str | tuple[str, ...]:
+    """Return the setting. Raises ConfigError if it is neither a name of RECOMPUTE nor a list of patterns."""
+    if isinstance(value, str) and value in RECOMPUTE:
+        return value
+    if isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(one, str) for one in value):
+        return tuple(value)
+    names = ", ".join(RECOMPUTE)
+    raise ConfigError(f"recompute: {value!r} is not allowed; use {names}, or a list of patterns of operators' names")
+
+
+def segment_of(recompute: str | Sequence[str]) -> Callable[[Task], str | None]:
+    """Return a function that gives the segment (see tiles/recompute.py) of a forward task; None: not repeated.
+
+    A segment is a layer, the attention of a layer, or the operators of a layer whose names match a pattern.
+    """
+
+    def of(task: Task) -> str | None:
+        layer = _LAYER.match(task.op)
+        if not layer or recompute == "layer":
+            return layer and layer[1]
+        if recompute == "attention":
+            inside = _ATTENTION.match(task.op, layer.end())
+            return inside and inside[0]
+        return layer[1] if any(fnmatch.fnmatchcase(task.op, pattern) for pattern in recompute) else None
+
+    return of
