@@ -3,7 +3,7 @@
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -39,6 +39,7 @@ from nntile_py.data.collators import most_masked
 from nntile_py.data.token_files import TOKENIZER, is_token_folder
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion, every_rule
+from nntile_py.graph.recompute_rule import RECOMPUTE, WORDS, as_recompute
 from nntile_py.graph.step import PRECISIONS, check_pack, check_precision
 from nntile_py.models.base import ModelConfig
 from nntile_py.models.hf_config import WEIGHTS, read_raw, weight_files
@@ -92,10 +93,12 @@ class RunConfig(Section):
     freeze: Names = ()
     """Patterns of names of weights in checkpoints, such as `*.wte.*`, with the wildcards *, ? and [...]. These weights
     are not trained: they have no gradient and no optimizer state."""
-    recompute: Literal["none", "attention", "layer"] | Names = "none"
+    recompute: Annotated[
+        str | Sequence[str],
+        *only(WORDS, as_recompute, anyOf=[{"enum": [*RECOMPUTE]}, {"type": "array", "items": {"type": "string"}}]),
+    ] = "none"
     """Forward operators that run again in the backward pass, so that their results need no memory between: `none`,
-    `attention` (of each layer), `layer`, or a list of patterns of operators' names, such as `*.mlp.*`. Losses and
-    gradients have the same bits."""
+    `attention` (of each layer), `layer`, or patterns such as `*.mlp.*`. Losses and gradients have the same bits."""
     tiles: TilesSection = TilesSection()
     accumulate: Policy = "chain"
     """How partial sums of a tile are added: `chain` in a fixed order (the same bits for any number of workers and any

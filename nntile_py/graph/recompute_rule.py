@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nntile_py.errors import ConfigError
 from nntile_py.tiles import Task
 
 RECOMPUTE = "none", "attention", "layer"
@@ -15,14 +14,15 @@ _LAYER = re.compile(r"((?:[^.]*\.)*?[^.]*\d)\.")  # h3. or model.layers.3.
 _ATTENTION = re.compile(r"((?:[^.]*\.)*?[^.]*(?:attn|attention)[^.]*)\.")
 
 
-def checked_recompute(value: Any) -> str | tuple[str, ...]:
-    """Return the setting. Raises ConfigError if it is neither a name of RECOMPUTE nor a list of patterns."""
-    if isinstance(value, str) and value in RECOMPUTE:
-        return value
-    if isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(one, str) for one in value):
-        return tuple(value)
-    names = ", ".join(RECOMPUTE)
-    raise ConfigError(f"recompute: {value!r} is not allowed; use {names}, or a list of patterns of operators' names")
+WORDS = f"{', '.join(RECOMPUTE)}, or a list of patterns of operators' names"
+
+
+def as_recompute(value: Any) -> str | tuple[str, ...] | None:
+    """Return the setting `recompute`; None if it is neither a name of RECOMPUTE nor a list of patterns."""
+    if isinstance(value, str):
+        return value if value in RECOMPUTE else None
+    patterns = isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value)
+    return tuple(value) if patterns else None
 
 
 def segment_of(recompute: str | Sequence[str]) -> Callable[[Task], str | None]:

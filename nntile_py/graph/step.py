@@ -27,7 +27,7 @@ from nntile_py.graph.passes.cached_projections import fuse_cached_projections
 from nntile_py.graph.passes.precision import narrow_gradients
 from nntile_py.graph.passes.qkv_fusion import merge_projections
 from nntile_py.graph.random_inputs import random_inputs
-from nntile_py.graph.recompute_rule import checked_recompute
+from nntile_py.graph.recompute_rule import WORDS, as_recompute
 from nntile_py.graph.timings import Timings
 from nntile_py.tasks.adamw import AdamW
 from nntile_py.tasks.op import Lowering, Tensor
@@ -233,7 +233,9 @@ class StepSpec:
         if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
             raise ConfigError(f"freeze: {patterns!r} is not allowed; use a list of patterns")
         object.__setattr__(self, "freeze", tuple(patterns))
-        object.__setattr__(self, "recompute", checked_recompute(self.recompute))
+        if (recompute := as_recompute(self.recompute)) is None:
+            raise ConfigError(f"recompute: {self.recompute!r} is not allowed; use {WORDS}")
+        object.__setattr__(self, "recompute", recompute)
         if not isinstance(self.pack, bool):
             raise ConfigError(f"pack: {self.pack!r} is not allowed; use True or False")
         scale = self.loss_scale
