@@ -112,5 +112,6 @@ def load_adapter(model: Model, folder: str | Path) -> Model:
     result = type(model)(model.config.changed(lora=lora), {**model.weights, **weights}, seed=model.seed, hf=model.hf)
     for param in result.params():
         for source in param.sources:
-            source.check(result.weights)
+            with named(folder / ADAPTER):
+                source.check(result.weights)
     return result

@@ -11,12 +11,13 @@ from nntile_py.analysis.draw import draw
 from nntile_py.analysis.operators import analyse
 from nntile_py.analysis.plan import Estimate
 from nntile_py.analysis.tile_advice import coarse, note, own_cost
-from nntile_py.config.builders import step_spec
+from nntile_py.config.builders import step_spec, timings
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.errors import ConfigError
 from nntile_py.graph.count import most_tasks
 from nntile_py.graph.params import trace
 from nntile_py.measure import autotune
+from nntile_py.profiling.layout_timer import tune
 from nntile_py.tiles import AXES, device_model
 from nntile_py.training.datasets import check_objective
 
@@ -97,7 +98,7 @@ def test_heads_that_share_keys_stay_together() -> None:
 
 
 @pytest.mark.long
-def test_more_than_can_be_listed_is_told_with_what_to_try() -> None:
+def test_more_than_can_be_listed_is_told_with_what_to_try(tmp_path: Path) -> None:
     config = of("gpt2_tiny", "tiles={batch: 1, embed: 4, ffn: 4, vocab: 16}")
     assert "try --set tiles." in note(config) and "going on" not in note(config)
     with pytest.raises(ConfigError, match=r"about 2,\d+,\d+ tasks are too many for a list; allowed: 2,000,000"):
@@ -106,6 +107,8 @@ def test_more_than_can_be_listed_is_told_with_what_to_try() -> None:
         analyse(config)
     with pytest.raises(ConfigError, match="tasks are too many for a list"):
         draw(config)
+    with pytest.raises(ConfigError, match="tasks are too many for a list"):
+        tune(config, "train", timings(config, tmp_path / "times.json", new=True), 1, print)
 
 
 @pytest.mark.long

@@ -41,6 +41,7 @@ def test_files_that_do_not_fit_each_other(model: nt.models.GPT2, tmp_path: Path)
         (lambda: weights.pop(A), "has no LoRA of one rank"),
         (lambda: facts.update(r=3), r"adapter_config\.json: r: got 3; allowed: 2, the rank of the weights"),
         (lambda: facts.pop("r"), "r: got None; allowed: 2"),
+        (lambda: weights.update({A: weights[A][:, :8].copy()}), r"shape \(2, 8\), expected .*adapter_model\.saf"),
     )
     for damage, message in cases:
         kept = dict(weights), dict(facts)

@@ -112,6 +112,8 @@ def test_another_command_begins_again(tmp_path: Path, monkeypatch: pytest.Monkey
         another = {"source": rows} | change
         run(f"new{number}", **another)
         run(f"out{number}", rows, stop=3)
+        with pytest.raises(ConfigError, match=f"has not completed {tmp_path}/out{number}; allowed: the same"):
+            run("other", tmp_path / f"out{number}")
         run(f"out{number}", stop=0, **another)
         assert not any("going on" in line for line in run(f"out{number}", rows, stop=2))
         assert not any("going on" in line for line in run(f"out{number}", **another))

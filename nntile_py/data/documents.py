@@ -18,6 +18,7 @@ from nntile_py.data.files import COMPRESSED, binary_format, format_suffix, opene
 from nntile_py.data.instructions import Instructions
 from nntile_py.data.rows import MissingColumn, is_dataset, is_table, place, read_rows, table_names
 from nntile_py.data.tables import text_of
+from nntile_py.data.token_files import is_unfinished
 from nntile_py.errors import ConfigError
 from nntile_py.system.folders import STDLIB, files_in, stdlib, stdlib_files
 
@@ -145,6 +146,9 @@ class Documents:
         what = f"no text in {root}"
         if root.is_dir() and not self.files:
             what = f"no file with one of the extensions {', '.join(self.extensions)} in {root}"
+        if is_unfinished(root):
+            need = "the same `nntile data prepare` again, which continues, then the folder"
+            return f"{self.key}: `nntile data prepare` has not completed {root}; allowed: {need}"
         left = f" ({self.describe()})" if self.left_out else ""
         return f"{self.key}: {what}{left}; allowed: a text file, a table, or a folder of such files (data.extensions)"
 

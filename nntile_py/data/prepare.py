@@ -19,6 +19,7 @@ from nntile_py.data.documents import Documents, Split
 from nntile_py.data.token_files import (
     HELD_OUT,
     META,
+    PROGRESS,
     TOKENIZER,
     TRAIN,
     TokenFolder,
@@ -36,7 +37,7 @@ from nntile_py.system.folders import cache_folder, remove_leftovers, replace_fil
 
 CACHED_BYTES = 64 * 2**30  # limit for all cached folders; the folders used least recently are removed first
 SAVE_EVERY = 20  # seconds between two records of the progress
-PROGRESS, _LOCK = "progress.json", "lock"
+_LOCK = "lock"
 # Files of a folder whose tokens are not complete.
 OWN = (TOKENIZER, PROGRESS, _LOCK, META, *(f"{part}.{name}" for part in (TRAIN, HELD_OUT)
        for name in ("tokens", "segments", "lengths", "learned")))  # fmt: skip

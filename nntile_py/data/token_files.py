@@ -17,6 +17,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.system.folders import errors_name, replace_file
 
 META, TOKENIZER = "tokens.json", "tokenizer.json"  # META is written last: a folder without it is not complete
+PROGRESS = "progress.json"  # of a folder that is not complete
 FORMAT = 1
 CHECKED = 2**28  # bytes; larger files are opened without a check of their checksum, which would read them whole
 TRAIN, HELD_OUT = "train", "held_out"
@@ -143,6 +144,11 @@ def _checksum(path: Path) -> int:
 def is_token_folder(path: Path) -> bool:
     """Return True if the folder was written by `nntile data prepare`."""
     return (path / META).is_file()
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Return True if `nntile data prepare` has begun a folder and not completed it."""
+    return (folder / PROGRESS).is_file() and not is_token_folder(folder)
 
 
 def write_meta(folder: Path, tokenizer: str, dtype: Any, facts: Mapping[str, Any]) -> None:

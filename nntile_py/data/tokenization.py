@@ -10,14 +10,17 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nntile_py.data.collators import Array
-from nntile_py.data.documents import TextPart
+from nntile_py.data.documents import PART, TextPart
 from nntile_py.data.tables import lines_of
 from nntile_py.data.token_files import HELD_OUT, TRAIN
 from nntile_py.data.tokenizer import END_OF_TEXT, token_numbers, without_limits
+from nntile_py.system.load import cores
 
 LONGEST_WORD = 256  # characters; a new tokenizer splits longer runs of letters or spaces
 LONG_TEXT = 1_000_000  # characters; tokenizing a longer text takes a second or more
-BATCH = 2_000_000  # characters that are tokenized together: the library's encodings take about 100 bytes a token
+PARTS = min(4, cores())  # of a long document that are tokenized at once, each by one core
+# Least characters that are tokenized together. The library's encodings take about 100 bytes a token.
+BATCH = max(2_000_000, (PARTS - 1) * PART + 1)
 Report = Callable[[str], None]
 
 

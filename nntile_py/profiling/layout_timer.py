@@ -21,14 +21,14 @@ from nntile_py.analysis.layout_analysis import (
     widened,
 )
 from nntile_py.analysis.workloads import FORWARD, Work
-from nntile_py.config.builders import build_model, default_layouts, step_spec
+from nntile_py.config.builders import build_model, default_layouts, step_spec, tiling
 from nntile_py.config.run_config import RunConfig
 from nntile_py.config.scheduler_file import runtime_options
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.layout_search import SearchedLayouts, arrange, search
 from nntile_py.graph.layouts import laid, layout_of
-from nntile_py.graph.lowering import lower
+from nntile_py.graph.lowering import check_count, lower
 from nntile_py.graph.timings import LayoutComparison, Timings
 from nntile_py.profiling.operator_timer import OperatorTimer, small_program
 from nntile_py.system.clock import Run, clocked_in_turns, repeats_that_last
@@ -76,6 +76,7 @@ def tune(
     plain = default_layouts(config)
     with timings.exclusive():
         own = graph_of(plain, work, own_stacked(plain))
+        check_count(own, tiling(plain), plain.accumulate)
         graphs = [own] if own_alone else [graph for _, graph in variants(plain, work)]
         todo: dict[TimingKey, Op] = {}
         for graph in graphs:

@@ -10,9 +10,9 @@ from typing import Any
 from nntile_py.config.sections import DataSection, TokenizerSection
 from nntile_py.data.corpus import Reading, facts_of, new_tokenizer, tokens_key
 from nntile_py.data.documents import OPTION, Documents, Split
-from nntile_py.data.prepare import OWN, PROGRESS, interrupted_tokenizer, locked, tokenize_into_folder
+from nntile_py.data.prepare import OWN, interrupted_tokenizer, locked, tokenize_into_folder
 from nntile_py.data.special_tokens import special_tokens
-from nntile_py.data.token_files import META, is_token_file, is_token_folder, read_token_folder
+from nntile_py.data.token_files import META, PROGRESS, is_token_file, is_token_folder, read_token_folder
 from nntile_py.data.tokenization import Report
 from nntile_py.data.tokenizer import MASKED, load_tokenizer
 from nntile_py.errors import ConfigError
