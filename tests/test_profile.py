@@ -455,6 +455,12 @@ def test_the_largest_rate_is_above_that_of_products(tmp_path: Path, precision: s
         f" precision: {precision}, profile: {{peak_flop: 1.0, peak_bytes: 1.0}}}}"
     )
     x = torch.rand(512, 512, dtype=torch.float64 if precision == "fp64" else torch.float32)
-    seconds, _, _ = peak_rates.best_of(lambda: torch.mm(x, x))
-    flop = peak_rates.largest_flop(load(tmp_path / "c.yaml"))
-    assert flop and flop > 0.9 * 2 * 512**3 / seconds / torch.get_num_threads()
+    found = []
+    for _ in range(3):  # other tests share the cores
+        seconds, _, _ = peak_rates.best_of(lambda: torch.mm(x, x))
+        flop = peak_rates.largest_flop(load(tmp_path / "c.yaml"))
+        assert flop
+        found.append(flop / (2 * 512**3 / seconds / torch.get_num_threads()))
+        if found[-1] > 0.9:
+            return
+    raise AssertionError(found)

@@ -363,10 +363,11 @@ def test_tasks(python: Python, tmp_path: Path) -> None:
 
 
 def test_memory(folder: Path) -> None:
-    (text,) = blocks(DOCS / "how" / "memory.md", "yaml")
+    texts = blocks(DOCS / "how" / "memory.md", "yaml")
     run = (folder / "my_run.yaml").read_text()
-    (folder / "disk.yaml").write_text(run + text.replace("/scratch", str(folder)))
-    assert load(folder / "disk.yaml", [f"data.source={folder}/my_text.txt"]).runtime.disk is not None
+    (folder / "disk.yaml").write_text(run + "".join(texts).replace("/scratch", str(folder)))
+    config = load(folder / "disk.yaml", [f"data.source={folder}/my_text.txt"])
+    assert config.runtime.disk is not None and config.recompute == "layer"
 
 
 def test_the_findings_of_a_report_are_explained() -> None:
