@@ -110,8 +110,8 @@ def load_adapter(model: Model, folder: str | Path) -> Model:
     keys = {"targets": modules, "rank": rows, "alpha": facts.get("lora_alpha"), "modules_to_save": others}
     lora = validated(LoRA, keys, f"{folder / ADAPTER_CONFIG}: lora_")
     result = type(model)(model.config.changed(lora=lora), {**model.weights, **weights}, seed=model.seed, hf=model.hf)
-    for param in result.params():
-        for source in param.sources:
-            with named(folder / ADAPTER):
+    with named(folder / ADAPTER):
+        for param in result.params():
+            for source in param.sources:
                 source.check(result.weights)
     return result

@@ -385,3 +385,16 @@ def test_group_norm(groups: tuple[int, int], tiles: dict[str, int]) -> None:
     norms = sum(fallback.startswith("group_norm") for fallback in model.fallbacks)
     assert norms == (groups == (4, 6))  # 12 channels have no axes for groups of both sizes
     trainer.close()
+
+
+def test_gradients_of_a_convolution_are_two_products() -> None:
+    """That of the picture and that of the weights have a task each, with the flop of the convolution."""
+    module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 5, 3), torch.nn.Flatten())
+    example = {"input": torch.randn(2, 3, 8, 8), "labels": torch.randint(0, 5, (2,))}
+    model = nt.from_torch(module, example, lambda out, given: torch.nn.functional.cross_entropy(out, given["labels"]))
+    trainer = nt.Trainer(model, *model.sizes, optimizer=nt.SGD(lr=0.0))
+    ops = [op for op in trainer.built.graph.ops if op.torch_call == "conv2d"]
+    trainer.close()
+    forward = [op.flop() for op in ops if op.phase == "forward"]
+    assert forward == [2 * 2 * 36 * 4 * 3 * 9, 2 * 2 * 16 * 5 * 4 * 9]
+    assert [op.flop() for op in ops if op.phase == "backward"] == [forward[1], forward[1], forward[0]]

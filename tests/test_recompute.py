@@ -136,6 +136,20 @@ def test_results_that_cannot_be_computed_again_are_kept() -> None:
     assert [task.kernel for task in tasks.tasks] == [*"abcdefg"]
 
 
+def test_a_segment_of_many_tasks_in_a_chain() -> None:
+    """The backward pass reads each result. All but the first task depend on an earlier one."""
+    count, tasks = 3000, TaskList()
+    made = [tile("x", True), *(tile(f"y{k}") for k in range(count))]
+    for k in range(count):
+        tasks.emit("f", [W(made[k + 1]), R(made[k])], op="h0.f")
+    for k in reversed(range(count)):
+        tasks.emit("g", [W(tile(f"dy{k}")), R(made[k + 1])], op="h0.g.backward")
+    assert recompute(tasks, count, segment_of("layer")) == count
+    again = [task.accesses[0].tile for task in tasks.tasks if task.op.endswith(SUFFIX)]
+    assert [task.accesses[1].tile for task in tasks.tasks[-count:]] == again[::-1]
+    assert not {*again} & {*made}
+
+
 @pytest.mark.parametrize("value, message", [
     ("all", "recompute: 'all' is not allowed; use none, attention, layer, or a list of patterns"),
     ([3], r"recompute: \[3\] is not allowed"),

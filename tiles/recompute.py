@@ -1,4 +1,4 @@
-"""Recompute: tasks of the forward pass run again in the backward pass, so that their results need no memory between.
+"""Recompute: the backward pass repeats tasks of the forward pass, whose results are not kept in memory.
 
 A segment is a set of forward tasks, such as those of a layer. Tiles that only the segment and the backward pass read
 are freed after their last forward reader. Before the first backward task that reads one of them, the tasks that compute
@@ -71,6 +71,8 @@ class _Segment:
 
     def repeat(self, inserted: dict[int, list[Task]]) -> None:
         """Add the repeated tasks to `inserted` {number of the task before which they run: tasks}."""
+        for number in sorted(self.members):  # in order, so that no check needs many others: recursion stays shallow
+            self._can_repeat(number)
         wanted = {tile for n in self.members for tile in self._written(n) if self._for_backward(tile)}
         repeated: set[int] = set()
         for tile in wanted:
@@ -127,7 +129,7 @@ class _Segment:
         return self._made_here(tile) and all(self._can_repeat(n) for n in self.uses[tile].writes)
 
     def _collect(self, tile: Tile, repeated: set[int]) -> None:
-        """Add to `repeated` the tasks that compute a tile, and those that compute what only these tasks need."""
+        """Add to `repeated` the tasks that write a tile. Add also the tasks that write their operands, unless kept."""
         waiting = [tile]
         while waiting:
             for number in self.uses[waiting.pop()].writes:

@@ -119,7 +119,7 @@ class Task:
 
     @property
     def payload(self) -> Task:
-        """The task as its kernel sees it: without accesses that only wait."""
+        """The task with only the accesses that its kernel gets."""
         seen = [access for access in self.accesses if not access.waits]
         return self if len(seen) == len(self.accesses) else replace(self, accesses=seen)
 

@@ -146,7 +146,10 @@ class AtenCallGrad(Op):
         return self.outputs
 
     def flop(self) -> float:
-        return 2 * self.forward.flop()
+        if self.forward.backward is None:
+            return 2 * self.forward.flop()
+        kinds = {self.forward.inputs[k].kind == "param" for k in self.wanted}  # a product for each kind of input
+        return len(kinds) * self.forward.flop()
 
     def lower(self, lowering: Lowering) -> None:
         fwd = self.forward

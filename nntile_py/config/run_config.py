@@ -97,8 +97,9 @@ class RunConfig(Section):
         str | Sequence[str],
         *only(WORDS, as_recompute, anyOf=[{"enum": [*RECOMPUTE]}, {"type": "array", "items": {"type": "string"}}]),
     ] = "none"
-    """Forward operators that run again in the backward pass, so that their results need no memory between: `none`,
-    `attention` (of each layer), `layer`, or patterns such as `*.mlp.*`. Losses and gradients have the same bits."""
+    """Operators whose results the backward pass computes again. Their results are not kept in memory. `attention`: the
+    attention of each layer. `layer`: all operators of each layer. A list: operators whose names match a pattern, such
+    as `*.mlp.*`. Losses and gradients have the same bits as with `none`."""
     tiles: TilesSection = TilesSection()
     accumulate: Policy = "chain"
     """How partial sums of a tile are added: `chain` in a fixed order (the same bits for any number of workers and any

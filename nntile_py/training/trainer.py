@@ -79,9 +79,9 @@ class Trainer:
             overflow double it. Default: 65536 for fp16, else the loss is not scaled.
         freeze: Patterns of names of weights in checkpoints, such as `*.wte.*`. These weights are not trained: they have
             no gradient and no optimizer state.
-        recompute: Forward operators that run again in the backward pass, so that their results need no memory between:
-            none, attention (of each layer), layer, or a list of patterns of operators' names, such as `*.mlp.*`.
-            Losses and gradients have the same bits.
+        recompute: Operators whose results the backward pass computes again. Their results are not kept in memory.
+            none; attention: the attention of each layer; layer: all operators of each layer; or a list of patterns of
+            operators' names, such as `*.mlp.*`. Losses and gradients have the same bits as with none.
         check_finite: Check all values that tasks write. A loss or norm that is not finite then raises NotFinite, which
             names the operator that wrote the first such value. Slow: for debugging.
 
