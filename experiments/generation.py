@@ -4,11 +4,13 @@
     python experiments/generation.py experiments/llama_1b.yaml --cuda 1 --precision bf16 --batch 1 64 --context 1024
 
 Each contestant runs in processes of its own, in turns. Weights are random. The first token is the time from the call to
-the first token of each text; the other columns are times between tokens. "of memory" compares the bytes that a
+the first token of each text: the median and the 99th percentile of FIRST calls in each process. The other columns are
+times between tokens. "of memory" compares the bytes that a
 decoding step must read, weights and cached keys and values, with a copy on the GPU, or a read on all CPU cores.
 
 Contestants: ours; torch: a static cache and torch.compile with CUDA graphs, gpt-fast's recipe
-(github.com/pytorch-labs/gpt-fast); transformers: generate with a static cache.
+(github.com/pytorch-labs/gpt-fast); transformers: generate with a static cache; llama.cpp: greedy decoding on CPUs, for
+GPT-2 and fp32 (packages llama-cpp-python and gguf).
 Contestants whose packages are missing are left out.
 """
 
@@ -32,8 +34,9 @@ from nntile_py.config.run_config import load
 from nntile_py.graph.key_value_cache import RING
 from nntile_py.tiles.dtypes import DTYPES
 
-CONTESTANTS = ("ours", "torch", "transformers", "memory")
-NEEDS = {"transformers": "transformers"}
+CONTESTANTS = ("ours", "torch", "transformers", "llama.cpp", "memory")
+NEEDS = {"transformers": "transformers", "llama.cpp": "llama_cpp"}  # packages
+FIRST = 20  # calls whose first token is timed
 
 
 def main() -> None:
@@ -56,7 +59,7 @@ def main() -> None:
     names = [n for n in o.only if n not in NEEDS or importlib.util.find_spec(NEEDS[n])]
     rate = _median([_run(o, "memory", 1)["gb_s"] for _ in range(o.rounds)]) if "memory" in names else math.nan
     print(f"{o.config}, {o.precision}, {o.context} + {o.tokens} tokens; memory {rate:.1f} GB/s", flush=True)
-    names_of_columns = ("first ms", "step ms", "p99 ms", "tokens/s", "of memory", "ratio")
+    names_of_columns = ("first ms", "p99 ms", "step ms", "p99 ms", "tokens/s", "of memory", "ratio")
     print(f"batch   contestant{''.join(f'{name:>10}' for name in names_of_columns)}")
     for batch in o.batch:
         results: dict[str, list[dict[str, Any]]] = {name: [] for name in names if name != "memory"}
@@ -69,16 +72,20 @@ def main() -> None:
                 print(f"{batch:5d} {name:>13} {rows[0].get('error', 'no result')}")
                 continue
             steps = [ms for row in good for ms in row["steps"]]
-            step, first = _median(steps), _median([row["first"] for row in good])
+            step, first = _median(steps), [ms for row in good for ms in row["first"]] or [math.nan]
             ours = [_median(row["steps"]) for row in results.get("ours", []) if "steps" in row]
             ratio = f"{_median(ours) / step:.3f}" if ours else ""
             spread = f"{min(_median(r['steps']) for r in good):.3f} to {max(_median(r['steps']) for r in good):.3f}"
-            row = [first, step, float(np.percentile(steps, 99)), 1e3 * batch / step, need / step / 1e6 / rate]
+            row = [_median(first), _p99(first), step, _p99(steps), 1e3 * batch / step, need / step / 1e6 / rate]
             print(f"{batch:5d} {name:>12}{''.join(f'{one:10.3f}' for one in row)}{ratio:>10} ({spread})", flush=True)
 
 
 def _median(values: list[float]) -> float:
     return statistics.median(values)
+
+
+def _p99(values: list[float]) -> float:
+    return float(np.percentile(values, 99))
 
 
 def _run(o: argparse.Namespace, name: str, batch: int) -> dict[str, Any]:
@@ -113,17 +120,27 @@ def step_bytes(o: argparse.Namespace, batch: int) -> float:
     return float(width * (weights + batch * (o.context + o.tokens / 2) * 2 * c.layers * kv_heads * head_dim))
 
 
-def _measured(tokens: Iterator[Any], start: float) -> dict[str, Any]:
-    """Return the time of the first token, and the times between tokens, in ms: means of RING tokens in a row.
+def _measured(run: Callable[[int], Iterator[Any]], tokens: int) -> dict[str, Any]:
+    """Time the first tokens of FIRST calls of `run`, and the tokens of a long call.
 
-    Tokens arrive in groups of RING on a GPU.
+    Args:
+        run: Iterates over this many new tokens. On a GPU, tokens arrive in groups of RING.
+        tokens: Tokens of the long call.
+
+    Returns:
+        All times in ms: of first tokens, and between tokens as means of RING tokens in a row.
     """
-    return _steps([time.perf_counter() for _ in tokens], start)
+    list(run(min(tokens, 9)))
+    first = []
+    for _ in range(FIRST):
+        start = time.perf_counter()
+        next(iter(run(1)))
+        first.append(1e3 * (time.perf_counter() - start))
+    return {"first": first, "steps": _steps([time.perf_counter() for _ in run(tokens)])}
 
 
-def _steps(times: list[float], start: float) -> dict[str, Any]:
-    steps = [1e3 * (b - a) / RING for a, b in zip(times, times[RING:], strict=False)]
-    return {"first": 1e3 * (times[0] - start), "steps": steps}
+def _steps(times: list[float]) -> list[float]:
+    return [1e3 * (b - a) / RING for a, b in zip(times, times[RING:], strict=False)]
 
 
 # -- contestants
@@ -137,14 +154,13 @@ def _ours(o: argparse.Namespace, batch: int) -> dict[str, Any]:
     tiles = {axis: int(size) for axis, size in (one.split("=") for one in o.tiles.split(",") if one)} or None
     options = {"batch": batch, "max_length": o.context + o.tokens, "precision": o.precision, "tiles": tiles}
     with nt.Runtime(cuda=o.cuda), nt.Generator(model, **options) as generator:
-        generator(prompts, max_tokens=min(o.tokens, 8), temperature=0)
 
-        def rounds() -> Iterator[int]:
-            for part in generator(prompts, max_tokens=o.tokens, temperature=0, stream=True):
+        def run(count: int) -> Iterator[int]:
+            for part in generator(prompts, max_tokens=count, temperature=0, stream=True):
                 if part.index == batch - 1:
                     yield part.token
 
-        return _measured(rounds(), time.perf_counter())
+        return _measured(run, o.tokens)
 
 
 def _torch(o: argparse.Namespace, batch: int) -> dict[str, Any]:
@@ -188,8 +204,7 @@ def _torch(o: argparse.Namespace, batch: int) -> dict[str, Any]:
 
     with torch.inference_mode():
         replay = captured()
-        list(run(9))
-        return _measured(run(o.tokens), time.perf_counter())
+        return _measured(run, o.tokens)
 
 
 def _static_cache(o: argparse.Namespace, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -265,16 +280,100 @@ def _transformers(o: argparse.Namespace, batch: int) -> dict[str, Any]:
         def end(self) -> None:
             pass
 
-    clock = Clock()
-    each = {"streamer": clock} if batch == 1 else {}
-    for count in (5, o.tokens):
-        clock.times, start = [], time.perf_counter()
-        model.generate(ids, max_new_tokens=count, min_new_tokens=count, **options, **each)
-        total = time.perf_counter() - start
+    def run(count: int, clock: Clock | None = None) -> float:
+        start = time.perf_counter()
+        model.generate(ids, max_new_tokens=count, min_new_tokens=count, streamer=clock, **options)
+        return 1e3 * (time.perf_counter() - start)
+
+    run(5)
+    first, clock = [run(1) for _ in range(FIRST)], Clock()
     if batch > 1:  # a streamer takes one text
-        return {"first": math.nan, "steps": [1e3 * total / o.tokens]}
-    times = clock.times[1:]  # the first entry is the prompt
-    return _steps(times, start)
+        return {"first": first, "steps": [run(o.tokens) / o.tokens]}
+    run(o.tokens, clock)
+    return {"first": first, "steps": _steps(clock.times[1:])}  # the first entry is the prompt
+
+
+def _llama_cpp(o: argparse.Namespace, batch: int) -> dict[str, Any]:
+    import os
+    import tempfile
+
+    import llama_cpp
+
+    model = _model(o)
+    if o.cuda or o.precision != "fp32" or type(model).__name__ != "GPT2":
+        raise SystemExit("llama.cpp is timed for GPT-2 in fp32 on CPUs")
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/model.gguf"
+        _write_gguf(model, path)
+        silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # a reference, as C keeps a pointer
+        llama_cpp.llama_log_set(silent, None)
+        llama_cpp.llama_backend_init()
+        loaded = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
+        params = llama_cpp.llama_context_default_params()
+        params.n_seq_max, params.n_batch, params.n_ubatch = batch, batch * o.context, batch * o.context
+        params.n_ctx = batch * (-(-(o.context + o.tokens) // 256) * 256)
+        params.type_k = params.type_v = 0  # GGML_TYPE_F32
+        params.n_threads = params.n_threads_batch = os.cpu_count() or 1
+        context = llama_cpp.llama_init_from_model(loaded, params)
+    vocab = model.config.vocab
+    prompts = np.random.default_rng(0).integers(0, vocab, (batch, o.context)).tolist()
+    room = llama_cpp.llama_batch_init(batch * o.context, 0, 1)
+
+    def decode(rows: list[list[int]], place: int) -> list[int]:
+        """Return the most likely next token of each sequence."""
+        room.n_tokens = 0
+        for row, ids in enumerate(rows):
+            for k, token in enumerate(ids):
+                n = room.n_tokens
+                room.token[n], room.pos[n], room.n_seq_id[n], room.seq_id[n][0] = token, place + k, 1, row
+                room.logits[n] = k == len(ids) - 1
+                room.n_tokens += 1
+        if llama_cpp.llama_decode(context, room):
+            raise SystemExit("llama_decode failed")
+        ends = np.cumsum([len(ids) for ids in rows]) - 1
+        logits = (llama_cpp.llama_get_logits_ith(context, int(end)) for end in ends)
+        return [int(np.ctypeslib.as_array(one, (vocab,)).argmax()) for one in logits]
+
+    def run(count: int) -> Iterator[int]:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        new = decode(prompts, 0)
+        yield new[-1]
+        for number in range(1, count):
+            new = decode([[token] for token in new], o.context + number - 1)
+            yield new[-1]
+
+    return _measured(run, o.tokens)
+
+
+def _write_gguf(model: Any, path: str) -> None:
+    """Write random weights with the sizes of a GPT-2 as a GGUF file without a vocabulary."""
+    import gguf
+
+    c = model.config
+    writer = gguf.GGUFWriter(path, "gpt2")
+    writer.add_context_length(c.positions)
+    writer.add_embedding_length(c.embed)
+    writer.add_feed_forward_length(4 * c.embed)
+    writer.add_block_count(c.layers)
+    writer.add_head_count(c.heads)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_vocab_size(c.vocab)
+    writer.add_tokenizer_model("no_vocab")
+    random, e = np.random.default_rng(0), c.embed
+    shapes = {"token_embd.weight": (c.vocab, e), "position_embd.weight": (c.positions, e)}
+    products = ("attn_qkv", 3 * e, e), ("attn_output", e, e), ("ffn_up", 4 * e, e), ("ffn_down", e, 4 * e)
+    for n in range(c.layers):
+        for name, out, inner in products:
+            shapes |= {f"blk.{n}.{name}.weight": (out, inner), f"blk.{n}.{name}.bias": (out,)}
+        for name in ("attn_norm", "ffn_norm"):
+            shapes |= {f"blk.{n}.{name}.weight": (e,), f"blk.{n}.{name}.bias": (e,)}
+    shapes |= {"output_norm.weight": (e,), "output_norm.bias": (e,)}
+    for name, shape in shapes.items():
+        writer.add_tensor(name, (0.02 * random.standard_normal(shape)).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _memory(o: argparse.Namespace, batch: int) -> dict[str, Any]:
@@ -297,7 +396,8 @@ def _memory(o: argparse.Namespace, batch: int) -> dict[str, Any]:
 
 
 WORKERS: dict[str, Callable[..., dict[str, Any]]] = {
-    "ours": _ours, "torch": _torch, "transformers": _transformers, "memory": _memory,
+    "ours": _ours, "torch": _torch, "transformers": _transformers, "llama.cpp": _llama_cpp,
+    "memory": _memory,
 }  # fmt: skip
 
 

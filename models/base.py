@@ -15,7 +15,7 @@ from typing_extensions import TypeVar  # of pydantic
 
 from nntile_py.errors import ConfigError, MissingWeight, raised
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.initial_weights import initial_adapters, initial_weights
+from nntile_py.graph.initial_weights import DrawnWeights, initial_adapters, initial_weights
 from nntile_py.graph.lora import LoRA, is_adapter, merged
 from nntile_py.graph.params import Batch, Param, Traced, trace
 from nntile_py.models.hf_config import (
@@ -216,6 +216,12 @@ class Model(Generic[ConfigT]):
     @weights.setter
     def weights(self, weights: Weights) -> None:
         self._weights = weights
+
+    def first_weights(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        """Return `weights`. Random weights that have not been drawn yet are drawn when they are read, and not kept."""
+        if self._weights is None and type(self).weights is Model.weights:
+            return DrawnWeights(self.params(), self.seed)
+        return self.weights
 
     def changed(self, **fields: Any) -> Self:
         """Return a model with the same weights and some config fields changed, such as attention="merge"."""

@@ -8,7 +8,7 @@ umask 022
 export LC_ALL=C
 
 oldest=1.4.8
-changes=8 # version of the changes to StarPU's sources below; with another version, StarPU is built again
+changes=9 # version of the changes to StarPU's sources below; with another version, StarPU is built again
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/nntile_py
 prefix=${NNTILE_STARPU_PREFIX:-}
 tarball=${STARPU_TARBALL:-}
@@ -223,6 +223,12 @@ sed -i '/^\s*_perf_model_add_dir(STARPU_SAMPLING_DIR,/d' src/core/perfmodel/perf
 copies=src/datawizard/copy_driver.c
 sed -i 's/DO_NOT_ALLOC || _starpu_is_reclaiming(dst_node))/DO_NOT_ALLOC || _starpu_is_reclaiming(dst_node) || (starpu_node_get_kind(dst_node) == STARPU_CUDA_RAM \&\& _starpu_is_reclaiming(STARPU_MAIN_RAM)))/' $copies
 grep -q '_starpu_is_reclaiming(STARPU_MAIN_RAM)' $copies || say "$copies has changed: a disk beside CUDA devices may come to a standstill"
+
+# The size of main memory comes from hwloc, which adds up the NUMA nodes. On virtual machines that get more memory after their
+# start, the nodes keep their first size: StarPU took 23 GiB of 125 for all.
+topology=src/core/topology.c
+sed -i 's/global_mem = hwloc_get_root_obj(topology->hwtopology)->total_memory;/global_mem = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);/; 0,/^#include <common/s//#include <unistd.h>\n&/' $topology
+grep -q 'sysconf(_SC_PHYS_PAGES)' $topology || say "$topology has changed: memory that was added after the machine's start is not used"
 
 # StarPU runs at most 2 prefetches and 5 other copies between two devices at a time. Our copies queue on a stream behind the
 # kernels that write their data, and a layer's weights are twelve copies.

@@ -151,7 +151,7 @@ def test_a_segment_of_many_tasks_in_a_chain() -> None:
 
 
 @pytest.mark.parametrize("value, message", [
-    ("all", "recompute: 'all' is not allowed; use none, attention, layer, or a list of patterns"),
+    ("all", "recompute: 'all' is not allowed; use none, attention, layer, auto, or a list of patterns"),
     ([3], r"recompute: \[3\] is not allowed"),
     ([], r"recompute: \[\] is not allowed"),
     (["*.nothing.*"], r"recompute: \['\*.nothing.\*'\] repeats no operator of this model; .* embed"),
@@ -169,7 +169,7 @@ def test_command(tmp_path: Path) -> None:
     done = nntile(tmp_path, *sets, "recompute=none", "train.steps=8", arguments=("--resume", f"{tmp_path}/run"))
     assert done.returncode == 0, done.stderr
     done = nntile(tmp_path, *sets, "recompute=some", arguments=("--overwrite",))
-    assert done.returncode == 2 and "recompute: got 'some'; allowed: none, attention, layer, or" in done.stderr
+    assert done.returncode == 2 and "recompute: got 'some'; allowed: none, attention, layer, auto, or" in done.stderr
 
 
 def test_plan_and_pictures_show_repeated_operators() -> None:

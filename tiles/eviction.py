@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Collection, Hashable, Sequence
+from typing import Literal
 
 from .tasklist import Task, TaskList, Tile
 
 FULL = 0.97  # tiles all fit, without a plan, if they need at most this share of a device's memory
 SHARE = 7 / 8  # share of a device's memory for the plan's tiles; the rest is for tiles in transfer
 MOST_ROUNDS = 12  # bound on the simulated repetitions of the lists
+SOON = 32  # an offloaded tile stays in a device's memory if one of the next SOON tasks uses it
+Offloaded = Literal["weights", "gradients", "optimizer", "activations"]  # kinds of tensors, as users name them
+OFFLOADED: dict[Offloaded, str] = {  # kinds of their tiles
+    "weights": "param", "gradients": "grad", "optimizer": "state", "activations": "temp",
+}  # fmt: skip
 
 
 def room_in_turn(lists: Sequence[TaskList], memory: float) -> float:
@@ -22,7 +29,7 @@ def room_in_turn(lists: Sequence[TaskList], memory: float) -> float:
     return 0 if fit else SHARE * memory
 
 
-def mark_evictions(lists: Sequence[TaskList], room: float) -> bool:
+def mark_evictions(lists: Sequence[TaskList], room: float, offload: Collection[Offloaded] = ()) -> bool:
     """Set `Task.evicts` for lists that one worker repeats in order. Return whether any tile must leave the memory.
 
     Belady's algorithm (IBM Systems Journal 5(2), 1966): the tile whose next use is the latest leaves. The tile leaves
@@ -31,9 +38,10 @@ def mark_evictions(lists: Sequence[TaskList], room: float) -> bool:
     Args:
         lists: resolved lists; persistent tiles with equal keys are the same tile.
         room: bytes of device memory.
+        offload: kinds of tiles, names of OFFLOADED, that also leave if there is room for them.
     """
     tasks = [task for one in lists for task in one.tasks]
-    uses = _evictions(tasks, room, first_only=False)
+    uses = _evictions(tasks, room, first_only=False, offload=offload)
     for task in tasks:
         task.evicts = []
     for number, tile in uses:
@@ -41,20 +49,36 @@ def mark_evictions(lists: Sequence[TaskList], room: float) -> bool:
     return bool(uses)
 
 
-def _evictions(tasks: list[Task], room: float, first_only: bool) -> list[tuple[int, Tile]]:
+def evicted_bytes(lists: Sequence[TaskList], memory: float | None, offload: Collection[Offloaded] = ()) -> int:
+    """Return the bytes that a step on one GPU evicts to main memory and fetches again.
+
+    Args:
+        memory: bytes of the GPU for tiles; None: all tiles fit.
+        offload: kinds of tiles that leave between uses, see tiles/eviction.py.
+    """
+    room = room_in_turn(lists, memory) if memory else 0
+    mark_evictions(list({id(tasks): tasks for tasks in lists}.values()), room or math.inf, offload)
+    return sum(tile.bytes for tasks in lists for task in tasks.tasks for tile in task.evicts)
+
+
+def _evictions(
+    tasks: list[Task], room: float, first_only: bool, offload: Collection[Offloaded] = ()
+) -> list[tuple[int, Tile]]:
     """Return (task number, tile that leaves after it) pairs; `first_only` stops at the first pair."""
-    if sum({a.tile.key: a.tile.bytes for t in tasks for a in t.accesses}.values()) <= room:
+    fits = sum({a.tile.key: a.tile.bytes for t in tasks for a in t.accesses}.values()) <= room
+    if fits and not offload:
         return []
     count = len(tasks)
     used = [{a.tile.key: a.tile for a in t.accesses} for t in tasks]
-    after = _next_uses(used, [{tile.key for tile in t.clears} for t in tasks])
+    cleared = [{tile.key for tile in t.clears} for t in tasks]
+    after = _next_uses(used, cleared)
     held: dict[Hashable, int] = {}  # tiles in memory, with the turn of their last use
     by_use: list[tuple[int, int, Hashable]] = []  # heap of tiles in memory, the furthest next use first
     order, taken = itertools.count(), 0
-    marked: set[tuple[int, Hashable]] = set()
+    marked = _offloaded(tasks, used, after, cleared, {OFFLOADED[name] for name in offload})
     before = 0
     # Memory fills in the first round. A tile marked in a later round leaves in every round, until a round marks none.
-    for turn in range(MOST_ROUNDS * count):
+    for turn in range(0 if fits else MOST_ROUNDS * count):
         if turn % count == 0:
             if turn > count and len(marked) == before:
                 break
@@ -90,6 +114,26 @@ def _evictions(tasks: list[Task], room: float, first_only: bool) -> list[tuple[i
             taken -= tiles[key].bytes if held.pop(key, None) is not None else 0
     uses = ((number, key) for number, tiles in enumerate(used) for key in tiles)
     return [(number, used[number][key]) for number, key in uses if (number, key) in marked]
+
+
+def _offloaded(
+    tasks: Sequence[Task], used: Sequence[dict[Hashable, Tile]], after: Sequence[dict[Hashable, int]],
+    cleared: Sequence[set[Hashable]], kinds: Collection[str],
+) -> set[tuple[int, Hashable]]:  # fmt: skip
+    """Return (task number, key) pairs of the tiles of some kinds that no task uses soon after the task.
+
+    Tiles that are freed or discarded before their next use are left out: their contents are not needed again.
+    """
+    marked, ends = set(), [0, *itertools.accumulate(len(task.parts) or 1 for task in (*tasks, *tasks))]
+    for number, tiles in enumerate(used if kinds else ()):
+        freed = {tile.key for tile in tasks[number].frees}
+        for key, tile in tiles.items():
+            distance = after[number][key]
+            between = ends[number + distance] - ends[number + 1]  # tasks
+            needed = key not in freed and key not in cleared[(number + distance) % len(used)]
+            if needed and between >= SOON and (tile.kind if tile.persistent else "temp") in kinds:
+                marked.add((number, key))
+    return marked
 
 
 def _next_uses(used: list[dict[Hashable, Tile]], cleared: list[set[Hashable]]) -> list[dict[Hashable, int]]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from nntile_py.analysis.simulate import evicted_bytes, planned_seconds
-from nntile_py.config.builders import step_spec
+from nntile_py.analysis.simulate import planned_seconds
+from nntile_py.config.builders import room, step_spec
 from nntile_py.graph.params import numel
+from nntile_py.graph.recompute_choice import Room, StepEstimate, candidates, fastest
+from nntile_py.graph.recompute_rule import AUTO
 from nntile_py.graph.step import Step, StepSpec
 from nntile_py.models.registry import find
 from nntile_py.models.torch_module import TorchModule
@@ -17,6 +20,7 @@ from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tasks.op import Lowering
 from nntile_py.tiles import TaskList, device_model
 from nntile_py.tiles.dependencies import TileUse, critical_path, dependencies
+from nntile_py.tiles.eviction import evicted_bytes
 from nntile_py.tiles.placement import Speed
 from nntile_py.tiles.tasklist import name_and_phase
 
@@ -120,6 +124,7 @@ class Plan:
         axes: of the parameters and inputs, by name.
         captured: the model is a PyTorch module, whose axes got their names from the capture.
         rows: sums over operators, by phase and kind of operator.
+        candidates: {number of micro-batches: estimates of `recompute: auto`}.
     """
 
     parameters: int
@@ -138,6 +143,7 @@ class Plan:
     axes: dict[str, PlanAxis]
     captured: bool
     rows: dict[tuple[str, str], PlanRow]
+    candidates: dict[int, list[StepEstimate]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         rows = [
@@ -146,7 +152,9 @@ class Plan:
             for (phase, kind), row in self.rows.items()
         ]  # fmt: skip
         axes = {name: vars(axis) for name, axis in self.axes.items()}
-        return {k: v for k, v in vars(self).items() if k != "rows"} | {"axes": axes, "operators": rows}
+        candidates = {count: [vars(one) for one in found] for count, found in self.candidates.items()}
+        own = {k: v for k, v in vars(self).items() if k not in ("rows", "candidates")}
+        return own | {"axes": axes, "operators": rows} | ({"recompute": candidates} if candidates else {})
 
     def render(self) -> RenderableType:
         from rich.console import Group
@@ -175,7 +183,22 @@ class Plan:
             *(self._axes() if self.captured else ()),
             f"program             {self.digest[:16]}",
         ]
-        return Group(table, Text(), *map(Text, lines))
+        return Group(table, Text(), *map(Text, lines), *(self._recompute() if self.candidates else ()))
+
+    def _recompute(self) -> Iterator[RenderableType]:
+        """Yield the estimates for `recompute: auto`, the chosen value first, and a table with smaller micro-batches."""
+        from rich.text import Text
+
+        best = fastest(next(iter(self.candidates.values())))
+        yield Text(f"recompute           {best.recompute}, chosen for the micro-batches of the config:\n")
+        heads = ("recompute", "micro-batches", "s a step", "MiB at peak", "GB evicted", "fits")
+        table = plain_table(heads, text=heads[:1])
+        for count, found in self.candidates.items():
+            for one in found:
+                evicted = f"{one.evicted_bytes / 1e9:.1f}" if one.evicted_bytes else ""
+                cells = f"{count}", f"{one.seconds:.3g}", f"{one.peak_bytes / 2**20:,.0f}", evicted
+                table.add_row(one.recompute, *cells, "yes" if one.fits else "no")
+        yield table
 
     def _torch_calls(self) -> list[str]:
         """Return the line on calls of PyTorch; none if there are no such calls."""
@@ -200,7 +223,21 @@ def plan(config: RunConfig, spec: StepSpec | None = None) -> Plan:
 
     spec: the config's StepSpec, if the caller has it already."""
     with no_search_for_cycles():
-        return summarise((spec or step_spec(config)).step(), config=config)
+        spec = spec or step_spec(config)
+        made = summarise(spec.step(), config=config)
+        if spec.recompute == AUTO:
+            made.candidates = micro_batches(spec, room(config))
+        return made
+
+
+def micro_batches(spec: StepSpec, room: Room) -> dict[int, list[StepEstimate]]:
+    """Return {number of micro-batches: estimates of `recompute`}, with each micro-batch in 1, 2, 4 and 8 parts."""
+    found = {}
+    for parts in (1, 2, 4, 8):
+        if spec.batch % parts == 0:
+            count = spec.grad_accumulation * parts
+            found[count] = candidates(replace(spec, batch=spec.batch // parts, grad_accumulation=count), room)
+    return found
 
 
 def summarise(step: Step, *, config: RunConfig) -> Plan:
@@ -255,8 +292,8 @@ def summarise(step: Step, *, config: RunConfig) -> Plan:
     if config.planned or (gpu and config.workers == 1):  # one GPU runs tasks in planned order and groups, too
         seconds = planned_seconds(lists, config.workers, of.speed)
         runtime = config.runtime
-        if gpu and config.workers == 1 and runtime.cuda_memory and not runtime.cpus and not runtime.disk:
-            evicted = evicted_bytes(lists, runtime.cuda_memory)
+        if gpu and config.workers == 1 and not runtime.cpus and not runtime.disk:
+            evicted = evicted_bytes(lists, runtime.cuda_memory, config.offload)
             seconds += evicted / of.speed.host_s
     kind = ("GPU" if gpu else "CPU worker") + "s" * (config.workers > 1)
     each = f"{of.speed.flop_s / 1e9:,.0f} Gflop/s and {of.speed.bytes_s / 1e9:,.0f} GB/s"

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from nntile_py.tiles import TaskList, Tile
 from nntile_py.tiles.allreduce import Network, Piecewise
 from nntile_py.tiles.dependencies import TileUse, dependencies
-from nntile_py.tiles.eviction import mark_evictions, room_in_turn
 from nntile_py.tiles.placement import Residency, Speed, place
 from nntile_py.tiles.rank_tasks import RECEIVE, MessageTask, Replicas
 from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
@@ -136,15 +135,6 @@ def rank_programs(lists: Sequence[TaskList], ranks: int, speed: Speed, shard: bo
                 own[-1] += [replace(task, worker=0) for task in tasks.tasks]
             replicas.ran(shared)
     return of_ranks
-
-
-def evicted_bytes(lists: Sequence[TaskList], memory: float) -> int:
-    """Return the bytes that a step on one GPU with `memory` bytes evicts to main memory and fetches again."""
-    room = room_in_turn(lists, memory)
-    if not room:
-        return 0
-    mark_evictions(list({id(tasks): tasks for tasks in lists}.values()), room)
-    return sum(tile.bytes for tasks in lists for task in tasks.tasks for tile in task.evicts)
 
 
 def simulate_list(tasks: Sequence[Task], workers: int, speed: Speed, copies: Copies, start: float = 0.0) -> float:

@@ -79,7 +79,8 @@ def write_first_state(
     """Write a model's weights into their tiles, and zeros into the tiles of the optimizer's averages.
 
     check_equal: called with a text and each weight; raises ConfigError if ranks have different weights."""
-    masters, weights = masters_of(built), getattr(model, "weights", None)
+    masters = masters_of(built)
+    weights = model.first_weights() if hasattr(model, "first_weights") else getattr(model, "weights", None)
     if not isinstance(weights, Mapping):
         raise ConfigError(f"model: {type(model).__name__}.weights is no dict; allowed: {{name: array}}")
     for param in built.params:

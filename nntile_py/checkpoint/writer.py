@@ -43,6 +43,7 @@ def trainer_facts(trainer: Any) -> dict[str, Any]:
             "shift_labels": trainer.shift_labels, "pack": spec.pack, "check_finite": trainer.nan_check.enabled,
             "loss_scale": spec.loss_scale, **({"freeze": [*spec.freeze]} if spec.freeze else {}),
             **({"recompute": spec.recompute} if spec.recompute != "none" else {}),
+            **({"offload": [*spec.offload]} if spec.offload else {}),
         },
     }  # fmt: skip
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nntile_py.config.run_config import RunConfig
 from nntile_py.errors import operators_refuse
+from nntile_py.graph.recompute_choice import Room
 from nntile_py.graph.step import StepSpec
 from nntile_py.graph.timings import METHOD, Timings, opened
 from nntile_py.models.base import Model
@@ -46,8 +47,19 @@ def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
         loss_scale=config.train.loss_scale,
         freeze=config.freeze,
         recompute=config.recompute,
+        offload=config.offload,
+        room=room(config),
         timings=timings(config) if config.layout == "searched" else None,
     )
+
+
+def room(config: RunConfig) -> Room:
+    """Return the workers and the memory that the section `runtime` gives a run, on each rank."""
+    runtime = config.runtime
+    disk = runtime.disk.size if runtime.disk else 0
+    gpus = config.workers if runtime.cuda else 0
+    beside = 0 if runtime.cpus == "all" else int(runtime.cpus)  # CPU workers beside GPUs
+    return Room.of(beside if gpus else config.workers, gpus, runtime.memory, runtime.cuda_memory, disk)
 
 
 def default_layouts(config: RunConfig) -> RunConfig:

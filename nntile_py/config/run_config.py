@@ -39,7 +39,7 @@ from nntile_py.data.collators import most_masked
 from nntile_py.data.token_files import TOKENIZER, is_token_folder
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion, every_rule
-from nntile_py.graph.recompute_rule import RECOMPUTE, WORDS, as_recompute
+from nntile_py.graph.recompute_rule import AUTO, RECOMPUTE, WORDS, as_recompute
 from nntile_py.graph.step import PRECISIONS, check_pack, check_precision
 from nntile_py.models.base import ModelConfig
 from nntile_py.models.hf_config import WEIGHTS, read_raw, weight_files
@@ -61,6 +61,7 @@ from nntile_py.schema import (
 from nntile_py.system.folders import STDLIB
 from nntile_py.system.load import cores
 from nntile_py.tasks.optimizer import OPTIMIZERS
+from nntile_py.tiles.eviction import Offloaded
 from nntile_py.tiles.tasklist import Policy
 from nntile_py.tiles.worker_kinds import check_workers
 from nntile_py.yaml_text import dump
@@ -95,11 +96,18 @@ class RunConfig(Section):
     are not trained: they have no gradient and no optimizer state."""
     recompute: Annotated[
         str | Sequence[str],
-        *only(WORDS, as_recompute, anyOf=[{"enum": [*RECOMPUTE]}, {"type": "array", "items": {"type": "string"}}]),
+        *only(
+            WORDS, as_recompute,
+            anyOf=[{"enum": [*RECOMPUTE, AUTO]}, {"type": "array", "items": {"type": "string"}}],
+        ),
     ] = "none"
     """Operators whose results the backward pass computes again. Their results are not kept in memory. `attention`: the
-    attention of each layer. `layer`: all operators of each layer. A list: operators whose names match a pattern, such
+    attention of each layer. `layer`: all operators of each layer. `auto`: the fastest of these values in the memory of
+    `runtime`, by the times that `nntile plan` shows. A list: operators whose names match a pattern, such
     as `*.mlp.*`. Losses and gradients have the same bits as with `none`."""
+    offload: list[Offloaded] = Field(default_factory=list)
+    """Kinds of tensors that leave a GPU for main memory between uses. GPUs only. Other tiles leave a GPU only if its
+    memory is full. With `runtime.disk`, `runtime.disk.kinds` chooses what may go from main memory to the disk."""
     tiles: TilesSection = TilesSection()
     accumulate: Policy = "chain"
     """How partial sums of a tile are added: `chain` in a fixed order (the same bits for any number of workers and any

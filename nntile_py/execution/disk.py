@@ -15,11 +15,13 @@ from typing import Any
 from nntile_py.errors import ConfigError
 from nntile_py.schema import SIZES, in_bytes
 from nntile_py.system.folders import is_marked, mark
+from nntile_py.tiles.eviction import OFFLOADED
 from nntile_py.typed import plain
 
 LEAST = 16 << 20  # smallest allowed `size` in bytes, StarPU's own minimum
 PREFIX = "nntile-swap-"  # prefix of the processes' folders; each process locks its folder
-KINDS = {"weights": "param", "gradients": "grad", "optimizer": "state"}  # names in `kinds`, and kinds of tiles
+# Names in `kinds`, and kinds of tiles. Activations may always go to the disk.
+KINDS: dict[str, str] = {name: kind for name, kind in OFFLOADED.items() if name != "activations"}
 _SWAP = "tiles"  # mark of these folders: no other folder is ever removed
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from nntile_py import _core
 from nntile_py.errors import TaskError
 from nntile_py.execution.runtime import Runtime
+from nntile_py.graph.recompute_choice import OF_MACHINE, Room
 from nntile_py.system.cgroup import within_machine
 from nntile_py.tasks.optimizer import MASTERS
 from nntile_py.tiles import AXES, TaskList, Tile, cut_as
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from nntile_py.graph.step import Step
 
 MIB = 2**20
-OF_MACHINE = 0.8  # share of main memory for tiles if runtime.memory is not set; the process has other arrays too
 TIGHT_GROUPS = 64  # number of task groups whose tiles fit on a GPU together, if not all tiles of a step fit
 
 
@@ -71,6 +71,12 @@ def has_room_for_evictions(lists: Sequence[TaskList], runtime: Runtime) -> bool:
     held |= {tile.key: tile.bytes for task in tasks for tile in task.evicts}
     room = main_memory(runtime) * (1 if runtime.memory else OF_MACHINE)
     return sum(held.values()) <= room
+
+
+def room(runtime: Runtime) -> Room:
+    """Return the workers and the memory of a runtime, for the choice of `recompute: auto`."""
+    disk = runtime.disk.size if runtime.disk else 0
+    return Room.of(runtime.cpus, runtime.cuda, runtime.memory, runtime.cuda_memory, disk)
 
 
 def gpu_peak() -> int:

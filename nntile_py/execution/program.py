@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,7 +28,7 @@ from nntile_py.tasks import launch
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tiles import Slot, TaskList, Tile, device_model
 from nntile_py.tiles.dtypes import host_dtype
-from nntile_py.tiles.eviction import mark_evictions
+from nntile_py.tiles.eviction import Offloaded, mark_evictions
 from nntile_py.tiles.placement import Residency, Speed, delay, place
 from nntile_py.tiles.rank_tasks import SEND, MessageTask, RankLists, Replicas, described, listed
 from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
@@ -228,13 +228,17 @@ def _new(tile: Tile) -> _core.Tile:
 
 
 @no_search_for_cycles()
-def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checked: bool = False) -> list[Program]:
+def programs(
+    lists: Sequence[TaskList], store: Store, tf32: bool = False, checked: bool = False,
+    offload: Collection[Offloaded] = (),
+) -> list[Program]:  # fmt: skip
     """Return a native program for each of several resolved task lists, which will run in turn, repeatedly.
 
     Args:
         store: holds the tiles that outlive the programs.
         tf32: True: products on CUDA may round fp32 tiles to tf32.
         checked: True: check what tasks write for NaN and infinity, see _core.take_not_finite.
+        offload: kinds of tiles that leave a GPU between uses, see tiles/eviction.py.
     """
     gpus, runtime = _core.cuda_workers(), Runtime.current
     assert runtime is not None
@@ -258,8 +262,9 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
         ]
         if room:
             _core.reserve_for_tiles()
-            if not store.ranks and mark_evictions(lists, room) and not memory.has_room_for_evictions(lists, runtime):
-                mark_evictions(lists, math.inf)
+        planned = room if room and not store.ranks else math.inf
+        if mark_evictions(lists, planned, offload) and not memory.has_room_for_evictions(lists, runtime):
+            mark_evictions(lists, math.inf)
     # With ranks there is no delay, because other ranks wait for weights too, and for longer.
     if runtime.placement == "planned" and not store.ranks:
         delay(lists, gpus or _core.cpu_workers())

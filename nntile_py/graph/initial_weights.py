@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -59,21 +59,34 @@ def _inits(params: Iterable[Param]) -> dict[str, tuple[Init, Source]]:
     return inits
 
 
-def each_initial_weight(params: Iterable[Param], seed: int) -> Iterator[tuple[str, Array]]:
-    """Yield (name, value) of each weight of `initial_weights`, so that only one weight is in memory at a time."""
-    number = 0
-    for name, (init, source) in _inits(params).items():
+class DrawnWeights(Mapping[str, Array]):
+    """The mapping that `initial_weights` returns. A value is drawn when it is read, and only the last one is kept."""
+
+    def __init__(self, params: Iterable[Param], seed: int | Sequence[int]) -> None:
+        self._inits, self._seed = _inits(params), seed
+        random = (name for name, (init, _) in self._inits.items() if not isinstance(init, Constant))
+        self._numbers = {name: number for number, name in enumerate(random)}
+        self._last: tuple[str, Array] | None = None
+
+    def __getitem__(self, name: str) -> Array:
+        if self._last is None or self._last[0] != name:
+            init, source = self._inits[name]
+            self._last = None  # frees the array before the next is allocated
+            self._last = name, self._drawn(name, init, source)
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._inits)
+
+    def __len__(self) -> int:
+        return len(self._inits)
+
+    def _drawn(self, name: str, init: Init, source: Source) -> Array:
         if isinstance(init, Constant):
-            yield name, np.full(source.shape, init.value, np.float32)
-            continue
+            return np.full(source.shape, init.value, np.float32)
         weight = np.empty(source.shape, np.float32)
-
-        def draw(rng: np.random.Generator, block: Array, _: int, init: Normal | Uniform = init) -> None:
-            _draw(rng, block, init)
-
-        fill([weight], seed, draw, number)
-        number += 1
-        yield name, weight
+        fill([weight], self._seed, lambda rng, block, _: _draw(rng, block, init), self._numbers[name])
+        return weight
 
 
 def initial_weights(params: Iterable[Param], seed: int | Sequence[int]) -> dict[str, Array]:

@@ -10,17 +10,18 @@ from typing import Any
 from nntile_py.tiles import Task
 
 RECOMPUTE = "none", "attention", "layer"
+AUTO = "auto"  # the fastest value of RECOMPUTE that fits, see recompute_choice.py
 _LAYER = re.compile(r"((?:[^.]*\.)*?[^.]*\d)\.")  # h3. or model.layers.3.
 _ATTENTION = re.compile(r"((?:[^.]*\.)*?[^.]*(?:attn|attention)[^.]*)\.")
 
 
-WORDS = f"{', '.join(RECOMPUTE)}, or a list of patterns of operators' names"
+WORDS = f"{', '.join((*RECOMPUTE, AUTO))}, or a list of patterns of operators' names"
 
 
 def as_recompute(value: Any) -> str | tuple[str, ...] | None:
-    """Return the setting `recompute`; None if it is neither a name of RECOMPUTE nor a list of patterns."""
+    """Return the setting `recompute`; None if it is neither AUTO, a name of RECOMPUTE, nor a list of patterns."""
     if isinstance(value, str):
-        return value if value in RECOMPUTE else None
+        return value if value in (*RECOMPUTE, AUTO) else None
     patterns = isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value)
     return tuple(value) if patterns else None
 

@@ -5,6 +5,7 @@ Task lists are pure data. Runs, plans, profiles and drawings read them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,13 +28,15 @@ from nntile_py.graph.passes.cached_projections import fuse_cached_projections
 from nntile_py.graph.passes.precision import narrow_gradients
 from nntile_py.graph.passes.qkv_fusion import merge_projections
 from nntile_py.graph.random_inputs import random_inputs
-from nntile_py.graph.recompute_rule import WORDS, as_recompute
+from nntile_py.graph.recompute_choice import Room, candidates, fastest
+from nntile_py.graph.recompute_rule import AUTO, WORDS, as_recompute
 from nntile_py.graph.timings import Timings
 from nntile_py.tasks.adamw import AdamW
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tasks.optimizer import MOST_SCALE, OPTIMIZERS, Ends, GradNorm, Optimizer
 from nntile_py.tiles import Tiling
 from nntile_py.tiles.allreduce import RankSums
+from nntile_py.tiles.eviction import OFFLOADED, Offloaded
 from nntile_py.tiles.tasklist import live_slot
 from nntile_py.typed import plain
 
@@ -185,6 +188,8 @@ class StepSpec:
         loss_scale: initial loss scale, see training/loss_scale.py; None: 65536 in fp16, else no scale.
         freeze: patterns of names of weights that are not trained, see graph/freeze.py.
         recompute: forward operators whose tasks run again in the backward pass, see graph/recompute_rule.py.
+        room: the memory for which `recompute: auto` chooses; None: the CPU workers and main memory of this machine.
+        offload: kinds of tensors whose tiles leave a GPU between uses, see tiles/eviction.py.
 
     Raises:
         ConfigError: a value is out of range.
@@ -210,6 +215,8 @@ class StepSpec:
     loss_scale: float | None = None
     freeze: Sequence[str] = ()
     recompute: str | Sequence[str] = "none"
+    offload: Sequence[Offloaded] = ()
+    room: Room | None = None
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.model, "trace", None)):
@@ -236,6 +243,10 @@ class StepSpec:
         if (recompute := as_recompute(self.recompute)) is None:
             raise ConfigError(f"recompute: {self.recompute!r} is not allowed; use {WORDS}")
         object.__setattr__(self, "recompute", recompute)
+        kinds = self.offload
+        if isinstance(kinds, str) or not all(kind in [*OFFLOADED] for kind in kinds):
+            raise ConfigError(f"offload: {kinds!r} is not allowed; use a list of {', '.join(OFFLOADED)}")
+        object.__setattr__(self, "offload", tuple(dict.fromkeys(kinds)))
         if not isinstance(self.pack, bool):
             raise ConfigError(f"pack: {self.pack!r} is not allowed; use True or False")
         scale = self.loss_scale
@@ -249,6 +260,13 @@ class StepSpec:
     def padded(self) -> StepSpec:
         """The same spec without packing: each row is one padded sequence."""
         return replace(self, pack=False) if self.pack else self
+
+    @cached_property
+    def chosen_recompute(self) -> str | Sequence[str]:
+        """`recompute`, with the fastest value that fits into `room` in the place of `auto`."""
+        if self.recompute != AUTO:
+            return self.recompute
+        return fastest(candidates(self, self.room or Room.of(os.cpu_count() or 1, 0, None, None))).recompute
 
     @property
     def rows(self) -> int:
@@ -351,11 +369,14 @@ class StepSpec:
         return update
 
     @operators_refuse()
-    def step(self) -> Step:
-        """Return the training step: forward, backward and update as task lists."""
+    def step(self, recompute: str | None = None) -> Step:
+        """Return the training step: forward, backward and update as task lists.
+
+        recompute: value in place of `self.chosen_recompute`.
+        """
         graphs, graph, grads = self.graphs, self.graphs.graph, self.graphs.grads
         rank_sums, more = self._rank_sums(grads.values()), None
-        again = self.recompute
+        again = self.chosen_recompute if recompute is None else recompute
         first = lower(graph, self.cuts, self.accumulate, rank_sums=rank_sums, recomputed=again)
         # The next step discards the gradients when it begins, so activations can use their memory. Until then the host
         # can read the gradients.

@@ -18,7 +18,7 @@ from torch import nn
 
 from nntile_py.config.builders import build_model
 from nntile_py.config.run_config import RunConfig
-from nntile_py.graph.initial_weights import each_initial_weight
+from nntile_py.graph.initial_weights import DrawnWeights
 from nntile_py.measure.contestants import world_size
 from nntile_py.measure.torch_peers import Step, replicated, torch_device, torch_dtype, trained
 from nntile_py.measure.workload_inputs import Array
@@ -89,7 +89,7 @@ def start_weights(config: RunConfig) -> Iterator[tuple[str, Array]]:
     if config.model.from_ is not None:
         yield from model.weights.items()
     else:
-        yield from each_initial_weight(model.params(), config.seed)
+        yield from DrawnWeights(model.params(), config.seed).items()
 
 
 def shifted(config: RunConfig, arrays: Mapping[str, Array], rank: int, world: int, device: Any) -> tuple[Any, ...]:

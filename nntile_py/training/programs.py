@@ -141,7 +141,8 @@ class Programs:
         return not (one.default is None or name in self._changed or one.scale or callable(one.default))
 
     def _bound(self, lists: Sequence[TaskList]) -> list[Program]:
-        return programs(lists, self.store, tf32=self.spec.precision == "tf32", checked=self._checked)
+        tf32, offload = self.spec.precision == "tf32", self.spec.offload
+        return programs(lists, self.store, tf32=tf32, checked=self._checked, offload=offload)
 
     def _write_defaults(self, graph: Graph, lowering: Lowering, written: Collection[str] = ()) -> None:
         """Write the default values of inputs into their tiles. A default stays until a step passes another value.

@@ -39,6 +39,7 @@ from nntile_py.tasks.adamw import AdamW
 from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.optimizer import INVERSE_SCALE, Optimizer
 from nntile_py.tiles import TaskList, Tiling
+from nntile_py.tiles.eviction import Offloaded
 from nntile_py.training.inputs import Inputs, IntArray, as_step_inputs, dropout_seed
 from nntile_py.training.loss_scale import LossScale
 from nntile_py.training.nan_check import NanCheck
@@ -80,8 +81,11 @@ class Trainer:
         freeze: Patterns of names of weights in checkpoints, such as `*.wte.*`. These weights are not trained: they have
             no gradient and no optimizer state.
         recompute: Operators whose results the backward pass computes again. Their results are not kept in memory.
-            none; attention: the attention of each layer; layer: all operators of each layer; or a list of patterns of
-            operators' names, such as `*.mlp.*`. Losses and gradients have the same bits as with none.
+            none; attention: the attention of each layer; layer: all operators of each layer; auto: the fastest of
+            these by estimate in the runtime's memory; or a list of patterns of operators' names, such as `*.mlp.*`.
+            Losses and gradients have the same bits as with none.
+        offload: Kinds of tensors that leave a GPU for main memory between uses: weights, gradients, optimizer,
+            activations. Without GPUs this has no effect.
         check_finite: Check all values that tasks write. A loss or norm that is not finite then raises NotFinite, which
             names the operator that wrote the first such value. Slow: for debugging.
 
@@ -112,6 +116,7 @@ class Trainer:
         loss_scale: float | None = None,
         freeze: Sequence[str] = (),
         recompute: str | Sequence[str] = "none",
+        offload: Sequence[Offloaded] = (),
     ) -> None:
         if attention is not None and not hasattr(model, "changed"):
             need = f"None, as {type(model).__name__} is no nt.Model and chooses its attention itself"
@@ -120,7 +125,7 @@ class Trainer:
         spec = StepSpec(
             chosen, batch, seq, Tiling(tiles), precision, optimizer or AdamW(), clip_grad_norm, accumulate,
             Fusion.of(fusion), grad_accumulation, skip_above_norm, pack=pack, loss_scale=loss_scale,
-            freeze=freeze, recompute=recompute,
+            freeze=freeze, recompute=recompute, offload=offload,
         )  # fmt: skip
         self._start(model, spec, seed, shift_labels, check_finite)
 
@@ -141,6 +146,8 @@ class Trainer:
             if check_finite:
                 need = "False, as each sees only its own tasks"
                 raise ConfigError(f"check_finite (debug.nonfinite): got True; allowed on several ranks: {need}")
+        spec = replace(spec, room=memory.room(runtime))
+        spec = replace(spec, recompute=spec.chosen_recompute)
         self.model, self.seed, self.shift_labels, self._runtime = model, plain(seed), plain(shift_labels), runtime
         self.nan_check = NanCheck(plain(check_finite), (STEPS_IN_FLIGHT + 1) * (spec.grad_accumulation + 1))
         self.batch, self.seq, self.precision = spec.batch, spec.seq, spec.precision

@@ -1,0 +1,105 @@
+"""The setting `recompute: auto`: the value whose step is estimated to be the fastest in the given memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nntile_py.errors import ConfigError
+from nntile_py.graph.recompute_rule import RECOMPUTE
+from nntile_py.system.cgroup import within_machine
+from nntile_py.tiles import device_model
+from nntile_py.tiles.eviction import Offloaded, evicted_bytes
+
+DISK_S = 1e9  # bytes/s from and to a disk, assumed
+OF_MACHINE = 0.8  # share of main memory for tiles if runtime.memory is not set; the process has other arrays too
+IN_ORDER = 0.9  # share of main memory that a step may need if its tasks run in order; workers run ahead of each other
+
+
+@dataclass(frozen=True)
+class Room:
+    """The workers and the memory of a run.
+
+    Attributes:
+        workers: number of CPU workers, or of GPUs.
+        gpu: True: the workers are GPUs.
+        bytes: memory for tiles: of all GPUs together, or main memory.
+        beyond: bytes for tiles that do not fit: main memory for GPUs, a disk for CPU workers.
+        planned: True: evictions are planned, see tiles/eviction.py. False: StarPU chooses what leaves.
+    """
+
+    workers: int
+    gpu: bool
+    bytes: int
+    beyond: int = 0
+    planned: bool = False
+
+    @classmethod
+    def of(cls, cpus: int, gpus: int, memory: int | None, cuda_memory: int | None, disk: int = 0) -> Room:
+        """Return the room of a runtime with these keys. disk: bytes of `runtime.disk`."""
+        main = within_machine(memory) if memory else int(OF_MACHINE * within_machine(None))
+        if not gpus:
+            return cls(cpus, False, main, disk)
+        planned, each = gpus == 1 and not (cpus or disk), cuda_memory or device_model.MEMORY
+        return cls(gpus, True, gpus * each, main + disk, planned)
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """The estimate for one value of `recompute`.
+
+    Attributes:
+        recompute: the value.
+        peak_bytes: largest number of bytes alive at once.
+        evicted_bytes: bytes that leave the memory in a step and return.
+        seconds: time of a step.
+        fits: the step can run.
+    """
+
+    recompute: str
+    peak_bytes: int
+    evicted_bytes: int
+    seconds: float
+    fits: bool
+
+
+class Steps(Protocol):
+    """The part of a StepSpec that builds a step with a value of `recompute`."""
+
+    @property
+    def grad_accumulation(self) -> int: ...
+
+    @property
+    def offload(self) -> Sequence[Offloaded]: ...
+
+    def step(self, recompute: str | None = None) -> Any: ...
+
+
+def candidates(spec: Steps, room: Room) -> list[StepEstimate]:
+    """Return the estimates of all values of `recompute` that repeat an operator of the model."""
+    found, share = [], 1 if room.gpu else IN_ORDER
+    for value in RECOMPUTE:
+        try:
+            step = spec.step(recompute=value)
+        except ConfigError:
+            if value == "none":
+                raise
+            continue  # the model has no such operators
+        lists = [one.tasks for one in (step.first, *[step.more] * (spec.grad_accumulation - 1), step.update) if one]
+        speed = device_model.speed(lists, room.gpu)
+        seconds = 0.0
+        for tasks in (one.tasks for one in lists):
+            seconds += max(sum(map(speed.seconds, tasks)) / room.workers, len(tasks) * speed.submit)
+        peak = step.peak_bytes()
+        evicted = evicted_bytes(lists, room.bytes, spec.offload) if room.planned else 2 * max(0, peak - room.bytes)
+        seconds += evicted / (speed.host_s if room.gpu else DISK_S)
+        found.append(StepEstimate(value, peak, evicted, seconds, peak <= share * room.bytes + room.beyond))
+    return found
+
+
+def fastest(found: Sequence[StepEstimate]) -> StepEstimate:
+    """Return the fastest candidate that fits; if none fits, the candidate with the smallest peak."""
+    return min(found, key=lambda one: (not one.fits, one.seconds if one.fits else math.inf, one.peak_bytes))
+
