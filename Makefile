@@ -8,7 +8,7 @@ setup:
 	@scripts/setup.sh
 
 setup-test:
-	@scripts/setup.sh test lint docs serve data tensorboard
+	@scripts/setup.sh test lint docs serve data tensorboard wandb
 
 setup-lint:
 	@scripts/setup.sh lint

@@ -1,17 +1,21 @@
-"""Times of generation: ours beside PyTorch's static cache with torch.compile, transformers, and the memory.
+"""Time generation with nntile_py, PyTorch, transformers and llama.cpp, and measure the memory's rate.
 
     python experiments/generation.py experiments/gpt2_124m.yaml --batch 1 8 --context 128 --tokens 64
     python experiments/generation.py experiments/llama_1b.yaml --cuda 1 --precision bf16 --batch 1 64 --context 1024
 
-Each contestant runs in processes of its own, in turns. Weights are random. The first token is the time from the call to
-the first token of each text: the median and the 99th percentile of FIRST calls in each process. The other columns are
-times between tokens. "of memory" compares the bytes that a
-decoding step must read, weights and cached keys and values, with a copy on the GPU, or a read on all CPU cores.
+Each contestant runs in processes of its own, alternating with the others. Weights are random. Columns:
 
-Contestants: ours; torch: a static cache and torch.compile with CUDA graphs, gpt-fast's recipe
-(github.com/pytorch-labs/gpt-fast); transformers: generate with a static cache; llama.cpp: greedy decoding on CPUs, for
-GPT-2 and fp32 (packages llama-cpp-python and gguf).
-Contestants whose packages are missing are left out.
+first, p99: time from the call to the first token, median and 99th percentile of FIRST calls in each process.
+step, p99: time between two tokens of a text, as means of four tokens.
+tokens/s: of all texts together, from `step`.
+of memory: rate at which a step reads its bytes (`step_bytes`), divided by the rate of a copy on the GPU, or of a read
+    on all CPU cores.
+ratio: nntile_py's `step` divided by that of the contestant; in brackets the medians of the contestant's processes.
+
+Contestants: ours; torch: a static cache, and steps by torch.compile, in a CUDA graph on a GPU, gpt-fast's recipe
+(github.com/pytorch-labs/gpt-fast), the prompt without torch.compile; transformers: generate with a static cache;
+llama.cpp: greedy decoding on CPUs, for GPT-2 and fp32 (packages llama-cpp-python and gguf). transformers and llama.cpp
+are left out if their packages are missing.
 """
 
 from __future__ import annotations
@@ -108,7 +112,7 @@ def _model(o: argparse.Namespace) -> Any:
 
 
 def step_bytes(o: argparse.Namespace, batch: int) -> float:
-    """Return the bytes that a decoding step reads: weights once, and keys and values of half of the new tokens."""
+    """Return the bytes that a step reads: weights, and keys and values of the prompt and of half of the new tokens."""
     model, width = _model(o), DTYPES[o.precision].bytes
     c = model.config
     weights = sum(value.size for value in model.weights.values())
@@ -124,7 +128,7 @@ def _measured(run: Callable[[int], Iterator[Any]], tokens: int) -> dict[str, Any
     """Time the first tokens of FIRST calls of `run`, and the tokens of a long call.
 
     Args:
-        run: Iterates over this many new tokens. On a GPU, tokens arrive in groups of RING.
+        run: `run(n)` generates n tokens, and yields once for each token. On a GPU, tokens arrive in groups of RING.
         tokens: Tokens of the long call.
 
     Returns:
@@ -287,8 +291,8 @@ def _transformers(o: argparse.Namespace, batch: int) -> dict[str, Any]:
 
     run(5)
     first, clock = [run(1) for _ in range(FIRST)], Clock()
-    if batch > 1:  # a streamer takes one text
-        return {"first": first, "steps": [run(o.tokens) / o.tokens]}
+    if batch > 1:  # a streamer takes one text: the mean of the tokens after the first
+        return {"first": first, "steps": [(run(o.tokens) - _median(first)) / (o.tokens - 1)]}
     run(o.tokens, clock)
     return {"first": first, "steps": _steps(clock.times[1:])}  # the first entry is the prompt
 

@@ -43,7 +43,7 @@ from nntile_py.tasks.generated import KERNELS, Generated, NotFusible
 from nntile_py.tasks.launch import Launches, describer, shape
 from nntile_py.tasks.launch_binary import compile_launch, encode
 from nntile_py.tasks.scalar.tl import BlockSizes, Writer
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 # -- a step
 

@@ -44,7 +44,7 @@ from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tiles import TaskList, Tile, Tiling
 from nntile_py.tiles.dtypes import DTYPES
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 CALLS, ROUNDS = 20, 5  # calls in a CUDA graph, measurements
 FLIGHT = 10  # graphs in flight together

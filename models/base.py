@@ -218,7 +218,7 @@ class Model(Generic[ConfigT]):
         self._weights = weights
 
     def first_weights(self) -> Mapping[str, np.ndarray[Any, Any]]:
-        """Return `weights`. Random weights that have not been drawn yet are drawn when they are read, and not kept."""
+        """Return the initial weights: `weights`, or before its first use DrawnWeights, which holds only one array."""
         if self._weights is None and type(self).weights is Model.weights:
             return DrawnWeights(self.params(), self.seed)
         return self.weights

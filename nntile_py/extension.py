@@ -39,7 +39,13 @@ def load_core() -> ModuleType:
     # libraries are in wheels of their own; and if a wheel of nntile_py is not in the same site-packages as torch.
     if info.get("cuda") or ("wheel" in info and not (PACKAGE.parent / "torch" / "lib").is_dir()):
         import_module("torch")
-    return import_module("nntile_py._core")
+    try:
+        return import_module("nntile_py._core")
+    except ImportError as error:
+        if "libc10" not in str(error):
+            raise
+        import_module("torch")  # the extension was built beside another torch, as `pip install -e .` builds it
+        return import_module("nntile_py._core")
 
 
 def check_torch(built: str) -> None:

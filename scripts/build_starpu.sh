@@ -224,8 +224,8 @@ copies=src/datawizard/copy_driver.c
 sed -i 's/DO_NOT_ALLOC || _starpu_is_reclaiming(dst_node))/DO_NOT_ALLOC || _starpu_is_reclaiming(dst_node) || (starpu_node_get_kind(dst_node) == STARPU_CUDA_RAM \&\& _starpu_is_reclaiming(STARPU_MAIN_RAM)))/' $copies
 grep -q '_starpu_is_reclaiming(STARPU_MAIN_RAM)' $copies || say "$copies has changed: a disk beside CUDA devices may come to a standstill"
 
-# The size of main memory comes from hwloc, which adds up the NUMA nodes. On virtual machines that get more memory after their
-# start, the nodes keep their first size: StarPU took 23 GiB of 125 for all.
+# The size of main memory comes from hwloc, which adds up the NUMA nodes. On virtual machines whose memory grows after boot, the
+# nodes keep their first size: StarPU then sees 23 of 125 GiB. sysconf returns the current size.
 topology=src/core/topology.c
 sed -i 's/global_mem = hwloc_get_root_obj(topology->hwtopology)->total_memory;/global_mem = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);/; 0,/^#include <common/s//#include <unistd.h>\n&/' $topology
 grep -q 'sysconf(_SC_PHYS_PAGES)' $topology || say "$topology has changed: memory that was added after the machine's start is not used"

@@ -2,7 +2,7 @@
 #include <ATen/ops/maximum.h>
 
 #include "common.h"
-#include "tasklist_args.h"
+#include "task_args.h"
 
 namespace nntile {
 namespace {

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.tasklist import MONOIDS, BusyArgs, CombineArgs, Task
+from nntile_py.tiles.task import MONOIDS, BusyArgs, CombineArgs, Task
 
 from .launch import Launches, ceil_div, elementwise, launch, launches, numel, power_of_two, shape, tile
 

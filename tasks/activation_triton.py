@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .activation import ActivationArgs
 from .launch import Launches, elementwise, launches

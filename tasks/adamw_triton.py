@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .adamw import AdamWArgs
 from .launch import Launches, Parameter, Scratch, launch, launches_together, numbered, numel, slot, tile

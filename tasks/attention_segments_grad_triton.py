@@ -9,7 +9,7 @@ gives the same bits.
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .attention import AttentionGradArgs
 from .attention_segments_triton import (

@@ -20,7 +20,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .attention import AttentionArgs
 from .attention_operands import OperandsArgs

@@ -13,7 +13,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .attention_segments_triton import LOG2E, extents, layout, places, product
 from .cached_attention import COUNT, PAGES, CachedAttentionArgs, TokenPlacesArgs

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from nntile_py.tiles.dtypes import is_low
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .accumulate_triton import combine_softmax
 from .cross_entropy import CrossEntropyArgs, CrossEntropyGradArgs, CrossEntropyLossArgs, CrossEntropyStateArgs

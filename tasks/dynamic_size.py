@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nntile_py.tiles import Access, Slot, Tile
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 
 class DynamicSize(int):

@@ -6,7 +6,7 @@ from functools import partial
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .cross_entropy_triton import scaled_total
 from .element_loss import ElementLossArgs

@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .dropout_rng_triton import dropped
 from .elementwise import BiasAddArgs, DropoutArgs, PackArgs, SumArgs, TransposeArgs

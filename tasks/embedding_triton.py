@@ -9,7 +9,7 @@ kernel cannot raise an error. On the CPU, such an id is an error.
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .embedding import EmbeddingArgs, EmbeddingGradArgs
 from .launch import Int, Launches, Parameter, Scratch, ceil_div, launch, launches, numel, power_of_two, shape, tile

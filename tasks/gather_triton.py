@@ -10,7 +10,7 @@ import math
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .gather import GatherArgs, GatherGradArgs
 from .launch import Launches, Parameter, Scratch, ceil_div, launch, launches, numel, power_of_two, shape, tile

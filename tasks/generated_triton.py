@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from nntile_py.tiles import Slot
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .activation_triton import tanh
 from .dropout_rng_triton import kept_columns

@@ -9,7 +9,7 @@ from typing import Any
 
 from nntile_py.tiles import Slot
 from nntile_py.tiles.dtypes import DTYPES
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .dynamic_size import DynamicSize, with_live_sizes
 from .launch import Argument, Float, Int, Matrix, ScratchAddress, TaskFloat, TileAddress, describer

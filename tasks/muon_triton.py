@@ -10,7 +10,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .launch import Launches, Parameter, Scratch, ceil_div, launch, launches, numel, shape, slot, tile
 from .muon import MuonGatherArgs, MuonMomentumArgs, MuonUpdateArgs

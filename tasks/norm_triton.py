@@ -11,7 +11,7 @@ On an H100 the generated kernels for whole rows take 0.91 to 0.99 of the time of
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .accumulate_triton import combine_moments
 from .elementwise import DropoutArgs

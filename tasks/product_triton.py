@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from nntile_py.tiles.dtypes import is_low
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .activation import ACTIVATIONS
 from .contract import ContractArgs, EpilogueArgs, PlanArgs

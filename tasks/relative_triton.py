@@ -11,7 +11,7 @@ additions, so results are the same to the bit each time.
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .launch import Launch, Launches, ceil_div, launch, launches, numel, power_of_two, shape, tile
 from .relative import RelativeArgs

@@ -10,7 +10,7 @@ import math
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .elementwise_triton import offset_of, sizes_and_strides
 from .launch import Launches, ceil_div, launch, launches, power_of_two, shape, tile

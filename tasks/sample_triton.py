@@ -6,7 +6,7 @@ import math
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .cached_attention import COUNT, PAST
 from .launch import Launches, Scratch, ceil_div, launch, launches, power_of_two, shape, tile

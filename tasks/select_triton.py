@@ -6,7 +6,7 @@ import math
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .launch import Launches, ceil_div, elementwise, launch, launches, numel, shape, tile
 from .select import SelectArgs

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .launch import Launches, Parameter, ceil_div, launch, launches, numel, slot, tile
 from .optimizer_triton import load_param, master_bits, store_param

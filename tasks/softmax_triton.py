@@ -6,7 +6,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .accumulate_triton import combine_softmax
 from .generated_triton import WIDEST, axes_of, by_formula

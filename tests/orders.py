@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from nntile_py.tiles import Tile
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 
 def waits(tasks: Sequence[Task], group: Mapping[int, int] | None = None) -> list[set[int]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import forks
 import pytest
+import rates
 from test_checkpoint import FACTS, state
 from test_loop import metrics, nntile
 
@@ -141,9 +142,10 @@ def test_a_kill_leaves_the_old_or_the_new_link(tmp_path: Path) -> None:
 
 # -- runs
 
+SCHEDULE = f"optimizer.schedule={Path(rates.__file__)}:too_high"
 HOW = (
     "train.steps=24", "train.eval_every=4", "checkpoint.keep=1", "checkpoint.every=null", "sample.tokens=0",
-    "checkpoint.best=held_out_loss", "optimizer.lr=0.3", "optimizer.schedule=constant", "seed=6",
+    "checkpoint.best=held_out_loss", "optimizer.lr=1e-3", SCHEDULE,
 )  # fmt: skip
 
 
@@ -193,7 +195,8 @@ def test_the_best_is_right_after_a_resume(where: str, whole: Path, tmp_path: Pat
         again = nntile(tmp_path, *HOW, "checkpoint.every=4", "checkpoint.keep=9")
         assert again.returncode == 0, again.stderr
         start = checkpoint.checkpoint_folder(run, 4 if where == "before it" else 20)
-    done = forks.run([sys.executable, "-m", "nntile_py.cli", "train", "--resume", str(start)], cwd=tmp_path)
+    command = [sys.executable, "-m", "nntile_py.cli", "train", "--resume", str(start), "--set", SCHEDULE]
+    done = forks.run(command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert best_step(run) == step == smallest(run)[0]
     assert json.loads((run / BEST / "state.json").read_text())["held_out_loss"] == loss

@@ -21,8 +21,9 @@ from nntile_py.analysis.plan import plan
 from nntile_py.analysis.simulate import simulate
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.errors import ConfigError
+from nntile_py.graph.built_step import Step
 from nntile_py.graph.fusion import Fusion
-from nntile_py.graph.step import Step, StepSpec
+from nntile_py.graph.step import StepSpec
 from nntile_py.measure import worker
 from nntile_py.measure.sweep_spec import METRICS, Measure
 from nntile_py.tiles import R, Task, TaskList, Tile, Tiling, W, device_model

@@ -266,6 +266,19 @@ def test_tokenizing_goes_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.Mon
     assert {path.suffix for path in folder.iterdir()} == {".tokens", ".lengths", ".learned", ".json"}
 
 
+def test_a_long_piece_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text without spaces is one piece, whose tokens come after minutes without any other message."""
+    monkeypatch.setattr(prepare, "PART", 40)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": "a" * size}) + "\n" for size in (79, 80)))
+    documents, reports = Documents(str(tmp_path / "rows.jsonl")), list[str]()
+    (tmp_path / "out").mkdir()
+    prepare.tokenize_into_folder(
+        tmp_path / "out", documents, Split(documents, 0.5), train_tokenizer(["ab"], 300), "window", 0, {}, "key",
+        reports.append,
+    )  # fmt: skip
+    assert reports == ["tokenizing 80 characters without a space as one piece, which can take minutes"]
+
+
 def test_the_cache_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(prepare, "CACHED_BYTES", 2500)

@@ -491,7 +491,7 @@ import numpy as np, nntile_py as nt, sys
 from nntile_py.execution import program
 from nntile_py.profiling.recorder import make_trace, watched
 from nntile_py.tiles import TaskList, Tile
-from nntile_py.tiles.tasklist import merge
+from nntile_py.tiles.task import merge
 if sys.argv[1] == "unmarked": program.mark_evictions = lambda lists, room: False
 shape = (384, 1024)
 total, *parts = tiles = [Tile("x", (k,), shape, "fp32", persistent=True) for k in range(65)]

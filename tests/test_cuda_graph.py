@@ -18,8 +18,8 @@ from nntile_py.graph.step import StepSpec
 from nntile_py.measure.sweep_spec import Measure
 from nntile_py.tiles import Access, Slot, TaskList, Tile, Tiling
 from nntile_py.tiles.arguments import TaskArgs
+from nntile_py.tiles.task import Task
 from nntile_py.tiles.task_groups import grouped
-from nntile_py.tiles.tasklist import Task
 
 CONFIG = nt.models.BERTConfig(layers=2, embed=16, heads=2, vocab=40, positions=32, head="pooler")
 

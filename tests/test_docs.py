@@ -238,8 +238,8 @@ def test_contributing() -> None:
 
 def test_the_page_of_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its YAML is accepted, its table lists all optimizers and schedules, its defaults are those of the keys."""
+    from nntile_py.config.optimizer_section import read_optimizer
     from nntile_py.config.schedules import SCHEDULES, learning_rate
-    from nntile_py.config.sections import read_optimizer
     from nntile_py.tasks.optimizer import OPTIMIZERS
     from nntile_py.yaml_text import parse
 

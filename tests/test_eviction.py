@@ -15,7 +15,7 @@ from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import StepSpec
 from nntile_py.tiles import RW, R, TaskList, Tile, Tiling, W
 from nntile_py.tiles.eviction import FULL, mark_evictions, room_in_turn
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 
 def tile(name: str, kib: int = 1, persistent: bool = True) -> Tile:

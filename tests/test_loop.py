@@ -26,9 +26,10 @@ from nntile_py.checkpoint import format as checkpoint
 from nntile_py.checkpoint import writer
 from nntile_py.checkpoint.run_folder import Metrics
 from nntile_py.config.builders import step_spec
+from nntile_py.config.optimizer_section import optimizer_section
 from nntile_py.config.run_config import load
 from nntile_py.config.schedules import learning_rate
-from nntile_py.config.sections import CheckpointSection, optimizer_section
+from nntile_py.config.sections import CheckpointSection
 from nntile_py.data import corpus as data
 from nntile_py.data import text_dataset
 from nntile_py.data.collators import CausalCollator

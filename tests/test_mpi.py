@@ -402,6 +402,7 @@ def pid_of(rank: int, folder: Path) -> int:
         (("train", "--set", "runtime.nodes=3"), "runtime.nodes: got 3, but 2 of this process work together"),
         (("sweep",), "nntile sweep: mpirun or srun has started 2 processes; allowed: one process without"),
         (("profile", "--fxt"), "--fxt: not allowed on several ranks"),
+        (("train", "--set", "recompute=auto"), "recompute: got 'auto'; allowed on several ranks"),
     ],
 )
 def test_what_does_not_work_on_several_ranks_is_told_once(command: tuple[str, ...], told: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from test_parity import close_gradients, data, gpt2, torch_gradients
 
 import nntile_py as nt
-from nntile_py.config.sections import optimizer_section
+from nntile_py.config.optimizer_section import optimizer_section
 from nntile_py.schema import validated
 
 RAGGED = {"batch": 3, "seq": 10, "embed": 20, "heads": 3, "ffn": 50, "vocab": 200}

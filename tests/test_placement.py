@@ -8,13 +8,14 @@ import pytest
 from orders import waits
 
 import nntile_py as nt
+from nntile_py.graph.built_step import Step
 from nntile_py.graph.fusion import Fusion
-from nntile_py.graph.step import Step, StepSpec
+from nntile_py.graph.step import StepSpec
 from nntile_py.profiling.recorder import run_steps
 from nntile_py.tiles import ACC, R, TaskList, Tile, Tiling, W, placement
 from nntile_py.tiles.placement import Residency, Speed, place
+from nntile_py.tiles.task import Task
 from nntile_py.tiles.task_groups import grouped
-from nntile_py.tiles.tasklist import Task
 
 CONFIG = nt.models.GPT2Config(layers=3, embed=256, heads=4, vocab=512, positions=128)
 GPU = Speed(flop_s=600e12, bytes_s=3.5e12, link_s=250e9, latency=0.0)

@@ -22,7 +22,7 @@ from nntile_py.tasks.activation import ACTIVATIONS
 from nntile_py.tasks.dynamic_size import with_live_sizes
 from nntile_py.testing import Case, error
 from nntile_py.tiles import Slot, Tiling
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 product_triton: Any = importlib.import_module("nntile_py.tasks.product_triton")
 epilogue: Any = importlib.import_module("nntile_py.tasks.product_epilogue_triton")

@@ -13,13 +13,15 @@ import pytest
 
 import nntile_py as nt
 from nntile_py.errors import ConfigError
-from nntile_py.graph.step import Step, StepSpec
+from nntile_py.graph.built_step import Step
+from nntile_py.graph.step import StepSpec
 from nntile_py.tiles import R, TaskList, Tile, Tiling, W
 from nntile_py.tiles.allreduce import RankSums
 from nntile_py.tiles.placement import Residency, Speed, place
 from nntile_py.tiles.rank_tasks import RECEIVE, SEND, MessageTask, RankLists, Replicas, described, messages
+from nntile_py.tiles.task import ACC, Task
 from nntile_py.tiles.task_groups import grouped
-from nntile_py.tiles.tasklist import ACC, POLICIES, Task
+from nntile_py.tiles.tasklist import POLICIES
 
 CORES = Speed(flop_s=2e11, bytes_s=5e9, link_s=1e10)
 TILINGS = [{}, {"batch": 2}, {"batch": 3, "embed": 20, "heads": 1, "ffn": 48, "vocab": 31, "seq": 5}]

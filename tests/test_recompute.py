@@ -166,8 +166,9 @@ def test_command(tmp_path: Path) -> None:
     sets = f"out={tmp_path}/run", "train.batch=4", "train.seq=16"
     done = nntile(tmp_path, *sets, "train.steps=4", "checkpoint.every=4", "recompute=layer")
     assert done.returncode == 0, done.stderr
-    done = nntile(tmp_path, *sets, "recompute=none", "train.steps=8", arguments=("--resume", f"{tmp_path}/run"))
+    done = nntile(tmp_path, *sets, "recompute=auto", "train.steps=8", arguments=("--resume", f"{tmp_path}/run"))
     assert done.returncode == 0, done.stderr
+    assert "recompute: none, the fastest that fits into the memory" in done.stdout
     done = nntile(tmp_path, *sets, "recompute=some", arguments=("--overwrite",))
     assert done.returncode == 2 and "recompute: got 'some'; allowed: none, attention, layer, auto, or" in done.stderr
 

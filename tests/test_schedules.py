@@ -10,9 +10,9 @@ import transformers
 from torch.optim import lr_scheduler
 from transformers import optimization
 
+from nntile_py.config.optimizer_section import optimizer_section
 from nntile_py.config.run_config import check_saved_overrides, load
 from nntile_py.config.schedules import SCHEDULES, check_rates, learning_rate
-from nntile_py.config.sections import optimizer_section
 from nntile_py.errors import ConfigError
 
 LR, STEPS = 0.3, 40

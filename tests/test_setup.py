@@ -258,7 +258,7 @@ printf 'Name: StarPU\\nDescription: none\\nVersion: 1.4.10\\n' >$pc
 """
 SOURCES = (
     "drivers/driver_common/driver_common.c", "core/dependencies/implicit_data_deps.c", "core/perfmodel/perfmodel.c",
-    "datawizard/copy_driver.c", "datawizard/data_request.h", "datawizard/memalloc.c",
+    "datawizard/copy_driver.c", "datawizard/data_request.h", "datawizard/memalloc.c", "core/topology.c",
 )  # fmt: skip
 
 

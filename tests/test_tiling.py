@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 import nntile_py as nt
 from nntile_py import tasks as ops
 from nntile_py.errors import ConfigError
+from nntile_py.graph.built_step import Step
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
-from nntile_py.graph.step import Step, StepSpec
+from nntile_py.graph.step import StepSpec
 from nntile_py.models import GPT2, GPT2Config
 from nntile_py.tasks.mask import Mask
 from nntile_py.tiles import ACC, AXES, RW, R, Slot, TaskArgs, TaskList, Tile, TileRange, Tiling, W

@@ -32,7 +32,7 @@ from nntile_py.tasks.sgd import SGDArgs
 from nntile_py.testing import SIZES, Case, Values, error
 from nntile_py.tiles import RW, R, Slot, Tile, Tiling, W
 from nntile_py.tiles.dtypes import DTYPES, is_low
-from nntile_py.tiles.tasklist import BusyArgs, Task, live_slot, merge
+from nntile_py.tiles.task import BusyArgs, Task, live_slot, merge
 
 if platform.system() != "Linux":
     pytest.skip("triton is there on Linux only", allow_module_level=True)

@@ -3,6 +3,8 @@
 import html
 import json
 import re
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,8 +160,35 @@ def test_weights_and_biases_offline(tmp_path: Path) -> None:
     done = nntile(tmp_path, *sets)
     assert done.returncode == 0, done.stderr
     (file,) = (tmp_path / "run/wandb").glob("offline-run-*/*.wandb")
-    content = file.read_bytes()
-    assert b"held_out_loss" in content and b"grad_norm" in content
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    history: dict[str, dict[int, float]] = {}
+    for data in wandb_records(file.read_bytes()):
+        items = {".".join(item.nested_key) or item.key: json.loads(item.value_json)
+                 for item in Record.FromString(data).history.item}  # fmt: skip
+        for name, value in items.items():
+            history.setdefault(name, {})[items["_step"]] = value
+    lines = metrics(tmp_path / "run")
+    assert history["loss"] == pytest.approx({line["step"]: line["loss"] for line in lines if "loss" in line}, rel=1e-6)
+    assert {*history} >= {"held_out_loss", "grad_norm", "lr"}
+
+
+def wandb_records(content: bytes) -> Iterator[bytes]:
+    """Yield the records of a .wandb file: blocks of 32 KiB in LevelDB's log format, after a header of 7 bytes.
+
+    Source: https://github.com/google/leveldb/blob/main/doc/log_format.md
+    """
+    block, at, record = 1 << 15, 7, b""
+    while at + 7 <= len(content):
+        if block - at % block < 7:  # a record's header does not fit into the block
+            at += block - at % block
+            continue
+        size, kind = struct.unpack_from("<HB", content, at + 4)
+        record += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a whole record, or its last part
+            yield record
+            record = b""
 
 
 def test_a_logger_that_fails_is_left_out(tmp_path: Path) -> None:

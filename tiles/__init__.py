@@ -1,7 +1,8 @@
 """Tilings of named axes, and the flat lists of tasks to which operators are lowered. Pure data: no StarPU here."""
 
 from .arguments import Slot, TaskArgs
-from .tasklist import ACC, RW, Access, R, Task, TaskList, Tile, W
+from .task import ACC, RW, Access, R, Task, Tile, W
+from .tasklist import TaskList
 from .tiling import AXES, TileRange, Tiling, cut_as
 
 __all__ = [

@@ -23,7 +23,8 @@ from typing import Any
 
 from .placement import Speed, batch_parts, own_worker
 from .rank_tasks import RECEIVE, SEND, MessageTask, check_size
-from .tasklist import Access, R, Task, TaskList, Tile, W, merge
+from .task import Access, R, Task, Tile, W, merge
+from .tasklist import TaskList
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Planned eviction: which tiles leave a device's memory, and after which task, if a program does not fit into it."""
+"""Eviction plan and offload: which tiles leave a device's memory, and after which task."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import math
 from collections.abc import Collection, Hashable, Sequence
 from typing import Literal
 
-from .tasklist import Task, TaskList, Tile
+from .task import Task, Tile
+from .tasklist import TaskList
 
 FULL = 0.97  # tiles all fit, without a plan, if they need at most this share of a device's memory
 SHARE = 7 / 8  # share of a device's memory for the plan's tiles; the rest is for tiles in transfer
@@ -33,12 +34,12 @@ def mark_evictions(lists: Sequence[TaskList], room: float, offload: Collection[O
     """Set `Task.evicts` for lists that one worker repeats in order. Return whether any tile must leave the memory.
 
     Belady's algorithm (IBM Systems Journal 5(2), 1966): the tile whose next use is the latest leaves. The tile leaves
-    right after its last use before then, so it has been written back when the memory is needed.
+    right after the last task that uses it before, so it has been written back when the memory is needed.
 
     Args:
         lists: resolved lists; persistent tiles with equal keys are the same tile.
         room: bytes of device memory.
-        offload: kinds of tiles, names of OFFLOADED, that also leave if there is room for them.
+        offload: kinds of tensors whose tiles leave between uses even if there is room for them.
     """
     tasks = [task for one in lists for task in one.tasks]
     uses = _evictions(tasks, room, first_only=False, offload=offload)
@@ -50,11 +51,11 @@ def mark_evictions(lists: Sequence[TaskList], room: float, offload: Collection[O
 
 
 def evicted_bytes(lists: Sequence[TaskList], memory: float | None, offload: Collection[Offloaded] = ()) -> int:
-    """Return the bytes that a step on one GPU evicts to main memory and fetches again.
+    """Return the bytes that a step on one GPU evicts to main memory and fetches again. Sets `Task.evicts`.
 
     Args:
         memory: bytes of the GPU for tiles; None: all tiles fit.
-        offload: kinds of tiles that leave between uses, see tiles/eviction.py.
+        offload: as of `mark_evictions`.
     """
     room = room_in_turn(lists, memory) if memory else 0
     mark_evictions(list({id(tasks): tasks for tasks in lists}.values()), room or math.inf, offload)
@@ -77,7 +78,8 @@ def _evictions(
     order, taken = itertools.count(), 0
     marked = _offloaded(tasks, used, after, cleared, {OFFLOADED[name] for name in offload})
     before = 0
-    # Memory fills in the first round. A tile marked in a later round leaves in every round, until a round marks none.
+    # Each round simulates all tasks once; the first fills the memory. A mark holds for all rounds. The simulation ends
+    # with a round that adds no mark.
     for turn in range(0 if fits else MOST_ROUNDS * count):
         if turn % count == 0:
             if turn > count and len(marked) == before:

@@ -17,7 +17,8 @@ from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from .tasklist import Access, Task, TaskList, Tile, merge
+from .task import Access, Task, Tile, merge
+from .tasklist import TaskList
 
 GOOD = 20  # a task should last this many times its runtime overhead; overhead is then 5 % of a worker's time
 Placement = Literal["scheduler", "planned"]  # the scheduler, or a plan, chooses the worker of a task

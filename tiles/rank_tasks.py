@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from nntile_py.errors import ConfigError
 
-from .tasklist import Access, Task, TaskList, Tile
+from .task import Access, Task, Tile
+from .tasklist import TaskList
 
 SEND, RECEIVE = "send", "receive"
 NEAR = 8  # a rank keeps a borrowed weight if its next use is at most 1 / NEAR of the list's tasks away

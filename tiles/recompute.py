@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from .tasklist import Access, Task, TaskList, Tile
+from .task import Access, Task, Tile
+from .tasklist import TaskList
 
 SUFFIX = ".recompute"  # of the operator's name, for repeated tasks
 SMALL = 16  # tiles of at most the largest tile's bytes over this, such as a norm's statistics, are kept

@@ -10,7 +10,8 @@ import math
 from dataclasses import replace
 
 from .rank_tasks import SEND, MessageTask
-from .tasklist import Access, Task, TaskList, Tile
+from .task import Access, Task, Tile
+from .tasklist import TaskList
 
 GROUP_SECONDS = 1.5e-3  # longest group: a step in 11 longer groups is no faster than in 117, and needs more memory
 MOST_PARTS, MOST_TILES = 256, 1536  # enough for an optimizer's 200 tasks; groups of 32 tasks would wait for the host

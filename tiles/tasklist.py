@@ -10,131 +10,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
 from .arguments import NO_ARGS, Slot, TaskArgs
-from .dtypes import DTYPES
+from .task import Access, Task, Tile, live_slot, merge
 from .tiling import cut_as
 
 Policy = Literal["chain", "commute", "redux", "tree"]  # the order in which partial sums of a tile are added
 POLICIES: tuple[str, ...] = get_args(Policy)
-PYTHON = "python"  # kernel name of a task that Python submits by itself, outside of programs
-MONOIDS = ("sum", "softmax", "moments")
-PHASES = "backward", "recompute"  # the end of an operator's name in its tasks; forward has none
-
-
-class Tile:
-    """A tile of a tensor, which becomes one StarPU data handle.
-
-    Persistent tiles outlive the program: weights, optimizer state, inputs. All other tiles are freed after their last
-    reader. `monoid` is the operation that combines partial results. `kind` is the kind of the tensor; tensors of
-    different kinds may have the same name.
-    """
-
-    __slots__ = ("axes", "bytes", "dtype", "index", "kind", "monoid", "persistent", "redux", "shape", "tensor")
-
-    def __init__(
-        self,
-        tensor: str,
-        index: tuple[int, ...],
-        shape: tuple[int, ...],
-        dtype: str,
-        monoid: str = "sum",
-        persistent: bool = False,
-        axes: tuple[str, ...] = (),
-        kind: str = "",
-    ) -> None:
-        self.tensor, self.index, self.shape, self.dtype, self.axes = tensor, index, shape, dtype, axes
-        self.kind = kind
-        self.monoid, self.persistent, self.redux = monoid, persistent, False
-        self.bytes = math.prod(shape) * DTYPES[dtype].bytes
-
-    @property
-    def key(self) -> Hashable:
-        """Identity of a persistent tile in all task lists of a step; a temporary tile is its own key."""
-        return (self.kind, self.tensor, self.index) if self.persistent else self
-
-    def part(self, axis: str) -> list[int]:
-        """Return a list with the tile's index along an axis; the list is empty if the tensor lacks the axis."""
-        return [self.index[self.axes.index(axis)]] if axis in self.axes else []
-
-    def __repr__(self) -> str:
-        return f"{self.tensor}{list(self.index)}"
-
-
-@dataclass(slots=True)
-class Access:
-    tile: Tile
-    mode: str  # R, W, RW, ACC; after resolve also COMMUTE and REDUX
-    accumulate: bool = False  # the kernel adds to the tile's contents
-    waits: bool = False  # the task only waits for the tile's writer: R, after the accesses that the kernel sees
-
-
-def R(tile: Tile) -> Access:
-    return Access(tile, "R")
-
-
-def W(tile: Tile) -> Access:
-    return Access(tile, "W")
-
-
-def RW(tile: Tile) -> Access:
-    return Access(tile, "RW", True)
-
-
-def ACC(tile: Tile) -> Access:
-    return Access(tile, "ACC")
-
-
-@dataclass(slots=True)
-class Task:
-    """A task: a kernel on tiles.
-
-    Attributes:
-        op: name of the graph operator.
-        flop: floating-point operations of the kernel.
-        frees: tiles that are dead after this task.
-        clears: tiles whose contents are discarded before this task.
-        evicts: tiles that leave the device after this task, as later tasks need their memory.
-        parts: the tasks of a task group, in order; empty for an ordinary task.
-        worker: number of the worker among the workers of its kind (CPU or GPU); -1 lets the scheduler choose.
-        delay: number of later tasks of the list that the same worker runs before this one.
-        kind: "cpu" or "cuda": only workers of this kind run the task; "": workers of any kind that have a kernel.
-    """
-
-    kernel: str
-    accesses: list[Access]
-    args: TaskArgs = NO_ARGS
-    op: str = ""
-    flop: float = 0.0
-    priority: int = 0
-    frees: list[Tile] = field(default_factory=list)
-    clears: list[Tile] = field(default_factory=list)
-    evicts: list[Tile] = field(default_factory=list)
-    parts: list[Task] = field(default_factory=list)
-    worker: int = -1
-    delay: int = 0
-    kind: str = ""
-
-    @property
-    def payload(self) -> Task:
-        """The task with only the accesses that its kernel gets."""
-        seen = [access for access in self.accesses if not access.waits]
-        return self if len(seen) == len(self.accesses) else replace(self, accesses=seen)
-
-    @property
-    def ints(self) -> tuple[int, ...]:
-        return self.args.packed[0]
-
-    @property
-    def floats(self) -> tuple[float | Slot, ...]:
-        return self.args.packed[1]
-
-    @property
-    def bytes(self) -> int:
-        """Lower bound on the bytes that the task moves: each tile once, a tile that is read and written twice."""
-        return sum(a.tile.bytes * (1 if a.mode in ("R", "W") else 2) for a in self.accesses)
 
 
 class PythonKernel(Protocol):
@@ -390,30 +273,3 @@ class TaskList:
                 sorted(numbers.setdefault(tile, len(numbers)) for tile in tiles) for tiles in (task.clears, task.frees)
             ]
             yield repr((task.kernel, accesses, task.ints, task.floats, task.priority, discarded))
-
-
-def name_and_phase(op: str) -> tuple[str, str]:
-    """Return (name, phase) of the operator of a task: forward, backward or recompute."""
-    name, _, phase = op.rpartition(".")
-    return (name, phase) if phase in PHASES else (op, "forward")
-
-
-def live_slot(axis: str, part: int) -> str:
-    """Return the name of the slot that holds how many entries of `axis` a step fills in this part of the batch."""
-    return f"{axis} of {part}"
-
-
-class BusyArgs(TaskArgs):
-    """Arguments of a task of known duration, for measurements."""
-
-    count: int  # multiply-adds, each of which depends on the previous one
-
-
-class CombineArgs(TaskArgs):
-    monoid: int  # index into MONOIDS
-
-
-def merge(into: Tile, part: Tile, op: str, worker: int = -1) -> Task:
-    """Return a task that combines the partial result `part` into the tile `into`."""
-    args = CombineArgs(MONOIDS.index(into.monoid))
-    return Task("combine", [RW(into), R(part)], args, op, math.prod(into.shape), worker=worker)

@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 from nntile_py.errors import ConfigError
 
 from .dtypes import is_low
-from .tasklist import Task, TaskList
+from .task import Task
+from .tasklist import TaskList
 
 
 def check_workers(on_cpu: Sequence[str] | None, cpus: int | str | None, cuda: int | str, placement: str | None) -> None:

@@ -50,7 +50,7 @@ from nntile_py.tasks.attention_segments_triton import (
 )
 from nntile_py.tasks.elementwise_triton import strides_of
 from nntile_py.tasks.launch import Launches, numel, shape, tile
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 from .problems_triton import Grouped, clear_heads, pair_at, problem_at, scores_at, statistics_at
 

@@ -24,7 +24,7 @@ from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tiles import TaskList, Tile, Tiling, device_model
 from nntile_py.tiles.allreduce import ClusterNode, Network, with_sums
 from nntile_py.tiles.placement import Speed
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -15,7 +15,7 @@ from nntile_py.system.units import si
 from nntile_py.tasks.op import ELEMENTWISE, Category, Op, Tensor
 from nntile_py.tiles import Task, Tile
 from nntile_py.tiles.dtypes import DTYPES
-from nntile_py.tiles.tasklist import name_and_phase
+from nntile_py.tiles.task import name_and_phase
 
 MOST_ALIKE = 4  # if more update operators are of one kind, a picture of a whole step draws one node for them
 BOXES = {"forward": "forward pass", "backward": "backward pass", "update": "update of the weights"}

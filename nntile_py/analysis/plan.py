@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from nntile_py.analysis.simulate import planned_seconds
 from nntile_py.config.builders import room, step_spec
+from nntile_py.graph.built_step import Step
 from nntile_py.graph.params import numel
 from nntile_py.graph.recompute_choice import Room, StepEstimate, candidates, fastest
 from nntile_py.graph.recompute_rule import AUTO
-from nntile_py.graph.step import Step, StepSpec
+from nntile_py.graph.step import StepSpec
 from nntile_py.models.registry import find
 from nntile_py.models.torch_module import TorchModule
 from nntile_py.system.console_tables import plain_table
@@ -22,7 +23,7 @@ from nntile_py.tiles import TaskList, device_model
 from nntile_py.tiles.dependencies import TileUse, critical_path, dependencies
 from nntile_py.tiles.eviction import evicted_bytes
 from nntile_py.tiles.placement import Speed
-from nntile_py.tiles.tasklist import name_and_phase
+from nntile_py.tiles.task import name_and_phase
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -190,7 +191,8 @@ class Plan:
         from rich.text import Text
 
         best = fastest(next(iter(self.candidates.values())))
-        yield Text(f"recompute           {best.recompute}, chosen for the micro-batches of the config:\n")
+        why = "fastest estimate that fits" if best.fits else "no value fits; this has the smallest peak"
+        yield Text(f"recompute           {best.recompute} ({why}, with the config's number of micro-batches)\n")
         heads = ("recompute", "micro-batches", "s a step", "MiB at peak", "GB evicted", "fits")
         table = plain_table(heads, text=heads[:1])
         for count, found in self.candidates.items():

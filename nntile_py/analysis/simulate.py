@@ -16,8 +16,8 @@ from nntile_py.tiles.allreduce import Network, Piecewise
 from nntile_py.tiles.dependencies import TileUse, dependencies
 from nntile_py.tiles.placement import Residency, Speed, place
 from nntile_py.tiles.rank_tasks import RECEIVE, MessageTask, Replicas
+from nntile_py.tiles.task import Task
 from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
-from nntile_py.tiles.tasklist import Task
 
 Copies = dict[Hashable, set[int]]  # {key of a tile: workers that hold it}
 # Events: a task's tiles are on its worker; a task ended; a message reached the receiving node, was received by the

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nntile_py.config.builders import step_spec, tiling
 from nntile_py.errors import ConfigError
+from nntile_py.graph.built_step import Evaluation, Step
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.layout_search import arrange
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.params import Batch, Param, Traced
 from nntile_py.graph.passes.qkv_fusion import merge_projections
-from nntile_py.graph.step import TILE_DTYPE, Evaluation, Step, StepSpec
+from nntile_py.graph.step import TILE_DTYPE, StepSpec
 from nntile_py.models.layer import TransformerDecoderConfig, TransformerEncoder, TransformerEncoderConfig
 from nntile_py.models.parts import attention_mask
 from nntile_py.system.folders import installed

@@ -12,8 +12,8 @@ import numpy as np
 from nntile_py.checkpoint.format import StoredArray, TrainerState
 from nntile_py.errors import ConfigError
 from nntile_py.execution.program import Store, assembled
+from nntile_py.graph.built_step import Step
 from nntile_py.graph.params import Param
-from nntile_py.graph.step import Step
 from nntile_py.system.cgroup import free_memory
 from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.optimizer import MASTERS, joined, split

@@ -11,8 +11,9 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic.fields import FieldInfo
 
+from nntile_py.config.optimizer_section import optimizer_section
 from nntile_py.config.run_config import DEFAULT_MODEL, RunConfig, of_model, resolve
-from nntile_py.config.sections import SchedulerFile, optimizer_section
+from nntile_py.config.sections import SchedulerFile
 from nntile_py.errors import ConfigError
 from nntile_py.models.base import Model, ModelConfig
 from nntile_py.models.registry import find, known, resolved

@@ -10,22 +10,20 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, create_model, model_validator
 
 from nntile_py.config.logging_section import LoggingSection
+from nntile_py.config.optimizer_section import OptimizerSection, optimizer_section, read_optimizer
 from nntile_py.config.scheduler_file import apply_scheduler, is_path, override
 from nntile_py.config.sections import (
     PAIRS,
     CheckpointSection,
     DataSection,
     DebugSection,
-    OptimizerSection,
     ProfileSection,
     RuntimeSection,
     SampleSection,
     TilesSection,
     TokenizerSection,
     TrainSection,
-    optimizer_section,
-    read_optimizer,
-)  # fmt: skip
+)
 from nntile_py.config.table_models import (
     CLASSIFICATION,
     CLASSIFIERS,
@@ -102,12 +100,13 @@ class RunConfig(Section):
         ),
     ] = "none"
     """Operators whose results the backward pass computes again. Their results are not kept in memory. `attention`: the
-    attention of each layer. `layer`: all operators of each layer. `auto`: the fastest of these values in the memory of
-    `runtime`, by the times that `nntile plan` shows. A list: operators whose names match a pattern, such
-    as `*.mlp.*`. Losses and gradients have the same bits as with `none`."""
+    attention of each layer. `layer`: all operators of each layer. `auto`: the fastest of `none`, `attention` and
+    `layer` that fits into the memory of `runtime`, by the estimates of `nntile plan`; on one rank only. A list: the
+    operators of layers whose names match a pattern, such as `*.mlp.*`. Losses and gradients have the same bits as with
+    `none`."""
     offload: list[Offloaded] = Field(default_factory=list)
     """Kinds of tensors that leave a GPU for main memory between uses. GPUs only. Other tiles leave a GPU only if its
-    memory is full. With `runtime.disk`, `runtime.disk.kinds` chooses what may go from main memory to the disk."""
+    memory is full. With `runtime.disk`, `runtime.disk.kinds` limits which kinds may go on to the disk."""
     tiles: TilesSection = TilesSection()
     accumulate: Policy = "chain"
     """How partial sums of a tile are added: `chain` in a fixed order (the same bits for any number of workers and any

@@ -5,9 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nntile_py.config.sections import (
-    SchedulerFile,
-)  # fmt: skip
+from nntile_py.config.sections import SchedulerFile
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import every_rule
 from nntile_py.schema import (

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from nntile_py.data.documents import Documents, Split
+from nntile_py.data.documents import PART, Documents, Split
 from nntile_py.data.token_files import (
     HELD_OUT,
     META,
@@ -104,7 +104,9 @@ def tokenize_into_folder(
         def counted() -> Iterator[Any]:
             nonlocal read
             for part in parts:
-                read += len(part[0].text)
+                read += (size := len(part[0].text))
+                if size >= 2 * PART:
+                    report(f"tokenizing {size:,} characters without a space as one piece, which can take minutes")
                 yield part
 
         for count, blocks in tokenize(counted(), tokenizer, unit, end):

@@ -15,7 +15,7 @@ from nntile_py.errors import TaskError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.tiles import Access, TaskList, Tile
 from nntile_py.tiles.dtypes import DTYPES
-from nntile_py.tiles.tasklist import PYTHON, Task
+from nntile_py.tiles.task import PYTHON, Task
 from nntile_py.typed import typed
 
 Ints = tuple[int, ...]

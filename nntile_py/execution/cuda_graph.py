@@ -14,7 +14,7 @@ from nntile_py.execution.program import Program, Store, programs
 from nntile_py.execution.python_task import bound
 from nntile_py.execution.runtime import Runtime
 from nntile_py.tiles import Access, TaskList, Tile
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 SHARE = 4  # graphs, and the weights that stay on the GPU for them, take at most 1 / SHARE of runtime.cuda_memory
 MOST_TASKS = 4096  # longer programs are not faster as a graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -13,10 +14,10 @@ from nntile_py.graph.recompute_choice import OF_MACHINE, Room
 from nntile_py.system.cgroup import within_machine
 from nntile_py.tasks.optimizer import MASTERS
 from nntile_py.tiles import AXES, TaskList, Tile, cut_as
-from nntile_py.tiles.eviction import room_in_turn
+from nntile_py.tiles.eviction import Offloaded, mark_evictions, room_in_turn
 
 if TYPE_CHECKING:
-    from nntile_py.graph.step import Step
+    from nntile_py.graph.built_step import Step
 
 MIB = 2**20
 TIGHT_GROUPS = 64  # number of task groups whose tiles fit on a GPU together, if not all tiles of a step fit
@@ -71,6 +72,21 @@ def has_room_for_evictions(lists: Sequence[TaskList], runtime: Runtime) -> bool:
     held |= {tile.key: tile.bytes for task in tasks for tile in task.evicts}
     room = main_memory(runtime) * (1 if runtime.memory else OF_MACHINE)
     return sum(held.values()) <= room
+
+
+def check_evictions(lists: Sequence[TaskList], runtime: Runtime, offload: Collection[Offloaded]) -> None:
+    """Remove the marks of `mark_evictions` if main memory has no room for these tiles; StarPU then chooses.
+
+    Raises:
+        TaskError: There is no room for the tiles of `offload`.
+    """
+    if has_room_for_evictions(lists, runtime):
+        return
+    if mark_evictions(lists, math.inf, offload) and not has_room_for_evictions(lists, runtime):
+        raise TaskError(
+            f"offload: main memory has no room for the tiles of {', '.join(offload)}; allowed: fewer kinds, or a larger"
+            " runtime.memory"
+        )
 
 
 def room(runtime: Runtime) -> Room:

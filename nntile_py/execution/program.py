@@ -31,8 +31,8 @@ from nntile_py.tiles.dtypes import host_dtype
 from nntile_py.tiles.eviction import Offloaded, mark_evictions
 from nntile_py.tiles.placement import Residency, Speed, delay, place
 from nntile_py.tiles.rank_tasks import SEND, MessageTask, RankLists, Replicas, described, listed
+from nntile_py.tiles.task import MONOIDS, Task
 from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
-from nntile_py.tiles.tasklist import MONOIDS, Task
 from nntile_py.tiles.worker_kinds import assign_kinds
 
 
@@ -262,9 +262,8 @@ def programs(
         ]
         if room:
             _core.reserve_for_tiles()
-        planned = room if room and not store.ranks else math.inf
-        if mark_evictions(lists, planned, offload) and not memory.has_room_for_evictions(lists, runtime):
-            mark_evictions(lists, math.inf)
+        if mark_evictions(lists, room if room and not store.ranks else math.inf, offload):
+            memory.check_evictions(lists, runtime, offload)
     # With ranks there is no delay, because other ranks wait for weights too, and for longer.
     if runtime.placement == "planned" and not store.ranks:
         delay(lists, gpus or _core.cpu_workers())

@@ -16,7 +16,7 @@ from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution.array import Array, Tiles, submit
 from nntile_py.execution.worker_arrays import arrays_on_worker, failure, is_view
 from nntile_py.tiles import Access, Slot, TaskArgs
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 from nntile_py.typed import typed
 
 _MODES = ("R", "W", "RW", "ACC", "COMMUTE", "REDUX")

@@ -14,7 +14,7 @@ from nntile_py.tasks.dynamic_size import with_live_sizes
 from nntile_py.tasks.generated import GENERATED, KERNELS
 from nntile_py.tasks.scalar import native
 from nntile_py.tiles import Slot, TaskList
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.task import Task
 
 Lives = Sequence[tuple[int, int, Slot]]
 Launched = tuple[list[list[Any]], int, list[tuple[int, int]], str]

@@ -15,7 +15,7 @@ from nntile_py.graph.params import Array, Input
 from nntile_py.graph.step import StepSpec
 from nntile_py.graph.step_inputs import SequencePlace, StepInputs
 from nntile_py.tasks.op import Tensor
-from nntile_py.tiles.tasklist import live_slot
+from nntile_py.tiles.task import live_slot
 
 LOOKAHEAD = 4096  # number of waiting sequences among which `best_fit` looks for a sequence that fits
 

@@ -60,7 +60,7 @@ def _inits(params: Iterable[Param]) -> dict[str, tuple[Init, Source]]:
 
 
 class DrawnWeights(Mapping[str, Array]):
-    """The mapping that `initial_weights` returns. A value is drawn when it is read, and only the last one is kept."""
+    """Mapping with the arrays of `initial_weights`. Draws an array when it is read, and keeps the array read last."""
 
     def __init__(self, params: Iterable[Param], seed: int | Sequence[int]) -> None:
         self._inits, self._seed = _inits(params), seed

@@ -11,7 +11,7 @@ from nntile_py.graph.step_inputs import StepInputs
 from nntile_py.tasks.band import Band
 from nntile_py.tasks.op import CONTRACTION, Op
 from nntile_py.tiles import TileRange
-from nntile_py.tiles.tasklist import live_slot
+from nntile_py.tiles.task import live_slot
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from nntile_py.tiles.eviction import Offloaded, evicted_bytes
 
 DISK_S = 1e9  # bytes/s from and to a disk, assumed
 OF_MACHINE = 0.8  # share of main memory for tiles if runtime.memory is not set; the process has other arrays too
-IN_ORDER = 0.9  # share of main memory that a step may need if its tasks run in order; workers run ahead of each other
+IN_ORDER = 0.9  # share of main memory for a step's peak, which assumes tasks in order; several workers need more
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Room:
         gpu: True: the workers are GPUs.
         bytes: memory for tiles: of all GPUs together, or main memory.
         beyond: bytes for tiles that do not fit: main memory for GPUs, a disk for CPU workers.
-        planned: True: evictions are planned, see tiles/eviction.py. False: StarPU chooses what leaves.
+        planned: True: evictions are planned, see tiles/eviction.py. False: StarPU chooses the tiles to evict.
     """
 
     workers: int
@@ -38,7 +38,15 @@ class Room:
 
     @classmethod
     def of(cls, cpus: int, gpus: int, memory: int | None, cuda_memory: int | None, disk: int = 0) -> Room:
-        """Return the room of a runtime with these keys. disk: bytes of `runtime.disk`."""
+        """Return the workers and the memory of a runtime with these keys.
+
+        Args:
+            cpus: number of CPU workers.
+            gpus: number of GPUs.
+            memory: bytes of `runtime.memory`; None: a share of main memory.
+            cuda_memory: bytes of `runtime.cuda_memory`; None: those of an H200.
+            disk: bytes of `runtime.disk`.
+        """
         main = within_machine(memory) if memory else int(OF_MACHINE * within_machine(None))
         if not gpus:
             return cls(cpus, False, main, disk)
@@ -53,8 +61,8 @@ class StepEstimate:
     Attributes:
         recompute: the value.
         peak_bytes: largest number of bytes alive at once.
-        evicted_bytes: bytes that leave the memory in a step and return.
-        seconds: time of a step.
+        evicted_bytes: bytes that leave the memory in a step and return, counted once.
+        seconds: time of a step, from the sum of its tasks' times: less exact than that of a plan.
         fits: the step can run.
     """
 
@@ -66,7 +74,7 @@ class StepEstimate:
 
 
 class Steps(Protocol):
-    """The part of a StepSpec that builds a step with a value of `recompute`."""
+    """Protocol: builds a step for a value of `recompute`. StepSpec implements it."""
 
     @property
     def grad_accumulation(self) -> int: ...
@@ -78,7 +86,7 @@ class Steps(Protocol):
 
 
 def candidates(spec: Steps, room: Room) -> list[StepEstimate]:
-    """Return the estimates of all values of `recompute` that repeat an operator of the model."""
+    """Return an estimate for `none`, and for each of `attention` and `layer` that repeats an operator of the model."""
     found, share = [], 1 if room.gpu else IN_ORDER
     for value in RECOMPUTE:
         try:
@@ -93,8 +101,10 @@ def candidates(spec: Steps, room: Room) -> list[StepEstimate]:
         for tasks in (one.tasks for one in lists):
             seconds += max(sum(map(speed.seconds, tasks)) / room.workers, len(tasks) * speed.submit)
         peak = step.peak_bytes()
-        evicted = evicted_bytes(lists, room.bytes, spec.offload) if room.planned else 2 * max(0, peak - room.bytes)
-        seconds += evicted / (speed.host_s if room.gpu else DISK_S)
+        evicted = evicted_bytes(lists, room.bytes if room.planned else None, spec.offload) if room.gpu else 0
+        above = 0 if room.planned else max(0, peak - evicted - room.bytes)  # the least recently used tiles move twice
+        seconds += (evicted + 2 * above) / (speed.host_s if room.gpu else DISK_S)
+        evicted += above
         found.append(StepEstimate(value, peak, evicted, seconds, peak <= share * room.bytes + room.beyond))
     return found
 

@@ -6,7 +6,7 @@ Task lists are pure data. Runs, plans, profiles and drawings read them.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Real
@@ -14,6 +14,7 @@ from typing import Any
 
 from nntile_py.errors import ConfigError, operators_refuse
 from nntile_py.graph import packed_inputs
+from nntile_py.graph.built_step import Evaluation, Graphs, Step
 from nntile_py.graph.freeze import freeze
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
@@ -21,9 +22,8 @@ from nntile_py.graph.key_value_cache import CacheShape, KeyValueCache, Sampling,
 from nntile_py.graph.layout_search import arrange, keep_in
 from nntile_py.graph.layouts import Order
 from nntile_py.graph.lowering import lower
-from nntile_py.graph.optimizers import add_update, check_groups, learning_rates
-from nntile_py.graph.packed_flop import PackedFlop
-from nntile_py.graph.params import Array, Batch, Param, Traceable, Traced, trace
+from nntile_py.graph.optimizers import add_update, check_groups
+from nntile_py.graph.params import Array, Batch, Traceable, Traced, trace
 from nntile_py.graph.passes.cached_projections import fuse_cached_projections
 from nntile_py.graph.passes.precision import narrow_gradients
 from nntile_py.graph.passes.qkv_fusion import merge_projections
@@ -32,12 +32,12 @@ from nntile_py.graph.recompute_choice import Room, candidates, fastest
 from nntile_py.graph.recompute_rule import AUTO, WORDS, as_recompute
 from nntile_py.graph.timings import Timings
 from nntile_py.tasks.adamw import AdamW
-from nntile_py.tasks.op import Lowering, Tensor
+from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.optimizer import MOST_SCALE, OPTIMIZERS, Ends, GradNorm, Optimizer
 from nntile_py.tiles import Tiling
 from nntile_py.tiles.allreduce import RankSums
 from nntile_py.tiles.eviction import OFFLOADED, Offloaded
-from nntile_py.tiles.tasklist import live_slot
+from nntile_py.tiles.task import live_slot
 from nntile_py.typed import plain
 
 # For each precision: the kinds of workers that compute in it.
@@ -72,101 +72,6 @@ def _check_scalable(graph: Graph, loss: Tensor, dtype: str) -> None:
         if getattr(slot, "name", slot) not in scales - {None} and loss.storage in {out.storage for out in op.outputs}:
             other = "bf16 or fp32" if dtype == "fp16" else f"{dtype} without loss_scale"
             raise ConfigError(f"precision: the loss of {op.kind} has no scale= of an input; allowed here: {other}")
-
-
-@dataclass
-class Step:
-    """The graphs and task lists of a step.
-
-    Attributes:
-        first: forward and backward of the first micro-batch.
-        more: forward and backward of each further micro-batch, which add to the gradients.
-        update: update of the weights.
-        optional: optional inputs of the model, each with its neutral value, which has no effect.
-        refused: True: the searched layouts were measured to be slower, so the step has the default layouts.
-    """
-
-    graph: Graph
-    update_graph: Graph
-    grads: dict[Tensor, Tensor]
-    first: Lowering
-    more: Lowering | None
-    update: Lowering
-    optional: dict[str, float]
-    refused: bool = False
-
-    @property
-    def params(self) -> list[Param]:
-        return list(self.graph.params.values())
-
-    @property
-    def kept(self) -> dict[str, Order]:
-        """{name: order of axes} for each weight that a layout search has reordered."""
-        return {param.tensor.name: param.tensor.axes for param in self.params if param.order}
-
-    def learning_rates(self, lr: float) -> dict[str, float]:
-        """Return {slot: learning rate} of the update for a step with the learning rate `lr`."""
-        return learning_rates(self.update_graph, lr)
-
-    @cached_property
-    def flop(self) -> float:
-        return self.graph.flop()
-
-    @cached_property
-    def packed_flop(self) -> PackedFlop:
-        """The flop of a step's passes as a function of its packed inputs."""
-        return PackedFlop.of(self.graph)
-
-    @property
-    def lists(self) -> list[Lowering]:
-        return [lowering for lowering in (self.first, self.more, self.update) if lowering]
-
-    def kept_tiles(self) -> dict[Hashable, int]:
-        """Return {key: bytes} of every tile that outlives a step: weights, gradients, optimizer state, inputs."""
-        tiles = {a.tile for lowering in self.lists for task in lowering.tasks.tasks for a in task.accesses}
-        return {t.key: t.bytes for t in tiles if t.persistent}
-
-    def peak_bytes(self) -> int:
-        """Return the largest number of bytes alive at once if the step's tasks run in order."""
-        kept = sum(self.kept_tiles().values())
-        return max(lowering.tasks.peak_bytes(kept) for lowering in self.lists)
-
-    def largest(self, count: int = 3) -> str:
-        """Return the `count` largest tensors of the step with their sizes, as text."""
-        sizes: dict[str, int] = {}
-        for tile in {a.tile for lowering in self.lists for task in lowering.tasks.tasks for a in task.accesses}:
-            sizes[tile.tensor] = sizes.get(tile.tensor, 0) + tile.bytes
-        top = sorted(sizes, key=lambda name: -sizes[name])[:count]
-        return ", ".join(f"{name} ({sizes[name] / 2**20:.1f} MiB)" for name in top)
-
-
-@dataclass
-class Graphs:
-    """Forward and backward of a step in one graph, before it is cut into tiles.
-
-    Attributes:
-        grads: {parameter: gradient}.
-        optional, refused: as in Step.
-    """
-
-    graph: Graph
-    grads: dict[Tensor, Tensor]
-    loss: Tensor
-    optional: dict[str, float]
-    refused: bool = False
-
-
-@dataclass
-class Evaluation:
-    """The task list of a forward pass, with the outputs that the host can read."""
-
-    graph: Graph
-    outputs: dict[str, Tensor]
-    forward: Lowering
-
-    @property
-    def params(self) -> list[Param]:
-        return list(self.graph.params.values())
 
 
 @dataclass(frozen=True)

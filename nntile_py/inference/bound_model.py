@@ -11,8 +11,9 @@ from nntile_py.errors import ConfigError
 from nntile_py.execution.forward_program import ForwardProgram
 from nntile_py.execution.program import Store
 from nntile_py.execution.runtime import Runtime, in_turns
+from nntile_py.graph.built_step import Evaluation
 from nntile_py.graph.fusion import Fusion
-from nntile_py.graph.step import Evaluation, StepSpec, check_precision
+from nntile_py.graph.step import StepSpec, check_precision
 from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tiles import Tiling
 

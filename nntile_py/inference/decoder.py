@@ -13,9 +13,9 @@ from nntile_py.errors import ConfigError
 from nntile_py.execution.forward_program import ForwardProgram
 from nntile_py.execution.program import HostCopy, Store
 from nntile_py.graph import key_value_cache as kv
+from nntile_py.graph.built_step import Evaluation
 from nntile_py.graph.key_value_cache import IDS, RING, TOKENS, CacheShape, Sampling
 from nntile_py.graph.params import Input
-from nntile_py.graph.step import Evaluation
 from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.token_logprobs import TokenLogProbs
 from nntile_py.tasks.cached_attention import COUNT, PAGES, PAST

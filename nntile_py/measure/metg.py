@@ -109,7 +109,7 @@ def _program(tiles: Sequence[Any], count: int, bodies: int = 1) -> Callable[[], 
     from nntile_py import _core
     from nntile_py.execution.task_payload import body, capability_of_devices, encoded_launches
     from nntile_py.tiles import RW, Tile
-    from nntile_py.tiles.tasklist import BusyArgs, Task
+    from nntile_py.tiles.task import BusyArgs, Task
 
     described = Task("busy", [RW(Tile("busy", (0,), (1,), "fp32"))], BusyArgs(count))
     loop = body("busy", "busy", [0], [count], launched=encoded_launches([described], capability_of_devices()))

@@ -23,9 +23,9 @@ from nntile_py.execution.cuda_graph import Served
 from nntile_py.execution.forward_program import ForwardProgram
 from nntile_py.execution.program import Program, Store, programs
 from nntile_py.execution.runtime import Runtime
+from nntile_py.graph.built_step import Evaluation
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.initial_weights import fill
-from nntile_py.graph.step import Evaluation
 from nntile_py.profiling.peak_rates import peak_of_workers
 from nntile_py.system.clock import Run, clocked, clocked_in_turns, runs_to_measure
 from nntile_py.system.load import Load, is_busy

@@ -26,7 +26,8 @@ from nntile_py.system.clock import clocked
 from nntile_py.system.folders import build_info
 from nntile_py.tiles.dependencies import TileUse
 from nntile_py.tiles.rank_tasks import MessageTask
-from nntile_py.tiles.tasklist import PYTHON, Task, TaskList, name_and_phase
+from nntile_py.tiles.task import PYTHON, Task, name_and_phase
+from nntile_py.tiles.tasklist import TaskList
 from nntile_py.training.collectives import ranks_of_run
 from nntile_py.training.repeated_steps import forward_passes, same_steps
 from nntile_py.training.trainer import Trainer

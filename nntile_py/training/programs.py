@@ -15,10 +15,11 @@ from nntile_py.execution.forward_program import ForwardProgram, check_inputs
 from nntile_py.execution.program import Program, Store, programs
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph import packed_inputs
+from nntile_py.graph.built_step import Step
 from nntile_py.graph.fusion import lacking
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Input
-from nntile_py.graph.step import TILE_DTYPE, Step, StepSpec
+from nntile_py.graph.step import TILE_DTYPE, StepSpec
 from nntile_py.tasks.op import Lowering
 from nntile_py.tasks.optimizer import INVERSE_SCALE
 from nntile_py.tiles import TaskList

@@ -9,7 +9,8 @@ from nntile_py.execution.forward_program import ForwardProgram
 from nntile_py.execution.program import Store
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.bin_packing import bins_of
-from nntile_py.graph.step import Evaluation, StepSpec
+from nntile_py.graph.built_step import Evaluation
+from nntile_py.graph.step import StepSpec
 from nntile_py.graph.step_inputs import StepInputs
 from nntile_py.training.inputs import Inputs, IntArray
 from nntile_py.training.trainer import Trainer

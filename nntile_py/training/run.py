@@ -43,6 +43,7 @@ from nntile_py.data.entities import EntityScores
 from nntile_py.errors import ConfigError, NNTileError, NotFinite
 from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.runtime import Runtime
+from nntile_py.graph.recompute_rule import AUTO
 from nntile_py.graph.step import StepSpec
 from nntile_py.inference.generate import fill_masked, generate
 from nntile_py.models.registry import code_of
@@ -118,6 +119,8 @@ def train(
     # Trainer, steps, weights.
     with runtime, _signals() as stop:
         trainer = _first_trainer(config, spec, runtime, point)
+        if config.recompute == AUTO:
+            report(f"recompute: {trainer.spec.recompute}, the fastest that fits into the memory")
         trained, every = trainer.parameters
         if trained < every:
             report(f"{trained:,} of {every:,} parameters are trained, the others are frozen")

@@ -29,10 +29,12 @@ from nntile_py.execution.forward_program import label_counts, mean_slots
 from nntile_py.execution.program import Program
 from nntile_py.execution.runtime import Runtime, in_turns
 from nntile_py.graph.bin_packing import Bins, bins_of
+from nntile_py.graph.built_step import Step
 from nntile_py.graph.freeze import counts
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.params import Traceable
-from nntile_py.graph.step import Step, StepSpec, check_precision
+from nntile_py.graph.recompute_rule import AUTO, RECOMPUTE
+from nntile_py.graph.step import StepSpec, check_precision
 from nntile_py.graph.step_inputs import StepInputs
 from nntile_py.schema import NonNegative, checked_value
 from nntile_py.tasks.adamw import AdamW
@@ -85,7 +87,7 @@ class Trainer:
             these by estimate in the runtime's memory; or a list of patterns of operators' names, such as `*.mlp.*`.
             Losses and gradients have the same bits as with none.
         offload: Kinds of tensors that leave a GPU for main memory between uses: weights, gradients, optimizer,
-            activations. Without GPUs this has no effect.
+            activations. Tiles that one of the next 32 tasks uses stay. Without GPUs this has no effect.
         check_finite: Check all values that tasks write. A loss or norm that is not finite then raises NotFinite, which
             names the operator that wrote the first such value. Slow: for debugging.
 
@@ -143,6 +145,9 @@ class Trainer:
         check_precision("precision", spec.precision, bool(_core.cuda_workers()))
         if runtime.ranks:
             spec = replace(spec, ranks=runtime.ranks.size)
+            if spec.recompute == AUTO:
+                need = ", ".join((*RECOMPUTE, "a list of patterns"))
+                raise ConfigError(f"recompute: got {AUTO!r}; allowed on several ranks, whose memory differs: {need}")
             if check_finite:
                 need = "False, as each sees only its own tasks"
                 raise ConfigError(f"check_finite (debug.nonfinite): got True; allowed on several ranks: {need}")
