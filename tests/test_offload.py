@@ -148,7 +148,7 @@ def test_saved_trainer_keeps_the_settings(tmp_path: Path) -> None:
         assert nt.Trainer.load(tmp_path / "saved").spec.offload == ("weights",)
 
 
-@pytest.mark.parametrize("value", ["optimizer", ["states"], [1]])
+@pytest.mark.parametrize("value", ["optimizer", ["states"], [1], None])
 def test_wrong_kinds(value: Any) -> None:
     with pytest.raises((ConfigError, TypeError), match="offload"), nt.Runtime(cpus=1):
         nt.Trainer(gpt2(), 4, SEQ, offload=value)

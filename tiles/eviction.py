@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Collection, Hashable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from .task import Task, Tile
 from .tasklist import TaskList
@@ -19,6 +19,13 @@ Offloaded = Literal["weights", "gradients", "optimizer", "activations"]  # kinds
 OFFLOADED: dict[Offloaded, str] = {  # kinds of their tiles
     "weights": "param", "gradients": "grad", "optimizer": "state", "activations": "temp",
 }  # fmt: skip
+OFFLOAD_WORDS = f"a list of {', '.join(OFFLOADED)}"
+
+
+def as_offload(value: Any) -> tuple[Offloaded, ...] | None:
+    """Return the setting `offload`, each kind once; None if it is no list of names of OFFLOADED."""
+    kinds = isinstance(value, list | tuple) and all(kind in [*OFFLOADED] for kind in value)
+    return tuple(dict.fromkeys(value)) if kinds else None
 
 
 def room_in_turn(lists: Sequence[TaskList], memory: float) -> float:

@@ -59,7 +59,7 @@ from nntile_py.schema import (
 from nntile_py.system.folders import STDLIB
 from nntile_py.system.load import cores
 from nntile_py.tasks.optimizer import OPTIMIZERS
-from nntile_py.tiles.eviction import Offloaded
+from nntile_py.tiles.eviction import OFFLOAD_WORDS, OFFLOADED, Offloaded, as_offload
 from nntile_py.tiles.tasklist import Policy
 from nntile_py.tiles.worker_kinds import check_workers
 from nntile_py.yaml_text import dump
@@ -104,7 +104,9 @@ class RunConfig(Section):
     `layer` that fits into the memory of `runtime`, by the estimates of `nntile plan`; on one rank only. A list: the
     operators of layers whose names match a pattern, such as `*.mlp.*`. Losses and gradients have the same bits as with
     `none`."""
-    offload: list[Offloaded] = Field(default_factory=list)
+    offload: Annotated[
+        Sequence[Offloaded], *only(OFFLOAD_WORDS, as_offload, type="array", items={"enum": [*OFFLOADED]})
+    ] = ()
     """Kinds of tensors that leave a GPU for main memory between uses. GPUs only. Other tiles leave a GPU only if its
     memory is full. With `runtime.disk`, `runtime.disk.kinds` limits which kinds may go on to the disk."""
     tiles: TilesSection = TilesSection()

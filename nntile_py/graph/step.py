@@ -36,7 +36,7 @@ from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.optimizer import MOST_SCALE, OPTIMIZERS, Ends, GradNorm, Optimizer
 from nntile_py.tiles import Tiling
 from nntile_py.tiles.allreduce import RankSums
-from nntile_py.tiles.eviction import OFFLOADED, Offloaded
+from nntile_py.tiles.eviction import OFFLOAD_WORDS, Offloaded, as_offload
 from nntile_py.tiles.task import live_slot
 from nntile_py.typed import plain
 
@@ -148,10 +148,9 @@ class StepSpec:
         if (recompute := as_recompute(self.recompute)) is None:
             raise ConfigError(f"recompute: {self.recompute!r} is not allowed; use {WORDS}")
         object.__setattr__(self, "recompute", recompute)
-        kinds = self.offload
-        if isinstance(kinds, str) or not all(kind in [*OFFLOADED] for kind in kinds):
-            raise ConfigError(f"offload: {kinds!r} is not allowed; use a list of {', '.join(OFFLOADED)}")
-        object.__setattr__(self, "offload", tuple(dict.fromkeys(kinds)))
+        if (kinds := as_offload(self.offload)) is None:
+            raise ConfigError(f"offload: {self.offload!r} is not allowed; use {OFFLOAD_WORDS}")
+        object.__setattr__(self, "offload", kinds)
         if not isinstance(self.pack, bool):
             raise ConfigError(f"pack: {self.pack!r} is not allowed; use True or False")
         scale = self.loss_scale
