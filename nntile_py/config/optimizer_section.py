@@ -89,8 +89,8 @@ def optimizer_section(name: str) -> type[OptimizerSection]:
 def read_optimizer(given: Any) -> Any:
     """Return the section `optimizer` as an instance of its method's class.
 
-    Keys that AdamW (the default) has and the chosen method lacks are ignored. Other keys that the chosen method lacks
-    are refused, unless they have the default value of a method that has them."""
+    A key that AdamW (the default) has and the chosen method lacks is ignored. Any other key that the chosen method
+    lacks is refused, unless its value is the default of a method with this key."""
     if not isinstance(given, dict):
         return given
     chosen = given.get("name", Schedule().name)

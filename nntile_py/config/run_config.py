@@ -99,11 +99,11 @@ class RunConfig(Section):
             anyOf=[{"enum": [*RECOMPUTE, AUTO]}, {"type": "array", "items": {"type": "string"}}],
         ),
     ] = "none"
-    """Operators whose results the backward pass computes again. Their results are not kept in memory. `attention`: the
-    attention of each layer. `layer`: all operators of each layer. `auto`: the fastest of `none`, `attention` and
-    `layer` that fits into the memory of `runtime`, by the estimates of `nntile plan`; on one rank only. A list: the
-    operators of layers whose names match a pattern, such as `*.mlp.*`. Losses and gradients have the same bits as with
-    `none`."""
+    """Operators that run again in the backward pass. The results of these operators are not kept in memory.
+    `attention`: the attention of each layer. `layer`: all operators of each layer. `auto`: the fastest of `none`,
+    `attention` and `layer` that fits into the memory of `runtime`, by the estimates of `nntile plan`; on one rank only.
+    A list: the operators of layers whose names match a pattern, such as `*.mlp.*`. Losses and gradients have the same
+    bits as with `none`."""
     offload: Annotated[
         Sequence[Offloaded], *only(OFFLOAD_WORDS, as_offload, type="array", items={"enum": [*OFFLOADED]})
     ] = ()

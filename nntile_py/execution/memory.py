@@ -74,7 +74,7 @@ def has_room_for_evictions(lists: Sequence[TaskList], runtime: Runtime) -> bool:
     return sum(held.values()) <= room
 
 
-def check_evictions(lists: Sequence[TaskList], runtime: Runtime, offload: Collection[Offloaded]) -> None:
+def limit_evictions(lists: Sequence[TaskList], runtime: Runtime, offload: Collection[Offloaded]) -> None:
     """Remove the marks of `mark_evictions` if main memory has no room for these tiles; StarPU then chooses.
 
     Raises:

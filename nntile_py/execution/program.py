@@ -263,7 +263,7 @@ def programs(
         if room:
             _core.reserve_for_tiles()
         if mark_evictions(lists, room if room and not store.ranks else math.inf, offload):
-            memory.check_evictions(lists, runtime, offload)
+            memory.limit_evictions(lists, runtime, offload)
     # With ranks there is no delay, because other ranks wait for weights too, and for longer.
     if runtime.placement == "planned" and not store.ranks:
         delay(lists, gpus or _core.cpu_workers())

@@ -28,7 +28,7 @@ from nntile_py.graph.passes.cached_projections import fuse_cached_projections
 from nntile_py.graph.passes.precision import narrow_gradients
 from nntile_py.graph.passes.qkv_fusion import merge_projections
 from nntile_py.graph.random_inputs import random_inputs
-from nntile_py.graph.recompute_choice import Room, candidates, fastest
+from nntile_py.graph.recompute_choice import Room, StepEstimate, candidates, fastest
 from nntile_py.graph.recompute_rule import AUTO, WORDS, as_recompute
 from nntile_py.graph.timings import Timings
 from nntile_py.tasks.adamw import AdamW
@@ -168,9 +168,12 @@ class StepSpec:
     @cached_property
     def chosen_recompute(self) -> str | Sequence[str]:
         """`recompute`, with the fastest value that fits into `room` in the place of `auto`."""
-        if self.recompute != AUTO:
-            return self.recompute
-        return fastest(candidates(self, self.room or Room.of(os.cpu_count() or 1, 0, None, None))).recompute
+        return self.recompute if self.recompute != AUTO else fastest(self.recompute_estimates).recompute
+
+    @cached_property
+    def recompute_estimates(self) -> list[StepEstimate]:
+        """The estimates among which `recompute: auto` chooses."""
+        return candidates(self, self.room or Room.of(os.cpu_count() or 1, 0, None, None))
 
     @property
     def rows(self) -> int:

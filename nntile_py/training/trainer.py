@@ -151,8 +151,8 @@ class Trainer:
             if check_finite:
                 need = "False, as each sees only its own tasks"
                 raise ConfigError(f"check_finite (debug.nonfinite): got True; allowed on several ranks: {need}")
-        spec = replace(spec, room=memory.room(runtime))
-        spec = replace(spec, recompute=spec.chosen_recompute)
+        if spec.recompute == AUTO:
+            spec = replace(spec, recompute=replace(spec, room=memory.room(runtime)).chosen_recompute)
         self.model, self.seed, self.shift_labels, self._runtime = model, plain(seed), plain(shift_labels), runtime
         self.nan_check = NanCheck(plain(check_finite), (STEPS_IN_FLIGHT + 1) * (spec.grad_accumulation + 1))
         self.batch, self.seq, self.precision = spec.batch, spec.seq, spec.precision
