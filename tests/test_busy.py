@@ -14,6 +14,7 @@ from nntile_py.analysis import roofline
 from nntile_py.profiling import diagnosis, peak_rates, trace_analysis
 from nntile_py.system import load
 from nntile_py.system.load import Load, cores
+from nntile_py.system.worker_rates import best_of
 from nntile_py.tiles.dependencies import TileUse
 
 PEAKS = {"CPU": roofline.Peak(1e9, 1e9, "test"), "CUDA": roofline.Peak(1e9, 1e9, "test")}
@@ -107,5 +108,5 @@ def test_what_a_process_computes_itself_is_no_load(monkeypatch: pytest.MonkeyPat
 def test_a_peak_on_a_machine_that_keeps_a_thread_waiting() -> None:
     """One call is timed, however late."""
     calls: list[int] = []
-    best, all_of_them, own = peak_rates.best_of(lambda: calls.append(1), seconds=0.0)
+    best, all_of_them, own = best_of(lambda: calls.append(1), seconds=0.0)
     assert calls == [1] and 0 < best <= all_of_them and own >= 0

@@ -217,7 +217,7 @@ def test_one_node_is_what_plan_tells() -> None:
     config = of_gpus("runtime.cuda=2", "train.batch=8", "tiles.batch=4")
     on = requested_cluster(config, 1)
     assert on and plan_cluster(config, on).step_seconds == plan(config).step_seconds
-    cpus = load(TINY, ["runtime.cpus=2"])
+    cpus = load(TINY, ["runtime.cpus=2", "tiles={batch: 4}"])
     on = requested_cluster(cpus, 1)
     assert on and plan_cluster(cpus, on).step_seconds == pytest.approx(plan(cpus).step_seconds, rel=0.01)
 

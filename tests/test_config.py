@@ -56,6 +56,7 @@ MISTAKES = [
     ("tiles.seq=-3", "tiles.seq", "an integer of at least 1"),
     ("tiles.seq=2.5", "tiles.seq", "an integer of at least 1"),
     ("tiles=4", "tiles", "a section with batch, seq, embed"),
+    ("tiles=all", "tiles", "a section with batch, seq, embed"),
     ("model.heads=5", "model.heads", "a divisor of model.embed = 12: 1, 2, 3, 4, 6, 12"),
     ("model.positions=7", "train.seq", "at most model.positions = 7"),
     ("model.vocab=100", "model.vocab", "at least the tokenizer's size, 4096"),
@@ -206,7 +207,7 @@ def test_a_command_imports_only_what_it_needs(arguments: list[str], unwanted: tu
 def test_defaults_are_filled_in(small: Path) -> None:
     config = load(small)
     assert (config.model.ffn, config.model.positions, config.model.vocab) == (48, 8, 4096)
-    assert config.tiles.model_dump(exclude_none=True) == {}
+    assert config.tiles == "auto" and config.tile_sizes == {}
     assert config.fusion.model_dump() == {**dict.fromkeys(type(config.fusion).model_fields, True), "exclude": ()}
     assert (config.accumulate, config.precision, config.runtime.cuda) == ("chain", "fp32", 0)
     assert config.optimizer.min_lr is None  # a tenth of lr, also of another lr with which the run goes on

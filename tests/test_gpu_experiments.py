@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from nntile_py.analysis.plan import estimate
 from nntile_py.analysis.workloads import build
 from nntile_py.config.run_config import RunConfig
+from nntile_py.graph.estimate import estimate
 from nntile_py.measure import experiment, experiments
 from nntile_py.measure import sweep_spec as sweep
 from nntile_py.tasks import launch, launch_binary

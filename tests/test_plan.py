@@ -7,10 +7,11 @@ from typing import Any, cast
 import pytest
 
 import nntile_py as nt
-from nntile_py.analysis.plan import Plan, estimate, plan
+from nntile_py.analysis.plan import Plan, plan
 from nntile_py.analysis.workloads import build
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.errors import ConfigError
+from nntile_py.graph.estimate import estimate
 from nntile_py.tiles import R, TaskList, Tile, W, device_model
 
 TINY = Path(__file__).parents[1] / "experiments/gpt2_tiny.yaml"
@@ -69,7 +70,7 @@ def test_tf32_is_fp32_tiles_in_every_work() -> None:
     for work in ("train", "inference", "encoder", "linear_relu", "qkv_all"):
         bytes_moved = [
             estimate(build(load(TINY, sets), cast(Any, work)).lists, 1).bytes_moved
-            for sets in (["precision=tf32", "runtime.cuda=1"], ["precision=fp32"])
+            for sets in (["precision=tf32", "runtime.cuda=1", "tiles={}"], ["precision=fp32", "tiles={}"])
         ]
         assert bytes_moved[0] == bytes_moved[1] > 0
 

@@ -22,6 +22,7 @@ from nntile_py.cli import inspect
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.profiling import diagnosis, peak_rates, perfetto, recorder, trace_analysis
 from nntile_py.profiling.trace import Trace, accumulating, stream_starts
+from nntile_py.system.worker_rates import best_of
 from nntile_py.tiles.dependencies import TileUse, critical_path, dependencies
 
 PEAKS = {"CPU": roofline.Peak(1e9, 1e9, "test"), "CUDA": roofline.Peak(1e9, 1e9, "test")}
@@ -457,7 +458,7 @@ def test_the_largest_rate_is_above_that_of_products(tmp_path: Path, precision: s
     x = torch.rand(512, 512, dtype=torch.float64 if precision == "fp64" else torch.float32)
     found = []
     for _ in range(3):  # other tests share the cores
-        seconds, _, _ = peak_rates.best_of(lambda: torch.mm(x, x))
+        seconds, _, _ = best_of(lambda: torch.mm(x, x))
         flop = peak_rates.largest_flop(load(tmp_path / "c.yaml"))
         assert flop
         found.append(flop / (2 * 512**3 / seconds / torch.get_num_threads()))

@@ -15,9 +15,9 @@ import pytest
 import yaml
 from rich.console import Console
 
-from nntile_py.analysis.plan import estimate
 from nntile_py.config.run_config import load
 from nntile_py.errors import ConfigError
+from nntile_py.graph.estimate import estimate
 from nntile_py.measure import autotune
 from nntile_py.measure import runner as sweep_run
 from nntile_py.measure import sweep_spec as sweep

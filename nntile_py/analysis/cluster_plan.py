@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nntile_py.analysis.simulate import SimulatedList, programs, rank_programs, simulate
 from nntile_py.analysis.workloads import of_step
-from nntile_py.config.builders import step_spec
+from nntile_py.config.builders import step_spec, uncut
 from nntile_py.errors import ConfigError
 from nntile_py.graph.step import StepSpec
 from nntile_py.system.console_tables import facts
@@ -205,13 +205,15 @@ class ClusterPlan:
 def plan_cluster(config: RunConfig, on: Cluster, *, strong: bool = False, every: bool = False) -> ClusterPlan:
     """Return the plan of a training step in which each node has a part of the batch. Nothing runs.
 
-    If the config does not cut the batch into tiles, each GPU gets one tile of its node's part.
+    If the config does not cut the batch into tiles, each GPU gets one tile of its node's part. So it is with `tiles:
+    auto`, which is chosen for this machine.
 
     Args:
         on: the cluster.
         strong: the reference of the efficiency is a single node, or GPU, with the whole batch instead of one part.
         every: simulate all GPU nodes instead of one node that stands for all.
     """
+    config = uncut(config)
     with no_search_for_cycles():
         batch, gpu = config.train.batch, config.runtime.cuda != 0
         rows = -(-batch // on.nodes)  # the largest part of a node
@@ -317,7 +319,7 @@ def _limit(plan: ClusterPlan, last: Tile | None) -> str:
 
 def _spec(config: RunConfig, rows: int, workers: int, *, alone: bool) -> StepSpec:
     spec = replace(step_spec(config), batch=rows, one_machine=alone)
-    if config.tiles.batch is None and workers > 1:
+    if "batch" not in config.tile_sizes and workers > 1:
         spec = replace(spec, tiling=Tiling({**spec.tiling.tiles, "batch": -(-rows // workers)}))
     return spec
 

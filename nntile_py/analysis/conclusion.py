@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nntile_py.analysis.roofline import Peak
+from nntile_py.config.builders import tiling
 from nntile_py.tasks.op import CATEGORIES, CONTRACTION
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def _advice(
     update = [row for row in rows if row.phase == "update"]
     slow = [row for row in rows if row.category is CONTRACTION and (row.peak_share(peak) or 100) < 100 * LOW_PEAK]
     unfused = [name for name in ("bias", "activation", "qkv", "residual_norm") if not getattr(config.fusion, name)]
-    cut = [f"tiles.{axis}" for axis, size in config.tiles.model_dump().items() if size]
+    cut = [f"tiles.{axis}" for axis in tiling(config).tiles]
     advice = []
     if unfused and share(moving) >= MUCH:
         advice.append(f"`fusion: true` (fusion.{', fusion.'.join(unfused)} are off)")

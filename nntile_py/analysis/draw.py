@@ -19,6 +19,7 @@ from nntile_py.analysis import dot
 from nntile_py.analysis.counts import Tally
 from nntile_py.analysis.drawings import Bound, LogicalDrawing, TaskDrawing, count_layers
 from nntile_py.analysis.workloads import Phase, Work, build, logical, work_title
+from nntile_py.config.builders import tiling
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
@@ -127,7 +128,7 @@ def note(text: str, overview: bool) -> str:
 
 def _about(config: RunConfig, work: str, layer: int | None, phase: str) -> str:
     """Return the picture's title: the part that is drawn, with its sizes and tiles."""
-    tiles = [f"{axis} {size}" for axis, size in config.tiles.model_dump().items() if size]
+    tiles = [f"{axis} {size}" for axis, size in tiling(config).tiles.items()]
     part = "" if layer is None else f"layer {layer}: "
     part += {"all": "", "update": "the update in "}.get(phase, f"{phase} pass in ")
     return f"{part}{work_title(config, work)}; tiles: {', '.join(tiles) or 'uncut'}"

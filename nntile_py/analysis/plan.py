@@ -8,76 +8,28 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from nntile_py.analysis.simulate import planned_seconds
-from nntile_py.config.builders import step_spec
+from nntile_py.config.builders import auto_tiles, search_for, step_spec
+from nntile_py.config.kept_tiles import KeptTiling
+from nntile_py.config.sections import AUTO_TILES
 from nntile_py.graph.built_step import Step
+from nntile_py.graph.estimate import estimate
 from nntile_py.graph.params import numel
 from nntile_py.graph.recompute_choice import StepEstimate, fastest
 from nntile_py.graph.recompute_rule import AUTO
 from nntile_py.graph.step import StepSpec
+from nntile_py.graph.tile_choice import TileSearch, tiles_text
 from nntile_py.models.registry import find
 from nntile_py.models.torch_module import TorchModule
 from nntile_py.system.console_tables import plain_table
 from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tasks.op import Lowering
-from nntile_py.tiles import TaskList, device_model
-from nntile_py.tiles.dependencies import TileUse, critical_path, dependencies
 from nntile_py.tiles.eviction import evicted_bytes
-from nntile_py.tiles.placement import Speed
 from nntile_py.tiles.task import name_and_phase
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from nntile_py.config.run_config import RunConfig
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Cost of task lists that run one after the other.
-
-    Attributes:
-        mean_task: mean seconds of a task.
-        parallelism: time of all tasks divided by the time of the longest chain of dependent tasks.
-        seconds: of all lists.
-        speed: rates of one worker.
-    """
-
-    tasks: int
-    bytes_moved: int
-    peak_bytes: int
-    mean_task: float
-    parallelism: float
-    seconds: float
-    speed: Speed
-
-
-def estimate(lists: list[TaskList], workers: int, gpu: bool = False) -> Estimate:
-    """Estimate the cost of task lists on CPU workers, or GPUs if `gpu`, that have the rates of the device model."""
-    speed = device_model.speed(lists, gpu)
-    kept = {a.tile.key: a.tile.bytes for tasks in lists for task in tasks.tasks for a in task.accesses
-            if a.tile.persistent}  # fmt: skip
-    work, chain, seconds = 0.0, 0.0, 0.0
-    for tasks in lists:
-        all_tasks, longest = _work_and_chain(tasks, speed)
-        work, chain = work + all_tasks, chain + longest
-        seconds += max(all_tasks / workers, longest, len(tasks.tasks) * speed.submit)
-    count = sum(len(tasks.tasks) for tasks in lists)
-    return Estimate(
-        tasks=count,
-        bytes_moved=sum(task.bytes for tasks in lists for task in tasks.tasks),
-        peak_bytes=max(tasks.peak_bytes(sum(kept.values())) for tasks in lists),
-        mean_task=work / max(count, 1) - speed.beside,
-        parallelism=work / (chain or 1.0),
-        seconds=seconds,
-        speed=speed,
-    )
-
-
-def _work_and_chain(tasks: TaskList, speed: Speed) -> tuple[float, float]:
-    """Return the sum of all tasks' seconds, and the seconds of the longest chain of dependent tasks."""
-    seconds = [speed.seconds(task) + speed.beside for task in tasks.tasks]
-    before = dependencies([TileUse(a.tile, a.mode) for a in task.accesses] for task in tasks.tasks)
-    return sum(seconds), sum(seconds[number] for number in critical_path(before, seconds))
 
 
 @dataclass(frozen=True)
@@ -110,6 +62,41 @@ class PlanRow:
     kernels: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass(frozen=True)
+class PlannedTilings:
+    """The tiling that `tiles: auto` stands for, and the estimates among which it chooses.
+
+    Attributes:
+        kept: the tiling.
+        searched: None if there is only one worker.
+    """
+
+    kept: KeptTiling
+    searched: TileSearch | None
+
+    def to_dict(self) -> dict[str, Any]:
+        estimates = [vars(one) for one in self.searched.estimates] if self.searched else []
+        return {"chosen": self.kept.tiles, "how": self.kept.how, "estimates": estimates}
+
+    def render(self) -> Iterator[RenderableType]:
+        """Yield a line with the tiling and a table of the estimates."""
+        from rich.text import Text
+
+        line = f"tiles               {tiles_text(self.kept.tiles)} (auto: "
+        if not self.searched:
+            yield Text(f"{line}one worker needs no tiles)")
+            return
+        speed = self.searched.speed
+        rates = f"{speed.flop_s / 1e9:,.0f} Gflop/s and {speed.bytes_s / 1e9:,.0f} GB/s"
+        yield Text(f"{line}{self.kept.how}; estimates for workers of {rates})\n")
+        heads = ("tiles", "tasks", "parallel", "s a step", "MiB at peak", "fits")
+        table = plain_table(heads, text=heads[:1])
+        for one in self.searched.estimates:
+            numbers = f"{one.tasks:,}", f"{one.parallelism:.1f}", f"{one.seconds:.3g}"
+            table.add_row(one.text, *numbers, f"{one.peak_bytes / 2**20:,.0f}", "yes" if one.fits else "no")
+        yield table
+
+
 @dataclass
 class Plan:
     """Plan of one optimizer step.
@@ -126,6 +113,7 @@ class Plan:
         captured: the model is a PyTorch module, whose axes got their names from the capture.
         rows: sums over operators, by phase and kind of operator.
         candidates: {number of micro-batches: estimates of `recompute: auto`}.
+        tilings: the estimates of `tiles: auto`; None: the config has tile sizes.
     """
 
     parameters: int
@@ -145,6 +133,7 @@ class Plan:
     captured: bool
     rows: dict[tuple[str, str], PlanRow]
     candidates: dict[int, list[StepEstimate]] = field(default_factory=dict)
+    tilings: PlannedTilings | None = None
 
     def to_dict(self) -> dict[str, Any]:
         rows = [
@@ -154,8 +143,10 @@ class Plan:
         ]  # fmt: skip
         axes = {name: vars(axis) for name, axis in self.axes.items()}
         candidates = {count: [vars(one) for one in found] for count, found in self.candidates.items()}
-        own = {k: v for k, v in vars(self).items() if k not in ("rows", "candidates")}
-        return own | {"axes": axes, "operators": rows} | ({"recompute": candidates} if candidates else {})
+        own = {k: v for k, v in vars(self).items() if k not in ("rows", "candidates", "tilings")}
+        tilings = {"tilings": self.tilings.to_dict()} if self.tilings else {}
+        own |= {"axes": axes, "operators": rows} | tilings
+        return own | ({"recompute": candidates} if candidates else {})
 
     def render(self) -> RenderableType:
         from rich.console import Group
@@ -184,7 +175,8 @@ class Plan:
             *(self._axes() if self.captured else ()),
             f"program             {self.digest[:16]}",
         ]
-        return Group(table, Text(), *map(Text, lines), *(self._recompute() if self.candidates else ()))
+        tilings = self.tilings.render() if self.tilings else ()
+        return Group(table, Text(), *map(Text, lines), *tilings, *(self._recompute() if self.candidates else ()))
 
     def _recompute(self) -> Iterator[RenderableType]:
         """Yield the estimates for `recompute: auto`, the chosen value first, and a table with smaller micro-batches."""
@@ -227,6 +219,8 @@ def plan(config: RunConfig, spec: StepSpec | None = None) -> Plan:
     with no_search_for_cycles():
         spec = spec or step_spec(config)
         made = summarise(spec.step(), config=config)
+        if config.tiles == AUTO_TILES:
+            made.tilings = PlannedTilings(auto_tiles(config), search_for(config) if config.workers > 1 else None)
         if spec.recompute == AUTO:
             made.candidates = micro_batches(spec)
         return made

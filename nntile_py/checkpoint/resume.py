@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from nntile_py.models.hf_config import arrays, named, tensors_of
 from nntile_py.models.registry import check_code, find
 from nntile_py.system.folders import read
 from nntile_py.tasks.optimizer import OPTIMIZERS
+from nntile_py.tiles import AXES
 
 # Keys of the config that may change when a run resumes, without a report: they have no effect on the trained weights.
 # Keys whose changes are not reported. The hashes of the tokens show a change of the text: see data_facts.
@@ -133,15 +134,37 @@ def saved_overrides(where: Path) -> list[str]:
     """Return the `--set` options that a run saved in its newest readable state.json; [] if there are none.
 
     where: the run's folder or one of its checkpoints."""
-    folders = [where] if (where / STATE).is_file() else [folder for _, folder in checkpoints_in(where)]
-    for folder in folders:
-        try:
-            overrides = json.loads(read(folder / STATE))["overrides"]
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            continue
+    for facts in _states(where):
+        overrides = facts.get("overrides")
         if isinstance(overrides, list) and all(isinstance(item, str) for item in overrides):
             return overrides
     return []
+
+
+def saved_tiles(where: Path) -> dict[str, int] | None:
+    """Return the tile sizes that a run saved in its newest readable state.json; None if there are none.
+
+    where: the run's folder or one of its checkpoints."""
+    for facts in _states(where):
+        config = facts.get("config")
+        tiles = config.get("tiles") if isinstance(config, dict) else None
+        if isinstance(tiles, dict):
+            sizes = {axis: tiles.get(axis) for axis in AXES}
+            if all(size is None or (type(size) is int and size > 0) for size in sizes.values()):
+                return {axis: size for axis, size in sizes.items() if size}
+    return None
+
+
+def _states(where: Path) -> Iterator[dict[str, Any]]:
+    """Yield the content of each readable state.json of a run, the newest first."""
+    folders = [where] if (where / STATE).is_file() else [folder for _, folder in checkpoints_in(where)]
+    for folder in folders:
+        try:
+            facts = json.loads(read(folder / STATE))
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(facts, dict):
+            yield facts
 
 
 def data_facts(config: RunConfig, dataset: Dataset) -> dict[str, str]:

@@ -13,6 +13,7 @@ from nntile_py.cli.options import (
     Overwrite,
     Sets,
     app,
+    choose_tiles,
     load_config,
     note_tiles,
     one_of,
@@ -55,8 +56,8 @@ def plan(
     from nntile_py.config.builders import step_spec
 
     loaded = load_config(config, sets)
-    spec = step_spec(loaded)
-    if nodes is None:
+    spec = step_spec(loaded) if nodes is None else None
+    if spec:
         note_tiles(loaded, spec)
     from nntile_py.analysis.cluster_plan import plan_cluster, requested_cluster
     from nntile_py.analysis.plan import plan as plan_run
@@ -86,6 +87,7 @@ def profile(
     name = Path(config).stem
     folder = run_folder(f"{name}-profile", None, out or (Path(loaded.out) if loaded.out else None), overwrite)
     if work == "train":
+        loaded = choose_tiles(loaded)
         note_tiles(loaded, step_spec(loaded))
     from nntile_py.profiling import profile as run
 

@@ -28,13 +28,14 @@ def sweep(
     from rich.console import Console
 
     alone("sweep")
-    from nntile_py.measure.autotune import search, write_search
+    from nntile_py.measure.autotune import keep_winner, search, write_search
     from nntile_py.measure.results import best_text, summary
     from nntile_py.measure.runner import run
     from nntile_py.measure.sweep_spec import load_sweep
 
     console = Console(stderr=True)
     path, folder = Path(config), out or Path("runs") / f"sweep-{Path(config).stem}"
+    kept = ""
 
     def after() -> str:
         started = (folder / "rows.jsonl").exists()
@@ -46,10 +47,12 @@ def sweep(
         rows = run(chosen, folder, console, retry=retry)
         if tilings:
             write_search(tilings, rows, folder)
+            kept = keep_winner(tilings, rows)
     show({"rows": rows} if as_json else summary(chosen, rows))
     if not as_json:
         baseline = tilings.baseline(rows) if tilings else None
-        print(f"{best_text(rows, chosen.best, baseline)}\nresults in {folder}")
+        lines = [best_text(rows, chosen.best, baseline), *([kept] if kept else []), f"results in {folder}"]
+        print("\n".join(lines))
     raise typer.Exit(0 if any(row["status"] == "ok" for row in rows) else 1)
 
 

@@ -72,6 +72,21 @@ def alone(command: str) -> None:
         )
 
 
+def choose_tiles(config: "RunConfig", *, quiet: bool = False) -> "RunConfig":
+    """Return the config with tile sizes. If it has `tiles: auto`, print the sizes that are chosen, unless `quiet`."""
+    from nntile_py.config.builders import auto_tiles, with_tiles
+    from nntile_py.config.sections import AUTO_TILES
+    from nntile_py.graph.tile_choice import tiles_text
+
+    if config.tiles != AUTO_TILES:
+        return config
+    kept = auto_tiles(config)
+    if launcher.leads() and not quiet:
+        by = "as measured by `nntile sweep --auto`" if kept.how == "measured" else "by estimates"
+        print(f"tiles: {tiles_text(kept.tiles)}, chosen {by}; `nntile plan` shows the estimates", flush=True)
+    return with_tiles(config)
+
+
 def note_tiles(config: Any, spec: Any) -> None:
     """Print a note to stderr if the config's tiles are far too small, so that tasks would be too short."""
     from nntile_py.analysis.tile_advice import note

@@ -2,15 +2,18 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nntile_py.cli.options import Sets, app, ends_at_ctrl_c, load_config, note_tiles, show
+from nntile_py.cli.options import Sets, app, choose_tiles, ends_at_ctrl_c, load_config, note_tiles, show
 from nntile_py.errors import ConfigError
 from nntile_py.runs import newest_run, run_folder, run_of, taken
 from nntile_py.system import launcher, output
 from nntile_py.system.folders import NO_ROOM, write_new
+
+if TYPE_CHECKING:
+    from nntile_py.config.run_config import RunConfig
 
 
 @app.command(epilog="Example: nntile init my.yaml --set data.source=my.txt")
@@ -118,6 +121,7 @@ def train(
             overrides = [*again, *overrides]
             if not of_run:  # if CONFIG is a run's folder, its config.yaml already has these values
                 loaded = load(config, overrides, newest)
+        loaded = _with_saved_tiles(loaded, start)
         if overwrite:
             raise ConfigError("--overwrite: not allowed with --resume, which continues in the run's folder")
         if os.path.realpath(folder) != os.path.realpath(run_of(start)) and taken(folder):
@@ -126,6 +130,7 @@ def train(
         start, folder = None, run_folder(name, loaded.out, out, overwrite, trains=True)
     if rescue and (taken(rescue) or os.path.realpath(rescue) == os.path.realpath(folder)):
         raise ConfigError(f"--rescue: {rescue} is the run's folder or not empty; allowed: another new or empty folder")
+    loaded = choose_tiles(loaded, quiet=quiet)
     spec = step_spec(loaded)
     note_tiles(loaded, spec)
     with ends_at_ctrl_c(lambda: "saved checkpoints stay"):
@@ -154,6 +159,16 @@ def merge(
 
     with ends_at_ctrl_c(lambda: "nothing is written"):
         print(merged(folder, out, adapter, adapter_only))
+
+
+def _with_saved_tiles(config: "RunConfig", start: Path) -> "RunConfig":
+    """Return the config with the tile sizes of the run to resume in place of `tiles: auto`: they decide the bits."""
+    from nntile_py.checkpoint.resume import saved_tiles
+    from nntile_py.config.sections import AUTO_TILES, TilesSection
+
+    if config.tiles != AUTO_TILES or (tiles := saved_tiles(start)) is None:
+        return config
+    return config.model_copy(update={"tiles": TilesSection(**tiles)})
 
 
 def _saved_overrides(start: Path, overrides: list[str]) -> list[str]:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from nntile_py.config.kept_tiles import ESTIMATED, MEASURED, KeptTiles, KeptTiling
 from nntile_py.config.run_config import RunConfig
+from nntile_py.config.sections import AUTO_TILES, TilesSection
 from nntile_py.errors import operators_refuse
 from nntile_py.graph.recompute_choice import Room
-from nntile_py.graph.step import StepSpec
+from nntile_py.graph.step import TILE_DTYPE, StepSpec
+from nntile_py.graph.tile_choice import TileSearch, program_of, search_tiles
 from nntile_py.graph.timings import METHOD, Timings, opened
 from nntile_py.models.base import Model
 from nntile_py.models.registry import find, new
+from nntile_py.system import launcher
 from nntile_py.system.machine import gpus, processor
 from nntile_py.system.version import VERSION
-from nntile_py.tiles import Tiling
+from nntile_py.system.worker_rates import measured_rates
+from nntile_py.tiles import Tiling, device_model
 
 
 def build_model(config: RunConfig) -> Model:
@@ -74,8 +81,85 @@ def predicted(config: RunConfig) -> float:
 
 
 def tiling(config: RunConfig) -> Tiling:
-    """Return the config's tile sizes as a Tiling."""
-    return Tiling(config.tiles.model_dump(exclude_none=True))
+    """Return the config's tile sizes as a Tiling; for `tiles: auto` those of `auto_tiles`."""
+    return Tiling(auto_tiles(config).tiles if config.tiles == AUTO_TILES else config.tile_sizes)
+
+
+def uncut(config: RunConfig) -> RunConfig:
+    """Return the config without tiles if it has `tiles: auto`, else the config."""
+    return config.model_copy(update={"tiles": TilesSection()}) if config.tiles == AUTO_TILES else config
+
+
+def with_tiles(config: RunConfig) -> RunConfig:
+    """Return the config with the tile sizes of `auto_tiles` in place of `tiles: auto`."""
+    return config.model_copy(update={"tiles": TilesSection(**tiling(config).tiles)})
+
+
+def auto_tiles(config: RunConfig) -> KeptTiling:
+    """Return the tiling that `tiles: auto` stands for, on this machine and with these ranks.
+
+    A single process takes the tiling that the cache folder has for the config, or searches and keeps one. Several
+    ranks search by assumed rates, without the cache folder, so that ranks on different machines get the same tiling. A
+    single worker needs no tiles. The config's own tiles have no effect.
+    """
+    return _auto_tiles(uncut(config).to_yaml(), config)
+
+
+def search_for(config: RunConfig) -> TileSearch:
+    """Return the estimates among which `tiles: auto` chooses. The config's own tiles have no effect."""
+    spec, ranks, gpu = _without_tiles(config), launcher.started()[1], config.runtime.cuda != 0
+    one, speed = room(config), device_model.worker(TILE_DTYPE[config.precision], gpu)
+    if not gpu and ranks == 1:
+        flop_s, bytes_s = kept_tiles(config).rates(*_measurement(config))
+        speed = replace(speed, flop_s=flop_s, bytes_s=bytes_s)
+    every = replace(one, bytes=ranks * one.bytes, beyond=ranks * one.beyond)
+    return search_tiles(spec, ranks * config.workers, every, speed)
+
+
+def kept_tiles(config: RunConfig) -> KeptTiles:
+    """Return this machine's file of tilings for the config's workers."""
+    return KeptTiles(measured_on(config)["device"])
+
+
+def keep_measured(config: RunConfig, tiles: Mapping[str, int]) -> None:
+    """Keep a measured tiling: `tiles: auto` then stands for it in this config, whose own tiles have no effect."""
+    kept_tiles(config).keep(program_of(_without_tiles(config)), tiles, MEASURED)
+    _tilings.clear()
+
+
+_tilings: dict[tuple[str, int], KeptTiling] = {}  # by the config's YAML and the number of ranks
+
+
+def _auto_tiles(text: str, config: RunConfig) -> KeptTiling:
+    ranks = launcher.started()[1]
+    if (text, ranks) not in _tilings:
+        _tilings[text, ranks] = _found_tiles(config, ranks)
+    return _tilings[text, ranks]
+
+
+def _found_tiles(config: RunConfig, ranks: int) -> KeptTiling:
+    if ranks * config.workers == 1:
+        return KeptTiling({}, ESTIMATED)
+    if ranks > 1:
+        return KeptTiling(search_for(config).best.tiles, ESTIMATED)
+    kept = kept_tiles(config)
+    program = program_of(_without_tiles(config))
+    return kept.tiling(program) or kept.keep(program, search_for(config).best.tiles, ESTIMATED)
+
+
+def _without_tiles(config: RunConfig) -> StepSpec:
+    return step_spec(default_layouts(config).model_copy(update={"tiles": TilesSection()}))
+
+
+def _measurement(config: RunConfig) -> tuple[str, Callable[[], tuple[float, float]]]:
+    """Return the dtype of the config's products, and a function that measures a worker's rates in 0.2 s."""
+    fp64 = config.precision == "fp64"
+
+    def measure() -> tuple[float, float]:
+        rates = measured_rates(config.workers, fp64, size=512, seconds=0.1)
+        return rates.flop_s, rates.bytes_s
+
+    return "fp64" if fp64 else "fp32", measure
 
 
 @functools.cache

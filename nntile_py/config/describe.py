@@ -121,6 +121,16 @@ def _lines(cls: type[BaseModel], values: dict[str, Any], given: set[str], prefix
         else:
             active = any(f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.") for other in given)
             yield f"{indent}{'' if active else '#'}{name}: {_yaml(value)}"
+            if inner and value is not None:  # a word in place of a section
+                yield from _alternative(inner, indent)
+
+
+def _alternative(section: type[BaseModel], indent: str) -> Iterator[str]:
+    """Yield comments on the keys of a section in whose place the YAML has a word."""
+    yield f"{indent}# Or a section with the keys:"
+    for own, field in section.model_fields.items():
+        text = f"{field.alias or own}: {meaning(field)}"
+        yield from textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# * ", subsequent_indent=f"{indent}#   ")
 
 
 # -- a JSON schema

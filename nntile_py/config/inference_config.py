@@ -12,7 +12,7 @@ from pydantic import create_model
 
 from nntile_py.config.run_config import RunConfig
 from nntile_py.config.scheduler_file import apply_scheduler, override, runtime_options
-from nntile_py.config.sections import DataSection, TrainSection
+from nntile_py.config.sections import AUTO_TILES, DataSection, TrainSection
 from nntile_py.errors import ConfigError
 from nntile_py.graph.step import check_precision
 from nntile_py.schema import Section, allowed, assignment, keys, validated
@@ -55,7 +55,7 @@ class InferenceConfig:
     @property
     def bound(self) -> dict[str, Any]:
         """Keyword arguments of BoundModel."""
-        tiles = self.values.tiles.model_dump(exclude_none=True)
+        tiles = {} if self.values.tiles == AUTO_TILES else self.values.tiles.sizes
         return {
             "precision": self.values.precision, "tiles": tiles,
             "accumulate": self.values.accumulate, "fusion": self.values.fusion,

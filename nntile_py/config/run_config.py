@@ -13,6 +13,7 @@ from nntile_py.config.logging_section import LoggingSection
 from nntile_py.config.optimizer_section import OptimizerSection, optimizer_section, read_optimizer
 from nntile_py.config.scheduler_file import apply_scheduler, is_path, override
 from nntile_py.config.sections import (
+    AUTO_TILES,
     PAIRS,
     CheckpointSection,
     DataSection,
@@ -20,6 +21,7 @@ from nntile_py.config.sections import (
     ProfileSection,
     RuntimeSection,
     SampleSection,
+    Tiles,
     TilesSection,
     TokenizerSection,
     TrainSection,
@@ -95,7 +97,8 @@ class RunConfig(Section):
     recompute: Annotated[
         str | Sequence[str],
         *only(
-            WORDS, as_recompute,
+            WORDS,
+            as_recompute,
             anyOf=[{"enum": [*RECOMPUTE, AUTO]}, {"type": "array", "items": {"type": "string"}}],
         ),
     ] = "none"
@@ -109,7 +112,10 @@ class RunConfig(Section):
     ] = ()
     """Kinds of tensors that leave a GPU for main memory between uses. GPUs only. Other tiles leave a GPU only if its
     memory is full. With `runtime.disk`, `runtime.disk.kinds` limits which kinds may go on to the disk."""
-    tiles: TilesSection = TilesSection()
+    tiles: Tiles = AUTO_TILES
+    """Tile size of each axis, in elements. An axis left out, or no longer than its tile, is not cut; the last tile of
+    an axis may be smaller. `{}`: no axis is cut. `auto`: the tiling with the shortest estimated step on the workers of
+    `runtime`; a run stores the tile sizes in its config.yaml, and a resumed run has the same."""
     accumulate: Policy = "chain"
     """How partial sums of a tile are added: `chain` in a fixed order (the same bits for any number of workers and any
     scheduler), `commute` in any order, `redux` in a copy for each worker (STARPU_REDUX), `tree` in pairs."""
@@ -145,7 +151,7 @@ class RunConfig(Section):
             raise ConfigError("runtime.cpus: got 0; allowed: at least 1, or 'all', if runtime.cuda is 0")
         runtime = self.runtime
         check_workers(runtime.on_cpu, runtime.cpus, runtime.cuda, runtime.placement)
-        check_pack(self.train.pack, self.tiles.seq)
+        check_pack(self.train.pack, self.tile_sizes.get("seq"))
         if self.train.pack and self.layout == "searched":
             raise ConfigError("layout: got searched; allowed with train.pack: default")
         fields = type(model).model_fields
@@ -209,6 +215,11 @@ class RunConfig(Section):
         """Number of GPUs, or of CPU workers without GPUs. `cuda: all` counts as 8 on a machine without GPUs."""
         cuda, cpus = self.runtime.cuda, self.runtime.cpus
         return (_gpus() if cuda == "all" else int(cuda)) or (cores() if cpus == "all" else int(cpus))
+
+    @property
+    def tile_sizes(self) -> dict[str, int]:
+        """The tile sizes of `tiles`, by axis; {} for `auto`, see builders.with_tiles."""
+        return self.tiles.sizes if isinstance(self.tiles, TilesSection) else {}
 
     @property
     def planned(self) -> bool:
@@ -307,7 +318,8 @@ def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str, saved: Sa
         if saved and isinstance(section, dict) and isinstance(source, str) and not os.path.exists(absolute(source)):
             section[key] = str(saved(tree.get("out")) / file)
     try:
-        tree = {key: {} if value is None and _is_section(key) else value for key, value in tree.items()}
+        empty = {key: AUTO_TILES if key == "tiles" else {} for key, value in tree.items() if value is None}
+        tree |= {key: value for key, value in empty.items() if _is_section(key)}
         if tree.get("scheduler") is not None:
             # A scheduler from the command line takes precedence over the file's section `runtime`.
             apply_scheduler(tree, wins=tree["scheduler"] != chosen, overrides=overrides)

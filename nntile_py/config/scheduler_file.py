@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nntile_py.config.sections import SchedulerFile
+from nntile_py.config.sections import AUTO_TILES, SchedulerFile
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import every_rule
 from nntile_py.schema import (
@@ -81,7 +81,7 @@ def override(tree: dict[str, Any], item: str) -> None:
         inner = tree.get(name)
         if isinstance(inner, bool) and name == "fusion":
             inner = every_rule(inner)
-        if inner is None:
+        if inner is None or (name == "tiles" and inner == AUTO_TILES):
             inner = {}
         if not isinstance(inner, dict):
             raise ConfigError(f"--set {item}: {name} is {short(inner)}, not a section")

@@ -4,9 +4,9 @@ import os
 import re
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, WrapValidator, model_validator
 
 from nntile_py.errors import ConfigError
 from nntile_py.schema import (
@@ -148,9 +148,7 @@ class DataSection(Section):
     """Column of a table with the responses to `prompt`."""
     max_bytes: Size | None = None
     """Read at most this much of the text of each source; null: read all of it."""
-    extensions: list[str] = Field(
-        default=[*TEXT_EXTENSIONS, ".jsonl", ".csv", ".tsv", ".parquet", ".arrow"]
-    )
+    extensions: list[str] = Field(default=[*TEXT_EXTENSIONS, ".jsonl", ".csv", ".tsv", ".parquet", ".arrow"])
     """Only files whose names have one of these endings are read from a folder; .gz and .zst may follow the ending. The
     run tells how many files of which kinds it left out."""
 
@@ -295,6 +293,22 @@ class TilesSection(Section):
     """Entries of the feed-forward part's width in a tile."""
     vocab: Count | None = None
     """Tokens of the vocabulary in a tile of the embedding and of the logits."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The tile sizes that are given, by axis."""
+        return self.model_dump(exclude_none=True)
+
+
+AUTO_TILES: Literal["auto"] = "auto"
+if TYPE_CHECKING:
+    Tiles = TilesSection | Literal["auto"]
+else:  # without a union, a message about a wrong tile size names only its key
+    Tiles = Annotated[
+        SerializeAsAny[TilesSection],
+        WrapValidator(lambda given, section: given if given == AUTO_TILES else section(given)),
+        Rule("'auto', or a section with the tile size of each axis", {"const": AUTO_TILES}),
+    ]
 
 
 class DiskSection(Section):

@@ -56,7 +56,7 @@ def _cached(
     model: Any, tokenizer: Tokenizer, special: SpecialTokens, config: RunConfig, ids: list[int], stop: list[str]
 ) -> list[int]:
     """Return the new tokens that a Generator draws, with the precision and the tile sizes of the run."""
-    tiles = {axis: size for axis, size in config.tiles.model_dump(exclude_none=True).items() if axis not in SEQUENCES}
+    tiles = {axis: size for axis, size in config.tile_sizes.items() if axis not in SEQUENCES}
     how: dict[str, Any] = {"tiles": tiles or None, "precision": config.precision, "batch": 1}
     new: list[int] = []
     with Generator(model, tokenizer=tokenizer, max_length=config.train.seq, **how) as generator:

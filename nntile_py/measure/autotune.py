@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from nntile_py.analysis.plan import Estimate, estimate
 from nntile_py.analysis.tile_advice import coarse, note, own_cost
 from nntile_py.analysis.workloads import build
-from nntile_py.config.builders import step_spec
+from nntile_py.config.builders import keep_measured, step_spec
 from nntile_py.config.run_config import RunConfig, load
+from nntile_py.config.sections import TilesSection
 from nntile_py.errors import ConfigError
+from nntile_py.graph.estimate import Estimate, estimate
+from nntile_py.graph.tile_choice import tiles_text
 from nntile_py.measure.plots import Row, caption, plain, spread
+from nntile_py.measure.results import best_row, within_spread
 from nntile_py.measure.sweep_spec import Sweep
 from nntile_py.schema import assignment, read_yaml, validated
 from nntile_py.system.cgroup import machine_memory
@@ -73,6 +76,7 @@ class Search:
     tilings: list[Candidate]
     sweep: Sweep
     own: Key | None = None  # the config's own tiling, if it is measured
+    config: RunConfig | None = None
 
     def baseline(self, rows: list[Row]) -> Row | None:
         """Return the row of the config's own tiling; None if it was not measured."""
@@ -91,7 +95,7 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
         raise ConfigError(f"{path}: this is a sweep's YAML; --auto needs a run's config, such as {tree['config']}")
     config = load(path, sets)
     seen: Seen = {}
-    start: Tiles = config.tiles.model_dump()
+    start: Tiles = dict.fromkeys(AXES) | step_spec(config).tiling.tiles
     own: Key | None = _key(start)
     if (now := own_cost(config)).far_too_fine:  # listing so many tasks takes too long, measuring them longer
         start.update(coarse(config).tiles)
@@ -127,7 +131,19 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
         "measure": {"work": "train", "repeats": 3},
         "rounds": ROUNDS,
     }
-    return Search(path.stem, tilings, validated(Sweep, tree), own)
+    return Search(path.stem, tilings, validated(Sweep, tree), own, config)
+
+
+def keep_winner(searched: Search, rows: list[Row]) -> str:
+    """Keep the fastest measured tiling for `tiles: auto` if no other is as fast within the spread.
+
+    Returns a message; "" if nothing is kept."""
+    best, of = best_row(rows, searched.sweep.best), searched.sweep.best
+    if searched.config is None or not best or len(rows) < 2 or within_spread(rows, of) or not spread(best, of.metric):
+        return ""
+    tiles = {axis: size for axis in AXES if (size := best["sets"][f"tiles.{axis}"])}
+    keep_measured(searched.config, tiles)
+    return f"`tiles: auto` now stands for {tiles_text(tiles)} in this config on this machine"
 
 
 def write_search(searched: Search, rows: list[Row], folder: Path) -> None:
@@ -217,7 +233,7 @@ def sizes_to_try(config: RunConfig) -> dict[str, list[int | None]]:
     """Return the tile sizes to try along each axis: the config's own, uncut, and sizes that give CUTS tiles."""
     sizes = step_spec(config).trace()[0].sizes()
     result: dict[str, list[int | None]] = {}
-    for axis, own in config.tiles.model_dump().items():
+    for axis, own in (dict.fromkeys(AXES) | step_spec(config).tiling.tiles).items():
         if axis not in sizes:
             result[axis] = [None]
             continue
@@ -249,7 +265,7 @@ def _walk(config: RunConfig, start: Tiles, seen: Seen) -> None:
 
 def _plan(config: RunConfig, tiles: Tiles, seen: Seen) -> Estimate | str:
     if _key(tiles) not in seen:
-        at = config.model_copy(update={"tiles": type(config.tiles)(**tiles)})
+        at = config.model_copy(update={"tiles": TilesSection(**tiles)})
         try:
             lists = None if own_cost(at).far_too_fine else build(at).lists
             seen[_key(tiles)] = estimate(lists, config.workers, config.runtime.cuda != 0) if lists else TOO_FINE

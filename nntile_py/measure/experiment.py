@@ -9,11 +9,11 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nntile_py.analysis.plan import Estimate, estimate
 from nntile_py.analysis.workloads import build
 from nntile_py.config.run_config import RunConfig
 from nntile_py.config.scheduler_file import runtime_options
 from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.graph.estimate import Estimate, estimate
 from nntile_py.measure.experiment_parts import ExperimentResult, ProfileExperiment
 from nntile_py.measure.experiments import EXPERIMENTS, Experiment, Mode
 from nntile_py.measure.plots import figure_of

@@ -12,10 +12,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from nntile_py.analysis import draw
-from nntile_py.analysis.plan import estimate
 from nntile_py.analysis.workloads import Work, build, preset
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.graph.estimate import estimate
 from nntile_py.graph.fusion import Fusion
 from nntile_py.measure.plots import Row
 from nntile_py.measure.sweep_spec import overrides_of

@@ -24,7 +24,6 @@ from typing import Any
 
 from nntile_py import _core
 from nntile_py.analysis import cluster_plan
-from nntile_py.analysis.plan import estimate
 from nntile_py.analysis.workloads import FORWARD, Built, build, of_evaluation, of_step, small_graph, spec_of
 from nntile_py.config.builders import build_model, step_spec, tiling
 from nntile_py.config.run_config import RunConfig, load
@@ -34,6 +33,7 @@ from nntile_py.execution import memory
 from nntile_py.execution.mpi import ranks
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.bin_packing import bins_of
+from nntile_py.graph.estimate import estimate
 from nntile_py.graph.packed_flop import PackedFlop
 from nntile_py.graph.padding import lengths_of
 from nntile_py.graph.step import TILE_DTYPE, StepSpec

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +10,7 @@ from nntile_py import _core
 from nntile_py.analysis.roofline import Peak
 from nntile_py.config.run_config import RunConfig
 from nntile_py.profiling.trace import Trace
+from nntile_py.system.worker_rates import best_of, measured_rates
 
 # Measured bf16 flop/s and bytes/s of GPUs, by a part of the device's name.
 DEVICES = {"H200": (790e12, 4.3e12)}
@@ -67,26 +65,6 @@ def at_least_seen(peak: Peak, trace: Trace, kind: str) -> Peak:
     return peak.at_least(float(rates[best]), reached)
 
 
-def best_of(work: Callable[[], object], seconds: float = 0.2) -> tuple[float, float, float]:
-    """Call `work` repeatedly for a number of seconds, at least once.
-
-    Returns:
-        1. Seconds of the best call: the shortest wall time, or the mean processor time of a call if this is shorter.
-           Processor time excludes other processes.
-        2. Wall time of all calls.
-        3. Processor time of this thread for all calls.
-    """
-    times: list[float] = []
-    start, own = time.perf_counter(), time.thread_time()
-    now = start
-    while not times or now < start + seconds:  # on a busy machine the first call may take longer
-        work()
-        times.append(time.perf_counter() - now)
-        now = time.perf_counter()
-    own = time.thread_time() - own
-    return min(*times, own / len(times) or np.inf), now - start, own
-
-
 def largest_flop(config: RunConfig) -> float | None:
     """Return an upper bound on the flop/s of all workers of the running runtime; None: unknown.
 
@@ -104,34 +82,7 @@ def largest_flop(config: RunConfig) -> float | None:
 
 def measure_cpu(workers: int, precision: str) -> Peak:
     """Measure the peak of one CPU worker, by a GEMM and a large copy on all workers at once; takes 0.5 s."""
-    import torch
-
-    dtype = torch.float64 if precision == "fp64" else torch.float32
-    barrier = threading.Barrier(workers)
-    measured: list[tuple[float, float, float]] = []
-
-    def run() -> None:
-        torch.set_num_threads(1)  # threads that torch uses for calls from this thread
-        a, b = torch.rand(768, 768, dtype=dtype), torch.rand(768, 768, dtype=dtype)
-        source, target = torch.rand(1 << 22), torch.empty(1 << 22)
-        product, best, wall, own = torch.empty_like(a), [], 0.0, 0.0
-        works: list[tuple[Callable[[], object], int]] = [
-            (lambda: torch.mm(a, b, out=product), 2 * 768**3),
-            (lambda: target.copy_(source), 2 * source.nbytes),
-        ]
-        for work, amount in works:
-            work()
-            barrier.wait()
-            seconds, wall_seconds, own_seconds = best_of(work)
-            best.append(amount / seconds)
-            wall, own = wall + wall_seconds, own + own_seconds
-        measured.append((best[0], best[1], own / wall))
-
-    threads = [threading.Thread(target=run) for _ in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    flop, size, share = (sum(values) / len(measured) for values in zip(*measured, strict=True))
+    rates = measured_rates(workers, precision == "fp64")
     threads_of = f"{workers} thread{'s at once' * (workers > 1)}"
-    return Peak(flop, size, f"measured: {threads_of}, best of a GEMM of 768 and of a copy of 16 MiB", share)
+    source = f"measured: {threads_of}, best of a GEMM of 768 and of a copy of 16 MiB"
+    return Peak(rates.flop_s, rates.bytes_s, source, rates.cpu_share)

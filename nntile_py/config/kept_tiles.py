@@ -1,0 +1,115 @@
+"""The file with this machine's rates and with the tilings of `tiles: auto`, in the cache folder.
+
+There is one file for each kind and number of workers. Its tilings were chosen by estimates, or measured by `nntile
+sweep --auto`. A later run of the same config gets the same tiling.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from nntile_py.system.folders import cache_folder, replace_file
+from nntile_py.tiles import AXES
+
+ESTIMATED, MEASURED = "estimated", "measured"
+
+
+@dataclass(frozen=True)
+class KeptTiling:
+    """A tiling in the file.
+
+    Attributes:
+        tiles: {axis: tile size}.
+        how: `estimated` or `measured`.
+    """
+
+    tiles: dict[str, int]
+    how: str
+
+
+class KeptTiles:
+    """The file of one kind and number of workers.
+
+    A file that cannot be read counts as empty. If it cannot be written, nothing is kept.
+
+    Args:
+        workers: text that names the workers, such as "2 x Intel(R) Xeon(R) Processor".
+    """
+
+    def __init__(self, workers: str) -> None:
+        self.path = cache_folder() / "tilings" / f"{re.sub(r'[^A-Za-z0-9.]+', '_', workers)}.json"
+
+    def tiling(self, program: str) -> KeptTiling | None:
+        """Return the tiling of a program (see tile_choice.program_of); None if the file has none."""
+        return _tiling(self._read()["tilings"].get(program))
+
+    def keep(self, program: str, tiles: Mapping[str, int], how: str) -> KeptTiling:
+        """Store the tiling of a program and return it.
+
+        An estimated tiling does not replace a kept tiling, which is returned instead. `how`: see KeptTiling.
+        """
+        with self._changed() as content:
+            kept = _tiling(content["tilings"].get(program))
+            if how == MEASURED or not kept:
+                kept = KeptTiling(dict(tiles), how)
+                content["tilings"][program] = vars(kept)
+        return kept
+
+    def rates(self, dtype: str, measure: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+        """Return flop/s and bytes/s of one worker for a dtype: the kept rates, else those that `measure` returns."""
+        if (kept := _rates(self._read()["rates"].get(dtype))) is None:
+            measured = measure()
+            with self._changed() as content:  # another process may have measured meanwhile: its rates stay
+                if (kept := _rates(content["rates"].get(dtype))) is None:
+                    kept, content["rates"][dtype] = measured, list(measured)
+        return kept
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        try:
+            content = json.loads(self.path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            content = {}
+        parts = content if isinstance(content, dict) else {}
+        return {name: part if isinstance(part := parts.get(name), dict) else {} for name in ("rates", "tilings")}
+
+    @contextmanager
+    def _changed(self) -> Iterator[dict[str, dict[str, Any]]]:
+        """Context manager: the file's content, which is written back at the end. Other processes wait meanwhile."""
+        lock = self.path.with_suffix(".lock")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = lock.open("ab")
+        except OSError:
+            yield self._read()
+            return
+        with file:
+            with suppress(OSError):  # not all file systems have locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            content = self._read()
+            yield content
+            with suppress(OSError):
+                replace_file(self.path, json.dumps(content, indent=1) + "\n")
+
+
+def _tiling(kept: Any) -> KeptTiling | None:
+    """Return an entry of the file as a tiling; None if it is none."""
+    tiles = kept.get("tiles") if isinstance(kept, dict) else None
+    if not isinstance(tiles, dict) or kept.get("how") not in (ESTIMATED, MEASURED):
+        return None
+    valid = all(axis in AXES and type(size) is int and size > 0 for axis, size in tiles.items())
+    return KeptTiling(tiles, kept["how"]) if valid else None
+
+
+def _rates(kept: Any) -> tuple[float, float] | None:
+    """Return an entry of the file as flop/s and bytes/s; None if it is no pair of finite numbers above zero."""
+    if not isinstance(kept, list) or len(kept) != 2 or any(type(rate) not in (int, float) for rate in kept):
+        return None
+    flop_s, bytes_s = map(float, kept)
+    return (flop_s, bytes_s) if 0 < flop_s < math.inf and 0 < bytes_s < math.inf else None

@@ -1,0 +1,170 @@
+"""The setting `tiles: auto`: the tiling whose step is estimated to be the fastest on the given workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from nntile_py.errors import ConfigError
+from nntile_py.graph.count import count_tasks
+from nntile_py.graph.estimate import estimate
+from nntile_py.graph.recompute_choice import IN_ORDER, Room
+from nntile_py.graph.recompute_rule import AUTO
+from nntile_py.tiles import TaskList, Tiling
+from nntile_py.tiles.placement import Speed
+
+if TYPE_CHECKING:
+    from nntile_py.graph.step import StepSpec
+
+GAIN = 0.95  # a tiling with more tiles must take less than this share of the time: estimates are not exact
+LISTED = 50_000  # tasks of all tilings together that a search lists, in about 5 s
+INNER = ("heads", "ffn", "vocab", "embed", "seq")  # axes that are cut if the batch has fewer sequences than workers
+PARTS = (2, 4, 8)  # numbers of tiles along such an axis
+
+
+@dataclass(frozen=True)
+class TileEstimate:
+    """The estimate for one tiling.
+
+    Attributes:
+        tiles: {axis: tile size}; axes that are left out are not cut.
+        tasks: number of tasks of a step.
+        parallelism: time of all tasks divided by the time of the longest chain of dependent tasks.
+        seconds: time of a step.
+        peak_bytes: largest number of bytes alive at once.
+        fits: the step fits into the memory.
+    """
+
+    tiles: dict[str, int]
+    tasks: int
+    parallelism: float
+    seconds: float
+    peak_bytes: int
+    fits: bool
+
+    @property
+    def text(self) -> str:
+        """The tile sizes as in a YAML, such as {batch: 4, heads: 3}."""
+        return tiles_text(self.tiles)
+
+    def better(self, other: TileEstimate) -> bool:
+        """Return whether this tiling, which has more tiles than `other`, is the better one."""
+        return self.fits and (not other.fits or self.seconds < GAIN * other.seconds)
+
+
+@dataclass(frozen=True)
+class TileSearch:
+    """The tilings that a search has estimated.
+
+    Attributes:
+        program: digest of the tasks of the uncut step, the same for equal configs.
+        estimates: in the order of the search; the first tiling is uncut.
+        best: the chosen one of `estimates`.
+        speed: rates of one worker, with which the tilings were estimated.
+    """
+
+    program: str
+    estimates: list[TileEstimate]
+    best: TileEstimate
+    speed: Speed
+
+
+def tiles_text(tiles: Mapping[str, int]) -> str:
+    """Return tile sizes as in a YAML, such as {batch: 4, heads: 3}; for no tile sizes `{}, uncut`."""
+    return f"{{{', '.join(f'{axis}: {size}' for axis, size in tiles.items())}}}" if tiles else "{}, uncut"
+
+
+def program_of(spec: StepSpec) -> str:
+    """Return a digest of the tasks of the spec's step, the same in every process."""
+    return _digest(_uncut(spec))
+
+
+def search_tiles(spec: StepSpec, workers: int, room: Room, speed: Speed) -> TileSearch:
+    """Search for the fastest tiling by estimates; the result depends on the arguments only.
+
+    The batch is cut into a tile for each worker, as tasks of different sequences are independent. If the batch has
+    fewer sequences than there are workers, the search also cuts other axes, one after the other, as long as the
+    estimate becomes shorter.
+
+    Args:
+        spec: the step; its own tiling has no effect.
+        workers: number of workers, of all ranks together.
+        room: memory of all ranks together, and the kind of the workers.
+        speed: rates of one worker.
+
+    Raises:
+        ConfigError: the step cannot be built.
+    """
+    spec = _uncut(spec)
+    search = _Search(spec, workers, room, speed)
+    now = search.add({})
+    assert now
+    if spec.batch > 1 and (cut := search.add({"batch": math.ceil(spec.batch / workers)})) and cut.better(now):
+        now = cut
+    while now.parallelism < workers:
+        cuts = [cut for tiles in _finer(search.sizes, now.tiles) if (cut := search.add(tiles)) and cut.better(now)]
+        if not cuts:
+            break
+        now = min(cuts, key=lambda cut: cut.seconds)
+    if not now.fits:
+        now = min(search.estimates, key=lambda one: one.peak_bytes)
+    return TileSearch(_digest(spec), search.estimates, now, speed)
+
+
+def _uncut(spec: StepSpec) -> StepSpec:
+    """Return the step without tiles. Layouts and recompute are chosen for the tiles, so they stay at their defaults."""
+    again = "none" if spec.recompute == AUTO else spec.recompute
+    return replace(spec, tiling=Tiling(), recompute=again, timings=None)
+
+
+def _digest(spec: StepSpec) -> str:
+    step = spec.step()
+    return "".join(lowering.tasks.digest()[:16] for lowering in (step.first, step.update))
+
+
+def _finer(sizes: Mapping[str, int], tiles: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yield tilings with one more cut axis than `tiles`."""
+    for axis in INNER:
+        if axis not in tiles and axis in sizes:
+            for parts in PARTS:
+                if parts <= sizes[axis]:
+                    yield {**tiles, axis: math.ceil(sizes[axis] / parts)}
+
+
+class _Search:
+    """The tilings estimated so far."""
+
+    def __init__(self, spec: StepSpec, workers: int, room: Room, speed: Speed) -> None:
+        self.spec, self.workers, self.room, self.speed = spec, workers, room, speed
+        self.estimates: list[TileEstimate] = []
+        self.sizes = {
+            axis: size for axis, size in spec.graphs.graph.sizes().items() if not (spec.pack and axis == "seq")
+        }
+        self._listed = 0
+
+    def add(self, tiles: dict[str, int]) -> TileEstimate | None:
+        """Estimate a tiling; return None if it is not allowed, or if it has more tasks than the search may list."""
+        spec = replace(self.spec, tiling=Tiling(tiles)) if tiles else self.spec
+        try:
+            # The uncut step and the first cut of the batch are estimated whatever they cost.
+            if len(self.estimates) > 1 and self._listed + self._count(spec) > LISTED:
+                return None
+            lists = self._lists(spec)
+        except ConfigError:
+            if not tiles:
+                raise
+            return None
+        self._listed += sum(len(tasks.tasks) for tasks in {id(tasks): tasks for tasks in lists}.values())
+        of, share = estimate(lists, self.workers, self.room.gpu, self.speed), 1 if self.room.gpu else IN_ORDER
+        fits = of.peak_bytes <= share * self.room.bytes + self.room.beyond
+        self.estimates.append(TileEstimate(tiles, of.tasks, of.parallelism, of.seconds, of.peak_bytes, fits))
+        return self.estimates[-1]
+
+    def _count(self, spec: StepSpec) -> int:
+        return count_tasks(spec.graphs.graph, spec.cuts, spec.accumulate)
+
+    def _lists(self, spec: StepSpec) -> list[TaskList]:
+        step, more = spec.step(), spec.grad_accumulation - 1
+        return [one.tasks for one in (step.first, *[step.more] * more, step.update) if one]
