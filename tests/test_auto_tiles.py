@@ -17,6 +17,7 @@ from nntile_py.config import builders
 from nntile_py.config.builders import auto_tiles, keep_measured, search_for, step_spec, uncut, with_tiles
 from nntile_py.config.kept_tiles import ESTIMATED, MEASURED, KeptTiles
 from nntile_py.config.run_config import RunConfig, load
+from nntile_py.errors import ConfigError
 from nntile_py.graph.recompute_choice import Room
 from nntile_py.graph.tile_choice import GAIN, search_tiles
 from nntile_py.measure import autotune
@@ -196,6 +197,15 @@ def test_a_plan_shows_the_estimates() -> None:
     assert "tilings" not in plan(of("tiles={batch: 3}")).to_dict()
     alone = plan(of(workers=1)).tilings
     assert alone and (alone.kept.tiles, alone.searched) == ({}, None)
+
+
+def test_a_model_without_a_loss_stays_uncut(cache: Path) -> None:
+    """It has no training step to estimate; forward passes run all the same."""
+    bert = load(TINY.parent / "bert_tiny.yaml", ["model.head=none", "runtime.cpus=2", "model.layers=1"])
+    assert step_spec(bert).tiling.tiles == {} and step_spec(bert).evaluation()
+    with pytest.raises(ConfigError, match="has no loss"):
+        plan(bert)
+    assert not cache.exists()
 
 
 # -- commands

@@ -11,7 +11,7 @@ from pathlib import Path
 from nntile_py.config.kept_tiles import ESTIMATED, MEASURED, KeptTiles, KeptTiling
 from nntile_py.config.run_config import RunConfig
 from nntile_py.config.sections import AUTO_TILES, TilesSection
-from nntile_py.errors import operators_refuse
+from nntile_py.errors import ConfigError, operators_refuse
 from nntile_py.graph.recompute_choice import Room
 from nntile_py.graph.step import TILE_DTYPE, StepSpec
 from nntile_py.graph.tile_choice import TileSearch, program_of, search_tiles
@@ -100,9 +100,14 @@ def auto_tiles(config: RunConfig) -> KeptTiling:
 
     A single process takes the tiling that the cache folder has for the config, or searches and keeps one. Several
     ranks search by assumed rates, without the cache folder, so that ranks on different machines get the same tiling. A
-    single worker needs no tiles. The config's own tiles have no effect.
+    single worker needs no tiles, and a model without a loss gets none, as a training step is estimated. The config's
+    own tiles have no effect.
     """
-    return _auto_tiles(uncut(config).to_yaml(), config)
+    ranks = launcher.started()[1]
+    key = uncut(config).to_yaml(), ranks
+    if key not in _tilings:
+        _tilings[key] = _found_tiles(config, ranks)
+    return _tilings[key]
 
 
 def search_for(config: RunConfig) -> TileSearch:
@@ -130,20 +135,15 @@ def keep_measured(config: RunConfig, tiles: Mapping[str, int]) -> None:
 _tilings: dict[tuple[str, int], KeptTiling] = {}  # by the config's YAML and the number of ranks
 
 
-def _auto_tiles(text: str, config: RunConfig) -> KeptTiling:
-    ranks = launcher.started()[1]
-    if (text, ranks) not in _tilings:
-        _tilings[text, ranks] = _found_tiles(config, ranks)
-    return _tilings[text, ranks]
-
-
 def _found_tiles(config: RunConfig, ranks: int) -> KeptTiling:
     if ranks * config.workers == 1:
         return KeptTiling({}, ESTIMATED)
-    if ranks > 1:
-        return KeptTiling(search_for(config).best.tiles, ESTIMATED)
-    kept = kept_tiles(config)
-    program = program_of(_without_tiles(config))
+    try:
+        if ranks > 1:
+            return KeptTiling(search_for(config).best.tiles, ESTIMATED)
+        kept, program = kept_tiles(config), program_of(_without_tiles(config))
+    except ConfigError:  # no training step can be built; a command that needs a training step reports this itself
+        return KeptTiling({}, ESTIMATED)
     return kept.tiling(program) or kept.keep(program, search_for(config).best.tiles, ESTIMATED)
 
 

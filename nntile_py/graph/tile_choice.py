@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 GAIN = 0.95  # a tiling with more tiles must take less than this share of the time: estimates are not exact
 LISTED = 50_000  # tasks of all tilings together that a search lists, in about 5 s
-INNER = ("heads", "ffn", "vocab", "embed", "seq")  # axes that are cut if the batch has fewer sequences than workers
+INNER = ("heads", "ffn", "vocab")  # axes that are cut if the batch alone does not keep the workers busy
 PARTS = (2, 4, 8)  # numbers of tiles along such an axis
 
 
@@ -84,9 +84,10 @@ def program_of(spec: StepSpec) -> str:
 def search_tiles(spec: StepSpec, workers: int, room: Room, speed: Speed) -> TileSearch:
     """Search for the fastest tiling by estimates; the result depends on the arguments only.
 
-    The batch is cut into a tile for each worker, as tasks of different sequences are independent. If the batch has
-    fewer sequences than there are workers, the search also cuts other axes, one after the other, as long as the
-    estimate becomes shorter.
+    The batch is cut into a tile for each worker, as tasks of different sequences are independent. If tasks still wait
+    for each other, as in a small batch, the search also cuts the axes INNER, one after the other, as long as the
+    estimate becomes shorter. It never cuts `seq`, which attention computes in one task, nor `embed`, over which
+    nearly every product sums.
 
     Args:
         spec: the step; its own tiling has no effect.
@@ -139,9 +140,7 @@ class _Search:
     def __init__(self, spec: StepSpec, workers: int, room: Room, speed: Speed) -> None:
         self.spec, self.workers, self.room, self.speed = spec, workers, room, speed
         self.estimates: list[TileEstimate] = []
-        self.sizes = {
-            axis: size for axis, size in spec.graphs.graph.sizes().items() if not (spec.pack and axis == "seq")
-        }
+        self.sizes = spec.graphs.graph.sizes()
         self._listed = 0
 
     def add(self, tiles: dict[str, int]) -> TileEstimate | None:

@@ -57,7 +57,7 @@ def nntile(*args: str) -> None:
 
 
 def _small(config: Any) -> bool:
-    tiles, model = config.tiles.model_dump(exclude_none=True), config.model
+    tiles, model = config.tile_sizes, config.model
     sizes = {**model.model_dump(), "batch": config.train.batch, "seq": config.train.seq}
     count = math.prod(-(-(sizes.get(axis) or 1) // tile) for axis, tile in tiles.items())
     return count * model.layers <= 200 and config.train.grad_accumulation <= 10**4
