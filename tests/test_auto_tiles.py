@@ -18,7 +18,7 @@ from nntile_py.config.builders import auto_tiles, keep_measured, search_for, ste
 from nntile_py.config.kept_tiles import ESTIMATED, MEASURED, KeptTiles
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.errors import ConfigError
-from nntile_py.graph.recompute_choice import Room
+from nntile_py.graph.recompute_choice import IN_ORDER, Room
 from nntile_py.graph.tile_choice import GAIN, search_tiles
 from nntile_py.measure import autotune
 from nntile_py.system import launcher
@@ -77,10 +77,16 @@ def test_a_tiling_that_gains_nothing_is_not_chosen() -> None:
     assert search_tiles(step_spec(uncut(of())), 2, ROOM, device_model.CPU).best.tiles == {"batch": 3}
 
 
-def test_without_room_the_smallest_peak_is_chosen() -> None:
-    searched = search_tiles(step_spec(uncut(of())), 2, Room(2, False, 1), device_model.CPU)
+def test_a_tiling_that_fits_is_chosen_if_there_is_one() -> None:
+    """Without any room the estimated times decide; with room for the smallest peak only this tiling is left."""
+    spec = step_spec(uncut(of("train.batch=1", "train.seq=128")))
+    searched = search_tiles(spec, 4, Room(4, False, 1), device_model.CPU)
     assert not any(one.fits for one in searched.estimates)
-    assert searched.best.peak_bytes == min(one.peak_bytes for one in searched.estimates)
+    assert searched.best.tiles == search_tiles(spec, 4, ROOM, device_model.CPU).best.tiles != {}
+    least = min(searched.estimates, key=lambda one: one.peak_bytes)
+    room = Room(4, False, int(least.peak_bytes / IN_ORDER) + 2)
+    best = search_tiles(spec, 4, room, device_model.CPU).best
+    assert best.fits and best.peak_bytes == least.peak_bytes
 
 
 def test_the_search_lists_a_bounded_number_of_tasks(monkeypatch: pytest.MonkeyPatch) -> None:

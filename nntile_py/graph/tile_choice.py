@@ -51,7 +51,7 @@ class TileEstimate:
 
     def better(self, other: TileEstimate) -> bool:
         """Return whether this tiling, which has more tiles than `other`, is the better one."""
-        return self.fits and (not other.fits or self.seconds < GAIN * other.seconds)
+        return self.fits if self.fits != other.fits else self.seconds < GAIN * other.seconds
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def search_tiles(spec: StepSpec, workers: int, room: Room, speed: Speed) -> Tile
             break
         now = min(cuts, key=lambda cut: cut.seconds)
     if not now.fits:
-        now = min(search.estimates, key=lambda one: one.peak_bytes)
+        now = min((one for one in search.estimates if one.fits), key=lambda one: one.seconds, default=now)
     return TileSearch(_digest(spec), search.estimates, now, speed)
 
 
