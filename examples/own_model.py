@@ -8,7 +8,7 @@ import argparse
 import numpy as np
 
 import nntile_py as nt
-from nntile_py.models.base import TokenConfig
+from nntile_py.models.model_config import TokenConfig
 from nntile_py.models.parts import dense, norm
 from nntile_py.schema import Count
 from nntile_py.tasks import activation, add, attention, bias_add, cross_entropy, embedding, linear, transpose

@@ -13,7 +13,7 @@ from nntile_py.analysis.simulate import planned_seconds
 from nntile_py.analysis.workloads import build
 from nntile_py.measure.experiments import load_experiment
 from nntile_py.measure.plots import plain
-from nntile_py.measure.sweep_spec import points
+from nntile_py.measure.sweep_points import points
 from nntile_py.tiles import device_model
 
 

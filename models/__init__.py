@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from nntile_py.models.base import Model, ModelConfig
+from nntile_py.models.base import Model
+from nntile_py.models.model_config import ModelConfig
 from nntile_py.models.registry import find, from_hf, known
 
 __all__ = ["Model", "ModelConfig", "find", "from_hf"]

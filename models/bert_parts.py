@@ -15,9 +15,9 @@ from typing_extensions import TypeVar  # of pydantic
 from nntile_py.graph import packed_inputs
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import Array, Batch
-from nntile_py.models.base import TokenConfig
 from nntile_py.models.head_config import HeadConfig, HeadedModel
 from nntile_py.models.hf_config import ACTIVATIONS, choice, padding_row
+from nntile_py.models.model_config import TokenConfig
 from nntile_py.models.parts import (
     INIT,
     Dense,

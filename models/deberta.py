@@ -17,7 +17,8 @@ from pydantic import model_validator
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.params import ZEROS, Array, Batch, Part, Traced
+from nntile_py.graph.initializers import ZEROS
+from nntile_py.graph.params import Array, Batch, Part, Traced
 from nntile_py.models.bert_parts import PADDED_KEYS, EncoderLayer, LayerNames, TextEncoder, TextEncoderConfig, embedded
 from nntile_py.models.deberta_parts import Padding, convolved, padding_of
 from nntile_py.models.head_config import EncoderHead

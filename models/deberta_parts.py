@@ -9,8 +9,9 @@ import numpy as np
 
 from nntile_py.graph import packed_inputs
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.params import ZEROS, Array, Batch
-from nntile_py.models.base import ModelConfig
+from nntile_py.graph.initializers import ZEROS
+from nntile_py.graph.params import Array, Batch
+from nntile_py.models.model_config import ModelConfig
 from nntile_py.models.parts import INIT, norm, padding
 from nntile_py.tasks.activation import activation
 from nntile_py.tasks.contract import contract, linear

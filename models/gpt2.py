@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 from pydantic import model_validator
 
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.params import Batch, Normal, Traced
+from nntile_py.graph.initializers import Normal
+from nntile_py.graph.params import Batch, Traced
 from nntile_py.models.head_config import HeadedModel
 from nntile_py.models.heads import decoder_head
 from nntile_py.models.hf_config import ACTIVATIONS, choice

@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Literal, Self, get_args
 from pydantic import model_validator
 
 from nntile_py.errors import ConfigError
-from nntile_py.models.base import ConfigT, Model, ModelConfig
+from nntile_py.models.base import ConfigT, Model
 from nntile_py.models.hf_config import architecture, choice
+from nntile_py.models.model_config import ModelConfig
 from nntile_py.schema import UNFILLED, Filled
 
 # {head: end of the name of transformers' class}. Some heads share a class: `classification` is the last of the heads of
@@ -23,9 +24,7 @@ CLASSES = {
     "sentence_embedding": "Model", "pooler": "Model", "none": "Model",
 }  # fmt: skip
 SequenceHead = Literal["regression", "multi_label_classification", "classification"]
-EncoderHead = Literal[
-    "masked_lm", SequenceHead, "token_classification", "question_answering", "sentence_embedding"
-]
+EncoderHead = Literal["masked_lm", SequenceHead, "token_classification", "question_answering", "sentence_embedding"]
 SEQUENCE_HEADS = get_args(SequenceHead)
 _PROBLEMS = ("regression", "multi_label_classification")  # heads that are values of problem_type
 _TWO = ("question_answering", "next_sentence_prediction")  # heads with two classes

@@ -13,7 +13,8 @@ import numpy as np
 from nntile_py.errors import ConfigError
 from nntile_py.graph import packed_inputs
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.params import ZEROS, Array, Batch, Traced
+from nntile_py.graph.initializers import ZEROS
+from nntile_py.graph.params import Array, Batch, Traced
 from nntile_py.models.head_config import HeadConfig
 from nntile_py.models.parts import INIT, dense, first_tokens, norm, of_sequences, padding
 from nntile_py.tasks.activation import activation

@@ -12,7 +12,8 @@ from typing import Literal
 from pydantic import model_validator
 
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.params import Batch, Init, Normal, Traced
+from nntile_py.graph.initializers import Init, Normal
+from nntile_py.graph.params import Batch, Traced
 from nntile_py.models.base import Model
 from nntile_py.models.parts import LayerConfig, dense, norm
 from nntile_py.schema import BelowOne, Count, Layers, Positive, Switch

@@ -14,7 +14,8 @@ from pydantic import model_validator
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.params import ONES, Batch, Normal, Traced
+from nntile_py.graph.initializers import ONES, Normal
+from nntile_py.graph.params import Batch, Traced
 from nntile_py.models.head_config import HeadedModel
 from nntile_py.models.heads import decoder_head
 from nntile_py.models.hf_config import ACTIVATIONS, choice, padding_row, rope_scaling

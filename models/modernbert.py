@@ -16,7 +16,8 @@ from pydantic import model_validator
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.params import ONES, ZEROS, Batch, Normal, Traced
+from nntile_py.graph.initializers import ONES, ZEROS, Normal
+from nntile_py.graph.params import Batch, Traced
 from nntile_py.models.bert_parts import PADDED_KEYS, TextEncoder, TextEncoderConfig
 from nntile_py.models.head_config import EncoderHead
 from nntile_py.models.heads import mean_of_tokens, predicted, sequence_or_token_head
@@ -138,14 +139,13 @@ class ModernBERT(TextEncoder[ModernBERTConfig]):
             x = layers(x, layer)
         x = layers.norm(x, "model.final_norm")
         with g.scope("head"):
+
             def vector() -> Tensor:
                 pooled = layers.transformed(mean_of_tokens(g, batch, x) if c.pooling == "mean" else first_tokens(g, x))
                 return rename(g, pooled, embed="hidden")
 
             y = layers.transformed(x) if c.head in ("token_classification", "question_answering") else x
-            if traced := sequence_or_token_head(
-                g, batch, c, y, vector, answers="classifier", answer_dropout=c.dropout
-            ):
+            if traced := sequence_or_token_head(g, batch, c, y, vector, answers="classifier", answer_dropout=c.dropout):
                 return traced
             bias = g.param("decoder.bias", {"vocab": c.vocab}, ZEROS) if c.decoder_bias else None
             words = words if c.tie_embeddings else g.param(self.decoder, words.sizes, INIT)

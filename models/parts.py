@@ -11,9 +11,10 @@ from pydantic import model_validator
 from nntile_py.errors import ConfigError
 from nntile_py.graph import packed_inputs
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.params import ONES, ZEROS, Array, Batch, Init, Normal, Part
-from nntile_py.models.base import ModelConfig, TokenConfig
+from nntile_py.graph.initializers import ONES, ZEROS, Init, Normal
+from nntile_py.graph.params import Array, Batch, Part
 from nntile_py.models.head_config import HeadConfig, SequenceHead
+from nntile_py.models.model_config import ModelConfig, TokenConfig
 from nntile_py.schema import UNFILLED, BelowOne, Count, Filled, Layers, Natural, Switch
 from nntile_py.tasks.attention import WITH_DROPOUT, Backend
 from nntile_py.tasks.contract import linear
@@ -222,9 +223,7 @@ def _packed_input(
     return g.input(name, {"batch": batch.size, "seq": batch.seq} | dict(sizes or {}), default=made, **options)
 
 
-def embedded_positions(
-    g: Graph, x: Tensor, positions: Tensor, table: Tensor, *, padding: int | None = None
-) -> Tensor:
+def embedded_positions(g: Graph, x: Tensor, positions: Tensor, table: Tensor, *, padding: int | None = None) -> Tensor:
     """Return x [batch, seq, embed] plus position embeddings: the rows `positions` of the table [position, embed].
 
     The row `padding` of the table gets no gradient.

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from nntile_py.errors import ConfigError, raised
-from nntile_py.models.base import Model, ModelConfig, told
+from nntile_py.models.base import Model
 from nntile_py.models.hf_config import OWN, named, read_raw
+from nntile_py.models.model_config import ModelConfig, told
 from nntile_py.models.torch_module import TorchModule, of_function
 from nntile_py.schema import absolute, allowed
 

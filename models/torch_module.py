@@ -16,8 +16,9 @@ from nntile_py.errors import ConfigError, MissingWeight
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lora import is_adapter
 from nntile_py.graph.params import Batch, Param, Traced, trace
-from nntile_py.models.base import Model, ModelConfig, TokenConfig
+from nntile_py.models.base import Model
 from nntile_py.models.hf_config import Weights, arrays, choice, read_raw, tensors_of
+from nntile_py.models.model_config import ModelConfig, TokenConfig
 from nntile_py.schema import UNFILLED, Filled, short
 
 if TYPE_CHECKING:

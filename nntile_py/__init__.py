@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from nntile_py.execution.python_task import Submitted as Submitted, task as task
     from nntile_py.execution.runtime import Runtime as Runtime
     from nntile_py.execution.starpupy_handles import starpu_array as starpu_array, starpu_handle as starpu_handle
-    from nntile_py.graph.params import (
-        ONES as ONES, ZEROS as ZEROS, Batch as Batch, Constant as Constant, Joined as Joined, Normal as Normal,
-        Part as Part, Traced as Traced,
+    from nntile_py.graph.initializers import (
+        ONES as ONES, ZEROS as ZEROS, Constant as Constant, Normal as Normal,
     )  # fmt: skip
+    from nntile_py.graph.params import Batch as Batch, Joined as Joined, Part as Part, Traced as Traced
     from nntile_py.graph.fusion import Fusion as Fusion
     from nntile_py.graph.graph import Graph as Graph
     from nntile_py.tasks.adamw import AdamW as AdamW
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
         GeneratedPart as GeneratedPart, GeneratedText as GeneratedText, Generator as Generator,
     )  # fmt: skip
     from nntile_py.models.adapters import load_adapter as load_adapter, save_adapter as save_adapter
-    from nntile_py.models.base import Model as Model, ModelConfig as ModelConfig
+    from nntile_py.models.base import Model as Model
+    from nntile_py.models.model_config import ModelConfig as ModelConfig
     from nntile_py.profiling.block import profile as profile
     from nntile_py.tasks.mask import Mask as Mask
     from nntile_py.data.collators import (
@@ -69,11 +70,13 @@ _NAMES = {
     "execution.starpupy_handles": ("starpu_array", "starpu_handle"),
     "graph.fusion": ("Fusion",),
     "graph.graph": ("Graph",),
-    "graph.params": ("ONES", "ZEROS", "Batch", "Constant", "Joined", "Normal", "Part", "Traced"),
+    "graph.initializers": ("ONES", "ZEROS", "Constant", "Normal"),
+    "graph.params": ("Batch", "Joined", "Part", "Traced"),
     "inference.encoder": ("Encoder",),
     "inference.generator": ("GeneratedPart", "GeneratedText", "Generator"),
     "models.adapters": ("load_adapter", "save_adapter"),
-    "models.base": ("Model", "ModelConfig"),
+    "models.base": ("Model",),
+    "models.model_config": ("ModelConfig",),
     "profiling.block": ("profile",),
     "tasks.adamw": ("AdamW",),
     "tasks.lion": ("Lion",),

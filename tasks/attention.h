@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "attention_args.h"
+#include "attention_tasks_args.h"
 
 namespace nntile {
 

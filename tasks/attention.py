@@ -13,12 +13,13 @@ from typing import ClassVar, Literal, get_args
 import numpy as np
 
 from nntile_py.errors import ConfigError
-from nntile_py.tiles import ACC, Access, R, TaskArgs, TileRange, Tiling, W
+from nntile_py.tiles import ACC, Access, R, TileRange, Tiling, W
 
 from .attention_dropout import ScoresDropout, steps_of
 from .attention_naive import naive, scores_axes
-from .attention_operands import BHSD, Operand, Operands, OperandsArgs, as_bhsd, checked, from_bhsd, order_of
+from .attention_operands import BHSD, Operand, Operands, as_bhsd, checked, from_bhsd, order_of
 from .attention_repeat import fit_groups, tile_of_group
+from .attention_tasks import AttentionArgs, AttentionGradArgs, DeltaArgs, OutArgs, PairArgs, PairGradArgs
 from .mask import Limits, Mask, masked_softmax
 from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype
 
@@ -26,61 +27,6 @@ Backend = Literal["vendor", "merge", "flash", "naive", "segments", "varlen", "cu
 BACKENDS: tuple[str, ...] = get_args(Backend)  # naive is in attention_naive.py, all others in Attention
 NAMED: tuple[Backend, ...] = "segments", "varlen", "cudnn"  # like vendor, but masks with segments use this kernel
 WITH_DROPOUT: tuple[Backend, ...] = "naive", "segments"  # support dropout of probabilities
-
-
-class AttentionArgs(TaskArgs):
-    """Arguments of attention and flash_softmax_gemm."""
-
-    out: tuple[int, int, int, int]  # order of the output's axes
-    diagonal: bool  # whether keys after the query are masked
-    qkv: OperandsArgs
-    scale: float
-    limits: Limits | None
-
-
-class PairArgs(TaskArgs):
-    """Arguments of attention_partial and flash_maxsumexp."""
-
-    diagonal: bool
-    qkv: OperandsArgs
-    scale: float
-    limits: Limits | None
-
-
-class OutArgs(TaskArgs):
-    """Arguments of attention_normalise."""
-
-    out: tuple[int, int, int, int]
-
-
-class AttentionGradArgs(TaskArgs):
-    """Arguments of attention_grad."""
-
-    d_out: tuple[int, int, int, int]
-    out: tuple[int, int, int, int]
-    diagonal: bool
-    qkv: OperandsArgs
-    grads: OperandsArgs
-    scale: float
-    limits: Limits | None
-
-
-class DeltaArgs(TaskArgs):
-    """Arguments of attention_delta."""
-
-    d_out: tuple[int, int, int, int]
-    out: tuple[int, int, int, int]
-
-
-class PairGradArgs(TaskArgs):
-    """Arguments of attention_grad_pair."""
-
-    d_out: tuple[int, int, int, int]
-    diagonal: bool
-    qkv: OperandsArgs
-    grads: OperandsArgs
-    scale: float
-    limits: Limits | None
 
 
 class Attention(Op):

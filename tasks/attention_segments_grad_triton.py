@@ -11,7 +11,6 @@ import triton.language as tl
 
 from nntile_py.tiles.task import Task
 
-from .attention import AttentionGradArgs
 from .attention_segments_triton import (
     LOG2E,
     WHOLE,
@@ -35,6 +34,7 @@ from .attention_segments_triton import (
     store_rows,
     transposed_factors_of,
 )
+from .attention_tasks import AttentionGradArgs
 from .elementwise_triton import strides_of
 from .launch import Launch, Launches, Parameter, Scratch, ceil_div, launch, launches, numel, power_of_two, shape, tile
 

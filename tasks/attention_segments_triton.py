@@ -22,8 +22,8 @@ import triton.language as tl
 
 from nntile_py.tiles.task import Task
 
-from .attention import AttentionArgs
 from .attention_operands import OperandsArgs
+from .attention_tasks import AttentionArgs
 from .dropout_rng_triton import drop_factors
 from .elementwise_triton import mask_of, strides_of
 from .interpreted_triton import INTERPRETED

@@ -19,7 +19,7 @@ from nntile_py.config.run_config import RunConfig, load
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.measure import capacity as bench_capacity
 from nntile_py.measure import commands as bench
-from nntile_py.measure import sweep_spec as sweep
+from nntile_py.measure import sweep_points as sweep
 from nntile_py.measure import torch_contestant
 from nntile_py.measure.capacity import NO_ANSWER, next_model
 from nntile_py.measure.commands import measure_tasks, result_text

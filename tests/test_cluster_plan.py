@@ -411,7 +411,7 @@ def test_a_point_of_a_sweep() -> None:
 @pytest.mark.parametrize("name", ["nodes-weak", "nodes-strong"])
 def test_the_experiments(name: str) -> None:
     """Every point can be planned: its batch fits its nodes."""
-    from nntile_py.measure.sweep_spec import load_sweep, points
+    from nntile_py.measure.sweep_points import load_sweep, points
 
     for one in points(load_sweep(EXPERIMENTS / f"{name}.yaml")):
         how = one.measure

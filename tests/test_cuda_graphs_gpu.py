@@ -16,7 +16,8 @@ from nntile_py.config.run_config import load
 from nntile_py.errors import ConfigError
 from nntile_py.execution.cuda_graph import Served
 from nntile_py.execution.forward_program import ForwardProgram
-from nntile_py.execution.program import HostCopy, Store
+from nntile_py.execution.host_copy import HostCopy
+from nntile_py.execution.program import Store
 from nntile_py.graph.step import StepSpec
 from nntile_py.profiling.operator_timer import write_random
 from nntile_py.system.folders import installed

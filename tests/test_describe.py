@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 TEXT_MODELS = [name for name, cls in known().items() if cls.objective]
 OWN = """
 import nntile_py as nt
-from nntile_py.models.base import TokenConfig
+from nntile_py.models.model_config import TokenConfig
 from nntile_py.schema import Count
 
 class MineConfig(TokenConfig):

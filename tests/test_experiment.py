@@ -14,7 +14,7 @@ from nntile_py.cli import measurements as cli
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.measure import experiment, experiment_parts, experiments
 from nntile_py.measure import runner as sweep_run
-from nntile_py.measure import sweep_spec as sweep
+from nntile_py.measure import sweep_points as sweep
 from nntile_py.measure.experiment_parts import ExperimentResult
 from nntile_py.measure.sweep_report import report
 from nntile_py.profiling import FILES

@@ -13,7 +13,7 @@ from nntile_py.analysis.workloads import build
 from nntile_py.config.run_config import RunConfig
 from nntile_py.graph.estimate import estimate
 from nntile_py.measure import experiment, experiments
-from nntile_py.measure import sweep_spec as sweep
+from nntile_py.measure import sweep_points as sweep
 from nntile_py.tasks import launch, launch_binary
 from nntile_py.tiles import device_model
 from nntile_py.tiles.placement import Residency, place

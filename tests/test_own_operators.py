@@ -15,9 +15,10 @@ import nntile_py as nt
 from nntile_py import tasks as ops
 from nntile_py.execution.program import Store, programs
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.initializers import Normal
 from nntile_py.graph.lowering import lower
-from nntile_py.graph.params import Normal, Traced
-from nntile_py.models.base import TokenConfig
+from nntile_py.graph.params import Traced
+from nntile_py.models.model_config import TokenConfig
 from nntile_py.tasks.contract import contract
 from nntile_py.tasks.cross_entropy import cross_entropy
 from nntile_py.tasks.embedding import embedding
@@ -174,9 +175,7 @@ def trained_by_torch(steps: int = STEPS) -> dict[str, Any]:
     p = {name: torch.tensor(values[name], requires_grad=True) for name in PARAMS}
     x, labels = torch.tensor(values["x"]), torch.tensor(values["labels"])
     for _ in range(steps):
-        hidden = torch.nn.functional.rms_norm(
-            torch.nn.functional.silu(x @ p["up"]), (8,), p["gamma"], 1e-5
-        )
+        hidden = torch.nn.functional.rms_norm(torch.nn.functional.silu(x @ p["up"]), (8,), p["gamma"], 1e-5)
         loss = torch.nn.functional.cross_entropy((hidden @ p["head"]).reshape(15, 11), labels.reshape(15))
         loss.backward()
         with torch.no_grad():

@@ -9,9 +9,10 @@ from rich.console import Console
 from test_sweep import write
 
 from nntile_py.measure import runner as sweep_run
-from nntile_py.measure import sweep_spec as sweep
+from nntile_py.measure import sweep_points as sweep
 from nntile_py.measure.plots import caption, figure_of, shown_rows, spread
 from nntile_py.measure.results import best_row, best_text, pooled, summary, table, within_spread
+from nntile_py.measure.sweep_spec import Best, Plot
 from nntile_py.system.pictures import files_of
 
 
@@ -21,7 +22,7 @@ def test_table_and_best() -> None:
         {"id": "b", "sets": {"x": 3}, "status": "failed", "error": "no, not this"},
     ]
     assert table(rows).splitlines() == ["x,status,seconds,error", "uncut,ok,2.0,", '3,failed,,"no, not this"']
-    assert best_row(rows, sweep.Best()) is rows[0]
+    assert best_row(rows, Best()) is rows[0]
 
 
 @pytest.mark.parametrize("end", ["failed", "interrupted"])
@@ -69,8 +70,8 @@ def test_rows_of_one_place(plot: dict[str, Any], best: dict[str, Any], value: li
         {"sets": {"a": a, "b": 1, "c": c}, "status": "ok", "seconds": of, "tokens_per_s": of}
         for a, c, of in ((1, True, 5.0), (1, False, 1.0), (2, True, 2.0))
     ]
-    made = sweep.Plot(kind="heat", x="a", series="b", **plot)
-    shown, told = shown_rows(made, rows, sweep.Best(**best))
+    made = Plot(kind="heat", x="a", series="b", **plot)
+    shown, told = shown_rows(made, rows, Best(**best))
     assert [row["seconds"] for row in shown] == value and told == over
     assert files_of(figure_of([made], rows))["png"].startswith(b"\x89PNG")
 
@@ -99,12 +100,12 @@ def test_best_names_those_that_are_no_worse() -> None:
             (False, 96, [3.5, 4.0, 5.0]),
         )
     ]
-    assert within_spread(rows, sweep.Best()) == rows[1:2]
-    lines = best_text(rows, sweep.Best()).splitlines()
+    assert within_spread(rows, Best()) == rows[1:2]
+    lines = best_text(rows, Best()).splitlines()
     assert lines[0].startswith("no clear winner; least seconds: --set fusion=true --set tiles.embed=96")
     assert lines[1] == "within the spread of: fusion fused, embed uncut (4)"
-    assert best_text(rows[::2], sweep.Best()).startswith("best: --set fusion=true --set tiles.embed=96")
-    assert len(best_text(rows[::2], sweep.Best()).splitlines()) == 1
+    assert best_text(rows[::2], Best()).startswith("best: --set fusion=true --set tiles.embed=96")
+    assert len(best_text(rows[::2], Best()).splitlines()) == 1
 
 
 def test_one_disturbed_round_makes_no_winner() -> None:
@@ -116,14 +117,14 @@ def test_one_disturbed_round_makes_no_winner() -> None:
         return pooled([timed({"fusion": fusion}, times) for times in rounds.values()])
 
     rows = [row(True, disturbed), row(False, quiet)]
-    assert best_row(rows, sweep.Best()) is rows[1]
-    assert best_text(rows, sweep.Best()).startswith("no clear winner; least seconds: --set fusion=false")
+    assert best_row(rows, Best()) is rows[1]
+    assert best_text(rows, Best()).startswith("no clear winner; least seconds: --set fusion=false")
     busy = [rows[0], rows[1] | {"others": 64.0}]
-    assert "other processes kept up to 64.0 cores busy: measure again" in best_text(busy, sweep.Best())
+    assert "other processes kept up to 64.0 cores busy: measure again" in best_text(busy, Best())
     slower = {number: [2 * of for of in times] for number, times in quiet.items()}
-    assert best_text([row(True, slower), rows[1]], sweep.Best()) == "best: --set fusion=false"
+    assert best_text([row(True, slower), rows[1]], Best()) == "best: --set fusion=false"
     once = [timed({"fusion": fusion}, [seconds]) for fusion, seconds in ((True, 2.0), (False, 1.0))]
-    assert "measured once: measure.repeats and rounds show" in best_text(once, sweep.Best())
+    assert "measured once: measure.repeats and rounds show" in best_text(once, Best())
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_the_gain_over_the_own_tiles(own: list[float], text: str) -> None:
     """By round, as each round measures both."""
     base = pooled([timed({"tiles.batch": 8, "tiles.seq": None}, [of, of]) for of in own])
     other = pooled([timed({"tiles.batch": 2, "tiles.seq": None}, [1.0, 1.0]) for _ in own])
-    first, *_, last = best_text([base, other], sweep.Best(), base).splitlines()
+    first, *_, last = best_text([base, other], Best(), base).splitlines()
     assert text in last
     assert first.endswith("the config's own" if own[0] < 1 else "--set tiles.batch=2"), "not keys as in the config"
 
@@ -155,7 +156,7 @@ def test_the_gain_over_the_own_tiles(own: list[float], text: str) -> None:
 )
 def test_what_was_timed(how: dict[str, Any], told: str) -> None:
     rows = [timed({"train.seq": seq}, [2.0, 3.0]) | {"measure": how} for seq in (1, 2)]
-    (part,) = figure_of([sweep.Plot(x="train.seq")], rows).subfigs
+    (part,) = figure_of([Plot(x="train.seq")], rows).subfigs
     assert part.axes[0].get_ylabel() == f"time of {told} (s)"
 
 
@@ -168,7 +169,7 @@ def test_plots_hide_nothing(kind: Any) -> None:
         for embed in (1, 2, 4)
     ]
     rows[0]["others"] = 1e3
-    plot = sweep.Plot(kind=kind, x="tiles.embed", series="fusion", title="GPT-2")
+    plot = Plot(kind=kind, x="tiles.embed", series="fusion", title="GPT-2")
     drawn = figure_of([plot], rows, where="a machine")
     drawn.canvas.draw()
     (part,) = drawn.subfigs
@@ -180,10 +181,10 @@ def test_plots_hide_nothing(kind: Any) -> None:
     small = drawn.get_supxlabel()
     assert "median of 3 repeats; error bars: all repeats" in small and "a machine" in small
     assert "other processes kept up to 1000.0 cores busy" in small and part.get_suptitle() == "GPT-2"
-    least = sweep.Plot(kind=kind, x="tiles.embed", y=["best ms"], series="fusion")
+    least = Plot(kind=kind, x="tiles.embed", y=["best ms"], series="fusion")
     assert caption(rows[1:], metrics=least.metrics) == "best of 3 repeats"
     assert caption(rows[1:], metrics=["ms", "best ms"]) == "median and best of 3 repeats; error bars: all repeats"
-    heat = figure_of([sweep.Plot(kind="heat", x="tiles.embed", series="fusion")], rows)
+    heat = figure_of([Plot(kind="heat", x="tiles.embed", series="fusion")], rows)
     ticks = [one.get_text() for one in heat.subfigs[0].axes[0].get_yticklabels()]
     assert ticks == ["fused", "naive"]
 
@@ -192,7 +193,7 @@ def test_plots_hide_nothing(kind: Any) -> None:
 def test_many_series_are_told_apart(kind: Any) -> None:
     """More than there are colours; on a logarithmic axis, where one would hide the others on a linear one."""
     rows = [timed({"x": x, "variant": f"v{k}"}, [x * 10.0**-k]) for x in (1, 2) for k in range(9)]
-    plot = sweep.Plot(kind=kind, x="x", series="variant", ylog=True)
+    plot = Plot(kind=kind, x="x", series="variant", ylog=True)
     (axis,) = figure_of([plot], rows).get_axes()
     assert axis.get_yscale() == "log" and axis.get_ylim()[0] > 0
     if kind == "bar":
@@ -200,5 +201,5 @@ def test_many_series_are_told_apart(kind: Any) -> None:
     else:
         looks = [(of[0].get_color(), of[0].get_linestyle()) for of in axis.containers]
     assert len(looks) == len(set(looks)) == 9
-    (linear,) = figure_of([sweep.Plot(kind=kind, x="x", series="variant")], rows).get_axes()
+    (linear,) = figure_of([Plot(kind=kind, x="x", series="variant")], rows).get_axes()
     assert linear.get_yscale() == "linear" and linear.get_ylim()[0] == 0

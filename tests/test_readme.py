@@ -21,7 +21,7 @@ from nntile_py.config.run_config import load, resolve
 from nntile_py.data.documents import Documents
 from nntile_py.data.tokenization import train_tokenizer
 from nntile_py.data.tokenizer import MASKED
-from nntile_py.measure.sweep_spec import load_sweep, points
+from nntile_py.measure.sweep_points import load_sweep, points
 from nntile_py.profiling.diagnosis import RULES
 
 DOCS = ROOT / "docs"

@@ -16,7 +16,7 @@ from pairwise import pairwise
 import nntile_py as nt
 from nntile_py.graph.bin_packing import best_fit
 from nntile_py.graph.packed_inputs import row_places, token_places
-from nntile_py.models.base import TokenConfig
+from nntile_py.models.model_config import TokenConfig
 from nntile_py.models.parts import sequences_apart, sequences_together
 from nntile_py.schema import Count
 from nntile_py.tasks import activation, add, cross_entropy, embedding, linear, rename

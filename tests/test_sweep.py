@@ -20,9 +20,10 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.estimate import estimate
 from nntile_py.measure import autotune
 from nntile_py.measure import runner as sweep_run
-from nntile_py.measure import sweep_spec as sweep
+from nntile_py.measure import sweep_points as sweep
 from nntile_py.measure.plots import figure_of
 from nntile_py.measure.results import best_options, pooled
+from nntile_py.measure.sweep_spec import METRICS
 from nntile_py.tiles import RW, R, TaskList, Tile, W
 
 BASE: dict[str, Any] = {
@@ -391,4 +392,4 @@ def test_metrics_are_those_measured(tmp_path: Path, how: Any) -> None:
     path = write(tmp_path, {"grid": {"tiles.batch": [2]}, "measure": {"how": how, "work": "encoder", "repeats": 1}})
     row = sweep_run.measure_point(sweep.points(sweep.load_sweep(path))[0], 120)
     assert row["status"] == "ok", row
-    assert set(sweep.METRICS[how]) == row.keys() - {"id", "sets", "measure", "status", "started", "times"}
+    assert set(METRICS[how]) == row.keys() - {"id", "sets", "measure", "status", "started", "times"}

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from nntile_py.measure import runner as sweep_run
-from nntile_py.measure.sweep_spec import Point, load_sweep
+from nntile_py.measure.sweep_points import Point, load_sweep
 
 ROOT = Path(__file__).parents[1]
 SWEEP = f"""

@@ -23,7 +23,8 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.bin_packing import bins_of
 from nntile_py.measure.commands import load_contest
 from nntile_py.measure.contest import measure_in_turns, point_with_peers
-from nntile_py.measure.sweep_spec import Measure, load_sweep, points
+from nntile_py.measure.sweep_points import load_sweep, points
+from nntile_py.measure.sweep_spec import Measure
 from nntile_py.measure.torch_bert import TorchBERT, TorchBERTLayer, batch_of, loaded, shares, torch_bert
 from nntile_py.measure.worker import tight_bins
 from nntile_py.measure.workload_inputs import inputs_of

@@ -30,7 +30,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nntile_py.tasks.attention import AttentionArgs, AttentionGradArgs
 from nntile_py.tasks.attention_segments_grad_triton import delta_of, load_queries, of_pairs, queries_of, store_keys
 from nntile_py.tasks.attention_segments_triton import (
     LN2,
@@ -48,6 +47,7 @@ from nntile_py.tasks.attention_segments_triton import (
     shared,
     store_rows,
 )
+from nntile_py.tasks.attention_tasks import AttentionArgs, AttentionGradArgs
 from nntile_py.tasks.elementwise_triton import strides_of
 from nntile_py.tasks.launch import Launches, numel, shape, tile
 from nntile_py.tiles.task import Task

@@ -18,7 +18,8 @@ from nntile_py.capture.rules import AxisFinder, Names, NotSupported, Value
 from nntile_py.capture.statistics import statistics, update
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.params import Normal, Source
+from nntile_py.graph.initializers import Normal
+from nntile_py.graph.params import Source
 from nntile_py.tasks.cross_entropy import IGNORED
 from nntile_py.tasks.elementwise import Rename, transpose
 from nntile_py.tasks.formula import ONE, Formula, converted, element, spread_over

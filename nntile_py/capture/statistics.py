@@ -8,7 +8,8 @@ import torch
 
 from nntile_py.execution.python_task import PythonTask
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.params import Constant, Param, Source
+from nntile_py.graph.initializers import Constant
+from nntile_py.graph.params import Param, Source
 from nntile_py.tasks.op import GraphLike, Lowering, Op, Tensor, accumulation_dtype
 from nntile_py.tiles import R, W
 

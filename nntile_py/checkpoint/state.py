@@ -11,7 +11,8 @@ import numpy as np
 
 from nntile_py.checkpoint.format import StoredArray, TrainerState
 from nntile_py.errors import ConfigError
-from nntile_py.execution.program import Store, assembled
+from nntile_py.execution.host_copy import assembled
+from nntile_py.execution.program import Store
 from nntile_py.graph.built_step import Step
 from nntile_py.graph.params import Param
 from nntile_py.system.cgroup import free_memory

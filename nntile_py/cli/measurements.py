@@ -31,7 +31,7 @@ def sweep(
     from nntile_py.measure.autotune import keep_winner, search, write_search
     from nntile_py.measure.results import best_text, summary
     from nntile_py.measure.runner import run
-    from nntile_py.measure.sweep_spec import load_sweep
+    from nntile_py.measure.sweep_points import load_sweep
 
     console = Console(stderr=True)
     path, folder = Path(config), out or Path("runs") / f"sweep-{Path(config).stem}"

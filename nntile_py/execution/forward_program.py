@@ -9,7 +9,8 @@ import numpy as np
 
 from nntile_py import _core
 from nntile_py.execution.cuda_graph import Served
-from nntile_py.execution.program import HostCopy, Store, assembled
+from nntile_py.execution.host_copy import HostCopy, assembled
+from nntile_py.execution.program import Store
 from nntile_py.graph.built_step import Evaluation
 from nntile_py.graph.params import Array, Input
 

@@ -11,8 +11,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from nntile_py import _core
-from nntile_py.errors import ConfigError, TaskError
+from nntile_py.errors import ConfigError
 from nntile_py.execution import memory
+from nntile_py.execution.host_copy import HostCopy, assembled
 from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.python_task import bound
 from nntile_py.execution.runtime import Runtime
@@ -27,7 +28,6 @@ from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tasks import launch
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tiles import Slot, TaskList, Tile, device_model
-from nntile_py.tiles.dtypes import host_dtype
 from nntile_py.tiles.eviction import Offloaded, mark_evictions
 from nntile_py.tiles.placement import Residency, Speed, delay, place
 from nntile_py.tiles.rank_tasks import SEND, MessageTask, RankLists, Replicas, described, listed
@@ -185,38 +185,6 @@ class Piece(NamedTuple):
     where: Any
     tile: Tile
     rank: int
-
-
-def assembled(tensor: Tensor, parts: Sequence[tuple[Any, np.ndarray[Any, Any]]]) -> np.ndarray[Any, Any]:
-    """Return a tensor as one array from the (slices, contents) of its tiles. bf16 and fp16 become float32."""
-    dtype = host_dtype(tensor.dtype)
-    if len(parts) == 1:
-        return np.asarray(parts[0][1].reshape(tensor.shape), dtype)
-    out = np.zeros(tensor.shape, dtype)  # outside of a band there are no tiles
-    for where, part in parts:
-        out[where] = part
-    return out
-
-
-class HostCopy:
-    """Copies of tiles in main memory. Once `done` returns True, any thread may read them."""
-
-    def __init__(self, handles: Sequence[_core.Tile]) -> None:
-        self._native = _core.Copies(handles)
-
-    def done(self) -> bool:
-        return bool(self._native.done())
-
-    def wait(self) -> None:
-        """Wait for the copies. Raises TaskError if a task failed."""
-        self._native.wait()
-
-    def array(self, number: int) -> np.ndarray[Any, Any]:
-        """Return the copy of tile `number`. Raises TaskError if a task failed before the tile was copied."""
-        if self._native.dropped():
-            raise TaskError("a task had failed before the tiles were copied")
-        copy: np.ndarray[Any, Any] = self._native.array(number)
-        return copy
 
 
 def _new(tile: Tile) -> _core.Tile:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.params import Array, Derived, Init, Input, Joined, Param, Part, Source, cover, sources_of
+from nntile_py.graph.initializers import Init
+from nntile_py.graph.params import Array, Derived, Input, Joined, Param, Part, Source, cover, sources_of
 from nntile_py.tasks.elementwise import Rename, add
 from nntile_py.tasks.op import CONTRACTION, AttentionCache, Op, Tensor
 from nntile_py.tiles import Tiling

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from nntile_py.graph.initializers import Constant, Init, Normal, Uniform
 from nntile_py.graph.lora import is_adapter
-from nntile_py.graph.params import Constant, Init, Normal, Param, Source, Uniform
+from nntile_py.graph.params import Param, Source
 from nntile_py.system.load import cores
 
 BLOCK = 1 << 20  # elements drawn by one random generator

@@ -11,7 +11,8 @@ import numpy as np
 from nntile_py.errors import ConfigError
 from nntile_py.graph.freeze import spread
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.params import ZEROS, Array, Param, Part, Uniform, Weights
+from nntile_py.graph.initializers import ZEROS, Uniform
+from nntile_py.graph.params import Array, Param, Part, Weights
 from nntile_py.schema import BelowOne, Names, Section, integer, number
 from nntile_py.tasks.contract import Contract, contract
 from nntile_py.tasks.elementwise import Add, BiasAdd, dropout

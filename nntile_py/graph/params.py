@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from nntile_py.errors import ConfigError, MissingWeight
+from nntile_py.graph.initializers import Init
 from nntile_py.tasks.op import Tensor, permutation
 from nntile_py.typed import typed_fields
 
@@ -19,48 +20,6 @@ Array = np.ndarray[Any, Any]
 FP16_END = 65520.0  # fp16 rounds numbers of at least this size to infinity
 Weights = Mapping[str, Array]
 Derived = Callable[[Mapping[str, Array]], Array]  # computes an input from the other inputs of a step
-
-
-def _check_number(what: str, value: Any, least: float = -math.inf) -> None:
-    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < least:
-        allowed = "a number" if least else f"a number of at least {least}"
-        raise ConfigError(f"{what}({value!r}) is not allowed; use {allowed}")
-
-
-@dataclass(frozen=True)
-class Normal:
-    """Initialisation by a normal distribution with mean 0."""
-
-    std: float
-
-    def __post_init__(self) -> None:
-        _check_number("Normal", self.std, 0)
-
-
-@dataclass(frozen=True)
-class Constant:
-    """Initialisation of all elements to one value."""
-
-    value: float
-
-    def __post_init__(self) -> None:
-        _check_number("Constant", self.value)
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """Initialisation by a uniform distribution from -bound to bound."""
-
-    bound: float
-
-    def __post_init__(self) -> None:
-        _check_number("Uniform", self.bound, 0)
-
-
-Init = Normal | Constant | Uniform
-ZEROS = Constant(0.0)
-ONES = Constant(1.0)
 
 
 @dataclass(frozen=True)
@@ -174,9 +133,7 @@ class Param:
             source.put(weights, self.declared(value))
 
 
-def sources_of(
-    name: str, axes: Mapping[str, int], sources: str | Part | Joined | Source | None
-) -> tuple[Source, ...]:
+def sources_of(name: str, axes: Mapping[str, int], sources: str | Part | Joined | Source | None) -> tuple[Source, ...]:
     """Return the checkpoint weights, or parts of weights, that fill a parameter with these axes; see Graph.param."""
     sizes = list(axes.values())
     if isinstance(sources, Source):

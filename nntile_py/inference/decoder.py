@@ -11,7 +11,8 @@ import numpy as np
 from nntile_py import _core
 from nntile_py.errors import ConfigError
 from nntile_py.execution.forward_program import ForwardProgram
-from nntile_py.execution.program import HostCopy, Store
+from nntile_py.execution.host_copy import HostCopy
+from nntile_py.execution.program import Store
 from nntile_py.graph import key_value_cache as kv
 from nntile_py.graph.built_step import Evaluation
 from nntile_py.graph.key_value_cache import IDS, RING, TOKENS, CacheShape, Sampling

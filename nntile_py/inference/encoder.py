@@ -16,7 +16,7 @@ from nntile_py import _core
 from nntile_py.data.tokenizer import load_tokenizer
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution.forward_program import ForwardProgram, MissingInput
-from nntile_py.execution.program import HostCopy
+from nntile_py.execution.host_copy import HostCopy
 from nntile_py.execution.runtime import Runtime, in_turns
 from nntile_py.graph.bin_packing import Bins
 from nntile_py.graph.packed_inputs import rows_of

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nntile_py.errors import ConfigError
-from nntile_py.execution.program import HostCopy
+from nntile_py.execution.host_copy import HostCopy
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.params import Batch, Traced, trace
 from nntile_py.inference.bound_model import BoundModel

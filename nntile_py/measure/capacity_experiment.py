@@ -11,7 +11,8 @@ from pydantic import Field
 from nntile_py.measure.capacity import MODELS, config_of, heads, parameters, settings, tried
 from nntile_py.measure.contestants import OURS
 from nntile_py.measure.experiment_parts import ExperimentPart, ExperimentResult
-from nntile_py.measure.sweep_spec import Measure, overrides_of
+from nntile_py.measure.sweep_points import overrides_of
+from nntile_py.measure.sweep_spec import Measure
 from nntile_py.schema import Count, Natural, Positive, only
 from nntile_py.system.console_tables import csv_text
 from nntile_py.system.load import Load, is_busy

@@ -19,8 +19,9 @@ from nntile_py.measure.experiments import EXPERIMENTS, Experiment, Mode
 from nntile_py.measure.plots import figure_of
 from nntile_py.measure.results import table
 from nntile_py.measure.runner import run as run_sweep
+from nntile_py.measure.sweep_points import points
 from nntile_py.measure.sweep_report import report, sets_text
-from nntile_py.measure.sweep_spec import Sweep, points
+from nntile_py.measure.sweep_spec import Sweep
 from nntile_py.measure.workload_inputs import planned_flop
 from nntile_py.system.console_tables import plain_table
 from nntile_py.system.folders import replace_file

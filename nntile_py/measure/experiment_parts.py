@@ -18,7 +18,7 @@ from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.graph.estimate import estimate
 from nntile_py.graph.fusion import Fusion
 from nntile_py.measure.plots import Row
-from nntile_py.measure.sweep_spec import overrides_of
+from nntile_py.measure.sweep_points import overrides_of
 from nntile_py.profiling import FILES
 from nntile_py.schema import Count, Section
 from nntile_py.system.console_tables import csv_text

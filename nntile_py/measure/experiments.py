@@ -14,7 +14,7 @@ from nntile_py.measure.layout_experiment import LayoutExperiment
 from nntile_py.measure.operator_experiment import OperatorExperiment, PaperRow
 from nntile_py.measure.part_experiments import BreakdownExperiment, FlopExperiment
 from nntile_py.measure.selection_experiment import SelectionExperiment, WidthExperiment
-from nntile_py.measure.sweep_spec import check_sweep
+from nntile_py.measure.sweep_points import check_sweep
 from nntile_py.schema import Section, assignment, read_yaml, validated
 from nntile_py.system.console_tables import plain_table
 from nntile_py.system.folders import installed

@@ -25,7 +25,7 @@ from nntile_py.graph.packed_flop import PackedFlop
 from nntile_py.graph.padding import MASK
 from nntile_py.graph.step_inputs import StepInputs
 from nntile_py.measure.experiment_parts import ConfigPart, ExperimentResult
-from nntile_py.measure.sweep_spec import overrides_of
+from nntile_py.measure.sweep_points import overrides_of
 from nntile_py.measure.workload_inputs import inputs_of
 from nntile_py.schema import Count, Part
 from nntile_py.system.console_tables import csv_text

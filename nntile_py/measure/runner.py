@@ -23,8 +23,9 @@ from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.measure.contest import point_with_peers
 from nntile_py.measure.process import STOP_LIMIT, NoAnswer, WorkerProcess, answers
 from nntile_py.measure.results import pooled, write_results
+from nntile_py.measure.sweep_points import Point, points
 from nntile_py.measure.sweep_report import sets_text
-from nntile_py.measure.sweep_spec import Point, Sweep, points
+from nntile_py.measure.sweep_spec import Sweep
 from nntile_py.system.folders import read
 
 _TEXTS = ("id", "status", "error", "limit")

@@ -66,7 +66,7 @@ def _small(config: Any) -> bool:
 def sweep(*args: str) -> None:
     """The command, up to where it would measure."""
     import nntile_py.measure.runner as module
-    from nntile_py.measure.sweep_spec import points
+    from nntile_py.measure.sweep_points import points
 
     def run(chosen: Any, *_: Any, **__: Any) -> Any:
         points(chosen)
