@@ -25,6 +25,8 @@ ARGS = ROOT / "build" / "args"  # headers of the kernels' arguments
 GROUPS = ROOT / "build" / "groups"  # generated sources, each of which includes several sources
 NATIVE = os.environ.get("NNTILE_ARCH", "native")
 WHEEL = os.environ.get("NNTILE_WHEEL", "").split()
+# torch looks for ninja on the PATH; pip has installed it beside this interpreter. Without ninja, files compile in turn.
+os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
 os.chdir(ROOT)
 sys.path.insert(0, str(ROOT / "scripts"))
 sys.path.append(str(ROOT / "nntile_py" / "system"))

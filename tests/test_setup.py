@@ -300,3 +300,20 @@ def test_a_build_of_starpu_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
     assert not [*tmp_path.glob(".starpu-build.*")] and not (tmp_path / "prefix" / "lib").exists()
+
+
+def test_the_extension_is_compiled_with_the_ninja_of_the_virtual_environment(tmp_path: Path) -> None:
+    """A machine without a ninja of its own compiles several files at a time, too."""
+    os.symlink(shutil.which("c++") or "", tmp_path / "c++")
+    os.symlink(shutil.which("as") or "", tmp_path / "as")
+    code = """
+import runpy, sys
+from torch.utils.cpp_extension import is_ninja_available
+sys.argv = ["setup.py", "--name"]
+before = is_ninja_available()
+runpy.run_path("setup.py")
+print(before, is_ninja_available())
+"""
+    env = os.environ | {"PATH": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert run.stdout.endswith("False True\n"), run.stdout + run.stderr
