@@ -9,8 +9,8 @@ import triton.language as tl
 from nntile_py.tiles.task import Task
 
 from .adamw import AdamWArgs
-from .launch import Launches, Parameter, Scratch, launch, launches_together, numbered, numel, slot, tile
-from .optimizer_triton import address_of, load_param, master_bits, numel_of, row_of, store_param, table_of, type_of
+from .launch import Launches, launches_together, slot
+from .optimizer_triton import address_of, launch_updates, load_param, master_of, numel_of, row_of, store_param
 
 
 @triton.jit
@@ -24,12 +24,7 @@ def _adamw(
     clip = tl.load(CLIP).to(tl.float32)
     inside = (at < numel_of(row, ROWS, ALIGNED)) & (tl.full([BLOCK], clip, tl.float32) >= 0)
     PARAM, M, V = address_of(row, 2, TYPE, ROWS), address_of(row, 3, STATE, ROWS), address_of(row, 4, STATE, ROWS)
-    if MASTER_BITS == 0:
-        MASTER = PARAM
-    elif MASTER_BITS == 16:
-        MASTER = address_of(row, 6, tl.int16, ROWS)
-    else:
-        MASTER = address_of(row, 6, tl.float32, ROWS)
+    MASTER = master_of(row, 6, PARAM, MASTER_BITS, ROWS)
     g = tl.load(address_of(row, 5, GRAD, ROWS) + at, inside).to(tl.float32) * clip
     # Explicit fma: otherwise the compiler chooses which product of a sum to fuse, and chooses differently for aligned
     # tables. Bits would then depend on which tiles are updated together, and so on the number of GPUs.
@@ -47,16 +42,7 @@ def _adamw(
 # tiles: param, m, v, grad, clip (, master)
 @launches_together("adamw")
 def _describe_adamw(tasks: Sequence[Task]) -> Launches:
-    first, block = tasks[0], 1024
-    assert len({task.accesses[4].tile for task in tasks}) == 1, "one clip for all"
-    table = table_of([numel(task, 0) for task in tasks], [a[:4] + a[5:] for a in numbered(tasks)], block)
-    scratch = Scratch()
-    at = scratch.take(len(table.entries), "int64")
-    types = {name: type_of(tile(first, k)) for name, k in (("TYPE", 0), ("STATE", 1), ("GRAD", 3))}
-    a = AdamWArgs.of(first)
-    slots = (slot(first, s) for s in (a.lr, a.beta1_correction, a.beta2_correction))
+    a = AdamWArgs.of(tasks[0])
+    slots = (slot(tasks[0], s) for s in (a.lr, a.beta1_correction, a.beta2_correction))
     b1, b2 = float(a.beta1), float(a.beta2)
-    floats: list[Parameter] = [*slots, b1, 1 - b1, b2, 1 - b2, float(a.eps), float(a.weight_decay)]
-    constants = {**table.constants, **types, "MASTER_BITS": master_bits(first, 5), "BLOCK": block}
-    update = launch(_adamw, table.programs, at, tile(first, 4), *floats, **constants)
-    return Launches((update,), scratch.bytes, table.entries)
+    return launch_updates(_adamw, tasks, 2, [*slots, b1, 1 - b1, b2, 1 - b2, float(a.eps), float(a.weight_decay)])

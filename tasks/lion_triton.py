@@ -8,9 +8,9 @@ import triton.language as tl
 
 from nntile_py.tiles.task import Task
 
-from .launch import Launches, Parameter, Scratch, launch, launches_together, numbered, numel, slot, tile
+from .launch import Launches, launches_together, slot
 from .lion import LionArgs
-from .optimizer_triton import address_of, load_param, master_bits, numel_of, row_of, store_param, table_of, type_of
+from .optimizer_triton import address_of, launch_updates, load_param, master_of, numel_of, row_of, store_param
 
 
 @triton.jit
@@ -24,12 +24,7 @@ def _lion(
     clip = tl.load(CLIP).to(tl.float32)
     inside = (at < numel_of(row, ROWS, ALIGNED)) & (tl.full([BLOCK], clip, tl.float32) >= 0)
     PARAM, M = address_of(row, 2, TYPE, ROWS), address_of(row, 3, STATE, ROWS)
-    if MASTER_BITS == 0:
-        MASTER = PARAM
-    elif MASTER_BITS == 16:
-        MASTER = address_of(row, 5, tl.int16, ROWS)
-    else:
-        MASTER = address_of(row, 5, tl.float32, ROWS)
+    MASTER = master_of(row, 5, PARAM, MASTER_BITS, ROWS)
     g = tl.load(address_of(row, 4, GRAD, ROWS) + at, inside).to(tl.float32) * clip
     m = tl.load(M + at, inside).to(tl.float32)
     # Explicit fma: otherwise the compiler rounds differently for aligned and for other sizes (see _adamw).
@@ -44,15 +39,6 @@ def _lion(
 # tiles: param, m, grad, clip (, master)
 @launches_together("lion")
 def _describe_lion(tasks: Sequence[Task]) -> Launches:
-    first, block = tasks[0], 1024
-    assert len({task.accesses[3].tile for task in tasks}) == 1, "one clip for all"
-    table = table_of([numel(task, 0) for task in tasks], [a[:3] + a[4:] for a in numbered(tasks)], block)
-    scratch = Scratch()
-    at = scratch.take(len(table.entries), "int64")
-    types = {name: type_of(tile(first, k)) for name, k in (("TYPE", 0), ("STATE", 1), ("GRAD", 2))}
-    a = LionArgs.of(first)
+    a = LionArgs.of(tasks[0])
     b1, b2 = float(a.beta1), float(a.beta2)
-    floats: list[Parameter] = [slot(first, a.lr), b1, 1 - b1, b2, 1 - b2, float(a.weight_decay)]
-    constants = {**table.constants, **types, "MASTER_BITS": master_bits(first, 4), "BLOCK": block}
-    update = launch(_lion, table.programs, at, tile(first, 3), *floats, **constants)
-    return Launches((update,), scratch.bytes, table.entries)
+    return launch_updates(_lion, tasks, 1, [slot(tasks[0], a.lr), b1, 1 - b1, b2, 1 - b2, float(a.weight_decay)])

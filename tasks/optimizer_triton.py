@@ -65,6 +65,17 @@ def address_of(ROW, column: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
+def master_of(row, column: tl.constexpr, PARAM, MASTER_BITS: tl.constexpr, ROWS: tl.constexpr):
+    """Return the address of the master in a column of a row of the table; PARAM if there is no master."""
+    if MASTER_BITS == 0:
+        return PARAM
+    elif MASTER_BITS == 16:
+        return address_of(row, column, tl.int16, ROWS)
+    else:
+        return address_of(row, column, tl.float32, ROWS)
+
+
+@triton.jit
 def _squares(
     TABLE, PART, TYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -186,6 +197,26 @@ def table_of(counts: Sequence[int], addresses: Sequence[Sequence[TileAddress]], 
     columns += [[*column, *nothing] for column in zip(*addresses, strict=True)]
     aligned = all(n % ALIGNMENT == 0 for n in counts)
     return _Table(tuple(one for column in columns for one in column), programs, {"ROWS": rows, "ALIGNED": aligned})
+
+
+def launch_updates(kernel: Any, tasks: Sequence[Task], states: int, floats: Sequence[Parameter]) -> Launches:
+    """Return one launch of a kernel that updates the parameters of several tasks.
+
+    Args:
+        kernel: its arguments are TABLE, CLIP, `floats`, and the constants TYPE, STATE, GRAD, MASTER_BITS, ROWS,
+            ALIGNED, BLOCK.
+        states: number of tiles of optimizer state. A task's tiles are: param, the states, grad, clip (, master).
+    """
+    first, grad, block, scratch = tasks[0], 1 + states, 1024, Scratch()
+    clip = grad + 1
+    assert len({task.accesses[clip].tile for task in tasks}) == 1, "one clip for all"
+    addresses = [a[:clip] + a[clip + 1 :] for a in numbered(tasks)]
+    table = table_of([numel(task, 0) for task in tasks], addresses, block)
+    at = scratch.take(len(table.entries), "int64")
+    types = {name: type_of(tile(first, k)) for name, k in (("TYPE", 0), ("STATE", 1), ("GRAD", grad))}
+    constants = {**table.constants, **types, "MASTER_BITS": master_bits(first, clip + 1), "BLOCK": block}
+    update = launch(kernel, table.programs, at, tile(first, clip), *floats, **constants)
+    return Launches((update,), scratch.bytes, table.entries)
 
 
 def type_of(address: TileAddress) -> Any:

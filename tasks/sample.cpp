@@ -111,16 +111,6 @@ void sample(Args& t) {
   });
 }
 
-// tiles: y, x
-void unite(Args& t) {
-  const UniteArgs args(t);
-  auto y = t[0];
-  const auto x = t[1];
-  if (!t.accumulates(0)) y.zero_();
-  auto part = y.narrow(-1, args.first, x.size(-1));
-  part.add_(x.reshape(part.sizes()));
-}
-
 NNTILE_KERNEL(sample, sample);
 NNTILE_KERNEL(unite, unite);
 

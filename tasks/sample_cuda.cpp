@@ -64,16 +64,6 @@ void sample(Args& t) {
   table.narrow(1, kPast, 1).add_(count);
 }
 
-// tiles: y, x
-void unite(Args& t) {
-  const UniteArgs args(t);
-  auto y = t[0];
-  const auto x = t[1];
-  if (!t.accumulates(0)) y.zero_();
-  auto part = y.narrow(-1, args.first, x.size(-1));
-  part.add_(x.reshape(part.sizes()));
-}
-
 NNTILE_CUDA_KERNEL(sample, sample);
 NNTILE_CUDA_KERNEL(unite, unite);
 

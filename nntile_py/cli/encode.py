@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from nntile_py.cli.options import Json, app, ends_at_ctrl_c, show
+from nntile_py.cli.options import Cpus, Cuda, Json, Precision, app, ends_at_ctrl_c, show
 from nntile_py.system import launcher
 
 
@@ -36,9 +36,9 @@ def encode(
     prompt_name: Annotated[
         str | None, typer.Option(help="Prompt of the folder. [default: the folder's default prompt]")
     ] = None,
-    cpus: Annotated[int | None, typer.Option(help="CPU workers. [default: all cores, none with GPUs]")] = None,
-    cuda: Annotated[int, typer.Option(help="GPUs.")] = 0,
-    precision: Annotated[str, typer.Option(help="fp32; on GPUs also tf32, bf16 or fp16, on CPUs fp64.")] = "fp32",
+    cpus: Cpus = None,
+    cuda: Cuda = 0,
+    precision: Precision = "fp32",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> None:
     """Encode texts with a trained model: write vectors, hidden states or logits."""

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from nntile_py.cli.options import app, ends_at_ctrl_c
+from nntile_py.cli.options import Cpus, Cuda, Precision, app, ends_at_ctrl_c
 from nntile_py.errors import as_options
 
 
@@ -55,9 +55,9 @@ def generate(
     tiles: Annotated[
         list[str] | None, typer.Option("--tiles", metavar="AXIS=SIZE", help="Tile size of an axis, such as ffn=1024.")
     ] = None,
-    cpus: Annotated[int | None, typer.Option(help="CPU workers. [default: all cores, none with GPUs]")] = None,
-    cuda: Annotated[int, typer.Option(help="GPUs.")] = 0,
-    precision: Annotated[str, typer.Option(help="fp32; on GPUs also tf32, bf16 or fp16, on CPUs fp64.")] = "fp32",
+    cpus: Cpus = None,
+    cuda: Cuda = 0,
+    precision: Precision = "fp32",
     logprobs: Annotated[
         int | None,
         typer.Option(

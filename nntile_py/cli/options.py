@@ -44,6 +44,9 @@ Sets = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Cpus = Annotated[int | None, typer.Option(help="CPU workers. [default: all cores, none with GPUs]")]
+Cuda = Annotated[int, typer.Option(help="GPUs.")]
+Precision = Annotated[str, typer.Option(help="fp32; on GPUs also tf32, bf16 or fp16, on CPUs fp64.")]
 
 
 def load_config(config: str, sets: list[str] | None) -> "RunConfig":

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from nntile_py.cli.options import alone, app
+from nntile_py.cli.options import Cpus, Cuda, Precision, alone, app
 from nntile_py.errors import ConfigError, as_options
 
 
@@ -27,9 +27,9 @@ def serve(
     cache: Annotated[
         str | None, typer.Option(help="Memory for keys and values, such as 2GiB. [default: --batch x --max-length]")
     ] = None,
-    cpus: Annotated[int | None, typer.Option(help="CPU workers. [default: all cores, none with GPUs]")] = None,
-    cuda: Annotated[int, typer.Option(help="GPUs.")] = 0,
-    precision: Annotated[str, typer.Option(help="fp32; on GPUs also tf32, bf16 or fp16, on CPUs fp64.")] = "fp32",
+    cpus: Cpus = None,
+    cuda: Cuda = 0,
+    precision: Precision = "fp32",
 ) -> None:
     """Serve a model over HTTP with OpenAI's interface: completions, chat, embeddings."""
     alone("serve")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import gzip
 import io
-import os
-import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from nntile_py.errors import ConfigError
+from nntile_py.system.folders import open_regular
 
 COMPRESSED = (".gz", ".zst")
 _CHUNK = 2**20  # bytes
@@ -48,16 +47,7 @@ def opened(path: Path) -> IO[bytes]:
         OSError: The file cannot be read, or is not a regular file (a pipe might never end).
         ConfigError: A .zst file without the package zstandard.
     """
-    try:
-        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except ValueError as error:  # the path contains a null byte
-        raise OSError(errno.EINVAL, str(error), str(path)) from None
-    mode = os.fstat(number).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(number)
-        raise OSError(errno.EINVAL, "is a folder" if stat.S_ISDIR(mode) else "not a regular file", str(path))
-    file = os.fdopen(number, "rb")
-    suffix = path.suffix.lower()
+    file, suffix = open_regular(path), path.suffix.lower()
     if suffix == ".gz":
         return _Decompressed(path, gzip.GzipFile(fileobj=file), file)
     if suffix == ".zst":

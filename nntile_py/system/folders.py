@@ -84,11 +84,12 @@ def stdlib_files() -> list[Path]:
     return [path for path in files_in(stdlib(), [".py"], _NO_SOURCES) if not path.name.startswith("_sysconfigdata")]
 
 
-def read(path: Path, most: int | None = None) -> bytes:
-    """Return a file's content, or its first `most` bytes.
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a regular file for reading.
 
     Raises:
-        OSError: The file cannot be read, the path is invalid, or it is not a regular file (a pipe might never end)."""
+        OSError: The file cannot be read, the path is invalid, or it is not a regular file (a pipe might never end).
+    """
     try:
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except ValueError as error:  # the path contains a null byte
@@ -97,7 +98,12 @@ def read(path: Path, most: int | None = None) -> bytes:
     if not stat.S_ISREG(mode):
         os.close(number)
         raise OSError(errno.EINVAL, "is a folder" if stat.S_ISDIR(mode) else "not a regular file", str(path))
-    with open(number, "rb") as file:
+    return open(number, "rb")
+
+
+def read(path: Path, most: int | None = None) -> bytes:
+    """Return a regular file's content, or its first `most` bytes. Raises OSError if the file cannot be read."""
+    with open_regular(path) as file:
         try:
             return file.read(-1 if most is None else most)
         except OSError as error:
