@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Python
+from test_sweep import alive
 
 from nntile_py.config.builders import build_model
 from nntile_py.config.run_config import RunConfig, load
@@ -123,7 +124,7 @@ def test_a_rank_that_dies() -> None:
     side.turn(1)
     assert side.error.startswith("rank ") and not side.times
     assert time.monotonic() - start < 60
-    assert not side.workers and not any(_runs(str(pid)) for pid in ranks)
+    assert not side.workers and not any(alive(pid) for pid in ranks)
 
 
 @pytest.mark.parametrize(("error", "again"), [("CUDA out of memory", True), ("no such kernel", False)])
@@ -298,17 +299,9 @@ def test_ctrl_c(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(60) == 130
     assert "Traceback" not in (tmp_path / "said").read_text()
-    while any(_runs(pid) for pid in found):
+    while any(alive(int(pid)) for pid in found):
         assert time.monotonic() - start < 180
         time.sleep(0.1)
-
-
-def _runs(pid: str) -> bool:
-    """Not one that has ended, which nobody has asked for its status."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_policies() -> None:

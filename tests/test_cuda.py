@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from operators import ROWS
+from operators import ROWS, TILINGS
 from operators_contract import linear
 from operators_losses import adamw, lion, muon_update, sgd
 from test_attention import SIZES as ATTENTION_SIZES
@@ -27,11 +27,6 @@ from nntile_py.testing import check, error, with_gradient
 if not (torch.cuda.is_available() and _core.has_cuda):
     pytest.skip("needs a CUDA device and an extension built for it", allow_module_level=True)
 
-TILINGS: dict[str, dict[str, int]] = {
-    "uncut": {},
-    "even": {"batch": 2, "seq": 3, "embed": 8, "heads": 2, "ffn": 10, "vocab": 12},
-    "ragged": {"batch": 3, "seq": 4, "embed": 10, "heads": 3, "ffn": 17, "vocab": 17},
-}
 SPLIT = {
     "AdamW split": adamw(split=True), "SGD split": sgd(0.0, split=True), "SGD momentum split": sgd(0.8, split=True),
     "Lion split": lion(split=True), "MuonUpdate split": muon_update("heads head_dim embed", split=True),

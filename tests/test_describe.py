@@ -12,6 +12,7 @@ from typing import Any
 import forks
 import pytest
 import yaml
+from command import nntile
 from test_mpi import LACKS, OPEN_MPI
 
 from nntile_py import cli
@@ -43,15 +44,6 @@ class Mine(nt.Model):
 """
 
 
-def run(monkeypatch: pytest.MonkeyPatch, command: str) -> int:
-    monkeypatch.setattr(sys, "argv", command.split())
-    try:
-        cli.main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -63,10 +55,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("model", TEXT_MODELS)
-def test_init_writes_the_small_run_of_experiments(
-    model: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, f"nntile init --model {model} --set train.steps=7") == 0
+def test_init_writes_the_small_run_of_experiments(model: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert nntile("init", "--model", model, "--set", "train.steps=7") == 0
     assert f"nntile train {model}.yaml" in capsys.readouterr().out
     written, text = load(f"{model}.yaml"), Path(f"{model}.yaml").read_text()
     assert written == load(ROOT / "experiments" / f"{model}_tiny.yaml", ["train.steps=7"])
@@ -86,23 +76,21 @@ def test_what_is_commented_out_holds_all_the_same(model: str) -> None:
     assert resolve(active, (), "all keys") == resolve(yaml.safe_load(text), (), "as it is")
 
 
-def test_init_does_not_overwrite(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_init_does_not_overwrite(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.yaml").write_text("precious")
-    assert run(monkeypatch, "nntile init mine.yaml") == 2
+    assert nntile("init", "mine.yaml") == 2
     assert "mine.yaml exists" in capsys.readouterr().err
     assert Path("mine.yaml").read_text() == "precious"
-    assert run(monkeypatch, "nntile init x.yaml --model encoder") == 2
+    assert nntile("init", "x.yaml", "--model", "encoder") == 2
     assert f"allowed: {', '.join(TEXT_MODELS)}, my_file.py:MyModel" in capsys.readouterr().err
-    assert run(monkeypatch, "nntile init x.yaml --set tiles.embed=0") == 2
+    assert nntile("init", "x.yaml", "--set", "tiles.embed=0") == 2
     assert "tiles.embed: got 0" in capsys.readouterr().err and not Path("x.yaml").exists()
 
 
-def test_init_of_an_own_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_of_an_own_model(folder: Path) -> None:
     """The values of GPT-2's run as far as the model has them; its own keys are told as those of models/."""
     Path("mine.py").write_text(OWN)
-    assert run(monkeypatch, "nntile init --model mine.py:Mine --set model.embed=32") == 0
+    assert nntile("init", "--model", "mine.py:Mine", "--set", "model.embed=32") == 0
     model = load("mine.yaml").model
     assert (model.embed, model.depth, model.vocab) == (32, 2, 4096)
     assert "# How deep it is.\n  #depth: 2\n" in Path("mine.yaml").read_text()
@@ -126,15 +114,13 @@ def test_init_from_a_folder(folder: Path) -> None:
     assert (config.model.embed, config.tokenizer.size()) == (8, 260)
 
 
-def test_config_prints_what_loads_to_the_same(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_prints_what_loads_to_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sets = ["fusion=false", "optimizer.lr=3e-3"]
-    assert run(monkeypatch, f"nntile config {ROOT}/experiments/gpt2_tiny.yaml --set {' --set '.join(sets)}") == 0
+    assert nntile("config", ROOT / "experiments/gpt2_tiny.yaml", "--set", sets[0], "--set", sets[1]) == 0
     Path("resolved.yaml").write_text(capsys.readouterr().out)
     assert load("resolved.yaml") == load(ROOT / "experiments" / "gpt2_tiny.yaml", sets)
-    for wrong in ("", " x.yaml --schema", " x.yaml --model gpt2"):
-        assert run(monkeypatch, f"nntile config{wrong}") == 2
+    for wrong in ([], ["x.yaml", "--schema"], ["x.yaml", "--model", "gpt2"]):
+        assert nntile("config", *wrong) == 2
         assert "allowed: CONFIG, or --schema" in capsys.readouterr().err
 
 
@@ -252,7 +238,7 @@ LONG = ("nntile bench messages", "nntile bench step", "nntile sweep")
 def test_the_help_ends_with_an_example_that_works(command: str, example: str, tmp_path: Path) -> None:
     ranks, *_ = example.partition(command)
     assert not ranks or ranks.startswith("mpirun")
-    helped = nntile(f"{command} --help", tmp_path)
+    helped = in_shell(f"{command} --help", tmp_path)
     assert helped.returncode == 0 and " ".join(helped.stdout.split()).endswith(
         f"Example: {example}" if command != "nntile bench" else "Example: nntile bench tasks"
     )
@@ -272,27 +258,27 @@ def test_the_help_ends_with_an_example_that_works(command: str, example: str, tm
         (tmp_path / "rows.jsonl").write_text('{"text": "Some words of my own"}\n')
     if command in ("nntile eval", "nntile lm-eval", "nntile compare", "nntile report"):
         for name in ("my_run", "my_run-2")[: 1 + (command == "nntile compare")]:
-            trained = nntile(f"nntile train my.yaml --out runs/{name} {SHORTER['nntile train']}", tmp_path)
+            trained = in_shell(f"nntile train my.yaml --out runs/{name} {SHORTER['nntile train']}", tmp_path)
             assert trained.returncode == 0, trained.stderr
     if command == "nntile merge":
-        made = nntile(f"nntile train my.yaml --out my_base {SHORTER['nntile train']}", tmp_path)
+        made = in_shell(f"nntile train my.yaml --out my_base {SHORTER['nntile train']}", tmp_path)
         more = "--set model.from=my_base --set model.lora.targets=[c_attn] --set tokenizer={}"
-        tuned = nntile(f"nntile train my.yaml --out runs/my_run {SHORTER['nntile train']} {more}", tmp_path)
+        tuned = in_shell(f"nntile train my.yaml --out runs/my_run {SHORTER['nntile train']} {more}", tmp_path)
         assert made.returncode == 0 and tuned.returncode == 0, made.stderr + tuned.stderr
     if command == "nntile encode":
         (tmp_path / "my.yaml").write_text(initial("my.yaml", "bert"))
         (tmp_path / "texts.jsonl").write_text('{"text": "Some words"}\n')
-        trained = nntile(f"nntile train my.yaml --out my_bert {SHORTER['nntile train']}", tmp_path)
+        trained = in_shell(f"nntile train my.yaml --out my_bert {SHORTER['nntile train']}", tmp_path)
         assert trained.returncode == 0, trained.stderr
     if command == "nntile generate":
-        trained = nntile(f"nntile train my.yaml --out runs/my_run {SHORTER['nntile train']}", tmp_path)
+        trained = in_shell(f"nntile train my.yaml --out runs/my_run {SHORTER['nntile train']}", tmp_path)
         assert trained.returncode == 0, trained.stderr
         example += " --max-tokens 3"
-    done = nntile(f"{example} {SHORTER.get(command, '')}", tmp_path)
+    done = in_shell(f"{example} {SHORTER.get(command, '')}", tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-def nntile(command: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def in_shell(command: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; sys.argv[0] = 'nntile'; from nntile_py.cli import main; main()"
     before, _, after = f" {command} ".partition(" nntile ")
     return (subprocess if before else forks).run(
@@ -304,7 +290,7 @@ def nntile(command: str, folder: Path, **env: str) -> subprocess.CompletedProces
 def test_a_shell_completes_commands_and_keys(tmp_path: Path) -> None:
     def complete(words: str) -> list[str]:
         number = str(words.count(" "))
-        made = nntile("nntile", tmp_path, _NNTILE_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=number)
+        made = in_shell("nntile", tmp_path, _NNTILE_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=number)
         return made.stdout.split()
 
     assert complete("nntile tr") == ["train"]

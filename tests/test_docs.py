@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from command import nntile
 from conftest import Python
 
 import nntile_py as nt
-from nntile_py import cli
 
 ROOT = Path(__file__).parent.parent
 MODEL, OPERATOR = ((ROOT / "docs" / f"write-{name}.md").read_text() for name in ("a-model", "an-operator"))
@@ -43,15 +43,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def nntile(monkeypatch: pytest.MonkeyPatch, command: str, *more: str) -> int:
-    monkeypatch.setattr(sys, "argv", [*command.split(), *more])
-    try:
-        cli.main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
 # -- a model
 
 
@@ -73,10 +64,10 @@ def test_the_model_agrees_with_transformers(folder: Path) -> None:
         names["NeoX"].read_config(pythia)
 
 
-def test_the_model_from_the_command_line(folder: Path, python: Python, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_from_the_command_line(folder: Path, python: Python) -> None:
     """As the page says: plan, train; and the weights are what transformers reads."""
     plan, train = ([*line.split("#")[0].split()] for line in blocks(MODEL, "sh")[0].splitlines())
-    assert nntile(monkeypatch, *plan) == 0
+    assert nntile(*plan[1:]) == 0
     code = "import sys; from nntile_py.cli import main; sys.argv[0] = 'nntile'; main()"
     done = python(code, *train[1:], "--set", "train.steps=3", "--out", "run")
     assert done.returncode == 0, done.stderr
@@ -106,7 +97,6 @@ OF_PYTHON = [
 @pytest.mark.parametrize(("told", "setting", "old", "new"), MISTAKES, ids=[told for told, *_ in MISTAKES])
 def test_mistakes_have_the_messages_told(
     folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     told: str,
     setting: str,
@@ -115,7 +105,7 @@ def test_mistakes_have_the_messages_told(
 ) -> None:
     assert old in FILE
     (folder / "neox.py").write_text(FILE.replace(old, new) if old else FILE)
-    assert nntile(monkeypatch, "nntile plan neox.yaml --set", setting) == 2
+    assert nntile("plan", "neox.yaml", "--set", setting) == 2
     assert told in capsys.readouterr().err
 
 

@@ -8,11 +8,11 @@ import itertools
 import json
 import os
 import shutil
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
+import command
 import numpy as np
 import pytest
 import torch
@@ -21,7 +21,6 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 import nntile_py as nt
-from nntile_py import cli
 from nntile_py.data.tokenizer import MASK, number_of
 from nntile_py.inference import encode_file
 from nntile_py.inference.texts import read_texts, with_limit
@@ -295,13 +294,7 @@ def nntile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["nntile", *map(str, arguments)])
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as end:
-            status = int(end.code or 0)
-        return status, *capsys.readouterr()
+        return command.nntile(*arguments), *capsys.readouterr()
 
     return run
 

@@ -7,17 +7,16 @@ import itertools
 import json
 import math
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
+import command
 import numpy as np
 import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, processors
 
-from nntile_py import cli
 from nntile_py.data.tokenization import train_tokenizer
 from nntile_py.data.tokenizer import MASKED, frame
 from nntile_py.data.windows import spans
@@ -97,13 +96,7 @@ def nntile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
     Path("text.txt").write_text(words(3, 150))
 
     def run(*arguments: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["nntile", "eval", *map(str, arguments), "--set", "runtime.cpus=2"])
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as end:
-            status = int(end.code or 0)
-        return status, *capsys.readouterr()
+        return command.nntile("eval", *arguments, "--set", "runtime.cpus=2"), *capsys.readouterr()
 
     return run
 
@@ -324,9 +317,7 @@ def test_one_table_of_several_models(nntile: Any, models: Any) -> None:
     assert lines[0].split()[1:5] == lines[2].split()[1:5] != lines[1].split()[1:5]
 
 
-def test_names_of_runs_are_not_wrapped_on_a_terminal(
-    nntile: Any, models: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_of_runs_are_not_wrapped_on_a_terminal(nntile: Any, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     link = Path("a_folder_with_a_name") / "of_more_than_eighty_characters" / "that_a_table_would_wrap" / "checkpoint-1"
     link.parent.mkdir(parents=True)
     link.symlink_to(models("gpt2")[0])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from operators import ROWS
+from operators import ROWS, TILINGS
 from operators_contract import linear
 
 import nntile_py as nt
@@ -16,11 +16,6 @@ from nntile_py.testing import SIZES, Case, check
 from nntile_py.tiles import Tiling
 
 POLICIES = ("chain", "commute", "redux", "tree")
-TILINGS: dict[str, dict[str, int]] = {
-    "uncut": {},
-    "even": {"batch": 2, "seq": 3, "embed": 8, "heads": 2, "ffn": 10, "vocab": 12},
-    "ragged": {"batch": 3, "seq": 4, "embed": 10, "heads": 3, "ffn": 17, "vocab": 17},
-}
 every_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from command import nntile
 from safetensors.numpy import load_file
 from torch.nn import functional as F
 
@@ -78,14 +79,6 @@ def write(folder: Path, text: str = OWN, **more: Any) -> Path:
     return folder / "own.yaml"
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> int:
-    """The exit status of `nntile ARGUMENTS`."""
-    monkeypatch.setattr(sys, "argv", ["nntile", *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    return int(end.value.code or 0)
-
-
 def of_torch(weights: Any, ids: Any) -> tuple[float, dict[str, Any]]:
     """Loss and gradients of MyModel."""
     p = {name: torch.tensor(value, requires_grad=True) for name, value in weights.items()}
@@ -98,8 +91,8 @@ def of_torch(weights: Any, ids: Any) -> tuple[float, dict[str, Any]]:
 # -- from a YAML
 
 
-def test_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "plan", write(tmp_path), "--json") == 0
+def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert nntile("plan", write(tmp_path), "--json") == 0
     made = json.loads(capsys.readouterr().out)
     assert made["parameters"] == VOCAB * 12 + 2 * 12 * 20 + 20
     assert made["tasks"] > 50
@@ -109,7 +102,7 @@ def test_train_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """It learns; the folder holds the weights under the names of its text, from which a second run starts."""
     path, out = write(tmp_path), tmp_path / "out"
     monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, "train", path, "--set", "model.type=my_file.py:MyModel", "--out", out) == 0
+    assert nntile("train", path, "--set", "model.type=my_file.py:MyModel", "--out", out) == 0
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["held_out_loss"] < 0.9 * metrics[0]["held_out_loss_before"]
     saved = load_file(out / "model.safetensors")
@@ -124,13 +117,13 @@ def test_train_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_code_of_a_folder_runs_only_if_a_user_names_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A checkpoint, a run's config.yaml, its saved options and its config.json may be downloaded, and name any file."""
     code = OWN + "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n"
     path, out, ran, short = write(tmp_path, code), tmp_path / "out", tmp_path / "ran", ("--set", "train.steps=1")
     name = f"{tmp_path / 'my_file.py'}:MyModel"
-    assert run(monkeypatch, "train", path, "--out", out, *short) == 0 and ran.exists()
+    assert nntile("train", path, "--out", out, *short) == 0 and ran.exists()
     ran.unlink()
     shutil.move(tmp_path / "my_file.py", tmp_path / "evil.py")  # which this process has not imported
     evil = name.replace("my_file", "evil")
@@ -146,10 +139,10 @@ def test_code_of_a_folder_runs_only_if_a_user_names_its_file(
         ("train", "--resume", out), ("train", out / "config.yaml", "--resume"), ("plan", out / "config.yaml"),
         ("train", tmp_path / "plain.yaml", "--resume", "--out", out), ("train", "--resume", step),
     ):  # fmt: skip
-        assert run(monkeypatch, *command) == 2 and not ran.exists()
+        assert nntile(*command) == 2 and not ran.exists()
         told = f"the model is a class in {tmp_path}/evil.py, whose code would run; allowed: --set model.type={evil}, if"
         assert told in capsys.readouterr().err
-    assert run(monkeypatch, "plan", tmp_path / "plain.yaml", *from_folder) == 2
+    assert nntile("plan", tmp_path / "plain.yaml", *from_folder) == 2
     with pytest.raises(nt.ConfigError, match="model_type"):
         nt.Encoder.from_hf(out)
     with pytest.raises(nt.ConfigError, match="model_type"):
@@ -161,15 +154,13 @@ def test_code_of_a_folder_runs_only_if_a_user_names_its_file(
         assert nt.Trainer.load(step, trust_code=True).steps == 1 and ran.exists()
         assert nt.Trainer.load(step).steps == 1  # the file is imported now
     named = ("--set", f"model.type={evil}", "--set", "train.steps=2")
-    assert run(monkeypatch, "train", "--resume", out, *named) == 0
+    assert nntile("train", "--resume", out, *named) == 0
 
 
 @pytest.mark.parametrize("outputs", ["{}", '{"scores": logits}', '{"logits": ids}'])
-def test_no_sample_without_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], outputs: str
-) -> None:
+def test_no_sample_without_logits(tmp_path: Path, capsys: pytest.CaptureFixture[str], outputs: str) -> None:
     path = write(tmp_path, OWN.replace('{"logits": logits}', outputs))
-    assert run(monkeypatch, "train", path, "--set", "train.steps=1", "--out", tmp_path / "out") == 0
+    assert nntile("train", path, "--set", "train.steps=1", "--out", tmp_path / "out") == 0
     told = capsys.readouterr()
     lines = [line for line in told.out.splitlines() + told.err.splitlines() if "no sample" in line]
     assert len(lines) == 1 and "logits [batch, seq, vocab]; the outputs of MyModel are" in lines[0]
@@ -355,13 +346,11 @@ WRONG_FILES = {
 
 
 @pytest.mark.parametrize("name", WRONG_FILES)
-def test_wrong_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_wrong_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     old, new, message = WRONG_FILES[name]
     assert old in OWN
     path = write(tmp_path, OWN.replace(old, new))
-    assert run(monkeypatch, "plan", path) == 2
+    assert nntile("plan", path) == 2
     told = capsys.readouterr()
     assert re.search(message, told.err), told.err
     assert told.err.startswith("error: ") and told.err.count("error: ") == 1 and "Traceback" not in told.err
@@ -384,12 +373,10 @@ WRONG_CONFIGS = {
 
 
 @pytest.mark.parametrize("name", WRONG_CONFIGS)
-def test_wrong_own_configs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_wrong_own_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     text, message = WRONG_CONFIGS[name]
     last = "    vocab: Count | None = None\n"
-    assert run(monkeypatch, "plan", write(tmp_path, OWN.replace(last, f"{last}\n    {text}\n"))) == 2
+    assert nntile("plan", write(tmp_path, OWN.replace(last, f"{last}\n    {text}\n"))) == 2
     told = capsys.readouterr().err
     assert re.search(message, told), told
     assert told.startswith("error: ") and told.count("error: ") == 1 and "Traceback" not in told
@@ -405,13 +392,11 @@ def test_fields_of_other_types(tmp_path: Path) -> None:
     assert json.loads(json.dumps(build_model(config).hf_config()))["where"] == "x"
 
 
-def test_a_link_that_leads_to_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_link_that_leads_to_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, loop = write(tmp_path), tmp_path / "loop.py"
     loop.symlink_to(loop)
     for change in (f"model.type={loop}:MyModel", f"model.from={loop}", f"data.source={loop}"):
-        assert run(monkeypatch, "plan", path, "--set", change) == 2
+        assert nntile("plan", path, "--set", change) == 2
         told = capsys.readouterr().err
         assert told.startswith("error: ") and "loop.py" in told and "Traceback" not in told, told
 
@@ -440,7 +425,7 @@ def test_wrong_sections(
 ) -> None:
     path = write(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, "plan", path, "--set", change) == 2
+    assert nntile("plan", path, "--set", change) == 2
     told = capsys.readouterr().err
     assert re.search(message.replace("?", r"\?"), told), told
     assert told.startswith("error: ") and told.count("error: ") == 1 and "Traceback" not in told

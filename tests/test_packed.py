@@ -20,6 +20,7 @@ from nntile_py.graph.padding import padded
 from nntile_py.graph.step import StepSpec
 from nntile_py.tiles import Tiling
 
+pytestmark = pytest.mark.usefixtures("runtime")
 LENGTH = 16
 TILINGS: dict[str, dict[str, int]] = {
     "uncut": {},
@@ -43,12 +44,6 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpt2": (nt.models.GPT2, {}),
     "llama": (nt.models.Llama, {"kv_heads": 1, "ffn": 24}),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def runtime() -> Any:
-    with nt.Runtime(cpus=2) as running:
-        yield running
 
 
 def inputs(lengths: list[int], seed: int = 0) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from nntile_py.graph.bin_packing import Bins, bins_of
 from nntile_py.graph.step import StepSpec
 from nntile_py.tiles import Tiling
 
+pytestmark = pytest.mark.usefixtures("runtime")
 CONFIG = """\
 model: {type: bert, layers: 1, embed: 64, heads: 2}
 data: {max_bytes: 100000}
@@ -25,12 +25,6 @@ tokenizer: {vocab_size: 300}
 train: {steps: 3, batch: 8, seq: 16, pack: true}
 tiles: {batch: 4, embed: 32}
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def runtime() -> Any:
-    with nt.Runtime(cpus=2) as running:
-        yield running
 
 
 def test_the_plan_of_a_batch_that_does_not_divide(tmp_path: Path) -> None:

@@ -18,11 +18,7 @@ from nntile_py.execution.program import Store, programs
 from nntile_py.graph.packed_inputs import OWN
 from nntile_py.tiles import R, TaskList, Tile, W
 
-
-@pytest.fixture(scope="module", autouse=True)
-def runtime() -> Any:
-    with nt.Runtime(cpus=2) as running:
-        yield running
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
 def test_refused() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from command import nntile
 from pairwise import pairwise
 from safetensors.torch import save_file
 from test_encode import LINES, MODELS, tokenizer
 from tokenizers import Tokenizer, normalizers
 
 import nntile_py as nt
-from nntile_py import cli
 from nntile_py.inference.sentence import Pooling, SentenceModel
 from nntile_py.inference.texts import prompted
 
@@ -110,7 +109,7 @@ class Case:
         return (torch.nn.functional.normalize(y, dim=1) if self.normalize else y)[0].numpy()
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The vectors of the folder without --output; --prompt-name, --max-length and --output count.
 
     The first test of the file, since the command starts a runtime of its own."""
@@ -120,11 +119,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     def vectors(*options: str) -> Any:
         out = tmp_path / "v.npy"
         files = [str(tmp_path / "st"), "--input", str(tmp_path / "x.jsonl"), "--out", str(out), "--overwrite"]
-        monkeypatch.setattr(sys, "argv", ["nntile", "encode", *files, "--cpus", "1", *options])
-        try:
-            cli.main()
-        except SystemExit as end:
-            assert not end.code, capsys.readouterr().err
+        assert nntile("encode", *files, "--cpus", 1, *options) == 0, capsys.readouterr().err
         return np.load(out)
 
     def close(got: Any, *given: Any) -> None:

@@ -23,6 +23,7 @@ from nntile_py.tasks import activation, add, cross_entropy, embedding, linear, r
 from nntile_py.testing import error
 
 LENGTH, EMBED, VOCAB = 10, 14, 30
+pytestmark = pytest.mark.usefixtures("runtime")
 LENGTHS = [3, 10, 1, 9, 5, 7, 2]
 TILINGS: dict[str, dict[str, int]] = {
     "uncut": {},
@@ -78,12 +79,6 @@ def expected(weights: Any, batch: dict[str, Any]) -> tuple[float, dict[str, Any]
     loss = F.cross_entropy(logits.flatten(0, 1), torch.tensor(batch["labels"]).flatten())
     loss.backward()
     return loss.item(), {"words": words.grad, "mixing": mixing.grad}, logits.detach().numpy()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def runtime() -> Any:
-    with nt.Runtime(cpus=2) as running:
-        yield running
 
 
 def model() -> Mixer:

@@ -58,6 +58,7 @@ def children(pid: int) -> list[int]:
 
 
 def alive(pid: int) -> bool:
+    """Return whether a process runs; an ended process may keep its entry until its parent asks for its status."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Python
-from operators import ROWS
+from operators import ROWS, TILINGS
 from operators_losses import adamw, lion, muon_update, sgd
 from test_attention import Row as AttentionRow
 
@@ -45,11 +45,6 @@ embedding_triton = importlib.import_module("nntile_py.tasks.embedding_triton")
 del os.environ["TRITON_INTERPRET"]
 
 TORCH = {dtype.name: getattr(torch, dtype.torch) for dtype in DTYPES.values()}  # fmt: skip
-TILINGS: dict[str, dict[str, int]] = {
-    "uncut": {},
-    "even": {"batch": 2, "seq": 3, "embed": 8, "heads": 2, "ffn": 10, "vocab": 12},
-    "ragged": {"batch": 3, "seq": 4, "embed": 10, "heads": 3, "ffn": 17, "vocab": 17},
-}
 SPLIT: dict[str, Callable[[Case], Any]] = {
     "AdamW split": adamw(split=True),
     "SGD split": sgd(0.0, split=True),
