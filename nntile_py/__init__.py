@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from nntile_py.graph.params import Batch as Batch, Joined as Joined, Part as Part, Traced as Traced
     from nntile_py.graph.fusion import Fusion as Fusion
+    from nntile_py.graph.passes.fp8 import FP8 as FP8
     from nntile_py.graph.graph import Graph as Graph
     from nntile_py.tasks.adamw import AdamW as AdamW
     from nntile_py.tasks.lion import Lion as Lion
@@ -69,6 +70,7 @@ _NAMES = {
     "execution.runtime": ("Runtime",),
     "execution.starpupy_handles": ("starpu_array", "starpu_handle"),
     "graph.fusion": ("Fusion",),
+    "graph.passes.fp8": ("FP8",),
     "graph.graph": ("Graph",),
     "graph.initializers": ("ONES", "ZEROS", "Constant", "Normal"),
     "graph.params": ("Batch", "Joined", "Part", "Traced"),

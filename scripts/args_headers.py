@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "tiles"))
 from arguments import Kind, kind_of
-from dtypes import DTYPES
+from dtypes import DTYPES, SCALE_BYTES
 
 _TYPES = {"int": "int64_t", "bool": "bool", "float": "double", "Slot": "double"}
 _READS = {"int": "r.integer()", "bool": "r.integer() != 0", "float": "r.real()", "Slot": "r.real()"}
@@ -53,6 +53,7 @@ def _keep(header: Path, text: str) -> None:
 
 
 def _dtypes() -> str:
+    scaled = " || ".join(f"type == at::ScalarType::{d.aten}" for d in DTYPES.values() if d.largest)
     rows = "".join(f'\n    {{"{d.name}", at::ScalarType::{d.aten}, "{d.numpy}"}},' for d in DTYPES.values())
     return f"""// The table of tiles/dtypes.py; made by scripts/args_headers.py.
 #pragma once
@@ -68,6 +69,11 @@ struct Dtype {{
 
 inline constexpr Dtype kDtypes[] = {{{rows}
 }};
+
+// Dtypes whose tiles have a scale: an fp32 number behind the values.
+inline constexpr size_t kScaleBytes = {SCALE_BYTES};
+inline bool is_scaled(at::ScalarType type) {{ return {scaled}; }}
+inline size_t scale_offset(size_t values) {{ return (values + kScaleBytes - 1) / kScaleBytes * kScaleBytes; }}
 
 }}  // namespace nntile
 """

@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from nntile_py.tiles import ACC, RW, Access, R, TaskArgs, Tile, W
+from nntile_py.tiles.dtypes import is_scaled
 
 from .activation import ACTIVATIONS, activate, activate_flop, derivative, derivative_flop
 from .band import ALL
@@ -50,6 +51,7 @@ class PlanArgs(TaskArgs):
 
 
 class ContractArgs(TaskArgs):
+    fast: bool  # of 8-bit operands: partial sums may have fewer bits than fp32
     epilogue: EpilogueArgs
     plan: PlanArgs
     scale: float
@@ -174,9 +176,12 @@ class Contract(Op):
         # Only a chain has a last partial product. Other policies need a separate task for the rest of the epilogue.
         inline = lowering.policy == "chain" or len(ks) == 1
 
+        # Sums of gradients are in fp32, as in Transformer Engine: rounding errors grow with the number of tokens.
+        fast = self.phase == "forward" and is_scaled(self.a.dtype)
+
         def args(start: bool, finish: bool, colsum: int = -1) -> ContractArgs:
             key = self._epilogue(start, finish, colsum, moves), moves, finish
-            return known.setdefault(key, ContractArgs(key[0], self._plan(moves, finish), self.scale))
+            return known.setdefault(key, ContractArgs(fast, key[0], self._plan(moves, finish), self.scale))
 
         for number, k in enumerate(ks):
             at = index | k

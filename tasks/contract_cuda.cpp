@@ -34,6 +34,7 @@
 #include "autotune.h"
 #include "contract.h"
 #include "cublaslt.h"
+#include "quantize.h"
 #include "runtime.h"
 
 namespace nntile {
@@ -126,6 +127,25 @@ void into_blocks(const at::Tensor& to, const at::Tensor& a_matrix, const at::Ten
   }
 }
 
+// An operand of a product, with its scale if it has 8 bits.
+View operand(const Args& t, size_t tile) {
+  auto x = t.view(tile);
+  x.scale = scale_of_tile(t, tile);
+  return x;
+}
+
+// Replaces operands of 8 bits by their values in bf16, which are exact, where cuBLASLt has no such product: it sums over
+// contiguous axes whose sizes are multiples of 16, on GPUs with FP8 units.
+void widen_unless_supported(View& a, View& b) {
+  if (!a.scale && !b.scale) return;
+  constexpr int64_t kUnit = 16;
+  const auto [m, n, k] = Sizes{a.sizes[0], b.sizes.back(), a.sizes.back()};
+  const bool contiguous = a.sizes.size() == 2 && a.strides[1] == 1 && b.strides[0] == 1;
+  if (a.scale && b.scale && contiguous && m % kUnit == 0 && n % kUnit == 0 && k % kUnit == 0 && has_fp8(a.device)) return;
+  for (auto* x : {&a, &b})
+    if (x->scale) *x = View(dequantized(x->tensor(), const_cast<void*>(x->scale), at::kBFloat16));
+}
+
 // Returns a view if possible, else a copy.
 View as_matrix(const View& x, size_t batch, size_t rows, size_t columns) {
   at::DimVector shape;
@@ -133,37 +153,76 @@ View as_matrix(const View& x, size_t batch, size_t rows, size_t columns) {
   shape.push_back(extent(x.sizes, batch, rows));
   shape.push_back(extent(x.sizes, batch + rows, columns));
   if (auto found = x.reshaped(shape)) return *std::move(found);
-  return matrix(x.tensor(), batch, rows, columns);
+  View copied(matrix(x.tensor(), batch, rows, columns));
+  copied.scale = x.scale;
+  return copied;
 }
+
+struct Product {
+  ContractArgs args;
+  Plan plan;
+  View a, b;  // matrices, or batches of them
+  Sizes most;
+  bool lt;     // cuBLASLt supports the product
+  bool first;  // the summed operand is a
+
+  explicit Product(const Args& t) : Product(t, ContractArgs(t)) {}
+
+  // target = epilogue(alpha a b + c + bias) by cuBLASLt.
+  void multiply(const View& target, Fused f, bool tf32) const {
+    f.fast = args.fast;
+    matmul(target, a, b, args.scale, f, tf32, most);
+  }
+
+ private:
+  Product(const Args& t, const ContractArgs& args_)
+      : args(args_), plan(args.plan), a(as_matrix(operand(t, tile_of_a()).permuted(plan.a), plan.batch, plan.m, plan.k)),
+        b(as_matrix(operand(t, 3 - tile_of_a()).permuted(plan.b), plan.batch, plan.k, plan.n)),
+        most{most_of(t, plan.batch, plan.m), b.sizes.back(), most_of(t, plan.batch + plan.m, plan.k)},
+        lt(!plan.batch && a.dtype != at::kDouble),
+        first((args.epilogue.colsum == 0) != plan.swap) {
+    widen_unless_supported(a, b);
+  }
+
+  size_t tile_of_a() const { return plan.swap ? 2 : 1; }
+
+  int64_t most_of(const Args& t, size_t from, size_t count) const {  // elements of some axes of a
+    int64_t size = 1;
+    for (const auto axis : plan.a.slice(from, count)) size *= t.most(tile_of_a())[static_cast<size_t>(axis)];
+    return size;
+  }
+};
 
 // target = alpha a b + bias, for a target with another order of axes than the product: a product and a copy, or one
 // product per block. The faster way depends on the width of blocks and is measured, unless a step fills a part of the
 // rows. bias: of the columns, contiguous; undefined: none.
-void permuted(const at::Tensor& target, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, double alpha,
-              size_t m, size_t n, bool tf32, const Sizes& most) {
+void permuted(const at::Tensor& target, const Product& p, const at::Tensor& bias, bool tf32) {
+  const auto &a = p.a, &b = p.b;
+  const auto m = p.plan.m, n = p.plan.n;
   const auto product_and_copy = [&] {
     const auto product = at::empty(target.sizes(), target.options());
     const auto whole = matrix(product, 0, m, n);
     Fused f;
     if (bias.defined()) f.bias = bias.data_ptr(), f.epilogue = CUBLASLT_EPILOGUE_BIAS;
     try {
-      matmul(whole, a, b, alpha, f, tf32, most);
+      p.multiply(whole, f, tf32);
     } catch (const Unsupported&) {
       if (!bias.defined()) throw;
-      matmul(whole, a, b, alpha, Fused(), tf32, most);
+      p.multiply(whole, Fused(), tf32);
       whole.add_(bias);
     }
     copy(target, product);
   };
   const auto by_blocks = [&](const at::Tensor& to, bool by_row) {
-    into_blocks(to, a, b, alpha, by_row);
+    into_blocks(to, a.tensor(), b.tensor(), p.args.scale, by_row);
     if (bias.defined()) target.add_(bias.view(target.sizes().slice(m)));
   };
-  if (most != Sizes{a.size(0), b.size(1), a.size(1)}) return product_and_copy();
+  if (p.most != Sizes{a.sizes[0], b.sizes[1], a.sizes[1]}) return product_and_copy();
   // Batches are neither in tf32 nor of mixed types.
-  if (a.scalar_type() != target.scalar_type() || (tf32 && a.scalar_type() == at::kFloat)) return product_and_copy();
-  std::vector<int64_t> key{static_cast<int64_t>(a.scalar_type()), static_cast<int64_t>(m)};
-  for (const auto part : {target.sizes(), target.strides(), a.sizes(), a.strides(), b.strides()})
+  if (a.dtype != target.scalar_type() || (tf32 && a.dtype == at::kFloat)) return product_and_copy();
+  std::vector<int64_t> key{static_cast<int64_t>(a.dtype), static_cast<int64_t>(m)};
+  for (const auto part : {target.sizes(), target.strides(), at::IntArrayRef(a.sizes), at::IntArrayRef(a.strides),
+                          at::IntArrayRef(b.strides)})
     key.insert(key.end(), part.begin(), part.end());
   if (bias.defined()) key.push_back(1);
   thread_local std::map<std::vector<int64_t>, int> known;
@@ -195,33 +254,6 @@ struct Rest {
     if (e.aux) aux = next++;
     if (e.keep_pre && activation && !e.aux) out = next++;
     if (e.colsum >= 0) column_sum = next;
-  }
-};
-
-struct Product {
-  ContractArgs args;
-  Plan plan;
-  View a, b;  // matrices, or batches of them
-  Sizes most;
-  bool lt;     // cuBLASLt supports the product
-  bool first;  // the summed operand is a
-
-  explicit Product(const Args& t) : Product(t, ContractArgs(t)) {}
-
- private:
-  Product(const Args& t, const ContractArgs& args_)
-      : args(args_), plan(args.plan), a(as_matrix(t.view(tile_of_a()).permuted(plan.a), plan.batch, plan.m, plan.k)),
-        b(as_matrix(t.view(3 - tile_of_a()).permuted(plan.b), plan.batch, plan.k, plan.n)),
-        most{most_of(t, plan.batch, plan.m), b.sizes.back(), most_of(t, plan.batch + plan.m, plan.k)},
-        lt(!plan.batch && a.dtype != at::kDouble),
-        first((args.epilogue.colsum == 0) != plan.swap) {}
-
-  size_t tile_of_a() const { return plan.swap ? 2 : 1; }
-
-  int64_t most_of(const Args& t, size_t from, size_t count) const {  // elements of some axes of a
-    int64_t size = 1;
-    for (const auto axis : plan.a.slice(from, count)) size *= t.most(tile_of_a())[static_cast<size_t>(axis)];
-    return size;
   }
 };
 
@@ -261,7 +293,7 @@ Rest fused(Args& t, const Product& p, const EpilogueArgs& e, Rest left) {
     f.bias = spare.defined() ? spare.data_ptr() : t.view(left.column_sum).data;
   }
   try {
-    matmul(gelu && left.out != left.target ? shaped(left.out) : target, p.a, p.b, p.args.scale, f, t.tf32(), p.most);
+    p.multiply(gelu && left.out != left.target ? shaped(left.out) : target, f, t.tf32());
     if (spare.defined()) t[left.column_sum].add_(spare);
     if (sums) left.column_sum = 0;
     if (vector) left.bias = 0;
@@ -269,7 +301,7 @@ Rest fused(Args& t, const Product& p, const EpilogueArgs& e, Rest left) {
   } catch (const Unsupported&) {  // not all epilogues exist for all shapes: one operation after the other
     Fused bare;
     bare.c = f.c;
-    matmul(target, p.a, p.b, p.args.scale, bare, t.tf32(), p.most);
+    p.multiply(target, bare, t.tf32());
   }
   return left;
 }
@@ -287,22 +319,22 @@ at::Tensor of_columns(Args& t, const Product& p, const EpilogueArgs& e, size_t b
 // Computes batches, fp64, and targets with another order of axes. Returns the remaining epilogue.
 Rest unfused(Args& t, const Product& p, const EpilogueArgs& e, Rest left) {
   const auto& plan = p.plan;
-  const auto target = t[0], a = p.a.tensor(), b = p.b.tensor();
+  const auto target = t[0];
   const double beta = t.accumulates(0) ? 1 : 0;
-  if (!plan.permuted_out) return plain(matrix(target, plan.batch, plan.m, plan.n), a, b, beta, p.args.scale), left;
+  if (!plan.permuted_out) return plain(matrix(target, plan.batch, plan.m, plan.n), p.a.tensor(), p.b.tensor(), beta, p.args.scale), left;
   const auto view = target.permute(plan.out);
   if (const auto direct = in_place(view, plan.batch, plan.m, plan.n))
-    return plain(*direct, a, b, beta, p.args.scale), left;
+    return plain(*direct, p.a.tensor(), p.b.tensor(), beta, p.args.scale), left;
   if (p.lt && beta == 0) {
     const auto bias = left.residual ? at::Tensor() : of_columns(t, p, e, left.bias);
-    permuted(view, a, b, bias, p.args.scale, plan.m, plan.n, t.tf32(), p.most);
+    permuted(view, p, bias, t.tf32());
     if (bias.defined()) left.bias = 0;
     return left;
   }
   const auto product = at::empty(view.sizes(), target.options());
   const auto whole = matrix(product, plan.batch, plan.m, plan.n);
-  if (p.lt) matmul(whole, a, b, p.args.scale, Fused(), t.tf32(), p.most);
-  else plain(whole, a, b, 0, p.args.scale);
+  if (p.lt) p.multiply(whole, Fused(), t.tf32());
+  else plain(whole, p.a.tensor(), p.b.tensor(), 0, p.args.scale);
   if (beta != 0) view.add_(product);
   else copy(view, product);
   return left;

@@ -12,6 +12,9 @@ namespace nntile {
 // File of the stored choices for this GPU model, library and driver.
 std::string products_file();
 
+// Whether the GPU multiplies numbers of 8 bits.
+bool has_fp8(c10::Device device);
+
 struct Sizes {
   int64_t m, n, k;
   bool operator==(const Sizes&) const = default;
@@ -22,6 +25,7 @@ struct Fused {
   void* bias = nullptr;     // per column; if the epilogue sums an operand, the output of the sum
   void* aux = nullptr;
   cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+  bool fast = false;  // of 8-bit operands: partial sums may have fewer bits than fp32
 };
 
 struct Unsupported : std::runtime_error {

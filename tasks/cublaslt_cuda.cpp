@@ -34,7 +34,9 @@ cudaDataType type_of(const View& x) {
     case at::kBFloat16: return CUDA_R_16BF;
     case at::kHalf: return CUDA_R_16F;
     case at::kFloat: return CUDA_R_32F;
-    default: throw std::invalid_argument("cuBLASLt supports only bf16, fp16 and fp32 tiles");
+    case at::kFloat8_e4m3fn: return CUDA_R_8F_E4M3;
+    case at::kFloat8_e5m2: return CUDA_R_8F_E5M2;
+    default: throw std::invalid_argument("cuBLASLt supports only bf16, fp16, fp32 and 8-bit tiles");
   }
 }
 
@@ -69,8 +71,8 @@ int64_t rounded(int64_t size, int64_t most) {
 // Everything on which the choice of an algorithm depends.
 struct Key {
   int64_t m, n, k, lda, ldb, ldd;
-  int flips, in, out, epilogue, compute;
-  bool adds, in_place, aligned;
+  int flips, in, in_b, out, epilogue, compute;
+  bool adds, in_place, aligned, fast;
   auto operator<=>(const Key&) const = default;
 
   std::string text() const {
@@ -79,12 +81,14 @@ struct Key {
     for (const int value : {flips, in, out, epilogue, compute, int{adds}, int{in_place}}) made << value << ' ';
     if (ldd != n) made << ldd << " apart ";
     if (!aligned) made << "anywhere ";
+    if (in_b != in) made << in_b << " right ";
+    if (fast) made << "fast ";
     return made.str() + "of " + std::to_string(kCandidates);
   }
 };
 
 struct Call {
-  const void *a, *b, *c, *bias;
+  const void *a, *b, *c, *bias, *scale_a, *scale_b;
   void *d, *aux;
   double alpha;
 };
@@ -99,12 +103,13 @@ class Matmul {
     set(CUBLASLT_MATMUL_DESC_TRANSB, key.flips & 1 ? CUBLAS_OP_T : CUBLAS_OP_N);
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<cublasLtEpilogue_t>(key.epilogue));
     const auto out = static_cast<cudaDataType>(key.out), in = static_cast<cudaDataType>(key.in);
+    if (key.fast) set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t{1});
     set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, out);
     if (uses_aux()) {
       set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.n);
       set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, out);
     }
-    layout(&b_, in, key.ldb);
+    layout(&b_, static_cast<cudaDataType>(key.in_b), key.ldb);
     layout(&a_, in, key.lda);
     layout(&d_, out, key.ldd);
     shape({key.m, key.n, key.k});
@@ -232,6 +237,8 @@ class Matmul {
   void point(const Call& call) {
     if (call.bias) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, call.bias);
     if (call.aux) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, call.aux);
+    if (call.scale_b) set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, call.scale_b);  // column-major: b comes first
+    if (call.scale_a) set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, call.scale_a);
   }
 
   cublasStatus_t matmul(const Call& call, const cublasLtMatmulAlgo_t& algo, void* workspace) {
@@ -270,12 +277,13 @@ void direct(const View& out, const View& a_matrix, const View& b_matrix, double 
     aligned &= reinterpret_cast<uintptr_t>(data) % kRowAlignment == 0;
   const auto leading = now.m == 1 ? now.n : out.strides[0];
   const Key key{rounded(now.m, most.m), now.n, rounded(now.k, most.k), a.leading, b.leading, leading,
-                a.flipped + 2 * b.flipped, type_of(a_matrix), type_of(out), f.epilogue, compute, f.c != nullptr, f.c == out.data,
-                aligned};
+                a.flipped + 2 * b.flipped, type_of(a_matrix), type_of(b_matrix), type_of(out), f.epilogue, compute, f.c != nullptr, f.c == out.data,
+                aligned, f.fast && a_matrix.scale};
   thread_local std::map<Key, Matmul> known;
   auto found = known.find(key);
   void* const space = workspace(out.device);
-  const Call call{a.data, b.data, f.c ? f.c : out.data, f.bias, out.data, f.aux, alpha};
+  const Call call{a.data, b.data, f.c ? f.c : out.data, f.bias, a_matrix.scale, b_matrix.scale, out.data, f.aux,
+                  alpha};
   if (found == known.end()) {
     Matmul made(key);
     made.choose(call, now, space, out);
@@ -334,7 +342,7 @@ struct Misaligned {
 
 // Returns which matrix is misaligned, if it is only one and the parts of the others are aligned.
 std::optional<Misaligned> found_misaligned(const Part& p, const Fused& f, bool tf32) {
-  if ((p.a.dtype == at::kFloat && !tf32) || f.epilogue != CUBLASLT_EPILOGUE_DEFAULT || misaligned(p.b)) return {};
+  if (p.a.scale || (p.a.dtype == at::kFloat && !tf32) || f.epilogue != CUBLASLT_EPILOGUE_DEFAULT || misaligned(p.b)) return {};
   if (static_cast<double>(p.out.numel()) * static_cast<double>(p.a.sizes[1]) < kLarge) return {};
   const bool into = misaligned(p.out);
   if (into == misaligned(p.a)) return {};
@@ -408,6 +416,16 @@ std::optional<Misaligned> in_parts(const Part& p, double alpha, const Fused& f, 
 }
 
 }  // namespace
+
+bool has_fp8(c10::Device device) {
+  thread_local const auto capability = [&] {  // a thread belongs to one GPU
+    int major = 0, minor = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index());
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index());
+    return 10 * major + minor;
+  }();
+  return capability >= 89;
+}
 
 std::string products_file() { return choices_file("gemm", "cublasLt-" + std::to_string(cublasLtGetVersion())); }
 

@@ -23,6 +23,8 @@ def _mend_interpreter() -> None:
     function, the interpreter searches Triton's language for names to replace. For each value, it builds a table of
     numpy's types. This takes a third of its time. Here, both results are computed once.
     """
+    import numpy as np
+    import torch
     from triton.language import core
     from triton.runtime import interpreter
 
@@ -47,6 +49,17 @@ def _mend_interpreter() -> None:
     def numpy_dtype(of: Any) -> Any:
         return original(of.scalar) if of.scalar.is_ptr() else of_number(of.scalar)  # pointers are not hashable
 
+    convert = interpreter._convert_float
+    eight_bits = {d.triton: getattr(torch, d.torch) for d in DTYPES.values() if d.largest}
+
+    def rounded(value: Any, from_dtype: Any, to_dtype: Any, mode: Any) -> Any:
+        """Convert fp32 to 8 bits as a GPU does; the interpreter loses the carry of a mantissa that is rounded up."""
+        if str(to_dtype) not in eight_bits or str(from_dtype) != "fp32":
+            return convert(value, from_dtype, to_dtype, mode)
+        numbers = torch.from_numpy(np.ascontiguousarray(value, np.float32)).to(eight_bits[str(to_dtype)])
+        return numbers.view(torch.uint8).numpy().reshape(np.shape(value))
+
+    interpreter._convert_float = rounded
     interpreter._patch_lang_tensor, interpreter._patch_builtin = patched, patch_builtin
     interpreter._get_np_dtype = numpy_dtype
 

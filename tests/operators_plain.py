@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from nntile_py import tasks as ops
 from nntile_py.tasks import Op
 from nntile_py.tasks.activation import ACTIVATIONS
@@ -160,6 +162,16 @@ def rms_norm_grad(add: bool, rows: str = "batch seq", axis: str = "embed") -> Ca
     return row
 
 
+def quantize(axes: str, *outs: tuple[str, str, int], make: Maker = normal) -> Callable[[Case], Op]:
+    """outs: axes, dtype and number of rows' axes of each output."""
+
+    def row(case: Case) -> Op:
+        x = case.x(axes, make)
+        return case.add(ops.Quantize(x, [case.y(out, dtype) for out, dtype, _ in outs], [rows for *_, rows in outs]))
+
+    return row
+
+
 def select(axis: str, at: float) -> Callable[[Case], Op]:
     """at: where on the axis, 0 for its first position, 1 for the last."""
 
@@ -247,6 +259,12 @@ ROWS: dict[str, Callable[[Case], Any]] = {
     **{f"ActivationGrad {kind}": activation_grad(kind) for kind in ACTIVATIONS},
     **{f"Gated {kind}": gated(kind) for kind in ("silu", "gelu_new")},
     **{f"GatedGrad {kind}": gated_grad(kind) for kind in ("silu", "gelu_new")},
+    "Quantize twice": quantize("batch seq embed", ("batch seq embed", "e4m3", 2), ("embed batch seq", "e4m3", 1)),
+    "Quantize permuted": quantize(
+        "heads seq batch head_dim", ("batch seq heads head_dim", "e4m3", 2), ("heads head_dim batch seq", "e4m3", 2)
+    ),
+    "Quantize wide": quantize("embed ffn", ("ffn embed", "e5m2", 1)),
+    "Quantize zeros": quantize("embed ffn", ("ffn embed", "e4m3", 1), make=lambda rng, shape, values: np.zeros(shape)),
     **{f"Select {axis} {at}": select(axis, at) for axis, at in _POSITIONS},
     **{f"SelectGrad {axis} {at}": select_grad(axis, at) for axis, at in _POSITIONS},
     **{f"Activation {kind} of large values": activation(kind, large) for kind in _BOUNDED},

@@ -84,7 +84,7 @@ MISTAKES = [
     ("optimizer.momentum=0.9", "optimizer.momentum", "0.95 or 0.0 unless optimizer.name is muon or sgd"),
     ("optimizer.adamw_lr=0.1", "optimizer.adamw_lr", "null unless optimizer.name is muon"),
     ("optimizer.clip_grad_norm=0", "optimizer.clip_grad_norm", "a number above 0"),
-    ("precision=fp8", "precision", "fp32 (CPU and CUDA workers), fp64 (CPU workers)"),
+    ("precision=fp4", "precision", "fp32 (CPU and CUDA workers), fp64 (CPU workers)"),
     ("precision=bf16", "precision", "allowed on CPU workers: fp32, fp64"),
     ("precision=fp16", "precision", "allowed on CPU workers: fp32, fp64"),
     ("train.loss_scale=0", "train.loss_scale", "a number of at least 1"),
@@ -169,7 +169,7 @@ def test_a_file_that_is_not_there_or_not_text(
 
 def test_all_mistakes_are_told_at_once(small: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        load(small, ["tiles.embed=0", "train.stepz=3", "precision=fp8"])
+        load(small, ["tiles.embed=0", "train.stepz=3", "precision=fp4"])
     assert all(key in str(error.value) for key in ("tiles.embed", "train.stepz", "precision"))
 
 

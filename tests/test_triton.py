@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import math
 import os
 import platform
 import re
@@ -29,9 +30,9 @@ from nntile_py.tasks.muon import MuonUpdateArgs
 from nntile_py.tasks.optimizer import joined, split
 from nntile_py.tasks.sample import Sample
 from nntile_py.tasks.sgd import SGDArgs
-from nntile_py.testing import SIZES, Case, Values, error
+from nntile_py.testing import SIZES, TOLERANCES, Case, Values, error
 from nntile_py.tiles import RW, R, Slot, Tile, Tiling, W
-from nntile_py.tiles.dtypes import DTYPES, is_low
+from nntile_py.tiles.dtypes import DTYPES, is_low, is_scaled, scale_offset
 from nntile_py.tiles.task import BusyArgs, Task, live_slot, merge
 
 if platform.system() != "Linux":
@@ -81,15 +82,22 @@ class Interpreted:
     def read(self, tensor: Tensor) -> Any:
         out = np.zeros(tensor.shape, np.int64 if tensor.dtype.startswith("int") else np.float64)
         for where, tile in self.low.grid(tensor):
-            out[where] = self.tiles[tile].double().numpy()
+            out[where] = self.tiles[tile].double().numpy() if not is_scaled(tile.dtype) else self._scaled(tile)
         return out
+
+    def _scaled(self, tile: Tile) -> Any:
+        """Return the values for which a tile of 8 bits stands: a scale follows the numbers."""
+        data, count = self.tiles[tile], math.prod(tile.shape)
+        scale = data.view(torch.uint8)[scale_offset(count) :][:4].clone().view(torch.float32)
+        return (data[:count].double() * scale).reshape(tile.shape).numpy()
 
     def run(self, slots: Mapping[str, float]) -> None:
         for task in self.low.tasks.tasks:
             for access in task.accesses:
                 tile = access.tile
                 if tile not in self.tiles:
-                    self.tiles[tile] = torch.full(tile.shape, np.nan).to(TORCH[tile.dtype])
+                    shape = (tile.bytes,) if is_scaled(tile.dtype) else tile.shape
+                    self.tiles[tile] = torch.full(shape, np.nan).to(TORCH[tile.dtype])
             describe = launch.describer(task.kernel)
             assert describe, task.kernel
             way = self.way % len(describe([task]).ways)
@@ -100,7 +108,8 @@ class Interpreted:
 def interpret(case: Case, tiles: Mapping[str, int], policy: str, values: Values, way: int = 0) -> Interpreted:
     low = lower(case.graph, Tiling({a: t for a, t in tiles.items() if a not in case.whole}), policy)
     ran = Interpreted(low, way)
-    for tensor in {t.storage for op in case.graph.ops for t in op.outputs if t.storage.kind == "scalar"}:
+    outputs = {t.storage for op in case.graph.ops for t in op.outputs if t.storage.kind == "scalar"}
+    for tensor in (t for t in outputs if not is_scaled(t.dtype)):
         ran.write(tensor, np.full(tensor.shape, np.nan))
     for tensor, value in values.items():
         ran.write(tensor, value)
@@ -108,6 +117,7 @@ def interpret(case: Case, tiles: Mapping[str, int], policy: str, values: Values,
     return ran
 
 
+QUANTIZE = [name for name in TABLE if name.startswith("Quantize")]  # Triton kernels in 16 bits only
 # Each row in ragged tiles and, in turns, in one of two 16-bit types: the interpreter takes a second for one of them.
 RAGGED = ("fp32", "ragged", "tree")
 LOW = itertools.cycle([("bf16", "even", "chain"), ("fp16", "uncut", "chain")])
@@ -119,7 +129,7 @@ SLOW = ("GatherGrad of several axes", "CachedAttention rotary", "CachedAttention
     [
         pytest.param(row, *how, marks=[pytest.mark.long] * (row in SLOW or how != RAGGED))
         for row in TABLE
-        for how in (RAGGED, next(LOW))
+        for how in (RAGGED if row not in QUANTIZE else ("bf16", *RAGGED[1:]), next(LOW))
     ],
 )
 def test_against_the_reference(row: str, dtype: str, tiling: str, policy: str) -> None:
@@ -137,7 +147,11 @@ def test_against_the_reference(row: str, dtype: str, tiling: str, policy: str) -
         # Kernels may compute statistics and a bias' gradient from stored values, which are rounded.
         of_stored = "Norm residual" in row or (row.startswith("LayerNormGrad") and "bias" in row)
         rounded = (is_low(tensor.dtype) and tensor.storage not in case.masters) or (is_low(dtype) and of_stored)
-        limit = ROUNDING[dtype] * (1 + ("merged" in row)) if rounded else 1e-5  # merged: q and k are rounded once more
+        if is_scaled(tensor.dtype):
+            limit = TOLERANCES[tensor.dtype]
+        else:
+            twice = 1 + ("merged" in row)  # q and k are rounded once more
+            limit = ROUNDING[dtype] * twice if rounded else 1e-5
         assert wrong < limit, f"{tensor}: off by {wrong:.1e}"
 
 

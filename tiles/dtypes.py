@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SCALE_BYTES = 16  # room for the scale of a tile: the scale itself is one fp32 number
+
+
+def scale_offset(values: int) -> int:
+    """Return the offset of a tile's scale in bytes; values: the bytes of the tile's values."""
+    return -(-values // SCALE_BYTES) * SCALE_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class DType:
@@ -15,6 +22,8 @@ class DType:
         aten: name in at::ScalarType.
         triton: name in signatures of kernels.
         accumulation: dtype of statistics, states and sums over tensors of this dtype.
+        largest: largest finite value of a dtype whose tiles are scaled: an fp32 number follows the values of each tile,
+            and each value stands for itself times this number. 0: tiles are not scaled.
     """
 
     name: str
@@ -24,6 +33,12 @@ class DType:
     aten: str
     triton: str
     accumulation: str
+    largest: float = 0.0
+
+    def tile_bytes(self, numel: int) -> int:
+        """Return the bytes of a tile with `numel` values, with the scale if the dtype has one."""
+        values = numel * self.bytes
+        return values if not self.largest else scale_offset(values) + SCALE_BYTES
 
 
 DTYPES = {
@@ -33,6 +48,8 @@ DTYPES = {
         DType("fp64", 8, "float64", "float64", "Double", "fp64", "fp64"),
         DType("bf16", 2, "float32", "bfloat16", "BFloat16", "bf16", "fp32"),  # numpy has no bfloat16
         DType("fp16", 2, "float16", "float16", "Half", "fp16", "fp32"),
+        DType("e4m3", 1, "float32", "float8_e4m3fn", "Float8_e4m3fn", "fp8e4nv", "fp32", 448.0),
+        DType("e5m2", 1, "float32", "float8_e5m2", "Float8_e5m2", "fp8e5", "fp32", 57344.0),
         DType("bool", 1, "bool", "bool", "Bool", "i1", "bool"),
         DType("int16", 2, "int16", "int16", "Short", "i16", "int16"),
         DType("int32", 4, "int32", "int32", "Int", "i32", "int32"),
@@ -48,9 +65,14 @@ def accumulation_dtype(dtype: str) -> str:
 
 def is_low(dtype: str) -> bool:
     """Return True for bf16 and fp16: sums over such tensors have a wider dtype. Only GPUs compute in bf16 and fp16."""
-    return accumulation_dtype(dtype) != dtype
+    return accumulation_dtype(dtype) != dtype and not is_scaled(dtype)
+
+
+def is_scaled(dtype: str) -> bool:
+    """Return True for the dtypes of 8 bits, whose tiles have a scale: products read them, Quantize writes them."""
+    return bool(DTYPES[dtype].largest)
 
 
 def host_dtype(dtype: str) -> str:
     """Return numpy's dtype of the arrays that programs return to the host: float32 for bf16 and fp16."""
-    return "float32" if is_low(dtype) else DTYPES[dtype].numpy
+    return DTYPES[dtype].numpy

@@ -17,6 +17,7 @@ from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from .dtypes import is_scaled
 from .task import Access, Task, Tile, merge
 from .tasklist import TaskList
 
@@ -38,6 +39,7 @@ class Speed:
         launch: seconds to start a kernel, also for each task of a task group.
         submit: seconds of the submitting thread for each task.
         host_s: bytes/s from main memory, and as many to main memory at the same time.
+        fp8: factor of flop_s for products of operands in 8 bits.
     """
 
     flop_s: float
@@ -48,10 +50,12 @@ class Speed:
     launch: float = 0.0
     submit: float = 0.0
     host_s: float = math.inf
+    fp8: float = 1.0
 
     def seconds(self, task: Task) -> float:
         """Return the seconds of the task's kernel: time for its flop or for its bytes, whichever is longer."""
-        return max(task.flop / self.flop_s, task.bytes / self.bytes_s)
+        in_8_bits = any(access.mode == "R" and is_scaled(access.tile.dtype) for access in task.accesses)
+        return max(task.flop / self.flop_s / (self.fp8 if in_8_bits else 1), task.bytes / self.bytes_s)
 
     @property
     def beside(self) -> float:

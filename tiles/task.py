@@ -38,7 +38,7 @@ class Tile:
         self.tensor, self.index, self.shape, self.dtype, self.axes = tensor, index, shape, dtype, axes
         self.kind = kind
         self.monoid, self.persistent, self.redux = monoid, persistent, False
-        self.bytes = math.prod(shape) * DTYPES[dtype].bytes
+        self.bytes = DTYPES[dtype].tile_bytes(math.prod(shape))
 
     @property
     def key(self) -> Hashable:

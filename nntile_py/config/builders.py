@@ -55,6 +55,7 @@ def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
         freeze=config.freeze,
         recompute=config.recompute,
         offload=config.offload,
+        fp8=config.fp8,
         room=room(config),
         timings=timings(config) if config.layout == "searched" else None,
     )

@@ -19,10 +19,10 @@ from nntile_py.schema import Section, allowed, assignment, keys, validated
 
 # Keys of a run that count when its model is used; other keys have their defaults until --set names them.
 _OF_RUN = (
-    "precision", "tiles", "accumulate", "fusion", "scheduler", "runtime", "data.text", "data.label", "data.texts",
-    "data.extensions", "train.batch", "train.seq",
+    "precision", "fp8", "tiles", "accumulate", "fusion", "scheduler", "runtime", "data.text", "data.label",
+    "data.texts", "data.extensions", "train.batch", "train.seq",
 )  # fmt: skip
-_SETTINGS = ("precision", "tiles", "accumulate", "fusion", "scheduler", "runtime", "seed")
+_SETTINGS = ("precision", "fp8", "tiles", "accumulate", "fusion", "scheduler", "runtime", "seed")
 _PARTS: dict[str, tuple[type[Section], tuple[str, ...]]] = {
     "data": (DataSection, ("text", "label", "texts", "extensions")),
     "train": (TrainSection, ("batch", "seq", "mask_probability")),
@@ -34,7 +34,8 @@ class InferenceConfig:
     """Settings of a model in use.
 
     Attributes:
-        values: Object with the checked keys precision, tiles, accumulate, fusion, runtime and seed, as in RunConfig.
+        values: Object with the checked keys precision, fp8, tiles, accumulate, fusion, runtime and seed, as in
+            RunConfig.
         data: Names of a table's columns, `text`, `label` and `texts`; `extensions` of the files that are read from a
             folder.
         train: `batch` and `seq` of the run, None without a run; `mask_probability`.
@@ -57,7 +58,7 @@ class InferenceConfig:
         """Keyword arguments of BoundModel."""
         tiles = {} if self.values.tiles == AUTO_TILES else self.values.tiles.sizes
         return {
-            "precision": self.values.precision, "tiles": tiles,
+            "precision": self.values.precision, "fp8": self.values.fp8, "tiles": tiles,
             "accumulate": self.values.accumulate, "fusion": self.values.fusion,
         }  # fmt: skip
 

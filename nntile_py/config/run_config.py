@@ -39,6 +39,7 @@ from nntile_py.data.collators import most_masked
 from nntile_py.data.token_files import TOKENIZER, is_token_folder
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion, every_rule
+from nntile_py.graph.passes.fp8 import FP8
 from nntile_py.graph.recompute_rule import AUTO, RECOMPUTE, WORDS, as_recompute
 from nntile_py.graph.step import PRECISIONS, check_pack, check_precision
 from nntile_py.models.base import ModelConfig
@@ -90,7 +91,9 @@ class RunConfig(Section):
             enum=[*PRECISIONS],
         ),
     ] = "fp32"
-    """Number format of products and activations."""
+    """Number format of products and activations. `fp8`: as `bf16`, except that products of layers multiply numbers of
+    8 bits; see `fp8`."""
+    fp8: FP8 = FP8()
     freeze: Names = ()
     """Patterns of names of weights in checkpoints, such as `*.wte.*`, with the wildcards *, ? and [...]. These weights
     are not trained: they have no gradient and no optimizer state."""

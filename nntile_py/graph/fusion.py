@@ -5,13 +5,14 @@ Each kind of fusion is a pass over the graph, which a switch turns on or off. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from nntile_py.errors import ConfigError, say_once
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.passes import epilogue, norm_rules, transposes
+from nntile_py.graph.passes.fp8 import FP8, quantize_products
 from nntile_py.graph.passes.greedy_fusion import fuse_greedily
 from nntile_py.graph.passes.rewriter import Rewriter, Rule
 from nntile_py.schema import Names, Settings, Switch, only
@@ -84,54 +85,70 @@ def every_rule(on: bool) -> dict[str, Any]:
     return {name: on for name in Fusion.model_fields if name != "exclude"}
 
 
-def fuse(graph: Graph, fusion: Fusion, tiling: Tiling | None = None) -> Graph:
+def fuse(graph: Graph, fusion: Fusion, tiling: Tiling | None = None, fp8: FP8 | None = None) -> Graph:
     """Fuse operators of a graph, in place, by the passes that `fusion` switches on. Return the graph.
 
-    tiling: the tiling with which the graph will be lowered; None: no axis is cut.
+    Args:
+        tiling: the tiling with which the graph will be lowered; None: no axis is cut.
+        fp8: products of layers compute in 8 bits. They read operands after the passes that remove transposes.
     """
     tiling = tiling or Tiling()
     for op in graph.ops:
         op.fit(tiling)
-    rewriter = Rewriter(graph)
-    for run in _passes(fusion, tiling, greedy=fusion.found and _has_generated_kernels(graph.dtype)):
-        run(rewriter)
-    graph.ops = list(rewriter.ops.values())
+    greedy = fusion.found and _has_generated_kernels(graph.dtype)
+    if fusion.reshape:
+        _run(graph, _transposes(tiling))
+    if fp8:
+        quantize_products(graph, fp8)
+    _run(graph, _passes(fusion, tiling, greedy=greedy))
     return graph
 
 
+def _run(graph: Graph, passes: Iterable[Pass]) -> None:
+    """Run passes over a graph, in place."""
+    rewriter = Rewriter(graph)
+    for run in passes:
+        run(rewriter)
+    graph.ops = list(rewriter.ops.values())
+
+
+def _all_of(*rules: Rule) -> Iterator[Pass]:
+    return (partial(Rewriter.apply, rule=rule) for rule in rules)
+
+
+def _transposes(tiling: Tiling) -> Iterator[Pass]:
+    """Yield the passes that remove transposes."""
+    output = partial(transposes.transposed_output, tiling=tiling)
+    return _all_of(transposes.attention_layout, transposes.transposed_input, output)
+
+
 def _passes(fusion: Fusion, tiling: Tiling, *, greedy: bool) -> Iterator[Pass]:
-    """Yield the fusion passes in the order in which they run. greedy: True: greedy fusion is one of the passes.
+    """Yield the other fusion passes in the order in which they run. greedy: True: greedy fusion is one of them.
 
     The rules before greedy fusion then skip norms over uncut rows and most activations, because a group of greedy
     fusion computes them as fast or faster. The rules after it fuse activations and bias gradients that are in no group.
     """
 
-    def all_of(*rules: Rule) -> Iterator[Pass]:
-        return (partial(Rewriter.apply, rule=rule) for rule in rules)
-
     def of_norms(*rules: Rule) -> Iterator[Pass]:
-        return all_of(*(norm_rules.where_rows_are_cut(rule, tiling) if greedy else rule for rule in rules))
+        return _all_of(*(norm_rules.where_rows_are_cut(rule, tiling) if greedy else rule for rule in rules))
 
-    if fusion.reshape:
-        output = partial(transposes.transposed_output, tiling=tiling)
-        yield from all_of(transposes.attention_layout, transposes.transposed_input, output)
     if fusion.residual_norm:
         yield from of_norms(norm_rules.norm_grad_add, norm_rules.norm_grad_dropout)
     if fusion.bias:
-        yield from all_of(epilogue.bias)
+        yield from _all_of(epilogue.bias)
         yield from of_norms(norm_rules.norm_bias_grad)
-        yield from () if greedy else all_of(epilogue.bias_grad)
+        yield from () if greedy else _all_of(epilogue.bias_grad)
     if fusion.residual_norm:
-        yield from all_of(epilogue.residual)
-        yield from () if greedy else all_of(partial(norm_rules.norm_residual, tiling=tiling))
+        yield from _all_of(epilogue.residual)
+        yield from () if greedy else _all_of(partial(norm_rules.norm_residual, tiling=tiling))
     if fusion.activation:
         first = epilogue.where_free(epilogue.activation) if greedy else epilogue.activation
-        yield from all_of(first, epilogue.activation_grad)
+        yield from _all_of(first, epilogue.activation_grad)
     if greedy:
         yield partial(_fuse_greedily, fusion=fusion, tiling=tiling)
-        yield from all_of(epilogue.activation) if fusion.activation else ()
-        yield from all_of(epilogue.bias_grad) if fusion.bias else ()
-    yield from all_of(partial(_cross_entropy, tiling=tiling))
+        yield from _all_of(epilogue.activation) if fusion.activation else ()
+        yield from _all_of(epilogue.bias_grad) if fusion.bias else ()
+    yield from _all_of(partial(_cross_entropy, tiling=tiling))
 
 
 def _fuse_greedily(rewriter: Rewriter, fusion: Fusion, tiling: Tiling) -> None:

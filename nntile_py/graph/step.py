@@ -25,6 +25,7 @@ from nntile_py.graph.lowering import lower
 from nntile_py.graph.optimizers import add_update, check_groups
 from nntile_py.graph.params import Array, Batch, Traceable, Traced, trace
 from nntile_py.graph.passes.cached_projections import fuse_cached_projections
+from nntile_py.graph.passes.fp8 import FP8
 from nntile_py.graph.passes.precision import narrow_gradients
 from nntile_py.graph.passes.qkv_fusion import merge_projections
 from nntile_py.graph.random_inputs import random_inputs
@@ -41,8 +42,9 @@ from nntile_py.tiles.task import live_slot
 from nntile_py.typed import plain
 
 # For each precision: the kinds of workers that compute in it.
-PRECISIONS = {"fp32": ("CPU", "CUDA"), "fp64": ("CPU",), "bf16": ("CUDA",), "fp16": ("CUDA",), "tf32": ("CUDA",)}
-TILE_DTYPE = {name: name for name in PRECISIONS} | {"tf32": "fp32"}  # dtype of tiles by precision
+PRECISIONS = {"fp32": ("CPU", "CUDA"), "fp64": ("CPU",), "bf16": ("CUDA",), "fp16": ("CUDA",), "tf32": ("CUDA",),
+              "fp8": ("CUDA",)}  # fmt: skip
+TILE_DTYPE = {name: name for name in PRECISIONS} | {"tf32": "fp32", "fp8": "bf16"}  # dtype of tiles by precision
 LOSS_SCALE = {"fp16": 65536.0}  # initial loss scale, as torch.amp.GradScaler has it
 
 
@@ -95,6 +97,7 @@ class StepSpec:
         recompute: forward operators whose tasks run again in the backward pass, see graph/recompute_rule.py.
         room: the memory for which `recompute: auto` chooses; None: the CPU workers and main memory of this machine.
         offload: kinds of tensors whose tiles leave a GPU between uses, see tiles/eviction.py.
+        fp8: options of `precision: fp8`.
 
     Raises:
         ConfigError: a value is out of range.
@@ -122,6 +125,7 @@ class StepSpec:
     recompute: str | Sequence[str] = "none"
     offload: Sequence[Offloaded] = ()
     room: Room | None = None
+    fp8: FP8 = field(default_factory=FP8)
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.model, "trace", None)):
@@ -153,12 +157,20 @@ class StepSpec:
         object.__setattr__(self, "offload", kinds)
         if not isinstance(self.pack, bool):
             raise ConfigError(f"pack: {self.pack!r} is not allowed; use True or False")
+        if self.pack and self._fp8:
+            raise ConfigError("pack: true is not allowed with precision: fp8; use precision: bf16, or pad sequences")
+        if not isinstance(self.fp8, FP8):
+            raise ConfigError(f"fp8: {self.fp8!r} is not allowed; use nt.FP8(...)")
         scale = self.loss_scale
         number = isinstance(scale, Real) and not isinstance(scale, bool)
         if scale is not None and not (number and 1 <= scale <= MOST_SCALE):
             need = f"use a number of at least 1 and at most {MOST_SCALE:g}, or None"
             raise ConfigError(f"loss_scale: {scale!r} is not allowed; {need}")
         check_pack(self.pack, self.tiling.tiles.get("seq"))
+
+    @property
+    def _fp8(self) -> FP8 | None:
+        return self.fp8 if self.precision == "fp8" else None
 
     @cached_property
     def padded(self) -> StepSpec:
@@ -254,7 +266,7 @@ class StepSpec:
         if not all(one.requires_grad for one in graph.params):  # the gradients of frozen weights are not computed
             changed = [out for op in graph.ops for out in op.outputs if out.storage.kind == "param"]  # statistics
             graph.prune_operators([traced.loss, *grads.values(), *changed])
-        fuse(graph, self.fusion, self.cuts)
+        fuse(graph, self.fusion, self.cuts, self._fp8)
         if self.grad_accumulation == 1 and self.one_machine:
             narrow_gradients(graph, grads.values(), self.cuts)
         chosen = arrange(graph, self.timings, self.cuts, self.accumulate, self.kept) if self.timings else None
@@ -356,7 +368,7 @@ class StepSpec:
             if not tensor.persistent:
                 for one in (tensor, tensor.storage):
                     one.name, one.kind = name, "output"
-        fuse(graph, self.fusion, self.cuts)
+        fuse(graph, self.fusion, self.cuts, None if graph.cache else self._fp8)
         if orders := self.kept or (summed_last(graph) if graph.cache else None):
             keep_in(graph, orders)
         return Evaluation(graph, outputs, lower(graph, self.cuts, self.accumulate, rank_sums=self._rank_sums()))

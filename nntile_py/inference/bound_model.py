@@ -13,6 +13,7 @@ from nntile_py.execution.program import Store
 from nntile_py.execution.runtime import Runtime, in_turns
 from nntile_py.graph.built_step import Evaluation
 from nntile_py.graph.fusion import Fusion
+from nntile_py.graph.passes.fp8 import FP8
 from nntile_py.graph.step import StepSpec, check_precision
 from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tiles import Tiling
@@ -39,6 +40,7 @@ class BoundModel:
         tiles: {axis: tile size}. An axis left out is not cut.
         accumulate: Accumulation policy, as of StepSpec.
         fusion: Fusion of operators, as of StepSpec.
+        fp8: Options of `precision: fp8`, as of StepSpec.
         captured: Whether a program runs as a CUDA graph on one GPU; see ForwardProgram.
         source: Object whose attribute `weights` has the weights. Default: `model`. For `model.changed(...)`, the
             source can be the original model.
@@ -56,13 +58,14 @@ class BoundModel:
         *,
         accumulate: str = "chain",
         fusion: Fusion | None = None,
+        fp8: FP8 | None = None,
         captured: bool | None = False,
         source: Any = None,
         owner: str = "BoundModel",
     ) -> None:
         self.model, self.precision, self.tiles = model, precision, dict(tiles or {})
         self.programs: dict[Hashable, ForwardProgram] = {}
-        self._how: dict[str, Any] = {"accumulate": accumulate, "fusion": fusion or Fusion()}
+        self._how: dict[str, Any] = {"accumulate": accumulate, "fusion": fusion or Fusion(), "fp8": fp8 or FP8()}
         self._captured, self._owner, self._source = captured, owner, model if source is None else source
         self._runtime: Runtime | None = None  # the Runtime that has the weights
         self._started: Runtime | None = None  # the Runtime that `bind` started

@@ -32,8 +32,8 @@ CONNECT_LIMIT = 600.0  # seconds for ranks to connect
 
 
 def torch_dtype(precision: str) -> Any:
-    """Return the dtype of PyTorch's activations under a precision: bfloat16, float16, else float32."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    """Return the dtype of PyTorch's activations under a precision: bfloat16 (also for fp8), float16, else float32."""
+    return {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
 
 
 def torch_device(config: RunConfig) -> Any:

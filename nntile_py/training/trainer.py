@@ -33,6 +33,7 @@ from nntile_py.graph.built_step import Step
 from nntile_py.graph.freeze import counts
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.params import Traceable
+from nntile_py.graph.passes.fp8 import FP8
 from nntile_py.graph.recompute_rule import AUTO, RECOMPUTE
 from nntile_py.graph.step import StepSpec, check_precision
 from nntile_py.graph.step_inputs import StepInputs
@@ -58,10 +59,11 @@ class Trainer:
         batch: Number of sequences in one forward and backward pass.
         seq: Number of tokens in a sequence.
         tiles: {axis: tile size} for any of the axes batch, seq, embed, heads, ffn, vocab. An axis left out is not cut.
-        precision: `fp32`; `fp64` on CPU workers; `tf32`, `bf16` and `fp16` on CUDA workers. With tf32, tiles are fp32,
-            and products round them to tf32. With bf16, tiles are bf16; accumulation, moments and master weights (bf16
-            plus low bits) are fp32, and so is a gradient to which several tasks add. fp16 is like bf16, but each master
-            weight is a separate fp32 tensor, and the loss is scaled.
+        precision: `fp32`; `fp64` on CPU workers; `tf32`, `bf16`, `fp16` and `fp8` on CUDA workers. With tf32, tiles are
+            fp32, and products round them to tf32. With bf16, tiles are bf16; accumulation, moments and master weights
+            (bf16 plus low bits) are fp32, and so is a gradient to which several tasks add. fp16 is like bf16, but each
+            master weight is a separate fp32 tensor, and the loss is scaled. fp8 is like bf16, but products of layers
+            multiply numbers of 8 bits.
         optimizer: nt.AdamW(...) or nt.SGD(...). Default: nt.AdamW().
         clip_grad_norm: Upper bound on the norm of all gradients together; larger gradients are scaled down.
         skip_above_norm: A step whose gradient norm is larger or not finite changes no weights and no optimizer
@@ -88,6 +90,7 @@ class Trainer:
             Losses and gradients have the same bits as with none.
         offload: Kinds of tensors that leave a GPU for main memory between uses: weights, gradients, optimizer,
             activations. Tiles that one of the next 32 tasks uses stay. Without GPUs this has no effect.
+        fp8: nt.FP8(...) or {option: value}: the dtype of gradients in 8-bit products, and products that stay in bf16.
         check_finite: Check all values that tasks write. A loss or norm that is not finite then raises NotFinite, which
             names the operator that wrote the first such value. Slow: for debugging.
 
@@ -119,6 +122,7 @@ class Trainer:
         freeze: Sequence[str] = (),
         recompute: str | Sequence[str] = "none",
         offload: Sequence[Offloaded] = (),
+        fp8: FP8 | Mapping[str, Any] | None = None,
     ) -> None:
         if attention is not None and not hasattr(model, "changed"):
             need = f"None, as {type(model).__name__} is no nt.Model and chooses its attention itself"
@@ -127,7 +131,7 @@ class Trainer:
         spec = StepSpec(
             chosen, batch, seq, Tiling(tiles), precision, optimizer or AdamW(), clip_grad_norm, accumulate,
             Fusion.of(fusion), grad_accumulation, skip_above_norm, pack=pack, loss_scale=loss_scale,
-            freeze=freeze, recompute=recompute, offload=offload,
+            freeze=freeze, recompute=recompute, offload=offload, fp8=FP8.of(fp8),
         )  # fmt: skip
         self._start(model, spec, seed, shift_labels, check_finite)
 

@@ -91,6 +91,7 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
         "Part": (nt.Part, {"weight": "a", "number": 0, "of": 2, "axis": "embed"}),
         "Fusion": (nt.Fusion, {name: True for name in ("bias", "activation", "reshape", "qkv", "residual_norm")}),
         "Fusion.of": (nt.Fusion.of, {"value": True}),
+        "FP8": (nt.FP8, {"gradients": "e5m2", "exclude": ("h0.*",)}),
         "Graph": (nt.Graph, {"dtype": "fp32", "training": True}),
         "Graph.scope": (scope, {"name": "a"}),
         "Graph.param": (lambda **how: _graph().param(**how),

@@ -239,6 +239,7 @@ PYBIND11_MODULE(_core, m) {
                                    .attr("ascontiguousarray")(array, numpy_dtype(tile->dtype))
                                    .cast<py::array>();
              const auto elements = static_cast<size_t>(data.size());
+             if (is_scaled(tile->dtype)) throw std::invalid_argument("only tasks write tiles of 8 bits");
              if (elements * c10::elementSize(tile->dtype) != tile->bytes)
                throw std::invalid_argument("the array's size is not the tile's");
              const void* pointer = data.data();
@@ -256,7 +257,14 @@ PYBIND11_MODULE(_core, m) {
              void* data = array.mutable_data();
              {
                const py::gil_scoped_release nogil;
-               if (tile->dtype != at::kBFloat16) {
+               if (is_scaled(tile->dtype)) {
+                 std::vector<char> low(tile->bytes);
+                 read_tile(tile, low.data());
+                 const auto scale = at::from_blob(low.data() + tile->bytes - kScaleBytes, {}, at::kFloat);
+                 at::from_blob(data, tile->shape, at::kFloat)
+                     .copy_(at::from_blob(low.data(), tile->shape, tile->dtype))
+                     .mul_(scale);
+               } else if (tile->dtype != at::kBFloat16) {
                  read_tile(tile, data);
                } else {
                  std::vector<c10::BFloat16> low(tile->bytes / sizeof(c10::BFloat16));

@@ -7,6 +7,7 @@
 #include <array>
 #include <limits>
 
+#include "dtypes.h"
 #include "internal.h"
 
 namespace nntile {
@@ -32,7 +33,8 @@ void check_finite(const TaskInstance& instance, size_t number, void** buffers, c
     const Tile& tile = *body.tiles[k];
     const auto place = static_cast<size_t>(body.places[k]);
     const int mode = instance.record->modes[place];
-    if (!(mode & (STARPU_W | STARPU_REDUX)) || !at::isFloatingType(tile.dtype)) continue;
+    if (!(mode & (STARPU_W | STARPU_REDUX)) || !at::isFloatingType(tile.dtype) || is_scaled(tile.dtype))
+      continue;
     const auto x = filled_part(body, k, instance.floats + body.first_float, pointer(buffers[place]), device).tensor();
     const auto finite = at::isfinite(x).all();
     if (device.is_cpu()) {

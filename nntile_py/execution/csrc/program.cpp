@@ -7,6 +7,7 @@
 #include "graph_params.h"
 #endif
 #include "on_cuda.h"
+#include "dtypes.h"
 #include "internal.h"
 #include "profile.h"
 
@@ -193,7 +194,7 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
     bool low = false;  // tiles of dtypes without CPU kernels
     for (const int place : body.places) {
       body.tiles.push_back(record.tiles.at(static_cast<size_t>(place)).get());
-      low |= at::isReducedFloatingType(body.tiles.back()->dtype);
+      low |= at::isReducedFloatingType(body.tiles.back()->dtype) && !is_scaled(body.tiles.back()->dtype);
     }
     const bool python = static_cast<bool>(body.python.call);
     body.cpu = low ? nullptr : find_kernel(kernels.at(k), c10::kCPU);

@@ -6,6 +6,7 @@
 #include <tuple>
 #include <unordered_set>
 
+#include "dtypes.h"
 #include "internal.h"
 #include "on_cuda.h"
 #include "profile.h"
@@ -154,6 +155,7 @@ Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, Monoid monoid, bo
     wanted *= static_cast<double>(size);
     bytes *= static_cast<size_t>(size);
   }
+  if (is_scaled(dtype)) bytes = scale_offset(bytes) + kScaleBytes;
   if (wanted > static_cast<double>(g.limit))
     throw TaskError("out of memory: one tile of " + std::to_string(wanted / (1 << 20)) + " MiB, allowed are " +
                     std::to_string(g.limit >> 20) + " MiB in all (runtime.memory). Use smaller tiles");

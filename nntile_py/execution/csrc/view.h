@@ -16,6 +16,7 @@ struct View {
   c10::Device device;
   at::DimVector sizes, strides;
   at::Tensor owner;  // owner of the memory, if not a tile
+  const void* scale = nullptr;  // factor of the elements, in device memory; null: 1
 
   View(void* data_, at::ScalarType dtype_, c10::Device device_, at::DimVector sizes_, at::DimVector strides_,
        at::Tensor owner_ = {})
@@ -26,6 +27,7 @@ struct View {
 
   View permuted(at::IntArrayRef order) const {
     View made(data, dtype, device, at::DimVector(order.size()), at::DimVector(order.size()), owner);
+    made.scale = scale;
     for (size_t axis = 0; axis < order.size(); ++axis) {
       made.sizes[axis] = sizes[static_cast<size_t>(order[axis])];
       made.strides[axis] = strides[static_cast<size_t>(order[axis])];
@@ -36,7 +38,10 @@ struct View {
   // Returns the same elements with another shape, if strides allow it.
   std::optional<View> reshaped(const at::DimVector& shape) const {
     auto found = at::detail::computeStride(sizes, strides, shape);
-    return found ? std::optional<View>(std::in_place, data, dtype, device, shape, std::move(*found), owner) : std::nullopt;
+    if (!found) return {};
+    View made(data, dtype, device, shape, std::move(*found), owner);
+    made.scale = scale;
+    return made;
   }
 
   int64_t numel() const { return c10::multiply_integers(sizes); }

@@ -9,12 +9,18 @@ from nntile_py.tasks.activation import Activation, ActivationGrad
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.elementwise import Add, BiasAdd, Sum
 from nntile_py.tasks.op import Op, Tensor
-from nntile_py.tiles.dtypes import is_low
+from nntile_py.tiles.dtypes import is_low, is_scaled
 
 
 def has_free_epilogue(op: Op | None) -> bool:
     """Return whether an operator is a contraction in which at most a bias and a residual are fused behind the sum."""
     return isinstance(op, Contract) and op.activation is None and op.aux is None and op.bias_grad is None
+
+
+def takes_activation(op: Op | None) -> bool:
+    """Return whether a product can also apply an activation. Products of 8 bits do not: the activation joins a group of
+    greedy fusion."""
+    return isinstance(op, Contract) and has_free_epilogue(op) and not is_scaled(op.a.dtype)
 
 
 def rebuilt(op: Contract, out: Tensor, **changes: Any) -> Contract:
@@ -70,7 +76,7 @@ def activation(rewriter: Rewriter, op: Op) -> bool:
     x = op.inputs[0]
     gemm = rewriter.maker.get(x)
     readers = [r for r in rewriter.readers[x] if r is not op]
-    if not (isinstance(gemm, Contract) and has_free_epilogue(gemm)) or any(r.phase == "forward" for r in readers):
+    if not (isinstance(gemm, Contract) and takes_activation(gemm)) or any(r.phase == "forward" for r in readers):
         return False
     kept = readers or x.persistent
     rewriter.replace([gemm, op], rebuilt(gemm, op.output, activation=op.act, pre=x if kept else None))
@@ -94,7 +100,7 @@ def activation_grad(rewriter: Rewriter, op: Op) -> bool:
     if not isinstance(op, ActivationGrad):
         return False
     gemm = rewriter.sole_maker(op.inputs[0], op, Contract)
-    if not (gemm and has_free_epilogue(gemm) and not gemm.inputs[2:]):
+    if not (gemm and takes_activation(gemm) and not gemm.inputs[2:]):
         return False
     rewriter.replace([gemm, op], rebuilt(gemm, op.output, activation=op.act, aux=op.inputs[1]))
     return True

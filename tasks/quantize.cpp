@@ -1,0 +1,45 @@
+// Quantisation of tiles to 8 bits with a scale: on CPU workers, and of fp32 tiles on CUDA workers.
+#include "quantize.h"
+
+#include <ATen/ops/abs.h>
+#include <ATen/ops/max.h>
+#include <ATen/ops/where.h>
+
+#include <limits>
+
+#include "quantize_args.h"
+
+namespace nntile {
+namespace {
+
+// Both dtypes have the largest value 1.75 * 2^e. Added to the bits of an fp32 number, this carries into the exponent if
+// the mantissa is above 1.75.
+constexpr int kAbove = 0x1FFFFF, kMantissaBits = 23, kExponentE4m3 = 8, kExponentE5m2 = 15;
+
+// The smallest power of two s with top <= largest * s; 1 for 0, NaN for a value that is not finite.
+at::Tensor scale_of(const at::Tensor& top, bool wide) {
+  auto exponent = top.view(at::kInt).add(kAbove).__rshift__(kMantissaBits).sub_(wide ? kExponentE5m2 : kExponentE4m3);
+  const auto scale = exponent.clamp_min_(1).__lshift__(kMantissaBits).view(at::kFloat);
+  const auto finite = top.lt(std::numeric_limits<float>::infinity());
+  return at::where(finite, at::where(top.eq(0), 1.0, scale), std::numeric_limits<float>::quiet_NaN()).to(at::kFloat);
+}
+
+}  // namespace
+
+void quantize_by_aten(Args& t) {
+  const QuantizeArgs args(t);
+  const auto outputs = t.tiles() - 1;
+  const auto x = t[outputs].to(at::kFloat);
+  const auto axes = static_cast<size_t>(x.dim());
+  const auto top = x.abs().max();
+  for (size_t k = 0; k < outputs; ++k) {
+    auto out = t[k];
+    const auto scale = scale_of(top, out.scalar_type() == at::kFloat8_e5m2);
+    out.copy_(x.permute(args.layouts.slice(k * (axes + 1) + 1, axes)).div(scale));
+    scale_tensor(scale_of_tile(t, k), x.device()).copy_(scale);
+  }
+}
+
+NNTILE_KERNEL(quantize, quantize_by_aten);
+
+}  // namespace nntile

@@ -1,0 +1,75 @@
+"""Quantisation of tensors to 8 bits for matrix products (precision: fp8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from nntile_py.tiles import R, TaskArgs, W
+from nntile_py.tiles.dtypes import DTYPES
+
+from .band import ALL
+from .op import Array, Lowering, Op, Tensor, permutation
+
+
+class QuantizeArgs(TaskArgs):
+    # For each output: the number of axes before those that a product sums, and the permutation of the input's axes.
+    layouts: tuple[int, ...]
+
+
+class Quantize(Op):
+    """q = round(x / s) with one scale s for each tile: the tiles of an 8-bit tensor hold q and then s.
+
+    s is the smallest power of two with which no |x| of the tile exceeds the largest value of the dtype. So x / s is
+    exact before the rounding (to nearest, ties to even). A tile's scale depends only on this tile in this step. This
+    current scaling (Micikevicius et al. 2022, FP8 Formats for Deep Learning) needs no state in checkpoints, and the
+    result does not depend on which worker computes the tile. A tile of zeros has s = 1. A tile with a value that is not
+    finite has s = NaN.
+
+    Each output has the axes of x in another order: products of 8 bits on GPUs need operands whose summed axes come
+    last. An activation is summed over its features in the forward pass, and over its tokens in the weight's gradient.
+    So it has two outputs.
+
+    Args:
+        outs: outputs with a scaled dtype.
+        rows: for each output, the number of axes before those that a product sums.
+    """
+
+    colours: ClassVar = {"forward": "#b8860b", "backward": "#8b6508"}
+
+    def __init__(self, x: Tensor, outs: Sequence[Tensor], rows: Sequence[int]) -> None:
+        assert x.band == ALL and all({*out.axes} == {*x.axes} and DTYPES[out.dtype].largest for out in outs), (x, outs)
+        super().__init__([x], list(outs))
+        self.rows = tuple(rows)
+
+    def flop(self) -> float:
+        return 2.0 * self.inputs[0].numel  # the maximum, and the rounding
+
+    def lower(self, lowering: Lowering) -> None:
+        x = self.inputs[0]
+        orders = (permutation(x.axes, out.axes) for out in self.outputs)
+        args = QuantizeArgs(tuple(n for rows, order in zip(self.rows, orders, strict=True) for n in (rows, *order)))
+        for index in lowering.indices(x):
+            outs = [W(lowering.tile(out, index)) for out in self.outputs]
+            lowering.emit("quantize", [*outs, R(lowering.tile(x, index))], args)
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        x = self.inputs[0]
+        return tuple(quantized(inputs[0], out.dtype).transpose(permutation(x.axes, out.axes)) for out in self.outputs)
+
+
+def quantized(x: Array, dtype: str) -> Array:
+    """Return the values that a tile with the values x stands for after quantisation to a scaled dtype, in float64."""
+    x = np.asarray(x, np.float64)
+    top, largest = float(np.abs(x).max(initial=0.0)), DTYPES[dtype].largest
+    if not np.isfinite(top):
+        return np.full(x.shape, np.nan)
+    mantissa, least = {"e4m3": (3, -6), "e5m2": (2, -14)}[dtype]  # bits of the mantissa, exponent of the least normal
+    scale = 2.0 ** np.ceil(np.log2(top / largest)) if top else 1.0
+    y = x / scale
+    step = 2.0 ** (
+        np.maximum(np.floor(np.log2(np.abs(y), where=y != 0, out=np.full(y.shape, -99.0))), least) - mantissa
+    )
+    return np.asarray(np.round(y / step) * step * scale)
