@@ -51,7 +51,7 @@ class PlanArgs(TaskArgs):
 
 
 class ContractArgs(TaskArgs):
-    fast: bool  # of 8-bit operands: partial sums may have fewer bits than fp32
+    fast: bool  # for 8-bit operands: partial sums may have fewer bits than fp32
     epilogue: EpilogueArgs
     plan: PlanArgs
     scale: float
@@ -176,7 +176,7 @@ class Contract(Op):
         # Only a chain has a last partial product. Other policies need a separate task for the rest of the epilogue.
         inline = lowering.policy == "chain" or len(ks) == 1
 
-        # Sums of gradients are in fp32, as in Transformer Engine: rounding errors grow with the number of tokens.
+        # Backward products sum in fp32, as in Transformer Engine: weight gradients are sums over all tokens of a tile.
         fast = self.phase == "forward" and is_scaled(self.a.dtype)
 
         def args(start: bool, finish: bool, colsum: int = -1) -> ContractArgs:

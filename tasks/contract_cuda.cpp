@@ -134,14 +134,16 @@ View operand(const Args& t, size_t tile) {
   return x;
 }
 
-// Replaces operands of 8 bits by their values in bf16, which are exact, where cuBLASLt has no such product: it sums over
-// contiguous axes whose sizes are multiples of 16, on GPUs with FP8 units.
+// Converts 8-bit operands to bf16, which is exact, if cuBLASLt cannot multiply them. cuBLASLt needs a GPU with FP8 units,
+// contiguous summed axes, sizes that are multiples of 16, and at most one operand in e5m2.
 void widen_unless_supported(View& a, View& b) {
   if (!a.scale && !b.scale) return;
   constexpr int64_t kUnit = 16;
   const auto [m, n, k] = Sizes{a.sizes[0], b.sizes.back(), a.sizes.back()};
   const bool contiguous = a.sizes.size() == 2 && a.strides[1] == 1 && b.strides[0] == 1;
-  if (a.scale && b.scale && contiguous && m % kUnit == 0 && n % kUnit == 0 && k % kUnit == 0 && has_fp8(a.device)) return;
+  const bool sizes = m % kUnit == 0 && n % kUnit == 0 && k % kUnit == 0;
+  const bool precise = a.dtype == at::kFloat8_e4m3fn || b.dtype == at::kFloat8_e4m3fn;
+  if (a.scale && b.scale && contiguous && sizes && precise && has_fp8(a.device)) return;
   for (auto* x : {&a, &b})
     if (x->scale) *x = View(dequantized(x->tensor(), const_cast<void*>(x->scale), at::kBFloat16));
 }

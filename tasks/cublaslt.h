@@ -25,7 +25,7 @@ struct Fused {
   void* bias = nullptr;     // per column; if the epilogue sums an operand, the output of the sum
   void* aux = nullptr;
   cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
-  bool fast = false;  // of 8-bit operands: partial sums may have fewer bits than fp32
+  bool fast = false;  // for 8-bit operands: partial sums may have fewer bits than fp32
 };
 
 struct Unsupported : std::runtime_error {

@@ -15,7 +15,8 @@ from .op import Array, Lowering, Op, Tensor, permutation
 
 
 class QuantizeArgs(TaskArgs):
-    # For each output: the number of axes before those that a product sums, and the permutation of the input's axes.
+    # For each output: the number of its leading axes, over which the product does not sum, and the permutation of the
+    # input's axes.
     layouts: tuple[int, ...]
 
 
@@ -34,7 +35,7 @@ class Quantize(Op):
 
     Args:
         outs: outputs with a scaled dtype.
-        rows: for each output, the number of axes before those that a product sums.
+        rows: for each output, the number of its leading axes, over which the product does not sum.
     """
 
     colours: ClassVar = {"forward": "#b8860b", "backward": "#8b6508"}

@@ -27,15 +27,15 @@ from .quantize import QuantizeArgs
 
 PARTS = 1024  # programs that compute the maximum of a tile
 BLOCK = 4096  # elements of a tile that such a program reads at once
-MOST_AXES = 3  # of the rows or of the columns of a matrix, after axes that are contiguous have been joined
+MOST_AXES = 3  # of the rows or of the columns of a matrix, after axes have been joined where possible
 
 
 @triton.jit
 def _largest(X, TOPS, n, last, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     """Store the largest |x| of each part of a tile, as the bits of an fp32 number; these order as integers.
 
-    The kernel reads the tile from its end (the block that begins at `last`): the end is what the kernel before may have
-    left in the L2 cache, and the beginning is what _quantize reads first.
+    The kernel reads the tile backwards, from the block that begins at `last`. The previous kernel may have left the
+    tile's end in the L2 cache. This kernel leaves the tile's beginning there, which _quantize reads first.
     """
     first = tl.program_id(0).to(tl.int64) * BLOCK
     top = tl.zeros([BLOCK], tl.int32)
@@ -92,69 +92,74 @@ def _quantize(
         tl.store((T + scale_at).to(tl.pointer_type(tl.float32)), scale, first)
 
 
-def _joined(axes: Sequence[int], sizes: Sequence[int]) -> dict[str, tuple[int, ...]] | None:
-    """Return sizes and strides of some axes of a contiguous tile, joined where possible; None: too many axes."""
+def _joined(axes: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return MOST_AXES sizes and strides for some axes of a contiguous tile.
+
+    Neighbouring axes are joined where the memory allows it. None: too many axes cannot be joined.
+    """
     strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-    found: list[tuple[int, int]] = []
-    for axis in axes:
-        if sizes[axis] == 1:
-            continue
-        if found and found[-1][1] == sizes[axis] * strides[axis]:
-            found[-1] = found[-1][0] * sizes[axis], strides[axis]
+    joined: list[tuple[int, int]] = []
+    for axis in (axis for axis in axes if sizes[axis] != 1):
+        if joined and joined[-1][1] == sizes[axis] * strides[axis]:
+            joined[-1] = joined[-1][0] * sizes[axis], strides[axis]
         else:
-            found.append((sizes[axis], strides[axis]))
-    if len(found) > MOST_AXES:
+            joined.append((sizes[axis], strides[axis]))
+    if len(joined) > MOST_AXES:
         return None
-    found += [(1, 0)] * (MOST_AXES - len(found))
-    return {"SIZES": tuple(size for size, _ in found), "STRIDES": tuple(stride for _, stride in found)}
+    joined += [(1, 0)] * (MOST_AXES - len(joined))
+    return tuple(size for size, _ in joined), tuple(stride for _, stride in joined)
 
 
-def _matrix(task: Task, number: int, twin: int | None, rows: Sequence[int], columns: Sequence[int],
-            tops: ScratchAddress) -> Launch:  # fmt: skip
-    """Return the launch that writes output `number`, and its transpose `twin` if there is one."""
+def _matrix(task: Task, output: int, transposed: int | None, rows: Sequence[int], columns: Sequence[int],
+            tops: ScratchAddress) -> Launch | None:  # fmt: skip
+    """Return the launch that writes tile `output`, and tile `transposed` if there is one; None: too many axes.
+
+    rows, columns: the axes of x that form the rows and the columns of `output`.
+    """
     x = len(task.accesses) - 1
     sizes = shape(task, x)
     by_row, by_column = _joined(rows, sizes), _joined(columns, sizes)
-    assert by_row and by_column, f"a tile has more than {MOST_AXES} axes that are apart"
-    dtype = DTYPES[tile(task, number).dtype]
-    high, wide = math.prod(sizes[axis] for axis in rows), math.prod(sizes[axis] for axis in columns)
-    block = min(power_of_two(high), 64), min(power_of_two(wide), 128)
+    if by_row is None or by_column is None:
+        return None
+    largest = DTYPES[tile(task, output).dtype].largest
+    height, width = math.prod(sizes[axis] for axis in rows), math.prod(sizes[axis] for axis in columns)
+    block = min(power_of_two(height), 64), min(power_of_two(width), 128)
     return launch(
         _quantize,
-        (ceil_div(wide, block[1]), ceil_div(high, block[0])),
-        tile(task, number), tile(task, number if twin is None else twin), tile(task, x), tops,
-        high, wide, scale_offset(high * wide),
+        (ceil_div(width, block[1]), ceil_div(height, block[0])),
+        tile(task, output), tile(task, output if transposed is None else transposed), tile(task, x), tops,
+        height, width, scale_offset(height * width),
         warps=8,
-        SIZES=by_row["SIZES"], STRIDES=by_row["STRIDES"],
-        COLUMN_SIZES=by_column["SIZES"], COLUMN_STRIDES=by_column["STRIDES"],
-        TWICE=twin is not None, SHIFT=math.frexp(dtype.largest)[1] - 1, PARTS=PARTS, ROWS=block[0], COLUMNS=block[1],
+        SIZES=by_row[0], STRIDES=by_row[1], COLUMN_SIZES=by_column[0], COLUMN_STRIDES=by_column[1],
+        TWICE=transposed is not None, SHIFT=math.frexp(largest)[1] - 1, PARTS=PARTS, ROWS=block[0], COLUMNS=block[1],
     )  # fmt: skip
 
 
 @launches("quantize")
 def _describe(task: Task) -> Launches:
-    # Where one kernel reads by rows and writes by columns, threads exchange values. Triton 3.6 exchanges the narrowest
-    # values, and exchanges 8-bit values wrongly. It exchanges bf16 and fp16 values before it computes fp32 values from
-    # them, but fp32 values only after it has rounded them. So ATen quantises fp32 tiles.
-    if not is_low(tile(task, len(task.accesses) - 1).dtype):
+    x = len(task.accesses) - 1
+    # A kernel that transposes exchanges values between threads. Triton 3.6 exchanges 8-bit values wrongly. With bf16
+    # and fp16 input it exchanges the input, which is correct; with fp32 input, the 8-bit result. So ATen quantises fp32.
+    if not is_low(tile(task, x).dtype):
         return Launches(())
-    outputs, x = len(task.accesses) - 1, len(task.accesses) - 1
     layouts, axes = QuantizeArgs.of(task).layouts, len(shape(task, x))
     groups = []  # for each output: axes of its rows and of its columns, among the axes of x
-    for k in range(outputs):
+    for k in range(x):
         count, *order = layouts[k * (axes + 1) : (k + 1) * (axes + 1)]
         groups.append((order[:count], order[count:]))
     scratch = Scratch()
-    tops = scratch.take(PARTS, "int32")
-    n = numel(task, x)
-    last = (ceil_div(n, BLOCK) - 1) * BLOCK
-    result = [launch(_largest, PARTS, tile(task, x), tops, n, last, BLOCK=BLOCK, PARTS=PARTS, warps=8)]
-    done: set[int] = set()
-    for k, (rows, columns) in enumerate(groups):
-        if k in done:
-            continue
-        alike = [n for n in range(k + 1, outputs) if tile(task, n).dtype == tile(task, k).dtype and n not in done]
-        twin = next((n for n in alike if groups[n] == (columns, rows)), None)
-        done |= {k} if twin is None else {k, twin}
-        result.append(_matrix(task, k, twin, rows, columns, tops))
-    return Launches(tuple(result), scratch.bytes)
+    tops, elements = scratch.take(PARTS, "int32"), numel(task, x)
+    last = (ceil_div(elements, BLOCK) - 1) * BLOCK
+    largest = launch(_largest, PARTS, tile(task, x), tops, elements, last, BLOCK=BLOCK, PARTS=PARTS, warps=8)
+    matrices: list[Launch | None] = []
+    left = [*range(x)]
+    while left:
+        output = left.pop(0)
+        rows, columns = groups[output]
+        alike = [k for k in left if groups[k] == (columns, rows) and tile(task, k).dtype == tile(task, output).dtype]
+        transposed = alike[0] if alike else None
+        left = [k for k in left if k != transposed]
+        matrices.append(_matrix(task, output, transposed, rows, columns, tops))
+    if None in matrices:  # ATen quantises the tile
+        return Launches(())
+    return Launches((largest, *(one for one in matrices if one)), scratch.bytes)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,8 +120,9 @@ def test_the_first_choice_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_another_program_is_another_entry(cache: Path) -> None:
     auto_tiles(of())
-    auto_tiles(of("train.seq=8"))
-    assert len(kept_file(cache)[1]["tilings"]) == 2
+    for other in ("train.seq=8", "runtime.memory=1GiB", "train.grad_accumulation=2"):
+        auto_tiles(of(other))
+    assert len(kept_file(cache)[1]["tilings"]) == 4
 
 
 def test_a_measured_tiling_replaces_an_estimated_one() -> None:
@@ -133,8 +135,11 @@ def test_a_measured_tiling_replaces_an_estimated_one() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{", '{"tilings": 3, "rates": []}', '{"rates": {"fp32": [0, 1]}}', '{"rates": {"fp32": [1, "2"]}}'],
-)
+    [
+        "", "[]", "{", '{"tilings": 3, "rates": []}', '{"rates": {"fp32": [0, 1]}}', '{"rates": {"fp32": [1, "2"]}}',
+        f'{{"rates": {{"fp32": [{"9" * 400}, 1]}}}}', f'{{"tilings": {{"a": {"[" * 900}{"]" * 900}}}}}',
+    ],
+)  # fmt: skip
 def test_a_damaged_file_counts_as_empty(text: str, cache: Path) -> None:
     first = auto_tiles(of())
     path, content = kept_file(cache)
@@ -151,6 +156,21 @@ def test_a_damaged_entry_is_replaced(tiles: Any, cache: Path) -> None:
     path.write_text(json.dumps(content | {"tilings": {program: {"tiles": tiles, "how": ESTIMATED}}}))
     builders._tilings.clear()
     assert auto_tiles(of()) == first and kept_file(cache)[1] == content
+
+
+def test_pipes_in_the_place_of_files(cache: Path) -> None:
+    first = auto_tiles(of())
+    path, _ = kept_file(cache)
+    for one in (path, path.with_suffix(".lock")):
+        one.unlink()
+        os.mkfifo(one)
+    builders._tilings.clear()
+    assert auto_tiles(of()) == first
+
+
+def test_the_batch_is_cut_for_all_workers_if_it_does_not_divide() -> None:
+    sizes = {one.tiles.get("batch") for one in search_for(of("train.batch=9", "train.seq=128", workers=8)).estimates}
+    assert {1, 2} <= sizes
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,13 @@ import torch
 
 import nntile_py as nt
 from nntile_py.graph import step
-from nntile_py.graph.passes.fp8 import FP8
+from nntile_py.graph.graph import Graph
+from nntile_py.graph.passes.fp8 import FP8, quantize_products
 from nntile_py.graph.step import StepSpec
 from nntile_py.models import GPT2, GPT2Config, Llama, LlamaConfig
 from nntile_py.tasks import Contract, Quantize
+from nntile_py.tasks.band import Band
+from nntile_py.tasks.contract import contract
 from nntile_py.tasks.quantize import quantized
 from nntile_py.testing import Case, check
 from nntile_py.tiles import Tiling
@@ -124,11 +127,29 @@ def test_any_number_of_tokens_is_allowed() -> None:
     assert sum(isinstance(op, Contract) and is_scaled(op.a.dtype) for op in evaluation.graph.ops) == 8
 
 
+def test_a_forward_pass_may_lack_excluded_products() -> None:
+    spec = StepSpec(MODELS["gpt2"](), 4, 64, precision="fp8", fp8=FP8(exclude=["no.such.*"]))
+    outputs = spec.outputs("logits")
+    assert outputs.graph.class_axes == {"vocab"}
+    products = [op for op in outputs.graph.ops if isinstance(op, Contract)]
+    assert sum(is_scaled(op.a.dtype) for op in products) == len(products) - 1 == 8  # all but the logits
+
+
+def test_a_model_with_a_band_keeps_its_products() -> None:
+    graph = Graph("bf16")
+    weight = graph.named("weight", ["seq", "key"], [64, 64], "param")
+    weight.band = Band(causal=True)
+    x = graph.named("x", ["key", "embed"], [64, 64], "input")
+    contract(graph, weight, x, ["seq", "embed"])
+    quantize_products(graph, FP8())
+    assert [type(op) for op in graph.ops] == [Contract]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"fp8": FP8(exclude=["h7.*"])}, "fp8.exclude: 'h7.*' matches no product; allowed: patterns of h0.attn.q"),
-        ({"pack": True}, "pack: true is not allowed with precision: fp8"),
+        ({"pack": True}, "precision: 'fp8' is not allowed with packed sequences; use bf16, or pack: false"),
         ({"fp8": 1}, "fp8: 1 is not allowed"),
     ],
 )

@@ -164,7 +164,7 @@ def test_arguments_of_a_trainer(runtime: nt.Runtime) -> None:
     refused("seq: 9 is longer than the model's 8 positions", seq=9)
     refused("batch: 0 is not allowed", batch=0)
     refused("grad_accumulation: 0 is not allowed", grad_accumulation=0)
-    refused("precision: 'fp8' is not allowed; use one of fp32, fp64, bf16, fp16, tf32", precision="fp8")
+    refused("precision: 'fp4' is not allowed; use one of fp32, fp64, bf16, fp16, tf32, fp8", precision="fp4")
     refused("precision: bf16 needs GPUs", precision="bf16")
     refused("precision: fp16 needs GPUs", precision="fp16")
     refused("loss_scale: 0.5 is not allowed; use a number of at least 1", loss_scale=0.5)

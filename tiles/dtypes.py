@@ -22,8 +22,8 @@ class DType:
         aten: name in at::ScalarType.
         triton: name in signatures of kernels.
         accumulation: dtype of statistics, states and sums over tensors of this dtype.
-        largest: largest finite value of a dtype whose tiles are scaled: an fp32 number follows the values of each tile,
-            and each value stands for itself times this number. 0: tiles are not scaled.
+        largest: largest finite value of an 8-bit dtype. Each tile of such a dtype ends with an fp32 scale. The value of
+            an element is its 8-bit number times the scale. 0: tiles have no scale.
     """
 
     name: str
@@ -69,7 +69,7 @@ def is_low(dtype: str) -> bool:
 
 
 def is_scaled(dtype: str) -> bool:
-    """Return True for the dtypes of 8 bits, whose tiles have a scale: products read them, Quantize writes them."""
+    """Return True for the 8-bit dtypes. Their tiles have a scale."""
     return bool(DTYPES[dtype].largest)
 
 

@@ -205,8 +205,8 @@ class ClusterPlan:
 def plan_cluster(config: RunConfig, on: Cluster, *, strong: bool = False, every: bool = False) -> ClusterPlan:
     """Return the plan of a training step in which each node has a part of the batch. Nothing runs.
 
-    If the config does not cut the batch into tiles, each GPU gets one tile of its node's part. So it is with `tiles:
-    auto`, which is chosen for this machine.
+    If the config does not cut the batch into tiles, each GPU gets one tile of its node's part. The same holds for
+    `tiles: auto`: its estimates are for this machine, not for the cluster.
 
     Args:
         on: the cluster.

@@ -192,7 +192,7 @@ def small_graph(config: RunConfig, work: Work, fusion: Fusion, *, backward: bool
         graph.ops = [op for op in graph.ops if not isinstance(op, _OutputGradients)]
     for tensor in outputs:
         tensor.kind = "scalar"  # a result, which fusion may not remove
-    return fuse(graph, fusion, tiling(config))
+    return fuse(graph, fusion, tiling(config), config.fp8 if config.precision == "fp8" else None)
 
 
 def _need(config: RunConfig, work: Work, *fields: str) -> None:

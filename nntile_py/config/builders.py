@@ -118,6 +118,8 @@ def search_for(config: RunConfig) -> TileSearch:
     if not gpu and ranks == 1:
         flop_s, bytes_s = kept_tiles(config).rates(*_measurement(config))
         speed = replace(speed, flop_s=flop_s, bytes_s=bytes_s)
+    if ranks > 1 and not gpu and config.runtime.memory is None:
+        one = replace(one, bytes=UNLIMITED)  # the ranks' machines may differ, but all ranks must choose the same tiling
     every = replace(one, bytes=ranks * one.bytes, beyond=ranks * one.beyond)
     return search_tiles(spec, ranks * config.workers, every, speed)
 
@@ -129,9 +131,11 @@ def kept_tiles(config: RunConfig) -> KeptTiles:
 
 def keep_measured(config: RunConfig, tiles: Mapping[str, int]) -> None:
     """Keep a measured tiling: `tiles: auto` then stands for it in this config, whose own tiles have no effect."""
-    kept_tiles(config).keep(program_of(_without_tiles(config)), tiles, MEASURED)
+    kept_tiles(config).keep(program_of(_without_tiles(config), room(config)), tiles, MEASURED)
     _tilings.clear()
 
+
+UNLIMITED = 1 << 60  # bytes
 
 _tilings: dict[tuple[str, int], KeptTiling] = {}  # by the config's YAML and the number of ranks
 
@@ -142,7 +146,7 @@ def _found_tiles(config: RunConfig, ranks: int) -> KeptTiling:
     try:
         if ranks > 1:
             return KeptTiling(search_for(config).best.tiles, ESTIMATED)
-        kept, program = kept_tiles(config), program_of(_without_tiles(config))
+        kept, program = kept_tiles(config), program_of(_without_tiles(config), room(config))
     except ConfigError:  # no training step can be built; a command that needs a training step reports this itself
         return KeptTiling({}, ESTIMATED)
     return kept.tiling(program) or kept.keep(program, search_for(config).best.tiles, ESTIMATED)

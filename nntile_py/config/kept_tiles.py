@@ -9,13 +9,14 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from nntile_py.system.folders import cache_folder, replace_file
+from nntile_py.system.folders import cache_folder, read, replace_file
 from nntile_py.tiles import AXES
 
 ESTIMATED, MEASURED = "estimated", "measured"
@@ -72,12 +73,18 @@ class KeptTiles:
         return kept
 
     def _read(self) -> dict[str, dict[str, Any]]:
+        """Return the valid entries of the file."""
         try:
-            content = json.loads(self.path.read_bytes())
+            content = json.loads(read(self.path))
         except (OSError, ValueError, RecursionError):
             content = {}
-        parts = content if isinstance(content, dict) else {}
-        return {name: part if isinstance(part := parts.get(name), dict) else {} for name in ("rates", "tilings")}
+        sections = content if isinstance(content, dict) else {}
+        valid = {"rates": _rates, "tilings": _tiling}
+        return {
+            name: {key: entry for key, entry in section.items() if is_valid(entry)}
+            if isinstance(section := sections.get(name), dict) else {}
+            for name, is_valid in valid.items()
+        }  # fmt: skip
 
     @contextmanager
     def _changed(self) -> Iterator[dict[str, dict[str, Any]]]:
@@ -85,21 +92,23 @@ class KeptTiles:
         lock = self.path.with_suffix(".lock")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = lock.open("ab")
+            file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
         except OSError:
             yield self._read()
             return
-        with file:
+        try:
             with suppress(OSError):  # not all file systems have locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             content = self._read()
             yield content
             with suppress(OSError):
                 replace_file(self.path, json.dumps(content, indent=1) + "\n")
+        finally:
+            os.close(file)
 
 
 def _tiling(kept: Any) -> KeptTiling | None:
-    """Return an entry of the file as a tiling; None if it is none."""
+    """Return an entry of the file as a tiling; None if the entry is not valid."""
     tiles = kept.get("tiles") if isinstance(kept, dict) else None
     if not isinstance(tiles, dict) or kept.get("how") not in (ESTIMATED, MEASURED):
         return None
@@ -108,8 +117,11 @@ def _tiling(kept: Any) -> KeptTiling | None:
 
 
 def _rates(kept: Any) -> tuple[float, float] | None:
-    """Return an entry of the file as flop/s and bytes/s; None if it is no pair of finite numbers above zero."""
+    """Return an entry of the file as flop/s and bytes/s; None if the entry is no pair of finite numbers above zero."""
     if not isinstance(kept, list) or len(kept) != 2 or any(type(rate) not in (int, float) for rate in kept):
         return None
-    flop_s, bytes_s = map(float, kept)
+    try:
+        flop_s, bytes_s = map(float, kept)
+    except OverflowError:
+        return None
     return (flop_s, bytes_s) if 0 < flop_s < math.inf and 0 < bytes_s < math.inf else None

@@ -91,8 +91,8 @@ class RunConfig(Section):
             enum=[*PRECISIONS],
         ),
     ] = "fp32"
-    """Number format of products and activations. `fp8`: as `bf16`, except that products of layers multiply numbers of
-    8 bits; see `fp8`."""
+    """Number format of products and activations. `fp8`: as `bf16`, except that products of layers have 8-bit
+    operands; see the section `fp8`."""
     fp8: FP8 = FP8()
     freeze: Names = ()
     """Patterns of names of weights in checkpoints, such as `*.wte.*`, with the wildcards *, ? and [...]. These weights

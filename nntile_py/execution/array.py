@@ -380,11 +380,11 @@ def _new(shape: int | Sequence[int], dtype: Any, zeros: bool) -> Array:
 def array_dtype(wanted: Any) -> str:
     """Return the name in DTYPES for a dtype of numpy or torch, which may also be given by its name."""
     name = str(wanted).removeprefix("torch.")
-    known = {dtype.torch: dtype.name for dtype in DTYPES.values()}
-    if name not in known and name not in DTYPES:
+    known = {dtype.torch: dtype.name for dtype in DTYPES.values() if not dtype.largest}  # arrays have no scales
+    if name not in known and name not in known.values():
         with contextlib.suppress(TypeError, ValueError):
             name = np.dtype(wanted).name
-    if name not in known and name not in DTYPES:
+    if name not in known and name not in known.values():
         raise TypeError(f"dtype {name} is not allowed; use {', '.join(known)}")
     return known.get(name, name)
 

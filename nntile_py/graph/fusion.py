@@ -90,7 +90,8 @@ def fuse(graph: Graph, fusion: Fusion, tiling: Tiling | None = None, fp8: FP8 | 
 
     Args:
         tiling: the tiling with which the graph will be lowered; None: no axis is cut.
-        fp8: products of layers compute in 8 bits. They read operands after the passes that remove transposes.
+        fp8: options of 8-bit products; None: there are none. Operands are quantised after the passes that remove
+            transposes.
     """
     tiling = tiling or Tiling()
     for op in graph.ops:

@@ -40,6 +40,7 @@ class Graph:
         # Packing: for each axis, the input with the positions in the padded batch. Dropout draws its random numbers by
         # these positions.
         self.row_numbers: dict[str, Tensor] = {}
+        self.class_axes: frozenset[str] = frozenset()  # axes of logits: the classes of a cross-entropy of the trace
         self.params: dict[Tensor, Param] = {}
         self.grads: dict[Tensor, Tensor] = {}  # {parameter: gradient}, filled by `backward`
         self.inputs: dict[str, Input] = {}

@@ -25,7 +25,7 @@ from nntile_py.graph.lowering import lower
 from nntile_py.graph.optimizers import add_update, check_groups
 from nntile_py.graph.params import Array, Batch, Traceable, Traced, trace
 from nntile_py.graph.passes.cached_projections import fuse_cached_projections
-from nntile_py.graph.passes.fp8 import FP8
+from nntile_py.graph.passes.fp8 import FP8, class_axes
 from nntile_py.graph.passes.precision import narrow_gradients
 from nntile_py.graph.passes.qkv_fusion import merge_projections
 from nntile_py.graph.random_inputs import random_inputs
@@ -158,7 +158,7 @@ class StepSpec:
         if not isinstance(self.pack, bool):
             raise ConfigError(f"pack: {self.pack!r} is not allowed; use True or False")
         if self.pack and self._fp8:
-            raise ConfigError("pack: true is not allowed with precision: fp8; use precision: bf16, or pad sequences")
+            raise ConfigError("precision: 'fp8' is not allowed with packed sequences; use bf16, or pack: false")
         if not isinstance(self.fp8, FP8):
             raise ConfigError(f"fp8: {self.fp8!r} is not allowed; use nt.FP8(...)")
         scale = self.loss_scale
@@ -230,6 +230,7 @@ class StepSpec:
         if cache:
             graph.cache = KeyValueCache(graph, cache, self.rows, self.capacity)
         traced = trace(self.model, graph, batch)
+        graph.class_axes = class_axes(graph)
         self.tiling.check_axes(graph.sizes())
         freeze(graph, self.freeze)
         if training and traced.loss is None:

@@ -76,15 +76,15 @@ def tiles_text(tiles: Mapping[str, int]) -> str:
     return f"{{{', '.join(f'{axis}: {size}' for axis, size in tiles.items())}}}" if tiles else "{}, uncut"
 
 
-def program_of(spec: StepSpec) -> str:
-    """Return a digest of the tasks of the spec's step, the same in every process."""
-    return _digest(_uncut(spec))
+def program_of(spec: StepSpec, room: Room) -> str:
+    """Return a key of the spec's step, its number of passes and the memory; the key is the same in every process."""
+    return f"{_digest(_uncut(spec))}-{spec.grad_accumulation}-{room.bytes >> 20}-{room.beyond >> 20}"
 
 
 def search_tiles(spec: StepSpec, workers: int, room: Room, speed: Speed) -> TileSearch:
     """Search for the fastest tiling by estimates; the result depends on the arguments only.
 
-    The batch is cut into a tile for each worker, as tasks of different sequences are independent. If tasks still wait
+    The batch is cut into about as many tiles as there are workers, as tasks of different sequences are independent. If tasks still wait
     for each other, as in a small batch, the search also cuts the axes INNER, one after the other, as long as the
     estimate becomes shorter. It never cuts `seq`, which attention computes in one task, nor `embed`, over which
     nearly every product sums.
@@ -102,8 +102,9 @@ def search_tiles(spec: StepSpec, workers: int, room: Room, speed: Speed) -> Tile
     search = _Search(spec, workers, room, speed)
     now = search.add({})
     assert now
-    if spec.batch > 1 and (cut := search.add({"batch": math.ceil(spec.batch / workers)})) and cut.better(now):
-        now = cut
+    for size in sorted({math.ceil(spec.batch / workers), max(spec.batch // workers, 1)}, reverse=True):
+        if size < spec.batch and (cut := search.add({"batch": size})) and cut.better(now):
+            now = cut
     while now.parallelism < workers:
         cuts = [cut for tiles in _finer(search.sizes, now.tiles) if (cut := search.add(tiles)) and cut.better(now)]
         if not cuts:

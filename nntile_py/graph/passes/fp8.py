@@ -11,6 +11,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.passes.epilogue import rebuilt
 from nntile_py.schema import Names, Settings, only
+from nntile_py.tasks.band import ALL
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.cross_entropy import CrossEntropy
 from nntile_py.tasks.op import Op, Tensor
@@ -22,8 +23,8 @@ LEAST, UNIT = 64, 16
 
 
 class FP8(Settings):
-    """Options of `precision: fp8`. Products of layers multiply numbers of 8 bits and sum them in fp32; all other
-    operators, the products with the vocabulary, and the weights' fp32 master copies are as with `precision: bf16`."""
+    """Options of `precision: fp8`. Products of layers have 8-bit operands and sum in fp32; all other operators, the
+    products with the vocabulary, and the weights' fp32 master copies are as with `precision: bf16`."""
 
     section: ClassVar = "fp8"
 
@@ -33,7 +34,8 @@ class FP8(Settings):
     ] = "e4m3"
     """The dtype of gradients in products: e4m3 has one more bit of precision, e5m2 a wider range."""
     exclude: Names = ()
-    """Patterns of names of operators whose products stay in bf16, such as `h0.*` for the first layer."""
+    """Patterns of names of products that stay in bf16, such as `h0.*` for the first layer of GPT-2. A pattern that
+    matches no product is refused with a list of all names."""
 
     @staticmethod
     def of(value: FP8 | Mapping[str, Any] | None) -> FP8:
@@ -52,7 +54,7 @@ def quantize_products(graph: Graph, options: FP8) -> None:
     this Quantize.
 
     Raises:
-        ConfigError: no product of the graph fits, or a pattern of `exclude` matches none.
+        ConfigError: no product of a training step fits, or a pattern of `exclude` matches none.
     """
     products = _products(graph, options)
     maker = {out: op for op in graph.ops for out in op.outputs}
@@ -87,8 +89,11 @@ def quantize_products(graph: Graph, options: FP8) -> None:
 
 def _products(graph: Graph, options: FP8) -> list[Contract]:
     """Return the products to compute in 8 bits. Raises ConfigError, see quantize_products."""
-    classes = {"vocab", *(op.classes for op in graph.ops if isinstance(op, CrossEntropy))}
+    classes = {"vocab", *graph.class_axes}
     fitting = [op for op in graph.ops if isinstance(op, Contract) and _fits(op, graph.dtype, classes)]
+    excluded = _matching(fitting, options.exclude)
+    if not any(op.phase == "backward" for op in graph.ops):  # a forward pass may lack products of the training step
+        return [op for op in fitting if op not in excluded]
     if not fitting:
         need = f"a model with weights whose rows and columns are multiples of {UNIT} and at least {LEAST}"
         raise ConfigError(f"precision: fp8 is not allowed, as no product of the model fits; use {need}")
@@ -96,8 +101,12 @@ def _products(graph: Graph, options: FP8) -> list[Contract]:
         if not _matching(fitting, [pattern]):
             known = ", ".join(dict.fromkeys(op.name for op in fitting if op.phase == "forward"))
             raise ConfigError(f"fp8.exclude: {pattern!r} matches no product; allowed: patterns of {known}")
-    excluded = _matching(fitting, options.exclude)
     return [op for op in fitting if op not in excluded]
+
+
+def class_axes(graph: Graph) -> frozenset[str]:
+    """Return the axes of the logits of a graph's cross-entropies."""
+    return frozenset(op.classes for op in graph.ops if isinstance(op, CrossEntropy))
 
 
 def _matching(ops: Iterable[Contract], patterns: Sequence[str]) -> set[Contract]:
@@ -114,6 +123,7 @@ def _fits(op: Contract, dtype: str, classes: set[str]) -> bool:
     extents = [math.prod(sizes[axis] for axis in axes) for axes in (op.m, op.n, op.k) if {*axes} & {*weight.axes}]
     return (
         not op.batch
+        and all(x.band == ALL for x in (op.a, op.b, op.output))
         and op.a.dtype == op.b.dtype == dtype
         and classes.isdisjoint(sizes)
         and all(extent >= LEAST and extent % UNIT == 0 for extent in extents)
