@@ -84,10 +84,10 @@ def program_of(spec: StepSpec, room: Room) -> str:
 def search_tiles(spec: StepSpec, workers: int, room: Room, speed: Speed) -> TileSearch:
     """Search for the fastest tiling by estimates; the result depends on the arguments only.
 
-    The batch is cut into about as many tiles as there are workers, as tasks of different sequences are independent. If tasks still wait
-    for each other, as in a small batch, the search also cuts the axes INNER, one after the other, as long as the
-    estimate becomes shorter. It never cuts `seq`, which attention computes in one task, nor `embed`, over which
-    nearly every product sums.
+    The batch is cut into about as many tiles as there are workers, as tasks of different sequences are independent. If
+    tasks still wait for each other, as in a small batch, the search also cuts the axes INNER, one after the other, as
+    long as the estimate becomes shorter. It never cuts `seq`, which attention computes in one task, nor `embed`, over
+    which nearly every product sums.
 
     Args:
         spec: the step; its own tiling has no effect.
