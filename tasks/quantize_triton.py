@@ -139,7 +139,8 @@ def _matrix(task: Task, output: int, transposed: int | None, rows: Sequence[int]
 def _describe(task: Task) -> Launches:
     x = len(task.accesses) - 1
     # A kernel that transposes exchanges values between threads. Triton 3.6 exchanges 8-bit values wrongly. With bf16
-    # and fp16 input it exchanges the input, which is correct; with fp32 input, the 8-bit result. So ATen quantises fp32.
+    # and fp16 input it exchanges the input, which is correct; with fp32 input, the 8-bit result. So ATen quantises
+    # fp32 tiles.
     if not is_low(tile(task, x).dtype):
         return Launches(())
     layouts, axes = QuantizeArgs.of(task).layouts, len(shape(task, x))
