@@ -77,7 +77,7 @@ class ModelConfig(Section):
         return type(self)(**(self.model_dump(by_alias=True) | fields))
 
     def fill(self, **defaults: Any) -> None:
-        """Set the named fields that are None to the given defaults. Validators call it."""
+        """Replace None in the named fields by the given defaults. For validators of subclasses."""
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 self.__dict__[name] = value

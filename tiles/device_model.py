@@ -16,7 +16,7 @@ from nntile_py.tiles.placement import Speed
 # bench tasks`. All measured on 2026-11-22.
 CPU = Speed(flop_s=50e9, bytes_s=5e9, link_s=1e15, overhead=16e-6, launch=10e-6, submit=3e-6)
 # One H200, by the dtype of its tiles. tf32 uses fp32 tiles; fp16 is assumed to be as fast as bf16. fp8: the products of
-# a layer of GPT-2 124M and of Qwen 2.5 1.5B take 1/1.76 and 1/1.87 of the time, measured on 2026-11-28.
+# a layer of GPT-2 124M and of Qwen 2.5 1.5B are 1.76 and 1.87 times as fast (experiments/fp8_products.py, 2026-11-28).
 GPU = {
     "bf16": Speed(flop_s=600e12, bytes_s=3.5e12, link_s=350e9, overhead=6e-6, launch=2e-6, host_s=50e9, fp8=1.8),
     "fp32": Speed(flop_s=40e12, bytes_s=3.5e12, link_s=350e9, overhead=6e-6, launch=2e-6, host_s=50e9),

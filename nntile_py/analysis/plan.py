@@ -64,7 +64,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class PlannedTilings:
-    """The tiling that `tiles: auto` stands for, and the estimates among which it chooses.
+    """The tiling that `tiles: auto` has chosen, and the estimates of all tilings of the search.
 
     Attributes:
         kept: the tiling.

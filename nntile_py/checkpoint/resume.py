@@ -142,7 +142,7 @@ def saved_overrides(where: Path) -> list[str]:
 
 
 def saved_tiles(where: Path) -> dict[str, int] | None:
-    """Return the tile sizes that a run saved in its newest readable state.json; None if there are none.
+    """Return the tile sizes that a run saved in its newest readable state.json; None if no state.json has tile sizes.
 
     where: the run's folder or one of its checkpoints."""
     for facts in _states(where):

@@ -67,7 +67,7 @@ class KeptTiles:
         """Return flop/s and bytes/s of one worker for a dtype: the kept rates, else those that `measure` returns."""
         if (kept := _rates(self._read()["rates"].get(dtype))) is None:
             measured = measure()
-            with self._changed() as content:  # another process may have measured meanwhile: its rates stay
+            with self._changed() as content:  # if another process has stored rates meanwhile, these rates stay
                 if (kept := _rates(content["rates"].get(dtype))) is None:
                     kept, content["rates"][dtype] = measured, list(measured)
         return kept

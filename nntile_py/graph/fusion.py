@@ -124,7 +124,9 @@ def _transposes(tiling: Tiling) -> Iterator[Pass]:
 
 
 def _passes(fusion: Fusion, tiling: Tiling, *, greedy: bool) -> Iterator[Pass]:
-    """Yield the other fusion passes in the order in which they run. greedy: True: greedy fusion is one of them.
+    """Yield the passes after the transposes, in the order in which they run.
+
+    greedy: whether greedy fusion is one of the passes.
 
     The rules before greedy fusion then skip norms over uncut rows and most activations, because a group of greedy
     fusion computes them as fast or faster. The rules after it fuse activations and bias gradients that are in no group.

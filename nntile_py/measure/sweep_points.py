@@ -115,7 +115,7 @@ def points(sweep: Sweep) -> list[Point]:
 def _set(measure: Measure) -> dict[str, Any]:
     """Return the keys of `measure` that a point's id depends on.
 
-    Newer keys that are not set are left out, so that the ids of rows from before these keys stay valid.
+    The id leaves out newer keys without a value. So rows that were written before these keys existed keep their ids.
     """
     new = {key for key in ("peers", "gpu_memory") if not getattr(measure, key)}
     return measure.model_dump(exclude=new | (set() if measure.nodes else {"nodes", *_OF_NODES}))
