@@ -281,6 +281,12 @@ def test_optimizers_of_peers() -> None:
             check_peer(config(sets), "torch_eager")
 
 
+def test_cuda_graphs_of_torch_need_a_gpu() -> None:
+    with pytest.raises(ConfigError, match=r"runtime.cuda: got 0; allowed with --peer torch_graphs: 1, as it uses CUDA"):
+        check_peer(config(), "torch_graphs")
+    check_peer(config("runtime.cuda=1"), "torch_graphs")
+
+
 def test_no_peer_twice() -> None:
     assert parse_peers("torch,torch_eager,ddp") == ["torch_eager", "torch_compile", "ddp"]
 

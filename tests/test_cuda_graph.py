@@ -13,7 +13,17 @@ import nntile_py as nt
 from nntile_py import _core
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution import cuda_graph
-from nntile_py.execution.cuda_graph import LEAST, Served, most_filled, refusal, roles, rounded
+from nntile_py.execution.cuda_graph import (
+    LEAST,
+    CapturedProgram,
+    Served,
+    TrainingProgram,
+    most_filled,
+    refusal,
+    roles,
+    rounded,
+    training_refusal,
+)
 from nntile_py.graph.step import StepSpec
 from nntile_py.measure.sweep_spec import Measure
 from nntile_py.tiles import Access, Slot, TaskList, Tile, Tiling
@@ -50,11 +60,20 @@ def test_how_much_a_run_fills() -> None:
     assert most_filled(forward(pack=False)) == {}
 
 
-def test_training_is_none() -> None:
-    step = StepSpec(nt.models.BERT(nt.models.BERTConfig(layers=1, embed=16, heads=2, vocab=40, positions=32)), 4, 32)
-    made = step.step()
+BERT = nt.models.BERTConfig(layers=1, embed=16, heads=2, vocab=40, positions=32)
+
+
+def test_training() -> None:
+    """A step changes its weights, so its graph must not run several times; packed steps differ in their sizes."""
+    made = StepSpec(nt.models.BERT(BERT), 4, 32).step()
     assert "which outlives it" in refusal(made.update.tasks)
     assert refusal(made.first.tasks)
+    for lowering in made.lists:
+        assert training_refusal(lowering.tasks) == ""
+    packed = StepSpec(nt.models.BERT(BERT), 4, 32, Tiling({"batch": 2}), pack=True).step()
+    assert training_refusal(packed.first.tasks) == "sequences are packed" and not training_refusal(packed.update.tasks)
+    redux = StepSpec(nt.models.BERT(BERT), 4, 32, Tiling({"batch": 2}), accumulate="redux").step()
+    assert "adds by reduction" in training_refusal(redux.first.tasks)
 
 
 class SlotArgs(TaskArgs):
@@ -150,10 +169,13 @@ class Graph:
 
     room, fault, fails = True, "", False
 
-    def __init__(self, program: Any, weights: Any, tiles: Any, modes: Any, own: int, changing: list[int]) -> None:
-        assert changing == []
-        assert weights and own > 0 and {*modes} == {"R", "W"} and len(modes) == len(tiles)
-        self._program, self.graphs, self.broken, self.held = program, 0, "", False
+    def __init__(
+        self, program: Any, weights: Any, tiles: Any, modes: Any, own: int, changing: list[int], measures: bool
+    ) -> None:
+        assert len(modes) == len(tiles) and own >= 0
+        assert not measures or (changing == [] and weights and own > 0 and {*modes} == {"R", "W"})
+        assert measures or not weights
+        self._program, self.graphs, self.broken, self.held, self.measures = program, 0, "", False, measures
 
     def hold(self, most: int) -> bool:
         self.held = self.room
@@ -163,7 +185,7 @@ class Graph:
         self.held = False
 
     def run(self, slots: list[float]) -> int:
-        assert self.held and all(slot >= LEAST for slot in slots)
+        assert self.held and (not self.measures or all(slot >= LEAST for slot in slots))
         if self.fails:
             raise TaskError("it fails")
         self.graphs, self.broken = self.graphs + 1, self.fault
@@ -176,8 +198,9 @@ def graph(runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
         pass
 
     monkeypatch.setattr(_core, "Captured", Own, raising=False)
-    monkeypatch.setattr(Served, "_refusal", lambda one: refusal(one._program.list))
+    monkeypatch.setattr(CapturedProgram, "_not_here", lambda one: "")
     monkeypatch.setattr(cuda_graph, "LONG", float("inf"))
+    monkeypatch.setattr(TrainingProgram, "_fits", lambda one: True)
     return Own
 
 
@@ -241,3 +264,80 @@ def test_what_cannot_be_a_graph_runs_without(graph: type[Graph], trouble: dict[s
             for _ in range(2):
                 np.testing.assert_allclose(encoder(TEXTS), want, rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(encoder(TEXTS), want)
+
+
+# -- training steps
+
+
+def steps(captured: bool | None, *, passes: int = 1) -> tuple[nt.Trainer, list[float]]:
+    model = nt.models.GPT2(nt.models.GPT2Config(layers=1, embed=16, heads=2, vocab=40, positions=16, dropout=0.1))
+    trainer = nt.Trainer(model, 2, 16, captured=captured, grad_accumulation=passes, clip_grad_norm=1.0)
+    ids = np.random.default_rng(0).integers(0, 40, (2 * passes, 16))
+    return trainer, [trainer.step(ids, ids, lr=0.01 / (k + 1)) for k in range(3)]
+
+
+def graphs(trainer: nt.Trainer) -> list[TrainingProgram]:
+    (made,) = trainer._programs.steps.values()
+    return [one for one in (made.first, made.more, made.update) if one]
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_step_as_graphs(graph: type[Graph], passes: int) -> None:
+    """Slots reach the graphs; an evaluation between steps reads the weights; captured: false has none."""
+    plain, want = steps(False, passes=passes)
+    assert all(one.reason == "captured: false" and one.graphs == 0 for one in graphs(plain))
+    for captured in (True, None):
+        trainer, losses = steps(captured, passes=passes)
+        assert losses == want and all(one.captured for one in graphs(trainer))
+        assert [one.graphs for one in graphs(trainer)] == ([3, 3] if passes == 1 else [3, 3 * (passes - 1), 3])
+        ids = np.arange(32).reshape(2, 16)
+        assert trainer.evaluate(ids, ids) == plain.evaluate(ids, ids)
+        for name, weight in trainer.state_dict().items():
+            np.testing.assert_array_equal(weight, plain.state_dict()[name])
+
+
+def test_long_tasks_are_no_graph(graph: type[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph, "LONG", 0.0)
+    trainer, losses = steps(None)
+    assert losses == steps(False)[1]
+    assert all("where a graph gains nothing" in one.reason and not one._native.held for one in graphs(trainer))
+
+
+@pytest.mark.parametrize("trouble", [{"room": False}, {"fault": "a kernel waits"}])
+def test_a_step_without_room(graph: type[Graph], trouble: dict[str, Any]) -> None:
+    (name, value), (_, want) = *trouble.items(), steps(False)
+    setattr(graph, name, value)
+    assert steps(None)[1] == want
+    with pytest.warns(UserWarning, match="captured: the program is no graph: "):
+        assert steps(True)[1] == want
+
+
+def test_little_memory(runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core, "Captured", Graph, raising=False)
+    monkeypatch.setattr(CapturedProgram, "_not_here", lambda one: "")
+    trainer, _ = steps(None)
+    assert all(re.match("it needs 0 MiB, and runtime.cuda_memory is 0 MiB", one.reason) for one in graphs(trainer))
+    monkeypatch.setattr(runtime, "cuda_memory", 2**30)
+    trainer, _ = steps(None)
+    assert all(one.graphs == 3 for one in graphs(trainer))
+
+
+def test_a_profile_shows_tasks(graph: type[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, _ = steps(True)
+    monkeypatch.setattr(nt.Runtime, "watched", [])
+    trainer.step(ids := np.arange(32).reshape(2, 16), ids)
+    assert [len(tasks.tasks) > 1 for _, tasks in nt.Runtime.watched or []] == [True, True]
+    assert [one.graphs for one in graphs(trainer)] == [3, 3]
+
+
+def test_captured_steps_are_refused(runtime: nt.Runtime) -> None:
+    model = nt.models.BERT(BERT)
+    with pytest.raises(ConfigError, match=r"captured: true is not allowed here: it needs a runtime of one GPU"):
+        nt.Trainer(model, 4, 32, captured=True)
+    with pytest.raises(ConfigError, match="captured: 'no' is not allowed; use True, False or None"):
+        StepSpec(model, 4, 32, captured="no")  # type: ignore[arg-type]
+
+
+def test_checked_steps_are_single_tasks(graph: type[Graph]) -> None:
+    with pytest.raises(ConfigError, match=r"captured: true is not allowed here: debug.nonfinite checks every task"):
+        nt.Trainer(nt.models.BERT(BERT), 4, 32, captured=True, check_finite=True)

@@ -287,3 +287,40 @@ def test_runtimes_that_stop() -> None:
             for _ in range(3):
                 same(encoder(PASSES[0]), want, "fp32")
     encoder.close()
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": "bf16"},
+    "micro-batches": {"tiles": {"batch": 2, "seq": 100, "embed": 100}, "grad_accumulation": 2},
+    "fp8": {"precision": "fp8", "tiles": {"batch": 4}},
+    "fp16": {"precision": "fp16", "clip_grad_norm": 0.5},
+    "tf32": {"precision": "tf32", "attention": "naive"},
+    "SGD": {"precision": "bf16", "optimizer": nt.SGD(lr=0.1, momentum=0.9)},
+    "Muon": {"precision": "bf16", "optimizer": nt.Muon(lr=0.01)},
+    "commute": {"precision": "bf16", "tiles": {"batch": 2}, "accumulate": "commute"},
+}
+
+
+@pytest.mark.parametrize("how", STEPS)
+def test_training_steps_have_the_same_bits(cuda: nt.Runtime, how: str) -> None:
+    """Dropout, a new learning rate at each step, and evaluations between steps."""
+    config = nt.models.GPT2Config(layers=4, embed=256, heads=8, vocab=1000, positions=256, dropout=0.1)
+    ids = np.random.default_rng(0).integers(0, 1000, (8, 256))
+    found = []
+    for captured in (False, True):
+        micro = STEPS[how].get("grad_accumulation", 1)
+        trainer = nt.Trainer(nt.models.GPT2(config, seed=0), 8 // micro, 256, captured=captured, **STEPS[how])
+        losses = []
+        for k in range(6):
+            rows = np.roll(ids, k, 1)
+            losses.append(trainer.step(rows, rows, lr=1e-3 / (k + 1)))
+            if k % 2:
+                losses.append(trainer.evaluate(ids[: 8 // micro], ids[: 8 // micro]))
+        found.append([losses, {name: weight.tobytes() for name, weight in trainer.state_dict().items()}])
+        (step,) = trainer._programs.steps.values()
+        made = [one for one in (step.first, step.more, step.update) if one]
+        assert [(one.graphs, one.reason) for one in made] == len(made) * [
+            (1, "") if captured else (0, "captured: false")
+        ]
+        trainer.close()
+    assert found[0] == found[1]

@@ -56,6 +56,7 @@ def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
         recompute=config.recompute,
         offload=config.offload,
         fp8=config.fp8,
+        captured=config.captured,
         room=room(config),
         timings=timings(config) if config.layout == "searched" else None,
     )

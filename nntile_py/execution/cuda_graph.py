@@ -1,11 +1,11 @@
-"""Runs a short program on one GPU as one task: a CUDA graph launches all kernels at once (csrc/cuda_graph_cuda.cpp)."""
+"""Runs a program on one GPU as one task: a CUDA graph launches all kernels at once (csrc/cuda_graph_cuda.cpp)."""
 
 from __future__ import annotations
 
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nntile_py import _core
@@ -13,7 +13,7 @@ from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution.program import Program, Store, programs
 from nntile_py.execution.python_task import bound
 from nntile_py.execution.runtime import Runtime
-from nntile_py.tiles import Access, TaskList, Tile
+from nntile_py.tiles import Access, TaskList, Tile, device_model
 from nntile_py.tiles.task import Task
 
 SHARE = 4  # graphs, and the weights that stay on the GPU for them, take at most 1 / SHARE of runtime.cuda_memory
@@ -22,8 +22,8 @@ LEAST = 16  # least number of entries of an axis that a graph computes, see `rou
 TURNS, RUNS = 3, 4  # number of measurements with and without a graph, and number of runs in each measurement
 # If tasks take more seconds than this on average, a graph gains nothing, and the choice of its kernels takes minutes.
 LONG = 1e-4
-# Kinds of tiles that a graph may change. The measurements of a graph's kernels run it several times, so its first runs
-# must change nothing (see Decoder.warm_up).
+# Kinds of tiles that the tasks of a forward pass's graph may write. The first runs repeat the tasks to measure kernels,
+# so the inputs of these runs must leave such tiles unchanged (see Decoder._program).
 CHANGED = ("cache", "input")
 
 
@@ -54,20 +54,37 @@ def roles(tasks: TaskList) -> Roles:
 
 
 def refusal(tasks: TaskList) -> str:
-    """Return the reason why a program cannot be one CUDA graph in any runtime; an empty text if it can."""
+    """Return the reason why a forward pass cannot be one CUDA graph in any runtime; an empty text if it can."""
+    if reason := _refusal(tasks):
+        return reason
+    for task in tasks.tasks:
+        if any(tile.persistent for tile in task.clears):
+            return f"{task.op} makes room on the device"
+    for access in roles(tasks).accesses:
+        if access.mode not in ("R", "W") and access.tile.kind not in CHANGED:
+            return f"it changes {access.tile}, which outlives it"
+    return ""
+
+
+def training_refusal(tasks: TaskList) -> str:
+    """Return the reason why a program of a training step cannot be one CUDA graph; an empty text if it can.
+
+    A step may change tiles that outlive it, as kernels are chosen as without a graph. Its filled sizes must not change.
+    """
+    return _refusal(tasks) or ("sequences are packed" if most_filled(tasks) else "")
+
+
+def _refusal(tasks: TaskList) -> str:
     if (count := sum(1 for _ in _parts(tasks))) > MOST_TASKS:
         return f"it has {count} tasks, and {MOST_TASKS} are allowed"
     for task in tasks.tasks:
-        if task.evicts or any(tile.persistent for tile in task.clears):
+        if task.evicts:
             return f"{task.op} makes room on the device"
     for part in _parts(tasks):
         if bound(part):
             return f"{part.op} runs a task in Python"
         if any(access.mode == "REDUX" for access in part.accesses):
             return f"{part.op} adds by reduction"
-    for access in roles(tasks).accesses:
-        if access.mode not in ("R", "W") and access.tile.kind not in CHANGED:
-            return f"it changes {access.tile}, which outlives it"
     return ""
 
 
@@ -98,67 +115,63 @@ def _parts(tasks: TaskList) -> Iterator[Task]:
     return (part for task in tasks.tasks for part in task.parts or [task])
 
 
-class Served:
-    """A program for forward passes that runs as one CUDA graph where that is possible and faster.
+class CapturedProgram:
+    """A program that one GPU may run as one CUDA graph.
 
     Args:
+        refused: why the program cannot be a graph; an empty text if it can.
         captured: False: never use a graph. True: always use a graph; ConfigError if that is not possible. None: the
-            first run measures whether a graph is faster.
+            first run decides.
+        held: Weights that only the program reads. They stay on the GPU.
+        accesses: All other persistent tiles.
+        measures: Choose kernels by the time of the whole graph, which runs the program several times. False: the
+            kernels, and so the bits of all results, are those of a run without a graph.
 
     Attributes:
-        reason: why the program does not run as a graph; empty if it does.
+        captured: True: runs are graphs. None: no run has decided yet.
+        reason: Why the program does not run as a graph; empty if it does.
     """
 
     def __init__(
-        self, tasks: TaskList, store: Store, *, tf32: bool = False, captured: bool | None = None, checked: bool = False
-    ) -> None:
-        (self._program,) = programs([tasks], store, tf32=tf32, checked=checked)
-        self._runtime, self.captured = Runtime.current, captured
+        self, program: Program, store: Store, refused: str, captured: bool | None, held: Sequence[Tile] = (),
+        accesses: Sequence[Access] = (), measures: bool = True,
+    ) -> None:  # fmt: skip
+        self.program, self._runtime = program, Runtime.current
+        self.captured = self._asked = captured
         self._native: Any = None  # _core.Captured
-        self.reason = "captured: false" if captured is False else self._refusal()
+        self.reason = "captured: false" if captured is False else self._not_here() or refused
         if self.reason:
             if captured:
                 raise ConfigError(f"captured: true is not allowed here: {self.reason}; use false, or leave it out")
             self.captured = False
             return
-        tasks = self._program.list
-        self._most, (weights, accesses) = most_filled(tasks), roles(tasks)
+        tasks = program.list
+        self._most = most_filled(tasks)
         self._list = TaskList()
-        self._tasks, flop = sum(1 for _ in _parts(tasks)), sum(task.flop for task in tasks.tasks)
-        self._list.tasks = [Task("captured", accesses, op="captured", flop=flop)]
+        self._own = 2 * tasks.peak_bytes(0)  # of the tiles of a graph, and of runs without a graph
+        self._parts, flop = sum(1 for _ in _parts(tasks)), sum(task.flop for task in tasks.tasks)
+        self._list.tasks = [Task("captured", [*accesses], op="captured", flop=flop)]
         self._native = _core.Captured(
-            self._program.native, [store.handle(tile) for tile in weights], [store.handle(a.tile) for a in accesses],
-            [a.mode for a in accesses], 2 * tasks.peak_bytes(0),  # a graph, and runs without a graph
-            [number for number, name in enumerate(self._program.slots) if name not in self._most],
+            program.native, [store.handle(tile) for tile in held], [store.handle(a.tile) for a in accesses],
+            [a.mode for a in accesses], self._own,
+            [number for number, name in enumerate(program.slots) if name not in self._most], measures,
         )  # fmt: skip
 
-    def _refusal(self) -> str:
-        """Return the reason why this program cannot be a graph in this runtime; an empty text if it can."""
+    def _not_here(self) -> str:
+        """Return the reason why no program can be a graph in this runtime; an empty text if programs can."""
         runtime = self._runtime
         if not runtime or runtime.cuda != 1 or runtime.cpus:
             return "it needs a runtime of one GPU and no CPU workers"
-        return refusal(self._program.list)
-
-    @property
-    def program(self) -> Program:
-        """The program whose tasks run one by one if no graph is used."""
-        return self._program
+        return ""
 
     @property
     def slots(self) -> list[str]:
-        return self._program.slots
+        return self.program.slots
 
     @property
     def graphs(self) -> int:
         """The number of graphs captured so far."""
         return int(self._native.graphs) if self._native else 0
-
-    def run(self, slots: Mapping[str, float]) -> None:
-        """Submit the program with these values of the slots, as a graph or as single tasks."""
-        if self.captured is None and Runtime.watched is None:  # a profile must not show the measurement
-            self.captured = self._is_faster(slots)
-        if not (self.captured and self._launch(slots)):
-            self._program.run(dict(slots))
 
     def _launch(self, slots: Mapping[str, float]) -> bool:
         """Submit the program as a graph and return True; if it cannot be a graph, return False."""
@@ -168,7 +181,7 @@ class Served:
         if not self._native.hold(most):
             return self._without(f"it finds no room in {most >> 20} MiB, a {SHARE}th of runtime.cuda_memory")
         of = self._most
-        given = [rounded(slots[name], of[name]) if name in of else slots[name] for name in self._program.slots]
+        given = [rounded(slots[name], of[name]) if name in of else slots[name] for name in self.program.slots]
         number = self._native.run([float(value) for value in given])
         if Runtime.watched is not None:
             Runtime.watched.append((number, self._list))
@@ -176,25 +189,50 @@ class Served:
 
     def _without(self, reason: str) -> bool:
         """Stop using a graph, for this reason. Always returns False."""
-        if self.captured:
+        if self._asked:
             warnings.warn(f"captured: the program is no graph: {reason}; its tasks run one by one", stacklevel=4)
         self.captured, self.reason = False, reason
         self._native.let_go()
         return False
 
+    def _gains(self, seconds: float) -> bool:
+        """Return whether a graph gains time if a task takes this many seconds on average."""
+        us = seconds * 1e6
+        return seconds <= LONG or self._without(f"its tasks take {us:.0f} us on average, where a graph gains nothing")
+
+
+class Served(CapturedProgram):
+    """A program for forward passes that runs as one CUDA graph where that is possible and faster.
+
+    captured: as of CapturedProgram. None: the first run measures whether a graph is faster.
+    """
+
+    def __init__(
+        self, tasks: TaskList, store: Store, *, tf32: bool = False, captured: bool | None = None, checked: bool = False
+    ) -> None:
+        (program,) = programs([tasks], store, tf32=tf32, checked=checked)
+        super().__init__(program, store, refusal(program.list), captured, *roles(program.list))
+
+    def run(self, slots: Mapping[str, float]) -> None:
+        """Submit the program with these values of the slots, as a graph or as single tasks."""
+        if self.captured is None and Runtime.watched is None:  # a profile must not show the measurement
+            self.captured = self._is_faster(slots)
+        if not (self.captured and self._launch(slots)):
+            self.program.run(dict(slots))
+
     def _is_faster(self, slots: Mapping[str, float]) -> bool:
         """Measure and return whether the program is faster as a graph than as single tasks."""
 
         def tasks() -> None:
-            self._program.run(dict(slots))
+            self.program.run(dict(slots))
 
         def launch() -> None:
             if not self._launch(slots):
                 raise TaskError(self.reason)
 
         _seconds(tasks, 2)  # the first runs load and choose kernels
-        if (each := min(_seconds(tasks, 1) for _ in range(TURNS)) / self._tasks) > LONG:
-            return self._without(f"its tasks take {each * 1e6:.0f} us on average, where a graph gains nothing")
+        if not self._gains(min(_seconds(tasks, 1) for _ in range(TURNS)) / self._parts):
+            return False
         try:
             _seconds(launch, 2)  # the graph exists from the second run on
             least = {tasks: float("inf"), launch: float("inf")}
@@ -203,6 +241,40 @@ class Served:
         except TaskError as error:
             return self._without(str(error))
         return least[launch] < least[tasks] or self._without("it is no faster")
+
+
+class TrainingProgram(CapturedProgram):
+    """A program of a training step that runs as one CUDA graph where that is possible and short tasks make it faster.
+
+    Results have the same bits as without a graph. A profile shows single tasks.
+
+    captured: as of CapturedProgram. None: a graph is used if tasks are estimated to be short.
+    """
+
+    def __init__(self, program: Program, store: Store, *, captured: bool | None, checked: bool) -> None:
+        tasks = program.list
+        refused = "debug.nonfinite checks every task" if checked else training_refusal(tasks)
+        weights, accesses = roles(tasks)
+        every = [*(Access(tile, "R") for tile in weights), *accesses]  # the update writes the weights
+        super().__init__(program, store, refused, captured, (), every, measures=False)
+
+    def run(self, slots: Mapping[str, float]) -> None:
+        """Submit the program with these values of the slots, as a graph or as single tasks."""
+        if self.captured is None:
+            self.captured = self._gains(self._mean_task()) and self._fits()
+        if Runtime.watched is not None or not (self.captured and self._launch(slots)):
+            self.program.run(dict(slots))
+
+    def _mean_task(self) -> float:
+        """Return the estimated mean seconds of a task."""
+        speed = device_model.speed([self.program.list], gpu=True)
+        return sum(map(speed.seconds, self.program.list.tasks)) / self._parts
+
+    def _fits(self) -> bool:
+        """Return whether the GPU holds the step's tiles without a graph, which evaluations may use, and the graph's."""
+        room = (self._runtime and self._runtime.cuda_memory) or 0
+        need = sum(access.tile.bytes for access in self._list.tasks[0].accesses) + 2 * self._own
+        return need <= room or self._without(f"it needs {need >> 20} MiB, and runtime.cuda_memory is {room >> 20} MiB")
 
 
 def _seconds(way: Callable[[], None], runs: int) -> float:

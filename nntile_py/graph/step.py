@@ -98,6 +98,7 @@ class StepSpec:
         room: the memory for which `recompute: auto` chooses; None: the CPU workers and main memory of this machine.
         offload: kinds of tensors whose tiles leave a GPU between uses, see tiles/eviction.py.
         fp8: options of `precision: fp8`.
+        captured: on one GPU: whether the step's programs run as CUDA graphs; None: where tasks are short.
 
     Raises:
         ConfigError: a value is out of range.
@@ -126,6 +127,7 @@ class StepSpec:
     offload: Sequence[Offloaded] = ()
     room: Room | None = None
     fp8: FP8 = field(default_factory=FP8)
+    captured: bool | None = None
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.model, "trace", None)):
@@ -139,7 +141,16 @@ class StepSpec:
             kind = type(self.optimizer).__name__
             known = ", ".join(f"nt.{method.__name__}(...)" for method in OPTIMIZERS.values())
             raise ConfigError(f"optimizer: {kind} is not allowed; use one of {known}")
-        for name in ("batch", "seq", "grad_accumulation", "clip_grad_norm", "skip_above_norm", "pack", "loss_scale"):
+        for name in (
+            "batch",
+            "seq",
+            "grad_accumulation",
+            "clip_grad_norm",
+            "skip_above_norm",
+            "pack",
+            "loss_scale",
+            "captured",
+        ):
             object.__setattr__(self, name, plain(getattr(self, name)))
         for name in ("batch", "seq", "grad_accumulation"):
             value = getattr(self, name)
@@ -157,6 +168,8 @@ class StepSpec:
         object.__setattr__(self, "offload", kinds)
         if not isinstance(self.pack, bool):
             raise ConfigError(f"pack: {self.pack!r} is not allowed; use True or False")
+        if not isinstance(self.captured, bool | None):
+            raise ConfigError(f"captured: {self.captured!r} is not allowed; use True, False or None")
         if self.pack and self._fp8:
             raise ConfigError("precision: 'fp8' is not allowed with packed sequences; use bf16, or pack: false")
         if not isinstance(self.fp8, FP8):

@@ -107,7 +107,8 @@ PeerOption = Annotated[
     str | None,
     typer.Option(
         "--peer",
-        help="PyTorch programs to compare with, separated by commas: torch_eager, torch_compile (torch: both). For "
+        help="PyTorch programs to compare with, separated by commas: torch_eager, torch_compile (torch: both); "
+        "on one GPU torch_graphs: torch.compile's mode reduce-overhead, with CUDA graphs. For "
         "BERT also torch_packed and torch_padded: PyTorch's fastest form without and with padding. On several GPUs: "
         "ddp for BERT and GPT-2, fsdp2 and fsdp2_offload for GPT-2, with a process for each GPU of runtime.cuda; ddp "
         "packs BERT's sequences if train.pack is true.",

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 OURS = "nntile"
 BERT_PEERS = ("torch_packed", "torch_padded")  # see torch_bert.py
 RANKED = ("ddp", "fsdp2", "fsdp2_offload")  # peers with a process for each GPU
-PEERS = ("torch_eager", "torch_compile", *BERT_PEERS, *RANKED)
-Peer = Literal["torch_eager", "torch_compile", "torch_packed", "torch_padded", "ddp", "fsdp2", "fsdp2_offload"]
+COMPILE_MODES = {"torch_compile": None, "torch_graphs": "reduce-overhead"}  # `mode` of torch.compile
+PEERS = ("torch_eager", *COMPILE_MODES, *BERT_PEERS, *RANKED)
+Peer = Literal[
+    "torch_eager", "torch_compile", "torch_graphs", "torch_packed", "torch_padded", "ddp", "fsdp2", "fsdp2_offload"
+]
 LAYER_WORKS = ("encoder", "mha")  # see torch_layer.py
 PLAIN_GPT2: dict[str, Any] = {  # the only settings that the GPT-2 of torch_gpt2.py has
     "dropout": 0.0, "attention_dropout": 0.0, "activation": "gelu_new", "tie_embeddings": True, "layer_norm_eps": 1e-5,
@@ -60,6 +63,8 @@ def check_peer(config: RunConfig, name: str, work: Work = "train") -> None:
         known = [peer for peer in PEERS if peer not in RANKED]
         raise ConfigError(f"--peer: {name!r} is not allowed beside --inference; use torch, {', '.join(known)}")
     gpus = config.workers if config.runtime.cuda else 0
+    if name == "torch_graphs" and not gpus:
+        raise ConfigError(f"runtime.cuda: got {config.runtime.cuda!r}; allowed {of}: 1, as it uses CUDA graphs")
     if not ranked and gpus > 1:
         raise ConfigError(f"runtime.cuda: got {config.runtime.cuda!r}; allowed {of}: 0 or 1; several are for ddp")
     how, allowed = config.optimizer, ("adamw", "sgd")  # with one group, as torch_peers.py builds them

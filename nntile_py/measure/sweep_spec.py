@@ -60,10 +60,12 @@ class Measure(Section):
     """The phase of a part of a model: forward, backward or both."""
     how: Literal["run", "plan", "operators"] = "run"
     """`run`: measure. `plan`: plan without a run. `operators`: time each operator by itself; sum the times by class."""
-    contestant: Literal["nntile", "torch_eager", "torch_compile", "torch_packed", "torch_padded"] = "nntile"
+    contestant: Literal["nntile", "torch_eager", "torch_compile", "torch_graphs", "torch_packed", "torch_padded"] = (
+        "nntile"
+    )
     """The program that runs a training step or a forward pass, in processes of its own: nntile_py, or PyTorch (eager or
     torch.compile) with transformers' model on padded sequences with a mask. For `encoder` and `mha` PyTorch runs layers
-    of torch.nn. `torch_packed` and `torch_padded`: see `nntile bench step --peer`."""
+    of torch.nn. `torch_graphs`, `torch_packed` and `torch_padded`: see `nntile bench step --peer`."""
     peers: list[Peer] = Field(default_factory=list)
     """Programs that are timed in turns with nntile_py's training step or forward pass, as in `nntile bench step`, with
     `repeats` turns. Metrics of a peer begin with its name: `torch_compile ratio` is the time of nntile_py divided by

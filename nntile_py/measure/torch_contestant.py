@@ -3,6 +3,7 @@
 Contestants (`nntile bench step --peer`, `measure.contestant`, `measure.peers`):
     torch_eager, torch_compile: The model of transformers, padded, with its attention_mask. For GPT-2 training on a GPU:
         the plain model of torch_gpt2.py. For `encoder` and `mha`: torch.nn's layers (torch_layer.py).
+    torch_graphs: As torch_compile, in its mode reduce-overhead, which uses CUDA graphs. On a GPU only.
     torch_packed, torch_padded: PyTorch's fastest BERT (torch_bert.py).
     ddp, fsdp2, fsdp2_offload: BERT or GPT-2, a process for each GPU; on the CPU, for tests, two processes.
 """
@@ -44,7 +45,7 @@ def torch_contestant(config: RunConfig, how: Measure, place: Mapping[str, int] |
     elif name in BERT_PEERS:
         run, facts = torch_bert(config, inputs, name, work)
     elif work == "train" and config.runtime.cuda and is_plain_gpt2(config):
-        run = torch_gpt2(config, inputs, compiled=name == "torch_compile")
+        run = torch_gpt2(config, inputs, name)
     else:
         run = transformers_model(config, inputs, name, work)
     return run, facts | {"tokens": count_tokens(config, work, inputs)}

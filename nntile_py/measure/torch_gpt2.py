@@ -20,7 +20,7 @@ from nntile_py.config.builders import build_model
 from nntile_py.config.run_config import RunConfig
 from nntile_py.graph.initial_weights import DrawnWeights
 from nntile_py.measure.contestants import world_size
-from nntile_py.measure.torch_peers import Step, replicated, torch_device, torch_dtype, trained
+from nntile_py.measure.torch_peers import Step, compiled, replicated, torch_device, torch_dtype, trained
 from nntile_py.measure.workload_inputs import Array
 from nntile_py.tasks.cross_entropy import IGNORED
 
@@ -111,11 +111,11 @@ def loaded_gpt2(config: RunConfig, device: torch.device) -> PlainGPT2:
     return model
 
 
-def torch_gpt2(config: RunConfig, arrays: Mapping[str, Array], *, compiled: bool) -> Step:
-    """Return a function that runs training steps on one device."""
+def torch_gpt2(config: RunConfig, arrays: Mapping[str, Array], name: str) -> Step:
+    """Return a function that runs the training steps of torch_eager, torch_compile or torch_graphs on one device."""
     device = torch_device(config)
     model = loaded_gpt2(config, device)
-    forward: Any = torch.compile(model) if compiled else model
+    forward = compiled(model, name)
     return trained(config, model, lambda part: forward(*part), [shifted(config, arrays, 0, 1, device)])
 
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nntile_py.analysis.workloads import Work
 from nntile_py.config.builders import build_model
 from nntile_py.config.run_config import RunConfig
-from nntile_py.measure.contestants import world_size
+from nntile_py.measure.contestants import COMPILE_MODES, world_size
 from nntile_py.measure.workload_inputs import Array
 from nntile_py.system.load import cores
 
@@ -114,18 +114,23 @@ class CapturedCall:
 # -- any model
 
 
+def compiled(model: Any, name: str) -> Any:
+    """Return the module as the contestant `name` runs it: compiled in a mode of torch.compile, or eager."""
+    return torch.compile(model, mode=COMPILE_MODES[name]) if name in COMPILE_MODES else model
+
+
 def transformers_model(config: RunConfig, arrays: Mapping[str, Array], name: str, work: Work) -> Step:
     """Return a function that runs a workload's steps with the model of Hugging Face transformers.
 
     Args:
-        name: torch_eager or torch_compile.
+        name: torch_eager, torch_compile or torch_graphs.
         work: train, inference, or attention alone.
     """
     device = torch_device(config)
     model: Any = PlainAttention() if work == "attention" else build_model(config).to_hf()
     if hasattr(getattr(model, "config", None), "use_cache"):  # keys and values for generation, not used here
         model.config.use_cache = False
-    forward = torch.compile(model) if name == "torch_compile" else model
+    forward = compiled(model, name)
     inputs = {key: torch.from_numpy(value).to(device) for key, value in arrays.items()}
     if work == "train":
         rows, count = config.train.batch, config.train.grad_accumulation

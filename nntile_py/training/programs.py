@@ -11,8 +11,9 @@ from typing import Any
 from nntile_py import _core
 from nntile_py.errors import ConfigError
 from nntile_py.execution import memory
+from nntile_py.execution.cuda_graph import TrainingProgram
 from nntile_py.execution.forward_program import ForwardProgram, check_inputs
-from nntile_py.execution.program import Program, Store, programs
+from nntile_py.execution.program import Store, programs
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph import packed_inputs
 from nntile_py.graph.built_step import Step
@@ -39,9 +40,9 @@ class StepPrograms:
     """
 
     built: Step
-    first: Program
-    more: Program | None
-    update: Program
+    first: TrainingProgram
+    more: TrainingProgram | None
+    update: TrainingProgram
 
 
 class Programs:
@@ -141,9 +142,10 @@ class Programs:
         """Return True if the tiles of an input still hold the default value that `of` has written."""
         return not (one.default is None or name in self._changed or one.scale or callable(one.default))
 
-    def _bound(self, lists: Sequence[TaskList]) -> list[Program]:
-        tf32, offload = self.spec.precision == "tf32", self.spec.offload
-        return programs(lists, self.store, tf32=tf32, checked=self._checked, offload=offload)
+    def _bound(self, lists: Sequence[TaskList]) -> list[TrainingProgram]:
+        spec, checked = self.spec, self._checked
+        made = programs(lists, self.store, tf32=spec.precision == "tf32", checked=checked, offload=spec.offload)
+        return [TrainingProgram(one, self.store, captured=spec.captured, checked=checked) for one in made]
 
     def _write_defaults(self, graph: Graph, lowering: Lowering, written: Collection[str] = ()) -> None:
         """Write the default values of inputs into their tiles. A default stays until a step passes another value.

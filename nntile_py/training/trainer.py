@@ -25,8 +25,8 @@ from nntile_py.checkpoint.state import (
 from nntile_py.checkpoint.writer import save_trainer
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution import memory
+from nntile_py.execution.cuda_graph import TrainingProgram
 from nntile_py.execution.forward_program import label_counts, mean_slots
-from nntile_py.execution.program import Program
 from nntile_py.execution.runtime import Runtime, in_turns
 from nntile_py.graph.bin_packing import Bins, bins_of
 from nntile_py.graph.built_step import Step
@@ -91,6 +91,7 @@ class Trainer:
         offload: Kinds of tensors that leave a GPU for main memory between uses: weights, gradients, optimizer,
             activations. Tiles that one of the next 32 tasks uses stay. Without GPUs this has no effect.
         fp8: nt.FP8(...) or {option: value}: the dtype of gradients in 8-bit products, and products that stay in bf16.
+        captured: On one GPU: run steps as CUDA graphs, with the same bits. Default: if tasks are estimated to be short.
         check_finite: Check all values that tasks write. A loss or norm that is not finite then raises NotFinite, which
             names the operator that wrote the first such value. Slow: for debugging.
 
@@ -123,6 +124,7 @@ class Trainer:
         recompute: str | Sequence[str] = "none",
         offload: Sequence[Offloaded] = (),
         fp8: FP8 | Mapping[str, Any] | None = None,
+        captured: bool | None = None,
     ) -> None:
         if attention is not None and not hasattr(model, "changed"):
             need = f"None, as {type(model).__name__} is no nt.Model and chooses its attention itself"
@@ -132,6 +134,7 @@ class Trainer:
             chosen, batch, seq, Tiling(tiles), precision, optimizer or AdamW(), clip_grad_norm, accumulate,
             Fusion.of(fusion), grad_accumulation, skip_above_norm, pack=pack, loss_scale=loss_scale,
             freeze=freeze, recompute=recompute, offload=offload, fp8=FP8.of(fp8),
+            captured=captured,
         )  # fmt: skip
         self._start(model, spec, seed, shift_labels, check_finite)
 
@@ -194,8 +197,9 @@ class Trainer:
     @property
     def tasks_per_step(self) -> int:
         programs = self._programs.of(self.spec.given)
-        more = programs.more.tasks if programs.more else 0
-        return programs.first.tasks + (self.grad_accumulation - 1) * more + programs.update.tasks
+        more = programs.more.program.tasks if programs.more else 0
+        first, update = programs.first.program.tasks, programs.update.program.tasks
+        return first + (self.grad_accumulation - 1) * more + update
 
     @property
     def built(self) -> Step:
@@ -210,7 +214,7 @@ class Trainer:
     @property
     def update_list(self) -> TaskList:
         """The task list that updates the weights at the end of a step."""
-        return self._programs.of(self.spec.given).update.list
+        return self._programs.of(self.spec.given).update.program.list
 
     @staticmethod
     def memory_bytes() -> int:
@@ -459,9 +463,9 @@ class Trainer:
             need = "create a Trainer on a running Runtime"
             raise TaskError(f"{method}: the Runtime of this Trainer has stopped; {need}")
 
-    def _run(self, program: Program, slots: dict[str, float], what: str) -> None:
+    def _run(self, program: TrainingProgram, slots: dict[str, float], what: str) -> None:
         program.run(slots)
-        self.nan_check.ran(program, what)
+        self.nan_check.ran(program.program, what)
 
     def _check_equal(self, what: str, parts: Mapping[str, Any]) -> None:
         """Raise ConfigError if ranks have different values. what: name of the values in the message."""

@@ -16,15 +16,16 @@ namespace nntile {
 
 // There is one graph per set of slots; the caller rounds slots so that there are few sets. The first run of a set
 // launches the kernels one by one, which performs all one-time measurements, loads and allocations. The second run
-// captures the graph; later runs launch it. The choice of kernels and algorithms is measured by the time of the whole
-// graph.
+// captures the graph; later runs launch it.
 class Captured {
  public:
   // weights: read-only tiles, which stay on the device. tiles, modes: other tiles that the task reads or writes. All
   // remaining tiles are written before they are read and have no handles here; own: maximum bytes of these together.
-  // changing: slots that differ from run to run; there is a graph for each set of the other slots.
+  // changing: slots that differ from run to run; there is a graph for each set of the other slots. measures: kernels and
+  // algorithms are chosen by the time of the whole graph, which runs the program several times; false: as without a
+  // graph.
   Captured(Program& program, std::vector<std::shared_ptr<Tile>> weights, std::vector<std::shared_ptr<Tile>> tiles,
-           std::vector<int> modes, size_t own, std::vector<int> changing);
+           std::vector<int> modes, size_t own, std::vector<int> changing, bool measures);
   Captured(const Captured&) = delete;
   void drop();  // deletes it; never deleted if tasks in flight cannot be waited for
 
@@ -59,12 +60,13 @@ class Captured {
   std::vector<int> modes_;
   std::vector<int> changing_;
   size_t own_;
+  bool measures_;
   double flop_ = 0;
   bool holds_ = false;
   std::atomic<size_t> missing_{0};  // weights in transfer
   std::vector<void*> addresses_;    // of the weights
   std::map<std::vector<double>, Graph> graphs_;  // by unchanging slots; only the worker uses it
-  Choices choices_;  // only the worker uses it
+  Choices choices_;  // by measurement of the graph; only the worker uses it
   std::pair<unsigned long long, unsigned long long> pool_;  // ATen's memory pool, shared by all graphs
   bool pool_held_ = false;  // by a graph that is not in graphs_
   std::atomic<size_t> made_{0};

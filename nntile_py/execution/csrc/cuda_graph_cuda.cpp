@@ -49,9 +49,9 @@ unsigned device_node() {
 
 Captured::Captured(Program& program, std::vector<std::shared_ptr<Tile>> weights,
                    std::vector<std::shared_ptr<Tile>> tiles, std::vector<int> modes, size_t own,
-                   std::vector<int> changing)
+                   std::vector<int> changing, bool measures)
     : program_(program), weights_(std::move(weights)), tiles_(std::move(tiles)), modes_(std::move(modes)),
-      changing_(std::move(changing)), own_(own) {
+      changing_(std::move(changing)), own_(own), measures_(measures) {
   if (!program.finished_) program.finish();
   for (const auto& item : program.items_) {
     if (const auto* tile = std::get_if<std::shared_ptr<Tile>>(&item)) {
@@ -331,9 +331,9 @@ Changing::Slots Captured::changing_of(const TaskRecord& record, const TaskBody& 
 // Runs all tasks in order on the worker's stream. guards: errors are attributed to tasks, as outside graphs.
 void Captured::walk(const std::vector<double>& slots, void** buffers, c10::Device device, bool guards) {
   struct Choosing {
-    explicit Choosing(Choices& choices) { choices_in_graph = &choices; }
+    explicit Choosing(Choices* choices) { choices_in_graph = choices; }
     ~Choosing() { choices_in_graph = nullptr; }
-  } choosing(choices_);
+  } choosing(measures_ ? &choices_ : nullptr);
   std::unordered_map<const Tile*, starpu_variable_interface> places;
   std::unordered_map<const Tile*, at::Tensor> own;
   const auto put = [&](const Tile* tile, void* address) {

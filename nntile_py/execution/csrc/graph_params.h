@@ -1,7 +1,8 @@
-// Kernels of a CUDA graph whose arguments change from run to run, such as the seed of dropout.
+// Kernels of a CUDA graph whose arguments change from run to run, such as the seed of dropout, and tables that do not.
 #pragma once
 #include <cuda.h>
 
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -26,6 +27,8 @@ class Changing {
   void refuse() const;
   // Records the last captured kernel of the stream and its parameters.
   void add(const Launch& launch, const Parameter* parameters, CUstream stream);
+  // Copies integers to the device and returns their address there, which is valid for the lifetime of this object.
+  void* constant(const std::vector<int64_t>& words);
   // Called when the graph is complete; the graph must outlive this.
   void finish();
   // Sets the numbers for the next launches.
@@ -47,6 +50,7 @@ class Changing {
   const TaskBody* body_ = nullptr;
   Slots slots_;
   std::vector<Kernel> kernels_;
+  std::vector<std::shared_ptr<void>> constants_;
 };
 
 inline thread_local Changing* changing = nullptr;  // of the graph in capture on this worker

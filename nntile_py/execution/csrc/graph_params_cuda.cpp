@@ -1,6 +1,9 @@
 // Arguments that change from run to run, as parameters of graph nodes (CUDA driver API, graph management).
 #include "graph_params.h"
 
+#include <c10/cuda/CUDAException.h>
+#include <cuda_runtime.h>
+
 #include <algorithm>
 #include <limits>
 
@@ -39,6 +42,21 @@ void Changing::add(const Launch& launch, const Parameter* parameters, CUstream s
 #endif
   if (count != 1) throw TaskError(body_->name + ": its kernel is not the last of the graph");
   kernels_.push_back({*last, {}, {parameters, parameters + launch.arguments.size()}, std::move(numbers)});
+}
+
+void* Changing::constant(const std::vector<int64_t>& words) {
+  struct Relaxed {  // a capture forbids its thread to allocate device memory, and to copy before the graph runs
+    Relaxed() { C10_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode)); }
+    ~Relaxed() { cudaThreadExchangeStreamCaptureMode(&mode); }
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  } const relaxed;
+  void* made = nullptr;
+  C10_CUDA_CHECK(cudaMalloc(&made, words.size() * sizeof(int64_t)));
+  constants_.emplace_back(made, [](void* memory) { cudaFree(memory); });
+  const auto stream = starpu_cuda_get_local_stream();
+  C10_CUDA_CHECK(cudaMemcpyAsync(made, words.data(), words.size() * sizeof(int64_t), cudaMemcpyHostToDevice, stream));
+  C10_CUDA_CHECK(cudaStreamSynchronize(stream));
+  return made;
 }
 
 void Changing::finish() {

@@ -74,15 +74,16 @@ void run_way(const TaskBody& body, const std::vector<Launch>& launches, const do
     return pointer(buffers[body.places[static_cast<size_t>(a.whole)]]);
   };
   const bool captured = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-  if (!body.table.empty() && captured)
-    throw TaskError(body.name + ": a kernel that reads a table of addresses, copied from main memory, cannot be in a graph");
-  if (!body.table.empty()) {  // `words` is not pinned, so it is copied before the call returns
-    std::vector<int64_t> words;
-    for (const auto& a : body.table)
-      words.push_back(a.kind == Launch::tile ? reinterpret_cast<int64_t>(address(a)) : a.whole);
-    C10_CUDA_CHECK(cudaMemcpyAsync(scratch.get(), words.data(), words.size() * sizeof(int64_t),
-                                   cudaMemcpyHostToDevice, task_stream()));
-  }
+  std::vector<int64_t> words;
+  for (const auto& a : body.table)
+    words.push_back(a.kind == Launch::tile ? reinterpret_cast<int64_t>(address(a)) : a.whole);
+  auto* table = static_cast<char*>(scratch.get());
+  if (!words.empty() && captured)  // scratch memory is shared by the kernels of a graph
+    table = static_cast<char*>(changing->constant(words));
+  else if (!words.empty())  // `words` is not pinned, so it is copied before the call returns
+    C10_CUDA_CHECK(cudaMemcpyAsync(table, words.data(), words.size() * sizeof(int64_t), cudaMemcpyHostToDevice,
+                                   task_stream()));
+  const auto in_table = [&](int64_t offset) { return static_cast<size_t>(offset) < words.size() * sizeof(int64_t); };
   for (const auto& launch : launches) {
     std::array<Parameter, 64> values{};
     std::array<void*, 64> parameters{};
@@ -97,7 +98,7 @@ void run_way(const TaskBody& body, const std::vector<Launch>& launches, const do
       }
       switch (a.kind) {
         case Launch::tile: value.pointer = address(a); break;
-        case Launch::scratch: value.pointer = static_cast<char*>(scratch.get()) + a.whole; break;
+        case Launch::scratch: value.pointer = (in_table(a.whole) ? table : static_cast<char*>(scratch.get())) + a.whole; break;
         case Launch::int32:
         case Launch::live_int32: value.int32 = static_cast<int32_t>(a.integer(floats + body.first_float)); break;
         case Launch::int64:
