@@ -8,7 +8,7 @@ umask 022
 export LC_ALL=C
 
 oldest=1.4.8
-changes=9 # version of the changes to StarPU's sources below; with another version, StarPU is built again
+changes=10 # version of the changes to StarPU's sources below; with another version, StarPU is built again
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/nntile_py
 prefix=${NNTILE_STARPU_PREFIX:-}
 tarball=${STARPU_TARBALL:-}
@@ -244,6 +244,11 @@ sed -i "s/if (mc->data && mc->data->home_node != -1)/if (mc->data \&\& (mc->data
     /^static struct _starpu_mem_chunk \*_starpu_memchunk_init/,/^}/s/mc->clean = 1;/mc->clean = handle->home_node != -1 || starpu_node_get_kind(replicate->memory_node) != STARPU_CUDA_RAM;/
     /^void _starpu_memchunk_recently_used/,/^}/s/mc->wontuse = 0;/&\n\tif (mc->data \&\& mc->data->home_node == -1 \&\& $device)\n\t\tmc->clean = 0;/" $chunks
 [ "$(grep -c STARPU_CUDA_RAM $chunks)" = 3 ] || say "$chunks has changed: tiles will leave a full device in the order of their use"
+
+# Without a disk, StarPU never frees a copy in main memory, even if the tile is valid on a device, too, or on a device only. So main
+# memory fills with old copies of tiles that once left a GPU. A copy that is not the only valid one may go.
+sed -i '/^choose_target(/,/^}/{/if (starpu_node_get_kind(node) == STARPU_CPU_RAM)$/,/} else {/s/^\(\s*\)target = get_better_disk_can_accept_size(handle, node);/&\n\1unsigned other;\n\1for (other = 0; target == -1 \&\& handle->per_node[node].state != STARPU_OWNER \&\& other < STARPU_MAXNODES; other++)\n\1\tif (other != node \&\& handle->per_node[other].state != STARPU_INVALID)\n\1\t\ttarget = other;/}' $chunks
+grep -q 'target == -1 && handle->per_node' $chunks || say "$chunks has changed: old copies of tiles will stay in main memory"
 
 # StarPU's Python package (starpupy) is compiled for the interpreter of .venv by build_starpupy.py, so only its sources are
 # installed. Changes: a task may take handles of other libraries, which know how to show their data to Python (a function
