@@ -17,6 +17,11 @@ _OWN = re.compile(r"d\d+")  # axes of captured modules whose size has no name in
 _CUT_AS = {"key": "seq", "kv_heads": "heads", "hidden": "embed"}
 
 
+def is_tile_size(size: object) -> bool:
+    """Return whether a value from a file can be a tile size."""
+    return type(size) is int and 0 < size < 2**63
+
+
 def cut_as(axis: str) -> str:
     """Return the axis from which the given axis takes its tile size.
 

@@ -23,6 +23,7 @@ from nntile_py.models.registry import check_code, find
 from nntile_py.system.folders import read
 from nntile_py.tasks.optimizer import OPTIMIZERS
 from nntile_py.tiles import AXES
+from nntile_py.tiles.tiling import is_tile_size
 
 # Keys of the config that may change when a run resumes, without a report: they have no effect on the trained weights.
 # Keys whose changes are not reported. The hashes of the tokens show a change of the text: see data_facts.
@@ -150,7 +151,7 @@ def saved_tiles(where: Path) -> dict[str, int] | None:
         tiles = config.get("tiles") if isinstance(config, dict) else None
         if isinstance(tiles, dict):
             sizes = {axis: tiles.get(axis) for axis in AXES}
-            if all(size is None or (type(size) is int and size > 0) for size in sizes.values()):
+            if all(size is None or is_tile_size(size) for size in sizes.values()):
                 return {axis: size for axis, size in sizes.items() if size}
     return None
 

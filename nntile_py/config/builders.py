@@ -130,10 +130,15 @@ def kept_tiles(config: RunConfig) -> KeptTiles:
     return KeptTiles(measured_on(config)["device"])
 
 
-def keep_measured(config: RunConfig, tiles: Mapping[str, int]) -> None:
-    """Keep a measured tiling: `tiles: auto` then stands for it in this config, whose own tiles have no effect."""
-    kept_tiles(config).keep(program_of(_without_tiles(config), room(config)), tiles, MEASURED)
+def keep_measured(config: RunConfig, tiles: Mapping[str, int]) -> bool:
+    """Keep a measured tiling: `tiles: auto` then stands for it in this config, whose own tiles have no effect.
+
+    Returns False if the cache folder cannot keep it.
+    """
+    kept, program = kept_tiles(config), program_of(_without_tiles(config), room(config))
+    measured = kept.keep(program, tiles, MEASURED)
     _tilings.clear()
+    return kept.tiling(program) == measured
 
 
 UNLIMITED = 1 << 60  # bytes

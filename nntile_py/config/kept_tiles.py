@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,8 +18,12 @@ from typing import Any
 
 from nntile_py.system.folders import cache_folder, read, replace_file
 from nntile_py.tiles import AXES
+from nntile_py.tiles.tiling import is_tile_size
 
 ESTIMATED, MEASURED = "estimated", "measured"
+MOST_BYTES = 1 << 24  # of a file; a larger file is damaged
+PATIENCE = 5.0  # seconds to wait for another process that changes the file
+SLOWEST, FASTEST = 1e6, 1e18  # rates of a worker outside of this range are damaged
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class KeptTiling:
 class KeptTiles:
     """The file of one kind and number of workers.
 
-    A file that cannot be read counts as empty. If it cannot be written, nothing is kept.
+    A file that cannot be read counts as empty. If it cannot be written, or another process changes it for long, nothing
+    is kept.
 
     Args:
         workers: text that names the workers, such as "2 x Intel(R) Xeon(R) Processor".
@@ -75,7 +80,7 @@ class KeptTiles:
     def _read(self) -> dict[str, dict[str, Any]]:
         """Return the valid entries of the file."""
         try:
-            content = json.loads(read(self.path))
+            content = json.loads(read(self.path, MOST_BYTES))
         except (OSError, ValueError, RecursionError):
             content = {}
         sections = content if isinstance(content, dict) else {}
@@ -90,21 +95,37 @@ class KeptTiles:
     def _changed(self) -> Iterator[dict[str, dict[str, Any]]]:
         """Context manager: the file's content, which is written back at the end. Other processes wait meanwhile."""
         lock = self.path.with_suffix(".lock")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+            file = os.open(lock, flags, 0o644)
         except OSError:
             yield self._read()
             return
         try:
-            with suppress(OSError):  # not all file systems have locks
-                fcntl.flock(file, fcntl.LOCK_EX)
+            locked = _locked(file)
             content = self._read()
             yield content
-            with suppress(OSError):
-                replace_file(self.path, json.dumps(content, indent=1) + "\n")
+            if locked:
+                with suppress(OSError):
+                    replace_file(self.path, json.dumps(content, indent=1) + "\n")
         finally:
             os.close(file)
+
+
+def _locked(file: int) -> bool:
+    """Lock a file; return False if another process still holds the lock after PATIENCE seconds."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.05)
+        except OSError:  # not all file systems have locks
+            return True
 
 
 def _tiling(kept: Any) -> KeptTiling | None:
@@ -112,16 +133,13 @@ def _tiling(kept: Any) -> KeptTiling | None:
     tiles = kept.get("tiles") if isinstance(kept, dict) else None
     if not isinstance(tiles, dict) or kept.get("how") not in (ESTIMATED, MEASURED):
         return None
-    valid = all(axis in AXES and type(size) is int and size > 0 for axis, size in tiles.items())
+    valid = all(axis in AXES and is_tile_size(size) for axis, size in tiles.items())
     return KeptTiling(tiles, kept["how"]) if valid else None
 
 
 def _rates(kept: Any) -> tuple[float, float] | None:
-    """Return an entry of the file as flop/s and bytes/s; None if the entry is no pair of finite numbers above zero."""
+    """Return an entry of the file as flop/s and bytes/s; None if the entry is no pair of possible rates."""
     if not isinstance(kept, list) or len(kept) != 2 or any(type(rate) not in (int, float) for rate in kept):
         return None
-    try:
-        flop_s, bytes_s = map(float, kept)
-    except OverflowError:
-        return None
-    return (flop_s, bytes_s) if 0 < flop_s < math.inf and 0 < bytes_s < math.inf else None
+    flop_s, bytes_s = kept
+    return (flop_s, bytes_s) if SLOWEST <= flop_s <= FASTEST and SLOWEST <= bytes_s <= FASTEST else None

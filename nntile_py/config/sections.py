@@ -47,8 +47,7 @@ def existing(key: str, path: str, others: str = "") -> str:
 
     Raises:
         ConfigError: The path does not exist. The message names `key`, and `others`: values allowed besides a path."""
-    found = absolute(path)
-    if not os.path.exists(found):  # False also for texts that cannot be paths
+    if "\0" in path or not os.path.exists(found := absolute(path)):  # no file's name has a NUL character
         raise ConfigError(f"{key}: no such file: {path}; allowed: {others} a path that exists".replace(":  ", ": "))
     return str(found)
 
@@ -307,7 +306,7 @@ else:  # without a union, a message about a wrong tile size names only its key
     Tiles = Annotated[
         SerializeAsAny[TilesSection],
         WrapValidator(lambda given, section: given if given == AUTO_TILES else section(given)),
-        Rule("'auto', or a section with the tile size of each axis", {"const": AUTO_TILES}),
+        Rule(f"'auto', or a section with {', '.join(TilesSection.model_fields)}", {"const": AUTO_TILES}),
     ]
 
 

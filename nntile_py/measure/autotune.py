@@ -142,7 +142,8 @@ def keep_winner(searched: Search, rows: list[Row]) -> str:
     if searched.config is None or not best or len(rows) < 2 or within_spread(rows, of) or not spread(best, of.metric):
         return ""
     tiles = {axis: size for axis in AXES if (size := best["sets"][f"tiles.{axis}"])}
-    keep_measured(searched.config, tiles)
+    if not keep_measured(searched.config, tiles):
+        return f"the fastest tiles, {tiles_text(tiles)}, are not kept for `tiles: auto`: the cache folder cannot be written"
     return f"`tiles: auto` now stands for {tiles_text(tiles)} in this config on this machine"
 
 

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nntile_py.system.interrupts import ends_at_once
+
 
 @dataclass(frozen=True)
 class WorkerRates:
@@ -53,13 +55,22 @@ def measured_rates(workers: int, fp64: bool, size: int = 768, seconds: float = 0
         size: rows and columns of the product's matrices.
         seconds: time of the product, and of the copy.
     """
-    import torch
+    with ends_at_once():  # an interrupted import of torch ends the process with a trace of C++
+        import torch
 
     dtype = torch.float64 if fp64 else torch.float32
     barrier = threading.Barrier(workers)
     measured: list[tuple[float, float, float]] = []
+    failed: list[BaseException] = []
 
     def run() -> None:
+        try:
+            measure()
+        except BaseException as error:
+            failed.append(error)
+            barrier.abort()
+
+    def measure() -> None:
         torch.set_num_threads(1)  # threads that torch uses for calls from this thread
         a, b = torch.rand(size, size, dtype=dtype), torch.rand(size, size, dtype=dtype)
         source, target = torch.rand(1 << 22), torch.empty(1 << 22)
@@ -77,8 +88,18 @@ def measured_rates(workers: int, fp64: bool, size: int = 768, seconds: float = 0
         measured.append((best[0], best[1], own / wall))
 
     threads = [threading.Thread(target=run) for _ in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    started: list[threading.Thread] = []
+    try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
+    except RuntimeError:  # the system has no further thread
+        barrier.abort()
+        raise
+    finally:
+        for thread in started:
+            thread.join()
+    for error in failed:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
     return WorkerRates(*(sum(values) / len(measured) for values in zip(*measured, strict=True)))
