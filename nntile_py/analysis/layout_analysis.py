@@ -33,7 +33,8 @@ NARROW = 118  # a terminal with fewer characters a line shows only times
 LEGEND = """x: number of equal operators. Times are milliseconds of one operator. transposes: transpositions before and
 after it. needless: these layouts need no such operator.
 A layout is the order of axes in memory: of the inputs -> of the outputs. In a product, M and N are the axes of rows and
-columns, K the summed axes, B the batch axes. In other operators, R stands for all axes without a letter."""
+columns, K the summed axes, B the batch axes. In other operators, R stands for the axes whose order is
+free; axes that must stay in their place have their own names."""
 WIDTHS = (4, 8, 16)  # numbers of elements that a generated kernel computes together, tried besides its default
 TimingKey = tuple[str, str, int | None]  # operator, layout, width, as in Timing
 
