@@ -91,7 +91,8 @@ void probabilities(const at::Tensor& s, const at::Tensor& lse, const PairMask& m
               [&](T* p, int64_t n, int64_t row) { exp_row(p, p, lse.data_ptr<T>()[row], T(1), n); });
 }
 
-// Calls f(elements of the attended keys, row, first key, count) for each row of a block.
+// Calls f(pointer to the scores of the attended keys, row, first attended key, number of attended keys) for each row of
+// a block.
 template <class T, class F>
 void for_kept(const at::Tensor& s, const PairMask& mask, int64_t first, Interval keys, int64_t all_keys, F f) {
   for (int64_t row = 0; row < s.size(0); ++row) {
@@ -121,13 +122,15 @@ void vendor_grad(const AttentionGradArgs& args, const Triple& x, const Triple& g
   }
 }
 
-// Whether each segment can be a call of ATen's kernel: the tile has all positions, without dropout.
+// Returns whether each segment can be one call of ATen's kernel: the tile has all positions, and the mask has no
+// dropout, no window and no padding.
 bool whole_segments(const PairMask& mask, const Triple& x) {
   return mask.segments.defined() && !mask.dropout && !mask.window && !mask.padding.defined() && !mask.seq && !mask.key &&
          x.q.size(2) == x.k.size(2);
 }
 
-// Calls f(first position, positions) for each segment, then outside(first, positions) for positions of none.
+// Calls f(first position, number of positions) for each segment, then outside(first position, number of positions) for
+// the positions outside all segments.
 template <class Segment, class Outside>
 void for_segments(const at::Tensor& segments, int64_t positions, Segment f, Outside outside) {
   const auto* offsets = segments.data_ptr<int64_t>();

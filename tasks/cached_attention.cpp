@@ -100,8 +100,8 @@ void rotate_rows(T* x, const T* table, int64_t n, int64_t width) {
 
 int64_t first_key(int64_t position, int64_t window) { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
 
-// Attention of few queries of one group of heads. q, out: [group * count, width], in each head one query after the other;
-// scores: scratch memory.
+// Attention of few queries of one group of heads. q, out: [group * count, width], in each head one query after the
+// other; scores: scratch memory.
 template <class T>
 void attend_to_pages(const Pool<T>& keys, const Pool<T>& values, const CachedRow& row, int64_t head, const T* q, T* out,
                      int64_t group, double scale, int64_t window, std::vector<T>& scores) {
@@ -160,7 +160,8 @@ void attend_in_blocks(const at::Tensor& k, const at::Tensor& v, int64_t first, c
   }
 }
 
-// tiles: out, keys, values, table, then q, k, v, then the table of the rotation
+// tiles: out, cached keys, cached values, page table, then q, k, v (one tile if args.heads), then the angles of the
+// rotation if args.rotary
 void cached_attention(Args& t) {
   const CachedAttentionArgs args(t);
   Triple x(t, args.qkv, 4);

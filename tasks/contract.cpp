@@ -57,7 +57,7 @@ void gemm(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, doubl
     at::baddbmm_out(target, out, a, b, beta, alpha);
 }
 
-// Tiles of the epilogue in order, from number `next` on; undefined: absent.
+// Tiles of the epilogue. A tensor is undefined if the epilogue lacks it. next: number of the epilogue's first tile.
 struct Beside {
   at::Tensor target, bias, residual, aux, activated, colsum;
   double beta = 1;  // factor of the target's content
@@ -76,7 +76,8 @@ struct Beside {
   }
 };
 
-// target = beta * target + bias and residual; returns the factor of the target for the product.
+// Copies `what` (a bias or a residual) to the target if beta is 0, else adds `what` to the target. Returns 1: the beta
+// of the product that follows.
 double start(const at::Tensor& target, double beta, const at::Tensor& what) {
   if (beta == 0) target.copy_(what.expand_as(target));
   else target.add_(what);

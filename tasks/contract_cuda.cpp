@@ -100,8 +100,9 @@ void plain(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, doub
   }
 }
 
-// Returns a target whose rows and columns (first m axes, last n axes) do not form a matrix as blocks that do:
-// [outer rows, rows, outer columns, columns]. None if more axes are needed.
+// Returns a view of a target whose first m axes (rows) and last n axes (columns) do not form one matrix. In the view,
+// [outer rows, rows, outer columns, columns], each block [rows, columns] is a matrix. nullopt if four axes do not
+// suffice.
 std::optional<at::Tensor> blocks(const at::Tensor& target, size_t m, size_t n) {
   const auto sizes = target.sizes();
   for (size_t outer_m = 0; outer_m < m; ++outer_m)
@@ -134,8 +135,8 @@ View operand(const Args& t, size_t tile) {
   return x;
 }
 
-// Converts 8-bit operands to bf16, which is exact, if cuBLASLt cannot multiply them. cuBLASLt needs a GPU with FP8 units,
-// contiguous summed axes, sizes that are multiples of 16, and at most one operand in e5m2.
+// Converts 8-bit operands to bf16, which is exact, if cuBLASLt cannot multiply them. cuBLASLt needs a GPU with FP8
+// units, contiguous summed axes, sizes that are multiples of 16, and at most one operand in e5m2.
 void widen_unless_supported(View& a, View& b) {
   if (!a.scale && !b.scale) return;
   constexpr int64_t kUnit = 16;

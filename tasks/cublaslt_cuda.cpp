@@ -62,7 +62,8 @@ struct Operand {
   }
 };
 
-// With packed sequences, rows vary by step, up to `most`: an algorithm is chosen for each of 16 numbers of rows.
+// Rounds up a size that varies with packing, to a multiple of a step of at least 128, but not above `most`. So an
+// algorithm is chosen for about 16 sizes or fewer.
 int64_t rounded(int64_t size, int64_t most) {
   const auto step = (most / 16 + 127) / 128 * 128;
   return step ? std::min(most, (size + step - 1) / step * step) : size;
@@ -115,7 +116,8 @@ class Matmul {
     shape({key.m, key.n, key.k});
   }
 
-  // Computes a product of these sizes by the chosen algorithm if it supports them, else by the library's first.
+  // Computes a product of the sizes `now` by algorithm `way` if it supports these sizes, else by the library's first
+  // proposal.
   void run(const Call& call, const Sizes& now, void* workspace, size_t way) {
     point(call);
     if (now != sizes_ || way != way_) {
@@ -136,8 +138,8 @@ class Matmul {
     require(matmul(call, used_, workspace), "cublasLtMatmul");
   }
 
-  // Chooses among the library's proposals for the key's sizes, by a stored choice or by a measurement on a product of
-  // these sizes.
+  // Chooses among the library's proposals for the key's sizes: the stored choice, else the fastest on a product of the
+  // sizes `now`.
   void choose(const Call& call, const Sizes& now, void* workspace, const View& out) {
     point(call);  // the alignment of pointers matters
     found_ = proposed(kCandidates);
@@ -249,10 +251,11 @@ class Matmul {
   }
 
   Key key_;
-  Sizes sizes_{};  // of the layouts
+  Sizes sizes_{};  // sizes that the layouts a_, b_ and d_ have now
   std::vector<cublasLtMatmulHeuristicResult_t> found_;
-  size_t best_ = 0, way_ = 0;   // number of the fastest alone; number of the last used
-  cublasLtMatmulAlgo_t used_{};  // for `sizes_`
+  // Indices in found_: of the algorithm that is the fastest if it runs alone, and of the algorithm of the last run.
+  size_t best_ = 0, way_ = 0;
+  cublasLtMatmulAlgo_t used_{};  // algorithm of the last run, checked for `sizes_`
   cublasLtMatmulDesc_t desc_;
   cublasLtMatrixLayout_t a_, b_, d_;
 };

@@ -114,7 +114,7 @@ Plan build(const Operands& operands, const Options& options) {
   if (all.has(kDOut)) {
     auto attention = fe::graph::SDPA_backward_attributes().set_name("attention_grad");
     all.configure(attention, options);
-    // Otherwise the workspace has the longest segment's positions for each segment.
+    // Without this limit, cuDNN's workspace has room for (number of segments) x (longest segment) positions.
     if (options.rows) attention.set_max_total_seq_len_q(options.rows).set_max_total_seq_len_kv(options.rows);
     const auto out = all.input(kOut), d_out = all.input(kDOut), stats = all.input(kStats);
     const auto [dq, dk, dv] = graph->sdpa_backward(q, k, v, out, d_out, stats, attention);
@@ -124,7 +124,7 @@ Plan build(const Operands& operands, const Options& options) {
   } else {
     auto attention = fe::graph::SDPA_attributes().set_name("attention").set_generate_stats(true);
     all.configure(attention, options);
-    // The other implementation, preferred where available, does not support offsets.
+    // cuDNN prefers its other implementation where it exists, but that implementation does not support offsets.
     if (options.rows) attention.set_implementation(fe::AttentionImplementation_t::COMPOSITE);
     const auto [out, stats] = graph->sdpa(q, k, v, attention);
     all.output(out, kOut);
@@ -138,7 +138,7 @@ Plan build(const Operands& operands, const Options& options) {
   return plan;
 }
 
-// Returns the reason if unsupported; empty: success.
+// Computes an attention pass. Returns the reason if cuDNN does not support the case; an empty text on success.
 std::string run(const Operands& operands, const Options& options) {
   const auto& q = operands[0].x;
   std::vector<int64_t> key{options.causal, options.rows, q.get_device(), static_cast<int64_t>(q.scalar_type()),
@@ -146,7 +146,7 @@ std::string run(const Operands& operands, const Options& options) {
   std::unordered_map<int64_t, void*> pointers;
   for (const auto& [uid, x, _] : operands) {
     if (reinterpret_cast<uintptr_t>(x.data_ptr()) % 16) return "a tensor does not begin at a multiple of 16 bytes";
-    // cuDNN always writes fp32.
+    // cuDNN always writes the log-sum-exp as fp32.
     if (uid == kStats && x.scalar_type() != at::kFloat) return "the log-sum-exp is not fp32";
     pointers[uid] = x.data_ptr();
     key.insert(key.end(), x.sizes().begin(), x.sizes().end());
@@ -170,7 +170,8 @@ class Ragged {
   Ragged(const PairMask& mask, int64_t most)
       : mask_(mask), count_(mask.segments.numel() - 1), rows_((most + kRows - 1) / kRows * kRows) {
     if (mask.window) refused_ = "a window";
-    // On other GPUs this version accepts such graphs, but later frontends refuse ragged statistics.
+    // Other GPUs are refused here: later versions of the cuDNN frontend refuse ragged statistics on them, although this
+    // version accepts such graphs.
     const auto major = at::cuda::getCurrentDeviceProperties()->major;
     if (major != 9 && major != 10) refused_ = "a GPU of compute capability " + std::to_string(major);
   }

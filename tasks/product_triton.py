@@ -225,7 +225,7 @@ FEW = [
     Way(64, 32, 128, 4, 4), Way(64, 64, 128, 3, 4), Way(64, 64, 64, 5, 4), Way(64, 32, 256, 3, 4),
     Way(64, 16, 128, 5, 4), Way(32, 32, 128, 4, 4),
 ]  # fmt: skip
-# For one row of a product with a matrix [n, k], and for a few rows.
+# ONE: for products with m = 1 whose second operand is stored as [n, k]. SIXTEEN: for other products with m up to 16.
 ONE = [Way(1, 4, 1024, 2, 4), Way(1, 8, 512, 3, 4), Way(1, 2, 2048, 2, 4), Way(1, 16, 256, 3, 4), Way(1, 8, 1024, 2, 8)]
 SIXTEEN = [
     Way(16, 16, 256, 4, 4), Way(16, 32, 256, 3, 4), Way(16, 64, 128, 4, 4), Way(16, 16, 512, 3, 4),

@@ -216,7 +216,7 @@ def render(results: Sequence[LayoutResult], timings: Timings, console: Console) 
     short = console.is_terminal and console.width < NARROW
     times = ("default", "chosen", "best", "worst") if short else ("default", "chosen", "transposes", "best", "worst")
     heads = ("operator", *times) if short else ("operator", "x", "layouts", *times, "layout chosen")
-    # Lines are wrapped only in the columns of names and layouts.
+    # Only the last column (`layout chosen`) wraps. On a narrow terminal every column may wrap.
     table = plain_table(heads, text=("operator", "layout chosen"), rigid=() if short else heads[:-1])
     for line in best.lines:
         cells = [f"{getattr(line, head):.3f}" for head in times]

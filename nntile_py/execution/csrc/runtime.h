@@ -139,7 +139,8 @@ class Program {
            const std::string& kind);  // kind: "cpu", "cuda", or "" for both
   void add_invalidate(std::shared_ptr<Tile> tile);
   void add_message(Message message);
-  // Submits all tasks; waits only for the window. Returns the number in the current profile, or 0.
+  // Submits all tasks; waits only if the window is full. Returns the run's number in the current profile; 0 without a
+  // profile.
   uint32_t run(const std::vector<double>& slots);
   size_t tasks() const { return tasks_; }
   uint64_t checked_run() const { return run_; }  // number of its last run, if checked

@@ -93,7 +93,7 @@ Transfers transfers(int bus) {
   static std::map<int, Transfers> sums;
   const std::lock_guard lock(g_advice_mutex);
   starpu_profiling_bus_info info;
-  starpu_bus_get_profiling_info(bus, &info);  // counts without profiling, too; StarPU resets counters on reading
+  starpu_bus_get_profiling_info(bus, &info);  // StarPU counts also without profiling, and resets its counters here
   auto& sum = sums[bus];
   sum.bytes += static_cast<int64_t>(info.transferred_bytes);
   sum.count += info.transfer_count;
@@ -101,7 +101,7 @@ Transfers transfers(int bus) {
 }
 
 void Watchdog::look() {
-  // After a stop of the process or a pause of the machine, the clock has advanced.
+  // At most one second counts: if the process was stopped or the machine paused, the clock has advanced much further.
   const auto second = std::chrono::seconds(1);
   const auto now = clock::now();
   const auto passed = std::min<clock::duration>(now - last_, second);
@@ -109,7 +109,7 @@ void Watchdog::look() {
   const bool early = still_ < second;
   still_ += passed;
   in_vain_ += passed;
-  // Tasks of other users of StarPU may run for any time, and their ends are not counted.
+  // g.shared: the process has other users of StarPU. Their tasks may run for any time, and g.ended does not count them.
   if (g.active || g.shared || g.ended != ended_) still_ = in_vain_ = {};
   ended_ = g.ended;
   std::vector<size_t> moved;
@@ -117,7 +117,8 @@ void Watchdog::look() {
   for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) moved.push_back(starpu_memory_get_used(node));
   if (moved != moved_) still_ = {};
   moved_ = std::move(moved);
-  // A transfer counts at its start and its memory at its end, so a slow transfer to disk looks like no progress.
+  // StarPU counts a transfer when it starts, and updates the used memory when the transfer ends. During a slow transfer
+  // to a disk both numbers stay the same, so the limit is longer with a disk.
   const auto no_room = starpu_disk_swap_node >= 0 ? g_still : g_no_room;
   if (still_ > no_room)
     if (auto lack = lack_of_room(); !lack.empty()) stuck("out of memory: no task could start", no_room, lack);
