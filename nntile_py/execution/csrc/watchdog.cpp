@@ -1,4 +1,4 @@
-// Detects that no task makes progress: StarPU waits for ever for memory that is never freed.
+// Detects that no task makes progress: StarPU itself would wait for ever, as for memory that is never freed.
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -8,9 +8,10 @@
 namespace nntile {
 namespace {
 
-std::chrono::seconds g_no_room{10};  // nothing moves, and a tile waits for memory
-std::chrono::seconds g_still{120};   // nothing moves, for any reason
-std::chrono::seconds g_in_vain{600};  // no task ends, although tiles move or other processes use the cores
+// Limits of the time in which ...
+std::chrono::seconds g_no_room{10};   // ... no task ends and no tile moves, while a tile waits for memory
+std::chrono::seconds g_still{120};    // ... no task ends and no tile moves, for any reason
+std::chrono::seconds g_in_vain{600};  // ... no task ends, although tiles move or other processes use the cores
 
 std::mutex g_advice_mutex;
 std::string g_advice;
@@ -25,8 +26,8 @@ std::string describe(unsigned node) {
          (total > 0 ? " of " + mib(static_cast<size_t>(total)) : "");
 }
 
-// Returns a tile that does not fit on a node, or an empty text. StarPU frees its cached buffers before a tile waits, so
-// this is no false alarm.
+// Returns a text on a tile that waits for room in a memory; an empty text without such a tile. Cached buffers of StarPU
+// are not the cause: StarPU frees them before a tile waits.
 std::string lack_of_room() {
   for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) {
     const auto total = starpu_memory_get_total(node);
@@ -40,7 +41,7 @@ std::string lack_of_room() {
   return "";
 }
 
-// Returns advice: memory is the cause only where it is nearly full.
+// Returns advice for the user: on memory if a memory is nearly full, otherwise on the load of the machine.
 std::string advice() {
   for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) {
     const auto total = starpu_memory_get_total(node);
@@ -123,7 +124,7 @@ void Watchdog::look() {
   if (still_ > no_room)
     if (auto lack = lack_of_room(); !lack.empty()) stuck("out of memory: no task could start", no_room, lack);
   if (early && still_ >= second) queued_ = queued();
-  if (still_ > g_still && queued() - queued_ > g_still / 2) still_ = {};  // starved: wait as long as for moving tiles
+  if (still_ > g_still && queued() - queued_ > g_still / 2) still_ = {};  // too few cores: only g_in_vain counts
   if (still_ > g_still) stuck("no progress: no task ended and no tile moved", g_still, "");
   if (in_vain_ > g_in_vain) stuck("no progress: no task ended", g_in_vain, "");
 }
