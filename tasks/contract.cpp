@@ -86,7 +86,7 @@ double start(const at::Tensor& target, double beta, const at::Tensor& what) {
 
 void own(const EpilogueArgs& epilogue, double scale, const Plan& plan, const Factors& x, const Beside& beside) {
   const bool transposed = x.out.stride(-1) != 1 && x.out.stride(static_cast<int64_t>(x.batch + x.rows) - 1) == 1;
-  int64_t columns = 0;  // of the bias, as vectors
+  int64_t columns = 0;  // bit mask of the axes of a bias that has one number for each column
   for (const auto axis : transposed ? plan.out.slice(plan.batch, plan.m) : plan.out.slice(plan.batch + plan.m))
     columns |= int64_t{1} << axis;
   const bool along = epilogue.bias_axes == columns;
@@ -125,7 +125,7 @@ void blas(const EpilogueArgs& epilogue, double scale, const Plan& plan, const Fa
   apply_activation(epilogue, beside, late ? bias : at::Tensor());
 }
 
-// target = the sum of partial products in the order of the output, then the epilogue.
+// Copies the sum of partial products to the target, in the output's order of axes, and computes the epilogue there.
 void reshape(const EpilogueArgs& epilogue, const Plan& plan, const at::Tensor& sum, const Beside& beside) {
   const auto& target = beside.target;
   target.copy_(sum.permute(plan.reshape));
@@ -134,7 +134,8 @@ void reshape(const EpilogueArgs& epilogue, const Plan& plan, const at::Tensor& s
   apply_activation(epilogue, beside);
 }
 
-// Sums an operand over the product's summed axes: the first axes of the permuted b, the last of the permuted a.
+// Sums operand a (`first`) or b over the product's summed axes. These are the last axes of the permuted a, and after
+// the batch the first axes of the permuted b.
 void sum_operand(const Factors& x, bool first, const at::Tensor& to, bool adds) {
   std::vector<int64_t> axes(x.depth);
   std::iota(axes.begin(), axes.end(), static_cast<int64_t>(x.batch + (first ? x.rows : 0)));

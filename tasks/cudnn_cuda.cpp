@@ -20,14 +20,15 @@ namespace {
 
 namespace fe = cudnn_frontend;
 
-// kLengths, kKeyLengths: positions of each segment; larger uids: offsets of segments.
+// Numbers of a graph's tensors. kLengths, kKeyLengths: number of positions of each segment. kOffsets and larger
+// numbers: offsets of segments.
 enum Uid : int64_t { kQ = 1, kK, kV, kOut, kStats, kDOut, kDQ, kDK, kDV, kBias, kLengths, kKeyLengths, kOffsets };
 using Attributes = std::shared_ptr<fe::graph::Tensor_attributes>;
 
 struct Operand {
   int64_t uid;
   at::Tensor x;
-  int64_t offsets = 0;  // uid of the operand with the segments' offsets, in elements
+  int64_t offsets = 0;  // uid of the tensor with the segments' offsets in elements; 0: not ragged
 };
 using Operands = std::vector<Operand>;  // q first
 
@@ -37,7 +38,7 @@ struct Options {
   int64_t rows = 0;  // maximum rows of ragged operands; 0: not ragged
 };
 
-// Handle of this worker's device, for the worker's lifetime.
+// Returns cuDNN's handle for this worker's device. The handle lives as long as the worker.
 cudnnHandle_t handle() {
   thread_local std::map<c10::DeviceIndex, cudnnHandle_t> handles;
   const auto stream = c10::cuda::getCurrentCUDAStream();
@@ -163,8 +164,8 @@ std::string run(const Operands& operands, const Options& options) {
   return {};
 }
 
-// Operands [1, h, tokens, d] of packed sequences in cuDNN's form [segments, h, longest, d], with an offset and a length
-// per segment.
+// Collects operands [1, h, tokens, d] of packed sequences in cuDNN's ragged form: [segments, h, longest, d], with an
+// offset and a length for each segment.
 class Ragged {
  public:
   Ragged(const PairMask& mask, int64_t most)
@@ -176,7 +177,8 @@ class Ragged {
     if (major != 9 && major != 10) refused_ = "a GPU of compute capability " + std::to_string(major);
   }
 
-  // Shares the offsets of operand `like`, an earlier operand or itself, if both have the same token stride.
+  // Adds an operand. It shares the offsets of operand `like` (an earlier operand, or itself) if both have the same
+  // stride from token to token.
   void add(Uid uid, const at::Tensor& x, Uid like) {
     const auto heads = x.size(1), width = x.size(3), pitch = x.stride(2);
     if (width % 16 && uid != kStats) refused_ = "head_dim " + std::to_string(width) + ", no multiple of 16";
@@ -204,7 +206,7 @@ class Ragged {
   }
 
  private:
-  static constexpr int64_t kRows = 64;  // rows of the blocks that its kernels add in the workspace
+  static constexpr int64_t kRows = 64;  // rows of the blocks in which cuDNN's kernels add in the workspace
   const PairMask& mask_;
   int64_t count_, rows_;
   std::string refused_;
@@ -233,7 +235,7 @@ bool attention_grad(const Triple& x, const at::Tensor& out, const at::Tensor& ls
   return run(operands, {causal, scale}).empty();
 }
 
-// cuDNN does not write tokens of no segment, so outputs are cleared first.
+// cuDNN does not write results of tokens outside all segments, so the outputs are cleared first.
 std::string attention_of_segments(const Triple& x, const PairMask& mask, const at::Tensor& out, const at::Tensor& lse,
                                   int64_t most, double scale) {
   Ragged all(mask, most);
