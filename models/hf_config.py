@@ -127,20 +127,20 @@ def _load(file: Path) -> dict[str, Any]:
 _OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 
 
-def translated(tensors: dict[str, Any], shapes: Collection[str], prefix: str, old: Mapping[str, str]) -> dict[str, Any]:
+def translated(tensors: dict[str, Any], names: Collection[str], prefix: str, old: Mapping[str, str]) -> dict[str, Any]:
     """Return a checkpoint's tensors under the names that the model uses.
 
     Args:
         tensors: Tensors by their names in the checkpoint.
-        shapes: Names of the model's weights.
+        names: Names of the model's weights.
         prefix: Prefix of the model's names. It is added if no name in the checkpoint has the prefix, as in
             checkpoints of the model without a head.
         old: {prefix in other versions of the checkpoint: prefix in the model}. A tensor is renamed only if the
             checkpoint lacks the model's own name.
 
     Raises:
-        ConfigError: Two tensors of the checkpoint that differ have one name in the model, such as LayerNorm.weight and
-            LayerNorm.gamma.
+        ConfigError: Two different tensors of the checkpoint get the same name in the model, such as LayerNorm.weight
+            and LayerNorm.gamma.
     """
     bare = bool(prefix) and not any(name.startswith(prefix) for name in tensors)
     result: dict[str, Any] = {}
@@ -151,9 +151,9 @@ def translated(tensors: dict[str, Any], shapes: Collection[str], prefix: str, ol
                 name = name.removesuffix(suffix) + today
         for start, today in old.items():
             own = today + name.removeprefix(start)
-            if name.startswith(start) and own in shapes and own not in tensors:
+            if name.startswith(start) and own in names and own not in tensors:
                 name = own
-        name = prefix + name if bare and name not in shapes else name
+        name = prefix + name if bare and name not in names else name
         if name in result and not value.equal(result[name]):
             need = "one of them, or equal weights"
             raise ConfigError(f"model: the checkpoint has {name} also under another name ({original}); allowed: {need}")

@@ -77,7 +77,7 @@ def check_code(name: Any, where: Path, need: str, what: str = "the model is a cl
 
 
 def type_of(model: Any) -> str:
-    """Return the `model.type` of a model in a YAML; for a user's own class: /path/my_file.py:MyModel."""
+    """Return the value of the YAML key `model.type` for a model; for a user's own class /path/my_file.py:MyModel."""
     cls = type(model)
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if cls.__module__.startswith("nntile_py.") or not file:
@@ -181,7 +181,7 @@ def _models_in(module: Any) -> list[type[Model]]:
     return [
         cls
         for _, cls in inspect.getmembers(module, inspect.isclass)
-        if issubclass(cls, Model) and cls.__module__ == module.__name__ and _config_of(cls)
+        if issubclass(cls, Model) and cls.__module__ == module.__name__ and _has_config(cls)
     ]
 
 
@@ -190,7 +190,7 @@ def _is_torch_module(there: Any) -> bool:
     return inspect.isclass(there) and any(f"{one.__module__}.{one.__name__}" == _TORCH_MODULE for one in there.__mro__)
 
 
-def _config_of(cls: type[Model]) -> bool:
+def _has_config(cls: type[Model]) -> bool:
     """Return whether a model class has a `Config` that is a subclass of ModelConfig."""
     made = getattr(cls, "Config", None)
     return inspect.isclass(made) and issubclass(made, ModelConfig)

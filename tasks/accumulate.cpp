@@ -1,4 +1,4 @@
-// Combination of partial results, for the accumulation policies redux and tree and for kernels that add to a tile.
+// Combines partial results, for the accumulation policies redux and tree, and for kernels that add to a tile.
 #include <ATen/ops/maximum.h>
 
 #include "common.h"
@@ -7,7 +7,7 @@
 namespace nntile {
 namespace {
 
-// State (max, sumexp, values...) per row; sumexp 0: empty.
+// Adds the state b of a row to a. A state is (max, sumexp, values...); it is empty if sumexp is 0.
 template <class T>
 void combine_softmax(T* a, const T* b, int64_t width) {
   if (b[1] == T(0)) return;
@@ -21,7 +21,7 @@ void combine_softmax(T* a, const T* b, int64_t width) {
   for (int64_t k = 1; k < width; ++k) a[k] = a[k] * keep_a + b[k] * keep_b;
 }
 
-// State (count, mean, M2) per row: Chan, Golub and LeVeque (1979), update of sums of squares.
+// Adds the state (count, mean, M2) b of a row to a. Source: Chan, Golub and LeVeque (1979), update of sums of squares.
 template <class T>
 void combine_moments(T* a, const T* b) {
   if (b[0] == T(0)) return;
@@ -31,7 +31,7 @@ void combine_moments(T* a, const T* b) {
   a[0] = count;
 }
 
-// The same two as whole-tile operations, for devices.
+// Compute the same for all rows of a tile by operations of ATen, for CUDA workers.
 void combine_softmax(const at::Tensor& a, const at::Tensor& b) {
   const auto top_a = a.select(-1, 0).masked_fill(a.select(-1, 1).eq(0), -INFINITY);
   const auto top_b = b.select(-1, 0).masked_fill(b.select(-1, 1).eq(0), -INFINITY);

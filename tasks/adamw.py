@@ -25,9 +25,9 @@ class AdamWArgs(TaskArgs):
 
 
 class AdamW(Optimizer):
-    """AdamW as torch.optim.AdamW (Loshchilov and Hutter 2019, Alg. 2). In step t:
+    """AdamW as torch.optim.AdamW (Loshchilov and Hutter 2019, Alg. 2).
 
-    p -= lr weight_decay p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2;
+    In step t: p -= lr weight_decay p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2;
     p -= lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps).
     """
 

@@ -13,7 +13,7 @@
 namespace nntile {
 namespace {
 
-constexpr int64_t kRows = 128;  // query rows of a block, whose scores stay in the cache
+constexpr int64_t kRows = 128;  // rows of queries in a block; the block's scores fit into the cache
 
 at::Tensor head(const at::Tensor& x, int64_t b, int64_t h) { return x.select(0, b).select(0, h); }
 
@@ -21,7 +21,8 @@ at::Tensor buffer_for(const at::Tensor& q, const at::Tensor& k) {
   return at::empty({std::min(kRows, q.size(2)) * k.size(2)}, q.options());
 }
 
-// Writes scale q k^T of query rows [first, first + rows) and an interval of the keys into the buffer.
+// Returns the scores scale q k^T of the query rows [first, first + rows) and an interval of the keys. They lie in the
+// buffer.
 at::Tensor scores_of(const at::Tensor& buffer, const at::Tensor& q, const at::Tensor& k, int64_t first, int64_t rows,
                      Interval keys, double scale) {
   auto s = buffer.narrow(0, 0, rows * keys.size()).view({rows, keys.size()});
@@ -29,8 +30,8 @@ at::Tensor scores_of(const at::Tensor& buffer, const at::Tensor& q, const at::Te
   return s;
 }
 
-// Calls body(b, head of q, head of k, scores of a block of rows, first row, rows, keys). All these rows are masked
-// outside the interval `keys`. The scores include the padding's bias.
+// Calls body(b, head of q, head of k, scores, first row, number of rows, keys) for each block of query rows. No row of
+// the block attends to keys outside the interval `keys`. The scores include the bias of the padding.
 template <class T, class Body>
 void for_blocks(const Triple& x, const PairMask& mask, double scale, Body body) {
   const auto buffer = buffer_for(x.q, x.k);
@@ -55,7 +56,8 @@ void for_blocks(const Triple& x, const PairMask& mask, double scale, Body body) 
   }
 }
 
-// Calls f(scores, count, row) for the attended keys of each row; the other elements of the block become zeros.
+// Calls f(pointer to scores, number of keys, row) for the attended keys of each row. The scores of all other keys
+// become zero.
 template <class T, class F>
 void for_rows(const at::Tensor& s, const PairMask& mask, int64_t first, Interval keys, int64_t all_keys, F f) {
   for (int64_t row = 0; row < s.size(0); ++row) {
@@ -68,7 +70,8 @@ void for_rows(const at::Tensor& s, const PairMask& mask, int64_t first, Interval
   }
 }
 
-// Replaces scores by exp(score - max of the row) and calls f(row, max, sum); 0 and 0 without attended keys.
+// Replaces scores by exp(score - maximum of the row), and calls f(row, maximum, sum of the row). Maximum and sum are 0
+// for a row without attended keys.
 template <class T, class F>
 void exponentials(const at::Tensor& s, const PairMask& mask, int64_t first, Interval keys, int64_t all_keys, F f) {
   for_rows<T>(s, mask, first, keys, all_keys, [&](T* p, int64_t n, int64_t row) {
@@ -91,7 +94,8 @@ void probabilities(const at::Tensor& s, const at::Tensor& lse, const PairMask& m
               [&](T* p, int64_t n, int64_t row) { exp_row(p, p, lse.data_ptr<T>()[row], T(1), n); });
 }
 
-// Calls f(elements of the attended keys, row, first key, count) for each row of a block.
+// Calls f(pointer to the scores of the attended keys, row, first attended key, number of attended keys) for each row of
+// a block.
 template <class T, class F>
 void for_kept(const at::Tensor& s, const PairMask& mask, int64_t first, Interval keys, int64_t all_keys, F f) {
   for (int64_t row = 0; row < s.size(0); ++row) {
@@ -102,7 +106,8 @@ void for_kept(const at::Tensor& s, const PairMask& mask, int64_t first, Interval
 
 at::Tensor rows_of(const at::Tensor& x, Interval keys) { return x.narrow(0, keys.from, keys.size()); }
 
-// ATen's fused kernel supports only the causal mask and no groups of heads.
+// Computes attention by ATen's fused kernel, which supports only the causal mask, and needs a head of k and of v for
+// each head of q.
 void vendor(const AttentionArgs& args, const Triple& x, const at::Tensor& out, const at::Tensor& lse) {
   const auto [o, l] = at::_scaled_dot_product_flash_attention_for_cpu(
       x.q, repeated(x.k, x.group()), repeated(x.v, x.group()), 0.0, args.diagonal, {}, args.scale);
@@ -121,13 +126,15 @@ void vendor_grad(const AttentionGradArgs& args, const Triple& x, const Triple& g
   }
 }
 
-// Whether each segment can be a call of ATen's kernel: the tile has all positions, without dropout.
+// Returns whether each segment can be one call of ATen's kernel: the tile has all positions, and the mask has no
+// dropout, no window and no padding.
 bool whole_segments(const PairMask& mask, const Triple& x) {
   return mask.segments.defined() && !mask.dropout && !mask.window && !mask.padding.defined() && !mask.seq && !mask.key &&
          x.q.size(2) == x.k.size(2);
 }
 
-// Calls f(first position, positions) for each segment, then outside(first, positions) for positions of none.
+// Calls f(first position, number of positions) for each segment, then outside(first position, number of positions) for
+// the positions outside all segments.
 template <class Segment, class Outside>
 void for_segments(const at::Tensor& segments, int64_t positions, Segment f, Outside outside) {
   const auto* offsets = segments.data_ptr<int64_t>();
@@ -221,7 +228,7 @@ void attention_grad(Args& t) {
   const auto d_out = as_bhsd(t[0], args.d_out), out = as_bhsd(t[1], args.out), lse = t[2];
   const Triple x(t, args.qkv, 3), grads(t, args.grads, 3 + x.count);
   const PairMask mask(t, args.diagonal, args.limits, 3 + x.count + grads.count);
-  const bool adds = t.accumulates(3 + x.count + args.grads.k[0]);  // other tiles of heads add, too
+  const bool adds = t.accumulates(3 + x.count + args.grads.k[0]);  // tasks of other heads add to dk and dv too
   if (mask.simple()) return vendor_grad(args, x, grads, d_out, out, lse, adds);
   if (whole_segments(mask, x)) {
     const auto one = [&](int64_t from, int64_t count) {
@@ -242,7 +249,7 @@ void attention_grad(Args& t) {
   dispatch(lse, [&](auto zero) { add_grads<decltype(zero)>(x, grads, mask, d_out, lse, delta, args.scale, t); });
 }
 
-// tiles: state (max, sumexp, values; flash_maxsumexp's has no values), q/k/v, padding, segments
+// tiles: state [.., (max, sumexp, values)] (without values for flash_maxsumexp), q/k/v, padding, segments
 void add_state(Args& t, bool values) {
   const PairArgs args(t);
   const Triple x(t, args.qkv, 1);
@@ -268,7 +275,7 @@ void attention_partial(Args& t) { add_state(t, true); }
 
 void flash_maxsumexp(Args& t) { add_state(t, false); }
 
-// Returns the sums of a state, 1 where it is empty.
+// Returns the values sumexp of a state, with 1 in the place of 0: rows without attended keys are divided by them too.
 at::Tensor sums_of(const at::Tensor& state) {
   const auto sum = state.select(-1, 1);
   return sum.masked_fill(sum.eq(0), 1.0);

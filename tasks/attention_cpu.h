@@ -13,7 +13,7 @@ struct Interval {
   int64_t size() const { return to - from; }
 };
 
-// Returns the interval of a query in a tile of `keys` keys.
+// Returns the keys of the tile to which the query in row `row` attends. keys: number of keys in the tile.
 inline Interval kept_keys(const PairMask& mask, int64_t row, int64_t keys) {
   const int64_t position = mask.seq + row;
   int64_t from = mask.key, to = mask.key + keys;

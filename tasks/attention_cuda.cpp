@@ -1,4 +1,5 @@
-// Attention on CUDA: the vendor's fused kernels for whole sequences, else whole-tile operations.
+// Attention on CUDA: by fused kernels of cuDNN and ATen where they support the case, else by ATen's operations on
+// tiles.
 #include <ATen/ops/_flash_attention_backward.h>
 #include <ATen/ops/_flash_attention_forward.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
@@ -33,15 +34,17 @@ bool low(const at::Tensor& x) { return at::isReducedFloatingType(x.scalar_type()
 // Scores and statistics are fp32 for bf16 and fp16 operands.
 at::Tensor in_fp32(const at::Tensor& x) { return low(x) ? x.to(at::kFloat) : x; }
 
-// GPUs for ATen's and cuDNN's flash attention; the memory-efficient kernel supports fp16 on older GPUs, too.
+// Returns whether the GPU supports the flash attention of ATen and cuDNN. ATen's memory-efficient kernel supports fp16
+// on older GPUs too.
 bool runs_flash(const at::Tensor& x) {
   int major = 0;
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, x.get_device()));
   return major >= 8;
 }
 
-// The kernel for this dtype, these sizes and this mask, the same forward and backward. segments: a kernel of
-// attention_packed_cuda.cpp; window: ATen's flash attention; cudnn and efficient take other masks as a bias.
+// A kernel; `vendor` chooses the same one for the forward and the backward pass. flash, window: ATen's flash attention,
+// without and with a window. segments: a kernel of attention_packed_cuda.cpp. efficient: ATen's memory-efficient
+// kernel. cudnn and efficient take other masks than the causal mask as a bias. none: ATen's operations.
 enum class Vendor { cudnn, flash, segments, window, efficient, none };
 
 Vendor vendor(const Triple& x, const PairMask& mask, packed::Way way) {
@@ -60,7 +63,8 @@ Vendor vendor(const Triple& x, const PairMask& mask, packed::Way way) {
   return Vendor::none;
 }
 
-// Whether cuDNN is tried before flash for sequences of any length; its causal mask begins at the first position of both.
+// Returns whether cuDNN is tried before ATen's flash attention, for sequences of any length. cuDNN's causal mask aligns
+// the first query with the first key, so a causal mask needs as many queries as keys.
 bool cudnn_takes(const Triple& x, bool causal) {
   return x.q.size(3) <= 128 && (!causal || x.q.size(2) == x.k.size(2));
 }
@@ -109,8 +113,9 @@ at::Tensor hidden(const Triple& x, const PairMask& mask) {
   return result.expand({-1, -1, x.q.size(2), -1});
 }
 
-// The bias that cudnn and efficient add to the scores, and the queries without attended keys. The bias is finite, as
-// infinities would give NaN; those queries then get the mean of all values.
+// The bias that the kernels cudnn and efficient add to the scores. `dead` marks the queries without attended keys. The
+// bias is finite, because infinities would give NaN. So a kernel gives dead queries the mean of all values;
+// `clear_dead` then sets their results to 0.
 struct Bias {
   at::Tensor bias, dead;  // [b, 1, seq, key], [b, 1, seq]; undefined with only a causal mask
 
@@ -128,7 +133,7 @@ struct Bias {
   }
 };
 
-// ATen's forward takes an undefined tensor for a bias in main memory.
+// Returns a bias as ATen's forward functions need it: they would mistake an undefined tensor for a bias in main memory.
 std::optional<at::Tensor> given(const at::Tensor& x) { return x.defined() ? std::make_optional(x) : std::nullopt; }
 
 void clear_dead(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& dead) {
@@ -218,8 +223,8 @@ void attention_grad(Args& t) {
   const Triple x(t, args.qkv, 3), grads(t, args.grads, 3 + x.count);
   const PairMask mask(t, args.diagonal, args.limits, 3 + x.count + grads.count);
   const bool causal = mask.diagonal;
-  const bool adds = t.accumulates(3 + x.count + args.grads.k[0]);  // other tiles of heads add, too
-  const auto own = [&] {  // for kernels that write to tensors of the caller
+  const bool adds = t.accumulates(3 + x.count + args.grads.k[0]);  // tasks of other heads add to dk and dv too
+  const auto own = [&] {  // gradients for kernels that overwrite their outputs instead of adding
     return adds ? Triple(grads.q, at::empty_like(grads.k), at::empty_like(grads.v)) : grads;
   };
   const auto add = [&](const Triple& made) {
@@ -287,7 +292,7 @@ void attention_grad(Args& t) {
   put(grads.v, dv);
 }
 
-// tiles: state (max, sumexp, values; flash_maxsumexp's has no values), q/k/v, padding, segments
+// tiles: state [.., (max, sumexp, values)] (without values for flash_maxsumexp), q/k/v, padding, segments
 void add_state(Args& t, bool values) {
   const PairArgs args(t);
   const Triple x(t, args.qkv, 1);

@@ -17,9 +17,10 @@
 namespace nntile::packed {
 namespace {
 
-// Arguments of ATen's flash attention for packed sequences: [tokens, heads, head_dim], offsets, tokens of no segment.
+// Arguments of ATen's flash attention for packed sequences. offsets: int32, first token of each segment. dead [tokens]:
+// true for tokens outside all segments.
 struct Packed {
-  at::Tensor offsets, dead;  // int32, [tokens]
+  at::Tensor offsets, dead;
   int64_t longest;
 
   Packed(const PairMask& mask, int64_t tokens) : longest(std::min(mask.longest, tokens)) {

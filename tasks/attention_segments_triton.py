@@ -288,8 +288,8 @@ class SegmentArguments:
     """Arguments that all launches of a task share."""
 
     sizes: tuple[int, int, int]  # query heads, key heads, head_dim
-    sequences: int  # including the tokens behind the last segment
-    longest: tuple[int, int]  # maximum queries and keys of a sequence
+    sequences: int  # number of sequences; with segments, the tokens after the last segment count as a sequence
+    longest: tuple[int, int]  # largest number of queries and of keys of a sequence
     args: list[Parameter]  # kernel arguments from the mask's data on
     constants: dict[str, Any]
     key: str  # the fastest block sizes are stored for this key

@@ -64,7 +64,7 @@ class Band:
         return self.causal and key.end > seq.offset
 
     def cuts_window(self, seq: TileRange, key: TileRange) -> bool:
-        """Return whether the window masks keys of the tile for its last or its first query."""
+        """Return whether the window masks at least one (query, key) pair of the tile."""
         if not self.window:
             return False
         return key.offset <= seq.end - 1 - self.window or (self.two_sided and key.end - 1 >= seq.offset + self.window)

@@ -15,8 +15,8 @@
 namespace nntile {
 namespace {
 
-constexpr int64_t kQueries = 128;  // queries of a block, whose scores stay in the cache
-constexpr int64_t kFew = 4;  // up to so many queries, a copy of the keys into one matrix takes longer than it saves
+constexpr int64_t kQueries = 128;  // queries in a block; the block's scores fit into the cache
+constexpr int64_t kFew = 4;  // with more queries, copying the keys into one matrix saves more time than it takes
 
 struct CachedRow {
   int64_t past, count;
@@ -100,8 +100,8 @@ void rotate_rows(T* x, const T* table, int64_t n, int64_t width) {
 
 int64_t first_key(int64_t position, int64_t window) { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
 
-// Attention of few queries of one group of heads. q, out: [group * count, width], in each head one query after the other;
-// scores: scratch memory.
+// Computes attention of few new tokens for one group of heads. q, out: [group * count, width], the queries of a head
+// one after the other. scores: scratch memory.
 template <class T>
 void attend_to_pages(const Pool<T>& keys, const Pool<T>& values, const CachedRow& row, int64_t head, const T* q, T* out,
                      int64_t group, double scale, int64_t window, std::vector<T>& scores) {
@@ -137,7 +137,8 @@ void attend_to_pages(const Pool<T>& keys, const Pool<T>& values, const CachedRow
   });
 }
 
-// Attention of many queries of one head. q, out: [count, width].
+// Computes attention of many new tokens for one head. q, out: [count, width]. k, v: rows of the positions from `first`
+// on.
 template <class T>
 void attend_in_blocks(const at::Tensor& k, const at::Tensor& v, int64_t first, const CachedRow& row, const at::Tensor& q,
                  at::Tensor out, double scale, int64_t window) {
@@ -160,7 +161,8 @@ void attend_in_blocks(const at::Tensor& k, const at::Tensor& v, int64_t first, c
   }
 }
 
-// tiles: out, keys, values, table, then q, k, v, then the table of the rotation
+// tiles: out, cached keys, cached values, page table, then q, k, v (one tile if args.heads), then the angles of the
+// rotation if args.rotary
 void cached_attention(Args& t) {
   const CachedAttentionArgs args(t);
   Triple x(t, args.qkv, 4);

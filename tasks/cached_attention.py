@@ -43,6 +43,9 @@ class CachedAttention(Op):
         table: int64 [batch, entry].
         pools: cached keys and cached values, each [page, heads or kv_heads, slot, head_dim]. The operator changes them.
         out: with the axes of q.
+        after: two tensors that share the memory of `pools`: the cached keys and values after this operator.
+        scale: factor of the products of queries and keys. None: 1 / sqrt(head_dim).
+        window: a query attends to this many positions, its own included. None: to all earlier positions.
         rotary: a table [batch, seq, rotary] of angles. The operator rotates q and k by them, see Rotary.
         heads: numbers of heads of q and of k.
     """

@@ -57,7 +57,7 @@ void gemm(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, doubl
     at::baddbmm_out(target, out, a, b, beta, alpha);
 }
 
-// Tiles of the epilogue in order, from number `next` on; undefined: absent.
+// Tiles of the epilogue. A tensor is undefined if the epilogue lacks it. next: number of the epilogue's first tile.
 struct Beside {
   at::Tensor target, bias, residual, aux, activated, colsum;
   double beta = 1;  // factor of the target's content
@@ -76,7 +76,8 @@ struct Beside {
   }
 };
 
-// target = beta * target + bias and residual; returns the factor of the target for the product.
+// Copies `what` (a bias or a residual) to the target if beta is 0, else adds `what` to the target. Returns 1: the beta
+// of the product that follows.
 double start(const at::Tensor& target, double beta, const at::Tensor& what) {
   if (beta == 0) target.copy_(what.expand_as(target));
   else target.add_(what);
@@ -85,7 +86,7 @@ double start(const at::Tensor& target, double beta, const at::Tensor& what) {
 
 void own(const EpilogueArgs& epilogue, double scale, const Plan& plan, const Factors& x, const Beside& beside) {
   const bool transposed = x.out.stride(-1) != 1 && x.out.stride(static_cast<int64_t>(x.batch + x.rows) - 1) == 1;
-  int64_t columns = 0;  // of the bias, as vectors
+  int64_t columns = 0;  // bit mask of the axes of a bias that has one number for each column
   for (const auto axis : transposed ? plan.out.slice(plan.batch, plan.m) : plan.out.slice(plan.batch + plan.m))
     columns |= int64_t{1} << axis;
   const bool along = epilogue.bias_axes == columns;
@@ -124,7 +125,7 @@ void blas(const EpilogueArgs& epilogue, double scale, const Plan& plan, const Fa
   apply_activation(epilogue, beside, late ? bias : at::Tensor());
 }
 
-// target = the sum of partial products in the order of the output, then the epilogue.
+// Copies the sum of partial products to the target, in the output's order of axes, and computes the epilogue there.
 void reshape(const EpilogueArgs& epilogue, const Plan& plan, const at::Tensor& sum, const Beside& beside) {
   const auto& target = beside.target;
   target.copy_(sum.permute(plan.reshape));
@@ -133,7 +134,8 @@ void reshape(const EpilogueArgs& epilogue, const Plan& plan, const at::Tensor& s
   apply_activation(epilogue, beside);
 }
 
-// Sums an operand over the product's summed axes: the first axes of the permuted b, the last of the permuted a.
+// Sums operand a (`first`) or b over the product's summed axes. These are the last axes of the permuted a, and after
+// the batch the first axes of the permuted b.
 void sum_operand(const Factors& x, bool first, const at::Tensor& to, bool adds) {
   std::vector<int64_t> axes(x.depth);
   std::iota(axes.begin(), axes.end(), static_cast<int64_t>(x.batch + (first ? x.rows : 0)));

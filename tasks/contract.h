@@ -17,7 +17,7 @@ inline at::Tensor broadcastable(const at::Tensor& bias, int64_t mask, const at::
   return bias.view(shape);
 }
 
-// Whether the bias has exactly the last axes of the output.
+// Returns whether the axes of the bias (bits of `mask`) are the last axes of the output.
 inline bool trailing(int64_t mask, int64_t axes) {
   int64_t last = 0;
   while (last < axes && !((mask >> last) & 1)) ++last;
@@ -29,7 +29,7 @@ inline bool trailing(int64_t mask, int64_t axes) {
 struct Plan {
   bool swap, permuted_out;
   at::IntArrayRef a, b, out;
-  at::IntArrayRef reshape;  // from the sum of partial products to the output; empty: the sum is the output
+  at::IntArrayRef reshape;  // order of the sum's axes in the output; empty: the sum is the output
   size_t batch, m, n, k;
 
   explicit Plan(const PlanArgs& args) : swap(args.swap) {
@@ -46,7 +46,7 @@ struct Plan {
   }
 };
 
-// The arguments of a product alone; its epilogue follows in another tile.
+// Returns the arguments without the epilogue, which is computed later in another tile than the product.
 inline EpilogueArgs without_epilogue(EpilogueArgs args) {
   args.bias_axes = args.activation = args.colsum = -1;
   args.residual = args.keep_pre = args.aux = false;

@@ -100,8 +100,9 @@ void plain(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, doub
   }
 }
 
-// Returns a target whose rows and columns (first m axes, last n axes) do not form a matrix as blocks that do:
-// [outer rows, rows, outer columns, columns]. None if more axes are needed.
+// Returns a view of a target whose first m axes (rows) and last n axes (columns) do not form one matrix. In the view,
+// [outer rows, rows, outer columns, columns], each block [rows, columns] is a matrix. nullopt if four axes do not
+// suffice.
 std::optional<at::Tensor> blocks(const at::Tensor& target, size_t m, size_t n) {
   const auto sizes = target.sizes();
   for (size_t outer_m = 0; outer_m < m; ++outer_m)
@@ -134,8 +135,8 @@ View operand(const Args& t, size_t tile) {
   return x;
 }
 
-// Converts 8-bit operands to bf16, which is exact, if cuBLASLt cannot multiply them. cuBLASLt needs a GPU with FP8 units,
-// contiguous summed axes, sizes that are multiples of 16, and at most one operand in e5m2.
+// Converts 8-bit operands to bf16, which is exact, if cuBLASLt cannot multiply them. cuBLASLt needs a GPU with FP8
+// units, contiguous summed axes, sizes that are multiples of 16, and at most one operand in e5m2.
 void widen_unless_supported(View& a, View& b) {
   if (!a.scale && !b.scale) return;
   constexpr int64_t kUnit = 16;
@@ -148,7 +149,8 @@ void widen_unless_supported(View& a, View& b) {
     if (x->scale) *x = View(dequantized(x->tensor(), const_cast<void*>(x->scale), at::kBFloat16));
 }
 
-// Returns a view if possible, else a copy.
+// Returns an operand as matrices [batch, rows, columns] (without batch: [rows, columns]): a view if the strides allow
+// it, else a copy.
 View as_matrix(const View& x, size_t batch, size_t rows, size_t columns) {
   at::DimVector shape;
   if (batch) shape.push_back(extent(x.sizes, 0, batch));
@@ -166,7 +168,7 @@ struct Product {
   View a, b;  // matrices, or batches of them
   Sizes most;
   bool lt;     // cuBLASLt supports the product
-  bool first;  // the summed operand is a
+  bool first;  // if the epilogue sums an operand: true for a, false for b
 
   explicit Product(const Args& t) : Product(t, ContractArgs(t)) {}
 
@@ -188,16 +190,17 @@ struct Product {
 
   size_t tile_of_a() const { return plan.swap ? 2 : 1; }
 
-  int64_t most_of(const Args& t, size_t from, size_t count) const {  // elements of some axes of a
+  int64_t most_of(const Args& t, size_t from, size_t count) const {  // largest size of some axes of a together
     int64_t size = 1;
     for (const auto axis : plan.a.slice(from, count)) size *= t.most(tile_of_a())[static_cast<size_t>(axis)];
     return size;
   }
 };
 
-// target = alpha a b + bias, for a target with another order of axes than the product: a product and a copy, or one
-// product per block. The faster way depends on the width of blocks and is measured, unless a step fills a part of the
-// rows. bias: of the columns, contiguous; undefined: none.
+// Computes target = alpha a b + bias for a target with another order of axes than the product, by a product and a copy,
+// or by one product per block. Which is faster depends on the width of the blocks and is measured. If steps fill
+// different parts of the rows, nothing is measured, and a product and a copy are used. bias: one number for each
+// column, contiguous; undefined: no bias.
 void permuted(const at::Tensor& target, const Product& p, const at::Tensor& bias, bool tf32) {
   const auto &a = p.a, &b = p.b;
   const auto m = p.plan.m, n = p.plan.n;
@@ -220,7 +223,7 @@ void permuted(const at::Tensor& target, const Product& p, const at::Tensor& bias
     if (bias.defined()) target.add_(bias.view(target.sizes().slice(m)));
   };
   if (p.most != Sizes{a.sizes[0], b.sizes[1], a.sizes[1]}) return product_and_copy();
-  // Batches are neither in tf32 nor of mixed types.
+  // The batches of `into_blocks` support neither tf32 nor a target of another dtype than the operands.
   if (a.dtype != target.scalar_type() || (tf32 && a.dtype == at::kFloat)) return product_and_copy();
   std::vector<int64_t> key{static_cast<int64_t>(a.dtype), static_cast<int64_t>(m)};
   for (const auto part : {target.sizes(), target.strides(), at::IntArrayRef(a.sizes), at::IntArrayRef(a.strides),
@@ -243,8 +246,9 @@ void permuted(const at::Tensor& target, const Product& p, const at::Tensor& bias
   else by_blocks(*blocks(target, m, n), found->second == 1);
 }
 
-// Numbers of the epilogue's tiles, from `next` on; 0: absent. With an activation, the target is the value before the
-// activation. If only the result is needed, the target holds the result too.
+// The part of the epilogue that is still to be computed: numbers of its tiles among the task's tiles, from `next` on;
+// 0: no such tile. target: tile of the value before the activation. out: tile of the result, which is `target` if the
+// value before the activation is not kept.
 struct Rest {
   size_t target, bias = 0, residual = 0, aux = 0, out, column_sum = 0;
   bool activation;
@@ -277,13 +281,13 @@ Rest fused(Args& t, const Product& p, const EpilogueArgs& e, Rest left) {
   // The tile of the value before the activation cannot be read and written by one call.
   const bool gelu = e.activation == kGeluNew && !late && !(e.keep_pre && t.accumulates(0));
   const bool sums = left.column_sum && e.activation < 0 && !vector;
-  at::Tensor spare;  // for sums that are added to another tensor
+  at::Tensor spare;  // the sum of an operand, if it is to be added to its tile
   if (gelu && e.aux) {
     f.epilogue = CUBLASLT_EPILOGUE_DGELU;
     f.aux = t.view(left.aux).data;
   } else if (gelu && e.keep_pre) {
     f.epilogue = vector ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
-    f.aux = target.data;  // output of the epilogue; D is out
+    f.aux = target.data;  // cuBLASLt writes the value before the activation to aux, and the result to `out`
   } else if (gelu) {
     f.epilogue = vector ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
   } else if (vector) {

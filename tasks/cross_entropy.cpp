@@ -18,9 +18,6 @@ void check_label(int64_t label, int64_t classes) {
     throw std::out_of_range("label " + std::to_string(label) + " is not one of " + std::to_string(classes) + " classes");
 }
 
-// The scale multiplies each row's loss: a product after the sum would round differently depending on whether an earlier
-// loss is added by the same task or by another task.
-
 // tiles: logits, labels, lse, loss (ACC)
 void cross_entropy(Args& t) {
   const CrossEntropyArgs args(t);
@@ -35,6 +32,8 @@ void cross_entropy(Args& t) {
       check_label(label[row], n);
       const T top = max_of(x, n), value = top + std::log(sumexp_of(x, top, n));
       lse.data_ptr<T>()[row] = value;
+      // Scale each row before the sum: scaling the sum would round differently if one task instead of several adds the
+      // losses.
       if (label[row] >= 0) total += (static_cast<double>(value) - static_cast<double>(x[label[row]])) * args.scale;
       if (args.gradient) gradient(x, value, label[row] < 0 ? -2 * n : label[row], static_cast<T>(args.scale), n);
     }

@@ -22,7 +22,7 @@ struct Sizes {
 
 struct Fused {
   const void* c = nullptr;  // added to the product
-  void* bias = nullptr;     // per column; if the epilogue sums an operand, the output of the sum
+  void* bias = nullptr;     // one number per column; if the epilogue sums an operand: the output of this sum
   void* aux = nullptr;
   cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
   bool fast = false;  // for 8-bit operands: partial sums may have fewer bits than fp32
@@ -32,8 +32,8 @@ struct Unsupported : std::runtime_error {
   Unsupported() : std::runtime_error("cuBLASLt has no algorithm for this contraction") {}
 };
 
-// out = epilogue(alpha a b + c + bias), row-major matrices with at most `most` rows and summed products. Throws
-// Unsupported.
+// Computes out = epilogue(alpha a b + c + bias). `out` is row-major. most: largest m and k of this product in any step,
+// for packed sequences. Throws Unsupported if cuBLASLt has no algorithm.
 void matmul(const View& out, const View& a_matrix, const View& b_matrix, double alpha, const Fused& f, bool tf32,
             const Sizes& most);
 

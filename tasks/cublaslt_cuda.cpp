@@ -23,7 +23,7 @@ namespace {
 constexpr size_t kWorkspace = 64 << 20;
 constexpr int kCandidates = 8;
 constexpr int64_t kRowAlignment = 16;  // bytes
-constexpr float kShort = 0.04f;  // ms
+constexpr float kShort = 0.04f;  // ms; shorter products are timed several in a row
 
 void require(cublasStatus_t status, const char* what) {
   if (status != CUBLAS_STATUS_SUCCESS) throw std::runtime_error(std::string(what) + ": " + cublasGetStatusString(status));
@@ -62,7 +62,8 @@ struct Operand {
   }
 };
 
-// With packed sequences, rows vary by step, up to `most`: an algorithm is chosen for each of 16 numbers of rows.
+// Rounds up a size that varies with packing, to a multiple of a step of at least 128, but not above `most`. So an
+// algorithm is chosen for about 16 sizes or fewer.
 int64_t rounded(int64_t size, int64_t most) {
   const auto step = (most / 16 + 127) / 128 * 128;
   return step ? std::min(most, (size + step - 1) / step * step) : size;
@@ -115,7 +116,8 @@ class Matmul {
     shape({key.m, key.n, key.k});
   }
 
-  // Computes a product of these sizes by the chosen algorithm if it supports them, else by the library's first.
+  // Computes a product of the sizes `now` by algorithm `way` if it supports these sizes, else by the library's first
+  // proposal.
   void run(const Call& call, const Sizes& now, void* workspace, size_t way) {
     point(call);
     if (now != sizes_ || way != way_) {
@@ -136,10 +138,10 @@ class Matmul {
     require(matmul(call, used_, workspace), "cublasLtMatmul");
   }
 
-  // Chooses among the library's proposals for the key's sizes, by a stored choice or by a measurement on a product of
-  // these sizes.
+  // Chooses among the library's proposals for the key's sizes: the stored choice, else the fastest on a product of the
+  // sizes `now`.
   void choose(const Call& call, const Sizes& now, void* workspace, const View& out) {
-    point(call);  // the alignment of pointers matters
+    point(call);  // the library's proposals depend on the alignment of the pointers
     found_ = proposed(kCandidates);
     if (found_.empty()) return;
     shape(now);
@@ -152,7 +154,7 @@ class Matmul {
   size_t count() const { return found_.size(); }  // number of algorithms
   size_t best() const { return best_; }
 
-  static cublasLtHandle_t handle() {  // belongs to the current device of its creation; one per worker
+  static cublasLtHandle_t handle() {  // one handle per worker, for the device that is current at its creation
     thread_local const cublasLtHandle_t handle = [] {
       cublasLtHandle_t made;
       require(cublasLtCreate(&made), "cublasLtCreate");
@@ -249,15 +251,16 @@ class Matmul {
   }
 
   Key key_;
-  Sizes sizes_{};  // of the layouts
+  Sizes sizes_{};  // sizes that the layouts a_, b_ and d_ have now
   std::vector<cublasLtMatmulHeuristicResult_t> found_;
-  size_t best_ = 0, way_ = 0;   // number of the fastest alone; number of the last used
-  cublasLtMatmulAlgo_t used_{};  // for `sizes_`
+  // Indices in found_: of the algorithm that is the fastest if it runs alone, and of the algorithm of the last run.
+  size_t best_ = 0, way_ = 0;
+  cublasLtMatmulAlgo_t used_{};  // algorithm of the last run, checked for `sizes_`
   cublasLtMatmulDesc_t desc_;
   cublasLtMatrixLayout_t a_, b_, d_;
 };
 
-// One per worker thread.
+// Returns the workspace of this worker thread on a device.
 void* workspace(c10::Device device) {
   thread_local std::map<c10::DeviceIndex, at::Tensor> made;
   auto& block = made[device.index()];
@@ -266,7 +269,7 @@ void* workspace(c10::Device device) {
   return block.data_ptr();
 }
 
-// See matmul.
+// Computes a product by one call of cuBLASLt. Arguments: as for matmul.
 void direct(const View& out, const View& a_matrix, const View& b_matrix, double alpha, const Fused& f, bool tf32,
             const Sizes& most) {
   const Operand a(a_matrix), b(b_matrix);
@@ -297,10 +300,11 @@ void direct(const View& out, const View& a_matrix, const View& b_matrix, double 
 
 // Rows of the logits of 50257 tokens in 16 bits do not all begin at multiples of 16 bytes, which the library's fast
 // algorithms need. But rows r, r + 8, r + 16, ... are a multiple of 16 bytes apart, and from their column -r * 50257
-// modulo 8 on they are aligned. So a product of such a matrix is also computed in parts: for each r, one for a multiple
-// of 8 columns from there on, and narrow ones for the columns before and after.
+// modulo 8 on they are aligned. So a product of such a matrix can be computed in parts: for each r, one product for the
+// aligned columns, whose number is a multiple of 8, and two narrow products for the columns before and after them.
+// Whether the parts are faster than the whole is measured.
 
-constexpr double kLarge = 1e9;  // multiplications of a product for which the time of the parts is measured
+constexpr double kLarge = 1e9;  // smallest number of multiplications of a product whose parts are measured
 
 bool row_major(const View& x) { return x.strides[1] == 1; }
 
@@ -321,7 +325,7 @@ View every(const View& x, size_t axis, int64_t first, int64_t step = 1, int64_t 
 
 enum Axis { kM, kN, kK };
 
-// Returns a part of the operands of a product, for a part of the axis m, n or k.
+// The operands of a product or of a part of it. `of` returns the part for some elements of the axis m, n or k.
 struct Part {
   View out, a, b;
 
@@ -335,12 +339,13 @@ struct Part {
 };
 
 struct Misaligned {
-  Axis rows, columns;  // of the misaligned matrix in memory
+  Axis rows, columns;  // axes of the product that are the rows and columns of the misaligned matrix in memory
   int64_t leading, size;  // leading: elements from one row to the next; size: elements of the axis `columns`
   int64_t unit;           // elements in kRowAlignment bytes
 };
 
-// Returns which matrix is misaligned, if it is only one and the parts of the others are aligned.
+// Returns the misaligned matrix. nullopt if no matrix or several matrices are misaligned, if the parts of the others
+// would be misaligned, or if the product is small.
 std::optional<Misaligned> found_misaligned(const Part& p, const Fused& f, bool tf32) {
   if (p.a.scale || (p.a.dtype == at::kFloat && !tf32) || f.epilogue != CUBLASLT_EPILOGUE_DEFAULT || misaligned(p.b)) return {};
   if (static_cast<double>(p.out.numel()) * static_cast<double>(p.a.sizes[1]) < kLarge) return {};
@@ -352,7 +357,7 @@ std::optional<Misaligned> found_misaligned(const Part& p, const Fused& f, bool t
   if (!into && !row_major(p.a)) found = {kK, kM, x.strides[1], x.sizes[0], unit};
   const auto rows = x.sizes[row_major(x) ? 0 : 1];
   if (found.size < 2 * unit || rows < unit) return {};  // each part has an element
-  // An offset in b, or every eighth element of it, must be along the axis on which b is not contiguous.
+  // A part of b begins at an offset along an axis, or takes every eighth element of it. b must not be contiguous there.
   const Axis of_b = found.rows == kK ? kK : found.columns;
   const bool offsets = row_major(p.b) == (of_b == kK) && (found.rows == kK || row_major(p.a));
   const bool exact = found.rows != kK || p.out.dtype == at::kFloat;  // the parts are added in the output

@@ -20,14 +20,15 @@ namespace {
 
 namespace fe = cudnn_frontend;
 
-// kLengths, kKeyLengths: positions of each segment; larger uids: offsets of segments.
+// Numbers of a graph's tensors. kLengths, kKeyLengths: number of positions of each segment. kOffsets and larger
+// numbers: offsets of segments.
 enum Uid : int64_t { kQ = 1, kK, kV, kOut, kStats, kDOut, kDQ, kDK, kDV, kBias, kLengths, kKeyLengths, kOffsets };
 using Attributes = std::shared_ptr<fe::graph::Tensor_attributes>;
 
 struct Operand {
   int64_t uid;
   at::Tensor x;
-  int64_t offsets = 0;  // uid of the operand with the segments' offsets, in elements
+  int64_t offsets = 0;  // uid of the tensor with the segments' offsets in elements; 0: not ragged
 };
 using Operands = std::vector<Operand>;  // q first
 
@@ -37,7 +38,7 @@ struct Options {
   int64_t rows = 0;  // maximum rows of ragged operands; 0: not ragged
 };
 
-// Handle of this worker's device, for the worker's lifetime.
+// Returns cuDNN's handle for this worker's device. The handle lives as long as the worker.
 cudnnHandle_t handle() {
   thread_local std::map<c10::DeviceIndex, cudnnHandle_t> handles;
   const auto stream = c10::cuda::getCurrentCUDAStream();
@@ -114,7 +115,7 @@ Plan build(const Operands& operands, const Options& options) {
   if (all.has(kDOut)) {
     auto attention = fe::graph::SDPA_backward_attributes().set_name("attention_grad");
     all.configure(attention, options);
-    // Otherwise the workspace has the longest segment's positions for each segment.
+    // Without this limit, cuDNN's workspace has room for (number of segments) x (longest segment) positions.
     if (options.rows) attention.set_max_total_seq_len_q(options.rows).set_max_total_seq_len_kv(options.rows);
     const auto out = all.input(kOut), d_out = all.input(kDOut), stats = all.input(kStats);
     const auto [dq, dk, dv] = graph->sdpa_backward(q, k, v, out, d_out, stats, attention);
@@ -124,7 +125,7 @@ Plan build(const Operands& operands, const Options& options) {
   } else {
     auto attention = fe::graph::SDPA_attributes().set_name("attention").set_generate_stats(true);
     all.configure(attention, options);
-    // The other implementation, preferred where available, does not support offsets.
+    // cuDNN prefers its other implementation where it exists, but that implementation does not support offsets.
     if (options.rows) attention.set_implementation(fe::AttentionImplementation_t::COMPOSITE);
     const auto [out, stats] = graph->sdpa(q, k, v, attention);
     all.output(out, kOut);
@@ -138,7 +139,7 @@ Plan build(const Operands& operands, const Options& options) {
   return plan;
 }
 
-// Returns the reason if unsupported; empty: success.
+// Computes an attention pass. Returns the reason if cuDNN does not support the case; an empty text on success.
 std::string run(const Operands& operands, const Options& options) {
   const auto& q = operands[0].x;
   std::vector<int64_t> key{options.causal, options.rows, q.get_device(), static_cast<int64_t>(q.scalar_type()),
@@ -146,7 +147,7 @@ std::string run(const Operands& operands, const Options& options) {
   std::unordered_map<int64_t, void*> pointers;
   for (const auto& [uid, x, _] : operands) {
     if (reinterpret_cast<uintptr_t>(x.data_ptr()) % 16) return "a tensor does not begin at a multiple of 16 bytes";
-    // cuDNN always writes fp32.
+    // cuDNN always writes the log-sum-exp as fp32.
     if (uid == kStats && x.scalar_type() != at::kFloat) return "the log-sum-exp is not fp32";
     pointers[uid] = x.data_ptr();
     key.insert(key.end(), x.sizes().begin(), x.sizes().end());
@@ -163,19 +164,21 @@ std::string run(const Operands& operands, const Options& options) {
   return {};
 }
 
-// Operands [1, h, tokens, d] of packed sequences in cuDNN's form [segments, h, longest, d], with an offset and a length
-// per segment.
+// Collects operands [1, h, tokens, d] of packed sequences in cuDNN's ragged form: [segments, h, longest, d], with an
+// offset and a length for each segment.
 class Ragged {
  public:
   Ragged(const PairMask& mask, int64_t most)
       : mask_(mask), count_(mask.segments.numel() - 1), rows_((most + kRows - 1) / kRows * kRows) {
     if (mask.window) refused_ = "a window";
-    // On other GPUs this version accepts such graphs, but later frontends refuse ragged statistics.
+    // Other GPUs are refused here: later versions of the cuDNN frontend refuse ragged statistics on them, although this
+    // version accepts such graphs.
     const auto major = at::cuda::getCurrentDeviceProperties()->major;
     if (major != 9 && major != 10) refused_ = "a GPU of compute capability " + std::to_string(major);
   }
 
-  // Shares the offsets of operand `like`, an earlier operand or itself, if both have the same token stride.
+  // Adds an operand. It shares the offsets of operand `like` (an earlier operand, or itself) if both have the same
+  // stride from token to token.
   void add(Uid uid, const at::Tensor& x, Uid like) {
     const auto heads = x.size(1), width = x.size(3), pitch = x.stride(2);
     if (width % 16 && uid != kStats) refused_ = "head_dim " + std::to_string(width) + ", no multiple of 16";
@@ -203,7 +206,7 @@ class Ragged {
   }
 
  private:
-  static constexpr int64_t kRows = 64;  // rows of the blocks that its kernels add in the workspace
+  static constexpr int64_t kRows = 64;  // rows of the blocks in which cuDNN's kernels add in the workspace
   const PairMask& mask_;
   int64_t count_, rows_;
   std::string refused_;
@@ -232,7 +235,7 @@ bool attention_grad(const Triple& x, const at::Tensor& out, const at::Tensor& ls
   return run(operands, {causal, scale}).empty();
 }
 
-// cuDNN does not write tokens of no segment, so outputs are cleared first.
+// cuDNN does not write results of tokens outside all segments, so the outputs are cleared first.
 std::string attention_of_segments(const Triple& x, const PairMask& mask, const at::Tensor& out, const at::Tensor& lse,
                                   int64_t most, double scale) {
   Ragged all(mask, most);

@@ -14,9 +14,9 @@ from nntile_py.tiles.task import Task
 from .embedding import EmbeddingArgs, EmbeddingGradArgs
 from .launch import Int, Launches, Parameter, Scratch, ceil_div, launch, launches, numel, power_of_two, shape, tile
 
-RUN = 1024  # positions of a run, all compared with one another
+RUN = 1024  # positions of a run; each position is compared with every other position of its run
 SHARE = 32  # positions of a run that a program compares
-PART = 128  # sorted positions per program, as one id may have nearly all positions
+PART = 128  # sorted positions of a program; one id may have nearly all positions, so several programs share an id
 
 
 @triton.jit

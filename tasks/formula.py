@@ -54,7 +54,9 @@ class Formula(Op):
         used = sorted({node.number for node in ex.walk(factor) if isinstance(node, ex.Element)})
         known: dict[ex.Expression, ex.Expression] = {}
         factor = ex.replaced(factor, known, lambda read: ex.Element(1 + used.index(read.number), read.at))
-        # A sum runs along rows or adds whole rows: x's axes stay in dy's order, or come last if x has dy's last axis.
+        # Choose an order of axes in which the sum is fast. If x lacks dy's last axis, and has its axes in dy's order,
+        # keep dy's order: the sum runs along contiguous rows. Otherwise the summed axes come first: the sum adds whole
+        # rows.
         first = [axis for axis in dy.axes if axis not in x.axes]
         ordered = [axis for axis in dy.axes if axis in x.axes] == [*x.axes] and dy.axes[-1:] != x.axes[-1:]
         axes = [*dy.axes] if ordered else [*first, *x.axes]

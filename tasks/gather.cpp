@@ -9,7 +9,8 @@ namespace {
 struct Sizes {
   int64_t width, count, positions;
 
-  // y: of places and then width; x: of rows, positions, width; the last `axes` of places are the count.
+  // y has the axes of places and then width; x has rows, positions, width. The last `axes` axes of places are the
+  // count.
   Sizes(const at::Tensor& y, const at::Tensor& x, const at::Tensor& places, int64_t axes)
       : width(y.numel() / places.numel()), count(1) {
     for (int64_t axis = places.dim() - axes; axis < places.dim(); ++axis) count *= places.size(axis);

@@ -1,4 +1,4 @@
-"""Compile the launches of tile tasks by Triton, and encode them for C++, which starts them at every step."""
+"""Compiles the Triton kernels of tile tasks, and encodes their launches for C++, which starts them at every step."""
 
 from __future__ import annotations
 

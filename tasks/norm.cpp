@@ -11,7 +11,7 @@
 namespace nntile {
 namespace {
 
-// kMean: LayerNorm, which subtracts the mean and adds beta; else RMSNorm.
+// Number of statistics of a row. kMean: true for LayerNorm, which subtracts the mean and adds beta; false for RMSNorm.
 template <bool kMean>
 constexpr int64_t kStatistics = kMean ? 2 : 1;
 
@@ -29,7 +29,7 @@ T squares_of(const T* x, T mean, int64_t n) {
   });
 }
 
-// Normalised values of a row.
+// Computes the normalised values of a row.
 template <bool kMean, class T>
 struct Row {
   Vec<T> mean, rstd;
@@ -38,7 +38,7 @@ struct Row {
   Vec<T> operator()(const Vec<T>& x) const { return kMean ? (x - mean) * rstd : x * rstd; }
 };
 
-// Weights of a task; beta only of LayerNorm.
+// Weights of a norm. beta is null for RMSNorm.
 template <bool kMean, class T>
 struct Weights {
   const T *gamma, *beta;
@@ -205,7 +205,7 @@ void grad_sums(Args& t) {
   });
 }
 
-// Places of optional tiles of a gradient; 0: absent.
+// Numbers of a gradient task's optional tiles; 0: the task has no such tile.
 struct GradTiles {
   int64_t add, dbias, sums, dropped;
 };

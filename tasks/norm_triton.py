@@ -103,7 +103,10 @@ def _rms_norm_squares(task: Task) -> Launches:
 
 
 def _statistics(task: Task, variance: Expression, eps: float, middle: tuple[Expression, ...] = ()) -> Launches:
-    """Return the launches that turn the state of rows into (*middle, 1 / sqrt(variance + eps))."""
+    """Return the launches that compute each row's statistics (*middle, 1 / sqrt(variance + eps)) from its state.
+
+    middle: the mean for LayerNorm; empty for RMSNorm.
+    """
     rows = _axes(task, 0)[:-1]
     values = (*middle, 1 / sqrt(variance + eps))
     return by_formula(task, rows, [Output(0, (*rows, k), value) for k, value in enumerate(values)], [0, 1])

@@ -148,7 +148,8 @@ class Lowering:
         self._tensors: dict[int, Tensor] = {}  # keeps the tensors alive whose ids are keys of `tiles`
         self._accessed: tuple[int, frozenset[Tile]] = 0, frozenset()  # number of tasks, and the tiles that they access
         self.op = ""
-        # For `rotated`. Key: number of partial sums. Value: for each of them, elements of all sums that it completes.
+        # State of `rotated`: {number of partial sums: for each partial sum, how many elements the sums have in which
+        # this partial sum came last}.
         self._ends: dict[int, list[int]] = {}
 
     @property

@@ -1,6 +1,6 @@
 // Products of tensors on one core with a fused epilogue, for processors on which ATen's BLAS is slow: MKL, written for
-// Intel, uses AVX2 on other processors that have AVX-512. On processors with AVX2 alone MKL is the faster one: on an AMD
-// EPYC of family 25, steps of gpt2_tiny, bert_tiny and llama_tiny take 0.64 to 0.76 of the time with it.
+// Intel, uses AVX2 on other processors that have AVX-512. On processors with AVX2 alone MKL is the faster one: on an
+// AMD EPYC of family 25, steps of gpt2_tiny, bert_tiny and llama_tiny with MKL take 0.64 to 0.76 of the time.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -17,9 +17,9 @@ namespace nntile {
 // A matrix with arbitrary offsets: element (i, j) is data[rows.at[i] + columns.at[j]].
 struct Offsets {
   std::vector<int64_t> at;
-  int64_t run = 1;  // length of contiguous runs, which begin at multiples of it
+  int64_t run = 1;  // length of the runs of contiguous elements; a run begins at each multiple of this length
 
-  // Offsets along `count` axes of x from `from` on, the last fastest.
+  // Sets the offsets of the elements along axes [from, from + count) of x. The last of these axes varies fastest.
   void set(const at::Tensor& x, size_t from, size_t count) {
     at.assign(1, 0);
     run = 1;
@@ -38,7 +38,7 @@ struct Offsets {
   int64_t operator[](int64_t k) const { return at[static_cast<size_t>(k)]; }
   int64_t to_end_of_run(int64_t k) const { return run - k % run; }
 
-  // The common distance of `count` neighbours from `first` on, if they have one.
+  // Returns the distance from each of `count` offsets to the next, from `first` on; nullopt if the distances differ.
   std::optional<int64_t> step(int64_t first, int64_t count) const {
     for (int64_t k = first + 2; k < first + count; ++k)
       if ((*this)[k] - (*this)[k - 1] != (*this)[first + 1] - (*this)[first]) return {};
@@ -52,14 +52,15 @@ struct Matrix {
   const Offsets &rows, &columns;
 };
 
-// y = act(alpha a b + beta y + bias + residual), or with `aux` act'(aux) (alpha a b + ...). Null: omitted.
+// y = act(alpha a b + beta y + bias + residual), or with `aux` act'(aux) (alpha a b + ...). A null pointer: y has no
+// such term.
 template <class T>
 struct Epilogue {
   T alpha, beta;
   const T* bias;  // one number per column; other pointers have the layout of the result
   const T *residual, *aux;
   T* activated;  // output of the activation; the result then keeps the value before the activation
-  int activation;  // -1: none
+  int activation;  // -1: no activation
 };
 
 // Goto and van de Geijn 2008: panels of both operands are copied such that a tile of the result, in registers, reads
@@ -102,7 +103,7 @@ class Product {
   std::vector<T> left_, right_;
   std::vector<int64_t> lines_;
 
-  // Cache lines to prefetch into L2 meanwhile.
+  // Cache lines of the next panel of columns, prefetched into L2 while two panels are multiplied.
   struct Ahead {
     const T* from;
     const int64_t* lines;
@@ -118,7 +119,8 @@ class Product {
         lines_.push_back(along ? b.columns[i] - b.columns[0] + b.rows[depth + j] : b.rows[depth + i] + j);
   }
 
-  // Returns the operations of the epilogue for one part of the sum.
+  // Returns the epilogue of one part of the sum: bias and residual belong to the first part, the activation to the
+  // last.
   static Epilogue<T> part(Epilogue<T> epilogue, int64_t depth, bool last) {
     if (depth) {
       epilogue.beta = 1;
@@ -261,7 +263,7 @@ struct Factors {
   }
 };
 
-// Whether to use Product: with few rows or columns most of the work would be copies of panels.
+// Returns whether to use Product instead of BLAS. With few rows or columns, most of its work would be copies of panels.
 inline bool own_product(const Factors& x) {
   constexpr int64_t kLeast = 16;
 #if defined(__x86_64__) && defined(CPU_CAPABILITY_AVX512)
@@ -279,7 +281,7 @@ inline bool own_product(const Factors& x) {
                           extent(x.a.sizes(), x.batch + x.rows, x.depth)}) >= kLeast;
 }
 
-// Tensors of the epilogue; undefined: omitted. All but the bias have the layout of `out`.
+// Tensors of the epilogue. Undefined: there is no such term. All tensors but the bias have the layout of `out`.
 struct Along {
   double alpha, beta;
   at::Tensor bias, residual, aux, activated;

@@ -6,13 +6,15 @@ namespace nntile {
 
 constexpr int64_t kFewRows = 16;
 
-// Whether out = a b has few rows and b is stored by columns: the matrix [n, k] is then read once, row by row.
+// Returns whether a has at most kFewRows rows and b is column-major. The transpose of b, [n, k], is then read once, row
+// by row.
 inline bool is_few_rows(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
   return out.dim() == 2 && a.size(0) <= kFewRows && out.stride(1) == 1 && a.stride(1) == 1 && b.stride(0) == 1 &&
          a.size(1) > 1;
 }
 
-// Sums of Rows x Columns products of rows; a, b: their first elements, out: the first result.
+// Computes Rows x Columns results. Each result is the product of a row of a and a column of b. a, b, out: pointers to
+// the first elements.
 template <int Rows, int Columns, class T>
 inline void rows_by_columns(T* out, int64_t out_step, const T* a, int64_t a_step, const T* b, int64_t b_step, int64_t k,
                             T beta, T alpha) {

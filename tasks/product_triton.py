@@ -225,19 +225,19 @@ FEW = [
     Way(64, 32, 128, 4, 4), Way(64, 64, 128, 3, 4), Way(64, 64, 64, 5, 4), Way(64, 32, 256, 3, 4),
     Way(64, 16, 128, 5, 4), Way(32, 32, 128, 4, 4),
 ]  # fmt: skip
-# For one row of a product with a matrix [n, k], and for a few rows.
+# ONE: for products with m = 1 whose second operand is stored as [n, k]. SIXTEEN: for other products with m up to 16.
 ONE = [Way(1, 4, 1024, 2, 4), Way(1, 8, 512, 3, 4), Way(1, 2, 2048, 2, 4), Way(1, 16, 256, 3, 4), Way(1, 8, 1024, 2, 8)]
 SIXTEEN = [
     Way(16, 16, 256, 4, 4), Way(16, 32, 256, 3, 4), Way(16, 64, 128, 4, 4), Way(16, 16, 512, 3, 4),
     Way(16, 32, 256, 3, 4, parts=4), Way(16, 64, 128, 4, 4, parts=4),
 ]  # fmt: skip
-# For large k and few columns: few large blocks would use a small part of the GPU. So blocks are smaller, or the sum is
-# split into parts.
+# Candidates for large k and few columns. Large blocks would be so few that they use only a small part of the GPU. So
+# blocks are smaller, or the sum is split into parts.
 DEEP = [
     Way(64, 16, 128, 5, 4), Way(64, 16, 256, 4, 4), Way(32, 16, 256, 4, 4), Way(64, 32, 128, 4, 4, parts=4),
     Way(64, 64, 128, 3, 4, parts=6), Way(64, 64, 64, 5, 4),
 ]  # fmt: skip
-# For up to 2048 rows: `ways_of` takes those whose blocks fill the GPU.
+# Candidates for up to 2048 rows. `ways_of` uses the candidates whose blocks fill the GPU.
 SOME = [
     Way(64, 16, 128, 5, 4), Way(64, 32, 128, 4, 4), Way(64, 64, 64, 5, 4), Way(64, 64, 128, 3, 4),
     Way(64, 128, 64, 4, 4), Way(64, 128, 64, 3, 4, halves=True), Way(128, 64, 64, 4, 4), Way(128, 128, 64, 4, 8),
@@ -247,8 +247,8 @@ PARTS = [
     Way(64, 64, 128, 3, 4, parts=2), Way(64, 64, 128, 3, 4, parts=4), Way(128, 64, 64, 4, 4, parts=2),
     Way(128, 128, 64, 4, 8, parts=2), Way(128, 128, 64, 4, 8, parts=4),
 ]  # fmt: skip
-# For many rows: the fastest on an H200 for m from 640 to 19 712, n = 3072, k = 768. Blocks of 128 x 256 are slower for
-# each of these m.
+# Candidates for many rows: the fastest on an H200 for m from 640 to 19 712, n = 3072, k = 768. Blocks of 128 x 256 are
+# slower for each of these m.
 TWICE = Way(128, 128, 64, 3, 8, width=32, programs=2)
 MANY = [TWICE, TWICE._replace(flatten=False)]
 ONCE = Way(128, 128, 64, 4, 8, width=64)

@@ -8,7 +8,7 @@
 
 namespace nntile {
 
-// Address of the scale of tile k, null if tiles of its dtype have no scale.
+// Returns the address of tile k's scale; null if tiles of this dtype have no scale.
 inline void* scale_of_tile(const Args& t, size_t k) {
   const auto x = t.view(k);
   if (!is_scaled(x.dtype)) return nullptr;
@@ -19,7 +19,7 @@ inline at::Tensor scale_tensor(void* scale, c10::Device device) {
   return at::for_blob(scale, {}).options(at::TensorOptions(at::kFloat).device(device)).target_device(device).make_tensor();
 }
 
-// The values for which a tile stands, in a dtype that other products take. Null scale: x itself.
+// Returns the values that a tile of 8 bits stands for, elements times scale, in `dtype`. Returns x if `scale` is null.
 inline at::Tensor dequantized(const at::Tensor& x, void* scale, at::ScalarType dtype) {
   return scale ? x.to(at::kFloat).mul_(scale_tensor(scale, x.device())).to(dtype) : x;
 }

@@ -76,7 +76,8 @@ void relative_scores(Args& t) {
   });
 }
 
-// tiles: gradient of the queries' products (ACC), of the keys' (ACC), dy, index
+// tiles: [gradient of the queries' products (ACC)], [gradient of the keys' products (ACC)], gradient of the scores,
+// index
 void relative_scores_grad(Args& t) {
   const RelativeArgs args(t);
   const size_t sums = args.queries + args.keys;

@@ -24,7 +24,8 @@ T sumexp_of(const T* x, T top, int64_t n) {
       n, [&](int64_t k, int64_t count) { return keep((load(x + k, count) - Vec<T>(top)).exp_u20(), count); });
 }
 
-// Four partial sums: one alone would wait for each addition.
+// Returns the sum of a[k] b[k]. Uses four partial sums, because each addition to a single sum would wait for the
+// previous addition.
 template <class T>
 T dot_of(const T* a, const T* b, int64_t n) {
   constexpr int64_t width = Vec<T>::size(), sums = 4;

@@ -19,7 +19,7 @@ struct SampleSettings {
   double temperature, top_k, top_p, min_p, penalty;
 };
 
-// Order of falling logits; equal logits keep their order.
+// Sorts indices by descending logits; equal logits keep their order.
 struct Falling {
   const std::vector<double>& z;
   bool operator()(int64_t a, int64_t b) const {
@@ -28,7 +28,8 @@ struct Falling {
   }
 };
 
-// Returns the index of the largest logit, the first of equal ones; kNoToken if a logit is nan or the largest is infinite.
+// Returns the index of the largest logit, and of several equal logits the first index. Returns kNoToken if a logit is
+// nan, or if the largest logit is infinite.
 template <class T>
 int64_t largest(const T* x, int64_t n) {
   bool has_nan = false;
@@ -44,7 +45,7 @@ int64_t drawn(const std::vector<double>& z, const SampleSettings& s, double u, d
   const auto weight = [&](double x) { return std::exp((x - top) / s.temperature); };
   std::vector<int64_t> order(all);
   std::iota(order.begin(), order.end(), 0);
-  std::vector<double> sums;  // cumulative weights in the order of falling logits
+  std::vector<double> sums;  // cumulative weights in the order of descending logits
   // Without top_k, the sum of all weights is known before the logits are sorted.
   double total = most == all ? std::accumulate(z.begin(), z.end(), 0.0, [&](double a, double x) { return a + weight(x); }) : 0;
   for (size_t n = most < all ? most : std::min(all, kSortedFirst);; n = std::min(n * 8, most)) {
@@ -54,7 +55,7 @@ int64_t drawn(const std::vector<double>& z, const SampleSettings& s, double u, d
     double sum = 0;
     for (size_t k = 0; k < n; ++k) sums.push_back(sum += weight(z[static_cast<size_t>(order[k])]));
     if (n == most && most < all) total = sum;
-    size_t kept = 0;  // number of tokens that stay; if it is n, more of them may follow
+    size_t kept = 0;  // number of tokens that top_p and min_p keep; if it is n, later tokens may be kept too
     while (kept < n && (kept == 0 || (sums[kept - 1] < s.top_p * total && sums[kept] - sums[kept - 1] >= s.min_p))) ++kept;
     const double end = kept < n || n == most ? sums[kept - 1] : s.top_p >= 1 && s.min_p <= 0 ? total : -1;
     const double wanted = u * end;

@@ -16,10 +16,11 @@
 namespace nntile {
 namespace {
 
-// Applies the repetition penalty: x [batch, tokens], history [batch, draw] with `at` [batch, 1] known tokens.
+// Applies the repetition penalty to x [batch, tokens]. history: [batch, draw]; the first `at` [batch, 1] entries of
+// each row are the tokens of the sequence.
 at::Tensor penalised(const at::Tensor& x, const at::Tensor& history, const at::Tensor& at, const at::Tensor& penalty) {
   const auto place = at::arange(history.size(1), history.options()).unsqueeze(0);
-  // Entries behind the known tokens repeat the first token, so that no other logit changes.
+  // The entries after these tokens are replaced by the first token, so that no other logit changes.
   const auto seen = at::where(place < at, history, history.narrow(1, 0, 1)).clamp(0, x.size(1) - 1);
   const auto old = x.gather(1, seen);
   return x.scatter(1, seen, at::where(old > 0, old / penalty, old * penalty));

@@ -19,7 +19,7 @@ double log_sum_exp(const T* x, int64_t n) {
   return top + std::log(std::accumulate(x, x + n, 0.0, [&](double sum, T value) { return sum + std::exp(value - top); }));
 }
 
-// Sets order[0 .. count - 1] to the indices of the largest of n logits, in falling order; nan counts as -inf.
+// Sets order[0 .. count - 1] to the indices of the largest of n logits, in descending order; nan counts as -inf.
 template <class T>
 void largest(const T* x, int64_t n, int64_t count, std::vector<int64_t>& order) {
   const auto value = [&](int64_t k) { return x[k] != x[k] ? -std::numeric_limits<T>::infinity() : x[k]; };

@@ -15,7 +15,8 @@
 namespace nntile {
 namespace {
 
-// Returns the columns of the largest values of each row of x (fp32), in falling order; of equal values the first column.
+// Returns the columns of the largest values of each row of x (fp32), in descending order of the values. Equal values
+// come in ascending order of their columns.
 at::Tensor largest(const at::Tensor& x, int64_t count) {
   const auto bits = x.contiguous().view(at::kInt);
   // Integers in the order of the values, and below 2^32 the column: no two are equal, so the result is unique.

@@ -1,20 +1,24 @@
 """`tiles: auto`: the search by estimates, the file that keeps tilings, and runs that resume with the same tiles."""
 
+import fcntl
 import io
+import itertools
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from rich.console import Console
 from test_loop import TREE, metrics, nntile
 
 from nntile_py import cli
 from nntile_py.analysis.plan import plan
-from nntile_py.config import builders
+from nntile_py.config import builders, kept_tiles
 from nntile_py.config.builders import auto_tiles, keep_measured, search_for, step_spec, uncut, with_tiles
 from nntile_py.config.kept_tiles import ESTIMATED, MEASURED, KeptTiles
 from nntile_py.config.run_config import RunConfig, load
@@ -22,7 +26,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.recompute_choice import IN_ORDER, Room
 from nntile_py.graph.tile_choice import GAIN, search_tiles
 from nntile_py.measure import autotune
-from nntile_py.system import launcher
+from nntile_py.system import launcher, worker_rates
 from nntile_py.system.worker_rates import WorkerRates
 from nntile_py.tiles import device_model
 
@@ -137,7 +141,8 @@ def test_a_measured_tiling_replaces_an_estimated_one() -> None:
     "text",
     [
         "", "[]", "{", '{"tilings": 3, "rates": []}', '{"rates": {"fp32": [0, 1]}}', '{"rates": {"fp32": [1, "2"]}}',
-        f'{{"rates": {{"fp32": [{"9" * 400}, 1]}}}}', f'{{"tilings": {{"a": {"[" * 900}{"]" * 900}}}}}',
+        f'{{"rates": {{"fp32": [{"9" * 400}, 1]}}}}', '{"rates": {"fp32": [5e-324, 1e10]}}',
+        f'{{"tilings": {{"a": {"[" * 900}{"]" * 900}}}}}',
     ],
 )  # fmt: skip
 def test_a_damaged_file_counts_as_empty(text: str, cache: Path) -> None:
@@ -148,7 +153,15 @@ def test_a_damaged_file_counts_as_empty(text: str, cache: Path) -> None:
     assert auto_tiles(of()) == first and kept_file(cache)[1] == content
 
 
-@pytest.mark.parametrize("tiles", [{"batch": 0}, {"batch": "3"}, {"depth": 1}, [3], None])
+def test_a_huge_file_counts_as_empty(cache: Path) -> None:
+    first = auto_tiles(of())
+    path, content = kept_file(cache)
+    os.truncate(path, 1 << 40)
+    builders._tilings.clear()
+    assert auto_tiles(of()) == first and kept_file(cache)[1] == content
+
+
+@pytest.mark.parametrize("tiles", [{"batch": 0}, {"batch": "3"}, {"batch": 2**63}, {"depth": 1}, [3], None])
 def test_a_damaged_entry_is_replaced(tiles: Any, cache: Path) -> None:
     first = auto_tiles(of())
     path, content = kept_file(cache)
@@ -166,6 +179,58 @@ def test_pipes_in_the_place_of_files(cache: Path) -> None:
         os.mkfifo(one)
     builders._tilings.clear()
     assert auto_tiles(of()) == first
+
+
+def test_a_link_in_the_place_of_the_lock(cache: Path, tmp_path: Path) -> None:
+    first = auto_tiles(of())
+    path, _ = kept_file(cache)
+    lock = path.with_suffix(".lock")
+    lock.unlink()
+    lock.symlink_to(tmp_path / "elsewhere")
+    path.unlink()
+    builders._tilings.clear()
+    assert auto_tiles(of()) == first and not (tmp_path / "elsewhere").exists() and not path.exists()
+
+
+def test_a_lock_that_is_never_released(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = auto_tiles(of())
+    path, _ = kept_file(cache)
+    path.unlink()
+    monkeypatch.setattr(kept_tiles, "PATIENCE", 0.2)
+    with open(path.with_suffix(".lock")) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        builders._tilings.clear()
+        assert auto_tiles(of()) == first and not path.exists()
+    builders._tilings.clear()
+    assert auto_tiles(of()) == first and path.exists()
+
+
+def test_a_measurement_without_all_its_threads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, real = [], threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        worker_rates.measured_rates(2, False, size=8, seconds=0.01)
+    assert not started[0].is_alive()
+
+
+def test_a_measurement_that_fails_on_one_worker_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+
+    def rand(*_: Any, **__: Any) -> torch.Tensor:
+        if next(calls) == 2:
+            raise MemoryError("no memory")
+        return torch.zeros(8, 8)
+
+    monkeypatch.setattr(torch, "rand", rand)
+    with pytest.raises(MemoryError, match="no memory"):
+        worker_rates.measured_rates(2, False, size=8, seconds=0.01)
 
 
 def test_the_batch_is_cut_for_all_workers_if_it_does_not_divide() -> None:
@@ -259,7 +324,10 @@ def test_a_resumed_run_has_the_tiles_of_its_checkpoint(tmp_path: Path) -> None:
     assert load(run / "runs" / "tiny" / "config.yaml").tile_sizes == {"batch": 2}
 
 
-def test_a_clear_winner_of_a_sweep_is_kept(tmp_path: Path) -> None:
+def test_a_clear_winner_of_a_sweep_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(*_: Any) -> None:
+        raise OSError("read-only")
+
     path = tmp_path / "c.yaml"
     path.write_text(of().to_yaml())
     searched = autotune.search(path, [], 3, Console(file=io.StringIO()))
@@ -277,6 +345,8 @@ def test_a_clear_winner_of_a_sweep_is_kept(tmp_path: Path) -> None:
     tiles = {key.removeprefix("tiles."): size for key, size in points[1].items() if size}
     assert text.startswith("`tiles: auto` now stands for {") and auto_tiles(of()).tiles == tiles
     assert auto_tiles(of()).how == MEASURED
+    monkeypatch.setattr(kept_tiles, "replace_file", replace)
+    assert "is not kept for `tiles: auto`, as the cache" in autotune.keep_winner(searched, rows(2.0, 3.0, 1.0))
 
 
 def test_the_command_prints_the_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -268,9 +268,11 @@ def test_tokenizing_goes_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_long_piece_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text without spaces is one piece, whose tokens come after minutes without any other message."""
-    monkeypatch.setattr(prepare, "PART", 40)
+    for name in ("prepare", "documents"):
+        monkeypatch.setattr(f"nntile_py.data.{name}.PART", 40)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": "a" * size}) + "\n" for size in (79, 80)))
     documents, reports = Documents(str(tmp_path / "rows.jsonl")), list[str]()
+    assert [len(part.text) for part in documents] == [79, 80]
     (tmp_path / "out").mkdir()
     prepare.tokenize_into_folder(
         tmp_path / "out", documents, Split(documents, 0.5), train_tokenizer(["ab"], 300), "window", 0, {}, "key",

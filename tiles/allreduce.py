@@ -76,9 +76,9 @@ class ClusterNode:
 def with_sums(tasks: Sequence[Task], here: ClusterNode) -> list[Task]:
     """Return a node's tasks with all-reduce tasks inserted after the last task that adds to each sum over the batch.
 
-    Sums over the batch are persistent tiles without a batch part: gradients and the loss. The additions of small sums
-    go to the workers in turn. A sum is sent through all adapters if its messages would otherwise take longer than the
-    computation that is left.
+    Sums over the batch are persistent tiles of tensors without the axis batch: gradients and the loss. The additions of
+    small sums go to the workers in turn. A sum is sent in slices through all adapters if its messages would otherwise
+    take longer than the computation that is left, and if slices save more time than they cost.
     """
     last: dict[Tile, int] = {}
     for number, task in enumerate(tasks):

@@ -23,7 +23,7 @@ OFFLOAD_WORDS = f"a list of {', '.join(OFFLOADED)}"
 
 
 def as_offload(value: Any) -> tuple[Offloaded, ...] | None:
-    """Return the setting `offload`, each kind once; None if it is no list of names of OFFLOADED."""
+    """Return the value of the key `offload` without duplicates, or None if it is not a list of keys of OFFLOADED."""
     kinds = isinstance(value, list | tuple) and all(kind in [*OFFLOADED] for kind in value)
     return tuple(dict.fromkeys(value)) if kinds else None
 
@@ -62,7 +62,7 @@ def evicted_bytes(lists: Sequence[TaskList], memory: float | None, offload: Coll
 
     Args:
         memory: bytes of the GPU for tiles; None: all tiles fit.
-        offload: as of `mark_evictions`.
+        offload: as for `mark_evictions`.
     """
     room = room_in_turn(lists, memory) if memory else 0
     mark_evictions(list({id(tasks): tasks for tasks in lists}.values()), room or math.inf, offload)

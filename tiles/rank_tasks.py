@@ -104,7 +104,10 @@ class Replicas:
         return self._tags[tile.key]
 
     def share(self, lists: Iterable[TaskList]) -> list[RankLists]:
-        """Split placed lists, which run in turn, over the ranks. Return a RankLists for each list."""
+        """Split task lists over the ranks, and return a RankLists for each list.
+
+        lists: Their tasks have a rank as `worker`. The lists run one after the other.
+        """
         lists = list(lists)
         for task in (task for tasks in lists for task in tasks.tasks):
             for access in (access for access in task.accesses if access.tile.persistent):

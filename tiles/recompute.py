@@ -130,7 +130,11 @@ class _Segment:
         return self._made_here(tile) and all(self._can_repeat(n) for n in self.uses[tile].writes)
 
     def _collect(self, tile: Tile, repeated: set[int]) -> None:
-        """Add to `repeated` the tasks that write a tile. Add also the tasks that write their operands, unless kept."""
+        """Add to `repeated` all tasks that must run again to compute a tile again.
+
+        These are the tasks that write the tile, the tasks that write the operands of these tasks, and so on. Tiles that
+        are kept need no task.
+        """
         waiting = [tile]
         while waiting:
             for number in self.uses[waiting.pop()].writes:

@@ -108,8 +108,8 @@ class Task:
     kind: str = ""
 
     @property
-    def payload(self) -> Task:
-        """The task with only the accesses that its kernel gets."""
+    def without_waits(self) -> Task:
+        """The task without the accesses that only wait (see Access.waits): its kernel does not get their tiles."""
         seen = [access for access in self.accesses if not access.waits]
         return self if len(seen) == len(self.accesses) else replace(self, accesses=seen)
 

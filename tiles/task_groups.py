@@ -15,8 +15,8 @@ from .tasklist import TaskList
 
 GROUP_SECONDS = 1.5e-3  # longest group: a step in 11 longer groups is no faster than in 117, and needs more memory
 MOST_PARTS, MOST_TILES = 256, 1536  # enough for an optimizer's 200 tasks; groups of 32 tasks would wait for the host
-# Most tiles of a group if there are several workers. StarPU needs 2 to 3 us to fetch and release a tile, and other
-# workers wait meanwhile.
+# Largest number of tiles of a group if there are several workers. StarPU needs 2 to 3 us to fetch and release a tile,
+# and other workers wait meanwhile.
 TILES_OF_OTHERS = 96
 # If another worker waits for the result of a task, the group ends at most this many seconds after this task.
 EXPORT_SECONDS = 200e-6
@@ -39,7 +39,7 @@ def grouped(
         flop_s: flop/s of a worker, to estimate durations.
         bytes_s: bytes/s of the worker's memory, to estimate durations.
         most_seconds: estimated seconds of the longest group.
-        most_bytes: most bytes of tiles in a group.
+        most_bytes: largest number of bytes of a group's tiles.
         one_worker: there is only one worker.
     """
     groups = _Groups(most_seconds, most_bytes, one_worker)
@@ -48,8 +48,8 @@ def grouped(
         groups.take(task, max(task.flop / flop_s, task.bytes / bytes_s), position in exported)
     result = TaskList(tasks.policy, tasks.initialised, tasks.live)
     result.tasks = [_as_one(group) for group in groups.groups]
-    # A tile is freed by the last group that uses it: the group of the list's last reader may run before the group of
-    # another reader. A freed tile may be used again.
+    # Free a tile in the last group that uses the tile. The last task that uses the tile may be in an earlier group than
+    # another reader of the tile. After its release a tile may be used again.
     last: dict[int, int] = {}
     frees: list[list[Tile]] = [[] for _ in groups.groups]
     for task, number in zip(tasks.tasks, groups.chosen, strict=True):

@@ -63,10 +63,10 @@ def draw(
         phase: draw only this phase, one of PHASES.
         fusion: draw the graph `before` fusion, `after` fusion, or `both`.
         folded: draw equal layers once.
-        before: fusion that the graph `before` fusion already has. None: no fusion.
+        before: fusion of the graph that is drawn as `before`. None: this graph is not fused.
         bound: returns True for counts of a memory-bound operator, which is then marked. None: no marks.
-        tensors: draw tensors even for a whole model. False: of the tasks of a whole model, draw those of one layer if
-            there are more than MOST_CURVED nodes.
+        tensors: True: draw a whole model in full. False: of a whole model, `logical` draws no tensors, and `tiles`
+            draws only layer 0 if there are more than MOST_CURVED nodes.
     """
     text, number = _drawn(config, level, work, layer, phase, fusion, folded, before, bound, tensors)
     nodes = text.count("shape=")

@@ -33,7 +33,8 @@ NARROW = 118  # a terminal with fewer characters a line shows only times
 LEGEND = """x: number of equal operators. Times are milliseconds of one operator. transposes: transpositions before and
 after it. needless: these layouts need no such operator.
 A layout is the order of axes in memory: of the inputs -> of the outputs. In a product, M and N are the axes of rows and
-columns, K the summed axes, B the batch axes. In other operators, R stands for all axes without a letter."""
+columns, K the summed axes, B the batch axes. In other operators, R stands for the axes whose order is
+free; axes that must stay in their place have their own names."""
 WIDTHS = (4, 8, 16)  # numbers of elements that a generated kernel computes together, tried besides its default
 TimingKey = tuple[str, str, int | None]  # operator, layout, width, as in Timing
 
@@ -215,7 +216,7 @@ def render(results: Sequence[LayoutResult], timings: Timings, console: Console) 
     short = console.is_terminal and console.width < NARROW
     times = ("default", "chosen", "best", "worst") if short else ("default", "chosen", "transposes", "best", "worst")
     heads = ("operator", *times) if short else ("operator", "x", "layouts", *times, "layout chosen")
-    # Lines are wrapped only in the columns of names and layouts.
+    # Only the last column (`layout chosen`) wraps. On a narrow terminal every column may wrap.
     table = plain_table(heads, text=("operator", "layout chosen"), rigid=() if short else heads[:-1])
     for line in best.lines:
         cells = [f"{getattr(line, head):.3f}" for head in times]

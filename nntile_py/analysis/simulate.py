@@ -33,12 +33,12 @@ class SimulatedList:
         start, end: times since the start of the simulation.
         busy: time of each worker, including the runtime's time for its tasks.
         adding: the part of `busy` for sums over nodes.
-        inside: bytes between workers of the node.
+        inside: bytes sent from worker to worker within the node.
         between: bytes sent to other nodes, equal to the bytes received.
         messages: messages sent to other nodes.
         cards: time in which each network card sends.
         thread: busy time of the thread that sends and receives messages.
-        computed: time from the start to the end of the last task that is not part of a sum over nodes.
+        computed: time from `start` to the end of the last task, if sums over nodes are not counted.
         sending: time from the first message to the end.
         last: the tile whose sum ended last.
     """

@@ -215,7 +215,8 @@ class GraphBuilder:
             sizes = {dim[0]: self._sizes[dim[0]] for dim in dims}
             self._values[node] = Value(self.g.input(name, sizes, "int64" if integers else None, **options), dims)
             return
-        # Steps pass an array with torch's dimensions; a second input has the axes.
+        # Steps pass an array with torch's dimensions. `_input` declares a second input with the axes of the tensor; its
+        # array is computed from the array that steps pass.
         whole = {f"{name}.{at}": size for at, size in enumerate(shape)}
         if dims[0] == ("batch",):
             whole = {"batch": shape[0]} | {axis: size for axis, size in whole.items() if axis != f"{name}.0"}

@@ -15,7 +15,8 @@ from nntile_py.capture.builder import GraphBuilder
 from nntile_py.capture.export import CONSTANT, TASKS, args_of, check_draws, name_of, shape_of
 from nntile_py.capture.rules import AxisFinder, Value, argument, each, rule
 
-# Operators that treat each entry alone along all dimensions but those of an argument: {name: (place, name) of it}.
+# Operators whose entries affect each other only along the dimensions that one argument gives: {operator: (position,
+# name) of this argument}.
 ALONG = {
     "cat": (1, "dim"), "concat": (1, "dim"), "softmax": (1, "dim"), "_softmax": (1, "dim"), "log_softmax": (1, "dim"),
     "slice": (1, "dim"), "select": (1, "dim"), "narrow": (1, "dim"), "split": (2, "dim"), "chunk": (2, "dim"),
@@ -23,7 +24,7 @@ ALONG = {
     "amax": (1, "dim"), "amin": (1, "dim"), "var": (1, "dim"), "std": (1, "dim"), "unbind": (1, "dim"),
     "glu": (1, "dim"), "cumprod": (1, "dim"), "logsumexp": (1, "dim"), "repeat_interleave": (2, "dim"),
 }  # fmt: skip
-# Operators that treat each entry alone along the first dimensions: {name: their number}.
+# Operators whose entries do not affect each other along the first dimensions: {operator: number of these dimensions}.
 FIRST = {
     "conv1d": 1, "conv2d": 1, "conv3d": 1, "convolution": 1, "conv_transpose2d": 1, "conv_transpose1d": 1,
     "group_norm": 1, "instance_norm": 1, "pixel_shuffle": 1, "pixel_unshuffle": 1, "im2col": 1, "unfold": 1,

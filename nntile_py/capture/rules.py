@@ -96,7 +96,7 @@ class AxisFinder:
     rules: dict[Node, AxisRule] = field(default_factory=dict)
 
     def of(self, node: Any) -> list[Dim]:
-        """Return the dimensions of a value, as they are now; none for a number."""
+        """Return the axes of each dimension of a value, after all unions and splits so far; [] if it is no Node."""
         if not isinstance(node, Node):
             return []
         if node not in self.found:

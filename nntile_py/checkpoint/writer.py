@@ -117,7 +117,10 @@ class CheckpointWriter:
         return not self._copies
 
     def due(self, step: int) -> bool:
-        """Return True if the config asks for a checkpoint after this step."""
+        """Return True if the config asks for a checkpoint after this step.
+
+        If `checkpoint.every` is a time, the answer is False while the previous checkpoint is being written.
+        """
         self._report_failure()
         if (every := self._settings.every) is None or isinstance(every, int):
             return every is not None and step % every == 0

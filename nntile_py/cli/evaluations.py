@@ -37,7 +37,7 @@ def evaluate(
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Measure trained models on a complete file: loss, perplexity, bits per byte, accuracy, F1."""
+    """Measure trained models on a whole file or folder: loss, perplexity, bits per byte, accuracy, F1."""
     from rich.console import Console
 
     alone("eval")

@@ -82,7 +82,11 @@ def initial(path: str, model: str, sets: Iterable[str] = ()) -> str:
 def _example(cls: type[Model], model: str, sets: set[str]) -> dict[str, Any]:
     """Return the content of experiments/MODEL_tiny.yaml as a dict.
 
-    For a user's own model, it is gpt2_tiny.yaml without the keys that the model lacks. `sets` has the keys of --set.
+    For a model without such a file, return gpt2_tiny.yaml, with only those keys of `model` that the model has.
+
+    Args:
+        sets: The keys that --set sets. If `model.from` is one of them, the model's sizes and the tokenizer are left
+            out.
     """
     path = installed("experiments") / f"{model}_tiny.yaml"
     own = not path.is_file()

@@ -1,4 +1,7 @@
-"""Models whose data are the rows of one table: classifiers and sentence embeddings. What their configs say and need."""
+"""Models trained on the rows of one table: classifiers and sentence embeddings.
+
+Checks the sections `data` and `train` of their configs, and sets the classes or labels of `model` from the table.
+"""
 
 from __future__ import annotations
 

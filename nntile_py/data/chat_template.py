@@ -25,7 +25,8 @@ MOST_STEPS = 2_000_000  # largest number of lines that a template's code runs, a
 # Limit for a conversation, in seconds of a core: MOST_SECONDS, and SECONDS_EACH for each message. The conversation is
 # rendered again before each answer.
 MOST_SECONDS, SECONDS_EACH = 10.0, 0.1
-# Most items of a product and most bits of an integer in a template: one step with more could take hours.
+# Largest length of a repeated sequence (`a * n`), and largest number of bits of an integer result, in a template. One
+# step with more could take hours.
 _MOST_ITEMS, _MOST_BITS = 10_000_000, 100_000
 Message = dict[str, str]  # role: system, user or assistant; content
 

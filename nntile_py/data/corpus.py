@@ -94,9 +94,9 @@ class Corpus:
         train: Tokens of the training part of each source.
         held_out: Tokens of the held-out part of each source.
         weights: Weight of each source.
-        unit: What a sequence is.
+        unit: What a sequence is: `window`, `lines`, `paragraphs` or `documents`.
         end: Token that ends a document. None: documents have no such token.
-        notes: What was left out of the sources, a line for each."""
+        notes: Lines of text, each on something that was left out of a source."""
 
     tokenizer: Tokenizer
     train: list[Tokens]

@@ -36,8 +36,8 @@ class Dataset(Protocol):
     Attributes:
         tokenizer: Turns text into token numbers; the run saves it beside the weights.
         class_names: Names of a classifier's classes; None for a language model.
-        example: Padded held-out inputs. At its end, a run shows the model's guesses for their masked tokens. None: no
-            example.
+        example: Padded held-out batch. A run of a masked model ends by printing the model's guesses for the masked
+            tokens of this batch. None: the run prints no sample of text.
     """
 
     tokenizer: Tokenizer

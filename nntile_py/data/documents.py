@@ -262,12 +262,16 @@ def _article(kind: str) -> str:
 
 
 def _last_cut(text: str, unit: str) -> int:
-    """Return the last place where a part may end, 0 if there is none in the second half of the text."""
+    """Return the last position in the second half of the text at which a part may end, or 0 without such a position.
+
+    A part ends at a space only if the text has at least 2 * PART characters.
+    """
     half = len(text) // 2
-    for pattern in (_PARAGRAPH, _LINE) if unit == "paragraphs" else (_SINGLE, _LINE):
+    patterns = (_PARAGRAPH, _LINE) if unit == "paragraphs" else (_SINGLE, _LINE)
+    for pattern in patterns if text.find("\n", half) >= 0 else ():  # `find` is much faster than the patterns
         if places := [match.end() for match in pattern.finditer(text, half)]:
             return places[-1]
-    return text.rfind(" ", half, -1) if len(text) >= 2 * PART else 0
+    return max(0, text.rfind(" ", half, -1)) if len(text) >= 2 * PART else 0
 
 
 # -- split

@@ -65,7 +65,7 @@ def read_rows(where: str, path: Path, columns: Sequence[str], need: str) -> Iter
 
 
 def _json_lines(where: str, path: Path, columns: Sequence[str], need: str) -> Iterator[Row]:
-    """Yield the rows of a file with one JSON object a line. Blank lines are skipped. Arguments as of read_rows."""
+    """Yield the rows of a file with one JSON object a line. Blank lines are skipped. Arguments: as for read_rows."""
     for line, text in text_lines(where, path):
         if text.strip():
             yield line, _object(f"{where}, line {line}", text, columns, need)
@@ -91,7 +91,7 @@ def _check_keys(here: str, row: dict[str, Any], columns: Sequence[str], need: st
 
 
 def _json_rows(where: str, path: Path, columns: Sequence[str], need: str) -> Iterator[Row]:
-    """Yield the objects of a JSON file that holds a list of objects. Arguments as of read_rows."""
+    """Yield the objects of a JSON file that holds a list of objects. Arguments: as for read_rows."""
     text = "".join(line for _, line in text_lines(where, path))
     if not text.lstrip().startswith("["):  # several objects, one a line
         yield from _json_lines(where, path, columns, need)
@@ -108,7 +108,7 @@ def _json_rows(where: str, path: Path, columns: Sequence[str], need: str) -> Ite
 
 
 def _csv_rows(where: str, path: Path, columns: Sequence[str], need: str, *, delimiter: str = ",") -> Iterator[Row]:
-    """Yield the rows of a file whose first line names the columns. Arguments as of read_rows.
+    """Yield the rows of a file whose first line names the columns. Arguments: as for read_rows.
 
     A row may span several lines. Empty lines are skipped."""
     names: list[str] = []
@@ -151,7 +151,7 @@ def _check_columns(here: str, columns: Sequence[str], wanted: Sequence[str], nee
 
 
 def _parquet_rows(where: str, path: Path, columns: Sequence[str], need: str) -> Iterator[Row]:
-    """Yield the rows of a Parquet file. Arguments as of read_rows."""
+    """Yield the rows of a Parquet file. Arguments: as for read_rows."""
     parquet = package("pyarrow.parquet", path)
     with opened(path) as file, _arrow_errors(where, path):
         table = parquet.ParquetFile(file)
@@ -160,7 +160,7 @@ def _parquet_rows(where: str, path: Path, columns: Sequence[str], need: str) -> 
 
 
 def _arrow_rows(where: str, path: Path, columns: Sequence[str], need: str) -> Iterator[Row]:
-    """Yield the rows of an Arrow file or stream. Arguments as of read_rows."""
+    """Yield the rows of an Arrow file or stream. Arguments: as for read_rows."""
     ipc = package("pyarrow.ipc", path)
     with opened(path) as file, _arrow_errors(where, path):
         is_file = file.read(6) == b"ARROW1"
@@ -195,7 +195,7 @@ class _ArrowStream:
 
 
 def _dataset_rows(where: str, path: Path, columns: Sequence[str], need: str) -> Iterator[Row]:
-    """Yield the rows of a folder that Dataset.save_to_disk wrote. Arguments as of read_rows."""
+    """Yield the rows of a folder that Dataset.save_to_disk wrote. Arguments: as for read_rows."""
     if (path / _SPLITS).is_file():
         splits = ", ".join(str(one.parent) for one in sorted(path.glob(f"*/{_DATASET}")))
         raise ConfigError(f"{where}: a dataset with several splits; allowed: the folder of a split: {splits}")

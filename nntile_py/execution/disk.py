@@ -20,7 +20,7 @@ from nntile_py.typed import plain
 
 LEAST = 16 << 20  # smallest allowed `size` in bytes, StarPU's own minimum
 PREFIX = "nntile-swap-"  # prefix of the processes' folders; each process locks its folder
-# Names in `kinds`, and kinds of tiles. Activations may always go to the disk.
+# {name that `kinds` may have: kind of tiles}. Activations are not listed: they may always go to the disk.
 KINDS: dict[str, str] = {name: kind for name, kind in OFFLOADED.items() if name != "activations"}
 _SWAP = "tiles"  # mark of these folders: no other folder is ever removed
 

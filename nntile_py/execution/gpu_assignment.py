@@ -13,7 +13,8 @@ SHARE = "NNTILE_SHARE_GPUS"  # environment variable; 1: ranks may share GPUs if 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 PATIENCE = 60.0  # seconds to list the GPUs: without persistence mode, the driver starts for each process
 
-# CUDA reads VISIBLE when a process initialises CUDA, so a child process lists the GPUs.
+# CUDA reads VISIBLE once, when a process initialises CUDA. This process may set VISIBLE later, so a child process lists
+# the GPUs.
 _ASK = """
 import ctypes
 cuda, count, uuid = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), (ctypes.c_ubyte * 16)()

@@ -316,7 +316,8 @@ def _give_up(done: threading.Event, seconds: float, sign: str) -> None:
     rank, size = system.started()
     states = system.seen(sign)
     lost = [other for other, state in states.items() if state != "waits"]
-    # Ranks wait for different times here, so the lowest rank on the machine with the cause prints the message.
+    # A rank waits longer if more ranks below it may print the message, and if it has not found the cause. So usually
+    # only one rank prints the message.
     if done.wait(system.OTHERS_WAIT * min(4, len(set(range(rank)) - {*lost}) + (not lost))):
         return
     if lost:

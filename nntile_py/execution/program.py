@@ -264,7 +264,7 @@ def _bodies(task: Task) -> list[list[Task]]:
 
     Without CPU workers, a payload can run several parts at once; CPU workers run one part at a time.
     """
-    parts = [part.payload for part in task.parts or [task]]
+    parts = [part.without_waits for part in task.parts or [task]]
     return launch.together(parts) if _core.cuda_workers() and not _core.cpu_workers() else [[part] for part in parts]
 
 

@@ -106,7 +106,7 @@ def lives_on_cuda(tasks: TaskList) -> bool:
     filled. Attention needs no such tiles, because it reads the offsets of the sequences. Tasks in Python need full
     tiles.
     """
-    for task in (part.payload for one in tasks.tasks for part in one.parts or [one]):
+    for task in (part.without_waits for one in tasks.tasks for part in one.parts or [one]):
         live = tasks.live_sizes(task)
         first = all(math.prod(task.accesses[number].tile.shape[:axis]) == 1 for number, axis, _ in live)
         if live and (bound(task) or not (first or task.kernel.startswith("attention"))):

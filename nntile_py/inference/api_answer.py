@@ -32,14 +32,14 @@ class ScoredToken(NamedTuple):
 
 @dataclass(frozen=True)
 class CompletionKind:
-    """A kind of completion, text or chat, in answers.
+    """How answers of the API present a completion: as text or as a chat.
 
     Attributes:
         id: Beginning of the field `id`.
         complete: Field `object` of a complete answer.
         chunk: Field `object` of a streamed part.
         chat: True for chat completions.
-        texts: Texts of tokens. None: answers have no log-probabilities.
+        texts: Turns the numbers of tokens into texts, for log-probabilities. None: answers have no log-probabilities.
     """
 
     id: str

@@ -17,7 +17,8 @@ MOST_TEXTS = 256  # largest number of prompts or inputs of a request
 # Fields that every request may have, whatever their values. Only `stream_options` has an effect.
 ACCEPTED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "stream_options")
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields that are attributes of Options
-# {field: its allowed values}; messages name the last value
+# Fields of OpenAI's API that are not supported, except where a kind of request names them as `known`: {field: values
+# that are accepted, because they change nothing}. A message about another value suggests the last of these values.
 FIXED = {
     "logprobs": (None, False), "top_logprobs": (None, 0), "best_of": (None, 1), "logit_bias": (None, {}),
     "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "echo": (None, False), "suffix": (None, ""),

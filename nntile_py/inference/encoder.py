@@ -33,7 +33,7 @@ from nntile_py.typed import typed
 
 Array = np.ndarray[Any, Any]
 OUTPUTS = ("hidden", "mean", "pooled", "logits", "sentence")
-# {output: the head that it needs}; logits: the model's own
+# {output: the head that the model must have}. `logits` is not listed: it uses the model's own head.
 HEADS = {"hidden": "none", "mean": "none", "sentence": "none", "pooled": "pooler"}
 SMALLEST = 64  # tokens of the smallest bin; larger bins have 2, 4, ... times as many
 CHUNK = 1024  # number of texts that are tokenized together

@@ -263,9 +263,9 @@ def _masked(
 
 
 def mask_text(opened: OpenedModel, ids: Array, probability: float, seed: int) -> tuple[Array, Array, tuple[int, int]]:
-    """Return a text with masked tokens, the labels (-100 at other tokens), and the tokens [CLS] and [SEP].
+    """Return a text after masking, its labels (-100 at tokens that are not masked), and the numbers of [CLS] and [SEP].
 
-    MaskedCollator chooses the tokens, as in training. The choice depends on the seed and the place in the text only."""
+    As in training, MaskedCollator chooses the tokens to mask. Equal arguments always give the same choice."""
     assert opened.tokenizer
     known = _special(opened)
     if missing := known.lacking():

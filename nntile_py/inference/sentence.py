@@ -188,7 +188,10 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 
 
 def _longest(folder: Path) -> int | None:
-    """Return model_max_length of tokenizer_config.json, the limit of texts if there is no max_seq_length."""
+    """Return model_max_length of tokenizer_config.json: the limit of a text's tokens if max_seq_length is missing.
+
+    Return None if the file has no such key, or no integer between 1 and 10^6 - 1: then it states no limit.
+    """
     file = folder / "tokenizer_config.json"
     length = read_json(file, _NEED).get("model_max_length") if file.is_file() else None
     return length if type(length) is int and 0 < length < 10**6 else None

@@ -143,7 +143,7 @@ def keep_winner(searched: Search, rows: list[Row]) -> str:
         return ""
     tiles = {axis: size for axis in AXES if (size := best["sets"][f"tiles.{axis}"])}
     if not keep_measured(searched.config, tiles):
-        return f"the fastest tiles, {tiles_text(tiles)}, are not kept for `tiles: auto`: the cache folder cannot be written"
+        return f"{tiles_text(tiles)} is not kept for `tiles: auto`, as the cache folder cannot be written"
     return f"`tiles: auto` now stands for {tiles_text(tiles)} in this config on this machine"
 
 

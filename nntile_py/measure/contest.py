@@ -105,7 +105,7 @@ def measure_in_turns(
     """Time the contestants alternately; return medians, spread, ratios by round, and errors of failed contestants.
 
     Args:
-        how: Workload, and `steps` of a turn; contestant and repeats are ignored.
+        how: Workload, and `steps` of a turn. `contestant`, `peers`, `repeats` and `warmup` are ignored.
         names: The contestants.
         rounds: Turns of each contestant.
         hold: True: keep all contestants in memory. False: end each contestant after its turn. None: as True; if a

@@ -45,7 +45,10 @@ PATH = "#d55e00"  # colour of the shortest path
 
 
 class SelectionExperiment(PresetPart):
-    """A section of kind `selection`: the forward pass's layouts as a graph, with the shortest path."""
+    """A section of kind `selection`: layouts of the forward pass as a shortest path.
+
+    The experiment times the forward operators in all layouts, and finds the fastest sequence of orders of axes.
+    """
 
     repeats: Count = 5
 

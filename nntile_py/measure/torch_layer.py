@@ -136,7 +136,7 @@ class StackedAttention(nn.Module):
 
 
 class StackedLayer(nn.Module):
-    """Encoder layer around StackedAttention, with ReLU and norms after the sums."""
+    """Post-norm encoder layer of a Transformer with StackedAttention and ReLU."""
 
     def __init__(self, c: Any) -> None:
         super().__init__()

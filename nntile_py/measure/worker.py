@@ -1,9 +1,10 @@
 """The worker process of all measurements: sweeps, experiments and the contestants of `nntile bench step`.
 
 A request and its answer are each one line of JSON. A request has one or both of these parts:
-    config, measure[, contestant, place]: Start a workload, and warm it up. `config`: a resolved config, or the path of
-        a config, with `sets`. `measure`: a section of a sweep. `contestant`: replaces the contestant of `measure`.
-        `place`: rank and port of this process, for a contestant with a process for each GPU.
+    config, measure[, sets, contestant, place]: Start a workload, and warm it up. `config`: a resolved config, or the
+        path of a config. `measure`: a section of a sweep. `sets`: a list of KEY=VALUE that override keys of the config,
+        only if `config` is a path. `contestant`: replaces the contestant of `measure`. `place`: rank and port of this
+        process, for a contestant with a process for each GPU.
     repeats, steps: Time the workload `repeats` times, each time over `steps` steps in flight together.
 """
 
@@ -162,9 +163,9 @@ class Session:
 
 
 def check_rate(config: RunConfig, flop_per_s: float) -> None:
-    """Raise NNTileError if the flop/s are above the peak of the workers: the flop were then counted wrongly.
+    """Raise NNTileError if the flop/s exceed the measured peak of the workers by more than the factor ABOVE_PEAK.
 
-    A CPU's peak is measured only if the flop/s are above those that plans assume.
+    The number of flop is then wrong. A CPU's peak is measured only if the flop/s are above those that plans assume.
     """
     gpu = config.runtime.cuda != 0
     if flop_per_s <= config.workers * device_model.worker(TILE_DTYPE[config.precision], gpu).flop_s:

@@ -22,8 +22,8 @@ MOST_KINDS = 8  # kinds of operators with their own colour; all others share OTH
 MOST_MESSAGES = 40  # messages drawn as arrows: those that workers waited for longest; more would hide bars
 # Rows of a rank's messages, with their colours.
 LANES = {"sending": "#333333", "receiving": "#8a8a8a", "waiting for another rank": "#e41a1c"}
-# Largest number of bars in a row. A row with more tasks is drawn as this many columns, divided among the kinds of
-# operators in proportion to their times.
+# Largest number of bars in a row. A row with more tasks is drawn as this many columns. Each column is empty or has the
+# colour of one kind of operators, and a kind's share of the columns is its share of the time.
 COLUMNS = 1200
 
 

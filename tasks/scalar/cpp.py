@@ -200,7 +200,7 @@ class _Writer:
         raise TypeError(f"no C++ of {node!r}")
 
     def _keep(self, node: ex.Keep) -> str:
-        """Return the C++ condition that dropout keeps the current point."""
+        """Return the C++ condition that dropout keeps the value at the current point."""
         self.drawn = True
         row, last, start = "row", len(self.axes) - 1, f"start{self.keys.index(node.key)}"
         if node.row_numbers:

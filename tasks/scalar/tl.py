@@ -82,7 +82,7 @@ class Text:
 
 
 def kept_axes(definition: ex.Definition) -> tuple[str, ...]:
-    """Return the axes of the rows that sums over rows keep. All such sums of a Definition keep the same axes."""
+    """Return the axes of the rows that remain in outputs summed over rows. These outputs all keep the same axes."""
     column = definition.axes[-1]
     kept = (out.at[:-1] for out in definition.outputs if out.total and column in out.at)
     return tuple(axis for axis in max(kept, key=len, default=()) if isinstance(axis, str))

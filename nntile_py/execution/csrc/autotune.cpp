@@ -41,7 +41,7 @@ class Locked {
       close(file_);
       file_ = -1;
     }
-    // Not all file systems have locks: at worst two processes measure the same.
+    // Some file systems lack locks. Two processes may then measure the same choice twice, without other harm.
     for (int turn = 0; turn < kTurns && file_ >= 0 && flock(file_, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK; ++turn)
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
@@ -72,7 +72,8 @@ class Locked {
     char last = '\n';
     if (before) (void)!pread(file_, &last, 1, before - 1);
     const auto line = (last == '\n' ? "" : "\n") + key + ": " + std::to_string(choice) + "\n";
-    // Disk full: stored only in this process, as half a line could be another choice.
+    // If the disk is full, remove the part of the line: it could be read as another choice. Only this process then
+    // knows the choice.
     const auto written = write(file_, line.data(), line.size());
     if (written > 0 && static_cast<size_t>(written) < line.size()) (void)!ftruncate(file_, before);
   }

@@ -33,7 +33,7 @@ class Pool {
     void* pinned = nullptr;
     if (g.cuda && cudaHostAlloc(&pinned, bytes, cudaHostAllocPortable) == cudaSuccess)
       return Block(static_cast<char*>(pinned), Free{true});
-    cudaGetLastError();  // pageable memory works, too, more slowly
+    cudaGetLastError();  // clears the error: memory that is not pinned works too, but more slowly
 #endif
     return Block(new char[bytes], Free{});
   }
@@ -60,7 +60,7 @@ struct Copies::State {
   std::vector<std::shared_ptr<Tile>> tiles;
   std::vector<Block> data;
   uint64_t failures = failure_count();
-  std::atomic<bool> dropped{false};  // copied after a failure: invalid
+  std::atomic<bool> dropped{false};  // a task failed before the tiles were copied: the copies are invalid
   std::atomic<size_t> missing;
 
   ~State() {
@@ -77,7 +77,7 @@ struct Copies::Item {
     --state->missing;
   }
 
-  // Codelet functions; the argument is the item.
+  // Functions of the codelet. arg: the Item of the task.
   static void on_cpu(void** buffers, void* arg) {
     const profile::Interval interval(profile::Interval::Of::starpu);
     const std::unique_ptr<Item> item(static_cast<Item*>(arg));
@@ -98,7 +98,7 @@ struct Copies::Item {
         const auto status = cudaMemcpyAsync(to, pointer(buffers[0]), bytes, cudaMemcpyDeviceToHost, task_stream());
         if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
       }, true);
-      // The task ends for StarPU before the stream has finished.
+      // The task ends for StarPU before the stream has finished the copy, so the stream calls Item::end.
       cudaLaunchHostFunc(task_stream(), [](void* done) {
         const std::unique_ptr<Item> owned(static_cast<Item*>(done));
         owned->end();
@@ -131,7 +131,7 @@ Copies::Copies(std::vector<std::shared_ptr<Tile>> tiles) : state_(std::make_shar
     task->cl_arg = new Item{state_, k};
     task->cl_arg_free = 0;
     task->name = "checkpoint";
-    for (int worker = 0; worker < g.cuda; ++worker) {  // the device of the tile, if any
+    for (int worker = 0; worker < g.cuda; ++worker) {  // the copy runs on the device that has the tile, if any
       const int id = starpu_worker_get_by_type(STARPU_CUDA_WORKER, worker);
       int valid = 0;
       starpu_data_query_status2(task->handles[0], static_cast<int>(starpu_worker_get_memory_node(static_cast<unsigned>(id))),

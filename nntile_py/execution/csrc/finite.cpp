@@ -1,4 +1,4 @@
-// Checked programs: the first task that wrote a value that is not finite.
+// Finds the first task of a checked program that wrote a value that is not finite.
 #include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/minimum.h>
@@ -16,10 +16,10 @@ namespace {
 constexpr int64_t NONE = std::numeric_limits<int64_t>::max();
 constexpr int TASK_BITS = 24, BODY_BITS = 12;
 
-std::atomic<int64_t> g_first{NONE};       // of CPU workers: smallest key of such a task
-std::array<at::Tensor, 64> g_of_devices;  // the same for each device, in device memory
+std::atomic<int64_t> g_first{NONE};       // smallest key of such a task on CPU workers
+std::array<at::Tensor, 64> g_of_devices;  // smallest key of such a task on each device, in device memory
 
-// Keys are in the order of submission.
+// Returns a number for part `body` of a task: a smaller number was submitted earlier.
 int64_t key(const TaskInstance& instance, size_t body) {
   const auto run = static_cast<int64_t>(instance.run);
   return (run << TASK_BITS | instance.record->number) << BODY_BITS | static_cast<int64_t>(body);

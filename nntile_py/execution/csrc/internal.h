@@ -17,18 +17,20 @@ namespace nntile {
 struct Shared {
   bool running = false;
   unsigned generation = 0;  // number of the runtime; objects of earlier runtimes are invalid
-  bool models = false;      // only if the policy uses performance models, as updates cost 1 us per task
+  bool models = false;      // the policy uses performance models, whose updates cost 1 us per task
   int window = 0;
   int cpus = 0, cuda = 0;  // workers
-  int ahead = 0;           // tasks that a CUDA worker launches before an earlier one has ended
-  std::atomic<bool> reduces{false};  // some tiles use REDUX: StarPU ends a reduction with a copy that waits for nothing
+  int ahead = 0;           // number of tasks that a CUDA worker launches before an earlier task has ended
+  // Some tiles use REDUX. StarPU ends a reduction with a copy that does not wait for tasks on the stream, so a CUDA
+  // worker then launches no tasks ahead.
+  std::atomic<bool> reduces{false};
   size_t limit = 0;  // maximum bytes of tiles
   size_t page = 1;   // sizes of handles are multiples of this
 
-  std::atomic<uint64_t> ended{0};  // number of tasks, and of copies from and to the program
+  std::atomic<uint64_t> ended{0};  // number of tasks, messages and writes of tiles that have ended
   std::atomic<int> active{0};
-  std::atomic<int> leaving{0};  // tiles in transfer to main memory, for which StarPU counts no task
-  std::atomic<int> messages{0};  // between ranks, in flight
+  std::atomic<int> leaving{0};  // number of transfers of tiles to main memory, which StarPU does not count as tasks
+  std::atomic<int> messages{0};  // number of messages to and from other ranks in flight
   std::atomic<bool> stuck{false};
   bool forked = false;  // child of a process with a running runtime: there are no workers
   std::atomic<bool> shared{false};  // the process has other users of StarPU, such as its Python package
@@ -38,12 +40,12 @@ struct Shared {
 };
 extern Shared g;
 
-uint64_t failure_count();  // since the process started
+uint64_t failure_count();  // returns the number of failures since the process started
 std::string last_failure();
 
 void require_running();
 void require(const Tile& tile);
-void require_main_thread();  // a task that waits for all tasks would wait for itself
+void require_main_thread();  // throws within a task: a task that waits for all tasks would wait for itself
 void forget_tiles();         // at the end of the runtime: every tile loses its handle
 size_t smallest_waiting(unsigned node);  // bytes of the smallest tile that waits for memory there; 0: none
 
@@ -54,7 +56,7 @@ struct Transfers {
 };
 Transfers transfers(int bus);
 
-// State of one wait; throws if nothing has moved for long.
+// Watches one wait: look() throws TaskError if nothing has moved for long.
 class Watchdog {
  public:
   void look();
@@ -63,7 +65,7 @@ class Watchdog {
   using clock = std::chrono::steady_clock;
   clock::time_point last_ = clock::now();
   clock::duration still_{}, in_vain_{};
-  std::chrono::nanoseconds queued_{};  // its value one second after the last progress
+  std::chrono::nanoseconds queued_{};  // value of queued() one second after the last progress
   uint64_t ended_ = g.ended;
   std::vector<size_t> moved_;
 };
@@ -127,13 +129,13 @@ inline starpu_codelet* new_codelet(const char* name, std::initializer_list<starp
 #define IF_CUDA(function) nullptr
 #endif
 
-// For planned programs (policy.cpp); `plan` must precede the submission of a task.
+// StarPU policy of planned programs (policy.cpp). Call `plan` before each task is submitted.
 starpu_sched_policy* planned_policy();
 void plan(starpu_task* task, const TaskRecord& record);
 
 inline bool reads(int mode) { return mode & STARPU_R; }
 
-// Tiles of a task with their access modes.
+// Sets the tiles of a task and their access modes.
 void set_tiles(starpu_task* task, const std::vector<std::shared_ptr<Tile>>& tiles, const std::vector<int>& modes);
 void submit(starpu_task* task, const std::string& name);
 void wait_for_window();  // until the window has room
@@ -146,10 +148,10 @@ void free_spare_copies();  // at the end of the runtime
 void check_finite(const TaskInstance& instance, size_t body, void** buffers, c10::Device device);
 void forget_not_finite();
 #ifdef NNTILE_CUDA
-bool queues_empty();  // of CUDA devices: tasks that ended for StarPU have really ended
+bool queues_empty();  // on all CUDA devices, the tasks that have ended for StarPU have really ended
 bool lacks_room(unsigned node, size_t bytes);  // the GPU has no memory for a tile, whatever the limit is
-void let_go_of_all();           // all holders of tiles on a device release them; see cuda_graph.h
-void before_write(Tile& tile);  // its holders on a device release it
+void let_go_of_all();           // CUDA graphs release all tiles that they keep on a device; see cuda_graph.h
+void before_write(Tile& tile);  // CUDA graphs that keep the tile on a device release the tile
 #else
 inline bool queues_empty() { return true; }
 inline bool lacks_room(unsigned, size_t) { return false; }

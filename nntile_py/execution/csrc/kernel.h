@@ -40,8 +40,8 @@ struct Tile {
   ::_starpu_data_state* handle = nullptr;
   bool foreign = false;      // another library registered the handle
   bool reducible = false;    // allows access in REDUX mode
-  bool initialised = false;  // by tasks submitted so far
-  std::vector<class Captured*> holders;  // graphs that keep it on a device and rely on its value
+  bool initialised = false;  // true: a task submitted so far writes the tile
+  std::vector<class Captured*> holders;  // CUDA graphs that keep the tile on a device and rely on its value
 };
 
 class Args;
@@ -58,10 +58,15 @@ struct Launch {
   };
   struct Argument {
     int kind;
-    int64_t whole;  // by kind: number of the tile, offset in the scratch block, integer, position in the task's floats
-    double real;
-    std::array<int64_t, 4> live{};  // position in the task's floats, factor, divisor, times; see dynamic_size.py
-    std::array<int64_t, 6> map{};  // columns, element bytes, element type, rows and columns of a block, swizzle
+    // The meaning depends on `kind`: number of the tile, offset in the scratch block, value of the argument, or
+    // position in the task's floats.
+    int64_t whole;
+    double real;  // value of a fp32 argument
+    // Numbers of the formula in `integer`: position in the task's floats, factor, divisor, multiplier; see
+    // dynamic_size.py.
+    std::array<int64_t, 4> live{};
+    // Of a matrix: columns, bytes of an element, type of an element, rows and columns of a block, swizzle.
+    std::array<int64_t, 6> map{};
 
     int64_t integer(const double* floats) const {
       if (kind != live_int32 && kind != live_int64) return whole;
@@ -80,38 +85,41 @@ struct Launch {
 struct TaskInstance {
   const struct TaskRecord* record;
   const double* floats;
-  uint64_t run = 0;  // of a checked program: number of the run; 0: not checked
+  uint64_t run = 0;  // number of the run of a checked program; 0: the program is not checked
 };
 
 // A Python kernel, called with addresses of tiles, floats, the CUDA device (-1: a CPU worker) and its stream.
 struct PythonKernel {
   std::function<void(const std::vector<void*>&, const double*, int, void*)> call;  // empty: no Python kernel
-  bool cuda = false;                                                               // supports CUDA workers, too
+  bool cuda = false;                                                               // CUDA workers may run it too
 };
 
-// A tile's size along an axis that is a float of the body: the rows that a step fills.
+// The size of a tile along an axis of which a step fills only a part, as with packed sequences. One of the body's
+// floats holds this size.
 struct LiveSize {
-  size_t tile;  // number among the body's tiles
+  size_t tile;  // number of the tile among the body's tiles
   size_t axis;
-  size_t position;
+  size_t position;  // position of the size among the body's floats
 };
 
 // The kernel of a task, or one part of a group of tasks.
 struct TaskBody {
   std::string name;
   Kernel cpu = nullptr;   // for CPU workers
-  Kernel cuda = nullptr;  // for CUDA workers: this, or launches in order
-  PythonKernel python;    // replaces all of these
-  std::vector<std::vector<Launch>> ways;  // with a key: the fastest of these and `cuda`; else the first
-  std::string key;
+  Kernel cuda = nullptr;  // for CUDA workers; see `ways`
+  PythonKernel python;    // used instead of the C++ kernels
+  // Equivalent lists of launches for CUDA workers. With a key, the fastest of these lists and `cuda` runs, else the
+  // first list.
+  std::vector<std::vector<Launch>> ways;
+  std::string key;  // key of the stored choice
   int64_t scratch = 0;  // bytes shared by the launches
   std::vector<Launch::Argument> table;  // written as int64 to the beginning of the scratch block before the launches
-  std::vector<int> places;  // positions of its tiles among the task's
+  std::vector<int> places;  // positions of the body's tiles among the task's tiles
   std::vector<Tile*> tiles;
   std::vector<LiveSize> lives;
   std::vector<int64_t> ints;
-  size_t first_float = 0;  // position of its floats among the task's
-  uint64_t accumulates = 0;  // bit k: adds to tile k instead of overwriting
+  size_t first_float = 0;  // position of the body's first float among the task's floats
+  uint64_t accumulates = 0;  // bit k: the kernel adds to tile k instead of overwriting the tile
   bool tf32 = false;  // products of fp32 tiles on CUDA may use tf32
 };
 
@@ -128,15 +136,15 @@ struct TaskRecord {
   int priority = 0;
   std::vector<int> leaves;  // positions of tiles to evict from the device after the task
   int worker = -1;  // StarPU's number of the required worker; -1: any
-  int delay = 0;    // number of later tasks that may run before it
+  int delay = 0;    // number of later tasks that may run before this task
   double flop = 0;
-  int64_t number = 0;  // number among the program's tasks
-  TaskInstance instance{};  // for tasks whose floats never change
+  int64_t number = 0;  // position among the program's tasks
+  TaskInstance instance{};  // used by all runs if the task's floats never change
 };
 
 class Args {
  public:
-  // floats, buffers: of the whole task
+  // floats, buffers: those of the whole task, which may have several bodies
   Args(const TaskBody& body, const double* floats, void** buffers, c10::Device device)
       : body_(body), floats_(floats + body.first_float), buffers_(buffers), device_(device) {}
   // The filled part of a tile. On CPU workers it is contiguous at the beginning of the tile; on CUDA workers each row

@@ -1,8 +1,8 @@
 // Memory of tiles with CUDA devices. On a device, tiles come from ATen's allocator, which splits and merges blocks of
 // any size; StarPU's own cache reuses buffers only for equal sizes. All uses of a tile's block are on one stream, or
 // wait for it (queue_cuda.cpp), so a freed block is really free. The queue does not know the workspaces of kernels, so
-// tiles must never share blocks with them: tiles have a stream key of their own. In main memory, StarPU's buffers are
-// pinned, which takes milliseconds, so they are kept for reuse by size.
+// tiles must never share blocks with them: tiles have a stream key of their own. In main memory, StarPU pins each
+// buffer, which takes milliseconds. So freed buffers are kept, and reused for tiles of the same size.
 #include <c10/cuda/CUDACachingAllocator.h>
 
 #include <array>
@@ -51,7 +51,7 @@ class Kept {
 
  private:
   std::mutex mutex_;
-  std::multimap<std::pair<unsigned, size_t>, uintptr_t> buffers_;  // of (memory node, bytes)
+  std::multimap<std::pair<unsigned, size_t>, uintptr_t> buffers_;  // by memory node and bytes
 };
 
 Kept& kept() {
@@ -61,8 +61,9 @@ Kept& kept() {
 
 size_t held(c10::DeviceIndex device) { return static_cast<size_t>(blocks::getDeviceStats(device).reserved_bytes[0].current); }
 
-// ATen holds more memory than tiles use: unused parts of segments. Tiles leave this much for workspaces, both of the
-// process's limit and of the free memory, since a kernel without workspace fails, while a tile can wait for evictions.
+// Returns whether tiles may take `more` bytes of a device and still leave kForKernels for the workspaces of kernels,
+// both of the process's limit and of the free memory: a kernel without workspace fails, while a tile can wait for
+// evictions. ATen's own count is used, since ATen holds more memory than tiles use: unused parts of segments.
 bool leaves_room(c10::DeviceIndex device, size_t more = 0) {
   size_t free = 0, total = 0;
   if (cudaMemGetInfo(&free, &total) != cudaSuccess) return true;
@@ -71,8 +72,8 @@ bool leaves_room(c10::DeviceIndex device, size_t more = 0) {
   return std::min(free, limit > own ? limit - own : 0) >= std::min<size_t>(kForKernels, limit / 8) + more;
 }
 
-// Whether tiles are cut from one block (reserve_for_tiles). Then no other memory is available, and an attempt to
-// allocate from the driver would stall the device for a millisecond.
+// For each device: true if tiles are cut from one block (reserve_for_tiles). Then no other memory is available, and an
+// attempt to allocate from the driver would stall the device for a millisecond.
 std::array<std::atomic<bool>, STARPU_MAXCUDADEVS> g_reserved{};
 
 size_t largest_block(c10::DeviceIndex device) {
@@ -85,8 +86,8 @@ bool would_not_fit(c10::DeviceIndex device, size_t bytes) {
   return g_reserved.at(static_cast<size_t>(device)) && largest_block(device) < bytes && !leaves_room(device, bytes);
 }
 
-// For each device: the smallest size that failed since the last block was freed. StarPU retries often, and each attempt
-// takes milliseconds.
+// The smallest size that a device could not allocate since a block was last freed. Requests of at least this size are
+// refused at once: StarPU repeats a request often, and each attempt to allocate takes milliseconds.
 class Room {
  public:
   uint64_t now() {
@@ -112,7 +113,7 @@ class Room {
 
  private:
   std::mutex mutex_;
-  uint64_t given_back_ = 0;  // number of blocks
+  uint64_t given_back_ = 0;  // number of blocks freed so far
   size_t refused_ = SIZE_MAX;
 };
 
@@ -121,7 +122,7 @@ Room& room(unsigned node) {
   return rooms.at(static_cast<size_t>(starpu_memory_node_get_devid(node)));
 }
 
-// Returns 0 if there is no memory within the limit or on the GPU.
+// Returns the address of a new block; 0 if there is no memory for it within the limit or on the GPU.
 uintptr_t allocate_on_device(unsigned node, size_t bytes) {
   const auto since = room(node).now();
   if (room(node).lacks(bytes) || starpu_memory_allocate(node, bytes, 0)) return 0;
@@ -154,7 +155,7 @@ starpu_ssize_t allocate(void* buffer, unsigned node) {
   const size_t bytes = STARPU_VARIABLE_GET_ELEMSIZE(buffer);
   const auto address = is_device(node) ? allocate_on_device(node, bytes) : kept().allocate(node, bytes);
   if (!address) {
-    // StarPU evicts from a device only if main memory has room, and does not know how much it has.
+    // StarPU evicts tiles from a device only if main memory has room. It counts kept buffers as used, so free them.
     const auto all = starpu_memory_get_total(STARPU_MAIN_RAM);
     if (all > 0 && starpu_memory_get_available(STARPU_MAIN_RAM) < all / 2) kept().free_all();
     return -ENOMEM;
@@ -187,7 +188,8 @@ void free_kept_memory() {
   for (auto& reserved : g_reserved) reserved = false;  // the next runtime may use segments
 }
 
-// ATen never merges segments of the driver: when memory is short, all segments end up too small.
+// Allocates one block on each device, from which tiles are cut. ATen never merges segments that it got from the driver:
+// without this block, all segments end up too small when memory is short.
 void reserve_for_tiles() {
   for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) {
     if (!is_device(node) || starpu_memory_get_used(node)) continue;  // tiles exist already
@@ -199,7 +201,7 @@ void reserve_for_tiles() {
     const c10::cuda::CUDAGuard guard(device);
     try {
       blocks::raw_delete(blocks::raw_alloc_with_stream(bytes, key_of_tiles(device)));
-      blocks::resetPeakStats(device);  // not used yet
+      blocks::resetPeakStats(device);  // no tile uses the block yet
       reserved = true;
     } catch (const c10::OutOfMemoryError&) {  // other processes use the GPU, too: use segments
     }

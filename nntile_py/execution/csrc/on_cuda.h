@@ -13,12 +13,13 @@ namespace nntile {
 
 void require(CUresult result, const char* what);  // throws TaskError
 
-void start_cuda();  // on every CUDA worker: slow one-time initialisation
+void start_cuda();  // initialises every CUDA worker, which takes long
 
 // For the calling CUDA worker; see queue_cuda.cpp.
 void start_queue();
 cudaStream_t task_stream();                    // stream for the kernels of tasks
-// The task's StarPU buffers, all allocated; writes: the task writes to all buffers, whatever their modes are.
+// Ends the current task on the stream. buffers: the task's StarPU buffers, all allocated. writes: the task writes to
+// all buffers, whatever their access modes are.
 void end_task(void** buffers, size_t count, bool writes);
 
 // Calls body(device) with the worker's stream as ATen's current stream. Does not synchronise: codelets are
@@ -31,17 +32,20 @@ void on_cuda(void** buffers, size_t count, F body, bool writes = false) {
   end_task(buffers, count, writes);
 }
 
-// As StarPU's variables, but copies wait for tasks that use the memory (queue_cuda.cpp); memory_cuda.cpp allocates.
+// Returns StarPU's data interface of tiles. It differs from StarPU's interface of variables in two points: copies wait
+// for the tasks that use the memory (queue_cuda.cpp), and memory_cuda.cpp allocates the memory.
 starpu_data_interface_ops* tile_interface();
 const starpu_data_copy_methods* tile_copies();
-cudaStream_t key_of_tiles(int device);  // without kernels; ATen reuses freed memory only for the same stream
-void free_kept_memory();  // before StarPU stops
+// Returns a stream for which tiles are allocated and on which no kernel runs. ATen reuses freed memory only for the
+// same stream, so kernels' workspaces never get the memory of tiles.
+cudaStream_t key_of_tiles(int device);
+void free_kept_memory();  // call it before StarPU stops
 
 // Whether the last kernel on the worker's stream was one of this package. In a graph only kernels that follow such a
 // kernel may overlap: on an H200 this gained 0.4 to 1 us, but cost 1 us behind a kernel of cuBLASLt.
 inline thread_local bool after_own_kernel = false;
 
-// A part of a task, on its worker's stream; launches: parts with launches.
+// Run a part of a task on its worker's stream. run_launches is for parts that have Triton launches.
 void run_on_cuda(const TaskBody& body, const double* floats, void** buffers, c10::Device device);
 void run_launches(const TaskBody& body, const double* floats, void** buffers, c10::Device device);
 

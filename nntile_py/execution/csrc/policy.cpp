@@ -1,7 +1,8 @@
 // StarPU policy for planned programs. The worker of each task is known, so transfers of its tiles begin as soon as the
 // task is ready. A worker takes its first submitted task whose tiles are present, except tasks with a delay. StarPU's
-// own handling of tasks with a fixed worker takes the most urgent task and idles until its tiles arrive. By urgency,
-// sums that only the end of the step needs were all postponed until then, and each waited for another GPU's.
+// own handling of tasks with a fixed worker takes the most urgent task and idles until its tiles arrive. In the order
+// of urgency, sums whose results only the end of the step needs were all postponed to the end, where each sum waited
+// for data of another GPU.
 #include <algorithm>
 #include <array>
 #include <climits>
@@ -13,8 +14,8 @@
 namespace nntile {
 namespace {
 
-// Contents of a task's sched_data, null without a plan: the planned worker from 1, whether the task was handed to it,
-// and the task's number in submission order, increased by its delay.
+// Bits of a task's sched_data: number of the planned worker plus 1; kTaken: this worker has taken the task; from
+// kNumber on, the task's number in submission order plus its delay. sched_data is null for a task without a plan.
 constexpr uintptr_t kWorkers = 0xffff, kTaken = kWorkers + 1;
 constexpr int kNumber = 17;  // first bit of the number
 
@@ -34,7 +35,8 @@ class Queue {
   void push(starpu_task* task, unsigned worker) {
     Waiting waiting{task, {}};
     const unsigned node = starpu_worker_get_memory_node(worker);
-    // A fetch into main memory may wait for room, which nobody makes while this worker waits.
+    // Prefetch only to GPUs: a transfer to main memory may wait for free memory, and none is freed while this worker
+    // waits.
     if (starpu_get_prefetch_flag() && starpu_node_get_kind(node) == STARPU_CUDA_RAM) {
       for (unsigned k = 0; k < STARPU_TASK_GET_NBUFFERS(task); ++k) {
         const auto handle = STARPU_TASK_GET_HANDLE(task, k);
@@ -50,7 +52,9 @@ class Queue {
     size_ = tasks_.size();
   }
 
-  // Takes no task that would make the worker wait while, or shortly after, a task runs or waits on the device's stream.
+  // Returns the first task whose tiles are all on the node. Without such a task, returns null while tasks of this
+  // worker are running, and for kPatience after the last of them; then returns the first task, for whose tiles the
+  // worker waits.
   starpu_task* pop(unsigned node) {
     if (!size_) return nullptr;
     const std::lock_guard lock(mutex_);
@@ -79,7 +83,7 @@ class Queue {
  private:
   struct Waiting {
     starpu_task* task;
-    std::vector<starpu_data_handle_t> missing;  // missing tiles when it became ready
+    std::vector<starpu_data_handle_t> missing;  // tiles that were not on the node when last checked
   };
 
   static bool there(Waiting& waiting, unsigned node) {
@@ -89,7 +93,7 @@ class Queue {
   }
 
 #ifdef STARPU_NON_BLOCKING_DRIVERS
-  static constexpr double kPatience = 200;  // us
+  static constexpr double kPatience = 200;  // us for which an idle worker waits for the tiles of its tasks
 #else
   static constexpr double kPatience = 0;  // a worker without a task sleeps until there is one
 #endif

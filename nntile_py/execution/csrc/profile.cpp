@@ -15,8 +15,8 @@ std::atomic<bool> g_on{false}, g_light{false};
 
 namespace {
 
-// Times are in nanoseconds since the start of StarPU (in a light profile, of the system clock). The order of members is
-// that of COLUMNS in nntile_py/profiling/recorder.py.
+// Times are in nanoseconds since the start of StarPU; in a light profile, times of std::chrono::steady_clock. The order
+// of members is that of COLUMNS in nntile_py/profiling/recorder.py.
 struct Event {
   int64_t run, task, worker;
   int64_t submit, ready, pop, popped, fetch, fetched, start, end, released;
@@ -24,8 +24,8 @@ struct Event {
 };
 static_assert(sizeof(Event) == 14 * sizeof(int64_t));
 
-// A worker writes only its own buffer, and the main thread reads when no task is left, so no lock is needed. The last
-// buffer is for threads that are not workers, with a mutex.
+// A worker writes only to its own buffer, and the main thread reads the buffers when no task is left, so no lock is
+// needed. The last buffer is for threads that are not workers; a mutex protects this buffer.
 struct alignas(64) Buffer {
   std::vector<Event> events;
   int64_t measured = 0, memory = 0, main_memory = 0;  // time of the last reading of the bytes in use
@@ -33,14 +33,15 @@ struct alignas(64) Buffer {
 std::unique_ptr<Buffer[]> g_buffers;
 std::mutex g_others;
 std::atomic<uint32_t> g_runs{0};
-std::vector<Transfers> g_transfers;  // of each bus before the profile
+std::vector<Transfers> g_transfers;  // transfers of each bus before the profile began
 std::vector<Passage> g_passages;
-std::vector<std::vector<int64_t>> g_submitted;  // of a light profile, by run, then task
+std::vector<std::vector<int64_t>> g_submitted;  // in a light profile: times of submission, by run, then by task
 constexpr int64_t kMemoryEvery = 20'000;  // ns
 
 int64_t ns(const timespec& t) { return int64_t{t.tv_sec} * STARPU_NS_PER_S + t.tv_nsec; }
 
-// Sets the bytes in use, from occasional readings, as each takes locks.
+// Appends an event, with the bytes in use. These are read at most every kMemoryEvery ns, because each reading takes
+// locks.
 void keep(Buffer& buffer, Event& event) {
   if (event.end - buffer.measured >= kMemoryEvery || buffer.events.empty()) {
     const auto worker = static_cast<unsigned>(event.worker);
@@ -170,7 +171,8 @@ uint32_t begin_run() {
   return ++g_runs;
 }
 
-// A light profile sets no callback, which would double its cost; the task's argument identifies the task.
+// Registers a task for the profile: callback_arg identifies the task. A light profile sets no callback, because a
+// callback would double the profile's cost.
 void watch(starpu_task* task, uint32_t run, uint32_t index) {
   task->callback_arg = reinterpret_cast<void*>((uint64_t{run} << 32) | index);
   if (light()) g_submitted.back().push_back(now());

@@ -28,14 +28,15 @@ uint32_t begin_run();
 struct Passage {
   int64_t run, index, peer, sends, tag, bytes, posted, ended;
 };
-Passage passage(uint32_t run, uint32_t index, int peer, bool sends, int64_t tag, int64_t bytes);  // posted now
-void note(Passage passage);  // ended now
+// Returns one end of a message that is posted now.
+Passage passage(uint32_t run, uint32_t index, int peer, bool sends, int64_t tag, int64_t bytes);
+void note(Passage passage);  // records one end of a message, which has ended now
 
 // Prepares a task for submission: its times are recorded at its end, as task `index` of this replay.
 void watch(starpu_task* task, uint32_t run, uint32_t index);
 
-// Marks the running time of a task: a task of StarPU itself, such as a reduction (recorded with run 0), or a watched
-// task, which is recorded here only in a light profile.
+// Records its own lifetime as the running time of a task. Of::starpu: a task of StarPU itself, such as a reduction; its
+// run is 0. Of::program: a watched task; it is recorded here only in a light profile.
 class Interval {
  public:
   enum class Of { starpu, program };

@@ -68,7 +68,7 @@ void run_cuda(void** buffers, void* cl_arg) {
 uint32_t footprint(starpu_task* task) { return static_cast<const TaskInstance*>(task->cl_arg)->record->footprint; }
 
 Codelet* make_codelet(const std::string& name, bool cpu, bool cuda) {
-  auto* codelet = new Codelet{};  // StarPU initialises a zeroed model with its first task
+  auto* codelet = new Codelet{};  // all zeros: StarPU then initialises the performance model with its first task
   codelet->name = name;
   starpu_codelet_init(&codelet->cl);
   codelet->cl.name = codelet->name.c_str();
@@ -86,7 +86,7 @@ Codelet* make_codelet(const std::string& name, bool cpu, bool cuda) {
   return codelet;
 }
 
-// One codelet per name and set of possible workers.
+// Returns the codelet of a name and of the kinds of workers that may run its tasks.
 Codelet* get_codelet(const std::string& name, bool cpu, bool cuda) {
   static std::map<std::tuple<std::string, bool, bool>, Codelet*> table;
   auto& codelet = table[{name, cpu, cuda}];
@@ -114,7 +114,7 @@ void set_tiles(starpu_task* task, const std::vector<std::shared_ptr<Tile>>& tile
   task->nbuffers = static_cast<int>(n);
   auto* handles = task->handles;
   auto* access = task->modes;
-  if (n > STARPU_NMAXBUFS) {  // StarPU frees both
+  if (n > STARPU_NMAXBUFS) {  // StarPU frees these two arrays
     task->dyn_handles = handles = static_cast<starpu_data_handle_t*>(std::malloc(n * sizeof(*handles)));
     task->dyn_modes = access = static_cast<starpu_data_access_mode*>(std::malloc(n * sizeof(*access)));
   }
@@ -146,7 +146,7 @@ Kernel find_kernel(const std::string& name, c10::DeviceType where) {
   return found == kernels().end() ? nullptr : found->second;
 }
 
-// See Args.
+// Returns the part of a tile that a step fills; see Args.
 View filled_part(const TaskBody& body, size_t k, const double* floats, void* data, c10::Device device) {
   const Tile& tile = *body.tiles.at(k);
   at::DimVector shape(tile.shape.begin(), tile.shape.end()), strides(shape.size());
@@ -179,8 +179,8 @@ Program::Program(bool tf32, bool checked) : generation_(g.generation), tf32_(tf3
 
 Program::~Program() {
   if (generation_ != g.generation || !(running() || g.stuck)) return;
-  // Tasks in flight point into the records. If waiting is not possible (Python's garbage collector within a task, or a
-  // stuck runtime), the records are never freed.
+  // Tasks in flight point into the records, so wait for all tasks. Where this is not possible (in a task in which
+  // Python's garbage collector runs, or with a stuck runtime), the records are never freed.
   if (g.stuck || starpu_worker_get_id() >= 0) new auto(std::move(items_));
   else starpu_task_wait_for_all();
 }
@@ -199,7 +199,8 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
     const bool python = static_cast<bool>(body.python.call);
     body.cpu = low ? nullptr : find_kernel(kernels.at(k), c10::kCPU);
     body.cuda = find_kernel(kernels[k], c10::kCUDA);
-    if (body.cuda && !body.key.empty()) body.key += " and ATen";  // one candidate more than other tasks of this key
+    // With a C++ kernel, which is a further candidate, the choice gets a key of its own.
+    if (body.cuda && !body.key.empty()) body.key += " and ATen";
     cpu &= python || body.cpu;
     cuda &= python ? body.python.cuda : body.cuda || !body.ways.empty();
     if (cpu || cuda) continue;
@@ -278,7 +279,7 @@ void Program::begin(const std::vector<double>& slots) {
 
 uint32_t Program::run(const std::vector<double>& slots) {
   begin(slots);
-  if (leaves_) let_go_of_all();  // evictions are planned for the whole memory of a device
+  if (leaves_) let_go_of_all();  // the eviction plan counts on the whole memory of the device
   const uint32_t replay = profile::begin_run();
   uint32_t index = 0;
   static uint64_t runs = 0;
@@ -300,7 +301,7 @@ uint32_t Program::run(const std::vector<double>& slots) {
     if (record.slots.empty() && !checked_) {
       task->cl_arg = const_cast<TaskInstance*>(&record.instance);
       task->cl_arg_size = sizeof(TaskInstance);
-    } else {  // a copy per run: run n+1 is submitted while run n executes
+    } else {  // each run has its own copy of the floats, because run n+1 is submitted while run n executes
       const size_t bytes = record.floats.size() * sizeof(double);
       auto* instance = static_cast<TaskInstance*>(std::malloc(sizeof(TaskInstance) + bytes));
       auto* floats = reinterpret_cast<double*>(instance + 1);

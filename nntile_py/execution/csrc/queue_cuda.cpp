@@ -33,7 +33,8 @@ class Queue {
     ++tasks_;
   }
 
-  // Calls wait(event) for each task that may still write to this memory, or with `any` use it.
+  // Calls wait(event) for each task that may still write to this memory; with `any`, also for each task that may still
+  // read it.
   template <class Wait>
   void uses(uintptr_t begin, size_t bytes, bool any, Wait wait) {
     const std::lock_guard lock(mutex_);
@@ -50,17 +51,20 @@ class Queue {
   cudaStream_t stream = nullptr, key = nullptr;
 
  private:
-  static constexpr size_t kEvents = 64;  // more than `ahead`; reused in rotation, which is safe: a wait is longer then
+  // Number of events, more than `ahead`. Events are reused in rotation. A wait for a reused event is too long, never
+  // too short.
+  static constexpr size_t kEvents = 64;
   struct Use {
     uintptr_t end;
-    size_t task, wrote;  // the last task, the last writing task; 0: none
+    size_t task, wrote;  // numbers of the last task that used the memory and of the last task that wrote it; 0: no task
   };
 
   static bool writes(starpu_data_access_mode mode) { return mode & (STARPU_W | STARPU_REDUX); }
 
   cudaEvent_t event(size_t task) const { return events_[task % kEvents]; }
 
-  // Queried only where needed, as each event costs a call. Tasks end in order; events of older tasks have been reused.
+  // Advances `ended_` past the tasks whose events have completed; tasks end in order. Called only where needed, because
+  // each query is a CUDA call. Begins at the last kEvents - 1 tasks: the events of older tasks have been reused.
   void look() {
     for (auto task = std::max(ended_, tasks_ + 1 - std::min(tasks_ + 1, kEvents));
          task < tasks_ && cudaEventQuery(event(task)) == cudaSuccess; ++task)
@@ -72,7 +76,8 @@ class Queue {
     return use != uses_.begin() && std::prev(use)->second.end > begin ? std::prev(use) : use;
   }
 
-  // Memory may have been freed and split differently: a later task covers overlapping ranges that may be in use.
+  // Records that the newest task uses a range of memory. The memory may have been freed and allocated again with other
+  // bounds: the new range is widened to include the overlapping ranges that earlier tasks may still use.
   void note(uintptr_t begin, size_t bytes, bool writes) {
     uintptr_t end = begin + bytes;
     auto use = first(begin);

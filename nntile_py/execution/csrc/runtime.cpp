@@ -78,7 +78,8 @@ std::vector<std::string> schedulers() {
 
 void on_idle(std::function<void()> hook) { g.idle = std::move(hook); }
 
-// A fork copies no threads: waits for workers would never end, and the disk belongs to the parent.
+// Marks the runtime as unusable in forked child processes. A fork copies no threads, so a child would wait for workers
+// for ever; and the folder on the disk belongs to the parent.
 void watch_forks() {
   [[maybe_unused]] static const int watching = pthread_atfork(nullptr, nullptr, [] {
     if (!g.running && !g.stuck) return;
@@ -113,7 +114,7 @@ void start(const RuntimeOptions& options) {
   // MKL's vector functions initialise themselves in the first call. Two concurrent first calls gave inaccurate values
   // (exp off by 4e-3) in 3 of 4500 processes; after a first call by one thread, in none of 12000.
   at::exp(at::zeros({64}));
-  g.shared = starpu_is_initialized();  // then starpu_init only counts one more user
+  g.shared = starpu_is_initialized();  // if true, starpu_init only counts one user more
   if (!g.shared) starpu_disk_swap_node = -1;
   const int status = starpu_init(&conf);
   if (status) throw TaskError(std::string("StarPU did not start: ") + std::strerror(-status));
@@ -129,7 +130,7 @@ void start(const RuntimeOptions& options) {
   ++g.generation;
   starpu_execute_on_each_worker(
       [](void*) {
-        at::internal::lazy_init_num_threads();  // otherwise the first parallel region would reset it
+        at::internal::lazy_init_num_threads();  // otherwise the first parallel region would reset the number
         at::set_num_threads(1);
       },
       nullptr, STARPU_CPU);
@@ -154,7 +155,7 @@ void stop() {
     } catch (const TaskError&) {  // stuck: handled below
     }
   }
-  if (g.stuck) {  // its workers wait for memory for ever and end with the process
+  if (g.stuck) {  // the workers wait for memory for ever: they end with the process
     g.running = false;
     return;
   }

@@ -35,7 +35,7 @@ struct RuntimeOptions {
   int cuda = 0;       // CUDA workers, one per device
   bool disk = false;  // STARPU_DISK_SWAP names a folder for evicted tiles
   size_t page = 1;    // sizes of tiles are multiples of this
-  int ahead = 0;      // tasks that a CUDA worker launches ahead, unless the policy measures times
+  int ahead = 0;      // tasks that a CUDA worker launches before an earlier task has ended; 0 if the policy times tasks
 };
 
 void start(const RuntimeOptions& options);
@@ -43,9 +43,9 @@ std::vector<std::string> schedulers();
 void on_idle(std::function<void()> hook);  // called repeatedly during waits; may throw to end the wait
 void stop();
 void advise(const std::string& text);  // added to the watchdog's messages
-void be_patient(int64_t no_room, int64_t still, int64_t in_vain);  // the watchdog: seconds; for tests
+void be_patient(int64_t no_room, int64_t still, int64_t in_vain);  // sets the watchdog's limits in seconds, for tests
 bool running();
-void drop_python_tasks();  // until the runtime stops: tasks that have not begun are skipped
+void drop_python_tasks();  // skips Python tasks that have not begun, until the runtime stops
 void wait_all();  // throws TaskError if a task failed
 void check();     // throws TaskError, after all tasks have ended, if a task failed
 void fail(const std::string& task, const std::string& what, Cause cause = {});
@@ -60,7 +60,7 @@ class Submitted {
   bool done() const { return ended_; }
   void wait();  // throws TaskError if a task failed
   void end() { ended_ = true; }
-  uint32_t run = 0;  // its number in the current profile, or 0
+  uint32_t run = 0;  // number of the task's run in the current profile; 0 without a profile
 
  private:
   std::atomic<bool> ended_{false};
@@ -70,7 +70,7 @@ struct Options {
   int priority = 0;
   bool cpu = true, cuda = true;  // workers that may run it
   int worker = -1;               // the required worker, numbered within its kind; -1: any
-  bool always = false;           // runs after a failure, too: it only moves data
+  bool always = false;           // the task runs also after a failure, because it only moves data
 };
 
 // Submits a task outside of programs; labels: names of the tiles in error messages.
@@ -80,29 +80,36 @@ std::shared_ptr<Submitted> submit_python(const std::string& name, const std::vec
 
 int mode_of(const std::string& name);  // R, W, RW, COMMUTE, REDUX
 
-void write_tile(const std::shared_ptr<Tile>& tile, std::unique_ptr<char[]> data);  // in order with the tasks, without waiting
-bool on_disk(const Tile& tile);  // StarPU has a copy on the disk
-void read_tile(const std::shared_ptr<Tile>& tile, void* data);               // waits
-void zero_tile(const std::shared_ptr<Tile>& tile);  // fills it with zeros on any worker
+// Submits a write of the tile, which happens in order with the tasks. Does not wait.
+void write_tile(const std::shared_ptr<Tile>& tile, std::unique_ptr<char[]> data);
+bool on_disk(const Tile& tile);  // returns whether StarPU has a copy of the tile on the disk
+void read_tile(const std::shared_ptr<Tile>& tile, void* data);  // waits for the tasks that write the tile
+void zero_tile(const std::shared_ptr<Tile>& tile);  // fills the tile with zeros on any worker
 void invalidate(const std::shared_ptr<Tile>& tile);
-// Copies it to main memory after the tasks submitted so far, so that it can be evicted first. only_read: by the last.
+// Copies a tile from a device to main memory after the tasks submitted so far, so that StarPU can evict this tile from
+// the device before others. only_read: the last of these tasks only reads the tile.
 void leave(const Tile& tile, bool only_read);
-// A version of a tile, to or from another rank, with the same tag and the same order per tag on both.
+// A message that carries a version of a tile to or from another rank. Both ranks use the same tag, and post the
+// messages with this tag in the same order.
 struct Message {
   std::shared_ptr<Tile> tile;
   int peer;
   int64_t tag;
   int priority;
   bool sends;
-  std::string name;  // of the tile
+  std::string name;  // name of the tile
 };
-// In order with the tasks; waits only for the window of messages. run, index: for the current profile, if any.
+// Posts a message in order with the tasks. Waits only if too many messages are in flight. run, index: numbers of the
+// program's run and of the message in the current profile; run is 0 without a profile.
 void post(const Message& message, uint32_t run = 0, uint32_t index = 0);
-std::string waited_for(int peer = -1);  // the oldest message in flight with a rank, or any; empty: none
-void use_transport(const struct Transport* transport, int most);  // null: one rank
+// Returns a text on the oldest message that this process receives or, if it receives none, sends; an empty text without
+// a message in flight. peer: the other rank; -1: any rank.
+std::string waited_for(int peer = -1);
+// transport: null if there is only one rank. most: largest number of messages in flight.
+void use_transport(const struct Transport* transport, int most);
 void reserve_for_tiles();      // allocates one block per device from which tiles are cut
 
-// Scalars, readable when the tasks submitted before have written them.
+// Reads scalars after the tasks submitted before have written them.
 class Fetch {
  public:
   explicit Fetch(const std::vector<std::shared_ptr<Tile>>& tiles);
@@ -123,7 +130,7 @@ class Copies {
   void wait();  // throws TaskError if a task failed
   bool dropped() const;  // a task has failed, so the copies are invalid
   const Tile& tile(size_t k) const;
-  const void* data(size_t k) const;  // of a tile; valid when done
+  const void* data(size_t k) const;  // the copy of tile k, valid when done() is true
 
  private:
   struct State;
@@ -139,10 +146,11 @@ class Program {
            const std::string& kind);  // kind: "cpu", "cuda", or "" for both
   void add_invalidate(std::shared_ptr<Tile> tile);
   void add_message(Message message);
-  // Submits all tasks; waits only for the window. Returns the number in the current profile, or 0.
+  // Submits all tasks; waits only if the window is full. Returns the run's number in the current profile; 0 without a
+  // profile.
   uint32_t run(const std::vector<double>& slots);
   size_t tasks() const { return tasks_; }
-  uint64_t checked_run() const { return run_; }  // number of its last run, if checked
+  uint64_t checked_run() const { return run_; }  // number of the last run, if the program is checked
 
  private:
   friend class Captured;
@@ -163,7 +171,7 @@ class Program {
 struct NotFinite {
   uint64_t run, task, body;
 };
-std::optional<NotFinite> take_not_finite();  // since the last call; waits for all tasks
+std::optional<NotFinite> take_not_finite();  // waits for all tasks; returns the first such task since the last call
 
 // Computes `loops` times ten fused multiply-adds on vectors in fp32 or fp64. Returns the flop.
 double fma_flop(int64_t loops, bool fp64);

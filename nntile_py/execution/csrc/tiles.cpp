@@ -17,7 +17,8 @@ namespace {
 std::mutex g_tiles_mutex;
 std::unordered_set<Tile*> g_tiles;
 
-// Address of acquired data. The callback may run on a CUDA worker, whose "local" memory is the device's.
+// Returns the address of acquired data in main memory. StarPU's "local" address would be wrong: a callback may run on a
+// CUDA worker, whose local memory is the device's.
 void* host_pointer(starpu_data_handle_t handle) {
   return pointer(starpu_data_get_interface_on_node(handle, STARPU_MAIN_RAM));
 }
@@ -55,7 +56,7 @@ void fill_zero_cuda(void** buffers, void*) {
   const auto fill = [&](c10::Device) {
     cudaMemsetAsync(pointer(buffers[0]), 0, STARPU_VARIABLE_GET_ELEMSIZE(buffers[0]), task_stream());
   };
-  on_cuda(buffers, 1, fill, true);  // StarPU also calls it within other tasks
+  on_cuda(buffers, 1, fill, true);  // true: StarPU calls this also within other tasks, with other access modes
 }
 #endif
 
@@ -79,8 +80,8 @@ starpu_codelet* zero_codelet() {
   return codelet;
 }
 
-// Asks for huge pages under the whole pages of a large tile: decoding passes stream weights, and page walks take 8 % of a
-// pass on two CPU cores. The kernel may refuse.
+// Asks for huge pages under the whole pages of a large tile: decoding passes stream weights, and page walks take 8 % of
+// a pass on two CPU cores. The kernel may refuse.
 void advise_huge_pages(void* data, size_t bytes) {
   constexpr size_t page = 4096, huge = size_t{2} << 20;
   if (bytes < huge) return;
@@ -92,7 +93,7 @@ void advise_huge_pages(void* data, size_t bytes) {
 void submit_barrier(const Tile& tile) {
   static starpu_codelet* codelet = [] {
     auto* cl = new_codelet("barrier", {STARPU_RW}, nullptr, nullptr);
-    cl->where = STARPU_NOWHERE;  // it fetches no data
+    cl->where = STARPU_NOWHERE;  // the task fetches no data
     return cl;
   }();
   auto* task = starpu_task_create();
@@ -159,7 +160,7 @@ Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, Monoid monoid, bo
   if (wanted > static_cast<double>(g.limit))
     throw TaskError("out of memory: one tile of " + std::to_string(wanted / (1 << 20)) + " MiB, allowed are " +
                     std::to_string(g.limit >> 20) + " MiB in all (runtime.memory). Use smaller tiles");
-  // Home node -1: allocated at the first write, evictable.
+  // Home node -1: StarPU allocates the tile at its first write, and may evict it from every memory.
   starpu_variable_interface variable{};
   variable.id = STARPU_VARIABLE_INTERFACE_ID;
   variable.elemsize = (bytes + g.page - 1) / g.page * g.page;
@@ -184,7 +185,7 @@ void add_by_reduction(Tile& tile, Monoid monoid) {
 }
 
 Tile::~Tile() {
-  if (g.forked) return;  // the mutex may be held by a thread of the parent
+  if (g.forked) return;  // a thread of the parent process may have held the mutex during the fork
   const std::lock_guard lock(g_tiles_mutex);
   g_tiles.erase(this);
   if (handle && !foreign && !g.stuck) starpu_data_unregister_submit(handle);
@@ -256,8 +257,9 @@ void invalidate(const std::shared_ptr<Tile>& tile) {
 }
 
 void leave(const Tile& tile, bool only_read) {
-  // Later readers do not wait for the copy, later writers do. Readers have no order among themselves, so an empty task
-  // that nominally writes the tile puts the copy after earlier readers.
+  // The copy to main memory only reads the tile: later readers do not wait for it, later writers do. StarPU would not
+  // order it after earlier readers. So an empty task with write access comes first: it waits for the readers, and the
+  // copy for it.
   if (only_read) submit_barrier(tile);
   ++g.leaving;
   const auto release = [](void* handle) {
@@ -270,7 +272,7 @@ void leave(const Tile& tile, bool only_read) {
 
 struct Fetch::State {
   uint64_t failures = failure_count();
-  std::atomic<bool> dropped{false};  // read after a failure: invalid
+  std::atomic<bool> dropped{false};  // a task failed before the values were read: they are invalid
   std::vector<double> values;
   std::atomic<size_t> missing;
 };

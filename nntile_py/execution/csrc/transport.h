@@ -7,7 +7,8 @@ struct _starpu_data_state;
 namespace nntile {
 
 struct Transport {
-  // The next version of a tile, from or to a rank; calls `done(arg)` on a StarPU thread. Nonzero: an error.
+  // Posts a send or a receive of the next version of a tile. When the transfer ends, a StarPU thread calls `done(arg)`.
+  // Returns nonzero on an error.
   using Post = int (*)(_starpu_data_state* handle, int peer, int64_t tag, int priority, void (*done)(void*), void* arg);
   Post send, receive;
 };

@@ -1,4 +1,4 @@
-// Detects that no task makes progress: StarPU waits for ever for memory that is never freed.
+// Detects that no task makes progress: StarPU itself would wait for ever, as for memory that is never freed.
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -8,9 +8,10 @@
 namespace nntile {
 namespace {
 
-std::chrono::seconds g_no_room{10};  // nothing moves, and a tile waits for memory
-std::chrono::seconds g_still{120};   // nothing moves, for any reason
-std::chrono::seconds g_in_vain{600};  // no task ends, although tiles move or other processes use the cores
+// Limits of the time in which ...
+std::chrono::seconds g_no_room{10};   // ... no task ends and no tile moves, while a tile waits for memory
+std::chrono::seconds g_still{120};    // ... no task ends and no tile moves, for any reason
+std::chrono::seconds g_in_vain{600};  // ... no task ends, although tiles move or other processes use the cores
 
 std::mutex g_advice_mutex;
 std::string g_advice;
@@ -25,8 +26,8 @@ std::string describe(unsigned node) {
          (total > 0 ? " of " + mib(static_cast<size_t>(total)) : "");
 }
 
-// Returns a tile that does not fit on a node, or an empty text. StarPU frees its cached buffers before a tile waits, so
-// this is no false alarm.
+// Returns a text on a tile that waits for room in a memory; an empty text without such a tile. Cached buffers of StarPU
+// are not the cause: StarPU frees them before a tile waits.
 std::string lack_of_room() {
   for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) {
     const auto total = starpu_memory_get_total(node);
@@ -40,7 +41,7 @@ std::string lack_of_room() {
   return "";
 }
 
-// Returns advice: memory is the cause only where it is nearly full.
+// Returns advice for the user: on memory if a memory is nearly full, otherwise on the load of the machine.
 std::string advice() {
   for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) {
     const auto total = starpu_memory_get_total(node);
@@ -93,7 +94,7 @@ Transfers transfers(int bus) {
   static std::map<int, Transfers> sums;
   const std::lock_guard lock(g_advice_mutex);
   starpu_profiling_bus_info info;
-  starpu_bus_get_profiling_info(bus, &info);  // counts without profiling, too; StarPU resets counters on reading
+  starpu_bus_get_profiling_info(bus, &info);  // StarPU counts also without profiling, and resets its counters here
   auto& sum = sums[bus];
   sum.bytes += static_cast<int64_t>(info.transferred_bytes);
   sum.count += info.transfer_count;
@@ -101,7 +102,7 @@ Transfers transfers(int bus) {
 }
 
 void Watchdog::look() {
-  // After a stop of the process or a pause of the machine, the clock has advanced.
+  // At most one second counts: if the process was stopped or the machine paused, the clock has advanced much further.
   const auto second = std::chrono::seconds(1);
   const auto now = clock::now();
   const auto passed = std::min<clock::duration>(now - last_, second);
@@ -109,7 +110,7 @@ void Watchdog::look() {
   const bool early = still_ < second;
   still_ += passed;
   in_vain_ += passed;
-  // Tasks of other users of StarPU may run for any time, and their ends are not counted.
+  // g.shared: the process has other users of StarPU. Their tasks may run for any time, and g.ended does not count them.
   if (g.active || g.shared || g.ended != ended_) still_ = in_vain_ = {};
   ended_ = g.ended;
   std::vector<size_t> moved;
@@ -117,12 +118,13 @@ void Watchdog::look() {
   for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) moved.push_back(starpu_memory_get_used(node));
   if (moved != moved_) still_ = {};
   moved_ = std::move(moved);
-  // A transfer counts at its start and its memory at its end, so a slow transfer to disk looks like no progress.
+  // StarPU counts a transfer when it starts, and updates the used memory when the transfer ends. During a slow transfer
+  // to a disk both numbers stay the same, so the limit is longer with a disk.
   const auto no_room = starpu_disk_swap_node >= 0 ? g_still : g_no_room;
   if (still_ > no_room)
     if (auto lack = lack_of_room(); !lack.empty()) stuck("out of memory: no task could start", no_room, lack);
   if (early && still_ >= second) queued_ = queued();
-  if (still_ > g_still && queued() - queued_ > g_still / 2) still_ = {};  // starved: wait as long as for moving tiles
+  if (still_ > g_still && queued() - queued_ > g_still / 2) still_ = {};  // too few cores: only g_in_vain counts
   if (still_ > g_still) stuck("no progress: no task ended and no tile moved", g_still, "");
   if (in_vain_ > g_in_vain) stuck("no progress: no task ended", g_in_vain, "");
 }

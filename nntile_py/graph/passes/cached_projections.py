@@ -40,10 +40,10 @@ def _fuse_rotary(rewriter: Rewriter, op: CachedAttention) -> None:
     tensors = [tensor for tensor, _ in op.operands.parts]
     if len(set(tensors)) < 3 or op.rotary:
         return
-    transposes = [rewriter.sole_maker(tensor, op, Transpose) for tensor in tensors[:2]]
+    transposes = [rewriter.maker_only_for(tensor, op, Transpose) for tensor in tensors[:2]]
     found: list[Rotary] = []
     for tensor, transpose in zip(tensors, transposes, strict=False):
-        rotary = rewriter.sole_maker(transpose.inputs[0] if transpose else tensor, transpose or op, Rotary)
+        rotary = rewriter.maker_only_for(transpose.inputs[0] if transpose else tensor, transpose or op, Rotary)
         if not rotary or rotary.inverse or "batch" not in rotary.inputs[1].axes:
             return
         found.append(rotary)
@@ -81,11 +81,11 @@ class _Projection(NamedTuple):
 def _projection(graph: Graph, rewriter: Rewriter, tensor: Tensor, reader: Op) -> _Projection | None:
     """Return the operators that compute an operand; None if they are others than product, bias and transpose."""
     rest: list[Op] = []
-    if transpose := rewriter.sole_maker(tensor, reader, Transpose):
+    if transpose := rewriter.maker_only_for(tensor, reader, Transpose):
         rest, tensor, reader = [transpose], transpose.inputs[0], transpose
-    if bias := rewriter.sole_maker(tensor, reader, BiasAdd):
+    if bias := rewriter.maker_only_for(tensor, reader, BiasAdd):
         tensor, reader = bias.inputs[0], bias
-    product = rewriter.sole_maker(tensor, reader, Contract)
+    product = rewriter.maker_only_for(tensor, reader, Contract)
     if not product or len(product.inputs) > 2 or product.scale != 1 or product.activation:
         return None
     found = _Projection(product, bias, rest)

@@ -35,7 +35,7 @@ def bias(rewriter: Rewriter, op: Op) -> bool:
     """Fuse BiasAdd(Contract): the product adds the bias."""
     if not isinstance(op, BiasAdd):
         return False
-    gemm = rewriter.sole_maker(op.inputs[0], op, Contract)
+    gemm = rewriter.maker_only_for(op.inputs[0], op, Contract)
     if not (gemm and has_free_epilogue(gemm) and gemm.bias is None and gemm.residual is None):
         return False
     rewriter.replace([gemm, op], rebuilt(gemm, op.output, bias=op.inputs[1]))
@@ -99,7 +99,7 @@ def activation_grad(rewriter: Rewriter, op: Op) -> bool:
     """Fuse ActivationGrad(Contract, x): the product multiplies its result by the activation's derivative at x."""
     if not isinstance(op, ActivationGrad):
         return False
-    gemm = rewriter.sole_maker(op.inputs[0], op, Contract)
+    gemm = rewriter.maker_only_for(op.inputs[0], op, Contract)
     if not (gemm and takes_activation(gemm) and not gemm.inputs[2:]):
         return False
     rewriter.replace([gemm, op], rebuilt(gemm, op.output, activation=op.act, aux=op.inputs[1]))

@@ -70,8 +70,8 @@ def norm_residual(rewriter: Rewriter, op: Op, tiling: Tiling) -> bool:
     x, r = add.inputs
     dropout = None
     if op.takes_dropout and not tiling.cut(x.axes[-1], x.shape[-1]):
-        dropout = rewriter.sole_maker(x, add, Dropout)
-        if not dropout and (dropout := rewriter.sole_maker(r, add, Dropout)):
+        dropout = rewriter.maker_only_for(x, add, Dropout)
+        if not dropout and (dropout := rewriter.maker_only_for(r, add, Dropout)):
             x, r = r, x
     x, old = (dropout.inputs[0], [op, add, dropout]) if dropout else (x, [op, add])
     rewriter.replace(old, op.onto(x, r, add.output, **({"dropout": dropout} if dropout else {})))

@@ -54,16 +54,19 @@ class Rewriter:
         self._touched.update(inputs, outputs)
         return self.order.pop(op)
 
-    def sole_maker(self, tensor: Tensor, reader: Op, kind: type[Kind]) -> Kind | None:
-        """Return the operator that writes a temporary tensor if it is of this kind and `reader` is the only reader."""
+    def maker_only_for(self, tensor: Tensor, reader: Op, kind: type[Kind]) -> Kind | None:
+        """Return the operator that writes a temporary tensor for `reader` only, if the operator is of this kind."""
         op = self.maker.get(tensor)
         only_reader = self.readers.get(tensor) == [reader] and tensor.kind == "temp"
         return op if only_reader and isinstance(op, kind) else None
 
     def summands(self, op: Op, kind: type[Kind]) -> Iterator[tuple[Kind, Tensor, Tensor]]:
-        """Yield (maker, this input, other input) for each input of an addition whose sole maker is of this kind."""
+        """Yield (maker, this input, other input) for each input that an operator of this kind makes only for `op`.
+
+        op: an addition of two tensors.
+        """
         for mine, other in (op.inputs, op.inputs[::-1]):
-            if maker := self.sole_maker(mine, op, kind):
+            if maker := self.maker_only_for(mine, op, kind):
                 yield maker, mine, other
 
     def remove(self, op: Op) -> None:

@@ -124,12 +124,12 @@ def transposed_output(rewriter: Rewriter, op: Op, tiling: Tiling) -> bool:
     """
     if not isinstance(op, Transpose):
         return False
-    gemm = rewriter.sole_maker(op.inputs[0], op, Contract)
+    gemm = rewriter.maker_only_for(op.inputs[0], op, Contract)
     if gemm and has_free_epilogue(gemm) and not gemm.inputs[2:]:
         rewriter.replace([gemm, op], rebuilt(gemm, op.output, reshape=sums_in_parts(gemm, tiling)))
         return True
-    add = rewriter.sole_maker(op.inputs[0], op, BiasAdd)
-    inner = rewriter.sole_maker(add.inputs[0], add, Contract) if add else None
+    add = rewriter.maker_only_for(op.inputs[0], op, BiasAdd)
+    inner = rewriter.maker_only_for(add.inputs[0], add, Contract) if add else None
     if not (add and inner and has_free_epilogue(inner)):
         return False
     bias = add.inputs[1]

@@ -36,7 +36,7 @@ int receive(starpu_data_handle_t handle, int peer, int64_t tag, int priority, vo
 
 const nntile::Transport g_transport{send, receive};
 
-// A number of the process namespace, common to the processes of one machine or container.
+// Returns a number that is the same for all processes of a machine or container: a hash of host and process namespace.
 int64_t place() {
   char text[512] = "";
   const auto length = readlink("/proc/self/ns/pid", text, 200);
@@ -44,8 +44,8 @@ int64_t place() {
   return static_cast<int64_t>(std::hash<std::string>{}(text));
 }
 
-// Each rank sends heartbeats to the next rank, and ends all ranks if the previous rank is silent or gone. The thread
-// needs neither Python nor StarPU, so only a stopped or unreachable process is silent.
+// Each rank sends heartbeats to the next rank, and ends all ranks if the previous rank is silent or gone. A thread
+// without Python and StarPU sends the heartbeats, so a process is silent only if it is stopped or cannot be reached.
 class Watch {
  public:
   void begin(MPI_Comm comm, double patience, nntile::WaitedFor waited_for) {
@@ -81,7 +81,8 @@ class Watch {
         MPI_Recv(&last, 3, MPI_INT64_T, before, 0, comm_, MPI_STATUS_IGNORE);
         silent = {};
       }
-      // This process may have been stopped itself, or the machine asleep; then the other rank is not silent.
+      // Count at most four periods: this process may have been stopped, or its machine asleep, while the other rank
+      // sent.
       const auto now = clock::now();
       silent += std::min<clock::duration>(now - looked, 4 * kEvery);
       looked = now;
@@ -98,12 +99,12 @@ class Watch {
     say(true);
   }
 
-  // Small, so MPI sends it without a matching receive; does not wait.
+  // Sends a heartbeat without waiting. The message is small, so MPI sends it before the next rank receives it.
   void say(bool leaves) {
     auto& request = requests_[next_];
     int done = 0;
-    MPI_Test(&request, &done, MPI_STATUS_IGNORE);  // done if there is no request
-    if (!done) return;                             // the next rank does not receive: the rank after it will report that
+    MPI_Test(&request, &done, MPI_STATUS_IGNORE);  // done is true if the slot has no request
+    if (!done) return;                             // the next rank does not receive: the rank after it reports that
     signs_[next_] = {leaves, getpid(), place_};
     MPI_Isend(&signs_[next_], 3, MPI_INT64_T, (rank_ + 1) % size_, 0, comm_, &request);
     next_ = (next_ + 1) % kSigns;
@@ -127,7 +128,7 @@ class Watch {
   nntile::WaitedFor waited_for_ = nullptr;
   std::atomic<bool> stopping_{false};
   std::thread thread_;
-  static constexpr size_t kSigns = 64;  // in flight
+  static constexpr size_t kSigns = 64;  // largest number of heartbeats in flight
   size_t next_ = 0;
   Sign signs_[kSigns] = {};
   std::vector<MPI_Request> requests_ = std::vector<MPI_Request>(kSigns, MPI_REQUEST_NULL);
@@ -142,10 +143,10 @@ Watch& watch() {
 
 PYBIND11_MODULE(_mpi, m) {
   m.doc() = "StarPU-MPI for nntile_py._core";
-  // mpi4py would hold the GIL while waiting for other ranks; the thread level is queried later.
+  // Starts MPI. mpi4py would hold the GIL while it waits for other ranks. Python queries the thread level later.
   m.def("init", [] {
     int level = 0, begun = 0;
-    MPI_Initialized(&begun);  // by the script
+    MPI_Initialized(&begun);  // the script may have started MPI
     if (!begun && MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level)) throw std::runtime_error("MPI did not start");
   }, py::call_guard<py::gil_scoped_release>());
   // Name and version of the library, known before the start.
