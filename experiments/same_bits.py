@@ -51,8 +51,9 @@ def train(steps: int, precision: str, runtime: dict[str, int], folder: str) -> s
 def hashed(steps: int, precision: str, key: str, counts: Sequence[int], ranks: int = 1) -> str:
     """Return the hash after training in processes with `key`=count workers, one process for each count in turn."""
     with tempfile.TemporaryDirectory() as folder:
-        for count in counts:
-            command = [sys.executable, __file__, "--one", f"{steps // len(counts)}", precision, key, f"{count}", folder]
+        for turn, count in enumerate(counts):
+            some = steps * (turn + 1) // len(counts) - steps * turn // len(counts)
+            command = [sys.executable, __file__, "--one", f"{some}", precision, key, f"{count}", folder]
             mpirun = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", f"{ranks}"] if ranks > 1 else []
             made = subprocess.run(mpirun + command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
             if made.returncode:

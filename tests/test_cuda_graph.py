@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -68,12 +69,13 @@ def test_training() -> None:
     made = StepSpec(nt.models.BERT(BERT), 4, 32).step()
     assert "which outlives it" in refusal(made.update.tasks)
     assert refusal(made.first.tasks)
-    for lowering in made.lists:
-        assert training_refusal(lowering.tasks) == ""
+    assert training_refusal([lowering.tasks for lowering in made.lists]) == ""
     packed = StepSpec(nt.models.BERT(BERT), 4, 32, Tiling({"batch": 2}), pack=True).step()
-    assert training_refusal(packed.first.tasks) == "sequences are packed" and not training_refusal(packed.update.tasks)
+    assert training_refusal([packed.update.tasks, packed.first.tasks]) == "sequences are packed"
     redux = StepSpec(nt.models.BERT(BERT), 4, 32, Tiling({"batch": 2}), accumulate="redux").step()
-    assert "adds by reduction" in training_refusal(redux.first.tasks)
+    assert "adds by reduction" in training_refusal([redux.first.tasks])
+    made.update.tasks.tasks[0].evicts.append(made.update.tasks.tasks[0].accesses[0].tile)
+    assert "makes room on the device" in training_refusal([lowering.tasks for lowering in made.lists])
 
 
 class SlotArgs(TaskArgs):
@@ -200,7 +202,7 @@ def graph(runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
     monkeypatch.setattr(_core, "Captured", Own, raising=False)
     monkeypatch.setattr(CapturedProgram, "_not_here", lambda one: "")
     monkeypatch.setattr(cuda_graph, "LONG", float("inf"))
-    monkeypatch.setattr(TrainingProgram, "_fits", lambda one: True)
+    monkeypatch.setattr(cuda_graph, "_lacks_room", lambda lists, room: "")
     return Own
 
 
@@ -297,10 +299,12 @@ def test_a_step_as_graphs(graph: type[Graph], passes: int) -> None:
 
 
 def test_long_tasks_are_no_graph(graph: type[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graph, "LONG", 0.0)
+    monkeypatch.setattr(cuda_graph, "LONG_STEP", 0.0)
+    one_gpu(monkeypatch, 1 << 40)
     trainer, losses = steps(None)
     assert losses == steps(False)[1]
-    assert all("where a graph gains nothing" in one.reason and not one._native.held for one in graphs(trainer))
+    assert all("where a graph gains nothing" in one.reason and not one._native for one in graphs(trainer))
+    assert all(one.captured for one in graphs(steps(True)[0]))
 
 
 @pytest.mark.parametrize("trouble", [{"room": False}, {"fault": "a kernel waits"}])
@@ -312,14 +316,39 @@ def test_a_step_without_room(graph: type[Graph], trouble: dict[str, Any]) -> Non
         assert steps(True)[1] == want
 
 
+def one_gpu(monkeypatch: pytest.MonkeyPatch, room: int, ranks: Any = None) -> None:
+    """Let this module's programs be built as for a runtime of one GPU with `room` bytes."""
+    current = SimpleNamespace(cuda=1, cpus=0, ranks=ranks, cuda_memory=room)
+    monkeypatch.setattr(cuda_graph, "Runtime", SimpleNamespace(current=current, watched=None))
+
+
 def test_little_memory(runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state, the graphs and an evaluation must fit, and the graphs into a quarter."""
     monkeypatch.setattr(_core, "Captured", Graph, raising=False)
-    monkeypatch.setattr(CapturedProgram, "_not_here", lambda one: "")
+    lists = [one.program.list for one in graphs(steps(False)[0])]
+    temporary, own = max(one.temporary_bytes() for one in lists), sum(2 * one.temporary_bytes() for one in lists)
+    tiles = {a.tile for tasks in lists for task in tasks.tasks for a in task.accesses if a.tile.persistent}
+    need = max(4 * own, sum(tile.bytes for tile in tiles) + own + temporary)
+    for room, reason in ((need - 1, "it needs 0 MiB, and runtime.cuda_memory is 0 MiB"), (need, "")):
+        one_gpu(monkeypatch, room)
+        assert all(one.reason == reason and one.graphs == 3 * (not reason) for one in graphs(steps(None)[0]))
+    one_gpu(monkeypatch, need - 1)
+    with pytest.raises(ConfigError, match=r"captured: true is not allowed here: it needs 0 MiB, and runtime.cuda_mem"):
+        steps(True)
+
+
+def test_ranks_have_no_graphs(runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_gpu(monkeypatch, 1 << 40, ranks=object())
+    assert {one.reason for one in graphs(steps(None)[0])} == {
+        "it needs a runtime of one GPU, no CPU workers and one rank"
+    }
+
+
+def test_a_closed_trainer_returns_its_memory(graph: type[Graph]) -> None:
     trainer, _ = steps(None)
-    assert all(re.match("it needs 0 MiB, and runtime.cuda_memory is 0 MiB", one.reason) for one in graphs(trainer))
-    monkeypatch.setattr(runtime, "cuda_memory", 2**30)
-    trainer, _ = steps(None)
-    assert all(one.graphs == 3 for one in graphs(trainer))
+    assert all(one._native.held for one in graphs(trainer))
+    trainer.close()
+    assert not any(one._native.held for one in graphs(trainer))
 
 
 def test_a_profile_shows_tasks(graph: type[Graph], monkeypatch: pytest.MonkeyPatch) -> None:

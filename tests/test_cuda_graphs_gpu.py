@@ -1,4 +1,4 @@
-"""On a CUDA device: forward passes as one CUDA graph give the results of their separate tasks."""
+"""On a CUDA device: forward passes and training steps as CUDA graphs give the results of their separate tasks."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -297,7 +297,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "tf32": {"precision": "tf32", "attention": "naive"},
     "SGD": {"precision": "bf16", "optimizer": nt.SGD(lr=0.1, momentum=0.9)},
     "Muon": {"precision": "bf16", "optimizer": nt.Muon(lr=0.01)},
-    "commute": {"precision": "bf16", "tiles": {"batch": 2}, "accumulate": "commute"},
+    "tree": {"precision": "bf16", "tiles": {"batch": 2}, "accumulate": "tree"},
 }
 
 

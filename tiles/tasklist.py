@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Literal, Protocol, get_args
 
 from .arguments import NO_ARGS, Slot, TaskArgs
@@ -241,11 +241,20 @@ class TaskList:
             tiles = {a.tile for t in self.tasks for a in t.accesses if a.tile.persistent} | self.initialised
             kept = sum(tile.bytes for tile in tiles)
         forgotten = {tile for task in self.tasks[:1] for tile in task.clears if tile.persistent}
-        now = peak = kept - sum(tile.bytes for tile in forgotten)
-        alive: set[Tile] = set()
+        return self._peak(
+            kept - sum(tile.bytes for tile in forgotten), lambda tile: not tile.persistent or tile in forgotten
+        )
+
+    def temporary_bytes(self) -> int:
+        """Return the largest number of bytes of temporary tiles that are alive at once if the tasks run in order."""
+        return self._peak(0, lambda tile: not tile.persistent)
+
+    def _peak(self, now: int, counts: Callable[[Tile], bool]) -> int:
+        """Return the largest number of bytes: `now` and those of the tiles that count, from first access to free."""
+        peak, alive = now, set[Tile]()
         for task in self.tasks:
             for access in task.accesses:
-                if access.tile not in alive and (not access.tile.persistent or access.tile in forgotten):
+                if access.tile not in alive and counts(access.tile):
                     alive.add(access.tile)
                     now += access.tile.bytes
             peak = max(peak, now)

@@ -44,7 +44,6 @@ def trainer_facts(trainer: Any) -> dict[str, Any]:
             "loss_scale": spec.loss_scale, **({"freeze": [*spec.freeze]} if spec.freeze else {}),
             **({"recompute": spec.recompute} if spec.recompute != "none" else {}),
             **({"offload": [*spec.offload]} if spec.offload else {}),
-            **({"captured": spec.captured} if spec.captured is not None else {}),
             **({"fp8": spec.fp8.model_dump(mode="json")} if spec.precision == "fp8" else {}),
         },
     }  # fmt: skip

@@ -117,9 +117,9 @@ class RunConfig(Section):
     """Kinds of tensors that leave a GPU for main memory between uses. GPUs only. Other tiles leave a GPU only if its
     memory is full. With `runtime.disk`, `runtime.disk.kinds` limits which kinds may go on to the disk."""
     captured: Switch | None = None
-    """Run a training step on one GPU as CUDA graphs, with the same bits. A graph launches many short kernels at once.
-    Null: where the mean task is estimated to take less than 0.1 ms, and a quarter of `runtime.cuda_memory` has room for
-    the graph's tiles. `true`: always; a run that cannot have graphs is refused or says so."""
+    """Run training steps on one GPU as CUDA graphs, which launch many short kernels at once. Null: if the mean task is
+    estimated to take less than 0.05 ms, graphs are possible, and a quarter of `runtime.cuda_memory` holds their tiles.
+    `true`: also with longer tasks; refused where graphs are impossible. Results have the same bits."""
     tiles: Tiles = AUTO_TILES
     """Tile size of each axis, in elements. An axis left out, or no longer than its tile, is not cut; the last tile of
     an axis may be smaller. `{}`: no axis is cut. `auto`: the tiling with the shortest estimated step on the workers of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nntile_py import _core
@@ -20,8 +20,9 @@ SHARE = 4  # graphs, and the weights that stay on the GPU for them, take at most
 MOST_TASKS = 4096  # longer programs are not faster as a graph
 LEAST = 16  # least number of entries of an axis that a graph computes, see `rounded`
 TURNS, RUNS = 3, 4  # number of measurements with and without a graph, and number of runs in each measurement
-# If tasks take more seconds than this on average, a graph gains nothing, and the choice of its kernels takes minutes.
-LONG = 1e-4
+# If tasks take more seconds than this on average, a graph gains nothing. LONG: in a forward pass, by measurement; the
+# choice of a graph's kernels would take minutes. LONG_STEP: in a training step, by estimate.
+LONG, LONG_STEP = 1e-4, 5e-5
 # Kinds of tiles that the tasks of a forward pass's graph may write. The first runs repeat the tasks to measure kernels,
 # so the inputs of these runs must leave such tiles unchanged (see Decoder._program).
 CHANGED = ("cache", "input")
@@ -66,12 +67,15 @@ def refusal(tasks: TaskList) -> str:
     return ""
 
 
-def training_refusal(tasks: TaskList) -> str:
-    """Return the reason why a program of a training step cannot be one CUDA graph; an empty text if it can.
+def training_refusal(lists: Iterable[TaskList]) -> str:
+    """Return the reason why the programs of a training step cannot be CUDA graphs; an empty text if they can.
 
     A step may change tiles that outlive it, as kernels are chosen as without a graph. Its filled sizes must not change.
     """
-    return _refusal(tasks) or ("sequences are packed" if most_filled(tasks) else "")
+    for tasks in lists:
+        if reason := _refusal(tasks) or ("sequences are packed" if most_filled(tasks) else ""):
+            return reason
+    return ""
 
 
 def _refusal(tasks: TaskList) -> str:
@@ -148,20 +152,19 @@ class CapturedProgram:
         tasks = program.list
         self._most = most_filled(tasks)
         self._list = TaskList()
-        self._own = 2 * tasks.peak_bytes(0)  # of the tiles of a graph, and of runs without a graph
         self._parts, flop = sum(1 for _ in _parts(tasks)), sum(task.flop for task in tasks.tasks)
         self._list.tasks = [Task("captured", [*accesses], op="captured", flop=flop)]
         self._native = _core.Captured(
             program.native, [store.handle(tile) for tile in held], [store.handle(a.tile) for a in accesses],
-            [a.mode for a in accesses], self._own,
+            [a.mode for a in accesses], own_bytes(tasks),
             [number for number, name in enumerate(program.slots) if name not in self._most], measures,
         )  # fmt: skip
 
     def _not_here(self) -> str:
         """Return the reason why no program can be a graph in this runtime; an empty text if programs can."""
         runtime = self._runtime
-        if not runtime or runtime.cuda != 1 or runtime.cpus:
-            return "it needs a runtime of one GPU and no CPU workers"
+        if not runtime or runtime.cuda != 1 or runtime.cpus or runtime.ranks:
+            return "it needs a runtime of one GPU, no CPU workers and one rank"
         return ""
 
     @property
@@ -195,10 +198,10 @@ class CapturedProgram:
         self._native.let_go()
         return False
 
-    def _gains(self, seconds: float) -> bool:
-        """Return whether a graph gains time if a task takes this many seconds on average."""
-        us = seconds * 1e6
-        return seconds <= LONG or self._without(f"its tasks take {us:.0f} us on average, where a graph gains nothing")
+    def let_go(self) -> None:
+        """Return the graph's memory; the next run reserves and captures again. Waits for all tasks."""
+        if self._native:
+            self._native.let_go()
 
 
 class Served(CapturedProgram):
@@ -231,8 +234,8 @@ class Served(CapturedProgram):
                 raise TaskError(self.reason)
 
         _seconds(tasks, 2)  # the first runs load and choose kernels
-        if not self._gains(min(_seconds(tasks, 1) for _ in range(TURNS)) / self._parts):
-            return False
+        if (each := min(_seconds(tasks, 1) for _ in range(TURNS)) / self._parts) > LONG:
+            return self._without(too_long(each))
         try:
             _seconds(launch, 2)  # the graph exists from the second run on
             least = {tasks: float("inf"), launch: float("inf")}
@@ -244,37 +247,69 @@ class Served(CapturedProgram):
 
 
 class TrainingProgram(CapturedProgram):
-    """A program of a training step that runs as one CUDA graph where that is possible and short tasks make it faster.
+    """A program of a training step that runs as one CUDA graph, or as single tasks; see training_programs.
 
-    Results have the same bits as without a graph. A profile shows single tasks.
-
-    captured: as of CapturedProgram. None: a graph is used if tasks are estimated to be short.
+    A profile shows single tasks.
     """
 
-    def __init__(self, program: Program, store: Store, *, captured: bool | None, checked: bool) -> None:
-        tasks = program.list
-        refused = "debug.nonfinite checks every task" if checked else training_refusal(tasks)
-        weights, accesses = roles(tasks)
+    def __init__(self, program: Program, store: Store, refused: str, captured: bool | None) -> None:
+        weights, accesses = roles(program.list)
         every = [*(Access(tile, "R") for tile in weights), *accesses]  # the update writes the weights
         super().__init__(program, store, refused, captured, (), every, measures=False)
+        self.captured = not self.reason
 
     def run(self, slots: Mapping[str, float]) -> None:
         """Submit the program with these values of the slots, as a graph or as single tasks."""
-        if self.captured is None:
-            self.captured = self._gains(self._mean_task()) and self._fits()
         if Runtime.watched is not None or not (self.captured and self._launch(slots)):
             self.program.run(dict(slots))
 
-    def _mean_task(self) -> float:
-        """Return the estimated mean seconds of a task."""
-        speed = device_model.speed([self.program.list], gpu=True)
-        return sum(map(speed.seconds, self.program.list.tasks)) / self._parts
 
-    def _fits(self) -> bool:
-        """Return whether the GPU holds the step's tiles without a graph, which evaluations may use, and the graph's."""
-        room = (self._runtime and self._runtime.cuda_memory) or 0
-        need = sum(access.tile.bytes for access in self._list.tasks[0].accesses) + 2 * self._own
-        return need <= room or self._without(f"it needs {need >> 20} MiB, and runtime.cuda_memory is {room >> 20} MiB")
+def training_programs(
+    made: Sequence[Program], store: Store, *, captured: bool | None, checked: bool
+) -> list[TrainingProgram]:
+    """Return the programs of a training step. Either all of them run as CUDA graphs, or none.
+
+    Args:
+        captured: as of CapturedProgram. None: graphs are used if they fit, and if tasks are estimated to be short.
+        checked: the programs check the values that tasks write.
+    """
+    lists, runtime = [one.list for one in made], Runtime.current
+    refused = "debug.nonfinite checks every task" if checked else training_refusal(lists)
+    if runtime and runtime.cuda == 1:
+        refused = refused or _lacks_room(lists, runtime.cuda_memory or 0)
+        seconds = _mean_task(lists)
+        if captured is None and seconds > LONG_STEP:
+            refused = refused or too_long(seconds)
+    return [TrainingProgram(one, store, refused, captured) for one in made]
+
+
+def too_long(seconds: float) -> str:
+    """Return the reason why a graph gains nothing if tasks take this many seconds on average."""
+    return f"its tasks take {seconds * 1e6:.0f} us on average, where a graph gains nothing"
+
+
+def own_bytes(tasks: TaskList) -> int:
+    """Return the bytes of a program's temporary tiles, once in a graph and once for runs without a graph."""
+    return 2 * tasks.temporary_bytes()
+
+
+def _mean_task(lists: Sequence[TaskList]) -> float:
+    """Return the estimated mean seconds of a task."""
+    speed = device_model.speed(lists, gpu=True)
+    seconds = sum(speed.seconds(task) for tasks in lists for task in tasks.tasks)
+    return seconds / max(1, sum(1 for tasks in lists for _ in _parts(tasks)))
+
+
+def _lacks_room(lists: Sequence[TaskList], room: int) -> str:
+    """Return the reason why a GPU of `room` bytes has no room for the graphs of a step; an empty text if it has.
+
+    Beside the graphs, it holds the persistent tiles, and the temporary tiles of an evaluation or a profile.
+    """
+    kept = {a.tile.key: a.tile.bytes for tasks in lists for task in tasks.tasks for a in task.accesses
+            if a.tile.persistent}  # fmt: skip
+    own = sum(map(own_bytes, lists))
+    need = max(SHARE * own, sum(kept.values()) + own + max(tasks.temporary_bytes() for tasks in lists))
+    return f"it needs {need >> 20} MiB, and runtime.cuda_memory is {room >> 20} MiB" if need > room else ""
 
 
 def _seconds(way: Callable[[], None], runs: int) -> float:

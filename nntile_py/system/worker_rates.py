@@ -93,7 +93,7 @@ def measured_rates(workers: int, fp64: bool, size: int = 768, seconds: float = 0
         for thread in threads:
             thread.start()
             started.append(thread)
-    except RuntimeError:  # the system has no further thread
+    except BaseException:  # the system has no further thread, or Ctrl-C
         barrier.abort()
         raise
     finally:

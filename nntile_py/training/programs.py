@@ -11,7 +11,7 @@ from typing import Any
 from nntile_py import _core
 from nntile_py.errors import ConfigError
 from nntile_py.execution import memory
-from nntile_py.execution.cuda_graph import TrainingProgram
+from nntile_py.execution.cuda_graph import TrainingProgram, training_programs
 from nntile_py.execution.forward_program import ForwardProgram, check_inputs
 from nntile_py.execution.program import Store, programs
 from nntile_py.execution.runtime import Runtime
@@ -145,7 +145,14 @@ class Programs:
     def _bound(self, lists: Sequence[TaskList]) -> list[TrainingProgram]:
         spec, checked = self.spec, self._checked
         made = programs(lists, self.store, tf32=spec.precision == "tf32", checked=checked, offload=spec.offload)
-        return [TrainingProgram(one, self.store, captured=spec.captured, checked=checked) for one in made]
+        return training_programs(made, self.store, captured=spec.captured, checked=checked)
+
+    def let_go(self) -> None:
+        """Return the memory of all CUDA graphs. Waits for all tasks."""
+        for step in self.steps.values():
+            for program in (step.first, step.more, step.update):
+                if program:
+                    program.let_go()
 
     def _write_defaults(self, graph: Graph, lowering: Lowering, written: Collection[str] = ()) -> None:
         """Write the default values of inputs into their tiles. A default stays until a step passes another value.

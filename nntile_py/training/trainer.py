@@ -91,7 +91,7 @@ class Trainer:
         offload: Kinds of tensors that leave a GPU for main memory between uses: weights, gradients, optimizer,
             activations. Tiles that one of the next 32 tasks uses stay. Without GPUs this has no effect.
         fp8: nt.FP8(...) or {option: value}: the dtype of gradients in 8-bit products, and products that stay in bf16.
-        captured: On one GPU: run steps as CUDA graphs, with the same bits. Default: if tasks are estimated to be short.
+        captured: On one GPU: run steps as CUDA graphs, with the same bits. Default: if tasks are short by estimate.
         check_finite: Check all values that tasks write. A loss or norm that is not finite then raises NotFinite, which
             names the operator that wrote the first such value. Slow: for debugging.
 
@@ -429,6 +429,7 @@ class Trainer:
         """Copy the weights into the model and release the trainer. A runtime calls this before it stops."""
         if self.steps:
             self.state_dict()
+        self._programs.let_go()
         self._runtime.forget(self)
 
     # -- inside

@@ -1,4 +1,4 @@
-// A short program as one task, which a CUDA worker runs as one CUDA graph instead of kernel by kernel.
+// A program as one task, which a CUDA worker runs as one CUDA graph instead of kernel by kernel.
 #pragma once
 #include <atomic>
 #include <map>
