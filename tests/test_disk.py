@@ -1,7 +1,9 @@
 """Tiles that do not fit into memory go to the disk: the same losses, and no run takes space of another run."""
 
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ from faults import PRELUDE, ends_well
 
 import nntile_py as nt
 from nntile_py.execution import memory
+from nntile_py.execution.disk import SwapDisk
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.recompute_choice import Room
 from nntile_py.graph.step import StepSpec
@@ -176,6 +179,37 @@ refused(fill, "The disk is full: use a larger runtime.disk.size")
 print("end")
 """
     ends_well(python, code, refused=1)
+
+
+def test_runs_that_share_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run may take only what is free beside the sizes of running runs, also if both start at once."""
+    free = 100 * MIB
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+
+    def disk(size: int) -> SwapDisk:
+        return SwapDisk({"path": tmp_path, "size": size * MIB}, MIB)
+
+    one, other = disk(60), disk(60)
+    one.open()
+    for take in (other.open, lambda: disk(41)):
+        reserved = (
+            r"runtime\.disk\.size: .* use 16 MiB to what is free in .*, 100 MiB, of which other runs have reserved 60"
+        )
+        with pytest.raises(nt.ConfigError, match=reserved):
+            take()
+    disk(39)
+    (folder,) = tmp_path.iterdir()
+    (folder / "deep").mkdir()
+    (folder / "deep" / "tile").write_bytes(os.urandom(20 * MIB))  # the file system may store zeros in no blocks
+    free = 80 * MIB
+    with pytest.raises(nt.ConfigError, match="80 MiB, of which other runs have reserved 40 MiB"):
+        disk(60)
+    disk(39)
+    free = 100 * MIB
+    one.close()
+    other.open()
+    other.close()
+    assert not list(tmp_path.iterdir())
 
 
 # -- killed processes
