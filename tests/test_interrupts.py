@@ -208,8 +208,11 @@ def test_the_process_ends(times: int, processes: int) -> None:
         moment, longest = random.Random(10 * times + seed), []
         for _ in range(MOMENTS // processes):
             status, said, took = interrupted(BUSY, times, moment)
-            assert status in (1, -signal.SIGINT), said  # -SIGINT is how Python ends after an interrupt
-            assert "KeyboardInterrupt" in said and "FATAL" not in said, said
+            if times > 1 and status == 130:  # a second interrupt does not wait for tasks
+                assert said == "interrupted\n"
+            else:
+                assert status in (1, -signal.SIGINT), said  # -SIGINT is how Python ends after an interrupt
+                assert "KeyboardInterrupt" in said and "FATAL" not in said, said
             longest += [took]
         return longest
 
@@ -259,3 +262,61 @@ def test_a_notebook_goes_on() -> None:
     patience = 3600 if TORTURE else 280
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience, check=False)
     assert done.returncode == 0 and done.stdout == "works\n", done.stderr
+
+
+# Workers are paused, so that a task never ends. With `train`, the process handles signals as `nntile train` does.
+STALLED = """
+import contextlib, ctypes, sys, threading
+import numpy as np
+import nntile_py as nt
+
+held, free = threading.Event(), threading.Event()
+
+@nt.task(x="RW")
+def hold(x):
+    held.set()
+    free.wait()
+
+folder, command = sys.argv[1:]
+with contextlib.ExitStack() as stack:
+    runtime = stack.enter_context(nt.Runtime(cpus=1, memory=1 << 24, disk={"path": folder, "size": 1 << 24}))
+    if command == "train":
+        from nntile_py.training import signals
+
+        signals.SECOND_SIGTERM = 0.2
+        stack.enter_context(signals.signals_of_run(runtime))
+    starpu = ctypes.CDLL(next(line.split()[-1] for line in open("/proc/self/maps") if "libstarpu-1" in line))
+    x = nt.array(np.zeros(3))
+    for _ in range(2):
+        hold(x)
+    held.wait()
+    starpu.starpu_pause()
+    free.set()
+    print("ready", flush=True)
+    if command != "ends":
+        nt.Runtime.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [("script", "SIGINT"), ("ends", "SIGINT"), ("train", "SIGINT"), ("train", "SIGTERM")],
+)
+def test_a_second_signal_ends_a_stalled_process(command: str, number: str, tmp_path: Path) -> None:
+    """In the block of a runtime, at the end of the block, and in a training run."""
+    code = [sys.executable, "-c", STALLED, str(tmp_path), command]
+    process = subprocess.Popen(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        time.sleep(0.5)
+        for _ in range(2):
+            assert process.poll() is None
+            process.send_signal(getattr(signal, number))
+            time.sleep(0.5)
+        _, said = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+        process.wait()
+    value = getattr(signal, number)
+    assert (process.returncode, said) == (128 + value, "interrupted\n")
+    assert not [*tmp_path.iterdir()]

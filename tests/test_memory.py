@@ -1,20 +1,18 @@
-"""Too little memory: tiles go to the disk; without a disk, an exception names keys and tensors."""
+"""Too little memory: an exception names keys and tensors. See test_disk.py for tiles on a disk."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import CPUS
-from faults import PRELUDE, ends_well
+from faults import ends_well
 
 import nntile_py as nt
 from nntile_py.execution import memory, starpu_settings
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import StepSpec
 from nntile_py.system.cgroup import machine_memory
-from nntile_py.testing import error
 from nntile_py.tiles import Tiling, eviction
 from nntile_py.tiles.eviction import mark_evictions
 from nntile_py.tiles.task_groups import grouped
@@ -76,109 +74,6 @@ with nt.Runtime(cpus=1):
 print("end")
 """
     ends_well(python, code, refused=1)
-
-
-# -- the disk
-
-TRAIN = """
-import sys
-from nntile_py.execution import disk
-memory, folder, policy, direct, scheduler = sys.argv[1:]
-how = {"placement": "planned"} if scheduler == "planned" else {"scheduler": scheduler}
-if direct == "False": disk._direct = lambda folder: False
-on_disk = {"path": folder, "size": 1 << 30} if folder else None
-with nt.Runtime(cpus=2, memory=int(memory) << 20, disk=on_disk, **how):
-    big = nt.models.GPT2(nt.models.GPT2Config(layers=2, embed=64, heads=2, vocab=1000, positions=64), seed=1)
-    trainer = nt.Trainer(big, 8, 64, {"batch": 1, "vocab": 300}, accumulate=policy)
-    tokens = np.random.default_rng(0).integers(0, 1000, (8, 64))
-    losses = [trainer.step(tokens, tokens) for _ in range(3)]
-    print(*losses, float(trainer.state_dict()["transformer.wte.weight"].sum()))
-"""
-
-
-FITS: dict[str, Any] = {}  # by policy: the run that needs no disk
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("policy", "direct", "scheduler"),
-    [("chain", True, "lws"), ("chain", False, "lws"), ("redux", True, "lws"), ("chain", True, "planned"),
-     ("redux", True, "planned"), ("chain", True, "dmdas")],
-)  # fmt: skip
-def test_a_model_that_does_not_fit_in_memory(
-    python: Any, tmp_path: Path, policy: str, direct: bool, scheduler: str
-) -> None:
-    """Training with the disk gives the same losses."""
-    if policy not in FITS:
-        FITS[policy] = python(PRELUDE + TRAIN, 1000, "", policy, direct, scheduler)
-    fits, rest = FITS[policy], python(PRELUDE + TRAIN, 6, tmp_path, policy, direct, scheduler)
-    assert fits.returncode == rest.returncode == 0, (fits.stderr[-2000:], rest.stderr[-2000:])
-    if policy == "chain":
-        assert fits.stdout == rest.stdout
-    assert error([float(x) for x in rest.stdout.split()], [float(x) for x in fits.stdout.split()]) < 1e-4
-    assert not list(tmp_path.iterdir())
-
-
-KINDS = """
-import json, sys
-folder, kinds = sys.argv[1], json.loads(sys.argv[2])
-on_disk = {"path": folder, "size": 1 << 30} | ({} if kinds is None else {"kinds": kinds})
-with nt.Runtime(cpus=2, memory=7 << 20, disk=on_disk):
-    config = nt.models.GPT2Config(layers=2, embed=64, heads=2, vocab=6000, positions=64)
-    trainer = nt.Trainer(nt.models.GPT2(config, seed=1), 2, 16, {"batch": 1, "vocab": 300})
-    tokens, seen, losses = np.random.default_rng(0).integers(0, 6000, (2, 16)), set(), []
-    for _ in range(3):
-        losses.append(trainer.step(tokens, tokens))
-        seen |= {kind for (kind, *_), handle in trainer._store.handles.items() if handle.on_disk}
-    print(json.dumps([losses, sorted(seen)]))
-"""
-
-
-def test_kinds_of_tensors_on_the_disk(python: Any, tmp_path: Path) -> None:
-    """Weights, gradients and optimizer states need 7.4 MiB. States leave first; if they may not, weights do."""
-    ran = {}
-    for kinds in (None, ["optimizer"], ["weights"]):
-        done = python(PRELUDE + KINDS, tmp_path, json.dumps(kinds))
-        assert done.returncode == 0, done.stderr[-2000:]
-        ran[str(kinds)] = json.loads(done.stdout)
-    states, others, weights = ran.values()
-    assert states[0] == others[0] == weights[0]
-    assert "state" in states[1] and "state" in others[1] and not {"param", "grad"} & {*others[1]}
-    assert "param" in weights[1] and not {"state", "grad"} & {*weights[1]}
-    refused = python(PRELUDE + KINDS, tmp_path, "[]")
-    assert "that runtime.disk.kinds keeps off the disk have 8 MiB" in refused.stderr and refused.returncode
-    assert "Name more kinds in runtime.disk.kinds" in refused.stderr
-
-
-def test_what_the_disk_must_be(tmp_path: Path) -> None:
-    def refused(text: str, memory: int | str | None = MIB, **disk: Any) -> None:
-        with pytest.raises(nt.ConfigError, match=text):
-            nt.Runtime(cpus=1, memory=memory, disk=disk)
-
-    refused(r"runtime\.disk\.path: /no/such is not a writable folder", path="/no/such", size=MIB)
-    refused(r"runtime\.disk\.size: 1 MiB is not allowed; use 16 MiB to", path=tmp_path, size=MIB)
-    refused(r"runtime\.disk\.size: .* is not allowed", path=tmp_path, size=2**60)
-    refused(r"runtime\.disk: needs runtime\.memory", None, path=tmp_path, size=2**26)
-    refused(r"runtime\.disk: got {'path'", path=tmp_path)
-    for kinds in (["moments"], "optimizer", 3, [["optimizer"]]):
-        refused(r"runtime\.disk\.kinds: got .*; allowed: null, or a list of weights, gradients, optimizer",
-                path=tmp_path, size=MIB, kinds=kinds)  # fmt: skip
-    refused(r"runtime\.disk\.size: got '1 disk'; allowed: a number of bytes, or", path=tmp_path, size="1 disk")
-    refused(r"runtime\.disk\.size: 1 MiB is not allowed", "20 MB", path=tmp_path, size="1MiB")
-    made = nt.Runtime(cpus=1, memory="20 MB", cuda_memory="2GiB", disk={"path": tmp_path, "size": "16MiB"})
-    assert (made.memory, made.cuda_memory, made.disk.size) == (20 * 10**6, 2**31, 2**24)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_disk_that_is_too_small(python: Any, tmp_path: Path) -> None:
-    code = f"""
-big = nt.models.GPT2(nt.models.GPT2Config(layers=2, embed=64, heads=2, vocab=1000, positions=64))
-with nt.Runtime(cpus=1, memory=6 << 20, disk={{"path": {str(tmp_path)!r}, "size": 16 << 20}}):
-    refused(lambda: nt.Trainer(big, 64, 64, {{"batch": 1}}), "runtime.disk")
-print("end")
-"""
-    ends_well(python, code, refused=1)
-    assert not list(tmp_path.iterdir())
 
 
 # -- the watchdog
@@ -329,29 +224,6 @@ def test_main_memory_for_what_leaves_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 def test_more_than_the_machine_has() -> None:
     with nt.Runtime(cpus=CPUS), pytest.raises(nt.TaskError, match="out of memory: a step needs at least"):
         nt.Trainer(nt.models.GPT2(CONFIG), 10**7, 64)
-
-
-def test_what_a_killed_process_left_on_the_disk(python: Any, tmp_path: Path) -> None:
-    """The folder of a killed run is removed by the next run; folders of running processes and other folders stay."""
-    code = """
-import os, signal, sys
-nt.Runtime(cpus=1, memory=1 << 24, disk={"path": sys.argv[1], "size": 1 << 24}).__enter__()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert python("import nntile_py as nt\n" + code, tmp_path).returncode == -9
-    (left,) = tmp_path.iterdir()
-    disk = {"path": tmp_path, "size": 2**24}
-    with nt.Runtime(cpus=1, memory=2**24, disk=disk):
-        (own,) = tmp_path.iterdir()
-        assert own != left
-        users = {tmp_path / name for name in ("mine", "nntile-results", "nntile-swap-mine", "nntile-swap-link")}
-        for path in users:
-            path.mkdir() if path.name != "nntile-swap-link" else path.symlink_to(own)
-        for path in users - {tmp_path / "nntile-swap-link"}:
-            (path / "thesis").touch()
-        nt.Runtime(cpus=1, memory=2**24, disk=disk)
-        assert set(tmp_path.iterdir()) == {own, *users}
-    assert set(tmp_path.iterdir()) == users and (tmp_path / "nntile-swap-mine" / "thesis").exists()
 
 
 def test_memory_of_a_job(tmp_path: Path) -> None:

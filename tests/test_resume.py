@@ -343,9 +343,9 @@ STOPPED = """
 from contextlib import contextmanager
 from nntile_py.training import run
 @contextmanager
-def signals():
+def signals(runtime):
     yield ["SIGTERM"]
-run._signals = signals
+run.signals_of_run = signals
 from nntile_py.cli import main
 main()
 """

@@ -178,11 +178,20 @@ class CheckpointWriter:
             "train.skip_above_norm or not finite"
         )
 
-    def abandon(self) -> None:
+    def abandon(self, patience: float | None = None) -> None:
         """Give up a checkpoint that is not written yet, because its step failed or will not be reported.
 
-        Waits for the checkpoint's thread."""
+        Waits for the checkpoint's thread.
+
+        Args:
+            patience: Wait at most this number of seconds, because the process ends. Default: no limit.
+        """
         self._abandoned = True
+        if patience is not None and self._thread:
+            with suppress(RuntimeError):  # as in _join
+                self._thread.join(patience)
+            if self._thread.is_alive():  # its copies may wait for tasks that stall
+                return
         self._join()
 
     def write_last(self) -> int:

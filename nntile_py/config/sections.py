@@ -316,7 +316,7 @@ class DiskSection(Section):
     path: Annotated[Folder, AfterValidator(partial(existing, "runtime.disk.path"))]
     """A folder; its files are removed when the run ends."""
     size: Size
-    """Upper bound on the bytes in the folder."""
+    """Upper bound on the bytes in the folder. Runs that share the folder must find room for their sizes together."""
     kinds: list[Literal["weights", "gradients", "optimizer"]] | None = None
     """Kinds of tensors that may go to the disk besides activations, such as [optimizer]; tensors of the other kinds
     stay in main memory. Null: all kinds."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from nntile_py.errors import ConfigError
 from nntile_py.schema import SIZES, in_bytes
-from nntile_py.system.folders import is_marked, mark
+from nntile_py.system.folders import is_marked, mark, replace_file
 from nntile_py.tiles.eviction import OFFLOADED
 from nntile_py.typed import plain
 
@@ -22,6 +22,7 @@ LEAST = 16 << 20  # smallest allowed `size` in bytes, StarPU's own minimum
 PREFIX = "nntile-swap-"  # prefix of the processes' folders; each process locks its folder
 # {name that `kinds` may have: kind of tiles}. Activations are not listed: they may always go to the disk.
 KINDS: dict[str, str] = {name: kind for name, kind in OFFLOADED.items() if name != "activations"}
+RESERVED = ".size"  # file in each folder, with the largest number of bytes that the process may write
 _SWAP = "tiles"  # mark of these folders: no other folder is ever removed
 
 
@@ -56,13 +57,7 @@ class SwapDisk:
         if memory is None:
             raise ConfigError("runtime.disk: needs runtime.memory, the bytes beyond which tiles go to the disk")
         with _locked(self.path, wait=True):
-            _remove_left_behind(self.path)
-        free = shutil.disk_usage(self.path).free
-        if not LEAST <= self.size <= free:  # StarPU does not survive a full disk
-            raise ConfigError(
-                f"runtime.disk.size: {self.size >> 20} MiB is not allowed; use {LEAST >> 20} MiB to what is free in "
-                f"{self.path}, {free >> 20} MiB"
-            )
+            self._check_size()
         self._folder: str | None = None
         self._lock = -1
 
@@ -74,10 +69,12 @@ class SwapDisk:
             multiple of this number.
         """
         with _locked(self.path, wait=True):
+            self._check_size()  # again, because other runs may have started
             self._folder = tempfile.mkdtemp(prefix=PREFIX, dir=self.path)
             self._lock = os.open(self._folder, os.O_RDONLY)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             mark(Path(self._folder), _SWAP)
+            replace_file(Path(self._folder) / RESERVED, str(self.size))
         direct = _direct(self._folder)
         names = {
             "STARPU_DISK_SWAP": self._folder,
@@ -85,6 +82,17 @@ class SwapDisk:
             "STARPU_DISK_SWAP_BACKEND": "unistd_o_direct" if direct else "unistd",
         }
         return names, mmap.PAGESIZE if direct else 1
+
+    def _check_size(self) -> None:
+        """Raise ConfigError if the folder `path` has no room for `size` bytes. The caller has locked `path`."""
+        _remove_left_behind(self.path)
+        reserved, free = _reserved(self.path), shutil.disk_usage(self.path).free
+        if not LEAST <= self.size <= free - reserved:  # StarPU does not survive a full disk
+            others = f", of which other runs have reserved {-(-reserved >> 20)} MiB" if reserved else ""
+            raise ConfigError(
+                f"runtime.disk.size: {self.size >> 20} MiB is not allowed; use {LEAST >> 20} MiB to what is free in "
+                f"{self.path}, {free >> 20} MiB{others}"
+            )
 
     def close(self) -> None:
         """Remove the folder of this process."""
@@ -114,6 +122,26 @@ def _remove_left_behind(path: Path) -> None:
         with suppress(OSError), _locked(folder, wait=False):
             if is_marked(folder, _SWAP):
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _reserved(path: Path) -> int:
+    """Return the bytes that other processes may still write into their folders in `path`."""
+    total = 0
+    for folder in path.glob(f"{PREFIX}*"):
+        with suppress(OSError, ValueError):  # the process ends, or a folder of the user
+            if is_marked(folder, _SWAP):
+                total += max(0, int((folder / RESERVED).read_text()) - _written(folder))
+    return total
+
+
+def _written(folder: Path) -> int:
+    """Return the bytes that the files of a folder take on the disk."""
+    total = 0
+    for place, _, files in os.walk(folder):
+        for name in files:
+            with suppress(OSError):  # removed meanwhile
+                total += os.stat(os.path.join(place, name)).st_blocks * 512
+    return total
 
 
 def _direct(folder: str) -> bool:

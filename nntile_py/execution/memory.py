@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nntile_py import _core
 from nntile_py.errors import TaskError
 from nntile_py.execution.runtime import Runtime
-from nntile_py.graph.recompute_choice import OF_MACHINE, Room
+from nntile_py.graph.recompute_choice import OF_MACHINE, Room, needed_with_disk
 from nntile_py.system.cgroup import within_machine
 from nntile_py.tasks.optimizer import MASTERS
 from nntile_py.tiles import AXES, TaskList, Tile, cut_as
@@ -143,6 +143,8 @@ def check_lists(lists: Sequence[TaskList], runtime: Runtime) -> None:
     kept, have = sum(tile.bytes for tile in tiles.values()), main_memory(runtime)
     peak = max(one.peak_bytes(kept) for one in lists)
     devices = runtime.cuda * (runtime.cuda_memory or 0)
+    if runtime.disk:
+        _check_disk(peak, peak - devices, lists, runtime, largest(tiles.values()))
     if peak > have + devices:
         room = f"runtime.memory has room for {have // MIB}"
         room += f", its GPUs for {devices // MIB}" * (devices > 0)
@@ -169,11 +171,32 @@ def check_step(step: Step, runtime: Runtime) -> None:
         room = f"{-(-rest // MIB)} of it outside of runtime.cuda_memory = {devices // MIB} MiB in all, and {room}"
     if runtime.disk and runtime.disk.kept:
         _check_kept(step, runtime, runtime.disk.kept)
+    advice = (
+        f"the largest tensors are {step.largest()}. Use a smaller batch or seq, or smaller tiles.batch, tiles.seq and "
+        "tiles.vocab, which let activations be freed earlier"
+    )
+    if runtime.disk:
+        _check_disk(peak, rest, [one.tasks for one in step.lists], runtime, advice)
     if rest > have:
+        raise TaskError(f"out of memory: a step needs {_at_least(peak)}, {room}; {advice}")
+
+
+def _check_disk(peak: int, outside: int, lists: Sequence[TaskList], runtime: Runtime, advice: str) -> None:
+    """Raise TaskError if runtime.disk.size is too small for a step.
+
+    Args:
+        peak: bytes that the step needs.
+        outside: bytes of `peak` that are not on GPUs.
+        lists: the step's tasks.
+        runtime: the runtime, which has a disk.
+        advice: end of the error message.
+    """
+    memory, size = within_machine(runtime.memory), runtime.disk.size if runtime.disk else 0
+    need = needed_with_disk(outside, lists, runtime.cuda + runtime.cpus)
+    if need > memory + size:
         raise TaskError(
-            f"out of memory: a step needs {_at_least(peak)}, {room}; the largest tensors are "
-            f"{step.largest()}. Use a smaller batch or seq, or smaller tiles.batch, tiles.seq and tiles.vocab, which "
-            "let activations be freed earlier"
+            f"out of memory: runtime.disk.size = {size // MIB} MiB is too small: a step needs {_at_least(peak)}. "
+            f"Beside runtime.memory = {memory // MIB} MiB, use a disk of {-(-(need - memory) // MIB)} MiB; {advice}"
         )
 
 

@@ -6,12 +6,10 @@ import atexit
 import contextlib
 import functools
 import os
-import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from nntile_py import _core
 from nntile_py.errors import ConfigError, TaskError, exit_status
@@ -28,6 +26,7 @@ from nntile_py.execution.starpu_settings import (
 from nntile_py.schema import SIZES, in_bytes
 from nntile_py.system import launcher as system
 from nntile_py.system.cgroup import within_machine
+from nntile_py.system.interrupts import end_at_once, uninterrupted
 from nntile_py.system.load import cores
 from nntile_py.tasks.pdl import VARIABLE as OVERLAP
 from nntile_py.tiles import TaskList
@@ -256,11 +255,11 @@ class Runtime:
             return AHEAD_OF_OTHERS if self.ranks else AHEAD
         return AHEAD_OF_OTHERS if self.placement == "planned" else 0
 
-    def _stop(self) -> None:
-        """Stop StarPU."""
+    def _stop(self, interrupted: bool = False) -> None:
+        """Stop StarPU. interrupted: a first signal has ended the `with` block."""
         if self.ranks and system.failed:
             return  # the process ends, and all ranks with it
-        with uninterrupted():
+        with uninterrupted(self.end_process, interrupted):
             try:
                 if self.ranks:
                     self.ranks.stop()
@@ -268,6 +267,11 @@ class Runtime:
             finally:
                 self._settings.close()
                 self._close_disk()
+
+    def end_process(self, number: int) -> NoReturn:
+        """End the process at once, without waiting for tasks. number: the signal that asks for the end."""
+        self._close_disk()
+        end_at_once(number)
 
     def _close_disk(self) -> None:
         if self.disk:
@@ -279,7 +283,7 @@ class Runtime:
             if error is None and self._process != os.getpid():
                 _core.wait_all()  # raises TaskError: the block's tasks are the parent's
             return
-        with uninterrupted():
+        with uninterrupted(self.end_process, isinstance(error, KeyboardInterrupt | SystemExit)):
             self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
@@ -314,7 +318,7 @@ class Runtime:
                 _core.wait_all()
         finally:
             Runtime.current = None
-            self._stop()
+            self._stop(kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit))
             atexit.unregister(self._stop)
 
     @property
@@ -374,22 +378,3 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Delay SIGINT until the block ends, so StarPU is never left half started or half stopped.
-
-    The delay is at most the time of the running tasks. Only the main thread gets signals, so other threads do nothing.
-    """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
-        yield
-        return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came and callable(before) and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
-            before(came[0], None)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph.recompute_rule import RECOMPUTE
 from nntile_py.system.cgroup import within_machine
-from nntile_py.tiles import device_model
+from nntile_py.tiles import TaskList, device_model
 from nntile_py.tiles.eviction import Offloaded, evicted_bytes
 
 DISK_S = 1e9  # bytes/s from and to a disk, assumed
@@ -28,6 +28,7 @@ class Room:
         bytes: memory for tiles: of all GPUs together, or main memory.
         beyond: bytes for tiles that do not fit: main memory for GPUs, a disk for CPU workers.
         planned: True: evictions are planned, see tiles/eviction.py. False: StarPU chooses the tiles to evict.
+        disk: bytes of `beyond` that are on a disk.
     """
 
     workers: int
@@ -35,6 +36,7 @@ class Room:
     bytes: int
     beyond: int = 0
     planned: bool = False
+    disk: int = 0
 
     @classmethod
     def of(cls, cpus: int, gpus: int, memory: int | None, cuda_memory: int | None, disk: int = 0) -> Room:
@@ -49,9 +51,31 @@ class Room:
         """
         main = within_machine(memory) if memory else int(OF_MACHINE * within_machine(None))
         if not gpus:
-            return cls(cpus, False, main, disk)
+            return cls(cpus, False, main, disk, disk=disk)
         planned, each = gpus == 1 and not (cpus or disk), cuda_memory or device_model.MEMORY
-        return cls(gpus, True, gpus * each, main + disk, planned)
+        return cls(gpus, True, gpus * each, main + disk, planned, disk)
+
+    def fits(self, peak: int, lists: Sequence[TaskList]) -> bool:
+        """Return whether a step has room. peak: its largest number of bytes alive at once, with tasks in order."""
+        if not self.disk:
+            return peak <= (1 if self.gpu else IN_ORDER) * self.bytes + self.beyond
+        outside, have = (peak - self.bytes, self.beyond) if self.gpu else (peak, self.bytes + self.beyond)
+        return needed_with_disk(outside, lists, self.workers) <= have
+
+
+def needed_with_disk(peak: int, lists: Iterable[TaskList], workers: int) -> int:
+    """Return the bytes that main memory and disk must have together, so that a step does not stall.
+
+    If the disk is full, tiles that have no place there stay in main memory. Beside them, main memory must have room for
+    the tiles of one task per worker and one more task.
+
+    Args:
+        peak: largest number of bytes alive at once outside of GPUs, with tasks in order.
+        lists: the step's tasks.
+        workers: number of CPU workers and GPUs.
+    """
+    largest = max((sum(a.tile.bytes for a in task.accesses) for tasks in lists for task in tasks.tasks), default=0)
+    return math.ceil(max(peak, 0) / IN_ORDER) + (workers + 1) * largest
 
 
 @dataclass(frozen=True)
@@ -87,7 +111,7 @@ class Steps(Protocol):
 
 def candidates(spec: Steps, room: Room) -> list[StepEstimate]:
     """Return an estimate for `none`, and for each of `attention` and `layer` that repeats an operator of the model."""
-    found, share = [], 1 if room.gpu else IN_ORDER
+    found = []
     for value in RECOMPUTE:
         try:
             step = spec.step(recompute=value)
@@ -105,11 +129,10 @@ def candidates(spec: Steps, room: Room) -> list[StepEstimate]:
         above = 0 if room.planned else max(0, peak - evicted - room.bytes)  # the least recently used tiles move twice
         seconds += (evicted + 2 * above) / (speed.host_s if room.gpu else DISK_S)
         evicted += above
-        found.append(StepEstimate(value, peak, evicted, seconds, peak <= share * room.bytes + room.beyond))
+        found.append(StepEstimate(value, peak, evicted, seconds, room.fits(peak, lists)))
     return found
 
 
 def fastest(found: Sequence[StepEstimate]) -> StepEstimate:
     """Return the fastest candidate that fits; if none fits, the candidate with the smallest peak."""
     return min(found, key=lambda one: (not one.fits, one.seconds if one.fits else math.inf, one.peak_bytes))
-

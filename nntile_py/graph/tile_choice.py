@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nntile_py.errors import ConfigError
 from nntile_py.graph.count import count_tasks
 from nntile_py.graph.estimate import estimate
-from nntile_py.graph.recompute_choice import IN_ORDER, Room
+from nntile_py.graph.recompute_choice import Room
 from nntile_py.graph.recompute_rule import AUTO
 from nntile_py.tiles import TaskList, Tiling
 from nntile_py.tiles.placement import Speed
@@ -157,8 +157,8 @@ class _Search:
                 raise
             return None
         self._listed += sum(len(tasks.tasks) for tasks in {id(tasks): tasks for tasks in lists}.values())
-        of, share = estimate(lists, self.workers, self.room.gpu, self.speed), 1 if self.room.gpu else IN_ORDER
-        fits = of.peak_bytes <= share * self.room.bytes + self.room.beyond
+        of = estimate(lists, self.workers, self.room.gpu, self.speed)
+        fits = self.room.fits(of.peak_bytes, lists)
         self.estimates.append(TileEstimate(tiles, of.tasks, of.parallelism, of.seconds, of.peak_bytes, fits))
         return self.estimates[-1]
 

@@ -1,10 +1,13 @@
-"""Signals to a command: Ctrl-C while it starts, when Python would show a traceback, and SIGTERM."""
+"""Signals: Ctrl-C while a command starts, or while the runtime starts or stops, and SIGTERM."""
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
 
 
 @contextmanager
@@ -16,7 +19,7 @@ def ends_at_once() -> Iterator[None]:
         yield
         return
     try:
-        signal.signal(signal.SIGINT, _end)
+        signal.signal(signal.SIGINT, lambda number, _: end_at_once(number))
     except ValueError:  # not in the main thread, which alone gets signals
         yield
         return
@@ -48,6 +51,39 @@ def ends_at_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+@contextmanager
+def uninterrupted(end: Callable[[int], NoReturn] | None = None, interrupted: bool = False) -> Iterator[None]:
+    """Delay SIGINT until the block ends, so StarPU is never left half started or half stopped.
+
+    The delay is at most the time of the running tasks. Only the main thread gets signals, so other threads do nothing.
+
+    Args:
+        end: Ends the process. Called at a second SIGINT, because tasks that stall would delay the first SIGINT for
+            minutes. Not called in an interactive session, whose variables would be lost.
+        interrupted: The first SIGINT came before the block.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+        yield
+        return
+    came: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        if end and (came or interrupted) and not hasattr(sys, "ps1"):
+            end(number)
+        came.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came and callable(before) and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            before(came[0], None)
+
+
+def end_at_once(number: int) -> NoReturn:
+    """End the process with one line and the exit status of a signal."""
+    with suppress(Exception):  # a closed pipe, or a signal during a write
+        sys.stdout.flush()
     os.write(2, b"interrupted\n")
     os._exit(128 + number)

@@ -1,13 +1,11 @@
 """The command `nntile train`: read data, create the trainer, train, save checkpoints and weights, print a summary."""
 
 import shlex
-import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -54,11 +52,13 @@ from nntile_py.training.collectives import NoOutput, agree, ranks_of_run
 from nntile_py.training.curves import save_curve
 from nntile_py.training.datasets import build_dataset, check_objective
 from nntile_py.training.display import Display, say
-from nntile_py.training.loggers import CALLBACK, Loggers, check_packages
+from nntile_py.training.loggers import Loggers, check_packages
 from nntile_py.training.loop import run_steps
+from nntile_py.training.signals import exit_status, signals_of_run
 from nntile_py.training.trainer import Trainer
 
 Report = Callable[[str], None]
+PATIENCE = 3.0  # seconds that a second Ctrl-C waits for a checkpoint that is being written
 
 
 def train(
@@ -117,7 +117,7 @@ def train(
         report(f"going on after step {point.step}, from {point.folder}" + (f"; {differences}" if differences else ""))
 
     # Trainer, steps, weights.
-    with runtime, _signals() as stop:
+    with runtime, signals_of_run(runtime) as stop:
         trainer = _first_trainer(config, spec, runtime, point)
         if config.recompute == AUTO:
             report(f"recompute: {trainer.spec.recompute}, the fastest that fits into the memory")
@@ -131,7 +131,7 @@ def train(
         facts = {"config": config.model_dump(mode="json", by_alias=True), "data": data, "overrides": overrides or []}
         run = _Run(config, out, dataset, facts, trainer, point, stop, console, report)
         if not _train_on_rank_0(run, partial(_run_folder, out, resume, replaces, checkpoints, report), rescue):
-            return _exit_status(stop)
+            return exit_status(stop)
     if stop:
         unfinished = trainer.steps < config.train.steps
         files = {f"{section}.{key}": getattr(getattr(config, section), key) for section, key in CODE}
@@ -139,7 +139,7 @@ def train(
         more = f"; to continue: nntile train --resume {shlex.quote(str(out))}{code}" if unfinished else ""
         done = f"after step {trainer.steps} of {config.train.steps}"
         report(f"stopped by {stop[0]} {done}; all trained steps are saved{more}")
-    return _exit_status(stop)
+    return exit_status(stop)
 
 
 # -- before the first step
@@ -235,7 +235,7 @@ class _Run:
     Attributes:
         facts: Entries of each checkpoint's state.json: config, hashes of the data, `--set` options.
         point: The checkpoint from which the run resumes; None: a new run.
-        stop: Names of the signals received so far, see _signals."""
+        stop: Names of the signals received so far, see signals_of_run."""
 
     config: RunConfig
     out: Path
@@ -316,8 +316,8 @@ def _train_on_rank_0(run: _Run, make_folder: Callable[[], RunFolder], rescue: Pa
         with closing(loggers), Display(run.console, run.config, run.trainer) as display:
             before, last = run_steps(run.config, run.dataset, run.trainer, metrics, display, writer, run.stop)
         writer.finish()
-    except BaseException:
-        writer.abandon()
+    except BaseException as error:
+        writer.abandon(PATIENCE if isinstance(error, KeyboardInterrupt) else None)
         metrics.close()
         folder.close()
         if folder.path != folder.out:
@@ -421,31 +421,3 @@ def _save_confusion(names: list[str], counts: object, folder: Path, report: Repo
         report(f"no picture of it: {error.filename}: {error.strerror}")
     else:
         report(f"drawn in {folder / FILES[0]}")
-
-
-# -- signals
-
-
-def _exit_status(stop: list[str]) -> int:
-    """Return 128 + the number of the first signal in `stop`; 0 if there is none, or the callback has ended the run."""
-    return 128 + signal.Signals[stop[0]].value if stop and stop[0] != CALLBACK else 0
-
-
-@contextmanager
-def _signals() -> Iterator[list[str]]:
-    """Yield a list to which SIGINT and SIGTERM append their names while the block runs.
-
-    After the first signal, a SIGINT raises KeyboardInterrupt at once. A second SIGTERM does not interrupt: Slurm sends
-    each rank two."""
-    stop: list[str] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        stop.append(signal.Signals(number).name)
-        signal.signal(signal.SIGINT, before[signal.SIGINT])
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -72,7 +72,15 @@ starpu_codelet* reduction_codelet(Monoid monoid, at::ScalarType dtype, int64_t w
 }
 
 #ifndef NNTILE_CUDA
-starpu_data_interface_ops* tile_interface() { return &starpu_interface_variable_ops; }
+starpu_data_interface_ops* tile_interface() {
+  static starpu_data_interface_ops ops = [] {
+    auto variable = starpu_interface_variable_ops;
+    // StarPU caches the buffers of freed tiles. It counts buffers on a disk as taken, and writes no tile to a full disk.
+    variable.dontcache = 1;
+    return variable;
+  }();
+  return &ops;
+}
 #endif
 
 starpu_codelet* zero_codelet() {

@@ -26,6 +26,15 @@ std::string describe(unsigned node) {
          (total > 0 ? " of " + mib(static_cast<size_t>(total)) : "");
 }
 
+// Returns whether a tile of this size does not fit on the disk any more, or whether the disk is nearly full.
+bool disk_is_full(size_t bytes = 0) {
+  if (starpu_disk_swap_node < 0) return false;
+  const auto node = static_cast<unsigned>(starpu_disk_swap_node);
+  const auto total = static_cast<double>(starpu_memory_get_total(node));
+  const auto used = static_cast<double>(starpu_memory_get_used(node));
+  return used > 0.9 * total || used + static_cast<double>(bytes) > total;
+}
+
 // Returns a text on a tile that waits for room in a memory; an empty text without such a tile. Cached buffers of StarPU
 // are not the cause: StarPU frees them before a tile waits.
 std::string lack_of_room() {
@@ -35,14 +44,20 @@ std::string lack_of_room() {
     if (!wanted || total <= 0) continue;
     if (starpu_memory_get_used(node) + wanted <= static_cast<size_t>(total) && !lacks_room(node, wanted)) continue;
     const bool cuda = starpu_node_get_kind(node) == STARPU_CUDA_RAM;
+    const bool full = !cuda && disk_is_full(wanted);
     return "a tile of " + mib(wanted) + " waits for room: " + describe(node) +
-           (cuda ? " (runtime.cuda_memory)" : " (runtime.memory, runtime.disk)");
+           (cuda ? " (runtime.cuda_memory)" : " (runtime.memory)") +
+           (full ? "; the disk is full: " + describe(static_cast<unsigned>(starpu_disk_swap_node)) +
+                       " (runtime.disk.size)" : "");
   }
   return "";
 }
 
 // Returns advice for the user: on memory if a memory is nearly full, otherwise on the load of the machine.
 std::string advice() {
+  if (disk_is_full())
+    return "The disk is full: use a larger runtime.disk.size, smaller tiles, or a smaller batch" +
+           (g_advice.empty() ? "" : "; " + g_advice);
   for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) {
     const auto total = starpu_memory_get_total(node);
     if (total > 0 && starpu_memory_get_used(node) > 0.8 * static_cast<double>(total))
