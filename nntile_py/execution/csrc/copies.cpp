@@ -75,6 +75,7 @@ struct Copies::Item {
   void end() const {
     if (failure_count() != state->failures) state->dropped = true;
     --state->missing;
+    announce();
   }
 
   // Functions of the codelet. arg: the Item of the task.

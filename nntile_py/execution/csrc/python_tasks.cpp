@@ -23,6 +23,7 @@ void run_python_task(void** buffers, void* cl_arg, int device, void* stream) {
     task->kernel.call(pointers, nullptr, device, stream);
   }, task->always);
   task->submitted->end();
+  announce();
 }
 
 starpu_codelet* python_codelet(bool cpu, bool cuda) {
@@ -51,7 +52,7 @@ void Submitted::wait() {
     require_running();
     require_main_thread();
     wake();
-    wait_until([this] { return ended_.load(); });
+    wait_until([this] { return ended_.load(); }, true);
     sleep_if_idle();
   }
   if (running()) check();

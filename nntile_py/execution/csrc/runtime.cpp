@@ -7,6 +7,8 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <condition_variable>
+
 #include "on_cuda.h"
 #include "internal.h"
 
@@ -62,6 +64,33 @@ void sleep_if_idle() {
 void share_workers() {
   g.shared = true;
   wake();
+}
+
+namespace {
+std::atomic<uint64_t> g_announced{0};
+std::atomic<int> g_awaiting{0};
+std::mutex g_announce_mutex;
+std::condition_variable g_announcement;
+}  // namespace
+
+// The counters are sequentially consistent: either the announcement sees that a thread waits, or the thread sees the
+// announcement before it sleeps.
+void announce() {
+  ++g_announced;
+  if (!g_awaiting) return;
+  const std::lock_guard lock(g_announce_mutex);
+  g_announcement.notify_all();
+}
+
+uint64_t announcements() { return g_announced; }
+
+void await_announcement(uint64_t seen, std::chrono::nanoseconds most) {
+  ++g_awaiting;
+  {
+    std::unique_lock lock(g_announce_mutex);
+    g_announcement.wait_for(lock, most, [&] { return g_announced != seen; });
+  }
+  --g_awaiting;
 }
 
 void wait_for_tasks() {

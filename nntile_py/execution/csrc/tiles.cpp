@@ -252,7 +252,10 @@ void read_tile(const std::shared_ptr<Tile>& tile, void* data) {
   auto read = std::make_shared<Read>(std::make_unique<char[]>(tile->bytes));  // outlives an interrupted wait
   acquire(
       tile, STARPU_R, [read, bytes = tile->bytes](void* from) { std::memcpy(read->data.get(), from, bytes); },
-      [read] { read->done = true; });
+      [read] {
+        read->done = true;
+        announce();
+      });
   wait_for([&] { return read->done.load(); });
   std::memcpy(data, read->data.get(), tile->bytes);
 }
@@ -298,6 +301,7 @@ Fetch::Fetch(const std::vector<std::shared_ptr<Tile>>& tiles) : state_(std::make
         [state = state_] {
           if (failure_count() != state->failures) state->dropped = true;
           --state->missing;
+          announce();
         });
   }
 }
