@@ -1,5 +1,7 @@
 """nt.array and @nt.task as a tiled-array library: tilings, modes, lists, results, options, rejected arguments."""
 
+import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +158,21 @@ def test_a_failure_costs_no_elements(runtime: nt.Runtime) -> None:
             nt.Runtime.wait()
     got = x.numpy() / value
     assert np.array_equal(got, np.round(got)) and (got >= 1).all()
+
+
+@nt.task(x="RW")
+def late(x: Any) -> None:
+    time.sleep(0.5)
+    x += 1
+
+
+def test_a_wait_does_not_poll(runtime: nt.Runtime) -> None:
+    """The waiting thread leaves its core to the workers: the end of a task, or of a copy to the program, wakes it."""
+    x = nt.zeros(1)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    late(x)
+    assert x.numpy()[0] == 1
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before < 60  # a poll for each ms: 300 and more
 
 
 def test_made_of_nothing(runtime: nt.Runtime) -> None:
