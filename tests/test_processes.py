@@ -13,7 +13,7 @@ with nt.Runtime(cpus=1):
     program = trainer._programs.of(frozenset()).first
 with nt.Runtime(cpus=1):
     for call in (x.numpy, lambda: inc(x), lambda: x.tile.write(np.ones(3)), lambda: trainer.step(ids, ids),
-                 lambda: trainer.evaluate(ids, ids), trainer.state_dict, lambda: program.native.run([0.0] * 9)):
+                 lambda: trainer.evaluate(ids, ids), trainer.state_dict, lambda: program.program.native.run([0.0] * 9)):
         refused(call, "stopped")
     y = nt.array(np.ones(3)); inc(y)
     assert y.numpy().tolist() == [2, 2, 2]
