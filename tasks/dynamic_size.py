@@ -13,8 +13,8 @@ from nntile_py.tiles.task import Task
 class DynamicSize(int):
     """A size that depends on the part of a tile that a step fills: ceil(filled * factor / divisor) * times.
 
-    The value as an int is the maximum. Arguments and grids of launches get the size of the current step. Elsewhere the
-    maximum is correct as well: kernels then compute the whole tile, which is more than needed.
+    The value as an int is the maximum. Arguments and grids of launches get the size of the current step. Code that uses
+    the maximum instead is correct too, but its kernels then compute the whole tile.
     """
 
     most: int  # maximum of `filled`
@@ -59,7 +59,7 @@ class DynamicSize(int):
 def with_live_sizes(task: Task, lives: Sequence[tuple[int, int, Slot]]) -> Task:
     """Return the task with DynamicSize in the shapes of its tiles.
 
-    An axis that is not the outermost of a tile stays as it is, since its filled part is not contiguous.
+    Only a tile's outermost axis (apart from axes of size 1) gets one: of other axes, the filled part is not contiguous.
 
     Args:
         lives: (number of the access, axis, slot); the slots' values follow the task's own floats.
