@@ -94,7 +94,7 @@ class Norm(_NormBase):
         raise NotImplementedError
 
     def statistics_args(self) -> TaskArgs:
-        """Return the arguments of the kernel that turns the state of rows cut into tiles into statistics."""
+        """Return the arguments of the kernel that computes statistics from the state of rows cut into tiles."""
         raise NotImplementedError
 
     def lower(self, lowering: Lowering) -> None:
@@ -135,7 +135,7 @@ class Norm(_NormBase):
     def of_row(
         s: Expression, weights: Sequence[Expression], eps: float, axis: str
     ) -> tuple[Expression, list[Expression]]:
-        """Return the expressions of y and of the statistics of one row; s: input of the norm, axis: axis of the row."""
+        """Return the expressions of y and of the statistics of one row; s: input of the norm, axis: the last axis."""
         raise NotImplementedError
 
     @classmethod

@@ -2,7 +2,8 @@
 
 Axis names: batch, seq (positions of queries), key (positions of keys), embed, heads, kv_heads, head_dim, qkv (of size
 3: queries, keys, values), ffn, vocab, position (rows of the table of position embeddings). A model may add other names.
-Axes with other names are never cut into tiles.
+Only some axes are cut into tiles: those that the section `tiles` of a config names, and key, kv_heads and hidden, which
+are cut like seq, heads and embed.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ class _Writer:
         return f"T({'-' if value < 0 else ''}__builtin_inf())" if infinite else f"T({value!r})"
 
     def _element(self, tile: int, at: ex.Access) -> str:
-        """Return C++ text for a pointer to a tile's element in the current row, and in column c if the tile has columns."""
+        """Return C++ text for a pointer to a tile's element in the current row (and column c, if it has columns)."""
         if (tile, at) not in self.pointers:
             self.pointers[tile, at] = f"p{len(self.pointers)}"
         name = self.pointers[tile, at]
