@@ -25,7 +25,7 @@ from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accu
 
 Backend = Literal["vendor", "merge", "flash", "naive", "segments", "varlen", "cudnn"]
 BACKENDS: tuple[str, ...] = get_args(Backend)  # naive is in attention_naive.py, all others in Attention
-NAMED: tuple[Backend, ...] = "segments", "varlen", "cudnn"  # like vendor, except for masks with segments
+NAMED: tuple[Backend, ...] = "segments", "varlen", "cudnn"  # like vendor, with own kernels for segments
 WITH_DROPOUT: tuple[Backend, ...] = "naive", "segments"  # backends with dropout of the probabilities
 
 
@@ -39,8 +39,8 @@ class Attention(Op):
         backend: `vendor`: one fused task where seq and key are not cut, else as `merge`.
             `merge`: a task per (query tile, key tile) adds its (max, sumexp, weighted values) to the query tile's
             state.
-            `flash`: two passes over the key tiles: flash_maxsumexp computes the lse, then flash_softmax_gemm adds the
-            weighted values to the output (Alg. 2 of the NNTile report).
+            `flash`: two passes over the key tiles: flash_maxsumexp adds to the (max, sumexp) of each query, then
+            flash_softmax_gemm adds weighted values to the output (Alg. 2 of the NNTile report).
             `segments`: as `vendor`, but a mask with segments, or dropout, uses the kernels of
             attention_segments_triton.py on CUDA.
             `varlen`, `cudnn`: as `vendor`, but a mask with segments uses ATen's variable-length flash attention or

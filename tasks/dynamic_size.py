@@ -18,7 +18,7 @@ class DynamicSize(int):
     """
 
     most: int  # maximum of `filled`
-    position: int  # which of the task's floats holds `filled`
+    position: int  # number of the task's float that is `filled`
     factor: int
     divisor: int
     times: int
@@ -59,10 +59,12 @@ class DynamicSize(int):
 def with_live_sizes(task: Task, lives: Sequence[tuple[int, int, Slot]]) -> Task:
     """Return the task with DynamicSize in the shapes of its tiles.
 
-    Only a tile's outermost axis (apart from axes of size 1) gets one: of other axes, the filled part is not contiguous.
+    Only a tile's outermost axis, apart from axes of size 1, becomes a DynamicSize: the filled part of another axis is
+    not contiguous.
 
     Args:
-        lives: (number of the access, axis, slot); the slots' values follow the task's own floats.
+        lives: (number of the access, axis of its tile, slot with the filled size). The slots' values follow the task's
+            own floats.
     """
     shapes = [list(access.tile.shape) for access in task.accesses]
     for k, (number, axis, _) in enumerate(lives):

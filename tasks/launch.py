@@ -294,7 +294,7 @@ def _argument(value: Parameter) -> Argument:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Return a / b, rounded up. If a is a DynamicSize, the result is one too, or else computed from a's maximum."""
+    """Return a / b, rounded up. If a is a DynamicSize, the result is a DynamicSize, or the maximum if impossible."""
     return a.blocks(b) if isinstance(a, DynamicSize) else -(-a // b)
 
 

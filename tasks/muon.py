@@ -143,7 +143,7 @@ class Muon(Optimizer):
 
     NS needs whole matrices. The tiles of u are gathered into one tile for each parameter, and the products of NS are
     tasks on this tile. So the result does not depend on the tiling, and different parameters run in parallel. x has the
-    dtype of the parameter if this is fp32 or fp64, else bf16.
+    parameter's dtype if the parameter is fp32 or fp64, else bf16.
     """
 
     weight_decay: NonNegative = 0.1

@@ -152,7 +152,7 @@ class Norm(_NormBase):
         return (*outputs, *([Output(2, axes, s)] if residual else []))
 
     def scalar(self) -> Definition | None:
-        if self.dropout and self.dropout.row_numbers:  # a formula would read row numbers, which are no input
+        if self.dropout and self.dropout.row_numbers:  # the formula would need row numbers, but they are no input
             return None
         results = self.results(self.output.axes, self.eps, residual=bool(self.residual), dropout=self.dropout)
         return Definition(self.output.sizes, results)
@@ -254,7 +254,7 @@ class NormGrad(_NormBase):
         return tuple(Output(k, axes[-1:] if k in rows else axes, value, k in rows) for k, value in enumerate(every))
 
     def scalar(self) -> Definition | None:
-        if self.dropout and self.dropout.row_numbers:  # a formula would read row numbers, which are no input
+        if self.dropout and self.dropout.row_numbers:  # the formula would need row numbers, but they are no input
             return None
         options: dict[str, Any] = {"add": bool(self.extra), "dbias": bool(self.bias), "dropout": self.dropout}
         return Definition(self.output.sizes, self.results(self.output.axes, **options))

@@ -2,8 +2,8 @@
 
 Axis names: batch, seq (positions of queries), key (positions of keys), embed, heads, kv_heads, head_dim, qkv (of size
 3: queries, keys, values), ffn, vocab, position (rows of the table of position embeddings). A model may add other names.
-Only some axes are cut into tiles: those that the section `tiles` of a config names, and key, kv_heads and hidden, which
-are cut like seq, heads and embed.
+Axes that can be cut into tiles: the keys of the config section `tiles`, and key, kv_heads and hidden, which are cut
+like seq, heads and embed.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class GraphLike(Protocol):
     dtype: str
     training: bool  # False: an evaluation, without dropout
     cuts: Tiling  # tile sizes of the later lowering, where known
-    row_numbers: dict[str, Tensor]  # for packed sequences: the row numbers of Dropout along each axis
+    row_numbers: dict[str, Tensor]  # for packed sequences: {position axis: row numbers for Dropout}
     projections: list[list[Tensor]]  # for each attention: its queries, keys and values
 
     @property

@@ -43,7 +43,7 @@ def _linear(angles: Angles, options: dict[str, Any]) -> Result:
 
 
 def _dynamic(angles: Angles, options: dict[str, Any]) -> Result:
-    """Return the frequencies unchanged. transformers changes them only beyond the original length, which is refused."""
+    """Return the frequencies unchanged. Sequences beyond the original length, for which they change, are refused."""
     if angles.positions > options[LENGTH]:
         raise ConfigError(
             f"rope_scaling.rope_type: dynamic is not allowed for sequences of {angles.positions} tokens, as their"

@@ -1,4 +1,4 @@
-"""Scores from which the host computes log-probabilities of given tokens, without the logits of all tokens."""
+"""Scores from which the host computes log-probabilities of given tokens, without logits of the whole vocabulary."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ class _Writer:
         return name
 
     def _cheap(self, node: ex.Expression) -> bool:
-        """Return True if a later loop should compute the value again instead of reading it from a buffer."""
+        """Return True if computing the value again in a later loop costs less than storing it in a buffer."""
         leaf = [isinstance(part, ex.Element) or not self.inside(part) for part in node.parts]
         plain = isinstance(node, ex.Call) and (ex.FUNCTIONS[node.name].truth or (node.name in CHEAP and all(leaf)))
         return plain or isinstance(node, ex.Element | ex.AxisIndex | ex.Keep)
