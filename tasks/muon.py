@@ -58,7 +58,7 @@ class MuonMomentum(Op):
 
 
 class MuonGatherArgs(TaskArgs):
-    matrices: int
+    matrices: int  # number of matrices in the stack
     eps: float
     places: tuple[int, ...]  # stride of each axis in the stack of matrices, then each tile's position in the stack
 

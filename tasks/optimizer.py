@@ -116,7 +116,7 @@ def _nested(nodes: Sequence[Node], most: int) -> Sequence[Node]:
 
 
 def split(value: Array, dtype: str = "bf16") -> tuple[Array, Array]:
-    """Split fp32 values into a parameter of dtype bf16 or fp16 and the state `master`. `joined` is the inverse.
+    """Split fp32 values into a bf16 or fp16 parameter and the state of MASTERS that completes it; inverse: `joined`.
 
     For bf16: the values rounded (halves away from zero), and the lower 16 bits of the fp32 values as int16. For fp16:
     the values rounded, and all fp32 values, because fp16 has fewer bits of exponent than fp32.
