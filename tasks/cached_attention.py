@@ -18,7 +18,7 @@ from .attention_operands import Operands, OperandsArgs, from_bhsd, order_of
 from .attention_repeat import fit_groups, tile_of_group
 from .op import CONTRACTION, Array, GraphLike, Lowering, Op, Tensor, require
 
-PAST, COUNT, PAGES = 0, 1, 2  # columns of a page table: number of cached positions, number of new tokens; from here on: pages
+PAST, COUNT, PAGES = 0, 1, 2  # columns of a page table: number of cached positions, of new tokens; the first page
 
 
 class CachedAttentionArgs(TaskArgs):
