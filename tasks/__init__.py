@@ -2,9 +2,9 @@
 
 NAME_triton.py and NAME_cuda.cpp have the CUDA kernels.
 
-This package exports all public classes and functions of its files: `from nntile_py.tasks import linear, layer_norm`.
-`from nntile_py.tasks import *` imports only the names for model files: functions that take a graph `g`, Mask and
-rotary_table.
+This package exports the public classes and functions of the operators' files: `from nntile_py.tasks import linear`.
+`from nntile_py.tasks import *` imports only the names for model files: Mask, rotary_table, and the functions that take
+a graph `g` and return a Tensor.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Activations of transformers, by their names there. gelu is exact, with erf; gelu_new is gelu by tanh.
+"""Activation functions with their names in transformers. gelu uses erf; gelu_new approximates gelu by tanh.
 
 gelu, silu = x sigmoid(x) and quick_gelu = x sigmoid(1.702 x): Hendrycks and Gimpel 2016. relu2 = max(x, 0)^2: So et al.
 2021. relu6 = min(max(x, 0), 6): Krizhevsky 2010. leaky_relu = max(x, 0.01 x): Maas et al. 2013. hardswish
@@ -70,13 +70,13 @@ def activate(kind: str, x: Number) -> Number:
             return x * _mish_gate(x)
         case "tanh":
             return tanh(x)
-        case "sigmoid":  # from a = e^-|x|, which is exact also where the result is near 0
+        case "sigmoid":  # from e^-|x|: exact also near 0
             a = exp(-maximum(x, -x))
             return select(x > 0, 1.0, a) / (1 + a)
     return x * _sigmoid(_SLOPES[kind] * x)
 
 
-_FEW = {"relu": 1, "relu2": 2, "relu6": 2, "leaky_relu": 2, "hardswish": 5}  # operations without an exponential
+_FEW = {"relu": 1, "relu2": 2, "relu6": 2, "leaky_relu": 2, "hardswish": 5}  # {name: flop} without an exponential
 
 
 def activate_flop(kind: str) -> float:

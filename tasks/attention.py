@@ -1,7 +1,7 @@
 """Attention that never stores the scores: by a vendor's fused kernel, two-pass flash, or one pass that merges states.
 
-Axes: b batch, h heads, s seq, d head_dim, in any order, the same for q, k and v. k and v may have the axis key instead
-of seq, with another length. They may have kv_heads instead of heads: then a group of query heads shares each kv_head.
+Axes: b batch, h heads, s seq, d head_dim, in any order that q, k and v share. k and v may have the axis key instead of
+seq, with another length. They may have kv_heads instead of heads: then a group of query heads shares each kv_head.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accu
 
 Backend = Literal["vendor", "merge", "flash", "naive", "segments", "varlen", "cudnn"]
 BACKENDS: tuple[str, ...] = get_args(Backend)  # naive is in attention_naive.py, all others in Attention
-NAMED: tuple[Backend, ...] = "segments", "varlen", "cudnn"  # like vendor, but masks with segments use this kernel
-WITH_DROPOUT: tuple[Backend, ...] = "naive", "segments"  # support dropout of probabilities
+NAMED: tuple[Backend, ...] = "segments", "varlen", "cudnn"  # like vendor, with own kernels for segments
+WITH_DROPOUT: tuple[Backend, ...] = "naive", "segments"  # backends with dropout of the probabilities
 
 
 class Attention(Op):
@@ -39,11 +39,12 @@ class Attention(Op):
         backend: `vendor`: one fused task where seq and key are not cut, else as `merge`.
             `merge`: a task per (query tile, key tile) adds its (max, sumexp, weighted values) to the query tile's
             state.
-            `flash`: flash_maxsumexp over the key tiles, then flash_softmax_gemm (Alg. 2 of the NNTile report).
+            `flash`: two passes over the key tiles: flash_maxsumexp adds to the (max, sumexp) of each query, then
+            flash_softmax_gemm adds weighted values to the output (Alg. 2 of the NNTile report).
             `segments`: as `vendor`, but a mask with segments, or dropout, uses the kernels of
             attention_segments_triton.py on CUDA.
             `varlen`, `cudnn`: as `vendor`, but a mask with segments uses ATen's variable-length flash attention or
-            cuDNN's ragged kernel on CUDA. TaskError where that kernel does not support the case.
+            cuDNN's ragged kernel on CUDA. A task raises TaskError if the kernel does not support the case.
         dropout: dropout of the probabilities. Only `segments` supports dropout, and seq and key must not be cut.
         scale: factor of the scores q k^T; None: 1 / sqrt(head_dim).
     """
@@ -154,7 +155,8 @@ class Attention(Op):
         """Return how the query tile `at` and the key tile `key` are masked.
 
         Returns:
-            Whether the causal diagonal crosses the pair of tiles, the other masks, and accesses to the masks' data.
+            Whether the causal diagonal crosses the pair of tiles; arguments of the other masks and of dropout; accesses
+            to the tiles that masks and dropout read.
         """
         seq, keys = self.parts(lowering, at, key)
         accesses, dropout = self.mask.accesses(lowering, key), None
@@ -219,7 +221,7 @@ class Attention(Op):
         return p, lse[..., 0]
 
     def arrays(self, *inputs: Array) -> tuple[Array, Array, Array, Sequence[Array]]:
-        """Return q, k and v with the same number of heads, and the other inputs."""
+        """Return q, k, v, and the inputs `data`. Heads of k and v are repeated, so that there are as many as in q."""
         count = len(self.operands.tensors)
         q, k, v = self.operands.split(*inputs[:count])
         return q, k.repeat(self.group, 1), v.repeat(self.group, 1), inputs[count : count + len(self.data)]
@@ -310,7 +312,7 @@ def attention(
         v: as k.
         backend: a backend of Attention; or naive, which stores the scores in memory.
         dropout: probability of a zero among the attention probabilities; requires the backend naive or segments. If
-            g.cuts cuts seq or key, segments falls back to naive.
+            g.cuts cuts seq or key, and the mask has no segments, the backend naive is used instead.
         scale: factor of the scores; None: 1 / sqrt(head_dim).
 
     Raises:

@@ -13,7 +13,7 @@ from .mask import Mask
 from .op import Array, GraphLike, Index, Lowering, Tensor
 
 BHSD = ("batch", "heads", "seq", "head_dim")
-# Axes of k and v, and the axis of q with the same role; all_heads: the heads of q, k and v in one tensor.
+# {axis of k or v: axis of q with the same role}; the axis all_heads has the heads of q, k and v in one tensor.
 ROLES = {"kv_heads": "heads", "all_heads": "heads", "key": "seq"}
 
 Operand = Tensor | tuple[Tensor, int]  # a tensor, or a slice of its axis qkv
@@ -66,7 +66,7 @@ class Operands:
     def tiles(
         self, lowering: Lowering, at: Index, key: Index, *, values: bool = True
     ) -> tuple[list[Tile], OperandsArgs]:
-        """Return the distinct tiles of q at index `at` and of k, v at index `key`, and where q, k, v are among them.
+        """Return the tiles of q at `at` and of k, v at `key`, each once, and the places of q, k and v among the tiles.
 
         values: False: the task does not read v, and v has the place (-1, -1).
         """

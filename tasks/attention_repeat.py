@@ -73,7 +73,7 @@ def repeat_heads(g: GraphLike, x: Tensor, heads: int) -> Tensor:
 
 
 def tile_of_group(lowering: Lowering, few: Tensor, many: Tensor, heads: int) -> int:
-    """Return the number of the tile of `few`, along kv_heads, for tile number `heads` of `many`, along heads."""
+    """Return the tile number along kv_heads of `few` (k or v) for tile number `heads` along heads of `many` (q)."""
     group = many.size("heads") // few.size("kv_heads")
     first = lowering.parts(many, "heads")[heads].offset // group
     return next(i for i, part in enumerate(lowering.parts(few, "kv_heads")) if first < part.end)

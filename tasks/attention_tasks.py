@@ -36,11 +36,11 @@ class OutArgs(TaskArgs):
 class AttentionGradArgs(TaskArgs):
     """Arguments of attention_grad."""
 
-    d_out: tuple[int, int, int, int]
-    out: tuple[int, int, int, int]
+    d_out: tuple[int, int, int, int]  # order of the axes of the output's gradient
+    out: tuple[int, int, int, int]  # order of the output's axes
     diagonal: bool
     qkv: OperandsArgs
-    grads: OperandsArgs
+    grads: OperandsArgs  # places of dq, dk and dv
     scale: float
     limits: Limits | None
 

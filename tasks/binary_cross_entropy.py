@@ -1,4 +1,4 @@
-"""The binary cross-entropy of logits, a loss for classes of which each may apply or not."""
+"""The binary cross-entropy of logits: a loss for samples to which any number of the classes may apply."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BinaryCrossEntropyGrad(ElementLossGrad):
 class BinaryCrossEntropy(ElementLoss):
     """loss = sum(log(1 + exp(x)) - x target) * scale, plus the loss `before` if given. Output: loss, fp64 [1].
 
-    It is the cross-entropy of a target between 0 and 1 and of the probability sigmoid(x), as in PyTorch's
+    The cross-entropy between a target from 0 to 1 and the probability sigmoid(x), as in PyTorch's
     BCEWithLogitsLoss. Elements whose target is -100 are ignored. See ElementLoss.
     """
 
@@ -54,7 +54,7 @@ class BinaryCrossEntropy(ElementLoss):
 def binary_cross_entropy(
     g: GraphLike, x: Tensor, target: Tensor, *, loss: Tensor | None = None, scale: str = "loss_scale"
 ) -> Tensor:
-    """Return the mean binary cross-entropy of the logits x, fp64 [1], added to `loss` if there is one.
+    """Return the mean binary cross-entropy of the logits x, plus an earlier `loss` if given, as fp64 [1].
 
     Args:
         target: numbers from 0 to 1 with the axes and sizes of x, and with the dtype of x or its accumulation dtype

@@ -18,7 +18,7 @@ from .attention_operands import Operands, OperandsArgs, from_bhsd, order_of
 from .attention_repeat import fit_groups, tile_of_group
 from .op import CONTRACTION, Array, GraphLike, Lowering, Op, Tensor, require
 
-PAST, COUNT, PAGES = 0, 1, 2  # entries of a page table's row: cached positions, new tokens, then the pages' numbers
+PAST, COUNT, PAGES = 0, 1, 2  # columns of a page table: number of cached positions, of new tokens; the first page
 
 
 class CachedAttentionArgs(TaskArgs):
@@ -26,7 +26,7 @@ class CachedAttentionArgs(TaskArgs):
     scale: float
     window: int  # a query attends to this many positions, its own included; 0: to all
     rotary: bool  # True: the last tile has cosines and sines by which q and k are rotated
-    heads: tuple[int, int]  # number of heads of q and of k if q, k and v are parts of one tile, one after the other
+    heads: tuple[int, int]  # numbers of heads of q and of k if one tile has q, then k, then v; else (0, 0)
     qkv: OperandsArgs
 
 
@@ -35,7 +35,7 @@ class CachedAttention(Op):
 
     Row b of the page table says that sequence b has `past` cached positions and `count` new tokens, which come first on
     the axis seq. Position p is in slot p % slots of the page with the number in entry PAGES + p // slots. Outputs
-    behind the new tokens are zero. No sequence has page 0, so unused entries are 0.
+    behind the new tokens are zero. No sequence uses page 0: unused entries of the page table are 0.
 
     Args:
         operands: q, k, v with the axes batch, heads (or kv_heads), seq, head_dim in one order. With `heads`: one tensor
@@ -47,7 +47,7 @@ class CachedAttention(Op):
         scale: factor of the products of queries and keys. None: 1 / sqrt(head_dim).
         window: a query attends to this many positions, its own included. None: to all earlier positions.
         rotary: a table [batch, seq, rotary] of angles. The operator rotates q and k by them, see Rotary.
-        heads: numbers of heads of q and of k.
+        heads: numbers of heads of q and of k, if `operands` are one tensor with the axis all_heads; else None.
     """
 
     category = CONTRACTION
@@ -101,7 +101,7 @@ class CachedAttention(Op):
         return (self.table.size("entry") - PAGES) * self.pools[0].size("slot")
 
     def flop(self) -> float:
-        """Return the number of operations if all sequences fill their pages."""
+        """Return the number of operations if all sequences have the largest number of positions."""
         return 4.0 * self.output.numel * self.positions
 
     def elements(self) -> int:
@@ -188,8 +188,8 @@ class TokenPlaces(Op):
     """The positions of each row's new tokens, and the index of its last new token; see CachedAttention for the table.
 
     The positions are int64 [batch, seq]. Entries behind the new tokens repeat the position of the last new token, so
-    that all entries are valid rows of a table of positions. The index of the last new token on the axis seq is int64
-    [batch, last] with one entry, -1 for a row without new tokens.
+    that all entries are valid rows of a table of positions. No entry exceeds below - 1, the last row of this table. The
+    index of the last new token on the axis seq is int64 [batch, last] with one entry, -1 for a row without new tokens.
     """
 
     independent = True

@@ -45,8 +45,8 @@ class PlanArgs(TaskArgs):
     m: int
     n: int
     k: int
-    # Permutations of a to batch m k, b to batch k n, the sum to batch m n. If the output has another order than the
-    # sum, one more: the sum to the output.
+    # Permutations of axes: of a to (batch, m, k), of b to (batch, k, n), of the sum to (batch, m, n). If the task
+    # writes the sum to an output with another order of axes, also the permutation of the sum to the output.
     orders: tuple[int, ...]
 
 
@@ -58,7 +58,7 @@ class ContractArgs(TaskArgs):
 
     @property
     def title(self) -> str:
-        """The fused operations of a task; `reshape`: the task writes another order of axes than a product's."""
+        """The fused operations of a task; `reshape`: the output's axes are not in the order batch, m, n."""
         plan = self.plan
         out = plan.orders[2 * (plan.batch + plan.k) + plan.m + plan.n :]
         return (" + reshape" if out != tuple(range(plan.batch + plan.m + plan.n)) else "") + self.epilogue.title
@@ -76,10 +76,10 @@ class Contract(Op):
         residual: axes of the output.
         activation: one of ACTIVATIONS.
         pre: a second output, the value before the activation.
-        aux: the output is multiplied by the activation's derivative at aux instead.
+        aux: instead of applying the activation, multiply the output by the activation's derivative at aux.
         bias_grad: (number of an input, 0 or 1; tensor of an additional output: the sum of this input over K).
-        reshape: add the partial products of a cut K in tiles with the axes batch, M, N; the last partial product writes
-            the order of the output. Otherwise each partial product is added in the order of the output.
+        reshape: True: if K is cut, tasks add the partial products in a tile with the order batch, M, N or batch, N, M.
+            The last task writes the sum in the output's order. False: each task adds in the output's order.
     """
 
     category = CONTRACTION
@@ -168,7 +168,7 @@ class Contract(Op):
     ) -> None:
         """Emit the tasks of one tile of the output: one task for each part of K in `ks`.
 
-        known: arguments by epilogue and plan. Tasks share few different arguments; each is encoded once.
+        known: cache of the arguments, so that equal arguments of many tasks are one object, encoded once.
         """
         target = lowering.tile(self.pre or self.output, index)  # the value before the activation
         moves = self.reshape and len(ks) > 1 and self._sum_axes() != self.output.axes
@@ -214,11 +214,11 @@ class Contract(Op):
         return lowering.scratch(f"{self.output.name}.sum", rows, shape, self.output.dtype)
 
     def _early_bias(self, moves: bool) -> bool:
-        """Return whether the first task adds the bias: the order of the sum's axes must be the order of the bias's."""
+        """Return whether the first task adds the bias. With `moves`, the bias must have its axes in the sum's order."""
         return not moves or not self.bias or tuple(a for a in self._sum_axes() if a in self.bias.axes) == self.bias.axes
 
     def _beside(self, lowering: Lowering, index: Index, start: bool, finish: bool, moves: bool) -> list[Access]:
-        """Return the tiles of the epilogue, in the order in which the kernels read them."""
+        """Return the accesses to the epilogue's tiles, in the order in which the kernels expect the tiles."""
         out, target = (lowering.tile(t, index) for t in (self.output, self.pre or self.output))
         accesses = [W(target)] if moves and finish else []
         if self.bias and (start if self._early_bias(moves) else finish):
@@ -234,7 +234,7 @@ class Contract(Op):
     def _bias_grad(self, lowering: Lowering, at: Index) -> tuple[list[Access], int]:
         """Return the access to the bias gradient and the number of the input that this task sums, or [] and -1.
 
-        Only tasks on the first tile of the other input sum, so that each tile counts once.
+        Several tasks read the same tile of this input. Only the task with the first tile of the other input sums it.
         """
         if not self.bias_grad:
             return [], -1

@@ -136,7 +136,7 @@ def loss_tensor(g: GraphLike, before: Tensor | None) -> Tensor:
 def cross_entropy(
     g: GraphLike, logits: Tensor, labels: Tensor, *, loss: Tensor | None = None, scale: str = "loss_scale"
 ) -> Tensor:
-    """Return the cross-entropy over the last axis of the logits, fp64 [1], added to `loss` if there is one.
+    """Return the cross-entropy over the last axis of the logits, plus an earlier `loss` if given, as fp64 [1].
 
     Args:
         labels: int64, with the other axes of the logits; -100 is ignored.

@@ -13,12 +13,12 @@ from nntile_py.tiles.task import Task
 class DynamicSize(int):
     """A size that depends on the part of a tile that a step fills: ceil(filled * factor / divisor) * times.
 
-    The value as an int is the maximum. Arguments and grids of launches get the size of the current step. Elsewhere the
-    maximum is correct as well: kernels then compute the whole tile, which is more than needed.
+    The value as an int is the maximum. Arguments and grids of launches get the size of the current step. Code that uses
+    the maximum instead is correct too, but its kernels then compute the whole tile.
     """
 
     most: int  # maximum of `filled`
-    position: int  # which of the task's floats holds `filled`
+    position: int  # number of the task's float that is `filled`
     factor: int
     divisor: int
     times: int
@@ -59,10 +59,12 @@ class DynamicSize(int):
 def with_live_sizes(task: Task, lives: Sequence[tuple[int, int, Slot]]) -> Task:
     """Return the task with DynamicSize in the shapes of its tiles.
 
-    An axis that is not the outermost of a tile stays as it is, since its filled part is not contiguous.
+    Only a tile's outermost axis, apart from axes of size 1, becomes a DynamicSize: the filled part of another axis is
+    not contiguous.
 
     Args:
-        lives: (number of the access, axis, slot); the slots' values follow the task's own floats.
+        lives: (number of the access, axis of its tile, slot with the filled size). The slots' values follow the task's
+            own floats.
     """
     shapes = [list(access.tile.shape) for access in task.accesses]
     for k, (number, axis, _) in enumerate(lives):

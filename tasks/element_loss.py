@@ -1,4 +1,4 @@
-"""Losses that are a sum over elements: what the squared error and the binary cross-entropy share."""
+"""Base classes of losses that are sums over elements: the squared error and the binary cross-entropy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .op import GraphLike, Lowering, Op, Tensor, accumulation_dtype
 
 
 class ElementLossArgs(TaskArgs):
-    scale: Slot  # 1 / (elements that count, in all micro-batches of the step)
+    scale: Slot  # 1 / (number of elements that are not ignored, in all micro-batches of the step)
 
 
 class ElementLossGrad(Op):
@@ -40,7 +40,7 @@ class ElementLoss(Op):
 
     Args:
         target: a tensor with the axes of x.
-        scale: name of a slot whose value is 1 / (elements that count, in all micro-batches of the step).
+        scale: name of the slot with 1 / (number of elements that are not ignored, in all micro-batches of the step).
     """
 
     kernel: ClassVar[str]

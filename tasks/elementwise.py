@@ -1,4 +1,4 @@
-"""Element-wise operators: add, multiply, broadcast add, sums over axes, transposes, dropout, QKV unpacking."""
+"""Add, multiply, broadcast add, sums over axes, transpose, renaming of axes, packing (for QKV) and dropout."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class SumArgs(TaskArgs):
 class Sum(Op):
     """y = sum of x over the axes missing in y, the gradient of a broadcast; y has its axes in x's order."""
 
-    category = NORMALIZATION  # the data-movement paper counts every reduction as one
+    category = NORMALIZATION  # the data-movement paper counts every reduction as a normalization
     colours: ClassVar = {"backward": "#ff9896"}
 
     def __init__(self, x: Tensor, out: Tensor) -> None:
@@ -183,7 +183,7 @@ class Rename(Op):
 
 
 class PackArgs(TaskArgs):
-    axis: int  # of the packed tile: each index along this axis belongs to one of the other tiles
+    axis: int  # axis of the packed tile; the slice at each of its indices is one of the other tiles
 
 
 class Unpack(Op):
@@ -242,7 +242,7 @@ class DropoutArgs(TaskArgs):
 
     key: int
     row_numbers: bool  # whether the task's last tile has row numbers
-    first: int  # index of the tile's first element in the whole tensor; without the part that a row number gives
+    first: int  # index of the tile's first element in the whole tensor, apart from the part that row numbers give
     strides: tuple[int, ...]  # of the whole tensor
     seed: Slot
     p: float

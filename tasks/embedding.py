@@ -20,11 +20,11 @@ class EmbeddingArgs(TaskArgs):
 
 class EmbeddingGradArgs(TaskArgs):
     first: int  # first row of the gradient's tile
-    padding: tuple[int, ...] = ()  # the row of the whole table without a gradient, if it is in the tile
+    padding: tuple[int, ...] = ()  # number in the whole table of the row without a gradient, if the tile has this row
 
 
 class Embedding(Op):
-    """y[..., :] = table[ids[...], :]. If the table's first axis is cut, each tile of the table adds its rows.
+    """y[..., :] = table[ids[...], :]. If the table's rows are cut, one task per tile of the table adds its rows to y.
 
     ids: int64; the kernel checks that they are rows of the table. The row `padding` gets no gradient, like padding_idx
     of torch.nn.Embedding.

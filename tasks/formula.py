@@ -1,4 +1,4 @@
-"""Point-wise operators by formulas: any function of elements, with tensors that lack some of the result's axes.
+"""Point-wise operators defined by a formula of elements. Inputs may lack some of the result's axes (broadcast).
 
 A tensor of one number has the single axis `one`, of size 1.
 """
@@ -19,16 +19,16 @@ ONE = "one"
 
 
 def element(number: int, x: Tensor) -> ex.Element:
-    """Return the element of input `number`, the tensor x, at the current point."""
+    """Return the expression that reads input `number`, which is the tensor x, at the current point."""
     return ex.Element(number, (0,) if x.axes == (ONE,) else x.axes)
 
 
 class Formula(Op):
-    """y = value of the inputs' elements, at each point of y's axes.
+    """y = `value` at each point of y's axes, where `value` is an expression of the inputs' elements.
 
     Args:
-        inputs: tensors whose axes are axes of `out`, in any order; or with the axis `one` alone.
-        value: reads input k as `element(k, inputs[k])`.
+        inputs: tensors with a subset of the axes of `out`, in any order; or with the axis `one` alone.
+        value: the expression. It contains `element(k, inputs[k])` where it reads input k.
         label: name of the function in drawings and reports.
     """
 

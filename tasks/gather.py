@@ -30,14 +30,14 @@ class Gather(Op):
     """y[..., m, :] = x[..., places[..., m], :], zeros where a place is -1.
 
     Shapes: x [..., axis, width]; places [..., new]; y [..., new, width]. The leading axes are the same, so a tile of y
-    reads only tiles of x with the same leading indices. `new` and `width` may be several axes each. If `axis` is cut,
-    each tile of x adds its rows. `axis` may also be several axes, numbered as one axis with the last one fastest; these
-    axes are never cut.
+    reads only tiles of x with the same leading indices. `new` and `width` may be several axes each. If `axis` is cut, a
+    task for each tile of x adds this tile's rows to y. `axis` may also be several axes: places then number
+    their elements in row-major order, and none of these axes may be cut.
 
     Args:
         places: int64, a position or -1; the kernel checks the range.
-        inverse: [..., axis], allowed if each row of x occurs at most once in y: the row's place in y, or -1. The
-            gradient is then a gather with `inverse` as its places.
+        inverse: [..., axis]: for each row of x its position in y, or -1. Allowed if each row of x occurs at most once
+            in y. The gradient is then a gather with `inverse` as its places.
     """
 
     def __init__(self, x: Tensor, places: Tensor, out: Tensor, inverse: Tensor | None = None) -> None:
@@ -151,7 +151,7 @@ def gather(g: GraphLike, x: Tensor, places: Tensor, axes: int = 1, inverse: Tens
     """Return the rows of x [..., axis, width] at places [..., new], zeros where a place is -1: [..., new, width].
 
     Args:
-        axes: number of axes of x, after the axes shared with places, that places number as one.
+        axes: number of gathered axes of x; they follow the axes that x shares with places. See Gather.
         inverse: see Gather.
     """
     width = x.axes[_shared(x, places) + axes :]

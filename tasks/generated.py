@@ -82,12 +82,12 @@ class Generated(Op):
             raise NotFusible("only one may reduce within rows")
         inputs, outputs, self.definition = _joined(self.members, own, kept)
         super().__init__(inputs, outputs)
-        self._member_tensors = inputs, outputs  # the members' own tensors, also after `on` has replaced the operator's
+        self._member_tensors = inputs, outputs  # tensors that the members use; `on` replaces only the operator's
         self._whole = next((t for t in self._tensors if set(self.definition.axes) <= set(t.axes)), None)
         self._check()
 
     def on(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], width: int | None = None) -> Generated:
-        """Return this operator on other tensors, with other orders of axes. Dropout masks stay the same.
+        """Return a copy of this operator on other tensors, whose axes may have other orders. Dropout masks stay equal.
 
         Args:
             width: elements of a row per vector, or per thread on GPUs; None: unchanged.
@@ -174,9 +174,9 @@ class Generated(Op):
 
     @cached_property
     def _at(self) -> dict[Tensor, tuple[str | int, ...]]:
-        """For each tensor, the axis of the iteration space for each of the tensor's axes.
+        """{tensor: for each of its axes, the axis of the iteration space that indexes it}.
 
-        0 stands for an uncut axis that is read at fixed indices.
+        0 stands for an uncut axis that is accessed at fixed indices.
         """
         axes: dict[Tensor, tuple[str | int, ...]] = {}
         loads = [(self.inputs[load.number], load.at) for load in ex.nodes_of(self.definition, ex.Element)]
@@ -234,7 +234,7 @@ class Generated(Op):
 
 
 class Forms:
-    """A cache of the scalar forms of operators, which must not change while it is used."""
+    """A cache of operators' scalar forms. The operators must not change while the cache is used."""
 
     def __init__(self) -> None:
         self._forms: dict[Op, ex.Definition | None] = {}
@@ -262,7 +262,7 @@ def _checked(op: Op, form: ex.Definition | None) -> ex.Definition:
 def _joined(
     members: Sequence[Op], forms: Sequence[ex.Definition], kept: Collection[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], ex.Definition]:
-    """Return the inputs, the outputs and the joint scalar form of the members, with values between them substituted."""
+    """Return inputs, outputs and joint scalar form of the members. Values passed between members are substituted."""
     known: dict[tuple[Tensor, tuple[str | int, ...]], ex.Expression] = {}
     written: set[Tensor] = set()
     inputs: dict[Tensor, int] = {}

@@ -20,8 +20,8 @@ def _mend_interpreter() -> None:
     """Patch Triton's interpreter for numpy 2.4, and make the interpreter faster.
 
     Triton 3.6 converts a loop bound from an array of one element by int(), which numpy 2.4 refuses. At each call of a
-    function, the interpreter searches Triton's language for names to replace. For each value, it builds a table of
-    numpy's types. This takes a third of its time. Here, both results are computed once.
+    function, the interpreter searches Triton's language for names to replace. For each value, the interpreter builds a
+    table of numpy's types. Both together take a third of its time, so the patch computes each result only once.
     """
     import numpy as np
     import torch
@@ -40,7 +40,7 @@ def _mend_interpreter() -> None:
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         for name, member in builtins(package):
-            if getattr(package, name) is member:  # else the call of an outer function has replaced it already
+            if getattr(package, name) is member:  # else the call of an outer function has replaced the member
                 interpreter._patch_attr(package, name, member, builder, scope)
 
     original = interpreter._get_np_dtype
@@ -73,7 +73,7 @@ def interpret(
     On the CPU this uses Triton's interpreter: TRITON_INTERPRET=1 must be set before triton is imported.
 
     Args:
-        way: number of the candidate to run, if the task has several ways to launch its kernels.
+        way: number in Launches.ways of the launches to run.
         lives: axes whose size a slot gives, as for `with_live_sizes`.
     """
     import torch

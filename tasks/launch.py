@@ -114,7 +114,7 @@ class Launches:
         scratch: bytes of scratch memory that the launches share.
         table: addresses and ints, written as int64 to the beginning of the scratch block before the launches.
         others: launches of each further way.
-        key: name of the measurement; tasks with equal keys use the same way.
+        key: tasks with equal keys share one measurement and use the same way.
     """
 
     launches: tuple[Launch, ...]
@@ -150,8 +150,8 @@ def launches(name: str) -> Callable[[Callable[[Task], Launches]], Callable[[Task
 def launches_together(name: str) -> Callable[[Describe], Describe]:
     """Return a decorator that registers a function as the description of several tasks of the kernel `name` at once.
 
-    The function takes a list of tasks and returns their common launches. Tiles are numbered through all tasks: those of
-    the first task, then those of the second task, and so on (see `numbered`).
+    The function takes a list of tasks and returns their common launches. Tiles are numbered through all tasks: first
+    the tiles of the first task, then the tiles of the second task, and so on (see `numbered`).
     """
 
     def register(describe: Describe) -> Describe:
@@ -165,8 +165,8 @@ def launches_together(name: str) -> Callable[[Describe], Describe]:
 def together(tasks: Sequence[Task]) -> list[list[Task]]:
     """Split tasks into lists that can share launches. Only kernels with `launches_together` get lists of several tasks.
 
-    Tasks in a list differ only in their tiles. A task that joins an earlier list overtakes the tasks in between, so it
-    must be independent of these tasks and of those in the list.
+    Tasks in a list differ only in their tiles. A task that joins an earlier list overtakes the tasks of later lists. So
+    a task joins only if it is independent of these tasks and of the tasks in the list.
     """
     runs: list[list[Task]] = []
     for task in tasks:
@@ -190,7 +190,7 @@ def _alike(a: Task, b: Task) -> bool:
 
 
 def _apart(a: Task, b: Task) -> bool:
-    """Return True if neither task writes a tile that the other task uses."""
+    """Return True if the tasks are independent: neither writes a tile that the other uses."""
     written = [{x.tile for x in task.accesses if x.mode != "R"} for task in (a, b)]
     return all(written[1 - k].isdisjoint(x.tile for x in task.accesses) for k, task in enumerate((a, b)))
 
@@ -294,7 +294,7 @@ def _argument(value: Parameter) -> Argument:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Return a / b, rounded up. If a is a DynamicSize, so is the result where possible."""
+    """Return a / b, rounded up. If a is a DynamicSize, the result is a DynamicSize, or the maximum if impossible."""
     return a.blocks(b) if isinstance(a, DynamicSize) else -(-a // b)
 
 

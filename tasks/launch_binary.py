@@ -136,7 +136,7 @@ def encode(launch: Launch, binary: Binary) -> Encoded:
     - 2, 3: the constant `value` as int32, int64
     - 4: the constant `value` as fp32
     - 5, 6: the task's float number `value` as fp32, or truncated to int64
-    - 7, 8: the size of this step as int32, int64; `value` is DynamicSize.formula
+    - 7, 8: a DynamicSize in the current step as int32, int64; `value` is DynamicSize.formula
     - 9: a CUtensorMap; `value` is (tile, columns, element bytes, element type, rows of a block, columns of a block,
       swizzle), and the next parameter is the number of rows
 

@@ -23,7 +23,7 @@ class Limits(TaskArgs):
 
     seq: int  # position of the tile's first query
     key: int  # position of the tile's first key
-    window: int  # a query sees this many keys, the key at its own position being the last; 0: no window
+    window: int  # a query attends to this many keys; the last is at the query's own position; 0: no window
     two_sided: bool  # True: the window also covers as many keys after the query
     padding: bool  # True: the task also has a tile [batch, key], which is 0 where a key is masked
     segments: bool  # True: the task also has a tile of segment offsets
@@ -35,11 +35,11 @@ class Limits(TaskArgs):
 class Mask:
     """The keys to which each query attends. `Mask()` without arguments: all keys.
 
-    The output of a query without attended keys is zero, and its gradient too.
+    If a query attends to no key, its output and its gradient are zero.
 
     Args:
         causal: a query attends only to keys up to its own position.
-        window: a query attends only to the last `window` keys up to its own position, which counts as one of them.
+        window: a query attends only to the `window` keys that end at its own position.
         two_sided: the window extends in both directions: a query attends to keys less than `window` positions away.
         padding: integers [batch, seq or key], 0 where a key is masked, in any pattern (transformers' attention_mask).
         segments: int64 [sequences + 1]: offsets of consecutive sequences along the positions (cu_seqlens). With a
@@ -103,7 +103,7 @@ class Mask:
             )
 
     def fit(self, tiling: Tiling) -> None:
-        """Raise ConfigError if a tile has several sequences of the batch, each with its own segment offsets."""
+        """Raise ConfigError if a tile covers several rows of the batch, and each row has segment offsets of its own."""
         if self.segments and self.segments.axes[0] == "batch":
             batch = self.segments.shape[0]
             if (tile := tiling.tile("batch", batch)) > 1:
@@ -120,7 +120,7 @@ class Mask:
         )  # fmt: skip
 
     def accesses(self, lowering: Lowering, at: Index) -> list[Access]:
-        """Return the reads of the padding and segments tiles that a task on the key tile at["key"] needs."""
+        """Return read accesses to the tiles of padding or segments, for a task on the key tile at["key"]."""
         return [R(lowering.tile(t, dict.fromkeys(t.axes, 0) | at | {"seq": at["key"]})) for t in self.inputs]
 
     def condition(self) -> Expression | None:

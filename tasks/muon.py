@@ -58,13 +58,13 @@ class MuonMomentum(Op):
 
 
 class MuonGatherArgs(TaskArgs):
-    matrices: int
+    matrices: int  # number of matrices in the stack
     eps: float
-    places: tuple[int, ...]  # stride of each axis in the stack of matrices, then the position of each tile in it
+    places: tuple[int, ...]  # stride of each axis in the stack of matrices, then each tile's position in the stack
 
 
 class MuonGather(Op):
-    """The stack of whole matrices x, each divided by its Frobenius norm (at least eps), from the tiles of u."""
+    """x: all matrices of u in one tile, each divided by its Frobenius norm, or by eps if the norm is smaller."""
 
     category = NORMALIZATION
 
@@ -138,12 +138,12 @@ class Muon(Optimizer):
     Frobenius norm, then repeats x = a x + (b x x^T + c (x x^T)^2) x `ns_steps` times.
 
     Hidden matrices are the weights with two axes in the checkpoint, except parameters with one of the axes TABLES:
-    tables of embeddings, and output layers. If one weight of the checkpoint holds queries, keys and values, each counts
-    as a matrix.
+    tables of embeddings, and output layers. If one weight of the checkpoint holds queries, keys and values, it counts
+    as three matrices.
 
     NS needs whole matrices. The tiles of u are gathered into one tile for each parameter, and the products of NS are
-    tasks on this tile. So the result does not depend on the tiling, and different parameters run in parallel. Products
-    have the precision of the run: fp32 tiles in fp32, and bf16 if the run has bf16 or fp16 tiles.
+    tasks on this tile. So the result does not depend on the tiling, and different parameters run in parallel. x has the
+    parameter's dtype if the parameter is fp32 or fp64, else bf16.
     """
 
     weight_decay: NonNegative = 0.1
@@ -234,15 +234,15 @@ class Muon(Optimizer):
 def newton_schulz(g: GraphLike, x: Tensor, steps: int) -> tuple[Tensor, float]:
     """Add the iteration x = a x + (b x x^T + c (x x^T)^2) x (Jordan et al. 2024) to a graph.
 
-    Contract has no factor of its residual. So z is x without the factors a of the steps, and the Gram matrix already
-    has the factor b.
+    Contract cannot multiply its residual by a. So each step is divided by a: z is the result without the factors a of
+    all steps, and `factor` is their product. The Gram matrix is computed with the factor b.
 
     Returns:
         (z, factor). The result of the iteration is factor z.
     """
     a, b, c = NS
     rows, columns = x.axes[-2:]
-    side = rows if x.size(rows) <= x.size(columns) else columns  # of the smaller Gram matrix
+    side = rows if x.size(rows) <= x.size(columns) else columns  # axis of the smaller Gram matrix
     size, other, third = x.size(side), f"{side}_other", f"{side}_third"
     batch, sizes = x.axes[:-2], x.shape[:-2]
 

@@ -94,7 +94,7 @@ class Norm(_NormBase):
         raise NotImplementedError
 
     def statistics_args(self) -> TaskArgs:
-        """Return the arguments of the kernel that turns the state of rows cut into tiles into statistics."""
+        """Return the arguments of the kernel that computes statistics from the state of rows cut into tiles."""
         raise NotImplementedError
 
     def lower(self, lowering: Lowering) -> None:
@@ -135,7 +135,7 @@ class Norm(_NormBase):
     def of_row(
         s: Expression, weights: Sequence[Expression], eps: float, axis: str
     ) -> tuple[Expression, list[Expression]]:
-        """Return the expressions of y and of the statistics of one row; s: input of the norm, axis: axis of the row."""
+        """Return the expressions of y and of the statistics of one row; s: input of the norm, axis: the last axis."""
         raise NotImplementedError
 
     @classmethod
@@ -152,7 +152,7 @@ class Norm(_NormBase):
         return (*outputs, *([Output(2, axes, s)] if residual else []))
 
     def scalar(self) -> Definition | None:
-        if self.dropout and self.dropout.row_numbers:  # a formula would read row numbers, which are no input
+        if self.dropout and self.dropout.row_numbers:  # the formula would need row numbers, but they are no input
             return None
         results = self.results(self.output.axes, self.eps, residual=bool(self.residual), dropout=self.dropout)
         return Definition(self.output.sizes, results)
@@ -254,7 +254,7 @@ class NormGrad(_NormBase):
         return tuple(Output(k, axes[-1:] if k in rows else axes, value, k in rows) for k, value in enumerate(every))
 
     def scalar(self) -> Definition | None:
-        if self.dropout and self.dropout.row_numbers:  # a formula would read row numbers, which are no input
+        if self.dropout and self.dropout.row_numbers:  # the formula would need row numbers, but they are no input
             return None
         options: dict[str, Any] = {"add": bool(self.extra), "dbias": bool(self.bias), "dropout": self.dropout}
         return Definition(self.output.sizes, self.results(self.output.axes, **options))

@@ -2,7 +2,8 @@
 
 Axis names: batch, seq (positions of queries), key (positions of keys), embed, heads, kv_heads, head_dim, qkv (of size
 3: queries, keys, values), ffn, vocab, position (rows of the table of position embeddings). A model may add other names.
-Axes with other names are never cut into tiles.
+Axes that can be cut into tiles: the keys of the config section `tiles`, and key, kv_heads and hidden, which are cut
+like seq, heads and embed.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class GraphLike(Protocol):
     dtype: str
     training: bool  # False: an evaluation, without dropout
     cuts: Tiling  # tile sizes of the later lowering, where known
-    row_numbers: dict[str, Tensor]  # for packed sequences: the row numbers of Dropout along each axis
+    row_numbers: dict[str, Tensor]  # for packed sequences: {position axis: row numbers for Dropout}
     projections: list[list[Tensor]]  # for each attention: its queries, keys and values
 
     @property
@@ -148,8 +149,8 @@ class Lowering:
         self._tensors: dict[int, Tensor] = {}  # keeps the tensors alive whose ids are keys of `tiles`
         self._accessed: tuple[int, frozenset[Tile]] = 0, frozenset()  # number of tasks, and the tiles that they access
         self.op = ""
-        # State of `rotated`: {number of partial sums: for each partial sum, how many elements the sums have in which
-        # this partial sum came last}.
+        # State of `rotated`: {number of partial sums: for each partial sum, the number of elements of the sums in
+        # which this partial sum came last}.
         self._ends: dict[int, list[int]] = {}
 
     @property
@@ -220,7 +221,7 @@ class Lowering:
 
         Args:
             parts: indices of the partial sums.
-            numel: elements of the sum. Each part comes last in sums with about equally many elements in total.
+            numel: elements of the sum. Over all calls, each part is last for about the same number of elements.
         """
         if not parts:
             return []
@@ -307,7 +308,7 @@ class Op:
 
     @property
     def full_name(self) -> str:
-        """The name, with the phase if this is not forward; the operator's tasks have this name."""
+        """The operator's name, followed by the phase unless the phase is forward. Its tasks have this name."""
         return self.name if self.phase == "forward" else f"{self.name}.{self.phase}"
 
     @property
@@ -316,7 +317,7 @@ class Op:
 
     @property
     def sums(self) -> Sequence[Tensor]:
-        """Outputs to whose tiles the operator's tasks only add (ACC), so other operators may add to the same tiles."""
+        """Outputs to whose tiles the operator's tasks only add (ACC). Other operators may add to the same tiles."""
         return ()
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
@@ -343,7 +344,7 @@ class Op:
         return min(t.filled(cuts) for t in [*self.inputs, *self.outputs])
 
     def elements(self) -> int:
-        """Return the minimum number of elements to move: each input and output once, each tied output twice."""
+        """Return the minimum number of elements to move: each input and output once, a tied output twice."""
         return sum(t.elements for t in {*self.inputs, *self.outputs}) + sum(t.elements for t in self.tied)
 
     @property
@@ -386,5 +387,5 @@ def operators() -> dict[str, type[Op]]:
 
 
 def permutation(source: Sequence[str], target: Iterable[str]) -> list[int]:
-    """Return for each axis of `target` its position in `source`: the axis order that `permute` takes."""
+    """Return for each axis of `target` its position in `source`: the order for numpy's transpose or torch's permute."""
     return [list(source).index(axis) for axis in target]

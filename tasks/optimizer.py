@@ -26,7 +26,7 @@ MOST_SCALE = 3e38  # largest loss scale: tasks get the scale in fp32
 # For each low-precision dtype: name and dtype of the state that, with the parameter, gives the fp32 master weight.
 MASTERS = {"bf16": ("low_bits", "int16"), "fp16": ("master", "fp32")}
 Ends = Mapping[Hashable, int]  # for the key of a gradient's tile: a number that is equal for tiles on the same device
-Node = Tile | Sequence["Node"]  # node of a tree of sums: a leaf is a gradient's tile, an inner node has several nodes
+Node = Tile | Sequence["Node"]  # node of a tree of sums: the tile of a gradient (a leaf), or a sequence of nodes
 
 
 class ClipArgs(TaskArgs):
@@ -47,8 +47,8 @@ class GradNorm(Op):
     the result does not depend on the order in which tasks run.
 
     Args:
-        ends: for the key of each gradient's tile, a number that is equal for tiles on the same device. Tiles with equal
-            numbers are added first.
+        ends: {key of a gradient's tile: a number that is equal for tiles on the same device}. Tiles with equal numbers
+            are added first.
         scaled: True if the gradients are of a loss multiplied by a loss scale. The slot `inverse_loss_scale` is
             1 / loss scale. norm is then the norm of the unscaled gradients, clip is multiplied by the slot, and clip is
             -1 if norm is not finite (Micikevicius et al. 2018, 3.2).
@@ -109,14 +109,14 @@ class GradNorm(Op):
 
 
 def _nested(nodes: Sequence[Node], most: int) -> Sequence[Node]:
-    """Return the nodes arranged as a tree: at most `most` nodes, each with at most FAN_IN nodes directly below it."""
+    """Arrange nodes as trees: return at most `most` roots. Each new node has at most FAN_IN nodes directly below it."""
     while len(nodes) > most:
         nodes = [nodes[first : first + FAN_IN] for first in range(0, len(nodes), FAN_IN)]
     return nodes
 
 
 def split(value: Array, dtype: str = "bf16") -> tuple[Array, Array]:
-    """Split fp32 values into a parameter of dtype bf16 or fp16 and the state `master`. `joined` is the inverse.
+    """Split fp32 values into a bf16 or fp16 parameter and the state of MASTERS that completes it; inverse: `joined`.
 
     For bf16: the values rounded (halves away from zero), and the lower 16 bits of the fp32 values as int16. For fp16:
     the values rounded, and all fp32 values, because fp16 has fewer bits of exponent than fp32.
@@ -181,12 +181,12 @@ class Optimizer(Settings):
 
     @property
     def method(self) -> type[Optimizer]:
-        """The registered optimizer class: the class of this object, or a base class of it that is in OPTIMIZERS."""
+        """The class in OPTIMIZERS to which this object belongs: its own class or a base class."""
         return next(cls for cls in type(self).__mro__ if cls in OPTIMIZERS.values())
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Values of the optimizer's fields by name, as a YAML has them."""
+        """{name: value} of the optimizer's fields, as in a YAML file."""
         return self.model_dump(include={*self.method.model_fields})
 
     def changed(self, **fields: Any) -> Optimizer:
@@ -208,7 +208,7 @@ class Optimizer(Settings):
 
     @property
     def patterns(self) -> dict[str, Sequence[str]]:
-        """{key: patterns of names of weights}, besides `groups`. Each pattern must match a weight."""
+        """{config key: patterns of names of weights}, without `groups`. Each pattern must match at least one weight."""
         return {}
 
     def of_param(self, weights: Sequence[str], param: Tensor, axes: MatrixAxes | None) -> tuple[Optimizer, float]:

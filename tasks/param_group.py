@@ -19,7 +19,7 @@ def matches(weight: str, patterns: Sequence[str]) -> bool:
 
 
 def check_match(key: str, patterns: Sequence[str], weights: Sequence[str]) -> None:
-    """Raise ConfigError if one of the patterns, the value of `key`, matches none of the names `weights`."""
+    """Raise ConfigError if one of the patterns matches none of the names `weights`; key: config key of the patterns."""
     for pattern in patterns:
         if not any(matches(name, [pattern]) for name in weights):
             need = f"a pattern of names such as {', '.join(weights[-3:])}"

@@ -17,8 +17,8 @@ from typing import Any
 
 VARIABLE = "NNTILE_OVERLAP"
 LEAST = 90  # smallest compute capability with programmatic dependent launch
-# Inserted at the beginning of a kernel, before its declarations, which the PTX ISA allows. The second instruction lets
-# the next kernel start as soon as all blocks of this kernel run.
+# Inserted at the beginning of a kernel; the PTX ISA allows instructions before declarations. The first instruction
+# waits for the previous kernel. The second lets the next kernel start as soon as all blocks of this kernel run.
 FIRST = "\tgriddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;\n"
 HERE = "// nntile: wait here"  # marks the place of the wait in a kernel that prefetches before the wait
 

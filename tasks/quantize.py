@@ -29,9 +29,9 @@ class Quantize(Op):
     result does not depend on which worker computes the tile. A tile of zeros has s = 1. A tile with a value that is not
     finite has s = NaN.
 
-    Each output has the axes of x in another order: products of 8 bits on GPUs need operands whose summed axes come
-    last. An activation is summed over its features in the forward pass, and over its tokens in the weight's gradient.
-    So it has two outputs.
+    Each output has the axes of x in another order, because 8-bit products on GPUs need operands whose summed axes come
+    last. For example, the forward pass sums an activation over its features, and the weight's gradient sums it over
+    its tokens. So the Quantize of an activation has two outputs.
 
     Args:
         outs: outputs with a scaled dtype.
@@ -62,12 +62,12 @@ class Quantize(Op):
 
 
 def quantized(x: Array, dtype: str) -> Array:
-    """Return the values that a tile with the values x stands for after quantisation to a scaled dtype, in float64."""
+    """Quantise a tile with the values x to a scaled dtype. Return the values that the tile then represents, float64."""
     x = np.asarray(x, np.float64)
     top, largest = float(np.abs(x).max(initial=0.0)), DTYPES[dtype].largest
     if not np.isfinite(top):
         return np.full(x.shape, np.nan)
-    mantissa, least = {"e4m3": (3, -6), "e5m2": (2, -14)}[dtype]  # bits of the mantissa, exponent of the least normal
+    mantissa, least = {"e4m3": (3, -6), "e5m2": (2, -14)}[dtype]  # mantissa bits, smallest normal exponent
     scale = 2.0 ** np.ceil(np.log2(top / largest)) if top else 1.0
     y = x / scale
     step = 2.0 ** (

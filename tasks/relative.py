@@ -82,7 +82,7 @@ class RelativeScores(Op):
             lowering.emit("relative_scores", [RW(lowering.tile(self.output, at)), *reads], self.args(lowering, at))
 
     def rows(self, index: Array) -> Array:
-        """Return an array [seq, key]: for each pair of a query and a key its position along `relative`."""
+        """Return an array [seq, key]: the position along `relative` of each pair of a query and a key."""
         seq, key = self.output.shape[-2:]
         return np.asarray(index[np.arange(key) - np.arange(seq)[:, None] + seq - 1], int)
 
@@ -97,7 +97,7 @@ class RelativeScores(Op):
 
 
 class RelativeScoresGrad(Op):
-    """Gradients of content_to_position and position_to_content, or of the one that RelativeScores has.
+    """Gradients of content_to_position and position_to_content, or of one of them if RelativeScores lacks the other.
 
     - d content_to_position[s, r] = sum of dy[s, k] over all keys k with index[k - s + seq - 1] = r
     - d position_to_content[k, r] = sum of dy[s, k] over all queries s with index[k - s + seq - 1] = r

@@ -27,7 +27,8 @@ def rotary_table(
         scaling: rope_scaling (rope_parameters) of a transformers config, with rope_type default, linear, dynamic,
             llama3, yarn or longrope. It changes the frequencies theta^(-2i / head_dim), and yarn and longrope the
             size of cosines and sines, as modeling_rope_utils.ROPE_INIT_FUNCTIONS does.
-        packed: True for packed sequences, each of which is computed as if it were alone.
+        packed: True for packed sequences. longrope then allows no positions beyond the original length, because its
+            frequencies depend on the length of each sequence.
 
     Raises:
         ConfigError: another rope_type; a missing, unknown or wrong key; an odd head_dim; too many positions.

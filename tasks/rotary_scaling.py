@@ -1,4 +1,4 @@
-"""Rotary positions for longer sequences: lower frequencies and a factor of the table, by transformers' rope_type."""
+"""Rotary positions for longer sequences: changed frequencies, and a factor of the table (transformers' rope_type)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LENGTH = "original_max_position_embeddings"
 
 
 class Angles(NamedTuple):
-    """What a rope_type starts from.
+    """The input of a rope_type: frequencies without scaling, and lengths of sequences.
 
     Attributes:
         frequencies: theta^(-2i / head_dim) for each pair i.
         theta: Base of the wavelengths.
         positions: Length of the longest sequence.
-        packed: True if shorter sequences are computed beside the longest, each as if it were alone.
+        packed: True if sequences are packed. Shorter sequences then use the same table as the longest.
     """
 
     frequencies: Array
@@ -43,7 +43,7 @@ def _linear(angles: Angles, options: dict[str, Any]) -> Result:
 
 
 def _dynamic(angles: Angles, options: dict[str, Any]) -> Result:
-    """Change nothing: transformers changes the frequencies with the length of a sequence, beyond the original one."""
+    """Return the frequencies unchanged. Sequences beyond the original length, for which they change, are refused."""
     if angles.positions > options[LENGTH]:
         raise ConfigError(
             f"rope_scaling.rope_type: dynamic is not allowed for sequences of {angles.positions} tokens, as their"
@@ -66,7 +66,7 @@ def _llama3(angles: Angles, options: dict[str, Any]) -> Result:
 
 
 def _yarn(angles: Angles, options: dict[str, Any]) -> Result:
-    """Mix divided and unchanged frequencies between the pairs that make beta_fast and beta_slow turns (Peng 2023)."""
+    """Keep frequencies above beta_fast turns, divide those below beta_slow, and mix both in between (Peng 2023)."""
     factor, pairs = options["factor"], len(angles.frequencies)
 
     def pair(turns: float) -> float:
@@ -86,7 +86,7 @@ def _yarn(angles: Angles, options: dict[str, Any]) -> Result:
 
 
 def _longrope(angles: Angles, options: dict[str, Any]) -> Result:
-    """Divide each frequency by a factor of its own, for sequences beyond the original length another (Ding 2024)."""
+    """Divide each frequency by its short_factor, or beyond the original length by its long_factor (Ding 2024)."""
     if angles.packed and angles.positions > options[LENGTH]:
         raise ConfigError(
             f"rope_scaling.rope_type: longrope is not allowed for packed sequences of up to {angles.positions} tokens:"

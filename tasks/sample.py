@@ -16,7 +16,7 @@ from .cached_attention import COUNT, PAST
 from .op import Array, GraphLike, Lowering, Op, Tensor, require
 
 SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # columns of the settings
-NO_TOKEN = -1  # drawn instead of a token if a logit of the row is nan, or its largest logit is infinite
+NO_TOKEN = -1  # drawn instead of a token if a logit of the row is nan, or the largest is infinite
 
 
 class UniteArgs(TaskArgs):
@@ -26,7 +26,7 @@ class UniteArgs(TaskArgs):
 class Unite(Op):
     """y = x [batch, ..., vocab] with uncut rows: each tile of x fills a part of the rows.
 
-    y is [batch, token], with one row for each of the batch, or [batch, ..., token].
+    y is [batch, token] if x has one row of logits for each sequence of the batch, else [batch, ..., token].
     """
 
     independent = True
@@ -65,8 +65,9 @@ class Sample(Op):
 
     The settings are applied in transformers' order:
 
-    * repetition_penalty: each logit of a token in the history is divided by it if positive, else multiplied by it.
-    * temperature: logits are divided by it; 0 takes the largest logit.
+    * repetition_penalty: for each token in the history, a positive logit is divided by the penalty, and a negative
+      logit is multiplied by the penalty.
+    * temperature: logits are divided by the temperature; 0: the largest logit is taken.
     * top_k: the k largest logits stay; 0: all.
     * top_p: a token stays if the sum of all larger probabilities is less than top_p.
     * min_p: a token stays if its probability is at least min_p times the largest probability.
@@ -84,6 +85,8 @@ class Sample(Op):
         ids: int64 [batch, seq] with one position. The operator then prepares the next pass: it writes the token into
             `ids` and the history, and adds `count` to `past`. None: the table and the history are only read.
         tokens: number of tokens that may be drawn; None: all columns.
+        after: the outputs: tensors in the storage of those inputs that the operator changes (drawn; with `ids` also
+            table, history and ids).
     """
 
     independent = True
@@ -141,7 +144,7 @@ class Sample(Op):
 
 
 def largest(logits: Array) -> int:
-    """Return the index of the largest logit, the first of equal ones; NO_TOKEN if one is nan or the largest is inf."""
+    """Return the index of the (first) largest logit; NO_TOKEN if a logit is nan or the largest is infinite."""
     usable = not np.isnan(logits).any() and np.isfinite(logits.max())
     return int(logits.argmax()) if usable else NO_TOKEN
 
@@ -163,8 +166,7 @@ def drawn(logits: Array, settings: Array, u: float, history: Array | Sequence[in
 
 
 def unite(g: GraphLike, x: Tensor) -> Tensor:
-    """Return x [batch, ..., vocab] with uncut rows: as [batch, token] with one row for each of the batch, else
-    [batch, ..., token]."""
+    """Return the logits x [batch, ..., vocab] with uncut rows, as [batch, token] or [batch, ..., token]; see Unite."""
     inner = {} if x.numel == x.shape[0] * x.shape[-1] else dict(zip(x.axes[1:-1], x.shape[1:-1], strict=True))
     sizes = {"batch": x.shape[0], **inner, "token": x.shape[-1]}
     return g.add(Unite(x, g.temp("logits", list(sizes), list(sizes.values()), x.dtype))).output

@@ -12,13 +12,13 @@ from .op import Array, GraphLike, Lowering, Op, Tensor, accumulation_dtype
 
 class SelectArgs(TaskArgs):
     axis: int  # position of the selected axis among the axes of the tile
-    index: int  # selected position within the tile; -1: it lies in another tile
+    index: int  # selected position within the tile; -1: the position lies in another tile
 
 
 class Select(Op):
     """y = x[..., index, ...]: one position along `axis`. y lacks this axis.
 
-    If the axis is cut, tasks read only the tiles that hold the position.
+    If the axis is cut, tasks read only the tiles with this position.
     """
 
     def __init__(self, x: Tensor, out: Tensor, axis: str, index: int) -> None:

@@ -1,4 +1,4 @@
-"""Scores of given tokens: what their log-probabilities need, without logits of the whole vocabulary on the host."""
+"""Scores from which the host computes log-probabilities of given tokens, without logits of the whole vocabulary."""
 
 from __future__ import annotations
 

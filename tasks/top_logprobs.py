@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens, and the most probable tokens, computed where the logits are.
+"""Log-probabilities of chosen tokens and of the most probable tokens, computed on the device that has the logits.
 
 Axes: batch, vocab; ring (positions of a sequence, see Sample), entry (of a page table), rank (the chosen token is rank
 0, the most probable token is rank 1).
@@ -16,11 +16,11 @@ from nntile_py.tiles import RW, R, TaskArgs
 from .cached_attention import COUNT, PAST
 from .op import Array, Lowering, Op, Tensor, require
 
-MOST_RANKED = 20  # largest number of most probable tokens of a position, that of OpenAI's interface
+MOST_RANKED = 20  # largest number of most probable tokens of a position, as in OpenAI's API
 
 
 class TopLogProbsArgs(TaskArgs):
-    tokens: int  # the most probable tokens are among the first columns of the logits
+    tokens: int  # the most probable tokens are searched among this many first columns of the logits
     paged: bool  # True: the task has the tile of the page table
     advanced: bool  # True: Sample has already added the new tokens to the page table
 
@@ -33,9 +33,9 @@ class TopLogProbs(Op):
     columns of the logits.
 
     With a page table, each row of logits [batch, ..., vocab] has one position, and column p % ring of the outputs gets
-    the result for position p of a sequence. Columns of other positions stay, and so do rows without new tokens.
-    Without a page table, logits [batch, seq, vocab] and chosen tokens [batch, seq] have the same positions. Positions
-    whose chosen token is negative stay.
+    the result for position p of a sequence. Columns of other positions, and rows without new tokens, do not change.
+    Without a page table, logits [batch, seq, vocab] and chosen tokens [batch, seq] have the same positions. The outputs
+    do not change where the chosen token is negative.
 
     Args:
         chosen: int64 [batch, ring] or [batch, seq], the chosen tokens.

@@ -4,8 +4,8 @@ A row is a line of elements along the last axis. The function loops over rows; i
 vectorised loops over the last axis. A loop ends where a sum or maximum over the row must be complete. Values that a
 later loop needs are stored in a buffer of the length of a row.
 
-Sums over rows are computed in memory of their own and added to the outputs once, at the end. Results are thus equal, to
-the bit, to those of a separate task for the sum. The function computes in fp32 or fp64.
+Sums over rows are computed in separate memory and added to the outputs once, at the end. The results thus have the
+same bits as if a separate task computed the sums. The function computes in fp32 or fp64.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ class _Writer:
         self.drawn = False  # True: the function uses indices in the whole tensor
 
     def _summed(self, out: ex.Output) -> ex.Output:
-        """Return the output; if it sums over the last axis, with the sum over a row as a reduction.
+        """Return the output. If it sums over the last axis, its value becomes a reduction over the row.
 
-        The function then adds this sum to the output, to which tasks on other tiles of the same row may add too.
+        The function adds this row sum to the output. Tasks on other tiles of the same row may add to the output too.
         """
         if not out.total or self.column in out.at:
             return out
@@ -200,7 +200,7 @@ class _Writer:
         raise TypeError(f"no C++ of {node!r}")
 
     def _keep(self, node: ex.Keep) -> str:
-        """Return the C++ condition that dropout keeps the value at the current point."""
+        """Return a C++ condition that is true if dropout keeps the value at the current point."""
         self.drawn = True
         row, last, start = "row", len(self.axes) - 1, f"start{self.keys.index(node.key)}"
         if node.row_numbers:
@@ -238,7 +238,7 @@ class _Writer:
         return f"T({'-' if value < 0 else ''}__builtin_inf())" if infinite else f"T({value!r})"
 
     def _element(self, tile: int, at: ex.Access) -> str:
-        """Return C++ text for a pointer to a tile's element in the current row, and column if the tile has columns."""
+        """Return C++ text for a pointer to a tile's element in the current row (and column c, if it has columns)."""
         if (tile, at) not in self.pointers:
             self.pointers[tile, at] = f"p{len(self.pointers)}"
         name = self.pointers[tile, at]

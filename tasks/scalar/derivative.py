@@ -10,7 +10,7 @@ from .expression import Call, Expression, ScalarConstant
 
 _ONE = ScalarConstant(1.0)
 
-# For each function: from the call and its operands, the factor of each operand's derivative; None: no derivative.
+# {function: takes its call y and its operands, returns dy / d operand for each operand}; None: no derivative.
 _FACTORS: dict[str, Callable[..., tuple[Expression | float | None, ...]]] = {
     "add": lambda y, a, b: (1.0, 1.0),
     "subtract": lambda y, a, b: (1.0, -1.0),
@@ -32,8 +32,8 @@ _FACTORS: dict[str, Callable[..., tuple[Expression | float | None, ...]]] = {
 def derivative_of(root: Expression, number: int) -> Expression | None:
     """Return the derivative of a formula with respect to input `number`; None if the formula does not depend on it.
 
-    The formula must not reduce over an axis. A comparison has the derivative 0. At a maximum of equal operands
-    each gets half of the derivative, as in torch.
+    The formula must not reduce over an axis. A comparison has the derivative 0. If the operands of a maximum are equal,
+    each operand gets half of the derivative, as in torch.
     """
     grads: dict[Expression, Expression] = {root: _ONE}
     found: Expression | None = None

@@ -17,7 +17,7 @@ def evaluate(
 ) -> list[Array]:
     """Return all outputs of a Definition, computed in float64.
 
-    Tests compare the result with the operators' references, which do not use this function.
+    Tests compare the result with the operators' references. Of these, only Formula's uses this function.
 
     Args:
         shapes: shapes of the outputs.
@@ -83,8 +83,8 @@ def dropout_hash(index: Array, key: int, seed: int) -> Array:
     but dropout compares the bits as a number, which depends mostly on the upper bits. An even index and the next odd
     index share one hash h: they get h + 2**16 h and h, whose upper 16 bits are independent.
 
-    All operations have 32 bits. A hash with operations of 64 bits took as long as the memory accesses of a norm with
-    dropout, and longer than the products inside attention.
+    All operations have 32 bits. A hash with operations of 64 bits was too slow: in a norm with dropout it took as long
+    as the memory accesses, and inside attention longer than the products.
     """
     mask, u = 2**64 - 1, np.uint32
     start = ((seed * 0x9E3779B97F4A7C15) & mask) ^ ((key * 0xD1B54A32D192ED03) & mask)

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 Access = tuple[str | int, ...]  # for each axis of a tensor: the axis of the space that indexes it, or a fixed index
-Number = Any  # an expression or an array; functions return an expression if an argument is one, else an array
+Number = Any  # expression or array; functions of Numbers return an expression if an argument is an expression
 
 
 class Function(NamedTuple):
@@ -155,8 +155,8 @@ class Keep(Expression):
     Args:
         key: number of the dropout in the model.
         p: probability that dropout drops a point.
-        row_numbers: for packed sequences, the number of each row from which the index is computed; None: the row's
-            position.
+        row_numbers: for packed sequences: reads the row number, which replaces the row's position in the index of the
+            point. None: the index uses the position.
     """
 
     key: int
@@ -175,7 +175,7 @@ class Keep(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Reduce(Expression):
-    """The sum or maximum of x over an axis. All points along the axis have the same value."""
+    """The sum or maximum of x over an axis. It is the same value at all points along the axis."""
 
     kind: Literal["sum", "max"]
     axis: str
@@ -302,7 +302,7 @@ def has(definition: Definition, kind: type[Any]) -> bool:
 
 
 def _apply(name: str, *parts: Any) -> Any:
-    """Return an expression if an operand is an expression, else the value in numpy."""
+    """Apply the function `name`: return an expression if an operand is an expression, else compute it in numpy."""
     if any(isinstance(part, Expression) for part in parts):
         return Call(name, *parts)
     return np.asarray(FUNCTIONS[name].numpy(*parts))

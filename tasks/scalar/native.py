@@ -120,17 +120,19 @@ def _function(library: Path) -> int:
     return ctypes.cast(ctypes.CDLL(str(library))[SYMBOL], ctypes.c_void_p).value or 0
 
 
-# Waits until its standard input ends, as at the end of the process that holds the other end of the pipe; then ends its
-# process group, the compiler's, and removes the folder.
+# Shell script that reads a pipe whose other end this process holds: reading ends when this process ends. The script
+# then ends its process group, which contains the compiler, and removes the folder $1.
 _WATCHER = 'trap "" TERM; read -r nothing; kill -TERM 0; rm -rf -- "$1"; kill -KILL 0'
 
 
 @contextmanager
 def _watched_folder() -> Iterator[tuple[Path, int]]:
-    """Context manager: yield a temporary folder, and the process group of the process that removes it.
+    """Context manager: yield a temporary folder, and the process group of a watcher process (_WATCHER).
 
-    The folder is removed and the processes of the group end even if a signal kills this process: only a program's main
-    thread can handle signals, and kernels are compiled in other threads, too. Raises OSError."""
+    If a signal kills this process, the watcher ends the group's processes and removes the folder. This process cannot
+    do so itself: only its main thread can handle signals, and kernels are also compiled in other threads. Raises
+    OSError.
+    """
     folder = tempfile.mkdtemp(prefix="nntile_py")
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     try:
@@ -167,13 +169,13 @@ def _run_compiler(
 ) -> tuple[int, str]:
     """Run a compiler and return its exit status and output.
 
-    The output goes to a file in memory, as the disk may be full. A pipe would stay open as long as any child process of
-    a compiler wrapper runs.
+    The output goes to a file in memory, because the disk may be full. A pipe would stay open as long as any child
+    process of a compiler wrapper runs.
 
     Args:
         asked: The command.
-        seconds: Limit of its time.
-        group: Process group to run in; 0: a new one. At the limit all its processes end.
+        seconds: Time limit. If the command exceeds it, all processes of the group are killed.
+        group: Process group to run in; 0: a new one.
         env: Environment variables to change.
 
     Raises:
@@ -201,7 +203,7 @@ def _run_compiler(
 def _version() -> str:
     """Return the compiler's version and the options that `-march=native` means on this machine, as text.
 
-    Machines with other compilers or CPUs may share the cache folder.
+    The text is hashed into a library's name, because machines with other compilers or CPUs may share the cache folder.
     """
     every = [*_compiler(), "--version"], [*command(), "-Q", "--help=target"]  # only GCC knows the second command
     return "".join(_run_compiler(asked, VERSION_SECONDS)[1] for asked in every)

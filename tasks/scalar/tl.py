@@ -30,7 +30,8 @@ class PartialSum:
 
     Args:
         output: number of the output.
-        groups: rows of the output. Each row is the sum over the programs of one group (Text.per).
+        groups: rows of the output. Each row is the sum over the Text.per programs of one group; if there is only one
+            row, it is the sum over all programs.
     """
 
     output: int
@@ -82,7 +83,7 @@ class Text:
 
 
 def kept_axes(definition: ex.Definition) -> tuple[str, ...]:
-    """Return the axes of the rows that remain in outputs summed over rows. These outputs all keep the same axes."""
+    """Return the row axes that remain in outputs summed over rows. Each such output keeps these axes or none."""
     column = definition.axes[-1]
     kept = (out.at[:-1] for out in definition.outputs if out.total and column in out.at)
     return tuple(axis for axis in max(kept, key=len, default=()) if isinstance(axis, str))
@@ -97,7 +98,7 @@ class Writer:
         shapes: shapes of these tiles.
         outputs: number of outputs among the tiles.
         accumulates: for each tile: True if the kernel adds to the tile instead of overwriting it.
-        strides: strides of the axes in the whole tensor. This and the next two are only for kernels with dropout.
+        strides: strides of the axes in the whole tensor. Only kernels with dropout use `strides`, `even` and `numel`.
         even: True if each row of the tile begins at an even index in the whole tensor.
         numel: a bound above all indices in the whole tensor.
         cut: block sizes; None: those of `usual_cut`.
@@ -128,7 +129,7 @@ class Writer:
         self.sums = [out for out in self.definition.outputs if out.total and self.column in out.at]
         self.kept = kept_axes(self.definition)
         self.rest = [axis for axis in self.axes[:-1] if axis not in self.kept]
-        self.exact = False, False  # True: blocks end exactly at the last column; at the last row
+        self.exact = False, False  # whether blocks end exactly at the last column, at the last row
 
     def text(self) -> Text:
         """Return the kernel's text and the numbers for its launch."""
@@ -211,7 +212,7 @@ class Writer:
         for out in self.definition.outputs:
             value = self.value(out.value)
             if out in self.sums:
-                inside = self._mask(columns=False)[2:]  # needs no mask of columns: sums beyond the last are not stored
+                inside = self._mask(columns=False)[2:]  # sums of columns beyond the last are not stored: no mask
                 value = f"tl.where({inside}, {value}, 0.0)" if inside else value
                 self.lines.append(f"sum{self.sums.index(out)} += tl.sum({value}, 0)[None, :]")
             elif out.total:
@@ -294,7 +295,7 @@ class Writer:
     def _places(self, steps: dict[str, int]) -> list[str]:
         """Return the terms of an element's offset that depend on the row.
 
-        Axes that are contiguous in the tile become one term.
+        Axes that are contiguous in the tile share one term.
 
         Args:
             steps: strides of the tile along its axes other than columns.
@@ -312,7 +313,7 @@ class Writer:
         return terms
 
     def _offset(self, tile: int, at: ex.Access) -> str:
-        """Return the name of the variable with the offsets in a tile of the current block's elements."""
+        """Return the name of the variable with the offsets of the current block's elements in a tile."""
         if (tile, at) not in self.offsets:
             steps = [math.prod(map(int, self.shapes[tile][k + 1 :])) for k in range(len(at))]
             rows = {axis: step for axis, step in zip(at, steps, strict=True) if isinstance(axis, str)}
