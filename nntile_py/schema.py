@@ -164,9 +164,9 @@ class Section(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Copy the documentation of a base class's field to the same field here if it has no text of its own.
+        """Copy the documentation of a base class's field to the same field here if this field has no text.
 
-        help() shows a signature with names and defaults only: the annotations hold the rules that check values.
+        Remove annotations from the signature that help() shows: they hold the rules that check values.
         """
         for name, field in cls.model_fields.items():
             above = (base.model_fields.get(name) for base in cls.__mro__[1:] if issubclass(base, Section))

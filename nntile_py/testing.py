@@ -141,9 +141,9 @@ class Case:
         self.sum_dtype = accumulation_dtype(dtype)
 
     def x(self, axes: str, make: Maker = normal, dtype: str | None = None, **options: Any) -> Tensor:
-        """Add an input to the graph and return it. `make` draws its values.
+        """Add an input to the graph and return it.
 
-        `axes` are the names of its axes, separated by spaces.
+        axes: names of the input's axes, separated by spaces. make: draws the input's values.
         """
         tensor = self._tensor(axes, "input", dtype, **options)
         self.makers[tensor] = make
@@ -369,7 +369,7 @@ def with_gradient(row: Row, outputs: Sequence[int], case: Case) -> None:
 def check_gradient(case: Case, rng: np.random.Generator) -> None:
     """Compare the gradient with central finite differences of the operator, in random directions.
 
-    Both are computed with the references in numpy.
+    The gradient and the differences are computed with the references in numpy.
     """
     inputs, op = case.draw(rng), case.graph.ops[0]
     values = case.computed(inputs)

@@ -169,7 +169,7 @@ def _json(cls: type[BaseModel]) -> dict[str, Any]:
         name, inner = field.alias or own, section_of(field)
         leaf = _json_leaf(field)
         if inner:
-            section = _json(inner) | {"type": ["object", "null"]}  # YAML reads a section as null if all its lines are comments
+            section = _json(inner) | {"type": ["object", "null"]}  # YAML reads a section of only comments as null
             choice = [rule.json for rule in field.metadata if isinstance(rule, Rule)]
             leaf = {"anyOf": [section, *choice]} if choice else section
         elif not field.is_required():

@@ -317,7 +317,7 @@ def check_saved_overrides(saved: Iterable[str], where: Path, overrides: Iterable
 
 
 def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str, saved: Saved | None = None) -> RunConfig:
-    """Return the config of a parsed YAML `tree`, which is changed. `what` names the YAML in errors; rest as of `load`."""
+    """Return the config of a parsed YAML `tree`, which is changed. `what` names the YAML in errors; see `load`."""
     chosen = tree.get("scheduler")
     for item in overrides:
         override(tree, item)

@@ -1,6 +1,6 @@
 """Models trained on the rows of one table: classifiers and sentence embeddings.
 
-Checks the sections `data` and `train` of such configs. Sets `choices`, or classes and labels, of `model` from the table.
+Checks the sections `data` and `train` of such configs. Sets `choices`, or classes and labels, of `model` by the table.
 """
 
 from __future__ import annotations

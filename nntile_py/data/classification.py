@@ -266,7 +266,7 @@ class ClassificationDataset:
         return self._collator(samples, step)
 
     def measure(self, model: Evaluator, whole: bool = False) -> dict[str, Any]:
-        """Evaluate the model on held-out texts. Returns loss, accuracy, F1; with single labels, the confusion matrix."""
+        """Evaluate the model on held-out texts. Returns loss, accuracy, F1; for single labels the confusion matrix."""
         losses: list[float] = []
         several, counts = self.corpus.held_out.classes.ndim > 1, list[int]()
         scores = LabelScores(len(self.corpus.names)) if several else Confusion(self.corpus.names)

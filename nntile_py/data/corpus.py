@@ -231,7 +231,7 @@ def _token_file(path: Path, reading: Reading, key: str) -> TokenFolder:
     cut = total - int(reading.val_fraction * total)
     ends = np.cumsum(tokens.lengths)
     first = int(np.searchsorted(ends, cut, side="left")) + 1  # documents that are trained on
-    bound = int(ends[first - 1]) if first < len(ends) else cut  # if the cut is in the last document, its end is held out
+    bound = int(ends[first - 1]) if first < len(ends) else cut  # if the cut is in the last document: hold out its end
     train = np.minimum(tokens.lengths[:first], bound - (ends - tokens.lengths)[:first])
     held = [total - bound] if first == len(ends) else tokens.lengths[first:]
     parts = (Tokens(tokens.ids[:bound], train), Tokens(tokens.ids[bound:], np.array(held, np.int64)))

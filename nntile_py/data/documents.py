@@ -153,7 +153,7 @@ class Documents:
         return f"{self.key}: {what}{left}; allowed: a text file, a table, or a folder of such files (data.extensions)"
 
     def _parts(self, path: Path, most: int | None) -> Iterator[TextPart]:
-        """Yield the parts of a file's documents that are not blank. In a folder, files that are no text are left out."""
+        """Yield the parts of a file's documents that are not blank. In a folder, a file that is no text yields none."""
         tolerant = Path(self.source).is_dir() and self.source != STDLIB and not is_dataset(Path(self.source))
         if self.instructions and not is_table(path):
             raise ConfigError(f"{self.key}: {path} is no table; allowed for instructions: {table_names()}")

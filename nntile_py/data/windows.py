@@ -42,7 +42,7 @@ def masked_windows(
 ) -> Iterator[tuple[Array, Array]]:
     """Yield (input_ids, labels) of each window of a masked model: [CLS], at most seq - 2 tokens, [SEP].
 
-    The tokens of earlier windows are there as they are in the text; only new tokens are masked and have labels.
+    Tokens that an earlier window had are not masked and have no label; only new tokens are masked and have labels.
 
     Args:
         ids: The text.

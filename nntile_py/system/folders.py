@@ -69,7 +69,7 @@ def files_in(root: Path, extensions: Sequence[str], skipped: AbstractSet[str] = 
 
 
 def is_name(text: str) -> bool:
-    """Return True if a text names an entry of a folder: no path, and not the folder or the one above."""
+    """Return True if a text can be the name of an entry of a folder: not a path, and neither "." nor ".."."""
     return bool(text) and text != ".." and Path(text).name == text
 
 
@@ -159,7 +159,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
             beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
-            with suppress(OSError):  # what the buffer still holds after an error
+            with suppress(OSError):  # after an error, closing tries again to write the buffer
                 file.close()
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None

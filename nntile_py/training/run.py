@@ -386,7 +386,7 @@ def _sample_text(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: li
             trainer.state_dict()  # puts the weights into the model
             return trainer.model
 
-        ranks = ranks_of_run()  # they compute each token together
+        ranks = ranks_of_run()  # with several ranks, all ranks compute each token together
         how = ([], None) if ranks else (stop, model)
         try:
             return f"\nsample:\n{generate(trainer, dataset.tokenizer, config, *how)}"

@@ -64,7 +64,7 @@ class Trainer:
             (bf16 plus low bits) are fp32, and so is a gradient to which several tasks add. fp16 is like bf16, but each
             master weight is a separate fp32 tensor, and the loss is scaled. fp8 is like bf16, but products of layers
             have 8-bit operands.
-        optimizer: nt.AdamW(...) or nt.SGD(...). Default: nt.AdamW().
+        optimizer: nt.AdamW(...), nt.SGD(...), nt.Muon(...) or nt.Lion(...). Default: nt.AdamW().
         clip_grad_norm: Upper bound on the norm of all gradients together; larger gradients are scaled down.
         skip_above_norm: A step whose gradient norm is larger or not finite changes no weights and no optimizer
             averages. The step is still counted.
