@@ -37,7 +37,7 @@ Row = Callable[["Case"], Any]  # adds the operator under test to a Case
 
 # Largest relative error by dtype. Values of 8 bits are compared with references that are rounded alike.
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1.5e-2, "fp16": 2e-3, "e4m3": 1e-3, "e5m2": 1e-3}
-# Default sizes of axes, and sizes of axes that are the same in all tests.
+# SIZES: default sizes of axes. FIXED: sizes of axes that no test changes.
 SIZES = {"batch": 4, "seq": 6, "embed": 24, "heads": 4, "head_dim": 4, "ffn": 20, "vocab": 36}
 FIXED = {"qkv": 3, "stat": 2, "one": 1, "classes": 2, "sequences": 4}
 

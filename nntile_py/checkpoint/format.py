@@ -228,7 +228,7 @@ def own_files(folder: Path) -> set[str] | None:
 
 
 def is_inside(name: str) -> bool:
-    """Return True if a path is that of a file in a checkpoint, or in a folder of the checkpoint."""
+    """Return True if a relative path stays in a checkpoint: a file's name, or FOLDER/NAME."""
     parts = Path(name).parts
     return 1 <= len(parts) <= 2 and not Path(name).is_absolute() and ".." not in parts
 
@@ -299,7 +299,7 @@ def free_name(path: Path) -> Path:
 
 
 def prune(run: Path, keep: int, keep_every: int | None, best: int | None = None) -> None:
-    """Remove old checkpoints, except the newest `keep`, that of step `best`, and multiples of `keep_every` steps."""
+    """Remove checkpoints, except the newest `keep`, the one of step `best`, and multiples of `keep_every` steps."""
     for step, folder in [*checkpoints_in(run)][keep:]:
         if step != best and not _is_permanent(step, keep_every):
             remove_checkpoint(folder)

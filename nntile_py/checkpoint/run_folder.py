@@ -131,7 +131,7 @@ class RunFolder:
             old.rmdir()
 
     def publish(self, step: int) -> None:
-        """Put a checkpoint's files into the run's folder, except those that only a resumed run reads.
+        """Put a checkpoint's files into the run's folder, except the optimizer's averages and state.json.
 
         The weights are a hard link to the checkpoint's file, or a copy on disks without hard links. Other files are
         copies, which a user may edit without a change of the checkpoint, or links if the disk has no room for copies.

@@ -80,7 +80,7 @@ class CheckpointWriter:
         trainer: The trainer to save.
         folder: The run's folder.
         files: Files of each checkpoint beside the arrays, by name.
-        facts: Entries of state.json besides `trainer_facts`.
+        facts: Entries of state.json in addition to `trainer_facts`.
         report: Shows a message.
 
     Attributes:
@@ -214,7 +214,7 @@ class CheckpointWriter:
         self._best.moved()
 
     def close(self) -> None:
-        """Tell the other ranks that no other checkpoint follows."""
+        """Tell the other ranks that no further checkpoint follows."""
         self._trainer.live().end(last=True)
 
     def finish(self) -> None:
@@ -300,7 +300,7 @@ class TileSender:
 
     @property
     def needs_report(self) -> bool:
-        """See CheckpointWriter.needs_report. All ranks must evaluate it at the same point of the run."""
+        """See CheckpointWriter.needs_report. All ranks must read this property at the same point of the run."""
         if self._waits is None:
             need, free = memory_for_copies(self._trainer)
             self._waits = not (self._async and need < free)

@@ -82,7 +82,7 @@ def predicted(config: RunConfig) -> float:
 
 
 def tiling(config: RunConfig) -> Tiling:
-    """Return the config's tile sizes as a Tiling; for `tiles: auto` those of `auto_tiles`."""
+    """Return the config's tile sizes as a Tiling; for `tiles: auto` the tile sizes of `auto_tiles`."""
     return Tiling(auto_tiles(config).tiles if config.tiles == AUTO_TILES else config.tile_sizes)
 
 

@@ -35,7 +35,7 @@ and put this line at the top of the file, without the quotes:
 
 
 def meaning(field: FieldInfo) -> str:
-    """Return a key's documentation as one line: its own text, or the docstring of the section that it holds."""
+    """Return a key's documentation as one line: the key's text, or the docstring of the section that the key holds."""
     inner = section_of(field)
     return " ".join((field.description or (inner and inner.__doc__) or "").split())
 

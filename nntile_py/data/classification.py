@@ -86,7 +86,7 @@ def read_labelled_corpus(
     """Read, split and tokenize a table of texts with labels.
 
     Args:
-        source: The table, as of `labelled_words.read_samples`.
+        source: The table, see `labelled_words.read_samples`.
         seq: Largest number of tokens of a text. Longer texts are cut.
         text: Column of the texts.
         label: Column of the labels.
@@ -135,7 +135,7 @@ def split_samples(
     """Split samples into training samples and held-out samples.
 
     Holds out `fraction` of each label's texts, at least one text if a label has two or more. No text is in both parts.
-    The same texts always give the same split: it follows their hashes."""
+    Equal texts always give an equal split, because the hash of a text decides."""
     texts: dict[str, set[str]] = {}
     for sample in samples:
         texts.setdefault(sample.label, set()).add(sample.text)
@@ -194,7 +194,7 @@ class ClassificationDataset:
     """The Dataset of a classifier: batches of tokenized texts with their classes.
 
     Args:
-        corpus: Texts, as of `read_labelled_corpus`.
+        corpus: Texts, as `read_labelled_corpus` returns them.
         seq: Largest number of tokens of a text.
         batch: Number of texts in one forward and backward pass.
         passes: Number of forward and backward passes in a step.

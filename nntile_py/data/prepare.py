@@ -46,7 +46,7 @@ OWN = (TOKENIZER, PROGRESS, _LOCK, META, *(f"{part}.{name}" for part in (TRAIN, 
 def tokenize_into_memory(
     documents: Documents, split: Split, tokenizer: Tokenizer, unit: str, end: int | None
 ) -> dict[str, Tokens]:
-    """Return the tokens of documents: {TRAIN: ..., HELD_OUT: ...}. Arguments as of `tokenization.tokenize`."""
+    """Return the tokens of documents: {TRAIN: ..., HELD_OUT: ...}. For the arguments see `tokenize_into_folder`."""
     ids: dict[str, list[Any]] = {name: [np.zeros(0, token_dtype(tokenizer))] for name in (TRAIN, HELD_OUT)}
     segments: dict[str, list[Any]] = {name: [np.zeros(0, np.int64)] for name in ids}
     learned: dict[str, list[Any]] = {name: [] for name in ids}
@@ -189,7 +189,9 @@ def read_cached(key: str) -> TokenFolder | None:
 
 
 def trim_cache() -> None:
-    """Remove cached folders, the least recently used first, until at most CACHED_BYTES are left. One always stays."""
+    """Remove cached folders until at most CACHED_BYTES are left, the least recently used first.
+
+    The folder used last always stays."""
     folders = [folder for folder in (cache_folder() / "tokens").iterdir() if (folder / META).is_file()]
     total = 0
     for folder in sorted(folders, key=lambda one: (one / META).stat().st_mtime, reverse=True):

@@ -24,7 +24,7 @@ class MissingColumn(ConfigError):
 
 
 def is_table(path: Path) -> bool:
-    """Return True if the name of a file is that of a table, or a folder was saved by Hugging Face datasets."""
+    """Return True if a file's name has the suffix of a table, or a folder was saved by Hugging Face datasets."""
     return format_suffix(path) in FORMATS or is_dataset(path)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from nntile_py.data.collators import Array
 from nntile_py.data.token_files import Tokens
 
-BLOCK = 4096  # sequences of a mixture: each block has the same number of sequences from each source
+BLOCK = 4096  # sequences in a block of a mixture; the number of sequences from a source is equal in all blocks
 _PHASE, _DOCUMENTS, _ORDER, _MIX = 3, 4, 2, 5  # parts of seeds: each kind of random choice has a generator of its own
 
 
@@ -113,7 +113,7 @@ class TextWindows(Pieces):
 
 
 class Concatenated:
-    """Windows of exactly `longest` tokens over all documents, put one behind the other in a new order each epoch.
+    """Windows of exactly `longest` tokens over all documents, which are joined in a new order in each epoch.
 
     Args:
         lengths: Tokens of each document.
@@ -170,7 +170,7 @@ class Mixture:
     Args:
         tokens: The tokens of each source.
         sequences: The sequences of each source.
-        weights: The share of each source, relative to the others.
+        weights: The share of each source, relative to the other sources.
         seed: Decides the order.
 
     Attributes:
@@ -220,7 +220,7 @@ class Mixture:
         return numbers
 
     def take(self, number: int) -> tuple[Array, Array | None]:
-        """Return the tokens of a sequence, int64, and which of them are learned, see Tokens."""
+        """Return the tokens of a sequence, int64, and which tokens are learned (see Tokens.learned; None: all)."""
         epoch, local = divmod(number, len(self.lengths))
         source = int(np.searchsorted(self._firsts, local, side="right")) - 1
         tokens, places = self._tokens[source], self._sequences[source].place(epoch, local - self._firsts[source])

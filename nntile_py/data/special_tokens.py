@@ -88,7 +88,7 @@ def same_folder(path: str | None, model: str | None) -> Path | None:
 
 
 def _model_files(path: str | None, model: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return config.json and generation_config.json of the model's folder; empty if the tokenizer is of another one."""
+    """Return config.json and generation_config.json of the model; {} if the tokenizer is not of the model's folder."""
     folder = same_folder(path, model)
     if folder is None:
         return {}, {}

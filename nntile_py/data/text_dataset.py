@@ -26,7 +26,7 @@ class TextDataset:
     """The Dataset of a causal or a masked language model: batches of tokenized text.
 
     Args:
-        corpus: Tokens, as of `read_corpus`.
+        corpus: Tokens, as `read_corpus` returns them.
         collator: Turns token numbers into the inputs of the model.
         seq: Largest number of tokens of a sequence, `ends` included.
         batch: Number of sequences in one forward and backward pass.

@@ -96,7 +96,7 @@ def read_pair_corpus(
     """Read, split and tokenize a table of texts that belong together.
 
     Args:
-        source: The table, as of `read_pairs`.
+        source: The table, see `read_pairs`.
         columns: Columns of the texts.
         seq: Largest number of tokens of a text. Longer texts are cut.
         held_out: The table of held-out rows. None: hold out `val_fraction` of `source`.
@@ -145,7 +145,7 @@ class PairDataset:
     """The Dataset of sentence embeddings: batches of rows of texts that belong together.
 
     Args:
-        corpus: Rows, as of `read_pair_corpus`.
+        corpus: Rows, as `read_pair_corpus` returns them.
         seq: Largest number of tokens of a text.
         batch: Number of texts in one forward and backward pass; a multiple of the texts in a row.
         passes: Number of forward and backward passes in a step.

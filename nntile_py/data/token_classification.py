@@ -14,7 +14,7 @@ from nntile_py.tasks.cross_entropy import IGNORED
 
 
 class TokenClassificationDataset(ClassificationDataset):
-    """The Dataset of a classifier of tokens. Arguments as of ClassificationDataset.
+    """The Dataset of a classifier of tokens. For the arguments see ClassificationDataset.
 
     In `corpus`, a text's classes are the classes of its tokens, see `labelled_words.classes_of_tokens`.
     """

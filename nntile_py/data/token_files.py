@@ -83,7 +83,7 @@ class TokenWriter:
         Args:
             ids: Token numbers.
             segments: Number of tokens of each sequence; negative if the sequence continues in the next segment.
-            learned: As of Tokens.
+            learned: See Tokens.
         """
         for file, dtype, array in zip(self._files, self._dtypes, (ids, segments, learned), strict=True):
             if array is not None:
@@ -112,7 +112,7 @@ class TokenWriter:
 
 
 def joined_lengths(segments: Array) -> Array:
-    """Return the number of tokens of each sequence, int64, from segments as of TokenWriter.append.
+    """Return the number of tokens of each sequence, int64, from segments, see TokenWriter.append.
 
     Sequences without tokens are left out. A segment of 0 tokens ends its sequence."""
     if not len(segments):

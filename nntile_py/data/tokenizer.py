@@ -56,7 +56,7 @@ def number_of(tokenizer: Tokenizer, token: str) -> int | None:
 
 
 def lacking(tokenizer: Tokenizer, tokens: Iterable[str] = MASKED) -> list[str]:
-    """Return those of `tokens` that a tokenizer has neither under BERT's nor under RoBERTa's name."""
+    """Return the names in `tokens` that a tokenizer lacks, both under BERT's and under RoBERTa's name."""
     return [token for token in tokens if number_of(tokenizer, token) is None]
 
 

@@ -167,7 +167,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def errors_name(path: Path) -> Iterator[None]:
-    """Context manager: an OSError that names no file, such as that of a write to a full disk, names `path`."""
+    """Context manager: add the file name `path` to an OSError without a file name, as after a write to a full disk."""
     try:
         yield
     except OSError as error:
@@ -217,7 +217,7 @@ def new_folders(folder: Path) -> Iterator[None]:
 def remove_files(folder: Path, names: Iterable[str]) -> None:
     """Remove files from `folder`, and folders inside it that this leaves empty. Nothing is removed through a link.
 
-    names: paths inside `folder`, at most one folder deep. A folder of such a name stays."""
+    names: paths inside `folder`, at most one folder deep. A path that is a folder is not removed."""
     for name in names:
         path = folder / name
         with suppress(OSError):

@@ -206,7 +206,7 @@ def _check_special_tokens(config: RunConfig, objective: str) -> None:
         return
     tokenizer = load_tokenizer(Path(path))
     if objective in OF_TABLES:
-        return  # such a model uses the tokenizer's template, which may have other special tokens
+        return  # a model of tables uses the tokenizer's template, which may have other special tokens
     if missing := _special_tokens(config, tokenizer).lacking():
         need = f"a tokenizer with {', '.join(MASKED)}, or with {', '.join(ROBERTA.values())}"
         raise ConfigError(f"tokenizer.path: {path} has no token {', '.join(missing)}; allowed: {need}")

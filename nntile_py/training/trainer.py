@@ -286,7 +286,7 @@ class Trainer:
 
     @typed
     def step(self, inputs: Inputs, labels: IntArray | None = None, lr: float | None = None) -> float:
-        """Train one step, wait for it, and return its mean loss before the update. Arguments as of `submit`."""
+        """Train one step, wait for its end, and return the mean loss before the update. Arguments: see `submit`."""
         return self.submit(inputs, labels, lr).result().loss
 
     @typed
@@ -369,7 +369,7 @@ class Trainer:
     ) -> None:  # fmt: skip
         """Continue from a checkpoint: set its step, optimizer averages and loss scale.
 
-        The weights stay those of the trainer's model, which must have the checkpoint's weights already.
+        The weights are not changed: the trainer's model must have the checkpoint's weights already.
 
         Args:
             step: Number of steps trained so far.
@@ -437,7 +437,7 @@ class Trainer:
     def filled(self, inputs: Inputs, labels: IntArray | None = None, passes: int | None = None) -> StepInputs:
         """Return a step's inputs as StepInputs, packed if the trainer packs. `submit` and `evaluate` accept these.
 
-        passes: Number of forward and backward passes. Default: that of a step."""
+        passes: Number of forward and backward passes. Default: `grad_accumulation`."""
         passes = passes or self.grad_accumulation
 
         def pack(arrays: Mapping[str, Any]) -> StepInputs:
