@@ -68,7 +68,7 @@ from nntile_py.tiles.tasklist import Policy
 from nntile_py.tiles.worker_kinds import check_workers
 from nntile_py.yaml_text import dump
 
-_OF_RUNS = ("metrics.jsonl", "checkpoints")  # names that only the folder of a run has, besides config.yaml and weights
+_OF_RUNS = ("metrics.jsonl", "checkpoints")  # beside one of these, or beside weights, config.yaml is a run's
 DEFAULT_MODEL = "gpt2"
 
 

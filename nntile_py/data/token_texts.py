@@ -11,7 +11,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of a byte, for characters th
 
 
 class TokenTexts:
-    """Returns the text of a single token. A leading space, which Tokenizer.decode would remove, stays.
+    """Returns the text of a single token. A leading space, which Tokenizer.decode may remove, stays.
 
     Args:
         tokenizer: Has the tokens.
