@@ -137,7 +137,7 @@ def spans(numbers: Iterable[int]) -> str:
 def _config_header() -> Path | None:
     """Return the path of StarPU's header starpu_config.h, or None if there is none.
 
-    It belongs to the StarPU that the extension was compiled with; without an extension, to the StarPU that a
+    The header belongs to the StarPU that the extension was compiled with; without an extension, to the StarPU that a
     compilation would use.
     """
     info = build_info()

@@ -80,7 +80,7 @@ def shown(text: str) -> str:
 
 @functools.cache
 def say_once(text: str) -> None:
-    """Issue a Python warning on rank 0; the same text only once."""
+    """Issue a Python warning on rank 0. A repeated call with an equal text does nothing."""
     if launcher.leads():
         warnings.warn(text, stacklevel=3)
 

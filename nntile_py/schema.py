@@ -66,7 +66,7 @@ _BOUNDS: dict[str, tuple[str, str, Callable[[Any, Any], bool]]] = {
 def integer(least: int, most: int | None = None) -> tuple[PlainValidator, Rule]:
     """Return annotations of a key that accepts integers from `least` to `most`; without `most`, below 2^63.
 
-    Larger integers are refused because listing the tiles of an axis of such a size would never end.
+    Larger integers are refused: to list the tiles of an axis of 2^63 entries would never end.
     """
     words = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
     end = 2**63 if most is None else most + 1
@@ -164,9 +164,9 @@ class Section(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Copy the documentation of a base class's field to the same field here if it has no text of its own.
+        """Copy the documentation of a base class's field to the same field here if this field has no text.
 
-        help() shows a signature with names and defaults only: the annotations hold the rules that check values.
+        Remove annotations from the signature that help() shows: they hold the rules that check values.
         """
         for name, field in cls.model_fields.items():
             above = (base.model_fields.get(name) for base in cls.__mro__[1:] if issubclass(base, Section))
@@ -270,7 +270,7 @@ def explained(cls: type[BaseModel], error: ValidationError, prefix: str = "", el
 def allowed(given: Any, known: list[str], elsewhere: Iterable[str] = ()) -> str:
     """Return the end of a message about an unknown name: a suggestion, and all allowed names.
 
-    The suggestion is the first match of: the same name in another section, a similar name in `known`, a similar name in
+    The suggestion is the first match of: an equal name in another section, a similar name in `known`, a similar name in
     another section.
 
     Args:

@@ -37,7 +37,7 @@ Row = Callable[["Case"], Any]  # adds the operator under test to a Case
 
 # Largest relative error by dtype. Values of 8 bits are compared with references that are rounded alike.
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1.5e-2, "fp16": 2e-3, "e4m3": 1e-3, "e5m2": 1e-3}
-# Default sizes of axes, and sizes of axes that are the same in all tests.
+# SIZES: default sizes of axes. FIXED: sizes of axes that no test changes.
 SIZES = {"batch": 4, "seq": 6, "embed": 24, "heads": 4, "head_dim": 4, "ffn": 20, "vocab": 36}
 FIXED = {"qkv": 3, "stat": 2, "one": 1, "classes": 2, "sequences": 4}
 
@@ -141,9 +141,9 @@ class Case:
         self.sum_dtype = accumulation_dtype(dtype)
 
     def x(self, axes: str, make: Maker = normal, dtype: str | None = None, **options: Any) -> Tensor:
-        """Add an input to the graph and return it. `make` draws its values.
+        """Add an input to the graph and return it.
 
-        `axes` are the names of its axes, separated by spaces.
+        axes: names of the input's axes, separated by spaces. make: draws the input's values.
         """
         tensor = self._tensor(axes, "input", dtype, **options)
         self.makers[tensor] = make
@@ -369,7 +369,7 @@ def with_gradient(row: Row, outputs: Sequence[int], case: Case) -> None:
 def check_gradient(case: Case, rng: np.random.Generator) -> None:
     """Compare the gradient with central finite differences of the operator, in random directions.
 
-    Both are computed with the references in numpy.
+    The gradient and the differences are computed with the references in numpy.
     """
     inputs, op = case.draw(rng), case.graph.ops[0]
     values = case.computed(inputs)

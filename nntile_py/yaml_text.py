@@ -1,4 +1,4 @@
-"""YAML as text: which values plain texts have, limits, and the texts of values."""
+"""Parses YAML within limits of size, and writes YAML. Values without quotes are read as in YAML 1.2."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _NO_BREAKS = "\x85\u2028\u2029"
 class _Loader(yaml.SafeLoader):
     """A YAML loader that refuses repeated keys, and reads plain values by _PLAIN instead of YAML 1.1.
 
-    PyYAML ends lines at _NO_BREAKS, as YAML 1.1 does. The loader therefore reads other characters in their place, which
-    the text does not have, and puts them back into the values.
+    PyYAML ends lines at _NO_BREAKS, as YAML 1.1 does. The loader therefore replaces these characters before parsing by
+    characters that the text does not have, and restores them in the values.
     """
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
 
     def __init__(self, text: str) -> None:
-        lower = text.lower()  # its escapes in quotes, such as \ue000, count too
+        lower = text.lower()  # escapes such as \ue000 in quotes count as characters of the text
         private = range(0xE000, 0xF900)  # Unicode's Private Use Area
         unused = (chr(code) for code in private if chr(code) not in text and f"{code:x}" not in lower)
         instead: dict[str, str | int | None] = dict(zip(_NO_BREAKS, unused, strict=False))
@@ -49,8 +49,8 @@ class _Dumper(yaml.SafeDumper):
     """A YAML dumper that quotes a text which the loader, or YAML 1.1, would read as another value."""
 
 
-# {type of a plain value: (its form, its first characters)}, as in YAML 1.2 without octal numbers. Others are texts,
-# also those that YAML 1.1 reads as numbers or truth values: 010 (8), 1:30 (90), 1_000, yes, off.
+# {type of a value without quotes: (its form, its first characters)}, as in YAML 1.2 without octal numbers. Other values
+# are texts, even if YAML 1.1 reads them as numbers or truth values: 010 (8), 1:30 (90), 1_000, yes, off.
 _PLAIN = {
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
     "int": (r"[-+]?(0|[1-9]\d*)|0x[\da-fA-F]+", "-+0123456789"),

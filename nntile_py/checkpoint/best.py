@@ -62,7 +62,8 @@ class BestCheckpoint:
     """Keeps the link `best` of a run at its checkpoint with the smallest held-out loss.
 
     Args:
-        run: The run's folder. Its complete checkpoints of the same text and measurement count.
+        run: The run's folder. A complete checkpoint is compared only if its loss was measured on the same text in the
+            same way.
         key: The key `checkpoint.best`; None: the link stays as it is, unless its checkpoint is gone.
         facts: Entries `config` and `data` of the run's checkpoints.
         report: Shows a message.
@@ -92,11 +93,11 @@ class BestCheckpoint:
         return self._enabled and (self.best is None or loss < self.best[0])
 
     def facts(self, step: int) -> dict[str, Any]:
-        """Return the entry of a checkpoint's state.json; {} if the loss was not measured after this step."""
+        """Return {LOSS: loss} for state.json of the step's checkpoint; {} if no loss was measured after this step."""
         return {LOSS: self._losses[step]} if step in self._losses else {}
 
     def written(self, run: Path, step: int) -> None:
-        """After the checkpoint of a step is complete: let `best` name it, if its loss is the smallest."""
+        """After the checkpoint of a step is complete: if its loss is the smallest so far, let the link name it."""
         loss = self._losses.get(step)
         self._losses = {later: value for later, value in self._losses.items() if later > step}
         if self._enabled and loss is not None and (self.best is None or loss < self.best[0]):
@@ -104,7 +105,7 @@ class BestCheckpoint:
             self._link(run)
 
     def moved(self) -> None:
-        """The run goes on in another folder, which has no checkpoint yet."""
+        """Forget the best checkpoint: the run continues in another folder, which has no checkpoint yet."""
         self.best = None
 
     def _link(self, run: Path) -> None:

@@ -178,11 +178,11 @@ def write_tensors(
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder to fill. Afterwards sync it and rename it to `folder`, replacing an earlier checkpoint.
 
-    Files that a user has put beside the earlier checkpoint stay.
+    Files that a user has put into the folder of the earlier checkpoint stay.
 
     Raises:
-        ConfigError: `folder` exists and is neither empty nor a checkpoint of this program, or the user's file beside
-            the earlier checkpoint has the name of a new file.
+        ConfigError: `folder` exists and is neither empty nor a checkpoint of this program, or a user's file in it has
+            the name of a new file.
     """
     folder = Path(os.path.realpath(folder))
     users_files(folder)
@@ -228,7 +228,7 @@ def own_files(folder: Path) -> set[str] | None:
 
 
 def is_inside(name: str) -> bool:
-    """Return True if a path is that of a file in a checkpoint, or in a folder of the checkpoint."""
+    """Return True if a relative path stays in a checkpoint: a file's name, or FOLDER/NAME."""
     parts = Path(name).parts
     return 1 <= len(parts) <= 2 and not Path(name).is_absolute() and ".." not in parts
 
@@ -259,9 +259,10 @@ def _remove_own(folder: Path) -> None:
 
 
 def _remove_left(folder: Path, unfinished: bool) -> None:
-    """Remove what killed processes have left of a checkpoint that was to be `folder`.
+    """Remove temporary folders that killed processes have left while they wrote or replaced the checkpoint `folder`.
 
-    unfinished: Only unfinished checkpoints; what one of several threads has just replaced is not touched."""
+    unfinished: Remove only unfinished checkpoints: a complete one may be a replaced checkpoint that another thread is
+    just removing."""
     for left in temporary_names(folder):
         with suppress(OSError):
             lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -298,7 +299,7 @@ def free_name(path: Path) -> Path:
 
 
 def prune(run: Path, keep: int, keep_every: int | None, best: int | None = None) -> None:
-    """Remove old checkpoints. The newest `keep` stay, that of step `best`, and those of multiples of `keep_every`."""
+    """Remove checkpoints, except the newest `keep`, the one of step `best`, and multiples of `keep_every` steps."""
     for step, folder in [*checkpoints_in(run)][keep:]:
         if step != best and not _is_permanent(step, keep_every):
             remove_checkpoint(folder)
@@ -309,8 +310,8 @@ def removable(
 ) -> list[tuple[int, Path]]:
     """Return step and folder of each checkpoint that may be removed if the disk is full, the oldest first.
 
-    newest: step of the newest checkpoint that is known to be complete. Older checkpoints may be removed, except that of
-    step `best`, and those whose step is a multiple of `keep_every`. None: no checkpoint may be removed."""
+    newest: step of the newest checkpoint that is known to be complete. Older checkpoints may be removed, except the
+    checkpoint of step `best`, and multiples of `keep_every` steps. None: no checkpoint may be removed."""
     older = [(n, path) for n, path in checkpoints_in(run) if newest is not None and n < newest and n != best]
     return [(step, path) for step, path in reversed(older) if not _is_permanent(step, keep_every) and own_files(path)]
 
@@ -322,7 +323,7 @@ def _is_permanent(step: int, keep_every: int | None) -> bool:
 def remove_checkpoint(folder: Path) -> None:
     """Remove a checkpoint. If the process is killed meanwhile, no part stays under the checkpoint's name.
 
-    Files that a user has put beside it are then in FOLDER.old1. A folder that is no checkpoint stays."""
+    Files that a user has put into the folder are then in FOLDER.old1. A folder that is no checkpoint stays."""
     if own_files(folder) is None:
         return
     going = temporary_name(folder)

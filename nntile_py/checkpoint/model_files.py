@@ -19,19 +19,19 @@ from nntile_py.models.hf_config import read_json
 from nntile_py.system.folders import MARK, is_name, read
 
 Files = dict[str, str | bytes]
-# Suffixes of the small files that go along from the folder of a model: settings, chat templates, vocabularies. Weights,
-# code and documentation have others.
+# Suffixes of the small files that a checkpoint copies from the folder of `model.from`: settings, chat templates,
+# vocabularies. Weights, code and documentation have other suffixes.
 SUFFIXES = (".json", ".jinja", ".txt", ".model")
 MODULES = "modules.json"  # lists the modules of a sentence-transformers model with their folders
 MODULE_WEIGHTS = (".safetensors", ".bin")
 LEFT_OUT = ("_results.json", "trainer_state.json", ".index.json")
-RUN_FILES = (*checkpoint.FILES, SAMPLE)  # a checkpoint or a run has its own
+RUN_FILES = (*checkpoint.FILES, SAMPLE)  # not copied: a checkpoint or a run writes files of these names itself
 TEMPLATES = "additional_chat_templates"  # transformers' folder of further chat templates
-MOST_BYTES = 2**25  # larger files do not go along
+MOST_BYTES = 2**25  # larger files are not copied
 
 
 def companions_note(config: RunConfig) -> str:
-    """Return a message if modules.json of the model's folder does not go along; "" if it does, or does not exist."""
+    """Return a message if modules.json of the model's folder cannot be copied; "" if it can, or does not exist."""
     folder = same_folder(config.tokenizer.path, config.model.from_) if config.model.from_ else None
     if not folder or not (names := incomplete_modules(folder)):
         return ""
@@ -105,10 +105,10 @@ def sentence_files(config: RunConfig) -> Files:
 
 
 def companions(config: RunConfig, known: SpecialTokens) -> Files:
-    """Return {path in the folder: content} of the files that go along from the folder of `model.from`.
+    """Return {path in the folder: content} of the files that a checkpoint copies from the folder of `model.from`.
 
     These are the files that companions_of yields. If the tokenizer is of another folder, only generation_config.json
-    goes along, with the tokenizer's special tokens."""
+    is copied, with the numbers of the tokenizer's special tokens."""
     if not config.model.from_:
         return {}
     if folder := same_folder(config.tokenizer.path, config.model.from_):
@@ -121,9 +121,9 @@ def companions(config: RunConfig, known: SpecialTokens) -> Files:
 def companions_of(folder: Path) -> Iterator[Path]:
     """Yield the files with a suffix of SUFFIXES in a model's folder, in TEMPLATES, and in the folders of its modules.
 
-    A module's folder may have weights too, such as those of a Dense module, which no run trains. Left out are lists of
-    weight files, files that a checkpoint or a run has of its own, results of another training, and modules.json if
-    `incomplete_modules` finds a module."""
+    In a module's folder, weights are included, such as those of a Dense module, because no run trains them. Left out
+    are lists of weight files, files that a checkpoint or a run writes itself, results of another training, and
+    modules.json if `incomplete_modules` finds a module."""
     left_out = (*LEFT_OUT, *[MODULES] * bool(incomplete_modules(folder)))
     for place in [folder, folder / TEMPLATES, *_module_folders(folder)]:
         suffixes = SUFFIXES if place == folder else (*SUFFIXES, *MODULE_WEIGHTS)
@@ -135,9 +135,9 @@ def companions_of(folder: Path) -> Iterator[Path]:
 
 
 def incomplete_modules(folder: Path) -> list[str]:
-    """Return the folders of modules that do not go along, or not with all their weights.
+    """Return the folders of modules that cannot be copied, or not with all their weights.
 
-    They have the name of a run's own file, are not inside `folder`, or have weights above MOST_BYTES.
+    Such a folder has the name of a run's own file, is not inside `folder`, or has a weight file above MOST_BYTES.
     """
     kept = {place.name: place for place in _module_folders(folder)}
     large = {
@@ -154,7 +154,7 @@ def _module_folders(folder: Path) -> list[Path]:
 
 
 def _module_names(folder: Path) -> list[str]:
-    """Return the folders that modules.json names; none if it is missing or broken."""
+    """Return the folders that modules.json names; [] if the file is missing or broken."""
     try:
         names = [module["path"] for module in json.loads(read(folder / MODULES)) if module["path"]]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):

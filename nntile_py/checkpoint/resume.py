@@ -25,8 +25,8 @@ from nntile_py.tasks.optimizer import OPTIMIZERS
 from nntile_py.tiles import AXES
 from nntile_py.tiles.tiling import is_tile_size
 
-# Keys of the config that may change when a run resumes, without a report: they have no effect on the trained weights.
-# Keys whose changes are not reported. The hashes of the tokens show a change of the text: see data_facts.
+# Keys of the config that may change when a run resumes, without a report. Keys of `data` are among them, because the
+# hashes of the tokens show whether the text has changed, see data_facts.
 FREE = (
     "out", "runtime", "scheduler", "profile", "debug", "sample", "logging", "checkpoint", "tokenizer", "model.from",
     "train.log_every", "train.eval_every", "train.eval_batches", "data.text", "data.label", "data.extensions",
@@ -108,7 +108,7 @@ class ResumePoint:
         return find(section.type).from_hf(self.folder, **section.model_dump(by_alias=True))
 
     def restore(self, trainer: Any) -> None:
-        """Set the checkpoint's averages, step and loss scale in a trainer, whose model is that of `model`."""
+        """Set the checkpoint's averages, step and loss scale in a trainer of the model that `model` returns."""
         trainer.restore(self.step, read_averages(self.folder), loss_scale_of(self.facts, trainer))
 
 
@@ -171,8 +171,8 @@ def _states(where: Path) -> Iterator[dict[str, Any]]:
 def data_facts(config: RunConfig, dataset: Dataset) -> dict[str, str]:
     """Return {name: SHA-256} of a run's tokens, of its tokenizer, and of the file of a model of the user's own.
 
-    The tokenizer's hash leaves out its template: a saved tokenizer may have a template that the original lacks. The
-    tokens' hash covers the tokens that a template adds."""
+    The hash of the tokenizer leaves out the tokenizer's template: a saved tokenizer may have a template that the
+    original lacks. The hash of the tokens covers the tokens that a template adds."""
     bare = Tokenizer.from_str(dataset.tokenizer.to_str())
     bare.post_processor = None
     parts = dataset.contents() | {"tokenizer (its template aside)": bare.to_str().encode()}

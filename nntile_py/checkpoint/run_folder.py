@@ -51,8 +51,8 @@ class RunFolder:
 
     Args:
         out: The folder.
-        replaces: Replace an earlier run in `out`. The new run is written beside it, and takes its place when the first
-            checkpoint is complete.
+        replaces: Replace an earlier run in `out`. The new run is written into a folder beside `out`, and replaces `out`
+            when its first checkpoint is complete.
         new: The folder must be empty.
         report: Shows a message if a user's file gets another name.
 
@@ -86,7 +86,7 @@ class RunFolder:
             raise
 
     def _prepare(self) -> None:
-        """Remove what killed runs have left; make the folder known as a run's."""
+        """Remove what killed runs have left, and mark the folder as the folder of a run."""
         for name in OWN:
             remove_leftovers(self.path / name)
         remove_unfinished_links(self.path)
@@ -95,7 +95,7 @@ class RunFolder:
             if is_marked(self.path, _NEW):
                 _remove_run(self.path, self.path)
             mark(self.path, _NEW)
-        if self._fresh:  # metrics.jsonl is the first file: after a kill, --overwrite takes the folder
+        if self._fresh:  # metrics.jsonl comes first: after a kill it lets --overwrite accept the folder
             append(self.path / METRICS).close()
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class RunFolder:
             old.rmdir()
 
     def publish(self, step: int) -> None:
-        """Put a checkpoint's files into the run's folder, except those that only a resumed run reads.
+        """Put a checkpoint's files into the run's folder, except the optimizer's averages and state.json.
 
         The weights are a hard link to the checkpoint's file, or a copy on disks without hard links. Other files are
         copies, which a user may edit without a change of the checkpoint, or links if the disk has no room for copies.
@@ -152,9 +152,9 @@ class RunFolder:
         sync(self.path)
 
     def make_way(self, name: str) -> None:
-        """Rename what a user has put in the place of the run's file `name`, or of its folder, to NAME.old1.
+        """Rename to NAME.old1 what a user has put in the place of the run's file `name`, or of the file's folder.
 
-        In the place of a folder, these are links, through which the run would write, and files."""
+        In the place of the folder, files are renamed, and links, because the run would write through a link."""
         path = self.path / name
         inner = path.parent
         if inner != self.path and os.path.lexists(inner) and (inner.is_symlink() or not inner.is_dir()):
@@ -214,7 +214,7 @@ def check_replaced(out: Path) -> None:
 
 
 def _is_run(folder: Path, names: Set[str]) -> bool:
-    """Return True if a folder with files of a run's names is a run: metrics.jsonl and config.yaml have its content."""
+    """Return True if a folder with names of a run's files is a run, by the content of metrics.jsonl and config.yaml."""
     if METRICS not in names:
         return False
     if RUN_CONFIG not in names:
@@ -229,15 +229,15 @@ def _is_run(folder: Path, names: Set[str]) -> bool:
 
 
 def _is_free(new: Path) -> bool:
-    """Return True if a run may be written to `new`, to replace another one: at most a killed run is there."""
+    """Return True if a run that is to replace another run may use the folder `new`: it has at most a killed run."""
     return not taken(new) or (is_marked(new, _NEW) and not {entry.name for entry in new.iterdir()} - {*OWN, MARK})
 
 
 def _remove_run(folder: Path, kept: Path) -> list[Path]:
-    """Remove a run's files from `folder`. Move other files to the same place in the folder `kept`, if it is another.
+    """Remove a run's files from `folder`. If `kept` is another folder, move other files to the same place in `kept`.
 
-    Small files of a run that differ from those of its checkpoints are a user's. Returns the files that have got another
-    name, see `_move_entries`."""
+    A run's small file that differs from its copies in the checkpoints was edited: it counts as a user's file. Returns
+    the files that have got another name, see `_move_entries`."""
     inner, written, renamed = folder / "checkpoints", {*OWN}, list[Path]()
     if best_step(folder) is None:
         written -= {BEST}  # a user's file
@@ -257,7 +257,7 @@ def _remove_run(folder: Path, kept: Path) -> list[Path]:
 
 
 def _published(folder: Path) -> set[str]:
-    """Return the names of the files of a checkpoint that a run's folder has too, none in a folder named as in OWN."""
+    """Return the names of a checkpoint's files that a run's folder also has. Files in folders of OWN are left out."""
     names = (checkpoint.own_files(folder) or set()) - {checkpoint.OPTIMIZER, checkpoint.STATE}
     return {name for name in names if str(Path(name).parent) not in OWN}
 
@@ -291,15 +291,15 @@ class Metrics:
 
     Args:
         run: The run's folder.
-        after: Step after which the run resumes. Lines of earlier runs up to this step stay. 0: there are none.
+        after: Step after which the run resumes. Earlier lines up to this step stay. 0: a new run, no line stays.
         report: Shows a message.
         earlier: Folder of the metrics.jsonl with the earlier lines. None: `run`.
         ready: Called once, after the lines that stay are on the disk and before they replace the old metrics.jsonl.
 
     Attributes:
         lines: The lines that stayed.
-        first: Entries of the first line that this process writes.
-        listener: Called with each line; None: no one listens.
+        first: Entries to add to the first line that this process writes.
+        listener: Called with each line that is written; None: no function is called.
     """
 
     listener: Callable[[dict[str, Any]], None] | None = None

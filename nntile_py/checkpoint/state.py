@@ -154,12 +154,12 @@ class LiveState:
     def serve(self) -> bool:
         """On ranks other than 0: send rank 0 the tiles that it requests, until rank 0 calls `end`.
 
-        Returns True if no other checkpoint follows."""
+        Returns True if no further checkpoint follows."""
         assert self.ranks
         return self.ranks.give(self.piece)
 
     def end(self, last: bool = False) -> None:
-        """On rank 0: let `serve` return on the other ranks. last: no other checkpoint follows."""
+        """On rank 0: let `serve` return on the other ranks. last: no further checkpoint follows."""
         if self.ranks:
             self.ranks.end_giving(last)
 

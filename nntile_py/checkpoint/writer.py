@@ -80,7 +80,7 @@ class CheckpointWriter:
         trainer: The trainer to save.
         folder: The run's folder.
         files: Files of each checkpoint beside the arrays, by name.
-        facts: Entries of state.json besides `trainer_facts`.
+        facts: Entries of state.json in addition to `trainer_facts`.
         report: Shows a message.
 
     Attributes:
@@ -131,7 +131,7 @@ class CheckpointWriter:
 
     @property
     def best(self) -> tuple[float, int] | None:
-        """Held-out loss and step of the best checkpoint, if the config keeps it."""
+        """Held-out loss and step of the best checkpoint; None without a checkpoint, or if the config keeps no best."""
         return self._best.best
 
     @property
@@ -150,7 +150,7 @@ class CheckpointWriter:
         `reported` must have been called for all earlier steps; if `needs_report`, for this step too."""
         if self._in_doubt:
             self._leave_out()
-        self._join()  # the disk may be slower than the steps; ranks copy together, after the earlier checkpoint
+        self._join()  # wait for the earlier checkpoint: the disk may be slower than the steps, and ranks copy together
         self._report_failure()
         self._last_time, self._step, self._ended, self._abandoned = time.monotonic(), step, False, False
         if not self.waits:
@@ -195,7 +195,7 @@ class CheckpointWriter:
         self._join()
 
     def write_last(self) -> int:
-        """Write the checkpoint of the last step, if it is missing. Returns the step. Raises an error of writing."""
+        """Write the checkpoint of the last step, if it is missing. Returns the step. Raises the error if this fails."""
         self.finish()
         step = self._trainer.steps
         if self.newest != step:
@@ -209,12 +209,12 @@ class CheckpointWriter:
         return step
 
     def move(self, folder: RunFolder) -> None:
-        """Write the next checkpoint into another run's folder, which has none yet."""
+        """Write all further checkpoints into another folder, which has no checkpoint yet."""
         self.folder, self.newest = folder, None
         self._best.moved()
 
     def close(self) -> None:
-        """Tell the other ranks that no other checkpoint follows."""
+        """Tell the other ranks that no further checkpoint follows."""
         self._trainer.live().end(last=True)
 
     def finish(self) -> None:
@@ -300,7 +300,7 @@ class TileSender:
 
     @property
     def needs_report(self) -> bool:
-        """See CheckpointWriter.needs_report. All ranks must evaluate it at the same point of the run."""
+        """See CheckpointWriter.needs_report. All ranks must read this property at the same point of the run."""
         if self._waits is None:
             need, free = memory_for_copies(self._trainer)
             self._waits = not (self._async and need < free)
@@ -353,8 +353,8 @@ def save_final(
     """Write the run's last checkpoint and put its weights into the run's folder. Returns this folder.
 
     If that fails by an error that a user can correct, such as a full disk, save the run in the folder `rescue`. Without
-    `rescue`, try again every RETRY seconds until a further signal comes, unless the checkpoint is written: then raise
-    NNTileError.
+    `rescue`, try again every RETRY seconds until another signal comes. If the checkpoint is written, and only the copy
+    of its weights fails, raise NNTileError instead of trying again.
 
     stop: Names of the signals received so far; a signal appends its name."""
     waits, signals, saved = False, len(stop), None
@@ -377,7 +377,7 @@ def save_final(
                     continue
                 except (OSError, NNTileError) as other:
                     report(f"nor there ({error_text(other)})")
-            if saved:  # waiting is not worth it: nothing is lost
+            if saved:  # no need to try again: nothing is lost
                 again = f"nntile train --resume {saved.parents[1]} puts the weights into this folder"
                 raise NNTileError(f"{error_text(error)}; what was trained is in {saved}; {again}") from None
             if not waits:

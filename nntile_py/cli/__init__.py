@@ -53,7 +53,7 @@ def main(run: Callable[[], Any] = app) -> None:
         if os.environ.get("NNTILE_DEBUG") == "1" or (isinstance(error, RuntimeError) and not no_threads):
             raise
         if isinstance(error, BrokenPipeError) and error.filename == output.NAME:
-            sys.exit(1)  # as of `| head -1`
+            sys.exit(1)  # the reader of a pipe, such as `| head -1`, has ended
         text = f"out of memory ({error})" if isinstance(error, MemoryError) else str(error)
         text += LIMITS if no_threads else ""
         if isinstance(error, OSError) and error.filename:

@@ -264,8 +264,7 @@ def _work(config: str | None, work: str | None, sets: list[str] | None) -> tuple
 
 
 def _trace_message(path: Path, summary: dict[str, Any]) -> str:
-    """Return a message with the trace file's path and size. If the file is large, it also says how to get a smaller
-    file."""
+    """Return a message with the trace file's path and size; for a large file also how to get a smaller one."""
     size = path.stat().st_size / 1e6
     message = f"{path}, for ui.perfetto.dev: {size:,.1f} MB"
     if size <= LARGE_TRACE:

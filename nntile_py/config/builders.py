@@ -63,7 +63,7 @@ def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
 
 
 def room(config: RunConfig) -> Room:
-    """Return the workers and the memory that the section `runtime` gives a run, on each rank."""
+    """Return the workers and the memory of each rank, as the section `runtime` sets them."""
     runtime = config.runtime
     disk = runtime.disk.size if runtime.disk else 0
     gpus = config.workers if runtime.cuda else 0
@@ -77,18 +77,17 @@ def default_layouts(config: RunConfig) -> RunConfig:
 
 
 def predicted(config: RunConfig) -> float:
-    """Return the share of tokens for which the model computes a loss: train.mask_probability for masked models, else
-    1."""
+    """Return the share of tokens that have a loss: train.mask_probability for masked models, else 1."""
     return config.train.mask_probability if config.aim == "masked" else 1.0
 
 
 def tiling(config: RunConfig) -> Tiling:
-    """Return the config's tile sizes as a Tiling; for `tiles: auto` those of `auto_tiles`."""
+    """Return the config's tile sizes as a Tiling; for `tiles: auto` the tile sizes of `auto_tiles`."""
     return Tiling(auto_tiles(config).tiles if config.tiles == AUTO_TILES else config.tile_sizes)
 
 
 def uncut(config: RunConfig) -> RunConfig:
-    """Return the config without tiles if it has `tiles: auto`, else the config."""
+    """Return the config with `tiles: {}` (no axis is cut) in place of `tiles: auto`; other configs unchanged."""
     return config.model_copy(update={"tiles": TilesSection()}) if config.tiles == AUTO_TILES else config
 
 
@@ -100,10 +99,10 @@ def with_tiles(config: RunConfig) -> RunConfig:
 def auto_tiles(config: RunConfig) -> KeptTiling:
     """Return the tiling that `tiles: auto` stands for, on this machine and with these ranks.
 
-    A single process takes the tiling that the cache folder has for the config, or searches and keeps one. Several
-    ranks search by assumed rates, without the cache folder, so that ranks on different machines get the same tiling. A
-    single worker needs no tiles, and a model without a loss gets none, as a training step is estimated. The config's
-    own tiles have no effect.
+    A single process reads the tiling from the cache folder, or searches for a tiling and stores it there. Several ranks
+    search with assumed rates and without the cache folder, so that ranks on different machines get the same tiling. No
+    axis is cut for a single worker. No axis is cut either if no training step can be built, as for a model without a
+    loss, because the search estimates training steps. The config's own tiles have no effect.
     """
     ranks = launcher.started()[1]
     key = uncut(config).to_yaml(), ranks
@@ -113,7 +112,7 @@ def auto_tiles(config: RunConfig) -> KeptTiling:
 
 
 def search_for(config: RunConfig) -> TileSearch:
-    """Return the estimates among which `tiles: auto` chooses. The config's own tiles have no effect."""
+    """Return the tilings that `tiles: auto` compares, with estimates. The config's own tiles have no effect."""
     spec, ranks, gpu = _without_tiles(config), launcher.started()[1], config.runtime.cuda != 0
     one, speed = room(config), device_model.worker(TILE_DTYPE[config.precision], gpu)
     if not gpu and ranks == 1:
@@ -131,9 +130,9 @@ def kept_tiles(config: RunConfig) -> KeptTiles:
 
 
 def keep_measured(config: RunConfig, tiles: Mapping[str, int]) -> bool:
-    """Keep a measured tiling: `tiles: auto` then stands for it in this config, whose own tiles have no effect.
+    """Store a measured tiling for a config, which `tiles: auto` then uses. The config's own tiles have no effect.
 
-    Returns False if the cache folder cannot keep it.
+    Returns False if the tiling cannot be stored in the cache folder.
     """
     kept, program = kept_tiles(config), program_of(_without_tiles(config), room(config))
     measured = kept.keep(program, tiles, MEASURED)

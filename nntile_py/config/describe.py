@@ -35,7 +35,7 @@ and put this line at the top of the file, without the quotes:
 
 
 def meaning(field: FieldInfo) -> str:
-    """Return a key's documentation as one line: its own text, or the docstring of the section that it holds."""
+    """Return a key's documentation as one line: the key's text, or the docstring of the section that the key holds."""
     inner = section_of(field)
     return " ".join((field.description or (inner and inner.__doc__) or "").split())
 
@@ -64,7 +64,7 @@ def initial(path: str, model: str, sets: Iterable[str] = ()) -> str:
     Args:
         path: The file that the YAML will be written to; comments name it.
         model: The type of the model. Sizes and other values come from experiments/MODEL_tiny.yaml.
-        sets: Values that replace them, such as "train.steps=100".
+        sets: Settings that override these values, such as "train.steps=100".
 
     Raises:
         ConfigError: The type is not trained on text, or a value is not allowed."""
@@ -125,12 +125,12 @@ def _lines(cls: type[BaseModel], values: dict[str, Any], given: set[str], prefix
         else:
             active = any(f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.") for other in given)
             yield f"{indent}{'' if active else '#'}{name}: {_yaml(value)}"
-            if inner and value is not None:  # a word in place of a section
+            if inner and value is not None:  # the value is a word, such as `auto`; a section is also allowed
                 yield from _alternative(inner, indent)
 
 
 def _alternative(section: type[BaseModel], indent: str) -> Iterator[str]:
-    """Yield comments on the keys of a section in whose place the YAML has a word."""
+    """Yield comments on a section's keys, for a YAML that has a word such as `auto` instead of the section."""
     yield f"{indent}# Or a section with the keys:"
     for own, field in section.model_fields.items():
         text = f"{field.alias or own}: {meaning(field)}"
@@ -169,7 +169,7 @@ def _json(cls: type[BaseModel]) -> dict[str, Any]:
         name, inner = field.alias or own, section_of(field)
         leaf = _json_leaf(field)
         if inner:
-            section = _json(inner) | {"type": ["object", "null"]}  # YAML reads a section of comments only as null
+            section = _json(inner) | {"type": ["object", "null"]}  # YAML reads a section of only comments as null
             choice = [rule.json for rule in field.metadata if isinstance(rule, Rule)]
             leaf = {"anyOf": [section, *choice]} if choice else section
         elif not field.is_required():
@@ -234,7 +234,7 @@ def reference() -> str:
 def tables(cls: type[BaseModel], contents: Mapping[str, Iterable[str]] = MappingProxyType({})) -> Iterator[str]:
     """Yield lines of Markdown with tables of a YAML's keys: keys outside of sections first, then each section.
 
-    `contents` has the lines for sections that are described in another way.
+    contents: {section: lines of Markdown that replace the table of its keys}.
     """
     plain = [(field.alias or name, field) for name, field in cls.model_fields.items() if not section_of(field)]
     yield from _table(_rows(plain))

@@ -1,4 +1,4 @@
-"""Settings of a trained model in use, such as by `nntile eval`: those of its run, which --set overrides."""
+"""Settings for using a trained model, as in `nntile eval`: the settings of its run, overridden by --set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.step import check_precision
 from nntile_py.schema import Section, allowed, assignment, keys, validated
 
-# Keys of a run that count when its model is used; other keys have their defaults until --set names them.
+# Keys whose values come from the config of the model's run. Other keys have their defaults unless --set changes them.
 _OF_RUN = (
     "precision", "fp8", "tiles", "accumulate", "fusion", "scheduler", "runtime", "data.text", "data.label",
     "data.texts", "data.extensions", "train.batch", "train.seq",
@@ -31,15 +31,15 @@ _PARTS: dict[str, tuple[type[Section], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class InferenceConfig:
-    """Settings of a model in use.
+    """Settings for using a trained model.
 
     Attributes:
         values: Object with the checked keys precision, fp8, tiles, accumulate, fusion, runtime and seed, as in
             RunConfig.
         data: Names of a table's columns, `text`, `label` and `texts`; `extensions` of the files that are read from a
             folder.
-        train: `batch` and `seq` of the run, None without a run; `mask_probability`.
-        model: Fields of the model's config that --set names.
+        train: `batch` and `seq`, None if neither the run nor --set sets them; `mask_probability`.
+        model: {field of the model's config: value}, from `--set model.KEY=VALUE`.
     """
 
     values: Any
@@ -67,7 +67,7 @@ def model_fields(overrides: Iterable[str]) -> dict[str, Any]:
     """Return the fields of the model's config that `--set model.KEY=VALUE` options name.
 
     Raises:
-        ConfigError: A key is none of a model in use.
+        ConfigError: A key is not one of InferenceConfig, such as a key that only training reads.
     """
     fields = {}
     for item in overrides:
@@ -85,7 +85,7 @@ def inference_config(saved: Mapping[str, Any], overrides: Iterable[str] = ()) ->
     """Return the settings of a run's saved config, changed by `--set` options.
 
     Args:
-        saved: The run's config as parsed YAML. Keys that only training needs are skipped. {}: defaults.
+        saved: The run's config as parsed YAML. Keys that only training needs are skipped. {}: all keys have defaults.
         overrides: Texts such as "tiles.embed=96".
 
     Raises:
@@ -138,6 +138,6 @@ def _some(name: str, source: type[Section], names: Iterable[str]) -> type[Sectio
 
 @cache
 def _known() -> list[str]:
-    """Return the dotted keys that --set may name, without those of the model."""
+    """Return the dotted keys that --set may name, except keys of the section `model`."""
     inner = [f"{part}.{key}" for part, (_, names) in _PARTS.items() for key in names]
     return [*(key for key, _ in keys(_settings())), *inner]

@@ -21,9 +21,9 @@ from nntile_py.tiles import AXES
 from nntile_py.tiles.tiling import is_tile_size
 
 ESTIMATED, MEASURED = "estimated", "measured"
-MOST_BYTES = 1 << 24  # of a file; a larger file is damaged
+MOST_BYTES = 1 << 24  # largest size of the file; a larger file counts as damaged
 PATIENCE = 5.0  # seconds to wait for another process that changes the file
-SLOWEST, FASTEST = 1e6, 1e18  # rates of a worker outside of this range are damaged
+SLOWEST, FASTEST = 1e6, 1e18  # flop/s or bytes/s of a worker; stored rates outside of this range count as damaged
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class KeptTiling:
 class KeptTiles:
     """The file of one kind and number of workers.
 
-    A file that cannot be read counts as empty. If it cannot be written, or another process changes it for long, nothing
-    is kept.
+    A file that cannot be read counts as empty. Nothing is stored if the file cannot be written, or if another process
+    holds its lock for more than PATIENCE seconds.
 
     Args:
         workers: text that names the workers, such as "2 x Intel(R) Xeon(R) Processor".
@@ -59,7 +59,8 @@ class KeptTiles:
     def keep(self, program: str, tiles: Mapping[str, int], how: str) -> KeptTiling:
         """Store the tiling of a program and return it.
 
-        An estimated tiling does not replace a kept tiling, which is returned instead. `how`: see KeptTiling.
+        If the file has a tiling, an estimated tiling does not replace it: the file's tiling is returned. `how`: see
+        KeptTiling.
         """
         with self._changed() as content:
             kept = _tiling(content["tilings"].get(program))
@@ -69,10 +70,10 @@ class KeptTiles:
         return kept
 
     def rates(self, dtype: str, measure: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-        """Return flop/s and bytes/s of one worker for a dtype: the kept rates, else those that `measure` returns."""
+        """Return flop/s and bytes/s of one worker for a dtype: stored rates, else the rates that `measure` returns."""
         if (kept := _rates(self._read()["rates"].get(dtype))) is None:
             measured = measure()
-            with self._changed() as content:  # if another process has stored rates meanwhile, these rates stay
+            with self._changed() as content:  # rates that another process stored during the measurement stay
                 if (kept := _rates(content["rates"].get(dtype))) is None:
                     kept, content["rates"][dtype] = measured, list(measured)
         return kept
@@ -93,7 +94,7 @@ class KeptTiles:
 
     @contextmanager
     def _changed(self) -> Iterator[dict[str, dict[str, Any]]]:
-        """Context manager: the file's content, which is written back at the end. Other processes wait meanwhile."""
+        """Context manager: lock the file, return its content, and write the changed content at the end."""
         lock = self.path.with_suffix(".lock")
         flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
         try:

@@ -27,7 +27,7 @@ def _callback(value: Any) -> str | None:
 
 
 def own_callback(name: str) -> Callable[[dict[str, Any]], Any]:
-    """Return the function of a callback my_file.py:function. Runs the code of the file.
+    """Return the function that a callback `my_file.py:function` names. Runs the code of the file.
 
     Raises:
         ConfigError: There is no such function.

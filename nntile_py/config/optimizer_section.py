@@ -60,7 +60,7 @@ class Schedule(Section):
     1 / sqrt(step) (`inverse_sqrt`). `my_file.py:function` is a function(step, steps, lr) of a Python file,
     which returns the rate."""
     decay_steps: DecaySteps = 0.1
-    """Updates of the fall of the schedule wsd, at the end of the run, or their share of `train.steps`."""
+    """Length of the fall at the end of the schedule wsd: a number of updates, or a share of `train.steps`."""
     clip_grad_norm: Positive | None = None
     """Largest norm of the gradient; a larger gradient is scaled down to it. Null: no limit."""
 

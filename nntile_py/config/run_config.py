@@ -68,7 +68,7 @@ from nntile_py.tiles.tasklist import Policy
 from nntile_py.tiles.worker_kinds import check_workers
 from nntile_py.yaml_text import dump
 
-_OF_RUNS = ("metrics.jsonl", "checkpoints")  # names in the folder of a run, beside its config.yaml and weights
+_OF_RUNS = ("metrics.jsonl", "checkpoints")  # beside one of these, or beside weights, config.yaml is a run's
 DEFAULT_MODEL = "gpt2"
 
 
@@ -278,11 +278,11 @@ def load(
         overrides: Texts such as "tiles.embed=96".
         saved: For a resumed run: a function from the value of the key `out` to the checkpoint's folder. If the path
             of `model.from` or `tokenizer.path` does not exist any more, the checkpoint's copy is used.
-        of_run: The file was saved by a run. True also for the config.yaml in a folder of a run.
+        of_run: True if a run saved the file. A config.yaml in the folder of a run is always treated as saved by a run.
 
     Raises:
-        ConfigError: A key or a value is not allowed; or a run's config, which may be downloaded, names a Python file
-            with the model's code that `overrides` do not name.
+        ConfigError: A key or a value is not allowed. Or a file saved by a run, which may be a download, names a Python
+            file whose code would be run, and `overrides` do not name this file.
     """
     tree, path, overrides = read_yaml(Path(path), "CONFIG", RunConfig), Path(path), list(overrides)
     if of_run or (path.name == "config.yaml" and any((path.parent / name).exists() for name in (*WEIGHTS, *_OF_RUNS))):
@@ -317,7 +317,7 @@ def check_saved_overrides(saved: Iterable[str], where: Path, overrides: Iterable
 
 
 def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str, saved: Saved | None = None) -> RunConfig:
-    """Return the config of a parsed YAML, with the arguments of `load`. Changes `tree`; `what` names it in errors."""
+    """Return the config of a parsed YAML `tree`, which is changed. `what` names the YAML in errors; see `load`."""
     chosen = tree.get("scheduler")
     for item in overrides:
         override(tree, item)
@@ -394,7 +394,8 @@ def _model_section(given: Any) -> Any:
         raise ConfigError(f"model.from: {folder}: {error}; {need}") from None
     given |= {"from": str(folder)}
     head = given.get("head", saved.get("head"))
-    # Another head starts from random weights. Labels of a classifier are compared with the data in _with_labels.
+    # Another head starts from random weights, so the saved settings of the head are dropped. They are dropped for a
+    # classifier too: table_models.with_labels compares the saved labels with the data.
     if head in CLASSIFIERS or head != saved.get("head"):
         given["head"], saved = head, {key: value for key, value in saved.items() if key not in cls.head_fields}
     for key in saved.keys() & given.keys():

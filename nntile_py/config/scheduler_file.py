@@ -1,4 +1,4 @@
-"""Scheduler files, which the key `scheduler` names: read them, merge them into a config, and overrides of keys."""
+"""Reads scheduler files (key `scheduler`), merges them into a config, and applies --set to a parsed YAML."""
 
 import os
 from collections.abc import Iterable, Mapping

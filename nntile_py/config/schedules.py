@@ -46,18 +46,20 @@ def constant(keys: RateKeys, step: int, steps: int) -> float:
 
 
 def cosine(keys: RateKeys, step: int, steps: int) -> float:
-    """Return the rate of a fall as half a cosine (Loshchilov and Hutter 2017, eq. 5) to `min_lr` at the last step."""
+    """Return a rate that falls as half a cosine (Loshchilov and Hutter 2017, eq. 5) to `min_lr` at the last step."""
     part = _part(step, keys.warmup_steps, steps)
     return _falling(keys, 0.5 * (1 + math.cos(math.pi * part)))
 
 
 def linear(keys: RateKeys, step: int, steps: int) -> float:
-    """Return the rate of a linear fall to `min_lr` at the last step."""
+    """Return a rate that falls linearly to `min_lr` at the last step."""
     return _falling(keys, 1 - _part(step, keys.warmup_steps, steps))
 
 
 def wsd(keys: RateKeys, step: int, steps: int) -> float:
-    """Return the rate of warm-up, stable, decay (Hu et al. 2024, MiniCPM, eq. 1): `lr`, at the end a linear fall."""
+    """Return `lr`, and a rate that falls linearly to `min_lr` in the last `decay_steps`.
+
+    Source: Hu et al. (2024), MiniCPM, eq. 1: warm-up, stable, decay."""
     decay = keys.decay_steps if keys.decay_steps >= 1 else max(1, round(keys.decay_steps * steps))
     return _falling(keys, 1 - _part(step, max(keys.warmup_steps, int(steps - decay)), steps))
 
@@ -74,7 +76,7 @@ SCHEDULES: dict[str, Callable[[RateKeys, int, int], float]] = {
 
 
 def _part(step: int, begin: int, end: int) -> float:
-    """Return the part of the steps from `begin` to `end` that are done after `step`; 0 before `begin`."""
+    """Return the share of the steps from `begin` to `end` that is done after `step`; 0 before `begin`."""
     return max(0, step - begin) / (end - begin)
 
 
@@ -88,7 +90,7 @@ def _falling(keys: RateKeys, share: float) -> float:
 
 
 def own_schedule(name: str) -> Callable[[int, int, float], Any]:
-    """Return the function of a schedule my_file.py:function. Runs the code of the file.
+    """Return the function that a schedule `my_file.py:function` names. Runs the code of the file.
 
     Raises:
         ConfigError: There is no such function.

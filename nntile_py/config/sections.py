@@ -270,10 +270,12 @@ class CheckpointSection(Section):
     keep_every: Count | None = None
     """Checkpoints after a multiple of this many updates are never removed; null: no checkpoint is exempt."""
     best: Literal["held_out_loss"] | None = None
-    """`held_out_loss`: save a checkpoint whenever the measured held-out loss is smaller than ever, keep it, and let the
-    link `best` in the run's folder name it; null: only the newest checkpoints are kept."""
+    """`held_out_loss`: save a checkpoint whenever the measured held-out loss is smaller than ever, and keep this
+    checkpoint until a better one is complete. The link `best` in the run's folder names it. Null: only the newest
+    checkpoints are kept."""
     async_: Switch = Field(default=True, alias="async")
-    """Continue training while a checkpoint is written. This takes main memory for a copy of weights and averages."""
+    """Continue training while a checkpoint is written. This takes main memory for a copy of the weights and of the
+    optimizer's averages."""
 
 
 class TilesSection(Section):
@@ -316,7 +318,8 @@ class DiskSection(Section):
     path: Annotated[Folder, AfterValidator(partial(existing, "runtime.disk.path"))]
     """A folder; its files are removed when the run ends."""
     size: Size
-    """Upper bound on the bytes in the folder. Runs that share the folder must find room for their sizes together."""
+    """Upper bound on the bytes in the folder. If several runs share the folder, the disk must have room for the sum of
+    their sizes."""
     kinds: list[Literal["weights", "gradients", "optimizer"]] | None = None
     """Kinds of tensors that may go to the disk besides activations, such as [optimizer]; tensors of the other kinds
     stay in main memory. Null: all kinds."""

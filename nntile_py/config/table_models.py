@@ -1,6 +1,6 @@
 """Models trained on the rows of one table: classifiers and sentence embeddings.
 
-Checks the sections `data` and `train` of their configs, and sets the classes or labels of `model` from the table.
+Checks the sections `data` and `train` of such configs. Sets `choices`, or classes and labels, of `model` by the table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nntile_py.system.folders import STDLIB
 CLASSIFICATION = "classification"  # the value of RunConfig.aim for heads in CLASSIFIERS
 CONTRASTIVE = "contrastive"  # the value of RunConfig.aim for head: sentence_embedding
 OF_TABLES = (CLASSIFICATION, CONTRASTIVE)  # aims whose data are the rows of one table
-# {value of model.head: what has a label}
+# {value of model.head: a text has one label, several, or one for each word}
 CLASSIFIERS: dict[str, LabelKind] = {
     CLASSIFICATION: ONE, "multi_label_classification": SEVERAL, "token_classification": WORDS,
 }  # fmt: skip
@@ -38,7 +38,7 @@ def check_table(data: DataSection, head: str) -> None:
 
 
 def with_choices(model: Any, data: DataSection, train: TrainSection) -> Any:
-    """Return the section `model` of sentence embeddings with the number of texts in a row of the table."""
+    """Return the section `model` of sentence embeddings with `choices` set to the number of texts in a table row."""
     columns, batch = data.texts, train.batch
     if train.pack:
         raise ConfigError(f"train.pack: got true; allowed with model.head: {model.head}: false")
@@ -60,7 +60,7 @@ def with_choices(model: Any, data: DataSection, train: TrainSection) -> Any:
 def with_labels(model: Any, data: DataSection) -> Any:
     """Return the section `model` of a classifier with the table's labels as its classes.
 
-    If the folder `model.from` has a classifier with the same labels, they keep their order there.
+    If the folder `model.from` has a classifier with the same labels, the labels keep the order of that classifier.
     """
     fields = type(model).model_fields
     samples = read_samples("data.source", data.name, data.text, data.label, CLASSIFIERS[model.head])

@@ -53,7 +53,7 @@ class ChatTemplate:
         Args:
             messages: The messages.
             answer: Add the text that begins an assistant's answer.
-            end: The `deadline` of several calls together. None: this call has its own.
+            end: A `deadline` that several calls share. None: this call has a deadline of its own.
 
         Raises:
             ConfigError: The template refuses the messages, has an error, or takes too long.
@@ -97,7 +97,7 @@ def _text(token: Any) -> Any:
 
 
 def deadline(messages: Sized) -> float:
-    """Return when the rendering of a conversation that begins now must have ended, in seconds of this thread's work."""
+    """Return the time limit for rendering a conversation from now on: a value of time.thread_time()."""
     return time.thread_time() + MOST_SECONDS + SECONDS_EACH * len(messages)
 
 
@@ -105,7 +105,8 @@ def deadline(messages: Sized) -> float:
 def _limited(end: float) -> Iterator[None]:
     """Raise TemplateError after MOST_STEPS lines of a template's compiled code, or at `end`, see `deadline`.
 
-    Works in all threads, unlike a timer's signal. The time is checked at calls, such as those of filters, and at lines.
+    The time is checked at each call, such as the call of a filter, and at every 64th line. Unlike the signal of a
+    timer, this works in all threads.
     """
     steps, before = 0, sys.gettrace()
 

@@ -86,7 +86,7 @@ def read_labelled_corpus(
     """Read, split and tokenize a table of texts with labels.
 
     Args:
-        source: The table, as of `labelled_words.read_samples`.
+        source: The table, see `labelled_words.read_samples`.
         seq: Largest number of tokens of a text. Longer texts are cut.
         text: Column of the texts.
         label: Column of the labels.
@@ -94,7 +94,7 @@ def read_labelled_corpus(
         val_fraction: Share of each label's texts to hold out.
         classes: Number of the model's classes. None: the labels of `source` are the classes.
         class_names: Names of the model's classes.
-        kind: What has a label.
+        kind: A text has one label, several labels, or one label for each word.
         tokenizer: An existing tokenizer. None: a new one is trained on the training texts.
         tokenizer_path: File of the existing tokenizer, for messages.
         vocab_size: Size of a new tokenizer.
@@ -135,7 +135,7 @@ def split_samples(
     """Split samples into training samples and held-out samples.
 
     Holds out `fraction` of each label's texts, at least one text if a label has two or more. No text is in both parts.
-    The same texts always give the same split: it follows their hashes."""
+    Equal texts always give an equal split, because the hash of a text decides."""
     texts: dict[str, set[str]] = {}
     for sample in samples:
         texts.setdefault(sample.label, set()).add(sample.text)
@@ -149,7 +149,7 @@ def split_samples(
 def check_frames(tokenizer: Tokenizer, path: str | None, key: str = "tokenizer.path") -> None:
     """Give the tokenizer the template [CLS] text [SEP] if it has none; raise ConfigError if it lacks these tokens.
 
-    path: The tokenizer's file, for the message, which names `key`."""
+    path: The tokenizer's file, for the message. key: Key of the config that the message names."""
     frame(tokenizer)
     if not tokenizer.num_special_tokens_to_add(False):
         missing = ", ".join(lacking(tokenizer, (CLS, SEP)))
@@ -181,7 +181,7 @@ def encoded(tokenizer: Tokenizer, texts: list[str], seq: int) -> Iterator[Encodi
 
 
 def _classes(samples: list[LabelledText], numbers: dict[str, int]) -> Array:
-    """Return the classes of samples as TokenizedTexts has them."""
+    """Return the classes of samples with one or several labels, in the form of TokenizedTexts.classes."""
     if not any(sample.several is not None for sample in samples):
         return np.array([numbers[sample.label] for sample in samples], np.int64)
     classes = np.zeros((len(samples), max(numbers.values()) + 1), np.float32)
@@ -194,7 +194,7 @@ class ClassificationDataset:
     """The Dataset of a classifier: batches of tokenized texts with their classes.
 
     Args:
-        corpus: Texts, as of `read_labelled_corpus`.
+        corpus: Texts, as `read_labelled_corpus` returns them.
         seq: Largest number of tokens of a text.
         batch: Number of texts in one forward and backward pass.
         passes: Number of forward and backward passes in a step.
@@ -240,7 +240,7 @@ class ClassificationDataset:
         return self._bins.filled(padded, self._sampler.step(step)[1], self._passes, shift=False)
 
     def padded(self, step: int) -> dict[str, Array]:
-        """Return the texts of a training step as a padded batch, also where the step packs them."""
+        """Return the texts of a training step as a padded batch, even if training packs them into bins."""
         return self.collate(zip(*self.samples(step), strict=True))
 
     def samples(self, step: int) -> TokenizedTexts:
@@ -266,7 +266,7 @@ class ClassificationDataset:
         return self._collator(samples, step)
 
     def measure(self, model: Evaluator, whole: bool = False) -> dict[str, Any]:
-        """Evaluate the model on held-out texts. Returns mean loss, accuracy and F1, of single labels also a matrix."""
+        """Evaluate the model on held-out texts. Returns loss, accuracy, F1; for single labels the confusion matrix."""
         losses: list[float] = []
         several, counts = self.corpus.held_out.classes.ndim > 1, list[int]()
         scores = LabelScores(len(self.corpus.names)) if several else Confusion(self.corpus.names)

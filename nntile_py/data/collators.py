@@ -20,8 +20,8 @@ Samples = Sequence[Any] | Array  # lists or arrays of token numbers, of any leng
 def most_masked(tokens: int, probability: float) -> int:
     """Return a limit for the masked tokens of a sequence of `tokens` tokens, each masked with this probability.
 
-    By chance, one of 700 sequences would have more masked tokens (three standard deviations). The limit is a multiple
-    of 8, for GPUs, or all tokens."""
+    The limit is three standard deviations above the mean: without it, about one of 700 sequences would have more masked
+    tokens. It is rounded up to a multiple of 8, for GPUs, and is at most `tokens`."""
     mean = tokens * probability
     return min(tokens, 8 * math.ceil((mean + 3 * math.sqrt(mean * (1 - probability))) / 8))
 
@@ -46,7 +46,7 @@ class CausalCollator:
 
     @typed
     def __call__(self, samples: Samples, step: int = 0) -> dict[str, Array]:
-        """Return the inputs. `step` makes no difference; it seeds a MaskedCollator."""
+        """Return the inputs. `step` has no effect; other collators, such as MaskedCollator, use it."""
         ids, real = _padded(samples, self.seq, self.pad)
         return _inputs(ids, np.where(real, ids, IGNORED), real)
 
@@ -60,8 +60,8 @@ class MaskedCollator:
 
     The model predicts a share `probability` of the tokens that are not in `special`; other labels are -100. 80 % of
     the predicted tokens become the token `mask`, 10 % become a random token from 0 to vocab - 1 that is not in
-    `special`, and 10 % stay. The choice is a function of seed, step and position only. A row has at most `most`
-    predicted tokens, and may have none. With `most` None, the limit is that of the function most_masked."""
+    `special`, and 10 % stay unchanged. The choice is a function of seed, step and position only. A row has at most
+    `most` predicted tokens, and may have none. `most` None: the result of the function most_masked."""
 
     seq: int
     vocab: int
@@ -107,8 +107,8 @@ class MaskedCollator:
 class LabelledCollator:
     """Makes the inputs of a classifier from pairs (token numbers, class), padded like CausalCollator's samples.
 
-    Returns input_ids, int64 [rows, seq], labels [rows], and attention_mask if there is padding. For several labels a
-    class is an array with a number for each class; labels are then [rows, classes]."""
+    Returns input_ids, int64 [rows, seq], labels [rows], and attention_mask if there is padding. If a text may have
+    several labels, its class is an array with a 0 or 1 for each class, and labels are [rows, classes]."""
 
     seq: int
     pad: int = 0
@@ -128,10 +128,10 @@ class LabelledCollator:
 @typed_fields
 @dataclass(frozen=True)
 class TokenLabelCollator:
-    """Makes the inputs of a classifier of tokens from pairs (token numbers, classes), padded like CausalCollator's.
+    """Makes the inputs of a classifier of tokens from pairs (token numbers, classes). Pads like CausalCollator.
 
-    The classes belong to the first tokens of a sample. Other tokens, and padding, have the label -100. Returns
-    input_ids and labels, int64 [rows, seq], and attention_mask if there is padding."""
+    Class k is the label of token k. Tokens without a class, and padding, have the label -100. Returns input_ids and
+    labels, int64 [rows, seq], and attention_mask if there is padding."""
 
     seq: int
     pad: int = 0
@@ -153,7 +153,7 @@ class PairCollator:
     """Makes the inputs of head: sentence_embedding from rows of texts, padded like CausalCollator's samples.
 
     A row has the token numbers of a question, its answer, and wrong answers. Returns input_ids, int64
-    [rows * texts in a row, seq], labels [rows], the numbers of the rows, and attention_mask if there is padding."""
+    [rows * texts in a row, seq], labels [rows] = 0, 1, 2, ..., and attention_mask if there is padding."""
 
     seq: int
     pad: int = 0

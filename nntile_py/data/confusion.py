@@ -10,10 +10,10 @@ import numpy as np
 from nntile_py.system.pictures import new_figure, save_figure
 
 Array = np.ndarray[Any, Any]
-MAX_SHOWN = 20  # with more classes, the table leaves out the matrix and the picture the counts, for lack of room
+MAX_SHOWN = 20  # with more classes, there is no room for the matrix in the table, nor for counts in the picture
 FILES = ("confusion.png", "confusion.svg")
-# Limits of a picture: with more classes, the axes have numbers; longer names are cut. Matplotlib takes minutes for more
-# or longer names, and then leaves no room for the matrix.
+# Limits of a picture: with more than MOST_NAMED classes, the axes show numbers instead of names. Names longer than
+# MOST_LETTERS are cut. Beyond these limits, Matplotlib takes minutes and leaves no room for the matrix.
 MOST_NAMED, MOST_LETTERS = 80, 24
 
 
@@ -74,7 +74,7 @@ class Confusion:
     def save(self, folder: Path) -> None:
         """Draw the matrix into the files FILES in `folder`. Equal counts give files with equal bytes.
 
-        A cell's colour shows which share of the true class it has."""
+        A cell's colour shows its count as a share of all samples of the true class."""
         save_figure(self._drawn(), folder / "confusion", [Path(name).suffix[1:] for name in FILES])
 
     def _drawn(self) -> Any:

@@ -32,7 +32,7 @@ from nntile_py.data.tokenizer import END_OF_TEXT, token_numbers
 from nntile_py.errors import ConfigError
 from nntile_py.system.folders import NO_ROOM, STDLIB
 
-TRAINED_ON = 256 * 2**20  # characters; a new tokenizer is trained on a sample of longer texts
+TRAINED_ON = 256 * 2**20  # characters; of a longer text, a new tokenizer is trained on a sample of about this size
 
 
 class TextSource(NamedTuple):
@@ -59,9 +59,9 @@ class Reading:
         unit: What a sequence is: window, lines, paragraphs or documents.
         tokenizer: An existing tokenizer. None: a new one is trained on the training text.
         vocab_size: Size of a new tokenizer.
-        special: Special tokens of a new tokenizer besides END_OF_TEXT. If there are any, a line, paragraph or document
-            has no end token: sequences of a masked model end in [SEP].
-        end: Token that ends a document with an existing tokenizer. A new tokenizer's is END_OF_TEXT.
+        special: Special tokens of a new tokenizer besides END_OF_TEXT, for a masked model. If there are any, a line,
+            paragraph or document has no end token, because the sequences of a masked model end in [SEP].
+        end: Token that ends a document if `tokenizer` is given. With a new tokenizer, it is END_OF_TEXT.
         report: Shows a message before work that takes seconds.
         instructions: Turns rows of tables into texts whose answers are learned. None: a row's text is in a column.
     """
@@ -78,7 +78,7 @@ class Reading:
     instructions: Instructions | None = None
 
     def close(self, tokenizer: Tokenizer) -> int | None:
-        """Return the token that ends a sequence's text."""
+        """Return the token that ends a sequence's text; None if no token does."""
         number: int | None = self.end if self.tokenizer else tokenizer.token_to_id(END_OF_TEXT)
         if self.instructions and self.instructions.ended:
             return None
@@ -90,13 +90,13 @@ class Corpus:
     """A tokenized text.
 
     Attributes:
-        tokenizer: Its tokenizer.
+        tokenizer: The tokenizer of the text.
         train: Tokens of the training part of each source.
         held_out: Tokens of the held-out part of each source.
         weights: Weight of each source.
         unit: What a sequence is: `window`, `lines`, `paragraphs` or `documents`.
         end: Token that ends a document. None: documents have no such token.
-        notes: Lines of text, each on something that was left out of a source."""
+        notes: For each source from which files were left out, one line of text on these files."""
 
     tokenizer: Tokenizer
     train: list[Tokens]
@@ -196,7 +196,7 @@ def new_tokenizer(documents: Documents, split: Split, reading: Reading) -> Token
 
 
 def facts_of(documents: Documents, split: Split, reading: Reading, tokenizer: Tokenizer) -> dict[str, object]:
-    """Return the facts that are kept beside tokens."""
+    """Return the facts that are stored with tokens: how the text was read and split, and what was left out."""
     return {
         "unit": reading.unit, "end": reading.close(tokenizer), "val_fraction": reading.val_fraction,
         "special": [*reading.special], "digest": split.digest, "left_out": documents.describe(),
@@ -220,7 +220,7 @@ def _checked_folder(path: Path, reading: Reading, key: str) -> TokenFolder:
 
 
 def _token_file(path: Path, reading: Reading, key: str) -> TokenFolder:
-    """Open a file of tokens of another program, and split it into documents if it is not held out as a whole."""
+    """Open another program's file of tokens, and split it into training and held-out documents by `val_fraction`."""
     if reading.tokenizer is None:
         need = "tokenizer.path, the tokenizer.json of these tokens"
         raise ConfigError(f"{key}: {path} has tokens and no tokenizer; allowed with it: {need}")
@@ -231,7 +231,7 @@ def _token_file(path: Path, reading: Reading, key: str) -> TokenFolder:
     cut = total - int(reading.val_fraction * total)
     ends = np.cumsum(tokens.lengths)
     first = int(np.searchsorted(ends, cut, side="left")) + 1  # documents that are trained on
-    bound = int(ends[first - 1]) if first < len(ends) else cut  # one document: its end is held out
+    bound = int(ends[first - 1]) if first < len(ends) else cut  # if the cut is in the last document: hold out its end
     train = np.minimum(tokens.lengths[:first], bound - (ends - tokens.lengths)[:first])
     held = [total - bound] if first == len(ends) else tokens.lengths[first:]
     parts = (Tokens(tokens.ids[:bound], train), Tokens(tokens.ids[bound:], np.array(held, np.int64)))

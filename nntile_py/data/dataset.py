@@ -11,13 +11,13 @@ from nntile_py.data.collators import Array
 from nntile_py.graph.step_inputs import StepInputs
 
 Inputs = dict[str, Array] | StepInputs
-WASTED = 0.2  # a run tells how to avoid padding if it is a larger share of the tokens
+WASTED = 0.2  # if more than this share of the tokens is padding, a run tells how to avoid padding
 
 
 def padding_note(lengths: Array, seq: int, remedy: str = "train.pack: true") -> str:
-    """Return how much of a batch is padding and what avoids it; "" if that is little.
+    """Return a note on how much of a batch is padding and which key avoids it; "" if the share is at most WASTED.
 
-    lengths: tokens of each sequence. seq: tokens of a row of the batch."""
+    lengths: tokens of each sequence. seq: tokens of a row of the batch. remedy: the key and its value."""
     share = 1 - lengths.mean() / seq
     return f"{share:.0%} of a batch is padding ({remedy} avoids it)" if share > WASTED else ""
 

@@ -24,8 +24,8 @@ from nntile_py.system.folders import STDLIB, files_in, stdlib, stdlib_files
 
 OPTION = "SOURCE"  # key of the source in messages of `nntile data prepare`
 PART = 4 * 2**20  # bytes or characters; a longer document has several parts, which are tokenized one after the other
-# Where a part may end, best first. Tokenizers that split text at a line end between two other characters, as those of
-# GPT-2 and Llama 3 do, give the same tokens for the parts as for the whole document.
+# Where a part may end, best place first. The tokenizers of GPT-2, Llama 3 and others split text at a line end between
+# two characters that are not blank. They give the same tokens for the parts as for the whole document.
 _PARAGRAPH, _SINGLE, _LINE = (re.compile(rule) for rule in (r"\n\s*\n(?=\S)", r"(?<=\S)\n(?=\S)", r"\n(?=\S)"))
 
 
@@ -54,12 +54,12 @@ class Documents:
         extensions: File name endings to read in a folder; .gz and .zst may follow them.
         column: Column of a table with the text.
         max_bytes: Upper bound on the bytes of text to read. A character that the bound cuts becomes U+FFFD.
-        unit: What a sequence is. Parts of a document end between two paragraphs if these are the sequences.
+        unit: What a sequence is. With `paragraphs`, parts of a document end between two paragraphs if possible.
         key: Key of the config, or option, that names the source, for messages.
         instructions: Turns the rows of a table into texts. None: a row's text is in `column`.
 
     Attributes:
-        left_out: What was left out of a folder, and how often.
+        left_out: {kind of file: number of files of this kind that were left out of a folder}.
 
     Raises:
         ConfigError: The file is no text, or a row of a table is damaged. The message names file and line. In Python's
@@ -153,7 +153,7 @@ class Documents:
         return f"{self.key}: {what}{left}; allowed: a text file, a table, or a folder of such files (data.extensions)"
 
     def _parts(self, path: Path, most: int | None) -> Iterator[TextPart]:
-        """Yield the parts of a file's documents that are not blank. In a folder, a file that is no text has none."""
+        """Yield the parts of a file's documents that are not blank. In a folder, a file that is no text yields none."""
         tolerant = Path(self.source).is_dir() and self.source != STDLIB and not is_dataset(Path(self.source))
         if self.instructions and not is_table(path):
             raise ConfigError(f"{self.key}: {path} is no table; allowed for instructions: {table_names()}")
@@ -164,7 +164,7 @@ class Documents:
         begun = False
         try:
             if not is_table(path):
-                self._check(path)  # before its first part is used: a file is read whole or not at all
+                self._check(path)  # before any part is yielded, so that a file is used whole or not at all
             for part in parts:
                 begun = True
                 yield part
@@ -199,7 +199,7 @@ class Documents:
                 yield from self._cut(text[first : first + PART] for first in range(0, len(text), PART))
 
     def _check(self, path: Path) -> None:
-        """Read a text file once. Raises _NoText if it is none."""
+        """Read a file of more than one chunk, or a compressed file, once. Raises _NoText if the file is no text."""
         if path.stat().st_size > PART or path.suffix.lower() in COMPRESSED:
             for _ in self._decoded(path, None):
                 pass
@@ -218,7 +218,7 @@ class Documents:
             yield TextPart(text)
 
     def _decoded(self, path: Path, most: int | None) -> Iterator[str]:
-        """Yield the text of a file in UTF-8 in chunks, without a byte order mark. Raises _NoText if it is none.
+        """Yield the text of a file in UTF-8 in chunks, without byte order mark. Raises _NoText if the file is no text.
 
         most: Upper bound on the bytes to read."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace" if self.source == STDLIB else "strict")
@@ -281,9 +281,9 @@ class Split:
     """Which documents are held out of training.
 
     A document is held out if the hash of its text (of its first part) is below `val_fraction`. The choice depends on
-    the document alone, so it stays when documents are added, and equal documents are on one side. If this holds out
-    less than half or more than one and a half of `val_fraction`, as with few or long documents, the end of the text is
-    held out instead.
+    the document alone, so it stays when documents are added, and equal documents are in the same part. If the hashes
+    hold out less than 0.5 or more than 1.5 times `val_fraction` of the text, as with few or long documents, the end of
+    the text is held out instead.
 
     Args:
         documents: The documents, which are read once here.
@@ -306,7 +306,7 @@ class Split:
             first = part.last
         self.digest, self.characters = digest.hexdigest(), sum(lengths)
         self._held: Array = np.array(held)
-        self._cut: int | None = None  # place in the joined text from which on all text is held out
+        self._cut: int | None = None  # position in the joined text where held-out text begins; None: by hashes
         size, target = int(np.array(lengths)[self._held].sum()), val_fraction * self.characters
         if not 0.5 * target <= size <= 1.5 * target:
             self._cut = self.characters - int(target)
@@ -331,5 +331,5 @@ class Split:
 
 
 def is_held_out(text: str, val_fraction: float) -> bool:
-    """Return whether a document is held out of training: for a share `val_fraction` of all texts."""
+    """Return whether the hash of a document holds it out of training: true for a share `val_fraction` of all texts."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") < val_fraction * 2**64

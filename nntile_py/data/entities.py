@@ -28,7 +28,7 @@ def entities(labels: Sequence[str]) -> set[Entity]:
 
     A label that cannot continue the entity before it, such as I-PER after O, begins a new entity."""
     found: list[Entity] = []
-    ended = True  # no entity contains both the word before and this word
+    ended = True  # this word cannot belong to the entity of the word before
     for place, label in enumerate(labels):
         match = _LABEL.fullmatch(label)
         if not match:
@@ -108,5 +108,5 @@ class EntityScores:
 
 
 def _rates(right: int, predicted: int, true: int) -> tuple[float, float, float]:
-    """Return precision, recall and F1; 0 where there is nothing to divide by."""
+    """Return precision, recall and F1; 0 in place of a quotient by 0."""
     return right / predicted if predicted else 0.0, right / true if true else 0.0, 2 * right / max(predicted + true, 1)

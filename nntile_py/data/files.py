@@ -15,8 +15,8 @@ from nntile_py.system.folders import open_regular
 
 COMPRESSED = (".gz", ".zst")
 _CHUNK = 2**20  # bytes
-_FED = 2**13  # bytes of a .zst file that are decompressed together: at most 256 MiB of text
-# First bytes of binary formats, for messages. A file is recognised by them whatever its name is.
+_FED = 2**13  # bytes of a .zst file that are decompressed at a time, so that the result has at most 256 MiB
+# First bytes of binary formats, for messages. They tell the format of a file, whatever its name is.
 _SIGNATURES = {
     b"PAR1": "Parquet", b"ARROW1": "Arrow", b"\x1f\x8b": "gzip", b"(\xb5/\xfd": "Zstandard", b"PK\x03\x04": "zip",
     b"%PDF": "PDF", b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"\x93NUMPY": "numpy", b"SQLite format 3": "SQLite",
@@ -31,7 +31,7 @@ def format_suffix(path: Path) -> str:
 
 
 def binary_format(path: Path) -> str | None:
-    """Return the name of the binary format of a file's first bytes, such as "PDF"; None if they show none.
+    """Return the name of a file's binary format, such as "PDF", by its first bytes; None if the format is unknown.
 
     Raises:
         OSError: The file cannot be read."""
@@ -45,7 +45,7 @@ def opened(path: Path) -> IO[bytes]:
 
     Raises:
         OSError: The file cannot be read, or is not a regular file (a pipe might never end).
-        ConfigError: A .zst file without the package zstandard.
+        ConfigError: The file is a .zst file, and the package zstandard is missing.
     """
     file, suffix = open_regular(path), path.suffix.lower()
     if suffix == ".gz":

@@ -10,7 +10,7 @@ from nntile_py.data.tables import text_of
 from nntile_py.errors import ConfigError
 from nntile_py.schema import short
 
-# Names of the columns of a message, and of roles, in the data of OpenAI and transformers, and of ShareGPT.
+# Keys of a message: in data for OpenAI and transformers, and in data of ShareGPT. _ROLES: {ShareGPT's role: role}.
 _KEYS = (("role", "content"), ("from", "value"))
 _ROLES = {"human": "user", "gpt": "assistant"}
 ANSWERS = "assistant"  # the role whose messages are learned
@@ -37,10 +37,11 @@ class Spans(NamedTuple):
 
 
 class Instructions:
-    """Turns the rows of a table into texts with the places of the answers.
+    """Turns the rows of a table into texts, and finds the answers in these texts.
 
-    Messages become text by the chat template of the tokenizer's folder, or as in `nntile generate --chat` without one.
-    A prompt and its response become two messages if the folder has a template; else they stand one behind the other.
+    Messages become text by the chat template of the tokenizer's folder; without a template, as in `nntile generate
+    --chat`. A prompt and its response become two messages if the folder has a template. Else the response directly
+    follows the prompt.
 
     Args:
         columns: The columns.
@@ -95,7 +96,7 @@ class Instructions:
 
 
 def _messages(here: str, column: str, value: Any) -> list[Message]:
-    """Return the messages of a row in the form of chat templates. Raises ConfigError, which begins with `here`."""
+    """Return the messages of a row as {role, content} for a template. Raises ConfigError, which begins with `here`."""
     need = 'a list such as [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{here}: {column!r} is {short(value)}; allowed: {need}")

@@ -19,7 +19,7 @@ from nntile_py.schema import short
 from nntile_py.system.folders import STDLIB
 from nntile_py.tasks.cross_entropy import IGNORED
 
-# What has a label: a text has one, or any number of them, or each of its words has one.
+# A text has one label (`one`), any number of labels (`several`), or one label for each word (`words`).
 LabelKind = Literal["one", "several", "words"]
 ONE, SEVERAL, WORDS = get_args(LabelKind)
 CONLL = (".conll", ".iob", ".iob2", ".bio", ".tsv", ".txt")  # suffixes of files with a word and its label in each line
@@ -35,7 +35,7 @@ def read_samples(key: str, source: str, text: str, label: str, kind: LabelKind) 
         source: The file.
         text: Column of the texts.
         label: Column of the labels.
-        kind: What has a label.
+        kind: A text has one label, several labels, or one label for each word.
 
     Raises:
         ConfigError: The file cannot be read, or a text or label is missing. The message names file and line.
@@ -76,9 +76,10 @@ def _read(key: str, source: str, text: str, label: str, changed: tuple[int, int]
 
 
 def _conll_texts(where: str, path: Path) -> Iterator[LabelledText]:
-    """Yield the texts of a CoNLL file. An empty line ends a text.
+    """Yield the texts of a CoNLL file. An empty line, or a line that begins with -DOCSTART-, ends a text.
 
-    The first column is the word and the last one its label. Columns are separated by tabs, or by any blanks."""
+    The first column is the word and the last column its label. Columns are separated by tabs; in a line without tabs,
+    by blanks."""
     words: list[str] = []
     labels: list[str] = []
     columns = 0
@@ -120,8 +121,8 @@ def first_tokens(
 ) -> tuple[Array, Array]:
     """Return the places of the first tokens of words, and the numbers of these words, both in order.
 
-    The space before a word belongs to the word, if it is a token of its own. A word that the tokenizer cut away, or
-    that has no tokens, is missing.
+    If the space before a word is a token of its own, it counts as the first token of the word. A word that the
+    tokenizer cut away, or that has no tokens, is missing in the result.
 
     Args:
         words: The words of the text.
@@ -131,7 +132,7 @@ def first_tokens(
     ends = np.cumsum([len(word) + 1 for word in words]) - 1
     starts = ends - [len(word) for word in words]
     spans = np.array(offsets)
-    numbers = np.searchsorted(ends, spans[:, 0], side="right")  # of the first word that ends behind the token's start
+    numbers = np.searchsorted(ends, spans[:, 0], side="right")  # first word that ends behind the token's start
     reached = starts[np.minimum(numbers, len(words) - 1)] <= spans[:, 1]
     inside = np.flatnonzero((numbers < len(words)) & reached & (np.array(special) == 0))
     found, first = np.unique(numbers[inside], return_index=True)

@@ -38,7 +38,7 @@ from nntile_py.system.folders import cache_folder, remove_leftovers, replace_fil
 CACHED_BYTES = 64 * 2**30  # limit for all cached folders; the folders used least recently are removed first
 SAVE_EVERY = 20  # seconds between two records of the progress
 _LOCK = "lock"
-# Files of a folder whose tokens are not complete.
+# Files that a folder may have while its tokens are not complete.
 OWN = (TOKENIZER, PROGRESS, _LOCK, META, *(f"{part}.{name}" for part in (TRAIN, HELD_OUT)
        for name in ("tokens", "segments", "lengths", "learned")))  # fmt: skip
 
@@ -46,7 +46,7 @@ OWN = (TOKENIZER, PROGRESS, _LOCK, META, *(f"{part}.{name}" for part in (TRAIN, 
 def tokenize_into_memory(
     documents: Documents, split: Split, tokenizer: Tokenizer, unit: str, end: int | None
 ) -> dict[str, Tokens]:
-    """Return the tokens of documents: {TRAIN: ..., HELD_OUT: ...}. Arguments as of `tokenization.tokenize`."""
+    """Return the tokens of documents: {TRAIN: ..., HELD_OUT: ...}. For the arguments see `tokenize_into_folder`."""
     ids: dict[str, list[Any]] = {name: [np.zeros(0, token_dtype(tokenizer))] for name in (TRAIN, HELD_OUT)}
     segments: dict[str, list[Any]] = {name: [np.zeros(0, np.int64)] for name in ids}
     learned: dict[str, list[Any]] = {name: [] for name in ids}
@@ -73,12 +73,12 @@ def tokenize_into_folder(
     Args:
         folder: The folder, which exists.
         documents: The documents.
-        split: Which of them are held out.
+        split: Which documents are held out.
         tokenizer: The tokenizer.
         unit: What a sequence is.
         end: Token that closes each sequence.
-        facts: Entries of META besides.
-        key: Determines the tokens, as that of `cached_folder`. An interrupted call with another key is not continued.
+        facts: Further entries of META.
+        key: Hash of all that determines the tokens (corpus.tokens_key). A call with another key is not continued.
         report: Shows progress.
 
     Raises:
@@ -90,7 +90,7 @@ def tokenize_into_folder(
     saved = _progress(folder)
     if not (saved and saved["begun"] == begun and _has(folder, saved["sizes"])):
         saved = {}
-        (folder / PROGRESS).unlink(missing_ok=True)  # before the files that it counts are written again
+        (folder / PROGRESS).unlink(missing_ok=True)  # first: the files whose sizes it records are overwritten next
     done, sizes = saved.get("parts", 0), saved.get("sizes", {})
     if done:
         report(f"going on after {done:,} parts of documents that are tokenized already")
@@ -171,7 +171,7 @@ def locked(folder: Path, report: Report = silent) -> Iterator[None]:
 
 
 def cached_folder(key: str) -> Path:
-    """Return the folder of the cache for the tokens with this key, which determines them."""
+    """Return the path of the cached tokens with this key, see corpus.tokens_key."""
     return cache_folder() / "tokens" / key
 
 
@@ -189,7 +189,9 @@ def read_cached(key: str) -> TokenFolder | None:
 
 
 def trim_cache() -> None:
-    """Remove the cached folders used least recently until CACHED_BYTES are left; the newest folder always stays."""
+    """Remove cached folders until at most CACHED_BYTES are left, the least recently used first.
+
+    The folder used last always stays."""
     folders = [folder for folder in (cache_folder() / "tokens").iterdir() if (folder / META).is_file()]
     total = 0
     for folder in sorted(folders, key=lambda one: (one / META).stat().st_mtime, reverse=True):

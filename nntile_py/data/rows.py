@@ -13,9 +13,9 @@ from nntile_py.data.files import COMPRESSED, format_suffix, opened, package, tex
 from nntile_py.errors import ConfigError
 from nntile_py.schema import short
 
-Row = tuple[int, dict[str, Any]]  # number of the row's first line in the file, or of the row, and {column: value}
+Row = tuple[int, dict[str, Any]]  # number that `place` takes: of the row's first line, or of the row; {column: value}
 RowReader = Callable[[str, Path, Sequence[str], str], Iterator[Row]]
-LONGEST_FIELD = 2**30  # characters; a quote that nothing closes makes one field of the rest of a file
+LONGEST_FIELD = 2**30  # characters; if a closing quote is missing, the rest of the file is one field
 _DATASET, _SPLITS = "dataset_info.json", "dataset_dict.json"  # files of Dataset.save_to_disk, DatasetDict.save_to_disk
 
 
@@ -24,7 +24,7 @@ class MissingColumn(ConfigError):
 
 
 def is_table(path: Path) -> bool:
-    """Return True if the name of a file is that of a table, or a folder was saved by Hugging Face datasets."""
+    """Return True if a file's name has the suffix of a table, or a folder was saved by Hugging Face datasets."""
     return format_suffix(path) in FORMATS or is_dataset(path)
 
 
@@ -124,7 +124,7 @@ def _csv_rows(where: str, path: Path, columns: Sequence[str], need: str, *, deli
 
 
 def _fields(where: str, path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the fields of each row of a CSV file that is not empty, with the number of the row's first line."""
+    """Yield (number of the row's first line, fields) of each row of a CSV file, except empty rows."""
     csv.field_size_limit(LONGEST_FIELD)  # holds for the whole process; never lowered: other threads may be reading
     line = 1
     try:
@@ -176,10 +176,11 @@ def _arrow_rows(where: str, path: Path, columns: Sequence[str], need: str) -> It
 
 
 class _ArrowStream:
-    """An Arrow stream for pyarrow, which takes the end of the file for the end of the stream.
+    """A file from which pyarrow reads an Arrow stream. pyarrow does not report a missing end marker; this class does.
 
     Attributes:
-        short: True if a read got fewer bytes than it asked for. pyarrow does not read on after the marker of the end.
+        short: True if a read got fewer bytes than requested: the end marker is missing, as pyarrow reads nothing
+            behind this marker.
     """
 
     closed = False
@@ -229,7 +230,7 @@ class _arrow_errors:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        # pyarrow raises some errors about the content as OSError, without a number
+        # pyarrow raises some errors about the content as an OSError without errno
         content = isinstance(error, OSError) and not error.errno
         if content or isinstance(error, package("pyarrow", self._path).ArrowException):
             text = " ".join(str(error).split())

@@ -12,7 +12,7 @@ from nntile_py.graph.bin_packing import LOOKAHEAD, Bins, best_fit, consecutive
 from nntile_py.graph.step_inputs import SequencePlace
 
 Array = np.ndarray[Any, Any]
-_PACKING = 6  # a kind of random choices, which seed a generator of their own
+_PACKING = 6  # part of the seed of the random generator for packing, which no other generator has
 PART = 2**18  # sequences of an epoch that are packed at a time: a large text has millions
 SORTED_STEPS = 32  # steps whose bins are sorted together by work, so that the bins of one step have equal work
 
@@ -27,10 +27,10 @@ class Sampler:
         bins: The bins of a pass. A step reads as many sequences as fit into the bins of its passes. None: no packing.
         passes: Number of forward and backward passes in a step.
         order: Returns the numbers of the sequences of an epoch; number % len(lengths) is the sequence. None: a random
-            order, and each epoch counts on.
+            order; the numbers of epoch k begin at k * len(lengths).
         lookahead: Number of sequences among which to search for a sequence that fits into a bin. A search among all
-            sequences would read the long ones first. If lengths depend on labels, such steps would have few different
-            labels.
+            sequences would read the long sequences first. If lengths depend on labels, the first steps would have few
+            different labels.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Sampler:
         return np.random.default_rng([self._seed, epoch, 2]).permutation(count) + epoch * count
 
     def _packed(self, numbers: list[int], rng: np.random.Generator) -> list[list[int]]:
-        """Pack the sequences of an epoch into bins, so that the bins of each step have about equal work."""
+        """Pack the sequences of a part of an epoch into bins. The bins of each step have about equal work."""
         assert self._bins
         lengths = self._lengths[np.array(numbers) % len(self._lengths)].tolist()
         bins = best_fit(lengths, range(len(numbers)), self._bins.room, self._bins.rows, self._lookahead)
@@ -108,7 +108,7 @@ class Sampler:
         for first in range(0, len(bins), SORTED_STEPS * self._count):
             part = sorted(range(first, min(first + SORTED_STEPS * self._count, len(bins))), key=lambda k: work[k])
             steps = [part[k : k + self._count] for k in range(0, len(part), self._count)]
-            # The last step may have fewer bins. It stays last, as it would shift the steps behind it otherwise.
+            # The last step may have too few bins. It stays last: elsewhere it would shift the bins of later steps.
             last = len(part) // self._count
             ordered += [steps[k] for k in rng.permutation(last)] + steps[last:]
         return [[numbers[place] for place in bins[k]] for step in ordered for k in step]

@@ -10,12 +10,12 @@ import numpy as np
 from nntile_py.data.collators import Array
 from nntile_py.data.token_files import Tokens
 
-BLOCK = 4096  # sequences of a mixture: each block has the same number of sequences from each source
-_PHASE, _DOCUMENTS, _ORDER, _MIX = 3, 4, 2, 5  # kinds of random choices, which seed generators of their own
+BLOCK = 4096  # sequences in a block of a mixture; the number of sequences from a source is equal in all blocks
+_PHASE, _DOCUMENTS, _ORDER, _MIX = 3, 4, 2, 5  # parts of seeds: each kind of random choice has a generator of its own
 
 
 class SequenceTable(Protocol):
-    """Sequences of one source. They may be others in each epoch; their number and lengths stay.
+    """Sequences of one source. Their tokens may change from epoch to epoch; their number and lengths do not.
 
     Attributes:
         lengths: Number of tokens of each sequence, an integer array.
@@ -30,7 +30,7 @@ class SequenceTable(Protocol):
 
 
 class Pieces:
-    """Each document cut to sequences of at most `longest` tokens. They are the same in all epochs.
+    """Documents, each cut into sequences of at most `longest` tokens. The sequences are the same in all epochs.
 
     Args:
         lengths: Tokens of each document, at least 1.
@@ -39,7 +39,7 @@ class Pieces:
 
     def __init__(self, lengths: Array, longest: int) -> None:
         counts = -(-lengths // longest)
-        # Arrays have an entry for each document: a long text has many more sequences.
+        # All arrays except `lengths` have an entry for each document: a long text has many more sequences.
         self._ends, self._of_document, self._longest = np.cumsum(counts), lengths, longest
         self._starts = np.cumsum(lengths) - lengths
         self.lengths = np.full(counts.sum(), longest, np.int32)
@@ -86,13 +86,13 @@ class Answered:
 class TextWindows(Pieces):
     """Windows of documents: they have exactly `longest` tokens, or all tokens of a shorter document.
 
-    The windows of a document overlap so that the first begins at its first token and the last ends at its last token.
-    Where the others begin is drawn anew for each epoch.
+    The windows of a document overlap so that the first window begins at the document's first token and the last window
+    ends at its last token. The beginnings of the other windows are random, and differ in each epoch.
 
     Args:
         lengths: Tokens of each document, at least 1.
         longest: Number of tokens of a window.
-        seed: Seed of these draws. None: the windows overlap at the end of the document, in all epochs.
+        seed: Seed of these beginnings. None: only the last two windows of a document overlap, in all epochs.
     """
 
     def __init__(self, lengths: Array, longest: int, seed: int | None) -> None:
@@ -103,7 +103,7 @@ class TextWindows(Pieces):
     def place(self, epoch: int, number: int) -> Sequence[slice]:
         document, part = self._part(number)
         length, of_document = int(self.lengths[number]), int(self._of_document[document])
-        slack = -(-of_document // length) * length - of_document  # tokens that two windows have in common
+        slack = -(-of_document // length) * length - of_document  # tokens of all overlaps of the document's windows
         back = 0
         if slack and self._seed is not None:
             rng = np.random.default_rng([self._seed, epoch, _PHASE, document])
@@ -113,7 +113,7 @@ class TextWindows(Pieces):
 
 
 class Concatenated:
-    """Windows of exactly `longest` tokens over all documents, put one behind the other in a new order each epoch.
+    """Windows of exactly `longest` tokens over all documents, which are joined in a new order in each epoch.
 
     Args:
         lengths: Tokens of each document.
@@ -121,7 +121,7 @@ class Concatenated:
         seed: Decides the order, and where the first window of an epoch begins. None: the order stays.
 
     Raises:
-        ValueError: The text has fewer tokens.
+        ValueError: The text has fewer than `longest` tokens.
     """
 
     def __init__(self, lengths: Array, longest: int, seed: int | None) -> None:
@@ -162,15 +162,15 @@ class Concatenated:
 
 
 class Mixture:
-    """The sequences of several sources. Each source has a fixed share of any BLOCK consecutive sequences.
+    """The sequences of several sources. Each block of BLOCK sequences has a fixed share of sequences of each source.
 
     A sequence's number counts the epochs too: number % len(lengths) is the sequence, number // len(lengths) the epoch
-    of its source. A source with a larger share than its size runs through several epochs while another has one.
+    of its source. A source whose share is larger than its size goes through its epochs faster than other sources.
 
     Args:
         tokens: The tokens of each source.
         sequences: The sequences of each source.
-        weights: The share of each source, relative to the others.
+        weights: The share of each source, relative to the other sources.
         seed: Decides the order.
 
     Attributes:
@@ -214,13 +214,13 @@ class Mixture:
     def _permutation(self, source: int, epoch: int, first: int = 0) -> Array:
         """Return the numbers of a source's sequences in random order, counted from `first`."""
         kind, end = [_ORDER, source] if source else [_ORDER], first + int(self._counts[source])
-        # Millions of sequences: half of the memory where 32 bits are enough.
+        # There may be millions of sequences: int32 takes half of the memory, if 32 bits are enough.
         numbers = np.arange(first, end, dtype=np.int32 if end < 2**31 else np.int64)
         np.random.default_rng([self._seed, int(epoch), *kind]).shuffle(numbers)
         return numbers
 
     def take(self, number: int) -> tuple[Array, Array | None]:
-        """Return the tokens of a sequence, int64, and which of them are learned, see Tokens."""
+        """Return the tokens of a sequence, int64, and which tokens are learned (see Tokens.learned; None: all)."""
         epoch, local = divmod(number, len(self.lengths))
         source = int(np.searchsorted(self._firsts, local, side="right")) - 1
         tokens, places = self._tokens[source], self._sequences[source].place(epoch, local - self._firsts[source])

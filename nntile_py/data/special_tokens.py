@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from nntile_py.data.tokenizer import CLS, END_OF_TEXT, MASK, MASKED, PAD, SEP, number_of, roles, token_numbers
 from nntile_py.models.hf_config import read_json
 
-NAMING = ("tokenizer_config.json", "special_tokens_map.json")  # files that name special tokens, the first one counts
+NAMING = ("tokenizer_config.json", "special_tokens_map.json")  # files that name special tokens; the first prevails
 CONFIG, GENERATION = "config.json", "generation_config.json"  # files with numbers of special tokens
 _ROLE_OF = {PAD: "pad_token", CLS: "cls_token", SEP: "sep_token", MASK: "mask_token"}
 _ROLES, _EOS, _PAD = ("bos_token", "eos_token"), "eos_token_id", "pad_token_id"
@@ -53,12 +53,12 @@ def special_tokens(tokenizer: Tokenizer, path: str | None = None, model: str | N
     """Return the special tokens of a run.
 
     Names come from tokenizer_config.json or special_tokens_map.json beside the tokenizer. Numbers come from config.json
-    and generation_config.json, if model and tokenizer are of one folder. If no file names special tokens, and for a
-    tokenizer that was trained here, they are found by well-known names.
+    and generation_config.json, if model and tokenizer are of one folder. If no file names special tokens, or the
+    tokenizer was trained here, the special tokens are found by well-known names such as [SEP].
 
     Args:
         tokenizer: The tokenizer.
-        path: Its file; None: the tokenizer was trained here.
+        path: The tokenizer's file; None: the tokenizer was trained here.
         model: Folder of the model that training starts from.
 
     Raises:
@@ -88,7 +88,7 @@ def same_folder(path: str | None, model: str | None) -> Path | None:
 
 
 def _model_files(path: str | None, model: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return config.json and generation_config.json of the model's folder; empty if the tokenizer is of another one."""
+    """Return config.json and generation_config.json of the model; {} if the tokenizer is not of the model's folder."""
     folder = same_folder(path, model)
     if folder is None:
         return {}, {}
@@ -118,6 +118,6 @@ def _numbers(tokenizer: Tokenizer, value: Any) -> list[int]:
 
 
 def _document_end(first: list[int], *others: list[int]) -> int | None:
-    """Return the first source's number; if this source has several numbers, preferably one that another source has."""
+    """Return the first number of `first` that the next list also has; else the first number of all lists, or None."""
     common = [number for number in first if any(number in other for other in others[:1])]
     return next(iter([*common, *first, *(number for other in others for number in other)]), None)

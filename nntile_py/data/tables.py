@@ -25,8 +25,8 @@ _FUNCTION = re.compile(r"^( *)(?:async )?def .*\n(?:(?:\1[ \t].*)?\n|\1\).*\n)*"
 class LabelledText(NamedTuple):
     """A text, its label, and the number of its line in the file, from 1 on.
 
-    `several`: the text's labels where it may have any number of them; `label` is then these labels as one text.
-    `words`: the text's words where each word has a label; `several` is then the labels of the words, `label` is empty.
+    `several`: None, or the labels of a text that may have any number of labels; `label` joins them to one text.
+    `words`: None, or the words of a text whose words have labels; `several` has the words' labels, `label` is empty.
     """
 
     text: str
@@ -139,7 +139,7 @@ def _checked_several(here: str, row: dict[str, Any], text: str, label: str, line
 
 
 def name_of(here: str, label: str, name: Any) -> str:
-    """Return the text of a label; raise ConfigError, whose message begins with `here`, if it is none."""
+    """Return a label as text. If `name` is no label, raise ConfigError, whose message begins with `here`."""
     if isinstance(name, bool):
         name = str(name).lower()
     if not isinstance(name, str | int) or not str(name).strip():

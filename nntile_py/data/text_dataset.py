@@ -26,7 +26,7 @@ class TextDataset:
     """The Dataset of a causal or a masked language model: batches of tokenized text.
 
     Args:
-        corpus: Tokens, as of `read_corpus`.
+        corpus: Tokens, as `read_corpus` returns them.
         collator: Turns token numbers into the inputs of the model.
         seq: Largest number of tokens of a sequence, `ends` included.
         batch: Number of sequences in one forward and backward pass.
@@ -35,10 +35,11 @@ class TextDataset:
         seed: Decides which sequences a step reads.
         ends: The tokens before and after a sequence's text: [CLS] and [SEP] for a masked model, none for a causal one.
         bins: Packs sequences into bins instead of padding them.
-        concatenate: TextWindows cross documents.
+        concatenate: Windows cross the ends of documents.
 
     Raises:
-        ConfigError: With `concatenate`, the text has fewer tokens than a window.
+        ConfigError: With `concatenate`, the text is shorter than a window or has conversations. Or no conversation has
+            an answer within `seq` tokens.
     """
 
     class_names: list[str] | None = None
@@ -130,7 +131,7 @@ class TextDataset:
         return self._inputs(self._train, *self._sampler.step(step), self._passes, step)
 
     def padded(self, step: int) -> dict[str, Array]:
-        """Return the sequences of a training step as a padded batch, also where the step packs them."""
+        """Return the sequences of a training step as a padded batch, even if training packs them into bins."""
         return self._collated(self._train, self._sampler.step(step)[0], step)
 
     def held_out(self, whole: bool = False) -> list[Inputs]:
@@ -160,7 +161,7 @@ class TextDataset:
         for row, (_, learned) in enumerate(samples):
             if learned is not None:
                 inputs["labels"][row, : len(learned)][learned == 0] = IGNORED
-        if not self._ends:  # a causal model's token sees no padding, which is behind it
+        if not self._ends:  # in a causal model, no token sees the padding, which comes after it
             inputs.pop(ATTENTION_MASK, None)
         return inputs
 

@@ -96,7 +96,7 @@ def read_pair_corpus(
     """Read, split and tokenize a table of texts that belong together.
 
     Args:
-        source: The table, as of `read_pairs`.
+        source: The table, see `read_pairs`.
         columns: Columns of the texts.
         seq: Largest number of tokens of a text. Longer texts are cut.
         held_out: The table of held-out rows. None: hold out `val_fraction` of `source`.
@@ -145,7 +145,7 @@ class PairDataset:
     """The Dataset of sentence embeddings: batches of rows of texts that belong together.
 
     Args:
-        corpus: Rows, as of `read_pair_corpus`.
+        corpus: Rows, as `read_pair_corpus` returns them.
         seq: Largest number of tokens of a text.
         batch: Number of texts in one forward and backward pass; a multiple of the texts in a row.
         passes: Number of forward and backward passes in a step.
@@ -186,7 +186,7 @@ class PairDataset:
     def held_out(self, whole: bool = False) -> Iterator[dict[str, Array]]:
         """Yield batches of held-out rows: `eval_batches` batches, spread evenly over the rows, or all if `whole`.
 
-        The last batch is filled up with training rows, whose labels are ignored: they add wrong answers only."""
+        The last batch is filled up with training rows. Their labels are ignored: they only add wrong answers."""
         rows, size = self.corpus.held_out, self._rows
         count = len(rows) if whole else min(len(rows), self._eval_batches * size)
         numbers = np.linspace(0, len(rows) - 1, count).astype(np.int64)
@@ -199,12 +199,14 @@ class PairDataset:
 
     def collate(self, samples: Any, step: int = 0) -> dict[str, Array]:
         inputs = self._collator(samples, step)
-        inputs["labels"] %= self._rows  # the passes of a step compare their own rows only
+        inputs["labels"] %= self._rows  # number of the row within its pass: a pass compares only its own rows
         return inputs
 
     def measure(self, model: Evaluator, whole: bool = False) -> dict[str, Any]:
-        """Evaluate the model on held-out rows. Returns the mean loss, and the share of the questions whose own answer
-        is the most similar one in the batch."""
+        """Evaluate the model on held-out rows.
+
+        Returns the mean loss, and the accuracy: the share of questions whose own answer is the most similar answer of
+        the batch."""
         losses, counts, right = list[float](), list[int](), 0
         for inputs in self.held_out(whole):
             loss, logits = model.evaluate(inputs, return_logits=True)

@@ -14,9 +14,9 @@ from nntile_py.tasks.cross_entropy import IGNORED
 
 
 class TokenClassificationDataset(ClassificationDataset):
-    """The Dataset of a classifier of tokens. Arguments as of ClassificationDataset.
+    """The Dataset of a classifier of tokens. For the arguments see ClassificationDataset.
 
-    The classes of `corpus` are those of tokens, see `labelled_words.classes_of_tokens`.
+    In `corpus`, a text's classes are the classes of its tokens, see `labelled_words.classes_of_tokens`.
     """
 
     def __init__(self, *args: Any, seq: int, pad: int = 0, **options: Any) -> None:

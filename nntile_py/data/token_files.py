@@ -23,7 +23,7 @@ CHECKED = 2**28  # bytes; larger files are opened without a check of their check
 TRAIN, HELD_OUT = "train", "held_out"
 _MEGATRON = b"MMIDIDX\x00\x00"
 _MEGATRON_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-_CHUNK = 2**24  # tokens that are looked at together
+_CHUNK = 2**24  # tokens that are checked at a time; bytes that are read at a time for a checksum
 _LLM_C = 20240520  # first number of a file of llm.c, whose header has 256 numbers
 
 
@@ -31,7 +31,7 @@ class Tokens(NamedTuple):
     """Tokenized sequences, one after the other.
 
     Attributes:
-        ids: Token numbers of all sequences, an integer array [tokens]; it may be a file in memory (np.memmap).
+        ids: Token numbers of all sequences, an integer array [tokens]; it may be a memory-mapped file (np.memmap).
         lengths: Number of tokens of each sequence, int64 [sequences].
         learned: For each token, 1 if the model learns to predict it, else 0; uint8 [tokens]. None: all are learned.
     """
@@ -49,7 +49,7 @@ class TokenFolder:
         train: The training part.
         held_out: The held-out part.
         tokenizer: Content of tokenizer.json.
-        facts: What META has besides: `end`, `unit`, `val_fraction`, `digest`, `left_out`."""
+        facts: Entries of META, such as `end`, `unit`, `val_fraction`, `digest`, `left_out`."""
 
     train: Tokens
     held_out: Tokens
@@ -64,7 +64,7 @@ class TokenWriter:
         folder: The folder.
         part: TRAIN or HELD_OUT.
         dtype: Type of the token numbers.
-        sizes: Sizes of the files, as `flush` has returned them, to continue from. None: begin.
+        sizes: Sizes of the files, as `flush` has returned them, to continue from. None: begin with empty files.
     """
 
     def __init__(self, folder: Path, part: str, dtype: Any, sizes: list[int] | None = None) -> None:
@@ -83,7 +83,7 @@ class TokenWriter:
         Args:
             ids: Token numbers.
             segments: Number of tokens of each sequence; negative if the sequence continues in the next segment.
-            learned: As of Tokens.
+            learned: See Tokens.
         """
         for file, dtype, array in zip(self._files, self._dtypes, (ids, segments, learned), strict=True):
             if array is not None:
@@ -99,7 +99,7 @@ class TokenWriter:
         return [file.tell() for file in self._files]
 
     def finish(self) -> None:
-        """Write the lengths of the sequences. The segments, which an interrupted call needs to go on, stay."""
+        """Write the lengths of the sequences. The file of segments stays: an interrupted call needs it to continue."""
         self.flush()
         segments = np.fromfile(self._segments, np.int64)
         replace_file(self._segments.with_suffix(".lengths"), joined_lengths(segments).tobytes())
@@ -112,7 +112,7 @@ class TokenWriter:
 
 
 def joined_lengths(segments: Array) -> Array:
-    """Return the number of tokens of each sequence, int64, from segments as of TokenWriter.append.
+    """Return the number of tokens of each sequence, int64, from segments, see TokenWriter.append.
 
     Sequences without tokens are left out. A segment of 0 tokens ends its sequence."""
     if not len(segments):
@@ -202,12 +202,12 @@ def _mapped(path: Path, dtype: Any, offset: int = 0) -> Array:
 
 
 def is_token_file(path: Path) -> bool:
-    """Return True if a path is that of a file of tokens of nanoGPT, llm.c or Megatron."""
+    """Return True if a file has the suffix .bin or .idx, as files of tokens of nanoGPT, llm.c and Megatron have."""
     return path.suffix.lower() in (".bin", ".idx") and path.is_file()
 
 
 def read_token_file(path: Path, end: int | None, vocab: int, key: str = "data.source") -> Tokens:
-    """Open a file of tokens: .bin with an .idx beside it as Megatron's, another .bin as llm.c's or nanoGPT's (uint16).
+    """Open a file of tokens: of Megatron if there is an .idx beside the .bin, else of llm.c or nanoGPT (uint16).
 
     Args:
         path: The file .bin, or Megatron's .idx.
@@ -216,7 +216,7 @@ def read_token_file(path: Path, end: int | None, vocab: int, key: str = "data.so
         key: Key of the config that names the file, for messages.
 
     Raises:
-        ConfigError: The file is damaged, or has other tokens.
+        ConfigError: The file is damaged, or has a number that is no token of the vocabulary.
     """
     try:
         index = path.with_suffix(".idx")
@@ -235,7 +235,7 @@ def _chunks(ids: Array) -> list[Array]:
 
 
 def _flat(path: Path, end: int | None) -> Tokens:
-    """Read nanoGPT's file, which has nothing but uint16 numbers, or llm.c's, which has a header of 1024 bytes."""
+    """Read a file of nanoGPT (only uint16 numbers), or of llm.c (a header of 1024 bytes before these numbers)."""
     size = path.stat().st_size
     header = np.fromfile(path, np.int32, 256)
     offset = 1024 if len(header) == 256 and header[0] == _LLM_C else 0

@@ -11,7 +11,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of a byte, for characters th
 
 
 class TokenTexts:
-    """Returns the text of a single token. Unlike a decoded text, it keeps the space at its beginning.
+    """Returns the text of a single token. A leading space, which Tokenizer.decode may remove, stays.
 
     Args:
         tokenizer: Has the tokens.
@@ -23,7 +23,7 @@ class TokenTexts:
         self._added = {number: str(token.content) for number, token in tokenizer.get_added_tokens_decoder().items()}
 
     def bytes(self, token: int) -> bytes:
-        """Return the UTF-8 bytes of a token; the bytes of a part of a character if the token is such a part."""
+        """Return the UTF-8 bytes of a token. They may be only a part of a character's bytes."""
         piece = self._tokenizer.id_to_token(token)
         if token in self._added or piece is None:  # a model may have more tokens than the tokenizer
             return self._added.get(token, "").encode()

@@ -18,7 +18,7 @@ from nntile_py.system.load import cores
 
 LONGEST_WORD = 256  # characters; a new tokenizer splits longer runs of letters or spaces
 LONG_TEXT = 1_000_000  # characters; tokenizing a longer text takes a second or more
-PARTS = min(4, cores())  # of a long document that are tokenized at once, each by one core
+PARTS = min(4, cores())  # number of parts of a long document that are tokenized at once, each by one core
 # Least characters that are tokenized together. The library's encodings take about 100 bytes a token.
 BATCH = max(2_000_000, (PARTS - 1) * PART + 1)
 Report = Callable[[str], None]
@@ -131,7 +131,7 @@ def tokenize(
 def _block(name: str, parts: Sequence[TextPart], tokenizer: Tokenizer, dtype: type, end: int | None) -> Block:
     tail, texts = [] if end is None else [end], [part.text for part in parts]
     spans = parts[0].learned is not None
-    encode = tokenizer.encode_batch if spans else tokenizer.encode_batch_fast  # the fast one computes no offsets
+    encode = tokenizer.encode_batch if spans else tokenizer.encode_batch_fast  # encode_batch_fast computes no offsets
     encodings = encode(texts, add_special_tokens=False)
     ids: list[Array] = [
         np.array(encoding.ids + tail * part.last, dtype=dtype)

@@ -35,7 +35,7 @@ def without_limits(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def read_tokenizer(path: Path, key: str = "tokenizer.path") -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json with everything that the file says; see load_tokenizer."""
+    """Return the tokenizer of a tokenizer.json, with the file's truncation and padding; see load_tokenizer."""
     try:
         return Tokenizer.from_buffer(read(path))
     except KeyboardInterrupt:
@@ -56,7 +56,7 @@ def number_of(tokenizer: Tokenizer, token: str) -> int | None:
 
 
 def lacking(tokenizer: Tokenizer, tokens: Iterable[str] = MASKED) -> list[str]:
-    """Return those of `tokens` that a tokenizer has neither under BERT's nor under RoBERTa's name."""
+    """Return the names in `tokens` that a tokenizer lacks, both under BERT's and under RoBERTa's name."""
     return [token for token in tokens if number_of(tokenizer, token) is None]
 
 
@@ -81,7 +81,7 @@ def frame(tokenizer: Tokenizer, named: Mapping[str, str] | None = None) -> None:
 
     Args:
         tokenizer: The tokenizer.
-        named: Special tokens by role, of which cls_token and sep_token take the place of [CLS] and [SEP].
+        named: {role: special token}. If it has both, its cls_token and sep_token replace [CLS] and [SEP].
     """
     cls, sep = ((named or {}).get(role, "") for role in ("cls_token", "sep_token"))
     if not (cls and sep):

@@ -42,7 +42,7 @@ def masked_windows(
 ) -> Iterator[tuple[Array, Array]]:
     """Yield (input_ids, labels) of each window of a masked model: [CLS], at most seq - 2 tokens, [SEP].
 
-    The tokens of earlier windows are there as they are in the text; only new tokens are masked and have labels.
+    Tokens that an earlier window had are not masked and have no label; only new tokens are masked and have labels.
 
     Args:
         ids: The text.
@@ -50,7 +50,7 @@ def masked_windows(
         labels: The original token at the places to predict, else -100.
         ends: The tokens [CLS] and [SEP].
         seq: Largest number of tokens of a window, with both ends.
-        stride: Number of tokens from the beginning of a window to that of the next one.
+        stride: Number of tokens from the beginning of a window to the beginning of the next window.
     """
     for begin, first, end in spans(len(ids), seq - 2, stride):
         part = np.concatenate([ids[begin:first], seen[first:end]]).astype(np.int64)

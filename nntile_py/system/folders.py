@@ -69,7 +69,7 @@ def files_in(root: Path, extensions: Sequence[str], skipped: AbstractSet[str] = 
 
 
 def is_name(text: str) -> bool:
-    """Return True if a text names an entry of a folder: no path, and not the folder or the one above."""
+    """Return True if a text can be the name of an entry of a folder: not a path, and neither "." nor ".."."""
     return bool(text) and text != ".." and Path(text).name == text
 
 
@@ -159,7 +159,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
             beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
-            with suppress(OSError):  # what the buffer still holds after an error
+            with suppress(OSError):  # after an error, closing tries again to write the buffer
                 file.close()
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
@@ -167,7 +167,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def errors_name(path: Path) -> Iterator[None]:
-    """Context manager: an OSError that names no file, such as that of a write to a full disk, names `path`."""
+    """Context manager: add the file name `path` to an OSError without a file name, as after a write to a full disk."""
     try:
         yield
     except OSError as error:
@@ -217,7 +217,7 @@ def new_folders(folder: Path) -> Iterator[None]:
 def remove_files(folder: Path, names: Iterable[str]) -> None:
     """Remove files from `folder`, and folders inside it that this leaves empty. Nothing is removed through a link.
 
-    names: paths inside `folder`, at most one folder deep. A folder of such a name stays."""
+    names: paths inside `folder`, at most one folder deep. A path that is a folder is not removed."""
     for name in names:
         path = folder / name
         with suppress(OSError):

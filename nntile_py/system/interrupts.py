@@ -1,4 +1,4 @@
-"""Signals: Ctrl-C while a command starts, or while the runtime starts or stops, and SIGTERM."""
+"""Handles signals: Ctrl-C while a command starts, Ctrl-C while the runtime starts or stops, and SIGTERM."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def ends_at_once() -> Iterator[None]:
         return
     try:
         signal.signal(signal.SIGINT, lambda number, _: end_at_once(number))
-    except ValueError:  # not in the main thread, which alone gets signals
+    except ValueError:  # not in the main thread: other threads get no signals
         yield
         return
     try:

@@ -43,7 +43,7 @@ def among(loads: Sequence[Load]) -> dict[str, Any]:
     """Return Load.facts of the rank that other processes disturbed most.
 
     Args:
-        loads: The Load of each rank of a run. The load by ranks on the same cores is subtracted.
+        loads: The Load of each rank of a run. The load that other ranks cause on the rank's cores is subtracted.
     """
     candidates = []
     for load in loads:

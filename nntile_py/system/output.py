@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 NAME = "standard output"  # in messages
-_goes_on = ""  # the command that does without its output, in words; "": the command ends if its output fails
+_goes_on = ""  # how the command continues if its output fails, as text for a message; "": the command ends
 
 
 def protect() -> None:
@@ -39,7 +39,7 @@ def protect() -> None:
 def may_fail(goes_on: str) -> Iterator[None]:
     """Context manager and decorator: in its block, a failure of standard output does not end the command.
 
-    goes_on: Words about what the command does further, for a message on standard error."""
+    goes_on: How the command continues, as text for a message on standard error."""
     global _goes_on
     _goes_on = goes_on
     try:

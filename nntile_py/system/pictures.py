@@ -32,7 +32,7 @@ def save_figure(figure: Figure, stem: Path, forms: Sequence[str] = FORMS) -> Non
 
 
 def files_of(figure: Figure, forms: Sequence[str] = FORMS) -> dict[str, bytes]:
-    """Return {form: content of the figure's file}, such as for png and svg. The same figure gives the same bytes."""
+    """Return {form: content of the figure's file}, such as for png and svg. Equal figures give equal bytes."""
     files = {}
     for form in forms:
         out = io.BytesIO()

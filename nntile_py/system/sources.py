@@ -1,4 +1,4 @@
-"""Compare the C++ sources of a clone with those that the extension was compiled from. setup.py imports this file."""
+"""Compare a clone's C++ sources with the sources of its compiled extension. setup.py imports this file."""
 
 import hashlib
 import json
@@ -21,11 +21,11 @@ def fingerprint(root: Path) -> str:
 
 
 def changed_sources(root: Path) -> str:
-    """Return a message if the C++ sources of a clone differ from those of its extension; "" if they do not.
+    """Return a message if the C++ sources of a clone differ from the sources of its extension; "" if they are equal.
 
     Files are read only if the modification time of a source or of its folder is later than the build's start, which is
-    the modification time of _build_info.json. A folder's time shows files that were removed or renamed. The message is
-    also "" where `root` is no clone, and for an extension that was compiled before its build stored a hash.
+    the modification time of _build_info.json. A folder's time shows that files were removed or renamed. The message is
+    also "" if `root` is no clone, or if _build_info.json has no hash of the sources, as after an old build.
     """
     info = root / "nntile_py" / "_build_info.json"
     try:

@@ -21,7 +21,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 
 @dataclass
 class Curves:
-    """Values of a run by step. A step without a value, such as a skipped one, is left out.
+    """Values of a run by step. A step without a finite value, such as an infinite gradient norm, is left out.
 
     Attributes:
         steps: Steps that have a training loss.
@@ -61,9 +61,9 @@ def curves_of(lines: Sequence[Mapping[str, Any]]) -> Curves:
 
 
 def smoothed(values: Sequence[float], share: float = 0.05) -> list[float]:
-    """Return an exponential average of values: each result weighs about the last `share` of all values.
+    """Return exponential averages: each result is an average of the values before it, about a `share` of all values.
 
-    As in Adam, the average is divided by the sum of its weights, so that the first values are not too small."""
+    As in Adam, the average is divided by the sum of its weights, so that the first results are not too small."""
     decay, total, weight, result = 1 - 1 / max(1.0, share * len(values)), 0.0, 0.0, []
     for value in values:
         total, weight = decay * total + (1 - decay) * value, decay * weight + (1 - decay)
@@ -134,7 +134,7 @@ def finish(axes: Axes, label: str) -> None:
 
 
 def limit_to_results(axes: Axes, runs: Mapping[str, Curves]) -> None:
-    """Leave single peaks of the loss out of the picture, which would press the curve flat."""
+    """Limit the axis of the loss so that single peaks, which would flatten the curves, are not in the picture."""
     all_losses = (loss for curves in runs.values() for loss in [*curves.loss, *curves.held_out])
     losses = sorted(loss for loss in all_losses if math.isfinite(loss))
     if not losses:
@@ -145,9 +145,9 @@ def limit_to_results(axes: Axes, runs: Mapping[str, Curves]) -> None:
 
 
 def save_curve(folder: Path, report: Callable[[str], None], terminal: bool) -> None:
-    """Draw the losses of the run in `folder` into LOSSES. Reports the file, or why there is none.
+    """Draw the losses of the run in `folder` into LOSSES. Reports the file, or the error that prevents it.
 
-    terminal: Report the curve as text, too."""
+    A run of fewer than LEAST_STEPS steps has no picture. terminal: Report the curve as text, too."""
     try:
         curves = curves_of(read_metrics(folder / METRICS))
         if len(curves.steps) < LEAST_STEPS:

@@ -39,8 +39,8 @@ from nntile_py.graph.bin_packing import bins_of
 from nntile_py.graph.step import StepSpec
 from nntile_py.models.registry import known, objective_of
 
-# The model's objective is the key of both dicts, in _LABEL_AXES also what has a label. SPECIAL: special tokens that the
-# tokenizer must have. _LABEL_AXES: axes of the array of labels.
+# SPECIAL: {objective of the model: special tokens that the tokenizer must have}.
+# _LABEL_AXES: {objective, for a classifier its kind of labels: axes of the array of labels}.
 SPECIAL: dict[str, Sequence[str]] = {"causal": (), "masked": MASKED, **dict.fromkeys(OF_TABLES, MASKED)}
 _LABEL_AXES = {"causal": ["batch", "seq"], "masked": ["batch", "seq"], ONE: ["batch"],
                SEVERAL: ["batch", "classes"], WORDS: ["batch", "seq"], CONTRASTIVE: ["question"]}  # fmt: skip
@@ -90,7 +90,7 @@ def reading(config: RunConfig, report: Report) -> Reading:
 
 
 def instructions_of(data: DataSection, tokenizer: str | None) -> Instructions | None:
-    """Return what turns the rows of tables into texts with answers; None if a row's text is in a column.
+    """Return Instructions, which turn rows of tables into texts with answers; None if one column has the text.
 
     tokenizer: Path of a tokenizer.json, whose folder may have a chat template."""
     columns = Columns(data.messages or "", data.prompt or "", data.response or "")
@@ -138,7 +138,7 @@ def _framed_tokenizer(config: RunConfig) -> Tokenizer | None:
 
 
 def _padding_token(config: RunConfig, tokenizer: Tokenizer) -> int:
-    """Return the number of the padding token of a model that reads texts as they are, without masks."""
+    """Return the number of the padding token for a model of tables: the tokenizer's, else the model's, else 0."""
     if (pad := _special_tokens(config, tokenizer).number(PAD)) is None:
         return getattr(config.model, "padding_token", None) or 0
     _check_padding(config, pad, tokenizer)
@@ -206,16 +206,16 @@ def _check_special_tokens(config: RunConfig, objective: str) -> None:
         return
     tokenizer = load_tokenizer(Path(path))
     if objective in OF_TABLES:
-        return  # such a model uses the tokenizer's template, which may have other special tokens
+        return  # a model of tables uses the tokenizer's template, which may have other special tokens
     if missing := _special_tokens(config, tokenizer).lacking():
         need = f"a tokenizer with {', '.join(MASKED)}, or with {', '.join(ROBERTA.values())}"
         raise ConfigError(f"tokenizer.path: {path} has no token {', '.join(missing)}; allowed: {need}")
 
 
 def _check_padding(config: RunConfig, token: int, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError if the model counts by a padding token other than `token`, the tokenizer's."""
+    """Raise ConfigError if the model's padding token is another token than `token`, the tokenizer's padding token."""
     model = config.model
-    key = "padding_idx" if objective_of(model) == "causal" else ""  # a classifier reads the last other token
+    key = "padding_idx" if objective_of(model) == "causal" else ""  # a classifier reads the last token before padding
     key = "padding_token" if hasattr(model, "padding_token") else key
     if hasattr(model, key) and (padding := getattr(model, key)) != token:
         name = tokenizer.id_to_token(token)

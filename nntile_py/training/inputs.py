@@ -21,12 +21,12 @@ def as_step_inputs(
 
     Args:
         inputs: A dict of arrays, the array `input_ids`, or StepInputs, which are returned unchanged.
-        labels: The array `labels`; only beside the array `input_ids`.
+        labels: The array `labels`; only if `inputs` is the array `input_ids`.
         passes: Number of forward and backward passes that the inputs are for.
         pack: Packs the sequences of a dict into bins. None: no packing.
 
     Raises:
-        ValueError: `labels` has no place beside these inputs, or StepInputs are for another number of passes.
+        ValueError: `labels` is given with a dict or with StepInputs, or StepInputs are for another number of passes.
     """
     if isinstance(inputs, StepInputs):
         if labels is not None:

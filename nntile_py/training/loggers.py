@@ -106,7 +106,7 @@ class Loggers:
         folder: The run's folder.
         after: Step after which the run resumes; 0: a new run.
         report: Shows a message.
-        stop: Names of what ends the run early; the callback may append its name.
+        stop: Names of signals, which end the run early; the callback may append CALLBACK.
 
     Raises:
         ConfigError: A package is missing.

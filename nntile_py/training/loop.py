@@ -94,7 +94,7 @@ def _run_steps(
         if ends:
             break
         if measures and last and config.checkpoint.best:
-            # All losses are compared on the same part: the last measurement of a classifier reads more.
+            # Compare losses on the same part of the held-out data: a classifier's last measurement reads all of it.
             whole = step == train.steps and config.aim in OF_TABLES
             loss = (_measured(dataset, trainer) if whole else last)["held_out_loss"]
             due = bool(from_rank_0(saver.improves(step, loss) or due))

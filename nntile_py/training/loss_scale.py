@@ -43,7 +43,7 @@ class LossScale:
     def after(self, *, overflow: bool) -> None:
         """Update the factor after a step. overflow: the step's gradients overflowed.
 
-        The smallest factor is not halved: Pending.result raises NotFinite for such a step."""
+        The smallest factor is not halved: if a step overflows with it, Pending.result raises NotFinite."""
         if not overflow:
             self.good += 1
             if self.good >= INTERVAL and 2 * self.value <= MOST_SCALE:

@@ -15,7 +15,7 @@ class Prefetch(Generic[Batch]):
     """Makes the batches of steps in order, ahead of their use. Use as a context manager.
 
     Args:
-        make: Makes the batch of a step. It runs in a thread of its own.
+        make: Makes the batch of a step. It is called in another thread.
         last: Number of the last step.
 
     Attributes:

@@ -25,13 +25,13 @@ def prepare(
     settings: Mapping[str, Any], out: Path, tokenizer: Path | None, vocab_size: int | None, masked: bool,
     overwrite: bool, report: Report,
 ) -> str:  # fmt: skip
-    """Tokenize texts into the folder `out`. An interrupted call goes on where it was.
+    """Tokenize texts into the folder `out`. After an interruption, the same call continues the work.
 
     Args:
         settings: Keys of the section `data`.
         out: The folder.
         tokenizer: A tokenizer.json. None: a tokenizer is trained on the texts.
-        vocab_size: Size of its vocabulary. None: 4096.
+        vocab_size: Vocabulary size of the trained tokenizer. None: 4096.
         masked: The tokens are for masked models.
         overwrite: Replace a folder of tokens.
         report: Shows progress.
@@ -79,9 +79,9 @@ def prepare(
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
-    """Raise ConfigError unless `out` is missing, empty, or of an interrupted call.
+    """Raise ConfigError unless `out` is missing, empty, or was left by an interrupted call.
 
-    overwrite: A folder of tokens is allowed, too."""
+    overwrite: Allow a complete folder of tokens too."""
     if out.is_dir() and is_token_folder(out):
         if not overwrite:
             raise ConfigError(f"OUT: {out} has tokens already; allowed: a new folder, or --overwrite")

@@ -55,7 +55,7 @@ class Programs:
 
     Attributes:
         store: The persistent tiles, which all programs share.
-        steps: The programs of steps built so far, by names of optional inputs.
+        steps: {names of the optional inputs of a step: programs of the step}, as far as they are built.
     """
 
     def __init__(self, spec: StepSpec, runtime: Runtime, checked: bool) -> None:

@@ -20,8 +20,8 @@ def same_steps(trainer: Trainer, inputs: Inputs, labels: IntArray | None = None)
     """Return a function `run(n)` that submits n steps, waits for them and returns their losses.
 
     All steps have the same inputs and labels, as of Trainer.submit. Sequences are packed once, outside the measured
-    time: a training run packs while other steps run, and the compared PyTorch programs also get their offsets and
-    masks ready."""
+    time. This is fair: a training run packs while other steps run, and the PyTorch programs in a comparison get
+    offsets and masks that were computed before."""
     filled = trainer.filled(inputs, labels)
 
     def run(count: int) -> list[float]:

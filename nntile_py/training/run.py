@@ -208,7 +208,7 @@ def _check_ranks(
 def build_trainer(config: RunConfig, spec: StepSpec | None = None) -> Trainer:
     """Return the Trainer of a config. Needs a running Runtime.
 
-    spec: The training step and its model. Default: those of the config, with the weights that `model.from` names."""
+    spec: The training step and its model. Default: from the config, with the weights that `model.from` names."""
     spec = spec or step_spec(config, build_model(config))
     return Trainer.of_spec(spec, seed=config.seed, check_finite=config.debug.nonfinite)
 
@@ -386,7 +386,7 @@ def _sample_text(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: li
             trainer.state_dict()  # puts the weights into the model
             return trainer.model
 
-        ranks = ranks_of_run()  # they compute each token together
+        ranks = ranks_of_run()  # with several ranks, all ranks compute each token together
         how = ([], None) if ranks else (stop, model)
         try:
             return f"\nsample:\n{generate(trainer, dataset.tokenizer, config, *how)}"

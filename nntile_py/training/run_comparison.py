@@ -27,7 +27,7 @@ class RecordedRun:
         folder: The folder.
         config: {dotted key: value} of its config.yaml.
         lines: The lines of metrics.jsonl.
-        curves: Their curves.
+        curves: The curves of these lines.
     """
 
     folder: Path

@@ -9,7 +9,7 @@ from types import FrameType
 from nntile_py.execution.runtime import Runtime
 from nntile_py.training.loggers import CALLBACK
 
-SECOND_SIGTERM = 5.0  # seconds after the first signal, from which on SIGTERM ends the process
+SECOND_SIGTERM = 5.0  # seconds; a SIGTERM that comes later than this after the first signal ends the process
 
 
 def exit_status(stop: list[str]) -> int:

@@ -64,7 +64,7 @@ class Trainer:
             (bf16 plus low bits) are fp32, and so is a gradient to which several tasks add. fp16 is like bf16, but each
             master weight is a separate fp32 tensor, and the loss is scaled. fp8 is like bf16, but products of layers
             have 8-bit operands.
-        optimizer: nt.AdamW(...) or nt.SGD(...). Default: nt.AdamW().
+        optimizer: nt.AdamW(...), nt.SGD(...), nt.Muon(...) or nt.Lion(...). Default: nt.AdamW().
         clip_grad_norm: Upper bound on the norm of all gradients together; larger gradients are scaled down.
         skip_above_norm: A step whose gradient norm is larger or not finite changes no weights and no optimizer
             averages. The step is still counted.
@@ -286,7 +286,7 @@ class Trainer:
 
     @typed
     def step(self, inputs: Inputs, labels: IntArray | None = None, lr: float | None = None) -> float:
-        """Train one step, wait for it, and return its mean loss before the update. Arguments as of `submit`."""
+        """Train one step, wait for its end, and return the mean loss before the update. Arguments: see `submit`."""
         return self.submit(inputs, labels, lr).result().loss
 
     @typed
@@ -369,7 +369,7 @@ class Trainer:
     ) -> None:  # fmt: skip
         """Continue from a checkpoint: set its step, optimizer averages and loss scale.
 
-        The weights stay those of the trainer's model, which must have the checkpoint's weights already.
+        The weights are not changed: the trainer's model must have the checkpoint's weights already.
 
         Args:
             step: Number of steps trained so far.
@@ -437,7 +437,7 @@ class Trainer:
     def filled(self, inputs: Inputs, labels: IntArray | None = None, passes: int | None = None) -> StepInputs:
         """Return a step's inputs as StepInputs, packed if the trainer packs. `submit` and `evaluate` accept these.
 
-        passes: Number of forward and backward passes. Default: that of a step."""
+        passes: Number of forward and backward passes. Default: `grad_accumulation`."""
         passes = passes or self.grad_accumulation
 
         def pack(arrays: Mapping[str, Any]) -> StepInputs:
