@@ -183,7 +183,8 @@ def _has_generated_kernels(dtype: str) -> bool:
 def _cross_entropy(rewriter: Rewriter, op: Op, tiling: Tiling) -> bool:
     """Fuse CrossEntropy and its gradient into one task, which reads the logits once.
 
-    They do not fuse if the classes are cut, or if another operator reads the logits between the loss and its gradient.
+    The two do not fuse if the classes are cut, or if another operator reads the logits after the loss and before the
+    gradient.
     """
     if not isinstance(op, CrossEntropyGrad) or op.fused:
         return False

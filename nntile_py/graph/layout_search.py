@@ -61,7 +61,7 @@ class SearchedLayouts:
         rows: the choice for each operator.
         missing: operators in layouts without a measured time; the keys are their texts, see layouts.described. If there
             are any, `rows` is not valid.
-        program: a digest of the graph and of the chosen layouts; None if these are the default layouts.
+        program: a digest of the graph and of the chosen layouts; None if all chosen layouts are default.
         refused: True: whole steps were measured to be slower than in the default layouts.
     """
 

@@ -187,7 +187,7 @@ class Timings:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Lock the file inside the block. Wait for other processes that measure into it, and read their entries."""
+        """Lock the file inside the block. If another process holds the lock, wait, then read its entries."""
         if not self.path:
             yield
             return
