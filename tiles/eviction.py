@@ -41,7 +41,7 @@ def mark_evictions(lists: Sequence[TaskList], room: float, offload: Collection[O
     """Set `Task.evicts` for lists that one worker repeats in order. Return whether any tile must leave the memory.
 
     Belady's algorithm (IBM Systems Journal 5(2), 1966): the tile whose next use is the latest leaves. The tile leaves
-    right after the last task that uses it before, so it has been written back when the memory is needed.
+    right after its previous use, so it has been written back before the memory is needed.
 
     Args:
         lists: resolved lists; persistent tiles with equal keys are the same tile.

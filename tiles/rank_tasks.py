@@ -24,7 +24,7 @@ MOST_BYTES = 2**31 - 1  # of one message, as MPI counts bytes in an int
 
 @dataclass(slots=True)
 class MessageTask(Task):
-    """A task that sends the newest version of a tile to the rank `peer`, or receives it: kernel SEND or RECEIVE."""
+    """A task that sends a tile's newest version to rank `peer` (kernel SEND), or receives it from `peer` (RECEIVE)."""
 
     peer: int = -1
     tag: int = -1
@@ -84,8 +84,8 @@ class Replicas:
 
     Args:
         numbers: yields the tags of tiles, the same on all ranks.
-        shard: a weight stays on the rank that updates the weight, and other ranks borrow it while they use it (ZeRO-3:
-            Rajbhandari et al. 2020, section 5.3).
+        shard: True: a weight stays on the rank that updates the weight, and other ranks borrow the weight for their
+            tasks (ZeRO-3: Rajbhandari et al. 2020, section 5.3).
     """
 
     def __init__(self, ranks: int, numbers: Iterator[int] | None = None, shard: bool = False) -> None:

@@ -116,7 +116,7 @@ class _Segment:
         return any(n >= self.backward for n in self.uses[tile].reads) and not self._kept(tile)
 
     def _can_repeat(self, number: int) -> bool:
-        """Return whether a task would compute the same again: all its operands are there, or can be computed again."""
+        """Return whether a repeated task would get equal results: each operand stays or can be computed again."""
         if number not in self._repeatable:
             self._repeatable[number] = False  # for the recursion below, which may reach this task again
             self._repeatable[number] = all(
@@ -151,7 +151,11 @@ class _Segment:
                         waiting.append(access.tile)
 
     def _kept(self, tile: Tile) -> bool:
-        """Return whether a tile stays: it is small, other segments read it, or it cannot be computed again."""
+        """Return whether a tile stays in memory.
+
+        It stays if it is small, if it cannot be computed again, or, unless `shared`, if forward tasks outside of the
+        segment read it.
+        """
         if tile.bytes * SMALL <= self._largest or not self._can_be_made(tile):
             return True
         return not self.shared and any(n < self.backward for n in {*self.uses[tile].reads} - self.members)

@@ -74,7 +74,7 @@ class TaskList:
         ]  # fmt: skip
 
     def resolve(self) -> TaskList:
-        """Set access modes and priorities, insert merges, free dead tiles. Call it once, after the last `emit`."""
+        """Set access modes and priorities, insert merges, free dead tiles. To be called once, after the last `emit`."""
         self._redirect_overwrites_of_sums()
         self._accumulate()
         self._liveness()

@@ -219,7 +219,7 @@ def _copied(ops: Sequence[Op]) -> dict[tuple[Tensor, str], SharedCopy]:
 
 
 def _choices(op: Contract) -> list[Layout]:
-    """Return the default layout of a contraction and all layouts in which it is a matrix product."""
+    """Return a contraction's default layout, and all its layouts that are one matrix product or one batch of them."""
     return list(dict.fromkeys([layout_of(op), *products(op)]))
 
 

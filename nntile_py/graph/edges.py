@@ -1,6 +1,6 @@
 """Edges of a graph for the layout search: tensors that share one order of axes, and the orders that they may have.
 
-If an operator needs its inputs and outputs in the same axis order, they share one edge.
+If an operator needs its inputs and outputs in the same axis order, these tensors share one edge.
 """
 
 from __future__ import annotations

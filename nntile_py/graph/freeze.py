@@ -11,7 +11,7 @@ from nntile_py.tasks.param_group import check_match, matches
 
 
 def freeze(graph: Graph, patterns: Sequence[str]) -> None:
-    """Mark the parameters whose weights match a pattern as frozen: they get no gradient. Call it before `backward`.
+    """Mark the parameters whose weights match a pattern as frozen, without a gradient. To be called before `backward`.
 
     Args:
         patterns: Patterns of names of weights in checkpoints, as in ParamGroup.match.

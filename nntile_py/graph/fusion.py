@@ -129,7 +129,8 @@ def _passes(fusion: Fusion, tiling: Tiling, *, greedy: bool) -> Iterator[Pass]:
     greedy: whether greedy fusion is one of the passes.
 
     The rules before greedy fusion then skip norms over uncut rows and most activations, because a group of greedy
-    fusion computes them as fast or faster. The rules after it fuse activations and bias gradients that are in no group.
+    fusion computes them as fast or faster. The rules after greedy fusion fuse activations and bias gradients that
+    are in no group.
     """
 
     def of_norms(*rules: Rule) -> Iterator[Pass]:

@@ -128,7 +128,7 @@ class KeyValueCache:
     def last_logits(self, logits: Tensor) -> Tensor:
         """Return the logits of each row's last new token, [batch, ..., vocab] with uncut rows.
 
-        If the logits are a product of hidden states and a weight, only the logits of these positions are computed.
+        If the logits are a product of hidden states and a weight, only the logits of these last tokens are computed.
         """
         if logits.axes[:2] != ("batch", "seq") or len(logits.axes) != 3:
             raise ConfigError(f"generation: logits {logits} are not allowed; use the axes batch, seq, vocab")

@@ -34,8 +34,8 @@ class LayoutChoice:
 
     Attributes:
         operator: text that identifies the operator, see layouts.described.
-        layout: the chosen layout, as text; the operator takes `seconds` in it.
-        default: the default layout, as text; the operator takes `default_seconds` in it.
+        layout: the chosen layout, as text; the operator takes `seconds` in this layout.
+        default: the default layout, as text; the operator takes `default_seconds` in this layout.
         least: the operator's time in its fastest layout.
         transposes: the time of the transposes that the chosen layout needs.
     """

@@ -76,7 +76,7 @@ def check_groups(optimizer: Optimizer, params: Iterable[Param]) -> None:
 
 
 def _group_of(optimizer: Optimizer, param: Param) -> ParamGroup | None:
-    """Return the group of a parameter; None if it takes the settings of the section `optimizer`.
+    """Return the group of a parameter; None if no group matches, so the settings of the section `optimizer` apply.
 
     Raises:
         ConfigError: The parameter joins several weights of a checkpoint, which are in different groups.

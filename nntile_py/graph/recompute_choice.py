@@ -126,7 +126,7 @@ def candidates(spec: Steps, room: Room) -> list[StepEstimate]:
             seconds += max(sum(map(speed.seconds, tasks)) / room.workers, len(tasks) * speed.submit)
         peak = step.peak_bytes()
         evicted = evicted_bytes(lists, room.bytes if room.planned else None, spec.offload) if room.gpu else 0
-        above = 0 if room.planned else max(0, peak - evicted - room.bytes)  # StarPU evicts and fetches them
+        above = 0 if room.planned else max(0, peak - evicted - room.bytes)  # StarPU moves these bytes twice
         seconds += (evicted + 2 * above) / (speed.host_s if room.gpu else DISK_S)
         evicted += above
         found.append(StepEstimate(value, peak, evicted, seconds, room.fits(peak, lists)))

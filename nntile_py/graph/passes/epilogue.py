@@ -45,7 +45,7 @@ def bias(rewriter: Rewriter, op: Op) -> bool:
 
 
 def bias_grad(rewriter: Rewriter, op: Op) -> bool:
-    """Fuse Sum(dy), a bias gradient, into the contraction x dy over the same axes: a task reads dy once for both."""
+    """Fuse Sum(dy), a bias gradient, into a contraction that sums x dy over the same axes, so dy is read only once."""
     if not isinstance(op, Sum) or is_low(op.inputs[0].dtype):  # cuBLASLt would read dy twice, slower than a Sum alone
         return False
     dy = op.inputs[0]
