@@ -9,8 +9,9 @@ the pieces that it receives. Then the rounds run backwards and distribute the pi
 "Optimization of collective reduction operations", ICCS 2004, with bases other than two). A small tile is sent whole in
 each round (recursive doubling, same paper).
 
-Ranks share one program, so a sum is needed only on the rank that updates the weight. The same rounds bring each tile
-whole to this rank. Different tiles end on different ranks: all tiles together move as many bytes as pieces would.
+Ranks share one program (see RankSums), so only the rank that updates a weight needs the sum of the weight's gradient.
+The same rounds bring each tile whole to one rank. Different tiles go to different ranks, so all tiles together move as
+many bytes as pieces would.
 """
 
 from __future__ import annotations
@@ -76,9 +77,10 @@ class ClusterNode:
 def with_sums(tasks: Sequence[Task], here: ClusterNode) -> list[Task]:
     """Return a node's tasks with all-reduce tasks inserted after the last task that adds to each sum over the batch.
 
-    Sums over the batch are persistent tiles of tensors without the axis batch: gradients and the loss. The additions of
-    small sums go to the workers in turn. A sum is sent in slices through all adapters if its messages would otherwise
-    take longer than the computation that is left, and if slices save more time than they cost.
+    Sums over the batch are persistent tiles of tensors without the axis batch: gradients and the loss. Small
+    sums, which travel whole, are added by one worker each, distributed evenly over the workers. A sum is sent in slices
+    through all adapters if its messages would otherwise take longer than the computation that is left, and if slices
+    save more time than they cost.
     """
     last: dict[Tile, int] = {}
     for number, task in enumerate(tasks):
@@ -219,10 +221,10 @@ def _adds(tile: Tile, parts: Sequence[Tile], maker: Task, size: int) -> Task:
 
 
 class RankSums:
-    """Sums over the batch to which several ranks contribute, if any order of addition is allowed.
+    """Adds the contributions of several ranks to sums over the batch, if any order of addition is allowed.
 
     Each rank adds its contributions to a tile of its own, by the accumulation policy. After the last contribution, the
-    rank that contributed last adds the tiles of all ranks.
+    tiles of all ranks are added in rounds. The rank that contributed last gets the total.
 
     Args:
         later: (kind, name) of tensors whose sums continue in the next lists. The tiles of all ranks are then added in
@@ -231,7 +233,7 @@ class RankSums:
 
     def __init__(self, ranks: int, later: Collection[tuple[str, str]] = ()) -> None:
         self.ranks, self.later = ranks, later
-        self._own_tiles: dict[Hashable, dict[int, Tile]] = {}  # by rank; the first tile gets the total
+        self._own_tiles: dict[Hashable, dict[int, Tile]] = {}  # {sum: {rank: tile}}; the first gets the total
 
     def divide(self, tasks: TaskList) -> None:
         """Change an unresolved list so that each rank adds to its own tiles; insert tasks that add these tiles."""
@@ -264,7 +266,7 @@ class RankSums:
     def joined(self, tiles: Iterable[Tile], op: str) -> list[Task]:
         """Return tasks that add the ranks' own tiles of each sum in `tiles`.
 
-        They belong at the start of a list that reads the sums. Sums that continue in later lists are left out.
+        The tasks belong at the start of a list that reads the sums. Sums that continue in later lists are left out.
         """
         sums = ((t, self._own_tiles[t.key]) for t in tiles if t.key in self._own_tiles and not self._continues(t))
         return [task for tile, own in sums for task in _reduced({**own, next(iter(own)): tile}, op)]
@@ -284,7 +286,7 @@ def _own(tile: Tile, rank: int, kept: bool) -> Tile:
 
 
 def _reduced(own: Mapping[int, Tile], op: str) -> Iterator[Task]:
-    """Yield tasks that add the tiles of all ranks to the first rank's tile, in rounds."""
+    """Yield tasks that add the tiles of all ranks, in rounds. own: {rank: tile}; its first tile gets the total."""
     ranks, tiles = [*own], [*own.values()]
     left = [*range(len(ranks))]
     for base, stride in _digits(len(ranks)):

@@ -18,7 +18,8 @@ class TileUse(NamedTuple):
 
 def dependencies(tasks: Iterable[Sequence[TileUse]]) -> list[list[int]]:
     """Return the direct predecessors of each task, in submission order, under StarPU's sequential consistency."""
-    last: dict[Hashable, tuple[str, list[int], list[int]]] = {}  # by tile: last mode, its tasks, tasks before them
+    # {tile: (mode of the last accesses, the tasks with these accesses, the predecessors of these tasks)}
+    last: dict[Hashable, tuple[str, list[int], list[int]]] = {}
     result = []
     for number, uses in enumerate(tasks):
         before: set[int] = set()

@@ -12,8 +12,8 @@ from nntile_py.tiles.placement import Speed
 
 # One of two CPU cores at 2.5 GHz; the cores share the memory. overhead: 16 us a task (12 to 20) in profiles of
 # experiments/gpt2_tiny.yaml cut into 939, 6,342 and 86,758 tasks (`overhead_per_task_s`), with no core left for the
-# thread that submits. launch: time of the shortest of these tasks beyond their flop and bytes. submit: `nntile
-# bench tasks`. All measured on 2026-11-22.
+# thread that submits. launch: time of the shortest of these tasks, without the time for their flop and bytes. submit:
+# from `nntile bench tasks`. All measured on 2026-11-22.
 CPU = Speed(flop_s=50e9, bytes_s=5e9, link_s=1e15, overhead=16e-6, launch=10e-6, submit=3e-6)
 # One H200, by the dtype of its tiles. tf32 uses fp32 tiles; fp16 is assumed to be as fast as bf16. fp8: the products of
 # a layer of GPT-2 124M and of Qwen 2.5 1.5B are 1.76 and 1.87 times as fast (experiments/fp8_products.py, 2026-11-28).
@@ -21,7 +21,7 @@ GPU = {
     "bf16": Speed(flop_s=600e12, bytes_s=3.5e12, link_s=350e9, overhead=6e-6, launch=2e-6, host_s=50e9, fp8=1.8),
     "fp32": Speed(flop_s=40e12, bytes_s=3.5e12, link_s=350e9, overhead=6e-6, launch=2e-6, host_s=50e9),
 }
-MEMORY = int(0.85 * 139.8 * 2**30)  # bytes of tiles on an H200 where runtime.cuda_memory is not set
+MEMORY = int(0.85 * 139.8 * 2**30)  # bytes of tiles on an H200 if runtime.cuda_memory is not set
 
 
 def rank(cores: int) -> Speed:

@@ -59,7 +59,7 @@ DTYPES = {
 
 
 def accumulation_dtype(dtype: str) -> str:
-    """Return the dtype of statistics, states and sums over tensors of a dtype: fp32 for bf16 and fp16."""
+    """Return the dtype of statistics, states and sums over tensors of a dtype: fp32 for 8-bit dtypes, bf16, fp16."""
     return DTYPES[dtype].accumulation
 
 
@@ -74,5 +74,5 @@ def is_scaled(dtype: str) -> bool:
 
 
 def host_dtype(dtype: str) -> str:
-    """Return numpy's dtype of the arrays that programs return to the host: float32 for bf16 and fp16."""
+    """Return numpy's dtype of the arrays that programs return: float32 for bf16 and 8-bit dtypes, which numpy lacks."""
     return DTYPES[dtype].numpy

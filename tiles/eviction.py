@@ -29,7 +29,7 @@ def as_offload(value: Any) -> tuple[Offloaded, ...] | None:
 
 
 def room_in_turn(lists: Sequence[TaskList], memory: float) -> float:
-    """Return how many bytes of `memory` an eviction plan may use for lists that run in turn.
+    """Return how many bytes of `memory` an eviction plan may use for lists that run one after the other.
 
     Returns 0 if all tiles fit and no plan is needed.
     """
@@ -41,7 +41,7 @@ def mark_evictions(lists: Sequence[TaskList], room: float, offload: Collection[O
     """Set `Task.evicts` for lists that one worker repeats in order. Return whether any tile must leave the memory.
 
     Belady's algorithm (IBM Systems Journal 5(2), 1966): the tile whose next use is the latest leaves. The tile leaves
-    right after the last task that uses it before, so it has been written back when the memory is needed.
+    right after its previous use, so it has been written back before the memory is needed.
 
     Args:
         lists: resolved lists; persistent tiles with equal keys are the same tile.
@@ -72,7 +72,10 @@ def evicted_bytes(lists: Sequence[TaskList], memory: float | None, offload: Coll
 def _evictions(
     tasks: list[Task], room: float, first_only: bool, offload: Collection[Offloaded] = ()
 ) -> list[tuple[int, Tile]]:
-    """Return (task number, tile that leaves after it) pairs; `first_only` stops at the first pair."""
+    """Return (task number, tile) pairs: the tile leaves the memory after the task.
+
+    first_only: True: stop at the first pair.
+    """
     fits = sum({a.tile.key: a.tile.bytes for t in tasks for a in t.accesses}.values()) <= room
     if fits and not offload:
         return []
@@ -80,13 +83,13 @@ def _evictions(
     used = [{a.tile.key: a.tile for a in t.accesses} for t in tasks]
     cleared = [{tile.key for tile in t.clears} for t in tasks]
     after = _next_uses(used, cleared)
-    held: dict[Hashable, int] = {}  # tiles in memory, with the turn of their last use
+    held: dict[Hashable, int] = {}  # {tile in memory: turn of its last use}; turn: tasks simulated before
     by_use: list[tuple[int, int, Hashable]] = []  # heap of tiles in memory, the furthest next use first
     order, taken = itertools.count(), 0
     marked = _offloaded(tasks, used, after, cleared, {OFFLOADED[name] for name in offload})
     before = 0
-    # Each round simulates all tasks once; the first fills the memory. A mark holds for all rounds. The simulation ends
-    # with a round that adds no mark.
+    # Each round simulates all tasks once. The first round fills the memory and marks no tile. A mark, a pair (task
+    # number, key), holds for all later rounds. The simulation ends with a round that adds no mark.
     for turn in range(0 if fits else MOST_ROUNDS * count):
         if turn % count == 0:
             if turn > count and len(marked) == before:

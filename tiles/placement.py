@@ -114,7 +114,8 @@ def delay(lists: Sequence[TaskList], workers: int) -> None:
     """Schedule each weight update as late as possible: shortly before the next step's first task that reads the weight.
 
     Workers then compute with the weights of the first layers while the weights of later layers are updated and moved.
-    The lists are placed and run in turn. A delayed update runs `2 * workers` tasks of the list before its reader.
+    The tasks have workers, and the lists run one after the other. A delayed update runs `2 * workers` tasks of the list
+    before its reader.
     """
     if workers == 1:
         return
@@ -154,7 +155,7 @@ class _Load:
         heapq.heappush(self._heap, (self.seconds[worker], worker))
 
     def idlest(self, but: Set[int] = frozenset()) -> int:
-        """Return the least loaded worker that is not in `but`, the first of equal ones; -1 if there is none."""
+        """Return the least loaded worker that is not in `but`, the first of equally loaded ones; -1: there is none."""
         skipped, idlest = [], -1
         while self._heap and idlest < 0:
             seconds, worker = self._heap[0]
@@ -183,7 +184,7 @@ def _cheapest(task: Task, load: _Load, copies: dict[Tile, set[int]], readers: di
         few = 2 * len(held) <= workers
         apart |= held if few else set(range(workers)) - held if len(held) < workers else set()
     other = load.idlest(apart)
-    if other >= 0 and load.seconds[other] - least >= most:  # the cap applies to all: take the first
+    if other >= 0 and load.seconds[other] - least >= most:  # the cap makes all of them equal: take the first
         other = next(worker for worker in range(workers) if worker not in apart)
     costs = [
         (min(load.seconds[worker] - least, most) + _travel(task, worker, copies, readers, speed), worker)

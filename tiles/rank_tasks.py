@@ -24,7 +24,7 @@ MOST_BYTES = 2**31 - 1  # of one message, as MPI counts bytes in an int
 
 @dataclass(slots=True)
 class MessageTask(Task):
-    """A task that sends the newest version of a tile to the rank `peer`, or receives it: kernel SEND or RECEIVE."""
+    """A task that sends a tile's newest version to rank `peer` (kernel SEND), or receives it from `peer` (RECEIVE)."""
 
     peer: int = -1
     tag: int = -1
@@ -80,12 +80,12 @@ class RankLists:
 
 
 class Replicas:
-    """Records which ranks hold the newest version of each persistent tile. Every rank keeps equal records of all ranks.
+    """Records which ranks hold the newest version of each persistent tile. The records on all ranks are equal.
 
     Args:
         numbers: yields the tags of tiles, the same on all ranks.
-        shard: a weight stays on the rank that updates the weight, and other ranks borrow it while they use it (ZeRO-3:
-            Rajbhandari et al. 2020, section 5.3).
+        shard: True: a weight stays on the rank that updates the weight, and other ranks borrow the weight for their
+            tasks (ZeRO-3: Rajbhandari et al. 2020, section 5.3).
     """
 
     def __init__(self, ranks: int, numbers: Iterator[int] | None = None, shard: bool = False) -> None:
@@ -132,7 +132,7 @@ class Replicas:
         return sorted(self._held.get(tile.key) or {0})
 
     def written(self, tile: Tile) -> set[int]:
-        """Record that each user of the tile writes the same values to it from its own program; return the users."""
+        """Record that each user writes the tile in a program of its own, with equal values; return the users."""
         self._held[tile.key] = set(self.users(tile))
         return self._held[tile.key]
 
@@ -157,7 +157,7 @@ class Replicas:
                 yield from messages(tile, source, to, self.tag(tile)).items()
 
     def ran(self, shared: RankLists) -> None:
-        """Record that a list was submitted, after the messages for its `needs`."""
+        """Record the ranks that hold the tiles which a list writes. Call this after the list was submitted."""
         self._held.update((key, set(ranks)) for key, ranks in shared.held.items())
 
 
@@ -171,8 +171,8 @@ def _doubled(number: int, below: int) -> int:
 class _Sharing:
     """Splits one list over the ranks, with messages between them.
 
-    A copy becomes invalid when another rank writes the tile. A rank frees a borrowed weight after a use if the next use
-    is not near (see NEAR).
+    A copy becomes invalid when another rank writes the tile. A rank frees a borrowed weight after a use if the
+    rank's next use of the weight is not near (see NEAR).
     """
 
     def __init__(self, tasks: TaskList, replicas: Replicas) -> None:

@@ -1,8 +1,9 @@
 """Recompute: the backward pass repeats tasks of the forward pass, whose results are not kept in memory.
 
 A segment is a set of forward tasks, such as those of a layer. Tiles that only the segment and the backward pass read
-are freed after their last forward reader. Before the first backward task that reads one of them, the tasks that compute
-them are repeated, on new tiles. Kernels, arguments and order are the same, so all results have the same bits.
+are freed after their last forward reader. The tasks that compute these tiles are repeated, on new tiles, before the
+first backward task that reads one of the tiles. Kernels, arguments and order are the same, so all results have the same
+bits.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from .task import Access, Task, Tile
 from .tasklist import TaskList
 
 SUFFIX = ".recompute"  # of the operator's name, for repeated tasks
-SMALL = 16  # tiles of at most the largest tile's bytes over this, such as a norm's statistics, are kept
+SMALL = 16  # tiles of at most 1 / SMALL of a segment's largest tile, such as a norm's statistics, are kept
 
 
 @dataclass
@@ -71,8 +72,12 @@ class _Segment:
         self._largest = max((tile.bytes for n in members for tile in self._written(n)), default=0)
 
     def repeat(self, inserted: dict[int, list[Task]]) -> None:
-        """Add the repeated tasks to `inserted` {number of the task before which they run: tasks}."""
-        for number in sorted(self.members):  # in order, so that no check needs many others: recursion stays shallow
+        """Add the repeated tasks to `inserted` {number of the task before which they run: tasks}.
+
+        A repeated task that reads no result of another repeated task waits for a gradient that reaches the segment.
+        Otherwise the task could run too early, and its results would need memory for longer.
+        """
+        for number in sorted(self.members):  # in order: most checks use earlier results, so recursion is shallow
             self._can_repeat(number)
         wanted = {tile for n in self.members for tile in self._written(n) if self._for_backward(tile)}
         repeated: set[int] = set()
@@ -103,7 +108,7 @@ class _Segment:
         return [access.tile for access in self.tasks[number].accesses if access.mode != "R"]
 
     def _made_here(self, tile: Tile) -> bool:
-        """Return whether only the segment writes a tile, which is freed after its last reader."""
+        """Return whether a tile is temporary and only tasks of the segment write the tile."""
         return not tile.persistent and self.members.issuperset(self.uses[tile].writes)
 
     def _for_backward(self, tile: Tile) -> bool:
@@ -111,9 +116,9 @@ class _Segment:
         return any(n >= self.backward for n in self.uses[tile].reads) and not self._kept(tile)
 
     def _can_repeat(self, number: int) -> bool:
-        """Return whether a task would compute the same again: all its operands are there, or can be computed again."""
+        """Return whether a repeated task would get equal results: each operand stays or can be computed again."""
         if number not in self._repeatable:
-            self._repeatable[number] = False  # a task does not need itself
+            self._repeatable[number] = False  # for the recursion below, which may reach this task again
             self._repeatable[number] = all(
                 self._made_here(access.tile)
                 if access.mode != "R"
@@ -146,7 +151,11 @@ class _Segment:
                         waiting.append(access.tile)
 
     def _kept(self, tile: Tile) -> bool:
-        """Return whether a tile stays: it is small, other segments read it, or it cannot be computed again."""
+        """Return whether a tile stays in memory.
+
+        It stays if it is small, if it cannot be computed again, or, unless `shared`, if forward tasks outside of the
+        segment read it.
+        """
         if tile.bytes * SMALL <= self._largest or not self._can_be_made(tile):
             return True
         return not self.shared and any(n < self.backward for n in {*self.uses[tile].reads} - self.members)
@@ -163,6 +172,6 @@ class _Segment:
 
 
 def _alike(tiles: Sequence[Tile], task: Task) -> Tile:
-    """Return the first tile with the same part of the batch as the task's tiles; else the first."""
+    """Return the first tile with the same part of the batch as the task's tiles; if there is none, the first tile."""
     batch = {part for access in task.accesses for part in access.tile.part("batch")}
     return next((tile for tile in tiles if batch.intersection(tile.part("batch"))), tiles[0])

@@ -11,7 +11,7 @@ from .dtypes import DTYPES
 
 PYTHON = "python"  # kernel name of a task that Python submits by itself, outside of programs
 MONOIDS = ("sum", "softmax", "moments")
-PHASES = "backward", "recompute"  # the end of an operator's name in its tasks; forward has none
+PHASES = "backward", "recompute"  # suffixes of operators' names in Task.op; forward tasks have no suffix
 
 
 class Tile:
@@ -58,7 +58,7 @@ class Access:
     tile: Tile
     mode: str  # R, W, RW, ACC; after resolve also COMMUTE and REDUX
     accumulate: bool = False  # the kernel adds to the tile's contents
-    waits: bool = False  # the task only waits for the tile's writer: R, after the accesses that the kernel sees
+    waits: bool = False  # the task waits for the tile's writer, but its kernel does not get the tile; mode R, last
 
 
 def R(tile: Tile) -> Access:
@@ -86,10 +86,10 @@ class Task:
         flop: floating-point operations of the kernel.
         frees: tiles that are dead after this task.
         clears: tiles whose contents are discarded before this task.
-        evicts: tiles that leave the device after this task, as later tasks need their memory.
+        evicts: tiles that leave the device after this task, because later tasks need the memory.
         parts: the tasks of a task group, in order; empty for an ordinary task.
         worker: number of the worker among the workers of its kind (CPU or GPU); -1 lets the scheduler choose.
-        delay: number of later tasks of the list that the same worker runs before this one.
+        delay: number of later tasks of the list that the same worker runs before this task.
         kind: "cpu" or "cuda": only workers of this kind run the task; "": workers of any kind that have a kernel.
     """
 

@@ -13,8 +13,9 @@ from .rank_tasks import SEND, MessageTask
 from .task import Access, Task, Tile
 from .tasklist import TaskList
 
-GROUP_SECONDS = 1.5e-3  # longest group: a step in 11 longer groups is no faster than in 117, and needs more memory
-MOST_PARTS, MOST_TILES = 256, 1536  # enough for an optimizer's 200 tasks; groups of 32 tasks would wait for the host
+GROUP_SECONDS = 1.5e-3  # longest group. A step in 11 longer groups instead of 117 is no faster, and needs more memory
+# Enough for an optimizer's 200 tasks. With groups of 32 tasks, the GPU would wait for the host.
+MOST_PARTS, MOST_TILES = 256, 1536
 # Largest number of tiles of a group if there are several workers. StarPU needs 2 to 3 us to fetch and release a tile,
 # and other workers wait meanwhile.
 TILES_OF_OTHERS = 96
@@ -49,7 +50,7 @@ def grouped(
     result = TaskList(tasks.policy, tasks.initialised, tasks.live)
     result.tasks = [_as_one(group) for group in groups.groups]
     # Free a tile in the last group that uses the tile. The last task that uses the tile may be in an earlier group than
-    # another reader of the tile. After its release a tile may be used again.
+    # another reader of the tile. `last` holds the uses before the release: a tile may be used again after its release.
     last: dict[int, int] = {}
     frees: list[list[Tile]] = [[] for _ in groups.groups]
     for task, number in zip(tasks.tasks, groups.chosen, strict=True):
@@ -71,7 +72,7 @@ class _Groups:
         self._freed: set[int] = set()  # ids of tiles that a task of some group freed
         self._held: list[_Held] = []
         self._seconds: list[float] = []
-        self._until: list[float] = []  # the time at which a group must end
+        self._until: list[float] = []  # largest seconds of each group
         self._before: list[int] = []  # all predecessors of each group, direct or not, as a bit mask
         self._writer: dict[int, int] = {}  # number of the group that wrote each tile last
         self._readers: dict[int, list[int]] = {}
@@ -123,7 +124,7 @@ class _Groups:
         """
         if isinstance(task, MessageTask) or any(id(access.tile) in self._freed for access in task.accesses):
             return None
-        if task.kind == "cpu":  # CPU workers need microseconds less for a task, and share many short tasks
+        if task.kind == "cpu":  # a CPU task has less overhead, and separate short tasks keep many workers busy
             return None
         known, mine, before = self._known(task), self._own.get(task.worker, 0), self._before
         for number in (self._newest.get(task.worker) if known or time < TINY else None, latest):

@@ -66,7 +66,7 @@ class TaskList:
         self.tasks.append(Task(kernel, list(accesses), args, op, flop))
 
     def live_sizes(self, task: Task) -> list[tuple[int, int, Slot]]:
-        """Return (number of the access, axis, slot) for each tile axis of a task whose size is set by the step."""
+        """Return (number of the access, number of the tile's axis, slot) for each axis that a step fills in part."""
         return [
             (number, k, Slot(live_slot(cut_as(axis), *a.tile.part("batch"))))
             for number, a in enumerate(task.accesses) if self.live
@@ -74,7 +74,7 @@ class TaskList:
         ]  # fmt: skip
 
     def resolve(self) -> TaskList:
-        """Set access modes and priorities, insert merges, free dead tiles. Call it once, after the last `emit`."""
+        """Set access modes and priorities, insert merges, free dead tiles. To be called once, after the last `emit`."""
         self._redirect_overwrites_of_sums()
         self._accumulate()
         self._liveness()
@@ -98,7 +98,7 @@ class TaskList:
         """Replace ACC by the modes of the accumulation policy; insert the merges of the tree policy."""
         written = set(self.initialised)
         runs = self._run_lengths()
-        trees: dict[Tile, list[tuple[int, Tile, Task]]] = {}  # partial sums: level, tile, the task that wrote it
+        trees: dict[Tile, list[tuple[int, Tile, Task]]] = {}  # partial sums: (level, tile, writer)
         out: list[Task] = []
         for number, task in enumerate(self.tasks):
             merges: list[Task] = []
@@ -124,7 +124,7 @@ class TaskList:
                     access.mode = "W" if fresh else "COMMUTE"
                 elif self.policy == "redux":
                     tile.redux = True
-                    if fresh and tile.persistent:  # a reduction adds to the tile's contents
+                    if fresh and tile.persistent:  # a reduction adds to the contents: discard the old ones
                         task.clears.append(tile)
                     access.mode, access.accumulate = "REDUX", True
                 elif first:
@@ -190,11 +190,12 @@ class TaskList:
     def _priorities(self) -> None:
         """Set each task's priority to the length of the longest path from the task to the end.
 
-        The length is in microseconds of a nominal worker: 10 Gflop/s, 1 GB/s. A task that waits for a gradient before
-        it computes results again comes after all earlier tasks, so that these free their tiles first.
+        The length is in microseconds of a nominal worker: 10 Gflop/s, 1 GB/s. A task of
+        recompute that waits for a gradient gets the lowest priority of all tasks up to this task. The earlier tasks
+        then run first and free their tiles.
         """
         next_writer: dict[Tile, float] = {}  # path length of the next task that writes the tile
-        readers: dict[Tile, float] = {}  # longest path of the tasks that read the tile before this write
+        readers: dict[Tile, float] = {}  # longest path of the tasks that read the tile before that write
         for task in reversed(self.tasks):
             below = 0.0
             for access in task.accesses:
@@ -221,7 +222,7 @@ class TaskList:
     # -- reports
 
     def ends(self, axis: str) -> dict[Hashable, int]:
-        """Map each persistent tile without this axis to the part of the axis that was added to it last."""
+        """Return {key of a persistent tile without this axis: the part of the axis that was added to the tile last}."""
         last_part: dict[Hashable, int] = {}
         for task in self.tasks:
             parts = [part for access in task.accesses for part in access.tile.part(axis)]
@@ -250,7 +251,10 @@ class TaskList:
         return self._peak(0, lambda tile: not tile.persistent)
 
     def _peak(self, now: int, counts: Callable[[Tile], bool]) -> int:
-        """Return the largest number of bytes: `now` and those of the tiles that count, from first access to free."""
+        """Return the largest sum of `now` and the bytes of all live tiles for which `counts` returns True.
+
+        A tile is live from its first access until it is freed.
+        """
         peak, alive = now, set[Tile]()
         for task in self.tasks:
             for access in task.accesses:

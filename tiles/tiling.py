@@ -43,7 +43,7 @@ class TileRange:
         return self.offset + self.size
 
 
-MOST_TILES = 10**6  # bound on the tiles of an axis: more take minutes to list, and are a mistake
+MOST_TILES = 10**6  # bound on the tiles of an axis: listing more would take minutes; they are a mistake
 
 
 class Tiling:
@@ -107,4 +107,4 @@ class Tiling:
 
     def cut(self, axis: str, size: int) -> bool:
         """Whether the axis has more than one tile."""
-        return self.tile(axis, size) < size  # without a list of the tiles, which may be many
+        return self.tile(axis, size) < size  # computed without listing the tiles: there may be many

@@ -13,7 +13,7 @@ from .tasklist import TaskList
 
 
 def check_workers(on_cpu: Sequence[str] | None, cpus: int | str | None, cuda: int | str, placement: str | None) -> None:
-    """Check that a run with GPUs and `on_cpu` has CPU workers, and that its tasks are not planned.
+    """Check that a run with GPUs and `on_cpu` has CPU workers, and that `placement` is not planned.
 
     Args:
         on_cpu: patterns of tasks for CPU workers, or None.

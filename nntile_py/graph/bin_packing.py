@@ -105,9 +105,10 @@ class Bins:
         return n + self.quadratic * n * n
 
     def places(self, lengths: Sequence[int], passes: int = 1, batch: int | None = None) -> list[SequencePlace]:
-        """Return a place for each sequence, so that the bins of all passes have nearly equal work.
+        """Return a place for each sequence, so that the bins have nearly equal work.
 
-        If there are exactly passes * batch sequences, each pass has `batch` consecutive sequences.
+        If there are exactly passes * batch sequences, each pass has `batch` consecutive sequences, and only the bins of
+        the same pass have nearly equal work.
 
         Raises:
             ValueError: the sequences do not fit.
@@ -217,7 +218,7 @@ class Bins:
             needed = ", ".join(name for name, one in allowed.items() if one.default is None)
             raise ValueError(f"no inputs of tokens were given; the model needs {needed}")
         rows = len(tokens[0]) if tokens[0].ndim > 1 else 1
-        user_sizes = {"batch": (rows or 1,), "seq": (self.length,), "sequence": ()}  # of axes that differ in a bin
+        user_sizes = {"batch": (rows or 1,), "seq": (self.length,), "sequence": ()}  # sizes in the user's arrays
         checked = {}
         for name, value in arrays.items():
             one = allowed.get(name, mask)

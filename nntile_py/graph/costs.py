@@ -132,7 +132,7 @@ class Costs:
         return [*map(of_copy, dict.fromkeys(self._copied.values())), *map(self.table, ops)]
 
     def _term(self, tensor: Tensor, copied: SharedCopy | None, of: Callable[[Order, Order | None], float]) -> Term:
-        """Return the Term of a cost `of(order, copy's order)` that depends on the orders of a tensor and its copy."""
+        """Return a cost as a Term. of: function that returns the cost for (order of the tensor, order of its copy)."""
         edge = self.edges[tensor]
         copies = copied.orders if copied else [None]
         table = np.array([[of(now, copy) for copy in copies] for now in self._orders(tensor)])
@@ -160,8 +160,11 @@ class Costs:
     def _operand_seconds(self, lasts: bool, tensor: Tensor, wanted: Order, now: Order, _: Order | None) -> float:
         """Return the cost of a transpose between the order `now` of a product's tensor and the order `wanted`.
 
-        For tensors without a shared copy. lasts: the product writes or adds to a persistent tensor, for which no
-        transpose is possible; the cost of different orders is then infinite.
+        Used for tensors without a shared copy.
+
+        Args:
+            lasts: True: the product writes or adds to a persistent tensor. No transpose is possible then, so the cost
+                of different orders is infinite.
         """
         return math.inf if lasts and now != wanted else self.transpose_seconds(tensor, now, wanted)
 
@@ -216,7 +219,7 @@ def _copied(ops: Sequence[Op]) -> dict[tuple[Tensor, str], SharedCopy]:
 
 
 def _choices(op: Contract) -> list[Layout]:
-    """Return the default layout of a contraction and all layouts in which it is a matrix product."""
+    """Return a contraction's default layout, and all its layouts that are one matrix product or one batch of them."""
     return list(dict.fromkeys([layout_of(op), *products(op)]))
 
 

@@ -1,6 +1,6 @@
 """Edges of a graph for the layout search: tensors that share one order of axes, and the orders that they may have.
 
-If an operator needs its inputs and outputs in the same axis order, they share one edge.
+If an operator needs its inputs and outputs in the same axis order, these tensors share one edge.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def edges_of(graph: Graph, *, weights: bool = True) -> dict[Tensor, Edge]:
 def _free(tensor: Tensor, op: Op, weights: bool) -> bool:
     """Return whether the search may change the order of a tensor, as far as the operator `op` is concerned.
 
-    A temporary tensor may change, because only operators of this program use it. If `weights` is set, these may change
-    too if all operators that use them are products: a weight, its gradient, and contributions to the gradient that
-    share its tiles.
+    A temporary tensor may change, because only operators of this program use it. If `weights` is set, a weight and its
+    gradient may change too if `op` is a product. The same holds for contributions to the gradient that share the
+    gradient's tiles and are outputs of `op`.
     """
     if tensor.kind == "param" or tensor.storage.kind == "grad":
         return weights and isinstance(op, Contract) and (tensor.storage is tensor or tensor in op.outputs)

@@ -17,7 +17,7 @@ class Estimate:
     Attributes:
         mean_task: mean seconds of a task.
         parallelism: time of all tasks divided by the time of the longest chain of dependent tasks.
-        seconds: of all lists.
+        seconds: time of all lists.
         speed: rates of one worker.
     """
 

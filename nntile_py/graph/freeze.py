@@ -11,10 +11,10 @@ from nntile_py.tasks.param_group import check_match, matches
 
 
 def freeze(graph: Graph, patterns: Sequence[str]) -> None:
-    """Mark the parameters whose weights match a pattern as frozen: they get no gradient. Call it before `backward`.
+    """Mark the parameters whose weights match a pattern as frozen, without a gradient. To be called before `backward`.
 
     Args:
-        patterns: Patterns of names of weights in checkpoints, as of ParamGroup.match.
+        patterns: Patterns of names of weights in checkpoints, as in ParamGroup.match.
 
     Raises:
         ConfigError: A pattern matches no weight, all weights match, or a parameter joins weights of which only some
@@ -32,14 +32,14 @@ def freeze(graph: Graph, patterns: Sequence[str]) -> None:
 
 
 def spread(graph: Graph) -> None:
-    """Mark what each operator computes as needing no gradient if none of its inputs does."""
+    """Mark the outputs of an operator as needing no gradient if none of the operator's inputs needs a gradient."""
     for op in graph.ops:
         for out in op.outputs:
             out.requires_grad &= any(one.requires_grad for one in op.inputs)
 
 
 def counts(params: Sequence[Param]) -> tuple[int, int]:
-    """Return the number of values of all parameters that are trained, and of all parameters."""
+    """Return (number of values of the trained parameters, number of values of all parameters)."""
     tensors = [param.tensor for param in params]
     return sum(one.numel for one in tensors if one.requires_grad), sum(one.numel for one in tensors)
 

@@ -129,7 +129,8 @@ def _passes(fusion: Fusion, tiling: Tiling, *, greedy: bool) -> Iterator[Pass]:
     greedy: whether greedy fusion is one of the passes.
 
     The rules before greedy fusion then skip norms over uncut rows and most activations, because a group of greedy
-    fusion computes them as fast or faster. The rules after it fuse activations and bias gradients that are in no group.
+    fusion computes them as fast or faster. The rules after greedy fusion fuse activations and bias gradients that
+    are in no group.
     """
 
     def of_norms(*rules: Rule) -> Iterator[Pass]:
@@ -183,7 +184,8 @@ def _has_generated_kernels(dtype: str) -> bool:
 def _cross_entropy(rewriter: Rewriter, op: Op, tiling: Tiling) -> bool:
     """Fuse CrossEntropy and its gradient into one task, which reads the logits once.
 
-    They do not fuse if the classes are cut, or if another operator reads the logits between the loss and its gradient.
+    The two do not fuse if the classes are cut, or if another operator reads the logits after the loss and before the
+    gradient.
     """
     if not isinstance(op, CrossEntropyGrad) or op.fused:
         return False

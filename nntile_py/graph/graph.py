@@ -279,7 +279,7 @@ class Graph:
                 )
 
     def _check_in_place(self) -> tuple[dict[Tensor, int], dict[Tensor, int]]:
-        """Check that no operator reads a tensor after an operator in place has overwritten its tiles.
+        """Check that no operator reads a tensor after another operator has overwritten the tensor's tiles in place.
 
         Returns:
             For each tensor, the number of writes to its storage up to the write that computed the tensor. For each
@@ -289,7 +289,7 @@ class Graph:
             ValueError: an operator reads an overwritten tensor.
         """
         written: dict[Tensor, int] = {}  # number of writes to each storage so far
-        seen: dict[Tensor, int] = {}  # for each tensor: that number when the tensor was computed
+        seen: dict[Tensor, int] = {}  # {tensor: the storage's number when the tensor was computed}
         for op in self.ops:
             for t in op.inputs:
                 if seen.setdefault(t, 0) != written.get(t.storage, 0):
@@ -320,7 +320,10 @@ class Graph:
         self.kept = {key: one for key, one in self.kept.items() if one in needed}
 
     def computed(self, op: Op, cuts: Tiling) -> float:
-        """Return an operator's flop for reports: without tiles outside a mask's band and room that no step can fill."""
+        """Return an operator's flop for reports.
+
+        Tiles outside a mask's band, and room in bins that no step can fill, do not count.
+        """
         return op.flop() * op.filled(cuts) * self.filled
 
     def flop(self, cuts: Tiling | None = None) -> float:

@@ -28,7 +28,7 @@ def fill(arrays: Sequence[Array], seed: int | Sequence[int], draw: Draw, first: 
         arrays: Arrays to fill.
         seed: Seed, or several seeds that are combined.
         draw: Fills one block.
-        first: Number of the first array; the others follow.
+        first: The number of the first array in the seeds. The next arrays have the next numbers.
     """
 
     def one(place: tuple[int, int]) -> None:

@@ -128,7 +128,7 @@ class KeyValueCache:
     def last_logits(self, logits: Tensor) -> Tensor:
         """Return the logits of each row's last new token, [batch, ..., vocab] with uncut rows.
 
-        If the logits are a product of hidden states and a weight, only the logits of these positions are computed.
+        If the logits are a product of hidden states and a weight, only the logits of these last tokens are computed.
         """
         if logits.axes[:2] != ("batch", "seq") or len(logits.axes) != 3:
             raise ConfigError(f"generation: logits {logits} are not allowed; use the axes batch, seq, vocab")
@@ -150,7 +150,7 @@ class KeyValueCache:
         """Add a Sample of the logits [batch, seq, vocab], and return the outputs of the pass by name.
 
         Args:
-            advances: Prepare the next pass.
+            advances: The Sample also prepares the next pass, with the drawn tokens as new tokens.
         """
         settings = draws = history = ids = None
         g, places, last = self.graph, {"draw": self.shape.length + 1}, self.last_logits(logits)
@@ -179,7 +179,7 @@ class KeyValueCache:
         self, names: tuple[str, str], logits: Tensor, chosen: Tensor, table: Tensor | None, tokens: int | None,
         advanced: bool = False,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Add a TopLogProbs, and return its outputs by name; see there for the arguments."""
+        """Add a TopLogProbs, and return its outputs by name. The arguments are those of TopLogProbs."""
         sizes = {chosen.axes[1]: chosen.shape[1], "rank": 1 + min(MOST_RANKED, tokens or logits.shape[-1])}
         dtypes = accumulation_dtype(logits.dtype), "int64"
         values, ids = (self._input(name, sizes, dtype) for name, dtype in zip(names, dtypes, strict=True))
@@ -189,7 +189,7 @@ class KeyValueCache:
 
 
 def _after(g: Graph, tensor: Tensor) -> Tensor:
-    """Return the tensor as an operator leaves it that works in place."""
+    """Return a tensor on the same tiles, which stands for their contents after an operator in place."""
     return g.temp("after", tensor.axes, tensor.shape, tensor.dtype, storage=tensor)
 
 

@@ -34,8 +34,8 @@ class LayoutChoice:
 
     Attributes:
         operator: text that identifies the operator, see layouts.described.
-        layout: the chosen layout, as text; the operator takes `seconds` in it.
-        default: the default layout, as text; the operator takes `default_seconds` in it.
+        layout: the chosen layout, as text; the operator takes `seconds` in this layout.
+        default: the default layout, as text; the operator takes `default_seconds` in this layout.
         least: the operator's time in its fastest layout.
         transposes: the time of the transposes that the chosen layout needs.
     """
@@ -61,7 +61,7 @@ class SearchedLayouts:
         rows: the choice for each operator.
         missing: operators in layouts without a measured time; the keys are their texts, see layouts.described. If there
             are any, `rows` is not valid.
-        program: a digest of the graph and of the chosen layouts; None if these are the default layouts.
+        program: a digest of the graph and of the chosen layouts; None if all chosen layouts are default.
         refused: True: whole steps were measured to be slower than in the default layouts.
     """
 

@@ -124,7 +124,7 @@ def _row_orders(op: Op, form: Definition) -> list[SameOrder]:
 
 
 def on(op: Op, other: Mapping[Tensor, Tensor]) -> Op:
-    """Return a copy of an operator on other tensors. other: {tensor: new tensor}; axes may have another order there."""
+    """Return a copy of an operator on other tensors. other: {tensor: new tensor, maybe in another order}."""
 
     def of(tensor: Tensor) -> Tensor:
         return other.get(tensor, tensor)
@@ -257,7 +257,7 @@ def described(op: Op, tiling: Tiling, policy: str = "chain") -> tuple[str, str]:
 def _role(op: Op, solid: set[str], axis: str) -> str:
     """Return the name of an axis in the texts of `described`.
 
-    In a contraction the name is B, M, N or K. In other operators, axes in `solid` keep their name, and others are R.
+    In a contraction the name is B, M, N or K. In other operators, axes in `solid` keep their names; others are R.
     """
     if isinstance(op, Contract):
         parts = {"B": op.batch, "M": op.m, "N": op.n, "K": op.k}

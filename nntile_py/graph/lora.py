@@ -69,7 +69,7 @@ def adapt(g: Graph, lora: LoRA) -> None:
     names = list(dict.fromkeys(source.weight for param in params for source in param.sources))
     others = {x for op in g.ops for x in op.inputs if not _is_factor(op, x)}
     products = [param.sources[0].weight for param in params if param.tensor not in others]
-    matrices = [name for name in names if name.endswith(".weight")]  # a target is no bias alone
+    matrices = [name for name in names if name.endswith(".weight")]  # a pattern that matches only biases is no target
     for key, fitting, known in (("targets", products, matrices), ("modules_to_save", names, names)):
         for pattern in getattr(lora, key):
             if not any(lora.chosen(name, [pattern]) for name in known):
@@ -101,7 +101,7 @@ def adapt(g: Graph, lora: LoRA) -> None:
 
 
 def adapted(params: Iterable[Param]) -> dict[str, bool]:
-    """Return {adapted weight: whether its first dimensions are the summed ones, as of GPT-2's Conv1D}."""
+    """Return {adapted weight: whether the product sums over its first dimension, as in GPT-2's Conv1D}."""
     tensors = {source.weight: param.tensor for param in params for source in param.sources}
     summed = {name.removesuffix(f".{A}"): tensor.axes for name, tensor in tensors.items() if name.endswith(f".{A}")}
     return {f"{module}.weight": tensors[f"{module}.weight"].axes[0] in axes for module, axes in summed.items()}
@@ -110,7 +110,9 @@ def adapted(params: Iterable[Param]) -> dict[str, bool]:
 def merged(lora: LoRA, params: Iterable[Param], weights: Weights) -> dict[str, Array]:
     """Return weights without adapters: each adapted weight is W + alpha / rank * B A (Hu et al. 2021, section 4.1).
 
-    Raises ConfigError if a sum is not finite."""
+    Raises:
+        ConfigError: a sum is not finite.
+    """
     result = {name: value for name, value in weights.items() if not is_adapter(name)}
     for name, transposed in adapted(params).items():
         a, b = (weights[f"{module_of(name)}.{part}"].astype(np.float64) for part in (A, B))
@@ -144,7 +146,7 @@ def _bias_of(x: Tensor, readers: dict[Tensor, list[Op]]) -> BiasAdd | None:
 
 
 class _Adapters:
-    """Adds adapters to a graph. Parameters that are parts of one weight, such as c_attn, share A."""
+    """Adds adapters to a graph. Parameters that are parts of one weight, such as q and k of c_attn, share A."""
 
     def __init__(self, g: Graph, lora: LoRA) -> None:
         self._g, self._lora = g, lora

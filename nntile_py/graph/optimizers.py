@@ -39,9 +39,10 @@ def add_update(g: Graph, optimizer: Optimizer, param: Param, grad: Tensor, clip:
 
 
 def matrix_axes(param: Param) -> MatrixAxes | None:
-    """Return the axes of a parameter as matrices; None if it holds anything but matrices of two axes in the checkpoint.
+    """Return the axes of a parameter as stacked matrices; None if the parameter does not consist of matrices.
 
-    Each source of the parameter is a matrix, whatever parameters a fusion has joined.
+    Each source must be a matrix: a checkpoint weight with two dimensions, or a part of such a weight. If a fusion has
+    joined several parameters, each of their sources stays a matrix of its own.
     """
     order = param.order or param.tensor.axes
     each = {_matrix_axes(source, order) for source in param.sources}
@@ -67,7 +68,7 @@ def learning_rates(update: Graph, lr: float) -> dict[str, float]:
 
 
 def check_groups(optimizer: Optimizer, params: Iterable[Param]) -> None:
-    """Raise ConfigError if a pattern of `optimizer.groups` matches no weight."""
+    """Raise ConfigError if a pattern of `optimizer.groups`, or of `optimizer.patterns`, matches no weight."""
     names = list(dict.fromkeys(source.weight for param in params for source in param.sources))
     patterns = {f"groups[{number}].match": group.match for number, group in enumerate(optimizer.groups)}
     for key, each in (patterns | optimizer.patterns).items():
@@ -75,7 +76,7 @@ def check_groups(optimizer: Optimizer, params: Iterable[Param]) -> None:
 
 
 def _group_of(optimizer: Optimizer, param: Param) -> ParamGroup | None:
-    """Return the group of a parameter; None if it takes the settings of the section `optimizer`.
+    """Return the group of a parameter; None if no group matches, so the settings of the section `optimizer` apply.
 
     Raises:
         ConfigError: The parameter joins several weights of a checkpoint, which are in different groups.

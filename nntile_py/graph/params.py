@@ -208,14 +208,16 @@ class Input:
 
     Attributes:
         below: integers must be 0 to below - 1; None: no limit.
-        ignored: a further integer that is allowed. Values equal to it do not count in means, as labels of padding.
+        ignored: a further allowed integer, such as the label of padding. Values equal to `ignored` do not count in
+            means.
         default: value if a step does not pass this input: an array of the full shape, a number, or a function of the
             inputs declared before. None: each step must pass the input.
-        shifted: the program's position s holds the user's value of position s + 1, as labels of a causal model do.
+        shifted: True: the program's position s holds the user's value of position s + 1, as for labels of a causal
+            model.
         scale: name of the slot that holds 1 / (number of values of all micro-batches of a step that are not `ignored`).
         max_count: upper bound on the values per row that are not `ignored`. A collator must refuse a row with more;
             random inputs use exactly this many.
-        weight: factor of the mean that `scale` makes.
+        weight: factor by which the value of the slot `scale`, and so the mean, is multiplied.
         each: number of consecutive rows of the batch that share an entry of the first axis, such as a question's
             choices.
         hint: end of the message about an array with another shape or dtype.
@@ -242,7 +244,7 @@ class Input:
         return (rows // self.each, *self.tensor.shape[1:]) if self.batched else tuple(self.tensor.shape)
 
     def part(self, array: Array, number: int, rows: int) -> Array:
-        """Return what micro-batch `number` reads of a step's array; a micro-batch has `rows` rows of the batch."""
+        """Return the part of a step's array that micro-batch `number` reads; a micro-batch has `rows` rows."""
         size = rows // self.each
         return array[number * size : (number + 1) * size] if self.batched else array
 
@@ -277,8 +279,7 @@ class Input:
     def filled(self, rows: int, given: Mapping[str, Array] | None = None) -> Array | None:
         """Return the default as an array, or None if there is no default.
 
-        given: the other inputs, for a default that derives from other inputs. Without `given`, None is returned for
-        such a default.
+        given: the other inputs, from which some defaults are computed. If `given` is None, such a default is None.
         """
         if callable(self.default):
             return None if given is None else self.default(given)

@@ -18,8 +18,8 @@ def random_inputs(graph: Any, rows: int, seed: int, alpha: float = 1.0, predicte
 
     Args:
         rows: number of sequences.
-        alpha: mean length of the sequences divided by the longest length. Lengths are uniform around the mean; an
-            attention_mask is added, and labels of padding are ignored.
+        alpha: mean length of the sequences divided by the longest length. If below 1: lengths are uniform around the
+            mean, an attention_mask is added, and labels of padding are ignored.
         predicted: share of the labels that are not ignored.
     """
     rng = np.random.default_rng(seed)

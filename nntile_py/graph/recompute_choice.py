@@ -46,7 +46,7 @@ class Room:
             cpus: number of CPU workers.
             gpus: number of GPUs.
             memory: bytes of `runtime.memory`; None: a share of main memory.
-            cuda_memory: bytes of `runtime.cuda_memory`; None: those of an H200.
+            cuda_memory: bytes of `runtime.cuda_memory`; None: device_model.MEMORY, the value for an H200.
             disk: bytes of `runtime.disk`.
         """
         main = within_machine(memory) if memory else int(OF_MACHINE * within_machine(None))
@@ -86,7 +86,7 @@ class StepEstimate:
         recompute: the value.
         peak_bytes: largest number of bytes alive at once.
         evicted_bytes: bytes that leave the memory in a step and return, counted once.
-        seconds: time of a step, from the sum of its tasks' times: less exact than that of a plan.
+        seconds: time of a step, from the sum of its tasks' times: less exact than the simulated time of a plan.
         fits: the step can run.
     """
 
@@ -126,7 +126,7 @@ def candidates(spec: Steps, room: Room) -> list[StepEstimate]:
             seconds += max(sum(map(speed.seconds, tasks)) / room.workers, len(tasks) * speed.submit)
         peak = step.peak_bytes()
         evicted = evicted_bytes(lists, room.bytes if room.planned else None, spec.offload) if room.gpu else 0
-        above = 0 if room.planned else max(0, peak - evicted - room.bytes)  # the least recently used tiles move twice
+        above = 0 if room.planned else max(0, peak - evicted - room.bytes)  # StarPU moves these bytes twice
         seconds += (evicted + 2 * above) / (speed.host_s if room.gpu else DISK_S)
         evicted += above
         found.append(StepEstimate(value, peak, evicted, seconds, room.fits(peak, lists)))

@@ -66,7 +66,7 @@ def check_pack(pack: bool, tile: int | None) -> None:
 def _check_scalable(graph: Graph, loss: Tensor, dtype: str) -> None:
     """Raise ConfigError if an operator adds to the loss without the `scale` slot of an input.
 
-    The slot also holds the loss scale, which the operator's gradients would lack.
+    The slot also holds the loss scale. Gradients of an operator without the slot would lack this scale.
     """
     scales = {one.scale for one in graph.inputs.values()}
     for op in graph.ops:
@@ -98,7 +98,7 @@ class StepSpec:
         room: the memory for which `recompute: auto` chooses; None: the CPU workers and main memory of this machine.
         offload: kinds of tensors whose tiles leave a GPU between uses, see tiles/eviction.py.
         fp8: options of `precision: fp8`.
-        captured: on one GPU: whether the step's programs run as CUDA graphs; None: where tasks are short.
+        captured: on one GPU: whether the step's programs run as CUDA graphs; None: only if tasks are short.
 
     Raises:
         ConfigError: a value is out of range.
@@ -232,7 +232,7 @@ class StepSpec:
     def trace(self, *, training: bool = True, cache: CacheShape | None = None) -> tuple[Graph, Traced, Batch]:
         """Return the model's forward graph before fusion, with the loss, the outputs and the batch.
 
-        cache: sizes of the cache with the earlier tokens of each row; None: each row is a whole sequence.
+        cache: sizes of the cache with keys and values of each row's earlier tokens; None: each row is a whole sequence.
         """
         graph = Graph(TILE_DTYPE[self.precision], training=training, cuts=self.cuts)
         graph.filled = self.batch * self.seq / (self.rows * self.capacity)
@@ -311,8 +311,8 @@ class StepSpec:
         rank_sums, more = self._rank_sums(grads.values()), None
         again = self.chosen_recompute if recompute is None else recompute
         first = lower(graph, self.cuts, self.accumulate, rank_sums=rank_sums, recomputed=again)
-        # The next step discards the gradients when it begins, so activations can use their memory. Until then the host
-        # can read the gradients.
+        # The next step discards the gradients when it begins, so activations can use the gradients' memory. Until then
+        # the host can read the gradients.
         first.tasks.forget(first.tile(grad, index) for grad in grads.values() for index in first.indices(grad))
         if rank_sums:
             first.tasks.forget(rank_sums.apart())
@@ -355,7 +355,7 @@ class StepSpec:
 
     @operators_refuse()
     def generation(self, cache: CacheShape, sampling: Sampling, *, advances: bool) -> Evaluation:
-        """Return a pass over the new tokens of sequences in a cache, whose output next_tokens is each row's next token.
+        """Return a pass over the new tokens of cached sequences; its output next_tokens has a drawn token for each row.
 
         The pass has further outputs if `sampling` asks for log-probabilities.
 

@@ -41,7 +41,10 @@ class StepInputs:
     places: Sequence[SequencePlace] = ()
 
     def tokens(self, array_tokens: int) -> int:
-        """Return the number of tokens without padding; `array_tokens`: number of positions, padding included."""
+        """Return the number of tokens without padding.
+
+        array_tokens: number of positions, padding included; returned if the inputs have no mask and are not packed.
+        """
         if self.places:
             return sum(place.length for place in self.places)
         return int(np.count_nonzero(np.asarray(self.arrays[MASK]))) if MASK in self.arrays else array_tokens

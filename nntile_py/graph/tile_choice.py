@@ -116,7 +116,10 @@ def search_tiles(spec: StepSpec, workers: int, room: Room, speed: Speed) -> Tile
 
 
 def _uncut(spec: StepSpec) -> StepSpec:
-    """Return the step without tiles. Layouts and recompute are chosen for the tiles, so they stay at their defaults."""
+    """Return the spec without tile sizes.
+
+    The layout search and `recompute: auto` depend on the tile sizes, so both are switched off.
+    """
     again = "none" if spec.recompute == AUTO else spec.recompute
     return replace(spec, tiling=Tiling(), recompute=again, timings=None)
 

@@ -119,7 +119,7 @@ class Timings:
     def noise(self, operator: str) -> float:
         """Return the noise of an operator's times, as a share of the time.
 
-        In each layout it is the median of the repeated times divided by their minimum, minus 1. The median over the
+        In one layout, noise is the median of the repeated times divided by their minimum, minus 1. The median over the
         layouts is returned.
         """
         of = [statistics.median(t.times) / t.seconds - 1 for t in self.known.get(operator, {}).values() if t.times]
@@ -187,7 +187,7 @@ class Timings:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Lock the file inside the block. Wait for other processes that measure into it, and read their entries."""
+        """Lock the file inside the block. If another process holds the lock, wait, then read its entries."""
         if not self.path:
             yield
             return

@@ -1,4 +1,4 @@
-"""Pass for generation: cached attention rotates queries and keys, and reads them with the values from one product.
+"""Pass for generation: cached attention itself rotates queries and keys; one product computes q, k and v.
 
 A decoding pass has few rows, so each kernel that is saved counts.
 """
@@ -79,7 +79,10 @@ class _Projection(NamedTuple):
 
 
 def _projection(graph: Graph, rewriter: Rewriter, tensor: Tensor, reader: Op) -> _Projection | None:
-    """Return the operators that compute an operand; None if they are others than product, bias and transpose."""
+    """Return the operators that compute an operand of attention.
+
+    None: they are not just a product, a bias and a transpose, or the product cannot merge with others.
+    """
     rest: list[Op] = []
     if transpose := rewriter.maker_only_for(tensor, reader, Transpose):
         rest, tensor, reader = [transpose], transpose.inputs[0], transpose

@@ -18,8 +18,10 @@ def has_free_epilogue(op: Op | None) -> bool:
 
 
 def takes_activation(op: Op | None) -> bool:
-    """Return whether a product can also apply an activation. Products of 8 bits do not: the activation joins a group of
-    greedy fusion."""
+    """Return whether a product can also apply an activation.
+
+    Products of 8 bits cannot. Their activations join groups of greedy fusion.
+    """
     return isinstance(op, Contract) and has_free_epilogue(op) and not is_scaled(op.a.dtype)
 
 
@@ -43,7 +45,7 @@ def bias(rewriter: Rewriter, op: Op) -> bool:
 
 
 def bias_grad(rewriter: Rewriter, op: Op) -> bool:
-    """Fuse Sum(dy), a bias gradient, into the contraction x dy over the same axes: a task reads dy once for both."""
+    """Fuse Sum(dy), a bias gradient, into a contraction that sums x dy over the same axes, so dy is read only once."""
     if not isinstance(op, Sum) or is_low(op.inputs[0].dtype):  # cuBLASLt would read dy twice, slower than a Sum alone
         return False
     dy = op.inputs[0]
@@ -84,7 +86,7 @@ def activation(rewriter: Rewriter, op: Op) -> bool:
 
 
 def where_free(rule: Rule) -> Rule:
-    """Limit a rule to activations that a product applies at no cost: in bf16 and fp16 only gelu_new, by cuBLASLt.
+    """Limit a rule to activations that a product applies at no cost: in bf16 and fp16 only gelu_new.
 
     Greedy fusion joins the other activations with their neighbours, above all with dropout, into one pass over memory.
     Gradients of activations have few such neighbours, so products apply all of these gradients. With this choice a

@@ -114,9 +114,11 @@ def _matching(ops: Iterable[Contract], patterns: Sequence[str]) -> set[Contract]
 
 
 def _fits(op: Contract, dtype: str, classes: set[str]) -> bool:
-    """Return whether a product is one of a layer, and its weight large enough. Any number of tokens is allowed.
+    """Return whether a product belongs to a layer, and its weight has sizes that fit (LEAST, UNIT).
 
-    classes: axes of logits, whose products stay.
+    Any number of tokens is allowed.
+
+    classes: axes of logits. Products with such an axis stay in bf16.
     """
     sizes = {**op.a.sizes, **op.b.sizes}
     weight = next((x for x in (op.a, op.b) if x.kind == "param"), op.output)

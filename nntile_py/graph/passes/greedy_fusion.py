@@ -3,7 +3,7 @@
 Source: Ivanov et al. 2021 ("Data movement is all you need", section IV). Two operators that share a tensor merge if one
 loop over the same axes, equal in order and size, computes both, and if fewer elements then move. Merging repeats until
 no pair can merge. The pairs are those of the paper's figure 3: a producer and its consumer, or two readers of a tensor;
-one of them may be a reduction. Epilogues of contractions are fused before this pass.
+one of the two may be a reduction. Epilogues of contractions are fused before this pass.
 """
 
 from __future__ import annotations

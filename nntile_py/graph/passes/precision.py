@@ -1,4 +1,4 @@
-"""The dtype of gradients in mixed precision."""
+"""The dtype of gradients of weights in bf16 and fp16."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def _mergeable(every: Chains, readers: Mapping[Tensor, Sequence[Op]]) -> Chains:
     """Return the chains whose parameters can merge.
 
     A parameter can merge if no other operators than the chains read it. In layers that share weights, several chains
-    read the same parameter; all of these must combine it with the same other parameters.
+    read the same parameter. The parameter must then merge with the same other parameters in all these chains.
     """
     ops = {op for chains in every.values() for chain in chains for op in chain}
     beside: dict[Tensor, set[tuple[Tensor, ...]]] = {}

@@ -130,7 +130,7 @@ class Rewriter:
     def _around(self, tensors: set[Tensor]) -> set[Op]:
         """Return the makers and readers of tensors. Tensors without a maker, such as a mask, are skipped.
 
-        All layers may read such a tensor, so its readers are no neighbours.
+        All layers may read a tensor without a maker, so its readers do not count as neighbours.
         """
         return {op for t in tensors if t in self.maker for op in (self.maker[t], *self.readers.get(t, []))}
 

@@ -83,7 +83,8 @@ def _transpose_alike(ops: Sequence[Op | None]) -> bool:
 def transposed_input(rewriter: Rewriter, op: Op) -> bool:
     """Fuse Contract(Transpose(x), w) and Sum(Transpose(x)): the operator reads x.
 
-    The transpose stays if several products read it and a product would have to copy tiles of x into a matrix.
+    The transpose stays if several products read its output and one of these products would have to copy tiles of x into
+    a matrix.
     """
     if not isinstance(op, Contract | Sum):
         return False
