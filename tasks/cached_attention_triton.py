@@ -70,8 +70,8 @@ def _attend(
 ):  # fmt: skip
     """Compute attention of ROWS queries of the GROUP query heads that share a head of keys.
 
-    SHARE: GROUP rounded up to a power of two. Row m of the block is head m % SHARE of query m // SHARE. If SPLITS > 1, a
-    program stores the state of its online softmax in PARTS [row, block, head, split, m, BLOCK_D + 2].
+    SHARE: GROUP rounded up to a power of two. Row m of the block is head m % SHARE of query m // SHARE. If SPLITS > 1,
+    a program stores the state of its online softmax in PARTS [row, block, head, split, m, BLOCK_D + 2].
     """
     head, block = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS % BLOCKS
     row, split = tl.program_id(0) // HEADS // BLOCKS, tl.program_id(1)
