@@ -10,7 +10,7 @@ void copy_rows(const at::Tensor& dst, const at::Tensor& src);
 
 namespace packed {
 
-// The kernel for segments: ATen's (varlen), cuDNN's, or the faster one of both by measurement (fastest).
+// The kernel for segments: ATen's (varlen), cuDNN's (cudnn), or the kernel that is faster by measurement (fastest).
 enum class Way { fastest, varlen, cudnn };
 
 // Compute attention and its gradient for bf16 or fp16. Results of tokens outside all segments are zero. most: capacity

@@ -1,6 +1,6 @@
 """Cross-entropy on tiles of logits [rows, classes] on CUDA: one program per row, in 16-byte vectors.
 
-cross_entropy.cpp lists the tiles of each task. No row is stored in fp32. A label outside the classes makes the loss
+cross_entropy.cpp lists the tiles of each task. No row is copied to fp32 in memory. A label outside the classes makes the loss
 NaN, because a CUDA kernel cannot raise an error. On the CPU, such a label is an error.
 """
 

@@ -9,8 +9,8 @@ namespace {
 struct Sizes {
   int64_t width, count, positions;
 
-  // y has the axes of places, then width. x has rows, positions, width. axes: number of axes of places that form the
-  // count, its last ones.
+  // y has the axes of places, then width. x has rows, positions, width. The last `axes` axes of places form
+  // the count.
   Sizes(const at::Tensor& y, const at::Tensor& x, const at::Tensor& places, int64_t axes)
       : width(y.numel() / places.numel()), count(1) {
     for (int64_t axis = places.dim() - axes; axis < places.dim(); ++axis) count *= places.size(axis);
