@@ -1,7 +1,7 @@
 """Cross-entropy on tiles of logits [rows, classes] on CUDA: one program per row, in 16-byte vectors.
 
-cross_entropy.cpp lists the tiles of each task. No row is copied to fp32 in memory. A label outside the classes makes the loss
-NaN, because a CUDA kernel cannot raise an error. On the CPU, such a label is an error.
+cross_entropy.cpp lists the tiles of each task. No row is copied to fp32 in memory. A label outside the classes makes
+the loss NaN, because a CUDA kernel cannot raise an error. On the CPU, such a label is an error.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

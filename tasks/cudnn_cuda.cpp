@@ -172,8 +172,8 @@ class Ragged {
   Ragged(const PairMask& mask, int64_t most)
       : mask_(mask), count_(mask.segments.numel() - 1), rows_((most + kRows - 1) / kRows * kRows) {
     if (mask.window) refused_ = "a window";
-    // Other GPUs are refused: later versions of the cuDNN frontend reject ragged statistics on these GPUs, although this
-    // version accepts such graphs.
+    // Other GPUs are refused: later versions of the cuDNN frontend reject ragged statistics on these GPUs, although
+    // this version accepts such graphs.
     const auto major = at::cuda::getCurrentDeviceProperties()->major;
     if (major != 9 && major != 10) refused_ = "a GPU of compute capability " + std::to_string(major);
   }
