@@ -7,7 +7,7 @@
 namespace nntile {
 namespace {
 
-// Adds the state b of a row to a. A state is (max, sumexp, values...); it is empty if sumexp is 0.
+// Merges state b of a row into state a. A state is (max, sumexp, values...); it is empty if sumexp is 0.
 template <class T>
 void combine_softmax(T* a, const T* b, int64_t width) {
   if (b[1] == T(0)) return;
@@ -21,7 +21,8 @@ void combine_softmax(T* a, const T* b, int64_t width) {
   for (int64_t k = 1; k < width; ++k) a[k] = a[k] * keep_a + b[k] * keep_b;
 }
 
-// Adds the state (count, mean, M2) b of a row to a. Source: Chan, Golub and LeVeque (1979), update of sums of squares.
+// Merges state b (count, mean, M2) of a row into state a. Source: Chan, Golub and LeVeque (1979), update of sums of
+// squares.
 template <class T>
 void combine_moments(T* a, const T* b) {
   if (b[0] == T(0)) return;
@@ -31,7 +32,7 @@ void combine_moments(T* a, const T* b) {
   a[0] = count;
 }
 
-// Compute the same for all rows of a tile by operations of ATen, for CUDA workers.
+// The next two functions merge the states of all rows of a tile by operations of ATen, for CUDA workers.
 void combine_softmax(const at::Tensor& a, const at::Tensor& b) {
   const auto top_a = a.select(-1, 0).masked_fill(a.select(-1, 1).eq(0), -INFINITY);
   const auto top_b = b.select(-1, 0).masked_fill(b.select(-1, 1).eq(0), -INFINITY);
@@ -78,7 +79,7 @@ void combine_kernel(Args& t) { combine(static_cast<Monoid>(CombineArgs(t).monoid
 
 void empty(Args&) {}
 
-// Dependent multiply-adds: a task of known duration.
+// A task of known duration: multiply-adds of which each needs the result of the previous one.
 void busy(Args& t) {
   const int64_t count = BusyArgs(t).count;
   auto* at = t[0].data_ptr<float>();

@@ -24,7 +24,7 @@ def combine_softmax(top_a, sum_a, top_b, sum_b):
 
 @triton.jit
 def combine_moments(n_a, mean_a, m2_a, n_b, mean_b, m2_b):
-    """Combine two (count, mean, M2 = sum of squared deviations from the mean): Chan, Golub and LeVeque (1979)."""
+    """Combine two states (count, mean, M2: sum of squared deviations from the mean); Chan, Golub and LeVeque (1979)."""
     count, delta = n_a + n_b, mean_b - mean_a
     share = n_b / tl.maximum(count, 1.0)
     return count, mean_a + delta * share, m2_a + m2_b + delta * delta * n_a * share

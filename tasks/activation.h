@@ -14,13 +14,14 @@ inline Vec<T> logistic(const Vec<T>& x) {
   return one / (one + x.neg().exp_u20());
 }
 
-// (1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3), as a logistic function of 2u, with one exponential.
+// Returns (1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3), as a logistic function of 2u, with one exponential.
 template <class T>
 inline Vec<T> gelu_new_gate(const Vec<T>& x) {
   return logistic(Vec<T>(T(2 * kSqrt2OverPi)) * x * at::vec::fmadd(Vec<T>(T(kCubic)) * x, x, Vec<T>(T(1))));
 }
 
-// tanh(log(1 + e^x)). With a = e^-|x|, which never overflows, it is (1 + 2a) / (1 + 2a + 2a^2) or (a^2 + 2a) / (a^2 + 2a + 2).
+// Returns tanh(log(1 + e^x)). Computed from a = e^-|x|, which never overflows: (1 + 2a) / (1 + 2a + 2a^2) for positive
+// x, else (a^2 + 2a) / (a^2 + 2a + 2).
 template <class T>
 inline Vec<T> mish_gate(const Vec<T>& x) {
   const Vec<T> one(T(1)), two(T(2));

@@ -12,13 +12,13 @@ from .launch import Launches, elementwise, launches
 
 @triton.jit
 def _gelu_new_gate(x):
-    """(1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3), as a logistic function of 2u."""
+    """Return (1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3), as a logistic function of 2u."""
     return tl.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x * x))
 
 
 @triton.jit
 def tanh(x):
-    """Return tanh(x) from exponentials. Near zero these cancel: there, use a series that is exact to fp32 rounding."""
+    """Return tanh(x) from an exponential; near zero, where 1 - e loses digits, from a series exact to fp32 rounding."""
     e, x2 = tl.exp(-2 * tl.abs(x)), x * x
     far = tl.where(x < 0, -1.0, 1.0) * (1 - e) / (1 + e)
     return tl.where(x2 < 0.04, x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 - x2 * (17 / 315)))), far)

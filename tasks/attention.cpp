@@ -21,8 +21,8 @@ at::Tensor buffer_for(const at::Tensor& q, const at::Tensor& k) {
   return at::empty({std::min(kRows, q.size(2)) * k.size(2)}, q.options());
 }
 
-// Returns the scores scale q k^T of the query rows [first, first + rows) and an interval of the keys. They lie in the
-// buffer.
+// Returns the scores scale q k^T of the query rows [first, first + rows) and an interval of the keys: a view
+// of the buffer.
 at::Tensor scores_of(const at::Tensor& buffer, const at::Tensor& q, const at::Tensor& k, int64_t first, int64_t rows,
                      Interval keys, double scale) {
   auto s = buffer.narrow(0, 0, rows * keys.size()).view({rows, keys.size()});
@@ -86,7 +86,7 @@ void exponentials(const at::Tensor& s, const PairMask& mask, int64_t first, Inte
   });
 }
 
-// Replaces scores by probabilities.
+// Replaces scores by probabilities: exp(score - lse of the row), or 0 for masked keys.
 template <class T>
 void probabilities(const at::Tensor& s, const at::Tensor& lse, const PairMask& mask, int64_t first, Interval keys,
                    int64_t all_keys) {
@@ -187,7 +187,7 @@ void attention(Args& t) {
   });
 }
 
-// Adds the gradients of a pair of tiles.
+// Adds the gradients of a pair of tiles to `grads`. delta: as in attention_delta.
 template <class T>
 void add_grads(const Triple& x, const Triple& grads, const PairMask& mask, const at::Tensor& d_out,
                const at::Tensor& lse, const at::Tensor& delta, double scale, const Args& t) {
@@ -233,7 +233,7 @@ void attention_grad(Args& t) {
   if (whole_segments(mask, x)) {
     const auto one = [&](int64_t from, int64_t count) {
       const auto part = [&](const at::Tensor& y) { return y.narrow(2, from, count); };
-      const auto own_lse = part(lse).contiguous();  // ATen's kernel needs it contiguous
+      const auto own_lse = part(lse).contiguous();  // ATen's kernel needs a contiguous lse
       vendor_grad(args, part_of(x, from, count), part_of(grads, from, count), part(d_out), part(out), own_lse, adds);
     };
     const auto none = [&](int64_t from, int64_t count) {
@@ -275,7 +275,8 @@ void attention_partial(Args& t) { add_state(t, true); }
 
 void flash_maxsumexp(Args& t) { add_state(t, false); }
 
-// Returns the values sumexp of a state, with 1 in the place of 0: rows without attended keys are divided by them too.
+// Returns the values sumexp of a state, with 1 in the place of 0, because rows without attended keys are divided by
+// them too.
 at::Tensor sums_of(const at::Tensor& state) {
   const auto sum = state.select(-1, 1);
   return sum.masked_fill(sum.eq(0), 1.0);

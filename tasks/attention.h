@@ -1,4 +1,5 @@
-// Operands of attention kernels (attention_operands.py) and masks of a pair of tiles.
+// Operands of attention kernels (attention_operands.py), and masks of a pair of tiles: a tile of queries and a tile of
+// keys.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -17,8 +18,8 @@ inline at::Tensor as_bhsd(const at::Tensor& x, const Order& order) {
   return x.permute({order[1], order[2], order[3]}).unsqueeze(0);
 }
 
-// Views [b, h, s, d] of q, k, v (or their gradients) in the task's tiles from `first` on; v is undefined for a task that
-// does not read v. k and v may have fewer heads: consecutive heads of q then share a head.
+// Views [b, h, s, d] of q, k, v (or their gradients) in the task's tiles from `first` on; v is undefined for a task
+// that does not read v. k and v may have fewer heads: consecutive heads of q then share a head.
 struct Triple {
   at::Tensor q, k, v;
   size_t count = 0;  // number of tiles
@@ -66,12 +67,12 @@ struct PairMask {
   }
 };
 
-// Repeats the heads of k or v for each head of q.
+// Repeats each head of k or v `group` times, so that each head of q has one.
 inline at::Tensor repeated(const at::Tensor& x, int64_t group) {
   return group == 1 ? x : x.unsqueeze(2).expand({-1, -1, group, -1, -1}).flatten(1, 2);
 }
 
-// Sums over each group of heads.
+// Sums over each group of consecutive heads: the gradient of `repeated`.
 inline at::Tensor of_groups(const at::Tensor& x, int64_t group) {
   return group == 1 ? x : x.unflatten(1, {-1, group}).sum(2);
 }

@@ -1,4 +1,5 @@
-// Masks on the CPU: a query attends to an interval of the tile's keys, without padding.
+// Masks on the CPU. All masks but padding and dropout leave a query an interval of the tile's keys. Padding is a bias,
+// added to the scores.
 #pragma once
 #include <vector>
 

@@ -27,7 +27,7 @@
 namespace nntile {
 namespace {
 
-constexpr int64_t kLseRows = 32;  // the memory-efficient kernel pads the log-sum-exp to a multiple of this
+constexpr int64_t kLseRows = 32;  // the memory-efficient kernel pads the rows of log-sum-exp to a multiple of kLseRows
 
 bool low(const at::Tensor& x) { return at::isReducedFloatingType(x.scalar_type()); }
 
@@ -42,9 +42,10 @@ bool runs_flash(const at::Tensor& x) {
   return major >= 8;
 }
 
-// A kernel; `vendor` chooses the same one for the forward and the backward pass. flash, window: ATen's flash attention,
-// without and with a window. segments: a kernel of attention_packed_cuda.cpp. efficient: ATen's memory-efficient
-// kernel. cudnn and efficient take other masks than the causal mask as a bias. none: ATen's operations.
+// A kernel. `vendor` chooses the same kernel for the forward and the backward pass. flash, window: ATen's flash
+// attention without and with a window. segments: a kernel of attention_packed_cuda.cpp. efficient: ATen's
+// memory-efficient kernel. none: ATen's operations on tiles. For cudnn and efficient, all masks but the causal mask are
+// a bias of the scores.
 enum class Vendor { cudnn, flash, segments, window, efficient, none };
 
 Vendor vendor(const Triple& x, const PairMask& mask, packed::Way way) {
@@ -69,7 +70,8 @@ bool cudnn_takes(const Triple& x, bool causal) {
   return x.q.size(3) <= 128 && (!causal || x.q.size(2) == x.k.size(2));
 }
 
-// Returns [b, h, s, d] as rows of 16-byte words, one row per position; undefined if the layout does not allow it.
+// Returns a view of x [b, h, s, d] as rows of 16-byte words, one row per position; undefined if x's layout does not
+// allow such a view.
 at::Tensor words(const at::Tensor& x) {
   const auto y = x.permute({0, 2, 1, 3});  // batch, seq, heads, head_dim
   const auto row = y.size(2) * y.size(3), pitch = y.stride(1), each = 16 / static_cast<int64_t>(y.element_size());
@@ -92,7 +94,7 @@ void copy_rows(const at::Tensor& dst, const at::Tensor& src) {
 
 namespace {
 
-// Returns [b or 1, 1, seq, key]: true where a pair is masked; undefined if no pair is.
+// Returns [b or 1, 1, seq, key]: true where a pair is masked; undefined if no pair is masked.
 at::Tensor hidden(const Triple& x, const PairMask& mask) {
   if (mask.simple() && !mask.diagonal) return {};
   at::Tensor result;
@@ -114,8 +116,8 @@ at::Tensor hidden(const Triple& x, const PairMask& mask) {
 }
 
 // The bias that the kernels cudnn and efficient add to the scores. `dead` marks the queries without attended keys. The
-// bias is finite, because infinities would give NaN. So a kernel gives dead queries the mean of all values;
-// `clear_dead` then sets their results to 0.
+// bias is finite, because infinities would give NaN. So a kernel returns the mean of all values for a dead
+// query; `clear_dead` then sets the results of dead queries to 0.
 struct Bias {
   at::Tensor bias, dead;  // [b, 1, seq, key], [b, 1, seq]; undefined with only a causal mask
 
@@ -133,7 +135,8 @@ struct Bias {
   }
 };
 
-// Returns a bias as ATen's forward functions need it: they would mistake an undefined tensor for a bias in main memory.
+// Returns nullopt for an undefined bias, because ATen's forward functions mistake an undefined tensor for a bias in
+// main memory.
 std::optional<at::Tensor> given(const at::Tensor& x) { return x.defined() ? std::make_optional(x) : std::nullopt; }
 
 void clear_dead(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& dead) {

@@ -1,4 +1,5 @@
-// Attention by cuDNN without copies of tiles: unlike ATen, results may be slices of packed tensors.
+// Attention by cuDNN without copies of tiles. Unlike ATen's functions, cuDNN can write results into slices of packed
+// tensors.
 #pragma once
 #include <ATen/core/Tensor.h>
 

@@ -61,8 +61,9 @@ void varlen_grad(const Triple& x, const PairMask& mask, const at::Tensor& out, c
   put(grads.v, dv);
 }
 
-// Runs ATen's kernel or cuDNN's, which returns the reason if it does not support the case. Which is faster is measured
-// once for each kind of task. Neither kernel adds to its outputs, so both may run repeatedly.
+// Runs `aten` (ATen's kernel) or `ragged` (cuDNN's, which returns the reason if it does not support the case). A
+// measurement, once for each kind of task, chooses the faster kernel. Neither kernel adds to its outputs, so both may
+// run repeatedly.
 void run(Way way, const char* direction, const Triple& x, const PairMask& mask, int64_t most,
          const std::function<void()>& aten, const std::function<std::string()>& ragged) {
   if (!x.q.size(2)) return;  // an empty bin
@@ -75,7 +76,7 @@ void run(Way way, const char* direction, const Triple& x, const PairMask& mask, 
   const std::vector<int64_t> sizes{static_cast<int64_t>(x.q.scalar_type()), x.q.size(1), x.k.size(1), x.q.size(3),
                                    mask.longest, mask.segments.numel(), most, mask.diagonal, mask.window,
                                    mask.two_sided};
-  thread_local std::map<std::pair<std::string, std::vector<int64_t>>, bool> known;  // true: cuDNN
+  thread_local std::map<std::pair<std::string, std::vector<int64_t>>, bool> known;  // true: cuDNN is faster
   auto found = known.find({direction, sizes});
   if (found == known.end()) {
     std::ostringstream key(direction, std::ios::ate);

@@ -1,7 +1,7 @@
 """Gradients of the attention in attention_segments_triton.py, on CUDA. attention.cpp lists the tiles of each task.
 
-Short sequences: a program has a whole sequence and all query heads that share the keys, and computes dq, dk and dv in
-one pass. Longer sequences: one pass computes dq, a second pass dk and dv. There are no atomic additions, so every run
+Short sequences: a program computes dq, dk and dv of a whole sequence in one pass, for all query heads that share a head
+of keys. Longer sequences: one pass computes dq, a second pass dk and dv. There are no atomic additions, so every run
 gives the same bits.
 """
 
@@ -179,7 +179,7 @@ def _grad_queries(
     D: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr,
     BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of a block of ROWS queries. Store their delta for `_grad_keys`, in the layout of lse."""
+    """Compute dq of a block of ROWS queries. Store `delta_of` the queries for `_grad_keys`, in the layout of lse."""
     number, block, head = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
     start, n, m = sequence_of(DATA, number, offsets, tokens, keys, PACKED)
     first = block * ROWS

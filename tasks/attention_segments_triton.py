@@ -2,8 +2,9 @@
 
 attention.cpp lists the tiles of each task. A program computes a block of queries of one sequence and one head.
 
-PACKED: the sequences are segments of one row of tokens. Programs without a segment return at once. Programs behind the
-last segment set tokens that belong to no segment to zero. Not PACKED: each row of the batch is a sequence. All rows
+PACKED: the sequences are segments of one row of tokens. A program whose block begins beyond the end of its segment
+returns at once. The tokens behind the last segment count as one more sequence: its programs set the results of all
+tokens outside the segments to zero. Not PACKED: each row of the batch is a sequence. All rows
 have the same number of queries and the same number of keys, and padding may mask keys.
 
 Short sequences: all keys and values are on chip, without online softmax (the short form of ByteTransformer, Zhai et al.
@@ -52,7 +53,7 @@ def sequence_of(DATA, number, offsets, tokens, keys, PACKED: tl.constexpr):
 
 @triton.jit
 def kept_keys(DATA, start, key, keys, PADDED: tl.constexpr, ENDS: tl.constexpr = True):
-    """Return which keys are not masked by padding. ENDS: also mask keys beyond the end of the sequence."""
+    """Return which keys are not masked by padding. ENDS or PADDED: keys beyond the sequence's end are masked too."""
     kept = key < keys if ENDS or PADDED else key == key
     if PADDED:
         kept = kept & (tl.load(DATA + start * keys + key, kept, 0) != 0)
@@ -110,7 +111,7 @@ def scores_of(
 ):  # fmt: skip
     """Return the unscaled, masked scores of queries a and keys b. TRANSPOSED: [keys, queries], of keys a and queries b.
 
-    The caller multiplies by the scale and subtracts in one instruction.
+    The scores are unscaled, because the caller scales them and subtracts the row's maximum or lse in one instruction.
     """
     s = product(a, tl.trans(b), PRECISION)
     by_row: tl.constexpr = 0 if TRANSPOSED else 1
@@ -145,7 +146,8 @@ def keys_of(first, n, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constex
 def first_draw(DRAWS, start, mask_first, STEPS: tl.constexpr, PACKED: tl.constexpr):
     """Return the dropout index of the sequence's first (query, key) pair in the task's first head.
 
-    The dropout index is the position of a pair among all attention probabilities.
+    The dropout index is the position of a pair among all attention probabilities. Without dropout (empty STEPS), the
+    result is not used.
     """
     if len(STEPS) == 0:
         return start
@@ -160,7 +162,7 @@ def factors_of(row, at, drawn, head, seed, mix, limit, kept_scale, STEPS: tl.con
     """Return mask / (1 - p) for the queries `row` of a head and KEYS keys from `at` on; drawn: from `first_draw`."""
     first = drawn + head.to(tl.int64) * STEPS[1]
     EVEN: tl.constexpr = (STEPS[0] | STEPS[1] | STEPS[2] | STEPS[0] // STEPS[2]) % 2 == 0
-    SAME: tl.constexpr = STEPS[2] & (STEPS[2] - 1) == 0  # such rows, of a power of two, never cross a multiple of 2**33
+    SAME: tl.constexpr = STEPS[2] & (STEPS[2] - 1) == 0  # rows of a power of two never cross a multiple of 2**33
     return drop_factors(
         first, row[:, None], at, seed, mix, limit, kept_scale, STEPS[2], STEPS[1], KEYS, EVEN, SAME
     )  # fmt: skip
@@ -168,10 +170,10 @@ def factors_of(row, at, drawn, head, seed, mix, limit, kept_scale, STEPS: tl.con
 
 @triton.jit
 def permuted_keys(KEYS: tl.constexpr):
-    """Return an order of keys in which one thread has both keys of a pair.
+    """Return an order of keys in which one thread holds both keys of a pair.
 
-    The keys are the rows of a matrix product, of which a thread holds rows that are 8 apart. Two neighbouring keys are
-    a pair: they share a hash of dropout.
+    A pair is two neighbouring keys: they share a hash of dropout. In a matrix product whose rows are the keys, a thread
+    holds rows that are 8 apart.
     """
     at = tl.arange(0, KEYS)
     return at // 16 * 16 + at % 8 * 2 + at // 8 % 2
@@ -194,9 +196,9 @@ def _forward(
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCKS: tl.constexpr, ONLINE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output and lse of a block of ROWS queries.
+    """Compute the output and lse (log-sum-exp of the scores) of a block of ROWS queries.
 
-    ONLINE: a loop over blocks of KEYS keys. Otherwise all keys at once, at most KEYS.
+    ONLINE: the program loops over blocks of KEYS keys. Otherwise it reads all keys, at most KEYS, at once.
     """
     number, block, head = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
     start, n, m = sequence_of(DATA, number, offsets, tokens, keys, PACKED)
@@ -248,7 +250,7 @@ def _forward(
 
 
 def places(task: Task, args: OperandsArgs, first: int, *, packed: bool) -> tuple[list[Parameter], list[Layout], int]:
-    """Return the tiles of q, k, v (or dq, dk, dv), the layouts of q, k, v, and the number of the next tile.
+    """Return the tiles of q, k, v (or dq, dk, dv), their layouts, and the number of the task's next tile.
 
     first: number of the first of these tiles in the task.
     """
@@ -292,7 +294,7 @@ class SegmentArguments:
     longest: tuple[int, int]  # largest number of queries and of keys of a sequence
     args: list[Parameter]  # kernel arguments from the mask's data on
     constants: dict[str, Any]
-    key: str  # the fastest block sizes are stored for this key
+    key: str  # describes the task; part of the key under which the fastest candidate is stored
 
     def grid(self, blocks: int, heads: int) -> tuple[int, int]:
         return self.sequences * blocks, heads
@@ -328,7 +330,7 @@ def shared(
 
 
 def names_of(ways: Sequence[tuple[Launch, ...]]) -> str:
-    """Return a text that names the candidates: each kernel with its block sizes. The key of a stored choice has it."""
+    """Return a text with each candidate's kernels and their block sizes. Keys of stored choices contain this text."""
     return ", ".join(" + ".join(map(_name, way)) for way in ways)
 
 

@@ -16,8 +16,9 @@ namespace nntile {
 namespace {
 
 constexpr int64_t kQueries = 128;  // queries in a block; the block's scores fit into the cache
-constexpr int64_t kFew = 4;  // with more queries, copying the keys into one matrix saves more time than it takes
+constexpr int64_t kFew = 4;  // new tokens; with more, copying the keys into one matrix saves more time than it takes
 
+// A row of the page table, checked.
 struct CachedRow {
   int64_t past, count;
   const int64_t* pages;
@@ -100,8 +101,8 @@ void rotate_rows(T* x, const T* table, int64_t n, int64_t width) {
 
 int64_t first_key(int64_t position, int64_t window) { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
 
-// Computes attention of few new tokens for one group of heads. q, out: [group * count, width], the queries of a head
-// one after the other. scores: scratch memory.
+// Computes attention of few new tokens for the query heads that share head `head` of the keys. q, out: [group * count,
+// width], the queries of a head one after the other. scores: scratch memory.
 template <class T>
 void attend_to_pages(const Pool<T>& keys, const Pool<T>& values, const CachedRow& row, int64_t head, const T* q, T* out,
                      int64_t group, double scale, int64_t window, std::vector<T>& scores) {

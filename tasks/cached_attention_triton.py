@@ -22,13 +22,13 @@ from .launch import Launches, Scratch, ceil_div, launch, launches, power_of_two,
 
 FIRST, NEW = tl.constexpr(PAGES), tl.constexpr(COUNT)  # entries of a page table's row
 PROGRAMS = 264  # two for each multiprocessor of an H100; results are correct on other GPUs too
-QUERIES = 64  # largest number of rows of a block of queries
+QUERIES = 64  # largest number of rows of a block; a row is one query of one head
 NEW_KEYS = 32  # new keys that an iteration reads
 
 
 @triton.jit
 def _place(X, row, head, position, AT: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return pointers to rows [position, head_dim] of q, k, v or out; row: of the batch; AT: the Layout of X."""
+    """Return pointers to rows [position, head_dim] of q, k, v or out; row: row of the batch; AT: Layout of X."""
     X += AT[0] + row.to(tl.int64) * AT[4]
     return X + head[:, None] * AT[2] + position.to(tl.int64)[:, None] * AT[1] + tl.arange(0, BLOCK_D)[None, :] * AT[3]
 
@@ -68,10 +68,10 @@ def _attend(
     SPLITS: tl.constexpr, SLOTS: tl.constexpr, NEW_KEYS: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, ROTARY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend with ROWS queries of the GROUP heads that share a head of keys; SHARE: GROUP as a power of two.
+    """Compute attention of ROWS queries of the GROUP query heads that share a head of keys.
 
-    Row m of the block is head m % SHARE of query m // SHARE. With SPLITS > 1, the state of the softmax goes to PARTS
-    [row, head, block, split, m, head_dim + 2].
+    SHARE: GROUP rounded up to a power of two. Row m of the block is head m % SHARE of query m // SHARE. If SPLITS > 1,
+    a program stores the state of its online softmax in PARTS [row, block, head, split, m, BLOCK_D + 2].
     """
     head, block = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS % BLOCKS
     row, split = tl.program_id(0) // HEADS // BLOCKS, tl.program_id(1)
@@ -144,7 +144,7 @@ def _combine(
     SHARE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Combine the states of the splits for one query of one head of `_attend`."""
+    """Compute the output of one query of one head from the states that the splits of `_attend` stored."""
     head, block, row = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS % BLOCKS, tl.program_id(0) // HEADS // BLOCKS
     query, member = block * ROWS + tl.program_id(1) // GROUP, tl.program_id(1) % GROUP
     if query < seq:
@@ -169,7 +169,7 @@ def _describe(task: Task) -> Launches:
     tiles, layouts, _ = places(task, a.qkv, 4, packed=False)
     batch, heads, seq, head_dim = extents(task, a.qkv, 4 + a.qkv.q[0], a.qkv.q[1])
     of_keys, slots = shape(task, 1)[1:3]
-    if a.heads[0]:  # k and v begin behind the heads before them
+    if a.heads[0]:  # one tile holds q, k, v: k begins after the heads of q, v after those of k
         heads, starts = a.heads[0], (0, a.heads[0], sum(a.heads))
         layouts = [(at[0] + start * at[2], *at[1:]) for at, start in zip(layouts, starts, strict=True)]
     group = heads // of_keys

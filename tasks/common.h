@@ -24,7 +24,7 @@ void dispatch(const at::Tensor& tensor, Run run) {
   }
 }
 
-// Calls f(offset, count) for each vector of a row of n elements; the last may be partial.
+// Calls f(offset, count) for each vector of a row of n elements. The last vector may be partial.
 template <class T, class F>
 inline void for_vectors(int64_t n, F f) {
   constexpr int64_t width = Vec<T>::size();

@@ -15,7 +15,7 @@
 namespace nntile {
 namespace {
 
-// pre <- pre + bias (stored only if out is another tile); out <- act(pre). bias may be undefined.
+// Computes out = act(pre + bias). If out is another tile than pre, stores pre + bias in pre. bias may be undefined.
 void activate_tile(int kind, const at::Tensor& pre, const at::Tensor& out, const at::Tensor& bias) {
   dispatch(pre, [&](auto zero) {
     using T = decltype(zero);
@@ -106,7 +106,8 @@ void apply_activation(const EpilogueArgs& epilogue, const Beside& beside, const 
 void blas(const EpilogueArgs& epilogue, double scale, const Plan& plan, const Factors& x, const Beside& beside) {
   const auto &target = beside.target, &bias = beside.bias;
   const bool activates = epilogue.activation >= 0 && !epilogue.aux;
-  // With an activation, the bias is added in the activation's pass; otherwise the product is added to the bias.
+  // If late, the bias is added together with the activation. Otherwise the target first gets the bias, then the product
+  // is added to it.
   const bool late =
       bias.defined() && activates && !beside.residual.defined() && trailing(epilogue.bias_axes, target.dim());
   const auto a = matrix(x.a, plan.batch, plan.m, plan.k), b = matrix(x.b, plan.batch, plan.k, plan.n);
@@ -134,8 +135,8 @@ void reshape(const EpilogueArgs& epilogue, const Plan& plan, const at::Tensor& s
   apply_activation(epilogue, beside);
 }
 
-// Sums operand a (`first`) or b over the product's summed axes. These are the last axes of the permuted a, and after
-// the batch the first axes of the permuted b.
+// Sums operand a (`first`) or b over the product's summed axes: the last axes of the permuted a, or the axes behind the
+// batch of the permuted b.
 void sum_operand(const Factors& x, bool first, const at::Tensor& to, bool adds) {
   std::vector<int64_t> axes(x.depth);
   std::iota(axes.begin(), axes.end(), static_cast<int64_t>(x.batch + (first ? x.rows : 0)));

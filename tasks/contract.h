@@ -59,7 +59,8 @@ inline int64_t extent(at::IntArrayRef sizes, size_t from, size_t count) {
   return product;
 }
 
-// Copies 16 bytes (8 bf16) at a time if the last axis stays last; ATen copies one element per thread.
+// Copies 16 bytes (8 bf16) at a time if the last axis is contiguous in both tensors. ATen would copy one element per
+// thread.
 inline void copy(at::Tensor to, const at::Tensor& from) {
   const auto several = static_cast<int64_t>(16 / from.element_size());
   const auto vectors = [&](const at::Tensor& x) {
@@ -73,7 +74,8 @@ inline void copy(at::Tensor to, const at::Tensor& from) {
   else to.copy_(from);
 }
 
-// Returns a view as a batch of matrices if rows or columns are contiguous, so that a BLAS can read it.
+// Returns a view as a batch of matrices, which BLAS can use without a copy. nullopt if neither rows nor columns are
+// contiguous, or if there are no batch axes.
 inline std::optional<at::Tensor> in_place(const at::Tensor& tensor, size_t batch, size_t rows, size_t columns) {
   const auto sizes = tensor.sizes();
   const std::vector<int64_t> shape{extent(sizes, 0, batch), extent(sizes, batch, rows),

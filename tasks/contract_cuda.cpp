@@ -40,7 +40,7 @@
 namespace nntile {
 namespace {
 
-// The tensor in fp32, or fp64 if it is fp64.
+// Returns x in fp32, or x itself if it is fp64.
 at::Tensor wide(const at::Tensor& x) { return x.scalar_type() == at::kDouble ? x : x.to(at::kFloat); }
 
 void apply_activation(int kind, const at::Tensor& pre, at::Tensor out) {
@@ -85,7 +85,8 @@ void multiply_derivative(int kind, at::Tensor y, const at::Tensor& aux) {
   }
 }
 
-// The product by ATen, for batches, fp64 and cases without cuBLASLt. Never in tf32, even if PyTorch allows tf32.
+// Computes out = beta out + alpha a b by ATen: for batches, fp64, and cases that cuBLASLt does not support. Never in
+// tf32, even if PyTorch allows tf32.
 void plain(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha) {
   const at::NoTF32Guard exact;
   auto target = out;
@@ -114,7 +115,8 @@ std::optional<at::Tensor> blocks(const at::Tensor& target, size_t m, size_t n) {
   return {};
 }
 
-// to = alpha a b by blocks: a batch of products over the blocks of a row, or of a column.
+// Computes to = alpha a b by blocks; to: a view from `blocks`. One batch of products computes all blocks of a row
+// (by_row) or of a column.
 void into_blocks(const at::Tensor& to, const at::Tensor& a_matrix, const at::Tensor& b_matrix, double alpha, bool by_row) {
   const auto k = a_matrix.size(1);
   const auto a = a_matrix.view({to.size(0), to.size(1), k});
@@ -128,7 +130,7 @@ void into_blocks(const at::Tensor& to, const at::Tensor& a_matrix, const at::Ten
   }
 }
 
-// An operand of a product, with its scale if it has 8 bits.
+// Returns an operand of a product, with its scale if it has 8 bits.
 View operand(const Args& t, size_t tile) {
   auto x = t.view(tile);
   x.scale = scale_of_tile(t, tile);
@@ -172,7 +174,7 @@ struct Product {
 
   explicit Product(const Args& t) : Product(t, ContractArgs(t)) {}
 
-  // target = epilogue(alpha a b + c + bias) by cuBLASLt.
+  // Computes target = epilogue(alpha a b + c + bias) by cuBLASLt.
   void multiply(const View& target, Fused f, bool tf32) const {
     f.fast = args.fast;
     matmul(target, a, b, args.scale, f, tf32, most);
@@ -198,8 +200,8 @@ struct Product {
 };
 
 // Computes target = alpha a b + bias for a target with another order of axes than the product, by a product and a copy,
-// or by one product per block. Which is faster depends on the width of the blocks and is measured. If steps fill
-// different parts of the rows, nothing is measured, and a product and a copy are used. bias: one number for each
+// or by one product per block. The faster way depends on the width of the blocks and is measured. If steps fill
+// different parts of the rows, nothing is measured: a product and a copy are used. bias: one number for each
 // column, contiguous; undefined: no bias.
 void permuted(const at::Tensor& target, const Product& p, const at::Tensor& bias, bool tf32) {
   const auto &a = p.a, &b = p.b;
@@ -246,9 +248,9 @@ void permuted(const at::Tensor& target, const Product& p, const at::Tensor& bias
   else by_blocks(*blocks(target, m, n), found->second == 1);
 }
 
-// The part of the epilogue that is still to be computed: numbers of its tiles among the task's tiles, from `next` on;
-// 0: no such tile. target: tile of the value before the activation. out: tile of the result, which is `target` if the
-// value before the activation is not kept.
+// The part of the epilogue that is still to be computed: numbers of its tiles among the task's tiles. 0: the epilogue
+// has no such tile, or its term is computed. target: tile of the value before the activation. out: tile of the result,
+// which is `target` if the value before the activation is not kept.
 struct Rest {
   size_t target, bias = 0, residual = 0, aux = 0, out, column_sum = 0;
   bool activation;
@@ -281,7 +283,7 @@ Rest fused(Args& t, const Product& p, const EpilogueArgs& e, Rest left) {
   // The tile of the value before the activation cannot be read and written by one call.
   const bool gelu = e.activation == kGeluNew && !late && !(e.keep_pre && t.accumulates(0));
   const bool sums = left.column_sum && e.activation < 0 && !vector;
-  at::Tensor spare;  // the sum of an operand, if it is to be added to its tile
+  at::Tensor spare;  // holds the sum of an operand before it is added to the task's tile
   if (gelu && e.aux) {
     f.epilogue = CUBLASLT_EPILOGUE_DGELU;
     f.aux = t.view(left.aux).data;
@@ -293,7 +295,7 @@ Rest fused(Args& t, const Product& p, const EpilogueArgs& e, Rest left) {
   } else if (vector) {
     f.epilogue = CUBLASLT_EPILOGUE_BIAS;
   } else if (sums) {
-    // In column-major order b comes first: the sum of b's columns is the library's sum of A.
+    // cuBLASLt is column-major, so the operands are swapped: BGRADA sums our b, BGRADB sums our a.
     f.epilogue = p.first ? CUBLASLT_EPILOGUE_BGRADB : CUBLASLT_EPILOGUE_BGRADA;
     if (t.accumulates(left.column_sum)) spare = at::empty_like(t[left.column_sum]);
     f.bias = spare.defined() ? spare.data_ptr() : t.view(left.column_sum).data;
@@ -312,7 +314,8 @@ Rest fused(Args& t, const Product& p, const EpilogueArgs& e, Rest left) {
   return left;
 }
 
-// Returns the bias if its axes are exactly the columns of the product, in order; else undefined.
+// Returns the bias as one number per column if its axes are exactly the columns of the product, in order; else an
+// undefined tensor.
 at::Tensor of_columns(Args& t, const Product& p, const EpilogueArgs& e, size_t bias) {
   if (!bias) return {};
   int64_t mask = 0;

@@ -5,10 +5,10 @@
 namespace nntile {
 namespace {
 
-// x <- exp(x - lse) * scale, minus the scale at the label.
+// x <- exp(x - lse) * scale; then subtracts scale at the label. label < -n: an ignored row, x <- 0.
 template <class T>
 void gradient(T* x, T lse, int64_t label, T scale, int64_t n) {
-  if (label < -n) scale = T(0);  // the callers' mark of an ignored row
+  if (label < -n) scale = T(0);
   exp_row(x, x, lse, scale, n);
   if (label >= 0 && label < n) x[label] -= scale;
 }

@@ -1,7 +1,7 @@
 """Cross-entropy on tiles of logits [rows, classes] on CUDA: one program per row, in 16-byte vectors.
 
-cross_entropy.cpp lists the tiles of each task. No row is stored in fp32. A label outside the classes makes the loss
-NaN, because a CUDA kernel cannot raise an error. On the CPU, such a label is an error.
+cross_entropy.cpp lists the tiles of each task. No row is copied to fp32 in memory. A label outside the classes makes
+the loss NaN, because a CUDA kernel cannot raise an error. On the CPU, such a label is an error.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -31,8 +31,9 @@ from .launch import (
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp2(x LOG2E - y) is two instructions, exp(x - z) three
 
-# A row of 50257 elements may not begin at a multiple of 16 bytes. A program reads it in three parts: the few elements
-# before the first such multiple, whole blocks without a mask (with 16-byte accesses), and the remaining elements.
+# A row of 50257 elements may begin at an address that is not a multiple of 16 bytes. A program reads the row in three
+# parts: the few elements before the first multiple of 16 bytes, whole blocks without a mask (with 16-byte accesses),
+# and the remaining elements.
 
 
 @triton.jit
@@ -49,7 +50,7 @@ def _parts(n, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
 def _more(top, total, x):
     """Return each lane's running (max * LOG2E, sumexp), updated with the elements of x.
 
-    This needs one exponential per element instead of two.
+    The maximum is updated once for all of a lane's new elements, so an element needs one exponential instead of two.
     """
     x = x.to(tl.float32) * LOG2E
     new = tl.maximum(top, tl.max(x, 1))
@@ -88,7 +89,8 @@ def _row_gradient(
 ):
     """x <- (exp(x - lse) - onehot(label - first_word)) scale, in place; 0 where the label is negative.
 
-    The loop begins at the end of the row, whose elements were read last and are most likely still in the cache.
+    first_word: number of the tile's first class. The loop begins at the end of the row, whose elements were read last
+    and are most likely still in the cache.
     """
     lse *= LOG2E
     start, first, blocks, inner = _parts(n, LANES, VECTOR, ALIGNED)
@@ -110,7 +112,7 @@ def _row_gradient(
 
 @triton.jit
 def _pick(X, n, label, first_word, vocab):
-    """Return the label's logit if the label is a class of this tile, else 0. A label of `vocab` or more gives NaN."""
+    """Return the label's logit if the label is a class of this tile, else 0; NaN if the label is `vocab` or more."""
     here = label - first_word
     mine = (label >= 0) & (here >= 0) & (here < n)
     value = tl.load(X + tl.program_id(0).to(tl.int64) * n + tl.where(mine, here, 0), mine, 0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-// Products by cuBLASLt with its epilogues. The algorithm is measured once for each shape and GPU model.
+// Products by cuBLASLt with its epilogues. The algorithm is chosen by measurement, once for each shape and GPU model.
 #pragma once
 #include <cublasLt.h>
 
@@ -9,10 +9,10 @@
 
 namespace nntile {
 
-// File of the stored choices for this GPU model, library and driver.
+// Returns the file of the algorithms chosen for this GPU model, library and driver.
 std::string products_file();
 
-// Whether the GPU multiplies numbers of 8 bits.
+// Returns whether the GPU multiplies 8-bit numbers.
 bool has_fp8(c10::Device device);
 
 struct Sizes {

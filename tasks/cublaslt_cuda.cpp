@@ -40,7 +40,8 @@ cudaDataType type_of(const View& x) {
   }
 }
 
-// A row-major matrix as cuBLASLt's column-major matrix: its transpose, or with `flipped` the matrix itself.
+// A matrix x as cuBLASLt's column-major matrix: a row-major x is passed as its transpose, a column-major x (`flipped`)
+// as itself.
 struct Operand {
   const void* data;
   bool flipped = false;
@@ -62,8 +63,8 @@ struct Operand {
   }
 };
 
-// Rounds up a size that varies with packing, to a multiple of a step of at least 128, but not above `most`. So an
-// algorithm is chosen for about 16 sizes or fewer.
+// Rounds up a size that varies with packing, to a multiple of a step of at least 128, but not above `most`. So at most
+// about 16 sizes need a choice of an algorithm.
 int64_t rounded(int64_t size, int64_t most) {
   const auto step = (most / 16 + 127) / 128 * 128;
   return step ? std::min(most, (size + step - 1) / step * step) : size;
@@ -169,7 +170,7 @@ class Matmul {
     require(cublasLtMatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
     size_t bytes = kWorkspace;
     cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes, sizeof(bytes));
-    const uint32_t least = key_.in == CUDA_R_32F ? 4 : 2;  // bytes; by default the library expects 256
+    const uint32_t least = key_.in == CUDA_R_32F ? 4 : 2;  // alignment in bytes; by default the library expects 256
     if (!key_.aligned)
       for (const auto attribute : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
                                    CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
@@ -198,7 +199,7 @@ class Matmul {
     for (size_t k = 0; k < found.size() && found.size() > 1; ++k) {
       const auto run = [&] { return matmul(call, found[k].algo, workspace) == CUBLAS_STATUS_SUCCESS; };
       float ms = least_ms(run);
-      if (ms < kShort)  // includes launch time; several launches in a row overlap with execution
+      if (ms < kShort)  // ms includes the launch; of several calls in a row, the launches overlap with execution
         ms = least_ms([&] { return run() && run() && run() && run() && run() && run() && run() && run(); }) / 8;
       if (ms < least) least = ms, best = static_cast<int>(k);
     }
@@ -253,7 +254,7 @@ class Matmul {
   Key key_;
   Sizes sizes_{};  // sizes that the layouts a_, b_ and d_ have now
   std::vector<cublasLtMatmulHeuristicResult_t> found_;
-  // Indices in found_: of the algorithm that is the fastest if it runs alone, and of the algorithm of the last run.
+  // Indices in found_. best_: the algorithm that is the fastest if it runs alone. way_: the algorithm of the last run.
   size_t best_ = 0, way_ = 0;
   cublasLtMatmulAlgo_t used_{};  // algorithm of the last run, checked for `sizes_`
   cublasLtMatmulDesc_t desc_;
@@ -344,8 +345,8 @@ struct Misaligned {
   int64_t unit;           // elements in kRowAlignment bytes
 };
 
-// Returns the misaligned matrix. nullopt if no matrix or several matrices are misaligned, if the parts of the others
-// would be misaligned, or if the product is small.
+// Returns the misaligned matrix. nullopt if no matrix or several matrices are misaligned, if parts of the other
+// matrices would be misaligned, or if the product is small.
 std::optional<Misaligned> found_misaligned(const Part& p, const Fused& f, bool tf32) {
   if (p.a.scale || (p.a.dtype == at::kFloat && !tf32) || f.epilogue != CUBLASLT_EPILOGUE_DEFAULT || misaligned(p.b)) return {};
   if (static_cast<double>(p.out.numel()) * static_cast<double>(p.a.sizes[1]) < kLarge) return {};
@@ -356,8 +357,9 @@ std::optional<Misaligned> found_misaligned(const Part& p, const Fused& f, bool t
   Misaligned found{kM, into ? kN : kK, x.strides[0], x.sizes[1], unit};
   if (!into && !row_major(p.a)) found = {kK, kM, x.strides[1], x.sizes[0], unit};
   const auto rows = x.sizes[row_major(x) ? 0 : 1];
-  if (found.size < 2 * unit || rows < unit) return {};  // each part has an element
-  // A part of b begins at an offset along an axis, or takes every eighth element of it. b must not be contiguous there.
+  if (found.size < 2 * unit || rows < unit) return {};  // otherwise a part could be empty
+  // A part of b begins at an offset along an axis, or takes every eighth element of this axis. So b must not be
+  // contiguous along the axis.
   const Axis of_b = found.rows == kK ? kK : found.columns;
   const bool offsets = row_major(p.b) == (of_b == kK) && (found.rows == kK || row_major(p.a));
   const bool exact = found.rows != kK || p.out.dtype == at::kFloat;  // the parts are added in the output
@@ -370,8 +372,8 @@ void by_parts(const Part& whole, const Misaligned& x, double alpha, const Fused&
     const auto rows = whole.of(x.rows, row, period);
     const auto before = (x.unit - row * x.leading % x.unit) % x.unit;
     const auto wide = (x.size - before) / x.unit * x.unit, after = before + wide;
-    bool adds = x.rows == kK && row > 0;  // the output has the sums of other rows
-    // The wide part comes last. Where parts are added, the output then holds small numbers before the last rounding.
+    bool adds = x.rows == kK && row > 0;  // the output holds the sum over earlier rows
+    // The wide part comes last: if parts are added, the roundings before the last one are of small numbers.
     for (const auto& [first, count] : {std::pair{int64_t{0}, before}, {after, x.size - after}, {before, wide}}) {
       if (!count) continue;
       const auto part = rows.of(x.columns, first, 1, count);
@@ -388,7 +390,7 @@ void by_parts(const Part& whole, const Misaligned& x, double alpha, const Fused&
   }
 }
 
-// Returns how to split a product if its parts are faster than the whole: measured once for its sizes.
+// Returns how to split a product; nullopt if the whole is faster or cannot be split. Measured once for its sizes.
 std::optional<Misaligned> in_parts(const Part& p, double alpha, const Fused& f, bool tf32, const Sizes& most) {
   const auto split = found_misaligned(p, f, tf32);
   if (!split) return {};

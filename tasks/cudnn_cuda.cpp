@@ -1,4 +1,4 @@
-// cuDNN's fused attention through its frontend: one graph per set of shapes and strides, built once per worker.
+// cuDNN's fused attention through cuDNN's frontend: one graph per set of shapes and strides, built once per worker.
 #include "attention_cudnn.h"
 
 #if __has_include(<cudnn_frontend.h>)
@@ -9,7 +9,8 @@
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAStream.h>
 #define CUDNN_FRONTEND_SKIP_JSON_LIB
-// Torch exports symbols of another frontend version with other layouts; the loader must not mix them.
+// Torch exports symbols of another version of the frontend, with other layouts. With a namespace of its own, the loader
+// does not mix the versions.
 #define cudnn_frontend nntile_cudnn_frontend
 #include <cudnn_frontend.h>
 
@@ -171,14 +172,14 @@ class Ragged {
   Ragged(const PairMask& mask, int64_t most)
       : mask_(mask), count_(mask.segments.numel() - 1), rows_((most + kRows - 1) / kRows * kRows) {
     if (mask.window) refused_ = "a window";
-    // Other GPUs are refused here: later versions of the cuDNN frontend refuse ragged statistics on them, although this
-    // version accepts such graphs.
+    // Other GPUs are refused: later versions of the cuDNN frontend reject ragged statistics on these GPUs, although
+    // this version accepts such graphs.
     const auto major = at::cuda::getCurrentDeviceProperties()->major;
     if (major != 9 && major != 10) refused_ = "a GPU of compute capability " + std::to_string(major);
   }
 
-  // Adds an operand. It shares the offsets of operand `like` (an earlier operand, or itself) if both have the same
-  // stride from token to token.
+  // Adds operand `uid`. It shares the offsets of operand `like` (an earlier operand, or `uid` itself) if both have the
+  // same stride from token to token.
   void add(Uid uid, const at::Tensor& x, Uid like) {
     const auto heads = x.size(1), width = x.size(3), pitch = x.stride(2);
     if (width % 16 && uid != kStats) refused_ = "head_dim " + std::to_string(width) + ", no multiple of 16";
@@ -206,7 +207,7 @@ class Ragged {
   }
 
  private:
-  static constexpr int64_t kRows = 64;  // rows of the blocks in which cuDNN's kernels add in the workspace
+  static constexpr int64_t kRows = 64;  // cuDNN's kernels add blocks of this number of rows in the workspace
   const PairMask& mask_;
   int64_t count_, rows_;
   std::string refused_;
@@ -215,7 +216,7 @@ class Ragged {
   std::map<int64_t, at::Tensor> by_pitch_;
 };
 
-// Returns log-sum-exp [1, h, tokens] from statistics [tokens, h], their layout with ragged operands.
+// Returns a view [1, h, tokens] of statistics [tokens, h], the layout that cuDNN writes for ragged operands.
 at::Tensor as_lse(const at::Tensor& stats) { return stats.t().unsqueeze(0); }
 
 }  // namespace

@@ -15,7 +15,7 @@ class Mask {
     limit_ = static_cast<uint64_t>(args.p * 4294967296.0);
   }
 
-  // out = in * mask / (1 - p), for row number `row` of tile x.
+  // out = in * mask / (1 - p), for one row of tile x. row: index of the row among all rows of the tile.
   template <class T>
   void apply(T* out, const T* in, const at::Tensor& x, int64_t row) const {
     int64_t first = args_.first, rest = row;
@@ -30,7 +30,7 @@ class Mask {
     apply(out, in, first, x.size(-1));
   }
 
-  // The same for n elements; `first`: index of the first element in the whole tensor.
+  // out = in * mask / (1 - p), for n elements. first: index of the first element in the whole tensor.
   template <class T>
   void apply(T* out, const T* in, int64_t first, int64_t n) const {
     const T scale = static_cast<T>(1 / (1 - args_.p));

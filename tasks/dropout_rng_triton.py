@@ -40,7 +40,7 @@ def dropped(x, index, seed, key, limit, scale):
 
 @triton.jit
 def _of_pairs(begin, second, at, COLUMNS: tl.constexpr):
-    """Return the hashes, one per pair, of COLUMNS elements of each row from column `at`, which is even, on.
+    """Return the hashes, one per pair, of COLUMNS elements of each row, from the even column `at` on.
 
     begin, second: from `_starts`, for each row.
     """
@@ -91,8 +91,8 @@ def drop_factors(
     """Return mask / (1 - p) of the elements first + row * STEP + at + k for k < COLUMNS, as an array [rows, COLUMNS].
 
     row: [rows, 1]. All elements are less than SIZE after `first`. This function is for blocks of matrix products, where
-    a thread may have only one pair of each of many rows: so the start of a row's hash is computed by additions.
-    `kept_columns` would be slower there, because LLVM stores its result as bits.
+    a thread may hold only one pair of each of many rows. So the start of a row's hash is computed by additions.
+    `kept_columns` would be slower for such blocks, because LLVM stores the result of `kept_columns` as bits.
     """
     if EVEN and SIZE <= 2**33:
         low, high = (first >> 1).to(tl.uint32), (first >> 33).to(tl.uint32)

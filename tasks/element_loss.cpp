@@ -1,5 +1,5 @@
-// Losses that are a sum over elements, and their gradients. A loss has two functions of vectors: an element's loss and
-// its derivative.
+// Losses that are a sum over elements, and their gradients. The class of a loss has two functions of vectors: an
+// element's loss, and the derivative of this loss.
 #include "common.h"
 #include "element_loss_args.h"
 

@@ -37,7 +37,7 @@ def _derivative(x, target, BINARY: tl.constexpr):
 
 @triton.jit
 def _element_loss(PARTS, X, TARGET, n, BINARY: tl.constexpr, BLOCK: tl.constexpr):
-    """Store the program's partial sum of the elements' losses. The blocks are dealt out to the programs in turn."""
+    """Store the program's partial sum of the elements' losses. Each program sums every num_programs(0)-th block."""
     total = tl.zeros([BLOCK], tl.float32)
     for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(n, BLOCK), tl.num_programs(0)):
         at = block * BLOCK + tl.arange(0, BLOCK)

@@ -54,7 +54,7 @@ std::vector<Axis> axes_of(const at::Tensor& y, const at::Tensor& x) {
 constexpr int64_t kSquare = 16;  // a cache line of fp32
 
 // Transposes a matrix with contiguous rows in the output and contiguous columns in the input, by squares of whole cache
-// lines. at::copy_ does so only for a single matrix, and otherwise reads a cache line for each element.
+// lines. at::copy_ uses squares only for a single matrix; otherwise, it reads a cache line for each element.
 template <class T>
 void transpose_matrix(T* to, const T* from, const Axis& rows, const Axis& columns) {
   for (int64_t j = 0; j < columns.size; j += kSquare)
@@ -79,7 +79,7 @@ void transpose(Args& t) {
   const bool known = y.scalar_type() == at::kFloat || y.scalar_type() == at::kDouble;
   if (!known || rows == axes.end() || axes.back().to != 1 || std::min(rows->size, axes.back().size) < kSquare ||
       rows == axes.end() - 1) {
-    y.copy_(x);  // whole rows, or narrow axes
+    y.copy_(x);  // copies of whole rows, or axes too narrow for squares
     return;
   }
   const auto columns = axes.back(), first = *rows;

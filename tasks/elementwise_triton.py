@@ -142,7 +142,7 @@ def _dropout(
 ):  # fmt: skip
     row, col, inside = _block(rows, columns, ROWS, BLOCK)
     index = tl.load(DRAWS + row, row < rows, 0) * STRIDES[0] if DRAWN else offset_of(row, SIZES, STRIDES)
-    index = first + index[:, None] + col[None, :] * STEP  # in the whole tensor
+    index = first + index[:, None] + col[None, :] * STEP  # index in the whole tensor
     at = row[:, None] * columns + col[None, :]
     x = tl.load(X + at, inside).to(tl.float32)
     tl.store(Y + at, dropped(x, index, seed, key, limit, scale), inside)
@@ -306,14 +306,15 @@ def _describe_pack(task: Task) -> Launches:
 
 
 def mixed_key(key: int) -> int:
-    """Return the key of a dropout as `kept` takes it: mixed, as a signed number of 64 bits."""
+    """Return a dropout's key as `kept` in dropout_rng_triton.py needs it: times a constant, as a signed int64."""
     return (key * 0xD1B54A32D192ED03 + 2**63) % 2**64 - 2**63
 
 
 def mask_of(task: Task, dropout: DropoutArgs) -> list[Parameter]:
     """Return kernel arguments for a dropout: row numbers, the tile's first index, seed, key, limit and scale.
 
-    The last four are the last arguments of `dropped`.
+    Seed, key, limit and scale are the last arguments of `dropped`. Without row numbers, the first tile stands in their
+    place and is not read.
     """
     row_numbers = tile(task, len(task.accesses) - 1 if dropout.row_numbers else 0)
     mixed = mixed_key(dropout.key)

@@ -1,8 +1,10 @@
 """Embedding and its gradient on CUDA. Each task has the same tiles and arguments as on the CPU (embedding.cpp).
 
 The gradient sums the rows of an id in the order of positions, without atomic additions. A counting sort sorts the
-positions by id. Then a program sums the rows of an id. An id outside the table gives a row of NaN, because a CUDA
-kernel cannot raise an error. On the CPU, such an id is an error.
+positions by id. Then one program sums the rows of each id. If an id has many positions, programs first sum its parts.
+
+An id outside the table gives a row of NaN, because a CUDA kernel cannot raise an error. On the CPU, such an id is an
+error.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -16,7 +18,7 @@ from .launch import Int, Launches, Parameter, Scratch, ceil_div, launch, launche
 
 RUN = 1024  # positions of a run; each position is compared with every other position of its run
 SHARE = 32  # positions of a run that a program compares
-PART = 128  # sorted positions of a program; one id may have nearly all positions, so several programs share an id
+PART = 128  # sorted positions of a program; one id may have nearly all positions: its parts are summed first
 
 
 @triton.jit

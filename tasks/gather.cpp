@@ -1,5 +1,5 @@
-// Gathers rows of x [rows, positions, width] at places [rows, count], -1 for zeros; the gradient sums into these rows.
-// Each of these axes may be several axes of the tiles.
+// Gathers from x [rows, positions, width] the positions `places` [rows, count]; the place -1 gives zeros. The gradient
+// adds to these positions. Each of these axes may be several axes of the tiles.
 #include "common.h"
 #include "gather_args.h"
 
@@ -9,8 +9,8 @@ namespace {
 struct Sizes {
   int64_t width, count, positions;
 
-  // y has the axes of places and then width; x has rows, positions, width. The last `axes` axes of places are the
-  // count.
+  // y has the axes of places, then width. x has rows, positions, width. The last `axes` axes of places form
+  // the count.
   Sizes(const at::Tensor& y, const at::Tensor& x, const at::Tensor& places, int64_t axes)
       : width(y.numel() / places.numel()), count(1) {
     for (int64_t axis = places.dim() - axes; axis < places.dim(); ++axis) count *= places.size(axis);

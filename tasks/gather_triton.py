@@ -1,7 +1,7 @@
 """Gather of rows on CUDA. gather.cpp lists the tiles of each task.
 
-A place outside the positions gives a row of NaN, because a CUDA kernel cannot raise an error. On the CPU, such a place
-is an error.
+The place -1 gives a row of zeros. Any other place outside the positions gives a row of NaN, because a CUDA kernel
+cannot raise an error. On the CPU, such a place is an error.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -20,7 +20,7 @@ from .launch import Launches, Parameter, Scratch, ceil_div, launch, launches, nu
 def _gather(
     Y, X, PLACES, n, count, positions, width, first, last, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Y[k, :] = X[k // count, PLACES[k] - first, :] where X has that position."""
+    """Y[k, :] = X[k // count, PLACES[k] - first, :] if X has this position; otherwise 0, or with ACC unchanged."""
     k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = k < n
@@ -78,6 +78,7 @@ def _sizes(task: Task, y: int, x: int, added: int) -> tuple[int, int, int]:
     """Return three sizes: positions gathered from a row of the batch, positions of a row, elements of a position.
 
     y, x: indices of y and x, or of dy and dx, among the task's tiles. Tile 2 lists the positions to gather.
+    added: number of axes of tile 2 that x does not have.
     """
     at = shape(task, 2)
     lead, width = len(at) - added, shape(task, y)[len(at) :]

@@ -8,7 +8,8 @@ namespace {
 
 using Made = void (*)(void* const*, const int64_t* const*, const int64_t*, const double*, uint64_t);
 
-// ints: address of the function, number of its floats, then the function's ints; tiles and floats are the function's.
+// The task's ints: address of the function, number of floats, then the ints for the function. The function gets all
+// tiles and floats of the task.
 void generated(Args& t) {
   const auto made = reinterpret_cast<Made>(t.i(0));
   std::vector<at::Tensor> tensors;

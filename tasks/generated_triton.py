@@ -59,7 +59,7 @@ def sum_parts(OUT, PART, per, n, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK: 
 
 @functools.cache
 def kernel_of(source: str) -> Any:
-    """Return the Triton kernel that a source text defines. It runs in Triton's interpreter if all other kernels do.
+    """Return the Triton kernel that a source text defines. It runs in Triton's interpreter if kept_columns does.
 
     Triton reads the source text from linecache.
     """

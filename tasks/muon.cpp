@@ -30,7 +30,7 @@ void muon_momentum(Args& t) {
   });
 }
 
-// The elements of a tile in the stack of matrices. places: as in MuonGatherArgs; tile: number of the tile.
+// Returns a view of a tile's elements in the stack of matrices. places: as in MuonGatherArgs; tile: number of the tile.
 at::Tensor part(const at::Tensor& stack, at::IntArrayRef shape, at::IntArrayRef places, size_t tile) {
   return stack.as_strided(shape, places.slice(0, shape.size()), stack.storage_offset() + places[shape.size() + tile]);
 }

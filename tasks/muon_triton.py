@@ -35,7 +35,7 @@ def _momentum(M, U, GRAD, CLIP, n, old, fresh, NESTEROV: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _place(at, first, SIZES: tl.constexpr, STRIDES: tl.constexpr):
-    """Return the positions in the stack of matrices of a tile's elements; see `_merged`."""
+    """Return where elements `at` of a tile lie in the stack of matrices. SIZES, STRIDES: from `_merged`."""
     place, rest = first + tl.zeros_like(at), at
     for k in tl.static_range(len(SIZES)):
         place += (rest % SIZES[len(SIZES) - 1 - k]) * STRIDES[len(SIZES) - 1 - k]
@@ -63,7 +63,7 @@ def _squares_of_matrix(STACK, SUMS, n, parts, PART: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _divide(STACK, SUMS, n, parts, eps, BLOCK: tl.constexpr):
-    """Divide a block of a matrix by the matrix's norm, at least eps."""
+    """Divide a block of a matrix by the matrix's Frobenius norm, or by eps if the norm is smaller."""
     matrix, total = tl.program_id(1).to(tl.int64), tl.zeros([BLOCK], tl.float32)
     for start in range(0, parts, BLOCK):
         k = start + tl.arange(0, BLOCK)
@@ -89,7 +89,7 @@ def _update(
 
 
 def _merged(sizes: Sequence[int], strides: Sequence[int]) -> dict[str, Any]:
-    """Return sizes and strides of a tile's axes in the stack of matrices; axes that form one row are merged."""
+    """Return sizes and strides of a tile's axes in the stack of matrices. Axes that are contiguous there are merged."""
     pairs: list[tuple[int, int]] = []
     for size, stride in zip(sizes, strides, strict=True):
         if pairs and pairs[-1][1] == stride * size:

@@ -210,7 +210,7 @@ struct GradTiles {
   int64_t add, dbias, sums, dropped;
 };
 
-// tiles: dx, dgamma (ACC) (, dbeta (ACC)), dy, x, statistics, gamma, then as `places` says
+// tiles: dx, dgamma (ACC) (, dbeta (ACC)), dy, x, statistics, gamma, then the optional tiles of `places`
 template <bool kMean>
 void grad(Args& t, const GradTiles& places, int64_t embed, const std::optional<Mask>& mask) {
   constexpr size_t kFirst = 1 + kStatistics<kMean>;

@@ -66,7 +66,7 @@ def _rms_norm(task: Task) -> Launches:
 
 @triton.jit
 def _moments(STATE, X, rows, n, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute the state (count, mean, M2) of each row of x; ACC: merge it into the stored state."""
+    """Compute the state (count, mean, M2) of each row of x; ACC: merge this state into the stored one."""
     row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     at, kept = row[:, None] * n + col[None, :], row < rows
     inside = kept[:, None] & (col < n)[None, :]
@@ -147,7 +147,7 @@ def _rms_norm_apply(task: Task) -> Launches:
 
 
 def _sums(task: Task, grad: type[NormGrad]) -> Launches:
-    """Return the launches that add the sums of w and w xhat over the tile's part of each row (see NormGrad)."""
+    """Return the launches that sum w (LayerNorm only) and w xhat over the tile's part of each row (see NormGrad)."""
     axes = _axes(task, 2)
     _, xhat, w = grad.terms(axes)
     values = [w, w * xhat][-grad.weights :]

@@ -13,7 +13,7 @@ void sum_squares(Args& t) {
   dispatch(grad, [&](auto zero) {
     using T = decltype(zero);
     const auto* g = grad.data_ptr<T>();
-    // Sums short runs in the tile's dtype, and the runs in double.
+    // Sums a short run in the tile's dtype, and adds the sums of the runs in double.
     constexpr int64_t run = 1024;
     for (int64_t first = 0; first < grad.numel(); first += run)
       total += static_cast<double>(sum_vectors<T>(std::min(run, grad.numel() - first), [&](int64_t k, int64_t count) {

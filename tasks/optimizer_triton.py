@@ -53,20 +53,20 @@ def row_of(TABLE, ROWS: tl.constexpr):
 
 @triton.jit
 def numel_of(ROW, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the number of elements in a row of the table; ALIGNED: it is a multiple of 16."""
+    """Return the number of elements in a row of the table; ALIGNED: this number is a multiple of 16."""
     n = tl.load(ROW + ROWS)
     return tl.multiple_of(n, 16) if ALIGNED else n
 
 
 @triton.jit
 def address_of(ROW, column: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr):
-    """Return the address in a column of a row of the table, as a pointer to elements of dtype TYPE."""
+    """Return the address stored in a column of the table's row ROW, as a pointer to elements of dtype TYPE."""
     return tl.multiple_of(tl.load(ROW + column * ROWS).to(tl.pointer_type(TYPE)), 16)
 
 
 @triton.jit
 def master_of(row, column: tl.constexpr, PARAM, MASTER_BITS: tl.constexpr, ROWS: tl.constexpr):
-    """Return the address of the master in a column of a row of the table; PARAM if there is no master."""
+    """Return the address of the master (low bits or fp32), from a column of the table's row; PARAM without a master."""
     if MASTER_BITS == 0:
         return PARAM
     elif MASTER_BITS == 16:
@@ -80,7 +80,7 @@ def _squares(
     TABLE, PART, TYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the program's partial sum of squares of its task's gradient: BLOCKS * BLOCK elements."""
+    """Store the sum of squares of the program's BLOCKS * BLOCK elements of its task's gradient."""
     row, part = row_of(TABLE, ROWS)
     n, x = numel_of(row, ROWS, ALIGNED), address_of(row, 3, TYPE, ROWS)
     total, first = tl.zeros([BLOCK], tl.float32), part * BLOCKS * BLOCK
@@ -93,7 +93,7 @@ def _squares(
 
 @triton.jit
 def _total(TABLE, PART, ROWS: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the partial sums of one task, of EACH elements each, and store the task's sum."""
+    """Add the partial sums of one task and store the total. EACH: number of elements of a partial sum."""
     row = TABLE + tl.program_id(0)
     first, total = tl.load(row), tl.zeros([BLOCK], tl.float64)
     parts = tl.cdiv(tl.load(row + ROWS), EACH)

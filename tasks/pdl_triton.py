@@ -13,9 +13,9 @@ LINE = tl.constexpr(64)  # 2-byte elements of a cache line
 def wait_here():
     """Wait until the previous kernel has ended. Before this call a kernel may only prefetch, neither read nor write.
 
-    Without programmatic dependent launch (see pdl.py) this does nothing.
+    Without programmatic dependent launch (see pdl.py), this function does nothing.
     """
-    if not INTERPRETED:  # a dummy instruction as in tl.extra.cuda.gdc_wait; pdl.waiting inserts the wait after it
+    if not INTERPRETED:  # as in tl.extra.cuda.gdc_wait; pdl.waiting inserts the wait after this dummy instruction
         tl.inline_asm_elementwise("// nntile: wait here $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 

@@ -1,6 +1,7 @@
-// Products of tensors on one core with a fused epilogue, for processors on which ATen's BLAS is slow: MKL, written for
-// Intel, uses AVX2 on other processors that have AVX-512. On processors with AVX2 alone MKL is the faster one: on an
-// AMD EPYC of family 25, steps of gpt2_tiny, bert_tiny and llama_tiny with MKL take 0.64 to 0.76 of the time.
+// Products of tensors on one core with a fused epilogue, for processors with AVX-512 that are not Intel's. There, MKL,
+// the BLAS of ATen, is slow, because it uses only AVX2. On processors that have only AVX2, MKL is faster than this
+// code. On an AMD EPYC of family 25, steps of gpt2_tiny, bert_tiny and llama_tiny with MKL take 0.64 to 0.76 of the
+// time.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -74,7 +75,7 @@ class Product {
   static constexpr int64_t kRows = 6;  // 12 of 16 registers
 #endif
   static constexpr int64_t kVector = Vec<T>::size(), kVectors = 2, kColumns = kVectors * kVector;
-  static constexpr int64_t kLeftStep = (kRows + kVector - 1) / kVector * kVector;  // whole squares are transposed
+  static constexpr int64_t kLeftStep = (kRows + kVector - 1) / kVector * kVector;  // `transpose` writes whole squares
   static constexpr int64_t kDepth = 1024 / sizeof(T);  // depth of a panel
   static constexpr int64_t kBlockRows = 20 * kRows, kBlockColumns = 48 * kColumns;
 
@@ -134,8 +135,8 @@ class Product {
     return epilogue;
   }
 
-  // Copies rows (or columns) [first, first + count) of x into panels [depth][kStep] of kWidth each, with zeros behind
-  // the last row of x.
+  // Copies rows (or columns) [first, first + count) of x into panels [depth][kStep] of kWidth each, with zeros in
+  // the place of missing rows.
   template <int64_t kWidth, int64_t kStep>
   static void pack(std::vector<T>& to, const T* x, const Offsets& across, int64_t first, int64_t count,
                    const Offsets& along, int64_t start, int64_t depth) {
@@ -263,7 +264,7 @@ struct Factors {
   }
 };
 
-// Returns whether to use Product instead of BLAS. With few rows or columns, most of its work would be copies of panels.
+// Returns whether to use Product instead of BLAS. With few rows or columns, Product would mostly copy panels.
 inline bool own_product(const Factors& x) {
   constexpr int64_t kLeast = 16;
 #if defined(__x86_64__) && defined(CPU_CAPABILITY_AVX512)
@@ -281,7 +282,7 @@ inline bool own_product(const Factors& x) {
                           extent(x.a.sizes(), x.batch + x.rows, x.depth)}) >= kLeast;
 }
 
-// Tensors of the epilogue. Undefined: there is no such term. All tensors but the bias have the layout of `out`.
+// Terms of the epilogue. A tensor is undefined if the epilogue lacks it. All but the bias have the layout of `out`.
 struct Along {
   double alpha, beta;
   at::Tensor bias, residual, aux, activated;

@@ -33,8 +33,8 @@ def normal_tail(x):
     """Return |x|, Phi(-|x|) and exp(-x^2 / 2), where Phi is the standard normal distribution function.
 
     Phi(-|x|) / exp(-x^2 / 2) is computed as a polynomial in 1 / (1 + 0.36 |x|), fitted with a relative error of 2e-5.
-    Rounding to bf16 has an error of up to 4e-3. This takes half of the instructions of erf, and the derivative of
-    x Phi(x) (exact GELU) needs the exponential too.
+    The error of rounding to bf16 is larger, up to 4e-3. The polynomial takes half as many instructions as erf. The
+    exponential is returned too, because the derivative of exact GELU, x Phi(x), needs it.
     """
     far = tl.abs(x)
     e, t = _power_of_two(x * x * -0.7213475204444817), _reciprocal(1 + 0.36 * far)
@@ -71,8 +71,8 @@ def times_derivative(y, x, KIND: tl.constexpr):
 def block_of(number, m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
     """Return the first row and the first column of block `number` of an m x n matrix.
 
-    GROUP vertically adjacent blocks have consecutive numbers, then the next columns follow. Blocks that run at the same
-    time thus share operands in the cache.
+    GROUP vertically adjacent blocks have consecutive numbers; the blocks to their right have the next numbers. So
+    blocks that run at the same time share operands in the cache.
     """
     down, across = tl.cdiv(m, ROWS), tl.cdiv(n, COLUMNS)
     first = number // (GROUP * across) * GROUP

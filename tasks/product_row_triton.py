@@ -1,4 +1,4 @@
-"""The product of one row and a matrix on CUDA, as in decoding passes of one text: it reads the matrix once."""
+"""Product of one row and a matrix on CUDA, as in passes that generate tokens of one text. Reads the matrix once."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import triton
@@ -16,8 +16,8 @@ def one_row(
 ):  # fmt: skip
     """Compute COLUMNS elements of out = act(scale a b + bias + residual) for a [k] and b stored as [n, k].
 
-    The epilogue is that of `_product` in product_triton.py. While the previous kernel still computes a, the program
-    prefetches its part of b. EVEN: DEPTH divides k.
+    The epilogue is the same as in `_product` of product_triton.py. While the previous kernel still computes a, the
+    program prefetches its part of b. EVEN: DEPTH divides k.
     """
     col = tl.program_id(0) * COLUMNS
     bring(B, col, 0, k, n, k, COLUMNS, 256 // COLUMNS)

@@ -17,7 +17,7 @@ def _finish(
     OUT, OTHER, BIAS, total, row, col, n, scale, WIDTH: tl.constexpr,
     KIND: tl.constexpr, BIASED: tl.constexpr, KEEPS: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Apply the epilogue to the sum `total` of the block at (row, col) and store it; see `persistent`."""
+    """Apply the epilogue of `persistent` to the sum `total` of the block at (row, col), and store the result."""
     if total.shape[1] > WIDTH:  # compute the left half, then the right half
         half: tl.constexpr = total.shape[1] // 2
         left, right = tl.split(tl.permute(tl.reshape(total, (total.shape[0], 2, half)), (0, 2, 1)))

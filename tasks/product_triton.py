@@ -1,4 +1,4 @@
-"""Matrix products on CUDA: with activations that cuBLASLt cannot fuse into the product, or with few rows.
+"""Matrix products on CUDA: with activations that contract_cuda.cpp cannot fuse by cuBLASLt, or with few rows.
 
 C++ measures for each size whether these kernels or cuBLASLt are faster. The tasks have the same tiles as in
 contract_cuda.cpp. The activation is computed from the sum in fp32, not from the stored bf16 or fp16 value.
@@ -46,8 +46,8 @@ def _sum(
 
     EVEN: loads need no mask, because DEPTH divides k and, unless B_BY_K, COLUMNS divides n.
     """
-    # Rows beyond the last row of a, or columns beyond the last of a transposed b, read the last one instead. Their
-    # values are not stored.
+    # Rows beyond the last row of a, or columns beyond the last column of a transposed b, read the last row or column
+    # instead. The resulting values are not stored.
     rows, depth = tl.minimum(row + tl.arange(0, ROWS), m - 1).to(tl.int64), first + tl.arange(0, DEPTH)
     cols = col + tl.arange(0, COLUMNS)
     a_at = A + rows[:, None] * k + depth[None, :]
@@ -74,10 +74,10 @@ def _sum(
 
 @triton.jit
 def _bring(B, row, col, first, last, n, k, B_BY_K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Prefetch the part of b that a block reads while the previous kernel computes a; then wait for that kernel.
+    """Prefetch the part of b that a block reads, then wait for the previous kernel, which computes a.
 
-    In inference, b holds weights, which are not in the cache. Only the blocks of the first rows prefetch, as the blocks
-    below them read the same part of b.
+    In inference, b holds weights, which are not in the cache. Only the blocks of the first rows prefetch, because the
+    blocks of the other rows read the same parts of b.
     """
     if row == 0:
         if B_BY_K:
@@ -125,7 +125,7 @@ def _finish(
     OUT, PRE, BIAS, RESIDUAL, AUX, total, row, col, m, n, scale, KIND: tl.constexpr, BIASED: tl.constexpr,
     ADDED: tl.constexpr, KEEPS: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Apply the epilogue to the sum `total` of the block at (row, col) and store it; see `_product`."""
+    """Apply the epilogue of `_product` to the sum `total` of the block at (row, col), and store the result."""
     rows, cols = row + tl.arange(0, total.shape[0]), col + tl.arange(0, total.shape[1])
     inside = (rows < m)[:, None] & (cols < n)[None, :]
     at = rows.to(tl.int64)[:, None] * n + cols[None, :]
@@ -180,8 +180,8 @@ def _of_parts(
 
 # -- tasks
 
-OWN = tuple(number for number, name in enumerate(ACTIVATIONS) if name != "gelu_new")  # cuBLASLt supports gelu_new
-FEW_ROWS = 128  # for so few rows, these kernels are candidates with any activation
+OWN = tuple(number for number, name in enumerate(ACTIVATIONS) if name != "gelu_new")  # gelu_new: fused by cuBLASLt
+FEW_ROWS = 128  # up to this number of rows, these kernels are candidates with gelu_new too
 
 
 class Way(NamedTuple):
@@ -190,7 +190,7 @@ class Way(NamedTuple):
     Args:
         rows: rows of a block of the result; 1: the kernel `one_row` (product_row_triton.py).
         columns: columns of a block of the result.
-        depth: elements of the sum per iteration.
+        depth: elements of k that an iteration adds.
         stages: stages of the pipeline that loads operands ahead (Triton's num_stages).
         warps: warps of a program.
         halves: HALVES of `_product`.
@@ -220,7 +220,8 @@ class Way(NamedTuple):
         return cut + f" {self.parts} parts" * (self.parts > 1)
 
 
-# Candidates for products with up to 256 rows; some were the fastest on an H200 for 640 and 2048 rows.
+# Candidates for 17 to 256 rows (17 to 128 without an activation), except where DEEP applies. Some were the fastest on
+# an H200 for 640 and 2048 rows too; SOME lists these again.
 FEW = [
     Way(64, 32, 128, 4, 4), Way(64, 64, 128, 3, 4), Way(64, 64, 64, 5, 4), Way(64, 32, 256, 3, 4),
     Way(64, 16, 128, 5, 4), Way(32, 32, 128, 4, 4),
@@ -231,13 +232,14 @@ SIXTEEN = [
     Way(16, 16, 256, 4, 4), Way(16, 32, 256, 3, 4), Way(16, 64, 128, 4, 4), Way(16, 16, 512, 3, 4),
     Way(16, 32, 256, 3, 4, parts=4), Way(16, 64, 128, 4, 4, parts=4),
 ]  # fmt: skip
-# Candidates for large k and few columns. Large blocks would be so few that they use only a small part of the GPU. So
-# blocks are smaller, or the sum is split into parts.
+# Candidates instead of FEW for large k and few columns. Large blocks would be so few that they use only a small part of
+# the GPU. So blocks are smaller, or the sum is split into parts.
 DEEP = [
     Way(64, 16, 128, 5, 4), Way(64, 16, 256, 4, 4), Way(32, 16, 256, 4, 4), Way(64, 32, 128, 4, 4, parts=4),
     Way(64, 64, 128, 3, 4, parts=6), Way(64, 64, 64, 5, 4),
 ]  # fmt: skip
-# Candidates for up to 2048 rows. `ways_of` uses the candidates whose blocks fill the GPU.
+# Candidates for more rows than FEW and up to 2048; for large k and few columns, also PARTS. `ways_of` uses only those
+# candidates whose number of programs is in FILLED.
 SOME = [
     Way(64, 16, 128, 5, 4), Way(64, 32, 128, 4, 4), Way(64, 64, 64, 5, 4), Way(64, 64, 128, 3, 4),
     Way(64, 128, 64, 4, 4), Way(64, 128, 64, 3, 4, halves=True), Way(128, 64, 64, 4, 4), Way(128, 128, 64, 4, 8),
@@ -300,7 +302,7 @@ def sizes_of(task: Task, plan: PlanArgs) -> Sizes | None:
     a, out = shape(task, 1), shape(task, 0)
     sizes = Sizes(math.prod(a[:m]), math.prod(out[m:]), math.prod(a[m:]), b_order != by_row)
     fixed = not any(isinstance(size, DynamicSize) for size in (*a[m:], *shape(task, 2)))
-    return sizes if fixed and sizes.n % 8 == sizes.k % 8 == 0 else None  # rows of 16 bytes for vector loads
+    return sizes if fixed and sizes.n % 8 == sizes.k % 8 == 0 else None  # vector loads need rows of whole 16 bytes
 
 
 def served(task: Task, a: ContractArgs) -> Sizes | None:

@@ -12,11 +12,12 @@
 namespace nntile {
 namespace {
 
-// Both dtypes have the largest value 1.75 * 2^e. Added to the bits of an fp32 number, this carries into the exponent if
-// the mantissa is above 1.75.
+// The largest value of both 8-bit dtypes is 1.75 * 2^e; the two kExponent are their e. kAbove, added to the bits of an
+// fp32 number, carries into the exponent if the mantissa is above 1.75.
 constexpr int kAbove = 0x1FFFFF, kMantissaBits = 23, kExponentE4m3 = 8, kExponentE5m2 = 15;
 
-// The smallest power of two s with top <= largest * s; 1 for 0, NaN for a value that is not finite.
+// Returns the smallest power of two s with top <= largest * s; 1 if top is 0, NaN if it is not finite. top: largest
+// absolute value of a tile. wide: the dtype is e5m2.
 at::Tensor scale_of(const at::Tensor& top, bool wide) {
   auto exponent = top.view(at::kInt).add(kAbove).__rshift__(kMantissaBits).sub_(wide ? kExponentE5m2 : kExponentE4m3);
   const auto scale = exponent.clamp_min_(1).__lshift__(kMantissaBits).view(at::kFloat);

@@ -27,12 +27,12 @@ from .quantize import QuantizeArgs
 
 PARTS = 1024  # programs that compute the maximum of a tile
 BLOCK = 4096  # elements of a tile that such a program reads at once
-MOST_AXES = 3  # of the rows or of the columns of a matrix, after axes have been joined where possible
+MOST_AXES = 3  # largest number of axes, joined where possible, that form the rows or the columns of a matrix
 
 
 @triton.jit
 def _largest(X, TOPS, n, last, BLOCK: tl.constexpr, PARTS: tl.constexpr):
-    """Store the largest |x| of each part of a tile, as the bits of an fp32 number; these order as integers.
+    """Store the largest |x| of each part of a tile, as the bits of an fp32 number, which compare like integers.
 
     The kernel reads the tile backwards, from the block that begins at `last`. The previous kernel may have left the
     tile's end in the L2 cache. This kernel leaves the tile's beginning there, which _quantize reads first.
@@ -48,7 +48,7 @@ def _largest(X, TOPS, n, last, BLOCK: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _offset(at, SIZES: tl.constexpr, STRIDES: tl.constexpr):
-    """Return the offset in x of the rows or columns `at`, which have three axes of these sizes, the last fastest."""
+    """Return the offsets in x of rows or columns `at`, which consist of three axes of x, the last axis fastest."""
     if SIZES[1] * SIZES[2] == 1:
         offset = at * STRIDES[0]
     elif SIZES[2] == 1:
@@ -95,7 +95,7 @@ def _quantize(
 def _joined(axes: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return MOST_AXES sizes and strides for some axes of a contiguous tile.
 
-    Neighbouring axes are joined where the memory allows it. None: too many axes cannot be joined.
+    Neighbouring axes are joined where the memory allows it. None: more than MOST_AXES axes remain.
     """
     strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
     joined: list[tuple[int, int]] = []

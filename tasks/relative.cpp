@@ -1,7 +1,7 @@
 // Products with embeddings of relative positions, added to tiles of attention scores [.., seq, key], and the gradient.
 //
 // The row along `relative` depends only on key - seq: a tile needs seq + key - 1 consecutive entries of the index, and
-// a query's keys use neighbouring entries. Where each distance has a row of its own, the products are neighbours too.
+// a query's keys use neighbouring entries. If each distance has its own row, a query reads neighbouring products too.
 #include <algorithm>
 #include <vector>
 
@@ -11,9 +11,9 @@
 namespace nntile {
 namespace {
 
-constexpr int64_t BLOCK = 16;  // keys of a block: the next query reads the same cache lines of products
+constexpr int64_t BLOCK = 16;  // keys of a block; consecutive queries read the same cache lines of these keys' products
 
-// Sizes of a tile of scores, and the rows of its pairs.
+// Sizes of a tile of scores, and for each distance key - query the row along `relative`.
 struct Pairs {
   Pairs(const at::Tensor& scores, const at::Tensor& index, int64_t first, int64_t relative)
       : seq(scores.size(-2)), key(scores.size(-1)), relative(relative), matrices(scores.numel() / (seq * key)),

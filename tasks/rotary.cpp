@@ -6,7 +6,7 @@
 namespace nntile {
 namespace {
 
-// Rotates the pairs of halves (a, b) of n elements, each by its angle.
+// Rotates n pairs: element k of the first half with element k of the second half, by angle k. sign -1: backwards.
 template <class T>
 void rotate(T* y, const T* x, const T* table, T sign, int64_t n) {
   for_vectors<T>(n, [&](int64_t k, int64_t count) {

@@ -26,7 +26,8 @@ def _rotary(
 ):  # fmt: skip
     """Rotate ROWS positions of OTHERS heads (or combinations of other axes).
 
-    BATCH: (), or (combinations of other axes within a row of the batch, rows of the batch) if each row has a table.
+    BATCH: () if all rows of the batch share a table. If each row has a table: (number of combinations of other axes
+    within a row, number of rows).
     """
     across = tl.cdiv(seq, ROWS)
     other = (tl.program_id(0) // across).to(tl.int64) * OTHERS + tl.arange(0, OTHERS)

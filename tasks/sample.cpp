@@ -33,7 +33,7 @@ struct Falling {
 template <class T>
 int64_t largest(const T* x, int64_t n) {
   bool has_nan = false;
-  for (int64_t k = 0; k < n; ++k) has_nan |= x[k] != x[k];  // no early end, so that the loop is vectorised
+  for (int64_t k = 0; k < n; ++k) has_nan |= x[k] != x[k];  // without `break`, so that the loop is vectorised
   if (has_nan) return kNoToken;
   const int64_t at = std::max_element(x, x + n) - x;
   return std::isfinite(x[at]) ? at : kNoToken;
@@ -55,7 +55,7 @@ int64_t drawn(const std::vector<double>& z, const SampleSettings& s, double u, d
     double sum = 0;
     for (size_t k = 0; k < n; ++k) sums.push_back(sum += weight(z[static_cast<size_t>(order[k])]));
     if (n == most && most < all) total = sum;
-    size_t kept = 0;  // number of tokens that top_p and min_p keep; if it is n, later tokens may be kept too
+    size_t kept = 0;  // tokens that top_p and min_p keep; if all n are kept, later tokens may be kept too
     while (kept < n && (kept == 0 || (sums[kept - 1] < s.top_p * total && sums[kept] - sums[kept - 1] >= s.min_p))) ++kept;
     const double end = kept < n || n == most ? sums[kept - 1] : s.top_p >= 1 && s.min_p <= 0 ? total : -1;
     const double wanted = u * end;

@@ -9,7 +9,7 @@ namespace nntile {
 
 inline constexpr int64_t kNoToken = -1;  // NO_TOKEN of sample.py
 
-// tiles: y, x
+// Adds x to its columns of y, which begin at args.first. tiles: y (ACC), x
 inline void unite(Args& t) {
   const UniteArgs args(t);
   auto y = t[0];

@@ -47,7 +47,8 @@ void sample(Args& t) {
   p = p * ((rank < 1) | ((before < setting(2) * p.sum(1, true)) & (p >= setting(3) * p.narrow(1, 0, 1))));
   const auto u = draws.gather(1, at.clamp_max(draws.size(1) - 1));
   const auto sums = p.cumsum(1);
-  // Number of kept tokens whose cumulative weight is at most u times the sum; at most the index of the last kept token.
+  // The index of the drawn token: the number of kept tokens whose cumulative weight is at most u times the sum. It
+  // never exceeds the index of the last kept token.
   auto place = ((sums <= u * sums.narrow(1, args.tokens - 1, 1)) & (p > 0)).sum(1, true);
   place = at::where(temperature > 0, place.minimum((p > 0).sum(1, true) - 1), 0);
   // The sort puts nan first. A row with nan keeps no token, so its place may be -1.

@@ -19,7 +19,7 @@ BLOCK = 2048  # logits that a program compares
 
 @triton.jit
 def _largest_of_blocks(LOGITS, VALUES, PLACES, vocab, tokens, blocks, BLOCK: tl.constexpr):
-    """Store the largest logit of each block, and its index (the first of equal ones)."""
+    """Store the largest logit of each block, and its index (of equal logits: the first index)."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(LOGITS + row * vocab + at, at < tokens, -float("inf")).to(tl.float32)
@@ -30,7 +30,7 @@ def _largest_of_blocks(LOGITS, VALUES, PLACES, vocab, tokens, blocks, BLOCK: tl.
 
 @triton.jit
 def _largest(OUT, TABLE, IDS, VALUES, PLACES, entries, blocks, ring, ADVANCES: tl.constexpr, BLOCK: tl.constexpr):
-    """Choose the largest logit of all blocks. ADVANCES: prepare the next pass, see Sample."""
+    """Store the index of each row's largest logit in OUT. ADVANCES: prepare the next pass, see Sample."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x = tl.load(VALUES + row * blocks + at, at < blocks, -float("inf"))
     place = tl.load(PLACES + row * blocks + at, at < blocks, 2147483647)

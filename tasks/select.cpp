@@ -1,4 +1,4 @@
-// One position of an axis; the gradient is zero at the others.
+// Selects one position of an axis. The gradient is zero at all other positions.
 #include "common.h"
 #include "select_args.h"
 
@@ -11,7 +11,7 @@ void select(Args& t) {
   t[0].copy_(t[1].select(args.axis, args.index));
 }
 
-// tiles: dx, dy if the position is in this tile
+// tiles: dx, and dy if dx has the position; otherwise args.index is negative
 void select_grad(Args& t) {
   const SelectArgs args(t);
   t[0].zero_();

@@ -65,7 +65,7 @@ def _maxsumexp(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PADDED: tl.constexpr, SEGMENTED: tl.constexpr,
     STEPS: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the state (max, sumexp) of each row of scores; ACC: merge it into the stored state."""
+    """Compute the state (max, sumexp) of each row of scores; ACC: merge this state into the stored one."""
     row, valid, col, at, inside = _rows(rows, n, ROWS, BLOCK)
     kept = _kept(
         inside, row, col, PADDING, SEGMENTS, n, seq, shift, key, window, rows_each, batch, sequences,
@@ -114,7 +114,7 @@ def _blocks(task: Task, number: int) -> tuple[int, tuple[int, int], dict[str, An
 def _masked(task: Task, count: int, size: tuple[int, int]) -> tuple[list[Parameter], dict[str, int]]:
     """Return the arguments of _maxsumexp and _softmax from PADDING on: positional arguments, then constexprs.
 
-    If the mask has no padding or no segments, the first tile is passed instead, and not read.
+    If the mask has no padding or no segments, the first tile stands in the place of their tile and is not read.
 
     Args:
         count: number of the task's tiles before padding and segments.

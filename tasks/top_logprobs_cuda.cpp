@@ -19,7 +19,7 @@ namespace {
 // come in ascending order of their columns.
 at::Tensor largest(const at::Tensor& x, int64_t count) {
   const auto bits = x.contiguous().view(at::kInt);
-  // Integers in the order of the values, and below 2^32 the column: no two are equal, so the result is unique.
+  // Integers in the order of the values. With the column in the lower 32 bits, all are different: the result is unique.
   const auto ordered = at::where(bits < 0, bits.bitwise_xor(0x7fffffff), bits).to(at::kLong);
   const auto column = at::arange(x.size(1), ordered.options()).unsqueeze(0);
   return std::get<1>(at::topk(ordered * (int64_t{1} << 32) - column, count, 1));
