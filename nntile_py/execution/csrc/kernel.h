@@ -18,7 +18,7 @@ struct _starpu_data_state;
 
 namespace nntile {
 
-// Combination of two partial results of a tile; for all monoids a tile of zeros is empty.
+// Combination of two partial results of a tile. For all monoids, a tile of zeros is the empty result.
 // sum: a + b; softmax: (..., [max, sumexp, weighted values...]); moments: (..., [count, mean, M2]).
 enum class Monoid : int { sum = 0, softmax = 1, moments = 2 };
 

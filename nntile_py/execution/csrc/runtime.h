@@ -68,7 +68,7 @@ class Submitted {
 
 struct Options {
   int priority = 0;
-  bool cpu = true, cuda = true;  // workers that may run it
+  bool cpu = true, cuda = true;  // kinds of workers that may run the task
   int worker = -1;               // the required worker, numbered within its kind; -1: any
   bool always = false;           // the task runs also after a failure, because it only moves data
 };
