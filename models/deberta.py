@@ -123,8 +123,8 @@ class DeBERTaV2Config(DeBERTaConfig):
     norm_rel_ebd: bool = True
     """Apply a LayerNorm to the embeddings of distances."""
     conv: Annotated[int, *integer(0)] = 0
-    """Number of positions, an odd number, that a convolution of the embeddings takes; its result is added to the first
-    layer's. 0: no convolution."""
+    """Number of positions, an odd number, that a convolution of the embeddings takes; its result is added to the output
+    of the first layer. 0: no convolution."""
     conv_activation: ActivationName = "tanh"
     """Activation of the convolution."""
 

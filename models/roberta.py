@@ -50,8 +50,7 @@ class RoBERTa(DecodableEncoder[RoBERTaConfig]):
     """RoBERTa with the head that config.head names. Inputs: input_ids, labels; attention_mask, token_type_ids if given.
 
     Labels by head. masked_lm: the masked token of each position, -100 at unmasked positions; causal_lm: the tokens
-    themselves; classification: a class
-    for each sequence, [batch]; token_classification: a class for each token.
+    themselves; classification: a class for each sequence, [batch]; token_classification: a class for each token.
     """
 
     Config = RoBERTaConfig

@@ -210,7 +210,7 @@ class Runtime:
                 variables["STARPU_LIMIT_CUDA_MEM"] = str(max(1, self.cuda_memory >> 20))
                 prepare_cuda(self.cuda, self.memory)
                 self._settings.enter_context(convolutions_in_fp32())
-            # MPI must not read tiles on a GPU: for StarPU, the last AHEAD tasks end before their kernels have ended.
+            # MPI must not read tiles on a GPU: for StarPU, the last AHEAD tasks end before their kernels do.
             if self.ranks:
                 variables["STARPU_MPI_GPUDIRECT"] = "0"
             os.environ.update(variables)

@@ -106,7 +106,7 @@ class Api:
         body = await read_body(request, "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs")
         messages = read_messages(body.get("messages"))
         self._check_generates()
-        text = await asyncio.to_thread(self._template.prompt, messages)  # in a thread, because filling in a template may take long
+        text = await asyncio.to_thread(self._template.prompt, messages)  # filling in a template may take long
         most = body.get("max_completion_tokens") or body.get("max_tokens")
         ids = self._service.tokenizer.encode(text, add_special_tokens=not self._template.own).ids
         room = self._service.max_length - len(ids)

@@ -264,9 +264,9 @@ float Captured::milliseconds(Graph& graph) {
   return least_ms(run(count)) / static_cast<float>(count);
 }
 
-// Measures the open choices one after the other, with all other choices fixed. Choices between kernels, whose file sorts
-// last, come first: they determine the products for which cuBLASLt chooses an algorithm. The last pass uses all choices,
-// because choices that another process stored meanwhile may not have run here before.
+// Measures the open choices one after the other, with all other choices fixed. Choices between kernels, whose file
+// sorts last, come first: they determine the products for which cuBLASLt chooses an algorithm. The last pass uses all
+// choices, because choices that another process stored meanwhile may not have run here before.
 void Captured::choose(const std::vector<double>& slots, void** buffers, c10::Device device) {
   const auto open = [](const auto& one) { return one.second.open && one.second.used; };
   if (std::none_of(choices_.begin(), choices_.end(), open)) return;

@@ -90,7 +90,7 @@ void wait_until(Done done, bool announced = false) {
   const auto begun = clock::now();
   auto next = begun;
   // The shortest sleep takes about 70 us, a fifth of a short forward pass. GPU workers leave cores free for polling. If
-  // CPU workers use all cores, five polls per ms would take 8 % of a core, so an announcement is awaited if there is one.
+  // CPU workers use all cores, five polls per ms would take 8 % of a core, so an announcement is awaited if possible.
   const bool free = g.cuda && !g.cpus;
   const clock::duration least = std::chrono::microseconds(20), most = std::chrono::microseconds(free ? 200 : 1000);
   const auto asleep = next + std::chrono::milliseconds(free ? 1 : 0);

@@ -75,8 +75,8 @@ starpu_codelet* reduction_codelet(Monoid monoid, at::ScalarType dtype, int64_t w
 starpu_data_interface_ops* tile_interface() {
   static starpu_data_interface_ops ops = [] {
     auto variable = starpu_interface_variable_ops;
-    // By default StarPU caches the buffers of freed tiles. Cached buffers on a disk count as taken, and StarPU writes no
-    // tile to a full disk.
+    // By default StarPU caches the buffers of freed tiles. Cached buffers on a disk count as taken, and StarPU writes
+    // no tile to a full disk.
     variable.dontcache = 1;
     return variable;
   }();
