@@ -203,7 +203,8 @@ class Model(Generic[ConfigT]):
     def _read(cls, source: Any, fields: dict[str, Any], seed: int) -> Self:
         raw = read_raw(source)
         saved = cls.saved_fields(raw)
-        # Another head has other classes. If the caller sets classes or labels, one of the two implies the other.
+        # A new head does not keep the saved classes and labels. If the caller sets one of these fields, it determines
+        # the other field.
         own = {*cls.head_fields} - {"head"}
         other = bool(own & fields.keys()) or fields.get("head", saved.get("head")) != saved.get("head")
         kept = {name: value for name, value in saved.items() if not (other and name in own)}

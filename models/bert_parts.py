@@ -101,7 +101,7 @@ class TextEncoder(HeadedModel[EncoderConfigT]):
         table = next(name for name in self.weight_shapes() if "embeddings" in name)
         tied = self.config.tie_embeddings and self.config.head in ("masked_lm", "pretraining", "causal_lm")
         bias = self.decoder.removesuffix("weight") + "bias"
-        own = bias.replace(".decoder.", ".")  # transformers adds the decoder's bias, which it ties to this one
+        own = bias.replace(".decoder.", ".")  # transformers adds the decoder's bias, tied to this bias
         biases = {bias: own} if own in self.weight_shapes() and bias not in self.weight_shapes() else {}
         return {self.decoder: table} | biases if tied else {}
 

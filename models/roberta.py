@@ -1,4 +1,4 @@
-"""RoBERTa (Liu et al. 2019), XLM-RoBERTa and CamemBERT: BERT with one token type and another count of positions.
+"""RoBERTa (Liu et al. 2019), XLM-RoBERTa and CamemBERT: BERT with one token type and another numbering of positions.
 
 Positions count only tokens that are not padding, and begin with padding_token + 1. The table of position embeddings
 therefore has padding_token + 1 rows more than the longest sequence has tokens.

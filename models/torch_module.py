@@ -55,7 +55,7 @@ class TorchModule(Model[TorchConfig]):
 
     @cached_property
     def module(self) -> torch.nn.Module:
-        """The module. Its weights are not those of the model, see `weights`."""
+        """The module. Its weights may differ from the model's weights, see `weights`."""
         return self._made(initialised=False)
 
     def _made(self, initialised: bool) -> torch.nn.Module:

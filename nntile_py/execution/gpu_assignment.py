@@ -38,7 +38,7 @@ def seen() -> list[str]:
         asked.kill()
         if asked.stdout:
             asked.stdout.close()
-        with suppress(subprocess.TimeoutExpired):  # a killed process that waits for the driver goes on
+        with suppress(subprocess.TimeoutExpired):  # a killed process does not end while it waits for the driver
             asked.wait(1)
     need = f"GPUs whose driver answers, as nvidia-smi shows, or {VISIBLE} without those that do not"
     raise ConfigError(f"runtime.cuda: CUDA did not list its GPUs in {PATIENCE:g} s; allowed: {need}")

@@ -18,7 +18,7 @@ def assembled(tensor: Tensor, parts: Sequence[tuple[Any, np.ndarray[Any, Any]]])
     dtype = host_dtype(tensor.dtype)
     if len(parts) == 1:
         return np.asarray(parts[0][1].reshape(tensor.shape), dtype)
-    out = np.zeros(tensor.shape, dtype)  # 0 outside of an attention window's band, which has no tiles
+    out = np.zeros(tensor.shape, dtype)  # 0 outside of an attention mask's band, where there are no tiles
     for where, part in parts:
         out[where] = part
     return out

@@ -77,7 +77,7 @@ def has_room_for_evictions(lists: Sequence[TaskList], runtime: Runtime) -> bool:
 def limit_evictions(lists: Sequence[TaskList], runtime: Runtime, offload: Collection[Offloaded]) -> None:
     """Drop the eviction plan if main memory has no room for its tiles: StarPU then chooses which tiles to evict.
 
-    The tiles of `offload` still leave the GPU after each use.
+    The tiles of `offload` still leave the GPU between uses.
 
     Raises:
         TaskError: There is no room for the tiles of `offload`.

@@ -132,7 +132,7 @@ def measure(
 
     Args:
         opened: The model with its tokenizer.
-        data: A text file, a table, or a folder of such files for a language model, a table for a classifier.
+        data: For a language model: a text file, a table, or a folder of such files. For other models: a table.
         config: Settings of the programs; columns of the table.
         windows: How the text is read.
         advance: Shows progress.

@@ -84,7 +84,7 @@ def saved_adapters(folder: Path) -> dict[str, Any]:
 
 
 def _saved(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the facts of a checkpoint, the run's config, and the config's section `model`; {} for what is missing."""
+    """Return the facts of a checkpoint, the run's config, and the config's section `model`; each {} if missing."""
     facts = read_facts(folder) if (folder / STATE).is_file() else {}
     config = facts.get("config") or _run_config(folder)
     saved = facts.get("model") or config.get("model")

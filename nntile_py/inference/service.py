@@ -256,7 +256,7 @@ class Service:
             if not work.future.done():  # else the caller has cancelled it
                 self._encoder = self._encoder or _encoder(self.opened, self._precision)
                 work.add(self._encoder, self.tokenizer)
-        except Exception as error:  # the caller gets it from the future
+        except Exception as error:  # the future passes the error to the caller
             work.end(error)
         if work.future.done():
             self._embedding.discard(work)

@@ -144,7 +144,7 @@ struct TaskRecord {
 
 class Args {
  public:
-  // floats, buffers: those of the whole task, which may have several bodies
+  // floats, buffers: of the whole task, which may have several bodies
   Args(const TaskBody& body, const double* floats, void** buffers, c10::Device device)
       : body_(body), floats_(floats + body.first_float), buffers_(buffers), device_(device) {}
   // The filled part of a tile. On CPU workers it is contiguous at the beginning of the tile; on CUDA workers each row

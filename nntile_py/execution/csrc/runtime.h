@@ -109,7 +109,7 @@ std::string waited_for(int peer = -1);
 void use_transport(const struct Transport* transport, int most);
 void reserve_for_tiles();      // allocates one block per device from which tiles are cut
 
-// Reads scalars after the tasks submitted before have written them.
+// Reads scalars after the tasks submitted so far have written them.
 class Fetch {
  public:
   explicit Fetch(const std::vector<std::shared_ptr<Tile>>& tiles);
