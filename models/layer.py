@@ -65,7 +65,7 @@ class TransformerEncoder(Model[TransformerEncoderConfig]):
         return self._loss(g, self.layers(g, x))
 
     def layers(self, g: Graph, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        """Return the output of the last layer. memory: an encoder's output, to which each layer attends; None: none."""
+        """Return the output of the last layer. If `memory`, an encoder's output, is given, each layer attends to it."""
         for layer in range(self.config.layers):
             here = f"layers.{layer}"
             with g.scope(f"h{layer}.attn"):
