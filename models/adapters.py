@@ -18,8 +18,8 @@ from nntile_py.system.folders import new_folders, replaced
 from nntile_py.typed import typed
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-PREFIX = "base_model.model."  # of peft's names
-# {key of adapter_config.json: allowed values}; other values would change the result
+PREFIX = "base_model.model."  # prefix of weight names in peft's files
+# {key of adapter_config.json: allowed values}. Other values would change the result. (): any value is allowed.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none", None), "use_rslora": (False, None), "use_dora": (False, None),
     "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "lora_bias": (False, None), "fan_in_fan_out": (),
@@ -36,7 +36,7 @@ def save_adapter(model: Model, folder: str | Path, base: str | None = None) -> N
 
     Raises:
         ConfigError: The model has no adapters.
-        OSError: A file cannot be written. Both files are then the old ones.
+        OSError: A file cannot be written. Then both old files remain.
     """
     if not (lora := model.config.lora):
         raise ConfigError(f"model: {type(model).__name__} has no adapters; allowed: a model with lora")
@@ -67,7 +67,7 @@ def replace_both(folder: Path, weights: bytes, config: bytes) -> None:
             file.write(weights)
             file.flush()
             os.fsync(file.fileno())
-            (folder / ADAPTER_CONFIG).unlink(missing_ok=True)  # weights without it are refused
+            (folder / ADAPTER_CONFIG).unlink(missing_ok=True)  # load_adapter refuses weights without it
 
 
 @typed

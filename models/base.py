@@ -126,7 +126,7 @@ class Model(Generic[ConfigT]):
         self._weights = weights
 
     def first_weights(self) -> Mapping[str, np.ndarray[Any, Any]]:
-        """Return the initial weights: `weights`, or before its first use DrawnWeights, which holds only one array."""
+        """Return the initial weights: `weights` if they exist, else DrawnWeights, which holds one array at a time."""
         if self._weights is None and type(self).weights is Model.weights:
             return DrawnWeights(self.params(), self.seed)
         return self.weights
@@ -203,7 +203,8 @@ class Model(Generic[ConfigT]):
     def _read(cls, source: Any, fields: dict[str, Any], seed: int) -> Self:
         raw = read_raw(source)
         saved = cls.saved_fields(raw)
-        # Another head has other classes. If the caller sets classes or labels, one of the two implies the other.
+        # A new head does not keep the saved classes and labels. If the caller sets one of these fields, it determines
+        # the other field.
         own = {*cls.head_fields} - {"head"}
         other = bool(own & fields.keys()) or fields.get("head", saved.get("head")) != saved.get("head")
         kept = {name: value for name, value in saved.items() if not (other and name in own)}
@@ -240,7 +241,10 @@ class Model(Generic[ConfigT]):
         return {name: value for name, value in drawn.items() if name not in weights}
 
     def check_adapters(self, tensors: Mapping[str, Any]) -> None:
-        """Raise ConfigError if a checkpoint has adapters that this model lacks, or only some of this model's."""
+        """Raise ConfigError if a checkpoint has adapters that this model lacks, or only some of this model's adapters.
+
+        A checkpoint without adapters is allowed.
+        """
         own = {name for name in self.weight_shapes() if is_adapter(name)}
         saved = {name for name in tensors if is_adapter(name)}
         if saved - own:
@@ -260,9 +264,9 @@ class Model(Generic[ConfigT]):
         """Return the names of the head's weights to draw at random; None if the checkpoint has the same head.
 
         With `new_head: true` these are the weights of `head_weights` that the checkpoint lacks. Otherwise the head is
-        new if a field of `head_fields` differs from the checkpoint's. Drawn are then all weights with an axis
-        `classes`, and weights that neither the checkpoint nor a model with the checkpoint's head has. A head without
-        a loss gets no random weights, because no training would ever improve them.
+        new if a field of `head_fields` differs from the checkpoint's. Then all weights with an axis `classes` are
+        drawn, and the weights that neither the checkpoint nor a model with the checkpoint's head has. A head without a
+        loss gets no random weights, because no training would ever improve them.
 
         Args:
             saved: Config fields of the checkpoint.

@@ -76,7 +76,10 @@ class DecodableEncoder(TextEncoder[DecodableConfigT]):
 
 
 def declared_memory(g: Graph, batch: Batch, c: DecodableConfig) -> tuple[Tensor, Mask]:
-    """Declare the inputs encoder_hidden_states and encoder_attention_mask; return the first one, and its mask."""
+    """Declare the inputs encoder_hidden_states and encoder_attention_mask. Return the first input, and a Mask.
+
+    The Mask hides padding if a step has an encoder_attention_mask.
+    """
     if batch.packed:
         raise ConfigError("model.cross_attention: got True; allowed with packed sequences: false")
     sizes = {"batch": batch.size, "key": c.memory or batch.seq}

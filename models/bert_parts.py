@@ -59,11 +59,11 @@ class TextEncoderConfig(HeadConfig, LayerConfig, TokenConfig):
     of the masked tokens only; loss and gradients do not change. 0: logits of all tokens. Null: in `nntile train`
     derived from train.mask_probability, with packed sequences the number of masked tokens, otherwise 0."""
     choices: Count = 2
-    """For multiple_choice: how many consecutive sequences of the batch belong to a question. For sentence_embedding: as
-    many consecutive sequences are a question, its answer, and wrong answers."""
+    """For multiple_choice: how many consecutive sequences of the batch belong to a question. For sentence_embedding:
+    how many consecutive sequences form a group of a question, its answer, and wrong answers."""
     sentence_pooling: Literal["mean", "cls"] = "mean"
-    """For sentence_embedding: a sequence's vector is the mean of its tokens' hidden states, or that of its first
-    token."""
+    """For sentence_embedding: a sequence's vector is the mean of its tokens' hidden states, or the hidden state of its
+    first token (`cls`)."""
     temperature: Positive = 0.05
     """For sentence_embedding: cosine similarities are divided by it before the softmax."""
     dropout: BelowOne = 0.0
@@ -101,7 +101,7 @@ class TextEncoder(HeadedModel[EncoderConfigT]):
         table = next(name for name in self.weight_shapes() if "embeddings" in name)
         tied = self.config.tie_embeddings and self.config.head in ("masked_lm", "pretraining", "causal_lm")
         bias = self.decoder.removesuffix("weight") + "bias"
-        own = bias.replace(".decoder.", ".")  # transformers adds the decoder's bias, which it ties to this one
+        own = bias.replace(".decoder.", ".")  # transformers adds the decoder's bias, tied to this bias
         biases = {bias: own} if own in self.weight_shapes() and bias not in self.weight_shapes() else {}
         return {self.decoder: table} | biases if tied else {}
 

@@ -117,14 +117,15 @@ class DeBERTaV2Config(DeBERTaConfig):
     a loss. For nt.Encoder, without a loss: `none` returns hidden states."""
     position_buckets: Annotated[int, *integer(0)] = 0
     """Number of embeddings of distances in each direction. Distances up to half of this number have their own
-    embedding; larger distances share the other half, on a logarithmic scale. 0: each distance has its own embedding."""
+    embedding; larger distances share the other half of the embeddings, on a logarithmic scale. 0: each distance has its
+    own embedding."""
     share_att_key: bool = True
     """Embeddings of distances are multiplied by the weights of queries and keys; false: by weights of their own."""
     norm_rel_ebd: bool = True
     """Apply a LayerNorm to the embeddings of distances."""
     conv: Annotated[int, *integer(0)] = 0
-    """Number of positions, an odd number, that a convolution of the embeddings takes; its result is added to the first
-    layer's. 0: no convolution."""
+    """Number of positions, an odd number, that a convolution of the embeddings takes; its result is added to the output
+    of the first layer. 0: no convolution."""
     conv_activation: ActivationName = "tanh"
     """Activation of the convolution."""
 
@@ -354,7 +355,7 @@ class DeBERTa(TextEncoder[DeBERTaConfig]):
 
 
 class DeBERTaV2(DeBERTa):
-    """DeBERTa, versions 2 and 3. Inputs are those of DeBERTa."""
+    """DeBERTa, versions 2 and 3. Inputs and labels: as for DeBERTa."""
 
     Config = DeBERTaV2Config
     Layer = DeBERTaV2Layer

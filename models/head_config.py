@@ -13,9 +13,8 @@ from nntile_py.models.hf_config import architecture, choice
 from nntile_py.models.model_config import ModelConfig
 from nntile_py.schema import UNFILLED, Filled
 
-# {head: end of the name of transformers' class}. Some heads share a class: `classification` is the last of the heads of
-# whole sequences, and `none` comes after `pooler`. A config.json with such a class is read as the last of its heads,
-# or as the head that its problem_type names.
+# {head: end of the name of transformers' class}. If several heads share a class, a config.json with this class is read
+# as the last of these heads: `classification`, or `none`. A problem_type in config.json selects another head.
 CLASSES = {
     "causal_lm": "ForCausalLM", "masked_lm": "ForMaskedLM", "pretraining": "ForPreTraining",
     **dict.fromkeys(("regression", "multi_label_classification", "classification"), "ForSequenceClassification"),

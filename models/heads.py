@@ -32,8 +32,8 @@ from nntile_py.tasks.squared_error import squared_error
 def predicted(g: Graph, batch: Batch, c: HeadConfig, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the hidden states that need logits, and their labels. Declares the input labels [batch, seq].
 
-    Labels hold the token to predict at each position, -100 at positions without a prediction. With head: causal_lm they
-    are the tokens themselves, which the trainer shifts to the positions before them, and all positions are kept.
+    Labels hold the token to predict at each position, -100 at positions without a prediction. With head: causal_lm the
+    labels are the tokens themselves; the trainer shifts them by one position, and all positions are kept.
 
     With config.masked above 0, a training step gathers only the positions to predict: [batch, masked, embed]. With
     packed sequences it also does so if config.masked is None. With config.masked 0, and in an evaluation, which may
@@ -63,7 +63,7 @@ def masked_places(labels: Array, most: int) -> Array:
     """Return the positions [rows, most] of labels other than -100 in each row of `labels` [rows, seq], then -1.
 
     Raises:
-        ValueError: A row has more than `most` of them.
+        ValueError: A row has more than `most` such positions.
     """
     counts = (labels != IGNORED).sum(axis=1)
     if counts[row := int(counts.argmax())] > most:
@@ -99,7 +99,7 @@ def token_logits(
         words: The table of token embeddings, which is the last product's weight with config.tie_embeddings.
         kind: The activation function.
         names: Names of the dense layer, of the norm, and of the bias [vocab] of the last product.
-        decoder: Name of the last product's weight if it is not the table. The bias then has the name of this weight.
+        decoder: Without config.tie_embeddings: name of the last product's weight, NAME.weight. Its bias is NAME.bias.
     """
     transform, normed, bias = names
     y = dense(g, x, transform, {"embed": c.embed}, {"hidden": words.size("embed")}, INIT)
@@ -204,8 +204,8 @@ def classified(
 def answered(g: Graph, batch: Batch, x: Tensor, name: str) -> Traced:
     """Return loss and logits of the first and the last token of an answer in the text, as in transformers.
 
-    Declares the inputs start_positions and end_positions [batch]. Negative positions count as 0. Positions behind the
-    last one do not count. The logits of padding take part in the softmax over the positions.
+    Declares the inputs start_positions and end_positions [batch]. Negative positions count as 0. Positions of at least
+    batch.seq are left out of the loss. The logits of padding take part in the softmax over the positions.
     """
     logits = dense(g, x, name, {"embed": x.size("embed")}, {"classes": 2}, INIT)
     if batch.packed:
@@ -290,7 +290,7 @@ def next_sentence(
 ) -> Traced:
     """Return loss and logits of BERT's second pre-training task: whether sentence B follows sentence A.
 
-    Declares an input named `label` [batch]: 0 if it does, 1 if not. Adds the loss to `loss` if there is one.
+    Declares an input named `label` [batch]: 0 if sentence B follows, 1 if not. Adds the loss to `loss` if it is given.
     """
     scale = "next_scale" if loss else "loss_scale"
     nexts = g.input(label, of_sequences(batch), below=2, ignored=IGNORED, scale=scale)
@@ -309,8 +309,8 @@ def decoder_head(g: Graph, batch: Batch, c: HeadConfig, x: Tensor, words: Tensor
     """Return loss and outputs of a decoder's head for hidden states x.
 
     Args:
-        words: The table of token embeddings, which config.tie_embeddings makes the weights of the language model.
-        padding: Key of the config with the number of the padding token, see last_tokens.
+        words: The table of token embeddings. With config.tie_embeddings it is also the weight that gives the logits.
+        padding: Key of the config that holds the number of the padding token, see last_tokens.
     """
     if c.head == "none":
         return bare(g, c, x)
@@ -326,10 +326,11 @@ def decoder_head(g: Graph, batch: Batch, c: HeadConfig, x: Tensor, words: Tensor
 def last_tokens(g: Graph, batch: Batch, c: HeadConfig, x: Tensor, key: str) -> Tensor:
     """Return the vector of each sequence's last token that is not padding: [batch, hidden] of x [batch, seq, embed].
 
-    The config's `key` is the number of the padding token. Without it the last position counts.
+    key: Key of the config that holds the number of the padding token. If its value is None, the result is the vector of
+    the last position.
 
     Raises:
-        ConfigError: Several sequences are padded, and there is no padding token.
+        ConfigError: The value is None, although the batch has several sequences that are not packed.
     """
     if (padding := getattr(c, key)) is None and batch.size > 1 and not batch.packed:
         need = "the number of the padding token (pad_token_id), as the head reads the last other token of each sequence"

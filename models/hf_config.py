@@ -196,7 +196,10 @@ def check_layers(shapes: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path, need: str, key: str = "model") -> dict[str, Any]:
-    """Return the object that a JSON file holds. Raises ConfigError, which names `key`, and what is needed by `need`."""
+    """Return the object that a JSON file holds. Raises ConfigError.
+
+    need: What was expected, for the error message. key: Key to which the message refers.
+    """
     if not path.is_file():
         raise ConfigError(f"{key}: {path} is missing; expected {need}")
     try:
@@ -238,7 +241,7 @@ def rope_scaling(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, A
 
     Args:
         raw: Content of config.json.
-        rope: rope_parameters in config.json, or for one type of layers the part of it.
+        rope: rope_parameters in config.json, or the part of it for one type of layers.
     """
     found = {key: value for key, value in rope.items() if key != "rope_theta"}
     kind, length = found.get("rope_type", found.get("type")), "original_max_position_embeddings"

@@ -65,7 +65,7 @@ class TransformerEncoder(Model[TransformerEncoderConfig]):
         return self._loss(g, self.layers(g, x))
 
     def layers(self, g: Graph, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        """Return the output of the last layer. With `memory` (an encoder's output) each layer also attends to it."""
+        """Return the output of the last layer. If `memory`, an encoder's output, is given, each layer attends to it."""
         for layer in range(self.config.layers):
             here = f"layers.{layer}"
             with g.scope(f"h{layer}.attn"):
@@ -79,7 +79,7 @@ class TransformerEncoder(Model[TransformerEncoderConfig]):
         return x
 
     def _after(self, g: Graph, x: Tensor, branch: Tensor, name: str) -> Tensor:
-        """Return the norm of x plus a residual branch, to which dropout is applied."""
+        """Return norm(x + dropout(branch)). name: prefix of the norm's weights."""
         return norm(g, add(g, x, dropout(g, branch, self.config.dropout)), name, self.config.layer_norm_eps)
 
     def attend(self, g: Graph, x: Tensor, memory: Tensor, name: str, causal: bool) -> Tensor:

@@ -85,7 +85,8 @@ class ModernBERTConfig(TextEncoderConfig, PaddedConfig):
     head_activation: ActivationName = "gelu"
     """Activation of the head's dense layer."""
     pooling: Literal["cls", "mean"] = "cls"
-    """The vector of a sequence for classification: `cls`, that of its first token; `mean`, the mean of its tokens."""
+    """The vector of a sequence for classification: `cls`, its first token's vector; `mean`, the mean of all its tokens'
+    vectors."""
     layer_norm_eps: Positive = 1e-5
     """Added to the variance in LayerNorm."""
 

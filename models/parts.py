@@ -38,7 +38,7 @@ class PaddedConfig(TokenConfig):
 
     padding_idx: Natural | None = None
     """Row of the embedding's table that gets no gradient from look-ups, as torch.nn.Embedding's padding_idx
-    (transformers' pad_token_id); null: each row gets one."""
+    (transformers' pad_token_id); null: each row gets a gradient."""
 
     @model_validator(mode="after")
     def _padding_in_vocab(self) -> Self:
@@ -60,15 +60,15 @@ class LayerConfig(ModelConfig):
     ffn: Filled = UNFILLED
     """Width of the feed-forward part; null: 4 times `embed`."""
     attention: Backend = "vendor"
-    """The attention backend. `vendor`: the fastest fused kernel (ATen, cuDNN); if `tiles.seq` cuts sequences, as
-    `merge`. `merge`: tile by tile in one pass, merged by log-sum-exp. `flash`: tile by tile in two passes. `naive`:
+    """The attention backend. `vendor`: the fastest fused kernel (ATen, cuDNN); like `merge` if `tiles.seq` cuts
+    sequences. `merge`: tile by tile in one pass, merged by log-sum-exp. `flash`: tile by tile in two passes. `naive`:
     stores all scores in memory. `segments`: kernels for packed sequences (`train.pack`) and for `attention_dropout`;
-    without both as `vendor`, with dropout and `tiles.seq` as `naive`. `varlen`, `cudnn`: as `vendor`, but packed
+    like `vendor` without both, like `naive` with dropout and `tiles.seq`. `varlen`, `cudnn`: like `vendor`, but packed
     sequences on CUDA use only ATen's variable-length flash attention, or only cuDNN's ragged kernel."""
     attention_dropout: BelowOne = 0.0
     """Probability with which an attention weight is zero in training. A value above 0 needs `attention: segments` or
-    `attention: naive`. Both draw the same random numbers. With `train.pack` a value above 0 needs `segments`, and
-    DeBERTa refuses it."""
+    `attention: naive`; these two backends draw the same random numbers. With `train.pack` a value above 0 needs
+    `segments`, and DeBERTa refuses it."""
 
     def check_dropout(self) -> None:
         """Raise ConfigError if the attention backend has no dropout of attention weights."""
@@ -99,7 +99,7 @@ class DecoderConfig(HeadConfig, LayerConfig, TokenConfig):
     tie_embeddings: Switch = False
     """Compute the logits with the weights of the embedding; false: with weights of their own."""
     new_head: Switch = False
-    """Draw the head's weights anew where the checkpoint `from` has none, as that of a bare LlamaModel."""
+    """Draw random weights for the head if the checkpoint `from` has no head, such as one of a bare LlamaModel."""
 
 
 class Dense(NamedTuple):
@@ -163,8 +163,7 @@ class NormWeights(NamedTuple):
 
 
 def norm_weights(g: Graph, name: str, embed: int) -> NormWeights:
-    """Declare NAME.weight and NAME.bias of a LayerNorm over the axis embed. Call the result as `weights(g, x, eps)` to
-    apply it."""
+    """Declare NAME.weight and NAME.bias of a LayerNorm over the axis embed; `weights(g, x, eps)` applies the result."""
     weight = g.param(f"{name}.weight", {"embed": embed}, ONES)
     return NormWeights(weight, g.param(f"{name}.bias", {"embed": embed}, ZEROS))
 
@@ -175,8 +174,10 @@ def norm(g: Graph, x: Tensor, name: str, eps: float) -> Tensor:
 
 
 def check_length(batch: Batch, positions: int | None) -> int:
-    """Return `positions`, the number of positions of a model. Raises ConfigError if it is None or less than the length
-    of the batch's longest sequence."""
+    """Return `positions`, the number of positions of a model.
+
+    Raises ConfigError if `positions` is None or less than the length of the batch's longest sequence.
+    """
     if positions is None:
         raise ConfigError("model.positions: missing; how many tokens the longest sequence has")
     if batch.length > positions:
@@ -185,7 +186,7 @@ def check_length(batch: Batch, positions: int | None) -> int:
 
 
 def given_positions(g: Graph, batch: Batch, below: int) -> Tensor | None:
-    """Return the input position_ids [batch, seq], numbers below `below`; None if no step has it."""
+    """Return the input position_ids [batch, seq], numbers below `below`; None if no step has this input."""
     if batch.packed or not batch.has("position_ids", neutral=-1):
         return None
     if "position_ids" in g.tensors:
@@ -194,11 +195,13 @@ def given_positions(g: Graph, batch: Batch, below: int) -> Tensor | None:
 
 
 def position_input(g: Graph, batch: Batch, positions: int | None) -> Tensor:
-    """Declare an input with each token's position, int64 [seq], for `embedded_positions`. `positions` is the number of
-    rows of the table of position embeddings.
+    """Declare an input with each token's position, int64 [seq], for `embedded_positions`.
 
     The positions are 0, 1, ... unless a step has an input `position_ids` [batch, seq]. For packed sequences the tensor
-    is [batch, seq], and each sequence begins with 0. Raises ConfigError if a sequence is longer than the table."""
+    is [batch, seq], and each sequence begins with 0.
+
+    `positions` is the number of rows of the table of position embeddings. Raises ConfigError if a sequence is longer.
+    """
     positions = check_length(batch, positions)
     if batch.packed:
         return _packed_input(g, batch, "positions", lambda found: found, below=positions)
@@ -233,8 +236,11 @@ def embedded_positions(g: Graph, x: Tensor, positions: Tensor, table: Tensor, *,
 
 
 def rotary_input(g: Graph, batch: Batch, table: Array, name: str = "rotary") -> Tensor:
-    """Declare an input with cosines and sines of each token's position, for `rotary`. `table` [positions, head_dim] is
-    made by `rotary_table`; row p belongs to position p. A step may have an input `position_ids` [batch, seq]."""
+    """Declare an input with cosines and sines of each token's position, for `rotary`.
+
+    `rotary_table` makes `table` [positions, head_dim]; row p belongs to position p. The positions are 0, 1, ... unless
+    a step has an input `position_ids` [batch, seq].
+    """
     sizes, dtype = {"rotary": table.shape[1]}, accumulation_dtype(g.dtype)
     if batch.packed:
         return _packed_input(g, batch, name, lambda found: table[found], sizes, dtype=dtype)
@@ -248,8 +254,10 @@ def rotary_input(g: Graph, batch: Batch, table: Array, name: str = "rotary") -> 
 
 
 def first_tokens(g: Graph, x: Tensor) -> Tensor:
-    """Return the vector of each sequence's first token: [batch, embed] of x [batch, seq, embed]. For packed sequences
-    the result is [batch, sequence, embed], with zeros after the last sequence of a bin."""
+    """Return the vector of each sequence's first token: [batch, embed] of x [batch, seq, embed].
+
+    For packed sequences the result is [batch, sequence, embed], with zeros after the last sequence of a bin.
+    """
     return gather(g, x, packed_inputs.starts(g)) if packed_inputs.SEGMENTS in g.tensors else select(g, x, "seq", 0)
 
 
@@ -260,37 +268,39 @@ def sequences_apart(g: Graph, batch: Batch, x: Tensor, length: int | None = None
     The axis `row` numbers the sequences of a bin; without packing its size is 1. The axis `place` is the position in
     the sequence; its size is `length`, by default batch.length. Neither axis is cut into tiles. `sequences_together`
     is the inverse and the gradient. With this function a bin holds at most `tiles.batch` sequences. Dropout between
-    both calls uses other random numbers than in a padded batch. Raises ConfigError if sequences may be longer than
-    `length`."""
+    the calls of these two functions uses other random numbers than in a padded batch. Raises ConfigError if sequences
+    may be longer than `length`."""
     rows, tokens = packed_inputs.apart(g, batch, None if batch.packed else padding(g, batch), length or batch.length)
     return gather(g, x, rows, inverse=tokens)
 
 
 def sequences_together(g: Graph, batch: Batch, x: Tensor) -> Tensor:
     """Pack padded sequences [batch, row, place, ...] again to tokens [batch, seq, ...]: the inverse of sequences_apart.
-    Positions that hold no token become zeros."""
+
+    Positions that hold no token become zeros.
+    """
     rows, tokens = packed_inputs.apart(g, batch, None if batch.packed else padding(g, batch), x.size("place"))
     return gather(g, x, tokens, axes=2, inverse=rows)
 
 
 def of_sequences(batch: Batch) -> dict[str, int]:
-    """Return {axis: size} for an input with one value for each sequence: batch, and for packed sequences also
-    sequence."""
+    """Return {axis: size} for an input with a value for each sequence: batch, with packed sequences also sequence."""
     return {"batch": batch.size} | ({"sequence": batch.seq} if batch.packed else {})
 
 
 def attention_mask(g: Graph, batch: Batch, *, causal: bool = False, window: int | None = None) -> Mask:
-    """Return the attention mask of the batch. It hides padding if steps have an input attention_mask. With packed
-    sequences it hides a bin's other sequences. `causal` hides later tokens. With a `window`, a query attends only to
-    this many positions, its own included."""
+    """Return the attention mask of the batch.
+
+    The mask hides padding if steps have an input attention_mask, and with packed sequences the other sequences of a
+    bin. `causal`: it also hides later tokens. `window`: a query attends only to this many positions, its own included.
+    """
     if batch.packed:
         return Mask(causal, window, segments=packed_inputs.segments(g), longest=batch.packed)
     return Mask(causal, window, padding=padding(g, batch))
 
 
 def padding(g: Graph, batch: Batch) -> Tensor | None:
-    """Return the input attention_mask [batch, seq] (0 for padding, as in transformers), or None if no step has
-    padding."""
+    """Return the input attention_mask [batch, seq], 0 for padding as in transformers; None if no step has padding."""
     if not batch.has("attention_mask", neutral=1):
         return None
     if "attention_mask" in g.tensors:

@@ -1,4 +1,4 @@
-"""RoBERTa (Liu et al. 2019), XLM-RoBERTa and CamemBERT: BERT with one token type and another count of positions.
+"""RoBERTa (Liu et al. 2019), XLM-RoBERTa and CamemBERT: BERT with one token type and another numbering of positions.
 
 Positions count only tokens that are not padding, and begin with padding_token + 1. The table of position embeddings
 therefore has padding_token + 1 rows more than the longest sequence has tokens.
@@ -50,8 +50,7 @@ class RoBERTa(DecodableEncoder[RoBERTaConfig]):
     """RoBERTa with the head that config.head names. Inputs: input_ids, labels; attention_mask, token_type_ids if given.
 
     Labels by head. masked_lm: the masked token of each position, -100 at unmasked positions; causal_lm: the tokens
-    themselves; classification: a class
-    for each sequence, [batch]; token_classification: a class for each token.
+    themselves; classification: a class for each sequence, [batch]; token_classification: a class for each token.
     """
 
     Config = RoBERTaConfig

@@ -55,7 +55,7 @@ class TorchModule(Model[TorchConfig]):
 
     @cached_property
     def module(self) -> torch.nn.Module:
-        """The module. Its weights are not those of the model, see `weights`."""
+        """The module. Its weights may differ from the model's weights, see `weights`."""
         return self._made(initialised=False)
 
     def _made(self, initialised: bool) -> torch.nn.Module:
@@ -172,7 +172,7 @@ class TorchModule(Model[TorchConfig]):
         raw = read_raw(source)
         model = cls(cls.Config(**(cls.saved_fields(raw) | fields)), hf=raw, seed=seed)
         module, loading = _of_transformers_with_weights(raw, source)
-        # Two names may stand for one weight, as of the embedding and the head.
+        # Two names may stand for one weight, such as a tied embedding and head. named_parameters has one of the names.
         names = {name for name, _ in module.named_parameters()}
         if missing := sorted(names & {*loading["missing_keys"]}):
             raise MissingWeight(f"model: weight {missing[0]} is missing")
@@ -214,7 +214,7 @@ def _architecture(raw: Mapping[str, Any]) -> str:
 
 
 def _class_and_config(raw: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the class of transformers that config.json names, and the config of transformers' own."""
+    """Return the class of transformers that config.json names, and config.json as an object of transformers."""
     import transformers
 
     name = _architecture(raw)
@@ -246,7 +246,7 @@ def _of_transformers(raw: Mapping[str, Any], initialised: bool) -> torch.nn.Modu
 
 
 def _of_transformers_with_weights(raw: Mapping[str, Any], source: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """Return a module with the weights of a folder, and what transformers says about missing ones."""
+    """Return a module with the weights of a folder, and transformers' loading info, such as missing_keys."""
     import torch
 
     if isinstance(source, torch.nn.Module):
@@ -283,7 +283,7 @@ def _of_transformers_with_weights(raw: Mapping[str, Any], source: Any) -> tuple[
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters by which a function is called: all but *args and **kwargs."""
+    """Return all parameters of a function except *args and **kwargs."""
     known = inspect.signature(function).parameters
     return {name: one for name, one in known.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
 
@@ -293,7 +293,7 @@ def of_function(function: Callable[..., Any], name: str) -> type[TorchModule]:
     """Return the model class of a function that returns a torch.nn.Module. Its parameters are keys of the config.
 
     Args:
-        function: Takes keyword arguments. `vocab` and `positions` are those of the run.
+        function: Takes keyword arguments. The run fills in `vocab` and `positions`.
         name: my_file.py:function, for errors.
 
     Raises:

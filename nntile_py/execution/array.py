@@ -46,7 +46,7 @@ class TileGrid:
     def pieces(self, where: Slices) -> list[tuple[Ints, Slices, Slices]]:
         """Return the tiles that hold the part `where` of the array.
 
-        For each tile: its index, the slices of the part that it holds, and the same elements as slices of the tile.
+        For each tile: its index, then the elements that it shares with the part, as slices of the part and of the tile.
         """
         pieces = []
         near = [range(w.start // s, max(w.stop - 1, w.start) // s + 1) for w, s in zip(where, self.sizes, strict=True)]
@@ -69,7 +69,7 @@ Handles = dict[Ints, _core.Tile]
 
 
 class ArrayStorage:
-    """The elements of an array, stored in one or several grids of tiles. Tasks copy them to a grid before its use.
+    """The elements of an array, stored in one or several grids of tiles. Tasks copy the elements between grids.
 
     Each tile has its own StarPU handle. Views into one allocation would save the copies, but StarPU's asynchronous
     partitioning has an open bug on CUDA devices. Contiguous tiles are also fastest for BLAS and transfers, and StarPU
@@ -81,7 +81,7 @@ class ArrayStorage:
             raise TaskError("no runtime is running: use `with nntile_py.Runtime(...):`")
         self.shape, self.dtype, self.zeros, self.number = shape, dtype, zeros, next(_numbers)
         self.whole = TileGrid(shape, tuple(max(length, 1) for length in shape))
-        # Grids whose tiles hold the elements as the tasks submitted so far write them; empty: no task writes the array.
+        # Grids that hold the elements after all tasks submitted so far. Empty: no task has written the array.
         self.current: set[TileGrid] = set()
         self._handles: dict[TileGrid, Handles] = {}
 
@@ -96,7 +96,10 @@ class ArrayStorage:
         return self._handles[cut]
 
     def source(self, cut: TileGrid) -> TileGrid:
-        """Return a grid that holds the elements: `cut` itself if it holds them or no task has written the array."""
+        """Return a grid that holds the elements, `cut` if possible. Return `cut` also if no task has written the array.
+
+        The zeros of an array of nt.zeros are written here, at its first use.
+        """
         if self.zeros and not self.current:
             for handle in self.handles(cut).values():
                 handle.zero()
@@ -167,7 +170,7 @@ def _copier(pieces: Sequence[tuple[Slices, Slices]]) -> Any:
 
 
 class Array:
-    """An array held by StarPU, or one tile of an array, as an argument of tasks. `np.asarray(x)` waits and copies.
+    """An array held by StarPU, or one tile of an array, as an argument of tasks. `np.asarray(x)` copies its elements.
 
     nt.array, nt.empty and nt.zeros return arrays. `x.tiles(...)[...]` returns tiles. All tilings of an array hold the
     same elements: if a task writes a tile, tasks and reads that follow find the new elements in the array and in its
@@ -356,15 +359,20 @@ def array(value: Any, dtype: Any = None) -> Array:
 
 @typed
 def empty(shape: int | Sequence[int], dtype: Any = "float64") -> Array:
-    """Return an array without contents: tasks must write each part before a task reads it. Raises errors as `array`."""
+    """Return an array without contents: tasks must write each part before a task reads it.
+
+    Raises:
+        ValueError: a wrong shape.
+        TypeError, TaskError: see `array`.
+    """
     return _new(shape, dtype, False)
 
 
 @typed
 def zeros(shape: int | Sequence[int], dtype: Any = "float64") -> Array:
-    """Return an array of zeros. It is filled at its first use, in the tiles and on the workers that use it.
+    """Return an array of zeros. The zeros are written at its first use, into the tiles and on the workers that use it.
 
-    Raises errors as `array`.
+    Raises errors as `empty`.
     """
     return _new(shape, dtype, True)
 
@@ -378,9 +386,9 @@ def _new(shape: int | Sequence[int], dtype: Any, zeros: bool) -> Array:
 
 
 def array_dtype(wanted: Any) -> str:
-    """Return the name in DTYPES for a dtype of numpy or torch, which may also be given by its name."""
+    """Return the name in DTYPES of a dtype. wanted: a dtype of numpy or torch, or the name of a dtype."""
     name = str(wanted).removeprefix("torch.")
-    known = {dtype.torch: dtype.name for dtype in DTYPES.values() if not dtype.largest}  # arrays have no scales
+    known = {dtype.torch: dtype.name for dtype in DTYPES.values() if not dtype.largest}  # no fp8: arrays lack scales
     if name not in known and name not in known.values():
         with contextlib.suppress(TypeError, ValueError):
             name = np.dtype(wanted).name

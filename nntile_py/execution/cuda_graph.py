@@ -20,11 +20,12 @@ SHARE = 4  # graphs, and the weights that stay on the GPU for them, take at most
 MOST_TASKS = 4096  # longer programs are not faster as a graph
 LEAST = 16  # least number of entries of an axis that a graph computes, see `rounded`
 TURNS, RUNS = 3, 4  # number of measurements with and without a graph, and number of runs in each measurement
-# If tasks take more seconds than this on average, a graph gains nothing. LONG: in a forward pass, by measurement; the
-# choice of a graph's kernels would take minutes. LONG_STEP: in a training step, by estimate.
+# If tasks take more seconds than this on average, a graph gains nothing. LONG is for forward passes, whose tasks are
+# timed; with longer tasks, the choice of a graph's kernels would take minutes. LONG_STEP is for training steps, whose
+# tasks are estimated.
 LONG, LONG_STEP = 1e-4, 5e-5
-# Kinds of tiles that the tasks of a forward pass's graph may write. The first runs repeat the tasks to measure kernels,
-# so the inputs of these runs must leave such tiles unchanged (see Decoder._program).
+# Kinds of persistent tiles that a forward pass's graph may both read and write. The first runs repeat the tasks to time
+# kernels, so the inputs of these runs must leave such tiles unchanged (see Decoder._program).
 CHANGED = ("cache", "input")
 
 
@@ -70,7 +71,8 @@ def refusal(tasks: TaskList) -> str:
 def training_refusal(lists: Iterable[TaskList]) -> str:
     """Return the reason why the programs of a training step cannot be CUDA graphs; an empty text if they can.
 
-    A step may change tiles that outlive it, as kernels are chosen as without a graph. Its filled sizes must not change.
+    Unlike a forward pass, a program may change persistent tiles: no run repeats its tasks to choose kernels. The filled
+    sizes of its tiles must be the same in every step, so sequences must not be packed.
     """
     for tasks in lists:
         if reason := _refusal(tasks) or ("sequences are packed" if most_filled(tasks) else ""):
@@ -95,10 +97,10 @@ def _refusal(tasks: TaskList) -> str:
 def rounded(filled: float, most: int) -> int:
     """Return how many entries of an axis a graph computes if a run fills `filled` of `most` entries.
 
-    The number is rounded up so that few graphs serve all runs: to a power of two or a multiple of 128, or of more for a
-    large `most`. It divides the size for which products choose their algorithms (`rounded` in
-    tasks/cublaslt_cuda.cpp), so the algorithms are the same as without a graph. The results beyond `filled` are not
-    used.
+    The number is rounded up so that few graphs serve all runs: to a power of two up to 128, and above to a multiple of
+    a step of at least 128. Products choose their algorithms for sizes rounded up to a larger step, a multiple of this
+    step (`rounded` in tasks/cublaslt_cuda.cpp). So the algorithms are the same as without a graph. The results beyond
+    `filled` are not used.
     """
     n, chosen_for = max(int(filled), LEAST), (most // 16 + 127) // 128 * 128
     step = chosen_for // math.gcd(chosen_for // 128, 4) if chosen_for else 1
@@ -132,7 +134,7 @@ class CapturedProgram:
             kernels, and so the bits of all results, are those of a run without a graph.
 
     Attributes:
-        captured: True: runs are graphs. None: no run has decided yet.
+        captured: True: runs are graphs. False: runs are single tasks. None: no run has decided yet.
         reason: Why the program does not run as a graph; empty if it does.
     """
 
@@ -161,7 +163,7 @@ class CapturedProgram:
         )  # fmt: skip
 
     def _not_here(self) -> str:
-        """Return the reason why no program can be a graph in this runtime; an empty text if programs can."""
+        """Return the reason why no program can be a graph in this runtime; an empty text if there is none."""
         runtime = self._runtime
         if not runtime or runtime.cuda != 1 or runtime.cpus or runtime.ranks:
             return "it needs a runtime of one GPU, no CPU workers and one rank"
@@ -199,7 +201,7 @@ class CapturedProgram:
         return False
 
     def let_go(self) -> None:
-        """Return the graph's memory; the next run reserves and captures again. Waits for all tasks."""
+        """Wait for all tasks, and free the graph's memory. The next run reserves memory and captures a graph again."""
         if self._native:
             self._native.let_go()
 
@@ -207,7 +209,7 @@ class CapturedProgram:
 class Served(CapturedProgram):
     """A program for forward passes that runs as one CUDA graph where that is possible and faster.
 
-    captured: as of CapturedProgram. None: the first run measures whether a graph is faster.
+    captured: see CapturedProgram. None: the first run measures whether a graph is faster.
     """
 
     def __init__(
@@ -249,12 +251,12 @@ class Served(CapturedProgram):
 class TrainingProgram(CapturedProgram):
     """A program of a training step that runs as one CUDA graph, or as single tasks; see training_programs.
 
-    A profile shows single tasks.
+    During a profile it runs as single tasks, so that the profile shows them.
     """
 
     def __init__(self, program: Program, store: Store, refused: str, captured: bool | None) -> None:
         weights, accesses = roles(program.list)
-        every = [*(Access(tile, "R") for tile in weights), *accesses]  # the update writes the weights
+        every = [*(Access(tile, "R") for tile in weights), *accesses]  # not `held`: the update writes them
         super().__init__(program, store, refused, captured, (), every, measures=False)
         self.captured = not self.reason
 
@@ -270,7 +272,7 @@ def training_programs(
     """Return the programs of a training step. Either all of them run as CUDA graphs, or none.
 
     Args:
-        captured: as of CapturedProgram. None: graphs are used if they fit, and if tasks are estimated to be short.
+        captured: see CapturedProgram. None: graphs are used if they fit, and if tasks are estimated to be short.
         checked: the programs check the values that tasks write.
     """
     lists, runtime = [one.list for one in made], Runtime.current
@@ -289,7 +291,7 @@ def too_long(seconds: float) -> str:
 
 
 def own_bytes(tasks: TaskList) -> int:
-    """Return the bytes of a program's temporary tiles, once in a graph and once for runs without a graph."""
+    """Return the bytes of two copies of a program's temporary tiles: for its graph, and for runs without a graph."""
     return 2 * tasks.temporary_bytes()
 
 
@@ -301,9 +303,9 @@ def _mean_task(lists: Sequence[TaskList]) -> float:
 
 
 def _lacks_room(lists: Sequence[TaskList], room: int) -> str:
-    """Return the reason why a GPU of `room` bytes has no room for the graphs of a step; an empty text if it has.
+    """Return the reason why a GPU of `room` bytes has no room for the graphs of a step; an empty text if they fit.
 
-    Beside the graphs, it holds the persistent tiles, and the temporary tiles of an evaluation or a profile.
+    Beside the graphs, the GPU holds the persistent tiles, and the temporary tiles of an evaluation or a profile.
     """
     kept = {a.tile.key: a.tile.bytes for tasks in lists for task in tasks.tasks for a in task.accesses
             if a.tile.persistent}  # fmt: skip

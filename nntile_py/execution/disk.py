@@ -20,10 +20,10 @@ from nntile_py.typed import plain
 
 LEAST = 16 << 20  # smallest allowed `size` in bytes, StarPU's own minimum
 PREFIX = "nntile-swap-"  # prefix of the processes' folders; each process locks its folder
-# {name that `kinds` may have: kind of tiles}. Activations are not listed: they may always go to the disk.
+# {name allowed in `kinds`: kind of tile}. Activations are not listed: they may always go to the disk.
 KINDS: dict[str, str] = {name: kind for name, kind in OFFLOADED.items() if name != "activations"}
 RESERVED = ".size"  # file in each folder, with the largest number of bytes that the process may write
-_SWAP = "tiles"  # mark of these folders: no other folder is ever removed
+_SWAP = "tiles"  # mark of these folders; only folders with this mark are removed
 
 
 class SwapDisk:
@@ -128,7 +128,7 @@ def _reserved(path: Path) -> int:
     """Return the bytes that other processes may still write into their folders in `path`."""
     total = 0
     for folder in path.glob(f"{PREFIX}*"):
-        with suppress(OSError, ValueError):  # the process ends, or a folder of the user
+        with suppress(OSError, ValueError):  # the folder was just removed, or has no valid RESERVED
             if is_marked(folder, _SWAP):
                 total += max(0, int((folder / RESERVED).read_text()) - _written(folder))
     return total

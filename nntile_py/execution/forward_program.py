@@ -65,7 +65,7 @@ def is_label(declaration: Input) -> bool:
 def label_counts(declared: Mapping[str, Input], arrays: Mapping[str, Array], given: Collection[str]) -> dict[str, int]:
     """Return, for each slot that scales a loss, the number of labels over which the loss is averaged.
 
-    It is 0 for labels that are not in `given` and have no default.
+    The number is 0 for labels that are not in `given` and have no default.
     """
     scaled = {name: one for name, one in declared.items() if one.scale}
     present = {name for name, one in scaled.items() if name in given or one.default is not None}
@@ -156,10 +156,7 @@ class ForwardProgram:
         return self.store.read(self._lowering, self.outputs[name])
 
     def start_copy(self, name: str) -> HostCopy:
-        """Start to copy an output with the value that the passes submitted so far give it.
-
-        Later passes may run meanwhile.
-        """
+        """Start to copy an output of the last submitted pass. Later passes may run meanwhile."""
         return self.store.copy(tile for _, tile in self._lowering.grid(self.outputs[name]))
 
     def finish_copy(self, name: str, copied: HostCopy) -> Array:

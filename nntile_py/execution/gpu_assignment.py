@@ -11,7 +11,7 @@ from nntile_py.errors import ConfigError
 
 SHARE = "NNTILE_SHARE_GPUS"  # environment variable; 1: ranks may share GPUs if there are too few
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-PATIENCE = 60.0  # seconds to list the GPUs: without persistence mode, the driver starts for each process
+PATIENCE = 60.0  # seconds allowed to list the GPUs: without persistence mode, the driver has to start first
 
 # CUDA reads VISIBLE once, when a process initialises CUDA. This process may set VISIBLE later, so a child process lists
 # the GPUs.
@@ -38,7 +38,7 @@ def seen() -> list[str]:
         asked.kill()
         if asked.stdout:
             asked.stdout.close()
-        with suppress(subprocess.TimeoutExpired):  # a process that waits for the driver does not end
+        with suppress(subprocess.TimeoutExpired):  # a killed process does not end while it waits for the driver
             asked.wait(1)
     need = f"GPUs whose driver answers, as nvidia-smi shows, or {VISIBLE} without those that do not"
     raise ConfigError(f"runtime.cuda: CUDA did not list its GPUs in {PATIENCE:g} s; allowed: {need}")
@@ -70,9 +70,9 @@ def shared_out(seen_by: Sequence[Sequence[str]], wanted: int) -> list[list[int]]
     taken: dict[str, int] = {}  # the rank of each assigned GPU
 
     def assign(rank: int, tried: set[str]) -> bool:
-        """Give the rank a further GPU: a free GPU, or a GPU of a rank that can take another. False: impossible.
+        """Give the rank a further GPU: a free GPU, or a GPU whose rank can take another GPU. False: impossible.
 
-        tried: GPUs that this search has considered, which it extends.
+        tried: GPUs that this search has considered; extended here.
         """
         for gpu in sorted(seen_by[rank], key=lambda gpu: gpu in taken):
             if gpu in tried or taken.get(gpu) == rank:
@@ -119,7 +119,7 @@ def _shared(seen_by: Sequence[Sequence[str]], wanted: int) -> list[list[int]]:
 
 
 def use(own: Sequence[int], count: int) -> None:
-    """Make only the GPUs `own`, numbers among the `count` GPUs that it sees, visible to this process.
+    """Make only the GPUs `own` visible to this process. own: indices among the `count` GPUs that are visible now.
 
     Raises:
         ConfigError: this process has already initialised CUDA.

@@ -18,14 +18,14 @@ def assembled(tensor: Tensor, parts: Sequence[tuple[Any, np.ndarray[Any, Any]]])
     dtype = host_dtype(tensor.dtype)
     if len(parts) == 1:
         return np.asarray(parts[0][1].reshape(tensor.shape), dtype)
-    out = np.zeros(tensor.shape, dtype)  # outside of a band there are no tiles
+    out = np.zeros(tensor.shape, dtype)  # 0 outside of an attention mask's band, where there are no tiles
     for where, part in parts:
         out[where] = part
     return out
 
 
 class HostCopy:
-    """Copies of tiles in main memory. Once `done` returns True, any thread may read them."""
+    """Copies of tiles in main memory. Once `done` returns True, any thread may read the copies."""
 
     def __init__(self, handles: Sequence[_core.Tile]) -> None:
         self._native = _core.Copies(handles)

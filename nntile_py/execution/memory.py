@@ -31,8 +31,8 @@ def main_memory(runtime: Runtime) -> int:
 def task_bytes(runtime: Runtime) -> int | None:
     """Return the most bytes that the tiles of one task may take; None: no bound, because no memory evicts tiles.
 
-    While a worker waits for room for its next task, it already holds some tiles of this task. Room becomes free when
-    running tasks end, but other workers may read their tiles or fetch tiles into the same memory.
+    The bound leaves room for other tasks. While a worker waits for room for its next task, it already holds some of
+    this task's tiles, and other workers read tiles in the same memory or fetch tiles into it.
     """
     bounds = [(runtime.cuda_memory or 0) // 2] if runtime.cuda else []
     if runtime.disk and runtime.memory:  # all tiles pass through main memory
@@ -51,9 +51,9 @@ def group_bytes(runtime: Runtime, tight: bool) -> int:
 
 
 def room_to_plan(runtime: Runtime, lists: Sequence[TaskList]) -> float:
-    """Return the bytes of the GPU for which evictions are planned.
+    """Return the bytes of GPU memory for which evictions are planned.
 
-    0: there is no plan, because no tile has to leave the GPU or the order of tasks is not known.
+    0: there is no plan, because no tile has to leave the GPU or because the order of tasks is not known.
     """
     if runtime.cuda != 1 or runtime.cpus or runtime.disk:
         return 0
@@ -75,7 +75,9 @@ def has_room_for_evictions(lists: Sequence[TaskList], runtime: Runtime) -> bool:
 
 
 def limit_evictions(lists: Sequence[TaskList], runtime: Runtime, offload: Collection[Offloaded]) -> None:
-    """Remove the marks of `mark_evictions` if main memory has no room for these tiles; StarPU then chooses.
+    """Drop the eviction plan if main memory has no room for its tiles: StarPU then chooses which tiles to evict.
+
+    The tiles of `offload` still leave the GPU between uses.
 
     Raises:
         TaskError: There is no room for the tiles of `offload`.
@@ -203,7 +205,7 @@ def _check_disk(peak: int, outside: int, lists: Sequence[TaskList], runtime: Run
 def _check_kept(step: Step, runtime: Runtime, kinds: Collection[str]) -> None:
     """Raise TaskError if the tiles that may not go to the disk leave no room in main memory for the tiles of tasks.
 
-    kinds: kinds of the tiles that may not.
+    kinds: kinds of the tiles that may not go to the disk.
     """
     tasks = [task for one in (step.first, step.update) for task in one.tasks.tasks]
     tiles = {a.tile.key: a.tile for task in tasks for a in task.accesses}

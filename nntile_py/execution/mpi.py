@@ -177,8 +177,8 @@ class Ranks:
         """Compare the clocks of the other ranks with rank 0's clock. `now` returns a rank's time in ns.
 
         Returns:
-            On rank 0, an array [ranks, 3] in ns. A row has rank 0's time, the rank's own time at that moment, and half
-            the round trip of the comparison, which bounds its error.
+            On rank 0, an array [ranks, 3] in ns. A row has rank 0's time, the rank's own time at that moment, and the
+            largest error of the comparison: half the round trip. On the other ranks, the array has no meaning.
         """
         result = np.zeros((self.size, 3), np.int64)
         result[0, :2] = now()
@@ -216,7 +216,7 @@ class Ranks:
             self._pieces.send(LAST if last else NO_MORE, rank)
 
     def give(self, array: Callable[[int], Any]) -> bool:
-        """Send rank 0 the arrays that it requests with `ask`, until it calls `end_giving`. Returns that call's `last`.
+        """Send rank 0 the arrays that it requests with `ask`, until rank 0 calls `end_giving(last)`. Returns `last`.
 
         array: takes the number of an array and returns the array.
         """
@@ -255,7 +255,7 @@ class Ranks:
         self._tiles = None
 
     def _end(self) -> None:
-        """End MPI with the process. After a failure MPI can tell the other ranks only by ending them too."""
+        """End MPI when the process ends. After a failure, end all other ranks too: MPI cannot tell them otherwise."""
         self._native.leave()
         if system.failed:
             sys.stdout.flush()
@@ -316,8 +316,8 @@ def _give_up(done: threading.Event, seconds: float, sign: str) -> None:
     rank, size = system.started()
     states = system.seen(sign)
     lost = [other for other, state in states.items() if state != "waits"]
-    # A rank waits longer if more ranks below it may print the message, and if it has not found the cause. So usually
-    # only one rank prints the message.
+    # Ranks wait for different times, so usually only one rank prints the message: a rank that has found the cause, and
+    # that has few lower ranks.
     if done.wait(system.OTHERS_WAIT * min(4, len(set(range(rank)) - {*lost}) + (not lost))):
         return
     if lost:

@@ -54,7 +54,7 @@ class Store:
         self._replicas = (
             Replicas(self.ranks.size, self.ranks.tags, runtime.shard_weights) if runtime and self.ranks else None
         )
-        # Between programs: the ranks that hold each tile, and the workers that hold it.
+        # {key of the tile: ranks, or workers, that hold the tile} between programs.
         self.on_ranks: Residency = {}
         self.residency: Residency = {}
         self._grids: WeakKeyDictionary[Lowering, dict[Tensor, tuple[list[Placed], list[Tile]]]] = WeakKeyDictionary()
@@ -200,7 +200,7 @@ def programs(
     lists: Sequence[TaskList], store: Store, tf32: bool = False, checked: bool = False,
     offload: Collection[Offloaded] = (),
 ) -> list[Program]:  # fmt: skip
-    """Return a native program for each of several resolved task lists, which will run in turn, repeatedly.
+    """Return a native program for each resolved task list. The programs will run one after the other, repeatedly.
 
     Args:
         store: holds the tiles that outlive the programs.
@@ -213,7 +213,8 @@ def programs(
     assign_kinds(lists, runtime.on_cpu)
     speeds = [device_model.speed([tasks], gpus > 0) for tasks in lists]
     shares: Sequence[RankLists | None] = [None] * len(lists)
-    filled = [gpus > 0 and not _core.cpu_workers() and lives_on_cuda(tasks) for tasks in lists]  # the same on all ranks
+    # For each whole list, before ranks split it, so that all ranks get the same values.
+    filled = [gpus > 0 and not _core.cpu_workers() and lives_on_cuda(tasks) for tasks in lists]
     if store.ranks:
         shares = _split_over_ranks(lists, speeds, store, store.ranks, gpus)
         lists = [one.lists[store.ranks.rank] for one in shares if one]
@@ -232,7 +233,7 @@ def programs(
             _core.reserve_for_tiles()
         if mark_evictions(lists, room if room and not store.ranks else math.inf, offload):
             memory.limit_evictions(lists, runtime, offload)
-    # With ranks there is no delay, because other ranks wait for weights too, and for longer.
+    # With several ranks no weight update is delayed: other ranks wait for the new weights too, and for longer.
     if runtime.placement == "planned" and not store.ranks:
         delay(lists, gpus or _core.cpu_workers())
     for tasks in lists:

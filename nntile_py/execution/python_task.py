@@ -316,7 +316,7 @@ def task(library: str = "numpy", /, **modes: str) -> Callable[[Function], Python
     Modes: R reads the array. W writes the whole array, and the function must not read the old contents. RW reads and
     writes. Three modes add (`y += x`). ACC adds in the order of submission. COMMUTE adds one task at a time, in any
     order. REDUX adds in parallel: each worker adds to its own array of zeros, and StarPU sums these arrays at the next
-    read. COMMUTE and REDUX round in another order at each run.
+    read. The order of additions under COMMUTE and REDUX, and so the rounding, differs from run to run.
 
     A call submits the task and returns a Submitted at once. `Submitted.result()` waits for the value that the function
     returns; arrays in the value must be copies. If an argument is a list of arrays, the function gets a list. On a

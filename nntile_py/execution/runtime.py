@@ -68,8 +68,8 @@ class Runtime:
         cuda: Number of GPUs to use, with one worker each.
         memory: Main memory that tiles may take: a number of bytes, or a text such as "16MiB" or "20GB".
         cuda_memory: Memory of each GPU that tiles may take. Default: 85 % of it.
-        disk: {path, size}: a folder for tiles that do not fit into `memory`, and the memory that they may take there.
-            Optional: `kinds`, the kinds of tensors that may go there; see DiskSection.
+        disk: {path, size}: a folder for tiles that do not fit into `memory`, and the bytes that tiles may take in this
+            folder. Optional: `kinds`, the kinds of tensors that may go there; see DiskSection.
         window: Largest number of tasks that are submitted and have not ended. Default: no limit.
         calibrate: Measure the performance models of StarPU's dm* policies again.
         placement: "planned": a plan chooses the worker of each task, and `scheduler` has no effect (the default on
@@ -79,7 +79,7 @@ class Runtime:
             task.
         mpi: True: one program on all ranks that mpirun or srun started. Every rank runs the same script. Its workers
             are its own cores, and GPUs that no other rank takes. A single process needs no MPI. False: this process
-            works alone, even if mpirun or srun started others. Default: alone, and an error if others were started.
+            works alone, even if mpirun or srun started others. Default: as False, but an error if they started others.
         nodes: The required number of ranks. Default: any number.
         shard_weights: True: with several ranks, the rank that updates a weight keeps it. Other ranks borrow the weight
             before each use and then free their copy. `window` bounds how many weights are borrowed ahead.
@@ -137,7 +137,7 @@ class Runtime:
         if isinstance(on_cpu, str) or not all(isinstance(pattern, str) for pattern in on_cpu or ()):
             raise ConfigError(f"runtime.on_cpu: {on_cpu!r} is not allowed; use a list of names, such as ['adamw']")
         check_workers(on_cpu, self.cpus, cuda, self.placement)
-        self.on_cpu = tuple(on_cpu) if cuda and on_cpu is not None else None  # CPU workers alone run all tasks
+        self.on_cpu = tuple(on_cpu) if cuda and on_cpu is not None else None  # without GPUs it has no meaning
         if self.placement == "planned" and "STARPU_SCHED" in os.environ:
             raise ConfigError(
                 "STARPU_SCHED is not allowed with runtime.placement: planned; unset it, or use placement: scheduler"
@@ -157,7 +157,7 @@ class Runtime:
         self._only_first = [name for name, value in only_first.items() if value]
         self._wanted_cpus = cpus
         self._users: list[Any] = []
-        self._settings = contextlib.ExitStack()  # of PyTorch, undone when the runtime stops
+        self._settings = contextlib.ExitStack()  # changes of PyTorch's settings, undone when the runtime stops
         self._process = os.getpid()
 
     def __repr__(self) -> str:
@@ -201,7 +201,7 @@ class Runtime:
             page = 1
             if self.disk:
                 variables, page = self.disk.open()
-                # No prefetch: tiles in transfer to a device hold main memory, for which a fetch from disk may wait.
+                # No prefetch: tiles in transfer to a device occupy main memory that a fetch from disk may wait for.
                 variables["STARPU_PREFETCH"] = "0"
             if self.memory:
                 variables["STARPU_LIMIT_CPU_MEM"] = str(max(1, self.memory >> 20))
@@ -210,7 +210,7 @@ class Runtime:
                 variables["STARPU_LIMIT_CUDA_MEM"] = str(max(1, self.cuda_memory >> 20))
                 prepare_cuda(self.cuda, self.memory)
                 self._settings.enter_context(convolutions_in_fp32())
-            # MPI could read a tile on a GPU before a kernel has written it, because StarPU runs AHEAD of the kernels.
+            # MPI must not read tiles on a GPU: for StarPU, the last AHEAD tasks end before their kernels do.
             if self.ranks:
                 variables["STARPU_MPI_GPUDIRECT"] = "0"
             os.environ.update(variables)
@@ -229,13 +229,13 @@ class Runtime:
             for name in variables:
                 os.environ.pop(name, None)
         Runtime.current, self._process = self, os.getpid()
-        atexit.register(self._stop)  # a process that ends inside the block: workers must not outlive the interpreter
+        atexit.register(self._stop)  # if the process ends inside the block: workers must not outlive the interpreter
 
     def _join(self, cpus: int, cuda: int, policy: str) -> None:
         """Take the workers and the policy of a StarPU that `starpu.init()` has started in this process.
 
         Raises:
-            ConfigError: A setting differs, or needs a StarPU that this runtime starts.
+            ConfigError: A setting differs, or is allowed only if this runtime itself starts StarPU.
         """
         begun = "starpu.init() has started StarPU"
         if cuda or self.cuda:
@@ -281,7 +281,7 @@ class Runtime:
     def __exit__(self, kind: object = None, error: BaseException | None = None, *where: object) -> None:
         if Runtime.current is not self:  # `stop` was called in the block, or this is a forked child
             if error is None and self._process != os.getpid():
-                _core.wait_all()  # raises TaskError: the block's tasks are the parent's
+                _core.wait_all()  # raises TaskError: the block's tasks belong to the parent process
             return
         with uninterrupted(self.end_process, isinstance(error, KeyboardInterrupt | SystemExit)):
             self._end(error)
@@ -341,7 +341,7 @@ class Runtime:
 
 
 def _size(name: str, given: int | str | None) -> int | None:
-    """Return a size in bytes, with the same units as in a YAML."""
+    """Return a size in bytes. given: bytes, or a text with a unit as in a YAML; None returns None."""
     if given is None:
         return None
     if (size := in_bytes(plain(given))) is None:
@@ -350,7 +350,7 @@ def _size(name: str, given: int | str | None) -> int | None:
 
 
 def joined(mpi: bool | None, nodes: int | None) -> Ranks | None:
-    """Return the Ranks of which this process is one; None if it works alone. mpi, nodes: as in Runtime.
+    """Return this process's Ranks object; None if the process works alone. mpi, nodes: as in Runtime.
 
     Raises:
         ConfigError: other processes were started and `mpi` is None, or the number of ranks is not `nodes`.
@@ -371,7 +371,7 @@ def joined(mpi: bool | None, nodes: int | None) -> Ranks | None:
 
 def _forked() -> None:
     """Forget the runtime in a forked child process: workers, disk and users belong to the parent."""
-    Runtime.turn = threading.RLock()  # a thread that the child does not have may hold the parent's
+    Runtime.turn = threading.RLock()  # a thread that only the parent has may hold the old lock
     if running := Runtime.current:
         atexit.unregister(running._stop)
         running._users, running.disk, Runtime.current = [], None, None

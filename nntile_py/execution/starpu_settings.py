@@ -18,9 +18,9 @@ from nntile_py import _core
 from nntile_py.errors import LIMITS, ConfigError, TaskError
 from nntile_py.system.folders import append, cache_folder, replace_file
 
-CHUNKS_FROM = 4 << 30  # StarPU allocates tiles in chunks if tiles may take at least so many bytes of main memory
+CHUNKS_FROM = 4 << 30  # StarPU allocates tiles in chunks if tiles may take at least this many bytes of main memory
 START_BYTES = 8 << 20  # address space that StarPU takes when it starts
-MORE_THREADS = 2  # that StarPU starts beside the workers
+MORE_THREADS = 2  # number of threads that StarPU starts beside the workers
 _OURS: set[str] = set()  # names of the settings that this module, not the user, has set
 
 
@@ -45,7 +45,7 @@ def create_model_folder() -> None:
 def check_limits(workers: int) -> None:
     """Raise TaskError if limits of memory or of processes leave no room for StarPU, which would abort.
 
-    Starts as many threads as StarPU will start, beside the address space that it needs, and ends them."""
+    As a test, reserves the address space that StarPU needs, starts as many threads as StarPU will, and ends them."""
     ready, threads = threading.Event(), list[threading.Thread]()
     try:
         with mmap.mmap(-1, START_BYTES):

@@ -21,7 +21,7 @@ class Handle:
     def get_capsule(self) -> Any:
         """Return the StarPU handle. starpupy calls this method when it submits a task, which may write the tile.
 
-        If the array has lost its elements or its runtime has stopped, the capsule is empty, and starpupy refuses it.
+        If elements of the array are missing or its runtime has stopped, the capsule is empty. starpupy refuses it.
         """
         try:
             self.array.data.bring(self.array.cut, "starpu.task_submit")

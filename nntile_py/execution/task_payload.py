@@ -103,7 +103,7 @@ def lives_on_cuda(tasks: TaskList) -> bool:
     """Return whether CUDA workers can compute only the part of the tiles that a step fills (packed sequences).
 
     For this, the filled part must be the first rows of each tile; otherwise kernels would also sum rows that are not
-    filled. Attention needs no such tiles, because it reads the offsets of the sequences. Tasks in Python need full
+    filled. Attention kernels are exempt, because they read the offsets of the sequences. Tasks in Python need full
     tiles.
     """
     for task in (part.without_waits for one in tasks.tasks for part in one.parts or [one]):

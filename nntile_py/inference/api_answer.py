@@ -32,14 +32,14 @@ class ScoredToken(NamedTuple):
 
 @dataclass(frozen=True)
 class CompletionKind:
-    """How answers of the API present a completion: as text or as a chat.
+    """Format of a completion in the API's answers: text or chat.
 
     Attributes:
         id: Beginning of the field `id`.
         complete: Field `object` of a complete answer.
         chunk: Field `object` of a streamed part.
         chat: True for chat completions.
-        texts: Turns the numbers of tokens into texts, for log-probabilities. None: answers have no log-probabilities.
+        texts: Turns token numbers into text for the field `logprobs`. None: the field is null.
     """
 
     id: str
@@ -104,7 +104,7 @@ def _entry(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
 def _by_text(texts: TokenTexts, row: TokenLogProbs) -> dict[str, float]:
     """Return {text: log-probability} of the most probable tokens and the token itself, as OpenAI does.
 
-    Of tokens with the same text, the most probable one counts.
+    If several tokens have the same text, the most probable of these tokens counts.
     """
     result: dict[str, float] = {}
     for token, logprob in (*row.top, (row.token, row.logprob)):

@@ -17,8 +17,8 @@ MOST_TEXTS = 256  # largest number of prompts or inputs of a request
 # Fields that every request may have, whatever their values. Only `stream_options` has an effect.
 ACCEPTED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "stream_options")
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields that are attributes of Options
-# Fields of OpenAI's API that are not supported, except where a kind of request names them as `known`: {field: values
-# that are accepted, because they change nothing}. A message about another value suggests the last of these values.
+# {field of OpenAI's API: values accepted because they change nothing}. Only kinds of requests that pass the field as
+# `known` to read_body support other values. The error message suggests the last value of the list.
 FIXED = {
     "logprobs": (None, False), "top_logprobs": (None, 0), "best_of": (None, 1), "logit_bias": (None, {}),
     "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "echo": (None, False), "suffix": (None, ""),
@@ -73,7 +73,7 @@ def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
 
 
 def read_logprobs(body: dict[str, Any]) -> int | None:
-    """Return the number of most probable tokens that each token comes with; None: without log-probabilities.
+    """Return how many most probable tokens to list for each token; None: the answer has no log-probabilities.
 
     In completions this is the field `logprobs`. In a chat, `logprobs` is a flag, and `top_logprobs` is the number.
     """

@@ -106,7 +106,7 @@ class Api:
         body = await read_body(request, "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs")
         messages = read_messages(body.get("messages"))
         self._check_generates()
-        text = await asyncio.to_thread(self._template.prompt, messages)  # a template may take long
+        text = await asyncio.to_thread(self._template.prompt, messages)  # filling in a template may take long
         most = body.get("max_completion_tokens") or body.get("max_tokens")
         ids = self._service.tokenizer.encode(text, add_special_tokens=not self._template.own).ids
         room = self._service.max_length - len(ids)
@@ -198,7 +198,7 @@ class Api:
         except BaseException:
             self._cancel(jobs)
             raise
-        if scored_echo:  # the jobs tell the prompts, with log-probabilities
+        if scored_echo:  # the first part of each job repeats the prompt, with log-probabilities
             beginnings = [""] * len(jobs)
         count = sum(map(len, prompts))
         facts = {"id": f"{kind.id}-{new_seed():x}", "created": int(time.time()), "model": self._name}
@@ -282,7 +282,7 @@ class _Watch:
     Attributes:
         request: The request.
         timeout: Seconds that the answer may take.
-        end: Time when these seconds are over.
+        end: Time (time.monotonic) at which the request times out.
         next_check: Time of the next check.
     """
 

@@ -38,9 +38,9 @@ class BoundModel:
         model: A model of nt.models, or of a user's own class.
         precision: fp32; on CUDA workers also tf32, bf16 and fp16 (outputs come in float32), on CPU workers fp64.
         tiles: {axis: tile size}. An axis left out is not cut.
-        accumulate: Accumulation policy, as of StepSpec.
-        fusion: Fusion of operators, as of StepSpec.
-        fp8: Options of `precision: fp8`, as of StepSpec.
+        accumulate: Accumulation policy, see StepSpec.
+        fusion: Fusion of operators, see StepSpec.
+        fp8: Options of `precision: fp8`, see StepSpec.
         captured: Whether a program runs as a CUDA graph on one GPU; see ForwardProgram.
         source: Object whose attribute `weights` has the weights. Default: `model`. For `model.changed(...)`, the
             source can be the original model.
@@ -130,9 +130,9 @@ class BoundModel:
 
         Args:
             key: Any key that determines the program, such as its sizes.
-            evaluation: Returns the pass, as of StepSpec.evaluation or StepSpec.outputs.
-            shared: {key of a tile: handle} of further persistent tiles that the program shares with other programs. No
-                other program has its other inputs and outputs.
+            evaluation: Returns the pass, as StepSpec.evaluation or StepSpec.outputs does.
+            shared: {key of a tile: handle} of further persistent tiles that the program shares with other programs. All
+                other inputs and outputs belong to this program alone.
         """
         self.bind()
         if key not in self.programs:
@@ -146,7 +146,7 @@ class BoundModel:
             tiles = [tile.key for _, tile in evaluation.forward.grid(param.tensor)]
             if not {*tiles} <= self._weights.handles.keys():
                 self._weights.write(evaluation.forward, param.tensor, param.weight(self._written))
-        # Each program has its own store, because programs have inputs and outputs of the same keys with different
+        # Each program has its own store: inputs and outputs of different programs have the same keys but different
         # sizes. The stores share the tiles of the weights.
         store = Store()
         store.handles.update(self._weights.handles)

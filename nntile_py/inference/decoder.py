@@ -43,9 +43,9 @@ class Row:
         draws: fp32 [limit + 1]: for each position, the random number in [0, 1) that draws its token.
         pages: Numbers of the cache's pages that hold the row's keys and values.
         past: Number of tokens in the cache after all submitted passes.
-        logprobs: Number of most probable tokens that each new token comes with; None: without log-probabilities.
-        prompt_logprobs: The log-probabilities of the prompt's tokens, from its second token on, which the prefill
-            appends. None: they are not computed.
+        logprobs: How many most probable tokens to return with each new token; None: no log-probabilities.
+        prompt_logprobs: List to which the prefill appends the log-probabilities of the prompt's tokens, from the second
+            token on. None: they are not computed.
     """
 
     tokens: list[int]
@@ -86,7 +86,7 @@ class PendingTokens:
 
 @dataclass
 class Passes:
-    """Programs of the same decoding pass, which run in turn."""
+    """Programs that all compute the same decoding pass. They run alternately."""
 
     programs: list[ForwardProgram]
 
@@ -169,7 +169,7 @@ class Decoder:
         return [next_tokens[row] for row in rows]
 
     def start(self, rows: Sequence[Row | None]) -> Passes:
-        """Return decoding passes over these rows. The inputs of the first pass are written.
+        """Return decoding passes over these rows, and write the inputs of the first pass.
 
         Args:
             rows: The last token of each row is not in the cache yet. None: an empty row.
@@ -293,7 +293,7 @@ def _drawn_token(outputs: Mapping[str, Array], row: int, position: int, ranks: i
 
 
 def _of_prompt(program: ForwardProgram, row: Row, first: int) -> list[TokenLogProbs]:
-    """Return the log-probabilities of a prompt's tokens from number first + 1 on, which a pass has computed."""
+    """Return the log-probabilities that a prefill pass computed: of the prompt's tokens from number first + 1 on."""
     count = min(row.past, len(row.tokens) - 1) - first
     values, ids = (program.read(name)[0, :count] for name in (kv.PROMPT_LOGPROBS, kv.PROMPT_RANKED))
     return [TokenLogProbs.of_ranks(*pair, row.logprobs or 0) for pair in zip(values, ids, strict=True)]
@@ -303,8 +303,8 @@ def prefill_size(tokens: int, sizes: Sequence[int]) -> int:
     """Return the number of tokens of each row in the next prefill pass.
 
     Args:
-        tokens: Largest number of tokens of a row that are not in the cache.
-        sizes: The allowed numbers, ascending.
+        tokens: Largest number of tokens of a row that are not in the cache yet.
+        sizes: The allowed results, in ascending order.
     """
     padded = next((size for size in sizes if size >= tokens), sizes[-1])
     without_padding = [size for size in sizes if size <= tokens]

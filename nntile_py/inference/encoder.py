@@ -37,7 +37,7 @@ OUTPUTS = ("hidden", "mean", "pooled", "logits", "sentence")
 HEADS = {"hidden": "none", "mean": "none", "sentence": "none", "pooled": "pooler"}
 SMALLEST = 64  # tokens of the smallest bin; larger bins have 2, 4, ... times as many
 CHUNK = 1024  # number of texts that are tokenized together
-IN_FLIGHT = 2  # number of passes that are submitted before the results of the first of them are read
+IN_FLIGHT = 2  # number of passes that are submitted before the results of the first pass are read
 
 
 class Encoder:

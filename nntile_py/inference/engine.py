@@ -45,13 +45,13 @@ class Request:
     """A prompt to continue, and the state of its continuation.
 
     Attributes:
-        prompt: Token numbers, at least request.
+        prompt: Token numbers, at least one.
         max_tokens: Largest number of new tokens, at least 1.
         settings: Sampling settings, in the order of tasks.sample.SETTINGS.
         seed: Seed of the draws. Equal seeds give equal tokens, whatever other requests the engine has.
         stops: Numbers of tokens that end the sequence.
         name: Name of the text in messages.
-        logprobs: Number of most probable tokens that each new token comes with; None: without log-probabilities.
+        logprobs: How many most probable tokens to return with each new token; None: no log-probabilities.
         of_prompt: With `logprobs`: compute the log-probabilities of the prompt's tokens too, see Row.
         row: The sequence in the decoder; None: the request still waits.
         ended: The sequence has ended, or was cancelled.
@@ -136,7 +136,7 @@ class Engine:
     @in_turns
     def step(self) -> None:
         """Submit passes, wait for the oldest group, and give its tokens to the requests. Call `step` while `busy`."""
-        if self.decoder.bound.stale:  # the cache has keys and values of other weights, or is lost
+        if self.decoder.bound.stale:  # the cache is lost, or has keys and values of other weights
             self._give_up(ConfigError(CHANGED))
         try:
             self._step()
@@ -245,7 +245,7 @@ class Engine:
 
 
 def _append_token(request: Request, drawn: DrawnToken) -> None:
-    """Append a token to a request, and end the request if the token is its last one."""
+    """Append a token to a request, and end the request if it is complete. End it by an error if no token was drawn."""
     assert request.row
     token = drawn.number
     if token == NO_TOKEN:

@@ -35,7 +35,7 @@ def evaluate_runs(
     runs: Sequence[str], data: Path, sizes: tuple[int | None, int | None, int | None], overrides: Sequence[str],
     console: Console, done: Callable[[dict[str, Any]], None],
 ) -> None:  # fmt: skip
-    """Measure models one after the other. Each model uses the workers and tiles of its run, which --set overrides.
+    """Measure models one after the other, each with the workers and tiles of its run's config, or of --set.
 
     Args:
         runs: Folders, see open_model.

@@ -1,4 +1,4 @@
-"""Measure a trained model on all of a text or of a table: loss, perplexity, bits per byte, accuracy, F1."""
+"""Measure a trained model on a text file, a folder or a table: loss, perplexity, bits per byte, accuracy, F1."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def aim_of(opened: OpenedModel) -> str:
     """Return what a model predicts: causal, masked, classification, or contrastive: vectors of sentences.
 
     Raises:
-        ConfigError: It predicts something else.
+        ConfigError: The model predicts something else.
     """
     model = opened.model
     head, objective = getattr(model.config, "head", None), model.aim
@@ -103,7 +103,7 @@ def aim_of(opened: OpenedModel) -> str:
 
 
 def windows_of(opened: OpenedModel, config: InferenceConfig, seq: int | None, stride: int | None) -> Windows:
-    """Return how a text is read: by the options `seq` and `stride`, by the run's config, or by defaults.
+    """Return how a text is read. Without the options `seq` and `stride`, the run's config or defaults decide.
 
     Raises:
         ConfigError: An option is out of range.
@@ -128,18 +128,18 @@ def windows_of(opened: OpenedModel, config: InferenceConfig, seq: int | None, st
 def measure(
     opened: OpenedModel, data: Path, config: InferenceConfig, windows: Windows, advance: Advance
 ) -> dict[str, Any]:
-    """Measure a model on a file. Needs a running Runtime.
+    """Measure a model on a file or folder. Needs a running Runtime.
 
     Args:
         opened: The model with its tokenizer.
-        data: A text file, a table, or a folder of such files for a language model, a table for a classifier.
+        data: For a language model: a text file, a table, or a folder of such files. For other models: a table.
         config: Settings of the programs; columns of the table.
         windows: How the text is read.
         advance: Shows progress.
 
     Returns:
-        Measures by name: `loss` and, by the kind of model, `perplexity`, `bits_per_byte`, `accuracy`, `f1_macro`, `f1`;
-        and the number of predicted `tokens` or `texts`.
+        {name: value}. The kind of model decides which of the measures `loss`, `perplexity`, `bits_per_byte`,
+        `accuracy`, `f1_macro`, `f1`, `mrr` and of the counts `tokens`, `texts`, `words`, `cut` it has.
 
     Raises:
         ConfigError: The file does not fit the model.
@@ -372,7 +372,7 @@ def _sentences(
 def _encoder(
     opened: OpenedModel, config: InferenceConfig, windows: Windows, output: str = "logits", **how: Any
 ) -> Encoder:
-    """Return an Encoder of the model. Tile sizes of batch and seq are dropped: bins are these tiles."""
+    """Return an Encoder of the model. Tile sizes of batch and seq are dropped: for an Encoder, each bin is a tile."""
     tiles = {axis: size for axis, size in config.bound["tiles"].items() if axis not in ("batch", "seq")}
     return Encoder(
         opened.model, output, tiles=tiles, precision=config.values.precision,

@@ -78,7 +78,7 @@ def _evaluated(
     row = Request(ids, config.sample.tokens, settings, (config.seed, 0)).new_row()
     while len(row.tokens) < row.limit and not stop:
         window = row.tokens[-seq:]
-        padded = np.zeros((batch, seq), np.int64)  # right of the window is padding, which a causal model ignores
+        padded = np.zeros((batch, seq), np.int64)  # after the window comes padding, which a causal model ignores
         padded[0, : len(window)] = window
         _, logits = trainer.evaluate({"input_ids": padded}, return_logits=True)
         token = drawn(logits[0, len(window) - 1, :vocab], np.array(settings), float(row.draws[len(row.tokens)]))

@@ -97,7 +97,7 @@ class Options:
 
     @property
     def settings(self) -> tuple[float, ...]:
-        """The settings of a row, in the order of tasks.sample.SETTINGS."""
+        """The sampling settings of a row of the decoder, in the order of tasks.sample.SETTINGS."""
         return tuple(float(getattr(self, name) or 0) for name in SETTINGS)
 
 

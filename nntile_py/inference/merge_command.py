@@ -1,4 +1,4 @@
-"""The command `nntile merge`: a model with adapters as a folder without, or the adapters alone as peft reads them."""
+"""`nntile merge`: save a model with its adapters merged into the weights, or only the adapters in peft's format."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def merge(folder: Path, out: Path, adapter: Path | None, adapter_only: bool) -> 
 
 
 def _save(model: Any, opened: OpenedModel, out: Path) -> None:
-    """Write weights, config.json, the tokenizer's files and the files that go along to a new folder."""
+    """Write weights, config.json, the tokenizer's files, and the files of `companions_of` to a new folder."""
     config = read_json(opened.folder / CONFIG, "a folder with config.json")
-    if "lora" in config:  # of a user's own model
+    if "lora" in config:  # a key in the config of a user's own model
         config["lora"] = None
     weights = {name: StoredArray(str(v.dtype), v.shape, partial(np.asarray, v)) for name, v in model.weights.items()}
     with new_folder(out) as inside:

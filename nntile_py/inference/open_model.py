@@ -76,15 +76,15 @@ def open_model(path: str | Path, fields: Mapping[str, Any] | None = None, *, tru
 
 
 def saved_adapters(folder: Path) -> dict[str, Any]:
-    """Return the field `lora` of the model that a run saved in a folder, for a model with another head; {} without it.
+    """Return {"lora": settings of the adapters in a folder} to open its model with another head; {} without adapters.
 
-    Modules that were trained as a whole are left out, since the other head may lack them."""
+    `modules_to_save` (modules trained as a whole) becomes empty, because a model with another head may lack them."""
     lora = _saved(folder)[2].get("lora")
     return {"lora": {**lora, "modules_to_save": []}} if isinstance(lora, dict) else {}
 
 
 def _saved(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the facts of a checkpoint, the run's config, and the config's section `model`; {} for what is missing."""
+    """Return the facts of a checkpoint, the run's config, and the config's section `model`; each {} if missing."""
     facts = read_facts(folder) if (folder / STATE).is_file() else {}
     config = facts.get("config") or _run_config(folder)
     saved = facts.get("model") or config.get("model")

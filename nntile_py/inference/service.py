@@ -59,8 +59,8 @@ class Job:
         request: The sequence in the engine.
         stream: Turns the new tokens into text.
         tell: Gets each part of the text.
-        echoed: Text of the prompt, which is the first part, with the log-probabilities of its tokens. None: no such
-            part.
+        echoed: Text of the prompt. The first part then repeats it, with the log-probabilities of its tokens. None: the
+            parts do not repeat the prompt.
     """
 
     request: Request
@@ -79,7 +79,7 @@ class Job:
             yield self._part(self.request.events.popleft())
 
     def _prompt(self, tokenizer: Tokenizer) -> list[ScoredToken]:
-        """Return the tokens of the prompt."""
+        """Return the tokens of the prompt with their log-probabilities."""
         assert self.request.row and self.request.row.prompt_logprobs is not None
         stream, offsets = TextStream(tokenizer, []), []
         for token in self.request.prompt:
@@ -89,7 +89,10 @@ class Job:
         return [ScoredToken(*row) for row in rows]
 
     def _part(self, event: Event) -> JobPart:
-        """Return the part that a new token adds. The token is in the part with its text, at the latest in the last."""
+        """Return the part that a new token adds.
+
+        The field `scored` lists a token in the part that has the token's text, at the latest in the last part.
+        """
         token, reason, logprobs = event
         before = len(self.echoed or "")
         if logprobs and reason != "stop":
@@ -131,7 +134,7 @@ class _Vectors:
 
     def end(self, result: tuple[np.ndarray[Any, Any], int] | BaseException) -> None:
         """Set the result of the future, or its error."""
-        with suppress(InvalidStateError):  # it was cancelled
+        with suppress(InvalidStateError):  # the caller has cancelled the future
             if isinstance(result, BaseException):
                 self.future.set_exception(result)
             else:
@@ -143,11 +146,11 @@ class Service:
 
     Args:
         opened: The model with its tokenizer.
-        precision: As of Generator.
+        precision: See Generator.
         batch: Largest number of texts that are continued at once.
         max_length: Largest number of tokens of a prompt with its continuation. Default: the model's positions, at most
             2048.
-        cache: Bytes of the cache, as of Generator.
+        cache: Bytes of the cache, see Generator.
         queue: Largest number of texts, and of requests for vectors, that wait.
 
     Raises:
@@ -253,7 +256,7 @@ class Service:
             if not work.future.done():  # else the caller has cancelled it
                 self._encoder = self._encoder or _encoder(self.opened, self._precision)
                 work.add(self._encoder, self.tokenizer)
-        except Exception as error:  # the caller gets it from the future
+        except Exception as error:  # the future passes the error to the caller
             work.end(error)
         if work.future.done():
             self._embedding.discard(work)

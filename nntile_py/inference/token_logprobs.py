@@ -27,6 +27,6 @@ class TokenLogProbs:
 
     @classmethod
     def of_ranks(cls, values: np.ndarray[Any, Any], ids: np.ndarray[Any, Any], most: int) -> Self:
-        """Return the result of TopLogProbs for a position, with at most `most` of the most probable tokens."""
+        """Convert a row of TopLogProbs: first the token itself, then the most probable tokens, of which `most` stay."""
         pairs = list(zip(ids[: most + 1].tolist(), values[: most + 1].tolist(), strict=True))
         return cls(*pairs[0], tuple(pairs[1:]))

@@ -1,4 +1,4 @@
-"""TokenScorer: log-likelihoods of tokens under a causal model, computed where the logits are."""
+"""TokenScorer: log-likelihoods of tokens under a causal model. Workers compute them, so logits are never copied."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ py::capsule dlpack(const at::Tensor& tensor) {
   });
 }
 
-// The last owner need not hold the GIL.
+// Moves a Python object into a shared pointer. Its last owner need not hold the GIL.
 template <class Object>
 std::shared_ptr<Object> held(Object object) {
   return {new Object(std::move(object)), [](Object* owned) {
@@ -96,7 +96,8 @@ using LaunchList = std::vector<std::tuple<py::bytes, std::string, unsigned, unsi
 
 // Bodies of a task:
 // [(kernel, name, places of its tiles, ints, first float, accumulates, launches of each way, scratch bytes,
-//   [(kind, value)], key of the choice, in Python or None, [(number of a tile, axis, which float says its size)])].
+//   [(kind, value)], key of the choice, spec of a Python kernel or None,
+//   [(number of a tile, axis, position of its filled size in the floats)])].
 using BodyList =
     std::vector<std::tuple<std::string, std::string, std::vector<int>, std::vector<int64_t>, size_t, uint64_t,
                            std::vector<LaunchList>, int64_t, std::vector<std::pair<int, int64_t>>, std::string,
@@ -195,7 +196,7 @@ PYBIND11_MODULE(_core, m) {
     use_transport(transport ? static_cast<const Transport*>(transport->get_pointer()) : nullptr, most);
   }, py::arg("transport"), py::arg("most") = 0);
   m.def("post", [](std::shared_ptr<Tile> tile, int peer, int64_t tag, int priority, bool sends, std::string name) {
-    const auto run = profile::begin_run();  // each counts as a program
+    const auto run = profile::begin_run();  // in a profile, each message counts as a program
     post({std::move(tile), peer, tag, priority, sends, std::move(name)}, run);
     return run;
   }, py::arg("tile"), py::arg("peer"), py::arg("tag"), py::arg("priority"), py::arg("sends"), py::arg("name"), release());

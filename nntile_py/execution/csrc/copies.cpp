@@ -1,4 +1,4 @@
-// Copies of tiles for checkpoints: one task per tile, between the tasks of two steps.
+// Copies of tiles to main memory, for checkpoints and for outputs of forward passes: one task per tile.
 #include <cstring>
 #include <map>
 

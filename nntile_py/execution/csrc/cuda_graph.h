@@ -27,7 +27,7 @@ class Captured {
   Captured(Program& program, std::vector<std::shared_ptr<Tile>> weights, std::vector<std::shared_ptr<Tile>> tiles,
            std::vector<int> modes, size_t own, std::vector<int> changing, bool measures);
   Captured(const Captured&) = delete;
-  void drop();  // deletes it; never deleted if tasks in flight cannot be waited for
+  void drop();  // deletes this object; if tasks in flight cannot be waited for, it is never deleted
 
   // Keeps the weights on the device from now on. False: all such weights and the memory of graphs would exceed `most`
   // bytes.
@@ -66,9 +66,9 @@ class Captured {
   std::atomic<size_t> missing_{0};  // weights in transfer
   std::vector<void*> addresses_;    // of the weights
   std::map<std::vector<double>, Graph> graphs_;  // by unchanging slots; only the worker uses it
-  Choices choices_;  // by measurement of the graph; only the worker uses it
+  Choices choices_;  // measured in the graph; only the worker uses them
   std::pair<unsigned long long, unsigned long long> pool_;  // ATen's memory pool, shared by all graphs
-  bool pool_held_ = false;  // by a graph that is not in graphs_
+  bool pool_held_ = false;  // a graph that is not in graphs_ keeps the pool alive
   std::atomic<size_t> made_{0};
   mutable std::mutex mutex_;
   std::string broken_;

@@ -38,7 +38,7 @@ constexpr float kTimed = 2;          // ms of launches per timing of a graph
 constexpr int kMostTimed = 5;        // maximum number of these launches
 constexpr float kGain = 0.998f;      // a candidate must be below this fraction of the time
 
-std::vector<Captured*> holding;  // only the main thread uses it, holds and the held bytes
+std::vector<Captured*> holding;  // programs that keep weights on the device; used only by the main thread, as holds_
 size_t held_bytes = 0;
 
 unsigned device_node() {
@@ -73,7 +73,7 @@ void Captured::drop() {
       let_go();
       sleep_if_idle();
     }
-  } catch (...) {  // within a task, stuck, or interrupted
+  } catch (...) {  // cannot wait: within a task, with a stuck runtime, or after an interrupt
     return;
   }
   delete this;
@@ -192,7 +192,7 @@ void Captured::on_worker(const std::vector<double>& slots, void** buffers, c10::
         graph.addresses = std::move(addresses);
         return launch(graph, slots);
       } catch (const std::exception& error) {
-        // If not ended, ATen's allocators may query this capture for ever.
+        // The graph is never deleted: ATen's allocators may go on querying a capture that did not end.
         [[maybe_unused]] const auto* kept = graph.graph.release();
         const auto* own = dynamic_cast<const c10::Error*>(&error);
         const std::lock_guard lock(mutex_);
@@ -216,7 +216,7 @@ void Captured::launch(Graph& graph, const std::vector<double>& slots) {
 
 // ATen's allocator gives a graph private memory for the lifetime of the graph.
 void Captured::capture(Graph& graph, const std::vector<double>& slots, void** buffers, c10::Device device) {
-  if (graph.graph) C10_CUDA_CHECK(cudaStreamSynchronize(task_stream()));  // it may be running
+  if (graph.graph) C10_CUDA_CHECK(cudaStreamSynchronize(task_stream()));  // the old graph may be running
   graph.graph.reset();
   const auto there = [](const auto& one) { return one.second.graph != nullptr; };
   if (!pool_held_ && std::none_of(graphs_.begin(), graphs_.end(), there))
@@ -238,7 +238,7 @@ void Captured::capture(Graph& graph, const std::vector<double>& slots, void** bu
   changing = nullptr;
   try {
     made.capture_end();
-  } catch (...) {  // a failure or an operation that cannot be captured invalidated it
+  } catch (...) {  // a failure, or an operation that cannot be captured, invalidated the capture
     if (!error) error = std::current_exception();
     try {
       c10::cuda::CUDACachingAllocator::endAllocateToPool(device.index(), pool_);
@@ -264,9 +264,9 @@ float Captured::milliseconds(Graph& graph) {
   return least_ms(run(count)) / static_cast<float>(count);
 }
 
-// Measures each open choice in turn, with the others fixed. Choices between kernels, whose file sorts last, come first,
-// as they determine the products for which cuBLASLt chooses an algorithm. The last pass uses all choices, since choices
-// that another process stored meanwhile may not have run here before.
+// Measures the open choices one after the other, with all other choices fixed. Choices between kernels, whose file
+// sorts last, come first: they determine the products for which cuBLASLt chooses an algorithm. The last pass uses all
+// choices, because choices that another process stored meanwhile may not have run here before.
 void Captured::choose(const std::vector<double>& slots, void** buffers, c10::Device device) {
   const auto open = [](const auto& one) { return one.second.open && one.second.used; };
   if (std::none_of(choices_.begin(), choices_.end(), open)) return;
@@ -315,7 +315,7 @@ void Captured::choose(const std::vector<double>& slots, void** buffers, c10::Dev
   c10::cuda::CUDACachingAllocator::emptyCache();
 }
 
-// Returns the changing slots of a part: of the floats from its first float to the next part's.
+// Returns the changing slots among a part's floats, which end where the floats of the next part begin.
 Changing::Slots Captured::changing_of(const TaskRecord& record, const TaskBody& body) const {
   size_t end = record.floats.size();
   for (const auto& other : record.bodies)

@@ -16,10 +16,11 @@ namespace {
 constexpr int64_t NONE = std::numeric_limits<int64_t>::max();
 constexpr int TASK_BITS = 24, BODY_BITS = 12;
 
-std::atomic<int64_t> g_first{NONE};       // smallest key of such a task on CPU workers
-std::array<at::Tensor, 64> g_of_devices;  // smallest key of such a task on each device, in device memory
+// Smallest key of a task that wrote a value that is not finite: on CPU workers, and on each device (in device memory).
+std::atomic<int64_t> g_first{NONE};
+std::array<at::Tensor, 64> g_of_devices;
 
-// Returns a number for part `body` of a task: a smaller number was submitted earlier.
+// Returns the key of part `body` of a task. Parts submitted earlier have smaller keys.
 int64_t key(const TaskInstance& instance, size_t body) {
   const auto run = static_cast<int64_t>(instance.run);
   return (run << TASK_BITS | instance.record->number) << BODY_BITS | static_cast<int64_t>(body);

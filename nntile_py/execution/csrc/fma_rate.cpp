@@ -1,4 +1,4 @@
-// The most flop that a CPU core computes: fused multiply-adds on values that stay in registers.
+// Load for measuring the peak flop/s of a CPU core: fused multiply-adds on values that stay in registers.
 #include <ATen/cpu/vec/vec.h>
 
 #include <array>

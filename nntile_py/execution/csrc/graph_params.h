@@ -1,4 +1,4 @@
-// Kernels of a CUDA graph whose arguments change from run to run, such as the seed of dropout, and tables that do not.
+// For CUDA graphs: kernel arguments that change from run to run, such as the seed of dropout, and constant tables.
 #pragma once
 #include <cuda.h>
 
@@ -29,7 +29,7 @@ class Changing {
   void add(const Launch& launch, const Parameter* parameters, CUstream stream);
   // Copies integers to the device and returns their address there, which is valid for the lifetime of this object.
   void* constant(const std::vector<int64_t>& words);
-  // Called when the graph is complete; the graph must outlive this.
+  // Called when the graph is complete. The graph must outlive this object.
   void finish();
   // Sets the numbers for the next launches.
   void set(CUgraphExec graph, const std::vector<double>& slots);
@@ -37,7 +37,7 @@ class Changing {
  private:
   struct Number {
     size_t parameter;
-    bool whole;  // int64; else fp32
+    bool whole;  // true: int64; false: fp32
     size_t slot;
     double now;
   };
@@ -53,6 +53,6 @@ class Changing {
   std::vector<std::shared_ptr<void>> constants_;
 };
 
-inline thread_local Changing* changing = nullptr;  // of the graph in capture on this worker
+inline thread_local Changing* changing = nullptr;  // of the graph that this worker captures now; null: no capture
 
 }  // namespace nntile

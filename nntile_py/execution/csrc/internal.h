@@ -47,7 +47,7 @@ void require_running();
 void require(const Tile& tile);
 void require_main_thread();  // throws within a task: a task that waits for all tasks would wait for itself
 void forget_tiles();         // at the end of the runtime: every tile loses its handle
-size_t smallest_waiting(unsigned node);  // bytes of the smallest tile that waits for memory there; 0: none
+size_t smallest_waiting(unsigned node);  // bytes of the smallest tile that waits for memory on the node; 0: none
 
 // Counters of a bus since the start of the process.
 struct Transfers {
@@ -75,8 +75,8 @@ void wake();
 void sleep_if_idle();
 void share_workers();  // from now on, idle workers do not sleep: tasks of other users of StarPU may come
 
-// Announcements wake the thread in wait_for at once. Otherwise it would look again and again, on a core of a CPU worker: 110
-// looks for each token of a text took 2.4 ms of 33 ms.
+// Announcements wake the thread in wait_for at once. Without them the thread would poll, on a core of a CPU worker: 110
+// polls for each token of a text took 2.4 ms of 33 ms.
 void announce();  // a condition that wait_for waits for may have become true
 uint64_t announcements();
 void await_announcement(uint64_t seen, std::chrono::nanoseconds most);  // returns at once after more than `seen`
@@ -89,8 +89,8 @@ void wait_until(Done done, bool announced = false) {
   Watchdog watchdog;
   const auto begun = clock::now();
   auto next = begun;
-  // The shortest sleep takes about 70 us, a fifth of a short forward pass. GPU workers leave cores free for polling; if
-  // CPU workers use all cores, five polls per ms take 8 % of a core, and an announcement is awaited.
+  // The shortest sleep takes about 70 us, a fifth of a short forward pass. GPU workers leave cores free for polling. If
+  // CPU workers use all cores, five polls per ms would take 8 % of a core, so an announcement is awaited if possible.
   const bool free = g.cuda && !g.cpus;
   const clock::duration least = std::chrono::microseconds(20), most = std::chrono::microseconds(free ? 200 : 1000);
   const auto asleep = next + std::chrono::milliseconds(free ? 1 : 0);

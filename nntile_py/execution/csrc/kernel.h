@@ -18,7 +18,7 @@ struct _starpu_data_state;
 
 namespace nntile {
 
-// Combination of two partial results of a tile; for all monoids a tile of zeros is empty.
+// Combination of two partial results of a tile. For all monoids, a tile of zeros is the empty result.
 // sum: a + b; softmax: (..., [max, sumexp, weighted values...]); moments: (..., [count, mean, M2]).
 enum class Monoid : int { sum = 0, softmax = 1, moments = 2 };
 
@@ -144,7 +144,7 @@ struct TaskRecord {
 
 class Args {
  public:
-  // floats, buffers: those of the whole task, which may have several bodies
+  // floats, buffers: of the whole task, which may have several bodies
   Args(const TaskBody& body, const double* floats, void** buffers, c10::Device device)
       : body_(body), floats_(floats + body.first_float), buffers_(buffers), device_(device) {}
   // The filled part of a tile. On CPU workers it is contiguous at the beginning of the tile; on CUDA workers each row

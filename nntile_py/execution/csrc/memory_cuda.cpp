@@ -1,8 +1,8 @@
 // Memory of tiles with CUDA devices. On a device, tiles come from ATen's allocator, which splits and merges blocks of
 // any size; StarPU's own cache reuses buffers only for equal sizes. All uses of a tile's block are on one stream, or
-// wait for it (queue_cuda.cpp), so a freed block is really free. The queue does not know the workspaces of kernels, so
-// tiles must never share blocks with them: tiles have a stream key of their own. In main memory, StarPU pins each
-// buffer, which takes milliseconds. So freed buffers are kept, and reused for tiles of the same size.
+// wait for this stream (queue_cuda.cpp), so a freed block is really free. The queue does not know the workspaces of
+// kernels, so tiles must never share blocks with workspaces: tiles have a stream key of their own. In main memory,
+// StarPU pins each buffer, which takes milliseconds. So freed buffers are kept, and reused for tiles of the same size.
 #include <c10/cuda/CUDACachingAllocator.h>
 
 #include <array>
@@ -196,7 +196,7 @@ void reserve_for_tiles() {
     const auto device = static_cast<c10::DeviceIndex>(starpu_memory_node_get_devid(node));
     auto& reserved = g_reserved.at(static_cast<size_t>(device));
     const size_t bytes = starpu_memory_get_total(node);
-    reserved = largest_block(device) >= bytes;  // from an earlier runtime
+    reserved = largest_block(device) >= bytes;  // an earlier runtime has allocated the block
     if (reserved || !leaves_room(device, bytes)) continue;
     const c10::cuda::CUDAGuard guard(device);
     try {

@@ -29,14 +29,14 @@ bool is_there(starpu_data_handle_t handle, unsigned node) {
   return valid;
 }
 
-// Ready tasks with a plan for one worker.
+// The ready tasks that are planned for one worker.
 class Queue {
  public:
   void push(starpu_task* task, unsigned worker) {
     Waiting waiting{task, {}};
     const unsigned node = starpu_worker_get_memory_node(worker);
-    // Prefetch only to GPUs: a transfer to main memory may wait for free memory, and none is freed while this worker
-    // waits.
+    // Prefetch only to GPUs: a transfer to main memory may wait for free memory, and no memory is freed while this
+    // worker waits.
     if (starpu_get_prefetch_flag() && starpu_node_get_kind(node) == STARPU_CUDA_RAM) {
       for (unsigned k = 0; k < STARPU_TASK_GET_NBUFFERS(task); ++k) {
         const auto handle = STARPU_TASK_GET_HANDLE(task, k);
@@ -65,7 +65,7 @@ class Queue {
       const double now = starpu_timing_now();
       if (!idle_since_) idle_since_ = now;
       if (now < idle_since_ + kPatience) return nullptr;
-      chosen = tasks_.begin();  // with little memory, transfers may not have begun
+      chosen = tasks_.begin();  // do not wait longer: with little memory, transfers may not have begun
     }
     idle_since_ = 0;
     auto* task = chosen->second.task;

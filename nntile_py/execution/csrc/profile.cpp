@@ -181,7 +181,7 @@ void watch(starpu_task* task, uint32_t run, uint32_t index) {
 
 Passage passage(uint32_t run, uint32_t index, int peer, bool sends, int64_t tag, int64_t bytes) {
   const int64_t posted = run ? now() : 0;
-  if (run && light()) g_submitted.back().push_back(posted);  // position in the list
+  if (run && light()) g_submitted.back().push_back(posted);  // messages and tasks share the numbering by `index`
   return {run, index, peer, sends, tag, bytes, posted, 0};
 }
 

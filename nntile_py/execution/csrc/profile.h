@@ -2,8 +2,8 @@
 //
 // A full profile uses StarPU's task profiling: 1 to 1.4 us per task, two thirds of it in StarPU, which allocates a
 // record per task and reads the clock about fifteen times. In a light profile StarPU's profiling and callbacks stay
-// off, and only submission, start and end are recorded here. It is for CPU tasks that are short compared with that
-// cost.
+// off, and only submission, start and end are recorded here. A light profile is for CPU tasks so short that the cost of
+// a full profile would matter.
 #pragma once
 namespace pybind11 __attribute__((visibility("hidden"))) {
 class module_;
@@ -35,8 +35,8 @@ void note(Passage passage);  // records one end of a message, which has ended no
 // Prepares a task for submission: its times are recorded at its end, as task `index` of this replay.
 void watch(starpu_task* task, uint32_t run, uint32_t index);
 
-// Records its own lifetime as the running time of a task. Of::starpu: a task of StarPU itself, such as a reduction; its
-// run is 0. Of::program: a watched task; it is recorded here only in a light profile.
+// Records the lifetime of this object as the running time of a task. Of::starpu: a task of StarPU itself, such as a
+// reduction; its run is 0. Of::program: a watched task, which is recorded here only in a light profile.
 class Interval {
  public:
   enum class Of { starpu, program };

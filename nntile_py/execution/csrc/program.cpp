@@ -191,7 +191,7 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
   for (size_t k = 0; k < record.bodies.size(); ++k) {
     auto& body = record.bodies[k];
     body.tf32 = tf32_;
-    bool low = false;  // tiles of dtypes without CPU kernels
+    bool low = false;  // some tiles have a dtype without CPU kernels
     for (const int place : body.places) {
       body.tiles.push_back(record.tiles.at(static_cast<size_t>(place)).get());
       low |= at::isReducedFloatingType(body.tiles.back()->dtype) && !is_scaled(body.tiles.back()->dtype);

@@ -88,7 +88,7 @@ std::shared_ptr<Submitted> submit_python(const std::string& name, const std::vec
     task->execute_on_a_specific_worker = 1;
     task->workerid = static_cast<unsigned>(starpu_worker_get_by_type(kind, options.worker));
   }
-  submitted->run = profile::begin_run();  // each counts as a program
+  submitted->run = profile::begin_run();  // in a profile, each task counts as a program
   if (submitted->run) profile::watch(task, submitted->run, 0);
   submit(task, name);
   return submitted;

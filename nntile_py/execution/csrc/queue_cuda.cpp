@@ -103,7 +103,7 @@ class Queue {
   std::map<uintptr_t, Use> uses_;
 };
 
-// One per device that a runtime has used, for the lifetime of the process.
+// Returns the queue of a device: null until a runtime uses the device, then for the lifetime of the process.
 Queue*& of_device(int device) {
   static std::array<Queue*, STARPU_MAXCUDADEVS> queues{};
   return queues.at(static_cast<size_t>(device));
@@ -113,7 +113,7 @@ Queue& mine() { return *of_device(starpu_worker_get_devid(starpu_worker_get_id()
 
 template <class Wait>
 void at_both_ends(void* from, unsigned from_node, void* to, unsigned to_node, Wait wait) {
-  // Other readers do not matter: several devices may read the same source at about the same time.
+  // A copy need not wait for other readers of its source: several devices may read the source at the same time.
   for (const auto& [buffer, node, any] : {std::tuple{from, from_node, false}, std::tuple{to, to_node, true}})
     if (starpu_node_get_kind(node) == STARPU_CUDA_RAM)
       of_device(starpu_memory_node_get_devid(node))

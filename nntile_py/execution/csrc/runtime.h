@@ -68,7 +68,7 @@ class Submitted {
 
 struct Options {
   int priority = 0;
-  bool cpu = true, cuda = true;  // workers that may run it
+  bool cpu = true, cuda = true;  // kinds of workers that may run the task
   int worker = -1;               // the required worker, numbered within its kind; -1: any
   bool always = false;           // the task runs also after a failure, because it only moves data
 };
@@ -109,7 +109,7 @@ std::string waited_for(int peer = -1);
 void use_transport(const struct Transport* transport, int most);
 void reserve_for_tiles();      // allocates one block per device from which tiles are cut
 
-// Reads scalars after the tasks submitted before have written them.
+// Reads scalars after the tasks submitted so far have written them.
 class Fetch {
  public:
   explicit Fetch(const std::vector<std::shared_ptr<Tile>>& tiles);

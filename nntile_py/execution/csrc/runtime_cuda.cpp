@@ -68,7 +68,9 @@ CUtensorMap tensor_map(const std::array<int64_t, 6>& how, void* address, int64_t
 }
 
 void run_way(const TaskBody& body, const std::vector<Launch>& launches, const double* floats, void** buffers) {
-  c10::DataPtr scratch;  // returned to ATen's allocator at once, which reuses it only on this stream, in order
+  // Returned to ATen's allocator at the end of this function, before the kernels end: ATen reuses the memory only on
+  // this stream, after these kernels.
+  c10::DataPtr scratch;
   if (body.scratch) scratch = c10::cuda::CUDACachingAllocator::get()->allocate(static_cast<size_t>(body.scratch));
   const auto address = [&](const Launch::Argument& a) {
     return pointer(buffers[body.places[static_cast<size_t>(a.whole)]]);

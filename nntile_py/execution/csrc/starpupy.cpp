@@ -18,7 +18,7 @@ struct Layout {
   at::ScalarType dtype;
 };
 
-// Shapes and dtypes of the tiles that starpupy's tasks may take. Entries stay after their tiles: tasks may still run.
+// Shapes and dtypes of the tiles that starpupy's tasks may take. Entries outlive their tiles: tasks may still use them.
 std::map<starpu_data_handle_t, Layout> g_layouts;  // guarded by the GIL
 
 // Called by starpupy, with the GIL held, for each handle of a task that starpupy has not registered itself; see

@@ -75,7 +75,8 @@ starpu_codelet* reduction_codelet(Monoid monoid, at::ScalarType dtype, int64_t w
 starpu_data_interface_ops* tile_interface() {
   static starpu_data_interface_ops ops = [] {
     auto variable = starpu_interface_variable_ops;
-    // StarPU caches the buffers of freed tiles. It counts buffers on a disk as taken, and writes no tile to a full disk.
+    // By default StarPU caches the buffers of freed tiles. Cached buffers on a disk count as taken, and StarPU writes
+    // no tile to a full disk.
     variable.dontcache = 1;
     return variable;
   }();
@@ -268,9 +269,9 @@ void invalidate(const std::shared_ptr<Tile>& tile) {
 }
 
 void leave(const Tile& tile, bool only_read) {
-  // The copy to main memory only reads the tile: later readers do not wait for it, later writers do. StarPU would not
-  // order it after earlier readers. So an empty task with write access comes first: it waits for the readers, and the
-  // copy for it.
+  // The copy to main memory only reads the tile: later readers do not wait for the copy, later writers do. StarPU would
+  // not order the copy after earlier readers. So an empty task with write access comes first: this task waits for the
+  // readers, and the copy waits for this task.
   if (only_read) submit_barrier(tile);
   ++g.leaving;
   const auto release = [](void* handle) {
