@@ -33,8 +33,8 @@ from nntile_py.models.bert_parts import LayerNames
 from nntile_py.system.clock import clocked
 from nntile_py.tasks.cross_entropy import IGNORED
 
-VOCAB_STEP = 64  # the embedding table is filled up to a multiple of so many rows: tensor cores need aligned operands
-NEVER = -1e4  # bias of the rows that fill up the embedding table, which makes their probability 0
+VOCAB_STEP = 64  # the embedding table gets unused rows up to a multiple of this: tensor cores need aligned operands
+NEVER = -1e4  # bias of the embedding table's unused rows: makes their probability 0
 TURNS, PASSES = 3, 20  # measurements of kernel-by-kernel and graph launches; passes in a measurement
 
 

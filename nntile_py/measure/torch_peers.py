@@ -53,7 +53,7 @@ def trained(
 
     Args:
         loss_of: returns the loss of a micro-batch.
-        parts: micro-batches of a step; the step's loss is the mean of theirs.
+        parts: micro-batches of a step; the step's loss is the mean of the micro-batches' losses.
         autocast: run the forward pass under autocast.
     """
     how, dtype, parameters = config.optimizer, torch_dtype(config.precision), list(model.parameters())

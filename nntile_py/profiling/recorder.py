@@ -61,7 +61,9 @@ def run_passes(spec: StepSpec, steps: int, warmup: int) -> Trace:
 def _run(
     run: Callable[[int], Any], tasks: int, steps: int, warmup: int, update: TaskList | None = None
 ) -> Trace:  # fmt: skip
-    """Return the trace of `steps` steps. On CPU workers alone, if tasks are shorter than LIGHT_BELOW, it is light.
+    """Return the trace of `steps` steps.
+
+    The profile is light if tasks are shorter than LIGHT_BELOW and no worker is a GPU. Without a warm-up it is full.
 
     Args:
         run: runs a number of steps.
