@@ -42,7 +42,7 @@ def _power(x: E, p: float) -> E:
         raise NotSupported("a large whole exponent")
     if p < 1:
         return ex.exp(p * ex.log(x))
-    zero = _number(x > 0) + _number(x < 0)  # 0 or 1; the logarithm's derivative at 0 would be infinite
+    zero = _number(x > 0) + _number(x < 0)  # 0 if x = 0, where log has no finite derivative, else 1
     return ex.select(_true(zero), ex.exp(p * ex.log(ex.select(_true(zero), x, 1.0))), 0 * x)
 
 

@@ -49,7 +49,8 @@ def capacity(
     sets: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE",
+            "--set",
+            metavar="KEY=VALUE",
             help="Override a key of experiments/gpt2_124m.yaml, except the model's sizes. [default: train.seq=1024, "
             "4 sequences a GPU in one tile, tokenizer.vocab_size=50304]",
         ),
@@ -113,8 +114,14 @@ def _allowed(option: str, text: str, names: Collection[str]) -> list[str]:
 
 
 def tried(
-    names: Sequence[str], configs: dict[str, RunConfig], first: int, how: Measure, rounds: int, time_limit: float,
-    host_memory: float, budget: float,
+    names: Sequence[str],
+    configs: dict[str, RunConfig],
+    first: int,
+    how: Measure,
+    rounds: int,
+    time_limit: float,
+    host_memory: float,
+    budget: float,
 ) -> Iterator[dict[str, Any]]:
     """Try models with each contestant; yield a row of the result for each attempt.
 
@@ -124,7 +131,8 @@ def tried(
     too_slow: set[str] = set()  # contestants that did not answer in time
     end = time.monotonic() + (budget or math.inf)
     while turns := [
-        (name, model) for name in names
+        (name, model)
+        for name in names
         if name not in too_slow and (model := next_model([*configs], first, trains[name]))
     ]:
         for name, model in turns:
