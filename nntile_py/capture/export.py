@@ -86,7 +86,7 @@ class CapturedModule:
         return [node for node in self.graph.nodes if node in needed and node not in self.weights]
 
     def _host_steps(self, node: Node) -> list[Node]:
-        """Return the HOST nodes from which the value of a HOST node is computed, in order, itself last."""
+        """Return the HOST nodes from which the value of a HOST node is computed, in order; the node itself is last."""
         order = [one for one in self.graph.nodes if self.where.get(one) == HOST]
         needed = {node}
         for one in reversed(order):

@@ -1,4 +1,4 @@
-"""Calls without a rule: one ATen task each, with the axes along which entries do not depend on each other."""
+"""Calls without a rule: one ATen task each. Axes along which entries do not depend on each other may be cut."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class ScalarLoss(Op):
 
 
 class ScalarLossGrad(Op):
-    """dx = scale."""
+    """dx = scale: the gradient of ScalarLoss."""
 
     def __init__(self, out: Tensor) -> None:
         super().__init__([], [out])

@@ -127,7 +127,7 @@ def _true(mask: E) -> E:
 
 
 def broadcast_dims(find: AxisFinder, node: Node) -> list[Dim]:
-    """Make the dimensions of all tensors of a point-wise call the same axes, aligned at the last; return them."""
+    """Unite the axes of all tensors of a point-wise call, aligned at their last dimensions; return the dimensions."""
     shape = shape_of(node)
     result: list[Dim] = [()] * len(shape)
     for operand in node.all_input_nodes:

@@ -43,7 +43,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """Return gelu by tanh."""
+    """Return gelu in its approximation by tanh."""
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
@@ -67,7 +67,7 @@ def activation_kind(node: Node) -> str:
     return "gelu_new" if by_tanh else name
 
 
-# -- matching
+# -- matching: each function returns None if a node does not match
 
 
 def bare(node: Any) -> Any:

@@ -84,7 +84,9 @@ class AxisFinder:
     """The first pass: the dimensions of each node's value, and which axes a call reads under other names.
 
     Attributes:
-        renames: {(call, operand): pairs (axis, axis under whose name the call reads it)}.
+        fallback: the rule of calls that no other rule supports.
+        found: {node: dimensions of its value}; for several results a list of these.
+        renames: {(call, operand): pairs (axis of the operand, axis under whose name the call reads this axis)}.
         rules: the rule of each call.
     """
 

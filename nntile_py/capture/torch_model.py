@@ -91,7 +91,7 @@ class TorchModel:
 
     @property
     def captured_sizes(self) -> tuple[int, int] | None:
-        """The rows and positions of a batch for which the module is captured already."""
+        """The rows and positions of a batch for which the module is captured already; None: not captured yet."""
         return next(((batch, seq) for batch, seq, _ in self._captured), None)
 
     def params(self) -> list[Param]:

@@ -240,7 +240,7 @@ def measure_ranks(config: RunConfig, how: Measure, rounds: int, losses: int = 0)
 
 
 def point_with_peers(config: RunConfig, how: Measure, time_limit: float) -> dict[str, Any]:
-    """Return the metrics of a sweep's point with `measure.peers`: nntile_py's, and those of each peer with its name."""
+    """Return the metrics of a sweep's point with `measure.peers`. Keys of a peer's metrics begin with its name."""
     result = measure_in_turns(config, how, [OURS, *how.peers], how.repeats, time_limit=time_limit)
     ours = result[OURS]
     if "error" in ours:

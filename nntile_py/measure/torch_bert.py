@@ -113,7 +113,7 @@ def shares(config: RunConfig, arrays: Mapping[str, Array], world: int) -> list[A
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: Sequences, dropout: float) -> torch.Tensor:
-    """Return attention of q, k, v [tokens, heads, head_dim], or padded [rows, seq, heads, head_dim], in that shape."""
+    """Return attention of q, k, v [tokens, heads, head_dim], or padded [rows, seq, heads, head_dim], in their shape."""
     if of.offsets is None:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, of.mask, dropout).transpose(1, 2)
@@ -124,7 +124,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: Sequences, dro
     sizes = of.offsets, of.offsets, of.longest, of.longest
     if dropout:  # varlen_attn has no dropout
         return cast(torch.Tensor, torch.ops.aten._flash_attention_forward(q, k, v, *sizes, dropout, False, False)[0])
-    from torch.nn.attention.varlen import varlen_attn  # this import takes a second
+    from torch.nn.attention.varlen import varlen_attn  # takes a second: only where needed
 
     return cast(torch.Tensor, varlen_attn(q, k, v, *sizes))
 

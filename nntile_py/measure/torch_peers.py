@@ -92,7 +92,12 @@ def clip_gradients(parameters: Sequence[Any], limit: float) -> None:
 
 
 class CapturedCall:
-    """A call as one CUDA graph. Calling the object launches the graph, which overwrites `result` in place."""
+    """A call as one CUDA graph. Calling the object launches the graph, which overwrites `result` in place.
+
+    Args:
+        warm_up: runs before the capture; None: not needed.
+        pool: memory pool of another graph, if this graph reads that graph's results; None: a pool of its own.
+    """
 
     def __init__(self, call: Callable[[], Any], warm_up: Callable[[], Any] | None = None, pool: Any = None) -> None:
         if warm_up:  # compiles, chooses kernels and allocates workspaces before the capture

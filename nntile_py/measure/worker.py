@@ -140,7 +140,7 @@ class Session:
         self.config = self.config.model_copy(update={"runtime": runtime})
 
     def times(self, repeats: int, steps: int) -> dict[str, Any]:
-        """Time the run `repeats` times, each time over `steps` steps; return the metrics that all contestants have."""
+        """Time the run `repeats` times, each time over `steps` steps; return its metrics, with flop/s if known."""
         assert self.run
         with Load() as load:
             times = clocked(self.run, repeats, steps)

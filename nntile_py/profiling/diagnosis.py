@@ -9,7 +9,7 @@ from typing import Any
 from nntile_py.system.load import BUSY, is_busy
 from nntile_py.tiles.placement import GOOD
 
-# Thresholds of the rules. A rule applies if the share is at least as large; for LOW, if it is smaller.
+# Thresholds of the rules. A rule applies if the share reaches the threshold; for LOW, if the share is below it.
 IDLE = 0.15  # idle share of the workers' time
 MOVING = 0.10  # share of the workers' time spent waiting for data, or for another rank
 OVERHEAD = 0.05  # the runtime's share of the workers' time

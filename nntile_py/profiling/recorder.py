@@ -148,7 +148,7 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
             first[id(tasks)] = len(infos)
             infos.extend(_info(task, tasks is update, numbers) for task in tasks.tasks)
         offsets.append(first[id(tasks)])
-        between = all(isinstance(task, MessageTask) for task in tasks.tasks)  # messages between two lists
+        between = all(isinstance(task, MessageTask) for task in tasks.tasks)  # messages between two lists: of no step
         steps.append(0 if between else step)
         step += int(not between if update is None else tasks is update)
     infos.append(TaskInfo("", REDUCTION, "", REDUCTION, "", 0.0, 0))
