@@ -24,11 +24,11 @@ from typing import Any
 SIDES = "ours", "eager", "compile"
 WARM, STEPS = 2, 5
 Step = Callable[[], Callable[[], float]]  # starts a step; its result waits for the loss
-Run = tuple[Step, Callable[[], None]]  # a step, and the end
+Run = tuple[Step, Callable[[], None]]  # starts a step; ends the run
 
 
 def text(name: str, config: Any, rows: int, seq: int, target: int | None = None) -> Any:
-    """Return a model with random weights and a batch."""
+    """Return a model with random weights, a batch, and None: the model itself computes the loss."""
     import torch
     import transformers
 
@@ -78,7 +78,7 @@ def on_gpu() -> dict[str, Callable[[], Any]]:
 
 
 def measure(name: str, side: str, cores: int, gpu: bool) -> dict[str, Any]:
-    """Return the milliseconds of a step in a row of steps, the loss of the last, and the seconds to the first."""
+    """Return the mean milliseconds of STEPS steps, the loss of the last, and the seconds to the end of the first."""
     import torch
 
     torch.manual_seed(0)

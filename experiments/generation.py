@@ -183,7 +183,7 @@ def _torch(o: argparse.Namespace, batch: int) -> dict[str, Any]:
         place.add_(1)
 
     def captured() -> Callable[[], None]:
-        """Return `advance` as a CUDA graph."""
+        """Return `advance` as a CUDA graph; on CPUs `advance` itself."""
         if not o.cuda:
             return advance
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -202,7 +202,7 @@ def _torch(o: argparse.Namespace, batch: int) -> dict[str, Any]:
         yield int(token[-1])
         for number in range(1, count):
             replay()
-            if not o.cuda or number % RING == 0:  # as ours reads tokens
+            if not o.cuda or number % RING == 0:  # nntile_py also reads RING tokens together
                 for _ in range(RING if o.cuda else 1):
                     yield int(token[-1])
 
@@ -212,7 +212,7 @@ def _torch(o: argparse.Namespace, batch: int) -> dict[str, Any]:
 
 
 def _static_cache(o: argparse.Namespace, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a pass over new tokens of a model of the config's sizes, and its weights and cache."""
+    """Return a function that computes the next tokens by a model of the config's sizes, and its weights and caches."""
     import torch
     import torch.nn.functional as F
 
@@ -291,10 +291,10 @@ def _transformers(o: argparse.Namespace, batch: int) -> dict[str, Any]:
 
     run(5)
     first, clock = [run(1) for _ in range(FIRST)], Clock()
-    if batch > 1:  # a streamer takes one text: the mean of the tokens after the first
+    if batch > 1:  # a streamer takes one text only: return the mean time of all tokens after the first
         return {"first": first, "steps": [(run(o.tokens) - _median(first)) / (o.tokens - 1)]}
     run(o.tokens, clock)
-    return {"first": first, "steps": _steps(clock.times[1:])}  # the first entry is the prompt
+    return {"first": first, "steps": _steps(clock.times[1:])}  # the first call of `put` gets the prompt
 
 
 def _llama_cpp(o: argparse.Namespace, batch: int) -> dict[str, Any]:

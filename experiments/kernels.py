@@ -229,7 +229,7 @@ def other_cuts(task: Task) -> list[BlockSizes]:
 
 
 def compiled(job: tuple[list[Task], BlockSizes | None]) -> Compiled | str:
-    """Compile the tasks of a job, with the job's block sizes if it has any; return the reason if that is impossible."""
+    """Compile a job: tasks, and block sizes for them (None: the usual). Return a text if a task cannot be compiled."""
     from nntile_py.tasks.generated_triton import in_cut
 
     tasks, cut = job
@@ -321,9 +321,7 @@ class Clock:
 
         def run(_: Any = values) -> None:
             stream = ctypes.c_void_p(self.torch.cuda.current_stream().cuda_stream)
-            self._need(
-                self.driver.cuLaunchKernel(function, *sizes, 32 * warps, 1, 1, shared, stream, pointers, None)
-            )
+            self._need(self.driver.cuLaunchKernel(function, *sizes, 32 * warps, 1, 1, shared, stream, pointers, None))
 
         return run
 

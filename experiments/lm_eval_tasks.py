@@ -56,7 +56,7 @@ def write_tasks(folder: Path) -> None:
 
 
 def run(side: str, folder: Path, limit: int) -> tuple[dict[str, float], float]:
-    """Return {task: metric} and the seconds of a side."""
+    """Run lm_eval with a model, `nntile` or `hf`; return {task: metric} and the seconds of the run."""
     model = str(real.ROOT / "smollm2")
     commands = {
         "nntile": ["nntile_py.cli", "lm-eval", "run", "--model", "nntile", "--model_args", f"path={model}"],

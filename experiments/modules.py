@@ -55,7 +55,7 @@ class GPT(nn.Module):
 
 
 def next_token(module: nn.Module, rows: int, seq: int, vocab: int) -> Made:
-    """Return the module with weights of standard deviation 0.02, random tokens, and the loss of the next token."""
+    """Return the module with random weights, a batch of random tokens, and the function of the next-token loss."""
 
     def loss(output: torch.Tensor, inputs: Any) -> torch.Tensor:
         return functional.cross_entropy(output.float(), inputs["labels"].view(-1))
@@ -139,7 +139,7 @@ class Qwen(nn.Module):
 
 
 def qwen(rows: int = 4, seq: int = 1024, sizes: tuple[int, ...] = (28, 1536, 12, 2, 8960, 151936)) -> Made:
-    """Return a Qwen of `sizes` (layers, width, heads, key heads, feed-forward width, vocabulary); the 1.5B one."""
+    """Return a Qwen of `sizes`: layers, width, heads, key heads, feed-forward width, vocabulary. Default: 1.5B."""
     return next_token(Qwen(*sizes), rows, seq, sizes[-1])
 
 

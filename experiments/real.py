@@ -188,7 +188,9 @@ def theirs(work: str, folder: Path) -> dict[str, Any]:
 
 
 def check_adapters(folder: Path) -> str:
-    """Compare our adapters, which `nntile merge` writes and peft reads, with ours in nntile_py and with peft's own."""
+    """Compare logits of nntile_py's adapter in nntile_py and in peft, and of the adapter trained by peft.
+
+    Returns the differences as text. Raises AssertionError if they are too large."""
     from peft import PeftModel
 
     out = folder / "merged"
@@ -217,7 +219,7 @@ def check_adapters(folder: Path) -> str:
 
 
 def compare(work: str, rounds: int) -> None:
-    """Run both sides in turns, print a table, and raise an error if they differ."""
+    """Run both sides alternately, print a table, and raise an error if their losses or accuracies differ."""
     folder = ROOT / f"{work}-work"
     prepare(work, folder)
     sides: dict[str, list[dict[str, Any]]] = {"nntile_py": [], "transformers": []}

@@ -84,7 +84,7 @@ def main() -> None:
     parts = [",".join(map(str, part)) for part in (mine[:half], mine[-half:])]
     both = [Installation(folder, o, cores) for folder, cores in zip((o.before, o.after), parts, strict=True)]
     for one in both:
-        one.answer()  # waits until the process has started its workload
+        one.answer()  # the first answer: the process has started its workload
     for turn in range(o.rounds):
         for one in both[:: 1 if turn % 2 == 0 else -1]:
             one.turn(o.steps)

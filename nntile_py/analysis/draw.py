@@ -4,7 +4,7 @@ Operators are ellipses, marked by class (contraction, normalization, element-wis
 boxes, weights cylinders, inputs parallelograms. Nodes show flop and bytes. The width of an edge shows its bytes. Each
 of forward pass, backward pass and update has a box. A tensor that another pass reads is drawn in both boxes, so that no
 edge crosses the picture. Equal layers are drawn once. A whole model is drawn as an overview of operators.
-Of its tasks, a large picture shows one layer only; its title says so.
+If a picture of a whole model's tasks would be too large, it shows only layer 0; its title says so.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _drawn(
     lines, number = [*dot.HEAD, f"label={dot.quote(about)} labelloc=t fontsize=16"], 0
     used: dict[str, None] = {}
     for part in parts:
-        # A graph without a backward pass does not store the inputs of activations.
+        # For the phase `forward`, the graph has no backward pass: activations then store no inputs for it.
         only: Phase = "forward" if phase == "forward" else "all"
         other = (before or Fusion.of(False)) if part == "before" else None
         drawing: LogicalDrawing | TaskDrawing

@@ -47,9 +47,9 @@ class PlanRow:
     """Operators of one kind and phase: their number, and sums over them.
 
     Attributes:
-        tiles: of the operators' outputs.
-        bytes: that the tasks read and write.
-        seconds: of the tasks, one after the other.
+        tiles: number of tiles of the operators' outputs.
+        bytes: bytes that the tasks read and write.
+        seconds: seconds of the tasks, one after the other.
         kernels: number of tasks by kernel.
     """
 
@@ -67,8 +67,8 @@ class PlannedTilings:
     """The tiling that `tiles: auto` has chosen, and the estimates of all tilings of the search.
 
     Attributes:
-        kept: the tiling.
-        searched: None if there is only one worker.
+        kept: the chosen tiling.
+        searched: the search with its estimates; None if there is only one worker.
     """
 
     kept: KeptTiling
@@ -109,7 +109,7 @@ class Plan:
         workers: text on the workers and their rates.
         digest: hash of the task list of the first micro-batch.
         torch_calls: {operator of PyTorch that has no kernel here: share of the tasks' time}.
-        axes: of the parameters and inputs, by name.
+        axes: {name: axis} of the parameters and inputs.
         captured: the model is a PyTorch module, whose axes got their names from the capture.
         rows: sums over operators, by phase and kind of operator.
         candidates: {number of micro-batches: estimates of `recompute: auto`}.
@@ -237,13 +237,13 @@ def micro_batches(spec: StepSpec) -> dict[int, list[StepEstimate]]:
 
 
 def summarise(step: Step, *, config: RunConfig) -> Plan:
-    """Return the plan of a training step, whose task lists are known."""
+    """Return the plan of a training step whose task lists are built."""
     repeats = config.train.grad_accumulation
     parts: list[tuple[Lowering, int]] = [(step.first, 1), (step.update, 1)]
     if step.more:
         parts.insert(1, (step.more, repeats - 1))
     kinds: dict[str, tuple[str, str]] = {}
-    calls: dict[str, str] = {}  # {operator: what it calls of PyTorch}
+    calls: dict[str, str] = {}  # {operator: PyTorch's operator that it calls, or ""}
     torch_calls: dict[str, float] = defaultdict(float)  # seconds
     rows: dict[tuple[str, str], PlanRow] = {}
     for graph, lowering in ((step.graph, step.first), (step.update_graph, step.update)):

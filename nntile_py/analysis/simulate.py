@@ -38,7 +38,7 @@ class SimulatedList:
         messages: messages sent to other nodes.
         cards: time in which each network card sends.
         thread: busy time of the thread that sends and receives messages.
-        computed: time from `start` to the end of the last task, if sums over nodes are not counted.
+        computed: time from `start` to the end of the last task that is not part of a sum over nodes.
         sending: time from the first message to the end.
         last: the tile whose sum ended last.
     """

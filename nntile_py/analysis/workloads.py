@@ -95,9 +95,10 @@ def preset(work: str, overrides: Sequence[str]) -> RunConfig:
     from nntile_py.schema import read_yaml
 
     file, own = PRESETS[work]
+    # The default is one CPU worker: a layer whose tensors are not cut into tiles keeps one worker busy.
     where = [] if any(item.startswith(("runtime.", "scheduler=")) for item in overrides) else ["runtime.cpus=1"]
     tree = read_yaml(installed("experiments") / file, "CONFIG", RunConfig)
-    return resolve(tree, [*own, *where, *overrides], f"--work {work}")  # an uncut layer keeps one worker busy
+    return resolve(tree, [*own, *where, *overrides], f"--work {work}")
 
 
 def work_title(config: RunConfig, work: str) -> str:
@@ -326,7 +327,7 @@ def _mha(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
 def _one_layer(c: RunConfig, kind: type[TransformerEncoderConfig]) -> TransformerEncoder:
     """Return a model of one layer with the config's sizes.
 
-    It has the config's own layer if that is of `kind`. For other models it has a layer of `kind` with ReLU."""
+    If the config's own layer is of `kind`, the model has this layer, else a layer of `kind` with ReLU."""
     if isinstance(c.model, kind):
         return TransformerEncoder(c.model.model_copy(update={"layers": 1}))
     names = {"embed", "heads", "ffn", "dropout", "attention_dropout", "attention", "layer_norm_eps"}

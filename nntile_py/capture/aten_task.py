@@ -1,6 +1,7 @@
-"""A call of an ATen operator as one task on whole tensors; its gradient is computed by torch.autograd in a task.
+"""Runs a call of an ATen operator as one task on whole tensors; another task computes the gradients.
 
-Axes along which the operator treats each entry alone, such as the batch of a convolution, may be cut into tiles.
+Axes along which entries do not depend on each other, such as the batch of a convolution, may be cut into tiles: each
+tile then has a task.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ def as_torch(tile: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Return a tile with torch's dimensions."""
     order = [k for dim in layout for k in dim]
     shape = [functools.reduce(lambda n, k: n * tile.shape[k], dim, 1) for dim in layout]
-    return (tile.permute(order) if order else tile).reshape(shape)  # of one element: an axis that no dimension has
+    return (tile.permute(order) if order else tile).reshape(shape)  # no order: a tile of one element
 
 
 def store(value: torch.Tensor, tile: torch.Tensor, layout: Layout, add: bool = False) -> None:
-    """Write a result to a tile, or add it."""
+    """Write a result to a tile; with `add`, add the result to the tile."""
     order = [k for dim in layout for k in dim]
     view = tile.permute(order) if order else tile
     value = value.reshape(view.shape)
@@ -36,7 +37,7 @@ def store(value: torch.Tensor, tile: torch.Tensor, layout: Layout, add: bool = F
 
 
 def _task(name: str, modes: dict[str, str], function: Function) -> PythonTask:
-    """Return a task for a function of a list of tiles, in the order of `modes`."""
+    """Return a task that calls `function` with the list of its tiles. modes: {tile: access mode}, in this order."""
 
     def run(**tiles: torch.Tensor) -> None:
         function([tiles[one] for one in modes])
@@ -54,10 +55,10 @@ class AtenCall(Op):
     Args:
         label: text that identifies the function and its constants.
         function: takes torch tensors, returns a tensor or a tuple.
-        layouts: how the tiles of the inputs, then of the outputs, are seen as torch tensors.
+        layouts: the Layout of the tiles of each input, then of each output.
         alone: axes along which entries do not depend on each other; only these may be cut.
-        backward: backward(inputs, gradients of the outputs, numbers of the wanted inputs) returns their gradients;
-            None: torch.autograd computes the function again and differentiates it.
+        backward: backward(inputs, gradients of the outputs, numbers of inputs) returns the gradients of these inputs.
+            None: a task calls the function again, and torch.autograd differentiates it.
         products: floating point operations in convolutions and other products.
     """
 
@@ -100,9 +101,9 @@ class AtenCall(Op):
         return result
 
     def _gradient_parts(self, wanted: list[int]) -> list[list[int]]:
-        """Return the inputs whose gradients one task computes.
+        """Return lists of input numbers; one task computes the gradients of all inputs in a list.
 
-        A known gradient takes two tasks, as earlier layers wait for the gradients of activations alone.
+        With `backward`, parameters have a list of their own, as earlier layers wait only for gradients of activations.
         """
         params = [k for k in wanted if self.inputs[k].kind == "param"]
         others = [k for k in wanted if k not in params]
@@ -119,7 +120,13 @@ class AtenCall(Op):
 
 
 class AtenCallGrad(Op):
-    """Gradients of an AtenCall, by reverse-mode differentiation. Tasks add to gradients of tensors without cut axes."""
+    """Gradients of an AtenCall. If the call is cut into several tasks, their gradients of an uncut tensor are added.
+
+    Args:
+        grads: the gradients of the outputs that have gradients.
+        wanted: numbers of the inputs whose gradients are computed into `outs`.
+        given: numbers of the outputs that have gradients.
+    """
 
     def __init__(
         self, forward: AtenCall, grads: Sequence[Tensor], outs: Sequence[Tensor], wanted: Sequence[int],
@@ -148,7 +155,7 @@ class AtenCallGrad(Op):
     def flop(self) -> float:
         if self.forward.backward is None:
             return 2 * self.forward.flop()
-        kinds = {self.forward.inputs[k].kind == "param" for k in self.wanted}  # a product for each kind of input
+        kinds = {self.forward.inputs[k].kind == "param" for k in self.wanted}  # a product for each of both kinds
         return len(kinds) * self.forward.flop()
 
     def lower(self, lowering: Lowering) -> None:
@@ -179,7 +186,7 @@ class AtenCallGrad(Op):
 
 
 def whole_tile(lowering: Lowering, tensor: Tensor, index: dict[str, int]) -> Any:
-    """Return the tile at `index`, the first along axes that `index` lacks."""
+    """Return the tile at `index`; along axes that `index` lacks, the first tile."""
     return lowering.tile(tensor, dict.fromkeys(tensor.axes, 0) | index)
 
 
@@ -229,7 +236,9 @@ def _backward(
 
 
 def _differentiated(function: Function, given: tuple[int, ...]) -> Function:
-    """Return the gradient of a function, computed again; given: numbers of the outputs that have gradients."""
+    """Return a `backward` that calls `function` again and differentiates it.
+
+    given: numbers of the outputs that have gradients."""
 
     def backward(inputs: list[torch.Tensor], grads: list[torch.Tensor], wanted: tuple[int, ...]) -> Any:
         with torch.enable_grad():
@@ -255,7 +264,10 @@ class PlaceArgs(TaskArgs):
 
 
 class _Recut(Op):
-    """y = x, where some axes have another name in y, and are cut in only one of both. `inverse`: the other class."""
+    """y = x; the axes of `names` {name in x: name in y} are cut into tiles in only one of x and y.
+
+    inverse: the class of the operator that computes the gradient.
+    """
 
     inverse: ClassVar[type[_Recut]]
 

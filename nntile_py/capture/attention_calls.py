@@ -27,12 +27,12 @@ from nntile_py.tasks.scalar.expression import Element
 from nntile_py.tasks.softmax import softmax
 from nntile_py.tiles import Tiling
 
-TRIES = 4  # random attention masks by which the form of a computed mask is found
+TRIES = 4  # number of random paddings for which a computed mask is evaluated to find its form
 ROLES = "batch", "heads", "seq", "head_dim"
 
 
 def share_heads(captured: CapturedModule, tiling: Tiling) -> None:
-    """Cut the heads of keys as the heads of the queries that share them. Rules ask which axes are cut."""
+    """Let tiles cut key heads like the query heads that share them. Call it before rules ask which axes are cut."""
     for node in captured.calls:
         if name_of(node) == "scaled_dot_product_attention" and len(shape_of(node)) == 4:
             heads, few = shape_of(node)[1], shape_of(args_of(node)[1])[1]
@@ -73,7 +73,7 @@ class AttentionCall:
                 find.same(node, mask, at, dim)
         keys = find.of(k)[-2]
         rows = {atom for dim in find.under(node, mask)[:-1] for atom in find.groups.leaves(dim)}
-        if rows & {*keys}:  # queries and keys are the same positions
+        if rows & {*keys}:  # rows of the bias have the axis of the keys: queries and keys are the same positions
             return
         find.same(node, mask, -1, keys)
 
@@ -106,7 +106,7 @@ class AttentionCall:
         return Mask(), made.read(node, mask)
 
     def _names(self, q: Value, k: Value) -> dict[str, str]:
-        """Return {axis: the name by which attention knows it}."""
+        """Return {axis: its name in the operators of attention}."""
         if any(len(dim) != 1 for dim in (*q.dims, *k.dims)):
             raise NotSupported("attention over several axes")
         names = {dim[0]: role for dim, role in zip(q.dims, ROLES, strict=True)}
@@ -128,7 +128,7 @@ class AttentionCall:
         self, made: GraphBuilder, operands: tuple[Tensor, Tensor, Tensor], mask: Mask, bias: Value, p: float,
         scale: float,
     ) -> Tensor:  # fmt: skip
-        """Return attention with a bias, whose scores are stored."""
+        """Return attention with a bias. Its scores are stored in memory."""
         g, (q, k, v) = made.g, operands
         g.projections.append([*operands])
         k, v = (repeat_heads(g, one, q.size("heads")) if "kv_heads" in one.axes else one for one in (k, v))
@@ -154,9 +154,10 @@ class AttentionCall:
 
 
 def known_mask(made: GraphBuilder, node: Node, keys: int) -> Mask | None:
-    """Return the Mask that has the effect of a computed attention mask; None if there is none.
+    """Return the Mask that is equivalent to a computed attention mask; None if no Mask is known to be.
 
-    A mask that depends on the inputs is computed for random paddings and compared.
+    A mask that depends on an input is evaluated for random paddings, and compared with the padded Masks that exist.
+    keys: number of keys.
     """
     captured = made.captured
     if captured.where[node] == CONSTANT:
@@ -208,7 +209,9 @@ def _paddings(
 
 
 def _allowed(value: torch.Tensor, keys: int) -> torch.Tensor | None:
-    """Return which keys each query sees, [queries, keys], if that is all a mask says and the same for all rows."""
+    """Return which keys each query sees, as booleans [queries, keys].
+
+    Returns None if the mask does more than show or hide keys, differs between rows or heads, or has not `keys` keys."""
     if value.dtype != torch.bool and not bool(((value == 0) | (value < -1e4)).all()):
         return None
     allowed = value if value.dtype == torch.bool else value == 0
@@ -237,7 +240,14 @@ def _band_of(allowed: torch.Tensor) -> Mask | None:
 
 
 def _band_with(allowed: torch.Tensor, pad: torch.Tensor) -> Mask | None:
-    """Return the band of a mask that hides padding too; rows that see nothing are not compared."""
+    """Return the Mask, full or causal, that together with the padding gives `allowed`; None if neither does.
+
+    For the causal Mask, queries that see no key are not compared.
+
+    Args:
+        allowed: which keys each query sees, [rows, queries, keys].
+        pad: 1 for tokens, 0 for padding, [rows, keys].
+    """
     keys = pad.shape[1]
     wanted = pad[:, None, :].bool()
     full = allowed.expand(pad.shape[0], -1, -1)
@@ -287,7 +297,9 @@ class RotaryCall:
 
     @staticmethod
     def table(constants: Any, cos: Any, sin: Any, *, shape: tuple[int, ...]) -> Any:
-        """Return the cosines and sines of each position, [positions, head_dim]."""
+        """Return for each position the cosines, then the sines, of half a head's angles: [positions, head_dim].
+
+        Raises NotSupported if the two halves of a head, or rows or heads, have different angles."""
         halves = []
         for node in (cos, sin):
             value: torch.Tensor = constants[node]

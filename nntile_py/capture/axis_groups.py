@@ -2,8 +2,8 @@
 
 A dimension of a torch tensor is a list of atoms: one for most dimensions, none for a dimension of size 1 that only
 broadcasts, several for a dimension that a view makes of several axes (batch and seq flattened to one). A view that
-splits a dimension splits its atom everywhere. Two dimensions of one tensor never become one axis: where an operator
-would force them to, it reads one of them under another name, cut into tiles of the same size.
+splits a dimension splits its atom everywhere. Two dimensions of one tensor never become one axis. If an operator would
+force this, it reads one of the two under another name, and both have tiles of the same size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 class Atom:
-    """An axis, or an axis that was split into `parts`, or the same axis as `same`. Compare by `AxisGroups.leaves`."""
+    """An axis. After a union it stands for the axis `same`, after a split for the axes `parts`.
+
+    `AxisGroups.leaves` follows both; compare axes by it.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -21,9 +24,7 @@ class Atom:
         self.parts: tuple[Atom, ...] = ()
         self.tensors: set[int] = set()  # numbers of the tensors that have this axis
         self.roles: list[str] = []  # names that operators or inputs propose
-        self.alike: list[Atom] = [
-            self
-        ]  # axes that must be cut into tiles of the same size; the list is theirs together
+        self.alike: list[Atom] = [self]  # axes that must have tiles of the same size; they share this list
 
     def __repr__(self) -> str:
         return f"Atom({self.size})"
@@ -33,7 +34,7 @@ Dim = tuple[Atom, ...]
 
 
 class Mismatch(ValueError):
-    """Two dimensions have no common factors, so they cannot be the same axes."""
+    """Two dimensions cannot have the same axes, because their sizes cannot be split into equal factors."""
 
 
 def size_of(dim: Iterable[Atom]) -> int:
@@ -72,7 +73,7 @@ class AxisGroups:
                 atom.tensors.add(self._tensors)
 
     def split(self, atom: Atom, sizes: Sequence[int]) -> tuple[Atom, ...]:
-        """Split an axis, slowest part first, in all tensors. Axes that are cut alike are split alike."""
+        """Split an axis in all tensors, slowest part first. Axes that must have equal tiles are split alike."""
         root = self.root(atom)
         assert math.prod(sizes) == root.size and not root.parts, (root, sizes)
         root.parts = tuple(Atom(size) for size in sizes)
@@ -108,7 +109,7 @@ class AxisGroups:
         return True
 
     def align(self, left: Iterable[Atom], right: Iterable[Atom]) -> list[tuple[Atom, Atom]]:
-        """Split the axes of two dimensions of equal size until they correspond; return the pairs.
+        """Split the axes of two dimensions of equal size until they correspond; return the pairs of equal axes.
 
         Raises:
             Mismatch: an axis would have to be split at a place that does not divide it.

@@ -16,7 +16,7 @@ def axis_names(find: AxisFinder, sizes: Mapping[int, str]) -> dict[Atom, str]:
     Axes that are cut alike share the name before the dot: `seq` and `seq.2` are cut by `tiles.seq`.
 
     Args:
-        sizes: {size: name} of a config.
+        sizes: {size: name} from the config of a module of transformers.
     """
     order: dict[Atom, None] = {}
     for dims in find.found.values():

@@ -48,7 +48,7 @@ class GraphBuilder:
     # -- names
 
     def dims(self, node: Node) -> Any:
-        """Return the names of the axes of each dimension of a node's value; a list of them for several results."""
+        """Return for each dimension of a node's value the names of its axes; for several results, a list of these."""
         found: Any = self.find.found[node] if node in self.find.found else self.find.of(node)
         if found and isinstance(found[0], list):
             return [[self._named(dim) for dim in one] for one in found]
@@ -73,7 +73,7 @@ class GraphBuilder:
     def read(self, call: Node, operand: Any, *, wide: bool = False) -> Value:
         """Return an operand's value with the names under which the call reads its axes.
 
-        wide: The call takes values of the dtype of accumulation, such as sums, as they are.
+        wide: Leave values in the dtype of accumulation, such as sums, as they are. False: convert to the graph's dtype.
         """
         value: Value = self.value(operand)
         if not wide and value.tensor.dtype != self.g.dtype and operand in self.find.rules:
@@ -84,7 +84,7 @@ class GraphBuilder:
         return self.renamed(value, names)
 
     def _narrow(self, node: Node, value: Value) -> Value:
-        """Return a call's result in the graph's dtype, which products and norms take; integers unchanged."""
+        """Return a call's result in the graph's dtype, which products and norms need; integers stay unchanged."""
         x = value.tensor
         if x.dtype.startswith("int") and not node.meta["val"].dtype.is_floating_point:
             return value
@@ -121,7 +121,7 @@ class GraphBuilder:
         return Value(tensor, dims)
 
     def _part_of(self, name: str, shape: tuple[int, ...], dims: list[Names], part: WeightPart) -> Source:
-        """Return where a parameter that is a part of a weight lies in it."""
+        """Return the Source of a parameter that is a part of a module's weight: its place in the weight."""
         whole = self.captured.whole[self.prefix + name]
         view: list[int] = []
         index: list[slice | int] = []
@@ -152,7 +152,7 @@ class GraphBuilder:
         # Along dimensions in which all entries of a constant are equal, the tensor has no axis.
         same = [at for at, n in enumerate(full) if constant is not None and n > 1 and _repeats(constant, at)]
         axes = [axis for at, dim in enumerate(dims) if at not in same for axis in dim]
-        order = sorted(range(len(axes)), key=lambda k: axes[k] != "batch")  # the batch first: micro-batches split it
+        order = sorted(range(len(axes)), key=lambda k: axes[k] != "batch")  # batch first: micro-batches split it
         sizes = {axes[k]: self._sizes[axes[k]] for k in order} or {ONE: 1}
         view = [self._sizes[axis] for axis in axes]
         integers = not node.meta["val"].dtype.is_floating_point
@@ -193,7 +193,7 @@ class GraphBuilder:
             options["default"] = derived
         if node in self.labels:
             options |= {"scale": LOSS_SCALE, "ignored": IGNORED}
-        # In its other mode the module may have another node of the same name.
+        # Training and evaluation are captured separately: in both, different nodes may have the same name.
         name = f"{node.name}." if self.g.training else f"{node.name}.evaluated"
         tensor = self.g.input(name, sizes, "int64" if integers else None, **options)
         return Value(tensor, dims)
@@ -205,7 +205,7 @@ class GraphBuilder:
         return self.g.tensors[name]
 
     def declare(self, name: str, node: Node) -> None:
-        """Declare an input that steps pass."""
+        """Declare an input whose array each step passes."""
         dims, shape = self.dims(node), shape_of(node)
         integers = not node.meta["val"].dtype.is_floating_point
         labels = node in self.labels or (integers and "label" in name)
@@ -229,7 +229,7 @@ class GraphBuilder:
     # -- shapes
 
     def with_axes(self, value: Value, axes: Collection[str]) -> Value:
-        """Return a value whose tensor has these axes, repeated along those that it lacks."""
+        """Return a value whose tensor has all of `axes`: along those that it lacked, its entries are repeated."""
         lacks = [axis for axis in value.axes if axis in axes and axis not in value.tensor.axes]
         if not lacks:
             return value
@@ -272,8 +272,8 @@ class GraphBuilder:
         present = {axis for x in inputs for axis in x.axes if axis != ONE}
         axes = [axis for dim in dims for axis in dim if axis in present] or [ONE]
         first = next((x for x in inputs if {*x.axes} == {*axes}), None)
-        axes = list(first.axes) if first else axes  # no input of all axes is transposed
-        # Statistics stay in the dtype of accumulation.
+        axes = list(first.axes) if first else axes  # the order of the first input with all axes: it is not transposed
+        # The dtype that all inputs share, if they do: statistics stay in the dtype of accumulation.
         kinds = {x.dtype for x in inputs if not x.dtype.startswith("int")}
         dtype = kinds.pop() if len(kinds) == 1 else self.g.dtype
         out = self.g.temp(name_of(node), axes, [1 if axis == ONE else self._sizes[axis] for axis in axes], dtype)
@@ -297,7 +297,9 @@ class GraphBuilder:
     # -- several axes as one
 
     def single(self, value: Value) -> Value:
-        """Return a value in which each dimension of several axes, or of none, is one axis, which is not cut."""
+        """Return a value with one axis for each dimension.
+
+        A dimension of several axes, or of none, gets a new axis, which is not cut."""
         if all(len(dim) == 1 for dim in value.dims):
             return value
         whole = self.whole(self.spread(value), [dim[0] for dim in value.dims if len(dim) == 1])
@@ -312,7 +314,7 @@ class GraphBuilder:
         return self._viewed(whole, out)
 
     def as_dims(self, value: Value, dims: list[Names]) -> Value:
-        """Return a value of `single` with the axes of several dimensions apart again."""
+        """Undo `single`: return a value with the axes `dims`, which may be several for a dimension."""
         if value.dims == dims:
             return value
         alone = [dim[0] for dim in dims if len(dim) == 1]
@@ -337,7 +339,7 @@ class GraphBuilder:
         return {axis: f"whole {axis}" for axis in axes if self.g.cuts.cut(axis, self._sizes[axis])}
 
     def whole(self, value: Value, alone: Collection[str]) -> Value:
-        """Return a value in which all axes but `alone` are not cut."""
+        """Return a value in which only the axes of `alone` may be cut."""
         names = self.not_cut(value.dims, alone)
         if not names:
             return value
@@ -347,14 +349,14 @@ class GraphBuilder:
         return Value(self.g.add(Gathered(x, out, names)).output, dims)
 
     def empty(self, node: Node, dims: list[Names], names: Mapping[str, str], kind: torch.dtype) -> Value:
-        """Return a new tensor for a result, with other names for some axes."""
+        """Return a value with a new tensor for a call's result. names: {axis: other name}, as from `not_cut`."""
         new = [tuple(names.get(axis, axis) for axis in dim) for dim in dims]
         sizes = {names.get(axis, axis): self._sizes[axis] for dim in dims for axis in dim} or {ONE: 1}
         dtype = self.g.dtype if kind.is_floating_point else "int64"
         return Value(self.g.temp(name_of(node), list(sizes), list(sizes.values()), dtype), new)
 
     def cut_again(self, value: Value, dims: list[Names]) -> Value:
-        """Return a result of `empty` with the axes `dims`, which may be cut."""
+        """Return a result of `empty` under its original axes `dims`, which may be cut."""
         names = {
             new: old for a, b in zip(value.dims, dims, strict=True) for new, old in zip(a, b, strict=True) if new != old
         }
@@ -373,7 +375,9 @@ class GraphBuilder:
         return ".".join(filter(None, [f"{path}.".removeprefix(self.prefix).strip("."), node.name]))
 
     def run(self) -> None:
-        """Add all calls."""
+        """Add all calls to the graph, then the updates of running statistics.
+
+        A call that its rule does not support is added as one ATen task."""
         for node in self.captured.calls:
             one = self.find.rules[node]
             with self.g.scope(self.scope_of(node)):

@@ -21,7 +21,7 @@ Inputs = Mapping[str, torch.Tensor]
 Array = np.ndarray[Any, Any]
 
 CONSTANT, HOST, TASKS = "constant", "host", "tasks"
-TRUE_GRADIENTS = ("transformers.models.bloom.modeling_bloom",)  # files whose autograd.Functions have true gradients
+TRUE_GRADIENTS = ("transformers.models.bloom.modeling_bloom",)  # modules whose autograd.Functions have true gradients
 IGNORED = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size", "_assert_async")
 
 
@@ -86,7 +86,7 @@ class CapturedModule:
         return [node for node in self.graph.nodes if node in needed and node not in self.weights]
 
     def _host_steps(self, node: Node) -> list[Node]:
-        """Return the HOST nodes from which the value of a HOST node is computed, in order, itself last."""
+        """Return the HOST nodes from which the value of a HOST node is computed, in order; the node itself is last."""
         order = [one for one in self.graph.nodes if self.where.get(one) == HOST]
         needed = {node}
         for one in reversed(order):
@@ -132,20 +132,20 @@ def capture(module: torch.nn.Module, example: Inputs, kind: str) -> CapturedModu
         kind: Name of the module's class, for errors.
 
     Raises:
-        ConfigError: torch.export cannot capture the module; the message has its line. Its gradients or buffers would
-            differ from PyTorch's.
+        ConfigError: torch.export cannot capture the module: the message has the line of the user's code. Or gradients
+            or buffers of the captured module would differ from PyTorch's.
     """
-    given = {name: value.clone() for name, value in example.items()}  # equal objects would become one input
+    given = {name: value.clone() for name, value in example.items()}  # a tensor given twice would be one input
     custom: list[str] = []
     hook = module.register_forward_hook(lambda _module, _inputs, output: custom.extend(_custom_gradients(output)))
     try:
         # On an error torch.export prints the graph so far to stderr, hundreds of lines.
         with torch.enable_grad(), _without_caches(module), redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch about itself
+            warnings.simplefilter("ignore")  # torch's own, about its code
             exported = torch.export.export(module, (), given, strict=False)
             _inline_no_grad(exported.graph_module)
             if any(name_of(node).endswith("_") and name_of(node)[0] != "_" for node in exported.graph.nodes):
-                exported = exported.run_decompositions({})  # without operators that change their arguments
+                exported = exported.run_decompositions({})  # replaces operators that change their arguments
     except ConfigError:
         raise
     except Exception as error:
@@ -186,7 +186,10 @@ def _check_buffers(result: CapturedModule, exported: Any) -> None:
 
 
 def _custom_gradients(output: Any) -> list[str]:
-    """Return the names of the torch.autograd.Functions through which an output was computed."""
+    """Return the names of the torch.autograd.Functions that an output was computed by, and whose gradients may differ.
+
+    A Function may have any code as its gradient. Those of TRUE_GRADIENTS and of torch.library are left out.
+    """
     tensors = [x for x in torch.utils._pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
     todo, seen = [x.grad_fn for x in tensors if x.grad_fn], set[Any]()
     while todo:
@@ -195,8 +198,8 @@ def _custom_gradients(output: Any) -> list[str]:
             seen.add(function)
             todo += [one for one, _ in function.next_functions if one]
     own: list[Any] = [type(one) for one in seen if isinstance(one, torch.autograd.function.BackwardCFunction)]
-    # Operators of torch.library stay whole calls in the graph, with their gradients.
     own = [one for one in own if getattr(getattr(one, "_forward_cls", None), "__module__", "") not in TRUE_GRADIENTS]
+    # Operators of torch.library (GeneratedBackwardFor...) stay whole calls in the graph, with their gradients.
     names = [one.__name__.removesuffix("Backward") for one in own]
     return [name for name in names if not name.startswith("GeneratedBackwardFor")]
 
@@ -280,7 +283,7 @@ def _read_inputs(result: CapturedModule, exported: Any) -> None:
 
 
 def _join_tied(result: CapturedModule, module: torch.nn.Module) -> None:
-    """Let all uses of a parameter that has several names use one node, named as by `named_parameters`."""
+    """Let all uses of a tied parameter, which has several names, use one node, named as by `named_parameters`."""
     names: dict[int, str] = {}
     for name, value in module.named_parameters():
         names[id(value)] = name
@@ -296,7 +299,7 @@ def _join_tied(result: CapturedModule, module: torch.nn.Module) -> None:
 
 
 def sort(result: CapturedModule) -> None:
-    """Decide for each call where it runs; compute the constant ones."""
+    """Decide for each call where it runs; compute the values of constant calls."""
     for node in result.graph.nodes:
         if node.op != "call_function" or name_of(node) in IGNORED:
             continue
@@ -319,7 +322,7 @@ def _shape_is_data(node: Node) -> bool:
 
 
 def check_draws(node: Node) -> None:
-    """Raise ConfigError if a call draws random numbers: a repeated or differentiated call would draw others."""
+    """Raise ConfigError if a call draws random numbers: when repeated or differentiated, it would draw others."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return
     name, args = name_of(node), args_of(node)

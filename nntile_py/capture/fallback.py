@@ -1,4 +1,4 @@
-"""Calls without a rule: one ATen task each, with the axes along which entries do not depend on each other."""
+"""Calls without a rule: one ATen task each. Axes along which entries do not depend on each other may be cut."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class AtenFallback:
     def build(self, made: GraphBuilder, node: Node) -> Any:
         check_draws(node)
         if _complex(node):
-            return None  # the tasks of its readers run this call
+            return None  # complex results are not stored: the tasks that read them run this call, see _deferred
         region = [*_deferred(made, node), node]
         read = dict.fromkeys(one for call in region for one in call.all_input_nodes if one not in region)
         operands = [one for one in read if not _embedded(made, one)]
@@ -157,7 +157,7 @@ def _layout(value: Value) -> tuple[tuple[int, ...], ...]:
 def _products(node: Node) -> float:
     """Return the floating point operations of a call's convolutions and products, as torch counts them."""
 
-    from torch.utils.flop_counter import FlopCounterMode  # imports triton, which an interpreter must come before
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton: not before TRITON_INTERPRET is set
 
     def described(one: Node) -> Any:
         value = one.meta.get("val")
@@ -174,7 +174,7 @@ def _products(node: Node) -> float:
 
 
 def _embedded(made: GraphBuilder, node: Node) -> bool:
-    """Return whether a call holds an operand as a constant."""
+    """Return whether an operand is a constant: it is no operand of the task, but part of the task's function."""
     return made.captured.where.get(node) == CONSTANT
 
 
@@ -210,7 +210,7 @@ def _function(made: GraphBuilder, node: Node, operands: list[Node]) -> tuple[str
         known = dict(moved[place, kind])
         for one, x, dtype in zip(operands, tensors, dtypes, strict=True):
             known[one] = x if x.dtype.is_floating_point and dtype.is_floating_point else x.to(dtype)
-        if len({_kind(value) for value in known.values()} - {None}) > 1:  # of different precision
+        if len({_kind(value) for value in known.values()} - {None}) > 1:  # different precisions: compute in fp32
             known = {one: value.float() if _kind(value) else value for one, value in known.items()}
         for call, target, template in calls:
             args, kwargs = torch.fx.node.map_arg(template, known.__getitem__)
@@ -226,7 +226,7 @@ def _kind(value: Any) -> torch.dtype | None:
 
 
 def _on(value: Any, device: torch.device | None, kind: torch.dtype | None) -> Any:
-    """Return a constant on the device of a task's tensors; numbers in the tensors' precision, if these have one."""
+    """Return a constant on the device of a task's tensors; if it is floating-point, in their dtype `kind`, if any."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.to(device, kind if kind and value.dtype.is_floating_point else value.dtype)
@@ -238,7 +238,7 @@ def _complex(node: Node) -> bool:
 
 
 def _deferred(made: GraphBuilder, node: Node) -> list[Node]:
-    """Return the calls with complex results that a call needs, in order; they run in the task of that call."""
+    """Return the calls with complex results that the call `node` needs, in order; they run in the task of `node`."""
     found: dict[Node, None] = {}
     for one in node.all_input_nodes:
         if _complex(one) and made.captured.where.get(one) == TASKS:
@@ -247,7 +247,7 @@ def _deferred(made: GraphBuilder, node: Node) -> list[Node]:
 
 
 def _plain(node: Node, value: Any) -> Any:
-    """Return a constant for a call; a mask of attention without dimensions along which it was repeated."""
+    """Return a constant as a call takes it: an attention mask has size 1 along dimensions in which it is repeated."""
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach()
@@ -259,7 +259,7 @@ def _plain(node: Node, value: Any) -> Any:
 
 
 def _without_statistics(node: Node) -> Any:
-    """Return a call's arguments, without running statistics if it does not use them: a task must not change them."""
+    """Return a call's arguments; batch norm in training gets no running statistics, as a task must not change them."""
     if name_of(node) == "batch_norm" and args_of(node)[5]:
         return (*args_of(node)[:3], None, None, *args_of(node)[5:]), dict(node.kwargs)
     return node.args, dict(node.kwargs)

@@ -20,7 +20,7 @@ PASSES = "passes_scale"  # slot: 1 / (number of micro-batches of a step)
 
 
 def loss_call(captured: CapturedModule) -> Node | None:
-    """Return the call that computes the loss, without operators after it that only copy."""
+    """Return the call that computes the loss; operators after the call that only copy or reshape are skipped."""
     node = captured.loss
     while node is not None and name_of(node) in ("to", "alias", "clone", "contiguous", "view", "reshape"):
         node = args_of(node)[0]
@@ -113,7 +113,7 @@ class ScalarLoss(Op):
 
 
 class ScalarLossGrad(Op):
-    """dx = scale."""
+    """dx = scale: the gradient of ScalarLoss."""
 
     def __init__(self, out: Tensor) -> None:
         super().__init__([], [out])
@@ -138,6 +138,6 @@ _loss_grad = PythonTask(_fill, "torch", {"dx": "W"})
 
 
 def scalar_loss(g: Graph, x: Tensor, batch: int) -> Tensor:
-    """Return the loss of a scalar that a module computes: the mean over micro-batches."""
+    """Return the loss tensor for a scalar `x` that a module computes: the mean of x over the micro-batches."""
     g.input("passes.", {"batch": batch}, "int64", default=0, scale=PASSES, weight=float(batch))
     return g.add(ScalarLoss(x, g.named("loss", [ONE], [1], "scalar", "fp64"))).output

@@ -42,7 +42,7 @@ def _power(x: E, p: float) -> E:
         raise NotSupported("a large whole exponent")
     if p < 1:
         return ex.exp(p * ex.log(x))
-    zero = _number(x > 0) + _number(x < 0)  # 0 or 1; the logarithm's derivative at 0 would be infinite
+    zero = _number(x > 0) + _number(x < 0)  # 0 if x = 0, where log has no finite derivative, else 1
     return ex.select(_true(zero), ex.exp(p * ex.log(ex.select(_true(zero), x, 1.0))), 0 * x)
 
 
@@ -127,7 +127,7 @@ def _true(mask: E) -> E:
 
 
 def broadcast_dims(find: AxisFinder, node: Node) -> list[Dim]:
-    """Make the dimensions of all tensors of a point-wise call the same axes, aligned at the last; return them."""
+    """Unite the axes of all tensors of a point-wise call, aligned at their last dimensions; return the dimensions."""
     shape = shape_of(node)
     result: list[Dim] = [()] * len(shape)
     for operand in node.all_input_nodes:

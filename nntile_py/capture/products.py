@@ -1,4 +1,4 @@
-"""Matrix products, embedding, normalisation, softmax and attention."""
+"""Rules for matrix products, embeddings, LayerNorm, RMSNorm, and convolutions whose kernels do not overlap."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def product(made: GraphBuilder, a: Value, b: Value, dims: list[tuple[str, ...]],
 
 
 def with_bias(made: GraphBuilder, node: Node, x: Value, bias: Any) -> Value:
-    """Return x plus a bias with some of its axes."""
+    """Return x plus a bias, which has some of the axes of x."""
     if bias is None:
         return x
     b: Tensor = made.read(node, bias).tensor
@@ -59,7 +59,10 @@ class LinearCall:
 
 
 def _new_columns(find: AxisFinder, node: Node, rows: list[Dim], weight: Any, at: int) -> list[Dim]:
-    """Return rows and a weight's columns; columns that occur among the rows are read under new names."""
+    """Return the dimensions of a product: `rows`, then dimension `at` of the weight.
+
+    The call reads axes of the weight's dimension that occur among the rows under new names.
+    """
     taken = {atom for dim in rows for atom in find.groups.leaves(dim)}
     for atom in find.under(node, weight)[at]:
         if atom in taken:
@@ -72,7 +75,7 @@ class MatrixProductCall:
     """Products of matrices, and of stacks of matrices with equal or broadcast first dimensions."""
 
     def operands(self, node: Node) -> tuple[Any, Any, Any]:
-        """Return the left matrix, the right matrix and what is added to the product, or None."""
+        """Return the left matrix, the right matrix, and the tensor that is added to the product (None: none)."""
         if name_of(node) in ("addmm", "baddbmm"):
             if node.kwargs.get("beta", 1) != 1:
                 raise NotSupported("a factor of what is added to a product")
@@ -122,7 +125,7 @@ class EmbeddingCall:
         padding = int(argument(node, 2, "padding_idx", -1))
         if any(len(dim) != 1 for dim in table.dims):
             raise NotSupported("a table with a dimension of several axes")
-        if ids.tensor.axes == (ONE,):  # one number for all
+        if ids.tensor.axes == (ONE,):  # one token for all positions
             ids = made.with_axes(ids, ids.axes[-1:])
         y = embedding(made.g, ids.tensor, table.tensor, padding=padding if padding >= 0 else None)
         return Value(y, made.dims(node))
@@ -183,7 +186,7 @@ class RMSNormCall:
 
 @rule("conv1d", "conv2d", "conv3d")
 class PatchCall:
-    """A convolution whose kernels do not overlap, as of patches of pictures: a product over channels and kernel."""
+    """A convolution whose kernels do not overlap, as of image patches: a product summed over channels and kernel."""
 
     def dims(self, find: AxisFinder, node: Node) -> list[Dim]:
         x, weight = args_of(node)[:2]

@@ -17,7 +17,7 @@ from torch.fx import Node
 from nntile_py.capture.export import CapturedModule, args_of, is_getitem, name_of, shape_of
 from nntile_py.capture.rules import argument
 
-SAME = ("to", "alias", "contiguous", "clone", "_to_copy", "type_as", "float")  # operators that return their argument
+SAME = ("to", "alias", "contiguous", "clone", "_to_copy", "type_as", "float")  # operators that only copy or convert
 
 
 class WeightPart(NamedTuple):
@@ -43,7 +43,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """Return gelu by tanh."""
+    """Return gelu in its approximation by tanh."""
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
@@ -67,7 +67,7 @@ def activation_kind(node: Node) -> str:
     return "gelu_new" if by_tanh else name
 
 
-# -- matching
+# -- matching: each function returns None if a node does not match
 
 
 def bare(node: Any) -> Any:
@@ -215,7 +215,7 @@ def rewrite(captured: CapturedModule) -> None:
 
 
 def _unrepeated(node: Any) -> Any:
-    """Return keys or values before a module repeated their heads for the queries that share them."""
+    """Return keys or values before their heads were repeated for the queries that share them, if they were."""
     node = bare(node)
     if name_of(node) == "repeat_interleave" and len(node.args) > 2 and args_of(node)[2] in (1, -3):
         return args_of(node)[0]
@@ -290,7 +290,7 @@ def _part_of_product(captured: CapturedModule, product: _Product, start: int, si
 
 
 def _apply(view: Node, source: Node, args: Sequence[Any]) -> Node:
-    """Add a copy of a view of another tensor, with other arguments after the first."""
+    """Add a view of `source` like another view. args: the arguments after the first."""
     copy = view.graph.node_copy(view, partial(_other, {args_of(view)[0]: source}))
     copy.args = (source, *args)
     copy.meta = view.meta | {"val": view.target(source.meta["val"], *args, **view.kwargs)}  # type: ignore[operator]
@@ -298,7 +298,7 @@ def _apply(view: Node, source: Node, args: Sequence[Any]) -> Node:
 
 
 def _split_product(captured: CapturedModule, node: Node) -> None:
-    """Turn the parts of a product, along the columns of its weight, into products with parts of the weight."""
+    """Replace a product that is split along its columns by a product for each part, with a part of the weight."""
     views: list[Node] = []
     last = len(shape_of(args_of(node)[0])) - 1
     if argument(node, 2, "dim", 0) % (last + 1) != last or not all(is_getitem(user) for user in node.users):
@@ -326,7 +326,7 @@ def _split_product(captured: CapturedModule, node: Node) -> None:
 
 
 def _unbind_product(captured: CapturedModule, base: Node) -> None:
-    """Turn the entries of a product along the first factor of its columns into products with parts of the weight.
+    """Replace a product by one product for each entry of the first factor of its columns, with a part of the weight.
 
     Modules spell queries, keys and values so: qkv(x).view(rows, seq, 3, heads, size).permute(2, 0, 3, 1, 4).unbind(0).
     """

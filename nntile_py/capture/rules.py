@@ -40,7 +40,7 @@ class Value:
 
 
 class AxisRule(Protocol):
-    """What a rule for some ATen operators has."""
+    """The methods of a rule for ATen operators."""
 
     def dims(self, find: AxisFinder, node: Node) -> Any:
         """Return the dimensions of the result; a list of results for an operator that has several."""
@@ -84,7 +84,9 @@ class AxisFinder:
     """The first pass: the dimensions of each node's value, and which axes a call reads under other names.
 
     Attributes:
-        renames: {(call, operand): pairs (axis, axis under whose name the call reads it)}.
+        fallback: the rule of calls that no other rule supports.
+        found: {node: dimensions of its value}; for several results a list of these.
+        renames: {(call, operand): pairs (axis of the operand, axis under whose name the call reads this axis)}.
         rules: the rule of each call.
     """
 
@@ -109,7 +111,9 @@ class AxisFinder:
         return [self.groups.leaves(dim) for dim in self.found[node]]
 
     def _as_inputs(self, node: Node) -> None:
-        """Give the first dimensions of a value that the host computes the axes of an input of this shape."""
+        """Unite the first dimension of a value that the host computes with the first of an input, if sizes are equal.
+
+        If the value has integers and the input's two dimensions, both are united."""
         shape, integers = shape_of(node), not node.meta["val"].dtype.is_floating_point
         for given in self.captured.given.values():
             if given is not node and shape and shape[0] == shape_of(given)[0]:
@@ -128,7 +132,9 @@ class AxisFinder:
         self.found[node] = dims
 
     def same(self, call: Node, operand: Any, at: int, dim: Dim) -> None:
-        """Make dimension `at` of an operand the axes `dim`; if a tensor has both, the call reads it under that name."""
+        """Unite the axes of an operand's dimension `at` with `dim`.
+
+        Two axes that one tensor has stay two: the call then reads the operand's axis under the name of the other."""
         for axis, wanted in self.groups.align(self.of(operand)[at], dim):
             if not self.groups.unite(wanted, axis):
                 self.read_as(call, operand, axis, wanted)
@@ -145,7 +151,9 @@ class AxisFinder:
                 self.read_as(call, a, x, y)
 
     def read_as(self, call: Node, operand: Node, axis: Atom, wanted: Atom | None = None) -> Atom:
-        """Let a call read an operand's axis under another name, of a new axis by default. Both are cut alike."""
+        """Let a call read an operand's axis under the name of another axis `wanted`; None: of a new axis. Return it.
+
+        Both axes have tiles of the same size."""
         wanted = wanted or Atom(axis.size)
         self.renames.setdefault((call, operand), []).append((axis, wanted))
         self.groups.cut_alike(self.groups.root(axis), self.groups.root(wanted))

@@ -38,7 +38,7 @@ class StatisticsUpdate(Op):
 
 
 def update(g: Graph, old: Tensor, new: Tensor) -> None:
-    """Add the operator that overwrites statistics. Nothing reads them after it in the same pass."""
+    """Add the operator that overwrites statistics. In the same pass, nothing may read the statistics afterwards."""
     g.add(StatisticsUpdate(old, new, g.temp("statistics", old.axes, old.shape, old.dtype)))
 
 

@@ -37,7 +37,10 @@ CONFIG_SIZES = {
 
 
 class _WithLoss(torch.nn.Module):
-    """A module whose outputs include a loss that a function computes. `output` names the output if it is a tensor."""
+    """A module whose outputs include a loss that the function `loss` computes.
+
+    own: names of the inputs that the original module takes. output: name of the original output if it is a tensor.
+    """
 
     def __init__(self, module: torch.nn.Module, loss: Loss, own: set[str], output: str) -> None:
         super().__init__()
@@ -88,7 +91,7 @@ class TorchModel:
 
     @property
     def captured_sizes(self) -> tuple[int, int] | None:
-        """The rows and positions of a batch for which the module is captured already."""
+        """The rows and positions of a batch for which the module is captured already; None: not captured yet."""
         return next(((batch, seq) for batch, seq, _ in self._captured), None)
 
     def params(self) -> list[Param]:
@@ -238,14 +241,15 @@ def from_torch(
 
     Args:
         module: The module. Its forward takes the names of `example`.
-        example: {name: tensor or array} of a batch. The first dimension is the batch; the second of integers is seq.
+        example: {name: tensor or array} of a batch. The first dimension of each tensor is the batch; the second
+            dimension of a tensor of integers is seq.
         loss: loss(output, inputs), for a module whose output has no `loss`. `inputs` are all tensors of `example`; only
             those that the module's forward has by name are passed to it.
         lora: Train adapters of low rank instead of the weights: {"targets": names of linear layers, "rank": ...}, the
             keys of `model.lora` in a YAML.
 
     Raises:
-        ConfigError: An argument is not allowed. torch.export cannot capture the module: the Trainer raises it.
+        ConfigError: An argument is not allowed. If torch.export cannot capture the module, the Trainer raises it.
     """
     if not example:
         raise ConfigError("example: is empty; allowed: {name: tensor} with the inputs of a batch")
@@ -260,7 +264,7 @@ def from_torch(
     if meta := [name for name, value in module.named_parameters() if value.is_meta]:
         raise ConfigError(f"module: {meta[0]} is on meta, without values; allowed: a module with weights")
     model = TorchModel(module, tensors, loss, lora=None if lora is None else validated(LoRA, dict(lora), "lora."))
-    _ = model.weights  # as they are now
+    _ = model.weights  # copies the module's weights as they are now
     return model
 
 

@@ -73,7 +73,7 @@ class Resized(_View):
 
 @rule("expand", "expand_as", "broadcast_to")
 class Expanded(_View):
-    """The tensor lacks the axes along which the value is repeated; operators that need them repeat it."""
+    """The tensor lacks the axes along which the value is repeated; operators that need these axes repeat the tensor."""
 
     def dims(self, find: AxisFinder, node: Node) -> list[Dim]:
         new, old = shape_of(node), find.of(args_of(node)[0])

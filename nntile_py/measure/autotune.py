@@ -3,8 +3,8 @@
 The search starts at the config's own tiles (at coarser tiles if the config's are far too small) and at two other
 tilings. The search changes one axis at a time, towards the shortest planned step. It prunes tilings that need too much
 memory, tilings whose tasks are short against the runtime's overhead, and tilings with fewer parallel tasks than
-workers. The config's own tiling is always measured, except if it is far too small: the sweep reports the speed-up over
-it. searched.csv and plot.png, .svg, .pdf show the planned, pruned and measured tilings.
+workers. The config's own tiling is measured too, unless its tiles are far too small. The sweep then reports the
+speed-up over this tiling. searched.csv and plot.png, .svg, .pdf show the planned, pruned and measured tilings.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
     """Plan tilings; return them with a sweep of the config's own, the uncut and the most promising other tilings.
 
     Args:
-        budget: largest number of tilings in the sweep, at least 1. The config's own tiling is the first, then follow
-            the most promising tilings, and the uncut one if the budget is more than 2.
+        budget: largest number of tilings in the sweep, at least 1. The tiling at which the search starts is the first,
+            then follow the most promising tilings, and the uncut tiling if the budget is more than 2.
     """
     tree = read_yaml(path, "SWEEP", RunConfig) if path.is_file() else {}
     if "config" in tree and tree.keys() & {"grid", "list", "random"}:
@@ -135,9 +135,9 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
 
 
 def keep_winner(searched: Search, rows: list[Row]) -> str:
-    """Keep the fastest measured tiling for `tiles: auto` if no other is as fast within the spread.
+    """Store the fastest measured tiling as the value of `tiles: auto`, unless another tiling may be as fast.
 
-    Returns a message; "" if nothing is kept."""
+    Returns a message for the user; "" if no tiling is clearly the fastest."""
     best, of = best_row(rows, searched.sweep.best), searched.sweep.best
     if searched.config is None or not best or len(rows) < 2 or within_spread(rows, of) or not spread(best, of.metric):
         return ""
@@ -223,7 +223,7 @@ def why_not(config: RunConfig, plan: Estimate | str) -> str | None:
         return plan
     if plan.peak_bytes > _memory(config):
         return "memory"
-    if plan.mean_task < plan.speed.good / 2:  # between half of a good length and all of it, a measurement decides
+    if plan.mean_task < plan.speed.good / 2:  # tasks of at least half a good length: measured
         return f"tasks shorter than {GOOD // 2} times their overhead"
     if plan.parallelism < config.workers:
         return "less parallelism than workers"

@@ -25,8 +25,8 @@ MODELS = {  # sizes in the order of SHAPE: two for CPUs, GPT-2's, then GPT-3's (
     "124M": (12, 768, 12), "355M": (24, 1024, 16), "774M": (36, 1280, 20), "XL": (48, 1600, 25),
     "2.7B": (32, 2560, 32), "6.7B": (32, 4096, 32), "13B": (40, 5120, 40),
 }  # fmt: skip
-HOST_BYTES = {"nntile": 22, "fsdp2_offload": 18}  # bytes of main memory for each parameter, at most
-PROCESSES = 2  # of a peer with several processes, on the CPU
+HOST_BYTES = {"nntile": 22, "fsdp2_offload": 18}  # largest bytes of main memory for each parameter; others: not checked
+PROCESSES = 2  # number of processes of ddp, fsdp2 and fsdp2_offload on the CPU
 STATE_BYTES = 16  # of each bf16 parameter: value, low bits of the master weight, gradient, two moments
 NO_ANSWER = "no answer within"  # in the message of NoAnswer
 COLUMNS = ("model", "contestant", "trains", "tokens/s", "s a step")
@@ -49,7 +49,8 @@ def capacity(
     sets: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE",
+            "--set",
+            metavar="KEY=VALUE",
             help="Override a key of experiments/gpt2_124m.yaml, except the model's sizes. [default: train.seq=1024, "
             "4 sequences a GPU in one tile, tokenizer.vocab_size=50304]",
         ),
@@ -92,7 +93,7 @@ def capacity(
 
 
 def settings(cuda: int) -> list[str]:
-    """Return KEY=VALUE for all models: a batch of 4 sequences for each GPU or process."""
+    """Return the settings of all models as KEY=VALUE: devices, tiles, and 4 sequences for each GPU or CPU process."""
     own = ["precision=fp32", "scheduler=cpu"] if not cuda else []
     batch = 4 * (cuda or PROCESSES)
     return [*own, f"runtime.cuda={cuda}", f"train.batch={batch}", "tiles={batch: 4}", "tokenizer.vocab_size=50304"]
@@ -113,18 +114,25 @@ def _allowed(option: str, text: str, names: Collection[str]) -> list[str]:
 
 
 def tried(
-    names: Sequence[str], configs: dict[str, RunConfig], first: int, how: Measure, rounds: int, time_limit: float,
-    host_memory: float, budget: float,
+    names: Sequence[str],
+    configs: dict[str, RunConfig],
+    first: int,
+    how: Measure,
+    rounds: int,
+    time_limit: float,
+    host_memory: float,
+    budget: float,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row of the result for each contestant and each model that it tries.
+    """Try models with each contestant; yield a row of the result for each attempt.
 
-    Contestants alternate, so that `budget` cuts off all of them alike.
+    Contestants alternate, so that `budget` cuts off all of them alike. first: index of the model that is tried first.
     """
     trains: dict[str, dict[str, bool]] = {name: {} for name in names}
     too_slow: set[str] = set()  # contestants that did not answer in time
     end = time.monotonic() + (budget or math.inf)
     while turns := [
-        (name, model) for name in names
+        (name, model)
+        for name in names
         if name not in too_slow and (model := next_model([*configs], first, trains[name]))
     ]:
         for name, model in turns:
@@ -147,12 +155,13 @@ def tried(
 
 
 def next_model(models: Sequence[str], first: int, trains: dict[str, bool]) -> str | None:
-    """Return the model to try next: `first`, then by bisection towards the largest model that trains.
+    """Return the model to try next: `first`, then larger models until one fails, or smaller ones until one trains.
 
     None: the largest model that trains is known, or no model trains.
 
     Args:
         models: names of models in the order of their sizes.
+        first: index in `models` of the model that is tried first.
         trains: for each model that was tried, whether it trains.
     """
     good, bad = ([k for k, model in enumerate(models) if trains.get(model) is fits] for fits in (True, False))

@@ -91,7 +91,7 @@ class CapacityExperiment(ExperimentPart):
 
 
 def largest(rows: Sequence[Row], contestants: Sequence[str]) -> list[str]:
-    """Return sentences: the largest model of each contestant, and how many times larger that of nntile_py is."""
+    """Return sentences: each contestant's largest model, then nntile_py's size and speed compared with each peer's."""
     good = {(row["contestant"], row["model"]): row for row in rows if "error" not in row}
     best: dict[str, Row] = {}
     for (name, _), row in good.items():

@@ -34,7 +34,7 @@ class Contestant:
 
     Attributes:
         error: why the contestant failed; empty if it did not.
-        facts: figures of its first start that need no timing.
+        facts: figures that the contestant reports at its first start, such as the tokens of a step.
     """
 
     def __init__(self, name: str, config: RunConfig, how: Measure, time_limit: float) -> None:
@@ -76,9 +76,9 @@ class Contestant:
         self.workers = []
 
     def _ask(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Send a request to each process; return their answers, or [] after an error.
+        """Send a request to each process; return the answers of the processes, or [] after an error.
 
-        The processes are then stopped until the contestant's next turn.
+        After its answer, a single process is stopped until its next turn. After an error, all processes end.
         """
         for worker, request in zip(self.workers, requests, strict=True):
             worker.send(request)
@@ -92,7 +92,7 @@ class Contestant:
         return replies
 
     def _signal(self, number: signal.Signals) -> None:
-        for worker in [] if self._count else self.workers:  # ranks that wait for a stopped rank would time out
+        for worker in [] if self._count else self.workers:  # several: not stopped, as waiting ranks time out
             with suppress(ProcessLookupError):
                 worker.process.send_signal(number)
 
@@ -212,7 +212,7 @@ def check_ranks(peers: Sequence[str]) -> None:
 
 
 def measure_ranks(config: RunConfig, how: Measure, rounds: int, losses: int = 0) -> dict[str, Any]:
-    """Time steps that all ranks run together. Every rank must call the function; the times are those of rank 0."""
+    """Time steps that all ranks run together. Every rank must call the function; each returns its own times."""
     from nntile_py.measure.worker import Session
 
     how = how.model_copy(update={"warmup": max(3, losses)})
@@ -240,7 +240,7 @@ def measure_ranks(config: RunConfig, how: Measure, rounds: int, losses: int = 0)
 
 
 def point_with_peers(config: RunConfig, how: Measure, time_limit: float) -> dict[str, Any]:
-    """Return the metrics of a sweep's point with `measure.peers`: nntile_py's, and those of each peer with its name."""
+    """Return the metrics of a sweep's point with `measure.peers`. Keys of a peer's metrics begin with its name."""
     result = measure_in_turns(config, how, [OURS, *how.peers], how.repeats, time_limit=time_limit)
     ours = result[OURS]
     if "error" in ours:

@@ -67,7 +67,7 @@ def check_peer(config: RunConfig, name: str, work: Work = "train") -> None:
         raise ConfigError(f"runtime.cuda: got {config.runtime.cuda!r}; allowed {of}: 1, as it uses CUDA graphs")
     if not ranked and gpus > 1:
         raise ConfigError(f"runtime.cuda: got {config.runtime.cuda!r}; allowed {of}: 0 or 1; several are for ddp")
-    how, allowed = config.optimizer, ("adamw", "sgd")  # with one group, as torch_peers.py builds them
+    how, allowed = config.optimizer, ("adamw", "sgd")  # torch_peers.py builds these two, with one group
     if not inference and (how.name not in allowed or how.groups):
         key, value, need = ("groups", how.groups, "[]") if how.groups else ("name", how.name, " or ".join(allowed))
         raise ConfigError(f"optimizer.{key}: got {short(value)}; allowed {of}: {need}")

@@ -108,7 +108,7 @@ def run(
     target = results or folder
     stem = f"{date.today().isoformat()}-{experiment.name}" if results else experiment.name
     stem += f"-{mode}" if mode else ""
-    stem += f"-{scale}" if results and scale != "cpu" else ""  # beside results of the other scale
+    stem += f"-{scale}" if results and scale != "cpu" else ""  # so as not to replace results of the scale cpu
     files = {f"{stem}.{form}": content for form, content in result.pictures.items()}
     files |= {f"{stem}.csv": result.csv.encode(), f"{stem}.md": text.encode()}
     for name, content in files.items():
@@ -136,7 +136,7 @@ def _sweep(sweep: Sweep, folder: Path, console: Console) -> tuple[ExperimentResu
         turns = f", some in {fewest} of {sweep.rounds} rounds" if fewest < sweep.rounds else ""
         note = f"Interrupted with {len(rows)} of {count} points measured{turns}; the same command goes on"
     plots, measured = sweep.plots, sum(row["status"] == "ok" for row in rows)
-    if measured < count:  # the picture says so, too
+    if measured < count:  # the title of the picture gives the numbers
         some = f"({measured} of {count} points)"
         plots = [plot.model_copy(update={"title": f"{plot.title} {some}".strip()}) for plot in plots]
     where = machine()

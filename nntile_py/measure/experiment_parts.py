@@ -33,7 +33,7 @@ class ExperimentResult:
     Attributes:
         csv: text of the CSV file with the numbers.
         pictures: contents of the picture files, by suffix.
-        no_picture: the reason for which there is no picture.
+        no_picture: the error for which there is no picture; None: no error.
         totals: sentences below the table of the report.
         rows: for a sweep, the rows of its points.
     """
@@ -145,7 +145,7 @@ def clear_profile(folder: Path) -> None:
         return
     files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
     foreign = [path for path in files if path.name not in FILES or not path.is_file()]
-    if files and not foreign and not _is_summary(folder / "summary.json"):  # the other files may be the user's
+    if files and not foreign and not _is_summary(folder / "summary.json"):  # no profile: the files are the user's
         foreign = files
     if foreign:
         raise ConfigError(f"{foreign[0]}: not of an earlier profile, so {folder} is not emptied for a new one: "

@@ -71,7 +71,7 @@ def measure_messages(sizes: list[int], seconds: float, repeats: int, cuda: int =
         store, rows, busy = Store(), list[dict[str, Any]](), list[float]()
 
         def timed(tasks: TaskList, count: int) -> dict[str, float]:
-            """Return the microseconds of a message, of which `tasks` sends `count`: median, minimum and maximum."""
+            """Return median, minimum and maximum of a message's microseconds. `tasks` sends `count` messages."""
             (program,) = programs([tasks], store)
             times, runs = list[float](), 1
             while len(times) < repeats:

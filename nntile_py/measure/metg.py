@@ -140,7 +140,10 @@ def _calibrate(tile: Any) -> float:
 
 
 def shortest(rows: Sequence[dict[str, Any]], goal: float) -> float | None:
-    """Return the task length (us) from which the efficiency is at least `goal`, by log-linear interpolation."""
+    """Return the task length (us) from which the efficiency is at least `goal`, by log-linear interpolation.
+
+    Returns None if the longest tasks do not reach `goal`.
+    """
     length, longer = None, None
     for row in reversed(rows):
         e = row["efficiency"]["median"]

@@ -151,7 +151,7 @@ def answers(workers: Sequence[WorkerProcess], seconds: float) -> list[dict[str, 
             ready = selector.select(min(1.0, max(0.0, end - time.monotonic())))
             waiting = [worker for worker in workers if worker not in received]
             for worker in [] if ready else waiting:
-                # A process that the worker started may hold its stdout open.
+                # The end of stdout does not always show that a worker has ended: its child may hold stdout open.
                 if worker.process.poll() is not None and not (ready := selector.select(0)):
                     raise worker.ended()
             for key, _ in ready:

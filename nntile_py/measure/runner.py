@@ -145,7 +145,7 @@ def measure_point(
 class Processes:
     """The worker processes of a sweep: one for each point; with `together` one for all points of equal Point.process.
 
-    With `together` on GPUs, the next process starts during the measurement before, since its imports take seconds."""
+    With `together` on GPUs, the next process starts while the current one measures, since imports take seconds."""
 
     def __init__(self, together: bool) -> None:
         self.together = together

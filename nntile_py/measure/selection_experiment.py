@@ -144,7 +144,7 @@ class WidthExperiment(PresetPart):
     """A section of kind `widths`: times of the fused kernels of a layer for several vector widths."""
 
     widths: Annotated[list[Literal[1, 2, 4, 8, 16, 32, 64]], Field(min_length=1)]
-    """Numbers of elements that a kernel computes together: of a vector on CPUs, of a thread on GPUs."""
+    """Numbers of elements that a kernel computes together: in one vector on CPUs, in one thread on GPUs."""
     repeats: Count = 7
 
     def run(self, folder: Path) -> ExperimentResult:

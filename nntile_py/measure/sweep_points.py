@@ -26,7 +26,7 @@ class Point:
     Attributes:
         id: Hash of the config and the measurement.
         sets: Keys of the grid or list with their values, and the name of the variant.
-        error: The reason for which the config is refused.
+        error: The reason for which the config is refused; None: it is accepted.
     """
 
     id: str

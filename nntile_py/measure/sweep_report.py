@@ -61,9 +61,10 @@ def report(
 
 
 def _ratios(experiment: Experiment, rows: list[Row]) -> list[str]:
-    """Return lines that compare rows which differ only in the key `ratio`: their times over that of the first value.
+    """Return lines that compare rows which differ only in one key, `experiment.ratio`.
 
-    Each line has the ratio of the medians, then of the best repeats, which noise disturbs less."""
+    A line has the time for each other value of the key, divided by the time for the first value: the ratio of the
+    medians, then the ratio of the best repeats, which noise disturbs less."""
     key = experiment.ratio
     if not key:
         return []

@@ -33,8 +33,8 @@ from nntile_py.models.bert_parts import LayerNames
 from nntile_py.system.clock import clocked
 from nntile_py.tasks.cross_entropy import IGNORED
 
-VOCAB_STEP = 64  # the embedding table is filled up to a multiple of so many rows: tensor cores need aligned operands
-NEVER = -1e4  # bias of the rows that fill up the embedding table, which makes their probability 0
+VOCAB_STEP = 64  # the embedding table gets unused rows up to a multiple of this: tensor cores need aligned operands
+NEVER = -1e4  # bias of the embedding table's unused rows: makes their probability 0
 TURNS, PASSES = 3, 20  # measurements of kernel-by-kernel and graph launches; passes in a measurement
 
 
@@ -113,7 +113,7 @@ def shares(config: RunConfig, arrays: Mapping[str, Array], world: int) -> list[A
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: Sequences, dropout: float) -> torch.Tensor:
-    """Return attention of q, k, v [tokens, heads, head_dim], or padded [rows, seq, heads, head_dim], in that shape."""
+    """Return attention of q, k, v [tokens, heads, head_dim], or padded [rows, seq, heads, head_dim], in their shape."""
     if of.offsets is None:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, of.mask, dropout).transpose(1, 2)
@@ -124,7 +124,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: Sequences, dro
     sizes = of.offsets, of.offsets, of.longest, of.longest
     if dropout:  # varlen_attn has no dropout
         return cast(torch.Tensor, torch.ops.aten._flash_attention_forward(q, k, v, *sizes, dropout, False, False)[0])
-    from torch.nn.attention.varlen import varlen_attn  # this import takes a second
+    from torch.nn.attention.varlen import varlen_attn  # takes a second: only where needed
 
     return cast(torch.Tensor, varlen_attn(q, k, v, *sizes))
 

@@ -124,7 +124,8 @@ def ranked_gpt2(config: RunConfig, arrays: Mapping[str, Array], name: str, rank:
     world = world_size(config)
     forward: Any
     if name == "ddp":
-        forward = torch.compile(replicated(loaded_gpt2(config, device), device))  # is cut at DDP's buckets
+        # torch.compile cuts the graph at DDP's buckets.
+        forward = torch.compile(replicated(loaded_gpt2(config, device), device))
     else:
         forward = _fsdp(config, device, world, offload=name == "fsdp2_offload")
     part = shifted(config, arrays, rank, world, device)

@@ -42,7 +42,7 @@ def torch_layer(
         raise ConfigError("measure.captured: got true; allowed for PyTorch on CPU workers: null")
     device = torch_device(config)
     functorch: Any = torch._functorch
-    functorch.config.donated_buffer = False  # the backward pass runs repeatedly
+    functorch.config.donated_buffer = False  # keep what forward saved: backward runs repeatedly
     dtype = torch_dtype(config.precision)
     with device:
         module = torch_module(c, work, stacked).to(dtype).train()
@@ -58,7 +58,7 @@ def torch_layer(
     if captured:
         replay = _captured(lambda: forward(x), gradients, phase)
 
-        def once(_: Any = (wanted, dy)) -> None:  # keeps the tensors, of which a graph holds only addresses
+        def once(_: Any = (wanted, dy)) -> None:  # a graph holds only addresses: `_` keeps the tensors
             replay()
     else:
         kept = forward(x) if phase == "backward" else None
@@ -80,7 +80,7 @@ def torch_layer(
 def _captured(forward: Callable[[], Any], gradients: Callable[[Any], None], phase: Phase) -> Callable[[], Any]:
     """Return a function that launches the phase as one CUDA graph.
 
-    For a backward pass, another graph runs the forward pass once, here.
+    For a backward pass, this function first runs the forward pass once, as another CUDA graph.
     """
 
     def both() -> Any:
@@ -94,7 +94,7 @@ def _captured(forward: Callable[[], Any], gradients: Callable[[Any], None], phas
     second = CapturedCall(lambda: gradients(first.result), pool=first.graph.pool())
     first()
 
-    def replay(of: Any = (first, second)) -> None:  # keeps both graphs: the second reads results of the first
+    def replay(of: Any = (first, second)) -> None:  # `of` keeps both graphs: the second reads results of the first
         of[1]()
 
     return replay

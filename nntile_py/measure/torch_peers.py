@@ -53,7 +53,7 @@ def trained(
 
     Args:
         loss_of: returns the loss of a micro-batch.
-        parts: micro-batches of a step; the step's loss is the mean of theirs.
+        parts: micro-batches of a step; the step's loss is the mean of the micro-batches' losses.
         autocast: run the forward pass under autocast.
     """
     how, dtype, parameters = config.optimizer, torch_dtype(config.precision), list(model.parameters())
@@ -92,7 +92,12 @@ def clip_gradients(parameters: Sequence[Any], limit: float) -> None:
 
 
 class CapturedCall:
-    """A call as one CUDA graph. Calling the object launches the graph, which overwrites `result` in place."""
+    """A call as one CUDA graph. Calling the object launches the graph, which overwrites `result` in place.
+
+    Args:
+        warm_up: runs before the capture; None: not needed.
+        pool: memory pool of another graph, if this graph reads that graph's results; None: a pool of its own.
+    """
 
     def __init__(self, call: Callable[[], Any], warm_up: Callable[[], Any] | None = None, pool: Any = None) -> None:
         if warm_up:  # compiles, chooses kernels and allocates workspaces before the capture

@@ -52,7 +52,7 @@ from nntile_py.training.repeated_steps import filled_pass, forward_passes, same_
 from nntile_py.training.trainer import Trainer
 
 Run = Callable[[int], Any]  # runs n steps; returns their losses, if it has any
-ABOVE_PEAK = 1.25  # a rate above the measured peak by less than this factor is an error of the measurement
+ABOVE_PEAK = 1.25  # rates up to this many times the measured peak are accepted: the peak's measurement is inexact
 RESERVE = 2**30  # bytes of measure.gpu_memory for kernels' workspaces; tiles use the rest
 
 
@@ -78,11 +78,11 @@ def main() -> None:
         except Exception as error:
             launcher.failing()
             text = f"{type(error).__name__}: {error}".strip()
-            if not isinstance(error, NNTileError):  # not a message for users
+            if not isinstance(error, NNTileError):  # an internal error: its traceback is needed
                 traceback.print_exc()
                 text = text.splitlines()[0][:400]
             print("\n" + json.dumps({"error": text}), flush=True)
-            if launcher.started()[1] == 1:  # at once: stopping may wait for processes that never answer
+            if launcher.started()[1] == 1:  # without stopping the runtime, which could wait forever
                 sys.stderr.flush()
                 os._exit(1)
             running.close()
@@ -140,7 +140,7 @@ class Session:
         self.config = self.config.model_copy(update={"runtime": runtime})
 
     def times(self, repeats: int, steps: int) -> dict[str, Any]:
-        """Time the run `repeats` times, each time over `steps` steps; return the metrics that all contestants have."""
+        """Time the run `repeats` times, each time over `steps` steps; return its metrics, with flop/s if known."""
         assert self.run
         with Load() as load:
             times = clocked(self.run, repeats, steps)
@@ -163,9 +163,9 @@ class Session:
 
 
 def check_rate(config: RunConfig, flop_per_s: float) -> None:
-    """Raise NNTileError if the flop/s exceed the measured peak of the workers by more than the factor ABOVE_PEAK.
+    """Raise NNTileError if the flop/s exceed ABOVE_PEAK times the workers' peak: the flop count is then wrong.
 
-    The number of flop is then wrong. A CPU's peak is measured only if the flop/s are above those that plans assume.
+    The peak is determined, on CPUs by a measurement, only if the flop/s are above those that plans assume.
     """
     gpu = config.runtime.cuda != 0
     if flop_per_s <= config.workers * device_model.worker(TILE_DTYPE[config.precision], gpu).flop_s:
@@ -232,7 +232,7 @@ def _on_nodes(config: RunConfig, cluster: cluster_plan.Cluster, how: Measure) ->
 
 
 def _training(config: RunConfig, how: Measure) -> tuple[Built, Run, int]:
-    """Return graphs with task lists, the function that runs steps, and a step's tokens, for training steps.
+    """Build training steps: return graphs with task lists, the function that runs steps, and a step's token count.
 
     Inputs are random, weights are initial weights.
     """
@@ -251,7 +251,7 @@ def _training(config: RunConfig, how: Measure) -> tuple[Built, Run, int]:
 
 
 def _forward(config: RunConfig, how: Measure) -> tuple[Built, Run, int]:
-    """Return graphs with task lists, the function that runs passes, and a pass's tokens, for forward passes.
+    """Build forward passes: return graphs with task lists, the function that runs passes, and a pass's token count.
 
     Inputs are random. Tensors that only training needs do not exist.
     """
@@ -268,7 +268,8 @@ def _forward(config: RunConfig, how: Measure) -> tuple[Built, Run, int]:
 def tight_bins(spec: StepSpec, inputs: Mapping[str, Array]) -> StepSpec:
     """Return a packed step with bins that are just large enough for these inputs.
 
-    PyTorch's packed arrays are as long as the number of tokens; bins are multiples of train.seq."""
+    So nntile_py's bins are about as long as PyTorch's packed arrays, which hold exactly the tokens. A bin's length is a
+    multiple of train.seq."""
     lengths, parts = lengths_of(inputs, spec.seq), spec.grad_accumulation
     least = math.ceil(sum(lengths) / (spec.seq * spec.rows * parts))
     for size in range(least, spec.capacity // spec.seq):

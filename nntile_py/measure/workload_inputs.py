@@ -35,7 +35,7 @@ def count_tokens(config: RunConfig, work: Work, inputs: Mapping[str, Array]) -> 
 
 
 def planned_flop(config: RunConfig, work: Work, alpha: float, built: Built) -> float:
-    """Return the flop of a planned workload; of packed sequences, by the lengths of its random inputs."""
+    """Return the flop of a planned workload; for packed sequences, the flop for the lengths of the random inputs."""
     training = work == "train"
     spec = spec_of(config, work)
     if not (training or work in FORWARD) or not spec.pack:

@@ -80,7 +80,7 @@ def profile(
     loads = ranks.to_first(load) if ranks else [load]
     if loads is None:
         return {}
-    replace_file(folder / "config.yaml", config.to_yaml())  # makes the folder, not before the run has succeeded
+    replace_file(folder / "config.yaml", config.to_yaml())  # creates the folder, only after a successful run
     return write(trace, peaks, recorder.axes(config, inference), folder, name, among(loads))
 
 

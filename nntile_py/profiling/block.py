@@ -18,7 +18,7 @@ from nntile_py.profiling import diagnosis, recorder, trace_analysis, write
 
 @dataclass
 class BlockProfile:
-    """Profile of a `with` block; str() of it is a short summary.
+    """Profile of a `with` block; `str(profile)` is a short summary.
 
     Attributes:
         folder: where the files are written; None: no files.

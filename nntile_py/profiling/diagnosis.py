@@ -9,7 +9,7 @@ from typing import Any
 from nntile_py.system.load import BUSY, is_busy
 from nntile_py.tiles.placement import GOOD
 
-# Thresholds of the rules. A rule applies if the share is at least as large; for LOW, if it is smaller.
+# Thresholds of the rules. A rule applies if the share reaches the threshold; for LOW, if the share is below it.
 IDLE = 0.15  # idle share of the workers' time
 MOVING = 0.10  # share of the workers' time spent waiting for data, or for another rank
 OVERHEAD = 0.05  # the runtime's share of the workers' time
@@ -47,11 +47,12 @@ def other_ranks(s: Summary) -> Finding:
 
 
 def short_tasks(s: Summary) -> Finding:
-    """Tasks are too short: below GOOD times the runtime's overhead for a task. Or workers wait for submission."""
+    """Tasks are too short: below GOOD times the runtime's overhead for a task, or faster than their submission."""
     mean, overhead = s["mean_task_s"], s["overhead_per_task_s"]
     starved = s["submission"] >= SUBMITTING and _share(s, "idle") >= IDLE
     serial = _path_bound(s) and _share(s, "idle") > 2 * _share(s, "overhead")  # longer tasks would not help
-    # Time that other processes take looks like overhead. On a busy machine the plan must find tiles too small, too.
+    # Time that other processes take looks like overhead. On a busy machine, the rule applies only if the plan, too,
+    # finds the tiles too small.
     disturbed = busy_machine(s) and not _too_fine(s)
     if not starved and (serial or disturbed or mean >= GOOD * overhead or _share(s, "overhead") < OVERHEAD):
         return None
@@ -211,7 +212,7 @@ def report(summary: Summary) -> list[dict[str, str]]:
     result, idle_explained = [], ""
     for diagnosis in RULES:
         rule, finding = diagnosis.rule, diagnosis.check(summary)
-        opposite = (idle_explained, rule) == ("few-tiles", "low-roofline")  # smaller tiles, larger tiles
+        opposite = (idle_explained, rule) == ("few-tiles", "low-roofline")  # their advice: smaller, larger tiles
         if not finding or opposite or (diagnosis.explains_idle and idle_explained):
             continue
         idle_explained = rule if diagnosis.explains_idle else idle_explained
@@ -227,7 +228,8 @@ def report(summary: Summary) -> list[dict[str, str]]:
 def _doubtful(rule: str, s: Summary) -> bool:
     """Return whether other processes may have caused a finding.
 
-    They do if they used cores during the run, or, for low-roofline, during the measurement of the peak.
+    This is so if they used cores during the run or, for low-roofline, during the measurement of the peak. It is not so
+    for short-tasks if the plan finds the tiles too small.
     """
     if rule == "busy-machine" or (rule == "short-tasks" and _too_fine(s)):
         return False

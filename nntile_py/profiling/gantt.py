@@ -118,7 +118,7 @@ def _row(trace: Trace, worker: int, kinds: Any, columns: int) -> list[Bar]:
 def _shared(filled: Any) -> Any:
     """Return the kind to show in each column, so that the area of each kind is in proportion to its time.
 
-    A column shows the kind, of those that ran in it, with the most time not yet shown.
+    A column shows one of the kinds that ran in it: the kind with the most time that earlier columns have not shown.
 
     Args:
         filled: the time of each kind in each column; the last kind is idle time.

@@ -71,7 +71,7 @@ def tune(
     Args:
         repeats: measurements of each operator in each layout.
         tell: shows a line of progress.
-        own_alone: measure only the operators of the config's own fusion of Q, K and V, not of every fusion of them.
+        own_alone: measure only operators for the config's own fusion of Q, K and V. False: for each fusion of them.
     """
     plain = default_layouts(config)
     with timings.exclusive():
@@ -91,7 +91,7 @@ def tune(
                 timings.add(timing(key, *timer.times([op])))
             time_chosen(timer, graphs, timings, tell)
             program = _chosen(own, timings, plain).program
-            if program not in (None, *timings.comparisons) and work not in FORWARD:  # FORWARD: default layouts only
+            if program not in (None, *timings.comparisons) and work not in FORWARD:  # FORWARD: no searched layouts
                 tell("whole steps in default and in searched layouts, alternating")
                 timings.add_comparison(compare(plain, work, timings, own_stacked(plain), program))
     others = load.others if is_busy(load.others) else None

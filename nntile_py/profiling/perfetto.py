@@ -146,7 +146,7 @@ def _arrows(trace: Trace, places: list[Slice]) -> Iterator[dict[str, Any]]:
 class _Between:
     """Rows of each rank for its sends, its receives, and the waits of its workers.
 
-    Slices of a row must not overlap. If messages do, the later one's slice starts at the end of the earlier slice."""
+    Slices of a row must not overlap. If two messages overlap, the later slice starts at the end of the earlier one."""
 
     def __init__(self, trace: Trace, t0: int) -> None:
         self._trace, self._t0, self._waits = trace, t0, _merged(waits(trace), trace.ranks)

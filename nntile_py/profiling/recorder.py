@@ -61,7 +61,9 @@ def run_passes(spec: StepSpec, steps: int, warmup: int) -> Trace:
 def _run(
     run: Callable[[int], Any], tasks: int, steps: int, warmup: int, update: TaskList | None = None
 ) -> Trace:  # fmt: skip
-    """Return the trace of `steps` steps. On CPU workers alone, if tasks are shorter than LIGHT_BELOW, it is light.
+    """Return the trace of `steps` steps.
+
+    The profile is light if tasks are shorter than LIGHT_BELOW and no worker is a GPU. Without a warm-up it is full.
 
     Args:
         run: runs a number of steps.
@@ -146,7 +148,7 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
             first[id(tasks)] = len(infos)
             infos.extend(_info(task, tasks is update, numbers) for task in tasks.tasks)
         offsets.append(first[id(tasks)])
-        between = all(isinstance(task, MessageTask) for task in tasks.tasks)  # messages between two lists
+        between = all(isinstance(task, MessageTask) for task in tasks.tasks)  # messages between two lists: of no step
         steps.append(0 if between else step)
         step += int(not between if update is None else tasks is update)
     infos.append(TaskInfo("", REDUCTION, "", REDUCTION, "", 0.0, 0))

@@ -77,7 +77,9 @@ class Bus:
 
 @dataclass(frozen=True, slots=True)
 class MessageEnd:
-    """The send or the receive of a message between ranks; dates in ns on the rank's own clock.
+    """The send or the receive of a message between ranks.
+
+    Dates are in ns, on the rank's own clock; in a merged trace, on rank 0's clock.
 
     Attributes:
         sends: True for the send, False for the receive.
@@ -134,7 +136,7 @@ class Trace:
 
     Attributes:
         info: index of the task's description in `infos`.
-        step: number of the task's step, from 1; 0: of no step.
+        step: number of the task's step, from 1; 0: the task belongs to no step.
         replay: number of the submission of the task's program, from 1; 0: StarPU's own task.
         worker: index of the task's worker in `workers`.
         pop: date at which the worker got the task.
