@@ -210,7 +210,7 @@ class Attention(Op):
     # -- reference
 
     def factors(self, data: Sequence[Array], seed: int) -> Array | float:
-        """Return dropout's factors for the probabilities: mask / (1 - p), or 1 without dropout."""
+        """Return dropout's factors for the probabilities: mask / (1 - rate), or 1 without dropout."""
         keys, axis = self._keys
         return self.dropout.factors([*self.lse.shape, keys.size(axis)], data, seed) if self.dropout else 1.0
 
@@ -237,7 +237,7 @@ class AttentionGrad(Op):
 
     With delta = rowsum(do o), p = exp(scale q k^T - lse), dp = do v^T, ds = scale p (dp - delta):
     dq = sum over keys ds k, dk = sum over queries ds^T q, dv = sum over queries p^T do.
-    Dropout multiplies dp by mask / (1 - p), and also p in the formula of dv.
+    Dropout multiplies dp by mask / (1 - rate), and also p in the formula of dv.
     """
 
     category = CONTRACTION

@@ -61,9 +61,9 @@ void varlen_grad(const Triple& x, const PairMask& mask, const at::Tensor& out, c
   put(grads.v, dv);
 }
 
-// Runs `aten` (ATen's kernel) or `ragged` (cuDNN's, which returns the reason if it does not support the case). A
-// measurement, once for each kind of task, chooses the faster kernel. Neither kernel adds to its outputs, so both may
-// run repeatedly.
+// Runs `aten` (ATen's kernel) or `ragged` (cuDNN's, which returns the reason if it does not support the case). `way`
+// selects the kernel; with `fastest`, a measurement, once for each kind of task, chooses the faster kernel. Neither
+// kernel adds to its outputs, so both may run repeatedly.
 void run(Way way, const char* direction, const Triple& x, const PairMask& mask, int64_t most,
          const std::function<void()>& aten, const std::function<std::string()>& ragged) {
   if (!x.q.size(2)) return;  // an empty bin

@@ -159,7 +159,7 @@ def first_draw(DRAWS, start, mask_first, STEPS: tl.constexpr, PACKED: tl.constex
 
 @triton.jit
 def factors_of(row, at, drawn, head, seed, mix, limit, kept_scale, STEPS: tl.constexpr, KEYS: tl.constexpr):
-    """Return mask / (1 - p) for the queries `row` of a head and KEYS keys from `at` on; drawn: from `first_draw`."""
+    """Return mask / (1 - rate) for the queries `row` of a head and KEYS keys from `at` on; drawn: from `first_draw`."""
     first = drawn + head.to(tl.int64) * STEPS[1]
     EVEN: tl.constexpr = (STEPS[0] | STEPS[1] | STEPS[2] | STEPS[0] // STEPS[2]) % 2 == 0
     SAME: tl.constexpr = STEPS[2] & (STEPS[2] - 1) == 0  # rows of a power of two never cross a multiple of 2**33

@@ -45,8 +45,9 @@ class PlanArgs(TaskArgs):
     m: int
     n: int
     k: int
-    # Permutations of axes: of a to (batch, m, k), of b to (batch, k, n), of the sum to (batch, m, n). If the task
-    # writes the sum to an output with another order of axes, also the permutation of the sum to the output.
+    # Permutations of axes: of a to (batch, m, k), of b to (batch, k, n), of the result to (batch, m, n). The result is
+    # the output tile, or a partial-sum tile if axes are reordered. If the task copies the partial-sum tile to the
+    # output tile, also the permutation for this copy.
     orders: tuple[int, ...]
 
 
@@ -316,7 +317,7 @@ def contract(
     """Return the product of a and b, summed over the shared axes that are not in `out_axes`, with the axes `out_axes`.
 
     Args:
-        like: if the product is a gradient, the tensor with this gradient. The product gets the band of `like`.
+        like: the tensor whose gradient the product is, if any. It sets the dtype and the band of the product.
     """
     sizes = {**a.sizes, **b.sizes}
     for axis in a.axes:

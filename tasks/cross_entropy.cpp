@@ -32,8 +32,8 @@ void cross_entropy(Args& t) {
       check_label(label[row], n);
       const T top = max_of(x, n), value = top + std::log(sumexp_of(x, top, n));
       lse.data_ptr<T>()[row] = value;
-      // Scale each row before the sum: scaling the sum would round differently if one task instead of several adds the
-      // losses.
+      // Scale each row's loss before adding. Scaling the total would round differently when several tasks each add a
+      // part.
       if (label[row] >= 0) total += (static_cast<double>(value) - static_cast<double>(x[label[row]])) * args.scale;
       if (args.gradient) gradient(x, value, label[row] < 0 ? -2 * n : label[row], static_cast<T>(args.scale), n);
     }

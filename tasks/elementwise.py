@@ -334,7 +334,7 @@ def multiply(g: GraphLike, a: Tensor, b: Tensor, *, like: Tensor | None = None) 
     """Return a * b. Raise ValueError if axes or sizes differ.
 
     Args:
-        like: if the product is a gradient, the tensor with this gradient.
+        like: the tensor whose gradient the product is, if any. It sets the dtype and the band of the product.
     """
     if a.sizes != b.sizes or a.axes != b.axes:
         raise ValueError(f"multiply: {a} and {b} have to have the same axes and sizes")

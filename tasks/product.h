@@ -82,7 +82,7 @@ class Product {
  public:
   void operator()(const Matrix<T>& c, const Matrix<const T>& a, const Matrix<const T>& b, const Epilogue<T>& epilogue) {
     const auto rows = c.rows.size(), columns = c.columns.size(), all = a.columns.size();
-    // If only one block of rows reads a panel of columns, it reads the panel while it is in the L1 cache.
+    // With only one block of rows, pack one panel of columns at a time: the block reads the panel from the L1 cache.
     const auto width = rows > kBlockRows ? kBlockColumns : kColumns;
     for (int64_t depth = 0; depth < all; depth += kDepth) {
       const auto k = std::min(kDepth, all - depth);
@@ -135,8 +135,8 @@ class Product {
     return epilogue;
   }
 
-  // Copies rows (or columns) [first, first + count) of x into panels [depth][kStep] of kWidth each, with zeros in
-  // the place of missing rows.
+  // Copies rows (or columns) [first, first + count) of x into panels. Each panel is [depth][kStep] and holds kWidth
+  // rows (kStep >= kWidth). Missing rows are zeros.
   template <int64_t kWidth, int64_t kStep>
   static void pack(std::vector<T>& to, const T* x, const Offsets& across, int64_t first, int64_t count,
                    const Offsets& along, int64_t start, int64_t depth) {

@@ -238,8 +238,8 @@ DEEP = [
     Way(64, 16, 128, 5, 4), Way(64, 16, 256, 4, 4), Way(32, 16, 256, 4, 4), Way(64, 32, 128, 4, 4, parts=4),
     Way(64, 64, 128, 3, 4, parts=6), Way(64, 64, 64, 5, 4),
 ]  # fmt: skip
-# Candidates for more rows than FEW and up to 2048; for large k and few columns, also PARTS. `ways_of` uses only those
-# candidates whose number of programs is in FILLED.
+# SOME: candidates for more rows than FEW is used for, up to 2048. PARTS: further candidates for large k and few
+# columns. From both lists, `ways_of` keeps the candidates whose number of programs is in FILLED.
 SOME = [
     Way(64, 16, 128, 5, 4), Way(64, 32, 128, 4, 4), Way(64, 64, 64, 5, 4), Way(64, 64, 128, 3, 4),
     Way(64, 128, 64, 4, 4), Way(64, 128, 64, 3, 4, halves=True), Way(128, 64, 64, 4, 4), Way(128, 128, 64, 4, 8),

@@ -1,4 +1,4 @@
-"""Rotary positions for longer sequences: changed frequencies, and a factor of the table (transformers' rope_type)."""
+"""Rotary scaling for longer sequences (transformers' rope_type): frequencies, and a factor of cosines and sines."""
 
 from __future__ import annotations
 

@@ -4,14 +4,14 @@ A node's number is written with one digit for each prime factor of the number of
 In each round, nodes whose numbers differ only in one digit exchange their data: pairs of nodes if the base is two. So
 all nodes do the same work at the same time, for any number of nodes. There are as many rounds as digits.
 
-A large tile is cut into pieces. In each round a node keeps one piece, sends the other pieces to other nodes, and adds
-the pieces that it receives. Then the rounds run backwards and distribute the pieces of the sum (R. Rabenseifner,
-"Optimization of collective reduction operations", ICCS 2004, with bases other than two). A small tile is sent whole in
-each round (recursive doubling, same paper).
+A large tile is sent in pieces. In each round a node cuts its current piece into as many parts as the digit's base. The
+node keeps one part, sends each other part to another node, and adds the parts that it receives. Then the rounds run
+backwards and distribute the pieces of the sum (R. Rabenseifner, "Optimization of collective reduction operations",
+ICCS 2004, with bases other than two). A small tile is sent whole in each round (recursive doubling, same paper).
 
 Ranks share one program (see RankSums), so only the rank that updates a weight needs the sum of the weight's gradient.
-The same rounds bring each tile whole to one rank. Different tiles go to different ranks, so all tiles together move as
-many bytes as pieces would.
+Rounds of whole tiles leave a tile's sum on one rank, and the sums of different tiles on different ranks. All ranks
+together send as many bytes as in the first rounds with pieces.
 """
 
 from __future__ import annotations

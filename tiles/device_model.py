@@ -42,7 +42,10 @@ def rank_of_gpus(one: Speed, gpus: int) -> Speed:
 
 
 def node(cores: int) -> Speed:
-    """Return the speed of all CPU workers of a machine together, which share its tasks evenly."""
+    """Return the speed of a machine's CPU workers as of a single worker.
+
+    Flop/s and bytes/s are multiplied by the cores; overhead and launch are divided by the cores.
+    """
     return replace(
         CPU, flop_s=cores * CPU.flop_s, bytes_s=cores * CPU.bytes_s, overhead=CPU.overhead / cores,
         launch=CPU.launch / cores,

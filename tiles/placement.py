@@ -59,7 +59,7 @@ class Speed:
 
     @property
     def beside(self) -> float:
-        """Seconds of a worker for each task in addition to the task's work."""
+        """Seconds per task besides the kernel: overhead of the runtime, plus launch."""
         return self.overhead + self.launch
 
     @property

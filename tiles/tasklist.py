@@ -116,7 +116,7 @@ class TaskList:
                 fresh = first and tile not in written
                 written.add(tile)
                 access.accumulate = not fresh
-                # A tile that outlives the program may get several contributions in another program, as the loss does.
+                # Under redux, mark every persistent tile: another program may add several contributions to it.
                 tile.redux |= tile.persistent and self.policy == "redux"
                 if self.policy == "chain" or length == 1:
                     access.mode = "W" if fresh else "RW"

@@ -20,8 +20,8 @@ from nntile_py.tiles.task import Task
 from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
 
 Copies = dict[Hashable, set[int]]  # {key of a tile: workers that hold it}
-# Events: a task's tiles are on its worker; a task ended; a message reached the receiving node, was received by the
-# node's network card, was taken by the node's message thread.
+# Events. READY: a task's tiles are on its worker; ENDED: a task has ended. Of a message at the receiving node, LANDED:
+# its latency has passed; CAME: the network card has received all bytes; TAKEN: the message thread has handled it.
 READY, ENDED, LANDED, CAME, TAKEN = range(5)
 
 

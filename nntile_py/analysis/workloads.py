@@ -95,7 +95,7 @@ def preset(work: str, overrides: Sequence[str]) -> RunConfig:
     from nntile_py.schema import read_yaml
 
     file, own = PRESETS[work]
-    # The default is one CPU worker: a layer whose tensors are not cut into tiles keeps one worker busy.
+    # The default is one CPU worker: a layer whose tensors are not cut into tiles can keep only one worker busy.
     where = [] if any(item.startswith(("runtime.", "scheduler=")) for item in overrides) else ["runtime.cpus=1"]
     tree = read_yaml(installed("experiments") / file, "CONFIG", RunConfig)
     return resolve(tree, [*own, *where, *overrides], f"--work {work}")

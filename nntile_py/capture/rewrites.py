@@ -362,7 +362,7 @@ def _unbind_product(captured: CapturedModule, base: Node) -> None:
 
 
 def _entries_of(base: Node) -> tuple[dict[Node, int], int] | None:
-    """Return ({user: entry}, dimension) of a tensor whose users take one entry of one dimension each."""
+    """Return ({user: entry index}, dimension) if all users take one entry along the same dimension, else None."""
     if len(base.users) == 1 and name_of(unbind := next(iter(base.users))) == "unbind":
         if all(is_getitem(user) for user in unbind.users):
             at = argument(unbind, 1, "dim", 0) % len(shape_of(base))

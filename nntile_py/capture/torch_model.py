@@ -75,7 +75,7 @@ class TorchModel:
 
     @property
     def weights(self) -> Mapping[str, Any]:
-        """{name: numpy array}; a copy of the module's weights at the first use."""
+        """{name: numpy array}. The first access copies the module's weights."""
         if self._weights is None:
             self._weights = {
                 name: value.detach().to(_wide(value.dtype)).cpu().numpy().copy()

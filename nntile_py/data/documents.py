@@ -153,7 +153,10 @@ class Documents:
         return f"{self.key}: {what}{left}; allowed: a text file, a table, or a folder of such files (data.extensions)"
 
     def _parts(self, path: Path, most: int | None) -> Iterator[TextPart]:
-        """Yield the parts of a file's documents that are not blank. In a folder, a file that is no text yields none."""
+        """Yield the parts of a file's documents without blank documents.
+
+        In a folder, a file that is not UTF-8 text, or a table without the required column, is skipped.
+        """
         tolerant = Path(self.source).is_dir() and self.source != STDLIB and not is_dataset(Path(self.source))
         if self.instructions and not is_table(path):
             raise ConfigError(f"{self.key}: {path} is no table; allowed for instructions: {table_names()}")

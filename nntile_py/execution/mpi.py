@@ -294,7 +294,10 @@ def _patience() -> float:
 
 @contextmanager
 def _starting(sign: str) -> Iterator[None]:
-    """End this process if the block, in which it waits for the other ranks, lasts too long. sign: see _give_up."""
+    """End this process if the block, in which it waits for the other ranks, lasts too long.
+
+    sign: file name of a library. A rank that has loaded the library waits for the other ranks too.
+    """
     done, seconds = threading.Event(), STARTING * _patience()
     if seconds:
         threading.Thread(target=_give_up, args=(done, seconds, sign), daemon=True).start()

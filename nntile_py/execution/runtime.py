@@ -210,7 +210,8 @@ class Runtime:
                 variables["STARPU_LIMIT_CUDA_MEM"] = str(max(1, self.cuda_memory >> 20))
                 prepare_cuda(self.cuda, self.memory)
                 self._settings.enter_context(convolutions_in_fp32())
-            # MPI must not read tiles on a GPU: for StarPU, the last AHEAD tasks end before their kernels do.
+            # MPI must not read tiles on a GPU: StarPU regards up to `_ahead()` tasks per GPU as ended while their
+            # kernels still run.
             if self.ranks:
                 variables["STARPU_MPI_GPUDIRECT"] = "0"
             os.environ.update(variables)

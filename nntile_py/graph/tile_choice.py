@@ -148,7 +148,7 @@ class _Search:
         self._listed = 0
 
     def add(self, tiles: dict[str, int]) -> TileEstimate | None:
-        """Estimate a tiling; return None if it is not allowed, or if it has more tasks than the search may list."""
+        """Estimate a tiling; return None if it is not allowed, or if all tilings together would exceed LISTED tasks."""
         spec = replace(self.spec, tiling=Tiling(tiles)) if tiles else self.spec
         try:
             # The uncut step and the first cut of the batch are estimated whatever they cost.

@@ -50,7 +50,7 @@ class CapacityExperiment(ExperimentPart):
         return config_of(model, [*settings(self.cuda), *overrides_of(self.set_)])
 
     def run(self, folder: Path, console: Console) -> ExperimentResult:
-        """Try each model with each contestant, from the smallest on; `folder` stays empty."""
+        """For each contestant, train larger and larger models until one fails. Writes no files to `folder`."""
         configs = {model: self._config(model) for model in self.models}
         how = Measure(gpu_memory=int(self.cuda_memory * 2**30) if self.cuda else None)
         rows = []

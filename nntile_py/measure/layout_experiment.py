@@ -66,7 +66,7 @@ def _csv(results: Sequence[LayoutResult]) -> str:
 
 
 def _steps(config: RunConfig, part: LayoutExperiment, timings: Timings, results: Sequence[LayoutResult]) -> list[str]:
-    """Return sentences with the times of a forward and backward pass, in default and in searched layouts in turns."""
+    """Return sentences with times of a forward and backward pass in default and searched layouts, timed alternately."""
     lines = []
     with Runtime(**runtime_options(config.runtime.model_dump())):
         for result in results:

@@ -51,7 +51,7 @@ def may_fail(goes_on: str) -> Iterator[None]:
 
 
 class _Stream(io.FileIO):
-    """File 1 or 2. After the first failure, everything goes to /dev/null."""
+    """File descriptor 1 (stdout) or 2 (stderr). After the first failed write, later output goes to /dev/null."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number, "w", closefd=False)

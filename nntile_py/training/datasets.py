@@ -131,7 +131,10 @@ def _pair_dataset(config: RunConfig, spec: StepSpec, report: Report) -> PairData
 
 
 def _framed_tokenizer(config: RunConfig) -> Tokenizer | None:
-    """Return the tokenizer of tokenizer.path, which puts [CLS] and [SEP] around a text; None: there is no path."""
+    """Return the tokenizer of tokenizer.path; None without a path.
+
+    A tokenizer without a template gets [CLS] text [SEP] or <s> text </s>, if it has these tokens.
+    """
     if tokenizer := load_tokenizer(Path(path)) if (path := config.tokenizer.path) else None:
         frame(tokenizer, _special_tokens(config, tokenizer).named)
     return tokenizer

@@ -73,7 +73,7 @@ class Display:
         )
         if step == 1 or step % self._train.log_every == 0 or line.keys() & {"held_out_loss", "skipped"}:
             now = self._held_out if "held_out_loss" in line else ""
-            # A terminal may be only 80 columns wide, and its live display has the speed.
+            # On a terminal, leave out speed and time left: the live display shows them.
             rest = "" if self._console.is_terminal else f"  {speed}  {left_text}"
             say(self._console, f"step {step}/{steps}  {now}{learnt}{rest}")
         self._progress.update(self._task, completed=step, left=left_text)

@@ -148,7 +148,7 @@ class Programs:
         return training_programs(made, self.store, captured=spec.captured, checked=checked)
 
     def let_go(self) -> None:
-        """Return the memory of all CUDA graphs. Waits for all tasks."""
+        """Wait for all tasks, then free the memory of all CUDA graphs."""
         for step in self.steps.values():
             for program in (step.first, step.more, step.update):
                 if program:

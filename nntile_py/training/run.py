@@ -171,9 +171,9 @@ def _publish_on_rank_0(point: ResumePoint, out: Path, ranks: Ranks | None, repor
 
 
 def _publish(point: ResumePoint, out: Path, report: Report) -> bool:
-    """Put the weights of a run's last checkpoint into its folder, if an error or a kill has prevented that.
+    """Copy the weights of a checkpoint into the run folder `out`, if the run ended before it did so.
 
-    Returns False if the folder has these or newer weights already, or the checkpoint is of another run."""
+    Return False if the run folder has the same or newer weights, or the checkpoint belongs to another run."""
     target, weights = out / checkpoint.MODEL, point.folder / checkpoint.MODEL
     if run_of(point.folder).resolve() != out.resolve() or same_content(target, weights):
         return False

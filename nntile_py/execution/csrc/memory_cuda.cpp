@@ -1,8 +1,9 @@
 // Memory of tiles with CUDA devices. On a device, tiles come from ATen's allocator, which splits and merges blocks of
 // any size; StarPU's own cache reuses buffers only for equal sizes. All uses of a tile's block are on one stream, or
 // wait for this stream (queue_cuda.cpp), so a freed block is really free. The queue does not know the workspaces of
-// kernels, so tiles must never share blocks with workspaces: tiles have a stream key of their own. In main memory,
-// StarPU pins each buffer, which takes milliseconds. So freed buffers are kept, and reused for tiles of the same size.
+// kernels. Tiles are allocated under a separate stream (`key_of_tiles`), so ATen never reuses a workspace's block for a
+// tile. In main memory, StarPU pins each buffer, which takes milliseconds. So freed buffers are kept, and reused for
+// tiles of the same size.
 #include <c10/cuda/CUDACachingAllocator.h>
 
 #include <array>

@@ -1,8 +1,7 @@
 // StarPU policy for planned programs. The worker of each task is known, so transfers of its tiles begin as soon as the
 // task is ready. A worker takes its first submitted task whose tiles are present, except tasks with a delay. StarPU's
-// own handling of tasks with a fixed worker takes the most urgent task and idles until its tiles arrive. In the order
-// of urgency, sums whose results only the end of the step needs were all postponed to the end, where each sum waited
-// for data of another GPU.
+// own handling of tasks with a fixed worker takes the task of highest priority and idles until its tiles arrive. By
+// priority, sums needed only at the end of the step all ran last, each waiting for another GPU's data.
 #include <algorithm>
 #include <array>
 #include <climits>

@@ -28,7 +28,7 @@ uint32_t begin_run();
 struct Passage {
   int64_t run, index, peer, sends, tag, bytes, posted, ended;
 };
-// Returns one end of a message that is posted now.
+// Returns the record of a send or a receive that is posted now.
 Passage passage(uint32_t run, uint32_t index, int peer, bool sends, int64_t tag, int64_t bytes);
 void note(Passage passage);  // records one end of a message, which has ended now
 

@@ -199,7 +199,7 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
     const bool python = static_cast<bool>(body.python.call);
     body.cpu = low ? nullptr : find_kernel(kernels.at(k), c10::kCPU);
     body.cuda = find_kernel(kernels[k], c10::kCUDA);
-    // With a C++ kernel, which is a further candidate, the choice gets a key of its own.
+    // A C++ CUDA kernel is one more candidate, so the stored choice of the fastest kernel needs another key.
     if (body.cuda && !body.key.empty()) body.key += " and ATen";
     cpu &= python || body.cpu;
     cuda &= python ? body.python.cuda : body.cuda || !body.ways.empty();

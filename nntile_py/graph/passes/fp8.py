@@ -17,8 +17,8 @@ from nntile_py.tasks.cross_entropy import CrossEntropy
 from nntile_py.tasks.op import Op, Tensor
 from nntile_py.tasks.quantize import Quantize
 
-# Rows and columns of the weight of a product in 8 bits: at least LEAST, as smaller products, such as those of adapters,
-# gain nothing, and multiples of UNIT, as cuBLASLt requires.
+# An 8-bit product needs a weight whose rows and columns are at least LEAST and multiples of UNIT. Smaller products,
+# such as those of adapters, gain nothing; cuBLASLt requires the multiples.
 LEAST, UNIT = 64, 16
 
 
