@@ -16,7 +16,6 @@ from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution import cuda_graph
 from nntile_py.execution.cuda_graph import (
     LEAST,
-    CapturedProgram,
     Served,
     TrainingProgram,
     most_filled,
@@ -200,7 +199,7 @@ def graph(runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
         pass
 
     monkeypatch.setattr(_core, "Captured", Own, raising=False)
-    monkeypatch.setattr(CapturedProgram, "_not_here", lambda one: "")
+    monkeypatch.setattr(cuda_graph, "_not_here", lambda: "")
     monkeypatch.setattr(cuda_graph, "LONG", float("inf"))
     monkeypatch.setattr(cuda_graph, "_lacks_room", lambda lists, room: "")
     return Own

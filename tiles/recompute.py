@@ -137,8 +137,8 @@ class _Segment:
     def _collect(self, tile: Tile, repeated: set[int]) -> None:
         """Add to `repeated` all tasks that must run again to compute a tile again.
 
-        These are the tasks that write the tile, the tasks that write the operands of these tasks, and so on. Tiles that
-        are kept need no task.
+        A tile needs the tasks that write the tile. Each of these tasks needs all tiles that the task reads. Kept tiles
+        need no task.
         """
         waiting = [tile]
         while waiting:

@@ -32,7 +32,7 @@ ROLES = "batch", "heads", "seq", "head_dim"
 
 
 def share_heads(captured: CapturedModule, tiling: Tiling) -> None:
-    """Let tiles cut key heads like the query heads that share them. Call it before rules ask which axes are cut."""
+    """Let tiles cut key heads as query heads are cut. To be called before rules ask which axes are cut."""
     for node in captured.calls:
         if name_of(node) == "scaled_dot_product_attention" and len(shape_of(node)) == 4:
             heads, few = shape_of(node)[1], shape_of(args_of(node)[1])[1]

@@ -229,7 +229,7 @@ class GraphBuilder:
     # -- shapes
 
     def with_axes(self, value: Value, axes: Collection[str]) -> Value:
-        """Return a value whose tensor has all of `axes`: along those that it lacked, its entries are repeated."""
+        """Return a value whose tensor has all of `axes`. Along an axis that was missing, entries are repeated."""
         lacks = [axis for axis in value.axes if axis in axes and axis not in value.tensor.axes]
         if not lacks:
             return value
@@ -377,7 +377,7 @@ class GraphBuilder:
     def run(self) -> None:
         """Add all calls to the graph, then the updates of running statistics.
 
-        A call that its rule does not support is added as one ATen task."""
+        If the rule of a call does not support the call's arguments, the call is added as one ATen task."""
         for node in self.captured.calls:
             one = self.find.rules[node]
             with self.g.scope(self.scope_of(node)):

@@ -366,8 +366,8 @@ class RuntimeSection(Section):
 
 
 class SchedulerFile(RuntimeSection):
-    """The file that the key `scheduler` names. Its top-level keys are those of `runtime`, such as `cuda: 1`, and
-    optionally `accumulate`. Keys of the run's YAML take precedence over the file."""
+    """The file that the key `scheduler` names. The file has the keys of `runtime` at the top level, such as `cuda: 1`,
+    and optionally `accumulate`. Keys of the run's YAML take precedence over the file."""
 
     accumulate: Policy | None = None
     """Accumulation policy if the run's YAML has none."""

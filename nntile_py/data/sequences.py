@@ -128,7 +128,7 @@ class Concatenated:
         total = int(lengths.sum())
         if total < longest:
             raise ValueError(f"{total} tokens")
-        # With a seed, use one window fewer than fits, if possible, so that each epoch can start at another offset.
+        # With a seed, one window is left out if possible: each epoch can then start at another offset.
         count = max(1, total // longest - (seed is not None))
         self.lengths, self.cut = np.full(count, longest, np.int32), 0
         self._of_document, self._longest, self._seed = lengths, longest, seed

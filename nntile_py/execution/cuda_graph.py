@@ -122,10 +122,10 @@ def _parts(tasks: TaskList) -> Iterator[Task]:
 
 
 class CapturedProgram:
-    """A program that one GPU may run as one CUDA graph.
+    """A program that can run as one CUDA graph on one GPU.
 
     Args:
-        refused: why the program cannot be a graph; an empty text if it can.
+        refused: why the program cannot be a graph in this runtime; an empty text if it can.
         captured: False: never use a graph. True: always use a graph; ConfigError if that is not possible. None: the
             first run decides.
         held: Weights that only the program reads. They stay on the GPU.
@@ -145,7 +145,7 @@ class CapturedProgram:
         self.program, self._runtime = program, Runtime.current
         self.captured = self._asked = captured
         self._native: Any = None  # _core.Captured
-        self.reason = "captured: false" if captured is False else self._not_here() or refused
+        self.reason = "captured: false" if captured is False else refused
         if self.reason:
             if captured:
                 raise ConfigError(f"captured: true is not allowed here: {self.reason}; use false, or leave it out")
@@ -161,13 +161,6 @@ class CapturedProgram:
             [a.mode for a in accesses], own_bytes(tasks),
             [number for number, name in enumerate(program.slots) if name not in self._most], measures,
         )  # fmt: skip
-
-    def _not_here(self) -> str:
-        """Return the reason why no program can be a graph in this runtime; an empty text if there is none."""
-        runtime = self._runtime
-        if not runtime or runtime.cuda != 1 or runtime.cpus or runtime.ranks:
-            return "it needs a runtime of one GPU, no CPU workers and one rank"
-        return ""
 
     @property
     def slots(self) -> list[str]:
@@ -216,7 +209,7 @@ class Served(CapturedProgram):
         self, tasks: TaskList, store: Store, *, tf32: bool = False, captured: bool | None = None, checked: bool = False
     ) -> None:
         (program,) = programs([tasks], store, tf32=tf32, checked=checked)
-        super().__init__(program, store, refusal(program.list), captured, *roles(program.list))
+        super().__init__(program, store, _not_here() or refusal(program.list), captured, *roles(program.list))
 
     def run(self, slots: Mapping[str, float]) -> None:
         """Submit the program with these values of the slots, as a graph or as single tasks."""
@@ -251,12 +244,14 @@ class Served(CapturedProgram):
 class TrainingProgram(CapturedProgram):
     """A program of a training step that runs as one CUDA graph, or as single tasks; see training_programs.
 
-    During a profile it runs as single tasks, so that the profile shows them.
+    While a profile is recorded, the program runs as single tasks, which the profile then shows.
     """
 
     def __init__(self, program: Program, store: Store, refused: str, captured: bool | None) -> None:
-        weights, accesses = roles(program.list)
-        every = [*(Access(tile, "R") for tile in weights), *accesses]  # not `held`: the update writes them
+        every: list[Access] = []
+        if captured is not False and not refused:
+            weights, accesses = roles(program.list)
+            every = [*(Access(tile, "R") for tile in weights), *accesses]  # not `held`: the update writes them
         super().__init__(program, store, refused, captured, (), every, measures=False)
         self.captured = not self.reason
 
@@ -275,14 +270,25 @@ def training_programs(
         captured: see CapturedProgram. None: graphs are used if they fit, and if tasks are estimated to be short.
         checked: the programs check the values that tasks write.
     """
-    lists, runtime = [one.list for one in made], Runtime.current
-    refused = "debug.nonfinite checks every task" if checked else training_refusal(lists)
-    if runtime and runtime.cuda == 1:
-        refused = refused or _lacks_room(lists, runtime.cuda_memory or 0)
-        seconds = _mean_task(lists)
-        if captured is None and seconds > LONG_STEP:
-            refused = refused or too_long(seconds)
+    refused = "" if captured is False else _step_refusal([one.list for one in made], captured, checked)
     return [TrainingProgram(one, store, refused, captured) for one in made]
+
+
+def _step_refusal(lists: Sequence[TaskList], captured: bool | None, checked: bool) -> str:
+    """Return the reason why a training step has no graphs in this runtime; an empty text if it has."""
+    if reason := _not_here() or ("debug.nonfinite checks every task" if checked else training_refusal(lists)):
+        return reason
+    if reason := _lacks_room(lists, (Runtime.current and Runtime.current.cuda_memory) or 0):
+        return reason
+    return too_long(seconds) if captured is None and (seconds := _mean_task(lists)) > LONG_STEP else ""
+
+
+def _not_here() -> str:
+    """Return the reason why no program can be a graph in this runtime; an empty text if there is none."""
+    runtime = Runtime.current
+    if not runtime or runtime.cuda != 1 or runtime.cpus or runtime.ranks:
+        return "it needs a runtime of one GPU, no CPU workers and one rank"
+    return ""
 
 
 def too_long(seconds: float) -> str:

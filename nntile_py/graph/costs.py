@@ -219,7 +219,7 @@ def _copied(ops: Sequence[Op]) -> dict[tuple[Tensor, str], SharedCopy]:
 
 
 def _choices(op: Contract) -> list[Layout]:
-    """Return a contraction's default layout, and all its layouts that are one matrix product or one batch of them."""
+    """Return a contraction's default layout, then all layouts that need one call of a (batched) matrix product."""
     return list(dict.fromkeys([layout_of(op), *products(op)]))
 
 

@@ -125,7 +125,8 @@ def tried(
 ) -> Iterator[dict[str, Any]]:
     """Try models with each contestant; yield a row of the result for each attempt.
 
-    Contestants alternate, so that `budget` cuts off all of them alike. first: index of the model that is tried first.
+    Contestants alternate: if `budget` ends, all contestants have had about as many attempts. first: index of the model
+    that is tried first.
     """
     trains: dict[str, dict[str, bool]] = {name: {} for name in names}
     too_slow: set[str] = set()  # contestants that did not answer in time

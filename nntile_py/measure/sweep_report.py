@@ -61,7 +61,7 @@ def report(
 
 
 def _ratios(experiment: Experiment, rows: list[Row]) -> list[str]:
-    """Return lines that compare rows which differ only in one key, `experiment.ratio`.
+    """Return lines that compare rows with different values of the key `experiment.ratio` and equal other keys.
 
     A line has the time for each other value of the key, divided by the time for the first value: the ratio of the
     medians, then the ratio of the best repeats, which noise disturbs less."""

@@ -228,8 +228,8 @@ def report(summary: Summary) -> list[dict[str, str]]:
 def _doubtful(rule: str, s: Summary) -> bool:
     """Return whether other processes may have caused a finding.
 
-    This is so if they used cores during the run or, for low-roofline, during the measurement of the peak. It is not so
-    for short-tasks if the plan finds the tiles too small.
+    Other processes are a possible cause if they used cores during the run or, for low-roofline, during the measurement
+    of the peak. If the plan finds the tiles too small, other processes are no cause of short-tasks.
     """
     if rule == "busy-machine" or (rule == "short-tasks" and _too_fine(s)):
         return False

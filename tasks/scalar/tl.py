@@ -83,7 +83,7 @@ class Text:
 
 
 def kept_axes(definition: ex.Definition) -> tuple[str, ...]:
-    """Return the row axes that remain in outputs summed over rows. Each such output keeps these axes or none."""
+    """Return the row axes of the outputs that are summed over rows. Each such output has these axes, or no row axis."""
     column = definition.axes[-1]
     kept = (out.at[:-1] for out in definition.outputs if out.total and column in out.at)
     return tuple(axis for axis in max(kept, key=len, default=()) if isinstance(axis, str))

@@ -75,8 +75,8 @@ void wake();
 void sleep_if_idle();
 void share_workers();  // from now on, idle workers do not sleep: tasks of other users of StarPU may come
 
-// Announcements wake the thread in wait_for at once. Without them the thread would poll, on a core of a CPU worker: 110
-// polls for each token of a text took 2.4 ms of 33 ms.
+// Announcements wake the thread in wait_for at once. Without announcements the thread would poll, on a core of a CPU
+// worker.
 void announce();  // a condition that wait_for waits for may have become true
 uint64_t announcements();
 void await_announcement(uint64_t seen, std::chrono::nanoseconds most);  // returns at once after more than `seen`
