@@ -24,6 +24,7 @@ FIRST, NEW = tl.constexpr(PAGES), tl.constexpr(COUNT)  # entries of a page table
 PROGRAMS = 264  # two for each multiprocessor of an H100; results are correct on other GPUs too
 QUERIES = 64  # largest number of rows of a block; a row is one query of one head
 NEW_KEYS = 32  # new keys that an iteration reads
+MOST_KEYS, BLOCK = 128, 8192  # largest number of cached keys that an iteration reads, and of the numbers of these keys
 
 
 @triton.jit
@@ -65,8 +66,8 @@ def _attend(
     OUT, KEYS, VALUES, TABLE, Q, K, V, ANGLES, PARTS, seq, entries, scale,
     OUT_AT: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-    SPLITS: tl.constexpr, SLOTS: tl.constexpr, NEW_KEYS: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, ROTARY: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_K: tl.constexpr, NEW_KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of ROWS queries of the GROUP query heads that share a head of keys.
 
@@ -85,7 +86,7 @@ def _attend(
     top = tl.full([ROWS * SHARE], -float("inf"), tl.float32)
     total, out = tl.zeros([ROWS * SHARE], tl.float32), tl.zeros([ROWS * SHARE, BLOCK_D], tl.float32)
     q = _rotated(Q, ANGLES, row, head * GROUP + member, query, inside, seq, Q_AT, D, BLOCK_D, ROTARY)
-    slot, by, at_head = tl.arange(0, SLOTS), scale * LOG2E, head.to(tl.int64) * SLOTS * D
+    by, at_head = scale * LOG2E, head.to(tl.int64) * SLOTS * D
     if first < count:
         if split == 0:  # the new keys and values of the block's positions go to their pages
             new = first + tl.arange(0, ROWS)
@@ -111,15 +112,15 @@ def _attend(
                 if WINDOW:
                     kept = kept & (query[:, None] - key[None, :] < WINDOW)
                 top, total, out = _online(q, k, v, kept, top, total, out, by, PRECISION)
-        pages, begin = tl.cdiv(past, SLOTS), 0
+        begin = 0
         if WINDOW:
-            begin = tl.maximum(past + first - WINDOW + 1, 0) // SLOTS
-        each = tl.cdiv(tl.maximum(pages - begin, 0), SPLITS)
+            begin = tl.maximum(past + first - WINDOW + 1, 0) // BLOCK_K * BLOCK_K
+        each = tl.cdiv(tl.maximum(past - begin, 0), SPLITS * BLOCK_K) * BLOCK_K
         begin += split * each
-        for number in tl.range(begin, tl.minimum(begin + each, pages), num_stages=3):
-            page = tl.load(TABLE + FIRST + number)
-            at = (page * HEADS * SLOTS * D + at_head + slot * D)[:, None] + d[None, :]
-            key = number * SLOTS + slot
+        for block in tl.range(begin, tl.minimum(begin + each, past), BLOCK_K, num_stages=3):
+            key = block + tl.arange(0, BLOCK_K)
+            page = tl.load(TABLE + FIRST + key // SLOTS, key < past, 0)
+            at = (page * HEADS * SLOTS * D + at_head + key % SLOTS * D)[:, None] + d[None, :]
             valid = (key < past)[:, None] & (d < D)[None, :]
             k, v = tl.load(KEYS + at, valid, 0.0), tl.load(VALUES + at, valid, 0.0)
             kept = (key < past)[None, :] & (query < count)[:, None]
@@ -176,10 +177,10 @@ def _describe(task: Task) -> Launches:
     share = power_of_two(group)
     rows = max(16 // share, 1) if seq == 1 else max(min(power_of_two(seq), QUERIES) // share, 16 // share, 1)
     blocks = ceil_div(seq, rows)
-    pages = table[1] - PAGES
-    wanted = PROGRAMS // (batch * of_keys * blocks)
-    splits = 1 if wanted < 2 else min(power_of_two(wanted), power_of_two(pages))
     block_d = max(power_of_two(head_dim), 16)
+    wanted, pages = PROGRAMS // (batch * of_keys * blocks), table[1] - PAGES
+    splits = 1 if wanted < 2 else min(power_of_two(wanted), power_of_two(pages))
+    block_k = min(power_of_two(ceil_div(pages * slots, splits)), MOST_KEYS, BLOCK // block_d)
     names = ("Q_AT", "K_AT", "V_AT")
     at: dict[str, Any] = dict(zip(names, layouts, strict=True))
     out_at = layout(strides_of(shape(task, 0)), a.out, packed=False)
@@ -193,7 +194,7 @@ def _describe(task: Task) -> Launches:
     dtype = task.accesses[1].tile.dtype
     tiles = [*(tile(task, number) for number in range(4)), *tiles, tile(task, len(task.accesses) - 1)]
     first = launch(
-        _attend, (many, splits), *tiles, parts, seq, table[1], a.scale, ROTARY=a.rotary, SLOTS=power_of_two(slots),
+        _attend, (many, splits), *tiles, parts, seq, table[1], a.scale, ROTARY=a.rotary, SLOTS=slots, BLOCK_K=block_k,
         NEW_KEYS=NEW_KEYS if seq > 1 else 16, WINDOW=a.window, PRECISION="ieee" if dtype == "fp32" else "tf32",
         **at, **cut,
     )  # fmt: skip

@@ -89,13 +89,21 @@ Parameter = Argument | float  # `launch` turns plain numbers into Int or Float
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch of a kernel. args: values of the kernel's parameters that are not constexprs, in order."""
+    """One launch of a kernel.
+
+    Args:
+        args: values of the kernel's parameters that are not constexprs, in order.
+        early: True: the kernel reads the task's parameters before it waits for the previous kernel (see pdl.py). So it
+            may start before the previous kernel has ended only in a CUDA graph, as kernels of a graph that read
+            parameters do not follow kernels that write them.
+    """
 
     kernel: Any  # a triton.JITFunction
     grid: tuple[int, int, int]
     args: tuple[Argument, ...]
     constexprs: tuple[tuple[str, Any], ...]
     warps: int = 4
+    early: bool = False
 
     def for_device(self, capability: int) -> bool:
         """Return True if GPUs of this compute capability support the launch (see Matrix)."""

@@ -118,7 +118,8 @@ def shared_memory(capability: int) -> int:
     return 1024 * {70: 96, 75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99)
 
 
-Encoded = tuple[bytes, str, int, int, bool, list[Value], list[Value]]
+NEVER, ALWAYS, IN_GRAPH = range(3)  # when a kernel may start before the previous kernel has ended
+Encoded = tuple[bytes, str, int, int, int, list[Value], list[Value]]
 
 
 def encode_table(launches: Launches) -> list[tuple[int, int]]:
@@ -129,7 +130,7 @@ def encode_table(launches: Launches) -> list[tuple[int, int]]:
 def encode(launch: Launch, binary: Binary) -> Encoded:
     """Return (cubin, function, shared bytes, warps, overlaps, grid, parameters), from which C++ calls cuLaunchKernelEx.
 
-    The three grid sizes and the parameters are pairs (kind, value):
+    overlaps is NEVER, ALWAYS or IN_GRAPH. The three grid sizes and the parameters are pairs (kind, value):
 
     - 0: address of the task's tile number `value`
     - 1: address of the task's scratch block plus `value` bytes
@@ -166,7 +167,8 @@ def encode(launch: Launch, binary: Binary) -> Encoded:
                 parameters += [(9, (number, columns, *next(maps))), size, (2, columns), (3, columns), (3, 1)]
     parameters += [(3, 0), (3, 0)]
     grid = [_encoded_live(size) if isinstance(size, DynamicSize) else (2, size) for size in launch.grid]
-    return binary.cubin, binary.name, binary.shared, binary.warps, binary.overlaps, grid, parameters
+    overlapping = (IN_GRAPH if launch.early else ALWAYS) if binary.overlaps else NEVER
+    return binary.cubin, binary.name, binary.shared, binary.warps, overlapping, grid, parameters
 
 
 def _encoded_live(arg: DynamicSize) -> Value:

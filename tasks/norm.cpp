@@ -15,20 +15,6 @@ namespace {
 template <bool kMean>
 constexpr int64_t kStatistics = kMean ? 2 : 1;
 
-template <class T>
-T sum_of(const T* x, int64_t n) {
-  return sum_vectors<T>(n, [&](int64_t k, int64_t count) { return keep(load(x + k, count), count); });
-}
-
-// Returns the sum of (x - mean)^2.
-template <class T>
-T squares_of(const T* x, T mean, int64_t n) {
-  return sum_vectors<T>(n, [&](int64_t k, int64_t count) {
-    const auto d = load(x + k, count) - Vec<T>(mean);
-    return keep(d * d, count);
-  });
-}
-
 // Computes the normalised values of a row.
 template <bool kMean, class T>
 struct Row {

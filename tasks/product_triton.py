@@ -33,7 +33,6 @@ from .launch import (
 )
 from .pdl_triton import bring, wait_here
 from .product_epilogue_triton import activated, block_of, times_derivative
-from .product_row_triton import one_row
 from .product_tma_triton import persistent
 
 
@@ -188,7 +187,7 @@ class Way(NamedTuple):
     """A way to compute a product: which kernel, with which block sizes.
 
     Args:
-        rows: rows of a block of the result; 1: the kernel `one_row` (product_row_triton.py).
+        rows: rows of a block of the result.
         columns: columns of a block of the result.
         depth: elements of k that an iteration adds.
         stages: stages of the pipeline that loads operands ahead (Triton's num_stages).
@@ -226,8 +225,7 @@ FEW = [
     Way(64, 32, 128, 4, 4), Way(64, 64, 128, 3, 4), Way(64, 64, 64, 5, 4), Way(64, 32, 256, 3, 4),
     Way(64, 16, 128, 5, 4), Way(32, 32, 128, 4, 4),
 ]  # fmt: skip
-# ONE: for products with m = 1 whose second operand is stored as [n, k]. SIXTEEN: for other products with m up to 16.
-ONE = [Way(1, 4, 1024, 2, 4), Way(1, 8, 512, 3, 4), Way(1, 2, 2048, 2, 4), Way(1, 16, 256, 3, 4), Way(1, 8, 1024, 2, 8)]
+# SIXTEEN: for products with m up to 16.
 SIXTEEN = [
     Way(16, 16, 256, 4, 4), Way(16, 32, 256, 3, 4), Way(16, 64, 128, 4, 4), Way(16, 16, 512, 3, 4),
     Way(16, 32, 256, 3, 4, parts=4), Way(16, 64, 128, 4, 4, parts=4),
@@ -270,8 +268,6 @@ class Sizes(NamedTuple):
 def ways_of(sizes: Sizes, e: EpilogueArgs) -> list[Way]:
     """Return the ways to measure against cuBLASLt. Empty: use cuBLASLt, with a separate kernel for the activation."""
     deep = sizes.n <= 4096 <= 2 * sizes.k
-    if sizes.m == 1 and sizes.b_by_k:
-        return ONE
     if sizes.m <= 16:
         return SIXTEEN
     if sizes.m <= (256 if e.activation >= 0 else 128):
@@ -348,10 +344,6 @@ def _launches_of(w: Way, task: Task, a: ContractArgs, sizes: Sizes, sums: Scratc
     results, operands = (tile(task, last if e.keep_pre else 0), tile(task, 0)), (tile(task, 1), tile(task, 2))
     rest = (tile(task, 3 if biased else 0), tile(task, 3 + biased if e.residual else 0), tile(task, last))
     blocks = ceil_div(m, w.rows) * ceil_div(n, w.columns)
-    if w.rows == 1:
-        even, block = k % w.depth == 0, {"COLUMNS": w.columns, "DEPTH": w.depth, "STAGES": w.stages}
-        row: tuple[Parameter, ...] = (*results, *operands, *rest, n, k, a.scale)
-        return (launch(one_row, blocks, *row, warps=w.warps, EVEN=even, **what, **block),)
     if w.width:
         return (_persistent_launch(w, task, a, sizes),)
     if w.parts == 1:

@@ -51,4 +51,19 @@ void exp_row(T* out, const T* x, T top, T scale, int64_t n) {
   });
 }
 
+// Returns the sum of x.
+template <class T>
+T sum_of(const T* x, int64_t n) {
+  return sum_vectors<T>(n, [&](int64_t k, int64_t count) { return keep(load(x + k, count), count); });
+}
+
+// Returns the sum of (x - mean)^2.
+template <class T>
+T squares_of(const T* x, T mean, int64_t n) {
+  return sum_vectors<T>(n, [&](int64_t k, int64_t count) {
+    const auto d = load(x + k, count) - Vec<T>(mean);
+    return keep(d * d, count);
+  });
+}
+
 }  // namespace nntile

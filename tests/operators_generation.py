@@ -166,7 +166,37 @@ def rotary_of_rows(axes: str) -> Callable[[Case], Op]:
     return row
 
 
+def gemv(
+    x: str = "embed", y: str = "ffn", *, norm: str = "", bias: bool = False, residual: bool = False,
+    activation: str | None = None, factor: bool = False, scale: float = 1.0,
+) -> Callable[[Case], Op]:  # fmt: skip
+    """A Gemv of a row with the axes `x` and a result with the axes `y`, besides batch and seq."""
+
+    def row(case: Case) -> Op:
+        case.sizes |= {"batch": 1, "seq": 1}
+        case.whole |= {*x.split()}
+        weights = tuple(case.x(x) for _ in range({"": 0, "rms_norm": 1, "layer_norm": 2}[norm]))
+        others = {"residual": residual, "factor": factor}
+        return case.add(
+            ops.Gemv(
+                case.x(f"batch seq {x}"), case.x(f"{y} {x}"), case.y(f"batch seq {y}"), scale=scale,
+                norm=ops.InputNorm(norm, weights, 1e-3) if norm else None, activation=activation,
+                bias=case.x(y) if bias else None,
+                **{name: case.x(f"batch seq {y}") if there else None for name, there in others.items()},
+            )
+        )  # fmt: skip
+
+    return row
+
+
 ROWS: dict[str, Callable[[Case], Any]] = {
+    "Gemv": gemv(scale=-0.37),
+    "Gemv heads": gemv("heads head_dim", "embed", residual=True, bias=True),
+    "Gemv rms_norm": gemv(norm="rms_norm", y="qkv heads head_dim"),
+    "Gemv rms_norm gated": gemv(norm="rms_norm", activation="silu", factor=True, scale=0.7),
+    "Gemv layer_norm": gemv(norm="layer_norm", scale=-0.37),
+    "Gemv layer_norm bias gelu_new": gemv(norm="layer_norm", bias=True, activation="gelu_new"),
+    "Gemv all": gemv(norm="layer_norm", bias=True, residual=True, activation="gelu", factor=True),
     "CachedAttention": cached_attention(),
     "CachedAttention groups": cached_attention("batch seq heads head_dim", group=2),
     "CachedAttention window": cached_attention(window=3),

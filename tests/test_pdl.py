@@ -62,6 +62,26 @@ launch_binary.compiled_so = pdl.compiled_so
 print("kept", launch_binary.compile_launch(other, 90).overlaps)
 """
 
+EARLY = """
+import re
+import triton
+from nntile_py.graph.graph import Graph
+from nntile_py.graph.lowering import lower
+from nntile_py.tasks import Gemv, launch, launch_binary
+from nntile_py.tiles import Tiling
+
+graph = Graph("bf16")
+x, w = graph.named("x", ["one", "embed"], [1, 1500], "input"), graph.named("w", ["ffn", "embed"], [64, 1500], "param")
+graph.add(Gemv(x, w, graph.named("y", ["one", "ffn"], [1, 64], "scalar")))
+(task,) = lower(graph, Tiling({})).tasks.tasks
+first, compiler, texts = launch.describer(task.kernel)([task]).launches[0], triton.compile, []
+triton.compile = lambda *given, **options: texts.append(made := compiler(*given, **options)) or made
+binary = launch_binary.compile_launch(first, 90)
+for part in texts[0].asm["ptx"].split("griddepcontrol.wait"):
+    print(*sorted({*re.findall("prefetch|ld.global|st.global", part)}))
+print(binary.overlaps, launch_binary.encode(first, binary)[4] == launch_binary.IN_GRAPH)
+"""
+
 
 def compiled(python: Python, folder: Path, **env: str) -> list[str]:
     done = python(COMPILE, Path(__file__).parent, TRITON_CACHE_DIR=str(folder), **env)
@@ -71,7 +91,7 @@ def compiled(python: Python, folder: Path, **env: str) -> list[str]:
 
 @pytest.mark.long
 def test_kernels_wait_before_they_read(python: Python, tmp_path: Path) -> None:
-    waiting = ["griddepcontrol.wait", "griddepcontrol.launch_dependents", "ld.global", "st.global"]
+    waiting = ["griddepcontrol.launch_dependents", "griddepcontrol.wait", "ld.global", "st.global"]
     *made, kept = compiled(python, tmp_path)
     assert made[:4] == ["80 False", "90 True", f"False {waiting[2:]}", f"True {waiting}"]
     assert {*made[4:]} == {"{'prefetch.global.L2'} True"}  # products: of the weights, and nothing else, ahead of it
@@ -92,3 +112,9 @@ def test_a_wrong_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(pdl.VARIABLE, "no")
     with pytest.raises(nt.ConfigError, match="NNTILE_OVERLAP: no is not allowed; 0 or 1"):
         nt.Runtime(cpus=1)
+
+
+def test_a_parameter_is_read_before_the_wait_in_a_graph_alone(python: Python, tmp_path: Path) -> None:
+    done = python(EARLY, TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["ld.global", "ld.global st.global", "True True"]

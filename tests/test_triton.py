@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import operators_generation
 import pytest
 import torch
 from conftest import Python
@@ -242,7 +243,7 @@ def test_large_indices_of_dropout(monkeypatch: pytest.MonkeyPatch, positions: in
 ARGS = ScoresDropout.args
 
 
-def check_ways(row: AttentionRow, sizes: Mapping[str, int], tiles: Mapping[str, int], dtype: str) -> None:
+def check_ways(row: Callable[[Case], Any], sizes: Mapping[str, int], tiles: Mapping[str, int], dtype: str) -> None:
     """Compare each candidate, among which C++ chooses, with the reference."""
     case = Case(sizes, dtype)
     case.slots["dropout_seed"] = case.options["seed"] = 3
@@ -256,6 +257,23 @@ def check_ways(row: AttentionRow, sizes: Mapping[str, int], tiles: Mapping[str, 
             got, limit = ran.read(tensor), {"fp32": 1e-5, "bf16": 1.5e-2, "fp16": 2e-3}[dtype]
             wrong = error(got, want) if want.any() else float(got.any())
             assert wrong < limit, f"{tensor}: off by {wrong:.1e} in way {way}"
+
+
+@pytest.mark.parametrize("programs", [30, 264])
+@pytest.mark.parametrize("name", [name for name in TABLE if name.startswith("CachedAttention")])
+def test_cached_attention_of_one_query(name: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row has up to 320 cached keys, which one program reads in blocks, or several programs."""
+    monkeypatch.setattr(operators_generation, "ENTRIES", 20)
+    monkeypatch.setattr(importlib.import_module("nntile_py.tasks.cached_attention_triton"), "PROGRAMS", programs)
+    for dtype in ("fp32", "bf16"):
+        check_ways(TABLE[name], {**SIZES, "batch": 3, "seq": 1, "key": 1}, {"batch": 2}, dtype)
+
+
+@pytest.mark.parametrize("embed", [40, 1024, 3000, 10000, 16384])
+def test_each_block_of_a_product_of_one_row(embed: int) -> None:
+    """Rows of w that a program loads at once, or in parts, of which the last may be shorter."""
+    for name in ("Gemv all", "Gemv rms_norm gated"):
+        check_ways(ROWS[name], {**SIZES, "embed": embed}, {"ffn": 17}, "bf16")
 
 
 FILLED = {**SIZES, "batch": 1, "seq": 5, "key": 5, "position": 9}
@@ -466,7 +484,7 @@ rows += ["Gather", "GatherGrad", "RMSNorm residual", "RMSNormGrad add", "Rotary"
 rows += ["Gather several axes", "GatherGrad several axes", "Gather of several axes", "GatherGrad of several axes"]
 rows += ["RelativeScores", "RelativeScoresGrad"]
 rows += ["Generated norm of a sum", "Generated norm gradient", "Generated softmax padding", "Generated gelu gradient"]
-rows += ["Generated bias tanh", "Generated sums"]
+rows += ["Generated bias tanh", "Generated sums", "Gemv all"]
 for row in [*map(ROWS.get, rows), adamw(split=True)]:
     case = Case(sizes, "bf16")
     row(case)

@@ -26,6 +26,7 @@ from nntile_py.graph.optimizers import add_update, check_groups
 from nntile_py.graph.params import Array, Batch, Traceable, Traced, trace
 from nntile_py.graph.passes.cached_projections import fuse_cached_projections
 from nntile_py.graph.passes.fp8 import FP8, class_axes
+from nntile_py.graph.passes.one_row import fuse_one_row
 from nntile_py.graph.passes.precision import narrow_gradients
 from nntile_py.graph.passes.qkv_fusion import merge_projections
 from nntile_py.graph.random_inputs import random_inputs
@@ -385,6 +386,8 @@ class StepSpec:
         fuse(graph, self.fusion, self.cuts, None if graph.cache else self._fp8)
         if orders := self.kept or (summed_last(graph) if graph.cache else None):
             keep_in(graph, orders)
+        if graph.cache and self.fusion.found:
+            fuse_one_row(graph, self.cuts)
         return Evaluation(graph, outputs, lower(graph, self.cuts, self.accumulate, rank_sums=self._rank_sums()))
 
 

@@ -92,7 +92,7 @@ PythonKernel python_kernel(const PythonSpec& spec, std::vector<const Tile*> tile
 
 // (cubin, name, shared bytes, warps, overlaps, grid, [(kind, value)]); see tasks/launch.py.
 using LaunchArguments = std::vector<std::pair<int, py::object>>;
-using LaunchList = std::vector<std::tuple<py::bytes, std::string, unsigned, unsigned, bool, LaunchArguments, LaunchArguments>>;
+using LaunchList = std::vector<std::tuple<py::bytes, std::string, unsigned, unsigned, int, LaunchArguments, LaunchArguments>>;
 
 // Bodies of a task:
 // [(kernel, name, places of its tiles, ints, first float, accumulates, launches of each way, scratch bytes,

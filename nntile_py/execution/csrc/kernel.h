@@ -77,7 +77,8 @@ struct Launch {
   std::shared_ptr<CudaBinary> binary;
   std::array<Argument, 3> grid;
   unsigned threads, shared;
-  bool overlaps;  // may start before the previous kernel has ended; see tasks/pdl.py
+  enum Overlaps : int { never = 0, always = 1, in_graph = 2 };
+  int overlaps;  // when it may start before the previous kernel has ended; see tasks/pdl.py and tasks/launch.py
   std::vector<Argument> arguments;
 };
 

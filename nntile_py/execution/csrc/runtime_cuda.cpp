@@ -114,11 +114,12 @@ void run_way(const TaskBody& body, const std::vector<Launch>& launches, const do
     std::array<unsigned, 3> grid;
     for (size_t k = 0; k < grid.size(); ++k)
       grid[k] = static_cast<unsigned>(launch.grid[k].integer(floats + body.first_float));
+    const bool overlap = captured ? launch.overlaps != Launch::never && after_own_kernel : launch.overlaps == Launch::always;
     CUlaunchAttribute overlaps{};
     overlaps.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     overlaps.value.programmaticStreamSerializationAllowed = 1;
     const CUlaunchConfig config{grid[0], grid[1], grid[2], launch.threads, 1, 1, launch.shared, task_stream(), &overlaps,
-                                launch.overlaps && (after_own_kernel || !captured) ? 1u : 0u};
+                                overlap ? 1u : 0u};
     require(cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(launch.binary->kernel), parameters.data(), nullptr),
             "cuLaunchKernelEx");
     if (changing) changing->add(launch, values.data(), task_stream());

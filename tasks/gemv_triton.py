@@ -1,0 +1,188 @@
+"""Product of a matrix and one row on CUDA, see Gemv in gemv.py: reads the matrix once. gemv.cpp lists the tiles."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+from dataclasses import replace
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from nntile_py.tiles.dtypes import DTYPES
+from nntile_py.tiles.task import Task
+
+from .activation_triton import activate
+from .gemv import GemvArgs
+from .launch import Launch, Launches, ceil_div, launch, launches, numel, tile
+from .pdl_triton import wait_here
+
+RMS, LAYER = tl.constexpr(0), tl.constexpr(1)  # positions in NORMS of gemv.py
+
+
+@triton.jit
+def _gemv(
+    Y, X, W, GAMMA, BETA, BIAS, RESIDUAL, FACTOR, n, k, eps, scale,
+    NORM: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, GATED: tl.constexpr,
+    EVEN: tl.constexpr, EARLY: tl.constexpr, LOOPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    PARTS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Compute ROWS elements of y = act(scale w norm(x) + bias + residual) * factor, for x [k] and w [n, k].
+
+    The programs normalise x without a kernel of its own: the division by the root of the mean square follows the sum.
+    A LayerNorm's mean is computed first, because a difference of large sums would be inexact.
+
+    A program loads PARTS * DEPTH columns of w at once, into registers. A thread loads VECTOR neighbours, and adds their
+    terms alone. EVEN: PARTS * DEPTH divides k. LOOPS: it is less than k. EARLY: the previous kernel writes no weights,
+    so the program loads its first columns of w while that kernel still computes x.
+    """
+    dtype = tl.float64 if X.dtype.element_ty == tl.float64 else tl.float32
+    rows, depth = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    at = W + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * k + depth[None, :]
+    if not EARLY:
+        wait_here()
+    w = _columns(at, depth, k, EVEN, PARTS, DEPTH)
+    gamma = _blocks(GAMMA + depth, depth, k, EVEN, PARTS, DEPTH) if NORM >= 0 else w
+    beta = _blocks(BETA + depth, depth, k, EVEN, PARTS, DEPTH) if NORM == LAYER else w
+    if EARLY:
+        wait_here()
+    middle = 0.0
+    if NORM == LAYER:
+        row = tl.zeros([DEPTH], dtype)
+        for first in range(0, k, DEPTH):
+            row += _part(X, first + depth, k, EVEN, dtype)
+        middle = tl.sum(row, 0) / k
+    total, shifted = tl.zeros([ROWS, DEPTH // VECTOR], dtype), tl.zeros([ROWS, DEPTH // VECTOR], dtype)
+    sums = (total, tl.zeros([DEPTH // VECTOR], dtype), shifted)
+    for part in tl.static_range(PARTS):
+        x = _part(X, part * DEPTH + depth, k, EVEN, dtype)
+        sums = _add(sums, w[part], x, gamma[part], beta[part], middle, part * DEPTH + depth, k, NORM, EVEN, VECTOR)
+    if LOOPS:
+        for first in range(PARTS * DEPTH, k, PARTS * DEPTH):
+            more = _columns(at + first, first + depth, k, EVEN, PARTS, DEPTH)
+            for part in tl.static_range(PARTS):
+                at_k = first + part * DEPTH + depth
+                x = _part(X, at_k, k, EVEN, dtype)
+                g = _part(GAMMA, at_k, k, EVEN, dtype) if NORM >= 0 else x
+                b = _part(BETA, at_k, k, EVEN, dtype) if NORM == LAYER else x
+                sums = _add(sums, more[part], x, g, b, middle, at_k, k, NORM, EVEN, VECTOR)
+    y, inside = tl.sum(sums[0], 1), rows < n
+    if NORM >= 0:
+        y = y / tl.sqrt(tl.sum(sums[1], 0) / k + eps)
+    if NORM == LAYER:
+        y += tl.sum(sums[2], 1)
+    y *= scale
+    if BIASED:
+        y += tl.load(BIAS + rows, inside, 0.0).to(dtype)
+    if ADDED:
+        y += tl.load(RESIDUAL + rows, inside, 0.0).to(dtype)
+    if KIND >= 0:
+        y = activate(y, KIND)
+    if GATED:
+        y *= tl.load(FACTOR + rows, inside, 0.0).to(dtype)
+    tl.store(Y + rows, y.to(Y.dtype.element_ty), inside)
+
+
+@triton.jit
+def _columns(at, depth, k, EVEN: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr):
+    """Load PARTS blocks [ROWS, DEPTH] of w, which no other program reads."""
+    w = ()
+    for part in tl.static_range(PARTS):
+        there = None if EVEN else (part * DEPTH + depth < k)[None, :]
+        one = tl.load(at + part * DEPTH, there, None if EVEN else 0.0, eviction_policy="evict_first")
+        w = w + (one,)  # type: ignore[assignment]  # noqa: RUF005, as Triton compiles no starred expression
+    return w
+
+
+@triton.jit
+def _blocks(at, depth, k, EVEN: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr):
+    """Load PARTS blocks [DEPTH] of a norm's weight."""
+    blocks = ()
+    for part in tl.static_range(PARTS):
+        there = None if EVEN else part * DEPTH + depth < k
+        one = tl.load(at + part * DEPTH, there, None if EVEN else 0.0)
+        blocks = blocks + (one,)  # type: ignore[assignment]  # noqa: RUF005
+    return blocks
+
+
+@triton.jit
+def _part(X, depth, k, EVEN: tl.constexpr, dtype: tl.constexpr):
+    return tl.load(X + depth, None if EVEN else depth < k, None if EVEN else 0.0).to(dtype)
+
+
+@triton.jit
+def _add(sums, w, x, gamma, beta, middle, depth, k, NORM: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr):
+    """Add the terms of a block of columns to the sums: of the product, of the squares of x, and of w times beta."""
+    total, squares, shifted = sums
+    w = w.to(x.dtype)
+    if NORM == LAYER:
+        x = x - middle if EVEN else tl.where(depth < k, x - middle, 0.0)
+        shifted += _of_threads(w * beta.to(x.dtype)[None, :], VECTOR)
+    if NORM >= 0:
+        squares += tl.sum(tl.reshape(x * x, [x.shape[0] // VECTOR, VECTOR]), 1)
+        x *= gamma.to(x.dtype)
+    return total + _of_threads(w * x[None, :], VECTOR), squares, shifted
+
+
+@triton.jit
+def _of_threads(x, VECTOR: tl.constexpr):
+    """Return the sums of VECTOR neighbours along the last axis."""
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // VECTOR, VECTOR]), 2)
+
+
+# -- tasks
+
+
+MOST_PARTS = 8  # blocks of columns that a program loads at once
+
+
+class GemvBlock(NamedTuple):
+    """How a program computes a part of the product: rows of w, blocks of columns that it loads at once, warps."""
+
+    rows: int
+    parts: int
+    warps: int
+
+
+def columns_of(warps: int, dtype: str) -> int:
+    """Return the number of columns of a block: each thread loads 16 bytes of a row."""
+    return 32 * warps * 16 // DTYPES[dtype].bytes
+
+
+def blocks_of(k: int, dtype: str) -> list[GemvBlock]:
+    """Return the candidates for rows of k elements. A thread loads up to 64 or 128 bytes at once.
+
+    More bytes take too many registers, so that too few programs share a multiprocessor, as measured on an H200.
+    """
+    made = []
+    for warps in (4, 8):
+        parts = min(-(-k // columns_of(warps, dtype)), MOST_PARTS)
+        rows = [loads // parts for loads in (4, 8) if loads >= parts]
+        made += [GemvBlock(1 << count.bit_length() - 1, parts, warps) for count in rows]
+    return list(dict.fromkeys(made))
+
+
+@launches("gemv")
+def _describe(task: Task) -> Launches:
+    a, dtype = GemvArgs.of(task), task.accesses[0].tile.dtype
+    n, k = numel(task, 0), numel(task, 1)
+    blocks = blocks_of(k, dtype)
+    first, *others = ((_launch_of(block, task, a, n, k),) for block in blocks)
+    what = " ".join(str(int(one)) for one in (a.norm, a.bias, a.residual, a.activation, a.factor, n, k))
+    ways = ", ".join("x".join(map(str, block)) for block in blocks)
+    return Launches(first, others=tuple(others), key=f"gemv {what} {dtype} of {ways}")
+
+
+def _launch_of(block: GemvBlock, task: Task, a: GemvArgs, n: int, k: int) -> Launch:
+    numbers = iter(range(3, len(task.accesses)))
+    beside = [tile(task, next(numbers) if there else 0)
+              for there in (a.norm >= 0, a.norm == LAYER.value, a.bias, a.residual, a.factor)]  # fmt: skip
+    weights = [access.tile for access in task.accesses[2 : 3 + (a.norm >= 0) + (a.norm == LAYER.value)]]
+    early = all(one.kind == "param" for one in weights)  # see Launch
+    columns = columns_of(block.warps, task.accesses[2].tile.dtype)
+    at_once = block.parts * columns
+    made = launch(
+        _gemv, ceil_div(n, block.rows), *(tile(task, number) for number in range(3)), *beside, n, k, a.eps, a.scale,
+        warps=block.warps, NORM=a.norm, KIND=a.activation, BIASED=a.bias, ADDED=a.residual, GATED=a.factor,
+        EVEN=k % at_once == 0, EARLY=early, LOOPS=at_once < k, ROWS=block.rows, DEPTH=columns, PARTS=block.parts,
+        VECTOR=columns // 32 // block.warps,
+    )  # fmt: skip
+    return replace(made, early=early)
