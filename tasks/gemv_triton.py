@@ -163,10 +163,11 @@ def blocks_of(k: int, dtype: str) -> list[GemvBlock]:
 @launches("gemv")
 def _describe(task: Task) -> Launches:
     a, dtype = GemvArgs.of(task), task.accesses[0].tile.dtype
+    assert a.inputs == 1 and a.residuals <= 1, "partial sums are for CPU workers"
     n, k = numel(task, 0), numel(task, 1)
     blocks = blocks_of(k, dtype)
     first, *others = ((_launch_of(block, task, a, n, k),) for block in blocks)
-    what = " ".join(str(int(one)) for one in (a.norm, a.bias, a.residual, a.activation, a.factor, n, k))
+    what = " ".join(str(int(one)) for one in (a.norm, a.bias, a.residuals, a.activation, a.factor, n, k))
     ways = ", ".join("x".join(map(str, block)) for block in blocks)
     return Launches(first, others=tuple(others), key=f"gemv {what} {dtype} of {ways}")
 
@@ -174,14 +175,14 @@ def _describe(task: Task) -> Launches:
 def _launch_of(block: GemvBlock, task: Task, a: GemvArgs, n: int, k: int) -> Launch:
     numbers = iter(range(3, len(task.accesses)))
     beside = [tile(task, next(numbers) if there else 0)
-              for there in (a.norm >= 0, a.norm == LAYER.value, a.bias, a.residual, a.factor)]  # fmt: skip
+              for there in (a.norm >= 0, a.norm == LAYER.value, a.bias, a.residuals, a.factor)]  # fmt: skip
     weights = [access.tile for access in task.accesses[2 : 3 + (a.norm >= 0) + (a.norm == LAYER.value)]]
     early = all(one.kind == "param" for one in weights)  # see Launch
     columns = columns_of(block.warps, task.accesses[2].tile.dtype)
     at_once = block.parts * columns
     made = launch(
         _gemv, ceil_div(n, block.rows), *(tile(task, number) for number in range(3)), *beside, n, k, a.eps, a.scale,
-        warps=block.warps, NORM=a.norm, KIND=a.activation, BIASED=a.bias, ADDED=a.residual, GATED=a.factor,
+        warps=block.warps, NORM=a.norm, KIND=a.activation, BIASED=a.bias, ADDED=bool(a.residuals), GATED=a.factor,
         EVEN=k % at_once == 0, EARLY=early, LOOPS=at_once < k, ROWS=block.rows, DEPTH=columns, PARTS=block.parts,
         VECTOR=columns // 32 // block.warps,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from nntile_py import tasks as ops
 from nntile_py.tasks import Op
 from nntile_py.tasks.attention_operands import Operands
 from nntile_py.testing import Case, Maker, Values
+from nntile_py.tiles import Tiling
 
 _HEADS = "batch heads seq head_dim"
 SLOTS, ENTRIES = 16, 3  # positions of a page; pages of a sequence
@@ -167,22 +168,26 @@ def rotary_of_rows(axes: str) -> Callable[[Case], Op]:
 
 
 def gemv(
-    x: str = "embed", y: str = "ffn", *, norm: str = "", bias: bool = False, residual: bool = False,
-    activation: str | None = None, factor: bool = False, scale: float = 1.0,
+    x: str = "embed", y: str = "ffn", *, norm: str = "", bias: bool = False, residual: int = 0, addends: int = 1,
+    activation: str | None = None, factor: bool = False, scale: float = 1.0, cut: dict[str, int] | None = None,
 ) -> Callable[[Case], Op]:  # fmt: skip
-    """A Gemv of a row with the axes `x` and a result with the axes `y`, besides batch and seq."""
+    """A Gemv of a row with the axes `x` and a result with the axes `y`, besides batch and seq.
+
+    residual, addends: number of tensors whose sum is the residual, or the row. cut: tile size of a summed axis.
+    """
 
     def row(case: Case) -> Op:
         case.sizes |= {"batch": 1, "seq": 1}
-        case.whole |= {*x.split()}
+        case.whole |= {*x.split()} - {*(cut or {})}
+        parts = [part for axis in cut or {} for part in Tiling(cut).parts(axis, case.sizes[axis])]
         weights = tuple(case.x(x) for _ in range({"": 0, "rms_norm": 1, "layer_norm": 2}[norm]))
-        others = {"residual": residual, "factor": factor}
         return case.add(
             ops.Gemv(
-                case.x(f"batch seq {x}"), case.x(f"{y} {x}"), case.y(f"batch seq {y}"), scale=scale,
+                [case.x(f"batch seq {x}") for _ in range(addends)], case.x(f"{y} {x}"),
+                [case.y(f"batch seq {y}") for _ in parts or [None]], parts=parts, scale=scale,
                 norm=ops.InputNorm(norm, weights, 1e-3) if norm else None, activation=activation,
-                bias=case.x(y) if bias else None,
-                **{name: case.x(f"batch seq {y}") if there else None for name, there in others.items()},
+                bias=case.x(y) if bias else None, residual=[case.x(f"batch seq {y}") for _ in range(residual)],
+                factor=case.x(f"batch seq {y}") if factor else None,
             )
         )  # fmt: skip
 
@@ -191,12 +196,12 @@ def gemv(
 
 ROWS: dict[str, Callable[[Case], Any]] = {
     "Gemv": gemv(scale=-0.37),
-    "Gemv heads": gemv("heads head_dim", "embed", residual=True, bias=True),
+    "Gemv heads": gemv("heads head_dim", "embed", residual=1, bias=True),
     "Gemv rms_norm": gemv(norm="rms_norm", y="qkv heads head_dim"),
     "Gemv rms_norm gated": gemv(norm="rms_norm", activation="silu", factor=True, scale=0.7),
     "Gemv layer_norm": gemv(norm="layer_norm", scale=-0.37),
     "Gemv layer_norm bias gelu_new": gemv(norm="layer_norm", bias=True, activation="gelu_new"),
-    "Gemv all": gemv(norm="layer_norm", bias=True, residual=True, activation="gelu", factor=True),
+    "Gemv all": gemv(norm="layer_norm", bias=True, residual=1, activation="gelu", factor=True),
     "CachedAttention": cached_attention(),
     "CachedAttention groups": cached_attention("batch seq heads head_dim", group=2),
     "CachedAttention window": cached_attention(window=3),

@@ -4,22 +4,26 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from operators_generation import gemv
 
 import nntile_py as nt
+from nntile_py import tasks as ops
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.key_value_cache import CacheShape, Sampling
+from nntile_py.graph.passes.one_row import fuse_one_row
 from nntile_py.graph.step import StepSpec
 from nntile_py.tasks.gemv import Gemv
+from nntile_py.testing import check
 from nntile_py.tiles import Tiling
 
 LLAMA = nt.models.LlamaConfig(layers=2, embed=32, heads=4, kv_heads=2, ffn=48, vocab=50, positions=64)
 GPT2 = nt.models.GPT2Config(layers=2, embed=32, heads=4, vocab=50, positions=64)
 
 
-def decoding(model: Any, rows: int = 1, tiles: Any = None, **changes: Any) -> Graph:
+def decoding(model: Any, rows: int = 1, tiles: Any = None, partial_sums: bool = False, **changes: Any) -> Graph:
     spec = StepSpec(model, rows, 1, Tiling(tiles or {}), "fp32", **changes)
-    return spec.generation(CacheShape(32, 9), Sampling(True), advances=True).graph
+    return spec.generation(CacheShape(32, 9), Sampling(True), advances=True, partial_sums=partial_sums).graph
 
 
 def titles(graph: Graph) -> Counter[str]:
@@ -61,7 +65,48 @@ def test_products_whose_sums_are_cut_stay_contractions(axis: str, tile: int, pro
     assert op.kind == "Contract" and titles(graph)
 
 
+TILES = {"heads": 2, "ffn": 20}
+
+
+def test_readers_of_partial_sums_add_them() -> None:
+    graph = decoding(nt.models.Llama(LLAMA, seed=0), tiles=TILES, partial_sums=True)
+    by_name = {op.name: op for op in graph.ops if isinstance(op, Gemv)}
+    o, up, down, q = (by_name[f"h{name}.Contract"]
+                      for name in ("0.attn.o_proj", "0.mlp.up_proj", "0.mlp.down_proj", "1.attn.q_proj"))  # fmt: skip
+    assert [part.size for part in o.parts] == [2, 2] and [part.size for part in down.parts] == [20, 20, 8]
+    assert up.x == tuple(o.outputs) == down.residual and q.x == tuple(down.outputs)
+    assert "Contract" not in kinds(graph)
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_sum_that_an_activation_reads_stays_whole(other: bool) -> None:
+    g, sizes = Graph("fp32"), {"one": 1, "embed": 24, "ffn": 20, "vocab": 30}
+
+    def named(name: str, axes: str, kind: str) -> Any:
+        return g.named(name, axes.split(), [sizes[a] for a in axes.split()], kind)
+
+    x, w, head = named("x", "one embed", "input"), named("w", "ffn embed", "param"), named("head", "vocab ffn", "param")
+    y = g.temp("y", ["one", "ffn"], [1, 20], "fp32")
+    g.add(ops.Contract(x, w, y))
+    g.add(ops.Contract(y, head, named("logits", "one vocab", "output")))
+    if other:
+        g.add(ops.Activation(y, named("z", "one ffn", "output"), "relu"))
+    fuse_one_row(g, Tiling({"embed": 10}), partial_sums=True)
+    assert [op.kind for op in g.ops] == (["Contract", "Gemv", "Activation"] if other else ["Gemv", "Gemv"])
+    assert [len(op.inputs) for op in g.ops[:2]] == ([2, 2] if other else [2, 4])
+
+
 def test_other_passes_have_no_such_products() -> None:
     model = nt.models.Llama(LLAMA, seed=0)
     assert not titles(decoding(model, rows=2)) and not titles(decoding(model, fusion=Fusion.of(False)))
     assert not titles(StepSpec(model, 1, 1).graphs.graph)
+
+
+@pytest.mark.parametrize("policy", ["chain", "redux"])
+@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+def test_partial_sums(policy: str, dtype: str, runtime: nt.Runtime) -> None:
+    """Of an axis cut evenly and with a rest, with the addends of a row and of a residual."""
+    for cut in ({"heads": 2}, {"heads": 3}):
+        row = gemv("heads head_dim", "embed", residual=2, bias=True, addends=2, scale=0.7, cut=cut)
+        check(row, {**cut, "embed": 10}, policy, dtype)
+    check(gemv(norm="layer_norm", residual=3, addends=3, activation="silu"), {"ffn": 17}, policy, dtype)

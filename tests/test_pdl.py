@@ -72,7 +72,7 @@ from nntile_py.tiles import Tiling
 
 graph = Graph("bf16")
 x, w = graph.named("x", ["one", "embed"], [1, 1500], "input"), graph.named("w", ["ffn", "embed"], [64, 1500], "param")
-graph.add(Gemv(x, w, graph.named("y", ["one", "ffn"], [1, 64], "scalar")))
+graph.add(Gemv([x], w, [graph.named("y", ["one", "ffn"], [1, 64], "scalar")]))
 (task,) = lower(graph, Tiling({})).tasks.tasks
 first, compiler, texts = launch.describer(task.kernel)([task]).launches[0], triton.compile, []
 triton.compile = lambda *given, **options: texts.append(made := compiler(*given, **options)) or made

@@ -355,13 +355,16 @@ class StepSpec:
         return self._evaluation(graph, kept, kept)
 
     @operators_refuse()
-    def generation(self, cache: CacheShape, sampling: Sampling, *, advances: bool) -> Evaluation:
+    def generation(
+        self, cache: CacheShape, sampling: Sampling, *, advances: bool, partial_sums: bool = False
+    ) -> Evaluation:
         """Return a pass over the new tokens of cached sequences; its output next_tokens has a drawn token for each row.
 
         The pass has further outputs if `sampling` asks for log-probabilities.
 
         Args:
             advances: The pass prepares the next one, with the drawn tokens as new tokens; see tasks.Sample.
+            partial_sums: Products of one row may leave partial sums to their readers; only CPU workers support this.
 
         Raises:
             ConfigError: The model does not predict the next token from the tokens before it.
@@ -375,9 +378,11 @@ class StepSpec:
         graph.prune(outputs.values())
         check_cached(graph)
         fuse_cached_projections(graph, self.cuts, merge=bool(self.fusion.qkv))
-        return self._evaluation(graph, outputs, outputs)
+        return self._evaluation(graph, outputs, outputs, partial_sums=partial_sums)
 
-    def _evaluation(self, graph: Graph, outputs: dict[str, Tensor], kept: dict[str, Tensor]) -> Evaluation:
+    def _evaluation(
+        self, graph: Graph, outputs: dict[str, Tensor], kept: dict[str, Tensor], *, partial_sums: bool = False
+    ) -> Evaluation:
         """Fuse and lower a forward graph. The outputs `kept` stay in memory, so the host can read them."""
         for name, tensor in kept.items():
             if not tensor.persistent:
@@ -387,7 +392,7 @@ class StepSpec:
         if orders := self.kept or (summed_last(graph) if graph.cache else None):
             keep_in(graph, orders)
         if graph.cache and self.fusion.found:
-            fuse_one_row(graph, self.cuts)
+            fuse_one_row(graph, self.cuts, partial_sums=partial_sums)
         return Evaluation(graph, outputs, lower(graph, self.cuts, self.accumulate, rank_sums=self._rank_sums()))
 
 

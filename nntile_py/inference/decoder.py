@@ -237,7 +237,9 @@ class Decoder:
         if key not in self.bound.programs:
             _, rows, seq, sampling, advances, *_ = key
             tiles = {"seq": seq} if "seq" in self.bound.tiles else {}
-            evaluation = self.bound.spec(rows, seq, tiles=tiles).generation(self.shape, sampling, advances=advances)
+            evaluation = self.bound.spec(rows, seq, tiles=tiles).generation(
+                self.shape, sampling, advances=advances, partial_sums=not _core.cuda_workers()
+            )
             self._add_pools(evaluation)
             program = self.bound.program(key, lambda: evaluation, {**self._cache.handles, **shared})
             # On a GPU, the first runs of a program run each kernel several times, to choose the fastest one. These runs

@@ -6,7 +6,7 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,29 +21,45 @@ from nntile_py.tiles import Tiling
 from nntile_py.tiles.dtypes import is_scaled
 
 
-def fuse_one_row(graph: Graph, tiling: Tiling) -> None:
-    """Rewrite the products of one row of a forward graph, in place."""
+def fuse_one_row(graph: Graph, tiling: Tiling, *, partial_sums: bool) -> None:
+    """Rewrite the products of one row of a forward graph, in place.
+
+    partial_sums: also rewrite products whose sums are cut, if only rewritten products read the result. Kernels of GPUs
+        do not support this.
+    """
     rewriter = Rewriter(graph)
     for rule in (partial(_product, tiling=tiling), _norm, _gate):
         rewriter.apply(rule)
     graph.ops = list(rewriter.ops.values())
+    if partial_sums:
+        _leave_partial_sums(graph, rewriter, tiling)
 
 
 def _product(rewriter: Rewriter, op: Op, tiling: Tiling) -> bool:
-    """Replace a Contract of one row and a parameter, if the sums are uncut and the parameter is stored row by row."""
-    if not isinstance(op, Contract) or op.b.kind != "param" or op.batch or any((op.pre, op.aux, op.bias_grad)):
+    """Replace a product of one row and a parameter, if the sums are uncut."""
+    if not isinstance(op, Contract) or not _is_of_one_row(op) or _cut_sums(op, tiling):
+        return False
+    residual = [op.residual] if op.residual else []
+    options = {name: getattr(op, name) for name in ("scale", "bias", "activation")}
+    return rewriter.replace([op], Gemv([op.a], op.b, [op.output], residual=residual, **options))
+
+
+def _is_of_one_row(op: Contract) -> bool:
+    """Return whether a product is of one row and a parameter that is stored row by row."""
+    if op.b.kind != "param" or op.batch or any((op.pre, op.aux, op.bias_grad)):
         return False
     x, out = op.a, op.output
     n = tuple(axis for axis in out.axes if axis in op.n)
     k = tuple(axis for axis in x.axes if axis in op.k)
     one_row = all(out.size(axis) == 1 for axis in op.m) and op.b.axes == (*n, *k)
-    cut = any(tiling.cut(axis, x.size(axis)) for axis in k)
     dtypes = {t.dtype for t in (*op.inputs, out)}
     beside = (op.bias is None or op.bias.axes == n) and (op.residual is None or op.residual.axes == out.axes)
-    if not (one_row and beside) or cut or len(dtypes) > 1 or is_scaled(x.dtype) or out.banded:
-        return False
-    options = {name: getattr(op, name) for name in ("scale", "bias", "residual", "activation")}
-    return rewriter.replace([op], Gemv(x, op.b, out, **options))
+    return one_row and beside and len(dtypes) == 1 and not is_scaled(x.dtype) and not out.banded
+
+
+def _cut_sums(op: Contract, tiling: Tiling) -> list[str]:
+    """Return the summed axes of a product that are cut."""
+    return [axis for axis in op.k if tiling.cut(axis, op.a.size(axis))]
 
 
 def _norm(rewriter: Rewriter, op: Op) -> bool:
@@ -52,12 +68,12 @@ def _norm(rewriter: Rewriter, op: Op) -> bool:
         return False
     x, (y, statistics) = op.inputs[0], op.outputs
     readers: Sequence[Op] = rewriter.readers.get(y, [])
-    fits = [isinstance(r, Gemv) and not r.norm and r.x is y and r.k == x.axes[-1:] for r in readers]
+    fits = [isinstance(r, Gemv) and not r.norm and r.x == (y,) and r.k == x.axes[-1:] for r in readers]
     alone = y.kind == "temp" and not rewriter.readers.get(statistics) and x.dtype == y.dtype
     if not (readers and alone and all(fits)) or any(w.dtype != x.dtype for w in op.inputs[1:]):
         return False
     for reader in [one for one in readers if isinstance(one, Gemv)]:
-        rewriter.replace([reader], _changed(reader, reader.output, x=x, norm=InputNorm.of(op)))
+        rewriter.replace([reader], _changed(reader, reader.outputs, x=[x], norm=InputNorm.of(op)))
     rewriter.remove(op)
     return True
 
@@ -69,11 +85,51 @@ def _gate(rewriter: Rewriter, op: Op) -> bool:
     product = rewriter.maker_only_for(op.inputs[0], op, Gemv)
     if not product or product.activation or product.factor:
         return False
-    return rewriter.replace([product, op], _changed(product, op.output, activation=op.act, factor=op.inputs[1]))
+    return rewriter.replace([product, op], _changed(product, op.outputs, activation=op.act, factor=op.inputs[1]))
 
 
-def _changed(op: Gemv, out: Tensor, **changes: Any) -> Gemv:
-    """Return a copy of a product that writes `out`, with some operands or options changed."""
-    keep = ("scale", "norm", "bias", "residual", "activation", "factor")
-    options: dict[str, Any] = {"x": op.x} | {name: getattr(op, name) for name in keep} | changes
-    return Gemv(options.pop("x"), op.weight, out, **options)
+def _leave_partial_sums(graph: Graph, rewriter: Rewriter, tiling: Tiling) -> None:
+    """Replace products whose sums are cut along one axis; their readers add the partial sums."""
+    products = {op.output: op for op in graph.ops if isinstance(op, Contract) and _leaves_parts(op, tiling)}
+
+    def adds(op: Op, tensor: Tensor) -> bool:
+        """Return whether an operator can read a tensor as several addends."""
+        if isinstance(op, Gemv):
+            return tensor in (*op.x, *op.residual) and tensor is not op.factor
+        return op.output in products and tensor is products[op.output].residual
+
+    count = -1
+    while count != len(products):  # a product that stays a Contract reads whole tensors
+        count = len(products)
+        products = {t: op for t, op in products.items() if all(adds(r, t) for r in rewriter.readers.get(t, []))}
+    cuts = {t: tiling.parts(axis, op.a.size(axis)) for t, op in products.items() for axis in _cut_sums(op, tiling)}
+    parts = {t: [graph.temp(f"{t.name}.part", t.axes, t.shape, t.dtype) for _ in cut] for t, cut in cuts.items()}
+    for place, op in enumerate(graph.ops):
+        one = op
+        if product := products.get(op.output):
+            residual = [product.residual] if product.residual else []
+            beside: dict[str, Any] = {"scale": product.scale, "bias": product.bias, "residual": residual}
+            one = Gemv([product.a], product.b, parts[op.output], parts=cuts[op.output], **beside)
+        if isinstance(one, Gemv):
+            new = _changed(one, one.outputs, x=_flat(one.x, parts), residual=_flat(one.residual, parts))
+            new.name, new.phase = op.name, op.phase
+            graph.ops[place] = new
+
+
+def _leaves_parts(op: Contract, tiling: Tiling) -> bool:
+    """Return whether a product's sums are cut along one axis, and its result is a plain sum."""
+    return (
+        op.output.kind == "temp" and op.activation is None and _is_of_one_row(op) and len(_cut_sums(op, tiling)) == 1
+    )  # fmt: skip
+
+
+def _flat(tensors: Sequence[Tensor], parts: Mapping[Tensor, Sequence[Tensor]]) -> list[Tensor]:
+    """Return the tensors, with each tensor that has parts replaced by the parts."""
+    return [part for t in tensors for part in parts.get(t, [t])]
+
+
+def _changed(op: Gemv, outs: Sequence[Tensor], **changes: Any) -> Gemv:
+    """Return a copy of a product that writes `outs`, with some operands or options changed."""
+    keep = ("x", "parts", "scale", "norm", "bias", "residual", "activation", "factor")
+    options: dict[str, Any] = {name: getattr(op, name) for name in keep} | changes
+    return Gemv(options.pop("x"), op.weight, outs, **options)
