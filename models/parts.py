@@ -264,7 +264,7 @@ def first_tokens(g: Graph, x: Tensor) -> Tensor:
 def sequences_apart(g: Graph, batch: Batch, x: Tensor, length: int | None = None) -> Tensor:
     """Unpack x [batch, seq, ...] to [batch, row, place, ...]: each sequence gets a row of its own, padded with zeros.
 
-    Models that support packed sequences call this function before operators that compute along a sequence's positions.
+    Packed sequences need this call before each operator that computes along a sequence's positions.
     The axis `row` numbers the sequences of a bin; without packing its size is 1. The axis `place` is the position in
     the sequence; its size is `length`, by default batch.length. Neither axis is cut into tiles. `sequences_together`
     is the inverse and the gradient. With this function a bin holds at most `tiles.batch` sequences. Dropout between

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
@@ -28,26 +28,6 @@ class GemvArgs(TaskArgs):
     scale: float
 
 
-class InputNorm(NamedTuple):
-    """The norm of a product's input: one of NORMS, its weights (gamma, and beta for a LayerNorm), and its eps."""
-
-    kind: str
-    weights: tuple[Tensor, ...]
-    eps: float
-
-    @classmethod
-    def of(cls, norm: Norm) -> InputNorm:
-        """Return the norm that an operator computes; the operator adds no residual."""
-        assert not norm.residual, norm
-        return cls(norm.kernel, tuple(norm.inputs[1:]), norm.eps)
-
-    def apply(self, x: Array, weights: tuple[Array, ...]) -> Array:
-        """Return the normalised row x [k]; weights: values of `self.weights`."""
-        d = x - x.mean() if self.kind == "layer_norm" else x
-        y: Array = d / np.sqrt((d * d).mean() + self.eps) * weights[0]
-        return y + weights[1] if self.kind == "layer_norm" else y
-
-
 class Gemv(Op):
     """y = act(scale W norm(x) + bias + residual) * factor, for one row x: axes of x that W lacks have the size 1.
 
@@ -62,7 +42,7 @@ class Gemv(Op):
         weight: W, a parameter with the axes of y that x lacks, in y's order, then the summed axes, in x's order.
         outs: y, or for each tile of the summed axis a tensor with the axes of y.
         parts: The tiles of the summed axis that is cut; empty: none is cut.
-        norm: None: x is not normalised. RMSNorm and LayerNorm are over all summed axes.
+        norm: An RMSNorm or LayerNorm without a residual, over all summed axes; None: x is not normalised.
         bias: Axes of y that x lacks, in y's order.
         residual: Tensors with the axes of y, whose sum is added.
         activation: One of ACTIVATIONS; None: none.
@@ -74,13 +54,14 @@ class Gemv(Op):
 
     def __init__(
         self, x: Sequence[Tensor], weight: Tensor, outs: Sequence[Tensor], *, parts: Sequence[TileRange] = (),
-        scale: float = 1.0, norm: InputNorm | None = None, bias: Tensor | None = None, residual: Sequence[Tensor] = (),
+        scale: float = 1.0, norm: Norm | None = None, bias: Tensor | None = None, residual: Sequence[Tensor] = (),
         activation: str | None = None, factor: Tensor | None = None,
     ) -> None:  # fmt: skip
         optional = [t for t in (bias, *residual, factor) if t]
-        super().__init__([*x, weight, *(norm.weights if norm else ()), *optional], [*outs])
+        super().__init__([*x, weight, *(norm.inputs[1:] if norm else ()), *optional], [*outs])
         self.x, self.weight, self.parts, self.scale, self.norm = tuple(x), weight, tuple(parts), scale, norm
         self.bias, self.residual, self.activation, self.factor = bias, tuple(residual), activation, factor
+        assert norm is None or (norm.kernel in NORMS and not norm.residual), norm
         row, out = self.x[0], outs[0]
         self.k = tuple(axis for axis in row.axes if axis in weight.axes)
         n = tuple(axis for axis in out.axes if axis not in row.axes)
@@ -93,11 +74,11 @@ class Gemv(Op):
     @property
     def title(self) -> str:
         last = {"bias": self.bias, "residual": self.residual, self.activation or "": self.activation}
-        parts = [self.norm.kind if self.norm else "", *(name for name, there in last.items() if there)]
+        parts = [self.norm.kernel if self.norm else "", *(name for name, there in last.items() if there)]
         return " + ".join(part for part in (self.kind, *parts, "factor" if self.factor else "") if part)
 
     def flop(self) -> float:
-        norm = {"": 0, "rms_norm": 4, "layer_norm": 8}[self.norm.kind if self.norm else ""]
+        norm = self.norm.operations if self.norm else 0.0
         each = float(len(self.residual) + sum(t is not None for t in (self.bias, self.factor)))
         each += activate_flop(self.activation) if self.activation else 0
         return self.products() + (norm + len(self.x) - 1) * self.x[0].numel + each * self.output.numel
@@ -121,9 +102,8 @@ class Gemv(Op):
 
     def _args(self, whole: bool) -> GemvArgs:
         """Return the arguments of a task; whole: of a task that adds bias and residual."""
-        kind = self.norm.kind if self.norm else ""
         return GemvArgs(
-            norm=NORMS.index(kind) if kind else -1, inputs=len(self.x), bias=whole and bool(self.bias),
+            norm=NORMS.index(self.norm.kernel) if self.norm else -1, inputs=len(self.x), bias=whole and bool(self.bias),
             residuals=len(self.residual) * whole, factor=bool(self.factor),
             activation=ACTIVATIONS.index(self.activation) if self.activation else -1,
             eps=self.norm.eps if self.norm else 0.0, scale=self.scale,
@@ -138,7 +118,7 @@ class Gemv(Op):
         assert isinstance(x, np.ndarray)
         weight, row = next(values), x.reshape(-1)
         if self.norm:
-            row = self.norm.apply(row, tuple(next(values).reshape(-1) for _ in self.norm.weights))
+            row = self.norm.reference(row, *(next(values) for _ in self.norm.inputs[1:]))[0]
         if self.parts:
             return self._reference_of_parts(row, weight, values)
         y = (self.scale * weight.reshape(-1, row.size) @ row).reshape(self.output.shape)

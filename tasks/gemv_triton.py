@@ -15,7 +15,7 @@ from .gemv import GemvArgs
 from .launch import Launch, Launches, ceil_div, launch, launches, numel, tile
 from .pdl_triton import wait_here
 
-RMS, LAYER = tl.constexpr(0), tl.constexpr(1)  # positions in NORMS of gemv.py
+LAYER = tl.constexpr(1)  # position of layer_norm in NORMS of gemv.py
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def columns_of(warps: int, dtype: str) -> int:
 def blocks_of(k: int, dtype: str) -> list[GemvBlock]:
     """Return the candidates for rows of k elements. A thread loads up to 64 or 128 bytes at once.
 
-    More bytes take too many registers, so that too few programs share a multiprocessor, as measured on an H200.
+    With more bytes, a program takes so many registers that few programs share a multiprocessor.
     """
     made = []
     for warps in (4, 8):

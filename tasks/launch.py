@@ -93,9 +93,9 @@ class Launch:
 
     Args:
         args: values of the kernel's parameters that are not constexprs, in order.
-        early: True: the kernel reads the task's parameters before it waits for the previous kernel (see pdl.py). So it
-            may start before the previous kernel has ended only in a CUDA graph, as kernels of a graph that read
-            parameters do not follow kernels that write them.
+        early: True: the kernel reads the task's parameters before it waits for the previous kernel (see pdl.py). Such
+            a kernel starts before the previous kernel has ended in CUDA graphs only. Only forward passes have such
+            kernels, and a forward pass's graph writes no parameter. Without a graph, the previous kernel may write one.
     """
 
     kernel: Any  # a triton.JITFunction

@@ -11,8 +11,9 @@ LINE = tl.constexpr(64)  # 2-byte elements of a cache line
 
 @triton.jit
 def wait_here():
-    """Wait until the previous kernel has ended. Before this call a kernel may only prefetch, neither read nor write;
-    a launch with `early` may read parameters.
+    """Wait until the previous kernel has ended.
+
+    Before this call, a kernel may only prefetch, neither read nor write. A launch with `early` may read parameters too.
 
     Without programmatic dependent launch (see pdl.py), this function does nothing.
     """

@@ -180,12 +180,15 @@ def gemv(
         case.sizes |= {"batch": 1, "seq": 1}
         case.whole |= {*x.split()} - {*(cut or {})}
         parts = [part for axis in cut or {} for part in Tiling(cut).parts(axis, case.sizes[axis])]
-        weights = tuple(case.x(x) for _ in range({"": 0, "rms_norm": 1, "layer_norm": 2}[norm]))
+        rows = [case.x(f"batch seq {x}") for _ in range(addends)]
+        weights = [case.x(x) for _ in range({"": 0, "rms_norm": 1, "layer_norm": 2}[norm])]
+        kind: Any = {"rms_norm": ops.RMSNorm, "layer_norm": ops.LayerNorm}.get(norm)
+        of_row = kind and kind(rows[0], *weights, case.temp(f"batch seq {x}"), case.temp("batch seq stat"), 1e-3)
         return case.add(
             ops.Gemv(
-                [case.x(f"batch seq {x}") for _ in range(addends)], case.x(f"{y} {x}"),
+                rows, case.x(f"{y} {x}"),
                 [case.y(f"batch seq {y}") for _ in parts or [None]], parts=parts, scale=scale,
-                norm=ops.InputNorm(norm, weights, 1e-3) if norm else None, activation=activation,
+                norm=of_row, activation=activation,
                 bias=case.x(y) if bias else None, residual=[case.x(f"batch seq {y}") for _ in range(residual)],
                 factor=case.x(f"batch seq {y}") if factor else None,
             )

@@ -106,7 +106,7 @@ class RunConfig(Section):
             anyOf=[{"enum": [*RECOMPUTE, AUTO]}, {"type": "array", "items": {"type": "string"}}],
         ),
     ] = "none"
-    """Operators whose results memory does not keep: the backward pass computes these results again.
+    """Operators whose results are not kept in memory. The backward pass computes these results again.
     `attention`: the attention of each layer. `layer`: all operators of each layer. `auto`: the fastest of `none`,
     `attention` and `layer` that fits into the memory of `runtime`, by the estimates of `nntile plan`; on one rank only.
     A list: the operators of layers whose names match a pattern, such as `*.mlp.*`. Losses and gradients have the same

@@ -122,7 +122,7 @@ def _parts(tasks: TaskList) -> Iterator[Task]:
 
 
 class CapturedProgram:
-    """A program that can run as one CUDA graph on one GPU.
+    """A program that runs as one CUDA graph on one GPU where that is possible, else as single tasks.
 
     Args:
         refused: why the program cannot be a graph in this runtime; an empty text if it can.

@@ -1,7 +1,7 @@
 """Pass for generation of one text: products of a single row become Gemv operators, with their norms and gates.
 
-Such a pass reads each weight once, so memory limits its speed, and each further kernel is a gap in which no weight is
-read.
+Such a pass reads each weight once, so the rate of the memory limits its speed. A kernel between two products would be
+a time in which no weight is read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.passes.rewriter import Rewriter
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.gated import Gated
-from nntile_py.tasks.gemv import NORMS, Gemv, InputNorm
+from nntile_py.tasks.gemv import NORMS, Gemv
 from nntile_py.tasks.norm import Norm
 from nntile_py.tasks.op import Op, Tensor
 from nntile_py.tiles import Tiling
@@ -73,7 +73,7 @@ def _norm(rewriter: Rewriter, op: Op) -> bool:
     if not (readers and alone and all(fits)) or any(w.dtype != x.dtype for w in op.inputs[1:]):
         return False
     for reader in [one for one in readers if isinstance(one, Gemv)]:
-        rewriter.replace([reader], _changed(reader, reader.outputs, x=[x], norm=InputNorm.of(op)))
+        rewriter.replace([reader], _changed(reader, reader.outputs, x=[x], norm=op))
     rewriter.remove(op)
     return True
 
@@ -118,9 +118,8 @@ def _leave_partial_sums(graph: Graph, rewriter: Rewriter, tiling: Tiling) -> Non
 
 def _leaves_parts(op: Contract, tiling: Tiling) -> bool:
     """Return whether a product's sums are cut along one axis, and its result is a plain sum."""
-    return (
-        op.output.kind == "temp" and op.activation is None and _is_of_one_row(op) and len(_cut_sums(op, tiling)) == 1
-    )  # fmt: skip
+    plain = op.output.kind == "temp" and op.activation is None
+    return plain and _is_of_one_row(op) and len(_cut_sums(op, tiling)) == 1
 
 
 def _flat(tensors: Sequence[Tensor], parts: Mapping[Tensor, Sequence[Tensor]]) -> list[Tensor]:
