@@ -27,8 +27,8 @@ def _gemv(
 ):  # fmt: skip
     """Compute ROWS elements of y = act(scale w norm(x) + bias + residual) * factor, for x [k] and w [n, k].
 
-    The programs normalise x without a kernel of its own: the division by the root of the mean square follows the sum.
-    A LayerNorm's mean is computed first, because a difference of large sums would be inexact.
+    The programs normalise x without a kernel of its own. An RMSNorm's division by the root of the mean square follows
+    the sum. A LayerNorm's mean and deviation are computed first: a difference of large sums would be inexact.
 
     A program loads PARTS * DEPTH columns of w at once, into registers. A thread loads VECTOR neighbours, and adds their
     terms alone. EVEN: PARTS * DEPTH divides k. LOOPS: it is less than k. EARLY: the previous kernel writes no weights,
@@ -41,43 +41,46 @@ def _gemv(
         wait_here()
     w = _columns(at, depth, k, EVEN, PARTS, DEPTH)
     gamma = _blocks(GAMMA + depth, depth, k, EVEN, PARTS, DEPTH) if NORM >= 0 else w
-    beta = _blocks(BETA + depth, depth, k, EVEN, PARTS, DEPTH) if NORM == LAYER else w
+    inside = rows < n
+    bias = tl.load(BIAS + rows, inside, 0.0) if BIASED else 0.0
+    beta = _blocks(BETA + depth, depth, k, EVEN, PARTS, DEPTH) if NORM == LAYER else gamma
     if EARLY:
         wait_here()
-    middle = 0.0
+    # Loaded after the sums, the residual and the factor would take another latency of the memory.
+    residual = tl.load(RESIDUAL + rows, inside, 0.0) if ADDED else 0.0
+    factor = tl.load(FACTOR + rows, inside, 0.0) if GATED else 0.0
+    x = _blocks(X + depth, depth, k, EVEN, PARTS, DEPTH)
+    middle, rstd = 0.0, 1.0
     if NORM == LAYER:
-        row = tl.zeros([DEPTH], dtype)
-        for first in range(0, k, DEPTH):
-            row += _part(X, first + depth, k, EVEN, dtype)
-        middle = tl.sum(row, 0) / k
-    total, shifted = tl.zeros([ROWS, DEPTH // VECTOR], dtype), tl.zeros([ROWS, DEPTH // VECTOR], dtype)
-    sums = (total, tl.zeros([DEPTH // VECTOR], dtype), shifted)
+        middle, rstd = _statistics(X, x, depth, k, eps, EVEN, LOOPS, PARTS, DEPTH)
+    sums = (tl.zeros([ROWS, DEPTH // VECTOR], dtype), tl.zeros([DEPTH // VECTOR], dtype))
     for part in tl.static_range(PARTS):
-        x = _part(X, part * DEPTH + depth, k, EVEN, dtype)
-        sums = _add(sums, w[part], x, gamma[part], beta[part], middle, part * DEPTH + depth, k, NORM, EVEN, VECTOR)
+        sums = _add(sums, w[part], x[part].to(dtype), gamma[part], beta[part], middle, rstd, NORM, VECTOR)
     if LOOPS:
         for first in range(PARTS * DEPTH, k, PARTS * DEPTH):
             more = _columns(at + first, first + depth, k, EVEN, PARTS, DEPTH)
             for part in tl.static_range(PARTS):
                 at_k = first + part * DEPTH + depth
-                x = _part(X, at_k, k, EVEN, dtype)
-                g = _part(GAMMA, at_k, k, EVEN, dtype) if NORM >= 0 else x
-                b = _part(BETA, at_k, k, EVEN, dtype) if NORM == LAYER else x
-                sums = _add(sums, more[part], x, g, b, middle, at_k, k, NORM, EVEN, VECTOR)
-    y, inside = tl.sum(sums[0], 1), rows < n
-    if NORM >= 0:
-        y = y / tl.sqrt(tl.sum(sums[1], 0) / k + eps)
-    if NORM == LAYER:
-        y += tl.sum(sums[2], 1)
+                one = _part(X, at_k, k, EVEN, dtype)
+                g = _part(GAMMA, at_k, k, EVEN, dtype) if NORM >= 0 else one
+                b = _part(BETA, at_k, k, EVEN, dtype) if NORM == LAYER else one
+                sums = _add(sums, more[part], one, g, b, middle, rstd, NORM, VECTOR)
+    total, squares = sums
+    if NORM >= 0 and NORM != LAYER:
+        squares = tl.broadcast_to(squares[None, :], total.shape)
+        total, squares = tl.reduce((total, squares), 1, _added)  # threads of a program synchronise once, not twice
+        y = total / tl.sqrt(squares / k + eps)
+    else:
+        y = tl.sum(total, 1)
     y *= scale
     if BIASED:
-        y += tl.load(BIAS + rows, inside, 0.0).to(dtype)
+        y += bias.to(dtype)
     if ADDED:
-        y += tl.load(RESIDUAL + rows, inside, 0.0).to(dtype)
+        y += residual.to(dtype)
     if KIND >= 0:
         y = activate(y, KIND)
     if GATED:
-        y *= tl.load(FACTOR + rows, inside, 0.0).to(dtype)
+        y *= factor.to(dtype)
     tl.store(Y + rows, y.to(Y.dtype.element_ty), inside)
 
 
@@ -109,29 +112,57 @@ def _part(X, depth, k, EVEN: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _add(sums, w, x, gamma, beta, middle, depth, k, NORM: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr):
-    """Add the terms of a block of columns to the sums: of the product, of the squares of x, and of w times beta."""
-    total, squares, shifted = sums
-    w = w.to(x.dtype)
-    if NORM == LAYER:
-        x = x - middle if EVEN else tl.where(depth < k, x - middle, 0.0)
-        shifted += _of_threads(w * beta.to(x.dtype)[None, :], VECTOR)
-    if NORM >= 0:
-        squares += tl.sum(tl.reshape(x * x, [x.shape[0] // VECTOR, VECTOR]), 1)
-        x *= gamma.to(x.dtype)
-    return total + _of_threads(w * x[None, :], VECTOR), squares, shifted
+def _statistics(
+    X, x, depth, k, eps, EVEN: tl.constexpr, LOOPS: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr
+):
+    """Return the mean of x and the reciprocal of its standard deviation; x: its first PARTS blocks."""
+    dtype = tl.float64 if X.dtype.element_ty == tl.float64 else tl.float32
+    row = tl.zeros([DEPTH], dtype)
+    for part in tl.static_range(PARTS):
+        row += x[part].to(dtype)
+    if LOOPS:
+        for first in range(PARTS * DEPTH, k, DEPTH):
+            row += _part(X, first + depth, k, EVEN, dtype)
+    middle = tl.sum(row, 0) / k
+    row = tl.zeros([DEPTH], dtype)
+    for part in tl.static_range(PARTS):
+        row += _squares(x[part].to(dtype), middle, part * DEPTH + depth, k, EVEN)
+    if LOOPS:
+        for first in range(PARTS * DEPTH, k, DEPTH):
+            row += _squares(_part(X, first + depth, k, EVEN, dtype), middle, first + depth, k, EVEN)
+    return middle, 1 / tl.sqrt(tl.sum(row, 0) / k + eps)
 
 
 @triton.jit
-def _of_threads(x, VECTOR: tl.constexpr):
-    """Return the sums of VECTOR neighbours along the last axis."""
-    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // VECTOR, VECTOR]), 2)
+def _squares(x, middle, depth, k, EVEN: tl.constexpr):
+    difference = x - middle if EVEN else tl.where(depth < k, x - middle, 0.0)
+    return difference * difference
+
+
+@triton.jit
+def _add(sums, w, x, gamma, beta, middle, rstd, NORM: tl.constexpr, VECTOR: tl.constexpr):
+    """Add the terms of a block of columns to the sums of each thread: of the product, and of the squares of x."""
+    total, squares = sums
+    if NORM == LAYER:
+        x = (x - middle) * rstd * gamma.to(x.dtype) + beta.to(x.dtype)
+    elif NORM >= 0:
+        squares += tl.sum(tl.reshape(x * x, [x.shape[0] // VECTOR, VECTOR]), 1)
+        x *= gamma.to(x.dtype)
+    terms = w.to(x.dtype) * x[None, :]
+    return total + tl.sum(tl.reshape(terms, [terms.shape[0], terms.shape[1] // VECTOR, VECTOR]), 2), squares
+
+
+@triton.jit
+def _added(a, b, c, d):
+    return a + c, b + d
 
 
 # -- tasks
 
 
 MOST_PARTS = 8  # blocks of columns that a program loads at once
+# Numbers of the warps of a program, and of the loads of 16 bytes of each thread.
+WARPS, LOADS = (1, 2, 4), (8, 16)
 
 
 class GemvBlock(NamedTuple):
@@ -153,9 +184,9 @@ def blocks_of(k: int, dtype: str) -> list[GemvBlock]:
     With more bytes, a program takes so many registers that few programs share a multiprocessor.
     """
     made = []
-    for warps in (4, 8):
+    for warps in WARPS:
         parts = min(-(-k // columns_of(warps, dtype)), MOST_PARTS)
-        rows = [loads // parts for loads in (4, 8) if loads >= parts]
+        rows = [loads // parts for loads in LOADS if loads >= parts]
         made += [GemvBlock(1 << count.bit_length() - 1, parts, warps) for count in rows]
     return list(dict.fromkeys(made))
 
@@ -176,7 +207,7 @@ def _launch_of(block: GemvBlock, task: Task, a: GemvArgs, n: int, k: int) -> Lau
     numbers = iter(range(3, len(task.accesses)))
     beside = [tile(task, next(numbers) if there else 0)
               for there in (a.norm >= 0, a.norm == LAYER.value, a.bias, a.residuals, a.factor)]  # fmt: skip
-    weights = [access.tile for access in task.accesses[2 : 3 + (a.norm >= 0) + (a.norm == LAYER.value)]]
+    weights = [access.tile for access in task.accesses[2 : 3 + (a.norm >= 0) + (a.norm == LAYER.value) + a.bias]]
     early = all(one.kind == "param" for one in weights)  # see Launch
     columns = columns_of(block.warps, task.accesses[2].tile.dtype)
     at_once = block.parts * columns

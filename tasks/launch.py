@@ -93,9 +93,10 @@ class Launch:
 
     Args:
         args: values of the kernel's parameters that are not constexprs, in order.
-        early: True: the kernel reads the task's parameters before it waits for the previous kernel (see pdl.py). Such
-            a kernel starts before the previous kernel has ended in CUDA graphs only. Only forward passes have such
-            kernels, and a forward pass's graph writes no parameter. Without a graph, the previous kernel may write one.
+        early: True: before the kernel waits for the previous kernel (see pdl.py), it reads parameters, or what earlier
+            passes have written into a cache. Such a kernel starts before the previous kernel has ended in CUDA graphs
+            only. Only forward passes have such kernels: no other kernel of a forward pass's graph writes a parameter,
+            and none writes earlier entries of a cache. Without a graph, the previous kernel may write both.
     """
 
     kernel: Any  # a triton.JITFunction

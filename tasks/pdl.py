@@ -5,7 +5,7 @@ placed on the GPU while the last blocks of the previous kernel run, or wait. The
 previous kernel. Each Triton kernel of this package waits before its first read or write, so the end of a kernel implies
 the end of all kernels before it. Before the wait (`wait_here`), a kernel may only prefetch its inputs into the L2
 cache, which is safe because all writes of the GPU go through the L2 cache. A launch with `early` (see launch.py) may
-also read parameters there.
+also read parameters and cached keys and values there.
 """
 
 from __future__ import annotations

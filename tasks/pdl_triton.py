@@ -13,7 +13,7 @@ LINE = tl.constexpr(64)  # 2-byte elements of a cache line
 def wait_here():
     """Wait until the previous kernel has ended.
 
-    Before this call, a kernel may only prefetch, neither read nor write. A launch with `early` may read parameters too.
+    Before this call, a kernel may only prefetch, neither read nor write. A launch with `early` may also read.
 
     Without programmatic dependent launch (see pdl.py), this function does nothing.
     """

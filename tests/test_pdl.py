@@ -63,7 +63,7 @@ print("kept", launch_binary.compile_launch(other, 90).overlaps)
 """
 
 EARLY = """
-import re
+import re, sys
 import triton
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
@@ -80,6 +80,21 @@ binary = launch_binary.compile_launch(first, 90)
 for part in texts[0].asm["ptx"].split("griddepcontrol.wait"):
     print(*sorted({*re.findall("prefetch|ld.global|st.global", part)}))
 print(binary.overlaps, launch_binary.encode(first, binary)[4] == launch_binary.IN_GRAPH)
+
+sys.path.insert(0, sys.argv[1])
+import operators_generation
+from operators import ROWS
+from nntile_py.testing import Case
+operators_generation.ENTRIES = 40  # pages: several programs read the keys of a head
+case = Case({"batch": 1, "seq": 1, "key": 1, "heads": 4, "head_dim": 64}, "bf16")
+ROWS["CachedAttention rotary"](case)
+(task,) = lower(case.graph, Tiling({})).tasks.tasks
+texts.clear()
+for one in launch.load()[task.kernel]([task]).launches:
+    binary = launch_binary.compile_launch(one, 90)
+    before, _, after = texts[-1].asm["ptx"].partition("griddepcontrol.wait")
+    found = [sorted({*re.findall("ld.global|cp.async.c|st.global", part)}) for part in (before, after)]
+    print(*found, launch_binary.encode(one, binary)[4] == launch_binary.IN_GRAPH)
 """
 
 
@@ -114,7 +129,11 @@ def test_a_wrong_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         nt.Runtime(cpus=1)
 
 
-def test_a_parameter_is_read_before_the_wait_in_a_graph_alone(python: Python, tmp_path: Path) -> None:
-    done = python(EARLY, TRITON_CACHE_DIR=str(tmp_path))
+def test_what_no_kernel_of_the_graph_writes_is_read_before_the_wait(python: Python, tmp_path: Path) -> None:
+    """Weights, and pages of the cache. The new token is read after the wait, as are the parts that are combined."""
+    done = python(EARLY, Path(__file__).parent, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["ld.global", "ld.global st.global", "True True"]
+    *weights, attend, combine = done.stdout.splitlines()
+    assert weights == ["ld.global", "ld.global st.global", "True True"]
+    assert attend == "['ld.global'] ['cp.async.c', 'ld.global', 'st.global'] True"
+    assert combine == "[] ['ld.global', 'st.global'] False"

@@ -289,7 +289,8 @@ def fills_first_rows(row: Callable[[Case], Any]) -> bool:
     """Return whether CUDA workers compute only the filled part of a bin; see lives_on_cuda."""
     case = Case(FILLED, "fp32")
     row(case)
-    if any(op.kind.startswith(("Select", "Cached")) for op in case.graph.ops):  # refused with pack
+    # Selections and caches are refused with pack, and a Gemv has one row.
+    if any(op.kind.startswith(("Select", "Cached", "Gemv")) for op in case.graph.ops):
         return False
     tiles = {access.tile for task in lowered(case).tasks.tasks for access in task.accesses}
     live = [tile for tile in tiles if {"seq", "key"} & {*tile.axes}]
