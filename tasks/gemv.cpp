@@ -3,6 +3,7 @@
 
 #include "activation.h"
 #include "gemv_args.h"
+#include "product_rows.h"
 #include "rows.h"
 
 namespace nntile {
@@ -60,7 +61,7 @@ void gemv(Args& t) {
       x = row.data();
     }
     auto* y = out.template data_ptr<T>();
-    for (int64_t column = 0; column < n; ++column) y[column] = dot_of(x, weight + column * k, k) * static_cast<T>(args.scale);
+    few_rows<T>(y, n, x, k, weight, k, 1, n, k, T(0), static_cast<T>(args.scale));
     if (bias) add_rows(y, y, bias, n);
     add_tiles(y, residuals, 0, n);
     if (kind < 0 && !factor) return;
