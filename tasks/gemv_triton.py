@@ -42,13 +42,13 @@ def _gemv(
     w = _columns(at, depth, k, EVEN, PARTS, DEPTH)
     gamma = _blocks(GAMMA + depth, depth, k, EVEN, PARTS, DEPTH) if NORM >= 0 else w
     inside = rows < n
-    bias = tl.load(BIAS + rows, inside, 0.0) if BIASED else 0.0
+    bias = tl.load(BIAS + rows, inside, 0.0) if BIASED else rows
     beta = _blocks(BETA + depth, depth, k, EVEN, PARTS, DEPTH) if NORM == LAYER else gamma
     if EARLY:
         wait_here()
     # Loaded after the sums, the residual and the factor would take another latency of the memory.
-    residual = tl.load(RESIDUAL + rows, inside, 0.0) if ADDED else 0.0
-    factor = tl.load(FACTOR + rows, inside, 0.0) if GATED else 0.0
+    residual = tl.load(RESIDUAL + rows, inside, 0.0) if ADDED else rows
+    factor = tl.load(FACTOR + rows, inside, 0.0) if GATED else rows
     x = _blocks(X + depth, depth, k, EVEN, PARTS, DEPTH)
     middle, rstd = 0.0, 1.0
     if NORM == LAYER:
