@@ -9,7 +9,7 @@ first, p99: time from the call to the first token, median and 99th percentile of
 step, p99: time between two tokens of a text, as means of four tokens.
 tokens/s: of all texts together, from `step`.
 of memory: rate at which a step reads its bytes (`step_bytes`), divided by the rate of a copy on the GPU, or of a read
-    on all CPU cores.
+    on all CPU cores. Each round measures this rate.
 ratio: nntile_py's `step` divided by that of the contestant; in brackets the medians of the contestant's processes.
 
 Contestants: ours; torch: a static cache, and steps by torch.compile, in a CUDA graph on a GPU, gpt-fast's recipe
@@ -61,27 +61,34 @@ def main() -> None:
         print(json.dumps(WORKERS[o.worker](o, o.batch[0])))
         return
     names = [n for n in o.only if all(map(importlib.util.find_spec, NEEDS.get(n, [])))]
-    rate = _median([_run(o, "memory", 1)["gb_s"] for _ in range(o.rounds)]) if "memory" in names else math.nan
-    print(f"{o.config}, {o.precision}, {o.context} + {o.tokens} tokens; memory {rate:.1f} GB/s", flush=True)
+    print(f"{o.config}, {o.precision}, {o.context} + {o.tokens} tokens")
     names_of_columns = ("first ms", "p99 ms", "step ms", "p99 ms", "tokens/s", "of memory", "ratio")
-    print(f"batch   contestant{''.join(f'{name:>10}' for name in names_of_columns)}")
+    print(f"batch   contestant{''.join(f'{name:>10}' for name in names_of_columns)}", flush=True)
     for batch in o.batch:
-        results: dict[str, list[dict[str, Any]]] = {name: [] for name in names if name != "memory"}
+        results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         for _ in range(o.rounds):
             for name, rows in results.items():
                 rows.append(_run(o, name, batch))
-        need = step_bytes(o, batch)
-        for name, rows in results.items():
-            if not (good := [row for row in rows if "steps" in row]):
-                print(f"{batch:5d} {name:>13} {rows[0].get('error', 'no result')}")
-                continue
-            steps = [ms for row in good for ms in row["steps"]]
-            step, first = _median(steps), [ms for row in good for ms in row["first"]] or [math.nan]
-            ours = [_median(row["steps"]) for row in results.get("ours", []) if "steps" in row]
-            ratio = f"{_median(ours) / step:.3f}" if ours else ""
-            spread = f"{min(_median(r['steps']) for r in good):.3f} to {max(_median(r['steps']) for r in good):.3f}"
-            row = [_median(first), _p99(first), step, _p99(steps), 1e3 * batch / step, need / step / 1e6 / rate]
-            print(f"{batch:5d} {name:>12}{''.join(f'{one:10.3f}' for one in row)}{ratio:>10} ({spread})", flush=True)
+        _report(o, batch, results)
+
+
+def _report(o: argparse.Namespace, batch: int, results: dict[str, list[dict[str, Any]]]) -> None:
+    """Print a line for each contestant. results: {contestant: result of each round}."""
+    rates = [row["gb_s"] for row in results.pop("memory", [])]
+    if rates:
+        print(f"{batch:5d} {'memory':>12} {_median(rates):.1f} GB/s ({min(rates):.1f} to {max(rates):.1f})")
+    rate, need = _median(rates or [math.nan]), step_bytes(o, batch)
+    for name, rows in results.items():
+        if not (good := [row for row in rows if "steps" in row]):
+            print(f"{batch:5d} {name:>13} {rows[0].get('error', 'no result')}")
+            continue
+        steps = [ms for row in good for ms in row["steps"]]
+        step, first = _median(steps), [ms for row in good for ms in row["first"]] or [math.nan]
+        ours = [_median(row["steps"]) for row in results.get("ours", []) if "steps" in row]
+        ratio = f"{_median(ours) / step:.3f}" if ours else ""
+        spread = f"{min(_median(r['steps']) for r in good):.3f} to {max(_median(r['steps']) for r in good):.3f}"
+        row = [_median(first), _p99(first), step, _p99(steps), 1e3 * batch / step, need / step / 1e6 / rate]
+        print(f"{batch:5d} {name:>12}{''.join(f'{one:10.3f}' for one in row)}{ratio:>10} ({spread})", flush=True)
 
 
 def _median(values: list[float]) -> float:

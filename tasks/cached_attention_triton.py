@@ -27,7 +27,7 @@ PROGRAMS = 264  # two for each multiprocessor of an H100; results are correct on
 QUERIES = 64  # largest number of rows of a block; a row is one query of one head
 NEW_KEYS = 32  # new keys that an iteration reads
 MOST_KEYS, BLOCK = 128, 8192  # largest number of cached keys that an iteration reads, and of the numbers of these keys
-LEAST_KEYS = 64  # of a program that computes one new token
+LEAST_KEYS = 64  # cached keys of a program of `_attend_token`, if the cache is full
 
 
 @triton.jit
@@ -261,7 +261,7 @@ def _describe(task: Task) -> Launches:
     blocks = ceil_div(seq, rows)
     block_d = max(power_of_two(head_dim), 16)
     wanted, positions = PROGRAMS // (batch * of_keys * blocks), (table[1] - PAGES) * slots
-    early = seq == 1 and wanted > 1  # with many programs, the wait is short and the loop's prefetches are faster
+    early = seq == 1 and wanted > 1  # with many programs, `_attend` is faster
     most = positions // (LEAST_KEYS if early else slots)
     splits = 1 if wanted < 2 else min(power_of_two(wanted), power_of_two(most))
     block_k = max(min(power_of_two(ceil_div(positions, splits)), MOST_KEYS, BLOCK // block_d), 16)

@@ -161,7 +161,7 @@ def _added(a, b, c, d):
 
 
 MOST_PARTS = 8  # blocks of columns that a program loads at once
-# Numbers of the warps of a program, and of the loads of 16 bytes of each thread.
+# Candidates: numbers of a program's warps, and largest numbers of 16-byte loads of a thread at once.
 WARPS, LOADS = (1, 2, 4), (8, 16)
 
 
@@ -179,9 +179,9 @@ def columns_of(warps: int, dtype: str) -> int:
 
 
 def blocks_of(k: int, dtype: str) -> list[GemvBlock]:
-    """Return the candidates for rows of k elements. A thread loads up to 64 or 128 bytes at once.
+    """Return the candidates for rows of k elements.
 
-    With more bytes, a program takes so many registers that few programs share a multiprocessor.
+    With more loads at once, a program takes so many registers that few programs share a multiprocessor.
     """
     made = []
     for warps in WARPS:

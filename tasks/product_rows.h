@@ -15,8 +15,8 @@ inline bool is_few_rows(const at::Tensor& out, const at::Tensor& a, const at::Te
 }
 
 // Computes Rows x Columns results. Each result is the product of a row of a and a column of b. a, b, out: pointers to
-// the first elements. Ahead: prefetch later columns of b into the L2 cache. A core has too few prefetches into the L1 cache
-// at once to reach the memory's rate. A prefetch beyond the end of b has no effect.
+// the first elements. Ahead: prefetch later columns of b into the L2 cache. Prefetches into the L1 cache are slower. A
+// prefetch beyond the end of b has no effect.
 template <int Rows, int Columns, class T, bool Ahead>
 inline void rows_by_columns(T* out, int64_t out_step, const T* a, int64_t a_step, const T* b, int64_t b_step, int64_t k,
                             T beta, T alpha) {
@@ -75,8 +75,8 @@ void few_rows(T* out, int64_t out_step, const T* a, int64_t a_step, const T* b, 
 // The same for tensors; see is_few_rows.
 template <class T>
 void few_rows(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha) {
-  few_rows(out.data_ptr<T>(), out.stride(0), a.data_ptr<T>(), a.stride(0), b.data_ptr<T>(), b.stride(1), a.size(0), b.size(1),
-           a.size(1), static_cast<T>(beta), static_cast<T>(alpha));
+  few_rows(out.data_ptr<T>(), out.stride(0), a.data_ptr<T>(), a.stride(0), b.data_ptr<T>(), b.stride(1), a.size(0),
+           b.size(1), a.size(1), static_cast<T>(beta), static_cast<T>(alpha));
 }
 
 }  // namespace nntile

@@ -1,9 +1,10 @@
-"""Passes that generate one token of one text: products of a row, with their norms and gates."""
+"""Products of a row, with their norms and gates, in passes that generate one token of one text; of a few rows."""
 
 from collections import Counter
 from typing import Any
 
 import pytest
+from operators_contract import linear
 from operators_generation import gemv
 
 import nntile_py as nt
@@ -14,7 +15,7 @@ from nntile_py.graph.key_value_cache import CacheShape, Sampling
 from nntile_py.graph.passes.one_row import fuse_one_row
 from nntile_py.graph.step import StepSpec
 from nntile_py.tasks.gemv import Gemv
-from nntile_py.testing import check
+from nntile_py.testing import SIZES, check
 from nntile_py.tiles import Tiling
 
 LLAMA = nt.models.LlamaConfig(layers=2, embed=32, heads=4, kv_heads=2, ffn=48, vocab=50, positions=64)
@@ -110,3 +111,12 @@ def test_partial_sums(policy: str, dtype: str, runtime: nt.Runtime) -> None:
         row = gemv("heads head_dim", "embed", residual=2, bias=True, addends=2, scale=0.7, cut=cut)
         check(row, {**cut, "embed": 10}, policy, dtype)
     check(gemv(norm="layer_norm", residual=3, addends=3, activation="silu"), {"ffn": 17}, policy, dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 13, 15])
+@pytest.mark.parametrize("tiles", [{}, {"embed": 50}, {"embed": 37, "ffn": 6}])
+@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+def test_products_of_few_rows(rows: int, tiles: dict[str, int], dtype: str, runtime: nt.Runtime) -> None:
+    """The kernel computes blocks of rows and of columns, of which the last are smaller. It adds tiles of a cut sum."""
+    sizes = {**SIZES, "batch": 1, "seq": rows, "embed": 100, "ffn": 21}
+    check(linear(b="ffn embed", scale=-0.37), tiles, "chain", dtype, sizes)
