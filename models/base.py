@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, ClassVar, Generic, Self
 
 import numpy as np
@@ -76,8 +77,16 @@ class Model(Generic[ConfigT]):
         self._params: list[Param] | None = None
 
     def __repr__(self) -> str:
-        changed = self.config.model_dump(exclude={"type", "from_"}, exclude_defaults=True, exclude_unset=True)
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+        shown = self.config.model_dump(exclude={"type", "from_"}, exclude_defaults=True, exclude_unset=True)
+        for name in [*shown]:  # a default may depend on other fields, such as ffn on embed
+            others = {field: value for field, value in shown.items() if field != name}
+            with suppress(ConfigError):  # the field has no default
+                if dict(type(self.config)(**others)) == dict(type(self.config)(**shown)):
+                    shown = others
+        of_classes = {*self.head_fields} - {"head"}
+        if of_classes & shown.keys() and not any("classes" in param.tensor.axes for param in self.params()):
+            shown = {name: value for name, value in shown.items() if name not in of_classes}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def trace(self, g: Graph, batch: Batch) -> Traced:
         """Add the model's operators for one micro-batch to the graph; return loss and outputs.
