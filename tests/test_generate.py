@@ -276,6 +276,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, r"max_tokens: 0 is not allowed; use an integer of at least 1"),
     ({"max_tokens": 96}, r"max_tokens: 96 is not allowed; use less than 96: a prompt and"),
     ({"stop": [""]}, r"stop: \[''\] is not allowed; use texts that are not empty"),
+    ({"stop": ["a", "\ud800"]}, r"stop: half of a character"),
     ({"min_p": 2}, r"min_p: 2 is not allowed"),
     ({"beams": 2}, r"beams: unknown option; allowed: max_tokens, temperature"),
 ]
@@ -352,6 +353,13 @@ def test_a_closed_generator_ends_its_iterators(folder: Path) -> None:
     generator.close()
     with pytest.raises(nt.NNTileError, match="the Generator was closed before the texts ended"):
         list(parts)
+
+
+def test_texts_without_a_tokenizer(folder: Path) -> None:
+    with nt.Generator(nt.models.GPT2.from_hf(folder)) as generator:
+        (text,) = generator([[1, 2]], max_tokens=3, temperature=0)
+        parts = generator([[1, 2]], max_tokens=3, temperature=0, stream=True)
+        assert text.text is None and [(part.token, part.text) for part in parts] == [(n, "") for n in text.tokens]
 
 
 def test_half_a_character_is_refused(folder: Path) -> None:

@@ -82,6 +82,8 @@ class Options:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         if not isinstance(stops, Sequence) or not all(isinstance(text, str) and text for text in stops):
             raise ConfigError(f"stop: {self.stop!r} is not allowed; use texts that are not empty")
+        for text in stops:
+            check_whole("stop", text, ConfigError)
         object.__setattr__(self, "stop", tuple(stops))
 
     def _check(self, name: str, least: float, most: float, *, integer: bool = False, exclusive: bool = False) -> None:
@@ -106,14 +108,14 @@ class GeneratedText:
     """A generated text.
 
     Attributes:
-        text: The text without the prompt; empty without a tokenizer.
+        text: The text without the prompt; None: the generator has no tokenizer.
         tokens: Numbers of the new tokens, without the token that ended the text.
         prompt_tokens: Number of the prompt's tokens.
         reason: `stop`: a token or a text of `stop` ended the text; `length`: it has `max_tokens` tokens.
         logprobs: Log-probabilities of each token of `tokens`; None: the option `logprobs` is None.
     """
 
-    text: str
+    text: str | None
     tokens: list[int]
     prompt_tokens: int
     reason: Reason
@@ -127,7 +129,8 @@ class GeneratedPart:
     Attributes:
         index: Number of the prompt.
         token: Number of the token.
-        text: New text. It may be empty, because a character may consist of several tokens.
+        text: New text. It may be empty, because a character may consist of several tokens. It is always empty if the
+            generator has no tokenizer.
         reason: Why the text ends here; None: it continues.
         logprobs: Log-probabilities of the token; None: the option `logprobs` is None.
     """
@@ -146,7 +149,7 @@ class Generator:
     """Continues prompts with a causal model. Keys and values of earlier tokens are kept in the pages of a cache.
 
         generator = nt.Generator("runs/my_run")
-        print(generator("def ", max_tokens=50, temperature=0)[0].text)
+        print(generator("def", max_tokens=50, temperature=0)[0].text)
 
     Prompts of unequal lengths are continued together, up to `batch` at once. When a text ends, a waiting prompt takes
     its place. The generator uses the running Runtime. If no Runtime runs, the generator starts one on all cores. That
@@ -241,7 +244,7 @@ class Generator:
         chosen = Options(**options)
         tokens = self.tokens(prompts, chosen)
         parts = self._parts(tokens, chosen)
-        return parts if stream else _collected(parts, tokens)
+        return parts if stream else _collected(parts, tokens, decoded=self.tokenizer is not None)
 
     def tokens(self, prompts: Prompts, options: Options) -> list[list[int]]:
         """Return the tokens of prompts. Raises ValueError, see `__call__`."""
@@ -374,8 +377,10 @@ class _Text:
         return GeneratedPart(self.index, token, text + (self.stream.finish() if reason else ""), reason, logprobs)
 
 
-def _collected(parts: Iterator[GeneratedPart], prompts: Sequence[Sequence[int]]) -> list[GeneratedText]:
-    """Join the parts of each text."""
+def _collected(
+    parts: Iterator[GeneratedPart], prompts: Sequence[Sequence[int]], *, decoded: bool
+) -> list[GeneratedText]:
+    """Join the parts of each text. decoded: The parts have text, because the generator has a tokenizer."""
     texts, tokens = [""] * len(prompts), [list[int]() for _ in prompts]
     logprobs: list[list[TokenLogProbs] | None] = [None for _ in prompts]
     reasons: list[Reason] = ["length"] * len(prompts)
@@ -388,4 +393,7 @@ def _collected(parts: Iterator[GeneratedPart], prompts: Sequence[Sequence[int]])
             kept += [part.logprobs] if part.reason != "stop" else []
         reasons[part.index] = part.reason or "length"
     rows = zip(texts, tokens, prompts, reasons, logprobs, strict=True)
-    return [GeneratedText(text, new, len(ids), reason, values) for text, new, ids, reason, values in rows]
+    return [
+        GeneratedText(text if decoded else None, new, len(ids), reason, values)
+        for text, new, ids, reason, values in rows
+    ]
