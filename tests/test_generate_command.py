@@ -62,7 +62,13 @@ def test_log_probabilities(folder: Path) -> None:
         (["--prompt", "a", "--cache", "much"], "error: --cache: 'much' is not allowed"),
         (["--prompt", "a", "--tiles", "foo=3"], "error: --tiles: foo: unknown axis; allowed are batch"),
         (["--prompt", "a", "--tiles", "ffn"], "error: --tiles: 'ffn' is not allowed; use AXIS=SIZE"),
-        (["--prompt", "a" * 96], "error: prompts[0]: 96 tokens; allowed: 1 to 88"),
+        (["--prompt", "a", "--stop", "b", "--stop", "\udcff"], "error: --stop: half of a character"),
+        (["--chat", "--system", "\udcff"], "error: --system: half of a character"),
+        (["--prompt", "a", "--text", "text"], "error: --text: not allowed without --input of a table"),
+        (["--chat", "--text", "text"], "error: --text: not allowed without --input of a table"),
+        (["--input", "missing.txt", "--text", "text"], "error: --text: not allowed without --input of a table"),
+        (["--prompt", "a" * 96], "error: --prompt: 96 tokens; allowed: 1 to 88"),
+        (["--prompt", "a", "--prompt", "a" * 96], "error: --prompt number 2: 96 tokens; allowed: 1 to 88"),
         (["--input", "missing.txt"], "error: --input: cannot read missing.txt"),
     ],
 )
@@ -72,15 +78,61 @@ def test_wrong_commands(folder: Path, arguments: list[Any], message: str) -> Non
     assert len(ended.stderr.splitlines()) == 1
 
 
-def talk(generator: nt.Generator, template: ChatTemplate, lines: str, most: int | None, system: str = "") -> list[str]:
+def read_stdin(folder: Path, monkeypatch: pytest.MonkeyPatch, stdin: Any, **fields: Any) -> None:
+    """Run `nntile generate` with another standard input."""
+    options = {"max_tokens": 3, "temperature": 0, "stop": []}
+    given = gc.Command(folder, [], None, None, False, "", options, {}, [], (1, 0), False)._replace(**fields)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    gc.run(given)
+
+
+def test_an_empty_standard_input_is_noted(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    for text in ("", "\n"):
+        read_stdin(folder, monkeypatch, io.StringIO(text))
+        note = "note: standard input is empty; the text begins without a prompt\n"
+        assert capsys.readouterr().err == note
+    read_stdin(folder, monkeypatch, io.StringIO("a\n\nb\n"))
+    out, err = capsys.readouterr()
+    assert out.startswith("a\n\nb") and "---" not in out and not err, "several lines are one prompt"
+
+
+def test_errors_name_the_source_of_a_prompt(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p.txt").write_text("a\n\n" + "b" * 96)
+    (tmp_path / "p.jsonl").write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": "b" * 96}))
+    not_utf8 = io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8")
+    for stdin, fields, message in [
+        (io.StringIO("b" * 96), {}, "standard input: 96 tokens; allowed: 1 to 93"),
+        (not_utf8, {}, "standard input: half of a character"),
+        (io.StringIO("b" * 96), {"chat": True}, "--chat: "),
+        (None, {"chat": True}, "--chat: standard input is closed; allowed: a terminal, or standard input with lines"),
+        (None, {}, "--prompt: missing; use --prompt, --input or --chat"),
+        (None, {"source": tmp_path / "p.txt"}, f"--input: {tmp_path}/p.txt, line 3: 96 tokens"),
+        (None, {"source": tmp_path / "p.jsonl"}, f"--input: {tmp_path}/p.jsonl, line 2: 96 tokens"),
+    ]:
+        with pytest.raises(nt.ConfigError) as refused:
+            read_stdin(folder, monkeypatch, stdin, **fields)
+        assert str(refused.value).startswith(message)
+
+
+def test_an_empty_line_of_a_file_is_a_prompt(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("a\n\nb\n")
+    rows = command(folder, "--input", tmp_path / "p.txt", "--max-tokens", 2, "--cpus", 1, "--json").stdout.splitlines()
+    assert [json.loads(row)["prompt"] for row in rows] == ["a", "", "b"]
+
+
+def talk(
+    generator: nt.Generator, template: ChatTemplate, lines: str, most: int | None, system: str = "",
+    stdin: type[io.StringIO] = io.StringIO,
+) -> list[str]:  # fmt: skip
     """Answer lines as `nntile generate --chat` does, greedily, and return the prompts."""
     seen: list[str] = []
     prompt = template.prompt
     template.prompt = lambda messages: seen.append(prompt(messages)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
     options = {"max_tokens": most, "temperature": 0, "stop": []}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stdin", io.StringIO(lines))
-        gc._chat(generator, template, gc.Command(Path(), [], None, "", True, system, options, {}, [], (1, 0), False))
+        patch.setattr(sys, "stdin", stdin(lines))
+        given = gc.Command(Path("my_run"), [], None, None, True, system, options, {}, [], (1, 0), False)
+        gc._chat(generator, template, given)
     return seen
 
 
@@ -96,9 +148,18 @@ def test_chat(folder: Path, tmp_path: Path, capsys: Any, template: str | None) -
         seen = talk(generator, ChatTemplate(tmp_path), "hello\n\nagain\n", 4)
     out, err = capsys.readouterr()
     start = "[user]hello[assistant]" if template else "User: hello\nAssistant:"
-    assert seen[0] == start and len(seen) == 2 and not err
+    note = "note: my_run has no chat template; a plain format is used: `User: ...`, `Assistant: ...`\n"
+    assert seen[0] == start and len(seen) == 2 and err == ("" if template else note)
     assert seen[1].startswith(start if template else "User: hello\nAssistant: ")
     assert out.splitlines()[0].strip() in seen[1]
+
+
+def test_a_chat_at_a_terminal_says_how_to_end(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    terminal = type("Terminal", (io.StringIO,), {"isatty": lambda self: True})
+    with nt.Generator(folder) as generator:
+        talk(generator, ChatTemplate(tmp_path), "hello\nagain\n", 4, stdin=terminal)
+    assert capsys.readouterr().err == "my_run answers each line; Ctrl-D ends the chat\n"
 
 
 @pytest.mark.parametrize("most", [5, None])
@@ -117,5 +178,5 @@ def test_a_long_conversation_loses_its_oldest_messages(
     used = [text for text in seen if len(text.encode()) + (most or 48) <= 96]
     assert [any(text.endswith(f"[user]{line}[assistant]") for text in used) for line in lines] == [True] * 4
     assert used[-1].count("[user]") < 4 and lines[0] not in used[-1]
-    assert err and all(line.startswith("note: the 2 oldest messages are left out of the conv") for line in err)
-    assert all(line.endswith("as a prompt and its answer have at most 96 tokens") for line in err)
+    reason = "as a prompt and its answer have at most 96 tokens"
+    assert err == [f"note: from now on, the oldest messages are left out of the conversation, {reason}"]

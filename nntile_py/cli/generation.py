@@ -16,13 +16,23 @@ def generate(
         typer.Argument(metavar="FOLDER", help="Folder of a run, of a checkpoint, or of transformers' save_pretrained."),
     ],
     prompt: Annotated[
-        list[str] | None, typer.Option(help="Text to continue; may be given several times. [default: standard input]")
+        list[str] | None,
+        typer.Option(
+            help="Text to continue; may be given several times. [default: standard input, which is one prompt]"
+        ),
     ] = None,
     source: Annotated[
         Path | None,
-        typer.Option("--input", help="File of prompts: .jsonl, .csv with a header, or .txt with one prompt per line."),
+        typer.Option(
+            "--input",
+            help="File of prompts: .jsonl, .csv with a header, or .txt, where each line, also an empty line, is a"
+            " prompt.",
+        ),
     ] = None,
-    text: Annotated[str, typer.Option(metavar="KEY", help="Key or column of the prompts.")] = "text",
+    text: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="With --input: key or column of the prompts. [default: text]"),
+    ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Answer each line, and keep the conversation; Ctrl-D ends it.")
     ] = False,

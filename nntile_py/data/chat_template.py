@@ -21,6 +21,7 @@ from nntile_py.models.hf_config import read_json
 from nntile_py.system.folders import read
 
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+PLAIN = "`User: ...`, `Assistant: ...`"  # the plain template, for messages
 MOST_STEPS = 2_000_000  # largest number of lines that a template's code runs, about a second
 # Limit for a conversation, in seconds of a core: MOST_SECONDS, and SECONDS_EACH for each message. The conversation is
 # rendered again before each answer.

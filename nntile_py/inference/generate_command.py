@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from nntile_py.data.chat_template import ChatTemplate, Message
+from nntile_py.data.chat_template import PLAIN, ChatTemplate, Message
 from nntile_py.data.tables import check_whole
 from nntile_py.data.token_texts import TokenTexts
-from nntile_py.errors import ConfigError
+from nntile_py.errors import ConfigError, NotFinite
 from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.api_answer import LEAST
 from nntile_py.inference.generator import MOST_TOKENS, GeneratedPart, GeneratedText, Generator, Options
 from nntile_py.inference.open_model import open_model
-from nntile_py.inference.texts import read_texts
+from nntile_py.inference.texts import placed_texts
 
 
 class Command(NamedTuple):
     """The options of `nntile generate`; see its help.
 
     Attributes:
+        key: Key or column of the prompts in the file `source`; None: the user has given none.
         options: See generator.Options.
         how: Arguments of Generator.
         tiles: Tile sizes, as texts AXIS=SIZE.
@@ -34,7 +38,7 @@ class Command(NamedTuple):
     folder: Path
     prompts: Sequence[str]
     source: Path | None
-    key: str
+    key: str | None
     chat: bool
     system: str
     options: Mapping[str, Any]
@@ -52,28 +56,43 @@ def run(command: Command) -> None:
     """
     Options(**command.options)
     _check_combination(command)
+    if isinstance(sys.stdin, TextIOWrapper):  # check_whole refuses bytes that are not UTF-8, and names their source
+        sys.stdin.reconfigure(errors="surrogateescape")
     tiles = _tiles(command.tiles)
     prompts = [] if command.chat else _prompts(command)
+    names = ["--chat"] if command.chat else [name for _, name in prompts]
     opened = open_model(command.folder)
     if opened.tokenizer is None:
         raise ConfigError(f"{command.folder}: no tokenizer.json; allowed: a folder with one, as nntile train writes")
     cpus, cuda = command.workers
-    with Runtime(cpus=cpus, cuda=cuda), Generator(opened, tiles=tiles, **command.how) as generator:
-        try:
-            if command.chat:
-                _chat(generator, ChatTemplate(opened.folder), command)
-            else:
-                _continue(generator, prompts, command)
-        except ValueError as error:  # a prompt that is too long or empty
-            raise ConfigError(str(error)) from None
+    with Runtime(cpus=cpus, cuda=cuda), Generator(opened, tiles=tiles, **command.how) as generator, _named(names):
+        if command.chat:
+            _chat(generator, ChatTemplate(opened.folder), command)
+        else:
+            _continue(generator, [text for text, _ in prompts], command)
+
+
+@contextmanager
+def _named(names: Sequence[str]) -> Iterator[None]:
+    """If the block raises an error about `prompts[N]`, raise it with the name of prompt N: an option, or a line."""
+    try:
+        yield
+    except (ValueError, NotFinite) as error:  # a ValueError: a prompt is too long or empty
+        text = re.sub(r"^prompts\[(\d+)\]", lambda match: names[int(match[1])], str(error))
+        raise (NotFinite if isinstance(error, NotFinite) else ConfigError)(text) from None
 
 
 def _check_combination(command: Command) -> None:
-    """Raise ConfigError for an option that has no effect together with the other options."""
+    """Raise ConfigError for an option that has no effect together with the other options or with standard input."""
     if command.system and not command.chat:
         raise ConfigError("--system: not allowed without --chat; add --chat")
     if command.options.get("logprobs") is not None and not command.as_json:
         raise ConfigError("--logprobs: not allowed without --json; add --json")
+    if command.key is not None and (command.source is None or command.source.suffix.lower() == ".txt"):
+        raise ConfigError("--text: not allowed without --input of a table; leave it out, or add a .jsonl or .csv file")
+    check_whole("--system", command.system, ConfigError)
+    if command.chat and sys.stdin is None:
+        raise ConfigError("--chat: standard input is closed; allowed: a terminal, or standard input with lines")
     excluded = {"--prompt": command.prompts, "--input": command.source, "--json": command.as_json}
     for name in (name for name, value in excluded.items() if command.chat and value):
         raise ConfigError(f"{name}: not allowed with --chat, which reads and answers lines; leave one of them out")
@@ -90,17 +109,28 @@ def _tiles(texts: Sequence[str]) -> dict[str, int] | None:
     return tiles or None
 
 
-def _prompts(command: Command) -> list[str]:
-    """Return the prompts of --prompt or --input. Without these options, standard input is the only prompt."""
+def _prompts(command: Command) -> list[tuple[str, str]]:
+    """Return the prompts of --prompt or --input, each with its name for messages.
+
+    Without these options, standard input is the only prompt.
+    """
     if command.prompts and command.source:
         raise ConfigError("--input: not allowed with --prompt; use one of them")
     if command.prompts:
-        return list(command.prompts)
+        several = len(command.prompts) > 1
+        return [(text, f"--prompt number {n}" if several else "--prompt") for n, text in enumerate(command.prompts, 1)]
     if command.source:
-        return read_texts(command.source, command.key)
+        return placed_texts(command.source, command.key or "text")
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError("--prompt: missing; use --prompt, --input or --chat, or give the prompt on standard input")
-    return [sys.stdin.read().removesuffix("\n")]
+    prompt = sys.stdin.read().removesuffix("\n")
+    if not prompt:
+        _note("standard input is empty; the text begins without a prompt")
+    return [(prompt, "standard input")]
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def _continue(generator: Generator, prompts: Sequence[str], command: Command) -> None:
@@ -167,14 +197,23 @@ def _type_several(prompts: Sequence[str], parts: Iterator[GeneratedPart]) -> Non
 
 def _chat(generator: Generator, template: ChatTemplate, command: Command) -> None:
     """Answer each line of standard input, until standard input ends."""
+    if sys.stdin.isatty():
+        print(f"{command.folder} answers each line; Ctrl-D ends the chat", file=sys.stderr, flush=True)
+    if not template.own:
+        _note(f"{command.folder} has no chat template; a plain format is used: {PLAIN}")
     messages: list[Message] = [{"role": "system", "content": command.system}] if command.system else []
-    options = {**command.options, "stop": [*command.options["stop"], *template.stops]}
+    options, shortened = {**command.options, "stop": [*command.options["stop"], *template.stops]}, False
     while (line := _line("> ")) is not None:
         if not line.strip():
             continue
         check_whole("--chat", line, ConfigError)
         messages.append({"role": "user", "content": line})
-        messages, ids = _fitting(generator, template, messages, options["max_tokens"])
+        kept, ids = _fitting(generator, template, messages, options["max_tokens"])
+        if len(kept) < len(messages) and not shortened:  # from now on, this happens before nearly each answer
+            limit = f"a prompt and its answer have at most {generator.max_length} tokens"
+            _note(f"from now on, the oldest messages are left out of the conversation, as {limit}")
+            shortened = True
+        messages = kept
         answer = _type("", generator([ids], stream=True, **options)).strip()
         messages.append({"role": "assistant", "content": answer})
 
@@ -184,18 +223,14 @@ def _fitting(
 ) -> tuple[list[Message], list[int]]:
     """Drop the oldest messages until the answer has room. Return the messages that stay, and their prompt's tokens.
 
-    A line on standard error says how many messages are left out. The system message and the last message stay. The
-    first message after the system message is the user's, because many templates require this.
+    The system message and the last message stay. The first message after the system message is the user's, because many
+    templates require this.
     """
     kept, first, longest = list(messages), int(messages[0]["role"] == "system"), generator.max_length or 2**31
     room = min(MOST_TOKENS, longest // 2) if max_tokens is None else max_tokens
     while len(ids := _tokens(generator, template, kept)) + room > longest and len(kept) > first + 1:
         following = (k for k in range(first + 1, len(kept)) if kept[k]["role"] == "user")
         del kept[first : next(following)]
-    if dropped := len(messages) - len(kept):
-        what = f"the {dropped} oldest messages are left out of the conversation"
-        limit = f"a prompt and its answer have at most {longest} tokens"
-        print(f"note: {what}, as {limit}", file=sys.stderr, flush=True)
     return kept, ids
 
 

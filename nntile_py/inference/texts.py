@@ -151,17 +151,26 @@ def _numbers(value: Any, here: str) -> TokenizedText:
 
 
 def read_texts(path: Path, key: str) -> list[str]:
+    """Return the texts of `placed_texts`."""
+    return [text for text, _ in placed_texts(path, key)]
+
+
+def placed_texts(path: Path, key: str) -> list[tuple[str, str]]:
     """Return the texts of a table's column `key` (see tables.read_rows), or the lines of a .txt file.
+
+    Each text comes with its place for messages: `--input: FILE, line N`.
 
     Raises ConfigError for a missing or unreadable text; the message names the file and the line."""
     where = f"--input: {path}"
     need = f"a table with {key!r} (--text names another column): {table_names()}; or .txt with a text a line"
     try:
         if path.suffix.lower() == ".txt":
-            texts = lines_of(read_text(where, path))
+            lines = lines_of(read_text(where, path))
+            texts = [(line, f"{where}, line {number}") for number, line in enumerate(lines, 1)]
         else:
             rows = read_rows(where, path, [key], need)
-            texts = [text_of(f"{where}, {place(path, number)}", key, row[key], empty=True) for number, row in rows]
+            placed = ((f"{where}, {place(path, number)}", row[key]) for number, row in rows)
+            texts = [(text_of(here, key, value, empty=True), here) for here, value in placed]
     except OSError as error:
         raise ConfigError(f"--input: cannot read {path}: {error.strerror}; allowed: {need}") from None
     if not texts:
