@@ -120,7 +120,7 @@ def _prompts(command: Command) -> list[tuple[str, str]]:
         several = len(command.prompts) > 1
         return [(text, f"--prompt number {n}" if several else "--prompt") for n, text in enumerate(command.prompts, 1)]
     if command.source:
-        return placed_texts(command.source, command.key or "text")
+        return placed_texts(command.source, "text" if command.key is None else command.key)
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError("--prompt: missing; use --prompt, --input or --chat, or give the prompt on standard input")
     prompt = sys.stdin.read().removesuffix("\n")
