@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nntile_py.command_line import CommandApp
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.system import launcher
 
@@ -16,10 +17,7 @@ if TYPE_CHECKING:
 
 UNCUT = 10**4  # width, in characters, of output that does not go to a terminal: no line is wrapped
 
-app = typer.Typer(
-    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
-    epilog="Example: nntile init my.yaml && nntile train my.yaml",
-)  # fmt: skip
+app = CommandApp(epilog="Example: nntile init my.yaml && nntile train my.yaml")
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file of a run; `nntile init` writes one.")]
 OptionalConfig = Annotated[
