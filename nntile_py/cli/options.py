@@ -103,10 +103,8 @@ def one_of(option: str, value: str, allowed: Sequence[str]) -> None:
         raise ConfigError(f"{option}: {value!r} is not allowed; use {', '.join(allowed)}")
 
 
-def show(what: Any, *, wraps: bool = True) -> None:
-    """Print a dict or list as JSON, and other objects with rich. Lines are wrapped only on a terminal.
-
-    wraps: False: the cells of a table are not wrapped, so that names stay whole."""
+def show(what: Any) -> None:
+    """Print a dict or list as JSON, and other objects with rich. Lines are wrapped only on a terminal."""
     if isinstance(what, (dict, list)):
         print(json.dumps(what, indent=2))
     else:
@@ -114,10 +112,7 @@ def show(what: Any, *, wraps: bool = True) -> None:
 
         console = Console()
         if console.is_terminal and launcher.started()[1] == 1:  # under mpirun, output may look like a terminal
-            if not wraps:
-                uncut = console.options.update(width=UNCUT)
-                console.width = max(console.width, console.measure(what, options=uncut).maximum)
-            console.print(what, crop=wraps)
+            console.print(what)
         else:  # programs that read the output need each row of a table in one line
             console = Console(width=UNCUT, force_terminal=False)
             with console.capture() as text:
