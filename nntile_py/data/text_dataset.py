@@ -119,8 +119,8 @@ class TextDataset:
         cut = f" ({self._train.cut:,} were longer and are cut)" if not windows else ""
         if self._left_out:
             cut += f", {self._left_out:,} left out: they have no answer in their first {self._seq} tokens"
-        sizes = f"{lengths.min()} to {lengths.max()} tokens each, {lengths.mean():.1f} on average"
-        return f"{len(lengths):,} sequences to train on ({unit}): {sizes}{cut}{filled}"
+        sizes = f"{lengths.min()} to {lengths.max()} tokens, mean {lengths.mean():.1f}"
+        return f"{len(lengths):,} training sequences ({unit}): {sizes}{cut}{filled}"
 
     def contents(self) -> dict[str, bytes]:
         def hashes(part: Sequence[Tokens]) -> bytes:
