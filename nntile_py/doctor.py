@@ -25,6 +25,15 @@ from nntile_py.system.load import cores
 from nntile_py.system.machine import processor
 from nntile_py.system.sources import REBUILD, changed_sources
 
+_USES = {  # what the parts of some rows are for
+    "  MPI": "runs on several machines", "  NVML header": "bandwidths between GPUs", "  FxT": "`nntile profile --fxt`",
+    "  hwloc": "binding workers to cores", "  MKL": "matrix products on CPUs", "starpu": "StarPU's Python interface",
+    "triton": "fused kernels on GPUs", "cupy": "Python tasks on GPUs", "mpi4py": "runs on several machines",
+    "graphviz's dot": "pictures of `nntile graph`",
+}  # fmt: skip
+# Rows about parts that only GPUs need.
+_OF_GPUS = ("  CUDA", "  NVML header", "  CUDA devices", "  NVML", "triton", "cupy")
+
 
 class Check(TypedDict):
     """One row of the report of `nntile doctor`. `hint` says how to install a missing part, and is empty if `ok`."""
@@ -48,12 +57,33 @@ def report() -> list[Check]:
     return [*_ranks(), *_extension(), *_starpu(), *_torch(), *_machine(), *_optional()]
 
 
+def without_gpus(checks: list[Check]) -> list[Check]:
+    """Return the checks with one row in place of all rows about GPUs, if this machine has no GPU."""
+    if torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi"):
+        return checks
+    none = _check("GPUs", False, "none found; --json also has the rows about parts for GPUs")
+    return [*(check for check in checks if check["name"] not in _OF_GPUS), none]
+
+
+def summary(checks: list[Check]) -> str:
+    """Return a line that says whether this machine can train, and on which workers."""
+    wrong = {check["name"].strip() for check in checks if not check["ok"]}
+    if missing := [name for name in ("extension", "StarPU") if name in wrong]:
+        return f"not ready for training: {' and '.join(missing)}; see the rows above"
+    gpus = next((check["value"] for check in checks if check["name"] == "  CUDA devices" and check["ok"]), "none found")
+    if gpus != "none found" and "CUDA" in wrong:
+        gpus += ", not usable; see the rows about CUDA"
+    count = cores()
+    return f"ready for training on {count} CPU core{'s' * (count > 1)}; GPUs: {gpus}"
+
+
 def render(checks: list[Check]) -> Table:
     """Return the report as a table for the terminal."""
     table = Table("", "", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)  # fold long paths
     for check in checks:
         mark = "[green]ok[/]" if check["ok"] else "[yellow]no[/]"
-        table.add_row(mark, check["name"], escape(check["value"]))
+        use = f"; for {_USES[check['name']]}" if check["name"] in _USES else ""
+        table.add_row(mark, check["name"], escape(check["value"] + use))
         if check["hint"]:
             table.add_row("", "", f"[dim]to get it: {escape(check['hint'])}[/]")
     return table
@@ -85,7 +115,7 @@ def _sources() -> list[Check]:
     if "wheel" in info or "sources" not in info:
         return []
     message = changed_sources(Path(__file__).parents[1])
-    return [_check("  sources", not message, message or "the extension's", REBUILD)]
+    return [_check("  sources", not message, message or "unchanged since the extension was compiled", REBUILD)]
 
 
 def _ranks() -> list[Check]:
@@ -171,7 +201,7 @@ def _starpu() -> list[Check]:
         _check("StarPU", not lost, f"{version} in {prefix}{lost}", "install the library's package, or make setup"),
         _part("  CUDA", "USE_CUDA" in defined, without, f"{toolkit}, then make setup"),
         _part("  NVML header", "HAVE_NVML_H" in defined, without, f"{toolkit}, {rebuild}"),
-        _part("  FxT (traces)", "USE_FXT" in defined, without, f"apt-get install libfxt-dev, {rebuild}"),
+        _part("  FxT", "USE_FXT" in defined, without, f"apt-get install libfxt-dev, {rebuild}"),
         _part("  MPI", mpi, "no libstarpumpi", f"apt-get install libopenmpi-dev, {rebuild}"),
         _part("  hwloc", "HAVE_HWLOC" in defined, without, f"apt-get install libhwloc-dev, {rebuild}"),
     ]

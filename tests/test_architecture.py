@@ -38,7 +38,7 @@ FLOORS = (
     ("tasks",),
     ("tiles",),
     ("schema",),
-    ("extension", "runs", "typed", "yaml_text"),
+    ("command_line", "extension", "runs", "typed", "yaml_text"),
     ("errors",),
     ("system",),
 )

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import command
 import forks
 import pytest
 import yaml
@@ -138,3 +139,47 @@ def test_a_path_that_is_too_long(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
     with pytest.raises(ConfigError, match=r"data\.source"):
         load(tmp_path / "run.yaml")
+
+
+USAGE = {  # what is typed, and the message
+    "eval r --data t --batch 0": "--batch: got 0; allowed: an integer of at least 1\nsee: nntile eval --help",
+    "serve r --port 70000": "--port: got 70000; allowed: an integer from 0 to 65535",
+    "serve r --timeout x": "--timeout: got x; allowed: a number of at least 0.1",
+    "bench tasks --count x": "--count: got x; allowed: an integer of at least 1\nsee: nntile bench tasks --help",
+    "eval --data t": "RUN: missing",
+    "eval r": "--data: missing",
+    "eval r --data": "Option '--data' requires an argument.\nsee: nntile eval --help",
+    "eval --nothing": "No such option: --nothing",
+    "evl": "No such command 'evl'.",
+    "eval _ --data t": "RUN: got an empty text; allowed: a text that is not empty",
+    "eval r _ --data t": "RUN: got an empty text",
+    "eval r --data _": "--data: got an empty text; allowed: a path that is not empty",
+    "generate _": "FOLDER: got an empty text; allowed: a path that is not empty",
+    "compare r _": "RUN: got an empty text",
+    "train _": "CONFIG: got an empty text",
+    "train my.yaml --out=": "--out: got an empty text",
+    "bench capacity --out _": "--out: got an empty text",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("typed", USAGE)
+def test_usage_errors_have_the_form_of_other_errors(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.nntile(*("" if word == "_" else word for word in typed.split())) == 2
+    out, error = capsys.readouterr()
+    assert not out and error.startswith(f"error: {USAGE[typed]}") and len(error.splitlines()) == 2
+
+
+def test_options_with_a_text_may_be_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.nntile("generate", "nowhere", "--prompt", "", "--system", "", "--stop", "") == 2
+    assert "empty text" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("bench",), ("bench", "--help")])
+def test_help_lists_commands_with_their_whole_first_sentence(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command.nntile(*arguments) == (0 if "--help" in arguments else 2)
+    help_lines = "".join(capsys.readouterr()).splitlines()
+    assert "Commands:" in help_lines and not any(line.endswith("...") for line in help_lines[1:])
+    assert max(map(len, help_lines)) <= 80

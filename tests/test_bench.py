@@ -247,12 +247,12 @@ def test_more_gpus_than_there_are() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--time-limit nan", "'--time-limit'"),
-        ("--time-limit 0", "'--time-limit': Input should be greater than or equal to 0.1"),
+        ("--time-limit nan", "--time-limit: got nan; allowed: a number from 0.1 to 1000000"),
+        ("--time-limit 0", "--time-limit: got 0; allowed: a number from 0.1 to 1000000"),
         ("--set runtime.cpus=0", "runtime.cpus: got 0; allowed: at least 1"),
         ("--set runtime.cuda=-1", "runtime.cuda: got -1; allowed: "),
-        ("--cuda-memory -1", "'--cuda-memory': Input should be greater than or equal to 0"),
-        ("--losses -1", "'--losses': Input should be greater than or equal to 0"),
+        ("--cuda-memory -1", "--cuda-memory: got -1; allowed: a number of at least 0"),
+        ("--losses -1", "--losses: got -1; allowed: an integer of at least 0"),
         ("--set runtime.window=-1", "runtime.window: got -1; allowed: "),
         ("--set train.batch=0 --peer ddp", "train.batch: got 0; allowed: "),
         ("--set train.batch=3 --peer ddp", "train.batch: got 3; allowed with --peer ddp: a multiple of 2"),

@@ -102,7 +102,7 @@ def test_a_packed_run_stopped_and_gone_on_with(model: str, tmp_path: Path) -> No
     sets = (*sets, "optimizer.schedule=constant")
     done = nntile(tmp_path, *sets, arguments=("--out", "whole"))
     assert done.returncode == 0, done.stderr
-    assert " lines of " in done.stdout and "of the bins' 24 tokens filled" in done.stdout
+    assert " training sequences (lines): " in done.stdout and "of the bins' 24 tokens filled" in done.stdout
     assert nntile(tmp_path, *sets, "checkpoint.every=5", "train.steps=7").returncode == 0
     done = nntile(tmp_path, *sets, "train.steps=12", arguments=("--resume",))
     assert done.returncode == 0 and "going on after step 7" in done.stdout, done.stderr

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from rich.console import Console
 from tokenizers import Tokenizer, processors
 
 from nntile_py.data.tokenization import train_tokenizer
 from nntile_py.data.tokenizer import MASKED, frame
 from nntile_py.data.windows import spans
+from nntile_py.errors import ConfigError
+from nntile_py.inference import eval_command
 from nntile_py.inference.evaluation import mask_text
 from nntile_py.inference.open_model import open_model
+from nntile_py.system.progress import progress_bar
 
 POSITIONS = 24
 WORDS = ["tile", "task", "step", "weight", "graph", "rank", "the", "of", "a", "worker"]
@@ -317,21 +323,88 @@ def test_one_table_of_several_models(nntile: Any, models: Any) -> None:
     assert lines[0].split()[1:5] == lines[2].split()[1:5] != lines[1].split()[1:5]
 
 
-def test_names_of_runs_are_not_wrapped_on_a_terminal(nntile: Any, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    link = Path("a_folder_with_a_name") / "of_more_than_eighty_characters" / "that_a_table_would_wrap" / "checkpoint-1"
-    link.parent.mkdir(parents=True)
-    link.symlink_to(models("gpt2")[0])
+def test_a_terminal_of_80_columns_shows_names_whole_and_measures_in_columns(
+    nntile: Any, models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run whose name leaves room for its measures has one line, a run with a longer name has two lines."""
+    short, long = Path("runs/my_run/best"), Path("a_folder_with_a_name") / "of_more_than_eighty_characters" / ("x" * 40)
+    for link in (short, long):
+        link.parent.mkdir(parents=True)
+        link.symlink_to(models("gpt2")[0])
     monkeypatch.setenv("FORCE_COLOR", "1")  # like a terminal
     monkeypatch.setenv("COLUMNS", "80")
-    status, out, _ = nntile(link, "--data", "text.txt")
-    assert status == 0 and f"{link} " in out and len(out.splitlines()) == 2 and "bits/byte" in out.splitlines()[0]
+    status, out, _ = nntile(short, "--data", "text.txt")
+    head, line = out.splitlines()
+    assert status == 0 and line.startswith(f"{short}  ") and len(head) == len(line) <= 80 and "bits/byte" in head
+    status, out, _ = nntile(short, long, "--data", "text.txt")
+    run, head, *lines = out.splitlines()
+    assert status == 0 and run == "run" and lines[::2] == [str(short), str(long)]
+    assert len(head) == len(lines[1]) == len(lines[3]) <= 80 and "bits/byte" in head
+
+
+def test_the_table_of_a_classifier_fits_80_columns() -> None:
+    row = {"run": "runs/classifier/best", "step": 1000, "texts": 26248, "loss": 0.25, "accuracy": 0.5}
+    row |= {"f1_macro": 0.5, "seconds": 100.0}
+    for more, count in (({}, 2), ({"f1": 0.5, "cut": 12}, 4)):
+        lines = eval_command.table([row | more], 80).splitlines()
+        assert len(lines) == count and all(len(line) <= 80 for line in lines)
+
+
+def test_the_bar_fits_80_columns_names_its_times_and_vanishes() -> None:
+    screen = io.StringIO()
+    with progress_bar(Console(file=screen, force_terminal=True, color_system=None, width=80)) as progress:
+        times = [100.0]
+        progress.get_time = lambda: times[-1]
+        bar = progress.add_task("10 of 12: " + "long_name" * 9, total=22225, unit="windows")
+        for now in (101.0, 111.0):
+            times.append(now)
+            progress.update(bar, advance=5500)
+        progress.refresh()
+    lines = [line.strip() for line in screen.getvalue().split("\x1b[2K") if "11,000" in line]
+    assert re.fullmatch(r"10 of 12: \w+… [━╸╺]+ *11,000/22,225 windows  0:00:11 elapsed, 0:00:21 left", lines[0]), lines
+    assert len(lines[0]) <= 80
+    assert screen.getvalue().endswith("\x1b[1A\x1b[2K")
+    log = io.StringIO()
+    with pytest.raises(ConfigError), progress_bar(Console(file=log)) as progress:
+        progress.add_task("run", total=None)
+        raise ConfigError("wrong")
+    assert not log.getvalue()
+
+
+def test_all_folders_are_checked_before_the_first_measurement(
+    nntile: Any, models: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With their kinds of models and tokenizers."""
+    gpt2 = models("gpt2")[0]
+    models("gpt2")[1].save_pretrained("bare")
+    for run, message in (
+        ("nowhere", "nowhere: no such folder; allowed: the folder of a run"),
+        ("bare", "RUN: bare has no tokenizer.json"),
+        (models("answers")[0], "BERT has head: question_answering; allowed: models with the head"),
+        (models("classifier")[0], "--data: text.txt: not the name of a table"),
+    ):
+        capsys.readouterr()  # what save_pretrained prints
+        status, out, error = nntile(gpt2, run, "--data", "text.txt")
+        assert status == 2 and not out and error.startswith("error: ") and message in error
 
 
 def test_what_was_measured_is_shown_before_an_error(nntile: Any, models: Any) -> None:
-    status, out, error = nntile(models("gpt2")[0], "nowhere", "--data", "text.txt")
-    assert (
-        status == 2 and "perplexity" in out and "error: nowhere: no such folder; allowed: the folder of a run" in error
-    )
+    """An error that only the tokens of the text show."""
+    models("gpt2")[1].save_pretrained("other")
+    train_tokenizer([words(0, 3000) + "".join(map(chr, range(0x4E00, 0x4F00))) * 3], 700).save("other/tokenizer.json")
+    Path("text.txt").write_text("".join(map(chr, range(0x4E00, 0x4F00))))
+    status, out, error = nntile(models("gpt2")[0], "other", "--data", "text.txt")
+    assert status == 2 and "perplexity" in out and "error: RUN: other/tokenizer.json has the token number" in error
+
+
+def test_json_names_the_folder_only_if_it_is_not_the_run(
+    nntile: Any, models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a run without weights of its own, whose newest checkpoint is measured."""
+    row = measures(nntile, f"{models('gpt2')[0]}/", "--data", "text.txt")
+    assert row["run"] == f"{models('gpt2')[0]}/" and "folder" not in row
+    monkeypatch.setattr(eval_command, "open_model", lambda run, fields: open_model(models("gpt2")[0], fields))
+    assert measures(nntile, "run", "--data", "text.txt")["folder"] == str(models("gpt2")[0])
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_metrics_have_a_line_a_step(run: tuple[Path, str]) -> None:
 def test_what_is_printed(run: tuple[Path, str]) -> None:
     text = run[1]
     assert [n for n in range(1, 13) if f"step {n}/12 " in text] == [1, 4, 5, 8, 10, 12]
-    for fact in ("loss ", "grad norm ", "lr ", " tokens/s", " TFLOP/s", "  memory ", " MiB", " left", "held-out loss "):
+    for fact in ("loss ", "grad norm ", "lr ", " tokens/s", " TFLOP/s", "  memory ", " MiB", "held-out loss "):
         assert fact in text
     assert "sample:\nimport " in text
     assert "\x1b" not in text  # no colours and no live display where nobody watches
@@ -435,6 +435,26 @@ def test_a_terminal_of_80_columns_shows_the_last_step_once_with_its_speed(tmp_pa
     erased, _, left = screen.getvalue().rpartition("\x1b[2K")
     assert left == "96 tokens/s  0.002 TFLOP/s  memory 1.0 MiB\n"
     assert erased.count("\x1b[2K") >= 2  # the lines of the live display
+
+
+def test_the_live_display_is_at_the_step_of_the_printed_line(tmp_path: Path) -> None:
+    """At the last step no time is left."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
+    screen = io.StringIO()
+    trainer: Any = SimpleNamespace(memory_bytes=lambda: 2**20)
+    config = load(tmp_path / "tiny.yaml", ["train.steps=12"])
+    with Display(Console(file=screen, force_terminal=True, width=80), config, trainer) as display:
+        for step in (1, 12):
+            screen.seek(screen.truncate(0))
+            line = {"step": step, "loss": 5.0 + step, "grad_norm": 1.0, "lr": 0.01}
+            display.show(line | {"tokens_per_s": 96.0, "tflop_per_s": 0.002, "step_time_s": 0.5})
+            _, printed, live = screen.getvalue().partition(f"\x1b[2Kstep {step}/12  loss {5 + step:.4f}")
+            assert printed and f"step {step}/12 " in live and f"\nloss {5 + step:.4f}" in live, live
+            assert ("0:00:06 left" in live) == (step == 1) and "0:00:00 left" not in screen.getvalue()
+    plain = io.StringIO()
+    with Display(Console(file=plain, width=80), config, trainer) as display:
+        display.show(line | {"tokens_per_s": 96.0, "tflop_per_s": 0.002, "step_time_s": 0.5})
+    assert plain.getvalue().endswith("memory 1.0 MiB\n")
 
 
 def test_two_steps_are_in_flight_and_no_more(tmp_path: Path) -> None:

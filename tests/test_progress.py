@@ -1,6 +1,7 @@
 """How far long measurements are, told in a job's log too."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -31,6 +32,34 @@ def test_what_no_terminal_shows_has_a_line_for_each_row(capsys: pytest.CaptureFi
     show(doctor.render([{"name": "StarPU", "ok": False, "value": long, "hint": "make setup"}]))
     first, second = capsys.readouterr().out.splitlines()
     assert first.split(maxsplit=2) == ["no", "StarPU", long.rstrip()] and second.strip() == "to get it: make setup"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "lacking", "line"),
+    [
+        (False, ["  CUDA", "  CUDA devices", "cupy"], r"ready for training on \d+ CPU cores?; GPUs: none found"),
+        (False, ["extension", "  CUDA", "  CUDA devices"], "not ready for training: extension; see the rows above"),
+        (True, [], r"ready for training on \d+ CPU cores?; GPUs: yes"),
+        (True, ["  CUDA"], r"ready for .*; GPUs: yes, not usable; see the rows about CUDA"),
+    ],
+)
+def test_doctor_ends_with_what_works_and_groups_rows_about_gpus(
+    gpu: bool, lacking: list[str], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["extension", "  CUDA", "StarPU", "  CUDA devices", "cupy", "mpi4py"]
+    checks = [doctor.Check(name=name, ok=name not in lacking, value="yes", hint="") for name in names]
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(doctor.Path, "glob", lambda self, pattern: [])
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    shown = [check["name"] for check in doctor.without_gpus(checks)]
+    assert shown == (names if gpu else ["extension", "StarPU", "mpi4py", "GPUs"])
+    assert re.fullmatch(line, doctor.summary(checks))
+
+
+def test_doctor_says_what_parts_are_for(capsys: pytest.CaptureFixture[str]) -> None:
+    show(doctor.render(doctor.without_gpus(doctor.report())))
+    rows = capsys.readouterr().out
+    assert re.search("mpi4py .*; for runs on several machines", rows)
 
 
 def test_long_values_go_on_below(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

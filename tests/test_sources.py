@@ -80,6 +80,6 @@ def test_import_and_doctor_name_the_command(changed: bool, monkeypatch: pytest.M
     assert done.stderr == (f"warning: {message}: {command}\n" if changed else "")
     monkeypatch.setattr(doctor, "changed_sources", lambda root: message)
     (row,) = doctor._sources()
-    hint = command if changed else ""
-    assert row == {"name": "  sources", "ok": not changed, "value": message or "the extension's", "hint": hint}
+    value, hint = (message, command) if changed else ("unchanged since the extension was compiled", "")
+    assert row == {"name": "  sources", "ok": not changed, "value": value, "hint": hint}
     assert row in doctor._extension()

@@ -59,4 +59,6 @@ def doctor(as_json: Json = False) -> None:
 
     checks = parts.report()  # every rank must call it: ranks exchange their results
     if launcher.leads():
-        show(checks if as_json else parts.render(checks))
+        show(checks if as_json else parts.render(parts.without_gpus(checks)))
+        if not as_json:
+            print(parts.summary(checks))

@@ -1,5 +1,6 @@
 """The commands `nntile eval` and `nntile lm-eval`."""
 
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,8 +49,11 @@ def evaluate(
         try:
             command.evaluate_runs(runs, data, (seq, stride, batch), sets or [], Console(stderr=True), rows.append)
         finally:
-            if rows:
-                show(command.as_json(rows) if as_json else command.table(rows), wraps=False)
+            if as_json and rows:
+                show(command.as_json(rows))
+            elif rows:
+                screen = Console()
+                print(command.table(rows, screen.width if screen.is_terminal else math.inf))
 
 
 @app.command(

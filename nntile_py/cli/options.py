@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nntile_py.command_line import CommandApp
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.system import launcher
 
@@ -16,10 +17,7 @@ if TYPE_CHECKING:
 
 UNCUT = 10**4  # width, in characters, of output that does not go to a terminal: no line is wrapped
 
-app = typer.Typer(
-    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
-    epilog="Example: nntile init my.yaml && nntile train my.yaml",
-)  # fmt: skip
+app = CommandApp(epilog="Example: nntile init my.yaml && nntile train my.yaml")
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file of a run; `nntile init` writes one.")]
 OptionalConfig = Annotated[
@@ -105,10 +103,8 @@ def one_of(option: str, value: str, allowed: Sequence[str]) -> None:
         raise ConfigError(f"{option}: {value!r} is not allowed; use {', '.join(allowed)}")
 
 
-def show(what: Any, *, wraps: bool = True) -> None:
-    """Print a dict or list as JSON, and other objects with rich. Lines are wrapped only on a terminal.
-
-    wraps: False: the cells of a table are not wrapped, so that names stay whole."""
+def show(what: Any) -> None:
+    """Print a dict or list as JSON, and other objects with rich. Lines are wrapped only on a terminal."""
     if isinstance(what, (dict, list)):
         print(json.dumps(what, indent=2))
     else:
@@ -116,10 +112,7 @@ def show(what: Any, *, wraps: bool = True) -> None:
 
         console = Console()
         if console.is_terminal and launcher.started()[1] == 1:  # under mpirun, output may look like a terminal
-            if not wraps:
-                uncut = console.options.update(width=UNCUT)
-                console.width = max(console.width, console.measure(what, options=uncut).maximum)
-            console.print(what, crop=wraps)
+            console.print(what)
         else:  # programs that read the output need each row of a table in one line
             console = Console(width=UNCUT, force_terminal=False)
             with console.capture() as text:

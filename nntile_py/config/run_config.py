@@ -125,9 +125,9 @@ class RunConfig(Section):
     an axis may be smaller. `{}`: no axis is cut. `auto`: the tiling with the shortest estimated step on the workers of
     `runtime`; a run stores the tile sizes in its config.yaml, and a resumed run has the same."""
     accumulate: Policy = "chain"
-    """How partial sums of a tile are added: `chain` in a fixed order (with the same `tiles`, the same bits for any
-    number of workers and any scheduler), `commute` in any order, `redux` in a copy for each worker (STARPU_REDUX),
-    `tree` in pairs."""
+    """How several tasks add to one tile, as they do if `tiles` cuts an axis over which a product sums. `chain`: in a
+    fixed order (with the same `tiles`, the same bits for any number of workers and any scheduler). `commute`: in any
+    order. `redux`: in a copy for each worker (STARPU_REDUX). `tree`: in pairs."""
     fusion: Annotated[
         Fusion,
         Rule(f"a section with {', '.join(Fusion.model_fields)}, or true or false for all these", {"type": "boolean"}),

@@ -123,7 +123,7 @@ def _limited(end: float) -> Iterator[None]:
             return None
         steps += event == "line"
         if steps > MOST_STEPS:
-            raise TemplateError(f"it has not ended after {MOST_STEPS:,} steps")
+            raise TemplateError(f"it has not ended after {MOST_STEPS:,} lines of code")
         return trace
 
     sys.settrace(trace)

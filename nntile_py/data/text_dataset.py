@@ -114,12 +114,13 @@ class TextDataset:
             remedy = "train.pack: true" + ", or data.concatenate: true," * (self.corpus.unit == "window")
             filled = f"; {note}" if (note := padding_note(lengths, self._seq, remedy)) else ""
         asked = self.corpus.train[0].learned is not None
-        unit = "conversations" if asked else "windows" if self.corpus.unit == "window" else self.corpus.unit
-        cut = f" ({self._train.cut:,} were longer and are cut)" if unit != "windows" else ""
+        windows = self.corpus.unit == "window" and not asked
+        unit = "conversations" if asked else "windows of the text" if windows else self.corpus.unit
+        cut = f" ({self._train.cut:,} were longer and are cut)" if not windows else ""
         if self._left_out:
             cut += f", {self._left_out:,} left out: they have no answer in their first {self._seq} tokens"
-        sizes = f"{lengths.min()} to {lengths.max()} tokens, {lengths.mean():.1f} on average"
-        return f"{len(lengths):,} {unit} of {sizes}{cut}{filled}"
+        sizes = f"{lengths.min()} to {lengths.max()} tokens, mean {lengths.mean():.1f}"
+        return f"{len(lengths):,} training sequences ({unit}): {sizes}{cut}{filled}"
 
     def contents(self) -> dict[str, bytes]:
         def hashes(part: Sequence[Tokens]) -> bytes:

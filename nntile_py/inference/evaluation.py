@@ -21,9 +21,8 @@ from nntile_py.data.confusion import Confusion, LabelScores
 from nntile_py.data.documents import Documents
 from nntile_py.data.entities import EntityScores
 from nntile_py.data.labelled_words import ONE, SEVERAL, WORDS, LabelKind, read_samples
-from nntile_py.data.rows import is_dataset
 from nntile_py.data.special_tokens import SpecialTokens, special_tokens
-from nntile_py.data.tables import class_numbers, labels_of, unknown_label
+from nntile_py.data.tables import LabelledText, class_numbers, labels_of, unknown_label
 from nntile_py.data.text_pairs import read_pairs
 from nntile_py.data.tokenizer import CLS, MASK, MASKED, SEP, frame, special_numbers, token_numbers
 from nntile_py.data.windows import causal_windows, masked_windows, spans
@@ -128,7 +127,7 @@ def windows_of(opened: OpenedModel, config: InferenceConfig, seq: int | None, st
 def measure(
     opened: OpenedModel, data: Path, config: InferenceConfig, windows: Windows, advance: Advance
 ) -> dict[str, Any]:
-    """Measure a model on a file or folder. Needs a running Runtime.
+    """Measure a model on a file or folder, which fits the model. Needs a running Runtime.
 
     Args:
         opened: The model with its tokenizer.
@@ -145,12 +144,7 @@ def measure(
         ConfigError: The file does not fit the model.
     """
     aim = aim_of(opened)
-    if opened.tokenizer is None:
-        need = "a folder with a model and its tokenizer, as `nntile train` and save_pretrained write"
-        raise ConfigError(f"RUN: {opened.folder} has no {opened.tokenizer_file.name}; allowed: {need}")
     if aim in OF_TABLES:
-        if data.is_dir() and not is_dataset(data):
-            raise ConfigError(f"--data: {data} is a folder; allowed for {NOUNS[aim]}: a table")
         return (_classifier if aim == CLASSIFICATION else _sentences)(opened, data, config, windows, advance)
     documents = _documents(data, config)
     return (_causal if aim == "causal" else _masked)(opened, documents, config, windows, advance)
@@ -287,13 +281,8 @@ def _classifier(
     opened: OpenedModel, data: Path, config: InferenceConfig, windows: Windows, advance: Advance
 ) -> dict[str, Any]:
     """Measure a classifier of texts or of words on a table: mean loss, accuracy and F1."""
-    model, kind = opened.model.config, CLASSIFIERS[opened.model.config.head]
-    samples = read_samples("--data", str(data), config.data.text, config.data.label, kind)
-    names = model.labels or list(map(str, range(model.classes or len(labels_of(str(data), samples)))))
-    numbers = class_numbers(model.labels, len(names), samples)
-    if unknown := unknown_label(samples, numbers):
-        need = f"the classes of the model: {', '.join(numbers)}"
-        raise ConfigError(f"--data: {data}, line {unknown[0]}: the label {unknown[1]!r}; allowed: {need}")
+    kind = CLASSIFIERS[opened.model.config.head]
+    samples, names, numbers = labelled_rows(opened, data, config)
     assert opened.tokenizer
     frame(opened.tokenizer, _special(opened).named)
     check_frames(opened.tokenizer, str(opened.tokenizer_file), "RUN")
@@ -305,6 +294,24 @@ def _classifier(
     metrics = {name: value for name, value in scores.metrics().items() if isinstance(value, float)}
     counted = {"texts": len(texts), **({"words": sums.count} if kind == WORDS else {})}
     return counted | {"loss": sums.loss / sums.count} | metrics | ({"cut": cut} if cut else {})
+
+
+def labelled_rows(
+    opened: OpenedModel, data: Path, config: InferenceConfig
+) -> tuple[list[LabelledText], list[str], dict[str, int]]:
+    """Return the rows of a classifier's table, the names of its classes, and {label in the table: number of its class}.
+
+    Raises:
+        ConfigError: The file is not such a table, or has a label that is not a class of the model.
+    """
+    model = opened.model.config
+    samples = read_samples("--data", str(data), config.data.text, config.data.label, CLASSIFIERS[model.head])
+    names = model.labels or list(map(str, range(model.classes or len(labels_of(str(data), samples)))))
+    numbers = class_numbers(model.labels, len(names), samples)
+    if unknown := unknown_label(samples, numbers):
+        need = f"the classes of the model: {', '.join(numbers)}"
+        raise ConfigError(f"--data: {data}, line {unknown[0]}: the label {unknown[1]!r}; allowed: {need}")
+    return samples, names, numbers
 
 
 def _scored(

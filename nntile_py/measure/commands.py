@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from nntile_py.command_line import CommandApp
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.measure.capacity import capacity
 from nntile_py.measure.contest import TIME_LIMIT, check_ranks, measure_in_turns, measure_ranks
@@ -20,10 +21,9 @@ from nntile_py.system import launcher
 from nntile_py.system.clock import spread
 from nntile_py.system.machine import machine
 
-bench_app = typer.Typer(
-    name="nntile bench", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    rich_markup_mode=None, help="Benchmarks of this machine.", epilog="Example: nntile bench tasks",
-)  # fmt: skip
+bench_app = CommandApp(
+    name="nntile bench", add_completion=False, help="Benchmarks of this machine.", epilog="Example: nntile bench tasks"
+)
 bench_app.command(epilog="Example: nntile bench metg --us 50,500 --seconds 0.05 --repeats 2")(metg)
 bench_app.command(epilog="Example: nntile bench capacity --models 355M --cuda 1")(capacity)
 bench_app.command(epilog="Example: mpirun -n 2 nntile bench messages --sizes 4096 --repeats 2")(messages)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from nntile_py.system.units import clock_text
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
@@ -36,15 +38,22 @@ def telling(console: Console, every: float = EVERY) -> Iterator[Tell]:
 
 
 def progress_bar(console: Console) -> Progress:
-    """Return a context manager that shows a bar for each task: done and total number, time so far, time left."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    """Return a context manager that shows a line for each task: bar, done and total number, time so far, time left.
 
-    columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    return Progress(TextColumn("{task.description}", markup=False), *columns, console=console)
+    The field `unit` of a task says what is counted. The lines disappear at the end of the block; without a terminal
+    there are none."""
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.table import Column
+    from rich.text import Text
+
+    class Numbers(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            total = "?" if task.total is None else f"{task.total:,.0f}"
+            left = "" if task.time_remaining is None else f", {clock_text(task.time_remaining)} left"
+            unit = f"{task.completed:,.0f}/{total} {task.fields.get('unit', '')}"
+            return Text(f"{unit.rstrip()}  {clock_text(task.elapsed or 0)} elapsed{left}")
+
+    one_line = Column(max_width=20, no_wrap=True, overflow="ellipsis")
+    name = TextColumn("{task.description}", markup=False, table_column=one_line)
+    bar = BarColumn(None, table_column=Column(ratio=1))
+    return Progress(name, bar, Numbers(), console=console, transient=True, expand=True, disable=not console.is_terminal)

@@ -29,6 +29,12 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
+def clock_text(seconds: float) -> str:
+    """Return a time, in seconds, as text with hours, minutes and seconds, such as '0:01:02' for 62."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
 def percent(share: float | None) -> str:
     """Return a share as text in percent, such as '12%' for 0.12; '-' for None."""
     if share is None:

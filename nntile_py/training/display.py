@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from nntile_py.config.run_config import RunConfig
+from nntile_py.system.units import clock_text
 from nntile_py.training.trainer import Trainer
 
 _LIMIT = "its gradient norm is not below train.skip_above_norm"
@@ -58,8 +59,8 @@ class Display:
                 self._held_out += f"accuracy {line['accuracy']:.3f}  "
             if (score := line.get("f1", line.get("f1_macro"))) is not None:
                 self._held_out += f"F1 {score:.3f}  "
-        left = round(seconds / len(self._times) * (steps - step))
-        left_text = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+        left = seconds / len(self._times) * (steps - step)
+        left_text = f"{clock_text(left)} left" if left >= 1 else ""
         overflow = "loss_scale" in line and not math.isfinite(line["grad_norm"])
         reason = "gradients overflow, the loss' scale is halved" if overflow else _LIMIT
         skipped = f"skipped, {reason}: " if "skipped" in line else ""
@@ -71,16 +72,18 @@ class Display:
             f"  {tflop / seconds:.3g} TFLOP/s"
             f"  memory {size(self._trainer.memory_bytes())}"
         )
-        if step == 1 or step % self._train.log_every == 0 or line.keys() & {"held_out_loss", "skipped"}:
-            now = self._held_out if "held_out_loss" in line else ""
-            # On a terminal, leave out speed and time left: the live display shows them.
-            rest = "" if self._console.is_terminal else f"  {speed}  {left_text}"
-            say(self._console, f"step {step}/{steps}  {now}{learnt}{rest}")
         self._progress.update(self._task, completed=step, left=left_text)
         if not skipped:
             self._losses.append(line["loss"])
         mean = f"mean loss of {len(self._losses)} steps {fmean(self._losses):.4f}  " if self._losses else ""
-        self._live.update(Group(self._progress, Text(f"{self._held_out}{learnt}\n{mean}{speed}")))
+        prints = step == 1 or step % self._train.log_every == 0 or bool(line.keys() & {"held_out_loss", "skipped"})
+        # The live display is updated first: printing a line redraws it.
+        self._live.update(Group(self._progress, Text(f"{self._held_out}{learnt}\n{mean}{speed}")), refresh=prints)
+        if prints:
+            now = self._held_out if "held_out_loss" in line else ""
+            # On a terminal, leave out speed and time left: the live display shows them.
+            rest = "" if self._console.is_terminal else f"  {speed}  {left_text}".rstrip()
+            say(self._console, f"step {step}/{steps}  {now}{learnt}{rest}")
 
     def skips(self) -> str:
         """Return a sentence with the number of skipped steps and the reasons; an empty string if there are none."""
