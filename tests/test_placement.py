@@ -12,7 +12,7 @@ from nntile_py.graph.built_step import Step
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import StepSpec
 from nntile_py.profiling.recorder import run_steps
-from nntile_py.tiles import ACC, R, TaskList, Tile, Tiling, W, placement
+from nntile_py.tiles import ACC, RW, R, TaskList, Tile, Tiling, W, placement
 from nntile_py.tiles.placement import Residency, Speed, place
 from nntile_py.tiles.task import Task
 from nntile_py.tiles.task_groups import grouped
@@ -102,6 +102,34 @@ def test_no_task_of_a_group_waits_for_what_another_of_it_needs(size: int) -> Non
     for number, task in enumerate(groups):
         needs = [elsewhere[k] for k in group if group[k] == number]
         assert all(need == needs[0] for need in needs), task.op
+
+
+def test_tiles_that_are_changed_in_place_are_not_sums() -> None:
+    """Tasks of four batch tiles write keys into one tile of a cache, and add to one sum: only the sum is split."""
+    cache, total = Tile("cache", (0,), (64,), "fp32"), Tile("total", (0,), (1,), "fp32")
+    tasks = TaskList()
+    tasks.emit("zero", [W(cache)])
+    for k in range(4):
+        x, y = (Tile(name, (k,), (8,), "fp32", axes=("batch",)) for name in "xy")
+        tasks.emit("make", [W(x)])
+        tasks.emit("write", [W(y), RW(cache), ACC(total), R(x)])
+    placed = place(tasks.resolve(), 2, GPU).tasks
+    used = [access.tile for task in placed if task.kernel == "write" for access in task.accesses]
+    assert used.count(cache) == 4 and used.count(total) < 4
+    assert {task.worker for task in placed if task.kernel == "write"} == {0, 1}
+
+
+def test_a_cache_that_two_workers_change_has_the_texts_of_one_worker() -> None:
+    """Each worker has half of the rows of a batch; both write into the same pages of keys and values."""
+    config = nt.models.LlamaConfig(layers=2, embed=32, heads=4, kv_heads=2, ffn=48, vocab=60, positions=256)
+    model = nt.models.Llama(config, seed=1)
+    model.weights = {name: value * (8 if value.ndim > 1 else 1) for name, value in model.weights.items()}
+    prompts = [np.random.default_rng(n).integers(3, 60, n).tolist() for n in (1, 150, 17, 70)]
+    texts = []
+    for where in ("scheduler", "planned"):
+        with nt.Runtime(cpus=2, placement=where), nt.Generator(model, tiles={"batch": 2}) as generator:
+            texts.append([text.tokens for text in generator(prompts, max_tokens=20, temperature=0)])
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("size", [16, 8])

@@ -57,7 +57,7 @@ class Tile:
 class Access:
     tile: Tile
     mode: str  # R, W, RW, ACC; after resolve also COMMUTE and REDUX
-    accumulate: bool = False  # the kernel adds to the tile's contents
+    accumulate: bool = False  # the kernel adds to the tile's contents; False for other changes in place
     waits: bool = False  # the task waits for the tile's writer, but its kernel does not get the tile; mode R, last
 
 
@@ -70,7 +70,7 @@ def W(tile: Tile) -> Access:
 
 
 def RW(tile: Tile) -> Access:
-    return Access(tile, "RW", True)
+    return Access(tile, "RW")
 
 
 def ACC(tile: Tile) -> Access:

@@ -50,12 +50,17 @@ def load_sweep(path: Path, overrides: Iterable[str] = ()) -> Sweep:
 
 
 def check_sweep(tree: Mapping[str, Any], path: Path, overrides: Iterable[str] = ()) -> Sweep:
-    """Check the mapping that was read from the YAML `path`; return the sweep. overrides: KEY=VALUE, for the config."""
+    """Check the mapping that was read from the YAML `path`; return the sweep.
+
+    overrides: KEY=VALUE, for the config; config=FILE replaces the config."""
     try:
         sweep: Sweep = validated(Sweep, dict(tree))
         for item in overrides:
             key, value = assignment(item)
             head = key.partition(".")[0]
+            if key == "config" and isinstance(value, str):
+                sweep = sweep.model_copy(update={"config": value})
+                continue
             if head in {field.alias or name for name, field in Sweep.model_fields.items()}:
                 raise ConfigError(f"--set {item}: {head} is part of the sweep's file; change it there")
             for other, where in sweep.varied().items():
