@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -344,6 +346,27 @@ def test_positions_that_a_cache_does_not_know_are_refused() -> None:
 def test_size_of_prefill(left: int, size: int) -> None:
     """A prefill pass has little padding; a long prompt takes several passes."""
     assert prefill_size(left, PREFILL_TOKENS["CPU"]) == size
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [("config.json", "eos_token_id", "256"), ("generation_config.json", "eos_token_id", [256, True]),
+     ("config.json", "bos_token_id", 1.5), ("generation_config.json", "bos_token_id", {})],
+)  # fmt: skip
+def test_numbers_of_special_tokens_that_are_none(folder: Path, tmp_path: Path, file: str, key: str, value: Any) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | {key: value}))
+    message = re.escape(f"{file}: {key}: got {value!r}; allowed: a token number, a list of them, or null")
+    with pytest.raises(nt.ConfigError, match=message):
+        nt.Generator(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2]"])
+def test_a_damaged_config_of_a_run_is_refused(folder: Path, tmp_path: Path, content: str) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(nt.ConfigError, match=r"config\.yaml: got .*; allowed: the config that `nntile train` writes"):
+        nt.Generator(tmp_path)
 
 
 def test_a_closed_generator_ends_its_iterators(folder: Path) -> None:

@@ -12,9 +12,10 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
-from urllib.request import urlopen
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -135,7 +136,7 @@ def test_embeddings_are_those_of_the_encoder(name: str, models: Any, runtime: An
     vectors = encoder(texts)
     encoder.close()
     http = client(own)
-    answer = http.post("/v1/embeddings", json={"model": "m", "input": texts}).json()
+    answer = http.post("/v1/embeddings", json={"model": "my_model", "input": texts}).json()
     np.testing.assert_allclose([one["embedding"] for one in answer["data"]], vectors, atol=1e-6)
     (one,) = http.post("/v1/embeddings", json={"input": "task", "encoding_format": "base64"}).json()["data"]
     np.testing.assert_allclose(np.frombuffer(base64.b64decode(one["embedding"]), "<f4"), vectors[2], atol=1e-6)
@@ -153,9 +154,20 @@ def test_embeddings_are_those_of_the_encoder(name: str, models: Any, runtime: An
         ("completions", {"prompt": "a", "top_p": 0}, "top_p: 0 is not allowed"),
         ("completions", {"prompt": "a", "temperature": "hot"}, "temperature: 'hot' is not allowed"),
         ("completions", {"prompt": "a", "max_tokens": "x"}, "max_tokens: 'x' is not allowed"),
-        ("completions", {"prompt": "a", "n": 0.5}, "n: allowed: 1 to 256 texts"),
-        ("completions", {"prompt": "a", "seed": -1}, "seed: allowed: an integer"),
-        ("completions", {"prompt": "a", "stop": 3}, "stop: allowed: a text"),
+        ("completions", {"prompt": "a", "n": 0.5}, "n: 0.5 is not allowed; use an integer"),
+        ("completions", {"prompt": "a", "n": False}, "n: False is not allowed; use an integer"),
+        ("completions", {"prompt": "a", "n": 0}, "n: got 0 texts for each of 1 prompts; allowed: 1 to 68 texts"),
+        ("completions", {"prompt": ["a"] * 23, "n": 3}, "n: got 3 texts for each of 23 prompts; allowed: 1 to 68"),
+        ("completions", {"prompt": "a", "stop": {}}, "stop: {} is not allowed; use a text, or a list of texts"),
+        ("completions", {"prompt": "a", "stop": ""}, "stop: [''] is not allowed; use texts that are not empty"),
+        ("completions", {"prompt": "a", "stop": "\ud800"}, "stop: half of a character"),
+        ("completions", {"prompt": "a", "stream_options": {"include_usage": 1}}, "include_usage: 1 is not allowed"),
+        ("completions", {"prompt": "a", "\ud800": 1}, "\\ud800: unknown field; allowed: best_of"),
+        ("chat/completions", {"messages": [], "max_tokens": False}, "max_tokens: False is not allowed; use an int"),
+        ("chat/completions", {"messages": [], "top_logprobs": []}, "top_logprobs: [] is not allowed; use an int"),
+        ("embeddings", {"input": ["a", []]}, "allowed: texts and pairs of texts, or lists of token numbers"),
+        ("completions", {"prompt": "a", "seed": -1}, "seed: got -1; allowed: 0 to"),
+        ("completions", {"prompt": "a", "stop": 3}, "stop: 3 is not allowed; use a text"),
         ("completions", {"prompt": "a", "echo": 1}, "echo: 1 is not allowed; use true or false"),
         ("chat/completions", {"messages": [], "echo": True}, "echo: True is not supported; allowed: False"),
         ("completions", {"prompt": "a", "tempperature": 1}, "tempperature: unknown field; allowed: best_of"),
@@ -174,7 +186,7 @@ def test_embeddings_are_those_of_the_encoder(name: str, models: Any, runtime: An
     ],
 )  # fmt: skip
 def test_wrong_requests_get_status_400(http: Any, path: str, body: Any, message: str) -> None:
-    answer = http.post(f"/v1/{path}", json=body)
+    answer = http.post(f"/v1/{path}", content=json.dumps(body))
     assert answer.status_code == 400, answer.text
     assert message in answer.json()["error"]["message"] and answer.json()["error"]["type"] == "invalid_request_error"
 
@@ -183,6 +195,14 @@ def test_other_requests_that_are_refused(http: Any) -> None:
     assert http.post("/v1/completions", content="{").status_code == 400
     assert http.post("/v1/completions", content=b" " * (2**22 + 1)).status_code == 413
     assert http.get("/v1/completions").status_code == 405 and http.get("/v2").status_code == 404
+    assert "allowed: POST" in http.get("/v1/completions").json()["error"]["message"]
+    other = http.post("/v1/completions", json={"prompt": "a", "model": "gpt-5"})
+    assert other.status_code == 404 and other.json()["error"]["code"] == "model_not_found"
+    assert "model: 'gpt-5' is not served; allowed: my_model" in other.json()["error"]["message"]
+    fields = {"max_tokens": 24, "prompt": [[300]], "temperature": "hot"}
+    for name, value in fields.items():
+        answer = http.post("/v1/completions", json={"prompt": "a"} | {name: value})
+        assert answer.json()["error"]["param"] == name
     assert "allowed: /health, /v1/models" in http.get("/v2").json()["error"]["message"]
     assert http.get("/health").json() == {"status": "ok"}
     assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["my_model"]
@@ -218,16 +238,17 @@ def test_a_failed_task_fails_all_requests(models: Any, runtime: Any, monkeypatch
 
 def test_vectors_that_wait_at_the_end_are_answered(models: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     own, begun, hold = Service(open_model(models("gpt2")[0]), batch=2), threading.Event(), threading.Event()
+    tokens = own.tokens_to_embed(["a"])
 
     def wait(*_: Any) -> Any:
         begun.set()
         hold.wait(30)
         raise SystemExit  # ends the thread
 
-    monkeypatch.setattr("nntile_py.inference.service._encoder", wait)
-    first = own.embed(["a"])
+    monkeypatch.setattr(own._encoder, "each_tokenized", wait)
+    first = own.embed(tokens)
     assert begun.wait(30)
-    second = own.embed(["b"])
+    second = own.embed(tokens)
     hold.set()
     for future in (first, second):
         with pytest.raises(nt.NNTileError, match="SystemExit"):
@@ -238,9 +259,11 @@ def test_vectors_that_wait_at_the_end_are_answered(models: Any, runtime: Any, mo
 # -- the command
 
 
-def test_the_server_ends_by_a_signal(models: Any, tmp_path: Path) -> None:
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, and its address."""
     code = "import sys; from nntile_py.cli import main; sys.argv[0] = 'nntile'; main()"
-    command = [sys.executable, "-c", code, "serve", models("gpt2")[0], "--port", "0", "--cpus", "1"]
+    command = [sys.executable, "-c", code, "serve", *arguments, "--port", "0", "--cpus", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
         address = process.stdout.readline().split(" on ")[1].split("/v1")[0]
@@ -252,9 +275,39 @@ def test_the_server_ends_by_a_signal(models: Any, tmp_path: Path) -> None:
             except OSError:
                 assert time.monotonic() < end
                 time.sleep(0.05)
+        yield process, address
+
+
+def test_the_server_ends_by_a_signal(models: Any) -> None:
+    with serving(str(models("gpt2")[0])) as (process, _):
         process.send_signal(signal.SIGTERM)
+        output, error = process.communicate(timeout=60)
+    assert process.returncode == 0 and '"GET /health HTTP/1.1" 200' in output
+    assert "the server ends: open requests have 10 s" in error and error.endswith("the server has ended\n")
+
+
+def test_a_second_signal_ends_open_requests_at_once(models: Any) -> None:
+    """One client sends only a part of its request. The other client waits for so many texts that none is complete."""
+    with (
+        serving(str(models("gpt2")[0]), "--batch", "1", "--queue", "250") as (process, address),
+        ThreadPoolExecutor() as pool,
+    ):
+        host, port = address.removeprefix("http://").split(":")
+        half = socket.create_connection((host, int(port)))
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+        body = json.dumps({"prompt": "a", "max_tokens": 20, "n": 250}).encode()
+        answer = pool.submit(urlopen, Request(f"{address}/v1/completions", body), timeout=60)
+        time.sleep(0.3)
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(HTTPError) as failed:
+            answer.result()
         _, error = process.communicate(timeout=60)
-    assert process.returncode == 143 and "Traceback" not in error
+        assert time.monotonic() - begun < 8 and process.returncode == 0 and "Traceback" not in error
+        assert failed.value.code == 503 and json.load(failed.value)["error"]["message"] == "the server ends"
+        half.close()
 
 
 @pytest.mark.parametrize(
@@ -262,7 +315,8 @@ def test_the_server_ends_by_a_signal(models: Any, tmp_path: Path) -> None:
     [
         ("gpt2", "--max-length 25", "--max-length: got 25; allowed: at most the 24 positions of the model"),
         ("gpt2", "--precision bf16", "--precision: bf16 needs GPUs"),
-        ("gpt2", "--host 256.1.1.1", "--port: cannot listen on 256.1.1.1:0: "),
+        ("gpt2", "--host 256.1.1.1", "--host: cannot listen on 256.1.1.1:0: Name or service not known; allowed: an"),
+        ("gpt2", "--host \udcff", "--host: cannot listen on \\udcff:0: this is no name of a host; allowed: an address"),
         ("gpt2", "--cache much", "--cache: 'much' is not allowed"),
         ("nowhere", "", "nowhere: no such folder; allowed: the folder of a run"),
         ("gpt2", "--port {taken}", "cannot listen on 127.0.0.1:{taken}: Address already in use; allowed: a free port"),

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_eval import models, words
-from test_serve import client
+from test_serve import client, service
 
 import nntile_py as nt
 from nntile_py.data.chat_template import ChatTemplate
@@ -23,7 +23,8 @@ from nntile_py.inference.generator import Options
 from nntile_py.inference.open_model import open_model
 from nntile_py.inference.service import JobPart, Service, TooBusy
 
-__all__ = ["models"]
+__all__ = ["models", "service"]
+httpx = pytest.importorskip("httpx")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of starlette and httpx
 
 
@@ -65,13 +66,14 @@ def test_requests_for_vectors_wait_in_the_same_queue(models: Any, runtime: Any) 
     small._later(lambda: bool(hold.wait(20)))
     parts = list[JobPart]()
     small.add([1, 2], Options(max_tokens=3), (0,), parts.append)
-    future = small.embed(["a"])
+    tokens = small.tokens_to_embed(["a"])
+    future = small.embed(tokens)
     with pytest.raises(TooBusy, match="2 texts are generated or wait; allowed: 2"):
-        small.embed(["b"])
+        small.embed(tokens)
     answer = client(small).post("/v1/embeddings", json={"input": "a"})
     assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
     hold.set()
-    assert future.result(20)[0].shape == (1, 16)
+    assert future.result(20).shape == (1, 16)
     until(lambda: bool(parts) and parts[-1].reason is not None)
     assert client(small).post("/v1/embeddings", json={"input": "a"}).status_code == 200
     small.stop()
@@ -83,19 +85,19 @@ def test_vectors_that_come_too_late_are_not_computed(
     """64 texts take several passes: after status 504, no further pass begins, and the server goes on."""
     own = Service(open_model(models("gpt2")[0]), batch=1)
     texts = [words(seed, 9) for seed in range(64)]
-    want = own.embed(texts).result(60)[0]
-    assert own._encoder
-    own._encoder.batch_tokens = 100
-    calls: list[int] = []
+    tokens = own.tokens_to_embed(texts)
+    want = own.embed(tokens).result(60)
+    encoder, calls = own._encoder, list[int]()
+    assert encoder
+    real, encoder.batch_tokens = encoder.each_tokenized, 100
 
-    def slow(given: Any, real: Any = own._encoder) -> Any:
-        calls.append(len(given))
+    def slow(chunks: Any) -> Any:
+        calls.extend(map(len, chunks))
         time.sleep(0.05)
-        return real(given)
+        return real(chunks)
 
-    slow.batch_tokens, slow.model = 100, own.opened.model  # type: ignore[attr-defined]
-    monkeypatch.setattr(own, "_encoder", slow)
-    np.testing.assert_allclose(own.embed(texts).result(60)[0], want, atol=1e-5)
+    monkeypatch.setattr(encoder, "each_tokenized", slow)
+    np.testing.assert_allclose(own.embed(tokens).result(60), want, atol=1e-5)
     assert len(calls) > 5 and sum(calls) == 64
     calls.clear()
     answer = client(own, timeout=0.1).post("/v1/embeddings", json={"input": texts})
@@ -103,22 +105,63 @@ def test_vectors_that_come_too_late_are_not_computed(
     until(lambda: not own._embedding)
     assert sum(calls) < 64
     monkeypatch.undo()
-    monkeypatch.setattr(own, "_encoder", None)
     assert client(own).post("/v1/embeddings", json={"input": "a"}).status_code == 200 and not own.failed
     own.stop()
 
 
 def test_a_cancelled_request_that_waits_is_not_begun(models: Any, runtime: Any) -> None:
     own, hold = Service(open_model(models("gpt2")[0]), batch=1), threading.Event()
+    tokens = own.tokens_to_embed(["a"])
     own._later(lambda: bool(hold.wait(20)))
-    future = own.embed(["a"])
+    future = own.embed(tokens)
     assert future.cancel()
     hold.set()
     until(lambda: not own._embedding)
-    assert own._encoder is None and not own.failed
+    assert own._encoder and not own._encoder.programs and not own.failed
     with pytest.raises(CancelledError):
         future.result()
     own.stop()
+
+
+def test_long_texts_are_tokenized_beside_other_requests(service: Service) -> None:
+    """The server answers other requests while a text of 1 MB is tokenized, and stops to wait when the time is over."""
+    text = "a tile of words " * 60_000
+    begun = time.monotonic()
+    service.tokenizer.encode_batch([text])
+    alone = time.monotonic() - begun
+
+    async def run(path: str, body: dict[str, Any], timeout: float) -> tuple[int, float]:
+        """Return the status, and the longest time between two steps of the event loop while the request is open."""
+        transport = httpx.ASGITransport(Api(service, "m", timeout).app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://a", timeout=60) as http:
+            asked, longest, last = asyncio.create_task(http.post(f"/v1/{path}", json=body)), 0.0, time.monotonic()
+            while not asked.done():
+                await asyncio.sleep(0.005)
+                longest, last = max(longest, time.monotonic() - last), time.monotonic()
+            return (await asked).status_code, longest
+
+    bodies: dict[str, dict[str, Any]] = {
+        "completions": {"prompt": text}, "embeddings": {"input": text},
+        "chat/completions": {"messages": [{"role": "user", "content": text}]},
+    }  # fmt: skip
+    for path, body in bodies.items():
+        status, longest = asyncio.run(run(path, body, 60))
+        assert status == (200 if path == "embeddings" else 400) and longest < 0.7 * alone
+        assert asyncio.run(run(path, body, alone / 4))[0] == 504
+
+
+def test_a_body_that_comes_too_slowly_gets_an_error(service: Service) -> None:
+    async def run() -> Any:
+        async def body() -> AsyncIterator[bytes]:
+            yield b"{"
+            await asyncio.sleep(20)
+
+        transport = httpx.ASGITransport(Api(service, "m", 0.2).app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://a", timeout=60) as http:
+            return await http.post("/v1/completions", content=body())
+
+    answer = asyncio.run(run())
+    assert answer.status_code == 504 and "no complete answer within 0.2 s" in answer.text
 
 
 def asked(service: Service, path: str, body: dict[str, Any], version: str, stays: float) -> list[Any]:

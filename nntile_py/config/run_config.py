@@ -189,7 +189,7 @@ class RunConfig(Section):
                 raise ConfigError(f"model.vocab: got {model.vocab}; allowed: at least the tokenizer's size, {size}")
         self.model = model
         if self.sample.prompt is None:
-            prompt = "def " if self.data.source == STDLIB else ""
+            prompt = "def __init__(self" if self.data.source == STDLIB else ""
             self.sample = self.sample.model_copy(update={"prompt": prompt})
         return self
 

@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from nntile_py.data.tokenizer import CLS, END_OF_TEXT, MASK, MASKED, PAD, SEP, number_of, roles, token_numbers
+from nntile_py.errors import ConfigError
 from nntile_py.models.hf_config import read_json
 
 NAMING = ("tokenizer_config.json", "special_tokens_map.json")  # files that name special tokens; the first prevails
@@ -62,7 +63,7 @@ def special_tokens(tokenizer: Tokenizer, path: str | None = None, model: str | N
         model: Folder of the model that training starts from.
 
     Raises:
-        ConfigError: One of the files is not JSON.
+        ConfigError: One of the files is not JSON, or an entry is no token number.
     """
     named = _named(tokenizer, Path(path).parent) if path else {}
     config, generation = _model_files(path, model)
@@ -92,11 +93,18 @@ def _model_files(path: str | None, model: str | None) -> tuple[dict[str, Any], d
     folder = same_folder(path, model)
     if folder is None:
         return {}, {}
-    config, generation = (
-        read_json(folder / name, "a folder that save_pretrained wrote") if (folder / name).exists() else {}
-        for name in (CONFIG, GENERATION)
-    )
+    config, generation = (_with_ids(folder / name) for name in (CONFIG, GENERATION))
     return config, generation
+
+
+def _with_ids(file: Path) -> dict[str, Any]:
+    """Return a file with numbers of special tokens; {} if it does not exist. Numbers may lie outside the vocabulary."""
+    content = read_json(file, "a folder that save_pretrained wrote") if file.exists() else {}
+    for key in (f"{role}_id" for role in (*_ROLES, "pad_token")):
+        value = content.get(key)
+        if any(type(one) is not int for one in (value if isinstance(value, list) else [value])) and value is not None:
+            raise ConfigError(f"{file}: {key}: got {value!r:.40}; allowed: a token number, a list of them, or null")
+    return content
 
 
 def _named(tokenizer: Tokenizer, folder: Path) -> dict[str, str]:

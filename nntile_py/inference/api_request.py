@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -26,17 +27,40 @@ FIXED = {
 }  # fmt: skip
 
 
-class ApiError(Exception):
-    """An error that the client gets as an answer. status: HTTP status. param: name of the wrong field."""
+# {field: (types, what is allowed)}; null always means that the field is not given.
+FLAG, WHOLE = ((bool,), "true or false"), ((int,), "an integer")
+TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "stream": FLAG, "echo": FLAG, "stream_options": ((dict,), "an object"), "model": ((str,), "a text"),
+    "stop": ((str, list), "a text, or a list of texts"), "n": WHOLE, "seed": WHOLE, "max_tokens": WHOLE,
+    "max_completion_tokens": WHOLE, "top_logprobs": ((int,), f"an integer from 0 to {MOST_RANKED}"),
+}  # fmt: skip
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+
+class ApiError(Exception):
+    """An error that the client gets as an answer.
+
+    Attributes:
+        status: HTTP status.
+        param: Name of the wrong field. Default: the field with which the message begins, if it begins with one.
+        code: OpenAI's code of the error.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.param = status, param
+        self.status, self.param, self.code = status, param or _field(message), code
 
     def response(self) -> Response:
         kind = "invalid_request_error" if self.status < 500 and self.status != 429 else "server_error"
-        body = {"message": str(self), "type": kind, "param": self.param, "code": None}
+        # A field's name may have half of a character, which is no UTF-8.
+        message, param = (text and text.encode(errors="backslashreplace").decode() for text in (str(self), self.param))
+        body = {"message": message, "type": kind, "param": param, "code": self.code}
         return JSONResponse({"error": body}, self.status, {"Retry-After": "1"} if self.status == 429 else None)
+
+
+def _field(message: str) -> str | None:
+    """Return the field of a request with which a message begins, such as `prompt` in `prompt[3]: ...`."""
+    name = message.partition(":")[0].partition("[")[0]
+    return name if name in {*DRAWING, *TYPES, *FIXED, "prompt", "messages", "input"} else None
 
 
 async def read_body(request: HttpRequest, *known: str) -> dict[str, Any]:
@@ -60,11 +84,21 @@ async def read_body(request: HttpRequest, *known: str) -> dict[str, Any]:
             raise ApiError(400, f"{name}: unknown field; allowed: {', '.join(sorted(allowed))}", name)
         if name in FIXED and name not in known and not _is_one_of(value, FIXED[name]):
             raise ApiError(400, f"{name}: {value!r} is not supported; allowed: {FIXED[name][-1]!r}", name)
-    flag = bool, "true or false"
-    for name, kind, need in (("stream", *flag), ("echo", *flag), ("stream_options", dict, "an object")):
-        if not isinstance(body.get(name), kind | None):
-            raise ApiError(400, f"{name}: {body[name]!r} is not allowed; use {need}", name)
+    for name, (kinds, need) in TYPES.items():
+        check_type(body, name, kinds, need)
+    check_type(body.get("stream_options") or {}, "include_usage", *FLAG)
     return body
+
+
+def check_type(body: Mapping[str, Any], name: str, kinds: Sequence[type], need: str) -> None:
+    """Raise ApiError if a field of a request is not null and has a type that is not in `kinds`."""
+    if body.get(name) is not None and type(body[name]) not in kinds:
+        raise ApiError(400, f"{name}: {body[name]!r:.40} is not allowed; use {need}", name)
+
+
+def given(body: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return a field of a request; the default if the field is missing or null."""
+    return default if body.get(name) is None else body[name]
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
@@ -77,7 +111,7 @@ def read_logprobs(body: dict[str, Any]) -> int | None:
 
     In completions this is the field `logprobs`. In a chat, `logprobs` is a flag, and `top_logprobs` is the number.
     """
-    value, most = body.get("logprobs"), body.get("top_logprobs") or 0
+    value, most = body.get("logprobs"), given(body, "top_logprobs", 0)
     if "messages" not in body:
         name, most = "logprobs", None if value is None or value is False else value
     elif isinstance(value, bool | None):

@@ -9,10 +9,10 @@ import asyncio
 import base64
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from starlette.applications import Starlette
@@ -26,10 +26,20 @@ from nntile_py.data.chat_template import ChatTemplate
 from nntile_py.data.token_texts import TokenTexts
 from nntile_py.errors import ConfigError
 from nntile_py.inference.api_answer import CHAT, TEXT, CompletionKind, ScoredToken
-from nntile_py.inference.api_request import DRAWING, MOST_TEXTS, ApiError, read_body, read_logprobs, read_messages
+from nntile_py.inference.api_request import (
+    DRAWING,
+    MOST_TEXTS,
+    ApiError,
+    given,
+    read_body,
+    read_logprobs,
+    read_messages,
+)
 from nntile_py.inference.generator import Options
-from nntile_py.inference.service import Job, JobPart, Service, TooBusy, new_seed
+from nntile_py.inference.service import ENDS, Job, JobPart, Service, TooBusy, new_seed
+from nntile_py.inference.texts import TokenizedText
 
+T = TypeVar("T")
 CHECK_SECONDS = 1.0  # seconds between two checks whether a client is still connected
 
 
@@ -60,11 +70,13 @@ class Api:
             exception_handlers={HTTPException: _unknown},
         )
 
-    @staticmethod
-    def _answered(handler: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
-        """Return a handler that turns the exceptions of `handler` into error answers."""
+    def _answered(self, handler: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
+        """Return a handler that turns the exceptions of `handler` into error answers.
+
+        `request.state.end` is the time of the event loop at which the request times out."""
 
         async def answer(request: HttpRequest) -> Response:
+            request.state.end = asyncio.get_running_loop().time() + self._timeout
             try:
                 response: Response = await handler(request)
                 return response
@@ -74,12 +86,35 @@ class Api:
                 return ApiError(400, str(error)).response()
             except TooBusy as error:
                 return ApiError(429, str(error)).response()
+            except asyncio.CancelledError:  # uvicorn cancels requests that are open too long after a signal
+                if not self._service.ending:
+                    raise
+                return _failure(ENDS).response()
             except Exception as error:  # a task that failed, or a fault of the server
-                return ApiError(500, str(error) or type(error).__name__).response()
+                return _failure(str(error) or type(error).__name__).response()
 
         return answer
 
     # -- requests
+
+    async def _in_time(self, request: HttpRequest, work: Awaitable[T]) -> T:
+        """Return the result of `work`. Raise ApiError if the request times out before."""
+        try:
+            async with asyncio.timeout_at(request.state.end):
+                return await work
+        except TimeoutError:
+            raise self._late() from None
+
+    async def _body(self, request: HttpRequest, *known: str) -> dict[str, Any]:
+        """Return the JSON object of a request, see read_body. Raise ApiError if it asks for another model."""
+        body = await self._in_time(request, read_body(request, *known))
+        if (name := given(body, "model", self._name)) != self._name:
+            message = f"model: {name!r:.60} is not served; allowed: {self._name}"
+            raise ApiError(404, message, code="model_not_found")
+        return body
+
+    def _late(self) -> ApiError:
+        return ApiError(504, f"no complete answer within {self._timeout:g} s")
 
     async def _health(self, request: HttpRequest) -> Response:
         failed = self._service.failed
@@ -90,40 +125,44 @@ class Api:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _completions(self, request: HttpRequest) -> Response:
-        body = await read_body(request, "prompt", "max_tokens", "echo", "logprobs")
+        body = await self._body(request, "prompt", "max_tokens", "echo", "logprobs")
         prompt = body.get("prompt")
         if isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
             prompt = [prompt]
         if not isinstance(prompt, str | list) or not prompt:
             raise ApiError(400, "prompt: allowed: a text, a list of texts, or lists of token numbers", "prompt")
-        options = self._options(body, 16 if body.get("max_tokens") is None else body["max_tokens"])
-        ids = self._service.tokens(prompt, options)
+        options = self._options(body, given(body, "max_tokens", 16))
+        self._check_number(body, 1 if isinstance(prompt, str) else len(prompt))
+        ids = await self._in_time(request, asyncio.to_thread(self._service.tokens, prompt, options, "prompt"))
         prompts = [prompt] if isinstance(prompt, str) else prompt
         texts = [text if isinstance(text, str) else self._service.tokenizer.decode(text) for text in prompts]
         return await self._generated(request, body, TEXT, ids, options, texts if body.get("echo") else [])
 
     async def _chat(self, request: HttpRequest) -> Response:
-        body = await read_body(request, "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs")
+        fields = "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs"
+        body = await self._body(request, *fields)
         messages = read_messages(body.get("messages"))
         self._check_generates()
-        text = await asyncio.to_thread(self._template.prompt, messages)  # filling in a template may take long
-        most = body.get("max_completion_tokens") or body.get("max_tokens")
-        ids = self._service.tokenizer.encode(text, add_special_tokens=not self._template.own).ids
-        room = self._service.max_length - len(ids)
-        options = self._options(body, most or max(room, 1), self._template.stops)
-        return await self._generated(request, body, CHAT, self._service.tokens([ids], options), options)
+        self._check_number(body, 1)
+        to_tokens = asyncio.to_thread(self._service.tokens_of_chat, messages, self._template)
+        ids = await self._in_time(request, to_tokens)
+        most = given(body, "max_completion_tokens", body.get("max_tokens"))
+        room = max(self._service.max_length - len(ids), 1)
+        options = self._options(body, room if most is None else most, self._template.stops)
+        return await self._generated(request, body, CHAT, self._service.tokens([ids], options, "messages"), options)
 
     async def _embeddings(self, request: HttpRequest) -> Response:
-        body = await read_body(request, "input", "encoding_format")
+        body = await self._body(request, "input", "encoding_format")
         texts = body.get("input")
         if isinstance(texts, str) or (isinstance(texts, list) and texts and all(type(item) is int for item in texts)):
             texts = [texts]
         if not isinstance(texts, list) or not 1 <= len(texts) <= MOST_TEXTS:
             raise ApiError(400, f"input: allowed: a text, or a list of 1 to {MOST_TEXTS} texts", "input")
-        form = body.get("encoding_format", "float")
+        form = given(body, "encoding_format", "float")
         if form not in ("float", "base64"):
             raise ApiError(400, f"encoding_format: {form!r} is not allowed; use float or base64", "encoding_format")
-        vectors, count = await self._vectors(request, texts)
+        tokens = await self._in_time(request, asyncio.to_thread(self._service.tokens_to_embed, texts))
+        vectors, count = await self._vectors(request, tokens), sum(len(text.ids) for text in tokens)
         data = [
             {"object": "embedding", "index": index, "embedding": _encoded(vector, form)}
             for index, vector in enumerate(vectors)
@@ -131,9 +170,9 @@ class Api:
         usage = {"prompt_tokens": count, "total_tokens": count}
         return JSONResponse({"object": "list", "model": self._name, "data": data, "usage": usage})
 
-    async def _vectors(self, request: HttpRequest, texts: list[Any]) -> tuple[np.ndarray[Any, Any], int]:
-        """Return the vectors of texts, and the texts' number of tokens. If the client disconnects, the work ends."""
-        future, watch = asyncio.wrap_future(self._service.embed(texts)), self._watch(request)
+    async def _vectors(self, request: HttpRequest, tokens: Sequence[TokenizedText]) -> np.ndarray[Any, Any]:
+        """Return the vectors of texts. If the client disconnects, the work ends."""
+        future, watch = asyncio.wrap_future(self._service.embed(tokens)), self._watch(request)
         try:
             while not future.done():
                 await asyncio.wait([future], timeout=watch.seconds)
@@ -144,7 +183,7 @@ class Api:
             future.cancel()
 
     def _watch(self, request: HttpRequest) -> _Watch:
-        return _Watch(request, self._timeout, time.monotonic() + self._timeout)
+        return _Watch(request, self._late())
 
     # -- generation
 
@@ -155,13 +194,18 @@ class Api:
     def _options(self, body: dict[str, Any], most: Any, stops: Sequence[str] = ()) -> Options:
         """Return the options of a request, with OpenAI's defaults."""
         self._check_generates()
-        stop = body.get("stop") or []
+        stop = given(body, "stop", [])
         stop = [stop] if isinstance(stop, str) else stop
-        if not isinstance(stop, list):
-            raise ApiError(400, "stop: allowed: a text, or a list of texts", "stop")
         drawing = {name: body[name] for name in DRAWING if body.get(name) is not None}
         how: dict[str, Any] = {"max_tokens": most, "stop": [*stop, *stops], "logprobs": read_logprobs(body)}
         return Options(**{"temperature": 1.0, **drawing}, **how)
+
+    def _check_number(self, body: dict[str, Any], prompts: int) -> None:
+        """Raise ApiError if a request asks for too many texts: `n` texts for each of its prompts."""
+        number, most = given(body, "n", 1), min(MOST_TEXTS, self._service.room)
+        if not 1 <= number * prompts <= most:
+            asked = f"n: got {number} texts for each of {prompts} prompts"
+            raise ApiError(400, f"{asked}; allowed: 1 to {most} texts in a request", "n")
 
     async def _generated(
         self,
@@ -175,12 +219,9 @@ class Api:
         """Generate `n` texts for each prompt, and answer with all of them or with a stream.
 
         echoed: Texts of the prompts, with which the answers begin. Empty: answers do not repeat the prompts."""
-        number, seed = body.get("n") or 1, body.get("seed")
-        if type(number) is not int or not 1 <= number * len(prompts) <= MOST_TEXTS:
-            raise ApiError(400, f"n: allowed: 1 to {MOST_TEXTS} texts in all", "n")
-        if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
-            raise ApiError(400, "seed: allowed: an integer from 0 to 2^63 - 1", "seed")
-        seed = new_seed() if seed is None else seed
+        number, seed = given(body, "n", 1), given(body, "seed", new_seed())
+        if not 0 <= seed < 2**63:
+            raise ApiError(400, f"seed: got {seed}; allowed: 0 to 2^63 - 1", "seed")
         loop, parts = asyncio.get_running_loop(), asyncio.Queue[tuple[int, JobPart]]()
         jobs: list[Job] = []
         beginnings = [text for text in echoed or [""] * len(prompts) for _ in range(number)]
@@ -203,7 +244,7 @@ class Api:
         count = sum(map(len, prompts))
         facts = {"id": f"{kind.id}-{new_seed():x}", "created": int(time.time()), "model": self._name}
         if body.get("stream"):
-            wants = (body.get("stream_options") or {}).get("include_usage", False)
+            wants = given(body, "stream_options", {}).get("include_usage")
             events = self._events(request, jobs, parts, kind, facts, beginnings, count if wants else None)
             return _Stream(events, lambda: self._cancel(jobs))
         return await self._complete(request, jobs, parts, kind, facts, beginnings, count)
@@ -263,7 +304,7 @@ class Api:
                 except TimeoutError:
                     continue
                 if part.error:
-                    raise ApiError(500, part.error)
+                    raise _failure(part.error)
                 left -= part.reason is not None
                 yield index, part
         finally:
@@ -280,32 +321,33 @@ class _Watch:
     """Checks once a second whether a request has timed out, and whether its client is still connected.
 
     Attributes:
-        request: The request.
-        timeout: Seconds that the answer may take.
-        end: Time (time.monotonic) at which the request times out.
+        request: The request. `request.state.end` is the time of the event loop at which the request times out.
+        late: The error of a request that has timed out.
         next_check: Time of the next check.
     """
 
     request: HttpRequest
-    timeout: float
-    end: float
+    late: ApiError
     next_check: float = 0.0
 
     def __post_init__(self) -> None:
-        self.next_check = min(self.end, time.monotonic() + CHECK_SECONDS)
+        self._plan()
+
+    def _plan(self) -> None:
+        self.next_check = min(self.request.state.end, asyncio.get_running_loop().time() + CHECK_SECONDS)
 
     @property
     def seconds(self) -> float:
         """Seconds until the next check."""
-        return max(self.next_check - time.monotonic(), 0)
+        return max(self.next_check - asyncio.get_running_loop().time(), 0)
 
     async def check(self) -> None:
         """Raise ApiError if the request has timed out or the client has disconnected."""
-        if time.monotonic() >= self.end:
-            raise ApiError(504, f"no complete answer within {self.timeout:g} s")
+        if asyncio.get_running_loop().time() >= self.request.state.end:
+            raise self.late
         if await self.request.is_disconnected():
             raise ApiError(499, "the client has gone")
-        self.next_check = min(self.end, time.monotonic() + CHECK_SECONDS)
+        self._plan()
 
 
 class _Stream(StreamingResponse):
@@ -325,11 +367,16 @@ class _Stream(StreamingResponse):
 async def _unknown(request: HttpRequest, error: Exception) -> Response:
     """Answer a request with an unknown path or method by a JSON error, as OpenAI does."""
     assert isinstance(error, HTTPException)
-    allowed = ", ".join(route.path for route in request.app.routes)
+    allowed = (error.headers or {}).get("Allow") or ", ".join(route.path for route in request.app.routes)
     message = f"{request.method} {request.url.path}: {error.detail}; allowed: {allowed}"
     answer = ApiError(error.status_code, message).response()
     answer.headers.update(error.headers or {})
     return answer
+
+
+def _failure(message: str) -> ApiError:
+    """Return the error of a request that the server cannot answer: 503 if the server ends, else 500."""
+    return ApiError(503 if message == ENDS else 500, message)
 
 
 def _usage(prompt: int, new: int) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self, get_args
@@ -184,9 +184,12 @@ class Encoder:
     def each(self, texts: Sequence[Any] | Array) -> Iterator[Array]:
         """Yield the output of each text as soon as it is computed, so that not all outputs need to be in memory."""
         texts = tokens_of(texts)
+        return self.each_tokenized(self.tokens(texts[k : k + CHUNK], k) for k in range(0, len(texts), CHUNK))
+
+    def each_tokenized(self, chunks: Iterable[Sequence[TokenizedText]]) -> Iterator[Array]:
+        """Yield the output of each text, as `each` does. chunks: lists of texts that `tokens` returned."""
         waiting: deque[_Pass] = deque()
-        for first in range(0, len(texts), CHUNK):
-            tokens = self._tokens(texts[first : first + CHUNK], first)
+        for tokens in chunks:
             runtime = self._bound_model.bind()
             for part, bins, places in self._passes([len(text.ids) for text in tokens]):
                 waiting.append(self._start(runtime, tokens[part], bins, places))
@@ -194,6 +197,27 @@ class Encoder:
                     yield from self._results(waiting.popleft())
         while waiting:
             yield from self._results(waiting.popleft())
+
+    def tokens(self, texts: Sequence[Any], first: int = 0, noun: str = "texts") -> list[TokenizedText]:
+        """Return the tokens of texts, cut at `max_length`. Another thread may call this while the encoder computes.
+
+        Args:
+            texts: Texts, pairs of texts, or lists of token numbers.
+            first: Number of the first text, for messages.
+            noun: Word for the texts in messages.
+
+        Raises:
+            ValueError: A sequence has no tokens, or token numbers that the model does not have.
+        """
+        vocab, prepare = getattr(self.model.config, "vocab", None), self._sentence.prepared if self._sentence else str
+        texts = prompted(texts, self.prompt, prepare, first)
+        tokens = to_tokens(texts, self._tokenizer, self.max_length, vocab, first, noun)
+        with Runtime.turn:
+            before, self.cut = self.cut, self.cut + sum(text.cut for text in tokens)
+        if self.cut and not before:
+            message = f"texts with more than {self.max_length} tokens are cut at this limit; `cut` counts them"
+            warnings.warn(message, stacklevel=4)
+        return tokens
 
     def close(self) -> None:
         """Release programs and weights; stop the runtime if the encoder started it."""
@@ -215,17 +239,6 @@ class Encoder:
         return len(self._bound_model.programs)
 
     # -- inside
-
-    def _tokens(self, texts: Sequence[Any], first: int) -> list[TokenizedText]:
-        vocab, prepare = getattr(self.model.config, "vocab", None), self._sentence.prepared if self._sentence else str
-        texts = prompted(texts, self.prompt, prepare, first)
-        tokens = to_tokens(texts, self._tokenizer, self.max_length, vocab, first)
-        with Runtime.turn:
-            before, self.cut = self.cut, self.cut + sum(text.cut for text in tokens)
-        if self.cut and not before:
-            message = f"texts with more than {self.max_length} tokens are cut at this limit; `cut` counts them"
-            warnings.warn(message, stacklevel=4)
-        return tokens
 
     def _passes(self, lengths: Sequence[int]) -> Iterator[tuple[slice, Bins, list[SequencePlace]]]:
         """Divide sequences of these lengths into passes.

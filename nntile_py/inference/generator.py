@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from nntile_py import _core
 from nntile_py.data.special_tokens import special_tokens
 from nntile_py.data.tables import check_whole
-from nntile_py.data.tokenizer import token_numbers
+from nntile_py.data.tokenizer import token_numbers, without_limits
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.execution.runtime import Runtime, in_turns
 from nntile_py.inference.bound_model import BoundModel
@@ -201,7 +201,8 @@ class Generator:
         positions = getattr(getattr(model, "config", None), "positions", None)
         if max_length and positions and max_length > positions:
             raise ConfigError(f"max_length: {max_length} is not allowed; the model has {positions} positions")
-        self.model, self.tokenizer, self.precision, self.batch = model, tokenizer, precision, batch
+        self.model, self.precision, self.batch = model, precision, batch
+        self.tokenizer = without_limits(tokenizer) if tokenizer else None
         self.max_length = max_length or positions
         self._cache_bytes = None if cache is None else in_bytes(plain(cache))
         if cache is not None and self._cache_bytes is None:
@@ -246,9 +247,9 @@ class Generator:
         parts = self._parts(tokens, chosen)
         return parts if stream else _collected(parts, tokens, decoded=self.tokenizer is not None)
 
-    def tokens(self, prompts: Prompts, options: Options) -> list[list[int]]:
-        """Return the tokens of prompts. Raises ValueError, see `__call__`."""
-        texts = tokens_of([prompts] if isinstance(prompts, str) else prompts, "prompts")
+    def tokens(self, prompts: Prompts, options: Options, noun: str = "prompts") -> list[list[int]]:
+        """Return the tokens of prompts. Raises ValueError, see `__call__`. noun: word for the prompts in messages."""
+        texts = tokens_of([prompts] if isinstance(prompts, str) else prompts, noun)
         if options.stop and self.tokenizer is None:
             raise ConfigError("stop: not allowed without a tokenizer; give one, or end texts by max_tokens")
         vocab = getattr(getattr(self.model, "config", None), "vocab", None)
@@ -259,12 +260,13 @@ class Generator:
             raise ConfigError(f"max_tokens: {options.max_tokens} is not allowed; use {need}")
         for number, text in enumerate(texts):
             if isinstance(text, str):
-                check_whole(f"prompts[{number}]", text, ValueError)
+                check_whole(f"{noun}[{number}]", text, ValueError)
         start = self.special and (self.special.ids.get("bos_token_id") or self.special.end)
         if self.tokenizer and start is not None and all(isinstance(text, str) for text in texts):
             # An empty prompt becomes the token that begins a text.
-            texts = [self.tokenizer.encode(text).ids or [start] for text in texts]
-        return [text.ids.tolist() for text in to_tokens(texts, self.tokenizer, longest, vocab, 0, "prompts")]
+            # encode_batch, unlike encode, lets other threads run meanwhile.
+            texts = [encoding.ids or [start] for encoding in self.tokenizer.encode_batch(list(texts))]
+        return [text.ids.tolist() for text in to_tokens(texts, self.tokenizer, longest, vocab, 0, noun)]
 
     @in_turns
     def engine(self, rows: int, length: int) -> Engine:

@@ -19,6 +19,7 @@ from nntile_py.models.hf_config import WEIGHTS, named, read_raw, weight_files
 from nntile_py.models.registry import check_code, code_of, find, known, of_hf_type, resolved
 from nntile_py.runs import run_of
 from nntile_py.system.folders import read, same_content
+from nntile_py.typed import short
 from nntile_py.yaml_text import MOST_BYTES, parse
 
 NEED = "the folder of a run, one of its checkpoints, or a folder that save_pretrained wrote"
@@ -125,7 +126,9 @@ def _run_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     tree = parse(read(file, MOST_BYTES).decode(errors="replace"), str(file))
-    return tree if isinstance(tree, dict) else {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file}: got {short(tree)}; allowed: the config that `nntile train` writes")
+    return tree
 
 
 def _step(folder: Path, facts: Mapping[str, Any]) -> int | None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import asyncio
+import errno
+import logging
+import signal
 import socket
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -17,7 +23,8 @@ from nntile_py.inference.api_server import Api
 from nntile_py.inference.open_model import open_model
 from nntile_py.inference.service import Service
 
-ENDING = 10  # seconds after SIGINT or SIGTERM in which open requests may end
+ENDING = 10.0  # seconds after SIGINT or SIGTERM in which open requests may end
+CLOSING = 1.0  # seconds in which clients may then read that the server ends
 
 
 def serve_folder(
@@ -49,19 +56,68 @@ def serve_folder(
         try:
             app = Api(service, name or folder.resolve().name, timeout).app()
             host, port = listener.getsockname()[:2]
-            print(f"serving {folder} on http://{host}:{port}/v1; Ctrl-C ends it", flush=True)
-            config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=ENDING)
-            uvicorn.Server(config).run(sockets=[listener])
+            shown = f"[{host}]" if ":" in host else host
+            print(f"serving {folder} on http://{shown}:{port}/v1; Ctrl-C ends it", flush=True)
+            config = uvicorn.Config(app, log_level="warning", lifespan="off")
+            logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # a line for each request
+            _Server(config, service).run(sockets=[listener])
         finally:
             service.stop()
+    print("the server has ended", file=sys.stderr)
+
+
+class _Server(uvicorn.Server):
+    """Ends by SIGINT or SIGTERM, with exit status 0.
+
+    Open requests have ENDING seconds after the first signal. After this time, or at a second signal, they get an error.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service, self._at_once = service, False
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Context manager: signals end the server. Unlike uvicorn, does not raise them again afterwards."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end; at a second signal, end open requests at once."""
+        if not self.should_exit:
+            note = f"the server ends: open requests have {ENDING:g} s; a second signal ends them at once"
+            print(note, file=sys.stderr, flush=True)
+        self._at_once, self.should_exit = self.should_exit, True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more connections, wait for open requests, then end the requests that are left."""
+        ending = asyncio.create_task(self._end_requests())
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    async def _end_requests(self) -> None:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + ENDING
+        while loop.time() < end and not self._at_once:
+            await asyncio.sleep(0.1)
+        self._service.end()
+        await asyncio.sleep(CLOSING)
+        self.force_exit = True  # clients that still send a request, or read no answer, are cut off
 
 
 def _listener(address: tuple[str, int]) -> socket.socket:
     host, port = address
     try:
         return socket.create_server(address, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except (OSError, UnicodeError) as error:
-        number = error.errno or 0 if isinstance(error, OSError) else 0
-        reason = os.strerror(number) if number > 0 else str(error)
-        need = "a free port of this machine, or --port 0 for any"
-        raise ConfigError(f"--port: cannot listen on {host}:{port}: {reason}; allowed: {need}") from None
+    except (OSError, UnicodeError, TypeError) as error:  # TypeError: the host is no valid text
+        of_port = isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES)
+        name, need = ("--port", "a free port of this machine, or --port 0 for any") if of_port else (
+            "--host", "an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
+        )  # fmt: skip
+        reason = f"{getattr(error, 'strerror', 'this is no name of a host')}".partition(" (while")[0]
+        where = f"{host}:{port}".encode(errors="backslashreplace").decode()  # the host may have half of a character
+        raise ConfigError(f"{name}: cannot listen on {where}: {reason}; allowed: {need}") from None

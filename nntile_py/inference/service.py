@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from nntile_py.data.chat_template import ChatTemplate, Message
 from nntile_py.data.tables import check_whole
 from nntile_py.errors import ConfigError, NNTileError, NotFinite
 from nntile_py.inference.api_answer import ScoredToken
@@ -23,7 +24,7 @@ from nntile_py.inference.generator import MOST_TOKENS, Generator, Options
 from nntile_py.inference.open_model import OpenedModel
 from nntile_py.inference.sentence import has_modules
 from nntile_py.inference.text_stream import TextStream
-from nntile_py.inference.texts import to_tokens
+from nntile_py.inference.texts import TokenizedText
 
 ENDS = "the server ends"
 
@@ -112,27 +113,22 @@ class Job:
 class _Vectors:
     """A request for the vectors of texts. Each call of `add` computes some of them."""
 
-    texts: Sequence[Any]
-    future: Future[tuple[np.ndarray[Any, Any], int]] = field(default_factory=Future)
-    _lengths: list[int] = field(default_factory=list)
+    tokens: Sequence[TokenizedText]
+    future: Future[np.ndarray[Any, Any]] = field(default_factory=Future)
     _vectors: list[np.ndarray[Any, Any]] = field(default_factory=list)
-    _encoded: int = 0
 
-    def add(self, encoder: Encoder, tokenizer: Tokenizer) -> None:
+    def add(self, encoder: Encoder) -> None:
         """Encode the next texts, about one pass of the encoder. After the last text, set the future's result."""
-        if not self._lengths:
-            vocab = getattr(getattr(encoder.model, "config", None), "vocab", None)
-            self._lengths = [len(text.ids) for text in to_tokens(self.texts, tokenizer, 2**31, vocab, 0, "input")]
-        first, sums = self._encoded, np.cumsum(self._lengths[self._encoded :])
-        self._encoded += max(int(np.searchsorted(sums, encoder.batch_tokens, side="right")), 1)
-        vectors = encoder(self.texts[first : self._encoded])
-        if not np.isfinite(vectors).all():
+        first = len(self._vectors)
+        sums = np.cumsum([len(text.ids) for text in self.tokens[first:]])
+        count = max(int(np.searchsorted(sums, encoder.batch_tokens, side="right")), 1)
+        self._vectors += encoder.each_tokenized([self.tokens[first : first + count]])
+        if not all(np.isfinite(vector).all() for vector in self._vectors[first:]):
             raise NotFinite("input: a vector is nan or infinite; allowed: a model with finite weights")
-        self._vectors.append(vectors)
-        if self._encoded >= len(self.texts):
-            self.end((np.concatenate(self._vectors), sum(self._lengths)))
+        if len(self._vectors) >= len(self.tokens):
+            self.end(np.stack(self._vectors))
 
-    def end(self, result: tuple[np.ndarray[Any, Any], int] | BaseException) -> None:
+    def end(self, result: np.ndarray[Any, Any] | BaseException) -> None:
         """Set the result of the future, or its error."""
         with suppress(InvalidStateError):  # the caller has cancelled the future
             if isinstance(result, BaseException):
@@ -168,12 +164,13 @@ class Service:
         self.generates = type(opened.model).objective == "causal" and _head(opened) in (None, "causal_lm")
         positions = getattr(opened.model.config, "positions", None)
         self.max_length = max_length or min(positions or 2048, 2048)
-        self.queue, self.batch, self.failed = queue, batch, ""
+        self.room, self.failed = queue + batch, ""
         self._encoder: Encoder | None = None
+        self._new_encoder = threading.Lock()
         self._jobs: set[Job] = set()
         self._embedding: set[_Vectors] = set()  # requests for vectors that are not answered yet
         self._new: deque[Job | Callable[[], None]] = deque()
-        self._change, self._ends = threading.Condition(), False
+        self._change, self.ending = threading.Condition(), False
         if self.generates:
             how: dict[str, Any] = {"precision": precision, "batch": batch, "max_length": self.max_length}
             self.generator = Generator(opened, cache=cache, **how)
@@ -181,18 +178,25 @@ class Service:
         self._thread = threading.Thread(target=self._run, name="service", daemon=True)
         self._thread.start()
 
-    def tokens(self, prompts: str | Sequence[Any], options: Options, template: bool = True) -> list[list[int]]:
-        """Return the tokens of prompts, which are texts or lists of token numbers.
-
-        template: Add the special tokens of the tokenizer's template, such as <s>.
+    def tokens(self, prompts: str | Sequence[Any], options: Options, noun: str) -> list[list[int]]:
+        """Return the tokens of prompts, which are texts or lists of token numbers. noun: word for them in messages.
 
         Raises:
             ValueError: A prompt is empty, or is too long together with its continuation.
         """
-        if not template and isinstance(prompts, str):
-            check_whole("messages", prompts, ValueError)
-            prompts = [self.tokenizer.encode(prompts, add_special_tokens=False).ids]
-        return self.generator.tokens(prompts, options)
+        return self.generator.tokens(prompts, options, noun)
+
+    def tokens_of_chat(self, messages: Sequence[Message], template: ChatTemplate) -> list[int]:
+        """Return the tokens of the prompt that continues a chat. The folder's template writes special tokens itself."""
+        text = template.prompt([*messages])
+        check_whole("messages", text, ValueError)
+        return list(self.tokenizer.encode_batch([text], add_special_tokens=not template.own)[0].ids)
+
+    def tokens_to_embed(self, texts: Sequence[Any]) -> list[TokenizedText]:
+        """Return the tokens of texts, or of lists of token numbers, for `embed`. Raises ValueError for empty texts."""
+        with self._new_encoder:
+            self._encoder = self._encoder or _encoder(self.opened, self._precision)
+        return self._encoder.tokens(texts, noun="input")
 
     def add(
         self, ids: list[int], options: Options, seed: tuple[int, ...], tell: Callable[[JobPart], None],
@@ -222,19 +226,19 @@ class Service:
 
     def _check_room(self) -> None:
         """Raise an error if the service cannot take another text or another request for vectors."""
-        if self.failed or self._ends:
+        if self.failed or self.ending:
             raise NNTileError(self.failed or ENDS)
         waiting = len(self._jobs) + sum(isinstance(work, Job) for work in self._new) + len(self._embedding)
-        if waiting >= self.queue + self.batch:
-            raise TooBusy(f"{waiting} texts are generated or wait; allowed: {self.queue + self.batch}")
+        if waiting >= self.room:
+            raise TooBusy(f"{waiting} texts are generated or wait; allowed: {self.room}")
 
     def cancel(self, job: Job) -> None:
         """End a job; its further tokens are dropped."""
         job.request.ended = True
         self._later(lambda: self._engine.cancel(job.request))
 
-    def embed(self, texts: Sequence[Any]) -> Future[tuple[np.ndarray[Any, Any], int]]:
-        """Return a future of the vectors [texts, embed] and the number of tokens of texts or lists of token numbers.
+    def embed(self, tokens: Sequence[TokenizedText]) -> Future[np.ndarray[Any, Any]]:
+        """Return a future of the vectors [texts, embed] of texts that `tokens_to_embed` returned.
 
         The caller may cancel the future.
 
@@ -242,7 +246,7 @@ class Service:
             TooBusy: The queue is full.
             NNTileError: The service has failed or is ending.
         """
-        work = _Vectors(texts)
+        work = _Vectors(tokens)
         with self._change:
             self._check_room()
             self._embedding.add(work)
@@ -254,8 +258,8 @@ class Service:
         """Encode the next texts of a request. Then queue the rest of the request behind other requests."""
         try:
             if not work.future.done():  # else the caller has cancelled it
-                self._encoder = self._encoder or _encoder(self.opened, self._precision)
-                work.add(self._encoder, self.tokenizer)
+                assert self._encoder
+                work.add(self._encoder)
         except Exception as error:  # the future passes the error to the caller
             work.end(error)
         if work.future.done():
@@ -263,13 +267,16 @@ class Service:
         else:
             self._later(lambda: self._embed_part(work))
 
+    def end(self) -> None:
+        """End the thread after its present step, and all open requests by the error ENDS. Does not wait."""
+        with self._change:
+            self.ending = True
+            self._change.notify()
+
     def stop(self) -> None:
         """End the thread after its present step, and release weights and cache."""
-        with self._change:
-            self._ends = True
-            self._change.notify()
+        self.end()
         self._thread.join()
-        self._give_up(ENDS)
         if self._encoder:
             self._encoder.close()
         if self.generates:
@@ -286,10 +293,10 @@ class Service:
         try:
             while True:
                 with self._change:
-                    while not (self._new or self._jobs or self._ends):
+                    while not (self._new or self._jobs or self.ending):
                         self._change.wait()
-                    if self._ends:
-                        return
+                    if self.ending:
+                        break
                     new, self._new = self._new, deque()
                     self._jobs |= {work for work in new if isinstance(work, Job)}
                 for work in new:
@@ -301,10 +308,10 @@ class Service:
         except BaseException as error:  # a task has failed: the server cannot go on
             with self._change:  # later requests are refused
                 self.failed = str(error) or type(error).__name__
-            self._give_up(self.failed)
+        self._give_up(self.failed or ENDS)
 
     def _give_up(self, reason: str) -> None:
-        """End all open requests by an error. Called when the thread has ended or is about to end."""
+        """End all open requests by an error. The thread calls this at its end."""
         for job in [*self._jobs, *(work for work in self._new if isinstance(work, Job))]:
             job.tell(JobPart(error=reason))
         self._jobs.clear()
