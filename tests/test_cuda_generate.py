@@ -61,6 +61,16 @@ def test_texts_are_those_of_cpus(kind: str, how: str, tiles: dict[str, int], cap
     assert not wrong
 
 
+@pytest.mark.parametrize("tiles", [{"batch": 3}, {"heads": 2, "vocab": 100}])
+def test_texts_on_several_gpus(tiles: dict[str, int]) -> None:
+    """With a cut batch, several GPUs write into the same pages of the cache."""
+    if (count := torch.cuda.device_count()) < 2:
+        pytest.skip("there is one GPU")
+    with nt.Runtime(cuda=count), nt.Generator(model("llama"), tiles=tiles) as generator:
+        texts = generator(prompts(), max_tokens=NEW, temperature=0)
+    assert [one.tokens for one in texts] == [one.tokens for one in on_cpus("llama", temperature=0)]
+
+
 def test_decoding_passes_are_graphs() -> None:
     with nt.Runtime(cuda=1), nt.Generator(model("llama"), captured=True) as generator:
         generator(prompts()[:1], max_tokens=9, temperature=0)
