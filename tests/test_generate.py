@@ -17,14 +17,15 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import nntile_py as nt
-from nntile_py.graph.key_value_cache import CacheShape
+from nntile_py.graph.key_value_cache import CacheShape, Sampling, check_cached
 from nntile_py.graph.step import StepSpec
 from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.decoder import PREFILL_TOKENS, Decoder, Row, prefill_size
 from nntile_py.inference.generator import Options
 from nntile_py.inference.text_stream import TextStream
 from nntile_py.models.registry import from_hf
-from nntile_py.tasks.sample import drawn
+from nntile_py.tasks.cached_attention import CachedAttention
+from nntile_py.tasks.sample import Sample, drawn
 from nntile_py.testing import error
 
 VOCAB, POSITIONS, NEW = 211, 820, 200
@@ -338,6 +339,23 @@ def test_positions_that_a_cache_does_not_know_are_refused() -> None:
     message = "the model has the input places for each token"
     with nt.Generator(model, max_length=64) as generator, pytest.raises(nt.ConfigError, match=message):
         generator([[1, 2]], max_tokens=3)
+
+
+def test_kernels_may_read_the_cache_early() -> None:
+    """No two attentions share keys and values, and no operator before an attention changes the page table."""
+    spec = StepSpec(from_hf(hf_model("llama")), 2, 1)
+    graph = spec.generation(CacheShape(64, 5, 16), Sampling(greedy=True), advances=True).graph
+    check_cached(graph)
+    first, second = (op for op in graph.ops if isinstance(op, CachedAttention))
+    (sample,) = (op for op in graph.ops if isinstance(op, Sample))
+    own, second.pools = second.pools, first.pools
+    with pytest.raises(AssertionError, match="two attentions share a pool"):
+        check_cached(graph)
+    second.pools = own
+    graph.ops.remove(sample)
+    graph.ops.insert(0, sample)
+    with pytest.raises(AssertionError, match="changes the page table"):
+        check_cached(graph)
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,21 @@ def check_cached(graph: Graph) -> None:
         if not isinstance(op, CachedAttention) and _combines_positions(op):
             need = "operators that compute each token separately, and attention with a causal mask"
             raise ConfigError(f"generation: the operator {op.full_name} combines tokens; allowed: {need}")
+    _check_early_reads(graph)
+
+
+def _check_early_reads(graph: Graph) -> None:
+    """Check what kernels that read the cache before their predecessors have ended rely on (see tasks/launch.py).
+
+    Each pool of keys or values belongs to one attention, and no operator before an attention changes the page table.
+    """
+    attends = [op for op in graph.ops if isinstance(op, CachedAttention)]
+    pools = [pool for op in attends for pool in op.pools]
+    assert len({*pools}) == len(pools), "two attentions share a pool of keys or values"
+    before = graph.ops[: max(map(graph.ops.index, attends), default=0)]
+    tables = {op.table for op in attends}
+    written = {tensor for op in before for out in op.outputs for tensor in (out, out.storage)}
+    assert not tables & written, "an operator before an attention changes the page table"
 
 
 def _combines_positions(op: Op) -> bool:
