@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -14,6 +15,7 @@ from nntile_py.data.tables import check_whole
 from nntile_py.tasks.top_logprobs import MOST_RANKED
 
 LARGEST = 2**22  # largest number of bytes of a request
+MOST_SHOWN = 40  # largest number of characters of a value in a message
 MOST_TEXTS = 256  # largest number of prompts or inputs of a request
 # Fields that every request may have, whatever their values. Only `stream_options` has an effect.
 ACCEPTED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "stream_options")
@@ -60,7 +62,7 @@ class ApiError(Exception):
 def _field(message: str) -> str | None:
     """Return the field of a request with which a message begins, such as `prompt` in `prompt[3]: ...`."""
     name = message.partition(":")[0].partition("[")[0]
-    return name if name in {*DRAWING, *TYPES, *FIXED, "prompt", "messages", "input"} else None
+    return name if name in {*DRAWING, *TYPES, *FIXED, "prompt", "messages", "input", "encoding_format"} else None
 
 
 async def read_body(request: HttpRequest, *known: str) -> dict[str, Any]:
@@ -78,12 +80,15 @@ async def read_body(request: HttpRequest, *known: str) -> dict[str, Any]:
         raise ApiError(400, f"the request is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise ApiError(400, "the request is not a JSON object")
-    allowed = {*known, *ACCEPTED, *DRAWING, *FIXED, "n", "seed", "stop", "stream"}
+    allowed = {*known, *ACCEPTED, *DRAWING, "n", "seed", "stop", "stream"}
     for name, value in body.items():
-        if name not in allowed:
-            raise ApiError(400, f"{name}: unknown field; allowed: {', '.join(sorted(allowed))}", name)
-        if name in FIXED and name not in known and not _is_one_of(value, FIXED[name]):
-            raise ApiError(400, f"{name}: {value!r} is not supported; allowed: {FIXED[name][-1]!r}", name)
+        if name not in allowed | FIXED.keys():
+            close = get_close_matches(name, allowed, 1)
+            need = f"did you mean {close[0]}?" if close else f"allowed: {', '.join(sorted(allowed))}"
+            raise ApiError(400, f"{name}: unknown field; {need}", name)
+        if name not in allowed and not _is_one_of(value, FIXED[name]):
+            need = f"leave it out, or set it to {shown(FIXED[name][-1])}"
+            raise ApiError(400, f"{name}: {shown(value)} is not supported; {need}", name)
     for name, (kinds, need) in TYPES.items():
         check_type(body, name, kinds, need)
     check_type(body.get("stream_options") or {}, "include_usage", *FLAG)
@@ -93,7 +98,13 @@ async def read_body(request: HttpRequest, *known: str) -> dict[str, Any]:
 def check_type(body: Mapping[str, Any], name: str, kinds: Sequence[type], need: str) -> None:
     """Raise ApiError if a field of a request is not null and has a type that is not in `kinds`."""
     if body.get(name) is not None and type(body[name]) not in kinds:
-        raise ApiError(400, f"{name}: {body[name]!r:.40} is not allowed; use {need}", name)
+        raise ApiError(400, f"{name}: {shown(body[name])} is not allowed; use {need}", name)
+
+
+def shown(value: Any) -> str:
+    """Return a value of a request as JSON, for messages."""
+    text = json.dumps(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def given(body: Mapping[str, Any], name: str, default: Any) -> Any:
@@ -117,9 +128,9 @@ def read_logprobs(body: dict[str, Any]) -> int | None:
     elif isinstance(value, bool | None):
         name, most = "top_logprobs", most if value or most else None
     else:
-        raise ApiError(400, f"logprobs: {value!r:.40} is not allowed; use true or false", "logprobs")
+        raise ApiError(400, f"logprobs: {shown(value)} is not allowed; use true or false", "logprobs")
     if most is not None and not (type(most) is int and 0 <= most <= MOST_RANKED):
-        raise ApiError(400, f"{name}: {most!r:.40} is not allowed; use an integer from 0 to {MOST_RANKED}", name)
+        raise ApiError(400, f"{name}: {shown(most)} is not allowed; use an integer from 0 to {MOST_RANKED}", name)
     if name == "top_logprobs" and most and not value:
         raise ApiError(400, "top_logprobs: not allowed without logprobs; add logprobs: true", "top_logprobs")
     return most

@@ -34,6 +34,7 @@ from nntile_py.inference.api_request import (
     read_body,
     read_logprobs,
     read_messages,
+    shown,
 )
 from nntile_py.inference.generator import Options
 from nntile_py.inference.service import ENDS, Job, JobPart, Service, TooBusy, new_seed
@@ -109,7 +110,7 @@ class Api:
         """Return the JSON object of a request, see read_body. Raise ApiError if it asks for another model."""
         body = await self._in_time(request, read_body(request, *known))
         if (name := given(body, "model", self._name)) != self._name:
-            message = f"model: {name!r:.60} is not served; allowed: {self._name}"
+            message = f"model: {shown(name)} is not served; allowed: {self._name}"
             raise ApiError(404, message, code="model_not_found")
         return body
 
@@ -129,8 +130,9 @@ class Api:
         prompt = body.get("prompt")
         if isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
             prompt = [prompt]
-        if not isinstance(prompt, str | list) or not prompt:
-            raise ApiError(400, "prompt: allowed: a text, a list of texts, or lists of token numbers", "prompt")
+        if not isinstance(prompt, str | list) or prompt == []:
+            got = "missing" if prompt is None else f"got {shown(prompt)}"
+            raise ApiError(400, f"prompt: {got}; allowed: a text, a list of texts, or lists of token numbers")
         options = self._options(body, given(body, "max_tokens", 16))
         self._check_number(body, 1 if isinstance(prompt, str) else len(prompt))
         ids = await self._in_time(request, asyncio.to_thread(self._service.tokens, prompt, options, "prompt"))
@@ -147,8 +149,12 @@ class Api:
         to_tokens = asyncio.to_thread(self._service.tokens_of_chat, messages, self._template)
         ids = await self._in_time(request, to_tokens)
         most = given(body, "max_completion_tokens", body.get("max_tokens"))
-        room = max(self._service.max_length - len(ids), 1)
-        options = self._options(body, room if most is None else most, self._template.stops)
+        longest = self._service.max_length
+        options = self._options(body, max(longest - len(ids), 1) if most is None else most, self._template.stops)
+        room = longest - (options.max_tokens or 1)
+        if room > 0 and not 1 <= len(ids) <= room:
+            limit = f"1 to {room}, as it and its answer together have at most {longest}"
+            raise ApiError(400, f"messages: the conversation has {len(ids)} tokens; allowed: {limit}")
         return await self._generated(request, body, CHAT, self._service.tokens([ids], options, "messages"), options)
 
     async def _embeddings(self, request: HttpRequest) -> Response:
@@ -157,10 +163,11 @@ class Api:
         if isinstance(texts, str) or (isinstance(texts, list) and texts and all(type(item) is int for item in texts)):
             texts = [texts]
         if not isinstance(texts, list) or not 1 <= len(texts) <= MOST_TEXTS:
-            raise ApiError(400, f"input: allowed: a text, or a list of 1 to {MOST_TEXTS} texts", "input")
+            got = "missing" if texts is None else f"got {shown(texts)}"
+            raise ApiError(400, f"input: {got}; allowed: a text, or a list of 1 to {MOST_TEXTS} texts")
         form = given(body, "encoding_format", "float")
         if form not in ("float", "base64"):
-            raise ApiError(400, f"encoding_format: {form!r} is not allowed; use float or base64", "encoding_format")
+            raise ApiError(400, f"encoding_format: {shown(form)} is not allowed; use float or base64")
         tokens = await self._in_time(request, asyncio.to_thread(self._service.tokens_to_embed, texts))
         vectors, count = await self._vectors(request, tokens), sum(len(text.ids) for text in tokens)
         data = [
@@ -222,6 +229,7 @@ class Api:
         number, seed = given(body, "n", 1), given(body, "seed", new_seed())
         if not 0 <= seed < 2**63:
             raise ApiError(400, f"seed: got {seed}; allowed: 0 to 2^63 - 1", "seed")
+        self._service.check_room(number * len(prompts))
         loop, parts = asyncio.get_running_loop(), asyncio.Queue[tuple[int, JobPart]]()
         jobs: list[Job] = []
         beginnings = [text for text in echoed or [""] * len(prompts) for _ in range(number)]

@@ -224,13 +224,19 @@ class Service:
             self._change.notify()
         return job
 
-    def _check_room(self) -> None:
-        """Raise an error if the service cannot take another text or another request for vectors."""
+    def check_room(self, count: int) -> None:
+        """Raise an error if the service cannot take `count` more texts; see `add`."""
+        with self._change:
+            self._check_room(count)
+
+    def _check_room(self, count: int = 1) -> None:
+        """Raise an error if the service cannot take `count` more texts or requests for vectors."""
         if self.failed or self.ending:
             raise NNTileError(self.failed or ENDS)
         waiting = len(self._jobs) + sum(isinstance(work, Job) for work in self._new) + len(self._embedding)
-        if waiting >= self.room:
-            raise TooBusy(f"{waiting} texts are generated or wait; allowed: {self.room}")
+        if waiting + count > self.room:
+            more = f", and this request has {count}" if count > 1 else ""
+            raise TooBusy(f"{waiting} texts are generated or wait{more}; allowed: {self.room}")
 
     def cancel(self, job: Job) -> None:
         """End a job; its further tokens are dropped."""
