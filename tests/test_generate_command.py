@@ -47,6 +47,9 @@ def test_log_probabilities(folder: Path) -> None:
     assert plain == {name: value for name, value in row.items() if name != "logprobs"}
 
 
+REASON = "as the prompt and --max-tokens 8 together have at most 96 tokens"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -67,7 +70,7 @@ def test_log_probabilities(folder: Path) -> None:
         (["--prompt", "a", "--text", "text"], "error: --text: not allowed without --input of a table"),
         (["--chat", "--text", "text"], "error: --text: not allowed without --input of a table"),
         (["--input", "missing.txt", "--text", "text"], "error: --text: not allowed without --input of a table"),
-        (["--prompt", "a" * 96], "error: --prompt: 96 tokens; allowed: 1 to 88"),
+        (["--prompt", "a" * 96], f"error: --prompt: 96 tokens; allowed: 1 to 88, {REASON}"),
         (["--prompt", "a", "--prompt", "a" * 96], "error: --prompt number 2: 96 tokens; allowed: 1 to 88"),
         (["--input", "missing.txt"], "error: --input: cannot read missing.txt"),
     ],
@@ -103,7 +106,6 @@ def test_errors_name_the_source_of_a_prompt(folder: Path, tmp_path: Path, monkey
     for stdin, fields, message in [
         (io.StringIO("b" * 96), {}, "standard input: 96 tokens; allowed: 1 to 93"),
         (not_utf8, {}, "standard input: half of a character"),
-        (io.StringIO("b" * 96), {"chat": True}, "--chat: "),
         (None, {"chat": True}, "--chat: standard input is closed; allowed: a terminal, or standard input with lines"),
         (None, {}, "--prompt: missing; use --prompt, --input or --chat"),
         (None, {"source": tmp_path / "p.txt"}, f"--input: {tmp_path}/p.txt, line 3: 96 tokens"),
@@ -159,7 +161,7 @@ def test_a_chat_at_a_terminal_says_how_to_end(folder: Path, tmp_path: Path, caps
     terminal = type("Terminal", (io.StringIO,), {"isatty": lambda self: True})
     with nt.Generator(folder) as generator:
         talk(generator, ChatTemplate(tmp_path), "hello\nagain\n", 4, stdin=terminal)
-    assert capsys.readouterr().err == "my_run answers each line; Ctrl-D ends the chat\n"
+    assert capsys.readouterr().err == "my_run answers each line; Ctrl-C ends an answer, Ctrl-D the chat\n"
 
 
 @pytest.mark.parametrize("most", [5, None])
@@ -172,11 +174,49 @@ def test_a_long_conversation_loses_its_oldest_messages(
     with nt.Generator(folder) as generator:
         seen = talk(generator, ChatTemplate(tmp_path), "\n".join(lines), most, "be short")
         err = capsys.readouterr().err.splitlines()
-        with pytest.raises(ValueError, match=r"prompts\[0\]: 117 tokens; allowed: 1 to 91"):
-            talk(generator, ChatTemplate(tmp_path), "x" * 100, 5)
     assert all(text.startswith("[system]be short[user]") for text in seen)
     used = [text for text in seen if len(text.encode()) + (most or 48) <= 96]
     assert [any(text.endswith(f"[user]{line}[assistant]") for text in used) for line in lines] == [True] * 4
     assert used[-1].count("[user]") < 4 and lines[0] not in used[-1]
     reason = "as a prompt and its answer have at most 96 tokens"
     assert err == [f"note: from now on, the oldest messages are left out of the conversation, {reason}"]
+
+
+def test_a_chat_goes_on_after_a_line_that_cannot_be_answered(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    with nt.Generator(folder) as generator:
+        seen = talk(generator, ChatTemplate(tmp_path), f"{'x' * 100}\nb\udcff\nc", 5)
+        assert seen[-1] == "[user]c[assistant]"
+    note = "note: this line is left out of the chat: "
+    reason = "as the prompt and --max-tokens 5 together have at most 96 tokens"
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"{note}117 tokens; allowed: 1 to 91, {reason}"
+    assert second.startswith(f"{note}half of a character")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_ctrl_c_during_an_answer(
+    folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    """At a terminal, the shown part stays in the conversation. A pipe's further lines are not answered."""
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    stdin = type("Input", (io.StringIO,), {"isatty": lambda self: terminal})
+    shown: list[str] = []
+
+    def interrupted(*texts: str, **options: Any) -> None:
+        print(*texts, **options)
+        if options.get("end") == "":
+            shown.extend(texts)
+            if len(shown) == 3:  # the prompt, which is empty, and two tokens
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(gc, "print", interrupted, raising=False)
+    with nt.Generator(folder) as generator:
+        if terminal:
+            seen = talk(generator, ChatTemplate(tmp_path), "a\nb", 9, stdin=stdin)
+            answer = "".join(shown[:3]).strip()
+            assert seen == ["[user]a[assistant]", f"[user]a[assistant]{answer}[user]b[assistant]"]
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                talk(generator, ChatTemplate(tmp_path), "a\nb", 9, stdin=stdin)
+        assert generator._engine and not generator._engine.busy
