@@ -384,7 +384,7 @@ def test_what_the_command_refuses(folder: Any, nntile: Any, tmp_path: Path) -> N
     bare = shutil.copytree(path, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer.json"))
     for name in ("mean", "logits"):
         status, _, said = nntile("encode", bare, "--input", "x.txt", "--out", "x.npy", "--output", name)
-        assert status == 2 and said.startswith(f"error: FOLDER: {bare} has no tokenizer.json, which turns texts"), said
+        assert status == 2 and said.startswith(f"error: {bare} has no tokenizer.json, which turns texts"), said
     (bare / "tokenizer.json").write_text("none")
     status, _, said = nntile("encode", bare, "--input", "x.txt", "--out", "x.npy")
     assert status == 2 and said.startswith(f"error: tokenizer: cannot read {bare / 'tokenizer.json'} ("), said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,15 @@ def test_wrong_commands(folder: Path, arguments: list[Any], message: str) -> Non
     ended = command(folder, *arguments, "--max-tokens", 8, "--cpus", 1)
     assert ended.returncode == 2 and ended.stderr.startswith(message) and not ended.stdout, ended.stderr
     assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_folder_without_a_tokenizer_says_how_to_make_it(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "bare")
+    (tmp_path / "bare" / "tokenizer.json").unlink()
+    ended = command(tmp_path / "bare", "--prompt", "a")
+    how = "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+    assert ended.returncode == 2 and ended.stderr.startswith(f"error: {tmp_path / 'bare'} has no tokenizer.json, which")
+    assert how in ended.stderr
 
 
 def read_stdin(folder: Path, monkeypatch: pytest.MonkeyPatch, stdin: Any, **fields: Any) -> None:

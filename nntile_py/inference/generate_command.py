@@ -20,7 +20,7 @@ from nntile_py.errors import ConfigError, NotFinite
 from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.api_answer import LEAST
 from nntile_py.inference.generator import MOST_TOKENS, GeneratedPart, GeneratedText, Generator, Options
-from nntile_py.inference.open_model import open_model
+from nntile_py.inference.open_model import no_tokenizer, open_model
 from nntile_py.inference.texts import placed_texts
 
 
@@ -63,7 +63,7 @@ def run(command: Command) -> None:
     names = ["--chat"] if command.chat else [name for _, name in prompts]
     opened = open_model(command.folder)
     if opened.tokenizer is None:
-        raise ConfigError(f"{command.folder}: no tokenizer.json; allowed: a folder with one, as nntile train writes")
+        raise no_tokenizer(opened.folder)
     cpus, cuda = command.workers
     with Runtime(cpus=cpus, cuda=cuda), Generator(opened, tiles=tiles, **command.how) as generator, _named(names):
         if command.chat:
