@@ -205,6 +205,17 @@ def test_a_folder_is_read_as_in_training(nntile: Any, models: Any, name: str) ->
     assert only["loss"] == measures(nntile, folder, "--data", "b.txt")["loss"]
 
 
+def test_rows_of_a_table_are_documents_of_a_language_model(nntile: Any, models: Any) -> None:
+    texts = [words(3, 40), words(50, 90)]
+    Path("t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    Path("texts").mkdir()
+    for number, text in enumerate(texts):
+        Path(f"texts/{number}.txt").write_text(text)
+    rows = [measures(nntile, models("gpt2")[0], "--data", data) for data in ("t.jsonl", "texts")]
+    assert rows[0]["tokens"] > 0 and [row["tokens"] for row in rows] == [rows[0]["tokens"]] * 2
+    assert rows[0]["loss"] == rows[1]["loss"]
+
+
 # -- masked models
 
 
