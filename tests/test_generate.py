@@ -318,6 +318,14 @@ def test_messages_about_a_limit_say_its_reason(folder: Path) -> None:
             generator("x" * 96)
 
 
+@pytest.mark.parametrize(("number", "ids"), [(0, [0]), ([7, 8], [7]), (None, [256])])
+def test_an_empty_text_begins_with_the_folders_token(folder: Path, tmp_path: Path, number: Any, ids: list[int]) -> None:
+    shutil.copytree(folder, tmp_path / "own")
+    config = json.loads((folder / "config.json").read_text()) | {"bos_token_id": number}
+    (tmp_path / "own" / "config.json").write_text(json.dumps(config))
+    assert nt.Generator(tmp_path / "own").tokens("", Options()) == [ids]
+
+
 def test_a_tokenizer_without_a_beginning_and_another_models_tokenizer() -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 300}))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

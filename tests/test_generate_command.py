@@ -11,6 +11,7 @@ from typing import Any
 
 import forks
 import pytest
+from command import nntile
 from test_generate import folder
 
 import nntile_py as nt
@@ -166,12 +167,31 @@ def test_chat(folder: Path, tmp_path: Path, capsys: Any, template: str | None) -
     assert out.splitlines()[0].strip() in seen[1]
 
 
-def test_a_chat_at_a_terminal_says_how_to_end(folder: Path, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("readline", [True, False])
+def test_a_chat_at_a_terminal(
+    folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, readline: bool
+) -> None:
+    """Says how to end, and has line editing if this Python has the module `readline`."""
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     terminal = type("Terminal", (io.StringIO,), {"isatty": lambda self: True})
+    monkeypatch.delitem(sys.modules, "readline", raising=False)
+    if not readline:
+        monkeypatch.setitem(sys.modules, "readline", None)  # its import raises ImportError
     with nt.Generator(folder) as generator:
         talk(generator, ChatTemplate(tmp_path), "hello\nagain\n", 4, stdin=terminal)
     assert capsys.readouterr().err == "my_run answers each line; Ctrl-C ends an answer, Ctrl-D the chat\n"
+    assert bool(sys.modules["readline"]) == readline
+
+
+def test_ctrl_c_at_the_prompt_ends_the_chat(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def interrupted(mark: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupted)
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
+    assert nntile("generate", folder, "--chat", "--cpus", 1) == 130
+    out, err = capsys.readouterr()
+    assert out == "\n" and err.endswith("\ninterrupted; the chat ends\n")
 
 
 @pytest.mark.parametrize("most", [5, None])

@@ -273,11 +273,13 @@ class Generator:
         """Return the token that begins a text, for an empty text. name: Name of the prompt in messages."""
         if not empty.is_text:
             return empty
-        start = self.special and (self.special.ids.get("bos_token_id") or self.special.end)
+        start = self.special.ids.get("bos_token_id") if self.special else None
+        if start is None and self.special:
+            start = self.special.end
         if start is None:
             need = "a text that is not empty, as the tokenizer's files name no token that begins a text"
             raise ValueError(f"{name}: got an empty text; allowed: {need}")
-        return empty._replace(ids=np.array([start]))
+        return empty._replace(ids=np.atleast_1d(start)[:1])  # config.json may have a list of numbers
 
     @in_turns
     def engine(self, rows: int, length: int) -> Engine:
