@@ -56,7 +56,9 @@ class CheckedCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
-            typed = self.make_parser(ctx).parse_args([*args])[0]  # {parameter: text, or list of texts}
+            typed, extra, _ = self.make_parser(ctx).parse_args([*args])  # {parameter: text, or list of texts}
+            if extra and not (ctx.allow_extra_args or ctx.resilient_parsing):
+                raise _UsageError(self._explain_extra(extra), ctx)
             try:
                 rest = super().parse_args(ctx, args)
             except typer.BadParameter as error:
@@ -76,6 +78,12 @@ class CheckedCommand(TyperCommand):
         if not isinstance(value := typed.get(param.name), str):
             return f"{_name(param)}: missing"
         return f"{_name(param)}: got {value}; allowed: {_allowed(kinds[param.name]) or error.message}"
+
+    def _explain_extra(self, extra: list[str]) -> str:
+        """Return the message on arguments that the command does not have, with an example of the command."""
+        names = [_name(param) for param in self.params if param.param_type_name == "argument"]
+        example = f". {self.epilog}" if self.epilog else ""
+        return f"got the extra argument {' '.join(extra)}; allowed: {', '.join([*names, 'options'])}{example}"
 
     def _check_not_empty(self, ctx: Any, typed: Mapping[str, Any]) -> None:
         for param in self.params:

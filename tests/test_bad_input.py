@@ -150,6 +150,8 @@ USAGE = {  # what is typed, and the message
     "eval r": "--data: missing",
     "eval r --data": "Option '--data' requires an argument.\nsee: nntile eval --help",
     "eval --nothing": "No such option: --nothing",
+    "generate r def": "got the extra argument def; allowed: FOLDER, options. Example: nntile generate runs/my_run",
+    "doctor x": "got the extra argument x; allowed: options. Example: nntile doctor --json\nsee: nntile doctor --help",
     "evl": "No such command 'evl'.",
     "eval _ --data t": "RUN: got an empty text; allowed: a text that is not empty",
     "eval r _ --data t": "RUN: got an empty text",

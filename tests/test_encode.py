@@ -201,8 +201,9 @@ def test_texts_that_are_too_long_are_cut_and_it_is_said_once(runtime: nt.Runtime
     path, model = folder("Bert", "Model")
     encoder = nt.Encoder.from_hf(path, max_length=12)
     long = "tiles of tiles of tiles of tiles of tiles of tiles"
-    with pytest.warns(UserWarning, match="texts with more than 12 tokens are cut at this limit"):
+    with pytest.warns(UserWarning, match="than 12 tokens are cut at this limit; encoder.cut counts them") as warned:
         got = encoder([LINES[0], long])
+    assert warned[0].filename == __file__, "the user's line"
     ids = tokenizer().encode(long).ids
     assert len(ids) > 12
     check(encoder, model, "hidden", [ids[:11] + ids[-1:]], got[1:])
@@ -212,11 +213,17 @@ def test_texts_that_are_too_long_are_cut_and_it_is_said_once(runtime: nt.Runtime
     assert encoder.cut == 3
 
 
+def test_a_single_text_is_a_list_of_one(runtime: nt.Runtime, folder: Any) -> None:
+    encoder = nt.Encoder.from_hf(folder("Bert", "Model")[0], "mean")
+    for one in (LINES[0], tokenizer().encode(LINES[0]).ids):
+        assert (encoder(one) == encoder([LINES[0]])).all() and encoder(one).shape[0] == 1
+
+
 def test_refused(runtime: nt.Runtime, folder: Any, tmp_path: Path) -> None:
     path, _ = folder("Bert", "Model")
     encoder = nt.Encoder.from_hf(path)
     for texts, told in (
-        ("one text", "texts: got 'one text'; allowed: a list of texts"),
+        (5, "texts: got 5; allowed: a list of texts"),
         ({"input_ids": [[3]]}, "texts: got .*; allowed: a list of texts"),
         ([[3], []], r"texts\[1\]: 0 tokens; allowed: 1 to 40"),
         ([[3], [4] * 41], r"texts\[1\]: 41 tokens; allowed: 1 to 40"),
@@ -229,6 +236,8 @@ def test_refused(runtime: nt.Runtime, folder: Any, tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=told):
             encoder(texts)
+    with pytest.raises(nt.ConfigError, match=r"model: 'runs/first' is not allowed; use a model of nt\.models, or nt"):
+        nt.Encoder("runs/first")
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"output": "vectors"}, "output: 'vectors' is not allowed; use hidden, mean, pooled, logits"),
         ({"output": "logits"}, "output: 'logits' is not allowed; use hidden"),
@@ -375,7 +384,7 @@ def test_what_the_command_refuses(folder: Any, nntile: Any, tmp_path: Path) -> N
     bare = shutil.copytree(path, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer.json"))
     for name in ("mean", "logits"):
         status, _, said = nntile("encode", bare, "--input", "x.txt", "--out", "x.npy", "--output", name)
-        assert status == 2 and said.startswith(f"error: FOLDER: {bare} has no tokenizer.json, which turns texts"), said
+        assert status == 2 and said.startswith(f"error: {bare} has no tokenizer.json, which turns texts"), said
     (bare / "tokenizer.json").write_text("none")
     status, _, said = nntile("encode", bare, "--input", "x.txt", "--out", "x.npy")
     assert status == 2 and said.startswith(f"error: tokenizer: cannot read {bare / 'tokenizer.json'} ("), said

@@ -205,6 +205,17 @@ def test_a_folder_is_read_as_in_training(nntile: Any, models: Any, name: str) ->
     assert only["loss"] == measures(nntile, folder, "--data", "b.txt")["loss"]
 
 
+def test_rows_of_a_table_are_documents_of_a_language_model(nntile: Any, models: Any) -> None:
+    texts = [words(3, 40), words(50, 90)]
+    Path("t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    Path("texts").mkdir()
+    for number, text in enumerate(texts):
+        Path(f"texts/{number}.txt").write_text(text)
+    rows = [measures(nntile, models("gpt2")[0], "--data", data) for data in ("t.jsonl", "texts")]
+    assert rows[0]["tokens"] > 0 and [row["tokens"] for row in rows] == [rows[0]["tokens"]] * 2
+    assert rows[0]["loss"] == rows[1]["loss"]
+
+
 # -- masked models
 
 
@@ -379,7 +390,7 @@ def test_all_folders_are_checked_before_the_first_measurement(
     models("gpt2")[1].save_pretrained("bare")
     for run, message in (
         ("nowhere", "nowhere: no such folder; allowed: the folder of a run"),
-        ("bare", "RUN: bare has no tokenizer.json"),
+        ("bare", "bare has no tokenizer.json, which turns texts into tokens"),
         (models("answers")[0], "BERT has head: question_answering; allowed: models with the head"),
         (models("classifier")[0], "--data: text.txt: not the name of a table"),
     ):
@@ -418,7 +429,7 @@ def test_json_names_the_folder_only_if_it_is_not_the_run(
         ("gpt2", "--data text.txt --batch 0", "--batch"),
         ("bert", "--data text.txt --seq 2", "--seq: got 2; allowed: at least 3"),
         ("bert", "--data text.txt --stride 23", "--stride: got 23; allowed: 1 to 22 (--seq = 24, less [CLS]"),
-        ("gpt2", "--data none.txt", "--data: none.txt is no such file or folder; allowed: a text file or a folder"),
+        ("gpt2", "--data none.txt", "--data: none.txt is no such file or folder; allowed: a text file, a folder"),
         ("gpt2", "--data empty", "--data: no text in empty; allowed: a text file, a table, or a folder of such"),
         ("gpt2", "--data . --set data.extensions=[.bin]", "--data: no file with one of the extensions .bin in ."),
         ("classifier", "--data .", "--data: . is a folder; allowed for a classifier: a table"),
@@ -457,7 +468,7 @@ def test_wrong_input_ends_with_one_message(nntile: Any, models: Any, name: str, 
 def test_folders_without_a_tokenizer_or_with_one_of_another_model(nntile: Any, models: Any, tmp_path: Path) -> None:
     models("gpt2")[1].save_pretrained("bare")
     status, _, error = nntile("bare", "--data", "text.txt")
-    assert status == 2 and "error: RUN: bare has no tokenizer.json; allowed: a folder with a model and" in error
+    assert status == 2 and "error: bare has no tokenizer.json, which turns texts into tokens" in error
     other = train_tokenizer([words(0, 3000) + "".join(map(chr, range(0x4E00, 0x4F00))) * 3], 700)
     other.save("bare/tokenizer.json")
     Path("text.txt").write_text("".join(map(chr, range(0x4E00, 0x4F00))))

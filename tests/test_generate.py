@@ -298,7 +298,8 @@ def test_wrong_options(folder: Path, options: dict[str, Any], message: str) -> N
 def test_wrong_prompts_and_models(folder: Path, tmp_path: Path) -> None:
     with nt.Generator(folder) as generator:
         for prompt, message in [
-            ("x" * 90, r"prompts\[0\]: 90 tokens; allowed: 1 to 86"), (5, "prompts: got 5"),
+            ("x" * 90, r"prompts\[0\]: 90 tokens; allowed: 1 to 86, as the prompt and max_tokens = 10 "),
+            (5, "prompts: got 5"), ([("a", "b")], r"prompts\[0\]: got .*; allowed: texts, or lists of"),
             ([[1, 999]], r"prompts\[0\]: token numbers from 1 to 999"), ([[]], r"prompts\[0\]: 0 tokens"),
         ]:  # fmt: skip
             with pytest.raises((ValueError, nt.ConfigError), match=message):
@@ -309,6 +310,33 @@ def test_wrong_prompts_and_models(folder: Path, tmp_path: Path) -> None:
         nt.Generator(from_hf(bert))
     with pytest.raises(nt.ConfigError, match=r"no such folder"):
         nt.Generator(tmp_path / "missing")
+
+
+def test_messages_about_a_limit_say_its_reason(folder: Path) -> None:
+    for limit, reason in ((None, "95, as the model has 96 positions"), (50, "49, as max_length is 50")):
+        with nt.Generator(folder, max_length=limit) as generator, pytest.raises(ValueError, match=f"1 to {reason}"):
+            generator("x" * 96)
+
+
+@pytest.mark.parametrize(("number", "ids"), [(0, [0]), ([7, 8], [7]), (None, [256])])
+def test_an_empty_text_begins_with_the_folders_token(folder: Path, tmp_path: Path, number: Any, ids: list[int]) -> None:
+    shutil.copytree(folder, tmp_path / "own")
+    config = json.loads((folder / "config.json").read_text()) | {"bos_token_id": number}
+    (tmp_path / "own" / "config.json").write_text(json.dumps(config))
+    assert nt.Generator(tmp_path / "own").tokens("", Options()) == [ids]
+
+
+def test_a_tokenizer_without_a_beginning_and_another_models_tokenizer() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 300}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    with nt.Generator(from_hf(hf_model("gpt2")), tokenizer=tokenizer) as generator:
+        for prompt, message in [
+            (["a", ""], r"prompts\[1\]: got an empty text; allowed: a text that is not empty, as "),
+            ("b", r"the model's vocabulary\. The tokenizer does not fit the model"),
+            ([300], r"the model's vocabulary$"),
+        ]:  # fmt: skip
+            with pytest.raises(ValueError, match=message):
+                generator(prompt)
 
 
 class OwnPositions(nt.Model):
@@ -400,6 +428,7 @@ def test_texts_without_a_tokenizer(folder: Path) -> None:
     with nt.Generator(nt.models.GPT2.from_hf(folder)) as generator:
         (text,) = generator([[1, 2]], max_tokens=3, temperature=0)
         parts = generator([[1, 2]], max_tokens=3, temperature=0, stream=True)
+        assert generator([1, 2], max_tokens=3, temperature=0) == [text], "a list of token numbers is one prompt"
         assert text.text is None and [(part.token, part.text) for part in parts] == [(n, "") for n in text.tokens]
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import forks
 import pytest
+from command import nntile
 from test_generate import folder
 
 import nntile_py as nt
@@ -47,6 +49,9 @@ def test_log_probabilities(folder: Path) -> None:
     assert plain == {name: value for name, value in row.items() if name != "logprobs"}
 
 
+REASON = "as the prompt and --max-tokens 8 together have at most 96 tokens"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -67,7 +72,7 @@ def test_log_probabilities(folder: Path) -> None:
         (["--prompt", "a", "--text", "text"], "error: --text: not allowed without --input of a table"),
         (["--chat", "--text", "text"], "error: --text: not allowed without --input of a table"),
         (["--input", "missing.txt", "--text", "text"], "error: --text: not allowed without --input of a table"),
-        (["--prompt", "a" * 96], "error: --prompt: 96 tokens; allowed: 1 to 88"),
+        (["--prompt", "a" * 96], f"error: --prompt: 96 tokens; allowed: 1 to 88, {REASON}"),
         (["--prompt", "a", "--prompt", "a" * 96], "error: --prompt number 2: 96 tokens; allowed: 1 to 88"),
         (["--input", "missing.txt"], "error: --input: cannot read missing.txt"),
     ],
@@ -76,6 +81,15 @@ def test_wrong_commands(folder: Path, arguments: list[Any], message: str) -> Non
     ended = command(folder, *arguments, "--max-tokens", 8, "--cpus", 1)
     assert ended.returncode == 2 and ended.stderr.startswith(message) and not ended.stdout, ended.stderr
     assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_folder_without_a_tokenizer_says_how_to_make_it(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "bare")
+    (tmp_path / "bare" / "tokenizer.json").unlink()
+    ended = command(tmp_path / "bare", "--prompt", "a")
+    how = "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+    assert ended.returncode == 2 and ended.stderr.startswith(f"error: {tmp_path / 'bare'} has no tokenizer.json, which")
+    assert how in ended.stderr
 
 
 def read_stdin(folder: Path, monkeypatch: pytest.MonkeyPatch, stdin: Any, **fields: Any) -> None:
@@ -103,7 +117,6 @@ def test_errors_name_the_source_of_a_prompt(folder: Path, tmp_path: Path, monkey
     for stdin, fields, message in [
         (io.StringIO("b" * 96), {}, "standard input: 96 tokens; allowed: 1 to 93"),
         (not_utf8, {}, "standard input: half of a character"),
-        (io.StringIO("b" * 96), {"chat": True}, "--chat: "),
         (None, {"chat": True}, "--chat: standard input is closed; allowed: a terminal, or standard input with lines"),
         (None, {}, "--prompt: missing; use --prompt, --input or --chat"),
         (None, {"source": tmp_path / "p.txt"}, f"--input: {tmp_path}/p.txt, line 3: 96 tokens"),
@@ -154,12 +167,31 @@ def test_chat(folder: Path, tmp_path: Path, capsys: Any, template: str | None) -
     assert out.splitlines()[0].strip() in seen[1]
 
 
-def test_a_chat_at_a_terminal_says_how_to_end(folder: Path, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("readline", [True, False])
+def test_a_chat_at_a_terminal(
+    folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, readline: bool
+) -> None:
+    """Says how to end, and has line editing if this Python has the module `readline`."""
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     terminal = type("Terminal", (io.StringIO,), {"isatty": lambda self: True})
+    monkeypatch.delitem(sys.modules, "readline", raising=False)
+    if not readline:
+        monkeypatch.setitem(sys.modules, "readline", None)  # its import raises ImportError
     with nt.Generator(folder) as generator:
         talk(generator, ChatTemplate(tmp_path), "hello\nagain\n", 4, stdin=terminal)
-    assert capsys.readouterr().err == "my_run answers each line; Ctrl-D ends the chat\n"
+    assert capsys.readouterr().err == "my_run answers each line; Ctrl-C ends an answer, Ctrl-D the chat\n"
+    assert bool(sys.modules["readline"]) == readline
+
+
+def test_ctrl_c_at_the_prompt_ends_the_chat(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def interrupted(mark: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupted)
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
+    assert nntile("generate", folder, "--chat", "--cpus", 1) == 130
+    out, err = capsys.readouterr()
+    assert out == "\n" and err.endswith("\ninterrupted; the chat ends\n")
 
 
 @pytest.mark.parametrize("most", [5, None])
@@ -172,11 +204,49 @@ def test_a_long_conversation_loses_its_oldest_messages(
     with nt.Generator(folder) as generator:
         seen = talk(generator, ChatTemplate(tmp_path), "\n".join(lines), most, "be short")
         err = capsys.readouterr().err.splitlines()
-        with pytest.raises(ValueError, match=r"prompts\[0\]: 117 tokens; allowed: 1 to 91"):
-            talk(generator, ChatTemplate(tmp_path), "x" * 100, 5)
     assert all(text.startswith("[system]be short[user]") for text in seen)
     used = [text for text in seen if len(text.encode()) + (most or 48) <= 96]
     assert [any(text.endswith(f"[user]{line}[assistant]") for text in used) for line in lines] == [True] * 4
     assert used[-1].count("[user]") < 4 and lines[0] not in used[-1]
     reason = "as a prompt and its answer have at most 96 tokens"
     assert err == [f"note: from now on, the oldest messages are left out of the conversation, {reason}"]
+
+
+def test_a_chat_goes_on_after_a_line_that_cannot_be_answered(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    with nt.Generator(folder) as generator:
+        seen = talk(generator, ChatTemplate(tmp_path), f"{'x' * 100}\nb\udcff\nc", 5)
+        assert seen[-1] == "[user]c[assistant]"
+    note = "note: this line is left out of the chat: "
+    reason = "as the prompt and --max-tokens 5 together have at most 96 tokens"
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"{note}117 tokens; allowed: 1 to 91, {reason}"
+    assert second.startswith(f"{note}half of a character")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_ctrl_c_during_an_answer(
+    folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    """At a terminal, the shown part stays in the conversation. A pipe's further lines are not answered."""
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    stdin = type("Input", (io.StringIO,), {"isatty": lambda self: terminal})
+    shown: list[str] = []
+
+    def interrupted(*texts: str, **options: Any) -> None:
+        print(*texts, **options)
+        if options.get("end") == "":
+            shown.extend(texts)
+            if len(shown) == 3:  # the prompt, which is empty, and two tokens
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(gc, "print", interrupted, raising=False)
+    with nt.Generator(folder) as generator:
+        if terminal:
+            seen = talk(generator, ChatTemplate(tmp_path), "a\nb", 9, stdin=stdin)
+            answer = "".join(shown[:3]).strip()
+            assert seen == ["[user]a[assistant]", f"[user]a[assistant]{answer}[user]b[assistant]"]
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                talk(generator, ChatTemplate(tmp_path), "a\nb", 9, stdin=stdin)
+        assert generator._engine and not generator._engine.busy

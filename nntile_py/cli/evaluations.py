@@ -17,7 +17,11 @@ def evaluate(
         list[str], typer.Argument(metavar="RUN...", help="Folder of a run, a checkpoint, or of save_pretrained.")
     ],
     data: Annotated[
-        Path, typer.Option(help="Text file, or folder of text files; for classifiers a table: .csv, .tsv or .jsonl.")
+        Path,
+        typer.Option(
+            help="Text file, folder of text files, or table (.csv, .tsv or .jsonl). For language models, each row of a"
+            " table is a document."
+        ),
     ],
     stride: Annotated[
         int | None,

@@ -34,7 +34,10 @@ def generate(
         typer.Option(metavar="KEY", help="With --input: key or column of the prompts. [default: text]"),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Answer each line, and keep the conversation; Ctrl-D ends it.")
+        bool,
+        typer.Option(
+            "--chat", help="Answer each line, and keep the conversation; Ctrl-C ends an answer, Ctrl-D the chat."
+        ),
     ] = False,
     system: Annotated[str, typer.Option(help="With --chat: the message that begins the conversation.")] = "",
     max_tokens: Annotated[
@@ -88,5 +91,6 @@ def generate(
     how = {"batch": batch, "cache": cache, "precision": precision}
     workers, cuts = (cpus, cuda), tiles or []
     command = Command(folder, prompt or [], source, text, chat, system, options, how, cuts, workers, as_json)
-    with ends_at_ctrl_c(lambda: "the text ends here"), as_options(*options, *how, "tiles", "cpus", "cuda"):
+    ending = "the chat ends" if chat else "the text ends here"
+    with ends_at_ctrl_c(lambda: ending), as_options(*options, *how, "tiles", "cpus", "cuda"):
         run(command)

@@ -12,10 +12,12 @@ from typing import IO, Any
 import numpy as np
 from rich.console import Console
 
+from nntile_py.checkpoint.format import TOKENIZER
 from nntile_py.errors import ConfigError, MissingWeight, as_options
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import check_precision
 from nntile_py.inference.encoder import HEADS, OUTPUTS, Encoder
+from nntile_py.inference.open_model import no_tokenizer
 from nntile_py.inference.sentence import has_modules
 from nntile_py.inference.texts import read_texts
 from nntile_py.system.folders import remove_leftovers, replaced, reserve
@@ -23,7 +25,6 @@ from nntile_py.system.progress import progress_bar
 
 Array = np.ndarray[Any, Any]
 ONE_ARRAY, NAMED = ".npy", (".npz", ".safetensors")
-TOKENIZER = "tokenizer.json"
 
 
 def encode_file(
@@ -56,8 +57,7 @@ def encode_file(
         runtime = Runtime(cpus=cpus, cuda=cuda)
     texts = read_texts(source, key)
     if (folder / "config.json").is_file() and not (folder / TOKENIZER).is_file():
-        need = "a folder with a model and its tokenizer, as `nntile train` and save_pretrained write"
-        raise ConfigError(f"FOLDER: {folder} has no {TOKENIZER}, which turns texts into tokens; allowed: {need}")
+        raise no_tokenizer(folder)
     output = output or ("sentence" if has_modules(folder) else "mean")
     try:
         with as_options("output", *how):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from nntile_py.graph.step_inputs import SequencePlace
 from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.open_model import saved_adapters
 from nntile_py.inference.sentence import SentenceModel, has_modules, read_sentence_model
-from nntile_py.inference.texts import TokenizedText, prompted, to_tokens, tokens_of, with_limit
+from nntile_py.inference.texts import TokenizedText, listed, prompted, to_tokens, with_limit
 from nntile_py.models.hf_config import named, read_raw
 from nntile_py.models.registry import from_hf, of_hf_type
 from nntile_py.typed import typed
@@ -88,7 +89,8 @@ class Encoder:
     ) -> None:
         _check_output(output)
         if not hasattr(model, "changed") or not hasattr(model, "weights"):
-            raise ConfigError(f"model: {model!r:.60} is not allowed; use a model of nt.models")
+            need = "a model of nt.models, or nt.Encoder.from_hf(...) with a folder"
+            raise ConfigError(f"model: {model!r:.60} is not allowed; use {need}")
         for name, value in (("batch_tokens", batch_tokens), ("max_length", max_length)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name}: {value!r} is not allowed; use a positive integer")
@@ -102,6 +104,7 @@ class Encoder:
         self.model, self.output, self.precision, self.batch_tokens = model, output, precision, batch_tokens
         limits = [limit for limit in (positions, sentence and sentence.max_length) if limit]
         self.max_length, self.captured = max_length or min(limits, default=batch_tokens), captured
+        self._warned = False  # whether the user knows that texts are cut
         self.cut = 0  # number of texts that were cut, because they had more than max_length tokens
         self._tokenizer: Tokenizer | None = None
         if tokenizer is not None:
@@ -170,6 +173,8 @@ class Encoder:
     def __call__(self, texts: Sequence[Any] | Array) -> Any:
         """Encode texts, pairs of texts, or lists of token numbers.
 
+        A single text or list of token numbers is encoded as a list of one, so that its result is [1, ...].
+
         Returns:
             One array [texts, ...]; for outputs with a row for each token a list of arrays [tokens, ...].
 
@@ -183,8 +188,8 @@ class Encoder:
 
     def each(self, texts: Sequence[Any] | Array) -> Iterator[Array]:
         """Yield the output of each text as soon as it is computed, so that not all outputs need to be in memory."""
-        texts = tokens_of(texts)
-        return self.each_tokenized(self.tokens(texts[k : k + CHUNK], k) for k in range(0, len(texts), CHUNK))
+        texts = listed(texts)
+        return self.each_tokenized(self._chunk(texts[k : k + CHUNK], k) for k in range(0, len(texts), CHUNK))
 
     def each_tokenized(self, chunks: Iterable[Sequence[TokenizedText]]) -> Iterator[Array]:
         """Yield the output of each text, as `each` does. chunks: lists of texts that `tokens` returned."""
@@ -213,10 +218,7 @@ class Encoder:
         texts = prompted(texts, self.prompt, prepare, first)
         tokens = to_tokens(texts, self._tokenizer, self.max_length, vocab, first, noun)
         with Runtime.turn:
-            before, self.cut = self.cut, self.cut + sum(text.cut for text in tokens)
-        if self.cut and not before:
-            message = f"texts with more than {self.max_length} tokens are cut at this limit; `cut` counts them"
-            warnings.warn(message, stacklevel=4)
+            self.cut += sum(text.cut for text in tokens)
         return tokens
 
     def close(self) -> None:
@@ -239,6 +241,15 @@ class Encoder:
         return len(self._bound_model.programs)
 
     # -- inside
+
+    def _chunk(self, texts: Sequence[Any], first: int) -> list[TokenizedText]:
+        """Return the tokens of texts, and warn if texts are cut for the first time. first: number of the first text."""
+        tokens = self.tokens(texts, first)
+        if not self._warned and any(text.cut for text in tokens):
+            self._warned = True
+            message = f"texts with more than {self.max_length} tokens are cut at this limit; encoder.cut counts them"
+            warnings.warn(message, stacklevel=_users_level())
+        return tokens
 
     def _passes(self, lengths: Sequence[int]) -> Iterator[tuple[slice, Bins, list[SequencePlace]]]:
         """Divide sequences of these lengths into passes.
@@ -320,6 +331,14 @@ class Encoder:
                 yield self._sentence.vector(rows, self._prompt_tokens if text else 0)
                 continue
             yield rows.mean(0, dtype=np.float64).astype(rows.dtype) if self.output == "mean" else rows.copy()
+
+
+def _users_level() -> int:
+    """Return the `stacklevel` with which the caller's warning names the user's line: the first outside the package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and str(frame.f_globals.get("__name__")).startswith("nntile_py."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _check_output(output: str) -> None:

@@ -18,7 +18,7 @@ from nntile_py.data.text_pairs import read_pairs
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.evaluation import NOUNS, Windows, aim_of, labelled_rows, measure, windows_of
-from nntile_py.inference.open_model import OpenedModel, open_model
+from nntile_py.inference.open_model import OpenedModel, no_tokenizer, open_model
 from nntile_py.system.progress import progress_bar
 
 # {measure: (title of the column, format)}
@@ -50,7 +50,7 @@ def evaluate_runs(
 
     Args:
         runs: Folders, see open_model.
-        data: A text file or a folder of text files, or a table for classifiers.
+        data: A text file, a folder of text files, or a table.
         sizes: The options --seq, --stride and --batch; None: the default.
         overrides: The options --set.
         console: Shows progress.
@@ -61,7 +61,7 @@ def evaluate_runs(
     """
     fields = model_fields(overrides)
     if not data.exists():
-        need = "a text file or a folder of text files, or a table for a classifier"
+        need = "a text file, a folder of text files, or a table"
         raise ConfigError(f"--data: {data} is no such file or folder; allowed: {need}")
 
     def prepared(run: str) -> _Prepared:
@@ -98,8 +98,7 @@ def _check_data(opened: OpenedModel, data: Path, config: InferenceConfig) -> Non
     """Raise ConfigError if a model has no tokenizer, or if its kind of model cannot be measured on the data."""
     aim = aim_of(opened)
     if opened.tokenizer is None:
-        need = "a folder with a model and its tokenizer, as `nntile train` and save_pretrained write"
-        raise ConfigError(f"RUN: {opened.folder} has no {opened.tokenizer_file.name}; allowed: {need}")
+        raise no_tokenizer(opened.folder)
     if aim in OF_TABLES and data.is_dir() and not is_dataset(data):
         raise ConfigError(f"--data: {data} is a folder; allowed for {NOUNS[aim]}: a table")
     if aim == CLASSIFICATION:

@@ -6,10 +6,10 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from rich.console import Console
 
@@ -20,7 +20,7 @@ from nntile_py.errors import ConfigError, NotFinite
 from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.api_answer import LEAST
 from nntile_py.inference.generator import MOST_TOKENS, GeneratedPart, GeneratedText, Generator, Options
-from nntile_py.inference.open_model import open_model
+from nntile_py.inference.open_model import no_tokenizer, open_model
 from nntile_py.inference.texts import placed_texts
 
 
@@ -63,7 +63,7 @@ def run(command: Command) -> None:
     names = ["--chat"] if command.chat else [name for _, name in prompts]
     opened = open_model(command.folder)
     if opened.tokenizer is None:
-        raise ConfigError(f"{command.folder}: no tokenizer.json; allowed: a folder with one, as nntile train writes")
+        raise no_tokenizer(opened.folder)
     cpus, cuda = command.workers
     with Runtime(cpus=cpus, cuda=cuda), Generator(opened, tiles=tiles, **command.how) as generator, _named(names):
         if command.chat:
@@ -78,8 +78,13 @@ def _named(names: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except (ValueError, NotFinite) as error:  # a ValueError: a prompt is too long or empty
-        text = re.sub(r"^prompts\[(\d+)\]", lambda match: names[int(match[1])], str(error))
+        text = re.sub(r"^prompts\[(\d+)\]", lambda match: names[int(match[1])], _of_options(error))
         raise (NotFinite if isinstance(error, NotFinite) else ConfigError)(text) from None
+
+
+def _of_options(error: Exception) -> str:
+    """Return the message of an error of Generator, with the command's name of the option max_tokens."""
+    return str(error).replace("max_tokens = ", "--max-tokens ")
 
 
 def _check_combination(command: Command) -> None:
@@ -141,7 +146,7 @@ def _continue(generator: Generator, prompts: Sequence[str], command: Command) ->
             row = {"prompt": prompt, **_facts(text), **_logprobs(texts, text)}
             print(json.dumps(row, ensure_ascii=False), flush=True)
     elif len(prompts) == 1:
-        _type(prompts[0], generator(prompts, stream=True, **command.options))
+        _type(prompts[0], generator(prompts, stream=True, **command.options), [])
     else:
         _type_several(prompts, generator(prompts, stream=True, **command.options))
 
@@ -164,18 +169,17 @@ def _logprobs(texts: TokenTexts, text: GeneratedText) -> dict[str, Any]:
     return {"logprobs": rows}
 
 
-def _type(prompt: str, parts: Iterator[GeneratedPart]) -> str:
-    """Print a prompt, then each new token as soon as it is drawn. Return the continuation.
+def _type(prompt: str, parts: Iterator[GeneratedPart], shown: list[str]) -> None:
+    """Print a prompt, then each new token as soon as it is drawn, and append the token's text to `shown`.
 
     The prompt is printed together with the first token. If an error comes earlier, its message begins a line."""
-    text = ""
-    for number, part in enumerate(parts):
-        text += part.text
-        if not number:
-            print(prompt, end="")
-        print(part.text, end="", flush=True)
+    with closing(cast(Any, parts)):  # an error, or Ctrl-C, ends the generation
+        for number, part in enumerate(parts):
+            shown.append(part.text)
+            if not number:
+                print(prompt, end="")
+            print(part.text, end="", flush=True)
     print(flush=True)
-    return text
 
 
 def _type_several(prompts: Sequence[str], parts: Iterator[GeneratedPart]) -> None:
@@ -198,7 +202,10 @@ def _type_several(prompts: Sequence[str], parts: Iterator[GeneratedPart]) -> Non
 def _chat(generator: Generator, template: ChatTemplate, command: Command) -> None:
     """Answer each line of standard input, until standard input ends."""
     if sys.stdin.isatty():
-        print(f"{command.folder} answers each line; Ctrl-D ends the chat", file=sys.stderr, flush=True)
+        keys = "Ctrl-C ends an answer, Ctrl-D the chat"
+        print(f"{command.folder} answers each line; {keys}", file=sys.stderr, flush=True)
+        with suppress(ImportError):  # a Python may lack it
+            import readline  # noqa: F401  # input() then has line editing and a history
     if not template.own:
         _note(f"{command.folder} has no chat template; a plain format is used: {PLAIN}")
     messages: list[Message] = [{"role": "system", "content": command.system}] if command.system else []
@@ -206,16 +213,31 @@ def _chat(generator: Generator, template: ChatTemplate, command: Command) -> Non
     while (line := _line("> ")) is not None:
         if not line.strip():
             continue
-        check_whole("--chat", line, ConfigError)
-        messages.append({"role": "user", "content": line})
-        kept, ids = _fitting(generator, template, messages, options["max_tokens"])
-        if len(kept) < len(messages) and not shortened:  # from now on, this happens before nearly each answer
+        try:
+            check_whole("line", line, ValueError)
+            said = [*messages, {"role": "user", "content": line}]
+            kept, ids = _fitting(generator, template, said, options["max_tokens"])
+            parts = generator([ids], stream=True, **options)
+        except ValueError as error:
+            _note(f"this line is left out of the chat: {_of_options(error).partition(': ')[2]}")
+            continue
+        if len(kept) < len(said) and not shortened:  # from now on, this happens before nearly each answer
             limit = f"a prompt and its answer have at most {generator.max_length} tokens"
             _note(f"from now on, the oldest messages are left out of the conversation, as {limit}")
             shortened = True
-        messages = kept
-        answer = _type("", generator([ids], stream=True, **options)).strip()
-        messages.append({"role": "assistant", "content": answer})
+        messages = [*kept, {"role": "assistant", "content": _answer(parts)}]
+
+
+def _answer(parts: Iterator[GeneratedPart]) -> str:
+    """Print an answer, and return it without spaces around it. At a terminal, Ctrl-C ends the answer early."""
+    shown: list[str] = []
+    try:
+        _type("", parts, shown)
+    except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
+        print(flush=True)
+    return "".join(shown).strip()
 
 
 def _fitting(
@@ -248,5 +270,8 @@ def _line(mark: str) -> str | None:
         except EOFError:
             print()
             return None
+        except KeyboardInterrupt:
+            print()
+            raise
     line = sys.stdin.readline()
     return line.removesuffix("\n") if line else None

@@ -22,7 +22,7 @@ from nntile_py.inference.decoder import Decoder, cache_shape
 from nntile_py.inference.engine import Engine, Event, Reason, Request
 from nntile_py.inference.open_model import OpenedModel, open_model
 from nntile_py.inference.text_stream import TextStream
-from nntile_py.inference.texts import to_tokens, tokens_of
+from nntile_py.inference.texts import TokenizedText, check_tokens, listed, tokenized
 from nntile_py.inference.token_logprobs import TokenLogProbs
 from nntile_py.models.base import Model
 from nntile_py.schema import SIZES, in_bytes
@@ -142,7 +142,7 @@ class GeneratedPart:
     logprobs: TokenLogProbs | None = None
 
 
-Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
 
 class Generator:
@@ -226,7 +226,7 @@ class Generator:
         """Continue prompts.
 
         Args:
-            prompts: A text, a list of texts, or a list of lists of token numbers.
+            prompts: A text, a list of texts, a list of token numbers, or a list of such lists.
             stream: Return an iterator of GeneratedPart, which yields each token as soon as it is drawn.
             options: See Options: max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop,
                 logprobs.
@@ -235,7 +235,8 @@ class Generator:
             A GeneratedText for each prompt.
 
         Raises:
-            ValueError: A prompt is empty, too long, or has token numbers that the model does not have.
+            ValueError: A prompt is too long, or has token numbers that the model does not have. A list of token numbers
+                is empty. A text is empty, and the tokenizer's files name no token that begins a text.
             ConfigError: An option is unknown or out of range, or the weights or the Runtime changed during the call.
             NotFinite: Logits are nan or infinite.
         """
@@ -249,7 +250,7 @@ class Generator:
 
     def tokens(self, prompts: Prompts, options: Options, noun: str = "prompts") -> list[list[int]]:
         """Return the tokens of prompts. Raises ValueError, see `__call__`. noun: word for the prompts in messages."""
-        texts = tokens_of([prompts] if isinstance(prompts, str) else prompts, noun)
+        texts = listed(prompts, noun)
         if options.stop and self.tokenizer is None:
             raise ConfigError("stop: not allowed without a tokenizer; give one, or end texts by max_tokens")
         vocab = getattr(getattr(self.model, "config", None), "vocab", None)
@@ -258,15 +259,27 @@ class Generator:
             both = f"a prompt and its continuation together have at most {self.max_length} tokens"
             need = f"less than {self.max_length}: {both}"
             raise ConfigError(f"max_tokens: {options.max_tokens} is not allowed; use {need}")
-        for number, text in enumerate(texts):
-            if isinstance(text, str):
-                check_whole(f"{noun}[{number}]", text, ValueError)
-        start = self.special and (self.special.ids.get("bos_token_id") or self.special.end)
-        if self.tokenizer and start is not None and all(isinstance(text, str) for text in texts):
-            # An empty prompt becomes the token that begins a text.
-            # encode_batch, unlike encode, lets other threads run meanwhile.
-            texts = [encoding.ids or [start] for encoding in self.tokenizer.encode_batch(list(texts))]
-        return [text.ids.tolist() for text in to_tokens(texts, self.tokenizer, longest, vocab, 0, noun)]
+        tokens = tokenized(texts, self.tokenizer, 0, noun, pairs=False)
+        tokens = [text if len(text.ids) else self._beginning(text, f"{noun}[{k}]") for k, text in enumerate(tokens)]
+        reason = f"max_length is {self.max_length}"
+        if options.max_tokens:
+            reason = f"the prompt and max_tokens = {options.max_tokens} together have at most {self.max_length} tokens"
+        elif self.max_length == getattr(getattr(self.model, "config", None), "positions", None):
+            reason = f"the model has {self.max_length} positions"
+        check_tokens(tokens, longest, vocab, 0, noun, reason)
+        return [text.ids.tolist() for text in tokens]
+
+    def _beginning(self, empty: TokenizedText, name: str) -> TokenizedText:
+        """Return the token that begins a text, for an empty text. name: Name of the prompt in messages."""
+        if not empty.is_text:
+            return empty
+        start = self.special.ids.get("bos_token_id") if self.special else None
+        if start is None and self.special:
+            start = self.special.end
+        if start is None:
+            need = "a text that is not empty, as the tokenizer's files name no token that begins a text"
+            raise ValueError(f"{name}: got an empty text; allowed: {need}")
+        return empty._replace(ids=np.atleast_1d(start)[:1])  # config.json may have a list of numbers
 
     @in_turns
     def engine(self, rows: int, length: int) -> Engine:

@@ -76,6 +76,13 @@ def open_model(path: str | Path, fields: Mapping[str, Any] | None = None, *, tru
     return OpenedModel(model, folder, tokenizer, config, _step(folder, facts))
 
 
+def no_tokenizer(folder: Path) -> ConfigError:
+    """Return the error of commands that need a tokenizer, for a folder without tokenizer.json."""
+    how = "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+    need = f"a folder with a model and its tokenizer. From vocab.json and merges.txt, {how} makes the file"
+    return ConfigError(f"{folder} has no {TOKENIZER}, which turns texts into tokens; allowed: {need}")
+
+
 def saved_adapters(folder: Path) -> dict[str, Any]:
     """Return {"lora": settings of the adapters in a folder} to open its model with another head; {} without adapters.
 

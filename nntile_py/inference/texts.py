@@ -52,11 +52,16 @@ def with_limit(tokenizer: Tokenizer, longest: int, framed: bool) -> Tokenizer:
     return own
 
 
-def tokens_of(texts: Any, noun: str = "texts") -> Sequence[Any]:
-    """Return `texts` as a list. Raises ValueError for a single text, and for anything that is not a sequence."""
-    if isinstance(texts, str) or not isinstance(texts, Sequence | np.ndarray):
+def listed(texts: Any, noun: str = "texts") -> list[Any]:
+    """Return `texts` as a list. A single text or list of token numbers is a list of one.
+
+    Raises ValueError for anything that is not a sequence."""
+    if isinstance(texts, str):
+        return [texts]
+    if not isinstance(texts, Sequence | np.ndarray):
         raise ValueError(f"{noun}: got {short(texts)}; allowed: a list of texts, or of lists of token numbers")
-    return list(texts)
+    is_one = len(texts) > 0 and isinstance(texts[0], int | np.integer)
+    return [texts] if is_one else list(texts)
 
 
 def prompted(texts: Sequence[Any], prompt: str, prepare: Callable[[str], str], first: int) -> list[Any]:
@@ -84,40 +89,71 @@ def to_tokens(
         texts: Texts and pairs of texts, or lists of token numbers; not both.
         tokenizer: Turns texts into tokens. None: texts are refused.
         longest: Largest number of tokens of a text.
-        vocab: Number of tokens of the model: token numbers must be smaller. None: no limit.
+        vocab: See check_tokens.
         first: Number of the first text, for messages.
         noun: Word for the texts in messages.
 
     Raises:
         ValueError: A text has no tokens, too many tokens, or token numbers outside the vocabulary.
     """
-    if all(map(_is_text, texts)) and len(texts):
+    if tokenizer:
+        _check_pairs(texts, tokenizer.num_special_tokens_to_add(True), longest, first)
+    tokens = tokenized(texts, tokenizer, first, noun, pairs=True)
+    check_tokens(tokens, longest, vocab, first, noun)
+    return tokens
+
+
+def tokenized(
+    texts: Sequence[Any], tokenizer: Tokenizer | None, first: int, noun: str, *, pairs: bool
+) -> list[TokenizedText]:
+    """Return tokens as `to_tokens`, without a check of their numbers. pairs: Pairs of texts are allowed."""
+    if len(texts) and all(_is_text(text, pairs) for text in texts):
         if tokenizer is None:
             need = "give one, a folder with tokenizer.json, or token numbers"
             raise ConfigError(f"{noun}: there is no tokenizer; {need}")
         for k, text in enumerate(texts):
             check_whole(f"{noun}[{first + k}]", "".join(text), ValueError)
-        _check_pairs(texts, tokenizer.num_special_tokens_to_add(True), longest, first)
-        encodings = tokenizer.encode_batch(list(map(_plain, texts)))
-        tokens = [
+        # encode_batch, unlike encode, lets other threads run meanwhile.
+        return [
             TokenizedText(np.array(e.ids, np.int64), np.array(e.type_ids, np.int64), bool(e.overflowing), True)
-            for e in encodings
+            for e in tokenizer.encode_batch(list(map(_plain, texts)))
         ]
-    else:
-        tokens = [_numbers(text, f"{noun}[{first + k}]") for k, text in enumerate(texts)]
+    kinds = "texts and pairs of texts" if pairs else "texts"
+    need = f"{kinds}, or lists of token numbers; not both"
+    return [_numbers(text, f"{noun}[{first + k}]", need) for k, text in enumerate(texts)]
+
+
+def check_tokens(
+    tokens: Sequence[TokenizedText], longest: int, vocab: int | None, first: int, noun: str, reason: str = ""
+) -> None:
+    """Check the numbers of tokens, and the token numbers.
+
+    Args:
+        tokens: Texts as tokens.
+        longest: Largest number of tokens of a text.
+        vocab: Number of tokens of the model: token numbers must be smaller. None: no limit.
+        first: Number of the first text, for messages.
+        noun: Word for the texts in messages.
+        reason: Where the limit `longest` comes from, for the message.
+
+    Raises:
+        ValueError: A text has no tokens, too many tokens, or token numbers outside the vocabulary.
+    """
     for k, text in enumerate(tokens):
         here, n = f"{noun}[{first + k}]", len(text.ids)
         if not 1 <= n <= longest:
-            raise ValueError(f"{here}: {n} tokens; allowed: 1 to {longest}")
+            raise ValueError(f"{here}: {n} tokens; allowed: 1 to {longest}{f', as {reason}' if reason else ''}")
         if text.ids.min() < 0 or (vocab and text.ids.max() >= vocab):
             numbers = f"token numbers from {text.ids.min()} to {text.ids.max()}"
-            raise ValueError(f"{here}: {numbers}; allowed: 0 to {(vocab or 0) - 1}, the model's vocabulary")
-    return tokens
+            cause = ". The tokenizer does not fit the model" if text.is_text else ""
+            raise ValueError(f"{here}: {numbers}; allowed: 0 to {(vocab or 0) - 1}, the model's vocabulary{cause}")
 
 
-def _is_text(value: Any) -> bool:
-    """Return True for a text or a pair of texts."""
-    pair = isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(part, str) for part in value)
+def _is_text(value: Any, pairs: bool = True) -> bool:
+    """Return True for a text or, if `pairs` is true, for a pair of texts."""
+    pair = (
+        pairs and isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(part, str) for part in value)
+    )
     return isinstance(value, str) or pair
 
 
@@ -126,7 +162,7 @@ def _check_pairs(texts: Sequence[Any], least: int, longest: int, first: int) -> 
 
     least: Number of the template's own tokens. (`with_limit` checks the template for single texts.)"""
     for number, text in enumerate(texts if least >= longest else (), first):
-        if not isinstance(text, str):
+        if not isinstance(text, str) and _is_text(text):
             need = f"single texts, or a max_length above {least}"
             raise ValueError(f"texts[{number}]: a pair, whose template alone has {least} tokens; allowed: {need}")
 
@@ -136,8 +172,7 @@ def _plain(text: Any) -> Any:
     return text if isinstance(text, str) else tuple(text)
 
 
-def _numbers(value: Any, here: str) -> TokenizedText:
-    need = "texts and pairs of texts, or lists of token numbers; not both"
+def _numbers(value: Any, here: str, need: str) -> TokenizedText:
     try:
         ids = np.asarray(value)
     except ValueError:
