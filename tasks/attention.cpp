@@ -1,6 +1,4 @@
 // Attention on pairs of tiles (queries, keys and values). A query without attended keys gets zeros, and lse 0.
-#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
-#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -8,6 +6,7 @@
 #include <ATen/ops/sum.h>
 
 #include "attention_cpu.h"
+#include "attention_head.h"
 #include "attention_repeat_args.h"
 
 namespace nntile {
@@ -16,6 +15,12 @@ namespace {
 constexpr int64_t kRows = 128;  // rows of queries in a block; the block's scores fit into the cache
 
 at::Tensor head(const at::Tensor& x, int64_t b, int64_t h) { return x.select(0, b).select(0, h); }
+
+// Returns a row of a tensor [batch, heads, seq], such as the log-sum-exp.
+template <class T>
+T* row_of(const at::Tensor& x, int64_t b, int64_t h) {
+  return x.data_ptr<T>() + b * x.stride(0) + h * x.stride(1);
+}
 
 at::Tensor buffer_for(const at::Tensor& q, const at::Tensor& k) {
   return at::empty({std::min(kRows, q.size(2)) * k.size(2)}, q.options());
@@ -106,27 +111,52 @@ void for_kept(const at::Tensor& s, const PairMask& mask, int64_t first, Interval
 
 at::Tensor rows_of(const at::Tensor& x, Interval keys) { return x.narrow(0, keys.from, keys.size()); }
 
-// Computes attention by ATen's fused kernel, which supports only the causal mask, and needs a head of k and of v for
-// each head of q.
-void vendor(const AttentionArgs& args, const Triple& x, const at::Tensor& out, const at::Tensor& lse) {
-  const auto [o, l] = at::_scaled_dot_product_flash_attention_for_cpu(
-      x.q, repeated(x.k, x.group()), repeated(x.v, x.group()), 0.0, args.diagonal, {}, args.scale);
-  out.copy_(o);
-  lse.copy_(l);
+template <class T>
+HeadRows<T> rows_of_head(const at::Tensor& x, int64_t b, int64_t h) {
+  auto* data = static_cast<std::remove_const_t<T>*>(x.data_ptr());
+  return {data + b * x.stride(0) + h * x.stride(1), x.stride(2), x.stride(3)};
 }
 
-void vendor_grad(const AttentionGradArgs& args, const Triple& x, const Triple& grads, const at::Tensor& d_out,
-                 const at::Tensor& out, const at::Tensor& lse, bool adds) {
-  const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-      d_out, x.q, repeated(x.k, x.group()), repeated(x.v, x.group()), out, lse, 0.0, args.diagonal, {}, args.scale);
-  grads.q.copy_(dq);
-  for (const auto& [to, from] : {std::pair(grads.k, dk), {grads.v, dv}}) {
-    if (adds) to.add_(of_groups(from, x.group()));
-    else to.copy_(of_groups(from, x.group()));
-  }
+// Calls f(head, batch, head of k) with the keys and values of each head, see HeadAttention::begin.
+template <class T, class F>
+void for_heads(const Triple& x, bool diagonal, bool gradients, F f) {
+  static thread_local HeadAttention<T> head;
+  for (int64_t b = 0; b < x.k.size(0); ++b)
+    for (int64_t h = 0; h < x.k.size(1); ++h) {
+      const HeadSizes sizes{x.q.size(2), x.k.size(2), x.q.size(3), diagonal};
+      head.begin(sizes, rows_of_head<const T>(x.k, b, h), rows_of_head<const T>(x.v, b, h), gradients);
+      f(head, b, h);
+    }
 }
 
-// Returns whether each segment can be one call of ATen's kernel: the tile has all positions, and the mask has no
+// Computes attention without a mask, or with the causal mask.
+void heads(const AttentionArgs& args, const Triple& x, const at::Tensor& out, const at::Tensor& lse) {
+  dispatch(lse, [&](auto zero) {
+    using T = decltype(zero);
+    for_heads<T>(x, args.diagonal, false, [&](auto& head, int64_t b, int64_t h_k) {
+      for (int64_t h = h_k * x.group(); h < (h_k + 1) * x.group(); ++h)
+        head.forward(rows_of_head<const T>(x.q, b, h), rows_of_head<T>(out, b, h), row_of<T>(lse, b, h),
+                     static_cast<T>(args.scale));
+    });
+  });
+}
+
+// The gradients of `heads`. adds: adds to the gradients of k and v.
+void heads_grad(const AttentionGradArgs& args, const Triple& x, const Triple& grads, const at::Tensor& d_out,
+                const at::Tensor& out, const at::Tensor& lse, bool adds) {
+  dispatch(lse, [&](auto zero) {
+    using T = decltype(zero);
+    for_heads<T>(x, args.diagonal, true, [&](auto& head, int64_t b, int64_t h_k) {
+      for (int64_t h = h_k * x.group(); h < (h_k + 1) * x.group(); ++h)
+        head.backward(rows_of_head<const T>(x.q, b, h), rows_of_head<const T>(d_out, b, h),
+                      rows_of_head<const T>(out, b, h), row_of<T>(lse, b, h), rows_of_head<T>(grads.q, b, h),
+                      static_cast<T>(args.scale));
+      head.end(rows_of_head<T>(grads.k, b, h_k), rows_of_head<T>(grads.v, b, h_k), adds);
+    });
+  });
+}
+
+// Returns whether each segment is attention without other masks: the tile has all positions, and the mask has no
 // dropout, no window and no padding.
 bool whole_segments(const PairMask& mask, const Triple& x) {
   return mask.segments.defined() && !mask.dropout && !mask.window && !mask.padding.defined() && !mask.seq && !mask.key &&
@@ -158,10 +188,10 @@ void attention(Args& t) {
   const auto out = as_bhsd(t[0], args.out), lse = t[1];
   const Triple x(t, args.qkv, 2);
   const PairMask mask(t, args.diagonal, args.limits, 2 + x.count);
-  if (mask.simple()) return vendor(args, x, out, lse);
+  if (mask.simple()) return heads(args, x, out, lse);
   if (whole_segments(mask, x)) {
     const auto one = [&](int64_t from, int64_t count) {
-      vendor(args, part_of(x, from, count), out.narrow(2, from, count), lse.narrow(2, from, count));
+      heads(args, part_of(x, from, count), out.narrow(2, from, count), lse.narrow(2, from, count));
     };
     const auto none = [&](int64_t from, int64_t count) {
       out.narrow(2, from, count).zero_();
@@ -229,12 +259,11 @@ void attention_grad(Args& t) {
   const Triple x(t, args.qkv, 3), grads(t, args.grads, 3 + x.count);
   const PairMask mask(t, args.diagonal, args.limits, 3 + x.count + grads.count);
   const bool adds = t.accumulates(3 + x.count + args.grads.k[0]);  // tasks of other heads add to dk and dv too
-  if (mask.simple()) return vendor_grad(args, x, grads, d_out, out, lse, adds);
+  if (mask.simple()) return heads_grad(args, x, grads, d_out, out, lse, adds);
   if (whole_segments(mask, x)) {
     const auto one = [&](int64_t from, int64_t count) {
       const auto part = [&](const at::Tensor& y) { return y.narrow(2, from, count); };
-      const auto own_lse = part(lse).contiguous();  // ATen's kernel needs a contiguous lse
-      vendor_grad(args, part_of(x, from, count), part_of(grads, from, count), part(d_out), part(out), own_lse, adds);
+      heads_grad(args, part_of(x, from, count), part_of(grads, from, count), part(d_out), part(out), part(lse), adds);
     };
     const auto none = [&](int64_t from, int64_t count) {
       const auto part = part_of(grads, from, count);

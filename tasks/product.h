@@ -7,11 +7,11 @@
 #include <cstdlib>
 #include <optional>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "activation.h"
 #include "contract.h"
+#include "register_tile.h"
 
 namespace nntile {
 
@@ -69,12 +69,7 @@ struct Epilogue {
 // copies of panels and writes of the result use an offset per row and column, so no permuted tensor is needed.
 template <class T>
 class Product {
-#ifdef CPU_CAPABILITY_AVX512
-  static constexpr int64_t kRows = 12;  // with two vectors of columns: 24 of 32 registers are sums
-#else
-  static constexpr int64_t kRows = 6;  // 12 of 16 registers
-#endif
-  static constexpr int64_t kVector = Vec<T>::size(), kVectors = 2, kColumns = kVectors * kVector;
+  static constexpr int64_t kRows = kTileRows, kVector = Vec<T>::size(), kColumns = kTileColumns<T>;
   static constexpr int64_t kLeftStep = (kRows + kVector - 1) / kVector * kVector;  // `transpose` writes whole squares
   static constexpr int64_t kDepth = 1024 / sizeof(T);  // depth of a panel
   static constexpr int64_t kBlockRows = 20 * kRows, kBlockColumns = 48 * kColumns;
@@ -103,13 +98,6 @@ class Product {
  private:
   std::vector<T> left_, right_;
   std::vector<int64_t> lines_;
-
-  // Cache lines of the next panel of columns, prefetched into L2 while two panels are multiplied.
-  struct Ahead {
-    const T* from;
-    const int64_t* lines;
-    int64_t count;
-  };
 
   // Collects the offsets of a column panel's cache lines in the order of memory.
   void find_lines(const Matrix<const T>& b, int64_t depth, int64_t count) {
@@ -184,43 +172,15 @@ class Product {
       for (int64_t i = 0; i < m; i += kRows) {
         const auto height = std::min(kRows, m - i);
         const auto panel = i / kRows, lines = static_cast<int64_t>(lines_.size());
-        const Ahead ahead{next, lines_.data() + panel * k, next ? std::min(k, lines - panel * k) : 0};
-        tile(std::make_integer_sequence<int64_t, kRows>(), height, sums, left_.data() + panel * kLeftStep * k,
-             right_.data() + j * k, k, ahead);
+        // The cache lines of the next panel of columns are prefetched into L2 while two panels are multiplied.
+        const auto* ahead = lines_.data() + panel * k;
+        const auto count = next ? std::min(k, lines - panel * k) : 0;
+        multiply_tile(height, sums, kColumns, TileRows<T>{left_.data() + panel * kLeftStep * k, 1, kLeftStep},
+                      right_.data() + j * k, kColumns, k, false, [&](int64_t depth) {
+                        if (depth < count) __builtin_prefetch(next + ahead[depth], 0, 2);
+                      });
         finish(c, row + i, height, column + j, std::min(kColumns, n - j), sums, epilogue);
       }
-  }
-
-  template <int64_t... kLess>
-  static void tile(std::integer_sequence<int64_t, kLess...>, int64_t height, T* to, const T* left, const T* right,
-                   int64_t depth, const Ahead& ahead) {
-    static_cast<void>(((height == kLess + 1 && (tile<kLess + 1>(to, left, right, depth, ahead), true)) || ...));
-  }
-
-  // Multiplies two panels; written such that the compiler keeps all sums in registers.
-  template <int64_t kHeight>
-  static void tile(T* to, const T* left, const T* right, int64_t depth, const Ahead& ahead) {
-    Vec<T> sums[kHeight][kVectors];
-#pragma GCC unroll 16
-    for (int64_t r = 0; r < kHeight; ++r)
-#pragma GCC unroll 2
-      for (int64_t v = 0; v < kVectors; ++v) sums[r][v] = Vec<T>(T(0));
-    for (int64_t k = 0; k < depth; ++k, left += kLeftStep, right += kColumns) {
-      if (k < ahead.count) __builtin_prefetch(ahead.from + ahead.lines[k], 0, 2);
-      Vec<T> columns[kVectors];
-#pragma GCC unroll 2
-      for (int64_t v = 0; v < kVectors; ++v) columns[v] = Vec<T>::loadu(right + v * kVector);
-#pragma GCC unroll 16
-      for (int64_t r = 0; r < kHeight; ++r) {
-        const Vec<T> one(left[r]);
-#pragma GCC unroll 2
-        for (int64_t v = 0; v < kVectors; ++v) sums[r][v] = at::vec::fmadd(one, columns[v], sums[r][v]);
-      }
-    }
-#pragma GCC unroll 16
-    for (int64_t r = 0; r < kHeight; ++r)
-#pragma GCC unroll 2
-      for (int64_t v = 0; v < kVectors; ++v) sums[r][v].store(to + r * kColumns + v * kVector);
   }
 
   // Writes a tile of c from its sums, in contiguous pieces.

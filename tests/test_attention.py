@@ -244,6 +244,33 @@ def test_many_positions(runtime: nt.Runtime, backend: str) -> None:
         check(row, tiles, "chain", "fp64", {**row.sizes, "batch": 1, "seq": 300, "key": 300, "heads": 1, "head_dim": 8})
 
 
+@pytest.mark.parametrize(("layout", "head_dim"), [("groups", 20), ("other order", 64), ("packed by seq", 32)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_of_queries_and_keys(runtime: nt.Runtime, layout: str, head_dim: int, dtype: str) -> None:
+    """More queries and keys than a block of attention_head.h has; head_dim with and without a rest."""
+    for mask in ("none", "causal", "segments causal"):
+        row = Row(mask, "vendor", layout)
+        sizes = {**row.sizes, "batch": 1, "seq": 650, "key": 650, "heads": 2, "kv_heads": 1, "head_dim": head_dim}
+        check(row, {}, "chain", dtype, sizes)
+
+
+@pytest.mark.parametrize("scale", [-0.7, 30.0])
+def test_scales(runtime: nt.Runtime, scale: float) -> None:
+    """Of a negative scale, the largest score is the least product; of a large scale, most exponentials vanish."""
+
+    def row(case: Case) -> None:
+        q, k, v = inputs = [case.x(BSHD) for _ in range(3)]
+        for tensor in inputs:
+            tensor.requires_grad = True
+        out = attention(case.graph, q, k, v, Mask(True), "vendor", scale=scale)
+        op, dy = case.graph.ops[-1], case.x(BSHD)
+        grads = [t for t in op.gradient(case.graph, dy, None) if t is not None]
+        for number, tensor in enumerate((out, *grads)):
+            tensor.storage.kind, tensor.storage.name = "scalar", f"result{number}"
+
+    check(row, {}, "chain", "fp64", {**SIZES, "seq": 70, "head_dim": 16})
+
+
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_dropout(runtime: nt.Runtime, tiling: str) -> None:
     def row(case: Case) -> None:
