@@ -2,6 +2,7 @@
 #pragma once
 #include "activation_kinds.h"
 #include "common.h"
+#include "exponential.h"
 
 namespace nntile {
 
@@ -10,8 +11,7 @@ inline constexpr double kSqrtHalf = 0.70710678118654752440, kInvSqrt2Pi = 0.3989
 
 template <class T>
 inline Vec<T> logistic(const Vec<T>& x) {
-  const Vec<T> one(T(1));
-  return one / (one + x.neg().exp_u20());
+  return reciprocal_of(Vec<T>(T(1)) + exp_of(x.neg()));
 }
 
 // Returns (1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3), as a logistic function of 2u, with one exponential.
@@ -81,7 +81,7 @@ inline Vec<T> derivative(int kind, const Vec<T>& x) {
       return at::vec::fmadd(x * logistic(x), one - gate * gate, gate);
     }
     case kSigmoid: {
-      const auto a = x.abs().neg().exp_u20();
+      const auto a = exp_of(x.abs().neg());
       return a / ((one + a) * (one + a));
     }
     default: {

@@ -4,6 +4,7 @@
 #include <array>
 
 #include "common.h"
+#include "exponential.h"
 
 namespace nntile {
 
@@ -21,7 +22,7 @@ T max_of(const T* x, int64_t n) {
 template <class T>
 T sumexp_of(const T* x, T top, int64_t n) {
   return sum_vectors<T>(
-      n, [&](int64_t k, int64_t count) { return keep((load(x + k, count) - Vec<T>(top)).exp_u20(), count); });
+      n, [&](int64_t k, int64_t count) { return keep(exp_of(load(x + k, count) - Vec<T>(top)), count); });
 }
 
 // Returns the sum of a[k] b[k]. Uses four partial sums, because each addition to a single sum would wait for the
@@ -47,7 +48,7 @@ T dot_of(const T* a, const T* b, int64_t n) {
 template <class T>
 void exp_row(T* out, const T* x, T top, T scale, int64_t n) {
   for_vectors<T>(n, [&](int64_t k, int64_t count) {
-    ((load(x + k, count) - Vec<T>(top)).exp_u20() * Vec<T>(scale)).store(out + k, static_cast<int>(count));
+    (exp_of(load(x + k, count) - Vec<T>(top)) * Vec<T>(scale)).store(out + k, static_cast<int>(count));
   });
 }
 
