@@ -263,9 +263,9 @@ def test_vectors_that_wait_at_the_end_are_answered(models: Any, runtime: Any, mo
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server in a process of its own, and its address."""
-    code = "import sys; from nntile_py.cli import main; sys.argv[0] = 'nntile'; main()"
+def serving(*arguments: str, code: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, which runs `code` first, and its address."""
+    code += "import sys; from nntile_py.cli import main; sys.argv[0] = 'nntile'; main()"
     command = [sys.executable, "-c", code, "serve", *arguments, "--port", "0", "--cpus", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
@@ -313,11 +313,35 @@ def test_a_second_signal_ends_open_requests_at_once(models: Any) -> None:
         half.close()
 
 
+def test_signals_have_no_effect_after_the_server_has_ended(models: Any) -> None:
+    """The process still has to release the model when uvicorn has ended; a signal then must not kill the process."""
+    code = """
+import os, signal, sys
+from nntile_py.inference import service
+stop = service.Service.stop
+def stop_after_signals(self):
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    stop(self)
+service.Service.stop = stop_after_signals
+"""
+    with serving(str(models("gpt2")[0]), "--host", "[127.0.0.1]", code=code) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 0 and error.endswith("the server has ended\n")
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
         ("gpt2", "--max-length 25", "--max-length: got 25; allowed: at most the 24 positions of the model"),
         ("gpt2", "--precision bf16", "--precision: bf16 needs GPUs"),
+        ("gpt2", "--precision fp31", "--precision: 'fp31' is not allowed; use one of fp32, fp64"),
+        ("gpt2", "--precision=", "--precision: '' is not allowed; use one of fp32, fp64"),
+        ("gpt2", "--name=", "--name: got an empty text; allowed: a text that is not empty"),
+        ("gpt2", "--name \udcff", "--name: half of a character"),
+        ("gpt2", "--host=", "--host: got an empty text; allowed: an address of this machine"),
+        ("gpt2", "--host []", "--host: got an empty text; allowed: an address of this machine"),
         ("gpt2", "--host 256.1.1.1", "--host: cannot listen on 256.1.1.1:0: Name or service not known; allowed: an"),
         ("gpt2", "--host \udcff", "--host: cannot listen on \\udcff:0: this is no name of a host; allowed: an address"),
         ("gpt2", "--cache much", "--cache: 'much' is not allowed"),

@@ -16,6 +16,7 @@ from typing import Any
 
 import uvicorn
 
+from nntile_py.data.tables import check_whole
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import check_precision
@@ -44,6 +45,10 @@ def serve_folder(
     Raises:
         ConfigError: An option or the folder is wrong, or the address cannot be used.
     """
+    name = folder.resolve().name if name is None else name
+    check_whole("--name", name, ConfigError)
+    if not name:
+        raise ConfigError("--name: got an empty text; allowed: a text that is not empty")
     opened = open_model(folder)
     cpus, cuda = workers
     check_precision("precision", options["precision"], cuda > 0)
@@ -54,7 +59,7 @@ def serve_folder(
     with listener, Runtime(cpus=cpus, cuda=cuda):
         service = Service(opened, **options)
         try:
-            app = Api(service, name or folder.resolve().name, timeout).app()
+            app = Api(service, name, timeout).app()
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             print(f"serving {folder} on http://{shown}:{port}/v1; Ctrl-C ends it", flush=True)
@@ -78,13 +83,15 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Context manager: signals end the server. Unlike uvicorn, does not raise them again afterwards."""
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        """Context manager: signals end the server. Afterwards, signals have no effect until the process ends."""
+        signals = signal.SIGINT, signal.SIGTERM
+        for number in signals:
+            signal.signal(number, self.handle_exit)
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number in signals:
+                signal.signal(number, signal.SIG_IGN)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end; at a second signal, end open requests at once."""
@@ -110,9 +117,11 @@ class _Server(uvicorn.Server):
 
 
 def _listener(address: tuple[str, int]) -> socket.socket:
-    host, port = address
+    host, port = address[0].removeprefix("[").removesuffix("]"), address[1]  # an address of a URL: [::1]
+    if not host:
+        raise ConfigError("--host: got an empty text; allowed: an address of this machine, or 0.0.0.0 for all")
     try:
-        return socket.create_server(address, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, UnicodeError, TypeError) as error:  # TypeError: the host is no valid text
         of_port = isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES)
         name, need = ("--port", "a free port of this machine, or --port 0 for any") if of_port else (
