@@ -161,6 +161,9 @@ def test_embeddings_are_those_of_the_encoder(name: str, models: Any, runtime: An
         ("completions", {"prompt": "a", "stop": {}}, "stop: {} is not allowed; use a text, or a list of texts"),
         ("completions", {"prompt": "a", "stop": ""}, "stop: [''] is not allowed; use texts that are not empty"),
         ("completions", {"prompt": "a", "stop": "\ud800"}, "stop: half of a character"),
+        ("completions", {"prompt": "a", "stop": ["ab"] * 17}, "stop: got 17 texts of up to 2 characters; allowed"),
+        ("completions", {"prompt": "a", "stop": "a" * 257}, "stop: got 1 texts of up to 257 characters; allowed"),
+        ("completions", {"prompt": "a", "stop": [1] * 300_000}, "stop: got 300000 texts of up to 0 characters; allow"),
         ("completions", {"prompt": "a", "stream_options": {"include_usage": 1}}, "include_usage: 1 is not allowed"),
         ("completions", {"prompt": "a", "\ud800": 1}, "\\ud800: unknown field; allowed: echo, logprobs, max_tokens"),
         ("chat/completions", {"messages": [], "max_tokens": False}, "max_tokens: false is not allowed; use an int"),
@@ -192,6 +195,18 @@ def test_wrong_requests_get_status_400(http: Any, path: str, body: Any, message:
     answer = http.post(f"/v1/{path}", content=json.dumps(body))
     assert answer.status_code == 400, answer.text
     assert message in answer.json()["error"]["message"] and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"x" * 2**21: 1}, {"tools": ["x" * 2**21]}, {"model": "x" * 2**21}, {"stop": [[1] * 2**20]}],
+    ids=["field", "tools", "model", "stop"],
+)
+def test_errors_do_not_repeat_long_values(http: Any, body: Any) -> None:
+    answer = http.post("/v1/completions", json={"prompt": "a"} | body)
+    assert answer.status_code in (400, 404) and len(answer.text) < 1500
+    message = answer.json()["error"]["message"]
+    assert "allowed: " in message or "; leave it out" in message or "; use texts" in message
 
 
 def test_other_requests_that_are_refused(http: Any) -> None:

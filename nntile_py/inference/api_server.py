@@ -34,6 +34,7 @@ from nntile_py.inference.api_request import (
     read_body,
     read_logprobs,
     read_messages,
+    read_stops,
     shown,
 )
 from nntile_py.inference.generator import Options
@@ -201,10 +202,8 @@ class Api:
     def _options(self, body: dict[str, Any], most: Any, stops: Sequence[str] = ()) -> Options:
         """Return the options of a request, with OpenAI's defaults."""
         self._check_generates()
-        stop = given(body, "stop", [])
-        stop = [stop] if isinstance(stop, str) else stop
         drawing = {name: body[name] for name in DRAWING if body.get(name) is not None}
-        how: dict[str, Any] = {"max_tokens": most, "stop": [*stop, *stops], "logprobs": read_logprobs(body)}
+        how: dict[str, Any] = {"max_tokens": most, "stop": [*read_stops(body), *stops], "logprobs": read_logprobs(body)}
         return Options(**{"temperature": 1.0, **drawing}, **how)
 
     def _check_number(self, body: dict[str, Any], prompts: int) -> None:
