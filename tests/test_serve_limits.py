@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +123,9 @@ def test_a_cancelled_request_that_waits_is_not_begun(models: Any, runtime: Any) 
     own.stop()
 
 
-def test_long_texts_are_tokenized_beside_other_requests(service: Service) -> None:
+def test_long_texts_are_tokenized_beside_other_requests(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server answers other requests while a text of 1 MB is tokenized, and stops to wait when the time is over."""
+    monkeypatch.setattr("nntile_py.inference.service.MOST_CHARACTERS", 2**20)
     text = "a tile of words " * 60_000
     begun = time.monotonic()
     service.tokenizer.encode_batch([text])
@@ -150,6 +151,22 @@ def test_long_texts_are_tokenized_beside_other_requests(service: Service) -> Non
         assert asyncio.run(run(path, body, alone / 4))[0] == 504
 
 
+def test_texts_that_are_far_too_long_are_not_tokenized(service: Service) -> None:
+    """The message counts characters, not tokens. A conversation is checked before and after the chat template."""
+    most, http = 24 * 64, client(service)
+    for path, body, here in (
+        ("completions", {"prompt": ["a", "a" * (most + 1)]}, "prompt[1]"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a" * most}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a" * (most - 4)}]}, "messages"),
+        ("embeddings", {"input": "a" * (most + 1)}, "input[0]"),
+        ("embeddings", {"input": ["a", ["a" * most, "a"]]}, "input[1]"),
+    ):
+        answer = http.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(f"{here}: 15"), answer.text
+        assert f" characters; allowed: {most}, 64 for each of 24 tokens" in answer.text
+    assert http.post("/v1/embeddings", json={"input": "a" * most}).status_code == 200
+
+
 def test_a_body_that_comes_too_slowly_gets_an_error(service: Service) -> None:
     async def run() -> Any:
         async def body() -> AsyncIterator[bytes]:
@@ -164,11 +181,18 @@ def test_a_body_that_comes_too_slowly_gets_an_error(service: Service) -> None:
     assert answer.status_code == 504 and "no complete answer within 0.2 s" in answer.text
 
 
-def asked(service: Service, path: str, body: dict[str, Any], version: str, stays: float) -> list[Any]:
-    """Send a request whose client goes after `stays` seconds. Return the messages that the server sent."""
+def asked(
+    service: Service, path: str, body: dict[str, Any], version: str, stays: float, timeout: float = 60.0,
+    before: Callable[[], Any] = lambda: None,
+) -> list[Any]:  # fmt: skip
+    """Send a request whose client goes after `stays` seconds. Return the messages that the server sent.
+
+    before: Is called in the event loop before the request.
+    """
     sent: list[Any] = []
 
     async def run() -> None:
+        before()
         received, gone = False, asyncio.get_running_loop().time() + stays
 
         async def receive() -> Any:
@@ -188,10 +212,32 @@ def asked(service: Service, path: str, body: dict[str, Any], version: str, stays
             "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
             "headers": [], "scheme": "http", "server": ("a", 80), "client": ("b", 1),
         }  # fmt: skip
-        await Api(service, "m", 60.0).app()(scope, receive, send)
+        await Api(service, "m", timeout).app()(scope, receive, send)
 
     asyncio.run(run())
     return sent
+
+
+@pytest.mark.parametrize(("stays", "timeout"), [(0.1, 60.0), (60.0, 0.1)], ids=["gone", "late"])
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "embeddings"])
+def test_a_text_that_waits_for_a_thread_is_dropped(
+    service: Service, path: str, stays: float, timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only thread of the pool works on something else. Meanwhile the client goes, or the time is over."""
+    calls = list[Any]()
+    for name in ("tokens", "tokens_of_chat", "tokens_to_embed"):
+        monkeypatch.setattr(service, name, lambda *arguments: calls.append(arguments) or [])
+    monkeypatch.setattr("nntile_py.inference.api_connection.CHECK_SECONDS", 0.05)
+
+    def fill_pool() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        loop.run_in_executor(None, time.sleep, 0.5)
+
+    body = {"prompt": "a"} if path == "completions" else {"input": "a"}
+    body = {"messages": [{"role": "user", "content": "a"}]} if path.startswith("chat") else body
+    asked(service, f"/v1/{path}", body, "2.3", stays, timeout, fill_pool)
+    assert not calls
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -226,7 +272,7 @@ def test_a_client_that_goes_while_tokens_come_is_noticed(
         real()
 
     monkeypatch.setattr(own._engine, "step", slow)
-    monkeypatch.setattr("nntile_py.inference.api_server.CHECK_SECONDS", 0.1)
+    monkeypatch.setattr("nntile_py.inference.api_connection.CHECK_SECONDS", 0.1)
     asked(own, "/v1/completions", {"prompt": "a", "max_tokens": 20, "n": 64}, "2.3", 0.1)
     until(lambda: not own._jobs)
     assert len(steps) < 64
