@@ -293,7 +293,10 @@ def serving(*arguments: str, code: str = "") -> Iterator[tuple[subprocess.Popen[
             except OSError:
                 assert time.monotonic() < end
                 time.sleep(0.05)
-        yield process, address
+        try:
+            yield process, address
+        finally:
+            process.kill()
 
 
 def test_the_server_ends_by_a_signal(models: Any) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
 from test_eval import models, words
-from test_serve import client, service
+from test_serve import client, service, serving
 
 import nntile_py as nt
 from nntile_py.data.chat_template import ChatTemplate
@@ -238,6 +241,28 @@ def test_a_text_that_waits_for_a_thread_is_dropped(
     body = {"messages": [{"role": "user", "content": "a"}]} if path.startswith("chat") else body
     asked(service, f"/v1/{path}", body, "2.3", stays, timeout, fill_pool)
     assert not calls
+
+
+def test_connections_without_a_complete_header_are_closed(models: Any) -> None:
+    """The process may open two more files. Clients that never end their headers hold the server up for a second."""
+    with serving(str(models("gpt2")[0]), "--timeout", "1") as (process, address):
+        host, port = address.removeprefix("http://").split(":")
+        kept = socket.create_connection((host, int(port)), timeout=20)
+        kept.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        while not kept.recv(2**16).endswith(b"}"):
+            pass
+        kept.sendall(b"GET /hea")
+        most = max(int(file.name) for file in Path(f"/proc/{process.pid}/fd").iterdir()) + 3
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (most, most))
+        silent = [socket.create_connection((host, int(port)), timeout=20) for _ in range(6)]
+        for one in silent:
+            one.sendall(b"GET /hea")
+        assert [one.recv(1) for one in [kept, *silent]] == [b""] * 7
+        assert json.load(urlopen(f"{address}/health", timeout=20)) == {"status": "ok"}
+        process.terminate()
+        _, error = process.communicate(timeout=60)
+    assert error.count("Too many open files (open connections: ") == 1 and "further connections wait; `ulimit" in error
+    assert "Traceback" not in error and process.returncode == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nntile_py.data.tables import check_whole
 from nntile_py.errors import ConfigError
@@ -26,6 +27,7 @@ from nntile_py.inference.service import Service
 
 ENDING = 10.0  # seconds after SIGINT or SIGTERM in which open requests may end
 CLOSING = 1.0  # seconds in which clients may then read that the server ends
+SILENCE = 60.0  # largest time, in seconds, that a connection may take for the headers of its next request
 
 
 def serve_folder(
@@ -63,9 +65,10 @@ def serve_folder(
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             print(f"serving {folder} on http://{shown}:{port}/v1; Ctrl-C ends it", flush=True)
-            config = uvicorn.Config(app, log_level="warning", lifespan="off")
+            # h11 limits the length of headers; _Server knows its connections.
+            config = uvicorn.Config(app, log_level="warning", lifespan="off", http="h11", ws="none")
             logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # a line for each request
-            _Server(config, service).run(sockets=[listener])
+            _Server(config, service, min(timeout, SILENCE)).run(sockets=[listener])
         finally:
             service.stop()
     print("the server has ended", file=sys.stderr)
@@ -75,11 +78,49 @@ class _Server(uvicorn.Server):
     """Ends by SIGINT or SIGTERM, with exit status 0.
 
     Open requests have ENDING seconds after the first signal. After this time, or at a second signal, they get an error.
+    A connection without an open request is closed after `silence` seconds.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, silence: float) -> None:
         super().__init__(config)
         self._service, self._at_once = service, False
+        self._silence, self._next_note = silence, 0.0
+        self._silent: dict[Any, float] = {}  # {(connection, its last request): when a check first met them}
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections."""
+        asyncio.get_running_loop().set_exception_handler(self._on_error)
+        await super().startup(sockets)
+
+    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Print a line at most once a minute if the process has too many open files to accept connections.
+
+        asyncio itself would print thousands of tracebacks each second.
+        """
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._next_note:
+            self._next_note = loop.time() + 60
+            count = f"open connections: {len(self.server_state.connections)}"
+            note = f"{error.strerror} ({count}): further connections wait; `ulimit -n` raises the limit"
+            print(note, file=sys.stderr, flush=True)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return True if the server is to end. uvicorn calls this ten times a second."""
+        if counter % 10 == 0:
+            self._close_silent()
+        return await super().on_tick(counter)
+
+    def _close_silent(self) -> None:
+        """Close connections without an open request after some time; uvicorn waits for their headers forever."""
+        now, connections = asyncio.get_running_loop().time(), self.server_state.connections
+        lasts = [(one, one.cycle) for one in connections if isinstance(one, H11Protocol)]
+        idle = [(one, cycle) for one, cycle in lasts if cycle is None or cycle.response_complete]
+        self._silent = {pair: self._silent.get(pair, now) for pair in idle}
+        for (connection, _), since in self._silent.items():
+            if now - since >= self._silence:
+                connection.transport.close()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
