@@ -300,11 +300,13 @@ def serving(*arguments: str, code: str = "") -> Iterator[tuple[subprocess.Popen[
 
 
 def test_the_server_ends_by_a_signal(models: Any) -> None:
-    with serving(str(models("gpt2")[0])) as (process, _):
+    with serving(str(models("gpt2")[0])) as (process, address):
+        vectors = json.load(urlopen(Request(f"{address}/v1/embeddings", json.dumps({"input": words(1, 60)}).encode())))
+        assert vectors["usage"]["prompt_tokens"] == 24  # the text is cut, without a note
         process.send_signal(signal.SIGTERM)
         output, error = process.communicate(timeout=60)
     assert process.returncode == 0 and '"GET /health HTTP/1.1" 200' in output
-    assert "the server ends: open requests have 10 s" in error and error.endswith("the server has ended\n")
+    assert error.startswith("the server ends: open requests have 10 s") and error.endswith("the server has ended\n")
 
 
 def test_a_second_signal_ends_open_requests_at_once(models: Any) -> None:

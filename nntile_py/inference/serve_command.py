@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,6 +58,7 @@ def serve_folder(
     positions = getattr(opened.model.config, "positions", None)
     if (most := options["max_length"]) and positions and most > positions:
         raise ConfigError(f"--max-length: got {most}; allowed: at most the {positions} positions of the model")
+    warnings.filterwarnings("ignore", "texts with more than .* tokens are cut")  # docs/serve.md says so
     listener = _listener(address)
     with listener, Runtime(cpus=cpus, cuda=cuda):
         service = Service(opened, **options)
