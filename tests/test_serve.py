@@ -336,14 +336,17 @@ def test_a_second_signal_ends_open_requests_at_once(models: Any) -> None:
 def test_signals_have_no_effect_after_the_server_has_ended(models: Any) -> None:
     """The process still has to release the model when uvicorn has ended; a signal then must not kill the process."""
     code = """
-import os, signal, sys
+import atexit, os, signal, sys
+from nntile_py import _core
 from nntile_py.inference import service
-stop = service.Service.stop
-def stop_after_signals(self):
-    os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGINT)
-    stop(self)
-service.Service.stop = stop_after_signals
+def after_signals(function):
+    def call(*arguments):
+        [os.kill(os.getpid(), number) for number in (signal.SIGTERM, signal.SIGINT) * 2]
+        return function(*arguments)
+    return call
+service.Service.stop = after_signals(service.Service.stop)
+_core.stop = after_signals(_core.stop)
+atexit.register(after_signals(int))
 """
     with serving(str(models("gpt2")[0]), "--host", "[127.0.0.1]", code=code) as (process, _):
         process.send_signal(signal.SIGTERM)
