@@ -161,6 +161,9 @@ def test_embeddings_are_those_of_the_encoder(name: str, models: Any, runtime: An
         ("completions", {"prompt": "a", "stop": {}}, "stop: {} is not allowed; use a text, or a list of texts"),
         ("completions", {"prompt": "a", "stop": ""}, "stop: [''] is not allowed; use texts that are not empty"),
         ("completions", {"prompt": "a", "stop": "\ud800"}, "stop: half of a character"),
+        ("completions", {"prompt": "a", "stop": ["ab"] * 17}, "stop: got 17 texts of up to 2 characters; allowed"),
+        ("completions", {"prompt": "a", "stop": "a" * 257}, "stop: got 1 texts of up to 257 characters; allowed"),
+        ("completions", {"prompt": "a", "stop": [1] * 300_000}, "stop: got 300000 texts of up to 0 characters; allow"),
         ("completions", {"prompt": "a", "stream_options": {"include_usage": 1}}, "include_usage: 1 is not allowed"),
         ("completions", {"prompt": "a", "\ud800": 1}, "\\ud800: unknown field; allowed: echo, logprobs, max_tokens"),
         ("chat/completions", {"messages": [], "max_tokens": False}, "max_tokens: false is not allowed; use an int"),
@@ -192,6 +195,18 @@ def test_wrong_requests_get_status_400(http: Any, path: str, body: Any, message:
     answer = http.post(f"/v1/{path}", content=json.dumps(body))
     assert answer.status_code == 400, answer.text
     assert message in answer.json()["error"]["message"] and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"x" * 2**21: 1}, {"tools": ["x" * 2**21]}, {"model": "x" * 2**21}, {"stop": [[1] * 2**20]}],
+    ids=["field", "tools", "model", "stop"],
+)
+def test_errors_do_not_repeat_long_values(http: Any, body: Any) -> None:
+    answer = http.post("/v1/completions", json={"prompt": "a"} | body)
+    assert answer.status_code in (400, 404) and len(answer.text) < 1500
+    message = answer.json()["error"]["message"]
+    assert "allowed: " in message or "; leave it out" in message or "; use texts" in message
 
 
 def test_other_requests_that_are_refused(http: Any) -> None:
@@ -263,9 +278,9 @@ def test_vectors_that_wait_at_the_end_are_answered(models: Any, runtime: Any, mo
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server in a process of its own, and its address."""
-    code = "import sys; from nntile_py.cli import main; sys.argv[0] = 'nntile'; main()"
+def serving(*arguments: str, code: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, which runs `code` first, and its address."""
+    code += "import sys; from nntile_py.cli import main; sys.argv[0] = 'nntile'; main()"
     command = [sys.executable, "-c", code, "serve", *arguments, "--port", "0", "--cpus", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
@@ -278,15 +293,20 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             except OSError:
                 assert time.monotonic() < end
                 time.sleep(0.05)
-        yield process, address
+        try:
+            yield process, address
+        finally:
+            process.kill()
 
 
 def test_the_server_ends_by_a_signal(models: Any) -> None:
-    with serving(str(models("gpt2")[0])) as (process, _):
+    with serving(str(models("gpt2")[0])) as (process, address):
+        vectors = json.load(urlopen(Request(f"{address}/v1/embeddings", json.dumps({"input": words(1, 60)}).encode())))
+        assert vectors["usage"]["prompt_tokens"] == 24  # the text is cut, without a note
         process.send_signal(signal.SIGTERM)
         output, error = process.communicate(timeout=60)
     assert process.returncode == 0 and '"GET /health HTTP/1.1" 200' in output
-    assert "the server ends: open requests have 10 s" in error and error.endswith("the server has ended\n")
+    assert error.startswith("the server ends: open requests have 10 s") and error.endswith("the server has ended\n")
 
 
 def test_a_second_signal_ends_open_requests_at_once(models: Any) -> None:
@@ -313,11 +333,38 @@ def test_a_second_signal_ends_open_requests_at_once(models: Any) -> None:
         half.close()
 
 
+def test_signals_have_no_effect_after_the_server_has_ended(models: Any) -> None:
+    """The process still has to release the model when uvicorn has ended; a signal then must not kill the process."""
+    code = """
+import atexit, os, signal, sys
+from nntile_py import _core
+from nntile_py.inference import service
+def after_signals(function):
+    def call(*arguments):
+        [os.kill(os.getpid(), number) for number in (signal.SIGTERM, signal.SIGINT) * 2]
+        return function(*arguments)
+    return call
+service.Service.stop = after_signals(service.Service.stop)
+_core.stop = after_signals(_core.stop)
+atexit.register(after_signals(int))
+"""
+    with serving(str(models("gpt2")[0]), "--host", "[127.0.0.1]", code=code) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 0 and error.endswith("the server has ended\n")
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
         ("gpt2", "--max-length 25", "--max-length: got 25; allowed: at most the 24 positions of the model"),
         ("gpt2", "--precision bf16", "--precision: bf16 needs GPUs"),
+        ("gpt2", "--precision fp31", "--precision: 'fp31' is not allowed; use one of fp32, fp64"),
+        ("gpt2", "--precision=", "--precision: '' is not allowed; use one of fp32, fp64"),
+        ("gpt2", "--name=", "--name: got an empty text; allowed: a text that is not empty"),
+        ("gpt2", "--name \udcff", "--name: half of a character"),
+        ("gpt2", "--host=", "--host: got an empty text; allowed: an address of this machine"),
+        ("gpt2", "--host []", "--host: got an empty text; allowed: an address of this machine"),
         ("gpt2", "--host 256.1.1.1", "--host: cannot listen on 256.1.1.1:0: Name or service not known; allowed: an"),
         ("gpt2", "--host \udcff", "--host: cannot listen on \\udcff:0: this is no name of a host; allowed: an address"),
         ("gpt2", "--cache much", "--cache: 'much' is not allowed"),

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
 from test_eval import models, words
-from test_serve import client, service
+from test_serve import client, service, serving
 
 import nntile_py as nt
 from nntile_py.data.chat_template import ChatTemplate
@@ -35,7 +38,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_full_queue_and_a_slow_answer(models: Any, runtime: Any) -> None:
+def test_a_full_queue_and_a_slow_answer(models: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     small = Service(open_model(models("gpt2")[0]), batch=1, queue=1)
     hold, parts = threading.Event(), list[JobPart]()
     small._later(lambda: bool(hold.wait(20)))  # the thread works on something long
@@ -44,7 +47,9 @@ def test_a_full_queue_and_a_slow_answer(models: Any, runtime: Any) -> None:
         small.add([1, 2], options, (0,), parts.append)
     with pytest.raises(TooBusy, match="2 texts are generated or wait; allowed: 2"):
         small.add([1, 2], options, (0,), parts.append)
-    answer = client(small).post("/v1/completions", json={"prompt": "a"})
+    with monkeypatch.context() as patch:
+        patch.delattr(Service, "tokens")  # the prompt is not tokenized
+        answer = client(small).post("/v1/completions", json={"prompt": "a"})
     assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
     hold.set()
     end = time.monotonic() + 20
@@ -123,8 +128,9 @@ def test_a_cancelled_request_that_waits_is_not_begun(models: Any, runtime: Any) 
     own.stop()
 
 
-def test_long_texts_are_tokenized_beside_other_requests(service: Service) -> None:
+def test_long_texts_are_tokenized_beside_other_requests(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server answers other requests while a text of 1 MB is tokenized, and stops to wait when the time is over."""
+    monkeypatch.setattr("nntile_py.inference.service.MOST_CHARACTERS", 2**20)
     text = "a tile of words " * 60_000
     begun = time.monotonic()
     service.tokenizer.encode_batch([text])
@@ -150,6 +156,22 @@ def test_long_texts_are_tokenized_beside_other_requests(service: Service) -> Non
         assert asyncio.run(run(path, body, alone / 4))[0] == 504
 
 
+def test_texts_that_are_far_too_long_are_not_tokenized(service: Service) -> None:
+    """The message counts characters, not tokens. A conversation is checked before and after the chat template."""
+    most, http = 24 * 64, client(service)
+    for path, body, here in (
+        ("completions", {"prompt": ["a", "a" * (most + 1)]}, "prompt[1]"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a" * most}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a" * (most - 4)}]}, "messages"),
+        ("embeddings", {"input": "a" * (most + 1)}, "input[0]"),
+        ("embeddings", {"input": ["a", ["a" * most, "a"]]}, "input[1]"),
+    ):
+        answer = http.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(f"{here}: 15"), answer.text
+        assert f" characters; allowed: {most}, 64 for each of 24 tokens" in answer.text
+    assert http.post("/v1/embeddings", json={"input": "a" * most}).status_code == 200
+
+
 def test_a_body_that_comes_too_slowly_gets_an_error(service: Service) -> None:
     async def run() -> Any:
         async def body() -> AsyncIterator[bytes]:
@@ -164,11 +186,18 @@ def test_a_body_that_comes_too_slowly_gets_an_error(service: Service) -> None:
     assert answer.status_code == 504 and "no complete answer within 0.2 s" in answer.text
 
 
-def asked(service: Service, path: str, body: dict[str, Any], version: str, stays: float) -> list[Any]:
-    """Send a request whose client goes after `stays` seconds. Return the messages that the server sent."""
+def asked(
+    service: Service, path: str, body: dict[str, Any], version: str, stays: float, timeout: float = 60.0,
+    before: Callable[[], Any] = lambda: None,
+) -> list[Any]:  # fmt: skip
+    """Send a request whose client goes after `stays` seconds. Return the messages that the server sent.
+
+    before: Is called in the event loop before the request.
+    """
     sent: list[Any] = []
 
     async def run() -> None:
+        before()
         received, gone = False, asyncio.get_running_loop().time() + stays
 
         async def receive() -> Any:
@@ -188,10 +217,54 @@ def asked(service: Service, path: str, body: dict[str, Any], version: str, stays
             "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
             "headers": [], "scheme": "http", "server": ("a", 80), "client": ("b", 1),
         }  # fmt: skip
-        await Api(service, "m", 60.0).app()(scope, receive, send)
+        await Api(service, "m", timeout).app()(scope, receive, send)
 
     asyncio.run(run())
     return sent
+
+
+@pytest.mark.parametrize(("stays", "timeout"), [(0.1, 60.0), (60.0, 0.1)], ids=["gone", "late"])
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "embeddings"])
+def test_a_text_that_waits_for_a_thread_is_dropped(
+    service: Service, path: str, stays: float, timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only thread of the pool works on something else. Meanwhile the client goes, or the time is over."""
+    calls = list[Any]()
+    for name in ("tokens", "tokens_of_chat", "tokens_to_embed"):
+        monkeypatch.setattr(service, name, lambda *arguments: calls.append(arguments) or [])
+    monkeypatch.setattr("nntile_py.inference.api_connection.CHECK_SECONDS", 0.05)
+
+    def fill_pool() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        loop.run_in_executor(None, time.sleep, 0.5)
+
+    body = {"prompt": "a"} if path == "completions" else {"input": "a"}
+    body = {"messages": [{"role": "user", "content": "a"}]} if path.startswith("chat") else body
+    asked(service, f"/v1/{path}", body, "2.3", stays, timeout, fill_pool)
+    assert not calls
+
+
+def test_connections_without_a_complete_header_are_closed(models: Any) -> None:
+    """The process may open two more files. Clients that never end their headers hold the server up for a second."""
+    with serving(str(models("gpt2")[0]), "--timeout", "1") as (process, address):
+        host, port = address.removeprefix("http://").split(":")
+        kept = socket.create_connection((host, int(port)), timeout=20)
+        kept.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        while not kept.recv(2**16).endswith(b"}"):
+            pass
+        kept.sendall(b"GET /hea")
+        most = max(int(file.name) for file in Path(f"/proc/{process.pid}/fd").iterdir()) + 3
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (most, most))
+        silent = [socket.create_connection((host, int(port)), timeout=20) for _ in range(6)]
+        for one in silent:
+            one.sendall(b"GET /hea")
+        assert [one.recv(1) for one in [kept, *silent]] == [b""] * 7
+        assert json.load(urlopen(f"{address}/health", timeout=20)) == {"status": "ok"}
+        process.terminate()
+        _, error = process.communicate(timeout=60)
+    assert error.count("Too many open files (open connections: ") == 1 and "further connections wait; `ulimit" in error
+    assert "Traceback" not in error and process.returncode == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -226,7 +299,7 @@ def test_a_client_that_goes_while_tokens_come_is_noticed(
         real()
 
     monkeypatch.setattr(own._engine, "step", slow)
-    monkeypatch.setattr("nntile_py.inference.api_server.CHECK_SECONDS", 0.1)
+    monkeypatch.setattr("nntile_py.inference.api_connection.CHECK_SECONDS", 0.1)
     asked(own, "/v1/completions", {"prompt": "a", "max_tokens": 20, "n": 64}, "2.3", 0.1)
     until(lambda: not own._jobs)
     assert len(steps) < 64

@@ -31,7 +31,7 @@ def main(run: Callable[[], Any] = app) -> None:
 
     NNTILE_DEBUG=1 shows the traceback instead.
     """
-    atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in the interpreter's end shows no traceback
+    atexit.register(interrupts.to_default, signal.SIGINT)  # Ctrl-C in the interpreter's end shows no traceback
     atexit.register(gc.freeze)  # skips the garbage collection at the end of the process, which takes 0.4 s
     output.protect()
     if os.environ.get("NNTILE_DEBUG") != "1":

@@ -51,6 +51,8 @@ LOSS_SCALE = {"fp16": 65536.0}  # initial loss scale, as torch.amp.GradScaler ha
 
 def check_precision(key: str, precision: str, cuda: bool) -> None:
     """Raise ConfigError, with `key` in its message, if CUDA (or else CPU) workers do not compute in the precision."""
+    if precision not in PRECISIONS:
+        raise ConfigError(f"{key}: {precision!r} is not allowed; use one of {', '.join(PRECISIONS)}")
     kind = "CUDA" if cuda else "CPU"
     if kind not in PRECISIONS[precision]:
         known = ", ".join(name for name, kinds in PRECISIONS.items() if kind in kinds)

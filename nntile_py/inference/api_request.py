@@ -16,6 +16,8 @@ from nntile_py.tasks.top_logprobs import MOST_RANKED
 
 LARGEST = 2**22  # largest number of bytes of a request
 MOST_SHOWN = 40  # largest number of characters of a value in a message
+MOST_MESSAGE = 700  # largest number of characters of an error's message
+MOST_STOPS, MOST_OF_STOP = 16, 256  # largest number of a request's stop texts, and of the characters of a stop text
 MOST_TEXTS = 256  # largest number of prompts or inputs of a request
 # Fields that every request may have, whatever their values. Only `stream_options` has an effect.
 ACCEPTED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "stream_options")
@@ -39,7 +41,7 @@ TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 class ApiError(Exception):
-    """An error that the client gets as an answer.
+    """An error that the client gets as an answer. A long message is shortened in the middle.
 
     Attributes:
         status: HTTP status.
@@ -48,8 +50,9 @@ class ApiError(Exception):
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param or _field(message), code
+        half = MOST_MESSAGE // 2
+        super().__init__(message if len(message) <= MOST_MESSAGE else f"{message[:half]} ... {message[-half:]}")
+        self.status, self.param, self.code = status, (param or _field(message) or "")[:MOST_SHOWN] or None, code
 
     def response(self) -> Response:
         kind = "invalid_request_error" if self.status < 500 and self.status != 429 else "server_error"
@@ -83,7 +86,7 @@ async def read_body(request: HttpRequest, *known: str) -> dict[str, Any]:
     allowed = {*known, *ACCEPTED, *DRAWING, "n", "seed", "stop", "stream"}
     for name, value in body.items():
         if name not in allowed | FIXED.keys():
-            close = get_close_matches(name, allowed, 1)
+            close = get_close_matches(name[:MOST_SHOWN], allowed, 1)
             need = f"did you mean {close[0]}?" if close else f"allowed: {', '.join(sorted(allowed))}"
             raise ApiError(400, f"{name}: unknown field; {need}", name)
         if name not in allowed and not _is_one_of(value, FIXED[name]):
@@ -134,6 +137,17 @@ def read_logprobs(body: dict[str, Any]) -> int | None:
     if name == "top_logprobs" and most and not value:
         raise ApiError(400, "top_logprobs: not allowed without logprobs; add logprobs: true", "top_logprobs")
     return most
+
+
+def read_stops(body: Mapping[str, Any]) -> list[str]:
+    """Return the stop texts of a request. Their number and lengths are limited, because each new token is compared."""
+    value = given(body, "stop", [])
+    stops: list[str] = [value] if isinstance(value, str) else value
+    longest = max((len(text) for text in stops if isinstance(text, str)), default=0)
+    if len(stops) > MOST_STOPS or longest > MOST_OF_STOP:
+        need = f"up to {MOST_STOPS} texts of up to {MOST_OF_STOP} characters"
+        raise ApiError(400, f"stop: got {len(stops)} texts of up to {longest} characters; allowed: {need}")
+    return stops
 
 
 def read_messages(value: Any) -> list[Message]:

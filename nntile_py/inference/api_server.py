@@ -9,23 +9,22 @@ import asyncio
 import base64
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from nntile_py.data.chat_template import ChatTemplate
 from nntile_py.data.token_texts import TokenTexts
 from nntile_py.errors import ConfigError
 from nntile_py.inference.api_answer import CHAT, TEXT, CompletionKind, ScoredToken
+from nntile_py.inference.api_connection import EventStream, Watch
 from nntile_py.inference.api_request import (
     DRAWING,
     MOST_TEXTS,
@@ -34,14 +33,13 @@ from nntile_py.inference.api_request import (
     read_body,
     read_logprobs,
     read_messages,
+    read_stops,
     shown,
 )
 from nntile_py.inference.generator import Options
 from nntile_py.inference.service import ENDS, Job, JobPart, Service, TooBusy, new_seed
-from nntile_py.inference.texts import TokenizedText
 
 T = TypeVar("T")
-CHECK_SECONDS = 1.0  # seconds between two checks whether a client is still connected
 
 
 class Api:
@@ -98,17 +96,32 @@ class Api:
 
     # -- requests
 
-    async def _in_time(self, request: HttpRequest, work: Awaitable[T]) -> T:
-        """Return the result of `work`. Raise ApiError if the request times out before."""
+    async def _in_thread(self, request: HttpRequest, work: Callable[..., T], *arguments: Any) -> T:
+        """Return the result of a call in a thread of the event loop's pool; see _result."""
+        return await self._result(request, asyncio.get_running_loop().run_in_executor(None, work, *arguments))
+
+    async def _result(self, request: HttpRequest, future: asyncio.Future[T]) -> T:
+        """Return the result of work in another thread.
+
+        Raise ApiError if the client disconnects or the request times out. Work that has not begun is then dropped.
+        """
+        watch = self._watch(request)
         try:
-            async with asyncio.timeout_at(request.state.end):
-                return await work
-        except TimeoutError:
-            raise self._late() from None
+            while not future.done():
+                await asyncio.wait([future], timeout=watch.seconds)
+                if not future.done():
+                    await watch.check()
+            return future.result()
+        finally:
+            future.cancel()
 
     async def _body(self, request: HttpRequest, *known: str) -> dict[str, Any]:
         """Return the JSON object of a request, see read_body. Raise ApiError if it asks for another model."""
-        body = await self._in_time(request, read_body(request, *known))
+        try:
+            async with asyncio.timeout_at(request.state.end):
+                body = await read_body(request, *known)
+        except TimeoutError:
+            raise self._late() from None
         if (name := given(body, "model", self._name)) != self._name:
             message = f"model: {shown(name)} is not served; allowed: {self._name}"
             raise ApiError(404, message, code="model_not_found")
@@ -135,7 +148,7 @@ class Api:
             raise ApiError(400, f"prompt: {got}; allowed: a text, a list of texts, or lists of token numbers")
         options = self._options(body, given(body, "max_tokens", 16))
         self._check_number(body, 1 if isinstance(prompt, str) else len(prompt))
-        ids = await self._in_time(request, asyncio.to_thread(self._service.tokens, prompt, options, "prompt"))
+        ids = await self._in_thread(request, self._service.tokens, prompt, options, "prompt")
         prompts = [prompt] if isinstance(prompt, str) else prompt
         texts = [text if isinstance(text, str) else self._service.tokenizer.decode(text) for text in prompts]
         return await self._generated(request, body, TEXT, ids, options, texts if body.get("echo") else [])
@@ -146,8 +159,7 @@ class Api:
         messages = read_messages(body.get("messages"))
         self._check_generates()
         self._check_number(body, 1)
-        to_tokens = asyncio.to_thread(self._service.tokens_of_chat, messages, self._template)
-        ids = await self._in_time(request, to_tokens)
+        ids = await self._in_thread(request, self._service.tokens_of_chat, messages, self._template)
         most = given(body, "max_completion_tokens", body.get("max_tokens"))
         longest = self._service.max_length
         options = self._options(body, max(longest - len(ids), 1) if most is None else most, self._template.stops)
@@ -168,8 +180,10 @@ class Api:
         form = given(body, "encoding_format", "float")
         if form not in ("float", "base64"):
             raise ApiError(400, f"encoding_format: {shown(form)} is not allowed; use float or base64")
-        tokens = await self._in_time(request, asyncio.to_thread(self._service.tokens_to_embed, texts))
-        vectors, count = await self._vectors(request, tokens), sum(len(text.ids) for text in tokens)
+        self._service.check_room(1)
+        tokens = await self._in_thread(request, self._service.tokens_to_embed, texts)
+        vectors = await self._result(request, asyncio.wrap_future(self._service.embed(tokens)))
+        count = sum(len(text.ids) for text in tokens)
         data = [
             {"object": "embedding", "index": index, "embedding": _encoded(vector, form)}
             for index, vector in enumerate(vectors)
@@ -177,20 +191,8 @@ class Api:
         usage = {"prompt_tokens": count, "total_tokens": count}
         return JSONResponse({"object": "list", "model": self._name, "data": data, "usage": usage})
 
-    async def _vectors(self, request: HttpRequest, tokens: Sequence[TokenizedText]) -> np.ndarray[Any, Any]:
-        """Return the vectors of texts. If the client disconnects, the work ends."""
-        future, watch = asyncio.wrap_future(self._service.embed(tokens)), self._watch(request)
-        try:
-            while not future.done():
-                await asyncio.wait([future], timeout=watch.seconds)
-                if not future.done():
-                    await watch.check()
-            return future.result()
-        finally:
-            future.cancel()
-
-    def _watch(self, request: HttpRequest) -> _Watch:
-        return _Watch(request, self._late())
+    def _watch(self, request: HttpRequest) -> Watch:
+        return Watch(request, self._late())
 
     # -- generation
 
@@ -201,18 +203,17 @@ class Api:
     def _options(self, body: dict[str, Any], most: Any, stops: Sequence[str] = ()) -> Options:
         """Return the options of a request, with OpenAI's defaults."""
         self._check_generates()
-        stop = given(body, "stop", [])
-        stop = [stop] if isinstance(stop, str) else stop
         drawing = {name: body[name] for name in DRAWING if body.get(name) is not None}
-        how: dict[str, Any] = {"max_tokens": most, "stop": [*stop, *stops], "logprobs": read_logprobs(body)}
+        how: dict[str, Any] = {"max_tokens": most, "stop": [*read_stops(body), *stops], "logprobs": read_logprobs(body)}
         return Options(**{"temperature": 1.0, **drawing}, **how)
 
     def _check_number(self, body: dict[str, Any], prompts: int) -> None:
-        """Raise ApiError if a request asks for too many texts: `n` texts for each of its prompts."""
+        """Raise an error if there is no room for a request's texts: `n` texts for each of its prompts."""
         number, most = given(body, "n", 1), min(MOST_TEXTS, self._service.room)
         if not 1 <= number * prompts <= most:
             asked = f"n: got {number} texts for each of {prompts} prompts"
             raise ApiError(400, f"{asked}; allowed: 1 to {most} texts in a request", "n")
+        self._service.check_room(number * prompts)
 
     async def _generated(
         self,
@@ -254,7 +255,7 @@ class Api:
         if body.get("stream"):
             wants = given(body, "stream_options", {}).get("include_usage")
             events = self._events(request, jobs, parts, kind, facts, beginnings, count if wants else None)
-            return _Stream(events, lambda: self._cancel(jobs))
+            return EventStream(events, lambda: self._cancel(jobs))
         return await self._complete(request, jobs, parts, kind, facts, beginnings, count)
 
     async def _complete(
@@ -322,54 +323,6 @@ class Api:
         for job in jobs:
             if not job.request.ended:
                 self._service.cancel(job)
-
-
-@dataclass
-class _Watch:
-    """Checks once a second whether a request has timed out, and whether its client is still connected.
-
-    Attributes:
-        request: The request. `request.state.end` is the time of the event loop at which the request times out.
-        late: The error of a request that has timed out.
-        next_check: Time of the next check.
-    """
-
-    request: HttpRequest
-    late: ApiError
-    next_check: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._plan()
-
-    def _plan(self) -> None:
-        self.next_check = min(self.request.state.end, asyncio.get_running_loop().time() + CHECK_SECONDS)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds until the next check."""
-        return max(self.next_check - asyncio.get_running_loop().time(), 0)
-
-    async def check(self) -> None:
-        """Raise ApiError if the request has timed out or the client has disconnected."""
-        if asyncio.get_running_loop().time() >= self.request.state.end:
-            raise self.late
-        if await self.request.is_disconnected():
-            raise ApiError(499, "the client has gone")
-        self._plan()
-
-
-class _Stream(StreamingResponse):
-    """Server-sent events. `end` is called after the last event, or whenever the client disconnects."""
-
-    def __init__(self, events: AsyncIterator[str], end: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._end = end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._end()
 
 
 async def _unknown(request: HttpRequest, error: Exception) -> Response:

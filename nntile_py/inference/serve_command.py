@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,9 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from nntile_py.data.tables import check_whole
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import check_precision
@@ -25,6 +28,7 @@ from nntile_py.inference.service import Service
 
 ENDING = 10.0  # seconds after SIGINT or SIGTERM in which open requests may end
 CLOSING = 1.0  # seconds in which clients may then read that the server ends
+SILENCE = 60.0  # largest time, in seconds, that a connection may take for the headers of its next request
 
 
 def serve_folder(
@@ -44,23 +48,29 @@ def serve_folder(
     Raises:
         ConfigError: An option or the folder is wrong, or the address cannot be used.
     """
+    name = folder.resolve().name if name is None else name
+    check_whole("--name", name, ConfigError)
+    if not name:
+        raise ConfigError("--name: got an empty text; allowed: a text that is not empty")
     opened = open_model(folder)
     cpus, cuda = workers
     check_precision("precision", options["precision"], cuda > 0)
     positions = getattr(opened.model.config, "positions", None)
     if (most := options["max_length"]) and positions and most > positions:
         raise ConfigError(f"--max-length: got {most}; allowed: at most the {positions} positions of the model")
+    warnings.filterwarnings("ignore", "texts with more than .* tokens are cut")  # docs/serve.md says so
     listener = _listener(address)
     with listener, Runtime(cpus=cpus, cuda=cuda):
         service = Service(opened, **options)
         try:
-            app = Api(service, name or folder.resolve().name, timeout).app()
+            app = Api(service, name, timeout).app()
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             print(f"serving {folder} on http://{shown}:{port}/v1; Ctrl-C ends it", flush=True)
-            config = uvicorn.Config(app, log_level="warning", lifespan="off")
+            # h11 limits the length of headers; _Server knows its connections.
+            config = uvicorn.Config(app, log_level="warning", lifespan="off", http="h11", ws="none")
             logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # a line for each request
-            _Server(config, service).run(sockets=[listener])
+            _Server(config, service, min(timeout, SILENCE)).run(sockets=[listener])
         finally:
             service.stop()
     print("the server has ended", file=sys.stderr)
@@ -70,21 +80,61 @@ class _Server(uvicorn.Server):
     """Ends by SIGINT or SIGTERM, with exit status 0.
 
     Open requests have ENDING seconds after the first signal. After this time, or at a second signal, they get an error.
+    A connection without an open request is closed after `silence` seconds.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, silence: float) -> None:
         super().__init__(config)
         self._service, self._at_once = service, False
+        self._silence, self._next_note = silence, 0.0
+        self._silent: dict[Any, float] = {}  # {(connection, its last request): when a check first met them}
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections."""
+        asyncio.get_running_loop().set_exception_handler(self._on_error)
+        await super().startup(sockets)
+
+    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Print a line at most once a minute if the process has too many open files to accept connections.
+
+        asyncio itself would print thousands of tracebacks each second.
+        """
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._next_note:
+            self._next_note = loop.time() + 60
+            count = f"open connections: {len(self.server_state.connections)}"
+            note = f"{error.strerror} ({count}): further connections wait; `ulimit -n` raises the limit"
+            print(note, file=sys.stderr, flush=True)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return True if the server is to end. uvicorn calls this ten times a second."""
+        if counter % 10 == 0:
+            self._close_silent()
+        return await super().on_tick(counter)
+
+    def _close_silent(self) -> None:
+        """Close connections without an open request after some time; uvicorn waits for their headers forever."""
+        now, connections = asyncio.get_running_loop().time(), self.server_state.connections
+        lasts = [(one, one.cycle) for one in connections if isinstance(one, H11Protocol)]
+        idle = [(one, cycle) for one, cycle in lasts if cycle is None or cycle.response_complete]
+        self._silent = {pair: self._silent.get(pair, now) for pair in idle}
+        for (connection, _), since in self._silent.items():
+            if now - since >= self._silence:
+                connection.transport.close()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Context manager: signals end the server. Unlike uvicorn, does not raise them again afterwards."""
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        """Context manager: signals end the server. Afterwards, signals have no effect until the process ends."""
+        signals = signal.SIGINT, signal.SIGTERM
+        for number in signals:
+            signal.signal(number, self.handle_exit)
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number in signals:
+                signal.signal(number, signal.SIG_IGN)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end; at a second signal, end open requests at once."""
@@ -110,9 +160,11 @@ class _Server(uvicorn.Server):
 
 
 def _listener(address: tuple[str, int]) -> socket.socket:
-    host, port = address
+    host, port = address[0].removeprefix("[").removesuffix("]"), address[1]  # an address of a URL: [::1]
+    if not host:
+        raise ConfigError("--host: got an empty text; allowed: an address of this machine, or 0.0.0.0 for all")
     try:
-        return socket.create_server(address, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, UnicodeError, TypeError) as error:  # TypeError: the host is no valid text
         of_port = isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES)
         name, need = ("--port", "a free port of this machine, or --port 0 for any") if of_port else (

@@ -27,6 +27,7 @@ from nntile_py.inference.text_stream import TextStream
 from nntile_py.inference.texts import TokenizedText
 
 ENDS = "the server ends"
+MOST_CHARACTERS = 64  # largest number of characters per token that a text may have; longer texts are not tokenized
 
 
 class TooBusy(Exception):
@@ -184,11 +185,15 @@ class Service:
         Raises:
             ValueError: A prompt is empty, or is too long together with its continuation.
         """
+        for number, text in enumerate([prompts] if isinstance(prompts, str) else prompts):
+            _check_characters(f"{noun}[{number}]", text, self.max_length)
         return self.generator.tokens(prompts, options, noun)
 
     def tokens_of_chat(self, messages: Sequence[Message], template: ChatTemplate) -> list[int]:
         """Return the tokens of the prompt that continues a chat. The folder's template writes special tokens itself."""
+        _check_characters("messages", [part for one in messages for part in one.values()], self.max_length)
         text = template.prompt([*messages])
+        _check_characters("messages", text, self.max_length)
         check_whole("messages", text, ValueError)
         return list(self.tokenizer.encode_batch([text], add_special_tokens=not template.own)[0].ids)
 
@@ -196,6 +201,8 @@ class Service:
         """Return the tokens of texts, or of lists of token numbers, for `embed`. Raises ValueError for empty texts."""
         with self._new_encoder:
             self._encoder = self._encoder or _encoder(self.opened, self._precision)
+        for number, text in enumerate(texts):
+            _check_characters(f"input[{number}]", text, self._encoder.max_length)
         return self._encoder.tokens(texts, noun="input")
 
     def add(
@@ -340,6 +347,16 @@ class Service:
                 job.tell(JobPart(error=str(request.error)))
             if ended:
                 self._jobs.discard(job)
+
+
+def _check_characters(here: str, text: Any, longest: int) -> None:
+    """Raise ValueError if a text, or a list of texts together, has far more characters than `longest` tokens have.
+
+    here: Beginning of the message.
+    """
+    parts, most = text if isinstance(text, list) else [text], longest * MOST_CHARACTERS
+    if (count := sum(len(part) for part in parts if isinstance(part, str))) > most:
+        raise ValueError(f"{here}: {count} characters; allowed: {most}, {MOST_CHARACTERS} for each of {longest} tokens")
 
 
 def new_seed() -> int:

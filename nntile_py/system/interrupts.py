@@ -48,7 +48,7 @@ def ends_at_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        to_default(signal.SIGTERM)
 
 
 @contextmanager
@@ -62,7 +62,8 @@ def uninterrupted(end: Callable[[int], NoReturn] | None = None, interrupted: boo
             minutes. Not called in an interactive session, whose variables would be lost.
         interrupted: The first SIGINT came before the block.
     """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+    ignored = signal.getsignal(signal.SIGINT) in (None, signal.SIG_IGN)
+    if threading.current_thread() is not threading.main_thread() or ignored:
         yield
         return
     came: list[int] = []
@@ -79,6 +80,12 @@ def uninterrupted(end: Callable[[int], NoReturn] | None = None, interrupted: boo
         signal.signal(signal.SIGINT, before)
         if came and callable(before) and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
             before(came[0], None)
+
+
+def to_default(number: int) -> None:
+    """Give a signal its default action, unless the process ignores the signal."""
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def end_at_once(number: int) -> NoReturn:
