@@ -366,7 +366,7 @@ atexit.register(after_signals(int))
         ("gpt2", "--host=", "--host: got an empty text; allowed: an address of this machine"),
         ("gpt2", "--host []", "--host: got an empty text; allowed: an address of this machine"),
         ("gpt2", "--host 256.1.1.1", "--host: cannot listen on 256.1.1.1:0: Name or service not known; allowed: an"),
-        ("gpt2", "--host \udcff", "--host: cannot listen on \\udcff:0: this is no name of a host; allowed: an address"),
+        ("gpt2", "--host \udcff", "--host: got '\\udcff'; allowed: an address of this machine"),
         ("gpt2", "--cache much", "--cache: 'much' is not allowed"),
         ("nowhere", "", "nowhere: no such folder; allowed: the folder of a run"),
         ("gpt2", "--port {taken}", "cannot listen on 127.0.0.1:{taken}: Address already in use; allowed: a free port"),

@@ -161,15 +161,15 @@ class _Server(uvicorn.Server):
 
 def _listener(address: tuple[str, int]) -> socket.socket:
     host, port = address[0].removeprefix("[").removesuffix("]"), address[1]  # an address of a URL: [::1]
-    if not host:
-        raise ConfigError("--host: got an empty text; allowed: an address of this machine, or 0.0.0.0 for all")
+    if not host or not host.isprintable():  # half of a character is not printable; socket would leave a socket open
+        got = repr(host) if host else "an empty text"
+        raise ConfigError(f"--host: got {got}; allowed: an address of this machine, or 0.0.0.0 for all")
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except (OSError, UnicodeError, TypeError) as error:  # TypeError: the host is no valid text
+    except (OSError, UnicodeError) as error:
         of_port = isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES)
         name, need = ("--port", "a free port of this machine, or --port 0 for any") if of_port else (
             "--host", "an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
         )  # fmt: skip
         reason = f"{getattr(error, 'strerror', 'this is no name of a host')}".partition(" (while")[0]
-        where = f"{host}:{port}".encode(errors="backslashreplace").decode()  # the host may have half of a character
-        raise ConfigError(f"{name}: cannot listen on {where}: {reason}; allowed: {need}") from None
+        raise ConfigError(f"{name}: cannot listen on {host}:{port}: {reason}; allowed: {need}") from None

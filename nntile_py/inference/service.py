@@ -16,12 +16,12 @@ from tokenizers import Tokenizer
 
 from nntile_py.data.chat_template import ChatTemplate, Message
 from nntile_py.data.tables import check_whole
-from nntile_py.errors import ConfigError, NNTileError, NotFinite
+from nntile_py.errors import NNTileError, NotFinite
 from nntile_py.inference.api_answer import ScoredToken
 from nntile_py.inference.encoder import Encoder
 from nntile_py.inference.engine import Event, Reason, Request
 from nntile_py.inference.generator import MOST_TOKENS, Generator, Options
-from nntile_py.inference.open_model import OpenedModel
+from nntile_py.inference.open_model import OpenedModel, no_tokenizer
 from nntile_py.inference.sentence import has_modules
 from nntile_py.inference.text_stream import TextStream
 from nntile_py.inference.texts import TokenizedText
@@ -159,8 +159,7 @@ class Service:
         cache: str | None = None, queue: int = 64,
     ) -> None:  # fmt: skip
         if opened.tokenizer is None:
-            need = "a folder with a model and its tokenizer, as `nntile train` and save_pretrained write"
-            raise ConfigError(f"RUN: {opened.folder} has no {opened.tokenizer_file.name}; allowed: {need}")
+            raise no_tokenizer(opened.folder)
         self.opened, self.tokenizer, self._precision = opened, opened.tokenizer, precision
         self.generates = type(opened.model).objective == "causal" and _head(opened) in (None, "causal_lm")
         positions = getattr(opened.model.config, "positions", None)
