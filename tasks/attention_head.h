@@ -4,7 +4,6 @@
 #include <array>
 #include <cmath>
 #include <limits>
-#include <vector>
 
 #include "exponential.h"
 #include "register_tile.h"
@@ -66,7 +65,7 @@ class RightOperand {
   }
 
  private:
-  std::vector<T> copy_;
+  Lines<T> copy_;
 };
 
 // Sizes of a head. diagonal: query i attends to keys 0 to i, else to all keys.
@@ -162,7 +161,7 @@ class HeadAttention {
   int64_t width_ = 0;  // elements of a row with head_dim
   RightOperand<T> k_across_, v_across_, k_, v_, q_, d_out_;
   // Scores and their gradients, [kQueries, kStep]; a block of the output or of dq, [kQueries, width_]; dk and dv.
-  std::vector<T> p_, ds_, sums_, dk_, dv_;
+  Lines<T> p_, ds_, sums_, dk_, dv_;
 
   // Calls f(first query, number of queries) for each block of queries, with sums_ filled with zeros.
   template <class F>

@@ -96,7 +96,7 @@ class Product {
   }
 
  private:
-  std::vector<T> left_, right_;
+  Lines<T> left_, right_;
   std::vector<int64_t> lines_;
 
   // Collects the offsets of a column panel's cache lines in the order of memory.
@@ -126,7 +126,7 @@ class Product {
   // Copies rows (or columns) [first, first + count) of x into panels. Each panel is [depth][kStep] and holds kWidth
   // rows (kStep >= kWidth). Missing rows are zeros.
   template <int64_t kWidth, int64_t kStep>
-  static void pack(std::vector<T>& to, const T* x, const Offsets& across, int64_t first, int64_t count,
+  static void pack(Lines<T>& to, const T* x, const Offsets& across, int64_t first, int64_t count,
                    const Offsets& along, int64_t start, int64_t depth) {
     const auto panels = (count + kWidth - 1) / kWidth;
     to.resize(std::max(to.size(), static_cast<size_t>(panels * kStep * depth)));

@@ -1,6 +1,8 @@
 // The inner loop of products on one core: a tile of the result is summed in registers.
 #pragma once
+#include <new>
 #include <utility>
+#include <vector>
 
 #include "common.h"
 
@@ -14,6 +16,22 @@ constexpr int64_t kTileRows = 6;  // 12 of 16 registers
 constexpr int64_t kTileVectors = 2;
 template <class T>
 constexpr int64_t kTileColumns = kTileVectors * Vec<T>::size();
+
+// Memory that begins at a cache line: a vector load across two lines takes twice as long.
+template <class T>
+struct LineAllocator {
+  using value_type = T;
+  static constexpr std::align_val_t kLine{64};
+
+  LineAllocator() = default;
+  template <class U>
+  LineAllocator(const LineAllocator<U>&) {}
+  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), kLine)); }
+  void deallocate(T* p, size_t) { ::operator delete(p, kLine); }
+  bool operator==(const LineAllocator&) const { return true; }
+};
+template <class T>
+using Lines = std::vector<T, LineAllocator<T>>;
 
 // A left operand: element (i, k) is data[i * row + k * depth].
 template <class T>
