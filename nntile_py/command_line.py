@@ -107,7 +107,10 @@ def _usage_errors() -> Iterator[None]:
         yield
     except _UsageError as error:
         more = f"\nsee: {error.ctx.command_path} --help" if error.ctx else ""
-        raise ConfigError(f"{error.format_message()}{more}") from None
+        message = str(error.format_message())
+        if message.endswith("requires an argument."):
+            message = f"{error.option_name}: missing; allowed: {error.option_name} VALUE"
+        raise ConfigError(f"{message}{more}") from None
 
 
 def _name(param: Any) -> str:

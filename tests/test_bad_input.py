@@ -150,6 +150,7 @@ USAGE = {  # what is typed, and the message
     "eval r": "--data: missing",
     "eval r --data": "Option '--data' requires an argument.\nsee: nntile eval --help",
     "eval --nothing": "No such option: --nothing",
+    "config --model": "--model: missing; allowed: --model VALUE",
     "generate r def": "got the extra argument def; allowed: FOLDER, options. Example: nntile generate runs/my_run",
     "doctor x": "got the extra argument x; allowed: options. Example: nntile doctor --json\nsee: nntile doctor --help",
     "evl": "No such command 'evl'.",

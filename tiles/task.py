@@ -151,4 +151,4 @@ class CombineArgs(TaskArgs):
 def merge(into: Tile, part: Tile, op: str, worker: int = -1) -> Task:
     """Return a task that combines the partial result `part` into the tile `into`."""
     args = CombineArgs(MONOIDS.index(into.monoid))
-    return Task("combine", [RW(into), R(part)], args, op, math.prod(into.shape), worker=worker)
+    return Task("combine", [Access(into, "RW", True), R(part)], args, op, math.prod(into.shape), worker=worker)
