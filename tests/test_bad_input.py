@@ -148,7 +148,7 @@ USAGE = {  # what is typed, and the message
     "bench tasks --count x": "--count: got x; allowed: an integer of at least 1\nsee: nntile bench tasks --help",
     "eval --data t": "RUN: missing",
     "eval r": "--data: missing",
-    "eval r --data": "Option '--data' requires an argument.\nsee: nntile eval --help",
+    "eval r --data": "--data: missing; allowed: --data VALUE\nsee: nntile eval --help",
     "eval --nothing": "No such option: --nothing",
     "config --model": "--model: missing; allowed: --model VALUE",
     "generate r def": "got the extra argument def; allowed: FOLDER, options. Example: nntile generate runs/my_run",
