@@ -200,7 +200,7 @@ class Service:
         """Return the tokens of texts, or of lists of token numbers, for `embed`. Raises ValueError for empty texts."""
         with self._new_encoder:
             self._encoder = self._encoder or _encoder(self.opened, self._precision)
-        most = self._encoder.max_length * MOST_CHARACTERS  # the encoder cuts texts to fewer characters, by their tokens
+        most = self._encoder.max_length * MOST_CHARACTERS  # tokenizing a very long text takes too long
         return self._encoder.tokens([_cut(text, most) for text in texts], noun="input")
 
     def add(
