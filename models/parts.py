@@ -60,7 +60,7 @@ class LayerConfig(ModelConfig):
     ffn: Filled = UNFILLED
     """Width of the feed-forward part; null: 4 times `embed`."""
     attention: Backend = "vendor"
-    """The attention backend. `vendor`: the fastest fused kernel (ATen, cuDNN); like `merge` if `tiles.seq` cuts
+    """The attention backend. `vendor`: the fastest fused kernel; like `merge` if `tiles.seq` cuts
     sequences. `merge`: tile by tile in one pass, merged by log-sum-exp. `flash`: tile by tile in two passes. `naive`:
     stores all scores in memory. `segments`: kernels for packed sequences (`train.pack`) and for `attention_dropout`;
     like `vendor` without both, like `naive` with dropout and `tiles.seq`. `varlen`, `cudnn`: like `vendor`, but packed

@@ -22,8 +22,9 @@ struct HeadRows {
 
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// A right operand as a row-major matrix whose rows have at least `width` elements, a multiple of kTileColumns<T>, or its
-// transpose in panels of kTileColumns<T> columns. Copies the operand only if needed.
+// The right operand of a product, in one of two forms. `rows`: row-major, with rows of at least `width` elements, a
+// multiple of kTileColumns<T>; copied only if needed. `transposed`: a copy of the transpose, in panels of
+// kTileColumns<T> columns.
 template <class T>
 class RightOperand {
  public:
@@ -83,7 +84,8 @@ class HeadAttention {
   static constexpr int64_t kQueries = 8 * kRows, kKeys = 512, kStep = kKeys + kColumns;
 
  public:
-  // Copies keys and values of a head; the heads of queries that share them follow. gradients: `backward` follows.
+  // Prepares the keys and values of a head. Then call `forward` or `backward` for each head of queries that uses them.
+  // gradients: prepare for `backward`.
   void begin(const HeadSizes& sizes, const HeadRows<const T>& k, const HeadRows<const T>& v, bool gradients) {
     sizes_ = sizes;
     width_ = round_up(sizes.dim, kColumns);
@@ -138,7 +140,8 @@ class HeadAttention {
         });
         for (int64_t key = from; key < std::min(end, sizes_.kept(first + rows - 1)); key += kRows) {
           const auto keys = std::min(kRows, end - key);
-          const auto skipped = sizes_.diagonal ? std::max(key - first, int64_t{0}) : 0;  // they do not attend to `key`
+          // The first queries of the block do not attend to `key`.
+          const auto skipped = sizes_.diagonal ? std::max(key - first, int64_t{0}) : 0;
           const auto at = skipped * kStep + key - from, query = first + skipped, count = rows - skipped;
           multiply(dv_.data() + key * width_, keys, {p_.data() + at, 1, kStep}, d_out_, query, count);
           multiply(dk_.data() + key * width_, keys, {ds_.data() + at, 1, kStep}, q_, query, count);
@@ -148,7 +151,8 @@ class HeadAttention {
     });
   }
 
-  // Writes the gradients of k and v, summed over the heads of queries since `begin`; adds: adds them.
+  // Writes the gradients of k and v, summed over the heads of queries since `begin`. adds: add to dk and dv instead of
+  // overwriting them.
   void end(const HeadRows<T>& dk, const HeadRows<T>& dv, bool adds) const {
     for (int64_t key = 0; key < sizes_.keys; ++key) {
       write(dk, key, dk_.data() + key * width_, T(1), adds);
@@ -158,7 +162,7 @@ class HeadAttention {
 
  private:
   HeadSizes sizes_{};
-  int64_t width_ = 0;  // elements of a row with head_dim
+  int64_t width_ = 0;  // head_dim, rounded up to a multiple of kColumns
   RightOperand<T> k_across_, v_across_, k_, v_, q_, d_out_;
   // Scores and their gradients, [kQueries, kStep]; a block of the output or of dq, [kQueries, width_]; dk and dv.
   Lines<T> p_, ds_, sums_, dk_, dv_;
@@ -179,7 +183,8 @@ class HeadAttention {
       f(from, std::min(from + kKeys, sizes_.keys));
   }
 
-  // Calls f(first row of the block, number of rows, keys from `from` on to which they attend) for each kRows queries.
+  // Splits a block into strips of kRows queries. Calls f(first row of the strip in the block, number of its rows,
+  // number of keys from `from` on to which the strip attends). Skips strips that attend to none of these keys.
   template <class F>
   void for_strips(int64_t first, int64_t rows, int64_t from, int64_t end, F f) const {
     for (int64_t row = 0; row < rows; row += kRows) {
@@ -200,14 +205,14 @@ class HeadAttention {
       });
   }
 
-  // c += a b for the columns of head_dim; b: `depth` rows from `from` on.
+  // c += a b for width_ columns. b: the `depth` rows from row `from` on.
   void multiply(T* c, int64_t rows, const TileRows<T>& a, const RightOperand<T>& b, int64_t from, int64_t depth) const {
     for (int64_t column = 0; column < width_; column += kColumns)
       multiply_tile(rows, c + column, width_, a, b.data + from * b.step + column, b.step, depth, true, [](int64_t) {});
   }
 
-  // An online softmax (Milakov and Gimelshein 2018): replaces the first n scores of row r by exponentials, the scores up
-  // to `end` by zeros, and updates the row's maximum, sum of exponentials and sum of values.
+  // An online softmax (Milakov and Gimelshein 2018): replaces the first n scores of row r by exponentials and the
+  // scores up to `end` by zeros, and updates the row's maximum, sum of exponentials and sum of values.
   void softmax(int64_t r, int64_t n, int64_t end, T& top, T& total, T scale) {
     T* p = p_.data() + r * kStep;
     std::fill(p + std::max(n, int64_t{0}), p + end, T(0));

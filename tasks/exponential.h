@@ -28,8 +28,8 @@ inline Vec<float> times_power(const Vec<float>& x, const Vec<float>& n, const Ve
 inline Vec<float> rough_reciprocal(const Vec<float>& x) { return _mm256_rcp_ps(x); }
 #endif
 
-// Returns 2^x. In fp32 results below 2^-126 become 0, results above 2^126 become 2^126, and other relative errors are at
-// most 2e-7: a polynomial of degree 5 (minimax on [-1/2, 1/2]) for the fraction, and the exponent by bits.
+// Returns 2^x. In fp32 results below 2^-126 become 0, results above 2^126 become 2^126, and other relative errors are
+// at most 2e-7: a polynomial of degree 5 (minimax on [-1/2, 1/2]) for the fraction, and the exponent by bits.
 template <class T>
 inline Vec<T> exp2_of(const Vec<T>& x) {
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
@@ -46,13 +46,14 @@ inline Vec<T> exp2_of(const Vec<T>& x) {
   return (x * Vec<T>(static_cast<T>(1 / kLog2E))).exp_u20();
 }
 
-// Returns e^x, see exp2_of.
+// Returns e^x, with the limits of exp2_of. In fp32 the relative error is about 1e-7 + |x| 6e-8, because x log2(e) is
+// rounded.
 template <class T>
 inline Vec<T> exp_of(const Vec<T>& x) {
   return exp2_of(x * Vec<T>(static_cast<T>(kLog2E)));
 }
 
-// Returns 1 / x. In fp32 the relative error is at most 2e-7 for x from 2^-126 to 2^126.
+// Returns 1 / x. In fp32 the relative error is at most 2e-7 for x from 2^-125 to 2^125.
 template <class T>
 inline Vec<T> reciprocal_of(const Vec<T>& x) {
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)

@@ -163,13 +163,26 @@ def test_texts_that_are_far_too_long_are_not_tokenized(service: Service) -> None
         ("completions", {"prompt": ["a", "a" * (most + 1)]}, "prompt[1]"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a" * most}]}, "messages"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a" * (most - 4)}]}, "messages"),
-        ("embeddings", {"input": "a" * (most + 1)}, "input[0]"),
-        ("embeddings", {"input": ["a", ["a" * most, "a"]]}, "input[1]"),
     ):
         answer = http.post(f"/v1/{path}", json=body)
         assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(f"{here}: 15"), answer.text
         assert f" characters; allowed: {most}, 64 for each of 24 tokens" in answer.text
-    assert http.post("/v1/embeddings", json={"input": "a" * most}).status_code == 200
+
+
+def test_long_texts_for_vectors_are_cut_before_they_are_tokenized(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = words(1, 400)
+    texts = [text, [text, "a"], text[:1537]]
+    service.tokens_to_embed([[1, 2]])
+    given, encoder = list[Any](), service._encoder
+    assert encoder
+    real = encoder.tokens
+    monkeypatch.setattr(encoder, "tokens", lambda some, noun: (given.extend(some), real(some, noun=noun))[1])
+    tokens = service.tokens_to_embed(texts)
+    assert given == [text[:1536], [text[:1536], "a"], text[:1536]]  # 64 characters for each of 24 tokens
+    for one, whole in zip(tokens, real(texts), strict=True):
+        np.testing.assert_array_equal(one.ids, whole.ids)
 
 
 def test_a_body_that_comes_too_slowly_gets_an_error(service: Service) -> None:

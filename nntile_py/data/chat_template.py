@@ -30,7 +30,7 @@ MOST_SECONDS, SECONDS_EACH = 10.0, 0.1
 # step with more could take hours.
 _MOST_ITEMS, _MOST_BITS = 10_000_000, 100_000
 ROLES = ("system", "developer", "user", "assistant", "tool")  # roles of messages in the plain template
-Message = dict[str, str]  # role: system, user or assistant; content
+Message = dict[str, str]  # role, content
 
 
 class ChatTemplate:
@@ -61,7 +61,8 @@ class ChatTemplate:
             ConfigError: The template refuses the messages, has an error, or takes too long.
         """
         if self.source is None:
-            if wrong := next((message["role"] for message in messages if message["role"] not in ROLES), None):
+            wrong = next((message["role"] for message in messages if message["role"] not in ROLES), None)
+            if wrong is not None:
                 raise ConfigError(f"messages: the role {wrong!r:.40}; allowed without a template: {', '.join(ROLES)}")
             lines = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
             return "".join([*lines, "Assistant:" * answer])

@@ -98,7 +98,9 @@ def _model_files(path: str | None, model: str | None) -> tuple[dict[str, Any], d
 
 
 def _with_ids(file: Path) -> dict[str, Any]:
-    """Return a file with numbers of special tokens; {} if it does not exist. Numbers may lie outside the vocabulary."""
+    """Return the JSON object of config.json or generation_config.json; {} if the file does not exist.
+
+    Checks that entries such as `eos_token_id` are token numbers, but not that the vocabulary has them."""
     content = read_json(file, "a folder that save_pretrained wrote") if file.exists() else {}
     for key in (f"{role}_id" for role in (*_ROLES, "pad_token")):
         value = content.get(key)

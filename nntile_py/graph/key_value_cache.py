@@ -211,9 +211,10 @@ def check_cached(graph: Graph) -> None:
 
 
 def _check_early_reads(graph: Graph) -> None:
-    """Check what kernels that read the cache before their predecessors have ended rely on (see tasks/launch.py).
+    """Check two conditions of kernels that read the cache before earlier kernels have ended (see tasks/launch.py).
 
-    Each pool of keys or values belongs to one attention, and no operator before an attention changes the page table.
+    Each pool of keys or values belongs to one attention, and no operator before the last attention changes the page
+    table.
     """
     attends = [op for op in graph.ops if isinstance(op, CachedAttention)]
     pools = [pool for op in attends for pool in op.pools]

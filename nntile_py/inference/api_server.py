@@ -85,7 +85,7 @@ class Api:
                 return ApiError(400, str(error)).response()
             except TooBusy as error:
                 return ApiError(429, str(error)).response()
-            except asyncio.CancelledError:  # uvicorn cancels requests that are open too long after a signal
+            except asyncio.CancelledError:  # at the end, asyncio.run cancels the requests that are still open
                 if not self._service.ending:
                     raise
                 return _failure(ENDS).response()

@@ -8,7 +8,6 @@ import logging
 import signal
 import socket
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ from nntile_py.inference.open_model import open_model
 from nntile_py.inference.service import Service
 
 ENDING = 10.0  # seconds after SIGINT or SIGTERM in which open requests may end
-CLOSING = 1.0  # seconds in which clients may then read that the server ends
+CLOSING = 1.0  # seconds between the errors for open requests and the end of the server
 SILENCE = 60.0  # largest time, in seconds, that a connection may take for the headers of its next request
 
 
@@ -58,7 +57,6 @@ def serve_folder(
     positions = getattr(opened.model.config, "positions", None)
     if (most := options["max_length"]) and positions and most > positions:
         raise ConfigError(f"--max-length: got {most}; allowed: at most the {positions} positions of the model")
-    warnings.filterwarnings("ignore", "texts with more than .* tokens are cut")  # docs/serve.md says so
     listener = _listener(address)
     with listener, Runtime(cpus=cpus, cuda=cuda):
         service = Service(opened, **options)
@@ -67,7 +65,7 @@ def serve_folder(
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             print(f"serving {folder} on http://{shown}:{port}/v1; Ctrl-C ends it", flush=True)
-            # h11 limits the length of headers; _Server knows its connections.
+            # h11 limits the length of headers. _Server._close_silent reads attributes of H11Protocol.
             config = uvicorn.Config(app, log_level="warning", lifespan="off", http="h11", ws="none")
             logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # a line for each request
             _Server(config, service, min(timeout, SILENCE)).run(sockets=[listener])
@@ -87,7 +85,8 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._service, self._at_once = service, False
         self._silence, self._next_note = silence, 0.0
-        self._silent: dict[Any, float] = {}  # {(connection, its last request): when a check first met them}
+        # {(idle connection, its last request): time of the first check that saw it idle}
+        self._silent: dict[Any, float] = {}
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept connections."""

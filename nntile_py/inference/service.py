@@ -27,7 +27,7 @@ from nntile_py.inference.text_stream import TextStream
 from nntile_py.inference.texts import TokenizedText
 
 ENDS = "the server ends"
-MOST_CHARACTERS = 64  # largest number of characters per token that a text may have; longer texts are not tokenized
+MOST_CHARACTERS = 64  # largest number of characters, for each allowed token, of a text that is tokenized
 
 
 class TooBusy(Exception):
@@ -200,9 +200,8 @@ class Service:
         """Return the tokens of texts, or of lists of token numbers, for `embed`. Raises ValueError for empty texts."""
         with self._new_encoder:
             self._encoder = self._encoder or _encoder(self.opened, self._precision)
-        for number, text in enumerate(texts):
-            _check_characters(f"input[{number}]", text, self._encoder.max_length)
-        return self._encoder.tokens(texts, noun="input")
+        most = self._encoder.max_length * MOST_CHARACTERS  # tokenizing a very long text takes too long
+        return self._encoder.tokens([_cut(text, most) for text in texts], noun="input")
 
     def add(
         self, ids: list[int], options: Options, seed: tuple[int, ...], tell: Callable[[JobPart], None],
@@ -346,6 +345,13 @@ class Service:
                 job.tell(JobPart(error=str(request.error)))
             if ended:
                 self._jobs.discard(job)
+
+
+def _cut(text: Any, most: int) -> Any:
+    """Return the first `most` characters of a text, or of each text of a pair; token numbers are left unchanged."""
+    if isinstance(text, list):
+        return [part[:most] if isinstance(part, str) else part for part in text]
+    return text[:most] if isinstance(text, str) else text
 
 
 def _check_characters(here: str, text: Any, longest: int) -> None:

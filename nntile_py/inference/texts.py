@@ -106,7 +106,7 @@ def to_tokens(
 def tokenized(
     texts: Sequence[Any], tokenizer: Tokenizer | None, first: int, noun: str, *, pairs: bool
 ) -> list[TokenizedText]:
-    """Return tokens as `to_tokens`, without a check of their numbers. pairs: Pairs of texts are allowed."""
+    """Return tokens as `to_tokens`, without the checks of `check_tokens`. pairs: Pairs of texts are allowed."""
     if len(texts) and all(_is_text(text, pairs) for text in texts):
         if tokenizer is None:
             need = "give one, a folder with tokenizer.json, or token numbers"
@@ -126,7 +126,7 @@ def tokenized(
 def check_tokens(
     tokens: Sequence[TokenizedText], longest: int, vocab: int | None, first: int, noun: str, reason: str = ""
 ) -> None:
-    """Check the numbers of tokens, and the token numbers.
+    """Check that each text has 1 to `longest` tokens, and that the model has these tokens.
 
     Args:
         tokens: Texts as tokens.
