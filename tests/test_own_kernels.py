@@ -218,7 +218,8 @@ def test_nothing_leaks(runtime: nt.Runtime) -> None:
     tracemalloc.stop()
     assert grown < 20_000, grown  # 10,000 tasks: less than two bytes a task
     assert store.handle(y).read().tolist() == [12_000.0] * 4
-    assert abs(sys.getrefcount(none) - base) < 1_000
+    # A reference for each of 10,000 tasks would be lost or left over. Garbage of other tests also refers to None.
+    assert abs(sys.getrefcount(none) - base) < 5_000
     handlers = weakref.ref(count)
     assert gone() is thing and handlers() is count
 
