@@ -117,10 +117,17 @@ HeadRows<T> rows_of_head(const at::Tensor& x, int64_t b, int64_t h) {
   return {data + b * x.stride(0) + h * x.stride(1), x.stride(2), x.stride(3)};
 }
 
+// Returns the buffers of this thread.
+template <class T>
+HeadAttention<T>& buffers_of_head() {
+  static thread_local HeadAttention<T> head;
+  return head;
+}
+
 // Calls f(head, batch, head of k) with the keys and values of each head, see HeadAttention::begin.
 template <class T, class F>
 void for_heads(const Triple& x, bool diagonal, bool gradients, F f) {
-  static thread_local HeadAttention<T> head;
+  auto& head = buffers_of_head<T>();
   for (int64_t b = 0; b < x.k.size(0); ++b)
     for (int64_t h = 0; h < x.k.size(1); ++h) {
       const HeadSizes sizes{x.q.size(2), x.k.size(2), x.q.size(3), diagonal};

@@ -100,7 +100,7 @@ def _model_files(path: str | None, model: str | None) -> tuple[dict[str, Any], d
 def _with_ids(file: Path) -> dict[str, Any]:
     """Return the JSON object of config.json or generation_config.json; {} if the file does not exist.
 
-    Checks that entries such as `eos_token_id` are token numbers, but not that the vocabulary has them."""
+    Raises ConfigError if an entry such as `eos_token_id` is no token number. Numbers outside the vocabulary pass."""
     content = read_json(file, "a folder that save_pretrained wrote") if file.exists() else {}
     for key in (f"{role}_id" for role in (*_ROLES, "pad_token")):
         value = content.get(key)

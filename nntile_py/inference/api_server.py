@@ -230,7 +230,6 @@ class Api:
         number, seed = given(body, "n", 1), given(body, "seed", new_seed())
         if not 0 <= seed < 2**63:
             raise ApiError(400, f"seed: got {seed}; allowed: 0 to 2^63 - 1", "seed")
-        self._service.check_room(number * len(prompts))
         loop, parts = asyncio.get_running_loop(), asyncio.Queue[tuple[int, JobPart]]()
         jobs: list[Job] = []
         beginnings = [text for text in echoed or [""] * len(prompts) for _ in range(number)]

@@ -85,7 +85,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._service, self._at_once = service, False
         self._silence, self._next_note = silence, 0.0
-        # {(idle connection, its last request): time of the first check that saw it idle}
+        # Key: an idle connection and its last request. Value: time of the first check that saw the connection idle.
         self._silent: dict[Any, float] = {}
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

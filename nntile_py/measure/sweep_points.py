@@ -58,8 +58,8 @@ def check_sweep(tree: Mapping[str, Any], path: Path, overrides: Iterable[str] = 
         for item in overrides:
             key, value = assignment(item)
             head = key.partition(".")[0]
-            if key == "config" and isinstance(value, str):
-                sweep = sweep.model_copy(update={"config": value})
+            if key == "config":
+                sweep = sweep.model_copy(update={"config": str(value)})
                 continue
             if head in {field.alias or name for name, field in Sweep.model_fields.items()}:
                 raise ConfigError(f"--set {item}: {head} is part of the sweep's file; change it there")
