@@ -134,6 +134,7 @@ class Case:
         self.options: dict[str, Any] = {}  # further keyword arguments of the operators' references
         self.slots: dict[str, float] = {}
         self.whole: set[str] = set()  # axes that must not be cut
+        self.cut: dict[str, int] = {}  # tile sizes that the operator needs
         self.labels: dict[str, Tensor] = {}  # {slot that scales the loss: labels of the loss}
         self.grads: dict[Tensor, Tensor | None] = {}  # {input of the operator: its gradient}
         self.dys: dict[Tensor, Tensor] = {}  # {output of the operator: its gradient, an input of the graph}
@@ -182,6 +183,10 @@ class Case:
 
     def add(self, op: Op) -> Op:
         return self.graph.add(op)
+
+    def tiling(self, tiles: Mapping[str, int]) -> Tiling:
+        """Return the tiling of a test with these tile sizes, with the tile sizes and whole axes of this case."""
+        return Tiling({axis: size for axis, size in {**tiles, **self.cut}.items() if axis not in self.whole})
 
     # -- values
 
@@ -253,7 +258,7 @@ def check(
     """
     case = Case(sizes, dtype)
     row(case)
-    lowering = lower(case.graph, Tiling({a: t for a, t in tiles.items() if a not in case.whole}), policy)
+    lowering = lower(case.graph, case.tiling(tiles), policy)
     rng, store, program = np.random.default_rng(seed), Store(), None
     for replay in range(2):
         values = case.draw(rng)

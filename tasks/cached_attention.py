@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -19,6 +20,25 @@ from .attention_repeat import fit_groups, tile_of_group
 from .op import CONTRACTION, Array, GraphLike, Lowering, Op, Tensor, require
 
 PAST, COUNT, PAGES = 0, 1, 2  # columns of a page table: number of cached positions, of new tokens; the first page
+
+
+@dataclass(frozen=True)
+class PageParts:
+    """Tiles of the axis page of a cache. A tile of the batch uses the pages of one of them.
+
+    Attributes:
+        pages: Pages of a part. Page 0 of each part is unused.
+        rows: Rows of the batch that use one part.
+        first: Number of the part that the first rows use.
+    """
+
+    pages: int
+    rows: int
+    first: int = 0
+
+    def of_row(self, row: int) -> int:
+        """Return the number of the part that a row uses."""
+        return self.first + row // self.rows
 
 
 class CachedAttentionArgs(TaskArgs):
@@ -35,7 +55,8 @@ class CachedAttention(Op):
 
     Row b of the page table says that sequence b has `past` cached positions and `count` new tokens, which come first on
     the axis seq. Position p is in slot p % slots of the page with the number in entry PAGES + p // slots. Outputs
-    behind the new tokens are zero. No sequence uses page 0: unused entries of the page table are 0.
+    behind the new tokens are zero. No sequence uses page 0: unused entries of the page table are 0. If the axis page is
+    cut into parts, entries count the pages of the row's part.
 
     Args:
         operands: q, k, v with the axes batch, heads (or kv_heads), seq, head_dim in one order. With `heads`: one tensor
@@ -48,6 +69,7 @@ class CachedAttention(Op):
         window: a query attends to this many positions, its own included. None: to all earlier positions.
         rotary: a table [batch, seq, rotary] of angles. The operator rotates q and k by them, see Rotary.
         heads: numbers of heads of q and of k, if `operands` are one tensor with the axis all_heads; else None.
+        parts: the tiles of the axis page. None: this axis is not cut.
     """
 
     category = CONTRACTION
@@ -58,7 +80,7 @@ class CachedAttention(Op):
     def __init__(
         self, operands: Operands, table: Tensor, pools: Sequence[Tensor], out: Tensor, after: Sequence[Tensor],
         scale: float | None = None, window: int | None = None, rotary: Tensor | None = None,
-        heads: tuple[int, int] | None = None,
+        heads: tuple[int, int] | None = None, parts: PageParts | None = None,
     ) -> None:  # fmt: skip
         rule = "cached attention: the pools need the axes page, the heads of k, slot, head_dim"
         k, axis = operands.parts[1][0], pools[0].axes[1]
@@ -68,7 +90,7 @@ class CachedAttention(Op):
         self.operands, self.table, self.pools, self.rotary, self.heads = operands, table, list(pools), rotary, heads
         super().__init__([*operands.tensors, *self.data], [out, *after])
         self.scale = 1 / math.sqrt(out.size("head_dim")) if scale is None else scale
-        self.window = window or 0
+        self.window, self.parts = window or 0, parts
 
     @property
     def data(self) -> list[Tensor]:
@@ -113,6 +135,12 @@ class CachedAttention(Op):
         if tiling.cut("seq", self.output.size("seq")):
             need = f"at least {self.output.size('seq')}, the new tokens of a pass"
             raise ConfigError(f"tiles.seq: got {tiling.tiles['seq']}; allowed with a cache of keys and values: {need}")
+        if self.parts:
+            tiling.cut_into("page", self.parts.pages)
+            rows = tiling.parts("batch", self.output.size("batch"))
+            ends = {(self.parts.of_row(part.offset), self.parts.of_row(part.end - 1)) for part in rows}
+            last = len(tiling.parts("page", self.pools[0].size("page"))) - 1
+            assert all(first == end <= last for first, end in ends), "a tile of the batch needs pages of several parts"
         if self.pools[0].axes[1] == "kv_heads":
             fit_groups(self.pools[0], self.output, tiling)
         if self.heads and tiling.cut("heads", self.output.size("heads")):
@@ -123,8 +151,9 @@ class CachedAttention(Op):
         grouped = self.pools[0].axes[1] == "kv_heads"
         for at in lowering.indices(self.output):
             heads = tile_of_group(lowering, self.pools[0], self.output, at["heads"]) if grouped else 0
-            zeros = dict.fromkeys(("page", "slot", "entry", "all_heads", "rotary"), 0)
-            key = at | zeros | {"kv_heads": heads, "key": at["seq"]}
+            zeros = dict.fromkeys(("slot", "entry", "all_heads", "rotary"), 0)
+            page = self.parts.of_row(lowering.part(self.output, "batch", at).offset) if self.parts else 0
+            key = at | zeros | {"kv_heads": heads, "key": at["seq"], "page": page}
             tiles, qkv = self.operands.tiles(lowering, at | zeros, key)
             cached = [RW(lowering.tile(pool, key)) for pool in self.pools]
             accesses = [W(lowering.tile(self.output, at)), *cached, R(lowering.tile(self.table, key)), *map(R, tiles)]
@@ -154,7 +183,8 @@ class CachedAttention(Op):
         table, keys, values = inputs[count].astype(int), inputs[count + 1].copy(), inputs[count + 2].copy()
         out, slots = np.zeros(q.shape), keys.shape[2]
         for b, (past, count, *pages) in enumerate(table.tolist()):
-            at = [(pages[p // slots], p % slots) for p in range(past + count)]
+            before = self.parts.of_row(b) * self.parts.pages if self.parts else 0
+            at = [(before + pages[p // slots], p % slots) for p in range(past + count)]
             for s in range(count):
                 page, slot = at[past + s]
                 keys[page, :, slot], values[page, :, slot] = k[b, :, s], v[b, :, s]
@@ -170,14 +200,15 @@ class CachedAttention(Op):
 
 
 def cached_attention(
-    g: GraphLike, operands: Operands, table: Tensor, pools: Sequence[Tensor], scale: float | None, window: int | None
-) -> Tensor:
+    g: GraphLike, operands: Operands, table: Tensor, pools: Sequence[Tensor], scale: float | None, window: int | None,
+    parts: PageParts | None = None,
+) -> Tensor:  # fmt: skip
     """Return attention to the cached and the new positions, with q's axes; see CachedAttention."""
     x = operands.parts[0][0]
     axes = [axis for axis in x.axes if axis != "qkv"]
     out = g.temp("attention", axes, [x.size(a) for a in axes], x.dtype)
     after = [g.temp("cache", p.axes, p.shape, p.dtype, storage=p) for p in pools]
-    return g.add(CachedAttention(operands, table, pools, out, after, scale, window)).output
+    return g.add(CachedAttention(operands, table, pools, out, after, scale, window, parts=parts)).output
 
 
 class TokenPlacesArgs(TaskArgs):

@@ -22,31 +22,41 @@ def angles_of_rows(rng: np.random.Generator, shape: tuple[int, ...], values: Val
     return ops.rotary_table(shape[-1], 50, 10000.0)[rng.integers(0, 50, shape[:-1])]
 
 
-def page_table(new: int) -> Maker:
-    """Return a function that draws a page table: sequences of different lengths, one of them without new tokens."""
+def page_table(new: int, rows: int | None = None) -> Maker:
+    """Return a function that draws a page table: sequences of different lengths, one of them without new tokens.
+
+    rows: rows that share a part of the pages; None: there is one part.
+    """
 
     def make(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Any:
         table = np.zeros(shape, np.int64)
-        pages = rng.permutation(np.arange(1, 1 + shape[0] * ENTRIES))
+        every = rng.permutation(np.arange(1, 1 + (rows or shape[0]) * ENTRIES))
         for row in range(shape[0]):
             count = 0 if row == 1 and shape[0] > 1 else int(rng.integers(1, new + 1))
             past = int(rng.integers(0, SLOTS * ENTRIES - count + 1))
             used = -(-(past + count) // SLOTS)
             table[row, :2] = past, count
-            table[row, 2 : 2 + used] = pages[row * ENTRIES : row * ENTRIES + used]
+            first = row % (rows or shape[0]) * ENTRIES
+            table[row, 2 : 2 + used] = every[first : first + used]
         return table
 
     return make
 
 
 def cached_attention(
-    axes: str = _HEADS, group: int = 1, window: int | None = None, *, rotary: bool = False, merged: bool = False
-) -> Callable[[Case], Op]:
-    """merged: q, k and v are parts of one tensor."""
+    axes: str = _HEADS, group: int = 1, window: int | None = None, *, rotary: bool = False, merged: bool = False,
+    rows: int | None = None,
+) -> Callable[[Case], Op]:  # fmt: skip
+    """merged: q, k and v are parts of one tensor. rows: see page_table."""
 
     def row(case: Case) -> Op:
         case.whole |= {"seq"}
-        case.sizes |= {"page": 1 + case.sizes["batch"] * ENTRIES, "slot": SLOTS, "entry": 2 + ENTRIES}
+        pages = 1 + (rows or case.sizes["batch"]) * ENTRIES
+        parts = ops.PageParts(pages, rows, first=1) if rows else None
+        if rows:
+            case.cut |= {"batch": min(rows, 3)}
+        count = 1 + -(-case.sizes["batch"] // rows) if rows else 1
+        case.sizes |= {"page": pages * count + (rows is not None), "slot": SLOTS, "entry": 2 + ENTRIES}
         keys = "kv_heads" if group > 1 else "heads"
         if group > 1 or merged:
             case.whole |= {"heads"}
@@ -59,12 +69,12 @@ def cached_attention(
             q = k = v = case.x(axes.replace("heads", "all_heads"))
         else:
             q, k, v = case.x(axes), *(case.x(axes.replace("heads", keys)) for _ in range(2))
-        table = case.x("batch entry", page_table(case.sizes["seq"]), "int64")
+        table = case.x("batch entry", page_table(case.sizes["seq"], rows), "int64")
         pools = [case.x(f"page {keys} slot head_dim") for _ in range(2)]
         after = [case.graph.temp("after", p.axes, p.shape, p.dtype, storage=p) for p in pools]
         turned = case.x("batch seq rotary", angles_of_rows, case.sum_dtype) if rotary else None
         heads = (case.sizes["heads"], case.sizes[keys]) if merged else None
-        options: dict[str, Any] = {"window": window, "rotary": turned, "heads": heads}
+        options: dict[str, Any] = {"window": window, "rotary": turned, "heads": heads, "parts": parts}
         return case.add(ops.CachedAttention(Operands(q, k, v), table, pools, case.y(axes), after, **options))
 
     return row
@@ -208,6 +218,8 @@ ROWS: dict[str, Callable[[Case], Any]] = {
     "CachedAttention": cached_attention(),
     "CachedAttention groups": cached_attention("batch seq heads head_dim", group=2),
     "CachedAttention window": cached_attention(window=3),
+    "CachedAttention parts": cached_attention(group=2, rows=2),
+    "CachedAttention merged parts": cached_attention("batch seq heads head_dim", rotary=True, merged=True, rows=3),
     "CachedAttention groups window": cached_attention(group=3, window=5),
     "CachedAttention rotary": cached_attention(rotary=True),
     "CachedAttention merged": cached_attention("batch seq heads head_dim", group=2, rotary=True, merged=True),

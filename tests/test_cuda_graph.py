@@ -22,12 +22,14 @@ from nntile_py.execution.cuda_graph import (
     refusal,
     roles,
     rounded,
+    shares,
     training_refusal,
 )
 from nntile_py.graph.step import StepSpec
 from nntile_py.measure.sweep_spec import Measure
 from nntile_py.tiles import Access, Slot, TaskList, Tile, Tiling
 from nntile_py.tiles.arguments import TaskArgs
+from nntile_py.tiles.placement import assign_parts
 from nntile_py.tiles.task import Task
 from nntile_py.tiles.task_groups import grouped
 
@@ -52,6 +54,19 @@ def test_a_forward_pass(tiles: dict[str, int], pack: bool) -> None:
         assert {*weights} == {tile for tile in tiles_of if tile.kind == "param"}
         assert tiles_of == {*weights, *(a.tile for a in accesses)}
         assert {(a.tile.kind, a.mode) for a in accesses} == {("input", "R"), ("output", "W")}
+
+
+def test_workers_that_exchange_tiles_have_no_graphs() -> None:
+    apart, together = forward(batch=2), forward(heads=1, ffn=24)
+    assert {share.worker for share in shares(apart)} == {0}
+    assign_parts(apart, 0, 2, 2)
+    split = shares(apart)
+    assert [share.worker for share in split] == [0, 1] and refusal(apart) == ""
+    held = [{*roles(share.tasks).weights} for share in split]
+    assert held[0] == held[1] == {*roles(apart).weights}
+    for number, task in enumerate(together.tasks):
+        task.worker = number % 2
+    assert "its workers exchange" in refusal(together)
 
 
 def test_how_much_a_run_fills() -> None:
@@ -142,13 +157,13 @@ def test_rounded(most: int) -> None:
 
 def test_on_cpu_workers(runtime: nt.Runtime) -> None:
     """captured: true is an error here; with the default, the tasks run one by one."""
-    with pytest.raises(ConfigError, match=r"captured: true is not allowed here: it needs a runtime of one GPU"):
+    with pytest.raises(ConfigError, match=r"captured: true is not allowed here: it needs a runtime of GPUs"):
         nt.Encoder(MODEL, captured=True)([[1, 2]])
     with pytest.raises(ConfigError, match="captured: 'no' is not allowed; use True, False or None"):
         nt.Encoder(MODEL, captured="no")
     encoder = nt.Encoder(MODEL)
     encoder([[1, 2]])
-    assert "one GPU" in served(encoder).reason
+    assert "of GPUs" in served(encoder).reason
 
 
 @pytest.mark.parametrize("other", [{"work": "train"}, {"contestant": "torch_eager"}, {"how": "plan"}])
@@ -171,8 +186,10 @@ class Graph:
     room, fault, fails = True, "", False
 
     def __init__(
-        self, program: Any, weights: Any, tiles: Any, modes: Any, own: int, changing: list[int], measures: bool
-    ) -> None:
+        self, program: Any, numbers: list[int], worker: int, weights: Any, tiles: Any, modes: Any, own: int,
+        changing: list[int], measures: bool,
+    ) -> None:  # fmt: skip
+        assert worker == 0 and numbers == [*range(len(numbers))]
         assert len(modes) == len(tiles) and own >= 0
         assert not measures or (changing == [] and weights and own > 0 and {*modes} == {"R", "W"})
         assert measures or not weights
@@ -199,7 +216,7 @@ def graph(runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
         pass
 
     monkeypatch.setattr(_core, "Captured", Own, raising=False)
-    monkeypatch.setattr(cuda_graph, "_not_here", lambda: "")
+    monkeypatch.setattr(cuda_graph, "_not_here", lambda most=None: "")
     monkeypatch.setattr(cuda_graph, "LONG", float("inf"))
     monkeypatch.setattr(cuda_graph, "_lacks_room", lambda lists, room: "")
     return Own
@@ -233,9 +250,9 @@ def test_the_faster_way_is_chosen(graph: type[Graph], monkeypatch: pytest.Monkey
     for runs in (1, 2):
         np.testing.assert_allclose(encoder(TEXTS), want, rtol=1e-5, atol=1e-6)
         one = served(encoder)
-        assert one.captured is faster and one._native.held is faster
+        assert one.captured is faster and one._natives[0].held is faster
         assert one.reason == ("" if faster else "it is no faster")
-        assert one._native.graphs == 2 + cuda_graph.TURNS * cuda_graph.RUNS + runs * faster
+        assert one.graphs == 2 + cuda_graph.TURNS * cuda_graph.RUNS + runs * faster
 
 
 def test_a_long_program_is_not_tried(graph: type[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +275,8 @@ def test_what_cannot_be_a_graph_runs_without(graph: type[Graph], trouble: dict[s
         setattr(graph, name, value)
     want, encoder = nt.Encoder(MODEL, "pooled", captured=False)(TEXTS), nt.Encoder(MODEL, "pooled")
     np.testing.assert_array_equal(encoder(TEXTS), want)
-    assert served(encoder).captured is False and reason in served(encoder).reason and not served(encoder)._native.held
+    one = served(encoder)
+    assert one.captured is False and reason in one.reason and not one._natives[0].held
     if "fails" not in trouble:  # of one that was asked for it is said, once
         encoder = nt.Encoder(MODEL, "pooled", captured=True)
         with pytest.warns(UserWarning, match=rf"captured: the program is no graph: .*{reason}"):
@@ -302,7 +320,7 @@ def test_long_tasks_are_no_graph(graph: type[Graph], monkeypatch: pytest.MonkeyP
     one_gpu(monkeypatch, 1 << 40)
     trainer, losses = steps(None)
     assert losses == steps(False)[1]
-    assert all("where a graph gains nothing" in one.reason and not one._native for one in graphs(trainer))
+    assert all("where a graph gains nothing" in one.reason and not one._natives for one in graphs(trainer))
     assert all(one.captured for one in graphs(steps(True)[0]))
 
 
@@ -345,9 +363,9 @@ def test_ranks_have_no_graphs(runtime: nt.Runtime, monkeypatch: pytest.MonkeyPat
 
 def test_a_closed_trainer_returns_its_memory(graph: type[Graph]) -> None:
     trainer, _ = steps(None)
-    assert all(one._native.held for one in graphs(trainer))
+    assert all(one._natives[0].held for one in graphs(trainer))
     trainer.close()
-    assert not any(one._native.held for one in graphs(trainer))
+    assert not any(one._natives[0].held for one in graphs(trainer))
 
 
 def test_a_profile_shows_tasks(graph: type[Graph], monkeypatch: pytest.MonkeyPatch) -> None:

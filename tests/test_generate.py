@@ -435,3 +435,40 @@ def test_texts_without_a_tokenizer(folder: Path) -> None:
 def test_half_a_character_is_refused(folder: Path) -> None:
     with nt.Generator(folder) as generator, pytest.raises(ValueError, match=r"prompts\[0\]: half of a character"):
         generator("\ud800")
+
+
+# -- a cache whose axis page is cut
+
+
+def pools_of(generator: nt.Generator) -> dict[str, set[int]]:
+    """{program: the numbers of the page tiles that its attentions use}."""
+    decoder: Decoder = generator._engine.decoder  # type: ignore[union-attr]
+    used: dict[str, set[int]] = {}
+    for key, program in decoder.bound.programs.items():
+        tasks = program.evaluation.forward.tasks.tasks
+        tiles = {a.tile for task in tasks for a in task.accesses if a.tile.kind == "cache"}
+        used[str(key)] = {tile.index[tile.axes.index("page")] for tile in tiles}
+    return used
+
+
+def test_each_tile_of_the_batch_has_its_own_pages() -> None:
+    """A prefill uses one part of the cache; the texts are those of an uncut cache, also if prompts wait for pages."""
+    model = from_hf(hf_model("llama"))
+    texts = prompts()[2:16]
+    with nt.Generator(model, tiles={}, batch=5) as generator:
+        want = generator(texts, max_tokens=30, temperature=0)
+    page = 2 * 2 * 2 * 16 * 64 * 4  # bytes: layers, keys and values, heads, head_dim, slots
+    with nt.Generator(model, tiles={"batch": 2}, batch=5) as generator:
+        assert generator(texts, max_tokens=30, temperature=0) == want
+        used = pools_of(generator)
+        shape = generator._engine.decoder.shape  # type: ignore[union-attr]
+    assert shape.part_count == 3 and shape.pages == 5 * (shape.entries - 2) + 3
+    assert {frozenset(tiles) for tiles in used.values()} >= {frozenset({n}) for n in range(3)} | {frozenset(range(3))}
+    few = 3 * 8 * page  # in each part one page besides those of the longest text
+    with nt.Generator(model, tiles={"batch": 2}, batch=5, max_length=330, cache=few) as generator:
+        assert generator(texts, max_tokens=30, temperature=0) == want
+        assert generator._engine.decoder.shape.most_pages == 7  # type: ignore[union-attr]
+    with pytest.raises(
+        nt.ConfigError, match=rf"cache: {few // 2:,} bytes .* at least {3 * 7 * page:,}, .* each of the 3"
+    ):
+        nt.Generator(model, tiles={"batch": 2}, batch=5, max_length=330, cache=few // 2)(texts, max_tokens=30)

@@ -8,6 +8,7 @@ import pytest
 from orders import waits
 
 import nntile_py as nt
+from nntile_py.execution import cuda_graph
 from nntile_py.graph.built_step import Step
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import StepSpec
@@ -210,6 +211,30 @@ def test_delayed_tasks_run_later() -> None:
         before = {w: max(trace.start[n] for n in range(begin) if trace.worker[n] == w) for w in (0, 1)}
         late.append(sum(trace.start[n] < before[trace.worker[n]] for n in range(begin, len(trace))))
     assert len(late) == 9 and max(late) > 10, late
+
+
+def test_generation_with_a_cut_batch() -> None:
+    """Each worker keeps the pages of its part, and the workers exchange nothing; the texts are those of one worker."""
+    config = nt.models.LlamaConfig(layers=2, embed=32, heads=4, kv_heads=2, ffn=48, vocab=60, positions=200)
+    model, rng = nt.models.Llama(config, seed=1), np.random.default_rng(0)
+    prompts, greedy = [rng.integers(3, 60, n).tolist() for n in (5, 90, 17, 40, 3, 60, 8)], {"temperature": 0}
+    with nt.Runtime(cpus=1), nt.Generator(model) as generator:
+        want = generator(prompts, max_tokens=20, **greedy)
+    with nt.Runtime(cpus=2, placement="planned"), nt.Generator(model, tiles={"batch": 2}, batch=6) as generator:
+        assert generator(prompts, max_tokens=20, **greedy) == want
+        decoder: Any = generator._engine and generator._engine.decoder
+        lists = [program.served.program.list for program in decoder.bound.programs.values()]
+    users: dict[int, set[int]] = {}
+    for tasks in lists:
+        assert cuda_graph.exchange(tasks) == "" and all(task.worker >= 0 for task in tasks.tasks)
+        for tile, worker in ((a.tile, t.worker) for t in tasks.tasks for a in t.accesses if a.tile.kind == "cache"):
+            users.setdefault(tile.index[tile.axes.index("page")], set()).add(worker)
+    assert users == {0: {0}, 1: {0}, 2: {1}}
+    decoding = [cuda_graph.shares(tasks) for tasks in lists if len({task.worker for task in tasks.tasks}) == 2]
+    assert decoding
+    for one in decoding:
+        assert [share.worker for share in one] == [0, 1]
+        assert sorted(one[0].numbers + one[1].numbers) == [*range(sum(len(share.tasks.tasks) for share in one))]
 
 
 def test_parts_of_a_layer_spread() -> None:

@@ -139,8 +139,24 @@ def own_worker(task: Task, parts: int, workers: int) -> int:
 
     Returns -1 if the task has no batch part, or there are fewer parts than workers.
     """
+    return _worker_of_part(task, 0, parts, workers) if parts >= workers else -1
+
+
+def _worker_of_part(task: Task, first: int, parts: int, workers: int) -> int:
+    """Return the worker of the task's batch part, one of `parts`; -1 if it has none. The list begins with `first`."""
     batch = {part for access in task.accesses for part in access.tile.part("batch")}
-    return batch.pop() * workers // parts if len(batch) == 1 and parts >= workers else -1
+    return (first + batch.pop()) * workers // parts if len(batch) == 1 else -1
+
+
+def assign_parts(tasks: TaskList, first: int, parts: int, workers: int) -> None:
+    """Give each task on a batch tile a worker, before `place`. Programs with other parts of the batch then agree.
+
+    Args:
+        first: Number of the list's first batch tile among all parts.
+        parts: Number of parts of the batch in all programs.
+    """
+    for task in tasks.tasks:
+        task.worker = _worker_of_part(task, first, parts, workers)
 
 
 class _Load:

@@ -57,6 +57,7 @@ class Tiling:
         self.tiles = {axis: plain(size) for axis, size in (tiles or {}).items()}
         self._parts: dict[tuple[str, int], list[TileRange]] = {}
         self._groups: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}  # of axes that operators cut, see `cut_into`
         for axis, size in self.tiles.items():
             if axis not in AXES and not _OWN.fullmatch(str(axis)):
                 raise ConfigError(f"tiles.{axis}: unknown axis; allowed are {', '.join(AXES)}")
@@ -82,7 +83,7 @@ class Tiling:
 
     def tile(self, axis: str, size: int) -> int:
         """Return the size of all tiles of the axis except the last."""
-        tile = self.tiles.get(cut_as(axis))
+        tile = self.tiles.get(cut_as(axis)) or self._sizes.get(axis)
         return size if tile is None else min(-(-tile // self._groups.get(axis.partition(".")[0], 1)), size)
 
     def share(self, axis: str, of: str, size: int, group: int) -> None:
@@ -104,6 +105,11 @@ class Tiling:
         if self._groups.setdefault(axis, group) != group:
             raise ConfigError(f"tiles.{of}: groups of {self._groups[axis]} and of {group} {of} in one model")
         self._parts = {key: parts for key, parts in self._parts.items() if key[0].partition(".")[0] != axis}
+
+    def cut_into(self, axis: str, tile: int) -> None:
+        """Cut an axis into tiles of `tile` elements. An operator calls it for an axis that users do not cut."""
+        assert self._sizes.setdefault(axis, tile) == tile, f"two operators cut {axis} into different tiles"
+        self._parts = {key: parts for key, parts in self._parts.items() if key[0] != axis}
 
     def cut(self, axis: str, size: int) -> bool:
         """Whether the axis has more than one tile."""

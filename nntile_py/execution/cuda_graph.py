@@ -1,4 +1,4 @@
-"""Runs a program on one GPU as one task: a CUDA graph launches all kernels at once (csrc/cuda_graph_cuda.cpp)."""
+"""Runs a program as one task on each GPU: a CUDA graph launches all kernels at once (csrc/cuda_graph_cuda.cpp)."""
 
 from __future__ import annotations
 
@@ -55,9 +55,55 @@ def roles(tasks: TaskList) -> Roles:
     return Roles(weights, [Access(tile, mode) for tile, mode in modes.items() if tile not in {*weights}])
 
 
+def changed_roles(tasks: TaskList) -> Roles:
+    """Return the roles of a program's persistent tiles, if other programs write its weights between its runs."""
+    weights, accesses = roles(tasks)
+    return Roles([], [*(Access(tile, "R") for tile in weights), *accesses])
+
+
+class Share(NamedTuple):
+    """The tasks of a program that one worker runs.
+
+    Attributes:
+        worker: Number of the worker.
+        numbers: Numbers of the tasks in the program's list.
+        tasks: The tasks.
+    """
+
+    worker: int
+    numbers: list[int]
+    tasks: TaskList
+
+
+def shares(tasks: TaskList) -> list[Share]:
+    """Return the share of each worker. Tasks without a worker count as tasks of worker 0."""
+    numbers: dict[int, list[int]] = {}
+    for number, task in enumerate(tasks.tasks):
+        numbers.setdefault(max(task.worker, 0), []).append(number)
+    result = []
+    for worker, own in sorted(numbers.items()):
+        share = TaskList(tasks.policy, tasks.initialised, tasks.live)
+        share.tasks = [tasks.tasks[number] for number in own]
+        result.append(Share(worker, own, share))
+    return result
+
+
+def exchange(tasks: TaskList) -> str:
+    """Return the reason why workers cannot run their shares independently; an empty text if they can."""
+    users: dict[Tile, set[int]] = {}
+    written: set[Tile] = set()
+    for task in tasks.tasks:
+        for access in task.accesses:
+            users.setdefault(access.tile, set()).add(task.worker)
+            if access.mode != "R":
+                written.add(access.tile)
+    moved = next((tile for tile in users if len(users[tile]) > 1 and tile in written), None)
+    return f"its workers exchange {moved}" if moved else ""
+
+
 def refusal(tasks: TaskList) -> str:
     """Return the reason why a forward pass cannot be one CUDA graph in any runtime; an empty text if it can."""
-    if reason := _refusal(tasks):
+    if reason := _refusal(tasks) or exchange(tasks):
         return reason
     for task in tasks.tasks:
         if any(tile.persistent for tile in task.clears):
@@ -122,14 +168,13 @@ def _parts(tasks: TaskList) -> Iterator[Task]:
 
 
 class CapturedProgram:
-    """A program that runs as one CUDA graph on one GPU where that is possible, else as single tasks.
+    """A program that runs as one CUDA graph on each GPU where that is possible, else as single tasks.
 
     Args:
         refused: why the program cannot be a graph in this runtime; an empty text if it can.
         captured: False: never use a graph. True: always use a graph; ConfigError if that is not possible. None: the
             first run decides.
-        held: Weights that only the program reads. They stay on the GPU.
-        accesses: All other persistent tiles.
+        split: Returns the roles of the tiles of a share: weights that stay on the GPU, and all other persistent tiles.
         measures: Choose kernels by the time of the whole graph, which runs the program several times. False: the
             kernels, and so the bits of all results, are those of a run without a graph.
 
@@ -139,28 +184,32 @@ class CapturedProgram:
     """
 
     def __init__(
-        self, program: Program, store: Store, refused: str, captured: bool | None, held: Sequence[Tile] = (),
-        accesses: Sequence[Access] = (), measures: bool = True,
+        self, program: Program, store: Store, refused: str, captured: bool | None,
+        split: Callable[[TaskList], Roles] = roles, measures: bool = True,
     ) -> None:  # fmt: skip
         self.program, self._runtime = program, Runtime.current
         self.captured = self._asked = captured
-        self._native: Any = None  # _core.Captured
+        self._natives: list[Any] = []  # _core.Captured of each GPU
         self.reason = "captured: false" if captured is False else refused
         if self.reason:
             if captured:
                 raise ConfigError(f"captured: true is not allowed here: {self.reason}; use false, or leave it out")
             self.captured = False
             return
-        tasks = program.list
-        self._most = most_filled(tasks)
-        self._list = TaskList()
-        self._parts, flop = sum(1 for _ in _parts(tasks)), sum(task.flop for task in tasks.tasks)
-        self._list.tasks = [Task("captured", [*accesses], op="captured", flop=flop)]
-        self._native = _core.Captured(
-            program.native, [store.handle(tile) for tile in held], [store.handle(a.tile) for a in accesses],
-            [a.mode for a in accesses], own_bytes(tasks),
-            [number for number, name in enumerate(program.slots) if name not in self._most], measures,
-        )  # fmt: skip
+        self._most = most_filled(program.list)
+        self._parts = sum(1 for _ in _parts(program.list))
+        self._lists: list[TaskList] = []  # what a profile shows: one task for each graph
+        changing = [number for number, name in enumerate(program.slots) if name not in self._most]
+        for worker, numbers, tasks in shares(program.list):
+            held, accesses = split(tasks)
+            self._lists.append(TaskList())
+            flop = sum(task.flop for task in tasks.tasks)
+            self._lists[-1].tasks = [Task("captured", [*accesses], op="captured", flop=flop, worker=worker)]
+            self._natives.append(_core.Captured(
+                program.native, numbers, worker, [store.handle(tile) for tile in held],
+                [store.handle(a.tile) for a in accesses], [a.mode for a in accesses], own_bytes(tasks), changing,
+                measures,
+            ))  # fmt: skip
 
     @property
     def slots(self) -> list[str]:
@@ -168,21 +217,22 @@ class CapturedProgram:
 
     @property
     def graphs(self) -> int:
-        """The number of graphs captured so far."""
-        return int(self._native.graphs) if self._native else 0
+        """The number of graphs that each GPU has captured so far; the least of these numbers."""
+        return min((int(native.graphs) for native in self._natives), default=0)
 
     def _launch(self, slots: Mapping[str, float]) -> bool:
-        """Submit the program as a graph and return True; if it cannot be a graph, return False."""
-        if broken := self._native.broken:
+        """Submit the program as graphs and return True; if it cannot be a graph, return False."""
+        if broken := next((native.broken for native in self._natives if native.broken), ""):
             return self._without(broken)
         most = (self._runtime.cuda_memory or 0) // SHARE if self._runtime else 0
-        if not self._native.hold(most):
+        if not all(native.hold(most) for native in self._natives):
             return self._without(f"it finds no room in {most >> 20} MiB, a {SHARE}th of runtime.cuda_memory")
         of = self._most
         given = [rounded(slots[name], of[name]) if name in of else slots[name] for name in self.program.slots]
-        number = self._native.run([float(value) for value in given])
-        if Runtime.watched is not None:
-            Runtime.watched.append((number, self._list))
+        for native, tasks in zip(self._natives, self._lists, strict=True):
+            number = native.run([float(value) for value in given])
+            if Runtime.watched is not None:
+                Runtime.watched.append((number, tasks))
         return True
 
     def _without(self, reason: str) -> bool:
@@ -190,17 +240,17 @@ class CapturedProgram:
         if self._asked:
             warnings.warn(f"captured: the program is no graph: {reason}; its tasks run one by one", stacklevel=4)
         self.captured, self.reason = False, reason
-        self._native.let_go()
+        self.let_go()
         return False
 
     def let_go(self) -> None:
-        """Wait for all tasks, and free the graph's memory. The next run reserves memory and captures a graph again."""
-        if self._native:
-            self._native.let_go()
+        """Wait for all tasks, and free the graphs' memory. The next run reserves memory and captures graphs again."""
+        for native in self._natives:
+            native.let_go()
 
 
 class Served(CapturedProgram):
-    """A program for forward passes that runs as one CUDA graph where that is possible and faster.
+    """A program for forward passes that runs as one CUDA graph on each GPU where that is possible and faster.
 
     captured: see CapturedProgram. None: the first run measures whether a graph is faster.
     """
@@ -209,7 +259,7 @@ class Served(CapturedProgram):
         self, tasks: TaskList, store: Store, *, tf32: bool = False, captured: bool | None = None, checked: bool = False
     ) -> None:
         (program,) = programs([tasks], store, tf32=tf32, checked=checked)
-        super().__init__(program, store, _not_here() or refusal(program.list), captured, *roles(program.list))
+        super().__init__(program, store, _not_here() or refusal(program.list), captured)
 
     def run(self, slots: Mapping[str, float]) -> None:
         """Submit the program with these values of the slots, as a graph or as single tasks."""
@@ -248,11 +298,7 @@ class TrainingProgram(CapturedProgram):
     """
 
     def __init__(self, program: Program, store: Store, refused: str, captured: bool | None) -> None:
-        every: list[Access] = []
-        if captured is not False and not refused:
-            weights, accesses = roles(program.list)
-            every = [*(Access(tile, "R") for tile in weights), *accesses]  # not `held`: the update writes them
-        super().__init__(program, store, refused, captured, (), every, measures=False)
+        super().__init__(program, store, refused, captured, changed_roles, measures=False)
         self.captured = not self.reason
 
     def run(self, slots: Mapping[str, float]) -> None:
@@ -276,18 +322,24 @@ def training_programs(
 
 def _step_refusal(lists: Sequence[TaskList], captured: bool | None, checked: bool) -> str:
     """Return the reason why a training step has no graphs in this runtime; an empty text if it has."""
-    if reason := _not_here() or ("debug.nonfinite checks every task" if checked else training_refusal(lists)):
+    if reason := _not_here(most=1) or ("debug.nonfinite checks every task" if checked else training_refusal(lists)):
         return reason
     if reason := _lacks_room(lists, (Runtime.current and Runtime.current.cuda_memory) or 0):
         return reason
     return too_long(seconds) if captured is None and (seconds := _mean_task(lists)) > LONG_STEP else ""
 
 
-def _not_here() -> str:
-    """Return the reason why no program can be a graph in this runtime; an empty text if there is none."""
+def _not_here(most: int | None = None) -> str:
+    """Return the reason why no program can be graphs in this runtime; an empty text if there is none.
+
+    Args:
+        most: Largest number of GPUs; None: no limit, if each task has its worker.
+    """
     runtime = Runtime.current
-    if not runtime or runtime.cuda != 1 or runtime.cpus or runtime.ranks:
-        return "it needs a runtime of one GPU, no CPU workers and one rank"
+    if not runtime or not runtime.cuda or runtime.cpus or runtime.ranks or (most and runtime.cuda > most):
+        return f"it needs a runtime of {'one GPU' if most == 1 else 'GPUs'}, no CPU workers and one rank"
+    if runtime.cuda > 1 and runtime.placement != "planned":
+        return "several GPUs need runtime.placement: planned"
     return ""
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.tasks.attention_operands import Operands
-from nntile_py.tasks.cached_attention import PAGES, CachedAttention, TokenPlaces, cached_attention
+from nntile_py.tasks.cached_attention import PAGES, CachedAttention, PageParts, TokenPlaces, cached_attention
 from nntile_py.tasks.contract import Contract, linear
 from nntile_py.tasks.gather import gather
 from nntile_py.tasks.mask import Mask
@@ -35,18 +35,30 @@ class CacheShape:
 
     Attributes:
         length: Positions of the longest sequence.
-        pages: Number of pages, including page 0, which no sequence uses.
+        pages: Number of pages, including page 0 of each part, which no sequence uses.
         slots: Positions of a page.
+        parts: The tiles of the axis page, and the rows that use them; None: the axis is not cut.
     """
 
     length: int
     pages: int
     slots: int = 64
+    parts: PageParts | None = None
 
     @property
     def entries(self) -> int:
         """Number of entries of a page table's row."""
         return PAGES + -(-self.length // self.slots)
+
+    @property
+    def part_count(self) -> int:
+        """Number of parts of the cache."""
+        return -(-self.pages // self.parts.pages) if self.parts else 1
+
+    @property
+    def most_pages(self) -> int:
+        """Largest number of pages of a sequence."""
+        return (self.parts.pages if self.parts else self.pages) - 1
 
 
 @dataclass(frozen=True)
@@ -123,7 +135,7 @@ class KeyValueCache:
             pool = f"layer{self._layers}.{name}"
             pools.append(self.graph.named(pool, list(sizes), list(sizes.values()), "cache", tensor.dtype))
         self._layers += 1
-        return cached_attention(self.graph, operands, self.table, pools, scale, mask.window)
+        return cached_attention(self.graph, operands, self.table, pools, scale, mask.window, self.shape.parts)
 
     def last_logits(self, logits: Tensor) -> Tensor:
         """Return the logits of each row's last new token, [batch, ..., vocab] with uncut rows.

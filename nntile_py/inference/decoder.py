@@ -19,9 +19,10 @@ from nntile_py.graph.key_value_cache import IDS, RING, TOKENS, CacheShape, Sampl
 from nntile_py.graph.params import Input
 from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.token_logprobs import TokenLogProbs
-from nntile_py.tasks.cached_attention import COUNT, PAGES, PAST
+from nntile_py.tasks.cached_attention import COUNT, PAGES, PAST, PageParts
 from nntile_py.tasks.sample import NO_TOKEN, SETTINGS
 from nntile_py.tiles.dtypes import DTYPES, host_dtype
+from nntile_py.tiles.placement import assign_parts
 
 Array = np.ndarray[Any, Any]
 GREEDY = (0.0, 0.0, 1.0, 0.0, 1.0)  # settings of a row that takes the largest logit, in the order of SETTINGS
@@ -42,6 +43,7 @@ class Row:
         settings: Sampling settings, in the order of SETTINGS.
         draws: fp32 [limit + 1]: for each position, the random number in [0, 1) that draws its token.
         pages: Numbers of the cache's pages that hold the row's keys and values.
+        part: Number of the part of the cache that has these pages.
         past: Number of tokens in the cache after all submitted passes.
         logprobs: How many most probable tokens to return with each new token; None: no log-probabilities.
         prompt_logprobs: List to which the prefill appends the log-probabilities of the prompt's tokens, from the second
@@ -53,6 +55,7 @@ class Row:
     settings: tuple[float, ...] = GREEDY
     draws: Array = field(default_factory=lambda: np.zeros(0, np.float32))
     pages: list[int] = field(default_factory=list)
+    part: int = 0
     past: int = 0
     logprobs: int | None = None
     prompt_logprobs: list[TokenLogProbs] | None = None
@@ -109,7 +112,7 @@ class Decoder:
     def __init__(self, bound: BoundModel, rows: int, shape: CacheShape, vocab: int | None = None) -> None:
         self.bound, self.rows, self.shape, self.vocab = bound, rows, shape, vocab
         self._cache: Store | None = None
-        self._free: list[int] = []
+        self._free: list[list[int]] = []  # for each part of the cache
 
     # -- pages
 
@@ -117,56 +120,71 @@ class Decoder:
         """Return the number of pages that a sequence of `tokens` tokens needs."""
         return -(-tokens // self.shape.slots)
 
-    @property
-    def free_pages(self) -> int:
-        """Number of pages that belong to no row."""
-        self._bind()
-        return len(self._free)
+    def part_of(self, place: int) -> int:
+        """Return the part of the cache that has the pages of row number `place` of the decoding passes."""
+        return self.shape.parts.of_row(place) if self.shape.parts else 0
 
-    def admit(self, row: Row) -> bool:
-        """Reserve pages for `limit` tokens of a row. Return False if too few pages are free."""
+    def free_pages(self, part: int) -> int:
+        """Return the number of pages of a part that belong to no row."""
         self._bind()
-        need = self.pages_for(row.limit)
-        if need > len(self._free):
+        return len(self._free[part])
+
+    def admit(self, row: Row, place: int = 0) -> bool:
+        """Reserve pages for `limit` tokens of a row. Return False if too few pages are free.
+
+        Args:
+            place: Number of the row in the decoding passes.
+        """
+        self._bind()
+        part, need = self.part_of(place), self.pages_for(row.limit)
+        if need > len(free := self._free[part]):
             return False
-        row.pages, self._free = self._free[:need], self._free[need:]
+        row.part, row.pages, self._free[part] = part, free[:need], free[need:]
         return True
 
     def release(self, row: Row) -> None:
         """Free a row's pages."""
-        self._free += row.pages
+        self._free[row.part] += row.pages
         row.pages = []
 
     def release_all(self) -> None:
         """Free the pages of all rows."""
-        self._free = list(range(1, self.shape.pages))
+        pages, parts = self.shape.pages, self.shape.parts
+        size = parts.pages if parts else pages
+        self._free = [list(range(1, min(size, pages - first))) for first in range(0, pages, size)]
 
     # -- passes
 
     def prefill(self, rows: Sequence[Row]) -> list[DrawnToken]:
         """Write the tokens of new rows into the cache, and return the next token of each row."""
         next_tokens: dict[Row, DrawnToken] = {}
-        remaining, device = list(rows), "CUDA" if _core.cuda_workers() else "CPU"
+        remaining, sampling = list(rows), sampling_of(rows, self.vocab)
         while remaining:
-            # A pass with logits of all positions has one row only, because these logits need much memory.
-            scored = [row for row in remaining if row.prompt_logprobs is not None]
-            part = scored[:1] or remaining[: PREFILL_ROWS[device][-1]]
-            longest = max(len(row.tokens) - row.past for row in part)
-            seq = min(prefill_size(longest, PREFILL_TOKENS[device]), self.bound.tiles.get("seq", longest))
-            count = next(size for size in PREFILL_ROWS[device] if size >= len(part))
-            sampling = replace(sampling_of(rows, self.vocab), prompts=bool(scored))
-            program = self.program(count, seq, sampling, advances=False)
-            program.write(self._arrays(program, part, seq))
-            program.run({})
-            for row in part:
-                first, row.past = row.past, min(row.past + seq, len(row.tokens))
-                if row.prompt_logprobs is not None:
-                    row.prompt_logprobs += _of_prompt(program, row, first)
-            complete = {row: k for k, row in enumerate(part) if row.past == len(row.tokens)}
-            drawn = {name: program.read(name) for name in _drawn_outputs(program)} if complete else {}
-            next_tokens |= {row: _drawn_token(drawn, k, row.past, row.logprobs) for row, k in complete.items()}
-            remaining = [row for row in remaining if row not in complete]
+            parts = sorted({row.part for row in remaining})
+            # All passes are submitted before the first result is read: parts of the cache may be on different GPUs.
+            passes = [self._submit_prefill([row for row in remaining if row.part == part], sampling) for part in parts]
+            for program, those, seq in passes:
+                next_tokens |= _prefilled(program, those, seq)
+            remaining = [row for row in remaining if row not in next_tokens]
         return [next_tokens[row] for row in rows]
+
+    def _submit_prefill(self, rows: Sequence[Row], sampling: Sampling) -> tuple[ForwardProgram, Sequence[Row], int]:
+        """Submit a prefill pass over some of `rows`, whose pages are in one part of the cache.
+
+        Return the pass's program, its rows, and the largest number of new tokens of a row.
+        """
+        device = "CUDA" if _core.cuda_workers() else "CPU"
+        # A pass with logits of all positions has one row only, because these logits need much memory.
+        scored = [row for row in rows if row.prompt_logprobs is not None]
+        most = min(PREFILL_ROWS[device][-1], self.shape.parts.rows if self.shape.parts else self.rows)
+        those = scored[:1] or rows[:most]
+        longest = max(len(row.tokens) - row.past for row in those)
+        seq = min(prefill_size(longest, PREFILL_TOKENS[device]), self.bound.tiles.get("seq", longest))
+        count = min(most, next(size for size in PREFILL_ROWS[device] if size >= len(those)))
+        program = self.program(count, seq, replace(sampling, prompts=bool(scored)), part=those[0].part)
+        program.write(self._arrays(program, those, seq))
+        program.run({})
+        return program, those, seq
 
     def start(self, rows: Sequence[Row | None]) -> Passes:
         """Return decoding passes over these rows, and write the inputs of the first pass.
@@ -215,18 +233,23 @@ class Decoder:
             self._cache = Store()
             self.release_all()
 
-    def program(self, rows: int, seq: int, sampling: Sampling, *, advances: bool) -> ForwardProgram:
-        """Return the program of a pass over `seq` new tokens of each of `rows` rows."""
-        return self._program((rows, seq, sampling, advances), {})
+    def program(self, rows: int, seq: int, sampling: Sampling, *, part: int | None = None) -> ForwardProgram:
+        """Return the program of a pass over `seq` new tokens of each of `rows` rows.
+
+        Args:
+            part: For a prefill: the part of the cache that has the pages of all rows. None: the program is a decoding
+                pass.
+        """
+        return self._program((rows, seq, sampling, part), {})
 
     def _alternating(self, rows: int, sampling: Sampling) -> list[ForwardProgram]:
         """Return two programs of a decoding pass that share all tiles except the outputs.
 
         While the tokens of one pass are copied to main memory, the other program can run the next pass.
         """
-        first = self.program(rows, 1, sampling, advances=True)
+        first = self.program(rows, 1, sampling)
         shared = {key: tile for key, tile in first.input_tiles().items() if key[1] not in first.outputs}  # type: ignore[index]
-        second = self._program((rows, 1, sampling, True, "alternate"), shared)
+        second = self._program((rows, 1, sampling, None, "alternate"), shared)
         return [first, second]
 
     def _program(self, key: tuple[Any, ...], shared: Mapping[Hashable, _core.Tile]) -> ForwardProgram:
@@ -235,11 +258,16 @@ class Decoder:
         assert self._cache is not None
         key = (self.shape, *key)
         if key not in self.bound.programs:
-            _, rows, seq, sampling, advances, *_ = key
-            tiles = {"seq": seq} if "seq" in self.bound.tiles else {}
+            _, rows, seq, sampling, part, *_ = key
+            tiles, shape = {"seq": seq} if "seq" in self.bound.tiles else {}, self.shape
+            if shape.parts and part is not None:
+                tiles, shape = tiles | {"batch": rows}, replace(shape, parts=replace(shape.parts, first=part))
             evaluation = self.bound.spec(rows, seq, tiles=tiles).generation(
-                self.shape, sampling, advances=advances, partial_sums=not _core.cuda_workers()
+                shape, sampling, advances=part is None, partial_sums=not _core.cuda_workers()
             )
+            runtime, workers = self.bound.bind(), _core.cuda_workers() or _core.cpu_workers()
+            if shape.parts and runtime.placement == "planned":  # each worker keeps its pages
+                assign_parts(evaluation.forward.tasks, shape.parts.first, shape.part_count, workers)
             self._add_pools(evaluation)
             program = self.bound.program(key, lambda: evaluation, {**self._cache.handles, **shared})
             # On a GPU, the first runs of a program run each kernel several times, to choose the fastest one. These runs
@@ -294,6 +322,20 @@ def _drawn_token(outputs: Mapping[str, Array], row: int, position: int, ranks: i
     return DrawnToken(number, TokenLogProbs.of_ranks(values, ids, ranks))
 
 
+def _prefilled(program: ForwardProgram, rows: Sequence[Row], seq: int) -> dict[Row, DrawnToken]:
+    """Wait for a prefill pass over at most `seq` new tokens of each row.
+
+    Return the tokens that it drew for the rows whose prompts are complete.
+    """
+    for row in rows:
+        first, row.past = row.past, min(row.past + seq, len(row.tokens))
+        if row.prompt_logprobs is not None:
+            row.prompt_logprobs += _of_prompt(program, row, first)
+    complete = {row: k for k, row in enumerate(rows) if row.past == len(row.tokens)}
+    drawn = {name: program.read(name) for name in _drawn_outputs(program)} if complete else {}
+    return {row: _drawn_token(drawn, k, row.past, row.logprobs) for row, k in complete.items()}
+
+
 def _of_prompt(program: ForwardProgram, row: Row, first: int) -> list[TokenLogProbs]:
     """Return the log-probabilities that a prefill pass computed: of the prompt's tokens from number first + 1 on."""
     count = min(row.past, len(row.tokens) - 1) - first
@@ -341,15 +383,17 @@ def cache_shape(bound: BoundModel, length: int, rows: int, most_bytes: int | Non
     Raises:
         ConfigError: A sequence of `length` tokens does not fit.
     """
-    shape = CacheShape(length, 1)
-    pages_per_row = shape.entries - PAGES
-    pages = rows * pages_per_row
+    pages_per_row, part_rows = CacheShape(length, 1).entries - PAGES, min(rows, bound.tiles.get("batch", rows))
+    parts = -(-rows // part_rows)
+    size, pages = part_rows * pages_per_row + 1, rows * pages_per_row + parts  # of a part, of all parts
     if most_bytes is not None:
         graph = bound.spec(1, 1).generation(CacheShape(length, 2), Sampling(True), advances=True).graph
         pools = [tensor for (kind, _), tensor in graph.kept.items() if kind == "cache"]
         page_bytes = sum(t.numel // t.size("page") * DTYPES[t.dtype].bytes for t in pools)
-        pages = min(pages, most_bytes // page_bytes - 1)
-        if pages < pages_per_row:
-            need = f"at least {(pages_per_row + 1) * page_bytes:,}, for a sequence of {length} tokens"
+        size = min(size, most_bytes // page_bytes // parts)
+        pages = min(pages, parts * size)
+        if size <= pages_per_row:
+            need = f"at least {parts * (pages_per_row + 1) * page_bytes:,}, for a sequence of {length} tokens"
+            need += f" in each of the {parts} tiles of the batch" if parts > 1 else ""
             raise ConfigError(f"cache: {most_bytes:,} bytes are not enough; allowed: {need}")
-    return CacheShape(length, pages + 1)
+    return CacheShape(length, pages, parts=PageParts(size, part_rows) if parts > 1 else None)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -193,13 +192,22 @@ class Engine:
         """Return True if the rows must change before the next pass."""
         if not self._active_count() or (self._passes_that_fit() <= 0 and not self._in_flight):
             return True
-        ended = [request for request in self._active if request and request.ended]
-        has_row = len(self._active) < self.decoder.rows or ended or None in self._active
-        if not self._waiting or not has_row:
-            return False
-        released = sum(len(request.row.pages) for request in ended if request.row)
-        first = self._waiting[0]
-        return self.decoder.pages_for(len(first.prompt) + first.max_tokens) <= self.decoder.free_pages + released
+        return bool(self._waiting) and self._place(self._waiting[0]) is not None
+
+    def _place(self, request: Request) -> int | None:
+        """Return the first row of the passes that a waiting request can take; None: no row is free and has pages.
+
+        The rows and pages of ended requests count as free.
+        """
+        decoder, need = self.decoder, self.decoder.pages_for(len(request.prompt) + request.max_tokens)
+        free = [place for place, one in enumerate(self._active) if one is None or one.ended]
+        ended = [one.row for one in self._active if one and one.ended and one.row]
+        for place in free + list(range(len(self._active), decoder.rows)):
+            part = decoder.part_of(place)
+            released = sum(len(row.pages) for row in ended if row.part == part)
+            if need <= decoder.free_pages(part) + released:
+                return place
+        return None
 
     def _collect_all(self) -> None:
         while self._in_flight:
@@ -225,18 +233,18 @@ class Engine:
 
     def _admit(self) -> None:
         """Give rows to waiting requests, and prefill their prompts, which draws their first tokens."""
-        active = [request for request in self._active if request]
-        new: list[Request] = []
-        for request in islice(self._waiting, self.decoder.rows - len(active)):
-            row = request.new_row()
-            if not self.decoder.admit(row):
+        if not any(self._active):
+            self._active = []
+        self._passes, new = None, list[Request]()
+        for request in self._waiting:
+            row, place = request.new_row(), self._place(request)
+            if place is None or not self.decoder.admit(row, place):
                 break
             request.row = row
             new.append(request)
-        before = len(self._active) if active else 0
-        count = max(before, min(self.decoder.rows, 1 << max(len(active) + len(new) - 1, 0).bit_length()))
-        self._active = [*active, *new, *[None] * (count - len(active) - len(new))]
-        self._passes = None
+            count = min(self.decoder.rows, 1 << place.bit_length())
+            self._active += [None] * (count - len(self._active))
+            self._active[place] = request
         for _ in new:  # requests leave the queue after they are active, so that an interrupt loses no request
             self._waiting.popleft()
         tokens = self.decoder.prefill([request.row for request in new if request.row])

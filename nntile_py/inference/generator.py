@@ -16,7 +16,9 @@ from nntile_py.data.special_tokens import special_tokens
 from nntile_py.data.tables import check_whole
 from nntile_py.data.tokenizer import token_numbers, without_limits
 from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.execution.cuda_graph import SHARE
 from nntile_py.execution.runtime import Runtime, in_turns
+from nntile_py.graph.step import TILE_DTYPE
 from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.decoder import Decoder, cache_shape
 from nntile_py.inference.engine import Engine, Event, Reason, Request
@@ -29,6 +31,7 @@ from nntile_py.schema import SIZES, in_bytes
 from nntile_py.system.load import cores
 from nntile_py.tasks.sample import SETTINGS
 from nntile_py.tasks.top_logprobs import MOST_RANKED
+from nntile_py.tiles.dtypes import DTYPES
 from nntile_py.typed import plain, typed
 
 MOST_TOKENS = 128  # new tokens of a text by default
@@ -161,12 +164,13 @@ class Generator:
         tokenizer: Turns texts into tokens. Default: the folder's tokenizer. Without a tokenizer, prompts are lists
             of token numbers.
         tiles: {axis: tile size} for any of the axes batch, seq (new tokens of a pass), embed, heads, ffn, vocab.
-            Default: on CPU workers as many tiles of heads, ffn and vocab as there are workers, else no axis is cut.
+            Default: on CPU workers as many tiles of heads, ffn and vocab as there are workers; on several GPUs, if the
+            weights fit into each, as many tiles of the batch as there are GPUs; else no axis is cut.
         precision: fp32; on CUDA workers also tf32, bf16 and fp16, on CPU workers fp64.
         batch: Largest number of texts that are continued at once.
         max_length: Largest number of tokens of a prompt with its continuation. Default: the model's positions.
         cache: Bytes of the cache, such as "2GiB". Default: as much as the texts of a call need.
-        captured: On one GPU: run passes as CUDA graphs. Default: the first passes measure whether graphs are faster.
+        captured: On GPUs: run passes as CUDA graphs. Default: the first passes measure whether graphs are faster.
 
     Raises:
         ConfigError: A value is out of range, or the model does not predict the next token.
@@ -324,8 +328,12 @@ class Generator:
         """Return the tile sizes. By default, each matrix product has as many tasks as there are CPU workers."""
         if self._tiles is not None:
             return dict(self._tiles)
-        running, config = Runtime.current is not None, getattr(self.model, "config", None)
-        workers = (0 if _core.cuda_workers() else _core.cpu_workers()) if running else cores()
+        runtime, config = Runtime.current, getattr(self.model, "config", None)
+        if runtime and runtime.cuda > 1 and self.batch > 1:
+            weights = sum(value.size for value in self.model.weights.values())
+            fit = weights * DTYPES[TILE_DTYPE.get(self.precision, "fp32")].bytes <= (runtime.cuda_memory or 0) // SHARE
+            return {"batch": -(-self.batch // runtime.cuda)} if fit else {}
+        workers = (0 if runtime.cuda else _core.cpu_workers()) if runtime else cores()
         sizes = {axis: getattr(config, axis, None) or 1 for axis in ("heads", "ffn", "vocab")}
         group = sizes["heads"] // (getattr(config, "kv_heads", None) or sizes["heads"])
         cuts = {axis: -(-size // workers) for axis, size in sizes.items() if 1 < workers <= size}

@@ -216,7 +216,7 @@ class Service:
         """
         decoder = self._engine.decoder
         most = options.max_tokens or MOST_TOKENS
-        if decoder.pages_for(len(ids) + most) > decoder.shape.pages - 1:
+        if decoder.pages_for(len(ids) + most) > decoder.shape.most_pages:
             raise ValueError("the prompt and max_tokens need more room than the cache has")
         special = self.generator.special
         stops = special.stops if special else frozenset[int]()

@@ -360,16 +360,17 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("checked_run", &Program::checked_run);
 #ifdef NNTILE_CUDA
   py::class_<Captured, std::unique_ptr<Captured, DropCaptured>>(m, "Captured")
-      .def(py::init([](Program& program, std::vector<std::shared_ptr<Tile>> weights,
-                       std::vector<std::shared_ptr<Tile>> tiles, const std::vector<std::string>& names, size_t own,
-                       std::vector<int> changing, bool measures) {
+      .def(py::init([](Program& program, const std::vector<size_t>& records, int worker,
+                       std::vector<std::shared_ptr<Tile>> weights, std::vector<std::shared_ptr<Tile>> tiles,
+                       const std::vector<std::string>& names, size_t own, std::vector<int> changing, bool measures) {
              std::vector<int> modes;
              for (const auto& name : names) modes.push_back(mode_of(name));
-             return std::unique_ptr<Captured, DropCaptured>(new Captured(
-                 program, std::move(weights), std::move(tiles), std::move(modes), own, std::move(changing), measures));
+             return std::unique_ptr<Captured, DropCaptured>(new Captured(program, records, worker, std::move(weights),
+                                                                         std::move(tiles), std::move(modes), own,
+                                                                         std::move(changing), measures));
            }),
-           py::arg("program"), py::arg("weights"), py::arg("tiles"), py::arg("modes"), py::arg("own"),
-           py::arg("changing"), py::arg("measures"), py::keep_alive<1, 2>())
+           py::arg("program"), py::arg("records"), py::arg("worker"), py::arg("weights"), py::arg("tiles"),
+           py::arg("modes"), py::arg("own"), py::arg("changing"), py::arg("measures"), py::keep_alive<1, 2>())
       .def("hold", &Captured::hold, release())
       .def("let_go", &Captured::let_go, release())
       .def("run", &Captured::run, release())

@@ -1,4 +1,4 @@
-// A program as one task, which a CUDA worker runs as one CUDA graph instead of kernel by kernel.
+// Tasks of a program as one task, which a CUDA worker runs as one CUDA graph instead of kernel by kernel.
 #pragma once
 #include <atomic>
 #include <map>
@@ -19,13 +19,15 @@ namespace nntile {
 // captures the graph; later runs launch it.
 class Captured {
  public:
+  // records: numbers of the program's tasks. worker: number of the CUDA worker that runs them.
   // weights: read-only tiles, which stay on the device. tiles, modes: other tiles that the task reads or writes. All
   // remaining tiles are written before they are read and have no handles here; own: maximum bytes of these together.
   // changing: slots that differ from run to run; there is a graph for each set of the other slots. measures: kernels and
   // algorithms are chosen by the time of the whole graph, which runs the program several times; false: as without a
   // graph.
-  Captured(Program& program, std::vector<std::shared_ptr<Tile>> weights, std::vector<std::shared_ptr<Tile>> tiles,
-           std::vector<int> modes, size_t own, std::vector<int> changing, bool measures);
+  Captured(Program& program, const std::vector<size_t>& records, int worker, std::vector<std::shared_ptr<Tile>> weights,
+           std::vector<std::shared_ptr<Tile>> tiles, std::vector<int> modes, size_t own, std::vector<int> changing,
+           bool measures);
   Captured(const Captured&) = delete;
   void drop();  // deletes this object; if tasks in flight cannot be waited for, it is never deleted
 
@@ -44,6 +46,8 @@ class Captured {
   struct Run;
   using Item = std::variant<const TaskRecord*, const Tile*>;  // a task, or a tile that is no longer needed
 
+  unsigned node() const;                // memory node of the worker's device
+  bool shared(const Tile& tile) const;  // another program keeps this tile on the device
   bool acquire(size_t most);
   void on_worker(const std::vector<double>& slots, void** buffers, c10::Device device);
   std::vector<double> fixed(std::vector<double> slots) const;  // slots, with 0 for changing slots
@@ -55,6 +59,7 @@ class Captured {
   void walk(const std::vector<double>& slots, void** buffers, c10::Device device, bool guards);
 
   Program& program_;
+  int worker_;               // StarPU's number
   std::vector<Item> items_;  // of the program, at fixed addresses
   std::vector<std::shared_ptr<Tile>> weights_, tiles_;
   std::vector<int> modes_;

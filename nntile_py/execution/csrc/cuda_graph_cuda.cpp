@@ -39,24 +39,26 @@ constexpr int kMostTimed = 5;        // maximum number of these launches
 constexpr float kGain = 0.998f;      // a candidate must be below this fraction of the time
 
 std::vector<Captured*> holding;  // programs that keep weights on the device; used only by the main thread, as holds_
-size_t held_bytes = 0;
-
-unsigned device_node() {
-  return starpu_worker_get_memory_node(static_cast<unsigned>(starpu_worker_get_by_type(STARPU_CUDA_WORKER, 0)));
-}
+std::map<unsigned, size_t> held_bytes;  // by memory node
 
 }  // namespace
 
-Captured::Captured(Program& program, std::vector<std::shared_ptr<Tile>> weights,
-                   std::vector<std::shared_ptr<Tile>> tiles, std::vector<int> modes, size_t own,
-                   std::vector<int> changing, bool measures)
-    : program_(program), weights_(std::move(weights)), tiles_(std::move(tiles)), modes_(std::move(modes)),
-      changing_(std::move(changing)), own_(own), measures_(measures) {
+Captured::Captured(Program& program, const std::vector<size_t>& records, int worker,
+                   std::vector<std::shared_ptr<Tile>> weights, std::vector<std::shared_ptr<Tile>> tiles,
+                   std::vector<int> modes, size_t own, std::vector<int> changing, bool measures)
+    : program_(program), worker_(starpu_worker_get_by_type(STARPU_CUDA_WORKER, worker)), weights_(std::move(weights)),
+      tiles_(std::move(tiles)), modes_(std::move(modes)), changing_(std::move(changing)), own_(own),
+      measures_(measures) {
+  if (worker_ < 0) throw std::invalid_argument("there is no CUDA worker number " + std::to_string(worker));
   if (!program.finished_) program.finish();
+  size_t number = 0;
+  auto next = records.begin();
   for (const auto& item : program.items_) {
     if (const auto* tile = std::get_if<std::shared_ptr<Tile>>(&item)) {
       items_.emplace_back(tile->get());
     } else if (const auto* record = std::get_if<TaskRecord>(&item)) {
+      if (next == records.end() || *next != number++) continue;
+      ++next;
       items_.emplace_back(record);
       flop_ += record->flop;
     } else {
@@ -79,13 +81,20 @@ void Captured::drop() {
   delete this;
 }
 
+unsigned Captured::node() const { return starpu_worker_get_memory_node(static_cast<unsigned>(worker_)); }
+
+bool Captured::shared(const Tile& tile) const {
+  return std::any_of(tile.holders.begin(), tile.holders.end(),
+                     [&](const Captured* one) { return one != this && one->node() == node(); });
+}
+
 bool Captured::hold(size_t most) {
   require_running();
   if (!holds_ && !acquire(most)) return false;
   if (addresses_.size() == weights_.size()) return true;
   wait_until([this] { return missing_ == 0; });
   for (const auto& tile : weights_)
-    addresses_.push_back(pointer(starpu_data_get_interface_on_node(tile->handle, device_node())));
+    addresses_.push_back(pointer(starpu_data_get_interface_on_node(tile->handle, node())));
   return true;
 }
 
@@ -94,19 +103,18 @@ bool Captured::acquire(size_t most) {
   for (const auto& tile : weights_) {
     require(*tile);
     if (!tile->initialised) throw TaskError("a program was run before its weights were written");
-    if (tile->holders.empty()) more += tile->bytes;
+    if (!shared(*tile)) more += tile->bytes;
   }
-  const unsigned node = device_node();
-  if (held_bytes + more > most || starpu_memory_allocate(node, own_, 0)) return false;
+  if (held_bytes[node()] + more > most || starpu_memory_allocate(node(), own_, 0)) return false;
   wake();
   holding.push_back(this);
   holds_ = true;
-  held_bytes += more;
+  held_bytes[node()] += more;
   missing_ = weights_.size();
   for (const auto& tile : weights_) {
     tile->holders.push_back(this);
     starpu_data_acquire_on_node_cb(
-        tile->handle, static_cast<int>(node), STARPU_R,
+        tile->handle, static_cast<int>(node()), STARPU_R,
         [](void* missing) { --*static_cast<std::atomic<size_t>*>(missing); }, &missing_);
   }
   return true;
@@ -120,14 +128,13 @@ void Captured::let_go() {
   wait_for_tasks();
   graphs_.clear();
   addresses_.clear();
-  const unsigned node = device_node();
   for (const auto& tile : weights_) {
-    starpu_data_release_on_node(tile->handle, static_cast<int>(node));
+    starpu_data_release_on_node(tile->handle, static_cast<int>(node()));
     std::erase(tile->holders, this);
-    if (tile->holders.empty()) held_bytes -= tile->bytes;
+    if (!shared(*tile)) held_bytes[node()] -= tile->bytes;
   }
-  starpu_memory_deallocate(node, own_);
-  held_bytes -= own_;
+  starpu_memory_deallocate(node(), own_);
+  held_bytes[node()] -= own_;
   std::erase(holding, this);
   holds_ = false;
 }
@@ -162,6 +169,8 @@ uint32_t Captured::run(const std::vector<double>& slots) {
   task->cl_arg_free = 0;
   task->name = codelet->name;
   task->flops = flop_;
+  task->execute_on_a_specific_worker = 1;
+  task->workerid = static_cast<unsigned>(worker_);
   if (replay) profile::watch(task, replay, 0);
   submit(task, codelet->name);
   return replay;
