@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import nntile_py as nt
+from nntile_py.execution.cuda_graph import Served
 from nntile_py.inference.decoder import GREEDY, Decoder
 from nntile_py.inference.engine import Request
 
@@ -61,22 +62,35 @@ def test_texts_are_those_of_cpus(kind: str, how: str, tiles: dict[str, int], cap
     assert not wrong
 
 
-@pytest.mark.parametrize("tiles", [{"batch": 3}, {"heads": 2, "vocab": 100}])
-def test_texts_on_several_gpus(tiles: dict[str, int]) -> None:
-    """With a cut batch, several GPUs write into the same pages of the cache."""
+@pytest.mark.parametrize(
+    ("tiles", "captured"),
+    [({"batch": 3}, True), ({"batch": 3}, False), ({"heads": 2, "vocab": 100}, None), (None, None)],
+)
+def test_texts_on_several_gpus(tiles: dict[str, int] | None, captured: bool | None) -> None:
+    """With a cut batch, which is the default, each GPU has its own pages and graphs."""
     if (count := torch.cuda.device_count()) < 2:
         pytest.skip("there is one GPU")
-    with nt.Runtime(cuda=count), nt.Generator(model("llama"), tiles=tiles) as generator:
+    with nt.Runtime(cuda=count), nt.Generator(model("llama"), tiles=tiles, captured=captured) as generator:
         texts = generator(prompts(), max_tokens=NEW, temperature=0)
+        passes = programs(generator)
     assert [one.tokens for one in texts] == [one.tokens for one in on_cpus("llama", temperature=0)]
+    workers = {len({task.worker for task in one.program.list.tasks}) for one in passes}
+    assert max(workers) == 2
+    if captured:
+        assert all(one.graphs for one in passes)
+    assert captured is not None or not tiles or not any(one.graphs for one in passes)  # tiles of heads are exchanged
+
+
+def programs(generator: nt.Generator) -> list[Served]:
+    decoder: Decoder = generator._engine.decoder  # type: ignore[union-attr]
+    return [one.served for one in decoder.bound.programs.values()]
 
 
 def test_decoding_passes_are_graphs() -> None:
     with nt.Runtime(cuda=1), nt.Generator(model("llama"), captured=True) as generator:
         generator(prompts()[:1], max_tokens=9, temperature=0)
-        decoder: Decoder = generator._engine.decoder  # type: ignore[union-attr]
-        graphs = {key: one.served.graphs for key, one in decoder.bound.programs.items()}
-    assert graphs and all(graphs.values()), graphs
+        graphs = [one.graphs for one in programs(generator)]
+    assert graphs and all(graphs), graphs
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
