@@ -20,6 +20,7 @@ from nntile_py.execution.host_copy import HostCopy
 from nntile_py.execution.program import Store
 from nntile_py.graph.step import StepSpec
 from nntile_py.profiling.operator_timer import write_random
+from nntile_py.profiling.recorder import run_steps
 from nntile_py.system.folders import installed
 from nntile_py.testing import error
 from nntile_py.training.repeated_steps import forward_passes
@@ -324,3 +325,18 @@ def test_training_steps_have_the_same_bits(cuda: nt.Runtime, how: str) -> None:
         ]
         trainer.close()
     assert found[0] == found[1]
+
+
+def test_a_profile_has_the_times_of_the_stream(cuda: nt.Runtime) -> None:
+    """Tasks of a GPU follow each other without overlap, also if StarPU counts them as ended before they end."""
+    model = nt.models.GPT2(nt.models.GPT2Config(layers=4, embed=512, heads=8, vocab=2048, positions=256), seed=0)
+    trainer = nt.Trainer(model, 8, 256, precision="bf16", captured=False)
+    trace = run_steps(trainer, 5, 3)
+    trainer.close()
+    order = np.argsort(trace.start)
+    start, end = trace.start[order], trace.end[order]
+    assert len(trace) >= 10 and (end > start).all() and (start[1:] >= end[:-1] - 1000).all()  # ns
+    assert (trace.start >= trace.fetched).all() and (trace.released >= trace.end).all()
+    flop = sum(trace.info_of(task).flop for task in range(len(trace)))
+    assert 0.02 < flop / ((end - start).sum() * 1e-9) / 1e15 < 2
+    assert (trace.submit[order][1:] < end[:-1]).any()  # submitted while an earlier task ran

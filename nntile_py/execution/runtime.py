@@ -37,7 +37,9 @@ from nntile_py.typed import plain, typed
 # Number of tasks that a GPU gets ahead of the task that StarPU waits for, if no other worker could take them. AHEAD is
 # for a single GPU: packed BERT base takes 27.8 ms a step with 4 tasks, and 27.0 ms with 16 or 40. AHEAD_OF_OTHERS is
 # for a GPU among others: GPT-2 XL on 4 GPUs takes 0.330 s a step with 0 tasks, 0.322 s with 2, and 0.360 s with 4.
-AHEAD, AHEAD_OF_OTHERS = 16, 2
+# AHEAD_OF_ANOTHER is for two GPUs: packed BERT base takes 31.4 ms with 2 tasks, 29.8 ms with 4, and 29.9 ms with 8;
+# GPT-2 124M 56.3 ms with 2, and 55.8 ms with 4.
+AHEAD, AHEAD_OF_ANOTHER, AHEAD_OF_OTHERS = 16, 4, 2
 
 
 DEFAULT_SCHEDULER = "lws"
@@ -254,7 +256,9 @@ class Runtime:
         """Return the number of tasks that a GPU gets ahead of the task that StarPU waits for."""
         if self.cuda == 1 and not self.cpus:
             return AHEAD_OF_OTHERS if self.ranks else AHEAD
-        return AHEAD_OF_OTHERS if self.placement == "planned" else 0
+        if self.placement != "planned":
+            return 0
+        return AHEAD_OF_ANOTHER if self.cuda == 2 and not self.ranks else AHEAD_OF_OTHERS
 
     def _stop(self, interrupted: bool = False) -> None:
         """Stop StarPU. interrupted: a first signal has ended the `with` block."""

@@ -18,6 +18,7 @@ void start_cuda();  // initialises every CUDA worker, which takes long
 // For the calling CUDA worker; see queue_cuda.cpp.
 void start_queue();
 cudaStream_t task_stream();                    // stream for the kernels of tasks
+void begin_task();                             // marks the start of the current task on the stream for a profile
 // Ends the current task on the stream. buffers: the task's StarPU buffers, all allocated. writes: the task writes to
 // all buffers, whatever their access modes are.
 void end_task(void** buffers, size_t count, bool writes);
@@ -28,6 +29,7 @@ template <class F>
 void on_cuda(void** buffers, size_t count, F body, bool writes = false) {
   const auto id = static_cast<c10::DeviceIndex>(starpu_worker_get_devid(starpu_worker_get_id()));
   const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(task_stream(), id));
+  begin_task();
   body(c10::Device(c10::kCUDA, id));
   end_task(buffers, count, writes);
 }
@@ -40,6 +42,14 @@ const starpu_data_copy_methods* tile_copies();
 // same stream, so kernels' workspaces never get the memory of tiles.
 cudaStream_t key_of_tiles(int device);
 void free_kept_memory();  // call it before StarPU stops
+
+// Times of a watched task (see profile.h) on its stream, on the clock of profile::now().
+struct Span {
+  void* task;  // the task's callback_arg
+  int64_t start, end;
+};
+void begin_spans();               // call it when a profile begins and no task runs
+std::vector<Span> take_spans();  // waits for the tasks on all streams
 
 // Whether the last kernel on the worker's stream was a kernel of this package. In a graph, a kernel may overlap with
 // the previous kernel only then: on an H200 the overlap gained 0.4 to 1 us, but cost 1 us behind a kernel of cuBLASLt.

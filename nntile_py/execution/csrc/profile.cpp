@@ -4,8 +4,10 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <unordered_map>
 
 #include "internal.h"
+#include "on_cuda.h"
 
 namespace py = pybind11;
 
@@ -106,7 +108,29 @@ void begin(size_t expected, bool light) {
   g_passages.clear();
   if (!light) starpu_profiling_status_set(STARPU_PROFILING_ENABLE);  // resets the workers' counters
   g_light = light;
+#ifdef NNTILE_CUDA
+  if (g.cuda) begin_spans();
+#endif
   g_on = true;
+}
+
+// Puts the times of CUDA tasks on their streams into their events: StarPU records when the host launches a task, and
+// counts it as ended before that (queue_cuda.cpp).
+void set_stream_times(std::vector<Event>& events) {
+#ifdef NNTILE_CUDA
+  if (!g.cuda) return;
+  std::unordered_map<uint64_t, Span> spans;
+  for (const auto& span : take_spans()) spans.emplace(reinterpret_cast<uint64_t>(span.task), span);
+  for (auto& event : events) {
+    const auto found = spans.find(static_cast<uint64_t>(event.run) << 32 | static_cast<uint64_t>(event.task));
+    if (!event.run || found == spans.end()) continue;
+    event.start = std::max(found->second.start, event.fetched);
+    event.end = std::max(found->second.end, event.start);
+    event.released = std::max(event.released, event.end);
+  }
+#else
+  (void)events;
+#endif
 }
 
 py::dict finish() {
@@ -124,6 +148,7 @@ py::dict finish() {
   for (unsigned worker = 0; worker <= STARPU_NMAXWORKERS; ++worker)
     events.insert(events.end(), g_buffers[worker].events.begin(), g_buffers[worker].events.end());
   g_buffers.reset();
+  set_stream_times(events);
   if (light)
     for (auto& event : events)
       if (event.run)

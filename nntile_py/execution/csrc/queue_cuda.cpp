@@ -2,6 +2,8 @@
 // positions earlier on the stream has ended, so that StarPU releases, schedules and launches further tasks meanwhile,
 // which takes about 1 us per tile. Kernels of later tasks follow on the same stream. StarPU's copies do not, so they
 // wait here for the last task that wrote their source, and for the last task that used their destination.
+//
+// In a profile, events on the stream tell when a task really starts and ends.
 #include <array>
 #include <map>
 
@@ -23,8 +25,13 @@ class Queue {
     for (auto& event : events_) require(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
   }
 
+  void begin_task() {
+    if (profile::on()) begun_ = mark();
+  }
+
   void end_task(void** buffers, size_t count, bool all, size_t ahead) {
     auto* task = starpu_task_get_current();
+    if (begun_) marks_.push_back({task->callback_arg, std::exchange(begun_, nullptr), mark()});
     const std::lock_guard lock(mutex_);
     require(cudaEventRecord(event(tasks_), stream));
     for (size_t k = 0; k < count; ++k)
@@ -46,11 +53,51 @@ class Queue {
     }
   }
 
+  // A profile's beginning: relates the times of events to the clock of the profile.
+  void begin_marks() {
+    require(cudaStreamSynchronize(stream));
+    base_ = mark();
+    require(cudaEventSynchronize(base_));
+    zero_ = profile::now();
+  }
+
+  // Appends the times of the tasks since `begin_marks`, and frees their events.
+  void take(std::vector<Span>& spans) {
+    const auto time = [&](cudaEvent_t event) {
+      float ms = 0;
+      require(cudaEventSynchronize(event));
+      require(cudaEventElapsedTime(&ms, base_, event));
+      return zero_ + static_cast<int64_t>(static_cast<double>(ms) * 1e6);
+    };
+    for (const auto& [task, start, end] : marks_) {
+      spans.push_back({task, time(start), time(end)});
+      for (auto* event : {start, end}) require(cudaEventDestroy(event));
+    }
+    marks_.clear();
+    if (base_) require(cudaEventDestroy(std::exchange(base_, nullptr)));
+  }
+
   static uintptr_t address(void* buffer) { return STARPU_VARIABLE_GET_PTR(buffer); }
 
   cudaStream_t stream = nullptr, key = nullptr;
 
  private:
+  cudaEvent_t mark() const {
+    cudaEvent_t made = nullptr;
+    require(cudaEventCreate(&made));
+    require(cudaEventRecord(made, stream));
+    return made;
+  }
+
+  struct Marked {
+    void* task;
+    cudaEvent_t start, end;
+  };
+  // Only the worker uses these while tasks run.
+  std::vector<Marked> marks_;
+  cudaEvent_t begun_ = nullptr, base_ = nullptr;
+  int64_t zero_ = 0;
+
   // Number of events, more than `ahead`. Events are reused in rotation. A wait for a reused event is too long, never
   // too short.
   static constexpr size_t kEvents = 64;
@@ -146,7 +193,30 @@ cudaStream_t task_stream() { return mine().stream; }
 cudaStream_t key_of_tiles(int device) { return of_device(device)->key; }
 
 void end_task(void** buffers, size_t count, bool writes) {
-  mine().end_task(buffers, count, writes, profile::on() || g.reduces ? 0 : static_cast<size_t>(g.ahead));
+  mine().end_task(buffers, count, writes, g.reduces ? 0 : static_cast<size_t>(g.ahead));
+}
+
+void begin_task() { mine().begin_task(); }
+
+namespace {
+
+template <class F>
+void each_queue(F call) {
+  for (int device = 0; device < STARPU_MAXCUDADEVS; ++device)
+    if (auto* queue = of_device(device)) {
+      const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+      call(*queue);
+    }
+}
+
+}  // namespace
+
+void begin_spans() { each_queue([](Queue& queue) { queue.begin_marks(); }); }
+
+std::vector<Span> take_spans() {
+  std::vector<Span> spans;
+  each_queue([&](Queue& queue) { queue.take(spans); });
+  return spans;
 }
 
 bool queues_empty() {
