@@ -114,6 +114,17 @@ else:
 UNFILLED: Any = None  # default of a field of the type Filled: a number that a validator or the run fills in
 Layers = Annotated[int, *integer(1, 1000)]  # at most 1000, because planning more layers takes minutes
 Rows = Annotated[int, *integer(1, 2**31 - 1)]
+if TYPE_CHECKING:  # commands replace "auto" by a number before they use the key
+    RowsOrAuto = int
+else:
+    RowsOrAuto = Annotated[
+        int | str,
+        *only(
+            f"an integer from 1 to {2**31 - 1}, or 'auto'",
+            lambda v: v if v == "auto" or (type(v) is int and 1 <= v < 2**31) else None,
+            anyOf=[{"type": "integer", "minimum": 1, "maximum": 2**31 - 1}, {"const": "auto"}],
+        ),
+    ]
 Positive = Annotated[float, *number(above=0)]
 NonNegative = Annotated[float, *number(least=0)]
 BelowOne = Annotated[float, *number(least=0, below=1)]

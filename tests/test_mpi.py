@@ -403,6 +403,7 @@ def pid_of(rank: int, folder: Path) -> int:
         (("sweep",), "nntile sweep: mpirun or srun has started 2 processes; allowed: one process without"),
         (("profile", "--fxt"), "--fxt: not allowed on several ranks"),
         (("train", "--set", "recompute=auto"), "recompute: got 'auto'; allowed on several ranks"),
+        (("train", "--set", "train.grad_accumulation=auto"), "train.grad_accumulation: got 'auto'; allowed on several"),
     ],
 )
 def test_what_does_not_work_on_several_ranks_is_told_once(command: tuple[str, ...], told: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from nntile_py.analysis.simulate import planned_seconds
-from nntile_py.config.builders import auto_tiles, search_for, step_spec
+from nntile_py.config.builders import auto_tiles, micro_batches, search_for, step_spec, with_micro_batches
 from nntile_py.config.kept_tiles import KeptTiling
 from nntile_py.config.sections import AUTO_TILES
 from nntile_py.graph.built_step import Step
@@ -112,7 +112,8 @@ class Plan:
         axes: {name: axis} of the parameters and inputs.
         captured: the model is a PyTorch module, whose axes got their names from the capture.
         rows: sums over operators, by phase and kind of operator.
-        candidates: {number of micro-batches: estimates of `recompute: auto`}.
+        candidates: {number of micro-batches: estimates of `recompute: auto` and `train.grad_accumulation: auto`}.
+        micro_batches: the number that `train.grad_accumulation: auto` chooses; None: the config has a number.
         tilings: the estimates of `tiles: auto`; None: the config has tile sizes.
     """
 
@@ -133,6 +134,7 @@ class Plan:
     captured: bool
     rows: dict[tuple[str, str], PlanRow]
     candidates: dict[int, list[StepEstimate]] = field(default_factory=dict)
+    micro_batches: int | None = None
     tilings: PlannedTilings | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -179,19 +181,25 @@ class Plan:
         return Group(table, Text(), *map(Text, lines), *tilings, *(self._recompute() if self.candidates else ()))
 
     def _recompute(self) -> Iterator[RenderableType]:
-        """Yield the estimates for `recompute: auto`, the chosen value first, and a table with smaller micro-batches."""
+        """Yield the chosen values of `recompute` and of the number of micro-batches, then a table of estimates."""
         from rich.text import Text
 
-        best = fastest(next(iter(self.candidates.values())))
+        count = self.micro_batches
+        best = fastest(self.candidates[count] if count else next(iter(self.candidates.values())))
         why = "fastest estimate that fits" if best.fits else "no value fits; this has the smallest peak"
-        yield Text(f"recompute           {best.recompute} ({why}, with the config's number of micro-batches)\n")
+        recompute = best.recompute if isinstance(best.recompute, str) else ", ".join(best.recompute)
+        if count:
+            yield Text(f"micro-batches       {count}, with recompute {recompute} ({why})\n")
+        else:
+            yield Text(f"recompute           {recompute} ({why}, with the config's number of micro-batches)\n")
         heads = ("recompute", "micro-batches", "s a step", "MiB at peak", "GB evicted", "fits")
         table = plain_table(heads, text=heads[:1])
         for count, found in self.candidates.items():
             for one in found:
                 evicted = f"{one.evicted_bytes / 1e9:.1f}" if one.evicted_bytes else ""
                 cells = f"{count}", f"{one.seconds:.3g}", f"{one.peak_bytes / 2**20:,.0f}", evicted
-                table.add_row(one.recompute, *cells, "yes" if one.fits else "no")
+                values = one.recompute if isinstance(one.recompute, str) else ", ".join(one.recompute)
+                table.add_row(values, *cells, "yes" if one.fits else "no")
         yield table
 
     def _torch_calls(self) -> list[str]:
@@ -217,16 +225,20 @@ def plan(config: RunConfig, spec: StepSpec | None = None) -> Plan:
 
     spec: the config's StepSpec, if the caller has it already."""
     with no_search_for_cycles():
+        asked, config = config, with_micro_batches(config)
         spec = spec or step_spec(config)
         made = summarise(spec.step(), config=config)
         if config.tiles == AUTO_TILES:
             made.tilings = PlannedTilings(auto_tiles(config), search_for(config) if config.workers > 1 else None)
-        if spec.recompute == AUTO:
-            made.candidates = micro_batches(spec)
+        if asked.train.auto_micro_batches:
+            made.candidates = micro_batches(asked)
+            made.micro_batches = config.train.grad_accumulation
+        elif spec.recompute == AUTO:
+            made.candidates = smaller_micro_batches(spec)
         return made
 
 
-def micro_batches(spec: StepSpec) -> dict[int, list[StepEstimate]]:
+def smaller_micro_batches(spec: StepSpec) -> dict[int, list[StepEstimate]]:
     """Return {number of micro-batches: estimates of `recompute`}, with each micro-batch in 1, 2, 4 and 8 parts."""
     found = {spec.grad_accumulation: spec.recompute_estimates}
     for parts in (2, 4, 8):

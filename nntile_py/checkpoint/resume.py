@@ -156,6 +156,20 @@ def saved_tiles(where: Path) -> dict[str, int] | None:
     return None
 
 
+def saved_micro_batches(where: Path) -> tuple[int, int] | None:
+    """Return the sequences and the number of micro-batches in a run's newest readable state.json; None: it has none.
+
+    where: the run's folder or one of its checkpoints."""
+    for facts in _states(where):
+        config = facts.get("config")
+        train = config.get("train") if isinstance(config, dict) else None
+        if isinstance(train, dict):
+            saved = train.get("batch"), train.get("grad_accumulation")
+            if all(type(number) is int and number > 0 for number in saved):
+                return saved  # type: ignore[return-value]
+    return None
+
+
 def _states(where: Path) -> Iterator[dict[str, Any]]:
     """Yield the content of each readable state.json of a run, the newest first."""
     folders = [where] if (where / STATE).is_file() else [folder for _, folder in checkpoints_in(where)]

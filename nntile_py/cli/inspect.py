@@ -53,9 +53,11 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Print parameters, tasks, flop and bytes without a run, or the simulated time of a step on other machines."""
-    from nntile_py.config.builders import step_spec
+    from nntile_py.config.builders import step_spec, with_micro_batches
+    from nntile_py.config.run_config import load
 
-    loaded = load_config(config, sets)
+    raw = load(config, sets or [])
+    loaded = with_micro_batches(raw)
     spec = step_spec(loaded) if nodes is None else None
     if spec:
         note_tiles(loaded, spec)
@@ -65,7 +67,7 @@ def plan(
     cluster = requested_cluster(loaded, nodes, gpus_per_node, network, gpus_per_nic)
     if strong and not cluster:
         raise ConfigError("--strong: allowed: only with --nodes")
-    result = plan_cluster(loaded, cluster, strong=strong) if cluster else plan_run(loaded, spec)
+    result = plan_cluster(loaded, cluster, strong=strong) if cluster else plan_run(raw, spec)
     show(result.to_dict() if as_json else result.render())
 
 

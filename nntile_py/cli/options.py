@@ -48,10 +48,14 @@ Precision = Annotated[str, typer.Option(help="fp32; on GPUs also tf32, bf16 or f
 
 
 def load_config(config: str, sets: list[str] | None) -> "RunConfig":
-    """Read the YAML file CONFIG; the values of --set override its keys."""
+    """Read the YAML file CONFIG, and choose a number of micro-batches if it has `train.grad_accumulation: auto`.
+
+    The values of --set override its keys.
+    """
+    from nntile_py.config.builders import with_micro_batches
     from nntile_py.config.run_config import load
 
-    return load(config, sets or [])
+    return with_micro_batches(load(config, sets or []))
 
 
 @contextmanager
@@ -71,6 +75,17 @@ def alone(command: str) -> None:
             f"nntile {command}: mpirun or srun has started {size} processes; allowed: one process without"
             " mpirun. The command itself starts mpirun for points with a number in runtime.nodes"
         )
+
+
+def choose_micro_batches(config: "RunConfig", *, quiet: bool = False) -> "RunConfig":
+    """Return the config with a number of micro-batches. If it is chosen here, print the number, unless `quiet`."""
+    from nntile_py.config.builders import with_micro_batches
+
+    chosen = with_micro_batches(config)
+    if chosen is not config and launcher.leads() and not quiet:
+        what = f"{chosen.train.grad_accumulation} of {chosen.train.batch} sequences"
+        print(f"micro-batches: {what}, chosen by estimates; `nntile plan` shows the estimates", flush=True)
+    return chosen
 
 
 def choose_tiles(config: "RunConfig", *, quiet: bool = False) -> "RunConfig":

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nntile_py.cli.options import Sets, app, choose_tiles, ends_at_ctrl_c, load_config, note_tiles, show
+from nntile_py.cli.options import Sets, app, choose_micro_batches, choose_tiles, ends_at_ctrl_c, note_tiles, show
 from nntile_py.errors import ConfigError
 from nntile_py.runs import newest_run, run_folder, run_of, taken
 from nntile_py.system import launcher, output
@@ -57,7 +57,9 @@ def config(
 
         show(of(model))
     else:
-        print(load_config(str(config), sets).to_yaml(), end="")
+        from nntile_py.config.run_config import load
+
+        print(load(str(config), sets or []).to_yaml(), end="")
 
 
 @app.command(epilog="Example: nntile train my.yaml --set train.steps=100 --out runs/try")
@@ -121,7 +123,7 @@ def train(
             overrides = [*again, *overrides]
             if not of_run:  # if CONFIG is a run's folder, its config.yaml already has these values
                 loaded = load(config, overrides, newest)
-        loaded = _with_saved_tiles(loaded, start)
+        loaded = _with_saved_choices(loaded, start)
         if overwrite:
             raise ConfigError("--overwrite: not allowed with --resume, which continues in the run's folder")
         if os.path.realpath(folder) != os.path.realpath(run_of(start)) and taken(folder):
@@ -130,7 +132,7 @@ def train(
         start, folder = None, run_folder(name, loaded.out, out, overwrite, trains=True)
     if rescue and (taken(rescue) or os.path.realpath(rescue) == os.path.realpath(folder)):
         raise ConfigError(f"--rescue: {rescue} is the run's folder or not empty; allowed: another new or empty folder")
-    loaded = choose_tiles(loaded, quiet=quiet)
+    loaded = choose_tiles(choose_micro_batches(loaded, quiet=quiet), quiet=quiet)
     spec = step_spec(loaded)
     note_tiles(loaded, spec)
     with ends_at_ctrl_c(lambda: "saved checkpoints stay"):
@@ -161,11 +163,18 @@ def merge(
         print(merged(folder, out, adapter, adapter_only))
 
 
-def _with_saved_tiles(config: "RunConfig", start: Path) -> "RunConfig":
-    """Return the config with the tile sizes of the run to resume in place of `tiles: auto`: they decide the bits."""
-    from nntile_py.checkpoint.resume import saved_tiles
+def _with_saved_choices(config: "RunConfig", start: Path) -> "RunConfig":
+    """Return the config with the micro-batches and tile sizes of the run to resume in place of `auto`.
+
+    They decide the bits.
+    """
+    from nntile_py.checkpoint.resume import saved_micro_batches, saved_tiles
+    from nntile_py.config.builders import micro_batched
     from nntile_py.config.sections import AUTO_TILES, TilesSection
 
+    saved = saved_micro_batches(start) if config.train.auto_micro_batches else None
+    if saved and saved[0] * saved[1] == config.train.batch:
+        config = micro_batched(config, *saved)
     if config.tiles != AUTO_TILES or (tiles := saved_tiles(start)) is None:
         return config
     return config.model_copy(update={"tiles": TilesSection(**tiles)})

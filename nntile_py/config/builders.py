@@ -12,7 +12,7 @@ from nntile_py.config.kept_tiles import ESTIMATED, MEASURED, KeptTiles, KeptTili
 from nntile_py.config.run_config import RunConfig
 from nntile_py.config.sections import AUTO_TILES, TilesSection
 from nntile_py.errors import ConfigError, operators_refuse
-from nntile_py.graph.recompute_choice import Room
+from nntile_py.graph.recompute_choice import Room, StepEstimate, fastest, in_micro_batches
 from nntile_py.graph.step import TILE_DTYPE, StepSpec
 from nntile_py.graph.tile_choice import TileSearch, program_of, search_tiles
 from nntile_py.graph.timings import METHOD, Timings, opened
@@ -38,6 +38,9 @@ def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
     """Return the StepSpec of a run: the model and all settings from which a training step's program is built.
 
     model: The model with its weights. Default: a new model, whose initial weights are drawn at their first use."""
+    if config.train.auto_micro_batches:
+        need = "a number; `nntile plan` shows the number that nntile train takes"
+        raise ConfigError(f"train.grad_accumulation: got 'auto'; allowed here: {need}")
     return StepSpec(
         model or new(config.model, config.seed),
         config.train.batch,
@@ -69,6 +72,38 @@ def room(config: RunConfig) -> Room:
     gpus = config.workers if runtime.cuda else 0
     beside = 0 if runtime.cpus == "all" else int(runtime.cpus)  # CPU workers beside GPUs
     return Room.of(beside if gpus else config.workers, gpus, runtime.memory, runtime.cuda_memory, disk)
+
+
+def micro_batches(config: RunConfig) -> dict[int, list[StepEstimate]]:
+    """Return {number of micro-batches: estimates}, among which `train.grad_accumulation: auto` chooses."""
+    key = config.to_yaml()
+    if key not in _micro_batches:
+        whole = default_layouts(uncut(micro_batched(config, config.train.batch, 1)))
+        _micro_batches[key] = dict(in_micro_batches(step_spec(whole)))
+    return _micro_batches[key]
+
+
+def with_micro_batches(config: RunConfig) -> RunConfig:
+    """Return the config with numbers in place of `train.grad_accumulation: auto`.
+
+    The number of micro-batches is that of the fastest estimate. The config's `train.batch` is divided by the number.
+    """
+    if not config.train.auto_micro_batches:
+        return config
+    if launcher.started()[1] > 1:
+        need = "a number, as the ranks' memory may differ"
+        raise ConfigError(f"train.grad_accumulation: got 'auto'; allowed on several ranks: {need}")
+    found = micro_batches(config)
+    every = [(count, one) for count, estimates in found.items() for one in estimates]
+    best = fastest([one for _, one in every])
+    count = next(count for count, one in every if one is best)
+    return micro_batched(config, config.train.batch // count, count)
+
+
+def micro_batched(config: RunConfig, batch: int, count: int) -> RunConfig:
+    """Return the config with this number of micro-batches of `batch` sequences."""
+    train = config.train.model_copy(update={"batch": batch, "grad_accumulation": count})
+    return config.model_copy(update={"train": train})
 
 
 def default_layouts(config: RunConfig) -> RunConfig:
@@ -143,6 +178,7 @@ def keep_measured(config: RunConfig, tiles: Mapping[str, int]) -> bool:
 UNLIMITED = 1 << 60  # bytes
 
 _tilings: dict[tuple[str, int], KeptTiling] = {}  # by the config's YAML and the number of ranks
+_micro_batches: dict[str, dict[int, list[StepEstimate]]] = {}  # by the config's YAML
 
 
 def _found_tiles(config: RunConfig, ranks: int) -> KeptTiling:

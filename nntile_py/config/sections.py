@@ -19,6 +19,7 @@ from nntile_py.schema import (
     NonNegative,
     Positive,
     Rows,
+    RowsOrAuto,
     Rule,
     Section,
     Share,
@@ -217,8 +218,9 @@ class TrainSection(Section):
     pack: Switch = False
     """Pack sequences into bins without padding, one bin for each tile of the batch; all bins have the same size. A
     forward and backward pass takes as many sequences as fit into train.batch * train.seq tokens."""
-    grad_accumulation: Rows = 1
-    """Forward and backward passes whose gradients are averaged into one update."""
+    grad_accumulation: RowsOrAuto = 1
+    """Forward and backward passes whose gradients are averaged into one update. Auto: `batch` sequences make an update,
+    in the number of passes whose step is estimated to be the fastest in the memory of `runtime`."""
     eval_every: Count = 100
     """Updates between two measurements of the held-out loss."""
     eval_batches: Count = 4
@@ -232,6 +234,11 @@ class TrainSection(Section):
     halves the scale; 2000 other updates in a row double it. Null: 65536 if precision is fp16, else no scale."""
     mask_probability: Inside = 0.15
     """Share of the tokens that a masked model (bert, distilbert, ...) predicts."""
+
+    @property
+    def auto_micro_batches(self) -> bool:
+        """True: the number of micro-batches is not chosen yet."""
+        return not isinstance(self.grad_accumulation, int)
 
 
 _TIME = r"(\d+(?:\.\d+)?)\s*(s|min|h)"

@@ -1,11 +1,12 @@
-"""The setting `recompute: auto`: the value whose step is estimated to be the fastest in the given memory."""
+"""The settings `recompute: auto` and `grad_accumulation: auto`: the step that is estimated to be the fastest in the
+given memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph.recompute_rule import RECOMPUTE
@@ -13,8 +14,12 @@ from nntile_py.system.cgroup import within_machine
 from nntile_py.tiles import TaskList, device_model
 from nntile_py.tiles.eviction import Offloaded, evicted_bytes
 
+if TYPE_CHECKING:
+    from nntile_py.graph.step import StepSpec
+
 DISK_S = 1e9  # bytes/s from and to a disk, assumed
 OF_MACHINE = 0.8  # share of main memory for tiles if runtime.memory is not set; the process has other arrays too
+EVICTING = 1.2  # measured steps with evictions take longer than their estimates, by 1.1 to 3 times
 IN_ORDER = 0.9  # share of main memory for a step's peak, which assumes tasks in order; several workers need more
 
 
@@ -90,7 +95,7 @@ class StepEstimate:
         fits: the step can run.
     """
 
-    recompute: str
+    recompute: str | Sequence[str]
     peak_bytes: int
     evicted_bytes: int
     seconds: float
@@ -106,17 +111,17 @@ class Steps(Protocol):
     @property
     def offload(self) -> Sequence[Offloaded]: ...
 
-    def step(self, recompute: str | None = None) -> Any: ...
+    def step(self, recompute: str | Sequence[str] | None = None) -> Any: ...
 
 
-def candidates(spec: Steps, room: Room) -> list[StepEstimate]:
-    """Return an estimate for `none`, and for each of `attention` and `layer` that repeats an operator of the model."""
+def candidates(spec: Steps, room: Room, values: Sequence[str | Sequence[str]] = RECOMPUTE) -> list[StepEstimate]:
+    """Return an estimate for each value of `recompute`. Values after the first that repeat no operator are left out."""
     found = []
-    for value in RECOMPUTE:
+    for value in values:
         try:
             step = spec.step(recompute=value)
         except ConfigError:
-            if value == "none":
+            if value == values[0]:
                 raise
             continue  # the model has no such operators
         lists = [one.tasks for one in (step.first, *[step.more] * (spec.grad_accumulation - 1), step.update) if one]
@@ -133,6 +138,28 @@ def candidates(spec: Steps, room: Room) -> list[StepEstimate]:
     return found
 
 
+def in_micro_batches(spec: StepSpec) -> Iterator[tuple[int, list[StepEstimate]]]:
+    """Yield (number of micro-batches, estimates) for the spec's batch in 1, 2, 4, ... micro-batches.
+
+    The last number is the first one at which a step fits that evicts and repeats as little as `recompute` allows: more
+    micro-batches only have more tasks.
+    """
+    count = 1
+    while spec.batch % count == 0:
+        found = replace(spec, batch=spec.batch // count, grad_accumulation=count).recompute_estimates
+        yield count, found
+        if found[0].fits and not found[0].evicted_bytes:
+            return
+        count *= 2
+
+
 def fastest(found: Sequence[StepEstimate]) -> StepEstimate:
-    """Return the fastest candidate that fits; if none fits, the candidate with the smallest peak."""
-    return min(found, key=lambda one: (not one.fits, one.seconds if one.fits else math.inf, one.peak_bytes))
+    """Return the fastest candidate that fits; if none fits, the candidate with the smallest peak.
+
+    A candidate with evictions must be faster by EVICTING than candidates without.
+    """
+
+    def cost(one: StepEstimate) -> float:
+        return one.seconds * (EVICTING if one.evicted_bytes else 1) if one.fits else math.inf
+
+    return min(found, key=lambda one: (not one.fits, cost(one), one.peak_bytes))

@@ -31,7 +31,7 @@ from nntile_py.graph.passes.precision import narrow_gradients
 from nntile_py.graph.passes.qkv_fusion import merge_projections
 from nntile_py.graph.random_inputs import random_inputs
 from nntile_py.graph.recompute_choice import Room, StepEstimate, candidates, fastest
-from nntile_py.graph.recompute_rule import AUTO, WORDS, as_recompute
+from nntile_py.graph.recompute_rule import AUTO, RECOMPUTE, WORDS, as_recompute
 from nntile_py.graph.timings import Timings
 from nntile_py.tasks.adamw import AdamW
 from nntile_py.tasks.op import Tensor
@@ -200,8 +200,9 @@ class StepSpec:
 
     @cached_property
     def recompute_estimates(self) -> list[StepEstimate]:
-        """The estimates among which `recompute: auto` chooses."""
-        return candidates(self, self.room or Room.of(os.cpu_count() or 1, 0, None, None))
+        """The estimates among which `recompute: auto` chooses; of another value its own estimate."""
+        values = RECOMPUTE if self.recompute == AUTO else (self.recompute,)
+        return candidates(self, self.room or Room.of(os.cpu_count() or 1, 0, None, None), values)
 
     @property
     def rows(self) -> int:
@@ -305,7 +306,7 @@ class StepSpec:
         return update
 
     @operators_refuse()
-    def step(self, recompute: str | None = None) -> Step:
+    def step(self, recompute: str | Sequence[str] | None = None) -> Step:
         """Return the training step: forward, backward and update as task lists.
 
         recompute: value in place of `self.chosen_recompute`.

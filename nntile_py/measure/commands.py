@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from nntile_py.command_line import CommandApp
+from nntile_py.config.builders import with_micro_batches
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.measure.capacity import capacity
 from nntile_py.measure.contest import TIME_LIMIT, check_ranks, measure_in_turns, measure_ranks
@@ -182,7 +183,7 @@ def load_contest(
     *, inference: bool = False, steps: int | None = None, cuda_memory: float = 0.0,
 ) -> tuple[RunConfig, Measure]:  # fmt: skip
     """Return the config, and how to measure it. Raises ConfigError if a peer cannot run the config."""
-    config = load(path, sets)
+    config = with_micro_batches(load(path, sets))
     for name in peers:
         check_peer(config, name, "inference" if inference else "train")
     check_gpus(config.workers if config.runtime.cuda else 0, "runtime.cuda")

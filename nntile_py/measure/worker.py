@@ -26,7 +26,7 @@ from typing import Any
 from nntile_py import _core
 from nntile_py.analysis import cluster_plan
 from nntile_py.analysis.workloads import FORWARD, Built, build, of_evaluation, of_step, small_graph, spec_of
-from nntile_py.config.builders import build_model, step_spec, tiling
+from nntile_py.config.builders import build_model, step_spec, tiling, with_micro_batches
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.config.scheduler_file import runtime_options
 from nntile_py.errors import NNTileError
@@ -110,6 +110,7 @@ class Session:
     def __init__(self, request: Mapping[str, Any], running: ExitStack) -> None:
         source = request["config"]
         config = load(source, request.get("sets", [])) if isinstance(source, str) else RunConfig.model_validate(source)
+        config = with_micro_batches(config)
         how = Measure(**request["measure"])
         how = how.model_copy(update={"contestant": request.get("contestant", how.contestant)})
         self.config, self.measure = config, how
