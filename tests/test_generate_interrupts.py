@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from threading import Thread
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from test_generate import OPTIONS, _running, greedy, hf_model, prompts
 
 import nntile_py as nt
+from nntile_py.execution.program import Store
 from nntile_py.inference.decoder import GREEDY, Decoder
 from nntile_py.inference.engine import Engine, Request
 from nntile_py.models.registry import from_hf
@@ -144,3 +146,26 @@ def test_another_threads_larger_call_waits_for_all_texts_of_a_call(monkeypatch: 
         )
         threads[0].join()
         assert generator._engine is not engine
+
+
+def test_an_interrupt_while_programs_are_built_leaves_no_tiles_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes while weights, pages or inputs are written, for each generator at another place."""
+    model, texts = from_hf(hf_model("gpt2")), prompts()[2:4]
+    real, left = Store._written, [0]  # calls until Ctrl-C
+
+    def written(*given: Any) -> Any:
+        tiles = real(*given)
+        left[0] -= 1
+        if left[0] == 0:
+            signal.raise_signal(signal.SIGINT)
+        return tiles
+
+    monkeypatch.setattr(Store, "_written", written)
+    with nt.Generator(model) as generator:
+        want = generator(texts, max_tokens=2, temperature=0)
+    for place in range(1, -left[0] + 1):
+        left[0] = place
+        with nt.Generator(model) as generator:
+            with pytest.raises(KeyboardInterrupt):
+                generator(texts, max_tokens=2, temperature=0)
+            assert generator(texts, max_tokens=2, temperature=0) == want
