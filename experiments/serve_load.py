@@ -30,23 +30,23 @@ class Answer(NamedTuple):
     text: str
 
 
-async def ask(client: openai.AsyncOpenAI, number: int) -> Answer:
+async def ask(client: openai.AsyncOpenAI, model: str, number: int) -> Answer:
     begun, first, text = time.perf_counter(), 0.0, ""
     options = {"max_tokens": given.tokens, "temperature": 0.0}
-    parts = await client.completions.create(model="any", prompt=f"def f{number} ", stream=True, **options)
+    parts = await client.completions.create(model=model, prompt=f"def f{number} ", stream=True, **options)
     async for part in parts:
         first = first or time.perf_counter() - begun
         text += part.choices[0].text
     return Answer(first, time.perf_counter() - begun, text)
 
 
-async def load(client: openai.AsyncOpenAI, at_once: int) -> list[str]:
+async def load(client: openai.AsyncOpenAI, model: str, at_once: int) -> list[str]:
     """Send all requests, `at_once` at a time; print and return the results."""
     gate = asyncio.Semaphore(at_once)
 
     async def limited(number: int) -> Answer:
         async with gate:
-            return await ask(client, number)
+            return await ask(client, model, number)
 
     begun = time.perf_counter()
     answers = await asyncio.gather(*map(limited, range(given.requests)), return_exceptions=True)
@@ -64,8 +64,9 @@ async def load(client: openai.AsyncOpenAI, at_once: int) -> list[str]:
 
 async def main() -> None:
     client = openai.AsyncOpenAI(base_url=given.address, api_key="none", max_retries=0)
-    await ask(client, 0)
-    together, alone = await load(client, given.at_once), await load(client, 1)
+    model = (await client.models.list()).data[0].id
+    await ask(client, model, 0)
+    together, alone = await load(client, model, given.at_once), await load(client, model, 1)
     print("the texts are the same" if together == alone else "THE TEXTS DIFFER")
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
-from test_generate import OPTIONS, _running, hf_model, prompts
+from test_generate import OPTIONS, _running, greedy, hf_model, prompts
 
 import nntile_py as nt
-from nntile_py.inference.decoder import Decoder
+from nntile_py.execution.program import Store
+from nntile_py.inference.decoder import GREEDY, Decoder
+from nntile_py.inference.engine import Engine, Request
 from nntile_py.models.registry import from_hf
 
 __all__ = ["_running"]
@@ -88,3 +92,80 @@ def test_an_interrupt_leaves_no_pages_and_no_wrong_tokens(place: str, monkeypatc
                 generator(prompts()[:9], max_tokens=12, temperature=0)
             assert not generator._engine.busy and decoder.free_pages(0) == decoder.shape.most_pages
             assert generator(prompts()[:9], max_tokens=12, temperature=0) == want
+
+
+@pytest.mark.parametrize("tiles", [{}, {"batch": 2}])
+@pytest.mark.parametrize("cancelled", [0, 1, 5])  # it has a row; it has just got one; it waits
+def test_a_text_that_is_cancelled_while_others_get_rows(
+    cancelled: int, tiles: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No page is lost, no request is forgotten, and the other texts are right."""
+    with nt.Generator(from_hf(hf_model("gpt2")), tiles=tiles, batch=4) as generator:
+        engine = generator.engine(4, max(map(len, prompts())) + 12)
+        requests = [Request(prompt, 12, GREEDY) for prompt in prompts()[:6]]
+        engine.add(requests[0])
+        engine.step()
+        for request in requests[1:]:
+            engine.add(request)
+        real = Request.new_row
+
+        def new_row(request: Request) -> Any:
+            if request is requests[2]:
+                engine.cancel(requests[cancelled])
+            return real(request)
+
+        monkeypatch.setattr(Request, "new_row", new_row)
+        while engine.busy:
+            engine.step()
+        want = greedy("gpt2", 12, 0, 6)
+        for k, request in enumerate(requests):
+            tokens = [event.token for event in request.events]
+            assert request.ended and not request.error and tokens == want[k][: None if k != cancelled else len(tokens)]
+        assert len(requests[cancelled].events) < 12
+        engine.close()
+        shape, decoder = engine.decoder.shape, engine.decoder
+        assert sum(map(decoder.free_pages, range(shape.part_count))) == shape.pages - shape.part_count
+
+
+def test_another_threads_larger_call_waits_for_all_texts_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The larger call comes before the second text is added. Two engines would share programs and pages."""
+    with nt.Generator(from_hf(hf_model("gpt2")), batch=8) as generator:
+        engine, real, threads = generator.engine(2, 300), Engine.add, list[Thread]()
+
+        def add(engine: Engine, request: Request) -> None:
+            if request.name == "prompts[1]" and not threads:
+                threads.append(Thread(target=generator.engine, args=(8, 300)))
+                threads[0].start()
+                threads[0].join(0.3)
+                assert threads[0].is_alive() and generator._engine is engine
+            real(engine, request)
+
+        monkeypatch.setattr(Engine, "add", add)
+        assert [one.tokens for one in generator(prompts()[:2], max_tokens=12, temperature=0)] == greedy(
+            "gpt2", 12, 0, 2
+        )
+        threads[0].join()
+        assert generator._engine is not engine
+
+
+def test_an_interrupt_while_programs_are_built_leaves_no_tiles_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes while weights, pages or inputs are written, for each generator at another place."""
+    model, texts = from_hf(hf_model("gpt2")), prompts()[2:4]
+    real, left = Store._written, [0]  # calls until Ctrl-C
+
+    def written(*given: Any) -> Any:
+        tiles = real(*given)
+        left[0] -= 1
+        if left[0] == 0:
+            signal.raise_signal(signal.SIGINT)
+        return tiles
+
+    monkeypatch.setattr(Store, "_written", written)
+    with nt.Generator(model) as generator:
+        want = generator(texts, max_tokens=2, temperature=0)
+    for place in range(1, -left[0] + 1):
+        left[0] = place
+        with nt.Generator(model) as generator:
+            with pytest.raises(KeyboardInterrupt):
+                generator(texts, max_tokens=2, temperature=0)
+            assert generator(texts, max_tokens=2, temperature=0) == want

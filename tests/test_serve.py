@@ -333,6 +333,27 @@ def test_a_second_signal_ends_open_requests_at_once(models: Any) -> None:
         half.close()
 
 
+def test_a_request_that_is_not_valid_http_gets_a_json_error(models: Any) -> None:
+    """The last client sends the invalid part when its answer has begun: it gets no second answer."""
+    body = b"POST /nowhere HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with serving(str(models("gpt2")[0])) as (process, address):
+        host, port = address.removeprefix("http://").split(":")
+        for parts in ([b"nonsense\r\n\r\n"], [body + b"zzzz\r\n"], [body, b"zzzz\r\n"]):
+            with socket.create_connection((host, int(port)), timeout=30) as client, client.makefile("rb") as answer:
+                head = b""
+                for part in parts:
+                    client.sendall(part)
+                    head = head or answer.readline()
+                headers = dict(line.rstrip().split(b": ") for line in iter(answer.readline, b"\r\n"))
+                content = json.loads(answer.read())["error"]["message"]
+            begun = len(parts) == 2
+            assert head.startswith(b"HTTP/1.1 404 " if begun else b"HTTP/1.1 400 Bad Request")
+            assert headers[b"content-type"] == b"application/json" and ("not valid HTTP" in content) != begun
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in error
+
+
 def test_signals_have_no_effect_after_the_server_has_ended(models: Any) -> None:
     """The process still has to release the model when uvicorn has ended; a signal then must not kill the process."""
     code = """

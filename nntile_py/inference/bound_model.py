@@ -16,6 +16,7 @@ from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.passes.fp8 import FP8
 from nntile_py.graph.step import StepSpec, check_precision
 from nntile_py.system.gc_pause import no_search_for_cycles
+from nntile_py.system.interrupts import uninterrupted
 from nntile_py.tiles import Tiling
 
 
@@ -145,7 +146,8 @@ class BoundModel:
         for param in evaluation.params:
             tiles = [tile.key for _, tile in evaluation.forward.grid(param.tensor)]
             if not {*tiles} <= self._weights.handles.keys():
-                self._weights.write(evaluation.forward, param.tensor, param.weight(self._written))
+                with uninterrupted():  # after an interrupt, tiles without values would look complete
+                    self._weights.write(evaluation.forward, param.tensor, param.weight(self._written))
         # Each program has its own store: inputs and outputs of different programs have the same keys but different
         # sizes. The stores share the tiles of the weights.
         store = Store()

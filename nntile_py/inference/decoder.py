@@ -19,6 +19,7 @@ from nntile_py.graph.key_value_cache import IDS, RING, TOKENS, CacheShape, Sampl
 from nntile_py.graph.params import Input
 from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.token_logprobs import TokenLogProbs
+from nntile_py.system.interrupts import uninterrupted
 from nntile_py.tasks.cached_attention import COUNT, PAGES, PAST, PageParts
 from nntile_py.tasks.sample import NO_TOKEN, SETTINGS
 from nntile_py.tiles.dtypes import DTYPES, host_dtype
@@ -227,9 +228,10 @@ class Decoder:
     # -- inside
 
     def _bind(self) -> None:
-        stale = self.bound.stale
+        if self.bound.stale:
+            self._cache = None
         self.bound.bind()
-        if stale or self._cache is None:
+        if self._cache is None:
             self._cache = Store()
             self.release_all()
 
@@ -269,12 +271,16 @@ class Decoder:
             if shape.parts and runtime.placement == "planned":  # each worker keeps its pages
                 assign_parts(evaluation.forward.tasks, shape.parts.first, shape.part_count, workers)
             self._add_pools(evaluation)
-            program = self.bound.program(key, lambda: evaluation, {**self._cache.handles, **shared})
-            # On a GPU, the first runs of a program run each kernel several times, to choose the fastest one. These runs
-            # get no tokens, so that they do not change the cache.
-            program.write(self._arrays(program, [], seq))
-            for _ in range(2):
-                program.run({})
+            try:
+                program = self.bound.program(key, lambda: evaluation, {**self._cache.handles, **shared})
+                # On a GPU, the first runs of a program run each kernel several times, to choose the fastest one. These
+                # runs get no tokens, so that they do not change the cache.
+                program.write(self._arrays(program, [], seq))
+                for _ in range(2):
+                    program.run({})
+            except BaseException:  # an interrupt: the program may lack inputs
+                self.bound.programs.pop(key, None)
+                raise
         return self.bound.programs[key]
 
     def _add_pools(self, evaluation: Evaluation) -> None:
@@ -282,7 +288,8 @@ class Decoder:
         assert self._cache is not None
         for (kind, _), tensor in evaluation.graph.kept.items():
             if kind == "cache" and not {t.key for _, t in evaluation.forward.grid(tensor)} <= {*self._cache.handles}:
-                self._cache.zero(evaluation.forward, tensor)
+                with uninterrupted():
+                    self._cache.zero(evaluation.forward, tensor)
 
     def _arrays(self, program: ForwardProgram, rows: Sequence[Row | None], seq: int) -> dict[str, Array]:
         """Return the inputs of a pass over each row's next tokens, at most `seq`, that are not in the cache."""

@@ -6,6 +6,7 @@ A waiting sequence takes the place of a sequence that has ended (continuous batc
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -192,19 +193,20 @@ class Engine:
         """Return True if the rows must change before the next pass."""
         if not self._active_count() or (self._passes_that_fit() <= 0 and not self._in_flight):
             return True
-        return bool(self._waiting) and self._place(self._waiting[0]) is not None
+        return bool(self._waiting) and self._place(self._waiting[0], ended=True) is not None
 
-    def _place(self, request: Request) -> int | None:
+    def _place(self, request: Request, *, ended: bool) -> int | None:
         """Return the first row of the passes that a waiting request can take; None: no row is free and has pages.
 
-        The rows and pages of ended requests count as free.
+        Args:
+            ended: The rows and pages of ended requests count as free.
         """
         decoder, need = self.decoder, self.decoder.pages_for(len(request.prompt) + request.max_tokens)
-        free = [place for place, one in enumerate(self._active) if one is None or one.ended]
-        ended = [one.row for one in self._active if one and one.ended and one.row]
+        former = [one for one in self._active if ended and one and one.ended]
+        free = [place for place, one in enumerate(self._active) if one is None or one in former]
         for place in free + list(range(len(self._active), decoder.rows)):
             part = decoder.part_of(place)
-            released = sum(len(row.pages) for row in ended if row.part == part)
+            released = sum(len(one.row.pages) for one in former if one.row and one.row.part == part)
             if need <= decoder.free_pages(part) + released:
                 return place
         return None
@@ -220,7 +222,7 @@ class Engine:
         passes = self._in_flight.popleft()
         for tokens in self.decoder.tokens(passes.pending):
             for request, token in zip(passes.requests, tokens, strict=True):
-                if request and not request.ended:
+                if request:
                     _append_token(request, token)
 
     def _clear_ended(self) -> None:
@@ -232,12 +234,15 @@ class Engine:
                 self._active[number], self._passes = None, None
 
     def _admit(self) -> None:
-        """Give rows to waiting requests, and prefill their prompts, which draws their first tokens."""
+        """Give rows to waiting requests, and prefill their prompts, which draws their first tokens.
+
+        Requests may be cancelled meanwhile: by another thread, or when Python deletes a stream. They keep their rows.
+        """
         if not any(self._active):
             self._active = []
         self._passes, new = None, list[Request]()
-        for request in self._waiting:
-            row, place = request.new_row(), self._place(request)
+        for request in [*self._waiting]:
+            row, place = request.new_row(), self._place(request, ended=False)
             if place is None or not self.decoder.admit(row, place):
                 break
             request.row = row
@@ -245,15 +250,21 @@ class Engine:
             count = min(self.decoder.rows, 1 << place.bit_length())
             self._active += [None] * (count - len(self._active))
             self._active[place] = request
-        for _ in new:  # requests leave the queue after they are active, so that an interrupt loses no request
-            self._waiting.popleft()
+        for request in new:  # requests leave the queue after they are active, so that an interrupt loses no request
+            with suppress(ValueError):  # the request was cancelled
+                self._waiting.remove(request)
         tokens = self.decoder.prefill([request.row for request in new if request.row])
         for request, token in zip(new, tokens, strict=True):
             _append_token(request, token)
 
 
 def _append_token(request: Request, drawn: DrawnToken) -> None:
-    """Append a token to a request, and end the request if it is complete. End it by an error if no token was drawn."""
+    """Append a token to a request that has not ended, and end the request if it is complete.
+
+    End the request by an error if no token was drawn.
+    """
+    if request.ended:
+        return
     assert request.row
     token = drawn.number
     if token == NO_TOKEN:

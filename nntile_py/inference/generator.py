@@ -308,6 +308,7 @@ class Generator:
         self._engine = Engine(decoder)
         return self._engine
 
+    @in_turns
     def close(self) -> None:
         """Release weights, programs and cache; stop the Runtime if the generator started it."""
         bound, self._bound, engine, self._engine = self._bound, None, self._engine, None
@@ -347,17 +348,19 @@ class Generator:
         stops = self.special.stops if self.special else frozenset[int]()
         room = [(self.max_length or 2**31) - len(ids) for ids in prompts]
         most = [options.max_tokens or min(MOST_TOKENS, tokens) for tokens in room]
-        engine = self.engine(rows, max((len(ids) + new for ids, new in zip(prompts, most, strict=True)), default=1))
+        longest = max((len(ids) + new for ids, new in zip(prompts, most, strict=True)), default=1)
         texts: dict[Request, _Text] = {}
-        active: set[Request] = set()
+        for number, ids in enumerate(prompts):
+            how = options.settings, (options.seed, number), stops, f"prompts[{number}]"
+            request = Request(ids, most[number], *how, logprobs=options.logprobs)
+            stream = TextStream(self.tokenizer, ids, options.stop) if self.tokenizer else None
+            texts[request] = _Text(number, stream)
+        active, engine = set(texts), None
         try:
-            for number, ids in enumerate(prompts):
-                how = options.settings, (options.seed, number), stops, f"prompts[{number}]"
-                request = Request(ids, most[number], *how, logprobs=options.logprobs)
-                stream = TextStream(self.tokenizer, ids, options.stop) if self.tokenizer else None
-                texts[request] = _Text(number, stream)
-                active.add(request)
-                engine.add(request)
+            with Runtime.turn:  # no other thread may replace the engine until it has all requests
+                engine = self.engine(rows, longest)
+                for request in texts:
+                    engine.add(request)
             while active:
                 if not any(request.events for request in active):
                     _raise_errors(active)
@@ -370,7 +373,8 @@ class Generator:
                     yield part
         finally:
             for request in active:
-                engine.cancel(request)
+                if engine:
+                    engine.cancel(request)
 
 
 def _raise_errors(requests: Collection[Request]) -> None:

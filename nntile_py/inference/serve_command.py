@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -21,6 +22,7 @@ from nntile_py.data.tables import check_whole
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import check_precision
+from nntile_py.inference.api_request import ApiError
 from nntile_py.inference.api_server import Api
 from nntile_py.inference.open_model import open_model
 from nntile_py.inference.service import Service
@@ -66,12 +68,28 @@ def serve_folder(
             shown = f"[{host}]" if ":" in host else host
             print(f"serving {folder} on http://{shown}:{port}/v1; Ctrl-C ends it", flush=True)
             # h11 limits the length of headers. _Server._close_silent reads attributes of H11Protocol.
-            config = uvicorn.Config(app, log_level="warning", lifespan="off", http="h11", ws="none")
+            config = uvicorn.Config(app, log_level="warning", lifespan="off", http=_Protocol, ws="none")
             logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # a line for each request
             _Server(config, service, min(timeout, SILENCE)).run(sockets=[listener])
         finally:
             service.stop()
     print("the server has ended", file=sys.stderr)
+
+
+class _Protocol(H11Protocol):
+    """Answers a request that is not valid HTTP by a JSON error."""
+
+    def send_400_response(self, msg: str) -> None:
+        """Send the error unless another answer has begun, and close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            answer = ApiError(400, "the request is not valid HTTP; allowed: HTTP/1.1").response()
+            headers = [*answer.raw_headers, (b"connection", b"close")]
+            response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+            for event in (response, h11.Data(bytes(answer.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+            if self.cycle:  # the application's own answer is dropped
+                self.cycle.disconnected = True
+        self.transport.close()
 
 
 class _Server(uvicorn.Server):
