@@ -472,3 +472,27 @@ def test_each_tile_of_the_batch_has_its_own_pages() -> None:
         nt.ConfigError, match=rf"cache: {few // 2:,} bytes .* at least {3 * 7 * page:,}, .* each of the 3"
     ):
         nt.Generator(model, tiles={"batch": 2}, batch=5, max_length=330, cache=few // 2)(texts, max_tokens=30)
+
+
+def test_weights_that_change_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread replaces them between the builds of two programs: the call fails, and later calls are right."""
+    model = from_hf(hf_model("llama"))
+    with nt.Generator(model) as generator:
+        want = generator(prompts()[2:4], max_tokens=12, temperature=0)
+    real, changed = Decoder._program, []
+
+    def program(self: Decoder, key: tuple[Any, ...], shared: Any) -> Any:
+        if "alternate" in key and not changed:
+            changed.append(True)
+            model.weights = {name: value.copy() for name, value in model.weights.items()}
+        return real(self, key, shared)
+
+    monkeypatch.setattr(Decoder, "_program", program)
+    with nt.Generator(model) as generator:
+        with pytest.raises(
+            nt.ConfigError, match=r"model.weights or the Runtime has changed while texts were generated"
+        ):
+            generator(prompts()[2:4], max_tokens=12, temperature=0)
+        assert changed
+        for _ in range(2):
+            assert generator(prompts()[2:4], max_tokens=12, temperature=0) == want

@@ -31,6 +31,10 @@ GREEDY = (0.0, 0.0, 1.0, 0.0, 1.0)  # settings of a row that takes the largest l
 # are compiled and measured for each size.
 PREFILL_ROWS = {"CPU": (1, 2, 4, 8), "CUDA": (1, 8)}
 PREFILL_TOKENS = {"CPU": (16, 32, 64, 128, 256), "CUDA": (64, 512)}
+CHANGED = (
+    "generation: model.weights or the Runtime has changed while texts were generated; allowed: change them before or"
+    " after a generation"
+)
 MOST_PADDING = 0.25  # largest share of padding in a prefill pass; with more padding, two smaller passes are faster
 
 
@@ -228,7 +232,14 @@ class Decoder:
     # -- inside
 
     def _bind(self) -> None:
+        """Bind the model, with an empty cache if the weights or the Runtime have changed.
+
+        Raises:
+            ConfigError: They have changed while rows have pages.
+        """
         if self.bound.stale:
+            if self._cache is not None and sum(map(len, self._free)) < self.shape.pages - self.shape.part_count:
+                raise ConfigError(CHANGED)
             self._cache = None
         self.bound.bind()
         if self._cache is None:

@@ -14,15 +14,11 @@ import numpy as np
 
 from nntile_py.errors import ConfigError, NNTileError, NotFinite
 from nntile_py.execution.runtime import in_turns
-from nntile_py.inference.decoder import Decoder, DrawnToken, Passes, PendingTokens, Row
+from nntile_py.inference.decoder import CHANGED, Decoder, DrawnToken, Passes, PendingTokens, Row
 from nntile_py.inference.token_logprobs import TokenLogProbs
 from nntile_py.tasks.sample import NO_TOKEN
 
 AHEAD = 2  # groups of decoding passes that are submitted before the tokens of the first group are read
-CHANGED = (
-    "generation: model.weights or the Runtime has changed while texts were generated; allowed: change them before or"
-    " after a generation"
-)
 Reason = Literal["stop", "length"]  # stop: a stop token or a stop text; length: the largest number of tokens
 
 
