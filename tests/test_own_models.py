@@ -229,7 +229,7 @@ def test_a_class_that_is_no_nt_model(runtime: nt.Runtime) -> None:
     loss = F.cross_entropy((p[inputs["ids"]] @ p.T).reshape(10, 7), torch.tensor(inputs["labels"]).reshape(10))
     loss.backward()
     assert trainer.evaluate(inputs, return_outputs=True)[1]["scores"].shape == (2, 5, 7)
-    with pytest.raises(ValueError, match="return_logits: the outputs are scores; use return_outputs"):
+    with pytest.raises(ValueError, match="return_logits: the outputs are scores; allowed: return_outputs"):
         trainer.evaluate(inputs, return_logits=True)
     assert abs(trainer.step(inputs) / loss.item() - 1) < 1e-6
     trainer.close()
@@ -242,7 +242,7 @@ def test_a_class_that_is_no_nt_model(runtime: nt.Runtime) -> None:
         nt.Trainer(Plain({}), 2, 5)
     with pytest.raises(nt.ConfigError, match=r"Plain\.weights is no dict"):
         nt.Trainer(Plain(None), 2, 5)
-    with pytest.raises(nt.ConfigError, match="model: object is not allowed; use a model of"):
+    with pytest.raises(nt.ConfigError, match="model: got object; allowed: a model of"):
         nt.Trainer(object(), 2, 5)  # type: ignore[arg-type]
 
 

@@ -238,7 +238,7 @@ def depth(tasks: TaskList, tile: Tile) -> int:
 
 
 def test_an_unknown_policy() -> None:
-    with pytest.raises(ValueError, match="'rings' is not allowed; use one of chain, commute, redux, tree"):
+    with pytest.raises(ValueError, match="accumulate: got 'rings'; allowed: chain, commute, redux, tree"):
         TaskList("rings")
 
 

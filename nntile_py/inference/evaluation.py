@@ -116,7 +116,7 @@ def windows_of(opened: OpenedModel, config: InferenceConfig, seq: int | None, st
         raise ConfigError(f"--seq: got {seq}; allowed: {limit}")
     longest = seq - 2 if aim == "masked" else seq
     if stride is not None and aim in OF_TABLES:
-        raise ConfigError(f"--stride: not allowed for {NOUNS[aim]}, whose texts are rows of a table; leave it out")
+        raise ConfigError(f"--stride: got {stride} for {NOUNS[aim]}, whose texts are table rows; allowed: no --stride")
     if stride is not None and not 1 <= stride <= longest:
         limit = f"--seq = {seq}, less [CLS] and [SEP]" if aim == "masked" else f"--seq = {seq}"
         raise ConfigError(f"--stride: got {stride}; allowed: 1 to {longest} ({limit})")

@@ -84,7 +84,7 @@ class Options:
             self._check("logprobs", 0, MOST_RANKED, integer=True)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         if not isinstance(stops, Sequence) or not all(isinstance(text, str) and text for text in stops):
-            raise ConfigError(f"stop: {self.stop!r} is not allowed; use texts that are not empty")
+            raise ConfigError(f"stop: got {self.stop!r}; allowed: texts that are not empty")
         for text in stops:
             check_whole("stop", text, ConfigError)
         object.__setattr__(self, "stop", tuple(stops))
@@ -98,7 +98,7 @@ class Options:
         kind = "an integer" if integer else "a number"
         lower = f"above {least}" if exclusive else f"of at least {least}"
         upper = f" and at most {most if integer else format(most, 'g')}"
-        raise ConfigError(f"{name}: {value!r:.40} is not allowed; use {kind} {lower}{upper}")
+        raise ConfigError(f"{name}: got {value!r:.40}; allowed: {kind} {lower}{upper}")
 
     @property
     def settings(self) -> tuple[float, ...]:
@@ -198,19 +198,19 @@ class Generator:
         self.special = special_tokens(tokenizer, *files) if tokenizer else None
         for name, value in (("batch", batch), ("max_length", max_length)):
             if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{name}: {value!r} is not allowed; use a positive integer")
+                raise ConfigError(f"{name}: got {value!r}; allowed: a positive integer")
         if isinstance(model, Model) and model.aim != "causal":
             need = "a model that predicts the next token, such as GPT2LMHeadModel or LlamaForCausalLM"
-            raise ConfigError(f"model: {type(model).__name__} is not allowed; use {need}")
+            raise ConfigError(f"model: got {type(model).__name__}; allowed: {need}")
         positions = getattr(getattr(model, "config", None), "positions", None)
         if max_length and positions and max_length > positions:
-            raise ConfigError(f"max_length: {max_length} is not allowed; the model has {positions} positions")
+            raise ConfigError(f"max_length: got {max_length}; allowed: at most {positions}, the positions of the model")
         self.model, self.precision, self.batch = model, precision, batch
         self.tokenizer = without_limits(tokenizer) if tokenizer else None
         self.max_length = max_length or positions
         self._cache_bytes = None if cache is None else in_bytes(plain(cache))
         if cache is not None and self._cache_bytes is None:
-            raise ConfigError(f"cache: {cache!r} is not allowed; use {SIZES}")
+            raise ConfigError(f"cache: got {cache!r}; allowed: {SIZES}")
         self._tiles, self._captured = tiles, captured
         self._bound: BoundModel | None = None
         self._engine: Engine | None = None
@@ -256,13 +256,13 @@ class Generator:
         """Return the tokens of prompts. Raises ValueError, see `__call__`. noun: word for the prompts in messages."""
         texts = listed(prompts, noun)
         if options.stop and self.tokenizer is None:
-            raise ConfigError("stop: not allowed without a tokenizer; give one, or end texts by max_tokens")
+            raise ConfigError(f"stop: got {options.stop!r}; allowed: only with a tokenizer, or max_tokens instead")
         vocab = getattr(getattr(self.model, "config", None), "vocab", None)
         longest = (self.max_length or 2**31) - (options.max_tokens or 1)
         if longest < 1:
             both = f"a prompt and its continuation together have at most {self.max_length} tokens"
-            need = f"less than {self.max_length}: {both}"
-            raise ConfigError(f"max_tokens: {options.max_tokens} is not allowed; use {need}")
+            need = f"less than {self.max_length}, as {both}"
+            raise ConfigError(f"max_tokens: got {options.max_tokens}; allowed: {need}")
         tokens = tokenized(texts, self.tokenizer, 0, noun, pairs=False)
         tokens = [text if len(text.ids) else self._beginning(text, f"{noun}[{k}]") for k, text in enumerate(tokens)]
         reason = f"max_length is {self.max_length}"
