@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from nntile_py.tasks.muon import Muon as Muon
     from nntile_py.tasks.sgd import SGD as SGD
     from nntile_py.inference.encoder import Encoder as Encoder
-    from nntile_py.inference.generation import GeneratedPart as GeneratedPart, GeneratedText as GeneratedText
+    from nntile_py.inference.generated_text import GeneratedPart as GeneratedPart, GeneratedText as GeneratedText
     from nntile_py.inference.generator import Generator as Generator
     from nntile_py.models.adapters import load_adapter as load_adapter, save_adapter as save_adapter
     from nntile_py.models.base import Model as Model
@@ -74,7 +74,7 @@ _NAMES = {
     "graph.initializers": ("ONES", "ZEROS", "Constant", "Normal"),
     "graph.params": ("Batch", "Joined", "Part", "Traced"),
     "inference.encoder": ("Encoder",),
-    "inference.generation": ("GeneratedPart", "GeneratedText"),
+    "inference.generated_text": ("GeneratedPart", "GeneratedText"),
     "inference.generator": ("Generator",),
     "models.adapters": ("load_adapter", "save_adapter"),
     "models.base": ("Model",),

@@ -222,7 +222,7 @@ def test_bfloat16(runtime: nt.Runtime) -> None:
 
     assert twice(x.tiles(2, 2)[0, 1]).result() == "torch.bfloat16"
     assert x.numpy().tolist() == [[1, 2, 6], [4, 5, 12]]
-    with pytest.raises(TypeError, match="task double: x is of bfloat16, which numpy and cupy lack"):
+    with pytest.raises(TypeError, match="task double: x is bfloat16, which numpy and cupy lack"):
         double(x)
 
 

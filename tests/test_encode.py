@@ -245,7 +245,7 @@ def test_refused(runtime: nt.Runtime, folder: Any, tmp_path: Path) -> None:
         ({"max_length": 41}, "max_length: got 41; allowed: at most 40, the positions of the model"),
         ({"max_length": 2}, "max_length: got 2; allowed: more than 2, the length of the template"),
         ({"tiles": {"seq": 4}}, r"tiles\.seq: a bin is one tile and is not cut; allowed: embed, heads, ffn, vocab"),
-        ({"precision": "fp8"}, "precision: got 'fp8'; allowed: "),
+        ({"precision": "fp8"}, "precision: got 'fp8' with packed sequences; allowed: bf16"),
     ]
     short = nt.Encoder.from_hf(path, max_length=3)
     with pytest.warns(UserWarning, match="texts with more than 3 tokens"):

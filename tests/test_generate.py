@@ -21,7 +21,7 @@ from nntile_py.graph.key_value_cache import CacheShape, Sampling, check_cached
 from nntile_py.graph.step import StepSpec
 from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.decoder import PREFILL_TOKENS, Decoder, Row, prefill_size
-from nntile_py.inference.generation import Options
+from nntile_py.inference.generated_text import Options
 from nntile_py.inference.text_stream import TextStream
 from nntile_py.models.registry import from_hf
 from nntile_py.tasks.cached_attention import CachedAttention

@@ -37,9 +37,9 @@ def test_refused() -> None:
         ({"labels": np.zeros((3, LENGTH), int)}, r"labels: got int64 \(3, 16\); allowed: ints \(2, 16\)"),
         ({"labels": [0, 1]}, r"labels: got int64 \(2,\); allowed: ints \(2, 16\)"),
         ({"input_ids": good["input_ids"][0]}, r"input_ids: got int64 \(16,\); allowed: ints \(1, 16\)"),
-        ({"input_ids": good["input_ids"] + 0.5}, r"input_ids: float64 .* expected ints \(2, 16\)"),
-        ({"attention_mask": np.full((2, LENGTH), 0.5)}, "attention_mask: float64 .* expected ints"),
-        ({"attention_mask": [1, 1]}, r"attention_mask: .* expected ints \(2, 16\)"),
+        ({"input_ids": good["input_ids"] + 0.5}, r"input_ids: got float64 .*; allowed: ints \(2, 16\)"),
+        ({"attention_mask": np.full((2, LENGTH), 0.5)}, "attention_mask: got float64 .*; allowed: ints"),
+        ({"attention_mask": [1, 1]}, r"attention_mask: got .*; allowed: ints \(2, 16\)"),
     ):
         with pytest.raises(ValueError, match=told):
             trainer.step(good | changes)
@@ -50,7 +50,7 @@ def test_refused() -> None:
         ({"input_ids": []}, "input_ids: got .*; allowed: a list of arrays"),
         ({"input_ids": [np.zeros(0, int)]}, r"input_ids\[0\]: an empty sequence; allowed: at least one"),
         ({"input_ids": [[1, 2], []]}, r"input_ids\[1\]: an empty sequence"),
-        ({"input_ids": [np.ones((2, 3), int), np.arange(5)]}, r"input_ids\[0\]: shape \(2, 3\) .* expected \[tokens\]"),
+        ({"input_ids": [np.ones((2, 3), int), np.arange(5)]}, r"input_ids\[0\]: got shape \(2, 3\); allowed: \[tok"),
         ({"input_ids": [1, np.arange(3)]}, r"input_ids\[0\]: got shape \(\); allowed: \[tokens\]"),
         ({"input_ids": [[1, [2]], [3]]}, r"input_ids\[0\]: is not an array"),
         ({"input_ids": good["input_ids"], "labels": ids}, "input_ids: an array, where labels is a list of arrays; "),

@@ -36,7 +36,7 @@ from nntile_py.inference.api_request import (
     read_stops,
     shown,
 )
-from nntile_py.inference.generation import Options
+from nntile_py.inference.generated_text import Options
 from nntile_py.inference.service import ENDS, Job, JobPart, Service, TooBusy, new_seed
 
 T = TypeVar("T")

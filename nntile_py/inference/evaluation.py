@@ -30,7 +30,7 @@ from nntile_py.execution.forward_program import MissingInput, label_counts
 from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.encoder import IN_FLIGHT, Encoder
-from nntile_py.inference.losses import Sums, binary_loss
+from nntile_py.inference.evaluation_losses import Sums, binary_loss
 from nntile_py.inference.open_model import OpenedModel
 from nntile_py.inference.sentence import MODULES, has_modules, normalized, read_sentence_model
 from nntile_py.tasks.cross_entropy import IGNORED

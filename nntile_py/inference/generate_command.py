@@ -19,7 +19,7 @@ from nntile_py.data.token_texts import TokenTexts
 from nntile_py.errors import ConfigError, NotFinite
 from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.api_answer import LEAST
-from nntile_py.inference.generation import MOST_TOKENS, GeneratedPart, GeneratedText, Options
+from nntile_py.inference.generated_text import MOST_TOKENS, GeneratedPart, GeneratedText, Options
 from nntile_py.inference.generator import Generator
 from nntile_py.inference.open_model import no_tokenizer, open_model
 from nntile_py.inference.texts import placed_texts
@@ -30,7 +30,7 @@ class Command(NamedTuple):
 
     Attributes:
         key: Key or column of the prompts in the file `source`; None: the user has given none.
-        options: See generation.Options.
+        options: See generated_text.Options.
         how: Arguments of Generator.
         tiles: Tile sizes, as texts AXIS=SIZE.
         workers: Number of CPU workers (None: the default), and number of GPUs.

@@ -20,7 +20,7 @@ from nntile_py.graph.step import TILE_DTYPE
 from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.decoder import Decoder, cache_shape
 from nntile_py.inference.engine import Engine, Event, Reason, Request
-from nntile_py.inference.generation import MOST_TOKENS, GeneratedPart, GeneratedText, Options
+from nntile_py.inference.generated_text import MOST_TOKENS, GeneratedPart, GeneratedText, Options
 from nntile_py.inference.open_model import OpenedModel, open_model
 from nntile_py.inference.text_stream import TextStream
 from nntile_py.inference.texts import TokenizedText, check_tokens, listed, tokenized

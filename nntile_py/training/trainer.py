@@ -457,7 +457,8 @@ class Trainer:
     def _check_alone(self) -> None:
         """Raise ConfigError if another trainer has trained the same model: each would overwrite the other's weights."""
         if any(user is not self and user.model is self.model and user.steps for user in self._runtime.users):
-            raise ConfigError("model: another Trainer trains it; allowed: a model of its own, or that Trainer closed")
+            need = "a model of its own, or this model after close() of that Trainer"
+            raise ConfigError(f"model: another Trainer trains it; allowed: {need}")
 
     def _check_running(self, method: str) -> None:
         if Runtime.current is not self._runtime:
