@@ -71,7 +71,7 @@ class Model(Generic[ConfigT]):
         hf: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(config, self.Config):
-            raise ConfigError(f"model: {type(config).__name__} is not allowed; use {self.Config.__name__}(...)")
+            raise ConfigError(f"model: got {type(config).__name__}; allowed: {self.Config.__name__}(...)")
         self.config, self.seed, self.hf = config, seed, dict(hf or {})
         self._weights = weights
         self._params: list[Param] | None = None

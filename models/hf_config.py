@@ -25,12 +25,9 @@ ACTIVATIONS: dict[str, ActivationName] = {
     **dict.fromkeys(("gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"), "gelu_new"),
 }  # fmt: skip
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # names of weight files; the first existing file is read
-_NEED = "expected weights that save_pretrained wrote"
+_NEED = "weights that save_pretrained wrote"
 # Part of error messages: how to read a folder with a model of the user's own class.
-OWN = (
-    "others by model.type: torch, and a model of your own by YourModel.from_hf(FOLDER), in a YAML by model.type:"
-    " my_file.py:YourModel"
-)
+OWN = "model.type: torch, or a model of your own by YourModel.from_hf(FOLDER) or model.type: my_file.py:YourModel"
 
 
 @contextmanager
@@ -53,7 +50,7 @@ def read_raw(source: Any) -> dict[str, Any]:
     if isinstance(source, str | Path):
         return read_json(Path(source) / "config.json", "a folder saved by save_pretrained")
     if not hasattr(source, "state_dict") or not hasattr(source, "config"):
-        raise ConfigError(f"model: {type(source).__name__} is not allowed; use a transformers model, or its folder")
+        raise ConfigError(f"model: got {type(source).__name__}; allowed: a transformers model, or its folder")
     theirs = (cls for cls in type(source).__mro__ if cls.__module__.startswith("transformers."))
     return {**source.config.to_dict(), "architectures": [next(theirs, type(source)).__name__]}
 
@@ -75,7 +72,7 @@ def tensors_in(file: Path) -> dict[str, Any]:
             raise OSError("no such file")
         return _load(file)
     except Exception as error:  # safetensors and torch raise many classes
-        raise ConfigError(f"model: cannot read {file} ({error}); {_NEED}") from None
+        raise ConfigError(f"model: cannot read {file} ({error}); allowed: {_NEED}") from None
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -90,14 +87,14 @@ def weight_files(folder: Path) -> list[Path]:
             return _parts(index)
         if (folder / name).is_file():
             return [folder / name]
-    raise ConfigError(f"model: no {' or '.join(WEIGHTS)} in {folder}; {_NEED}")
+    raise ConfigError(f"model: no {' or '.join(WEIGHTS)} in {folder}; allowed: {_NEED}")
 
 
 def _parts(index: Path) -> list[Path]:
     """Return the weight files that the index of a checkpoint in several files lists."""
     places = read_json(index, _NEED).get("weight_map")
     if not isinstance(places, dict):
-        raise ConfigError(f"model: {index} has no weight_map; {_NEED}")
+        raise ConfigError(f"model: {index} has no weight_map; allowed: {_NEED}")
     for name in places.values():
         if not isinstance(name, str) or not is_name(name):
             raise ConfigError(f"model: {index} names {name!r}; allowed: files in its own folder")
@@ -198,10 +195,10 @@ def check_layers(shapes: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 def read_json(path: Path, need: str, key: str = "model") -> dict[str, Any]:
     """Return the object that a JSON file holds. Raises ConfigError.
 
-    need: What was expected, for the error message. key: Key to which the message refers.
+    need: What is allowed, for the error message. key: Key to which the message refers.
     """
     if not path.is_file():
-        raise ConfigError(f"{key}: {path} is missing; expected {need}")
+        raise ConfigError(f"{key}: {path} is missing; allowed: {need}")
     try:
         raw = json.loads(read(path))
     except (OSError, ValueError, RecursionError) as error:
@@ -270,4 +267,4 @@ def padding_row(raw: Mapping[str, Any]) -> int | None:
 def check_type(raw: Mapping[str, Any], kind: str) -> None:
     """Raise ConfigError unless config.json's model_type is `kind`."""
     if raw.get("model_type") != kind:
-        raise ConfigError(f"model: model_type is {raw.get('model_type')!r}; only {kind} can be read here, {OWN}")
+        raise ConfigError(f"model: got model_type {raw.get('model_type')!r}; allowed: {kind}, {OWN}")

@@ -214,5 +214,5 @@ def of_hf_type(name: Any) -> type[Model]:
         kind: cls for kind, cls in known().items() if reads(cls) is not reads(Model) and not issubclass(cls, others)
     }
     if name not in list(readable):
-        raise ConfigError(f"model: model_type is {name!r}; {', '.join(readable)} can be read so, {OWN}")
+        raise ConfigError(f"model: got model_type {name!r}; allowed: the models in docs/fine-tune.md, {OWN}")
     return readable[name]

@@ -44,9 +44,8 @@ if TYPE_CHECKING:
     from nntile_py.tasks.muon import Muon as Muon
     from nntile_py.tasks.sgd import SGD as SGD
     from nntile_py.inference.encoder import Encoder as Encoder
-    from nntile_py.inference.generator import (
-        GeneratedPart as GeneratedPart, GeneratedText as GeneratedText, Generator as Generator,
-    )  # fmt: skip
+    from nntile_py.inference.generated_text import GeneratedPart as GeneratedPart, GeneratedText as GeneratedText
+    from nntile_py.inference.generator import Generator as Generator
     from nntile_py.models.adapters import load_adapter as load_adapter, save_adapter as save_adapter
     from nntile_py.models.base import Model as Model
     from nntile_py.models.model_config import ModelConfig as ModelConfig
@@ -75,7 +74,8 @@ _NAMES = {
     "graph.initializers": ("ONES", "ZEROS", "Constant", "Normal"),
     "graph.params": ("Batch", "Joined", "Part", "Traced"),
     "inference.encoder": ("Encoder",),
-    "inference.generator": ("GeneratedPart", "GeneratedText", "Generator"),
+    "inference.generated_text": ("GeneratedPart", "GeneratedText"),
+    "inference.generator": ("Generator",),
     "models.adapters": ("load_adapter", "save_adapter"),
     "models.base": ("Model",),
     "models.model_config": ("ModelConfig",),

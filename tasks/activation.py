@@ -30,7 +30,7 @@ _SLOPES = {"silu": 1.0, "quick_gelu": 1.702}  # the slope in x sigmoid(slope x)
 def check_kind(kind: str) -> str:
     """Return `kind` unchanged. Raise ValueError if ACTIVATIONS does not contain it."""
     if kind not in ACTIVATIONS:
-        raise ValueError(f"activation: {kind!r} is not allowed; use one of {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"activation: got {kind!r}; allowed: {', '.join(ACTIVATIONS)}")
     return kind
 
 

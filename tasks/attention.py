@@ -58,7 +58,7 @@ class Attention(Op):
         dropout: ScoresDropout | None = None, scale: float | None = None,
     ) -> None:  # fmt: skip
         if backend not in BACKENDS or backend == "naive":
-            raise ValueError(f"attention: {backend!r} is not allowed; use one of {', '.join(BACKENDS)}")
+            raise ValueError(f"attention: got {backend!r}; allowed: {', '.join(BACKENDS)}")
         self.operands, self.mask, self.backend, self.lse, self.dropout = operands, mask, backend, lse, dropout
         super().__init__([*operands.tensors, *self.data], [out, lse])
         self.scale = 1 / math.sqrt(out.size("head_dim")) if scale is None else scale

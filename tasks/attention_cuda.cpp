@@ -56,7 +56,7 @@ Vendor vendor(const Triple& x, const PairMask& mask, packed::Way way) {
     throw TaskError(std::string("model.attention: ") + (way == packed::Way::cudnn ? "cudnn" : "varlen") +
                     " takes bf16 or fp16, and a head_dim that is a multiple of 8 up to 256, on GPUs of compute"
                     " capability 8.0 or higher; got " + c10::toString(x.q.scalar_type()) + ", head_dim " +
-                    std::to_string(width) + "; use vendor or segments");
+                    std::to_string(width) + "; allowed: vendor or segments");
   if (flash && mask.window && !mask.padding.defined()) return Vendor::window;
   if (flash && width <= 128 && x.q.size(2) % 64 == 0 && x.k.size(2) % 64 == 0) return Vendor::cudnn;
   if (flash && mask.simple()) return Vendor::flash;

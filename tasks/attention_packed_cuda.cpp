@@ -70,7 +70,7 @@ void run(Way way, const char* direction, const Triple& x, const PairMask& mask, 
   if (way == Way::varlen) return aten();
   if (way == Way::cudnn) {
     if (const auto why = ragged(); !why.empty())
-      throw TaskError("model.attention: cudnn cannot compute this: " + why + "; use vendor, varlen or segments");
+      throw TaskError("model.attention: cudnn cannot compute this: " + why + "; allowed: vendor, varlen or segments");
     return;
   }
   const std::vector<int64_t> sizes{static_cast<int64_t>(x.q.scalar_type()), x.q.size(1), x.k.size(1), x.q.size(3),

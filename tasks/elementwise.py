@@ -263,7 +263,7 @@ class Dropout(Op):
 
     def __init__(self, x: Tensor, out: Tensor, p: float, key: int, row_numbers: Tensor | None = None) -> None:
         if not 0 <= p < 1:
-            raise ValueError(f"dropout: {p} is not allowed; use a number from 0 to below 1")
+            raise ValueError(f"dropout: got {p}; allowed: a number from 0 to below 1")
         if row_numbers:
             fits = row_numbers.axes == x.axes[:-1]
             require(fits, "dropout: of packed sequences the axes must be batch, seq and one more", x)

@@ -142,7 +142,7 @@ def _launches(
     even = bool(strides) and all(step % 2 == 0 for step in (*strides[:-1], first[-1]))
     text = Writer(definition, types, shapes, outputs, adds, strides, even, indices.numel, cut).text()
     if text.cut.block > WIDEST:
-        raise ValueError(f"{task.op}: rows of {text.cut.block} are not allowed on CUDA; cut them into at most {WIDEST}")
+        raise ValueError(f"{task.op}: got rows of {text.cut.block} on CUDA; allowed: tiles of at most {WIDEST}")
     numbers = [*first, *map(mixed_key, indices.keys)]
     programs, n, scratch = text.groups * text.per, text.n, Scratch()
     dtype = types[text.sums[0].output].dtype if text.sums else "fp32"

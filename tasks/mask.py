@@ -58,16 +58,16 @@ class Mask:
     def __post_init__(self) -> None:
         window = self.window
         if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-            raise ValueError(f"mask: a window of {window!r} is not allowed; use a number of positions from 1 up")
+            raise ValueError(f"mask: got a window of {window!r}; allowed: a number of positions from 1 up")
         for name, tensor in (("padding", self.padding), ("segments", self.segments)):
             if not (tensor is None or isinstance(tensor, Tensor)):
                 raise TypeError(f"mask: {name}: got {tensor!r}; allowed: a Tensor, such as g.input gives")
             if tensor and not tensor.dtype.startswith("int"):
-                raise ValueError(f"mask: {name} of {tensor.dtype} are not allowed; use integers")
+                raise ValueError(f"mask: got {name} of {tensor.dtype}; allowed: integers")
         if self.padding and self.segments:
-            raise ValueError("mask: padding and segments together are not supported; leave padded positions out")
+            raise ValueError("mask: got padding and segments; allowed: segments alone, without padded positions")
         if self.two_sided and (self.causal or window is None):
-            raise ValueError("mask: two_sided is not allowed here; use it with a window, and without causal")
+            raise ValueError("mask: got two_sided; allowed: two_sided with a window and without causal")
         if window is not None and not self.two_sided:
             object.__setattr__(self, "causal", True)
 
@@ -90,16 +90,16 @@ class Mask:
         """Raise ValueError if the mask does not fit `batch` sequences of `seq` queries and `key` keys."""
         if (self.causal or self.window or self.segments) and seq != key:
             kind = "segments" if self.segments else "a window" if self.window else "a causal mask"
-            raise ValueError(f"mask: {kind} of {seq} queries and {key} keys is not supported; use as many of both")
+            raise ValueError(f"mask: got {kind} of {seq} queries and {key} keys; allowed: as many of both")
         if self.padding and self.padding.axes not in (("batch", "seq"), ("batch", "key")):
-            raise ValueError(f"mask: padding {self.padding} is not supported; its axes must be batch, then seq or key")
+            raise ValueError(f"mask: got padding {self.padding}; allowed: the axes batch, then seq or key")
         if self.padding and self.padding.shape != (batch, key):
             raise ValueError(f"mask: padding {self.padding} does not fit {batch} sequences of {key} keys")
         rows = [(batch,), ()] if batch == 1 else [(batch,)]
         if self.segments and (self.segments.shape[:-1] not in rows or self.segments.dtype != "int64"):
             raise ValueError(
-                f"mask: segments {self.segments} of {batch} batches are not supported;"
-                " use int64 [batch, sequences + 1], or [sequences + 1] of one batch of tokens"
+                f"mask: got segments {self.segments} of {batch} batches;"
+                " allowed: int64 [batch, sequences + 1], or [sequences + 1] of one batch of tokens"
             )
 
     def fit(self, tiling: Tiling) -> None:

@@ -87,7 +87,7 @@ def _moments(STATE, X, rows, n, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl
 def _layer_norm_moments(task: Task) -> Launches:
     n = shape(task, 1)[-1]
     if n > WIDEST:
-        raise ValueError(f"{task.op}: rows of {n} are not allowed on CUDA; cut embed into tiles of at most {WIDEST}")
+        raise ValueError(f"{task.op}: got rows of {n} on CUDA; allowed: tiles of embed of at most {WIDEST}")
     rows, block = numel(task, 1) // n, power_of_two(n)
     at_once, args = max(1, 1024 // block), (tile(task, 0), tile(task, 1), rows, n)
     sizes = {"ROWS": at_once, "BLOCK": block, "warps": min(16, max(1, at_once * block // 1024))}

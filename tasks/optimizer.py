@@ -63,7 +63,7 @@ class GradNorm(Op):
     ) -> None:  # fmt: skip
         for key, value in (("clip_grad_norm", max_norm), ("skip_above_norm", skip_above)):
             if value is not None and (not isinstance(value, Real) or not 0 < float(value) < math.inf):
-                raise ValueError(f"{key}: {value} is not allowed; use a positive number, or none")
+                raise ValueError(f"{key}: got {value}; allowed: a positive number, or none")
         super().__init__(grads, [norm, clip])
         self.max_norm, self.scaled = max_norm, scaled
         self.skip_above = (skip_above or LARGEST) if scaled else skip_above
@@ -176,7 +176,7 @@ class Optimizer(Settings):
     @model_validator(mode="after")
     def _rates_of_groups(self) -> Self:
         if not self.lr and any(group.lr for group in self.groups):
-            raise ConfigError("optimizer.groups: with optimizer.lr = 0, lr is not allowed; use lr_scale")
+            raise ConfigError("optimizer.groups: got lr with optimizer.lr = 0; allowed: lr_scale")
         return self
 
     @property

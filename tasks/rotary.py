@@ -34,14 +34,14 @@ def rotary_table(
         ConfigError: another rope_type; a missing, unknown or wrong key; an odd head_dim; too many positions.
     """
     if head_dim < 2 or head_dim % 2:
-        raise ConfigError(f"head_dim: {head_dim} is not allowed with rotary positions; use an even number")
+        raise ConfigError(f"head_dim: got {head_dim} with rotary positions; allowed: an even number")
     if head_dim * positions > MOST:
         need = f"at most {MOST // head_dim} with head_dim {head_dim}"
         raise ConfigError(f"seq: the angles of {positions} rotary positions are too many for a table; allowed: {need}")
     with np.errstate(over="ignore"):
         frequencies = float(theta) ** (-np.arange(0, head_dim, 2) / head_dim)
     if not np.isfinite(frequencies).all():
-        raise ConfigError(f"rope_theta: {theta} is not allowed; use a number whose inverse is finite")
+        raise ConfigError(f"rope_theta: got {theta}; allowed: a number whose inverse is finite")
     frequencies, factor = scaled(Angles(frequencies, theta, positions, packed), scaling or {})
     angles = np.arange(positions)[:, None] * frequencies
     return factor * np.concatenate([np.cos(angles), np.sin(angles)], 1)

@@ -46,8 +46,8 @@ def _dynamic(angles: Angles, options: dict[str, Any]) -> Result:
     """Return the frequencies unchanged. Sequences beyond the original length, for which they change, are refused."""
     if angles.positions > options[LENGTH]:
         raise ConfigError(
-            f"rope_scaling.rope_type: dynamic is not allowed for sequences of {angles.positions} tokens, as their"
-            f" frequencies change with each length; use at most {LENGTH} = {options[LENGTH]}"
+            f"rope_scaling.rope_type: got dynamic for sequences of {angles.positions} tokens, whose frequencies change"
+            f" with each length; allowed: at most {LENGTH} = {options[LENGTH]} tokens"
         )
     return angles.frequencies, 1.0
 
@@ -59,7 +59,7 @@ def _llama3(angles: Angles, options: dict[str, Any]) -> Result:
     """
     factor, low, high, length = (options[key] for key in _TYPES["llama3"].needed)
     if high <= low:
-        raise ConfigError(f"rope_scaling.high_freq_factor: {high} is not allowed; use more than low_freq_factor {low}")
+        raise ConfigError(f"rope_scaling.high_freq_factor: got {high}; allowed: more than low_freq_factor = {low}")
     turns = length * angles.frequencies / (2 * np.pi)
     kept = np.clip((turns - low) / (high - low), 0, 1)
     return angles.frequencies * (kept + (1 - kept) / factor), 1.0
@@ -89,14 +89,14 @@ def _longrope(angles: Angles, options: dict[str, Any]) -> Result:
     """Divide each frequency by its short_factor, or beyond the original length by its long_factor (Ding 2024)."""
     if angles.packed and angles.positions > options[LENGTH]:
         raise ConfigError(
-            f"rope_scaling.rope_type: longrope is not allowed for packed sequences of up to {angles.positions} tokens:"
-            f" shorter ones have other frequencies; use at most {LENGTH} = {options[LENGTH]} (in nt.Encoder:"
-            " max_length)"
+            f"rope_scaling.rope_type: got longrope for packed sequences of up to {angles.positions} tokens:"
+            f" shorter ones have other frequencies; allowed: at most {LENGTH} = {options[LENGTH]} tokens"
+            " (in nt.Encoder: max_length)"
         )
     name = "long_factor" if angles.positions > options[LENGTH] else "short_factor"
     divisors, pairs, factor = np.array(options[name]), len(angles.frequencies), options["factor"]
     if divisors.shape != (pairs,):
-        raise ConfigError(f"rope_scaling.{name}: {divisors.size} numbers are not allowed; use head_dim / 2 = {pairs}")
+        raise ConfigError(f"rope_scaling.{name}: got {divisors.size} numbers; allowed: head_dim / 2 = {pairs}")
     wanted = math.sqrt(1 + math.log(factor) / math.log(options[LENGTH])) if factor > 1 else 1.0
     return angles.frequencies / divisors, options.get("attention_factor", wanted)
 
@@ -133,7 +133,7 @@ def scaled(angles: Angles, scaling: Mapping[str, Any]) -> Result:
     name = options.pop("rope_type", old)
     options.pop("rope_theta", None)  # the caller passes it as `theta`
     if name not in list(_TYPES):
-        raise ConfigError(f"rope_scaling.rope_type: {name!r} is not allowed; use one of {', '.join(_TYPES)}")
+        raise ConfigError(f"rope_scaling.rope_type: got {name!r}; allowed: {', '.join(_TYPES)}")
     kind = _TYPES[name]
     known = [*kind.needed, *kind.optional]
     for key in {**dict.fromkeys(kind.needed), **options}:
@@ -144,5 +144,5 @@ def scaled(angles: Angles, scaling: Mapping[str, Any]) -> Result:
             continue
         numbers = value if isinstance(value, list | tuple) and key in ("short_factor", "long_factor") else [value]
         if any(isinstance(one, bool) or not isinstance(one, int | float) or not 0 < one < math.inf for one in numbers):
-            raise ConfigError(f"rope_scaling.{key}: {value!r} is not allowed; rope_type {name} needs a positive number")
+            raise ConfigError(f"rope_scaling.{key}: got {value!r}; allowed with rope_type {name}: a positive number")
     return kind.scaled(angles, options)

@@ -104,7 +104,7 @@ def _blocks(task: Task, number: int) -> tuple[int, tuple[int, int], dict[str, An
     """Return number of programs, (rows, columns) of tile `number`, and {ROWS, BLOCK, warps} of one program."""
     n = shape(task, number)[-1]
     if n > WIDEST:
-        raise ValueError(f"{task.op}: rows of {n} are not allowed on CUDA; cut seq into tiles of at most {WIDEST}")
+        raise ValueError(f"{task.op}: got rows of {n} on CUDA; allowed: tiles of seq of at most {WIDEST}")
     block = power_of_two(n)
     lines = max(1, 1024 // block)
     rows = numel(task, number) // n

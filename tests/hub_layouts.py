@@ -181,7 +181,7 @@ LAYOUTS: dict[str, Layout] = {
     "bert-base-chinese": bert(**_POOLER),
     "bert_uncased_L-2_H-128_A-2": Layout(
         "BertForMaskedLM", {k: v for k, v in _BERT.items() if k not in ("model_type", "pad_token_id")},
-        refused="model_type is None",
+        refused="got model_type None",
     ),
     "Bio_ClinicalBERT": Layout("BertForMaskedLM", _BERT | {"architectures": None}, more=_BERT_IDS, files="bin"),
     "PubMedBERT": Layout("BertForMaskedLM", _BERT, more=_BERT_IDS, files="bin"),
@@ -359,7 +359,7 @@ LAYOUTS: dict[str, Layout] = {
     "Qwen3-8B": Layout("Qwen3ForCausalLM", _QWEN3, dtype=_BRAIN),
     # -- other families, and what no class of ours computes
     "all-mpnet-base-v2": Layout(
-        "BertForMaskedLM", _BERT | arch("MPNetModel") | {"model_type": "mpnet"}, refused="model_type is 'mpnet'"
+        "BertForMaskedLM", _BERT | arch("MPNetModel") | {"model_type": "mpnet"}, refused="got model_type 'mpnet'"
     ),
     "Llama-2-7b-GPTQ": Layout(
         "LlamaForCausalLM", _LLAMA | {"quantization_config": {"bits": 4, "quant_method": "gptq"}},
@@ -367,6 +367,6 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "gte-base-en-v1.5": Layout(
         "BertForMaskedLM", _BERT | {"model_type": "new", "auto_map": {"AutoModel": "modeling.NewModel"}},
-        refused="model_type is 'new'",
+        refused="got model_type 'new'",
     ),
 }  # fmt: skip

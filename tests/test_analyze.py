@@ -332,7 +332,7 @@ def test_the_table_fits(encoder: Analysis) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--work", "layers"], "--work: 'layers' is not allowed; use train, inference"),
+        (["--work", "layers"], "--work: got 'layers'; allowed: train, inference"),
         ([], "neither CONFIG nor --work is given; allowed without CONFIG: --work encoder, decoder, mha"),
         (["--work", "mha", "--repeats", "3"], "error: --repeats: allowed: only with --measure"),
         (["--work", "mha", "--set", "model.heads=7"], "error: --work mha: model.heads: got 7; allowed: a divisor of"),

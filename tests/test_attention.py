@@ -437,19 +437,19 @@ def test_refused() -> None:
         "a causal mask of 11 queries and 7 keys": lambda: attention(g, q, cross, cross, Mask(causal=True)),
         "a window of 11 queries and 7 keys": lambda: attention(g, q, cross, cross, Mask(window=3)),
         "segments of 11 queries": lambda: attention(g, q, cross, cross, Mask(segments=offsets_of)),
-        "of 3 batches are not supported": lambda: attention(g, q, q, q, Mask(segments=offsets_of)),
-        "window of 0 is not allowed": lambda: Mask(window=0),
-        "two_sided is not allowed here; use it with a window, and without causal": lambda: Mask(two_sided=True),
-        "use it with a window, and without causal": lambda: Mask(True, 3, two_sided=True),
-        "a window of 11 queries and 7 keys is": lambda: attention(g, q, cross, cross, Mask(window=3, two_sided=True)),
-        "padding and segments together": lambda: Mask(padding=tensor("batch seq", "int64"), segments=offsets_of),
-        "padding of fp32": lambda: Mask(padding=tensor("batch seq")),
+        "got segments .* of 3 batches; allowed: int64": lambda: attention(g, q, q, q, Mask(segments=offsets_of)),
+        "mask: got a window of 0; allowed: a number of positions from 1 up": lambda: Mask(window=0),
+        "mask: got two_sided; allowed: two_sided with a window and without causal": lambda: Mask(two_sided=True),
+        "got two_sided; allowed: two_sided with a window and without causal": lambda: Mask(True, 3, two_sided=True),
+        "got a window of 11 queries and 7 keys;": lambda: attention(g, q, cross, cross, Mask(window=3, two_sided=True)),
+        "got padding and segments; allowed": lambda: Mask(padding=tensor("batch seq", "int64"), segments=offsets_of),
+        "got padding of fp32; allowed: integers": lambda: Mask(padding=tensor("batch seq")),
         "does not fit 3 sequences of 11": lambda: attention(
             g, q, q, q, Mask(padding=tensor("batch seq", "int64", seq=7))
         ),
-        "its axes must be batch": lambda: attention(g, q, q, q, Mask(padding=tensor("seq batch", "int64"))),
+        "allowed: the axes batch, then": lambda: attention(g, q, q, q, Mask(padding=tensor("seq batch", "int64"))),
         "attention backends naive or segments": lambda: attention(g, q, q, q, Mask(), "merge", 0.1),
-        "'fused' is not allowed": lambda: attention(g, q, q, q, Mask(), "fused"),
+        "attention: got 'fused'; allowed: ": lambda: attention(g, q, q, q, Mask(), "fused"),
         "6 heads cannot share 4": lambda: attention(g, q, uneven, uneven, Mask()),
         "must have the same axes": lambda: attention(g, q, few, q, Mask()),
         "name its axis key": lambda: attention(g, q, *[tensor(BSHD, seq=7)] * 2, Mask()),
@@ -459,5 +459,6 @@ def test_refused() -> None:
         with pytest.raises(ValueError, match=match):
             ask()
     attention(g, q, few, few, Mask())
-    with pytest.raises(ConfigError, match=r"tiles.heads: 3 is not allowed where 2 of them share one of kv_heads"):
+    need = "allowed: a multiple of 2, or a divisor"
+    with pytest.raises(ConfigError, match=rf"tiles\.heads: got 3, and 2 of them share one of kv_heads; {need}"):
         lower(g, Tiling({"heads": 3}))

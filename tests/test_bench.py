@@ -238,9 +238,9 @@ def test_who_was_too_slow_is_not_taken_for_too_large(
 
 
 def test_more_gpus_than_there_are() -> None:
-    with pytest.raises(ConfigError, match="--cuda: 99 is not allowed; this machine has"):
+    with pytest.raises(ConfigError, match="--cuda: got 99; allowed: at most "):
         bench_capacity.capacity(cuda=99)
-    with pytest.raises(ConfigError, match=r"runtime\.cuda: 99 is not allowed; this machine has"):
+    with pytest.raises(ConfigError, match=r"runtime\.cuda: got 99; allowed: at most "):
         bench.step(str(EXPERIMENTS / "gpt2_124m.yaml"), sets=["runtime.cuda=99"])
 
 
@@ -258,7 +258,7 @@ def test_more_gpus_than_there_are() -> None:
         ("--set train.batch=3 --peer ddp", "train.batch: got 3; allowed with --peer ddp: a multiple of 2"),
         ("--set model.dropout=0.1 --peer fsdp2", "model.dropout: got 0.1; allowed with --peer fsdp2: 0.0"),
         ("--set precision=f32", "precision: got 'f32'; allowed: fp32"),
-        ("--peer tensorflow", "--peer: 'tensorflow' is not allowed; use torch (torch_eager and torch_compile), "),
+        ("--peer tensorflow", "--peer: got 'tensorflow'; allowed: torch (torch_eager and torch_compile), "),
     ],
 )
 def test_options_that_are_wrong(python: Python, arguments: str, message: str) -> None:

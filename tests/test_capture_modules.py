@@ -251,7 +251,7 @@ def test_labels_out_of_range_are_refused(label: int) -> None:
     classes = module.config.vocab_size
     arrays["labels"][1, 3] = label if label != 100 else classes
     for call in (trainer.step, trainer.evaluate):
-        with pytest.raises(ValueError, match=rf"labels: values go from .*; allowed are 0 to {classes - 1} and -100"):
+        with pytest.raises(ValueError, match=rf"labels: values go from .*; allowed: 0 to {classes - 1} and -100"):
             call(arrays)
     trainer.close()
 

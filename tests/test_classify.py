@@ -423,7 +423,7 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "held.csv").write_text("words,kind\napple,fruit\nidea,thought\n")
     data.train_tokenizer(["some text"], 300).save(str(tmp_path / "plain.json"))
     for changes, told in (
-        ({"model": model | {"classes": 4}}, r"model.classes: got 4; allowed: 3, the labels of .*toy.csv, or leave"),
+        ({"model": model | {"classes": 4}}, r"model.classes: got 4; allowed: 3, the number of labels in .*toy.csv"),
         ({"model": model | {"labels": ["fruit", "metal"]}}, r"toy.csv, line \d+: the label 'animal'; allowed: fruit"),
         ({"model": model | {"labels": ["a", "a"]}}, r"model.labels: a name is there twice; allowed: each once"),
         ({"model": model | {"labels": ["a"], "classes": 2}}, r"model.labels: got 1 names; allowed: a name for each of"),

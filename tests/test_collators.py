@@ -28,7 +28,7 @@ def test_samples_that_are_refused(collate: nt.CausalCollator | nt.MaskedCollator
     with pytest.raises(ValueError, match=r"samples\[1\]: 51 tokens; allowed: at most seq = 50"):
         collate([[1], list(range(51))])
     for sample in ([1.5], [[1]]):
-        with pytest.raises(ValueError, match=r"samples\[0\]: .* is not allowed; expected a list of ints"):
+        with pytest.raises(ValueError, match=r"samples\[0\]: got .*; allowed: a list of ints"):
             collate([sample])
 
 

@@ -98,15 +98,15 @@ def test_what_the_disk_must_be(tmp_path: Path) -> None:
             nt.Runtime(cpus=1, memory=memory, disk=disk)
 
     refused(r"runtime\.disk\.path: /no/such is not a writable folder", path="/no/such", size=MIB)
-    refused(r"runtime\.disk\.size: 1 MiB is not allowed; use 16 MiB to", path=tmp_path, size=MIB)
-    refused(r"runtime\.disk\.size: .* is not allowed", path=tmp_path, size=2**60)
+    refused(r"runtime\.disk\.size: got 1 MiB; allowed: 16 MiB to", path=tmp_path, size=MIB)
+    refused(r"runtime\.disk\.size: got .*; allowed: ", path=tmp_path, size=2**60)
     refused(r"runtime\.disk: needs runtime\.memory", None, path=tmp_path, size=2**26)
     refused(r"runtime\.disk: got {'path'", path=tmp_path)
     for kinds in (["moments"], "optimizer", 3, [["optimizer"]]):
         refused(r"runtime\.disk\.kinds: got .*; allowed: null, or a list of weights, gradients, optimizer",
                 path=tmp_path, size=MIB, kinds=kinds)  # fmt: skip
     refused(r"runtime\.disk\.size: got '1 disk'; allowed: a number of bytes, or", path=tmp_path, size="1 disk")
-    refused(r"runtime\.disk\.size: 1 MiB is not allowed", "20 MB", path=tmp_path, size="1MiB")
+    refused(r"runtime\.disk\.size: got 1 MiB; allowed: ", "20 MB", path=tmp_path, size="1MiB")
     made = nt.Runtime(cpus=1, memory="20 MB", cuda_memory="2GiB", disk={"path": tmp_path, "size": "16MiB"})
     assert (made.memory, made.cuda_memory, made.disk.size) == (20 * 10**6, 2**31, 2**24)
     assert not list(tmp_path.iterdir())
@@ -193,7 +193,8 @@ def test_runs_that_share_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     one.open()
     for take in (other.open, lambda: disk(41)):
         reserved = (
-            r"runtime\.disk\.size: .* use 16 MiB to what is free in .*, 100 MiB, of which other runs have reserved 60"
+            r"runtime\.disk\.size: got .*; allowed: 16 MiB to what is free in .*, 100 MiB,"
+            " of which other runs have reserved 60"
         )
         with pytest.raises(nt.ConfigError, match=reserved):
             take()

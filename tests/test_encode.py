@@ -236,16 +236,16 @@ def test_refused(runtime: nt.Runtime, folder: Any, tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=told):
             encoder(texts)
-    with pytest.raises(nt.ConfigError, match=r"model: 'runs/first' is not allowed; use a model of nt\.models, or nt"):
+    with pytest.raises(nt.ConfigError, match=r"model: got 'runs/first'; allowed: a model of nt\.models, or nt"):
         nt.Encoder("runs/first")
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"output": "vectors"}, "output: 'vectors' is not allowed; use hidden, mean, pooled, logits"),
-        ({"output": "logits"}, "output: 'logits' is not allowed; use hidden"),
-        ({"batch_tokens": 0}, "batch_tokens: 0 is not allowed"),
-        ({"max_length": 41}, "max_length: 41 is not allowed; the model has 40 positions"),
-        ({"max_length": 2}, "max_length: 2 is not allowed; the tokenizer's template alone has 2 tokens"),
-        ({"tiles": {"seq": 4}}, r"tiles\.seq: not allowed here"),
-        ({"precision": "fp8"}, "precision: 'fp8' is not allowed"),
+        ({"output": "vectors"}, "output: got 'vectors'; allowed: hidden, mean, pooled, logits"),
+        ({"output": "logits"}, "output: got 'logits'; allowed: hidden"),
+        ({"batch_tokens": 0}, "batch_tokens: got 0; allowed: "),
+        ({"max_length": 41}, "max_length: got 41; allowed: at most 40, the positions of the model"),
+        ({"max_length": 2}, "max_length: got 2; allowed: more than 2, the length of the template"),
+        ({"tiles": {"seq": 4}}, r"tiles\.seq: a bin is one tile and is not cut; allowed: embed, heads, ffn, vocab"),
+        ({"precision": "fp8"}, "precision: got 'fp8' with packed sequences; allowed: bf16"),
     ]
     short = nt.Encoder.from_hf(path, max_length=3)
     with pytest.warns(UserWarning, match="texts with more than 3 tokens"):
@@ -352,13 +352,13 @@ WRONG: list[tuple[str, str, list[str], str]] = [
     ('a,b\n1,"2\n', "x.csv", ["--text", "a"], "x.csv, line 2: unexpected end of data; allowed: fields with"),
     ("", "x.txt", [], "no texts in x.txt"),
     ("a", "x.doc", [], "--input: x.doc: not the name of a table; allowed: a table with 'text'"),
-    ("a", "x.txt", ["--out", "x.pt"], "--out: x.pt is not allowed; use a name that ends in .npy, .npz, .safetensors"),
+    ("a", "x.txt", ["--out", "x.pt"], "--out: got x.pt; allowed: a name that ends in .npy, .npz, .safetensors"),
     ("a", "x.txt", ["--out", "there.npy"], "--out: there.npy exists already; allowed: the name of a new file, or"),
     ("a", "x.txt", ["--out", "none/x.npy"], "--out: there is no folder none"),
     ("a", "x.txt", ["--output", "hidden"], "x.npy holds one array; allowed with --output hidden: .npz, .safetensors"),
-    ("a", "x.txt", ["--output", "all"], "error: --output: 'all' is not allowed"),
-    ("a", "x.txt", ["--max-length", "41"], "error: --max-length: 41 is not allowed; the model has 40 positions"),
-    ("a", "x.txt", ["--cpus", "0"], "error: --cpus: 0 is not allowed"),
+    ("a", "x.txt", ["--output", "all"], "error: --output: got 'all'; allowed: "),
+    ("a", "x.txt", ["--max-length", "41"], "error: --max-length: got 41; allowed: at most 40, the positions"),
+    ("a", "x.txt", ["--cpus", "0"], "error: --cpus: got 0; allowed: "),
     (
         "a", "x.txt", ["--precision", "fp16"],
         "error: --precision: fp16 needs GPUs (--cuda); allowed on CPU workers: fp32",

@@ -439,7 +439,7 @@ def test_json_names_the_folder_only_if_it_is_not_the_run(
         ("gpt2", "--data latin.txt", "--data: latin.txt: byte 3 (0xe9) is not UTF-8"),
         ("gpt2", "--data t.csv --set data.text=body", "--data: t.csv, line 1: no column 'body'; there are 'text', 'l"),
         ("classifier", "--data text.txt", "--data: text.txt: not the name of a table; allowed: a table"),
-        ("classifier", "--data t.csv --stride 3", "--stride: not allowed for a classifier"),
+        ("classifier", "--data t.csv --stride 3", "--stride: got 3 for a classifier, "),
         ("classifier", "--data other.csv", "--data: other.csv, line 2: the label 'poor'; allowed: the classes of the"),
         ("classifier", "--data t.csv --set data.label=stars", "no column 'stars'"),
         ("bare", "--data text.txt", "BERT has head: none; allowed: models with the head causal_lm, masked_lm,"),

@@ -97,8 +97,8 @@ def test_refused(runtime: nt.Runtime) -> None:
     for patterns, message in (
         (["*wte*", "*wet*"], r"'\*wet\*' matches no weight; allowed: a pattern of names such as .*ln_f"),
         (["*"], "all weights match; allowed: patterns that leave a weight to train"),
-        ("*wte*", r"freeze: '\*wte\*' is not allowed; use a list of patterns"),
-        ([3], r"freeze: \[3\] is not allowed; use a list of patterns"),
+        ("*wte*", r"freeze: got '\*wte\*'; allowed: a list of patterns"),
+        ([3], r"freeze: got \[3\]; allowed: a list of patterns"),
     ):
         with pytest.raises(nt.ConfigError, match=message):
             nt.Trainer(model, 4, 37, freeze=patterns)

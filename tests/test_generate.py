@@ -21,7 +21,7 @@ from nntile_py.graph.key_value_cache import CacheShape, Sampling, check_cached
 from nntile_py.graph.step import StepSpec
 from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.decoder import PREFILL_TOKENS, Decoder, Row, prefill_size
-from nntile_py.inference.generator import Options
+from nntile_py.inference.generated_text import Options
 from nntile_py.inference.text_stream import TextStream
 from nntile_py.models.registry import from_hf
 from nntile_py.tasks.cached_attention import CachedAttention
@@ -270,17 +270,17 @@ def test_texts_of_a_folder(folder: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"top_p": 0}, r"top_p: 0 is not allowed; use a number above 0 and at most 1"),
-    ({"top_k": -2}, r"top_k: -2 is not allowed; use an integer of at least -1 and at most 16777216$"),
-    ({"temperature": -1}, r"temperature: -1 is not allowed; use a number of at least 0"),
-    ({"temperature": float("nan")}, r"temperature: nan is not allowed"),
-    ({"temperature": 10**400}, r"temperature: 10+ is not allowed; use a number"),
-    ({"max_tokens": 10**400}, r"max_tokens: 10+ is not allowed; use an integer of at least 1 and at most 2147483647"),
-    ({"max_tokens": 0}, r"max_tokens: 0 is not allowed; use an integer of at least 1"),
-    ({"max_tokens": 96}, r"max_tokens: 96 is not allowed; use less than 96: a prompt and"),
-    ({"stop": [""]}, r"stop: \[''\] is not allowed; use texts that are not empty"),
+    ({"top_p": 0}, r"top_p: got 0; allowed: a number above 0 and at most 1"),
+    ({"top_k": -2}, r"top_k: got -2; allowed: an integer of at least -1 and at most 16777216$"),
+    ({"temperature": -1}, r"temperature: got -1; allowed: a number of at least 0"),
+    ({"temperature": float("nan")}, r"temperature: got nan; allowed: "),
+    ({"temperature": 10**400}, r"temperature: got 10+; allowed: a number"),
+    ({"max_tokens": 10**400}, r"max_tokens: got 10+; allowed: an integer of at least 1 and at most 2147483647"),
+    ({"max_tokens": 0}, r"max_tokens: got 0; allowed: an integer of at least 1"),
+    ({"max_tokens": 96}, r"max_tokens: got 96; allowed: less than 96, as a prompt and"),
+    ({"stop": [""]}, r"stop: got \[''\]; allowed: texts that are not empty"),
     ({"stop": ["a", "\ud800"]}, r"stop: half of a character"),
-    ({"min_p": 2}, r"min_p: 2 is not allowed"),
+    ({"min_p": 2}, r"min_p: got 2; allowed: "),
     ({"beams": 2}, r"beams: unknown option; allowed: max_tokens, temperature"),
 ]
 
@@ -306,7 +306,7 @@ def test_wrong_prompts_and_models(folder: Path, tmp_path: Path) -> None:
                 generator(prompt, max_tokens=10)  # type: ignore[call-overload]
     bert = transformers.BertForMaskedLM(transformers.BertConfig(
         vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))  # fmt: skip
-    with pytest.raises(nt.ConfigError, match=r"model: BERT is not allowed; use a model that predicts the next token"):
+    with pytest.raises(nt.ConfigError, match=r"model: got BERT; allowed: a model that predicts the next token"):
         nt.Generator(from_hf(bert))
     with pytest.raises(nt.ConfigError, match=r"no such folder"):
         nt.Generator(tmp_path / "missing")

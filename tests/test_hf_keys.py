@@ -145,7 +145,7 @@ def test_keys_remember_what_is_read() -> None:
     [
         ("GPT2", {"architectures": ["GPT2DoubleHeadsModel"]}, "GPT2DoubleHeadsModel.* allowed: GPT2LMHead.*, GPT2M"),
         ("GPT2", {"activation_function": "laplace"}, "activation_function is 'laplace' .*; allowed: 'gelu_new'"),
-        ("Llama", {"rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}}, "rope_type: 'axial'"),
+        ("Llama", {"rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}}, "rope_type: got 'axial'; allowed: "),
         ("Llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("Qwen2", {"layer_types": ["sliding_attention"] * 32}, "layer_types is .*; allowed: full_attention in"),
         ("Mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5 in the .*; allowed: None"),

@@ -130,7 +130,7 @@ def test_position_ids_that_are_refused(runtime: nt.Runtime) -> None:
     inputs = batch(causal=True) | {"position_ids": np.full((BATCH, SEQ), SEQ + 3)}
     with pytest.raises(ValueError, match="position_ids: unknown input"):
         nt.Trainer(model, BATCH, SEQ, pack=True).step(inputs)
-    with pytest.raises(ValueError, match="position_ids: values go from 15 to 15; allowed are 0 to 14"):
+    with pytest.raises(ValueError, match="position_ids: values go from 15 to 15; allowed: 0 to 14"):
         nt.Trainer(model, BATCH, SEQ).step(inputs)
 
 

@@ -458,11 +458,11 @@ def test_experiments(tmp_path: Path, runtime: nt.Runtime, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["layouts", "find", "--work", "mha"], "ACTION: 'find' is not allowed; use tune, show"),
+        (["layouts", "find", "--work", "mha"], "ACTION: got 'find'; allowed: tune, show"),
         (["layouts", "show"], "neither CONFIG nor --work is given"),
         (["layouts", "show", "--work", "mha", "--database", "nowhere.jsonl"], "nowhere.jsonl: no such database"),
         (["layouts", "tune", "experiments/gpt2_tiny.yaml", "--work", "attention"], "attention: it has no product"),
-        (["layouts", "show", "--work", "mha", "--out", "a.txt"], "--out: 'txt' is not allowed; use png, svg, pdf"),
+        (["layouts", "show", "--work", "mha", "--out", "a.txt"], "--out: got 'txt'; allowed: png, svg, pdf"),
         (["layouts", "show", "--work", "mha", "--own"], "--own: allowed: only with tune"),
         (["layouts", "tune", "--work", "mha", "--json"], "--json: allowed: only with show"),
         (["layouts", "show", "--work", "mha", "--repeats", "3"], "--repeats: allowed: only with tune"),

@@ -144,4 +144,4 @@ def test_wrong_numbers_are_refused(value: Any) -> None:
     with pytest.raises(nt.ConfigError) as caught:
         generator([[1]], logprobs=value)
     need = "an integer of at least 0 and at most 20"
-    assert str(caught.value) == f"logprobs: {value!r} is not allowed; use {need}"
+    assert str(caught.value) == f"logprobs: got {value!r}; allowed: {need}"

@@ -142,5 +142,5 @@ def test_what_does_not_fit() -> None:
         ops.multiply(g, logits, g.tensors["x"])
     with pytest.raises(ValueError, match=r"gated: .* have to have the same axes and sizes"):
         ops.gated(g, logits, g.tensors["x"], "silu")
-    with pytest.raises(ValueError, match=r"activation: 'swish' is not allowed; use one of relu, .*, silu"):
+    with pytest.raises(ValueError, match=r"activation: got 'swish'; allowed: relu, .*, silu"):
         ops.gated(g, logits, logits, "swish")

@@ -401,7 +401,7 @@ def pid_of(rank: int, folder: Path) -> int:
     [
         (("train", "--set", "runtime.nodes=3"), "runtime.nodes: got 3, but 2 of this process work together"),
         (("sweep",), "nntile sweep: mpirun or srun has started 2 processes; allowed: one process without"),
-        (("profile", "--fxt"), "--fxt: not allowed on several ranks"),
+        (("profile", "--fxt"), "--fxt: got several ranks, "),
         (("train", "--set", "recompute=auto"), "recompute: got 'auto'; allowed on several ranks"),
         (("train", "--set", "train.grad_accumulation=auto"), "train.grad_accumulation: got 'auto'; allowed on several"),
     ],

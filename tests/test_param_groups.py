@@ -75,7 +75,7 @@ def test_refused(runtime: nt.Runtime) -> None:
             r"groups\[0\]\.rate: unknown key; .*allowed: match, lr_scale, lr, weight_decay",
         ),
         ({"lr": 1.0}, r"groups\[0\]\.match: not given, but required"),
-        ({"match": ["*"], "lr": 1.0}, "groups: with optimizer.lr = 0, lr is not allowed; use lr_scale"),
+        ({"match": ["*"], "lr": 1.0}, "groups: got lr with optimizer.lr = 0; allowed: lr_scale"),
         ("*.bias", "groups: got .*allowed: a list of sections with match, lr_scale, lr, weight_decay"),
     ):
         for call in (lambda **how: nt.SGD(**how), lambda **how: validated(optimizer_section("sgd"), how, "optimizer.")):

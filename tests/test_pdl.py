@@ -125,7 +125,7 @@ def test_an_unknown_kind_of_text_is_told() -> None:
 
 def test_a_wrong_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(pdl.VARIABLE, "no")
-    with pytest.raises(nt.ConfigError, match="NNTILE_OVERLAP: no is not allowed; 0 or 1"):
+    with pytest.raises(nt.ConfigError, match="NNTILE_OVERLAP: got no; allowed: 0 or 1"):
         nt.Runtime(cpus=1)
 
 

@@ -151,9 +151,9 @@ def test_a_segment_of_many_tasks_in_a_chain() -> None:
 
 
 @pytest.mark.parametrize("value, message", [
-    ("all", "recompute: 'all' is not allowed; use none, attention, layer, auto, or a list of patterns"),
-    ([3], r"recompute: \[3\] is not allowed"),
-    ([], r"recompute: \[\] is not allowed"),
+    ("all", "recompute: got 'all'; allowed: none, attention, layer, auto, or a list of patterns"),
+    ([3], r"recompute: got \[3\]; allowed: "),
+    ([], r"recompute: got \[\]; allowed: "),
     (["*.nothing.*"], r"recompute: \['\*.nothing.\*'\] repeats no operator of this model; .* embed"),
 ])  # fmt: skip
 def test_values_that_are_not_allowed(value: Any, message: str) -> None:

@@ -342,17 +342,17 @@ def test_rotary_table(scaling: dict[str, Any] | None) -> None:
 @pytest.mark.parametrize(
     ("head_dim", "scaling", "message"),
     [
-        (7, None, "head_dim: 7"),
-        (8, {"rope_type": "axial", "factor": 2.0}, "rope_type: 'axial' is not allowed; use one of default, "),
-        (8, {"rope_type": "yarn", "factor": 2.0}, "rope_scaling.original_max_position_embeddings: None is"),
-        (8, {"rope_type": "yarn", "factor": 2.0, **LENGTH, "mscale": "1"}, "rope_scaling.mscale: '1' is"),
-        (8, {"rope_type": "longrope", "factor": 2, **LENGTH, "short_factor": [1.0], "long_factor": [2.0]}, "use "),
-        (8, {"rope_type": "dynamic", "factor": 2, "original_max_position_embeddings": 3}, "dynamic is not allowed for"),
-        (8, {"rope_type": "linear"}, "rope_scaling.factor: None is not allowed; rope_type linear needs a positive"),
-        (8, {"rope_type": "linear", "factor": 0}, "rope_scaling.factor: 0 is"),
-        (8, {"rope_type": "linear", "factor": "2"}, "rope_scaling.factor: '2' is"),
+        (7, None, "head_dim: got 7 with rotary positions; allowed: an even"),
+        (8, {"rope_type": "axial", "factor": 2.0}, "rope_type: got 'axial'; allowed: default, "),
+        (8, {"rope_type": "yarn", "factor": 2.0}, "rope_scaling.original_max_position_embeddings: got None; allowed"),
+        (8, {"rope_type": "yarn", "factor": 2.0, **LENGTH, "mscale": "1"}, "rope_scaling.mscale: got '1'; allowed"),
+        (8, {"rope_type": "longrope", "factor": 2, **LENGTH, "short_factor": [1.0], "long_factor": [2.0]}, "got 1 n"),
+        (8, {"rope_type": "dynamic", "factor": 2, "original_max_position_embeddings": 3}, "got dynamic for"),
+        (8, {"rope_type": "linear"}, "rope_scaling.factor: got None; allowed with rope_type linear: a positive"),
+        (8, {"rope_type": "linear", "factor": 0}, "rope_scaling.factor: got 0; allowed"),
+        (8, {"rope_type": "linear", "factor": "2"}, "rope_scaling.factor: got '2'; allowed"),
         (8, {"rope_type": "default", "factor": 2.0}, "rope_scaling.factor: unknown key; rope_type default has none"),
-        (8, {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}, "rope_scaling.high_freq_factor: 1.0 is"),
+        (8, {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}, "high_freq_factor: got 1.0; allowed: more"),
     ],
 )
 def test_rotary_table_of_wrong_scaling(head_dim: int, scaling: dict[str, Any] | None, message: str) -> None:
@@ -365,7 +365,7 @@ def test_longrope_of_packed_sequences_beyond_its_length() -> None:
     scaling = {"rope_type": "longrope", "factor": 2, **LENGTH, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     original = LENGTH["original_max_position_embeddings"]
     ops.rotary_table(8, original, 1e4, scaling, packed=True)
-    with pytest.raises(ConfigError, match=f"longrope is not allowed for packed .* at most .* = {original}"):
+    with pytest.raises(ConfigError, match=f"got longrope for packed .*; allowed: at most .* = {original}"):
         ops.rotary_table(8, original + 1, 1e4, scaling, packed=True)
 
 

@@ -270,9 +270,9 @@ def test_folders_without_modules(tmp_path: Path) -> None:
         nt.Encoder.from_hf(tmp_path)
     assert nt.Encoder.from_hf(tmp_path, "mean").max_length == 9
     (tmp_path / "modules.json").unlink()
-    with pytest.raises(nt.ConfigError, match=r"output: sentence is not allowed, as .* has no modules\.json"):
+    with pytest.raises(nt.ConfigError, match=r"output: got sentence, and .* has no modules\.json; allowed: a folder"):
         nt.Encoder.from_hf(tmp_path, "sentence")
-    with pytest.raises(nt.ConfigError, match=r"output: 'sentence' is not allowed here; use Encoder\.from_hf"):
+    with pytest.raises(nt.ConfigError, match=r"output: got 'sentence' in Encoder\(...\); allowed: Encoder\.from_hf"):
         nt.Encoder(nt.models.from_hf(tmp_path), "sentence")
     (tmp_path / "config_sentence_transformers.json").unlink()
     with pytest.raises(nt.ConfigError, match="prompt_name: got 'query'; allowed: none, as the folder has no prompts"):

@@ -237,7 +237,7 @@ def test_a_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
         ({"data": TREE["data"] | {"texts": ["q", "b"]}, "train": TREE["train"] | {"batch": 4}}, "no column 'b'"),
         ({"train": TREE["train"] | {"batch": 147}}, "train.batch: got 147; allowed: at most 144, the texts"),
         ({"train": TREE["train"] | {"pack": True}}, "train.pack: got true; allowed with model.head: sent"),
-        ({"data": TREE["data"] | {"label": "a"}}, "data.label: not allowed with model.head: sentence_embed"),
+        ({"data": TREE["data"] | {"label": "a"}}, "data.label: got a; allowed with model.head: sentence_embed"),
         ({"data": TREE["data"] | {"max_bytes": 9}}, "data.max_bytes: got 9; allowed: null"),
         ({"model": TREE["model"] | {"choices": 2}}, "model.choices: got 2; allowed: 3, the columns of data.texts"),
         ({"data": {"source": "python-stdlib", "texts": ["q", "a", "w"]}}, "data.texts: got 3 columns; allowed with"),

@@ -168,7 +168,7 @@ class Short(Mixer):
 
 @pytest.mark.parametrize(
     ("own", "positions", "told"),
-    [(Mixer, 9, "length 9 is not allowed; use at least seq = 10"), (Short, 10, "length 20 .* use the same")],
+    [(Mixer, 9, "got length 9; allowed: at least seq = 10"), (Short, 10, "got length 20; allowed: the same")],
 )
 def test_refused(own: Any, positions: int, told: str) -> None:
     with pytest.raises(nt.ConfigError, match=f"sequences_apart: {told}"):

@@ -22,7 +22,7 @@ from test_serve import client, service, serving
 import nntile_py as nt
 from nntile_py.data.chat_template import ChatTemplate
 from nntile_py.inference.api_server import Api
-from nntile_py.inference.generator import Options
+from nntile_py.inference.generated_text import Options
 from nntile_py.inference.open_model import open_model
 from nntile_py.inference.service import JobPart, Service, TooBusy
 

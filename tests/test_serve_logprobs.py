@@ -168,29 +168,29 @@ def test_values_do_not_depend_on_the_draw(http: Any, models: Any) -> None:
         assert abs(value - values[token]) < 1e-5
 
 
-NEED = "is not allowed; use an integer from 0 to 20"
+NEED = "allowed: an integer from 0 to 20"
 
 
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("completions", {"prompt": "a", "logprobs": -1}, f"logprobs: -1 {NEED}"),
-        ("completions", {"prompt": "a", "logprobs": 21}, f"logprobs: 21 {NEED}"),
-        ("completions", {"prompt": "a", "logprobs": "5"}, f'logprobs: "5" {NEED}'),
-        ("completions", {"prompt": "a", "logprobs": True}, f"logprobs: true {NEED}"),
-        ("completions", {"prompt": "a", "logprobs": 1.5}, f"logprobs: 1.5 {NEED}"),
+        ("completions", {"prompt": "a", "logprobs": -1}, f"logprobs: got -1; {NEED}"),
+        ("completions", {"prompt": "a", "logprobs": 21}, f"logprobs: got 21; {NEED}"),
+        ("completions", {"prompt": "a", "logprobs": "5"}, f'logprobs: got "5"; {NEED}'),
+        ("completions", {"prompt": "a", "logprobs": True}, f"logprobs: got true; {NEED}"),
+        ("completions", {"prompt": "a", "logprobs": 1.5}, f"logprobs: got 1.5; {NEED}"),
         (
             "completions",
             {"prompt": "a", "top_logprobs": 3},
-            "top_logprobs: 3 is not supported; leave it",
+            "top_logprobs: got 3; allowed: 0, the default",
         ),
-        ("chat/completions", {"logprobs": 3}, "logprobs: 3 is not allowed; use true or false"),
-        ("chat/completions", {"logprobs": "true"}, 'logprobs: "true" is not allowed; use true or false'),
-        ("chat/completions", {"logprobs": True, "top_logprobs": -1}, f"top_logprobs: -1 {NEED}"),
-        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, f"top_logprobs: 21 {NEED}"),
-        ("chat/completions", {"logprobs": True, "top_logprobs": "5"}, f'top_logprobs: "5" {NEED}'),
-        ("chat/completions", {"top_logprobs": 3}, "top_logprobs: not allowed without logprobs; add logprobs: true"),
-        ("embeddings", {"input": "a", "logprobs": 3}, "logprobs: 3 is not supported; leave it out, or set it to false"),
+        ("chat/completions", {"logprobs": 3}, "logprobs: got 3; allowed: true or false"),
+        ("chat/completions", {"logprobs": "true"}, 'logprobs: got "true"; allowed: true or false'),
+        ("chat/completions", {"logprobs": True, "top_logprobs": -1}, f"top_logprobs: got -1; {NEED}"),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, f"top_logprobs: got 21; {NEED}"),
+        ("chat/completions", {"logprobs": True, "top_logprobs": "5"}, f'top_logprobs: got "5"; {NEED}'),
+        ("chat/completions", {"top_logprobs": 3}, "top_logprobs: got 3; allowed: only with logprobs: true"),
+        ("embeddings", {"input": "a", "logprobs": 3}, "logprobs: got 3; allowed: false, the default"),
     ],
 )
 def test_wrong_requests_get_status_400(http: Any, path: str, body: Any, message: str) -> None:

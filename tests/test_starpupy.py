@@ -18,14 +18,14 @@ PROGRAMS = (
 )  # fmt: skip
 REFUSED = (
     "no runtime is running",
-    "runtime.cpus: 1 is not allowed; starpu.init() has started StarPU with",
-    "runtime.scheduler: dmda is not allowed; starpu.init() has started StarPU with",
+    "runtime.cpus: got 1; allowed: 2, as starpu.init() has started StarPU with 2",
+    "runtime.scheduler: got dmda; allowed: lws, as starpu.init() has started StarPU with lws",
     "runtime.memory: starpu.init() has started StarPU; allowed: the Runtime first",
-    "array: bfloat16 is not allowed, numpy lacks it; use float32",
+    "array: got bfloat16, which numpy lacks; allowed: dtypes of numpy, such as float32",
     "was shared before any task wrote it; allowed: nt.zeros, nt.array",
-    "handle: ndarray is not allowed; use starpu.Handle(x) of a numpy array x",
+    "handle: got ndarray; allowed: starpu.Handle(x) of a numpy array x",
     "handle: its array is not contiguous",
-    "handle: Handle is not allowed; use starpu.Handle(x) of a numpy array x",
+    "handle: got Handle; allowed: starpu.Handle(x) of a numpy array x",
     "an array of starpupy is not cut into tiles",
     "starpu_array: the handle is unregistered",
 )

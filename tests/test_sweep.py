@@ -393,7 +393,7 @@ def test_rows_of_another_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     before = (out / "results.csv").read_bytes()
     more = sweep.load_sweep(write(tmp_path, {"grid": {"tiles.batch": [2, 4]}}))
     assert len(sweep_run.run(more, out, console)) == 2 and len(lines(out)) == 3, "one that shares points goes on"
-    with pytest.raises(ConfigError, match="of another sweep; take another --out"):
+    with pytest.raises(ConfigError, match="of another sweep; allowed: another folder"):
         sweep_run.run(sweep.load_sweep(path=tmp_path / "s.yaml", overrides=["train.seq=4"]), out, console)
     assert (out / "results.csv").read_bytes() != before and len(lines(out)) == 3
 

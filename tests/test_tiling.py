@@ -49,8 +49,9 @@ def test_an_axis_left_out_is_not_cut() -> None:
 
 @pytest.mark.parametrize(
     ("tiles", "text"),
-    [({"embd": 2}, "tiles.embd: unknown axis"), ({"seq": 0}, "tiles.seq: 0"), ({"seq": 2.0}, "tiles.seq: 2.0"),
-     ({"seq": True}, "tiles.seq: True"), ({"key": 2}, "tiles.key: unknown axis")],
+    [({"embd": 2}, "tiles.embd: unknown axis"), ({"seq": 0}, "tiles.seq: got 0;"),
+     ({"seq": 2.0}, "tiles.seq: got 2.0;"), ({"seq": True}, "tiles.seq: got True;"),
+     ({"key": 2}, "tiles.key: unknown axis")],
 )  # fmt: skip
 def test_a_wrong_tiling(tiles: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
@@ -238,7 +239,7 @@ def depth(tasks: TaskList, tile: Tile) -> int:
 
 
 def test_an_unknown_policy() -> None:
-    with pytest.raises(ValueError, match="'rings' is not allowed; use one of chain, commute, redux, tree"):
+    with pytest.raises(ValueError, match="accumulate: got 'rings'; allowed: chain, commute, redux, tree"):
         TaskList("rings")
 
 

@@ -176,30 +176,30 @@ WRONG_TRACES: dict[str, tuple[Text, str]] = {
             g, ({"e": 1, "f": 2}, nt.Part("u", 0, 2, "e")), ({"e": 2, "f": 1}, nt.Part("u", 1, 2, "f"))),
         "weight u: .*declared: p0, p1$"),
     "a part of a float": (lambda g, b, t: g.param("p", EMBED, nt.ZEROS, nt.Part("u", 0, 1.5, "embed")), "is no part"),
-    "sources": (lambda g, b, t: g.param("p", EMBED, nt.ZEROS, 3), "parameter p: sources 3 are not allowed"),
+    "sources": (lambda g, b, t: g.param("p", EMBED, nt.ZEROS, 3), "parameter p: got sources 3; allowed: a text"),
     "logits as loss": (lambda g, b, t: nt.Traced(t["logits"], {}), "the loss is .*vocab 20.*; allowed: what a loss"),
     "a parameter as loss": (lambda g, b, t: nt.Traced(t["table"], {}), r"the loss is table\[.*; allowed: what a loss"),
     "a loss of another graph": (
         lambda g, b, t: nt.Traced(nt.Graph().named("loss", ["one"], [1], "scalar", "fp64"), {}), "the loss is loss"),
-    "a number as output": (lambda g, b, t: {"a": 3}, "output 'a': 3 is not allowed; use {name: tensor}"),
-    "a number as name": (lambda g, b, t: {3: t["x"]}, "output 3: .*; use {name: tensor}"),
+    "a number as output": (lambda g, b, t: {"a": 3}, "output 'a': got 3; allowed: {name: tensor}"),
+    "a number as name": (lambda g, b, t: {3: t["x"]}, "output 3: got .*; allowed: {name: tensor}"),
     "another graph's output": (lambda g, b, t: {"a": nt.Graph().temp("z", ["embed"], [8], "fp32")},
-                               r"output a: z\[embed 8\] is not allowed; use a tensor that this trace has made"),
-    "an output never written": (lambda g, b, t: {"a": g.temp("z", ["embed"], [8], "fp32")}, "output a: z"),
+                               r"output a: got z\[embed 8\]; allowed: a tensor that this trace has made"),
+    "an output never written": (lambda g, b, t: {"a": g.temp("z", ["embed"], [8], "fp32")}, "output a: got z"),
     "exit": (lambda g, b, t: sys.exit(0), r"line \d+: SystemExit: 0"),
-    "a name": (lambda g, b, t: g.param(3, EMBED, nt.ZEROS), "parameter: the name 3 is not allowed; use a text"),
-    "axes": (lambda g, b, t: g.param("p", ["embed"], nt.ZEROS), "parameter p: axes .*; use {axis: size}"),
+    "a name": (lambda g, b, t: g.param(3, EMBED, nt.ZEROS), "parameter: got the name 3; allowed: a text"),
+    "axes": (lambda g, b, t: g.param("p", ["embed"], nt.ZEROS), "parameter p: got axes .*; allowed: {axis: size}"),
     "a dtype": (lambda g, b, t: g.input("i", EMBED, "bool"),
-                "input i: dtype 'bool' is not allowed; use None or int64, fp32, fp64, bf16, fp16"),
-    "a dtype of numpy": (lambda g, b, t: g.input("i", EMBED, np.float32), "input i: dtype <class 'numpy.float32'>"),
+                "input i: got dtype 'bool'; allowed: None or int64, fp32, fp64, bf16, fp16"),
+    "a dtype of numpy": (lambda g, b, t: g.input("i", EMBED, np.float32), "input i: got dtype <class 'numpy.float32'>"),
     "shifted": (lambda g, b, t: g.input("i", {"batch": 2}, shifted=True, ignored=-1), "input i: shifted needs .*seq"),
 } | {
     f"size {size}": (lambda g, b, t, size=size: g.param("p", {"embed": size}, nt.ZEROS),
-                     f"parameter p: axis 'embed' of size {size} is not allowed; use a text and a positive integer")
+                     f"parameter p: got axis 'embed' of size {size}; allowed: a text and a positive integer")
     for size in (0, -1, True, 8.0)
 } | {
     f"start {init!r}": (lambda g, b, t, init=init: g.param("p", EMBED, init),
-                        f"parameter p: start values {init!r} are not allowed; use nt.Normal, nt.Constant")
+                        f"parameter p: got start values {init!r}; allowed: nt.Normal, nt.Constant")
     for init in (0.02, None, "zeros")
 }  # fmt: skip
 
@@ -228,7 +228,7 @@ def test_an_earlier_loss_is_no_output() -> None:
     [(nt.Normal, math.nan), (nt.Normal, -1.0), (nt.Normal, "a"), (nt.Constant, None), (nt.Constant, math.inf)],
 )
 def test_start_values(start: Any, value: Any) -> None:
-    with pytest.raises(nt.ConfigError, match=re.escape(f"{start.__name__}({value!r}) is not allowed; use a number")):
+    with pytest.raises(nt.ConfigError, match=re.escape(f"{start.__name__}: got {value!r}; allowed: a number")):
         start(value)
 
 
@@ -260,6 +260,6 @@ def test_an_input_asked_for_and_not_declared(runtime: nt.Runtime) -> None:
     trainer = nt.Trainer(made_of(lambda g, batch, t: {"x": t["x"]} if batch.has("foo", neutral=1) else {}), 2, 6)
     for name in ("foo", "bar"):
         for value in (0, 1):
-            with pytest.raises(ValueError, match=f"^{name}: unknown input; allowed are input_ids, labels$"):
+            with pytest.raises(ValueError, match=f"^{name}: unknown input; allowed: input_ids, labels$"):
                 trainer.step(EDGE_INPUTS | {name: np.full((2, 6), value)})
     trainer.close()

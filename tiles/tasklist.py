@@ -38,7 +38,7 @@ class TaskList:
 
     def __init__(self, policy: str = "chain", initialised: Iterable[Tile] = (), live: Iterable[str] = ()) -> None:
         if policy not in POLICIES:
-            raise ValueError(f"accumulate: {policy!r} is not allowed; use one of {', '.join(POLICIES)}")
+            raise ValueError(f"accumulate: got {policy!r}; allowed: {', '.join(POLICIES)}")
         self.policy = policy
         self.initialised = set(initialised)
         self.sums: set[Tile] = set()

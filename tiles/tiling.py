@@ -60,16 +60,16 @@ class Tiling:
         self._sizes: dict[str, int] = {}  # of axes that operators cut, see `cut_into`
         for axis, size in self.tiles.items():
             if axis not in AXES and not _OWN.fullmatch(str(axis)):
-                raise ConfigError(f"tiles.{axis}: unknown axis; allowed are {', '.join(AXES)}")
+                raise ConfigError(f"tiles.{axis}: unknown axis; allowed: {', '.join(AXES)}")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigError(f"tiles.{axis}: {size!r} is not allowed; a tile size is a positive integer")
+                raise ConfigError(f"tiles.{axis}: got {size!r}; allowed: a positive integer")
 
     def check_axes(self, axes: Iterable[str]) -> None:
         """Raise ConfigError if a tile size is for an axis of a captured module, such as d0, that is not in `axes`."""
         own = sorted({cut_as(axis) for axis in axes if _OWN.fullmatch(cut_as(axis))})
         for axis in self.tiles:
             if axis not in (*AXES, *own):
-                raise ConfigError(f"tiles.{axis}: no axis of this model; allowed are {', '.join((*AXES, *own))}")
+                raise ConfigError(f"tiles.{axis}: no axis of this model; allowed: {', '.join((*AXES, *own))}")
 
     def parts(self, axis: str, size: int) -> list[TileRange]:
         """Return the tiles of an axis of `size` elements, in order. The list is cached: do not change it."""
@@ -99,8 +99,8 @@ class Tiling:
         tile = self.tile(of, size)
         if tile < size and tile % group and group % tile:
             raise ConfigError(
-                f"tiles.{of}: {tile} is not allowed where {group} of them share one of {axis};"
-                f" use a multiple of {group}, or a divisor"
+                f"tiles.{of}: got {tile}, and {group} of them share one of {axis};"
+                f" allowed: a multiple of {group}, or a divisor"
             )
         if self._groups.setdefault(axis, group) != group:
             raise ConfigError(f"tiles.{of}: groups of {self._groups[axis]} and of {group} {of} in one model")

@@ -29,7 +29,7 @@ def check_workers(on_cpu: Sequence[str] | None, cpus: int | str | None, cuda: in
     if cpus in (None, 0, "all"):
         raise ConfigError(f"runtime.cpus: got {cpus} with runtime.on_cpu; allowed: a number of CPU workers")
     if placement == "planned":
-        raise ConfigError("runtime.placement: planned is not allowed with runtime.on_cpu; use scheduler")
+        raise ConfigError("runtime.placement: got planned with runtime.on_cpu; allowed: scheduler")
 
 
 def assign_kinds(lists: Iterable[TaskList], on_cpu: Sequence[str] | None) -> None:

@@ -178,7 +178,7 @@ class GraphBuilder:
                 if counted.size and not 0 <= counted.min() <= counted.max() < (classes or 0):
                     limits = f"{counted.min()} to {counted.max()}"
                     need = f"0 to {(classes or 0) - 1} and {IGNORED}"
-                    raise ValueError(f"{named}: values go from {limits}; allowed are {need}")
+                    raise ValueError(f"{named}: values go from {limits}; allowed: {need}")
                 return array
 
             compute = (lambda _: constant) if constant is not None else self.captured.on_host(node)

@@ -360,7 +360,7 @@ class _Scale(BaseModel):
     @classmethod
     def _scale(cls, value: float) -> float:
         if not 1 <= value <= MOST_SCALE:
-            raise ValueError(f"{value!r} is not allowed; use a number of at least 1 and at most {MOST_SCALE:g}")
+            raise ValueError(f"got {value!r}; allowed: a number of at least 1 and at most {MOST_SCALE:g}")
         return value
 
 

@@ -48,19 +48,19 @@ def load_trainer(cls: type[Any], folder: Path, model: Any, trust_code: bool, opt
         raise ConfigError(f"{folder}: no checkpoint; allowed: a folder that Trainer.save wrote{newest}")
     facts, known = read_facts(folder), [*inspect.signature(cls.__init__).parameters][2:]
     if unknown := options.keys() - {*known}:
-        raise ConfigError(f"{', '.join(sorted(unknown))}: unknown argument; allowed are {', '.join(known)}")
+        raise ConfigError(f"{', '.join(sorted(unknown))}: unknown argument; allowed: {', '.join(known)}")
     with named(folder):
         saved = _trainer_arguments(facts["trainer"], folder / STATE, known)
     if model is None:
         if facts["model"] is None:
-            raise ConfigError(f"{folder}: a model of your own was saved; give it: Trainer.load(folder, model)")
+            raise ConfigError(f"{folder}: a model of your own was saved; allowed: Trainer.load(folder, model)")
         kind = facts["model"].get("type")
         if not trust_code:
             check_code(kind, folder / STATE, "model=MODEL, a model of yours, or trust_code=True")
         with named(folder):
             model = find(kind).from_hf(folder, **facts["model"])
     elif isinstance(model, type) or not (hasattr(model, "trace") and hasattr(model, "weights")):
-        raise ConfigError(f"model: {model!r} is not allowed; use a model, such as MyModel(config)")
+        raise ConfigError(f"model: got {model!r}; allowed: a model, such as MyModel(config)")
     else:
         model.weights = arrays(tensors_of(folder))
     with named(folder):
@@ -204,7 +204,7 @@ def check_same_run(point: ResumePoint, config: RunConfig, data: dict[str, str]) 
         ConfigError: The checkpoint is of another run. The message names the differences.
     """
     if point.facts.get("config") is None:
-        raise ConfigError(f"--resume: {point.folder} is no run's (trainer.save wrote it); use nt.Trainer.load")
+        raise ConfigError(f"--resume: {point.folder} is no run's (trainer.save wrote it); allowed: nt.Trainer.load")
     old, new = flattened(point.facts["config"]), flattened(config.model_dump(mode="json", by_alias=True))
     both = [key for key in sorted(old.keys() & new.keys()) if old[key] != new[key] and not _in(key, FREE)]
     differences = {key: f"{key} was {old[key]}, is {new[key]}" for key in both}

@@ -204,7 +204,7 @@ def check_replaced(out: Path) -> None:
     names = {entry.name for entry in target.iterdir()} if target.is_dir() else set()
     for wrong, what in (
         (target.exists() and not target.is_dir(), "is no folder"),
-        (target.is_mount(), "is where a disk is mounted; give a folder in it"),
+        (target.is_mount(), "is where a disk is mounted"),
         (Path.cwd().is_relative_to(target), "is the current folder, or above it"),
         (names & {*OWN} and not _is_run(target, names), f"is no run, but has {', '.join(sorted(names & {*OWN}))}"),
         (not _is_free(new), f"needs {new}, where something else is"),

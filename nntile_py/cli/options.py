@@ -115,7 +115,7 @@ def note_tiles(config: Any, spec: Any) -> None:
 def one_of(option: str, value: str, allowed: Sequence[str]) -> None:
     """Raise ConfigError unless the option's value is one of `allowed`."""
     if value not in allowed:
-        raise ConfigError(f"{option}: {value!r} is not allowed; use {', '.join(allowed)}")
+        raise ConfigError(f"{option}: got {value!r}; allowed: {', '.join(allowed)}")
 
 
 def show(what: Any) -> None:

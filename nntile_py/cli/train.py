@@ -125,7 +125,7 @@ def train(
                 loaded = load(config, overrides, newest)
         loaded = _with_saved_choices(loaded, start)
         if overwrite:
-            raise ConfigError("--overwrite: not allowed with --resume, which continues in the run's folder")
+            raise ConfigError("--overwrite: got --resume too, which continues a run; allowed: one of the two")
         if os.path.realpath(folder) != os.path.realpath(run_of(start)) and taken(folder):
             raise ConfigError(f"--out: {folder} is another folder than that of {start}; allowed: a new or empty folder")
     else:

@@ -14,6 +14,7 @@ from nntile_py.data.tables import class_numbers, labels_of, no_numbers, unknown_
 from nntile_py.errors import ConfigError
 from nntile_py.models.hf_config import read_raw
 from nntile_py.models.registry import find
+from nntile_py.schema import short
 from nntile_py.system.folders import STDLIB
 
 CLASSIFICATION = "classification"  # the value of RunConfig.aim for heads in CLASSIFIERS
@@ -32,7 +33,7 @@ def check_table(data: DataSection, head: str) -> None:
     if data.sequences != "window":
         raise ConfigError(f"data.sequences: got {data.sequences}; allowed: window, since rows are sequences")
     if key := next((name for name in ("concatenate", "messages", "prompt", "response") if getattr(data, name)), ""):
-        raise ConfigError(f"data.{key}: not allowed with model.head: {head}; leave it out")
+        raise ConfigError(f"data.{key}: got {short(getattr(data, key))}; allowed with model.head: {head}: the default")
     if not isinstance(data.source, str):
         raise ConfigError(f"data.source: allowed with model.head: {head}: one path")
 
@@ -44,7 +45,8 @@ def with_choices(model: Any, data: DataSection, train: TrainSection) -> Any:
         raise ConfigError(f"train.pack: got true; allowed with model.head: {model.head}: false")
     for key, default in (("text", "text"), ("label", "label")):
         if getattr(data, key) != default:
-            raise ConfigError(f"data.{key}: not allowed with model.head: {model.head}, whose columns are data.texts")
+            of = f"with model.head: {model.head}"
+            raise ConfigError(f"data.{key}: got {getattr(data, key)}; allowed {of}: data.texts alone")
     if len({*columns}) < max(len(columns), 2):
         raise ConfigError(f"data.texts: got {list(columns)}; allowed: at least two columns, each once")
     if data.source == STDLIB and len(columns) > 2:
@@ -75,7 +77,7 @@ def with_labels(model: Any, data: DataSection) -> Any:
             raise ConfigError(f"{here}: the label {other[1]!r}; allowed: {need}")
         return model
     if "classes" in model.model_fields_set and model.classes not in (None, len(names)):
-        need = f"{len(names)}, the labels of {data.source}, or leave it out"
+        need = f"{len(names)}, the number of labels in {data.source}"
         raise ConfigError(f"model.classes: got {model.classes}; allowed: {need}")
     if model.from_:
         saved = find(model.type).saved_fields(read_raw(Path(model.from_)))

@@ -118,7 +118,7 @@ class LabelledCollator:
         tokens, classes = [], []
         for row, pair in enumerate(samples):
             if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
-                raise ValueError(f"samples[{row}]: {pair!r:.60} is not allowed; expected (token numbers, class)")
+                raise ValueError(f"samples[{row}]: got {pair!r:.60}; allowed: (token numbers, class)")
             tokens.append(pair[0])
             classes.append(pair[1])
         ids, real = _padded(tokens, self.seq, self.pad)
@@ -173,7 +173,7 @@ def _padded(samples: Samples, seq: int, pad: int) -> tuple[Array, Array]:
     for row, sample in enumerate(samples):
         tokens = np.asarray(sample)
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-            raise ValueError(f"samples[{row}]: {tokens.dtype} {tokens.shape} is not allowed; expected a list of ints")
+            raise ValueError(f"samples[{row}]: got {tokens.dtype} {tokens.shape}; allowed: a list of ints")
         if len(tokens) > seq:
             raise ValueError(f"samples[{row}]: {len(tokens)} tokens; allowed: at most seq = {seq}")
         ids[row, : len(tokens)], real[row, : len(tokens)] = tokens, True

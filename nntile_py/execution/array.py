@@ -246,19 +246,20 @@ class Array:
             ValueError: a size that is not a positive integer, more sizes than axes, or a tile that is cut again.
         """
         if self.cut != self.data.whole:
-            raise ValueError(f"{self!r} cannot be cut again; cut its array into other sizes, which may be used as well")
+            raise ValueError(f"{self!r} cannot be cut again; allowed: further cuts of its array")
         wanted = list(sizes) + [None] * (self.ndim - len(sizes))
         for axis, size in ((0, rows), (1, columns)):
             if size is None:
                 continue
             if axis >= self.ndim or (axis < len(sizes) and sizes[axis] is not None):
-                raise ValueError(f"tiles: {('rows', 'columns')[axis]}={size} is not allowed for {self!r} here")
+                got = f"{('rows', 'columns')[axis]}={size}"
+                raise ValueError(f"tiles: got {got}; allowed: one size for each axis of {self!r}")
             wanted[axis] = size
         if len(wanted) > self.ndim:
             raise ValueError(f"tiles: {len(sizes)} sizes are too many for {self!r}, which has {self.ndim} axes")
         for size in wanted:
             if size is not None and (not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1):
-                raise ValueError(f"tiles: size {size!r} is not allowed; use a positive integer, or None: uncut")
+                raise ValueError(f"tiles: got size {size!r}; allowed: a positive integer, or None: uncut")
         whole = self.data.whole.sizes
         cut = TileGrid(self.data.shape, tuple(min(int(w or s), s) for w, s in zip(wanted, whole, strict=True)))
         return Tiles(self.data, cut)
@@ -309,7 +310,7 @@ class Tiles:
                 picked.append(range(count)[part])
                 many = True
             elif not isinstance(part, int | np.integer):
-                raise IndexError(f"{self!r}: index {part!r} is not allowed; use integers and slices")
+                raise IndexError(f"{self!r}: got index {part!r}; allowed: integers and slices")
             elif not -count <= part < count:
                 raise IndexError(f"{self!r} has no tile {_of(parts)}")
             else:
@@ -350,7 +351,7 @@ def array(value: Any, dtype: Any = None) -> Array:
     """
     value = np.asarray(value)
     if value.dtype.kind in "OSU" or (value.dtype.kind in "cmM" and dtype is not None):
-        raise TypeError(f"value: {value.dtype} is not allowed; use numbers, or an array of them")
+        raise TypeError(f"value: got {value.dtype}; allowed: numbers, or an array of them")
     result = empty(value.shape, value.dtype if dtype is None else dtype)
     result.tile.write(value)
     result.data.current.add(result.data.whole)
@@ -380,7 +381,7 @@ def zeros(shape: int | Sequence[int], dtype: Any = "float64") -> Array:
 def _new(shape: int | Sequence[int], dtype: Any, zeros: bool) -> Array:
     lengths = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
     if not all(isinstance(length, int | np.integer) and length >= 0 for length in lengths):
-        raise ValueError(f"shape {shape!r} is not allowed; use integers of at least 0")
+        raise ValueError(f"shape: got {shape!r}; allowed: integers of at least 0")
     data = ArrayStorage(tuple(map(int, lengths)), array_dtype(dtype), zeros)
     return Array(data, data.whole, (0,) * len(lengths))
 
@@ -393,7 +394,7 @@ def array_dtype(wanted: Any) -> str:
         with contextlib.suppress(TypeError, ValueError):
             name = np.dtype(wanted).name
     if name not in known and name not in known.values():
-        raise TypeError(f"dtype {name} is not allowed; use {', '.join(known)}")
+        raise TypeError(f"dtype: got {name}; allowed: {', '.join(known)}")
     return known.get(name, name)
 
 

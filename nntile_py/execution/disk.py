@@ -90,7 +90,7 @@ class SwapDisk:
         if not LEAST <= self.size <= free - reserved:  # StarPU does not survive a full disk
             others = f", of which other runs have reserved {-(-reserved >> 20)} MiB" if reserved else ""
             raise ConfigError(
-                f"runtime.disk.size: {self.size >> 20} MiB is not allowed; use {LEAST >> 20} MiB to what is free in "
+                f"runtime.disk.size: got {self.size >> 20} MiB; allowed: {LEAST >> 20} MiB to what is free in "
                 f"{self.path}, {free >> 20} MiB{others}"
             )
 

@@ -89,7 +89,8 @@ class PythonTask:
         self.__name__: str
         for kind in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction):
             if kind(function):  # a call would return before the function runs
-                raise TypeError(f"task {function.__name__}: async functions and generators are not allowed")
+                kinds = "an async function or a generator"
+                raise TypeError(f"task {function.__name__}: got {kinds}; allowed: other functions")
         functools.update_wrapper(self, function)
         self.library, self.modes, self._on_cpu = library, modes, function
         self._on_cuda: Function | None = function if library == "torch" else None
@@ -130,13 +131,13 @@ class PythonTask:
         """
         name = self.__name__
         if not isinstance(priority, Integral):
-            raise ValueError(f"task {name}: priority {priority!r} is not allowed; use an integer")
+            raise ValueError(f"task {name}: got priority {priority!r}; allowed: an integer")
         match = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", where or "cpu")
         if not match:
-            raise ValueError(f'task {name}: where={where!r} is not allowed; use "cpu", "cuda", or one worker: "cuda:0"')
+            raise ValueError(f'task {name}: got where={where!r}; allowed: "cpu", "cuda", or one worker: "cuda:0"')
         kind, number = match.groups()
         if where and kind == "cuda" and not self._on_cuda:
-            raise ValueError(f'task {name}: has no CUDA variant; use @{name}.cuda, or @nt.task("torch", ...)')
+            raise ValueError(f'task {name}: has no CUDA variant; allowed: @{name}.cuda, or @nt.task("torch", ...)')
         changed = copy.copy(self)
         changed._options = {"priority": int(priority)}
         if where:
@@ -186,11 +187,11 @@ class PythonTask:
                 label = f"{argument}[{number}]" if many else argument
                 what = f"task {self.__name__}: {label}"
                 if isinstance(array, Tiles):
-                    raise TypeError(f"{what} is {array!r}; give one tile, a list, or the whole array")
+                    raise TypeError(f"{what} is {array!r}; allowed: one tile, a list, or the whole array")
                 if not isinstance(array, Array):
                     raise TypeError(f"{what} is no nt.array but {type(array).__name__}")
                 if self._lacks(array.data.dtype):
-                    raise TypeError(f'{what} is of bfloat16, which numpy and cupy lack; use @nt.task("torch", ...)')
+                    raise TypeError(f'{what} is bfloat16, which numpy and cupy lack; allowed: @nt.task("torch", ...)')
                 uses.append(TaskArgument(label, mode, array))
         return uses, lengths
 
@@ -238,8 +239,8 @@ class PythonTask:
             raise ValueError(f"task {self.name}: {error}; emitted with {args}") from None
         if any(self._lacks(access.tile.dtype) for access in accesses):
             raise ConfigError(
-                f"precision: bf16 is not allowed with {self.name}: numpy and cupy, its libraries, lack bf16;"
-                ' use fp32, or write it with @nt.task("torch", ...)'
+                f"precision: got bf16 with {self.name}, whose libraries numpy and cupy lack bf16; allowed: fp32,"
+                ' or a task of @nt.task("torch", ...)'
             )
         return self.name
 
@@ -341,10 +342,10 @@ def task(library: str = "numpy", /, **modes: str) -> Callable[[Function], Python
         ValueError: an unknown library or mode.
     """
     if library not in _LIBRARIES:
-        raise ValueError(f"task: library {library!r} is not allowed; use {' or '.join(_LIBRARIES)}")
+        raise ValueError(f"task: got library {library!r}; allowed: {' or '.join(_LIBRARIES)}")
     for name, mode in modes.items():
         if mode not in _MODES:
-            raise ValueError(f"task: mode {mode!r} of {name} is not allowed; use {', '.join(_MODES)}")
+            raise ValueError(f"task: got mode {mode!r} of {name}; allowed: {', '.join(_MODES)}")
     return lambda function: PythonTask(function, library, modes)
 
 

@@ -117,27 +117,27 @@ class Runtime:
     ) -> None:
         for name, count in {"cpus": cpus, "cuda": cuda, "window": window, "nodes": nodes}.items():
             if count is not None and not isinstance(count, Integral):
-                raise ConfigError(f"runtime.{name}: {count!r} is not allowed; use an integer")
+                raise ConfigError(f"runtime.{name}: got {count!r}; allowed: an integer")
         memory, cuda_memory = _size("memory", memory), _size("cuda_memory", cuda_memory)
         usable = cores()
         self.cpus = (0 if cuda else usable) if cpus is None else cpus
         least = 0 if cuda else 1
         if not least <= self.cpus <= usable:
-            raise ConfigError(f"runtime.cpus: {cpus} is not allowed; this machine has {least} to {usable}")
+            raise ConfigError(f"runtime.cpus: got {cpus}; allowed: {least} to {usable}, the cores of this machine")
         if cuda and not _core.has_cuda:
-            raise ConfigError("runtime.cuda: this build of nntile_py has no CUDA workers; use 0")
+            raise ConfigError("runtime.cuda: this build of nntile_py has no CUDA workers; allowed: 0")
         self.cuda, self.cuda_memory = cuda, cuda_memory
         if scheduler not in _core.schedulers():
             raise ConfigError(
-                f"runtime.scheduler: StarPU has no policy {scheduler!r}; allowed are {', '.join(_core.schedulers())}"
+                f"runtime.scheduler: StarPU has no policy {scheduler!r}; allowed: {', '.join(_core.schedulers())}"
             )
         if window is not None and window < 1:
-            raise ConfigError(f"runtime.window: {window} is not allowed; use a positive number of tasks")
+            raise ConfigError(f"runtime.window: got {window}; allowed: a positive number of tasks")
         if placement not in (None, *PLACEMENTS):
             raise ConfigError(f"runtime.placement: {placement!r} is not allowed; use {' or '.join(PLACEMENTS)}")
         self.placement = placement or PLACEMENTS[cuda > 1 and not self.cpus]
         if isinstance(on_cpu, str) or not all(isinstance(pattern, str) for pattern in on_cpu or ()):
-            raise ConfigError(f"runtime.on_cpu: {on_cpu!r} is not allowed; use a list of names, such as ['adamw']")
+            raise ConfigError(f"runtime.on_cpu: got {on_cpu!r}; allowed: a list of names, such as ['adamw']")
         check_workers(on_cpu, self.cpus, cuda, self.placement)
         self.on_cpu = tuple(on_cpu) if cuda and on_cpu is not None else None  # without GPUs it has no meaning
         if self.placement == "planned" and "STARPU_SCHED" in os.environ:
@@ -146,7 +146,7 @@ class Runtime:
             )
         for variable, allowed in (("NNTILE_PRODUCT", ("own", "blas")), (OVERLAP, ("0", "1"))):
             if (value := os.environ.get(variable, "")) not in ("", *allowed):
-                raise ConfigError(f"{variable}: {value} is not allowed; {' or '.join(allowed)}")
+                raise ConfigError(f"{variable}: got {value}; allowed: {' or '.join(allowed)}")
         self.scheduler, self.memory, self.window, self.calibrate = scheduler, memory, window or 0, calibrate
         self.disk = SwapDisk(disk, memory) if disk else None
         self.ranks, self.shard_weights = joined(mpi, nodes), shard_weights
@@ -154,7 +154,7 @@ class Runtime:
             self.ranks.take_gpus(cuda)
         devices = cuda_devices() if cuda else 0
         if not 0 <= cuda <= devices:
-            raise ConfigError(f"runtime.cuda: {cuda} is not allowed; this machine has {devices} CUDA devices")
+            raise ConfigError(f"runtime.cuda: got {cuda}; allowed: at most {devices}, the number of CUDA devices")
         only_first = {"memory": memory, "cuda_memory": cuda_memory, "disk": disk, "mpi": self.ranks}
         self._only_first = [name for name, value in only_first.items() if value]
         self._wanted_cpus = cpus
@@ -249,7 +249,7 @@ class Runtime:
         wanted = {"cpus": (self._wanted_cpus, cpus), "scheduler": (self.scheduler, policy)}
         for name, (asked, runs) in wanted.items():
             if asked not in (None, DEFAULT_SCHEDULER, runs):
-                raise ConfigError(f"runtime.{name}: {asked} is not allowed; {begun} with {runs}")
+                raise ConfigError(f"runtime.{name}: got {asked}; allowed: {runs}, as {begun} with {runs}")
         self.cpus, self.scheduler, self.placement = cpus, policy, "scheduler"
 
     def _ahead(self) -> int:
@@ -350,7 +350,7 @@ def _size(name: str, given: int | str | None) -> int | None:
     if given is None:
         return None
     if (size := in_bytes(plain(given))) is None:
-        raise ConfigError(f"runtime.{name}: {given!r} is not allowed; use {SIZES}")
+        raise ConfigError(f"runtime.{name}: got {given!r}; allowed: {SIZES}")
     return size
 
 

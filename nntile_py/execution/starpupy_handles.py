@@ -49,7 +49,7 @@ def starpu_handle(array: Array) -> Handle:
     Source: StarPU Handbook, "StarPU Python Interface".
     """
     if array.data.dtype == "bf16":
-        raise TypeError("array: bfloat16 is not allowed, numpy lacks it; use float32")
+        raise TypeError("array: got bfloat16, which numpy lacks; allowed: dtypes of numpy, such as float32")
     if not _core.running():
         raise TaskError("no runtime is running: use `with nntile_py.Runtime(...):`")
     _core.share_workers()
@@ -93,9 +93,9 @@ def starpu_array(handle: Any) -> Array:
     """
     value = getattr(handle, "obj", None)
     if not hasattr(handle, "get_capsule") or not isinstance(value, np.ndarray):
-        raise TypeError(f"handle: {type(handle).__name__} is not allowed; use starpu.Handle(x) of a numpy array x")
+        raise TypeError(f"handle: got {type(handle).__name__}; allowed: starpu.Handle(x) of a numpy array x")
     if not value.flags.c_contiguous:
-        raise TypeError("handle: its array is not contiguous; use starpu.Handle(numpy.ascontiguousarray(x))")
+        raise TypeError("handle: its array is not contiguous; allowed: starpu.Handle(numpy.ascontiguousarray(x))")
     if not _core.running():
         raise TaskError("no runtime is running: use `with nntile_py.Runtime(...):`")
     if _core.cuda_workers():

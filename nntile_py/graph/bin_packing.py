@@ -138,8 +138,8 @@ class Bins:
                 room = f"{self.capacity}" + (f" and {self.rows} sequences" if self.rows else "")
                 room += f", {limit} tokens in all" if 0 < limit < len(bins) * self.capacity else ""
                 raise ValueError(
-                    f"{len(rows)} sequences of {total} tokens do not fit into {len(bins)} bins of {room}; give fewer,"
-                    " or raise batch"
+                    f"{len(rows)} sequences of {total} tokens do not fit into {len(bins)} bins of {room};"
+                    " allowed: fewer sequences, or a larger batch"
                 )
             best = min(free, key=lambda k: work[k])
             content[best].append(row)
@@ -209,7 +209,7 @@ class Bins:
         mask = Input(Tensor(MASK, ["batch", "seq"], [1, self.length], "int64"), below=2)
         for name in inputs:
             if name not in (*allowed, MASK):
-                raise ValueError(f"{name}: unknown input; allowed are {', '.join([*allowed, MASK])}")
+                raise ValueError(f"{name}: unknown input; allowed: {', '.join([*allowed, MASK])}")
         arrays = widened(padded(inputs, self.length, allowed), self.length, allowed)
         tokens = [
             value for name, value in arrays.items() if name in allowed and "seq" in allowed[name].tensor.axes

@@ -72,7 +72,7 @@ class Fusion(Settings):
             return Fusion(**every_rule(value))
         if not isinstance(value, Mapping):
             names = ", ".join(Fusion.model_fields)
-            raise ConfigError(f"fusion: {value!r} is not allowed; use true, false or a mapping of {names}")
+            raise ConfigError(f"fusion: got {value!r}; allowed: true, false or a mapping of {names}")
         return Fusion(**{str(name): switch for name, switch in value.items()})
 
     def changed(self, **switches: Any) -> Fusion:

@@ -100,7 +100,7 @@ class Graph:
         """
         self._check_declared("parameter", name, axes)
         if not isinstance(init, Init):
-            raise ConfigError(f"parameter {name}: start values {init!r} are not allowed; use nt.Normal, nt.Constant")
+            raise ConfigError(f"parameter {name}: got start values {init!r}; allowed: nt.Normal, nt.Constant")
         tensor = self.named(name, list(axes), list(axes.values()), "param")
         param = Param(tensor, init, sources_of(name, axes, sources))
         for source in param.sources:
@@ -111,16 +111,16 @@ class Graph:
     def _check_declared(self, what: str, name: str, axes: Mapping[str, int]) -> None:
         """Raise ConfigError if the name or the axes of a declaration are not allowed."""
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"{what}: the name {name!r} is not allowed; use a text")
+            raise ConfigError(f"{what}: got the name {name!r}; allowed: a text")
         if name in self.tensors:
-            raise ConfigError(f"{what} {name}: declared twice; use another name, or the existing tensor")
+            raise ConfigError(f"{what} {name}: declared twice; allowed: another name, or the existing tensor")
         if not isinstance(axes, Mapping) or not axes:
-            raise ConfigError(f"{what} {name}: axes {axes!r} are not allowed; use {{axis: size}}")
+            raise ConfigError(f"{what} {name}: got axes {axes!r}; allowed: {{axis: size}}")
         for axis, size in axes.items():
             integer = isinstance(size, int | np.integer) and not isinstance(size, bool)
             if not isinstance(axis, str) or not integer or size < 1:
-                need = "use a text and a positive integer"
-                raise ConfigError(f"{what} {name}: axis {axis!r} of size {size!r} is not allowed; {need}")
+                need = "a text and a positive integer"
+                raise ConfigError(f"{what} {name}: got axis {axis!r} of size {size!r}; allowed: {need}")
 
     def _check_source(self, name: str, source: Source) -> None:
         """Raise ConfigError if parameters disagree about a weight's shape, or if two of them hold the same part."""
@@ -154,7 +154,7 @@ class Graph:
         """Declare an array that each step passes. dtype None: the graph's dtype. See Input for the other options."""
         self._check_declared("input", name, axes)
         if dtype not in (None, *INPUT_DTYPES):
-            raise ConfigError(f"input {name}: dtype {dtype!r} is not allowed; use None or {', '.join(INPUT_DTYPES)}")
+            raise ConfigError(f"input {name}: got dtype {dtype!r}; allowed: None or {', '.join(INPUT_DTYPES)}")
         if shifted and (list(axes)[1:2] != ["seq"] or ignored is None):
             raise ConfigError(f"input {name}: shifted needs the axes batch, seq and a value of `ignored`")
         tensor = self.named(name, list(axes), list(axes.values()), "input", dtype)
@@ -265,11 +265,11 @@ class Graph:
         known = {*self.tensors.values(), *self.kept.values(), *(t for op in self.ops for t in op.outputs)}
         for name, tensor in outputs.items():
             if not isinstance(name, str) or not isinstance(tensor, Tensor):
-                raise ConfigError(f"output {name!r}: {tensor!r} is not allowed; use {{name: tensor}}")
+                raise ConfigError(f"output {name!r}: got {tensor!r}; allowed: {{name: tensor}}")
             if tensor not in known:
-                raise ConfigError(f"output {name}: {tensor} is not allowed; use a tensor that this trace has made")
+                raise ConfigError(f"output {name}: got {tensor}; allowed: a tensor that this trace has made")
             if last.get(tensor, 0) != written.get(tensor.storage, 0):
-                raise ConfigError(f"output {name}: a later tensor overwrites {tensor}; use the later one")
+                raise ConfigError(f"output {name}: a later tensor overwrites {tensor}; allowed: the later tensor")
         for weight, sources in self._sources.items():
             if not cover(sources):
                 names = ", ".join(p.tensor.name for p in self.params.values() if any(s in sources for s in p.sources))

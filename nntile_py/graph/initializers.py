@@ -15,7 +15,7 @@ def _check_number(what: str, value: Any, least: float = -math.inf) -> None:
     number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value < least:
         allowed = "a number" if least else f"a number of at least {least}"
-        raise ConfigError(f"{what}({value!r}) is not allowed; use {allowed}")
+        raise ConfigError(f"{what}: got {value!r}; allowed: {allowed}")
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class KeyValueCache:
         """
         if not mask.causal or mask.inputs:
             need = "attention with a causal mask without padding, such as that of GPT-2 and Llama"
-            raise ConfigError(f"generation: {mask} is not allowed in {'.'.join(self.graph._scope)}; allowed: {need}")
+            raise ConfigError(f"generation: got {mask} in {'.'.join(self.graph._scope)}; allowed: {need}")
         k, v = operands.parts[1][0], operands.parts[2][0]
         heads = "kv_heads" if "kv_heads" in k.axes else "heads"
         pools = []
@@ -143,7 +143,7 @@ class KeyValueCache:
         If the logits are a product of hidden states and a weight, only the logits of these last tokens are computed.
         """
         if logits.axes[:2] != ("batch", "seq") or len(logits.axes) != 3:
-            raise ConfigError(f"generation: logits {logits} are not allowed; use the axes batch, seq, vocab")
+            raise ConfigError(f"generation: got logits {logits}; allowed: the axes batch, seq, vocab")
         if self.seq > 1:
             last = self._token_places(self.shape.length).outputs[1]
             producer = next(op for op in self.graph.ops if logits in op.outputs)

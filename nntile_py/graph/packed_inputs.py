@@ -91,7 +91,7 @@ def apart(g: Graph, batch: Batch, mask: Tensor | None, length: int) -> tuple[Ten
         return g.tensors[ROW_PLACES], g.tensors[TOKEN_PLACES]
     if ROW_PLACES in g.tensors or length < batch.length:
         need = "the same in all places of a model" if ROW_PLACES in g.tensors else f"at least seq = {batch.length}"
-        raise ConfigError(f"sequences_apart: length {length} is not allowed; use {need}")
+        raise ConfigError(f"sequences_apart: got length {length}; allowed: {need}")
     count = batch.seq // batch.length
     # Without packing: the positions of a row, then -1 as padding.
     padded = np.where(np.arange(length) < batch.seq, np.arange(length), NOWHERE)
@@ -159,12 +159,12 @@ def check(g: Graph, model: Any) -> None:
     for op in g.ops:
         mask = getattr(op, "mask", None)
         if mask is not None and hasattr(mask, "segments") and mask.segments is None:
-            raise ConfigError(f"{here} a mask with segments in {op.name}; use attention_mask(g, batch)")
+            raise ConfigError(f"{here} a mask with segments in {op.name}; allowed: attention_mask(g, batch)")
         if isinstance(op, Select) and op.axis == "seq":
             raise ConfigError(f"{here} first_tokens(g, x) instead of {op.name}, which selects one token per bin")
     for name, one in g.inputs.items():
         if "seq" in one.tensor.axes and "batch" not in one.tensor.axes:
-            raise ConfigError(f"{here} an axis batch in the input {name}; see position_input(g, batch, positions)")
+            raise ConfigError(f"{here} an axis batch in the input {name}; allowed: position_input(g, batch, positions)")
 
 
 def segments(g: Graph) -> Tensor:

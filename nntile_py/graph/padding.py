@@ -34,22 +34,22 @@ def padded(inputs: Mapping[str, Any], length: int, declared: Mapping[str, Input]
         if name not in without_seq and isinstance(value, list | tuple) and not _flat(value)
     }
     if lists and MASK in inputs:
-        raise ValueError(f"{MASK}: given with lists of arrays, whose lengths define it; leave it out")
+        raise ValueError(f"{MASK}: given with lists of arrays, whose lengths define it; allowed: the lists alone")
     arrays = {name: _array(name, value) for name, value in inputs.items() if name not in lists}
     first, known_lengths = next(iter(lists), ""), list[int]()
     for name, array in arrays.items() if lists else ():
         if name not in without_seq and array.ndim > 1:
-            raise ValueError(f"{name}: an array, where {first} is a list of arrays; give both in the same form")
+            raise ValueError(f"{name}: an array, where {first} is a list of arrays; allowed: both in the same form")
     for name, value in lists.items():
         rows = [_array(f"{name}[{k}]", row) for k, row in enumerate(value)]
         if not rows:
-            raise ValueError(f"{name}: {value!r} is not allowed; expected a list of arrays, one a sequence")
+            raise ValueError(f"{name}: got {value!r}; allowed: a list of arrays, one for each sequence")
         more = declared[name].tensor.shape[2:] if name in declared else rows[0].shape[1:]
         for k, row in enumerate(rows):
             _check_row(f"{name}[{k}]", row, length, more)
         lengths = [len(row) for row in rows]
         if (known_lengths := known_lengths or lengths) != lengths:
-            raise ValueError(f"{name}: its rows differ in length from those of {first}; give equal lengths")
+            raise ValueError(f"{name}: its rows differ in length from those of {first}; allowed: equal lengths")
         arrays[name] = np.zeros((len(rows), length, *more), np.result_type(*rows))
         for k, row in enumerate(rows):
             arrays[name][k, : len(row)] = row
@@ -80,7 +80,7 @@ def _check_row(name: str, row: Array, length: int, more: tuple[int, ...]) -> Non
     """Raise ValueError unless the row has the shape [tokens, *more] with 1 to `length` tokens."""
     if not row.ndim or row.shape[1:] != more:
         need = ", ".join(["tokens", *map(str, more)])
-        raise ValueError(f"{name}: shape {row.shape} is not allowed; expected [{need}]")
+        raise ValueError(f"{name}: got shape {row.shape}; allowed: [{need}]")
     if not len(row):
         raise ValueError(f"{name}: an empty sequence; allowed: at least one token")
     if len(row) > length:

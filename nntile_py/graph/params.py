@@ -156,7 +156,7 @@ def sources_of(name: str, axes: Mapping[str, int], sources: str | Part | Joined 
         view = (*sizes[:at], sources.of, *sizes[at:])
         return (Source(sources.weight, _merged(full), view, (*_everywhere(at), sources.number)),)
     if sources is not None and not isinstance(sources, str):
-        raise ConfigError(f"parameter {name}: sources {sources!r} are not allowed; use a text, nt.Part or nt.Joined")
+        raise ConfigError(f"parameter {name}: got sources {sources!r}; allowed: a text, nt.Part or nt.Joined")
     return (Source(sources or name, _merged(axes), tuple(sizes)),)
 
 
@@ -260,11 +260,11 @@ class Input:
             array = np.asarray(value)
         except Exception as error:  # lists of unequal lengths; a tensor of another library may raise any exception
             message = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{name}: is not an array ({message}); expected {noun} {shape}") from error
+            raise ValueError(f"{name}: is not an array ({message}); allowed: {noun} {shape}") from error
         if self.batched and len(shape) > 1 and array.shape[2:] == shape[1:] and array.size == math.prod(shape):
             array = array.reshape(shape)  # such as [questions, choices, seq]
         if array.shape != shape or array.dtype.kind not in kinds:
-            raise ValueError(f"{name}: {array.dtype} {array.shape} is not allowed; expected {noun} {shape}{self.hint}")
+            raise ValueError(f"{name}: got {array.dtype} {array.shape}; allowed: {noun} {shape}{self.hint}")
         if noun == "numbers":
             return array
         array = array.astype(np.int64)
@@ -273,7 +273,7 @@ class Input:
             if counted.size and (counted.min() < 0 or counted.max() >= self.below):
                 also = "" if self.ignored is None else f" and {self.ignored}"
                 limits = f"{counted.min()} to {counted.max()}"
-                raise ValueError(f"{name}: values go from {limits}; allowed are 0 to {self.below - 1}{also}")
+                raise ValueError(f"{name}: values go from {limits}; allowed: 0 to {self.below - 1}{also}")
         return array
 
     def filled(self, rows: int, given: Mapping[str, Array] | None = None) -> Array | None:

@@ -52,7 +52,7 @@ LOSS_SCALE = {"fp16": 65536.0}  # initial loss scale, as torch.amp.GradScaler ha
 def check_precision(key: str, precision: str, cuda: bool) -> None:
     """Raise ConfigError, with `key` in its message, if CUDA (or else CPU) workers do not compute in the precision."""
     if precision not in PRECISIONS:
-        raise ConfigError(f"{key}: {precision!r} is not allowed; use one of {', '.join(PRECISIONS)}")
+        raise ConfigError(f"{key}: got {precision!r}; allowed: {', '.join(PRECISIONS)}")
     kind = "CUDA" if cuda else "CPU"
     if kind not in PRECISIONS[precision]:
         known = ", ".join(name for name, kinds in PRECISIONS.items() if kind in kinds)
@@ -135,15 +135,15 @@ class StepSpec:
     def __post_init__(self) -> None:
         if not callable(getattr(self.model, "trace", None)):
             raise ConfigError(
-                f"model: {type(self.model).__name__} is not allowed; use a model of nt.models, or a class of your own"
+                f"model: got {type(self.model).__name__}; allowed: a model of nt.models, or a class of your own"
                 " with trace(graph, batch)"
             )
         if self.precision not in PRECISIONS:
-            raise ConfigError(f"precision: {self.precision!r} is not allowed; use one of {', '.join(PRECISIONS)}")
+            raise ConfigError(f"precision: got {self.precision!r}; allowed: {', '.join(PRECISIONS)}")
         if not isinstance(self.optimizer, Optimizer):
             kind = type(self.optimizer).__name__
             known = ", ".join(f"nt.{method.__name__}(...)" for method in OPTIMIZERS.values())
-            raise ConfigError(f"optimizer: {kind} is not allowed; use one of {known}")
+            raise ConfigError(f"optimizer: got {kind}; allowed: {known}")
         for name in (
             "batch",
             "seq",
@@ -158,30 +158,30 @@ class StepSpec:
         for name in ("batch", "seq", "grad_accumulation"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-                raise ConfigError(f"{name}: {value!r} is not allowed; use a positive integer below 2^31")
+                raise ConfigError(f"{name}: got {value!r}; allowed: a positive integer below 2^31")
         patterns = self.freeze
         if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
-            raise ConfigError(f"freeze: {patterns!r} is not allowed; use a list of patterns")
+            raise ConfigError(f"freeze: got {patterns!r}; allowed: a list of patterns")
         object.__setattr__(self, "freeze", tuple(patterns))
         if (recompute := as_recompute(self.recompute)) is None:
-            raise ConfigError(f"recompute: {self.recompute!r} is not allowed; use {WORDS}")
+            raise ConfigError(f"recompute: got {self.recompute!r}; allowed: {WORDS}")
         object.__setattr__(self, "recompute", recompute)
         if (kinds := as_offload(self.offload)) is None:
-            raise ConfigError(f"offload: {self.offload!r} is not allowed; use {OFFLOAD_WORDS}")
+            raise ConfigError(f"offload: got {self.offload!r}; allowed: {OFFLOAD_WORDS}")
         object.__setattr__(self, "offload", kinds)
         if not isinstance(self.pack, bool):
-            raise ConfigError(f"pack: {self.pack!r} is not allowed; use True or False")
+            raise ConfigError(f"pack: got {self.pack!r}; allowed: True or False")
         if not isinstance(self.captured, bool | None):
             raise ConfigError(f"captured: {self.captured!r} is not allowed; use True, False or None")
         if self.pack and self._fp8:
-            raise ConfigError("precision: 'fp8' is not allowed with packed sequences; use bf16, or pack: false")
+            raise ConfigError("precision: got 'fp8' with packed sequences; allowed: bf16, or pack: false")
         if not isinstance(self.fp8, FP8):
-            raise ConfigError(f"fp8: {self.fp8!r} is not allowed; use nt.FP8(...)")
+            raise ConfigError(f"fp8: got {self.fp8!r}; allowed: nt.FP8(...)")
         scale = self.loss_scale
         number = isinstance(scale, Real) and not isinstance(scale, bool)
         if scale is not None and not (number and 1 <= scale <= MOST_SCALE):
-            need = f"use a number of at least 1 and at most {MOST_SCALE:g}, or None"
-            raise ConfigError(f"loss_scale: {scale!r} is not allowed; {need}")
+            need = f"a number of at least 1 and at most {MOST_SCALE:g}, or None"
+            raise ConfigError(f"loss_scale: got {scale!r}; allowed: {need}")
         check_pack(self.pack, self.tiling.tiles.get("seq"))
 
     @property

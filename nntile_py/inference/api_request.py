@@ -90,8 +90,8 @@ async def read_body(request: HttpRequest, *known: str) -> dict[str, Any]:
             need = f"did you mean {close[0]}?" if close else f"allowed: {', '.join(sorted(allowed))}"
             raise ApiError(400, f"{name}: unknown field; {need}", name)
         if name not in allowed and not _is_one_of(value, FIXED[name]):
-            need = f"leave it out, or set it to {shown(FIXED[name][-1])}"
-            raise ApiError(400, f"{name}: {shown(value)} is not supported; {need}", name)
+            need = f"{shown(FIXED[name][-1])}, the default"
+            raise ApiError(400, f"{name}: got {shown(value)}; allowed: {need}", name)
     for name, (kinds, need) in TYPES.items():
         check_type(body, name, kinds, need)
     check_type(body.get("stream_options") or {}, "include_usage", *FLAG)
@@ -101,7 +101,7 @@ async def read_body(request: HttpRequest, *known: str) -> dict[str, Any]:
 def check_type(body: Mapping[str, Any], name: str, kinds: Sequence[type], need: str) -> None:
     """Raise ApiError if a field of a request is not null and has a type that is not in `kinds`."""
     if body.get(name) is not None and type(body[name]) not in kinds:
-        raise ApiError(400, f"{name}: {shown(body[name])} is not allowed; use {need}", name)
+        raise ApiError(400, f"{name}: got {shown(body[name])}; allowed: {need}", name)
 
 
 def shown(value: Any) -> str:
@@ -131,11 +131,11 @@ def read_logprobs(body: dict[str, Any]) -> int | None:
     elif isinstance(value, bool | None):
         name, most = "top_logprobs", most if value or most else None
     else:
-        raise ApiError(400, f"logprobs: {shown(value)} is not allowed; use true or false", "logprobs")
+        raise ApiError(400, f"logprobs: got {shown(value)}; allowed: true or false", "logprobs")
     if most is not None and not (type(most) is int and 0 <= most <= MOST_RANKED):
-        raise ApiError(400, f"{name}: {shown(most)} is not allowed; use an integer from 0 to {MOST_RANKED}", name)
+        raise ApiError(400, f"{name}: got {shown(most)}; allowed: an integer from 0 to {MOST_RANKED}", name)
     if name == "top_logprobs" and most and not value:
-        raise ApiError(400, "top_logprobs: not allowed without logprobs; add logprobs: true", "top_logprobs")
+        raise ApiError(400, f"top_logprobs: got {shown(most)}; allowed: only with logprobs: true", "top_logprobs")
     return most
 
 

@@ -36,7 +36,7 @@ from nntile_py.inference.api_request import (
     read_stops,
     shown,
 )
-from nntile_py.inference.generator import Options
+from nntile_py.inference.generated_text import Options
 from nntile_py.inference.service import ENDS, Job, JobPart, Service, TooBusy, new_seed
 
 T = TypeVar("T")
@@ -179,7 +179,7 @@ class Api:
             raise ApiError(400, f"input: {got}; allowed: a text, or a list of 1 to {MOST_TEXTS} texts")
         form = given(body, "encoding_format", "float")
         if form not in ("float", "base64"):
-            raise ApiError(400, f"encoding_format: {shown(form)} is not allowed; use float or base64")
+            raise ApiError(400, f"encoding_format: got {shown(form)}; allowed: float or base64")
         self._service.check_room(1)
         tokens = await self._in_thread(request, self._service.tokens_to_embed, texts)
         vectors = await self._result(request, asyncio.wrap_future(self._service.embed(tokens)))

@@ -90,7 +90,7 @@ def encode_file(
 
 def _check_out(out: Path, overwrite: bool) -> None:
     if out.suffix not in (ONE_ARRAY, *NAMED):
-        raise ConfigError(f"--out: {out} is not allowed; use a name that ends in {', '.join((ONE_ARRAY, *NAMED))}")
+        raise ConfigError(f"--out: got {out}; allowed: a name that ends in {', '.join((ONE_ARRAY, *NAMED))}")
     if not out.parent.is_dir():
         raise ConfigError(f"--out: there is no folder {out.parent}; allowed: a file in an existing folder")
     if out.is_dir() or (out.exists() and not overwrite):

@@ -90,17 +90,17 @@ class Encoder:
         _check_output(output)
         if not hasattr(model, "changed") or not hasattr(model, "weights"):
             need = "a model of nt.models, or nt.Encoder.from_hf(...) with a folder"
-            raise ConfigError(f"model: {model!r:.60} is not allowed; use {need}")
+            raise ConfigError(f"model: got {model!r:.60}; allowed: {need}")
         for name, value in (("batch_tokens", batch_tokens), ("max_length", max_length)):
             if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{name}: {value!r} is not allowed; use a positive integer")
+                raise ConfigError(f"{name}: got {value!r}; allowed: a positive integer")
         if not isinstance(captured, bool | None):
             raise ConfigError(f"captured: {captured!r} is not allowed; use True, False or None")
         if cut := {"batch", "seq"} & {*(tiles or {})}:
-            raise ConfigError(f"tiles.{min(cut)}: not allowed here, as a bin is a tile; use embed, heads, ffn, vocab")
+            raise ConfigError(f"tiles.{min(cut)}: a bin is one tile and is not cut; allowed: embed, heads, ffn, vocab")
         positions = getattr(getattr(model, "config", None), "positions", None)
         if max_length and positions and max_length > positions:
-            raise ConfigError(f"max_length: {max_length} is not allowed; the model has {positions} positions")
+            raise ConfigError(f"max_length: got {max_length}; allowed: at most {positions}, the positions of the model")
         self.model, self.output, self.precision, self.batch_tokens = model, output, precision, batch_tokens
         limits = [limit for limit in (positions, sentence and sentence.max_length) if limit]
         self.max_length, self.captured = max_length or min(limits, default=batch_tokens), captured
@@ -112,7 +112,7 @@ class Encoder:
         self.prompt, self._sentence, self._prompt_tokens = prompt, sentence, 0
         if output == "sentence":
             if sentence is None or sentence.pooling is None:
-                raise ConfigError("output: 'sentence' is not allowed here; use Encoder.from_hf with a folder")
+                raise ConfigError("output: got 'sentence' in Encoder(...); allowed: Encoder.from_hf(...) with a folder")
             self._prompt_tokens = sentence.prompt_tokens(self._tokenizer, prompt) if self._tokenizer else 0
         self._model, self._name = _headed(model, output)
         self._bound_model = BoundModel(
@@ -120,7 +120,7 @@ class Encoder:
         )  # fmt: skip
         graph, (_, outputs), _ = self._spec(1, self._capacity(1)).trace(training=False)  # checks the sizes
         if self._name not in outputs:
-            raise ConfigError(f"output: {output!r} is not allowed; use {', '.join(outputs)}")
+            raise ConfigError(f"output: got {output!r}; allowed: {', '.join(outputs)}")
         self._axes, self._width = outputs[self._name].axes, outputs[self._name].shape[-1]
         if sentence and output == "sentence":
             self._width = len(sentence.vector(np.zeros((1, self._width)), 0))
@@ -343,7 +343,7 @@ def _users_level() -> int:
 
 def _check_output(output: str) -> None:
     if output not in OUTPUTS:
-        raise ConfigError(f"output: {output!r} is not allowed; use {', '.join(OUTPUTS)}")
+        raise ConfigError(f"output: got {output!r}; allowed: {', '.join(OUTPUTS)}")
 
 
 def _check_head(cls: Any, output: str, head: str) -> None:

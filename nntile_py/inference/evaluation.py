@@ -6,7 +6,6 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ from nntile_py.execution.forward_program import MissingInput, label_counts
 from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.encoder import IN_FLIGHT, Encoder
+from nntile_py.inference.evaluation_losses import Sums, binary_loss
 from nntile_py.inference.open_model import OpenedModel
 from nntile_py.inference.sentence import MODULES, has_modules, normalized, read_sentence_model
 from nntile_py.tasks.cross_entropy import IGNORED
@@ -56,30 +56,6 @@ class Windows(NamedTuple):
     seq: int
     stride: int
     batch: int
-
-
-@dataclass
-class Sums:
-    """Sums over the predicted tokens or texts of an evaluation."""
-
-    loss: float = 0.0
-    count: int = 0
-    correct: int = 0
-
-    def add_logits(self, logits: Array, labels: Array) -> None:
-        """Add predictions. logits: [predictions, classes]. labels: [predictions]."""
-        log_probabilities = log_softmax(logits)
-        self.loss -= float(np.take_along_axis(log_probabilities, labels[:, None], 1).sum())
-        self.count += len(labels)
-        self.correct += int((logits.argmax(1) == labels).sum())
-
-
-def log_softmax(logits: Array) -> Array:
-    """Return the logarithm of the softmax over the last axis, in float64."""
-    shifted = logits.astype(np.float64)
-    shifted -= shifted.max(-1, keepdims=True)
-    result: Array = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return result
 
 
 def aim_of(opened: OpenedModel) -> str:
@@ -116,7 +92,7 @@ def windows_of(opened: OpenedModel, config: InferenceConfig, seq: int | None, st
         raise ConfigError(f"--seq: got {seq}; allowed: {limit}")
     longest = seq - 2 if aim == "masked" else seq
     if stride is not None and aim in OF_TABLES:
-        raise ConfigError(f"--stride: not allowed for {NOUNS[aim]}, whose texts are rows of a table; leave it out")
+        raise ConfigError(f"--stride: got {stride} for {NOUNS[aim]}, whose texts are table rows; allowed: no --stride")
     if stride is not None and not 1 <= stride <= longest:
         limit = f"--seq = {seq}, less [CLS] and [SEP]" if aim == "masked" else f"--seq = {seq}"
         raise ConfigError(f"--stride: got {stride}; allowed: 1 to {longest} ({limit})")
@@ -326,7 +302,7 @@ def _scored(
             sums.add_logits(logits[places], wanted[places].astype(np.int64))
             scores.add(wanted[places], logits[places].argmax(-1))
         elif kind == SEVERAL:
-            sums.loss += float(_binary_loss(logits.astype(np.float64), wanted).mean())
+            sums.loss += float(binary_loss(logits.astype(np.float64), wanted).mean())
             sums.count += 1
             scores.add(wanted[None], logits[None] > 0)
         else:
@@ -334,12 +310,6 @@ def _scored(
             scores.add(wanted[None], logits[None].argmax(-1))
         advance("texts", 1, len(texts))
     return sums, scores
-
-
-def _binary_loss(logits: Array, wanted: Array) -> Array:
-    """Return the binary cross-entropy of each logit, without overflow: max(x, 0) - x y + log(1 + exp(-|x|))."""
-    loss: Array = np.maximum(logits, 0) - logits * wanted + np.log1p(np.exp(-np.abs(logits)))
-    return loss
 
 
 # -- sentence embeddings

@@ -13,7 +13,8 @@ from nntile_py.data.special_tokens import SpecialTokens, special_tokens
 from nntile_py.data.tokenizer import token_numbers
 from nntile_py.errors import ConfigError, NotFinite
 from nntile_py.inference.engine import Request
-from nntile_py.inference.generator import Generator, Options
+from nntile_py.inference.generated_text import Options
+from nntile_py.inference.generator import Generator
 from nntile_py.tasks.cross_entropy import IGNORED
 from nntile_py.tasks.sample import NO_TOKEN, drawn
 

@@ -19,7 +19,8 @@ from nntile_py.data.token_texts import TokenTexts
 from nntile_py.errors import ConfigError, NotFinite
 from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.api_answer import LEAST
-from nntile_py.inference.generator import MOST_TOKENS, GeneratedPart, GeneratedText, Generator, Options
+from nntile_py.inference.generated_text import MOST_TOKENS, GeneratedPart, GeneratedText, Options
+from nntile_py.inference.generator import Generator
 from nntile_py.inference.open_model import no_tokenizer, open_model
 from nntile_py.inference.texts import placed_texts
 
@@ -29,7 +30,7 @@ class Command(NamedTuple):
 
     Attributes:
         key: Key or column of the prompts in the file `source`; None: the user has given none.
-        options: See generator.Options.
+        options: See generated_text.Options.
         how: Arguments of Generator.
         tiles: Tile sizes, as texts AXIS=SIZE.
         workers: Number of CPU workers (None: the default), and number of GPUs.
@@ -90,17 +91,17 @@ def _of_options(error: Exception) -> str:
 def _check_combination(command: Command) -> None:
     """Raise ConfigError for an option that has no effect together with the other options or with standard input."""
     if command.system and not command.chat:
-        raise ConfigError("--system: not allowed without --chat; add --chat")
+        raise ConfigError("--system: got a text; allowed: only with --chat")
     if command.options.get("logprobs") is not None and not command.as_json:
-        raise ConfigError("--logprobs: not allowed without --json; add --json")
+        raise ConfigError(f"--logprobs: got {command.options['logprobs']}; allowed: only with --json")
     if command.key is not None and (command.source is None or command.source.suffix.lower() == ".txt"):
-        raise ConfigError("--text: not allowed without --input of a table; leave it out, or add a .jsonl or .csv file")
+        raise ConfigError(f"--text: got {command.key!r}; allowed: only with --input of a .jsonl or .csv table")
     check_whole("--system", command.system, ConfigError)
     if command.chat and sys.stdin is None:
         raise ConfigError("--chat: standard input is closed; allowed: a terminal, or standard input with lines")
     excluded = {"--prompt": command.prompts, "--input": command.source, "--json": command.as_json}
     for name in (name for name, value in excluded.items() if command.chat and value):
-        raise ConfigError(f"{name}: not allowed with --chat, which reads and answers lines; leave one of them out")
+        raise ConfigError(f"{name}: got --chat too, which reads and answers lines; allowed: one of the two")
 
 
 def _tiles(texts: Sequence[str]) -> dict[str, int] | None:
@@ -109,7 +110,7 @@ def _tiles(texts: Sequence[str]) -> dict[str, int] | None:
     for text in texts:
         axis, _, size = text.partition("=")
         if not axis or not size.isdecimal() or not int(size):
-            raise ConfigError(f"--tiles: {text!r} is not allowed; use AXIS=SIZE, such as ffn=1024")
+            raise ConfigError(f"--tiles: got {text!r}; allowed: AXIS=SIZE, such as ffn=1024")
         tiles[axis] = int(size)
     return tiles or None
 
@@ -120,14 +121,14 @@ def _prompts(command: Command) -> list[tuple[str, str]]:
     Without these options, standard input is the only prompt.
     """
     if command.prompts and command.source:
-        raise ConfigError("--input: not allowed with --prompt; use one of them")
+        raise ConfigError("--input: got --prompt too; allowed: one of the two")
     if command.prompts:
         several = len(command.prompts) > 1
         return [(text, f"--prompt number {n}" if several else "--prompt") for n, text in enumerate(command.prompts, 1)]
     if command.source:
         return placed_texts(command.source, "text" if command.key is None else command.key)
     if sys.stdin is None or sys.stdin.isatty():
-        raise ConfigError("--prompt: missing; use --prompt, --input or --chat, or give the prompt on standard input")
+        raise ConfigError("--prompt: missing; allowed: --prompt, --input or --chat, or a prompt on standard input")
     prompt = sys.stdin.read().removesuffix("\n")
     if not prompt:
         _note("standard input is empty; the text begins without a prompt")

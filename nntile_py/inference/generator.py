@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
@@ -13,7 +12,6 @@ from tokenizers import Tokenizer
 
 from nntile_py import _core
 from nntile_py.data.special_tokens import special_tokens
-from nntile_py.data.tables import check_whole
 from nntile_py.data.tokenizer import token_numbers, without_limits
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.execution.cuda_graph import SHARE
@@ -22,6 +20,7 @@ from nntile_py.graph.step import TILE_DTYPE
 from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.decoder import Decoder, cache_shape
 from nntile_py.inference.engine import Engine, Event, Reason, Request
+from nntile_py.inference.generated_text import MOST_TOKENS, GeneratedPart, GeneratedText, Options
 from nntile_py.inference.open_model import OpenedModel, open_model
 from nntile_py.inference.text_stream import TextStream
 from nntile_py.inference.texts import TokenizedText, check_tokens, listed, tokenized
@@ -29,120 +28,10 @@ from nntile_py.inference.token_logprobs import TokenLogProbs
 from nntile_py.models.base import Model
 from nntile_py.schema import SIZES, in_bytes
 from nntile_py.system.load import cores
-from nntile_py.tasks.sample import SETTINGS
-from nntile_py.tasks.top_logprobs import MOST_RANKED
 from nntile_py.tiles.dtypes import DTYPES
 from nntile_py.typed import plain, typed
 
-MOST_TOKENS = 128  # new tokens of a text by default
 STEP = 256  # the cache's sequence length is a multiple of this number of tokens, so that few calls need a larger cache
-
-
-@dataclass(frozen=True)
-class Options:
-    """How texts are generated.
-
-    Attributes:
-        max_tokens: Largest number of new tokens of a text. None: MOST_TOKENS, or fewer if the model
-            has fewer positions left.
-        temperature: Logits are divided by it; 0: the most probable token is taken (greedy).
-        top_k: Draw among the k most probable tokens; None, 0 or -1: among all tokens.
-        top_p: Draw among the most probable tokens whose probabilities together reach this value.
-        min_p: Draw among tokens whose probability is at least min_p times the largest probability.
-        repetition_penalty: Logits of tokens that the text already has are divided by it (multiplied if negative).
-        seed: Seed of the draws. The draws of prompt number n of a call depend on (seed, n) alone.
-        stop: Stop texts. A generated text ends before the first stop text.
-        logprobs: Return the log-probability of each new token, and of this number of most probable tokens. None:
-            no log-probabilities.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
-
-    max_tokens: int | None = None
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    stop: Sequence[str] = ()
-    logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_tokens is not None:
-            self._check("max_tokens", 1, 2**31 - 1, integer=True)
-        self._check("temperature", 0, 1e6)
-        if self.top_k is not None:
-            self._check("top_k", -1, 2**24, integer=True)
-            object.__setattr__(self, "top_k", self.top_k if self.top_k > 0 else None)
-        self._check("top_p", 0, 1, exclusive=True)
-        self._check("min_p", 0, 1)
-        self._check("repetition_penalty", 0, 1e6, exclusive=True)
-        self._check("seed", 0, 2**63 - 1, integer=True)
-        if self.logprobs is not None:
-            self._check("logprobs", 0, MOST_RANKED, integer=True)
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop
-        if not isinstance(stops, Sequence) or not all(isinstance(text, str) and text for text in stops):
-            raise ConfigError(f"stop: {self.stop!r} is not allowed; use texts that are not empty")
-        for text in stops:
-            check_whole("stop", text, ConfigError)
-        object.__setattr__(self, "stop", tuple(stops))
-
-    def _check(self, name: str, least: float, most: float, *, integer: bool = False, exclusive: bool = False) -> None:
-        value = getattr(self, name)
-        number = isinstance(value, int | np.integer if integer else Real | np.floating) and not isinstance(value, bool)
-        if number and least <= value <= most and not (exclusive and value == least):
-            object.__setattr__(self, name, int(value) if integer else float(value))
-            return
-        kind = "an integer" if integer else "a number"
-        lower = f"above {least}" if exclusive else f"of at least {least}"
-        upper = f" and at most {most if integer else format(most, 'g')}"
-        raise ConfigError(f"{name}: {value!r:.40} is not allowed; use {kind} {lower}{upper}")
-
-    @property
-    def settings(self) -> tuple[float, ...]:
-        """The sampling settings of a row of the decoder, in the order of tasks.sample.SETTINGS."""
-        return tuple(float(getattr(self, name) or 0) for name in SETTINGS)
-
-
-@dataclass(frozen=True)
-class GeneratedText:
-    """A generated text.
-
-    Attributes:
-        text: The text without the prompt; None: the generator has no tokenizer.
-        tokens: Numbers of the new tokens, without the token that ended the text.
-        prompt_tokens: Number of the prompt's tokens.
-        reason: `stop`: a token or a text of `stop` ended the text; `length`: it has `max_tokens` tokens.
-        logprobs: Log-probabilities of each token of `tokens`; None: the option `logprobs` is None.
-    """
-
-    text: str | None
-    tokens: list[int]
-    prompt_tokens: int
-    reason: Reason
-    logprobs: list[TokenLogProbs] | None = None
-
-
-@dataclass(frozen=True)
-class GeneratedPart:
-    """A new token of a text, as `stream=True` yields it.
-
-    Attributes:
-        index: Number of the prompt.
-        token: Number of the token.
-        text: New text. It may be empty, because a character may consist of several tokens. It is always empty if the
-            generator has no tokenizer.
-        reason: Why the text ends here; None: it continues.
-        logprobs: Log-probabilities of the token; None: the option `logprobs` is None.
-    """
-
-    index: int
-    token: int
-    text: str
-    reason: Reason | None
-    logprobs: TokenLogProbs | None = None
 
 
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
@@ -198,19 +87,19 @@ class Generator:
         self.special = special_tokens(tokenizer, *files) if tokenizer else None
         for name, value in (("batch", batch), ("max_length", max_length)):
             if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{name}: {value!r} is not allowed; use a positive integer")
+                raise ConfigError(f"{name}: got {value!r}; allowed: a positive integer")
         if isinstance(model, Model) and model.aim != "causal":
             need = "a model that predicts the next token, such as GPT2LMHeadModel or LlamaForCausalLM"
-            raise ConfigError(f"model: {type(model).__name__} is not allowed; use {need}")
+            raise ConfigError(f"model: got {type(model).__name__}; allowed: {need}")
         positions = getattr(getattr(model, "config", None), "positions", None)
         if max_length and positions and max_length > positions:
-            raise ConfigError(f"max_length: {max_length} is not allowed; the model has {positions} positions")
+            raise ConfigError(f"max_length: got {max_length}; allowed: at most {positions}, the positions of the model")
         self.model, self.precision, self.batch = model, precision, batch
         self.tokenizer = without_limits(tokenizer) if tokenizer else None
         self.max_length = max_length or positions
         self._cache_bytes = None if cache is None else in_bytes(plain(cache))
         if cache is not None and self._cache_bytes is None:
-            raise ConfigError(f"cache: {cache!r} is not allowed; use {SIZES}")
+            raise ConfigError(f"cache: got {cache!r}; allowed: {SIZES}")
         self._tiles, self._captured = tiles, captured
         self._bound: BoundModel | None = None
         self._engine: Engine | None = None
@@ -256,13 +145,13 @@ class Generator:
         """Return the tokens of prompts. Raises ValueError, see `__call__`. noun: word for the prompts in messages."""
         texts = listed(prompts, noun)
         if options.stop and self.tokenizer is None:
-            raise ConfigError("stop: not allowed without a tokenizer; give one, or end texts by max_tokens")
+            raise ConfigError(f"stop: got {options.stop!r}; allowed: only with a tokenizer, or max_tokens instead")
         vocab = getattr(getattr(self.model, "config", None), "vocab", None)
         longest = (self.max_length or 2**31) - (options.max_tokens or 1)
         if longest < 1:
             both = f"a prompt and its continuation together have at most {self.max_length} tokens"
-            need = f"less than {self.max_length}: {both}"
-            raise ConfigError(f"max_tokens: {options.max_tokens} is not allowed; use {need}")
+            need = f"less than {self.max_length}, as {both}"
+            raise ConfigError(f"max_tokens: got {options.max_tokens}; allowed: {need}")
         tokens = tokenized(texts, self.tokenizer, 0, noun, pairs=False)
         tokens = [text if len(text.ids) else self._beginning(text, f"{noun}[{k}]") for k, text in enumerate(tokens)]
         reason = f"max_length is {self.max_length}"

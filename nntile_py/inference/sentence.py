@@ -133,7 +133,7 @@ def read_sentence_model(folder: Path, pooled: bool) -> SentenceModel | None:
     """
     modules = _modules(folder) if has_modules(folder) else []
     if pooled and not modules:
-        raise ConfigError(f"output: sentence is not allowed, as {folder} has no {MODULES}; allowed: {_NEED}")
+        raise ConfigError(f"output: got sentence, and {folder} has no {MODULES}; allowed: {_NEED}")
     inner = folder / modules[0][1] if modules else folder
     # Folders of 2019 to 2021 name the file after the model, such as sentence_roberta_config.json.
     files = [path for path in sorted(inner.glob(SETTINGS), key=lambda path: "_bert_" not in path.name)]
@@ -172,7 +172,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     try:
         entries = [(str(module["type"]), module["path"]) for module in json.loads(read(path))]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ConfigError(f"model: cannot read {path} ({error!r}); expected {_NEED}") from None
+        raise ConfigError(f"model: cannot read {path} ({error!r}); allowed: {_NEED}") from None
     names = []
     for number, (kind, place) in enumerate(entries):
         if not isinstance(place, str) or Path(place).is_absolute() or ".." in Path(place).parts:
@@ -183,7 +183,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
             raise ConfigError(f"model: module {number} in {path} is {kind}; allowed: {', '.join(known)}")
         names.append((name, place))
     if not names:
-        raise ConfigError(f"model: {path} lists no modules; expected {_NEED}")
+        raise ConfigError(f"model: {path} lists no modules; allowed: {_NEED}")
     return names
 
 

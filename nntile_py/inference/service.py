@@ -20,7 +20,8 @@ from nntile_py.errors import NNTileError, NotFinite
 from nntile_py.inference.api_answer import ScoredToken
 from nntile_py.inference.encoder import Encoder
 from nntile_py.inference.engine import Event, Reason, Request
-from nntile_py.inference.generator import MOST_TOKENS, Generator, Options
+from nntile_py.inference.generated_text import MOST_TOKENS, Options
+from nntile_py.inference.generator import Generator
 from nntile_py.inference.open_model import OpenedModel, no_tokenizer
 from nntile_py.inference.sentence import has_modules
 from nntile_py.inference.text_stream import TextStream

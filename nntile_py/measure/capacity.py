@@ -109,7 +109,7 @@ def _allowed(option: str, text: str, names: Collection[str]) -> list[str]:
     """Return the values in a comma-separated option. Raises ConfigError for a value that is not in `names`."""
     for name in text.split(","):
         if name not in names:
-            raise ConfigError(f"{option}: {name!r} is not allowed; use {', '.join(names)}")
+            raise ConfigError(f"{option}: got {name!r}; allowed: {', '.join(names)}")
     return text.split(",")
 
 

@@ -33,7 +33,7 @@ def parse_peers(text: str | None) -> list[str]:
     for name in names:
         if name not in PEERS:
             known = f"torch ({' and '.join(both['torch'])}), {', '.join(PEERS)}"
-            raise ConfigError(f"--peer: {name!r} is not allowed; use {known}")
+            raise ConfigError(f"--peer: got {name!r}; allowed: {known}")
     return list(dict.fromkeys(names))
 
 
@@ -53,7 +53,7 @@ def check_gpus(count: int, key: str) -> None:
     from nntile_py.execution.starpu_settings import cuda_devices
 
     if count > (present := cuda_devices() if count else 0):
-        raise ConfigError(f"{key}: {count} is not allowed; this machine has {present} CUDA devices")
+        raise ConfigError(f"{key}: got {count}; allowed: at most {present}, the number of CUDA devices")
 
 
 def check_peer(config: RunConfig, name: str, work: Work = "train") -> None:
@@ -61,7 +61,7 @@ def check_peer(config: RunConfig, name: str, work: Work = "train") -> None:
     of, inference, ranked = f"with --peer {name}", work != "train", name in RANKED
     if ranked and inference:
         known = [peer for peer in PEERS if peer not in RANKED]
-        raise ConfigError(f"--peer: {name!r} is not allowed beside --inference; use torch, {', '.join(known)}")
+        raise ConfigError(f"--peer: got {name!r} with --inference; allowed: torch, {', '.join(known)}")
     gpus = config.workers if config.runtime.cuda else 0
     if name == "torch_graphs" and not gpus:
         raise ConfigError(f"runtime.cuda: got {config.runtime.cuda!r}; allowed {of}: 1, as it uses CUDA graphs")

@@ -84,15 +84,15 @@ class Experiment(Section):
     def _in_mode(self, tree: dict[str, Any], mode: Mode) -> dict[str, Any]:
         """Return the section in another mode: with another `work` for a model, another `phase` for a small graph."""
         inner = tree.get("measure", {}) if self.kind == "sweep" else tree
-        if self.kind == "capacity":
-            raise ConfigError(f"--mode: not allowed with {self.name}, which trains")
-        if self.kind in ("flop", "breakdown", "selection"):
-            raise ConfigError(f"--mode: not allowed with {self.name}, which is about forward passes only")
         both = {"measure.work", "measure.phase"} & tree.get("grid", {}).keys()
-        if self.kind in ("analysis", "layouts", "widths") or both:
-            raise ConfigError(f"--mode: not allowed with {self.name}, which measures forward and backward separately")
-        if inner.get("work") == "attention":
-            raise ConfigError(f"--mode: not allowed with {self.name}, which measures forward passes only")
+        reasons = {
+            "trains": self.kind == "capacity",
+            "is about forward passes only": self.kind in ("flop", "breakdown", "selection"),
+            "measures forward and backward separately": self.kind in ("analysis", "layouts", "widths") or both,
+            "measures forward passes only": inner.get("work") == "attention",
+        }
+        for reason in (reason for reason, holds in reasons.items() if holds):
+            raise ConfigError(f"--mode: got {mode} with {self.name}, which {reason}; allowed: no --mode")
         if inner.get("work", "train") in ("train", "inference"):
             inner = inner | {"work": "train" if mode == "training" else mode}
         else:

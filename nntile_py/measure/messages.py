@@ -37,7 +37,7 @@ def messages(
     """Measure microseconds and GB/s of messages from rank 0 to rank 1, by tile size. Needs mpirun."""
     items = [item.strip() for item in sizes.split(",")]
     if not all(item.isdigit() and int(item) >= 4 for item in items):
-        raise ConfigError(f"--sizes: {sizes!r} is not allowed; write bytes, 4 or more, separated by commas")
+        raise ConfigError(f"--sizes: got {sizes!r}; allowed: numbers of bytes, at least 4, separated by commas")
     if system.started()[1] < 2:
         raise ConfigError("nntile bench messages: got one process; allowed: several, such as mpirun -n 2 nntile ...")
     result = measure_messages([int(item) // 4 * 4 for item in items], seconds, repeats, cuda)

@@ -38,13 +38,13 @@ def metg(
 ) -> None:
     """Find the shortest tasks that keep the workers busy: measure the efficiency for several task lengths."""
     if cuda and cpus:
-        raise ConfigError("--cpus: not allowed with --cuda, as all workers must have the same speed")
+        raise ConfigError("--cpus: got --cuda too; allowed: one of the two, as all workers must have the same speed")
     try:
         lengths = sorted({float(item) for item in us.split(",")})
     except ValueError:
         lengths = []
     if not lengths or lengths[0] <= 0:
-        raise ConfigError(f"--us: {us!r} is not allowed; write positive numbers, separated by commas")
+        raise ConfigError(f"--us: got {us!r}; allowed: positive numbers, separated by commas")
     result = measure_metg(cuda, cpus, scheduler, chains, lengths, seconds, repeats)
     if as_json:
         print(json.dumps(result, indent=2))

@@ -102,7 +102,7 @@ def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) ->
     todo = [(p, names[p.id][k]) for k in range(sweep.rounds) for p in ordered]
     with Rows(folder).open() as rows:
         if rows.all and not any(name in rows.all for own in names.values() for name in own):
-            raise ConfigError(f"--out: the rows in {folder} are of another sweep; take another --out")
+            raise ConfigError(f"--out: the rows in {folder} are of another sweep; allowed: another folder")
         done = {i for i, row in rows.all.items() if not retry or row["status"] == "ok"}
         left = [(p, name) for p, name in todo if name not in done]
         try:

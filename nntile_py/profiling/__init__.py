@@ -47,7 +47,7 @@ def profile(
     runtime = Runtime(**runtime_options(config.runtime.model_dump()), mpi=True)
     if ranks := runtime.ranks:
         if fxt:
-            raise ConfigError("--fxt: not allowed on several ranks, whose messages StarPU's trace does not hold")
+            raise ConfigError("--fxt: got several ranks, whose messages StarPU's trace lacks; allowed: one rank")
         ranks.same("the config", flattened(config.model_dump(mode="json", by_alias=True)))
     raw, new_folders, ran = (folder / "fxt").resolve(), list[Path](), False
     if fxt:

@@ -130,7 +130,7 @@ class Programs:
         for name in given:
             if name not in declared and name not in absent:
                 known = [*declared, *(n for n in self._optional if n not in declared and self._optional_input(n))]
-                raise ValueError(f"{name}: unknown input; allowed are {', '.join(known)}")
+                raise ValueError(f"{name}: unknown input; allowed: {', '.join(known)}")
         own = {*self._optional, *packed_inputs.OWN}
         declared = {**declared, **derived}
         arrays = check_inputs(declared, {**given, **values}, rows, shift=shift, unlabelled=bool(keep), own=own)

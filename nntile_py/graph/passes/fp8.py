@@ -43,7 +43,7 @@ class FP8(Settings):
         if value is None or isinstance(value, FP8):
             return value or FP8()
         if not isinstance(value, Mapping):
-            raise ConfigError(f"fp8: {value!r} is not allowed; use a mapping of {', '.join(FP8.model_fields)}")
+            raise ConfigError(f"fp8: got {value!r}; allowed: a mapping of {', '.join(FP8.model_fields)}")
         return FP8(**{str(name): option for name, option in value.items()})
 
 
@@ -96,7 +96,7 @@ def _products(graph: Graph, options: FP8) -> list[Contract]:
         return [op for op in fitting if op not in excluded]
     if not fitting:
         need = f"a model with weights whose rows and columns are multiples of {UNIT} and at least {LEAST}"
-        raise ConfigError(f"precision: fp8 is not allowed, as no product of the model fits; use {need}")
+        raise ConfigError(f"precision: got fp8, and no product of the model fits; allowed: {need}")
     for pattern in options.exclude:
         if not _matching(fitting, [pattern]):
             known = ", ".join(dict.fromkeys(op.name for op in fitting if op.phase == "forward"))
