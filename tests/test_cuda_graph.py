@@ -157,9 +157,9 @@ def test_rounded(most: int) -> None:
 
 def test_on_cpu_workers(runtime: nt.Runtime) -> None:
     """captured: true is an error here; with the default, the tasks run one by one."""
-    with pytest.raises(ConfigError, match=r"captured: true is not allowed here: it needs a runtime of GPUs"):
+    with pytest.raises(ConfigError, match=r"captured: got true, but it needs a runtime of GPUs"):
         nt.Encoder(MODEL, captured=True)([[1, 2]])
-    with pytest.raises(ConfigError, match="captured: 'no' is not allowed; use True, False or None"):
+    with pytest.raises(ConfigError, match="captured: got 'no'; allowed: True, False or None"):
         nt.Encoder(MODEL, captured="no")
     encoder = nt.Encoder(MODEL)
     encoder([[1, 2]])
@@ -350,7 +350,7 @@ def test_little_memory(runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch) -> 
         one_gpu(monkeypatch, room)
         assert all(one.reason == reason and one.graphs == 3 * (not reason) for one in graphs(steps(None)[0]))
     one_gpu(monkeypatch, need - 1)
-    with pytest.raises(ConfigError, match=r"captured: true is not allowed here: it needs 0 MiB, and runtime.cuda_mem"):
+    with pytest.raises(ConfigError, match=r"captured: got true, but it needs 0 MiB, and runtime.cuda_mem"):
         steps(True)
 
 
@@ -378,12 +378,12 @@ def test_a_profile_shows_tasks(graph: type[Graph], monkeypatch: pytest.MonkeyPat
 
 def test_captured_steps_are_refused(runtime: nt.Runtime) -> None:
     model = nt.models.BERT(BERT)
-    with pytest.raises(ConfigError, match=r"captured: true is not allowed here: it needs a runtime of one GPU"):
+    with pytest.raises(ConfigError, match=r"captured: got true, but it needs a runtime of one GPU"):
         nt.Trainer(model, 4, 32, captured=True)
-    with pytest.raises(ConfigError, match="captured: 'no' is not allowed; use True, False or None"):
+    with pytest.raises(ConfigError, match="captured: got 'no'; allowed: True, False or None"):
         StepSpec(model, 4, 32, captured="no")  # type: ignore[arg-type]
 
 
 def test_checked_steps_are_single_tasks(graph: type[Graph]) -> None:
-    with pytest.raises(ConfigError, match=r"captured: true is not allowed here: debug.nonfinite checks every task"):
+    with pytest.raises(ConfigError, match=r"captured: got true, but debug.nonfinite checks every task"):
         nt.Trainer(nt.models.BERT(BERT), 4, 32, captured=True, check_finite=True)

@@ -18,6 +18,7 @@ from nntile_py.config import builders
 from nntile_py.config.run_config import load
 from nntile_py.errors import ConfigError
 from nntile_py.graph.recompute_choice import EVICTING, StepEstimate, fastest
+from nntile_py.system.folders import installed
 
 TREE: dict[str, Any] = {
     "model": {"type": "gpt2", "layers": 3, "embed": 64, "heads": 4},
@@ -127,3 +128,12 @@ def test_commands_and_messages(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train.grad_accumulation: got 'auto'; allowed here: a number"):
         builders.step_spec(load(path, []))
     assert "grad_accumulation: auto" in command(path, "config").stdout
+
+
+def test_a_task_that_does_not_fit() -> None:
+    """The tiles of one task may take half of a GPU: a run would refuse the logits of 32 sequences."""
+    sets = ["tokenizer.vocab_size=50304", "runtime.cuda=1", "runtime.cuda_memory=5GiB", "recompute=auto"]
+    config = load(installed("experiments") / "gpt2_124m.yaml", [*sets, "train.grad_accumulation=auto"])
+    found = builders.micro_batches(config)
+    assert not any(one.fits for one in found[1]) and all(one.fits for one in found[2])
+    assert builders.with_micro_batches(config).train.grad_accumulation == 8

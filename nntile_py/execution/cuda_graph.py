@@ -193,7 +193,7 @@ class CapturedProgram:
         self.reason = "captured: false" if captured is False else refused
         if self.reason:
             if captured:
-                raise ConfigError(f"captured: true is not allowed here: {self.reason}; use false, or leave it out")
+                raise ConfigError(f"captured: got true, but {self.reason}; allowed: false, or the default")
             self.captured = False
             return
         self._most = most_filled(program.list)

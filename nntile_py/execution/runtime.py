@@ -134,7 +134,7 @@ class Runtime:
         if window is not None and window < 1:
             raise ConfigError(f"runtime.window: got {window}; allowed: a positive number of tasks")
         if placement not in (None, *PLACEMENTS):
-            raise ConfigError(f"runtime.placement: {placement!r} is not allowed; use {' or '.join(PLACEMENTS)}")
+            raise ConfigError(f"runtime.placement: got {placement!r}; allowed: {' or '.join(PLACEMENTS)}")
         self.placement = placement or PLACEMENTS[cuda > 1 and not self.cpus]
         if isinstance(on_cpu, str) or not all(isinstance(pattern, str) for pattern in on_cpu or ()):
             raise ConfigError(f"runtime.on_cpu: got {on_cpu!r}; allowed: a list of names, such as ['adamw']")
@@ -142,7 +142,7 @@ class Runtime:
         self.on_cpu = tuple(on_cpu) if cuda and on_cpu is not None else None  # without GPUs it has no meaning
         if self.placement == "planned" and "STARPU_SCHED" in os.environ:
             raise ConfigError(
-                "STARPU_SCHED is not allowed with runtime.placement: planned; unset it, or use placement: scheduler"
+                f"STARPU_SCHED: got {os.environ['STARPU_SCHED']} with runtime.placement: planned; allowed: scheduler"
             )
         for variable, allowed in (("NNTILE_PRODUCT", ("own", "blas")), (OVERLAP, ("0", "1"))):
             if (value := os.environ.get(variable, "")) not in ("", *allowed):

@@ -62,6 +62,8 @@ class Room:
 
     def fits(self, peak: int, lists: Sequence[TaskList]) -> bool:
         """Return whether a step has room. peak: its largest number of bytes alive at once, with tasks in order."""
+        if self.gpu and task_bytes(lists) > self.bytes // self.workers // 2:  # the limit of execution.memory.task_bytes
+            return False
         if not self.disk:
             return peak <= (1 if self.gpu else IN_ORDER) * self.bytes + self.beyond
         outside, have = (peak - self.bytes, self.beyond) if self.gpu else (peak, self.bytes + self.beyond)
@@ -79,8 +81,12 @@ def needed_with_disk(peak: int, lists: Iterable[TaskList], workers: int) -> int:
         lists: the step's tasks.
         workers: number of CPU workers and GPUs.
     """
-    largest = max((sum(a.tile.bytes for a in task.accesses) for tasks in lists for task in tasks.tasks), default=0)
-    return math.ceil(max(peak, 0) / IN_ORDER) + (workers + 1) * largest
+    return math.ceil(max(peak, 0) / IN_ORDER) + (workers + 1) * task_bytes(lists)
+
+
+def task_bytes(lists: Iterable[TaskList]) -> int:
+    """Return the largest number of bytes of a task's tiles."""
+    return max((sum(a.tile.bytes for a in task.accesses) for tasks in lists for task in tasks.tasks), default=0)
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class StepSpec:
         if not isinstance(self.pack, bool):
             raise ConfigError(f"pack: got {self.pack!r}; allowed: True or False")
         if not isinstance(self.captured, bool | None):
-            raise ConfigError(f"captured: {self.captured!r} is not allowed; use True, False or None")
+            raise ConfigError(f"captured: got {self.captured!r}; allowed: True, False or None")
         if self.pack and self._fp8:
             raise ConfigError("precision: got 'fp8' with packed sequences; allowed: bf16, or pack: false")
         if not isinstance(self.fp8, FP8):

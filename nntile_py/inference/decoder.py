@@ -20,9 +20,9 @@ from nntile_py.graph.params import Input
 from nntile_py.inference.bound_model import BoundModel
 from nntile_py.inference.token_logprobs import TokenLogProbs
 from nntile_py.system.interrupts import uninterrupted
-from nntile_py.tasks.cached_attention import COUNT, PAGES, PAST, PageParts
+from nntile_py.tasks.cached_attention import COUNT, PAGES, PAST
 from nntile_py.tasks.sample import NO_TOKEN, SETTINGS
-from nntile_py.tiles.dtypes import DTYPES, host_dtype
+from nntile_py.tiles.dtypes import host_dtype
 from nntile_py.tiles.placement import assign_parts
 
 Array = np.ndarray[Any, Any]
@@ -387,31 +387,3 @@ def sampling_of(rows: Sequence[Row], vocab: int | None) -> Sampling:
     penalised = any(values["repetition_penalty"] != 1 for values in settings)
     greedy = not penalised and all(values["temperature"] == 0 for values in settings)
     return Sampling(greedy, penalised, vocab, logprobs=any(row.logprobs is not None for row in rows))
-
-
-def cache_shape(bound: BoundModel, length: int, rows: int, most_bytes: int | None) -> CacheShape:
-    """Return the sizes of a cache for `rows` sequences of `length` tokens.
-
-    Args:
-        bound: The model.
-        length: Tokens of the longest sequence.
-        rows: Number of rows of a decoding pass.
-        most_bytes: Largest number of bytes of the cache; None: no limit, so that all rows may have `length` tokens.
-
-    Raises:
-        ConfigError: A sequence of `length` tokens does not fit.
-    """
-    pages_per_row, part_rows = CacheShape(length, 1).entries - PAGES, min(rows, bound.tiles.get("batch", rows))
-    parts = -(-rows // part_rows)
-    size, pages = part_rows * pages_per_row + 1, rows * pages_per_row + parts  # of a part, of all parts
-    if most_bytes is not None:
-        graph = bound.spec(1, 1).generation(CacheShape(length, 2), Sampling(True), advances=True).graph
-        pools = [tensor for (kind, _), tensor in graph.kept.items() if kind == "cache"]
-        page_bytes = sum(t.numel // t.size("page") * DTYPES[t.dtype].bytes for t in pools)
-        size = min(size, most_bytes // page_bytes // parts)
-        pages = min(pages, parts * size)
-        if size <= pages_per_row:
-            need = f"at least {parts * (pages_per_row + 1) * page_bytes:,}, for a sequence of {length} tokens"
-            need += f" in each of the {parts} tiles of the batch" if parts > 1 else ""
-            raise ConfigError(f"cache: {most_bytes:,} bytes are not enough; allowed: {need}")
-    return CacheShape(length, pages, parts=PageParts(size, part_rows) if parts > 1 else None)

@@ -95,7 +95,7 @@ class Encoder:
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name}: got {value!r}; allowed: a positive integer")
         if not isinstance(captured, bool | None):
-            raise ConfigError(f"captured: {captured!r} is not allowed; use True, False or None")
+            raise ConfigError(f"captured: got {captured!r}; allowed: True, False or None")
         if cut := {"batch", "seq"} & {*(tiles or {})}:
             raise ConfigError(f"tiles.{min(cut)}: a bin is one tile and is not cut; allowed: embed, heads, ffn, vocab")
         positions = getattr(getattr(model, "config", None), "positions", None)

@@ -18,7 +18,8 @@ from nntile_py.execution.cuda_graph import SHARE
 from nntile_py.execution.runtime import Runtime, in_turns
 from nntile_py.graph.step import TILE_DTYPE
 from nntile_py.inference.bound_model import BoundModel
-from nntile_py.inference.decoder import Decoder, cache_shape
+from nntile_py.inference.cache_sizes import cache_shape
+from nntile_py.inference.decoder import Decoder
 from nntile_py.inference.engine import Engine, Event, Reason, Request
 from nntile_py.inference.generated_text import MOST_TOKENS, GeneratedPart, GeneratedText, Options
 from nntile_py.inference.open_model import OpenedModel, open_model
