@@ -27,7 +27,7 @@ ACTIVATIONS: dict[str, ActivationName] = {
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # names of weight files; the first existing file is read
 _NEED = "weights that save_pretrained wrote"
 # Part of error messages: how to read a folder with a model of the user's own class.
-OWN = "model.type: torch, or a model of your own by YourModel.from_hf(FOLDER) or model.type: my_file.py:YourModel"
+OWN = "model.type: torch, or for a model of your own YourModel.from_hf(FOLDER) or model.type: my_file.py:YourModel"
 
 
 @contextmanager
@@ -195,7 +195,7 @@ def check_layers(shapes: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 def read_json(path: Path, need: str, key: str = "model") -> dict[str, Any]:
     """Return the object that a JSON file holds. Raises ConfigError.
 
-    need: What is allowed, for the error message. key: Key to which the message refers.
+    need: The allowed file, for error messages. key: Config key at the beginning of the messages.
     """
     if not path.is_file():
         raise ConfigError(f"{key}: {path} is missing; allowed: {need}")

@@ -185,7 +185,7 @@ class Case:
         return self.graph.add(op)
 
     def tiling(self, tiles: Mapping[str, int]) -> Tiling:
-        """Return the tiling of a test with these tile sizes, with the tile sizes and whole axes of this case."""
+        """Return a tiling with these tile sizes, except for axes that this case cuts itself or must not cut."""
         return Tiling({axis: size for axis, size in {**tiles, **self.cut}.items() if axis not in self.whole})
 
     # -- values

@@ -24,12 +24,12 @@ PAST, COUNT, PAGES = 0, 1, 2  # columns of a page table: number of cached positi
 
 @dataclass(frozen=True)
 class PageParts:
-    """Tiles of the axis page of a cache. A tile of the batch uses the pages of one of them.
+    """How a cache is cut into parts: tiles of the axis page. A tile of the batch uses the pages of one part.
 
     Attributes:
-        pages: Pages of a part. Page 0 of each part is unused.
-        rows: Rows of the batch that use one part.
-        first: Number of the part that the first rows use.
+        pages: Number of pages of a part. Page 0 of each part is unused.
+        rows: Number of rows of the batch that use one part.
+        first: Number of the part that the first row of the batch uses.
     """
 
     pages: int
@@ -56,7 +56,7 @@ class CachedAttention(Op):
     Row b of the page table says that sequence b has `past` cached positions and `count` new tokens, which come first on
     the axis seq. Position p is in slot p % slots of the page with the number in entry PAGES + p // slots. Outputs
     behind the new tokens are zero. No sequence uses page 0: unused entries of the page table are 0. If the axis page is
-    cut into parts, entries count the pages of the row's part.
+    cut into parts, an entry is the number of a page within the row's part.
 
     Args:
         operands: q, k, v with the axes batch, heads (or kv_heads), seq, head_dim in one order. With `heads`: one tensor
@@ -69,7 +69,7 @@ class CachedAttention(Op):
         window: a query attends to this many positions, its own included. None: to all earlier positions.
         rotary: a table [batch, seq, rotary] of angles. The operator rotates q and k by them, see Rotary.
         heads: numbers of heads of q and of k, if `operands` are one tensor with the axis all_heads; else None.
-        parts: the tiles of the axis page. None: this axis is not cut.
+        parts: how the axis page is cut. None: the axis is not cut.
     """
 
     category = CONTRACTION

@@ -90,7 +90,7 @@ class Mask:
         """Raise ValueError if the mask does not fit `batch` sequences of `seq` queries and `key` keys."""
         if (self.causal or self.window or self.segments) and seq != key:
             kind = "segments" if self.segments else "a window" if self.window else "a causal mask"
-            raise ValueError(f"mask: got {kind} of {seq} queries and {key} keys; allowed: as many of both")
+            raise ValueError(f"mask: got {kind} for {seq} queries and {key} keys; allowed: as many queries as keys")
         if self.padding and self.padding.axes not in (("batch", "seq"), ("batch", "key")):
             raise ValueError(f"mask: got padding {self.padding}; allowed: the axes batch, then seq or key")
         if self.padding and self.padding.shape != (batch, key):
@@ -98,8 +98,8 @@ class Mask:
         rows = [(batch,), ()] if batch == 1 else [(batch,)]
         if self.segments and (self.segments.shape[:-1] not in rows or self.segments.dtype != "int64"):
             raise ValueError(
-                f"mask: got segments {self.segments} of {batch} batches;"
-                " allowed: int64 [batch, sequences + 1], or [sequences + 1] of one batch of tokens"
+                f"mask: got segments {self.segments} for a batch of {batch};"
+                " allowed: int64 [batch, sequences + 1], or [sequences + 1] for a batch of 1"
             )
 
     def fit(self, tiling: Tiling) -> None:

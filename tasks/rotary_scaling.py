@@ -89,9 +89,9 @@ def _longrope(angles: Angles, options: dict[str, Any]) -> Result:
     """Divide each frequency by its short_factor, or beyond the original length by its long_factor (Ding 2024)."""
     if angles.packed and angles.positions > options[LENGTH]:
         raise ConfigError(
-            f"rope_scaling.rope_type: got longrope for packed sequences of up to {angles.positions} tokens:"
-            f" shorter ones have other frequencies; allowed: at most {LENGTH} = {options[LENGTH]} tokens"
-            " (in nt.Encoder: max_length)"
+            f"rope_scaling.rope_type: got longrope for packed sequences of up to {angles.positions} tokens,"
+            f" whose frequencies change beyond {options[LENGTH]} tokens; allowed: at most {LENGTH} = {options[LENGTH]}"
+            " tokens (in nt.Encoder: max_length)"
         )
     name = "long_factor" if angles.positions > options[LENGTH] else "short_factor"
     divisors, pairs, factor = np.array(options[name]), len(angles.frequencies), options["factor"]

@@ -277,7 +277,7 @@ def test_where_and_priority(runtime: nt.Runtime) -> None:
         calls = [who.options(where=f"cpu:{worker}", priority=-worker)(x) for x in arrays]
         assert len({call.result() for call in calls}) == 1
     assert who.options(where="cpu")(arrays[0]).result()
-    for where, text in (("gpu", "got where='gpu'; allowed: "), ("cuda", "task who: has no CUDA variant")):
+    for where, text in (("gpu", "got where='gpu'; allowed: "), ("cuda", "got where='cuda' without a CUDA variant")):
         with pytest.raises(ValueError, match=text):
             who.options(where=where)
     with pytest.raises(ValueError, match=r"got priority 1\.5; allowed: an integer"):

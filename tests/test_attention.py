@@ -434,14 +434,14 @@ def test_refused() -> None:
     offsets_of = tensor("sequences", "int64")
     few, uneven = tensor("batch seq kv_heads head_dim"), tensor("batch seq kv_heads head_dim", kv_heads=4)
     for match, ask in {
-        "a causal mask of 11 queries and 7 keys": lambda: attention(g, q, cross, cross, Mask(causal=True)),
-        "a window of 11 queries and 7 keys": lambda: attention(g, q, cross, cross, Mask(window=3)),
-        "segments of 11 queries": lambda: attention(g, q, cross, cross, Mask(segments=offsets_of)),
-        "got segments .* of 3 batches; allowed: int64": lambda: attention(g, q, q, q, Mask(segments=offsets_of)),
+        "a causal mask for 11 queries and 7 keys": lambda: attention(g, q, cross, cross, Mask(causal=True)),
+        "a window for 11 queries and 7 keys": lambda: attention(g, q, cross, cross, Mask(window=3)),
+        "segments for 11 queries": lambda: attention(g, q, cross, cross, Mask(segments=offsets_of)),
+        "got segments .* for a batch of 3; allowed: int64": lambda: attention(g, q, q, q, Mask(segments=offsets_of)),
         "mask: got a window of 0; allowed: a number of positions from 1 up": lambda: Mask(window=0),
         "mask: got two_sided; allowed: two_sided with a window and without causal": lambda: Mask(two_sided=True),
         "got two_sided; allowed: two_sided with a window and without causal": lambda: Mask(True, 3, two_sided=True),
-        "got a window of 11 queries and 7 keys;": lambda: attention(g, q, cross, cross, Mask(window=3, two_sided=True)),
+        "a window for 11 queries and 7 keys;": lambda: attention(g, q, cross, cross, Mask(window=3, two_sided=True)),
         "got padding and segments; allowed": lambda: Mask(padding=tensor("batch seq", "int64"), segments=offsets_of),
         "got padding of fp32; allowed: integers": lambda: Mask(padding=tensor("batch seq")),
         "does not fit 3 sequences of 11": lambda: attention(
@@ -459,6 +459,6 @@ def test_refused() -> None:
         with pytest.raises(ValueError, match=match):
             ask()
     attention(g, q, few, few, Mask())
-    need = "allowed: a multiple of 2, or a divisor"
-    with pytest.raises(ConfigError, match=rf"tiles\.heads: got 3, and 2 of them share one of kv_heads; {need}"):
+    need = "allowed: a multiple or a divisor of 2"
+    with pytest.raises(ConfigError, match=rf"tiles\.heads: got 3, and 2 heads share one of kv_heads; {need}"):
         lower(g, Tiling({"heads": 3}))

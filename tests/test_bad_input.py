@@ -129,7 +129,7 @@ def test_functions_that_do_not_run_when_they_are_called() -> None:
         yield x
 
     for function in (later, one_by_one):
-        with pytest.raises(TypeError, match="got an async function or a generator; allowed: other functions"):
+        with pytest.raises(TypeError, match="got an async function or a generator; allowed: a plain function"):
             nt.task(x="R")(function)
 
 

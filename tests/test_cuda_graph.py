@@ -66,7 +66,7 @@ def test_workers_that_exchange_tiles_have_no_graphs() -> None:
     assert held[0] == held[1] == {*roles(apart).weights}
     for number, task in enumerate(together.tasks):
         task.worker = number % 2
-    assert "its workers exchange" in refusal(together)
+    assert "workers exchange" in refusal(together)
 
 
 def test_how_much_a_run_fills() -> None:
@@ -81,7 +81,7 @@ BERT = nt.models.BERTConfig(layers=1, embed=16, heads=2, vocab=40, positions=32)
 def test_training() -> None:
     """A step changes its weights, so its graph must not run several times; packed steps differ in their sizes."""
     made = StepSpec(nt.models.BERT(BERT), 4, 32).step()
-    assert "which outlives it" in refusal(made.update.tasks)
+    assert "which outlives the program" in refusal(made.update.tasks)
     assert refusal(made.first.tasks)
     assert training_refusal([lowering.tasks for lowering in made.lists]) == ""
     packed = StepSpec(nt.models.BERT(BERT), 4, 32, Tiling({"batch": 2}), pack=True).step()
@@ -157,7 +157,7 @@ def test_rounded(most: int) -> None:
 
 def test_on_cpu_workers(runtime: nt.Runtime) -> None:
     """captured: true is an error here; with the default, the tasks run one by one."""
-    with pytest.raises(ConfigError, match=r"captured: got true, but it needs a runtime of GPUs"):
+    with pytest.raises(ConfigError, match=r"captured: got true, but a graph needs a runtime of GPUs"):
         nt.Encoder(MODEL, captured=True)([[1, 2]])
     with pytest.raises(ConfigError, match="captured: got 'no'; allowed: True, False or None"):
         nt.Encoder(MODEL, captured="no")
@@ -251,7 +251,7 @@ def test_the_faster_way_is_chosen(graph: type[Graph], monkeypatch: pytest.Monkey
         np.testing.assert_allclose(encoder(TEXTS), want, rtol=1e-5, atol=1e-6)
         one = served(encoder)
         assert one.captured is faster and one._natives[0].held is faster
-        assert one.reason == ("" if faster else "it is no faster")
+        assert one.reason == ("" if faster else "a graph is no faster")
         assert one.graphs == 2 + cuda_graph.TURNS * cuda_graph.RUNS + runs * faster
 
 
@@ -346,18 +346,18 @@ def test_little_memory(runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch) -> 
     temporary, own = max(one.temporary_bytes() for one in lists), sum(2 * one.temporary_bytes() for one in lists)
     tiles = {a.tile for tasks in lists for task in tasks.tasks for a in task.accesses if a.tile.persistent}
     need = max(4 * own, sum(tile.bytes for tile in tiles) + own + temporary)
-    for room, reason in ((need - 1, "it needs 0 MiB, and runtime.cuda_memory is 0 MiB"), (need, "")):
+    for room, reason in ((need - 1, "graphs need 0 MiB, and runtime.cuda_memory is 0 MiB"), (need, "")):
         one_gpu(monkeypatch, room)
         assert all(one.reason == reason and one.graphs == 3 * (not reason) for one in graphs(steps(None)[0]))
     one_gpu(monkeypatch, need - 1)
-    with pytest.raises(ConfigError, match=r"captured: got true, but it needs 0 MiB, and runtime.cuda_mem"):
+    with pytest.raises(ConfigError, match=r"captured: got true, but graphs need 0 MiB, and runtime.cuda_mem"):
         steps(True)
 
 
 def test_ranks_have_no_graphs(runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     one_gpu(monkeypatch, 1 << 40, ranks=object())
     assert {one.reason for one in graphs(steps(None)[0])} == {
-        "it needs a runtime of one GPU, no CPU workers and one rank"
+        "a graph needs a runtime of one GPU, no CPU workers and one rank"
     }
 
 
@@ -378,7 +378,7 @@ def test_a_profile_shows_tasks(graph: type[Graph], monkeypatch: pytest.MonkeyPat
 
 def test_captured_steps_are_refused(runtime: nt.Runtime) -> None:
     model = nt.models.BERT(BERT)
-    with pytest.raises(ConfigError, match=r"captured: got true, but it needs a runtime of one GPU"):
+    with pytest.raises(ConfigError, match=r"captured: got true, but a graph needs a runtime of one GPU"):
         nt.Trainer(model, 4, 32, captured=True)
     with pytest.raises(ConfigError, match="captured: got 'no'; allowed: True, False or None"):
         StepSpec(model, 4, 32, captured="no")  # type: ignore[arg-type]

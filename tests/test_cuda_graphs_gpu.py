@@ -328,7 +328,7 @@ def test_training_steps_have_the_same_bits(cuda: nt.Runtime, how: str) -> None:
 
 
 def test_a_profile_has_the_times_of_the_stream(cuda: nt.Runtime) -> None:
-    """Tasks of a GPU follow each other without overlap, also if StarPU counts them as ended before they end."""
+    """Tasks of a GPU do not overlap, although StarPU regards a task as ended before its kernels end."""
     model = nt.models.GPT2(nt.models.GPT2Config(layers=4, embed=512, heads=8, vocab=2048, positions=256), seed=0)
     trainer = nt.Trainer(model, 8, 256, precision="bf16", captured=False)
     trace = run_steps(trainer, 5, 3)

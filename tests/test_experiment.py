@@ -189,7 +189,7 @@ def test_a_folder_that_is_not_empty(tmp_path: Path) -> None:
     assert done.returncode == 2 and "--out: out is not an empty folder; allowed: a new or empty one" in done.stderr
     assert (tmp_path / "out/table3.md").read_text() == "mine"
     done = nntile(tmp_path, "experiment", "fig18", "--overwrite")
-    assert done.returncode == 2 and "--overwrite: got fig18, which continues" in done.stderr
+    assert done.returncode == 2 and "--overwrite: got fig18, which continues earlier results" in done.stderr
     done = nntile(tmp_path, "experiment", "fig10", "--out", "out", "--overwrite")
     assert (tmp_path / "out/fig10.md").exists() and (tmp_path / "out/table3.md").read_text() == "mine", done.stderr
 

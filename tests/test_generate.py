@@ -452,7 +452,7 @@ def pools_of(generator: nt.Generator) -> dict[str, set[int]]:
 
 
 def test_each_tile_of_the_batch_has_its_own_pages() -> None:
-    """A prefill uses one part of the cache; the texts are those of an uncut cache, also if prompts wait for pages."""
+    """A prefill uses one part of the cache. The texts are those of an uncut cache, even if prompts wait for pages."""
     model = from_hf(hf_model("llama"))
     texts = prompts()[2:16]
     with nt.Generator(model, tiles={}, batch=5) as generator:
@@ -464,7 +464,7 @@ def test_each_tile_of_the_batch_has_its_own_pages() -> None:
         shape = generator._engine.decoder.shape  # type: ignore[union-attr]
     assert shape.part_count == 3 and shape.pages == 5 * (shape.entries - 2) + 3
     assert {frozenset(tiles) for tiles in used.values()} >= {frozenset({n}) for n in range(3)} | {frozenset(range(3))}
-    few = 3 * 8 * page  # in each part one page besides those of the longest text
+    few = 3 * 8 * page  # in each part: page 0, the pages of the longest text, and one more page
     with nt.Generator(model, tiles={"batch": 2}, batch=5, max_length=330, cache=few) as generator:
         assert generator(texts, max_tokens=30, temperature=0) == want
         assert generator._engine.decoder.shape.most_pages == 7  # type: ignore[union-attr]
@@ -475,7 +475,7 @@ def test_each_tile_of_the_batch_has_its_own_pages() -> None:
 
 
 def test_weights_that_change_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread replaces them between the builds of two programs: the call fails, and later calls are right."""
+    """Another thread replaces the weights between the builds of two programs. The call fails; later texts are right."""
     model = from_hf(hf_model("llama"))
     with nt.Generator(model) as generator:
         want = generator(prompts()[2:4], max_tokens=12, temperature=0)

@@ -95,7 +95,7 @@ def test_an_interrupt_leaves_no_pages_and_no_wrong_tokens(place: str, monkeypatc
 
 
 @pytest.mark.parametrize("tiles", [{}, {"batch": 2}])
-@pytest.mark.parametrize("cancelled", [0, 1, 5])  # it has a row; it has just got one; it waits
+@pytest.mark.parametrize("cancelled", [0, 1, 5])  # the request has a row; has just got a row; waits for a row
 def test_a_text_that_is_cancelled_while_others_get_rows(
     cancelled: int, tiles: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +149,7 @@ def test_another_threads_larger_call_waits_for_all_texts_of_a_call(monkeypatch: 
 
 
 def test_an_interrupt_while_programs_are_built_leaves_no_tiles_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C comes while weights, pages or inputs are written, for each generator at another place."""
+    """Ctrl-C comes while weights, pages or inputs are written: for each generator at another write."""
     model, texts = from_hf(hf_model("gpt2")), prompts()[2:4]
     real, left = Store._written, [0]  # calls until Ctrl-C
 

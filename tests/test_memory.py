@@ -149,7 +149,7 @@ def test_groups_are_bounded_in_bytes() -> None:
 
 def test_memory_that_may_go_under_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
-    told = "^PYTORCH_ALLOC_CONF: got expandable_segments:True; allowed with CUDA workers: the default"
+    told = "^PYTORCH_ALLOC_CONF: got expandable_segments:True; allowed with CUDA workers: expandable_segments:False"
     with pytest.raises(nt.ConfigError, match=told):
         starpu_settings.prepare_cuda(1, None)
 

@@ -66,7 +66,7 @@ def test_as_few_micro_batches_as_fit(tmp_path: Path) -> None:
 
 
 def test_together_with_recompute(tmp_path: Path) -> None:
-    """In memory for one micro-batch that repeats its layers, more micro-batches that repeat nothing are faster."""
+    """One micro-batch fits only with `recompute: layer`; several micro-batches without recompute are faster."""
     path = written(tmp_path)
     peak = plan(load(path, ["train.grad_accumulation=1", "recompute=layer"])).peak_bytes
     config = load(path, [f"runtime.memory={int(peak / 0.9) + 4096}", "recompute=auto"])
@@ -88,7 +88,7 @@ def test_evictions_must_gain() -> None:
 
 
 def test_nothing_fits(tmp_path: Path) -> None:
-    """The smallest step is taken, and the check of the memory names the sizes."""
+    """The step with the smallest peak is chosen, and the run ends with an error about memory."""
     config = load(written(tmp_path), ["runtime.memory=1MiB"])
     train = builders.with_micro_batches(config).train
     assert (train.batch, train.grad_accumulation) == (1, 16)
@@ -97,13 +97,13 @@ def test_nothing_fits(tmp_path: Path) -> None:
 
 
 def test_a_run(tmp_path: Path) -> None:
-    """It has the losses of a run with the number, keeps the number, and a resumed run has the same number."""
+    """A run with `auto` has the losses of a run with the chosen number, and a resumed run keeps this number."""
     path, losses = written(tmp_path), []
     memory = memory_for(path, 4)
     for name, sets in (("auto", [f"runtime.memory={memory}"]), ("own", ["train.batch=4", "train.grad_accumulation=4"])):
         done = command(path, "train", *sets, f"out={tmp_path}/{name}")
         assert done.returncode == 0, done.stderr
-        assert ("micro-batches: 4 of 4 sequences, chosen by estimates" in done.stdout) is (name == "auto")
+        assert ("micro-batches: 4, each of 4 sequences, chosen by estimates" in done.stdout) is (name == "auto")
         losses.append(steps(tmp_path / name))
     assert losses[0] == losses[1] and len(losses[0]) == 3
     saved = load(tmp_path / "auto" / "config.yaml").train
@@ -131,7 +131,7 @@ def test_commands_and_messages(tmp_path: Path) -> None:
 
 
 def test_a_task_that_does_not_fit() -> None:
-    """The tiles of one task may take half of a GPU: a run would refuse the logits of 32 sequences."""
+    """A task's tiles may take half of a GPU's memory: a run would refuse the logits of 32 sequences."""
     sets = ["tokenizer.vocab_size=50304", "runtime.cuda=1", "runtime.cuda_memory=5GiB", "recompute=auto"]
     config = load(installed("experiments") / "gpt2_124m.yaml", [*sets, "train.grad_accumulation=auto"])
     found = builders.micro_batches(config)

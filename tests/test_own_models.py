@@ -229,7 +229,7 @@ def test_a_class_that_is_no_nt_model(runtime: nt.Runtime) -> None:
     loss = F.cross_entropy((p[inputs["ids"]] @ p.T).reshape(10, 7), torch.tensor(inputs["labels"]).reshape(10))
     loss.backward()
     assert trainer.evaluate(inputs, return_outputs=True)[1]["scores"].shape == (2, 5, 7)
-    with pytest.raises(ValueError, match="return_logits: the outputs are scores; allowed: return_outputs"):
+    with pytest.raises(ValueError, match="return_logits: got True, and the outputs are scores; allowed: return_"):
         trainer.evaluate(inputs, return_logits=True)
     assert abs(trainer.step(inputs) / loss.item() - 1) < 1e-6
     trainer.close()

@@ -33,7 +33,7 @@ def test_refused() -> None:
         ({"attention_mask": empty}, r"attention_mask\[1\]: an empty sequence; allowed: at least one token"),
         ({"input_ids": good["input_ids"] + 40}, "input_ids: values go from .*; allowed: 0 to 29"),
         ({"input_ids": good["input_ids"][:, :4]}, r"input_ids: got .*; allowed: ints \(2, 16\)"),
-        ({"input_ids": ids}, "attention_mask: given with lists"),
+        ({"input_ids": ids}, "attention_mask: got lists of arrays too"),
         ({"labels": np.zeros((3, LENGTH), int)}, r"labels: got int64 \(3, 16\); allowed: ints \(2, 16\)"),
         ({"labels": [0, 1]}, r"labels: got int64 \(2,\); allowed: ints \(2, 16\)"),
         ({"input_ids": good["input_ids"][0]}, r"input_ids: got int64 \(16,\); allowed: ints \(1, 16\)"),
@@ -44,7 +44,7 @@ def test_refused() -> None:
         with pytest.raises(ValueError, match=told):
             trainer.step(good | changes)
     for lists, told in (
-        ({"input_ids": ids, "attention_mask": ids}, "attention_mask: given with lists of arrays"),
+        ({"input_ids": ids, "attention_mask": ids}, "attention_mask: got lists of arrays too"),
         ({"input_ids": ids, "labels": ids[::-1]}, "labels: its rows differ in length from those of input_ids"),
         ({"input_ids": [np.arange(17)]}, r"input_ids\[0\]: a sequence of 17 tokens; allowed: at most seq = 16"),
         ({"input_ids": []}, "input_ids: got .*; allowed: a list of arrays"),
@@ -53,7 +53,7 @@ def test_refused() -> None:
         ({"input_ids": [np.ones((2, 3), int), np.arange(5)]}, r"input_ids\[0\]: got shape \(2, 3\); allowed: \[tok"),
         ({"input_ids": [1, np.arange(3)]}, r"input_ids\[0\]: got shape \(\); allowed: \[tokens\]"),
         ({"input_ids": [[1, [2]], [3]]}, r"input_ids\[0\]: is not an array"),
-        ({"input_ids": good["input_ids"], "labels": ids}, "input_ids: an array, where labels is a list of arrays; "),
+        ({"input_ids": good["input_ids"], "labels": ids}, "input_ids: got an array, and a list of arrays as labels; "),
         ({"input_ids": ids}, "labels: missing; the model needs input_ids, labels$"),
         ({"labels": ids}, "input_ids: missing; the model needs input_ids, labels$"),
         ({}, "no inputs of tokens were given; the model needs input_ids, labels$"),

@@ -214,7 +214,7 @@ def test_delayed_tasks_run_later() -> None:
 
 
 def test_generation_with_a_cut_batch() -> None:
-    """Each worker keeps the pages of its part, and the workers exchange nothing; the texts are those of one worker."""
+    """Each worker keeps the pages of its part. The workers exchange nothing, and the texts are those of one worker."""
     config = nt.models.LlamaConfig(layers=2, embed=32, heads=4, kv_heads=2, ffn=48, vocab=60, positions=200)
     model, rng = nt.models.Llama(config, seed=1), np.random.default_rng(0)
     prompts, greedy = [rng.integers(3, 60, n).tolist() for n in (5, 90, 17, 40, 3, 60, 8)], {"temperature": 0}

@@ -334,7 +334,7 @@ def test_a_second_signal_ends_open_requests_at_once(models: Any) -> None:
 
 
 def test_a_request_that_is_not_valid_http_gets_a_json_error(models: Any) -> None:
-    """The last client sends the invalid part when its answer has begun: it gets no second answer."""
+    """The last client sends the invalid part after its answer has begun, and gets no second answer."""
     body = b"POST /nowhere HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
     with serving(str(models("gpt2")[0])) as (process, address):
         host, port = address.removeprefix("http://").split(":")

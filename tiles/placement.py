@@ -143,17 +143,24 @@ def own_worker(task: Task, parts: int, workers: int) -> int:
 
 
 def _worker_of_part(task: Task, first: int, parts: int, workers: int) -> int:
-    """Return the worker of the task's batch part, one of `parts`; -1 if it has none. The list begins with `first`."""
+    """Return the worker of the task's batch part; -1 if the task has no batch part, or several.
+
+    Args:
+        first: Number of the task list's first batch part among all parts.
+        parts: Number of all parts.
+    """
     batch = {part for access in task.accesses for part in access.tile.part("batch")}
     return (first + batch.pop()) * workers // parts if len(batch) == 1 else -1
 
 
 def assign_parts(tasks: TaskList, first: int, parts: int, workers: int) -> None:
-    """Give each task on a batch tile a worker, before `place`. Programs with other parts of the batch then agree.
+    """Assign a worker to each task on a batch tile. Call it before `place`.
+
+    Several programs, each with some parts of the batch, then run the same part on the same worker.
 
     Args:
-        first: Number of the list's first batch tile among all parts.
-        parts: Number of parts of the batch in all programs.
+        first: Number of the task list's first batch part among all parts.
+        parts: Number of all parts, in all programs together.
     """
     for task in tasks.tasks:
         task.worker = _worker_of_part(task, first, parts, workers)

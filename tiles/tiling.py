@@ -57,7 +57,7 @@ class Tiling:
         self.tiles = {axis: plain(size) for axis, size in (tiles or {}).items()}
         self._parts: dict[tuple[str, int], list[TileRange]] = {}
         self._groups: dict[str, int] = {}
-        self._sizes: dict[str, int] = {}  # of axes that operators cut, see `cut_into`
+        self._sizes: dict[str, int] = {}  # tile sizes of axes that operators cut, see `cut_into`
         for axis, size in self.tiles.items():
             if axis not in AXES and not _OWN.fullmatch(str(axis)):
                 raise ConfigError(f"tiles.{axis}: unknown axis; allowed: {', '.join(AXES)}")
@@ -99,15 +99,15 @@ class Tiling:
         tile = self.tile(of, size)
         if tile < size and tile % group and group % tile:
             raise ConfigError(
-                f"tiles.{of}: got {tile}, and {group} of them share one of {axis};"
-                f" allowed: a multiple of {group}, or a divisor"
+                f"tiles.{of}: got {tile}, and {group} {of} share one of {axis};"
+                f" allowed: a multiple or a divisor of {group}"
             )
         if self._groups.setdefault(axis, group) != group:
             raise ConfigError(f"tiles.{of}: groups of {self._groups[axis]} and of {group} {of} in one model")
         self._parts = {key: parts for key, parts in self._parts.items() if key[0].partition(".")[0] != axis}
 
     def cut_into(self, axis: str, tile: int) -> None:
-        """Cut an axis into tiles of `tile` elements. An operator calls it for an axis that users do not cut."""
+        """Cut an axis into tiles of `tile` elements. Operators call this method for axes that users do not cut."""
         assert self._sizes.setdefault(axis, tile) == tile, f"two operators cut {axis} into different tiles"
         self._parts = {key: parts for key, parts in self._parts.items() if key[0] != axis}
 

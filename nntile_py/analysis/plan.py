@@ -112,7 +112,7 @@ class Plan:
         axes: {name: axis} of the parameters and inputs.
         captured: the model is a PyTorch module, whose axes got their names from the capture.
         rows: sums over operators, by phase and kind of operator.
-        candidates: {number of micro-batches: estimates of `recompute: auto` and `train.grad_accumulation: auto`}.
+        candidates: {number of micro-batches: estimates} for `recompute: auto` and `train.grad_accumulation: auto`.
         micro_batches: the number that `train.grad_accumulation: auto` chooses; None: the config has a number.
         tilings: the estimates of `tiles: auto`; None: the config has tile sizes.
     """

@@ -53,7 +53,7 @@ def load_trainer(cls: type[Any], folder: Path, model: Any, trust_code: bool, opt
         saved = _trainer_arguments(facts["trainer"], folder / STATE, known)
     if model is None:
         if facts["model"] is None:
-            raise ConfigError(f"{folder}: a model of your own was saved; allowed: Trainer.load(folder, model)")
+            raise ConfigError(f"{folder}: saved with a model of your own; allowed: Trainer.load(folder, model)")
         kind = facts["model"].get("type")
         if not trust_code:
             check_code(kind, folder / STATE, "model=MODEL, a model of yours, or trust_code=True")
@@ -157,7 +157,7 @@ def saved_tiles(where: Path) -> dict[str, int] | None:
 
 
 def saved_micro_batches(where: Path) -> tuple[int, int] | None:
-    """Return the sequences and the number of micro-batches in a run's newest readable state.json; None: it has none.
+    """Return (sequences of a micro-batch, number of micro-batches) of a run; None: no readable state.json has them.
 
     where: the run's folder or one of its checkpoints."""
     for facts in _states(where):
@@ -204,7 +204,8 @@ def check_same_run(point: ResumePoint, config: RunConfig, data: dict[str, str]) 
         ConfigError: The checkpoint is of another run. The message names the differences.
     """
     if point.facts.get("config") is None:
-        raise ConfigError(f"--resume: {point.folder} is no run's (trainer.save wrote it); allowed: nt.Trainer.load")
+        need = "the folder of a run; nt.Trainer.load reads folders of trainer.save"
+        raise ConfigError(f"--resume: got {point.folder}, which trainer.save wrote; allowed: {need}")
     old, new = flattened(point.facts["config"]), flattened(config.model_dump(mode="json", by_alias=True))
     both = [key for key in sorted(old.keys() & new.keys()) if old[key] != new[key] and not _in(key, FREE)]
     differences = {key: f"{key} was {old[key]}, is {new[key]}" for key in both}

@@ -87,7 +87,7 @@ def experiment(
     if not chosen.goes_on:
         folder = run_folder(own, None, out, overwrite)
     elif overwrite:
-        raise ConfigError(f"--overwrite: got {name}, which continues from earlier results; allowed: no --overwrite")
+        raise ConfigError(f"--overwrite: got {name}, which continues earlier results; allowed: no --overwrite")
     else:
         folder = out or Path("runs") / own
 

@@ -48,9 +48,9 @@ Precision = Annotated[str, typer.Option(help="fp32; on GPUs also tf32, bf16 or f
 
 
 def load_config(config: str, sets: list[str] | None) -> "RunConfig":
-    """Read the YAML file CONFIG, and choose a number of micro-batches if it has `train.grad_accumulation: auto`.
+    """Read the YAML file CONFIG, and replace `train.grad_accumulation: auto` by a number of micro-batches.
 
-    The values of --set override its keys.
+    The values of --set override keys of the file.
     """
     from nntile_py.config.builders import with_micro_batches
     from nntile_py.config.run_config import load
@@ -78,12 +78,12 @@ def alone(command: str) -> None:
 
 
 def choose_micro_batches(config: "RunConfig", *, quiet: bool = False) -> "RunConfig":
-    """Return the config with a number of micro-batches. If it is chosen here, print the number, unless `quiet`."""
+    """Return the config with a number of micro-batches. If the config has `auto`, print the number, unless `quiet`."""
     from nntile_py.config.builders import with_micro_batches
 
     chosen = with_micro_batches(config)
     if chosen is not config and launcher.leads() and not quiet:
-        what = f"{chosen.train.grad_accumulation} of {chosen.train.batch} sequences"
+        what = f"{chosen.train.grad_accumulation}, each of {chosen.train.batch} sequences"
         print(f"micro-batches: {what}, chosen by estimates; `nntile plan` shows the estimates", flush=True)
     return chosen
 

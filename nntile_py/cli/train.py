@@ -164,9 +164,9 @@ def merge(
 
 
 def _with_saved_choices(config: "RunConfig", start: Path) -> "RunConfig":
-    """Return the config with the micro-batches and tile sizes of the run to resume in place of `auto`.
+    """Return the config with the number of micro-batches and the tile sizes of the run to resume, in place of `auto`.
 
-    They decide the bits.
+    With other values, the resumed run would not have the same bits.
     """
     from nntile_py.checkpoint.resume import saved_micro_batches, saved_tiles
     from nntile_py.config.builders import micro_batched

@@ -75,7 +75,7 @@ def room(config: RunConfig) -> Room:
 
 
 def micro_batches(config: RunConfig) -> dict[int, list[StepEstimate]]:
-    """Return {number of micro-batches: estimates}, among which `train.grad_accumulation: auto` chooses."""
+    """Return the estimates for `train.grad_accumulation: auto`, as {number of micro-batches: estimates}."""
     key = config.to_yaml()
     if key not in _micro_batches:
         whole = default_layouts(uncut(micro_batched(config, config.train.batch, 1)))
@@ -84,9 +84,10 @@ def micro_batches(config: RunConfig) -> dict[int, list[StepEstimate]]:
 
 
 def with_micro_batches(config: RunConfig) -> RunConfig:
-    """Return the config with numbers in place of `train.grad_accumulation: auto`.
+    """Return the config with a number of micro-batches in place of `train.grad_accumulation: auto`.
 
-    The number of micro-batches is that of the fastest estimate. The config's `train.batch` is divided by the number.
+    The number is that of the fastest estimate that fits. `train.batch` is divided by this number: the result counts the
+    sequences of one micro-batch.
     """
     if not config.train.auto_micro_batches:
         return config

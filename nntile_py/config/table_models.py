@@ -33,7 +33,8 @@ def check_table(data: DataSection, head: str) -> None:
     if data.sequences != "window":
         raise ConfigError(f"data.sequences: got {data.sequences}; allowed: window, since rows are sequences")
     if key := next((name for name in ("concatenate", "messages", "prompt", "response") if getattr(data, name)), ""):
-        raise ConfigError(f"data.{key}: got {short(getattr(data, key))}; allowed with model.head: {head}: the default")
+        got = f"{short(getattr(data, key))} with model.head: {head}"
+        raise ConfigError(f"data.{key}: got {got}; allowed: no data.{key}")
     if not isinstance(data.source, str):
         raise ConfigError(f"data.source: allowed with model.head: {head}: one path")
 
@@ -42,11 +43,11 @@ def with_choices(model: Any, data: DataSection, train: TrainSection) -> Any:
     """Return the section `model` of sentence embeddings with `choices` set to the number of texts in a table row."""
     columns, batch = data.texts, train.batch
     if train.pack:
-        raise ConfigError(f"train.pack: got true; allowed with model.head: {model.head}: false")
+        raise ConfigError(f"train.pack: got true with model.head: {model.head}; allowed: false")
     for key, default in (("text", "text"), ("label", "label")):
         if getattr(data, key) != default:
-            of = f"with model.head: {model.head}"
-            raise ConfigError(f"data.{key}: got {getattr(data, key)}; allowed {of}: data.texts alone")
+            got = f"{getattr(data, key)} with model.head: {model.head}"
+            raise ConfigError(f"data.{key}: got {got}; allowed: data.texts instead of data.{key}")
     if len({*columns}) < max(len(columns), 2):
         raise ConfigError(f"data.texts: got {list(columns)}; allowed: at least two columns, each once")
     if data.source == STDLIB and len(columns) > 2:

@@ -246,7 +246,7 @@ class Array:
             ValueError: a size that is not a positive integer, more sizes than axes, or a tile that is cut again.
         """
         if self.cut != self.data.whole:
-            raise ValueError(f"{self!r} cannot be cut again; allowed: further cuts of its array")
+            raise ValueError(f"{self!r} cannot be cut again; allowed: other tiles of its array")
         wanted = list(sizes) + [None] * (self.ndim - len(sizes))
         for axis, size in ((0, rows), (1, columns)):
             if size is None:
@@ -259,7 +259,7 @@ class Array:
             raise ValueError(f"tiles: {len(sizes)} sizes are too many for {self!r}, which has {self.ndim} axes")
         for size in wanted:
             if size is not None and (not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1):
-                raise ValueError(f"tiles: got size {size!r}; allowed: a positive integer, or None: uncut")
+                raise ValueError(f"tiles: got size {size!r}; allowed: a positive integer, or None for an uncut axis")
         whole = self.data.whole.sizes
         cut = TileGrid(self.data.shape, tuple(min(int(w or s), s) for w, s in zip(wanted, whole, strict=True)))
         return Tiles(self.data, cut)

@@ -1,4 +1,4 @@
-"""Runs a program as one task on each GPU: a CUDA graph launches all kernels at once (csrc/cuda_graph_cuda.cpp)."""
+"""Runs a program as one task on each GPU: a CUDA graph of all its kernels on this GPU (csrc/cuda_graph_cuda.cpp)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ def roles(tasks: TaskList) -> Roles:
 
 
 def changed_roles(tasks: TaskList) -> Roles:
-    """Return the roles of a program's persistent tiles, if other programs write its weights between its runs."""
+    """Return the result of `roles`, but with the weights as inputs instead of weights that stay on the GPU.
+
+    Other programs may then write the weights between two runs of the program.
+    """
     weights, accesses = roles(tasks)
     return Roles([], [*(Access(tile, "R") for tile in weights), *accesses])
 
@@ -98,7 +101,7 @@ def exchange(tasks: TaskList) -> str:
             if access.mode != "R":
                 written.add(access.tile)
     moved = next((tile for tile in users if len(users[tile]) > 1 and tile in written), None)
-    return f"its workers exchange {moved}" if moved else ""
+    return f"workers exchange {moved}" if moved else ""
 
 
 def refusal(tasks: TaskList) -> str:
@@ -110,7 +113,7 @@ def refusal(tasks: TaskList) -> str:
             return f"{task.op} makes room on the device"
     for access in roles(tasks).accesses:
         if access.mode not in ("R", "W") and access.tile.kind not in CHANGED:
-            return f"it changes {access.tile}, which outlives it"
+            return f"the program changes {access.tile}, which outlives the program"
     return ""
 
 
@@ -128,7 +131,7 @@ def training_refusal(lists: Iterable[TaskList]) -> str:
 
 def _refusal(tasks: TaskList) -> str:
     if (count := sum(1 for _ in _parts(tasks))) > MOST_TASKS:
-        return f"it has {count} tasks, and {MOST_TASKS} are allowed"
+        return f"the program has {count} tasks, and a graph at most {MOST_TASKS}"
     for task in tasks.tasks:
         if task.evicts:
             return f"{task.op} makes room on the device"
@@ -174,7 +177,7 @@ class CapturedProgram:
         refused: why the program cannot be a graph in this runtime; an empty text if it can.
         captured: False: never use a graph. True: always use a graph; ConfigError if that is not possible. None: the
             first run decides.
-        split: Returns the roles of the tiles of a share: weights that stay on the GPU, and all other persistent tiles.
+        split: Function that returns the roles of the persistent tiles of a share. Its weights stay on the GPU.
         measures: Choose kernels by the time of the whole graph, which runs the program several times. False: the
             kernels, and so the bits of all results, are those of a run without a graph.
 
@@ -198,7 +201,7 @@ class CapturedProgram:
             return
         self._most = most_filled(program.list)
         self._parts = sum(1 for _ in _parts(program.list))
-        self._lists: list[TaskList] = []  # what a profile shows: one task for each graph
+        self._lists: list[TaskList] = []  # for a profile: one task for each graph
         changing = [number for number, name in enumerate(program.slots) if name not in self._most]
         for worker, numbers, tasks in shares(program.list):
             held, accesses = split(tasks)
@@ -217,16 +220,16 @@ class CapturedProgram:
 
     @property
     def graphs(self) -> int:
-        """The number of graphs that each GPU has captured so far; the least of these numbers."""
+        """The number of graphs captured so far, on the GPU with the fewest graphs."""
         return min((int(native.graphs) for native in self._natives), default=0)
 
     def _launch(self, slots: Mapping[str, float]) -> bool:
-        """Submit the program as graphs and return True; if it cannot be a graph, return False."""
+        """Submit the program as graphs and return True. If a graph is not possible, return False."""
         if broken := next((native.broken for native in self._natives if native.broken), ""):
             return self._without(broken)
         most = (self._runtime.cuda_memory or 0) // SHARE if self._runtime else 0
         if not all(native.hold(most) for native in self._natives):
-            return self._without(f"it finds no room in {most >> 20} MiB, a {SHARE}th of runtime.cuda_memory")
+            return self._without(f"a graph finds no room in {most >> 20} MiB, a {SHARE}th of runtime.cuda_memory")
         of = self._most
         given = [rounded(slots[name], of[name]) if name in of else slots[name] for name in self.program.slots]
         for native, tasks in zip(self._natives, self._lists, strict=True):
@@ -288,7 +291,7 @@ class Served(CapturedProgram):
                 least = {way: min(before, _seconds(way, RUNS)) for way, before in least.items()}
         except TaskError as error:
             return self._without(str(error))
-        return least[launch] < least[tasks] or self._without("it is no faster")
+        return least[launch] < least[tasks] or self._without("a graph is no faster")
 
 
 class TrainingProgram(CapturedProgram):
@@ -330,16 +333,16 @@ def _step_refusal(lists: Sequence[TaskList], captured: bool | None, checked: boo
 
 
 def _not_here(most: int | None = None) -> str:
-    """Return the reason why no program can be graphs in this runtime; an empty text if there is none.
+    """Return the reason why programs cannot run as graphs in this runtime; an empty text if they can.
 
     Args:
-        most: Largest number of GPUs; None: no limit, if each task has its worker.
+        most: Largest number of GPUs. None: any number; several GPUs need planned placement.
     """
     runtime = Runtime.current
     if not runtime or not runtime.cuda or runtime.cpus or runtime.ranks or (most and runtime.cuda > most):
-        return f"it needs a runtime of {'one GPU' if most == 1 else 'GPUs'}, no CPU workers and one rank"
+        return f"a graph needs a runtime of {'one GPU' if most == 1 else 'GPUs'}, no CPU workers and one rank"
     if runtime.cuda > 1 and runtime.placement != "planned":
-        return "several GPUs need runtime.placement: planned"
+        return "graphs on several GPUs need runtime.placement: planned"
     return ""
 
 
@@ -369,7 +372,7 @@ def _lacks_room(lists: Sequence[TaskList], room: int) -> str:
             if a.tile.persistent}  # fmt: skip
     own = sum(map(own_bytes, lists))
     need = max(SHARE * own, sum(kept.values()) + own + max(tasks.temporary_bytes() for tasks in lists))
-    return f"it needs {need >> 20} MiB, and runtime.cuda_memory is {room >> 20} MiB" if need > room else ""
+    return f"graphs need {need >> 20} MiB, and runtime.cuda_memory is {room >> 20} MiB" if need > room else ""
 
 
 def _seconds(way: Callable[[], None], runs: int) -> float:

@@ -90,7 +90,7 @@ class PythonTask:
         for kind in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction):
             if kind(function):  # a call would return before the function runs
                 kinds = "an async function or a generator"
-                raise TypeError(f"task {function.__name__}: got {kinds}; allowed: other functions")
+                raise TypeError(f"task {function.__name__}: got {kinds}; allowed: a plain function")
         functools.update_wrapper(self, function)
         self.library, self.modes, self._on_cpu = library, modes, function
         self._on_cuda: Function | None = function if library == "torch" else None
@@ -137,7 +137,8 @@ class PythonTask:
             raise ValueError(f'task {name}: got where={where!r}; allowed: "cpu", "cuda", or one worker: "cuda:0"')
         kind, number = match.groups()
         if where and kind == "cuda" and not self._on_cuda:
-            raise ValueError(f'task {name}: has no CUDA variant; allowed: @{name}.cuda, or @nt.task("torch", ...)')
+            need = f'a variant by @{name}.cuda, or a task of @nt.task("torch", ...)'
+            raise ValueError(f"task {name}: got where={where!r} without a CUDA variant; allowed: {need}")
         changed = copy.copy(self)
         changed._options = {"priority": int(priority)}
         if where:

@@ -34,11 +34,12 @@ from nntile_py.tiles.placement import PLACEMENTS
 from nntile_py.tiles.worker_kinds import check_workers
 from nntile_py.typed import plain, typed
 
-# Number of tasks that a GPU gets ahead of the task that StarPU waits for, if no other worker could take them. AHEAD is
-# for a single GPU: packed BERT base takes 27.8 ms a step with 4 tasks, and 27.0 ms with 16 or 40. AHEAD_OF_OTHERS is
-# for a GPU among others: GPT-2 XL on 4 GPUs takes 0.330 s a step with 0 tasks, 0.322 s with 2, and 0.360 s with 4.
-# AHEAD_OF_ANOTHER is for two GPUs: packed BERT base takes 31.4 ms with 2 tasks, 29.8 ms with 4, and 29.9 ms with 8;
-# GPT-2 124M 56.3 ms with 2, and 55.8 ms with 4.
+# Number of tasks that a GPU gets ahead of the task that StarPU waits for, if no other worker could take them.
+# AHEAD is for one GPU: packed BERT base takes 27.8 ms a step with 4 tasks, and 27.0 ms with 16 or 40.
+# AHEAD_OF_ANOTHER is for two GPUs: packed BERT base takes 31.4 ms a step with 2 tasks, 29.8 ms with 4, and 29.9 ms with
+# 8. GPT-2 124M takes 56.3 ms with 2 tasks, and 55.8 ms with 4.
+# AHEAD_OF_OTHERS is for more GPUs: GPT-2 XL on 4 GPUs takes 0.330 s a step with 0 tasks, 0.322 s with 2, and 0.360 s
+# with 4.
 AHEAD, AHEAD_OF_ANOTHER, AHEAD_OF_OTHERS = 16, 4, 2
 
 
@@ -123,9 +124,9 @@ class Runtime:
         self.cpus = (0 if cuda else usable) if cpus is None else cpus
         least = 0 if cuda else 1
         if not least <= self.cpus <= usable:
-            raise ConfigError(f"runtime.cpus: got {cpus}; allowed: {least} to {usable}, the cores of this machine")
+            raise ConfigError(f"runtime.cpus: got {cpus}; allowed: {least} to {usable}, the number of cores")
         if cuda and not _core.has_cuda:
-            raise ConfigError("runtime.cuda: this build of nntile_py has no CUDA workers; allowed: 0")
+            raise ConfigError(f"runtime.cuda: got {cuda}, but this build of nntile_py has no CUDA workers; allowed: 0")
         self.cuda, self.cuda_memory = cuda, cuda_memory
         if scheduler not in _core.schedulers():
             raise ConfigError(
@@ -141,9 +142,9 @@ class Runtime:
         check_workers(on_cpu, self.cpus, cuda, self.placement)
         self.on_cpu = tuple(on_cpu) if cuda and on_cpu is not None else None  # without GPUs it has no meaning
         if self.placement == "planned" and "STARPU_SCHED" in os.environ:
-            raise ConfigError(
-                f"STARPU_SCHED: got {os.environ['STARPU_SCHED']} with runtime.placement: planned; allowed: scheduler"
-            )
+            need = "no STARPU_SCHED, or runtime.placement: scheduler"
+            got = f"{os.environ['STARPU_SCHED']} with runtime.placement: planned"
+            raise ConfigError(f"STARPU_SCHED: got {got}; allowed: {need}")
         for variable, allowed in (("NNTILE_PRODUCT", ("own", "blas")), (OVERLAP, ("0", "1"))):
             if (value := os.environ.get(variable, "")) not in ("", *allowed):
                 raise ConfigError(f"{variable}: got {value}; allowed: {' or '.join(allowed)}")

@@ -105,7 +105,8 @@ def prepare_cuda(devices: int, memory: int | None) -> None:
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         # Expandable segments unmap memory that running kernels still use.
         if "expandable_segments:True" in os.environ.get(name, "").replace(" ", ""):
-            raise ConfigError(f"{name}: got expandable_segments:True; allowed with CUDA workers: the default, False")
+            need = "allowed with CUDA workers: expandable_segments:False, the default"
+            raise ConfigError(f"{name}: got expandable_segments:True; {need}")
     # CLEAN_BUFFERS of 0: tiles are written back to main memory only when their room is needed. CUDA_PIPELINE is the
     # number of tasks that wait on a GPU's stream. Another GPU cannot steal these tasks, so each of several GPUs gets
     # fewer (GPT-2 XL on 4 GPUs: 0.52 s a step with 4 tasks, 0.43 s with 2).

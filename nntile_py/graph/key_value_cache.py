@@ -37,7 +37,7 @@ class CacheShape:
         length: Positions of the longest sequence.
         pages: Number of pages, including page 0 of each part, which no sequence uses.
         slots: Positions of a page.
-        parts: The tiles of the axis page, and the rows that use them; None: the axis is not cut.
+        parts: How the axis page is cut, and which rows use which part; None: the axis is not cut.
     """
 
     length: int

@@ -159,7 +159,7 @@ def check(g: Graph, model: Any) -> None:
     for op in g.ops:
         mask = getattr(op, "mask", None)
         if mask is not None and hasattr(mask, "segments") and mask.segments is None:
-            raise ConfigError(f"{here} a mask with segments in {op.name}; allowed: attention_mask(g, batch)")
+            raise ConfigError(f"{here} a mask with segments in {op.name}; allowed: the mask attention_mask(g, batch)")
         if isinstance(op, Select) and op.axis == "seq":
             raise ConfigError(f"{here} first_tokens(g, x) instead of {op.name}, which selects one token per bin")
     for name, one in g.inputs.items():

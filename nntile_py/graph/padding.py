@@ -34,12 +34,12 @@ def padded(inputs: Mapping[str, Any], length: int, declared: Mapping[str, Input]
         if name not in without_seq and isinstance(value, list | tuple) and not _flat(value)
     }
     if lists and MASK in inputs:
-        raise ValueError(f"{MASK}: given with lists of arrays, whose lengths define it; allowed: the lists alone")
+        raise ValueError(f"{MASK}: got lists of arrays too, whose lengths define the mask; allowed: the lists alone")
     arrays = {name: _array(name, value) for name, value in inputs.items() if name not in lists}
     first, known_lengths = next(iter(lists), ""), list[int]()
     for name, array in arrays.items() if lists else ():
         if name not in without_seq and array.ndim > 1:
-            raise ValueError(f"{name}: an array, where {first} is a list of arrays; allowed: both in the same form")
+            raise ValueError(f"{name}: got an array, and a list of arrays as {first}; allowed: two arrays or two lists")
     for name, value in lists.items():
         rows = [_array(f"{name}[{k}]", row) for k, row in enumerate(value)]
         if not rows:

@@ -1,5 +1,4 @@
-"""The settings `recompute: auto` and `grad_accumulation: auto`: the step that is estimated to be the fastest in the
-given memory."""
+"""The settings `recompute: auto` and `grad_accumulation: auto`, which choose the fastest estimated step that fits."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 DISK_S = 1e9  # bytes/s from and to a disk, assumed
 OF_MACHINE = 0.8  # share of main memory for tiles if runtime.memory is not set; the process has other arrays too
-EVICTING = 1.2  # measured steps with evictions take longer than their estimates, by 1.1 to 3 times
+EVICTING = 1.2  # factor on estimates of steps with evictions: measured, these steps take 1.1 to 3 times their estimates
 IN_ORDER = 0.9  # share of main memory for a step's peak, which assumes tasks in order; several workers need more
 
 
@@ -85,7 +84,7 @@ def needed_with_disk(peak: int, lists: Iterable[TaskList], workers: int) -> int:
 
 
 def task_bytes(lists: Iterable[TaskList]) -> int:
-    """Return the largest number of bytes of a task's tiles."""
+    """Return the bytes of all tiles of a task, for the task with the most bytes."""
     return max((sum(a.tile.bytes for a in task.accesses) for tasks in lists for task in tasks.tasks), default=0)
 
 
@@ -121,7 +120,11 @@ class Steps(Protocol):
 
 
 def candidates(spec: Steps, room: Room, values: Sequence[str | Sequence[str]] = RECOMPUTE) -> list[StepEstimate]:
-    """Return an estimate for each value of `recompute`. Values after the first that repeat no operator are left out."""
+    """Return an estimate for each value of `recompute`, except later values that repeat no operator of the model.
+
+    Raises:
+        ConfigError: No step can be built with the first value.
+    """
     found = []
     for value in values:
         try:
@@ -147,8 +150,8 @@ def candidates(spec: Steps, room: Room, values: Sequence[str | Sequence[str]] = 
 def in_micro_batches(spec: StepSpec) -> Iterator[tuple[int, list[StepEstimate]]]:
     """Yield (number of micro-batches, estimates) for the spec's batch in 1, 2, 4, ... micro-batches.
 
-    The last number is the first one at which a step fits that evicts and repeats as little as `recompute` allows: more
-    micro-batches only have more tasks.
+    Stop at the first number with a step that fits without evictions and repeats as little as `recompute` allows. More
+    micro-batches would only have more tasks.
     """
     count = 1
     while spec.batch % count == 0:
@@ -162,7 +165,7 @@ def in_micro_batches(spec: StepSpec) -> Iterator[tuple[int, list[StepEstimate]]]
 def fastest(found: Sequence[StepEstimate]) -> StepEstimate:
     """Return the fastest candidate that fits; if none fits, the candidate with the smallest peak.
 
-    A candidate with evictions must be faster by EVICTING than candidates without.
+    The comparison multiplies the times of candidates with evictions by EVICTING.
     """
 
     def cost(one: StepEstimate) -> float:

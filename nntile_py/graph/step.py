@@ -200,7 +200,7 @@ class StepSpec:
 
     @cached_property
     def recompute_estimates(self) -> list[StepEstimate]:
-        """The estimates among which `recompute: auto` chooses; of another value its own estimate."""
+        """The estimates among which `recompute: auto` chooses. With another value: the estimate of this value."""
         values = RECOMPUTE if self.recompute == AUTO else (self.recompute,)
         return candidates(self, self.room or Room.of(os.cpu_count() or 1, 0, None, None), values)
 

@@ -146,7 +146,7 @@ class BoundModel:
         for param in evaluation.params:
             tiles = [tile.key for _, tile in evaluation.forward.grid(param.tensor)]
             if not {*tiles} <= self._weights.handles.keys():
-                with uninterrupted():  # after an interrupt, tiles without values would look complete
+                with uninterrupted():  # an interrupt must not leave tiles without values, which would count as written
                     self._weights.write(evaluation.forward, param.tensor, param.weight(self._written))
         # Each program has its own store: inputs and outputs of different programs have the same keys but different
         # sizes. The stores share the tiles of the weights.

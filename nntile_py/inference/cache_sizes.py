@@ -1,4 +1,4 @@
-"""Sizes of a cache of keys and values for a number of sequences, within a number of bytes."""
+"""Computes the sizes of a cache of keys and values from the number of sequences and a limit in bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cache_shape(bound: BoundModel, length: int, rows: int, most_bytes: int | Non
     """
     pages_per_row, part_rows = CacheShape(length, 1).entries - PAGES, min(rows, bound.tiles.get("batch", rows))
     parts = -(-rows // part_rows)
-    size, pages = part_rows * pages_per_row + 1, rows * pages_per_row + parts  # of a part, of all parts
+    size, pages = part_rows * pages_per_row + 1, rows * pages_per_row + parts  # pages of one part, and of all parts
     if most_bytes is not None:
         graph = bound.spec(1, 1).generation(CacheShape(length, 2), Sampling(True), advances=True).graph
         pools = [tensor for (kind, _), tensor in graph.kept.items() if kind == "cache"]

@@ -32,7 +32,7 @@ GREEDY = (0.0, 0.0, 1.0, 0.0, 1.0)  # settings of a row that takes the largest l
 PREFILL_ROWS = {"CPU": (1, 2, 4, 8), "CUDA": (1, 8)}
 PREFILL_TOKENS = {"CPU": (16, 32, 64, 128, 256), "CUDA": (64, 512)}
 CHANGED = (
-    "generation: model.weights or the Runtime has changed while texts were generated; allowed: change them before or"
+    "generation: model.weights or the Runtime has changed while texts were generated; allowed: a change before or"
     " after a generation"
 )
 MOST_PADDING = 0.25  # largest share of padding in a prefill pass; with more padding, two smaller passes are faster
@@ -117,7 +117,7 @@ class Decoder:
     def __init__(self, bound: BoundModel, rows: int, shape: CacheShape, vocab: int | None = None) -> None:
         self.bound, self.rows, self.shape, self.vocab = bound, rows, shape, vocab
         self._cache: Store | None = None
-        self._free: list[list[int]] = []  # for each part of the cache
+        self._free: list[list[int]] = []  # numbers of the free pages of each part of the cache
 
     # -- pages
 
@@ -166,7 +166,7 @@ class Decoder:
         remaining, sampling = list(rows), sampling_of(rows, self.vocab)
         while remaining:
             parts = sorted({row.part for row in remaining})
-            # All passes are submitted before the first result is read: parts of the cache may be on different GPUs.
+            # First submit all passes, then read results: GPUs with different parts of the cache work at the same time.
             passes = [self._submit_prefill([row for row in remaining if row.part == part], sampling) for part in parts]
             for program, those, seq in passes:
                 next_tokens |= _prefilled(program, those, seq)
@@ -174,9 +174,10 @@ class Decoder:
         return [next_tokens[row] for row in rows]
 
     def _submit_prefill(self, rows: Sequence[Row], sampling: Sampling) -> tuple[ForwardProgram, Sequence[Row], int]:
-        """Submit a prefill pass over some of `rows`, whose pages are in one part of the cache.
+        """Submit a prefill pass over some of these rows, whose pages are all in one part of the cache.
 
-        Return the pass's program, its rows, and the largest number of new tokens of a row.
+        Returns:
+            The pass's program, the rows of the pass, and the largest number of new tokens of a row.
         """
         device = "CUDA" if _core.cuda_workers() else "CPU"
         # A pass with logits of all positions has one row only, because these logits need much memory.
@@ -235,7 +236,7 @@ class Decoder:
         """Bind the model, with an empty cache if the weights or the Runtime have changed.
 
         Raises:
-            ConfigError: They have changed while rows have pages.
+            ConfigError: The weights or the Runtime have changed while rows have pages.
         """
         if self.bound.stale:
             if self._cache is not None and sum(map(len, self._free)) < self.shape.pages - self.shape.part_count:
@@ -250,8 +251,7 @@ class Decoder:
         """Return the program of a pass over `seq` new tokens of each of `rows` rows.
 
         Args:
-            part: For a prefill: the part of the cache that has the pages of all rows. None: the program is a decoding
-                pass.
+            part: For a prefill pass: the part of the cache that has the pages of all rows. None: a decoding pass.
         """
         return self._program((rows, seq, sampling, part), {})
 
@@ -279,7 +279,7 @@ class Decoder:
                 shape, sampling, advances=part is None, partial_sums=not _core.cuda_workers()
             )
             runtime, workers = self.bound.bind(), _core.cuda_workers() or _core.cpu_workers()
-            if shape.parts and runtime.placement == "planned":  # each worker keeps its pages
+            if shape.parts and runtime.placement == "planned":  # so that workers do not exchange pages
                 assign_parts(evaluation.forward.tasks, shape.parts.first, shape.part_count, workers)
             self._add_pools(evaluation)
             try:
@@ -289,7 +289,7 @@ class Decoder:
                 program.write(self._arrays(program, [], seq))
                 for _ in range(2):
                     program.run({})
-            except BaseException:  # an interrupt: the program may lack inputs
+            except BaseException:  # such as Ctrl-C, after which the program may lack inputs
                 self.bound.programs.pop(key, None)
                 raise
         return self.bound.programs[key]
@@ -343,7 +343,8 @@ def _drawn_token(outputs: Mapping[str, Array], row: int, position: int, ranks: i
 def _prefilled(program: ForwardProgram, rows: Sequence[Row], seq: int) -> dict[Row, DrawnToken]:
     """Wait for a prefill pass over at most `seq` new tokens of each row.
 
-    Return the tokens that it drew for the rows whose prompts are complete.
+    Returns:
+        The token that the pass drew for each row whose prompt is complete.
     """
     for row in rows:
         first, row.past = row.past, min(row.past + seq, len(row.tokens))

@@ -97,7 +97,7 @@ class Encoder:
         if not isinstance(captured, bool | None):
             raise ConfigError(f"captured: got {captured!r}; allowed: True, False or None")
         if cut := {"batch", "seq"} & {*(tiles or {})}:
-            raise ConfigError(f"tiles.{min(cut)}: a bin is one tile and is not cut; allowed: embed, heads, ffn, vocab")
+            raise ConfigError(f"tiles.{min(cut)}: got a size, but a bin is one tile; allowed: embed, heads, ffn, vocab")
         positions = getattr(getattr(model, "config", None), "positions", None)
         if max_length and positions and max_length > positions:
             raise ConfigError(f"max_length: got {max_length}; allowed: at most {positions}, the positions of the model")

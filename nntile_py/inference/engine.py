@@ -192,10 +192,10 @@ class Engine:
         return bool(self._waiting) and self._place(self._waiting[0], ended=True) is not None
 
     def _place(self, request: Request, *, ended: bool) -> int | None:
-        """Return the first row of the passes that a waiting request can take; None: no row is free and has pages.
+        """Return the number of the first row that a waiting request can take; None: no free row has enough pages.
 
         Args:
-            ended: The rows and pages of ended requests count as free.
+            ended: True: the rows and pages of ended requests count as free.
         """
         decoder, need = self.decoder, self.decoder.pages_for(len(request.prompt) + request.max_tokens)
         former = [one for one in self._active if ended and one and one.ended]
@@ -232,7 +232,8 @@ class Engine:
     def _admit(self) -> None:
         """Give rows to waiting requests, and prefill their prompts, which draws their first tokens.
 
-        Requests may be cancelled meanwhile: by another thread, or when Python deletes a stream. They keep their rows.
+        During this call, another thread may cancel requests, and so may Python when it deletes a stream. Cancelled
+        requests keep their rows.
         """
         if not any(self._active):
             self._active = []

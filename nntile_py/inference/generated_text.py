@@ -1,4 +1,4 @@
-"""Options of a generation, and what it returns: generated texts, or their parts one after another."""
+"""Options of a generation, and its results: complete texts, or a stream of their tokens."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Options:
     Attributes:
         max_tokens: Largest number of new tokens of a text. None: MOST_TOKENS, or fewer if the model
             has fewer positions left.
-        temperature: Logits are divided by it; 0: the most probable token is taken (greedy).
+        temperature: Divisor of the logits; 0: the most probable token is taken (greedy).
         top_k: Draw among the k most probable tokens; None, 0 or -1: among all tokens.
         top_p: Draw among the most probable tokens whose probabilities together reach this value.
         min_p: Draw among tokens whose probability is at least min_p times the largest probability.
-        repetition_penalty: Logits of tokens that the text already has are divided by it (multiplied if negative).
+        repetition_penalty: Divisor of the logits of tokens that the text already has, if positive; else factor.
         seed: Seed of the draws. The draws of prompt number n of a call depend on (seed, n) alone.
         stop: Stop texts. A generated text ends before the first stop text.
         logprobs: Return the log-probability of each new token, and of this number of most probable tokens. None:

@@ -54,8 +54,9 @@ class Generator:
         tokenizer: Turns texts into tokens. Default: the folder's tokenizer. Without a tokenizer, prompts are lists
             of token numbers.
         tiles: {axis: tile size} for any of the axes batch, seq (new tokens of a pass), embed, heads, ffn, vocab.
-            Default: on CPU workers as many tiles of heads, ffn and vocab as there are workers; on several GPUs, if the
-            weights fit into each, as many tiles of the batch as there are GPUs; else no axis is cut.
+            Default: on CPU workers, as many tiles of heads, ffn and vocab as there are workers. On several GPUs, as
+            many tiles of the batch as there are GPUs, if the weights take at most a quarter of each GPU's memory.
+            Otherwise, no axis is cut.
         precision: fp32; on CUDA workers also tf32, bf16 and fp16, on CPU workers fp64.
         batch: Largest number of texts that are continued at once.
         max_length: Largest number of tokens of a prompt with its continuation. Default: the model's positions.
@@ -146,7 +147,7 @@ class Generator:
         """Return the tokens of prompts. Raises ValueError, see `__call__`. noun: word for the prompts in messages."""
         texts = listed(prompts, noun)
         if options.stop and self.tokenizer is None:
-            raise ConfigError(f"stop: got {options.stop!r}; allowed: only with a tokenizer, or max_tokens instead")
+            raise ConfigError(f"stop: got {options.stop!r} without a tokenizer; allowed: a tokenizer, or max_tokens")
         vocab = getattr(getattr(self.model, "config", None), "vocab", None)
         longest = (self.max_length or 2**31) - (options.max_tokens or 1)
         if longest < 1:
@@ -216,7 +217,7 @@ class Generator:
     # -- inside
 
     def _cuts(self) -> dict[str, int]:
-        """Return the tile sizes. By default, each matrix product has as many tasks as there are CPU workers."""
+        """Return the tile sizes. Default: one task of a product per CPU worker, or one tile of the batch per GPU."""
         if self._tiles is not None:
             return dict(self._tiles)
         runtime, config = Runtime.current, getattr(self.model, "config", None)

@@ -77,7 +77,7 @@ def serve_folder(
 
 
 class _Protocol(H11Protocol):
-    """Answers a request that is not valid HTTP by a JSON error."""
+    """Answers a request that is not valid HTTP with a JSON error."""
 
     def send_400_response(self, msg: str) -> None:
         """Send the error unless another answer has begun, and close the connection."""

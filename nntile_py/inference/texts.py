@@ -47,7 +47,7 @@ def with_limit(tokenizer: Tokenizer, longest: int, framed: bool) -> Tokenizer:
     if framed:
         frame(own)
     if (least := own.num_special_tokens_to_add(False)) >= longest:
-        raise ConfigError(f"max_length: got {longest}; allowed: more than {least}, the length of the template")
+        raise ConfigError(f"max_length: got {longest}; allowed: more than {least}, as the template has {least} tokens")
     own.enable_truncation(longest)
     return own
 

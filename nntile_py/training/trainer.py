@@ -316,7 +316,8 @@ class Trainer:
         arrays, programs = self._programs.check(filled.arrays, self.spec.rows, self._shifts, keep)
         program = self._programs.evaluation(programs, keep)
         if return_logits and not return_outputs and "logits" not in program.outputs:
-            raise ValueError(f"return_logits: the outputs are {', '.join(program.outputs)}; allowed: return_outputs")
+            got = f"True, and the outputs are {', '.join(program.outputs)}"
+            raise ValueError(f"return_logits: got {got}; allowed: return_outputs")
         program.write(arrays)  # skips the inputs of dropout, which an evaluation lacks
         counts = label_counts(program.inputs, arrays, filled.arrays)
         self._check_equal("the input of an evaluation", {**arrays, **counts})
@@ -457,8 +458,8 @@ class Trainer:
     def _check_alone(self) -> None:
         """Raise ConfigError if another trainer has trained the same model: each would overwrite the other's weights."""
         if any(user is not self and user.model is self.model and user.steps for user in self._runtime.users):
-            need = "a model of its own, or this model after close() of that Trainer"
-            raise ConfigError(f"model: another Trainer trains it; allowed: {need}")
+            need = "another model, or this model after close() of the other Trainer"
+            raise ConfigError(f"model: got a model that another Trainer trains; allowed: {need}")
 
     def _check_running(self, method: str) -> None:
         if Runtime.current is not self._runtime:

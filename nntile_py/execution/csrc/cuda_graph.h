@@ -19,7 +19,7 @@ namespace nntile {
 // captures the graph; later runs launch it.
 class Captured {
  public:
-  // records: numbers of the program's tasks. worker: number of the CUDA worker that runs them.
+  // records: numbers of the program's tasks that are in the graphs. worker: number of the CUDA worker that runs them.
   // weights: read-only tiles, which stay on the device. tiles, modes: other tiles that the task reads or writes. All
   // remaining tiles are written before they are read and have no handles here; own: maximum bytes of these together.
   // changing: slots that differ from run to run; there is a graph for each set of the other slots. measures: kernels and
@@ -59,7 +59,7 @@ class Captured {
   void walk(const std::vector<double>& slots, void** buffers, c10::Device device, bool guards);
 
   Program& program_;
-  int worker_;               // StarPU's number
+  int worker_;               // number of the worker in StarPU
   std::vector<Item> items_;  // of the program, at fixed addresses
   std::vector<std::shared_ptr<Tile>> weights_, tiles_;
   std::vector<int> modes_;

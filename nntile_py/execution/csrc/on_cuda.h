@@ -18,7 +18,7 @@ void start_cuda();  // initialises every CUDA worker, which takes long
 // For the calling CUDA worker; see queue_cuda.cpp.
 void start_queue();
 cudaStream_t task_stream();                    // stream for the kernels of tasks
-void begin_task();                             // marks the start of the current task on the stream for a profile
+void begin_task();                             // in a profile: records the current task's start on the stream
 // Ends the current task on the stream. buffers: the task's StarPU buffers, all allocated. writes: the task writes to
 // all buffers, whatever their access modes are.
 void end_task(void** buffers, size_t count, bool writes);
@@ -43,7 +43,7 @@ const starpu_data_copy_methods* tile_copies();
 cudaStream_t key_of_tiles(int device);
 void free_kept_memory();  // call it before StarPU stops
 
-// Times of a watched task (see profile.h) on its stream, on the clock of profile::now().
+// Start and end of a watched task (see profile.h) on its stream, as times of profile::now().
 struct Span {
   void* task;  // the task's callback_arg
   int64_t start, end;

@@ -114,8 +114,8 @@ void begin(size_t expected, bool light) {
   g_on = true;
 }
 
-// Puts the times of CUDA tasks on their streams into their events: StarPU records when the host launches a task, and
-// counts it as ended before that (queue_cuda.cpp).
+// Replaces the times of CUDA tasks in `events` by times on their streams. StarPU's times are those of the host: when it
+// launches a task's kernels, and when StarPU regards the task as ended, before the kernels end (queue_cuda.cpp).
 void set_stream_times(std::vector<Event>& events) {
 #ifdef NNTILE_CUDA
   if (!g.cuda) return;

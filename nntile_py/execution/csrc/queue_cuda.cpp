@@ -3,7 +3,7 @@
 // which takes about 1 us per tile. Kernels of later tasks follow on the same stream. StarPU's copies do not, so they
 // wait here for the last task that wrote their source, and for the last task that used their destination.
 //
-// In a profile, events on the stream tell when a task really starts and ends.
+// In a profile, CUDA events on the stream measure when the kernels of each task start and end.
 #include <array>
 #include <map>
 
@@ -53,7 +53,7 @@ class Queue {
     }
   }
 
-  // A profile's beginning: relates the times of events to the clock of the profile.
+  // Begins a profile: records the event whose time on the profile's clock is zero_.
   void begin_marks() {
     require(cudaStreamSynchronize(stream));
     base_ = mark();
@@ -61,7 +61,7 @@ class Queue {
     zero_ = profile::now();
   }
 
-  // Appends the times of the tasks since `begin_marks`, and frees their events.
+  // Appends the times of all tasks since `begin_marks` to `spans`, and destroys their events.
   void take(std::vector<Span>& spans) {
     const auto time = [&](cudaEvent_t event) {
       float ms = 0;
@@ -93,7 +93,7 @@ class Queue {
     void* task;
     cudaEvent_t start, end;
   };
-  // Only the worker uses these while tasks run.
+  // While tasks run, only the worker's thread uses these members.
   std::vector<Marked> marks_;
   cudaEvent_t begun_ = nullptr, base_ = nullptr;
   int64_t zero_ = 0;
