@@ -38,8 +38,8 @@ from nntile_py.typed import plain, typed
 # AHEAD is for one GPU: packed BERT base takes 27.8 ms a step with 4 tasks, and 27.0 ms with 16 or 40.
 # AHEAD_OF_ANOTHER is for two GPUs: packed BERT base takes 31.4 ms a step with 2 tasks, 29.8 ms with 4, and 29.9 ms with
 # 8. GPT-2 124M takes 56.3 ms with 2 tasks, and 55.8 ms with 4.
-# AHEAD_OF_OTHERS is for more GPUs: GPT-2 XL on 4 GPUs takes 0.330 s a step with 0 tasks, 0.322 s with 2, and 0.360 s
-# with 4.
+# AHEAD_OF_OTHERS is for more GPUs, and for several ranks: GPT-2 XL on 4 GPUs takes 0.330 s a step with 0 tasks, 0.322 s
+# with 2, and 0.360 s with 4.
 AHEAD, AHEAD_OF_ANOTHER, AHEAD_OF_OTHERS = 16, 4, 2
 
 

@@ -29,7 +29,8 @@ class Options:
         top_k: Draw among the k most probable tokens; None, 0 or -1: among all tokens.
         top_p: Draw among the most probable tokens whose probabilities together reach this value.
         min_p: Draw among tokens whose probability is at least min_p times the largest probability.
-        repetition_penalty: Divisor of the logits of tokens that the text already has, if positive; else factor.
+        repetition_penalty: For tokens that the text already has: positive logits are divided by this value, negative
+            logits are multiplied by it.
         seed: Seed of the draws. The draws of prompt number n of a call depend on (seed, n) alone.
         stop: Stop texts. A generated text ends before the first stop text.
         logprobs: Return the log-probability of each new token, and of this number of most probable tokens. None:
