@@ -107,7 +107,7 @@ class Interpreted:
 
 
 def interpret(case: Case, tiles: Mapping[str, int], policy: str, values: Values, way: int = 0) -> Interpreted:
-    low = lower(case.graph, Tiling({a: t for a, t in tiles.items() if a not in case.whole}), policy)
+    low = lower(case.graph, case.tiling(tiles), policy)
     ran = Interpreted(low, way)
     outputs = {t.storage for op in case.graph.ops for t in op.outputs if t.storage.kind == "scalar"}
     for tensor in (t for t in outputs if not is_scaled(t.dtype)):

@@ -12,7 +12,8 @@ from nntile_py.config.kept_tiles import ESTIMATED, MEASURED, KeptTiles, KeptTili
 from nntile_py.config.run_config import RunConfig
 from nntile_py.config.sections import AUTO_TILES, TilesSection
 from nntile_py.errors import ConfigError, operators_refuse
-from nntile_py.graph.recompute_choice import Room, StepEstimate, fastest, in_micro_batches
+from nntile_py.graph.micro_batches import in_micro_batches
+from nntile_py.graph.recompute_choice import Room, StepEstimate, fastest
 from nntile_py.graph.step import TILE_DTYPE, StepSpec
 from nntile_py.graph.tile_choice import TileSearch, program_of, search_tiles
 from nntile_py.graph.timings import METHOD, Timings, opened

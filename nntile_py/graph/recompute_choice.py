@@ -1,20 +1,17 @@
-"""The settings `recompute: auto` and `grad_accumulation: auto`, which choose the fastest estimated step that fits."""
+"""The setting `recompute: auto`, which chooses the value with the fastest estimated step that fits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph.recompute_rule import RECOMPUTE
 from nntile_py.system.cgroup import within_machine
 from nntile_py.tiles import TaskList, device_model
 from nntile_py.tiles.eviction import Offloaded, evicted_bytes
-
-if TYPE_CHECKING:
-    from nntile_py.graph.step import StepSpec
 
 DISK_S = 1e9  # bytes/s from and to a disk, assumed
 OF_MACHINE = 0.8  # share of main memory for tiles if runtime.memory is not set; the process has other arrays too
@@ -145,21 +142,6 @@ def candidates(spec: Steps, room: Room, values: Sequence[str | Sequence[str]] = 
         evicted += above
         found.append(StepEstimate(value, peak, evicted, seconds, room.fits(peak, lists)))
     return found
-
-
-def in_micro_batches(spec: StepSpec) -> Iterator[tuple[int, list[StepEstimate]]]:
-    """Yield (number of micro-batches, estimates) for the spec's batch in 1, 2, 4, ... micro-batches.
-
-    Stop at the first number with a step that fits without evictions and repeats as little as `recompute` allows. More
-    micro-batches would only have more tasks.
-    """
-    count = 1
-    while spec.batch % count == 0:
-        found = replace(spec, batch=spec.batch // count, grad_accumulation=count).recompute_estimates
-        yield count, found
-        if found[0].fits and not found[0].evicted_bytes:
-            return
-        count *= 2
 
 
 def fastest(found: Sequence[StepEstimate]) -> StepEstimate:
