@@ -10,7 +10,7 @@
 #include "attention.h"
 #include "cached_attention_args.h"
 #include "page_table.h"
-#include "rows.h"
+#include "product_rows.h"
 
 namespace nntile {
 namespace {
@@ -101,6 +101,33 @@ void rotate_rows(T* x, const T* table, int64_t n, int64_t width) {
 
 int64_t first_key(int64_t position, int64_t window) { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
 
+// Adds rows v [n, width], each times its weight, to a row.
+template <class T>
+void add_weighted(T* out, const T* weights, const T* v, int64_t n, int64_t width) {
+  constexpr int64_t size = Vec<T>::size();
+  constexpr int together = 4;  // sums that do not wait for each other
+  int64_t at = 0;
+  for (; at + together * size <= width; at += together * size) {
+    Vec<T> sums[together];
+#pragma GCC unroll 4
+    for (int k = 0; k < together; ++k) sums[k] = Vec<T>::loadu(out + at + k * size);
+    for (int64_t row = 0; row < n; ++row) {
+      const Vec<T> weight(weights[row]);
+#pragma GCC unroll 4
+      for (int k = 0; k < together; ++k)
+        sums[k] = at::vec::fmadd(weight, Vec<T>::loadu(v + row * width + at + k * size), sums[k]);
+    }
+#pragma GCC unroll 4
+    for (int k = 0; k < together; ++k) sums[k].store(out + at + k * size);
+  }
+  for_vectors<T>(width - at, [&](int64_t k, int64_t count) {
+    auto sum = load(out + at + k, count);
+    for (int64_t row = 0; row < n; ++row)
+      sum = at::vec::fmadd(Vec<T>(weights[row]), load(v + row * width + at + k, count), sum);
+    sum.store(out + at + k, static_cast<int>(count));
+  });
+}
+
 // Computes attention of few new tokens for the query heads that share head `head` of the keys. q, out: [group * count,
 // width], the queries of a head one after the other. scores: scratch memory.
 template <class T>
@@ -110,10 +137,7 @@ void attend_to_pages(const Pool<T>& keys, const Pool<T>& values, const CachedRow
   const int64_t width = keys.width, queries = group * row.count;
   scores.resize(static_cast<size_t>(queries * total));
   keys.runs(row, head, first, end, [&](int64_t p, int64_t n, const T* k) {
-    for (int64_t r = 0; r < queries; ++r)
-      for (int64_t key = 0; key < n; ++key)
-        scores[static_cast<size_t>(r * total + p + key - first)] =
-            dot_of(q + r * width, k + key * width, width) * static_cast<T>(scale);
+    few_rows<T>(scores.data() + p - first, total, q, width, k, width, queries, n, width, T(0), static_cast<T>(scale));
   });
   for (int64_t r = 0; r < queries; ++r) {
     const int64_t position = row.past + r % row.count, from = first_key(position, window) - first;
@@ -128,12 +152,7 @@ void attend_to_pages(const Pool<T>& keys, const Pool<T>& values, const CachedRow
   std::fill_n(out, queries * width, T(0));
   values.runs(row, head, first, end, [&](int64_t p, int64_t n, const T* v) {
     for (int64_t r = 0; r < queries; ++r) {
-      const T* weights = scores.data() + r * total + p - first;
-      for_vectors<T>(width, [&](int64_t k, int64_t count) {
-        auto sum = load(out + r * width + k, count);
-        for (int64_t key = 0; key < n; ++key) sum = at::vec::fmadd(Vec<T>(weights[key]), load(v + key * width + k, count), sum);
-        sum.store(out + r * width + k, static_cast<int>(count));
-      });
+      add_weighted(out + r * width, scores.data() + r * total + p - first, v, n, width);
     }
   });
 }

@@ -11,6 +11,7 @@
 
 #include "activation.h"
 #include "contract.h"
+#include "product_rows.h"
 #include "register_tile.h"
 
 namespace nntile {
@@ -224,7 +225,8 @@ struct Factors {
   }
 };
 
-// Returns whether to use Product instead of BLAS. With few rows or columns, Product would mostly copy panels.
+// Returns whether to use Product instead of BLAS or, for few rows, few_rows. With few rows or columns, Product would
+// mostly copy panels.
 inline bool own_product(const Factors& x) {
   constexpr int64_t kLeast = 16;
 #if defined(__x86_64__) && defined(CPU_CAPABILITY_AVX512)
@@ -238,6 +240,8 @@ inline bool own_product(const Factors& x) {
     return chosen == "own" || (chosen != "blas" && slow);
   }();
   const auto sizes = x.out.sizes();
+  const bool column_major = x.depth && x.b.stride(static_cast<int64_t>(x.batch + x.depth) - 1) == 1;
+  if (column_major && extent(sizes, x.batch, x.rows) <= kFewRows) return false;
   return own && std::min({extent(sizes, x.batch, x.rows), extent(sizes, x.batch + x.rows, x.columns),
                           extent(x.a.sizes(), x.batch + x.rows, x.depth)}) >= kLeast;
 }

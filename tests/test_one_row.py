@@ -3,19 +3,22 @@
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from operators_contract import linear
 from operators_generation import gemv
 
 import nntile_py as nt
 from nntile_py import tasks as ops
+from nntile_py.execution.program import Store, programs
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.key_value_cache import CacheShape, Sampling
+from nntile_py.graph.lowering import lower
 from nntile_py.graph.passes.one_row import fuse_one_row
 from nntile_py.graph.step import StepSpec
 from nntile_py.tasks.gemv import Gemv
-from nntile_py.testing import SIZES, check
+from nntile_py.testing import SIZES, Case, check, error
 from nntile_py.tiles import Tiling
 
 LLAMA = nt.models.LlamaConfig(layers=2, embed=32, heads=4, kv_heads=2, ffn=48, vocab=50, positions=64)
@@ -120,3 +123,24 @@ def test_products_of_few_rows(rows: int, tiles: dict[str, int], dtype: str, runt
     """The kernel computes blocks of rows and of columns, of which the last are smaller. It adds tiles of a cut sum."""
     sizes = {**SIZES, "batch": 1, "seq": rows, "embed": 100, "ffn": 21}
     check(linear(b="ffn embed", scale=-0.37), tiles, "chain", dtype, sizes)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize("summed", [83, 300])
+def test_a_row_has_the_same_bits_beside_others(runtime: nt.Runtime, dtype: str, summed: int) -> None:
+    """Products of up to 16 rows, as of several texts that are continued together."""
+    rng = np.random.default_rng(0)
+    x, weight = rng.standard_normal((1, 16, summed)), rng.standard_normal((21, summed))
+    results = []
+    for rows in range(1, 17):
+        case = Case(SIZES | {"batch": 1, "seq": rows, "embed": summed, "ffn": 21}, dtype)
+        linear("batch seq embed", "ffn embed", "batch seq ffn")(case)
+        (op,) = case.graph.ops
+        low, store = lower(case.graph, Tiling(), "chain"), Store()
+        for tensor, value in zip(op.inputs, (x[:, :rows], weight), strict=True):
+            store.write(low, tensor, value.astype(np.float32 if dtype == "fp32" else np.float64))
+        programs([low.tasks], store)[0].run({})
+        results.append(store.read(low, op.outputs[0])[0])
+    for got in results:
+        assert error(got, x[0, : len(got)] @ weight.T) < {"fp32": 1e-6, "fp64": 1e-14}[dtype]
+        np.testing.assert_array_equal(got, results[-1][: len(got)])
