@@ -226,7 +226,9 @@ def test_one_runtime_at_a_time(runtime: nt.Runtime) -> None:
 def test_options_of_a_runtime() -> None:
     cores = len(os.sched_getaffinity(0))
     for cpus in (0, -1, cores + 1):
-        with pytest.raises(nt.ConfigError, match=rf"runtime\.cpus: got {cpus}; allowed: 1 to {cores}, the cores"):
+        with pytest.raises(
+            nt.ConfigError, match=rf"runtime\.cpus: got {cpus}; allowed: 1 to {cores}, the number of cores"
+        ):
             nt.Runtime(cpus=cpus)
     with pytest.raises(nt.ConfigError, match=r"runtime\.window: got 0; allowed: "):
         nt.Runtime(window=0)
@@ -283,7 +285,7 @@ def twice():
         first = nt.Trainer(model, 2, 8, optimizer=nt.AdamW(lr=1.0))
         first.step(ids, ids)
         nt.Trainer(model, 2, 8)
-expect("after close() of that Trainer", twice)
+expect("after close() of the other Trainer", twice)
 learnt = model.weights["transformer.wte.weight"]
 assert abs(learnt - before).max() > 0.5  # the mistake has cost no training
 with nt.Runtime(cpus=1):
@@ -295,7 +297,7 @@ assert (model.weights["transformer.wte.weight"] == learnt).all()
 with nt.Runtime(cpus=1):
     first, second = nt.Trainer(model, 2, 8, optimizer=nt.AdamW(lr=1.0)), nt.Trainer(model, 2, 8)
     first.step(ids, ids)
-    expect("after close() of that Trainer", lambda: second.step(ids, ids))
+    expect("after close() of the other Trainer", lambda: second.step(ids, ids))
 assert (model.weights["transformer.wte.weight"] != learnt).any()  # what the second one held has not come over it
 expect("has stopped", lambda: again.evaluate(ids, ids))
 print("end")
