@@ -313,8 +313,12 @@ class Model(Generic[ConfigT]):
     def to_hf(self) -> Any:
         """Return the transformers model with these weights, in evaluation mode. Adapters are merged."""
         import torch
-        import transformers
 
+        try:
+            import transformers
+        except ModuleNotFoundError:
+            need = "to install it: pip install transformers"
+            raise ConfigError(f"to_hf: the package transformers is missing; allowed: {need}") from None
         if self.config.lora:
             return self.merged().to_hf()
         raw = self.hf_config()

@@ -111,6 +111,14 @@ def test_a_run(tmp_path: Path) -> None:
     done = command(path, "train", "train.steps=5", arguments=("--resume", f"{tmp_path}/auto"))  # with all memory
     assert done.returncode == 0 and "micro-batches:" not in done.stdout, done.stderr
     assert load(tmp_path / "auto" / "config.yaml").train.grad_accumulation == 4 and len(steps(tmp_path / "auto")) == 5
+    again = "train.steps=6", "train.grad_accumulation=auto"
+    done = command(path, "train", *again, arguments=("--resume", f"{tmp_path}/auto"))
+    saved = load(tmp_path / "auto" / "config.yaml").train
+    assert done.returncode == 0 and (saved.batch, saved.grad_accumulation) == (4, 4), done.stderr
+    folder = str(tmp_path / "auto")  # as `nntile train --resume FOLDER`, with the folder's config.yaml
+    done = command(Path(folder), "train", "train.steps=7", "train.grad_accumulation=auto", arguments=("--resume",))
+    saved = load(tmp_path / "auto" / "config.yaml").train
+    assert done.returncode == 0 and (saved.batch, saved.grad_accumulation) == (4, 4), done.stderr
 
 
 def steps(folder: Path) -> list[Any]:

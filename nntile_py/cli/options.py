@@ -83,7 +83,8 @@ def choose_micro_batches(config: "RunConfig", *, quiet: bool = False) -> "RunCon
 
     chosen = with_micro_batches(config)
     if chosen is not config and launcher.leads() and not quiet:
-        what = f"{chosen.train.grad_accumulation}, each of {chosen.train.batch} sequences"
+        size = chosen.train.batch
+        what = f"{chosen.train.grad_accumulation}, each of {size} sequence{'s' * (size > 1)}"
         print(f"micro-batches: {what}, chosen by estimates; `nntile plan` shows the estimates", flush=True)
     return chosen
 

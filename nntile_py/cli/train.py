@@ -173,7 +173,7 @@ def _with_saved_choices(config: "RunConfig", start: Path) -> "RunConfig":
     from nntile_py.config.sections import AUTO_TILES, TilesSection
 
     saved = saved_micro_batches(start) if config.train.auto_micro_batches else None
-    if saved and saved[0] * saved[1] == config.train.batch:
+    if saved and config.train.batch in (saved[0], saved[0] * saved[1]):  # of the run's folder, or of the first config
         config = micro_batched(config, *saved)
     if config.tiles != AUTO_TILES or (tiles := saved_tiles(start)) is None:
         return config

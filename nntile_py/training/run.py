@@ -38,7 +38,7 @@ from nntile_py.config.schedules import check_rates
 from nntile_py.data.confusion import FILES, Confusion
 from nntile_py.data.dataset import Dataset
 from nntile_py.data.entities import EntityScores
-from nntile_py.errors import ConfigError, NNTileError, NotFinite
+from nntile_py.errors import ConfigError, NNTileError, NotFinite, TaskError
 from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.recompute_rule import AUTO
@@ -390,8 +390,10 @@ def _sample_text(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: li
         how = ([], None) if ranks else (stop, model)
         try:
             return f"\nsample:\n{generate(trainer, dataset.tokenizer, config, *how)}"
-        except NotFinite as error:
-            return f"no sample: {error}"
+        except (NotFinite, TaskError) as error:  # TaskError: memory has no room for the passes that generate
+            if ranks and not isinstance(error, NotFinite):
+                raise
+            return f"no sample, but the training is complete and the weights are saved: {error}"
     guesses = fill_masked(trainer, dataset.tokenizer, dataset.example, config.sample.tokens)
     return f"\nheld-out text, guesses at its masked tokens in [[ ]]:\n{guesses}"
 
