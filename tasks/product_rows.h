@@ -17,7 +17,7 @@
 namespace nntile {
 
 constexpr int64_t kFewRows = 16;
-constexpr int64_t kLong = 256;  // elements of a column
+constexpr int64_t kLong = 256;  // elements of a long column
 constexpr int64_t kBytesAhead = 16384;  // distance from the elements of b that are read to those that are prefetched
 
 // Returns whether a has at most kFewRows rows and b is column-major. The transpose of b, [n, k], is then read once, row

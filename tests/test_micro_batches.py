@@ -145,3 +145,10 @@ def test_a_task_that_does_not_fit() -> None:
     found = builders.micro_batches(config)
     assert not any(one.fits for one in found[1]) and all(one.fits for one in found[2])
     assert builders.with_micro_batches(config).train.grad_accumulation == 8
+
+
+def test_a_batch_that_is_no_power_of_two(tmp_path: Path) -> None:
+    config = load(written(tmp_path), ["train.batch=6", "runtime.memory=1MiB"])
+    assert [*builders.micro_batches(config)] == [1, 2, 3, 6]
+    train = builders.with_micro_batches(config).train
+    assert (train.batch, train.grad_accumulation) == (1, 6)

@@ -15,9 +15,9 @@ import pytest
 from test_recompute import SEQ, VOCAB, gpt2
 
 import nntile_py as nt
-from nntile_py.analysis.plan import smaller_micro_batches
 from nntile_py.errors import ConfigError
 from nntile_py.graph.initial_weights import DrawnWeights, initial_weights
+from nntile_py.graph.micro_batches import in_parts
 from nntile_py.graph.recompute_choice import IN_ORDER, Room, StepEstimate, candidates, fastest
 from nntile_py.graph.step import StepSpec
 from nntile_py.system.folders import installed
@@ -120,7 +120,7 @@ def test_auto_counts_planned_evictions_on_a_gpu() -> None:
 
 
 def test_smaller_micro_batches() -> None:
-    found = smaller_micro_batches(spec(grad_accumulation=2, room=Room(2, False, 1 << 40)))
+    found = dict(in_parts(spec(grad_accumulation=2, room=Room(2, False, 1 << 40)), (1, 2, 4, 8)))
     assert [*found] == [2, 4, 8, 16]
     peaks = [each[0].peak_bytes for each in found.values()]
     assert peaks == sorted(peaks, reverse=True)

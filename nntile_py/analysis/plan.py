@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nntile_py.analysis.simulate import planned_seconds
@@ -13,6 +13,7 @@ from nntile_py.config.kept_tiles import KeptTiling
 from nntile_py.config.sections import AUTO_TILES
 from nntile_py.graph.built_step import Step
 from nntile_py.graph.estimate import estimate
+from nntile_py.graph.micro_batches import in_parts
 from nntile_py.graph.params import numel
 from nntile_py.graph.recompute_choice import StepEstimate, fastest
 from nntile_py.graph.recompute_rule import AUTO
@@ -187,19 +188,17 @@ class Plan:
         count = self.micro_batches
         best = fastest(self.candidates[count] if count else next(iter(self.candidates.values())))
         why = "fastest estimate that fits" if best.fits else "no value fits; this has the smallest peak"
-        recompute = best.recompute if isinstance(best.recompute, str) else ", ".join(best.recompute)
         if count:
-            yield Text(f"micro-batches       {count}, with recompute {recompute} ({why})\n")
+            yield Text(f"micro-batches       {count}, with recompute {best.values} ({why})\n")
         else:
-            yield Text(f"recompute           {recompute} ({why}, with the config's number of micro-batches)\n")
+            yield Text(f"recompute           {best.values} ({why}, with the config's number of micro-batches)\n")
         heads = ("recompute", "micro-batches", "s a step", "MiB at peak", "GB evicted", "fits")
         table = plain_table(heads, text=heads[:1])
         for count, found in self.candidates.items():
             for one in found:
                 evicted = f"{one.evicted_bytes / 1e9:.1f}" if one.evicted_bytes else ""
                 cells = f"{count}", f"{one.seconds:.3g}", f"{one.peak_bytes / 2**20:,.0f}", evicted
-                values = one.recompute if isinstance(one.recompute, str) else ", ".join(one.recompute)
-                table.add_row(values, *cells, "yes" if one.fits else "no")
+                table.add_row(one.values, *cells, "yes" if one.fits else "no")
         yield table
 
     def _torch_calls(self) -> list[str]:
@@ -234,18 +233,8 @@ def plan(config: RunConfig, spec: StepSpec | None = None) -> Plan:
             made.candidates = micro_batches(asked)
             made.micro_batches = config.train.grad_accumulation
         elif spec.recompute == AUTO:
-            made.candidates = smaller_micro_batches(spec)
+            made.candidates = dict(in_parts(spec, (1, 2, 4, 8)))
         return made
-
-
-def smaller_micro_batches(spec: StepSpec) -> dict[int, list[StepEstimate]]:
-    """Return {number of micro-batches: estimates of `recompute`}, with each micro-batch in 1, 2, 4 and 8 parts."""
-    found = {spec.grad_accumulation: spec.recompute_estimates}
-    for parts in (2, 4, 8):
-        if spec.batch % parts == 0:
-            count = spec.grad_accumulation * parts
-            found[count] = replace(spec, batch=spec.batch // parts, grad_accumulation=count).recompute_estimates
-    return found
 
 
 def summarise(step: Step, *, config: RunConfig) -> Plan:

@@ -146,13 +146,10 @@ def saved_tiles(where: Path) -> dict[str, int] | None:
     """Return the tile sizes that a run saved in its newest readable state.json; None if no state.json has tile sizes.
 
     where: the run's folder or one of its checkpoints."""
-    for facts in _states(where):
-        config = facts.get("config")
-        tiles = config.get("tiles") if isinstance(config, dict) else None
-        if isinstance(tiles, dict):
-            sizes = {axis: tiles.get(axis) for axis in AXES}
-            if all(size is None or is_tile_size(size) for size in sizes.values()):
-                return {axis: size for axis, size in sizes.items() if size}
+    for tiles in _saved_sections(where, "tiles"):
+        sizes = {axis: tiles.get(axis) for axis in AXES}
+        if all(size is None or is_tile_size(size) for size in sizes.values()):
+            return {axis: size for axis, size in sizes.items() if size}
     return None
 
 
@@ -160,14 +157,20 @@ def saved_micro_batches(where: Path) -> tuple[int, int] | None:
     """Return (sequences of a micro-batch, number of micro-batches) of a run; None: no readable state.json has them.
 
     where: the run's folder or one of its checkpoints."""
+    for train in _saved_sections(where, "train"):
+        batch, count = train.get("batch"), train.get("grad_accumulation")
+        if type(batch) is int and type(count) is int and min(batch, count) > 0:
+            return batch, count
+    return None
+
+
+def _saved_sections(where: Path, name: str) -> Iterator[dict[str, Any]]:
+    """Yield a section of the config in each readable state.json of a run, the newest first."""
     for facts in _states(where):
         config = facts.get("config")
-        train = config.get("train") if isinstance(config, dict) else None
-        if isinstance(train, dict):
-            saved = train.get("batch"), train.get("grad_accumulation")
-            if all(type(number) is int and number > 0 for number in saved):
-                return saved  # type: ignore[return-value]
-    return None
+        section = config.get(name) if isinstance(config, dict) else None
+        if isinstance(section, dict):
+            yield section
 
 
 def _states(where: Path) -> Iterator[dict[str, Any]]:

@@ -219,9 +219,9 @@ class TrainSection(Section):
     """Pack sequences into bins without padding, one bin for each tile of the batch; all bins have the same size. A
     forward and backward pass takes as many sequences as fit into train.batch * train.seq tokens."""
     grad_accumulation: RowsOrAuto = 1
-    """Forward and backward passes whose gradients are averaged into one update. Auto: train.batch counts all
-    sequences of an update. The run divides them into the number of passes that is fastest by estimate, among the
-    numbers that fit into the memory of `runtime`."""
+    """Forward and backward passes whose gradients are averaged into one update. With auto,
+    train.batch is the number of sequences of an update. The run divides this number by the number of passes: the
+    fastest by estimate that fits into the memory of `runtime`."""
     eval_every: Count = 100
     """Updates between two measurements of the held-out loss."""
     eval_batches: Count = 4

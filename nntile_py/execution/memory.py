@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nntile_py import _core
 from nntile_py.errors import TaskError
 from nntile_py.execution.runtime import Runtime
-from nntile_py.graph.recompute_choice import OF_MACHINE, Room, needed_with_disk
+from nntile_py.graph.recompute_choice import OF_MACHINE, TASKS_AT_ONCE, Room, needed_with_disk
 from nntile_py.system.cgroup import within_machine
 from nntile_py.tasks.optimizer import MASTERS
 from nntile_py.tiles import AXES, TaskList, Tile, cut_as
@@ -34,7 +34,7 @@ def task_bytes(runtime: Runtime) -> int | None:
     The bound leaves room for other tasks. While a worker waits for room for its next task, it already holds some of
     this task's tiles, and other workers read tiles in the same memory or fetch tiles into it.
     """
-    bounds = [(runtime.cuda_memory or 0) // 2] if runtime.cuda else []
+    bounds = [(runtime.cuda_memory or 0) // TASKS_AT_ONCE] if runtime.cuda else []
     if runtime.disk and runtime.memory:  # all tiles pass through main memory
         bounds.append(runtime.memory // (runtime.cuda + runtime.cpus + 1))
     return min(bounds, default=None)
@@ -130,7 +130,7 @@ def check_tasks(tasks: TaskList, runtime: Runtime) -> None:
     if held[number] <= limit:
         return
     key, have = "memory", runtime.memory
-    if runtime.cuda and limit == (runtime.cuda_memory or 0) // 2:
+    if runtime.cuda and limit == (runtime.cuda_memory or 0) // TASKS_AT_ONCE:
         key, have = "cuda_memory", runtime.cuda_memory
     raise TaskError(
         f"out of memory: {tasks.tasks[number].op} works on {held[number] / MIB:.1f} MiB of tiles at once, and "

@@ -13,6 +13,7 @@ from nntile_py.system.cgroup import within_machine
 from nntile_py.tiles import TaskList, device_model
 from nntile_py.tiles.eviction import Offloaded, evicted_bytes
 
+TASKS_AT_ONCE = 2  # a GPU's memory has room for the tiles of so many tasks, see execution.memory.task_bytes
 DISK_S = 1e9  # bytes/s from and to a disk, assumed
 OF_MACHINE = 0.8  # share of main memory for tiles if runtime.memory is not set; the process has other arrays too
 EVICTING = 1.2  # factor on estimates of steps with evictions: measured, these steps take 1.1 to 3 times their estimates
@@ -58,7 +59,7 @@ class Room:
 
     def fits(self, peak: int, lists: Sequence[TaskList]) -> bool:
         """Return whether a step has room. peak: its largest number of bytes alive at once, with tasks in order."""
-        if self.gpu and task_bytes(lists) > self.bytes // self.workers // 2:  # the limit of execution.memory.task_bytes
+        if self.gpu and largest_task(lists) > self.bytes // self.workers // TASKS_AT_ONCE:
             return False
         if not self.disk:
             return peak <= (1 if self.gpu else IN_ORDER) * self.bytes + self.beyond
@@ -77,10 +78,10 @@ def needed_with_disk(peak: int, lists: Iterable[TaskList], workers: int) -> int:
         lists: the step's tasks.
         workers: number of CPU workers and GPUs.
     """
-    return math.ceil(max(peak, 0) / IN_ORDER) + (workers + 1) * task_bytes(lists)
+    return math.ceil(max(peak, 0) / IN_ORDER) + (workers + 1) * largest_task(lists)
 
 
-def task_bytes(lists: Iterable[TaskList]) -> int:
+def largest_task(lists: Iterable[TaskList]) -> int:
     """Return the bytes of all tiles of a task, for the task with the most bytes."""
     return max((sum(a.tile.bytes for a in task.accesses) for tasks in lists for task in tasks.tasks), default=0)
 
@@ -102,6 +103,11 @@ class StepEstimate:
     evicted_bytes: int
     seconds: float
     fits: bool
+
+    @property
+    def values(self) -> str:
+        """Text of the value of `recompute`."""
+        return self.recompute if isinstance(self.recompute, str) else ", ".join(self.recompute)
 
 
 class Steps(Protocol):

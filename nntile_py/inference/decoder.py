@@ -13,6 +13,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.execution.forward_program import ForwardProgram
 from nntile_py.execution.host_copy import HostCopy
 from nntile_py.execution.program import Store
+from nntile_py.execution.runtime import Runtime
 from nntile_py.graph import key_value_cache as kv
 from nntile_py.graph.built_step import Evaluation
 from nntile_py.graph.key_value_cache import IDS, RING, TOKENS, CacheShape, Sampling
@@ -278,14 +279,14 @@ class Decoder:
             evaluation = self.bound.spec(rows, seq, tiles=tiles).generation(
                 shape, sampling, advances=part is None, partial_sums=not _core.cuda_workers()
             )
-            runtime, workers = self.bound.bind(), _core.cuda_workers() or _core.cpu_workers()
-            if shape.parts and runtime.placement == "planned":  # so that workers do not exchange pages
+            runtime, workers = Runtime.current, _core.cuda_workers() or _core.cpu_workers()
+            if shape.parts and runtime and runtime.placement == "planned":  # so that workers do not exchange pages
                 assign_parts(evaluation.forward.tasks, shape.parts.first, shape.part_count, workers)
             self._add_pools(evaluation)
             try:
                 program = self.bound.program(key, lambda: evaluation, {**self._cache.handles, **shared})
-                # On a GPU, the first runs of a program run each kernel several times, to choose the fastest one. These
-                # runs get no tokens, so that they do not change the cache.
+                # On a GPU, the first runs of a program run each kernel several times, to choose the fastest one. The
+                # first runs get no tokens, and leave the cache unchanged.
                 program.write(self._arrays(program, [], seq))
                 for _ in range(2):
                     program.run({})

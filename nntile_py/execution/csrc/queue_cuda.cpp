@@ -31,7 +31,11 @@ class Queue {
 
   void end_task(void** buffers, size_t count, bool all, size_t ahead) {
     auto* task = starpu_task_get_current();
-    if (begun_) marks_.push_back({task->callback_arg, std::exchange(begun_, nullptr), mark()});
+    if (auto* begun = std::exchange(begun_, nullptr)) {
+      // With `all`, this is a fill with zeros, which StarPU also starts within or outside of other tasks.
+      if (all) require(cudaEventDestroy(begun));
+      else marks_.push_back({task->callback_arg, begun, mark()});
+    }
     const std::lock_guard lock(mutex_);
     require(cudaEventRecord(event(tasks_), stream));
     for (size_t k = 0; k < count; ++k)
