@@ -157,7 +157,8 @@ class Contract(Op):
         known = dict[tuple[EpilogueArgs, bool, bool], ContractArgs]()
         for index in lowering.indices(self.output):
             live = [k for k in ks if not (lowering.empty(self.a, index | k) or lowering.empty(self.b, index | k))]
-            live = lowering.rotated(live, math.prod(lowering.shape(self.output, index)))
+            numel = math.prod(lowering.shape(self.output, index))
+            live = lowering.rotated(live, numel, sums=1 + (self.bias_grad is not None))
             self._lower_tile(lowering, index, live, known)
 
     def _lower_tile(

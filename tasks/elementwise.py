@@ -112,7 +112,7 @@ class Sum(Op):
     def lower(self, lowering: Lowering) -> None:
         x = self.inputs[0]
         args = SumArgs(tuple(i for i, axis in enumerate(x.axes) if axis not in self.output.axes))
-        for index in lowering.indices(x):
+        for index in lowering.by_batch(lowering.indices(x), self.sums):
             lowering.emit("sum", [ACC(lowering.tile(self.output, index)), R(lowering.tile(x, index))], args)
 
     def scalar(self) -> Definition:

@@ -200,7 +200,7 @@ class Generated(Op):
         axes = self.definition.axes
         assert not (self.reduces and lowering.cut(self._whole, axes[-1])), "not joined where the rows are cut"
         sums = set(self.sums)
-        for index in lowering.indices(self._whole):
+        for index in lowering.by_batch(lowering.indices(self._whole), self.sums):
             accesses = []
             for tensor in self._tensors:
                 at = zip(tensor.axes, self._at[tensor], strict=True)

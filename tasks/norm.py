@@ -211,7 +211,7 @@ class NormGrad(_NormBase):
 
     def lower(self, lowering: Lowering) -> None:
         dy, x, statistics, gamma = self.inputs[:4]
-        for index in lowering.indices(x, x.axes[:-1]):
+        for index in lowering.by_batch(lowering.indices(x, x.axes[:-1]), self.sums):
             columns = [index | {x.axes[-1]: k} for k in range(len(lowering.parts(x, x.axes[-1])))]
             of_rows, sums = lowering.tile(statistics, index | {"stat": 0}), None
             if len(columns) > 1:

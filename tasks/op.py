@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from .band import ALL, Band, share_in_tiles
 from .scalar.expression import Definition
 
 Index = dict[str, int]
+Part = TypeVar("Part")
+# The update of a small weight takes as long as that of a weight with this many elements: StarPU's time for its tiles.
+SUM_ELEMENTS = 750_000
 Array = np.ndarray[Any, Any]
 
 
@@ -149,8 +152,7 @@ class Lowering:
         self._tensors: dict[int, Tensor] = {}  # keeps the tensors alive whose ids are keys of `tiles`
         self._accessed: tuple[int, frozenset[Tile]] = 0, frozenset()  # number of tasks, and the tiles that they access
         self.op = ""
-        # State of `rotated`: {number of partial sums: for each partial sum, the number of elements of the sums in
-        # which this partial sum came last}.
+        # State of `rotated`: {number of parts: for each part, the work of the updates of sums in which it came last}.
         self._ends: dict[int, list[int]] = {}
 
     @property
@@ -213,22 +215,39 @@ class Lowering:
         """
         return Tile(name, tuple(rows.values()), tuple(shape), dtype, monoid, axes=(*rows, "state")[: len(shape)])
 
-    def rotated(self, parts: Sequence[Index], numel: int) -> list[Index]:
+    def rotated(self, parts: Sequence[Part], numel: int, sums: int = 1) -> list[Part]:
         """Rotate the order of partial sums, so that different GPUs finish different sums.
 
         If each GPU computes one part of the batch, this spreads the results, and the optimizer's tasks that use the
         results, over all GPUs.
 
         Args:
-            parts: indices of the partial sums.
-            numel: elements of the sum. Over all calls, each part is last for about the same number of elements.
+            parts: the partial sums, or what adds them.
+            numel: elements of the sums that each part adds to. Each part is last for about the same work of updates.
+            sums: number of these sums.
         """
         if not parts:
             return []
         ends = self._ends.setdefault(len(parts), [0] * len(parts))
         last = ends.index(min(ends))
-        ends[last] += numel
+        ends[last] += numel + sums * SUM_ELEMENTS
         return [*parts[last + 1 :], *parts[: last + 1]]
+
+    def by_batch(self, indices: Iterable[Index], sums: Sequence[Tensor]) -> list[Index]:
+        """Rotate the order in which the parts of the batch add to sums over the batch, see `rotated`.
+
+        Args:
+            indices: indices of an operator's tasks, each of which adds to all sums.
+            sums: the operator's sums. Without a sum over the batch, the order stays.
+        """
+        over_batch = [tensor for tensor in sums if "batch" not in tensor.axes]
+        if not over_batch:
+            return [*indices]
+        parts: dict[int | None, list[Index]] = {}
+        for index in indices:
+            parts.setdefault(index.get("batch"), []).append(index)
+        every = self.rotated([*parts.values()], sum(tensor.numel for tensor in over_batch), len(over_batch))
+        return [index for part in every for index in part]
 
     def emit(
         self,

@@ -78,26 +78,26 @@ def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | No
         residency: by tile key, the workers that hold each persistent tile. This function updates it.
     """
     residency = {} if residency is None else residency
-    readers: dict[Tile, int] = {}
+    later: dict[Tile, int] = {}  # number of accesses of tasks that have no worker yet
     for task in tasks.tasks:
         for access in task.accesses:
-            readers[access.tile] = readers.get(access.tile, 0) + 1
-    copies: dict[Tile, set[int]] = {tile: set(residency.get(tile.key, ())) for tile in readers}
-    parts = batch_parts(readers)
+            later[access.tile] = later.get(access.tile, 0) + 1
+    copies: dict[Tile, set[int]] = {tile: set(residency.get(tile.key, ())) for tile in later}
+    parts = batch_parts(later)
     away: set[Tile] = set()  # sums that moved from the worker that began them
     load = _Load(workers)
     result = TaskList(tasks.policy, tasks.initialised, tasks.live)
     for task in tasks.tasks:
-        own, merges = own_worker(task, parts, workers), list[Task]()
+        own, merges, uses = own_worker(task, parts, workers), list[Task](), task.accesses
         chosen = task.worker
         if own >= 0:
             if chosen < 0:
-                chosen = _own_or_holder(task, own, workers, copies, readers, speed)
+                chosen = _own_or_holder(task, own, workers, copies, later, speed)
             sums = [a for a in _side_sums(task) if a.tile in away or chosen not in copies[a.tile]]
             away.update(access.tile for access in sums)
             task, merges = _split(task, sums)
         elif chosen < 0:
-            chosen = _cheapest(task, load, copies, readers, speed)
+            chosen = _cheapest(task, load, copies, later, speed)
         for one in (task, *merges):
             load.add(chosen, speed.seconds(one))
             for access in one.accesses:
@@ -106,6 +106,8 @@ def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | No
                 else:
                     copies[access.tile] = {chosen}
             result.tasks.append(replace(one, worker=chosen))
+        for access in uses:
+            later[access.tile] -= 1
     residency.update({tile.key: held for tile, held in copies.items() if tile.persistent})
     return result
 
@@ -192,14 +194,14 @@ class _Load:
         return idlest
 
 
-def _cheapest(task: Task, load: _Load, copies: dict[Tile, set[int]], readers: dict[Tile, int], speed: Speed) -> int:
-    """Return the worker with the least sum of waiting time and time to move the task's tiles.
+def _cheapest(task: Task, load: _Load, copies: dict[Tile, set[int]], later: dict[Tile, int], speed: Speed) -> int:
+    """Return the worker with the least sum of waiting time and time to move the task's tiles; of equal ones the idlest.
 
     The waiting time is capped in proportion to the task: a short task ends soon however much its worker has to do.
     Without the cap, many short tasks and their tiles would spread over all workers.
     """
-    workers = len(load.seconds)
-    least, most = load.seconds[load.idlest()], workers * speed.seconds(task)
+    work, workers = load.seconds, len(load.seconds)
+    least, most = work[load.idlest()], workers * speed.seconds(task)
     # `apart`: workers that need other transfers than most workers do. Among all other workers, only the least loaded
     # worker can be the best.
     apart: set[int] = set()
@@ -207,16 +209,16 @@ def _cheapest(task: Task, load: _Load, copies: dict[Tile, set[int]], readers: di
         few = 2 * len(held) <= workers
         apart |= held if few else set(range(workers)) - held if len(held) < workers else set()
     other = load.idlest(apart)
-    if other >= 0 and load.seconds[other] - least >= most:  # the cap makes all of them equal: take the first
+    if other >= 0 and work[other] - least >= most:  # the cap makes all of them equal: take the first
         other = next(worker for worker in range(workers) if worker not in apart)
     costs = [
-        (min(load.seconds[worker] - least, most) + _travel(task, worker, copies, readers, speed), worker)
+        (min(work[worker] - least, most) + _travel(task, worker, copies, later, speed), work[worker], worker)
         for worker in (apart if other < 0 else apart | {other})
     ]
-    return min(costs)[1]
+    return min(costs)[-1]
 
 
-def _own_or_holder(task: Task, own: int, workers: int, copies: dict[Tile, set[int]], readers: dict[Tile, int],
+def _own_or_holder(task: Task, own: int, workers: int, copies: dict[Tile, set[int]], later: dict[Tile, int],
                    speed: Speed) -> int:  # fmt: skip
     """Return the worker of the task's batch part, or the worker that holds the sum if moving the inputs is cheaper.
 
@@ -228,18 +230,18 @@ def _own_or_holder(task: Task, own: int, workers: int, copies: dict[Tile, set[in
     if len(sums) != 1 or sums[0].part("batch") or len(copies[sums[0]]) != 1:
         return own
     (holder,) = copies[sums[0]]
-    there, here = (_travel(task, worker, copies, readers, speed) for worker in (holder, own))
+    there, here = (_travel(task, worker, copies, later, speed) for worker in (holder, own))
     return holder if there + workers * speed.seconds(task) < here else own
 
 
-def _travel(task: Task, worker: int, copies: dict[Tile, set[int]], readers: dict[Tile, int], speed: Speed) -> float:
+def _travel(task: Task, worker: int, copies: dict[Tile, set[int]], later: dict[Tile, int], speed: Speed) -> float:
     """Return the seconds to move all tiles that the task needs to a worker."""
     seconds = 0.0
     for access in task.accesses:
         held = copies[access.tile]
         if access.mode != "W" and held and worker not in held:
             # Later readers use the copy too, so each pays a share.
-            share = readers[access.tile] if access.mode == "R" else 1
+            share = later[access.tile] if access.mode == "R" else 1
             seconds += (speed.latency + access.tile.bytes / speed.link_s) / share
     return seconds
 

@@ -88,6 +88,8 @@ class Task:
         clears: tiles whose contents are discarded before this task.
         evicts: tiles that leave the device after this task, because later tasks need the memory.
         parts: the tasks of a task group, in order; empty for an ordinary task.
+        scratch: tiles that only the parts of this task group use. They have no StarPU handles: their memory lasts as
+            long as the task. `accesses` lacks them.
         worker: number of the worker among the workers of its kind (CPU or GPU); -1 lets the scheduler choose.
         delay: number of later tasks of the list that the same worker runs before this task.
         kind: "cpu" or "cuda": only workers of this kind run the task; "": workers of any kind that have a kernel.
@@ -106,6 +108,7 @@ class Task:
     worker: int = -1
     delay: int = 0
     kind: str = ""
+    scratch: list[Tile] = field(default_factory=list)
 
     @property
     def without_waits(self) -> Task:

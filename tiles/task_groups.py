@@ -7,6 +7,7 @@ the CUDA stream orders the kernels without StarPU. A batch of tasks is called a 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import replace
 
 from .rank_tasks import SEND, MessageTask
@@ -23,18 +24,20 @@ TILES_OF_OTHERS = 96
 EXPORT_SECONDS = 200e-6
 EXPORT_TIMES = 20  # and at most this many times the task's own length after it, so that a short result is sent soon
 TINY = 15e-6  # seconds; independent tasks this short may share a group
+SCRATCH_BYTES = 1 << 18  # largest sum of the bytes of a group's scratch tiles
 
 
 def grouped(
     tasks: TaskList, flop_s: float, bytes_s: float, most_seconds: float, most_bytes: float = math.inf,
-    one_worker: bool = False,
+    one_worker: bool = False, scratch: bool = True, residents: Collection[Hashable] = (),
 ) -> TaskList:  # fmt: skip
     """Return a resolved list with the same tasks, in the same order on every tile, some of them as parts of groups.
 
     A task joins the newest group of its worker, or, where workers are not known, the group of its last predecessor. It
     joins only if this adds no dependency to the task or to the group: tasks that could run in parallel still can. (A
     tiny task without a known worker may wait.) A group with a result that another worker waits for ends soon. Messages
-    to and from other ranks stay outside of groups and count as tasks of another worker.
+    to and from other ranks stay outside of groups and count as tasks of another worker. Small temporary tiles that only
+    one group uses become its scratch tiles, which StarPU does not know.
 
     Args:
         flop_s: flop/s of a worker, to estimate durations.
@@ -42,13 +45,15 @@ def grouped(
         most_seconds: estimated seconds of the longest group.
         most_bytes: largest number of bytes of a group's tiles.
         one_worker: there is only one worker.
+        scratch: groups may have scratch tiles.
+        residents: keys of tiles for which StarPU needs no time, see residents.py.
     """
-    groups = _Groups(most_seconds, most_bytes, one_worker)
-    exported = _exported(tasks.tasks)
+    groups = _Groups(most_seconds, most_bytes, one_worker, scratch, residents)
+    exported = set() if one_worker else _exported(tasks.tasks)
     for position, task in enumerate(tasks.tasks):
         groups.take(task, max(task.flop / flop_s, task.bytes / bytes_s), position in exported)
     result = TaskList(tasks.policy, tasks.initialised, tasks.live)
-    result.tasks = [_as_one(group) for group in groups.groups]
+    result.tasks = [_as_one(group, held.scratch) for group, held in zip(groups.groups, groups.held, strict=True)]
     # Free a tile in the last group that uses the tile. The last task that uses the tile may be in an earlier group than
     # another reader of the tile. `last` holds the uses before the release: a tile may be used again after its release.
     last: dict[int, int] = {}
@@ -56,7 +61,8 @@ def grouped(
     for task, number in zip(tasks.tasks, groups.chosen, strict=True):
         last.update((id(access.tile), max(number, last.get(id(access.tile), 0))) for access in task.accesses)
         for gone in task.frees:
-            frees[last[id(gone)]].append(gone)
+            if gone not in result.tasks[last[id(gone)]].scratch:
+                frees[last[id(gone)]].append(gone)
     result.tasks = [replace(task, frees=tiles) for task, tiles in zip(result.tasks, frees, strict=True)]
     return result
 
@@ -64,13 +70,17 @@ def grouped(
 class _Groups:
     """The groups so far, by number. A set of groups is a bit mask."""
 
-    def __init__(self, most_seconds: float, most_bytes: float, one_worker: bool) -> None:
+    def __init__(
+        self, most_seconds: float, most_bytes: float, one_worker: bool, scratch: bool, residents: Collection[Hashable]
+    ) -> None:
         self._most_seconds, self._most_bytes, self._one_worker = most_seconds, most_bytes, one_worker
+        self._scratch, self._residents = scratch, residents
         self._most_tiles = MOST_TILES if one_worker else TILES_OF_OTHERS
         self.groups: list[list[Task]] = []
         self.chosen: list[int] = []  # number of the group of each task
         self._freed: set[int] = set()  # ids of tiles that a task of some group freed
-        self._held: list[_Held] = []
+        self.held: list[_Held] = []
+        self._only_user: dict[int, int] = {}  # the group that uses each tile; -1: several groups
         self._seconds: list[float] = []
         self._until: list[float] = []  # largest seconds of each group
         self._before: list[int] = []  # all predecessors of each group, direct or not, as a bit mask
@@ -92,7 +102,7 @@ class _Groups:
         self.groups[chosen].append(task)
         self.chosen.append(chosen)
         self._freed.update(id(tile) for tile in task.frees)
-        self._held[chosen].add(task)
+        self.held[chosen].add(task)
         self._seconds[chosen] += time
         if exported:
             longer = min(EXPORT_SECONDS, EXPORT_TIMES * time)
@@ -103,6 +113,10 @@ class _Groups:
                 self._readers.setdefault(tile, []).append(chosen)
             else:
                 self._writer[tile], self._readers[tile] = chosen, []
+            if self._only_user.setdefault(tile, chosen) != chosen:
+                self._only_user[tile] = -1
+        if self._scratch:
+            self.held[chosen].add_scratch(tile for tile in task.frees if self._only_user.get(id(tile)) == chosen)
 
     def _direct(self, task: Task) -> set[int]:
         """Return the groups that wrote tiles of the task, or read tiles that the task overwrites."""
@@ -133,7 +147,7 @@ class _Groups:
             if (known or time >= TINY) and before[number] & ~(waits | mine):  # the task would wait for other workers
                 continue
             in_time = self._seconds[number] + time <= self._until[number]
-            if in_time and self._fits(self.groups[number], self._held[number], task):
+            if in_time and self._fits(self.groups[number], self.held[number], task):
                 return number
         return None
 
@@ -155,7 +169,7 @@ class _Groups:
         """Begin a group for the task; return the number of the group."""
         number = len(self.groups)
         self.groups.append([])
-        self._held.append(_Held())
+        self.held.append(_Held(self._residents))
         self._seconds.append(0.0)
         self._until.append(self._most_seconds)
         self._before.append(waits)
@@ -171,7 +185,10 @@ class _Groups:
 
 
 def _exported(tasks: list[Task]) -> set[int]:
-    """Return the positions of tasks with a result that another worker or rank uses next."""
+    """Return the positions of tasks with a result that another worker or rank uses next.
+
+    All workers use new weights in the next step.
+    """
     maker: dict[int, int] = {}
     exported: set[int] = set()
     for position, task in enumerate(tasks):
@@ -179,6 +196,8 @@ def _exported(tasks: list[Task]) -> set[int]:
             before = maker.get(id(access.tile))
             if before is not None and (tasks[before].worker != task.worker or task.kernel == SEND):
                 exported.add(before)
+            if access.mode != "R" and access.tile.kind == "param":
+                exported.add(position)
         maker.update((id(access.tile), position) for access in task.accesses if access.mode != "R")
     return exported
 
@@ -186,16 +205,24 @@ def _exported(tasks: list[Task]) -> set[int]:
 class _Held:
     """The tiles of a group.
 
-    `plain` is False once an access has another mode than R, W or RW.
+    `plain` is False once an access has another mode than R, W or RW. `tiles` are those that StarPU knows, `scratch` all
+    others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, residents: Collection[Hashable]) -> None:
         self.bytes, self.plain = 0, True
+        self._residents = residents
         self.tiles: set[int] = set()
+        self.scratch: dict[Tile, None] = {}
+        self._scratch_bytes = 0
 
     def more(self, task: Task) -> dict[int, Tile]:
         """Return the tiles that the task would add."""
-        return {id(a.tile): a.tile for a in task.accesses if id(a.tile) not in self.tiles}
+        return {
+            id(a.tile): a.tile
+            for a in task.accesses
+            if id(a.tile) not in self.tiles and not (self._residents and a.tile.key in self._residents)
+        }
 
     def add(self, task: Task) -> None:
         """Add the tiles of a task."""
@@ -204,17 +231,26 @@ class _Held:
         self.plain &= _plain(task)
         self.tiles.update(more)
 
+    def add_scratch(self, tiles: Iterable[Tile]) -> None:
+        """Move tiles that no task uses any more, and that only this group has used, to `scratch`, if they are small."""
+        for tile in tiles:
+            if not tile.persistent and self.plain and self._scratch_bytes + tile.bytes <= SCRATCH_BYTES:
+                self._scratch_bytes += tile.bytes
+                self.scratch[tile] = None
+                self.tiles.discard(id(tile))
+
 
 def _plain(task: Task) -> bool:
     return all(a.mode in ("R", "W", "RW") for a in task.accesses)
 
 
-def _as_one(tasks: list[Task]) -> Task:
-    """Return a group as one task: the union of its accesses, the sum of its flop."""
+def _as_one(tasks: list[Task], scratch: Iterable[Tile]) -> Task:
+    """Return a group as one task: the union of its accesses, except those to scratch tiles, and the sum of its flop."""
     if len(tasks) == 1:
         return tasks[0]
     merged: dict[int, Access] = {}
-    for access in (a for t in tasks for a in t.accesses):
+    own = {*scratch}
+    for access in (a for t in tasks for a in t.accesses if a.tile not in own):
         seen = merged.setdefault(id(access.tile), Access(access.tile, access.mode))
         if access.mode != "R" and seen.mode == "R":
             seen.mode = "RW"
@@ -224,5 +260,5 @@ def _as_one(tasks: list[Task]) -> Task:
     return Task(
         "group", list(merged.values()), op=f"{name} + {len(tasks) - 1}{dot}{phase}", flop=sum(t.flop for t in tasks),
         priority=max(t.priority for t in tasks), clears=tasks[0].clears, parts=tasks, worker=tasks[0].worker,
-        kind=tasks[0].kind,
+        kind=tasks[0].kind, scratch=[*scratch],
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from nntile_py import _core
@@ -15,6 +15,7 @@ from nntile_py.system.cgroup import within_machine
 from nntile_py.tasks.optimizer import MASTERS
 from nntile_py.tiles import AXES, TaskList, Tile, cut_as
 from nntile_py.tiles.eviction import Offloaded, mark_evictions, room_in_turn
+from nntile_py.tiles.residents import residents
 
 if TYPE_CHECKING:
     from nntile_py.graph.built_step import Step
@@ -58,6 +59,17 @@ def room_to_plan(runtime: Runtime, lists: Sequence[TaskList]) -> float:
     if runtime.cuda != 1 or runtime.cpus or runtime.disk:
         return 0
     return room_in_turn(lists, runtime.cuda_memory or 0)
+
+
+def held_by_tasks(runtime: Runtime, lists: Sequence[TaskList], offload: Collection[Offloaded]) -> frozenset[Hashable]:
+    """Return the keys of tiles that the programs of a step hold for their task between runs, see tiles/residents.py.
+
+    None on one worker: the runtime's time for tiles is hidden behind the kernels.
+    """
+    planned = runtime.placement == "planned" and runtime.cuda + runtime.cpus > 1
+    if not planned or runtime.ranks or runtime.disk or offload:
+        return frozenset()
+    return residents(lists, runtime.cuda * (runtime.cuda_memory or 0) if runtime.cuda else main_memory(runtime))
 
 
 def has_room_for_evictions(lists: Sequence[TaskList], runtime: Runtime) -> bool:

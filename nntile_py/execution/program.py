@@ -222,11 +222,12 @@ def programs(
     if runtime.placement == "planned":
         count = [gpus or _core.cpu_workers()] * len(lists)
         lists = [place(*one, store.residency) for one in zip(lists, count, speeds, strict=True)]
+    held = memory.held_by_tasks(runtime, lists, offload)
     if gpus:
         room = memory.room_to_plan(runtime, lists)
         most, one_worker = memory.group_bytes(runtime, room > 0), gpus == 1 and not _core.cpu_workers()
         lists = [
-            grouped(tasks, speed.flop_s, speed.bytes_s, GROUP_SECONDS, most, one_worker)
+            grouped(tasks, speed.flop_s, speed.bytes_s, GROUP_SECONDS, most, one_worker, not checked, held)
             for tasks, speed in zip(lists, speeds, strict=True)
         ]
         if room:
@@ -238,7 +239,7 @@ def programs(
         delay(lists, gpus or _core.cpu_workers())
     for tasks in lists:
         memory.check_tasks(tasks, runtime)
-    return [Program(*one, store, tf32, checked) for one in zip(lists, shares, filled, strict=True)]
+    return [Program(*one, store, tf32, checked, held) for one in zip(lists, shares, filled, strict=True)]
 
 
 def _split_over_ranks(
@@ -276,17 +277,19 @@ class Program:
         tasks: the list; with several ranks, this rank's part of the list.
         shared: the parts of all ranks; None: there is one rank.
         filled: True: CUDA workers compute only the part of tiles that a step fills.
+        residents: keys of tiles that the program holds for their task between runs, see tiles/residents.py.
     """
 
     def __init__(
-        self, tasks: TaskList, shared: RankLists | None, filled: bool, store: Store, tf32: bool, checked: bool
-    ) -> None:
+        self, tasks: TaskList, shared: RankLists | None, filled: bool, store: Store, tf32: bool, checked: bool,
+        residents: Collection[Hashable],
+    ) -> None:  # fmt: skip
         capability = capability_of_devices()
         # True: all workers compute full tiles, because CUDA kernels do. CPU kernels could compute the filled part, but
         # they would store it without gaps, and CUDA kernels expect the full stride between rows.
         whole = capability is not None and not filled
         self.list, self.tasks = tasks, len(tasks.tasks)
-        self._store, self._shared = store, shared
+        self._store, self._shared, self._residents = store, shared, residents
         self.slots: list[str] = []
         self.native = _core.Program(tf32, checked)
         handles: dict[Tile, _core.Tile] = {}
@@ -306,7 +309,7 @@ class Program:
     def _add(self, task: Task, handles: Mapping[Tile, _core.Tile], capability: int | None, whole: bool) -> None:
         """Add a task with its payloads, which compute full tiles or only the filled part."""
         runs = _bodies(task)
-        places = {access.tile: number for number, access in enumerate(task.accesses)}
+        places = {tile: k for k, tile in enumerate((*(access.tile for access in task.accesses), *task.scratch))}
         floats: list[float] = []
         slots: list[tuple[int, int]] = []
         bodies: list[tuple[Any, ...]] = []
@@ -338,6 +341,8 @@ class Program:
             codelet=f"{task.kernel}_{dtype}",
             name=task.op or task.kernel,
             tiles=[handles[a.tile] for a in task.accesses],
+            scratch=[(tile.shape, tile.dtype) for tile in task.scratch],
+            residents=[k for k, a in enumerate(task.accesses) if a.tile.key in self._residents],
             modes=[a.mode for a in task.accesses],
             floats=floats,
             slots=slots,

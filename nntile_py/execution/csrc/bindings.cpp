@@ -307,8 +307,15 @@ PYBIND11_MODULE(_core, m) {
           [](Program& program, const BodyList& bodies, const std::string& codelet, std::string name,
              std::vector<std::shared_ptr<Tile>> tiles, const std::vector<std::string>& modes,
              std::vector<double> floats, std::vector<std::pair<int, int>> slots, uint32_t footprint, int priority,
-             double flop, int worker, int delay, std::vector<int> leaves, const std::string& kind) {
+             double flop, int worker, int delay, std::vector<int> leaves, const std::string& kind,
+             const std::vector<std::pair<std::vector<int64_t>, std::string>>& scratch_tiles,
+             std::vector<int> residents) {
             TaskRecord record;
+            record.residents = std::move(residents);
+            for (const auto& [shape, dtype] : scratch_tiles)
+              record.scratch.push_back(std::make_shared<Tile>(shape, scalar_type(dtype)));
+            auto every = tiles;
+            every.insert(every.end(), record.scratch.begin(), record.scratch.end());
             std::vector<std::string> kernels;
             for (const auto& [kernel, part, places, ints, first_float, accumulates, ways, scratch, table, key, python,
                               lives] : bodies) {
@@ -325,7 +332,7 @@ PYBIND11_MODULE(_core, m) {
               for (const auto& [kind, value] : table) body.table.push_back({kind, value, 0, {}});
               if (python) {
                 std::vector<const Tile*> views;
-                for (const int place : places) views.push_back(tiles.at(static_cast<size_t>(place)).get());
+                for (const int place : places) views.push_back(every.at(static_cast<size_t>(place)).get());
                 body.python = python_kernel(*python, std::move(views));
               }
               record.bodies.push_back(std::move(body));
@@ -347,7 +354,9 @@ PYBIND11_MODULE(_core, m) {
           py::arg("bodies"), py::arg("codelet"), py::arg("name"), py::arg("tiles"), py::arg("modes"),
           py::arg("floats") = std::vector<double>{}, py::arg("slots") = std::vector<std::pair<int, int>>{},
           py::arg("footprint") = 0, py::arg("priority") = 0, py::arg("flop") = 0.0,
-          py::arg("worker") = -1, py::arg("delay") = 0, py::arg("leaves") = std::vector<int>{}, py::arg("kind") = "")
+          py::arg("worker") = -1, py::arg("delay") = 0, py::arg("leaves") = std::vector<int>{}, py::arg("kind") = "",
+          py::arg("scratch") = std::vector<std::pair<std::vector<int64_t>, std::string>>{},
+          py::arg("residents") = std::vector<int>{})
       .def("add_invalidate", &Program::add_invalidate)
       .def("add_message",
            [](Program& program, std::shared_ptr<Tile> tile, int peer, int64_t tag, int priority, bool sends,

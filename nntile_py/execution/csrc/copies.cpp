@@ -126,6 +126,7 @@ Copies::Copies(std::vector<std::shared_ptr<Tile>> tiles) : state_(std::make_shar
   for (const auto& tile : state_->tiles) state_->data.push_back(g_pool.take(tile->bytes));
   wake();
   for (size_t k = 0; k < state_->tiles.size(); ++k) {
+    before_use(*state_->tiles[k]);
     auto* task = starpu_task_create();
     task->cl = Item::codelet();
     task->handles[0] = state_->tiles[k]->handle;

@@ -364,20 +364,23 @@ void Captured::walk(const std::vector<double>& slots, void** buffers, c10::Devic
     for (const auto& [position, slot] : record.slots)
       floats[static_cast<size_t>(position)] = slots.at(static_cast<size_t>(slot));
     std::vector<void*> at;
-    for (const auto& tile : record.tiles) {
-      if (!places.contains(tile.get())) {
-        auto& made = own[tile.get()];
+    const auto place = [&](const Tile* tile) {
+      if (!places.contains(tile)) {
+        auto& made = own[tile];
         made = at::empty({static_cast<int64_t>(tile->bytes)}, at::TensorOptions(at::kByte).device(device));
-        put(tile.get(), made.data_ptr());
+        put(tile, made.data_ptr());
       }
-      at.push_back(&places[tile.get()]);
-    }
+      at.push_back(&places[tile]);
+    };
+    for (const auto& tile : record.tiles) place(tile.get());
+    for (const auto& tile : record.scratch) place(tile.get());
     for (const auto& body : record.bodies) {
       if (changing) changing->begin(body, changing_of(record, body));
       const auto run = [&] { run_on_cuda(body, floats.data(), at.data(), device); };
       if (guards) guarded(body.name, run);
       else run();
     }
+    for (const auto& tile : record.scratch) places.erase(tile.get()), own.erase(tile.get());
   }
 }
 

@@ -157,6 +157,8 @@ void free_spare_copies();  // at the end of the runtime
 // Records that part `body` of a checked program's task has written a value that is not finite.
 void check_finite(const TaskInstance& instance, size_t body, void** buffers, c10::Device device);
 void forget_not_finite();
+void before_use(Tile& tile);  // a program that holds the tile as a resident releases its residents
+void let_go_of_residents();   // of all programs
 #ifdef NNTILE_CUDA
 bool queues_empty();  // on all CUDA devices, the tasks that have ended for StarPU have really ended
 bool lacks_room(unsigned node, size_t bytes);  // the GPU has no memory for a tile, whatever the limit is

@@ -30,6 +30,8 @@ struct Tile {
   Tile(std::vector<int64_t> shape, at::ScalarType dtype, Monoid monoid, bool redux);
   // A tile on a handle of another library, which registers and unregisters the handle.
   Tile(::_starpu_data_state* foreign, std::vector<int64_t> shape, at::ScalarType dtype);
+  // A tile without a handle: its memory lasts as long as a task.
+  Tile(std::vector<int64_t> shape, at::ScalarType dtype);
   ~Tile();
   Tile(const Tile&) = delete;
   Tile& operator=(const Tile&) = delete;
@@ -42,6 +44,8 @@ struct Tile {
   bool reducible = false;    // allows access in REDUX mode
   bool initialised = false;  // true: a task submitted so far writes the tile
   std::vector<class Captured*> holders;  // CUDA graphs that keep the tile on a device and rely on its value
+  class Program* holder = nullptr;       // the program that holds the tile as a resident, see residents.cpp
+  void* address = nullptr;               // of a held resident
 };
 
 class Args;
@@ -131,6 +135,11 @@ struct TaskRecord {
   std::string name;
   std::vector<std::shared_ptr<Tile>> tiles;
   std::vector<int> modes;  // enum starpu_data_access_mode
+  std::vector<std::shared_ptr<Tile>> scratch;  // tiles without handles; their places follow those of `tiles`
+  std::vector<int> residents;  // positions of tiles that no other task uses, see residents.cpp
+  bool holds = false;          // the program holds the residents: StarPU's tasks have only the tiles of `fetched`
+  std::vector<std::shared_ptr<Tile>> fetched;  // tiles without residents, with their modes
+  std::vector<int> fetched_modes;
   std::vector<double> floats;
   std::vector<std::pair<int, int>> slots;  // (position in floats, slot of the program)
   uint32_t footprint = 0;

@@ -39,6 +39,7 @@ void post(const Message& message, uint32_t run, uint32_t index) {
   wake();
   // All ranks post messages in the order of the whole program, so the first waiting message can always end.
   if (g.messages >= g_most) wait_until([] { return g.messages < g_most; });
+  before_use(*message.tile);
   ++g.messages;
   message.tile->initialised = true;
   static uintptr_t count = 0;

@@ -1,7 +1,11 @@
 // Kernels, codelets, programs.
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <unordered_map>
+#include <utility>
 
 #ifdef NNTILE_CUDA
 #include "graph_params.h"
@@ -27,15 +31,55 @@ std::map<std::pair<c10::DeviceType, std::string>, Kernel>& kernels() {
   return table;
 }
 
+// The buffers of a task's tiles: StarPU's buffers, those of held residents between them, and then memory for scratch
+// tiles.
+class Buffers {
+ public:
+  Buffers(const TaskRecord& record, void** buffers, c10::Device device) : of_starpu_(buffers) {
+    if (record.scratch.empty() && !record.holds) return;
+    own_.reserve(record.scratch.size() + record.residents.size());
+    const auto add = [&](const Tile& tile, void* address) {
+      auto& made = own_.emplace_back();
+      made.id = STARPU_VARIABLE_INTERFACE_ID;
+      made.ptr = made.dev_handle = reinterpret_cast<uintptr_t>(address);
+      made.elemsize = tile.bytes;
+      all_.push_back(&made);
+    };
+    for (const auto& tile : record.tiles)
+      if (record.holds && tile->address) add(*tile, tile->address);
+      else all_.push_back(*buffers++);
+    if (record.scratch.empty()) return;
+    constexpr size_t kAligned = 256;
+    size_t bytes = 0;
+    const auto place = [&](const Tile& tile) {
+      return std::exchange(bytes, bytes + (tile.bytes + kAligned - 1) / kAligned * kAligned);
+    };
+    std::vector<size_t> offsets;
+    for (const auto& tile : record.scratch) offsets.push_back(place(*tile));
+    memory_ = at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions(at::kByte).device(device));
+    for (size_t k = 0; k < offsets.size(); ++k) add(*record.scratch[k], memory_.data_ptr<uint8_t>() + offsets[k]);
+  }
+
+  void** all() { return all_.empty() ? of_starpu_ : all_.data(); }
+
+ private:
+  void** of_starpu_;
+  std::vector<void*> all_;
+  std::vector<starpu_variable_interface> own_;
+  at::Tensor memory_;  // on CUDA workers, ATen reuses it only for later work on the same stream
+};
+
 void run_python(const TaskBody& body, const double* floats, void** buffers, int device, void* stream) {
   std::vector<void*> pointers;
   for (const int place : body.places) pointers.push_back(pointer(buffers[place]));
   body.python.call(pointers, floats + body.first_float, device, stream);
 }
 
-void run_cpu(void** buffers, void* cl_arg) {
+void run_cpu(void** of_starpu, void* cl_arg) {
   const profile::Interval interval(profile::Interval::Of::program);
   const auto& instance = *static_cast<const TaskInstance*>(cl_arg);
+  Buffers made(*instance.record, of_starpu, c10::kCPU);
+  auto** buffers = made.all();
   for (size_t k = 0; k < instance.record->bodies.size(); ++k) {
     const auto& body = instance.record->bodies[k];
     guarded(body.name, [&] {
@@ -51,9 +95,12 @@ void run_cpu(void** buffers, void* cl_arg) {
 }
 
 #ifdef NNTILE_CUDA
-void run_cuda(void** buffers, void* cl_arg) {
+void run_cuda(void** of_starpu, void* cl_arg) {
   const auto& instance = *static_cast<const TaskInstance*>(cl_arg);
-  on_cuda(buffers, instance.record->tiles.size(), [&](c10::Device device) {
+  const auto& record = *instance.record;
+  on_cuda(of_starpu, (record.holds ? record.fetched : record.tiles).size(), [&](c10::Device device) {
+    Buffers made(*instance.record, of_starpu, device);
+    auto** buffers = made.all();
     for (size_t k = 0; k < instance.record->bodies.size(); ++k) {
       const auto& body = instance.record->bodies[k];
       guarded(body.name, [&] {
@@ -121,6 +168,7 @@ void set_tiles(starpu_task* task, const std::vector<std::shared_ptr<Tile>>& tile
   for (size_t k = 0; k < n; ++k) {
     handles[k] = tiles[k]->handle;
     access[k] = static_cast<starpu_data_access_mode>(modes[k]);
+    before_use(*tiles[k]);
     if (!(modes[k] & (STARPU_W | STARPU_REDUX))) continue;
     before_write(*tiles[k]);
     tiles[k]->initialised = true;
@@ -182,7 +230,15 @@ Program::~Program() {
   // Tasks in flight point into the records, so wait for all tasks. Where this is not possible (in a task in which
   // Python's garbage collector runs, or with a stuck runtime), the records are never freed.
   if (g.stuck || starpu_worker_get_id() >= 0) new auto(std::move(items_));
-  else starpu_task_wait_for_all();
+  else {
+    starpu_task_wait_for_all();
+    if (!holds_) return;
+    try {
+      let_go();
+      sleep_if_idle();
+    } catch (...) {  // the tiles are never released
+    }
+  }
 }
 
 void Program::add(TaskRecord record, const std::vector<std::string>& kernels, const std::string& codelet,
@@ -193,7 +249,8 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
     body.tf32 = tf32_;
     bool low = false;  // some tiles have a dtype without CPU kernels
     for (const int place : body.places) {
-      body.tiles.push_back(record.tiles.at(static_cast<size_t>(place)).get());
+      const auto number = static_cast<size_t>(place), known = record.tiles.size();
+      body.tiles.push_back((number < known ? record.tiles[number] : record.scratch.at(number - known)).get());
       low |= at::isReducedFloatingType(body.tiles.back()->dtype) && !is_scaled(body.tiles.back()->dtype);
     }
     const bool python = static_cast<bool>(body.python.call);
@@ -222,6 +279,12 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
   record.codelet = get_codelet(codelet, cpu, cuda);
   record.number = static_cast<int64_t>(tasks_);
   leaves_ |= !record.leaves.empty();
+  has_residents_ |= !record.residents.empty();
+  for (size_t k = 0; k < record.tiles.size(); ++k)
+    if (std::find(record.residents.begin(), record.residents.end(), static_cast<int>(k)) == record.residents.end()) {
+      record.fetched.push_back(record.tiles[k]);
+      record.fetched_modes.push_back(record.modes[k]);
+    }
   items_.emplace_back(std::move(record));
   ++tasks_;
   finished_ = false;
@@ -280,6 +343,7 @@ void Program::begin(const std::vector<double>& slots) {
 uint32_t Program::run(const std::vector<double>& slots) {
   begin(slots);
   if (leaves_) let_go_of_all();  // the eviction plan counts on the whole memory of the device
+  hold();
   const uint32_t replay = profile::begin_run();
   uint32_t index = 0;
   static uint64_t runs = 0;
@@ -297,7 +361,8 @@ uint32_t Program::run(const std::vector<double>& slots) {
     const auto& record = std::get<TaskRecord>(item);
     auto* task = starpu_task_create();
     task->cl = &record.codelet->cl;
-    set_tiles(task, record.tiles, record.modes);
+    for (const auto& tile : record.fetched) before_use(*tile);  // may change record.holds
+    set_tiles(task, record.holds ? record.fetched : record.tiles, record.holds ? record.fetched_modes : record.modes);
     if (record.slots.empty() && !checked_) {
       task->cl_arg = const_cast<TaskInstance*>(&record.instance);
       task->cl_arg_size = sizeof(TaskInstance);

@@ -189,6 +189,7 @@ void stop() {
     return;
   }
   let_go_of_all();
+  let_go_of_residents();
   forget_tiles();
   g.running = false;
   free_spare_copies();

@@ -150,11 +150,16 @@ class Program {
   // profile.
   uint32_t run(const std::vector<double>& slots);
   size_t tasks() const { return tasks_; }
+  void let_go();  // releases the residents, if the program holds them; waits for all tasks
   uint64_t checked_run() const { return run_; }  // number of the last run, if the program is checked
 
  private:
   friend class Captured;
   void begin(const std::vector<double>& slots);  // begins a run; throws if impossible
+  // Acquires the residents, unless they are held already, or were released a few runs ago.
+  void hold();
+  template <class Use>
+  void each_resident(Use use);
   void finish();
   std::vector<std::variant<TaskRecord, std::shared_ptr<Tile>, Message>> items_;
   std::vector<Tile*> needs_;  // tiles that must be initialised before the program runs
@@ -164,6 +169,9 @@ class Program {
   bool tf32_, checked_;
   uint64_t run_ = 0;
   bool finished_ = false, leaves_ = false;  // leaves_: some tasks evict tiles
+  bool has_residents_ = false, holds_ = false, addressed_ = false;  // addressed_: the addresses of residents are known
+  int pause_ = 0;                      // runs before the residents are acquired
+  std::atomic<size_t> missing_{0};     // residents that are not acquired yet
 };
 
 // The first task of a checked program that wrote a value that is not finite: number of the run, of the task, and of the

@@ -32,6 +32,7 @@ PyObject* object_of(starpu_data_handle_t handle, void* buffer) {
 // Returns the capsule of a tile. starpupy refuses the capsule if there is no tile, or its runtime has stopped.
 py::capsule capsule_of(Tile* tile) {
   if (!running() || !tile || !tile->handle) return py::capsule(reinterpret_cast<void*>(-1), kHandle);
+  before_use(*tile);
   before_write(*tile);
   if (!tile->foreign) {
     g_layouts[tile->handle] = {tile->shape, tile->dtype};

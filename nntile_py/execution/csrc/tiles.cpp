@@ -187,6 +187,12 @@ Tile::Tile(::_starpu_data_state* foreign_, std::vector<int64_t> shape_, at::Scal
   g_tiles.insert(this);
 }
 
+Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_)
+    : shape(std::move(shape_)), dtype(dtype_), bytes(c10::elementSize(dtype_)) {
+  for (const auto size : shape) bytes *= static_cast<size_t>(size);
+  if (is_scaled(dtype)) bytes = scale_offset(bytes) + kScaleBytes;
+}
+
 void add_by_reduction(Tile& tile, Monoid monoid) {
   g.reduces = tile.reducible = true;
   const int64_t width = monoid == Monoid::sum || tile.shape.empty() ? 1 : tile.shape.back();
@@ -214,6 +220,7 @@ bool on_disk(const Tile& tile) {
 void write_tile(const std::shared_ptr<Tile>& tile, std::unique_ptr<char[]> data) {
   require(*tile);
   wake();
+  before_use(*tile);
   before_write(*tile);
   tile->initialised = true;
   ++g.leaving;
@@ -232,6 +239,7 @@ void write_tile(const std::shared_ptr<Tile>& tile, std::unique_ptr<char[]> data)
 void zero_tile(const std::shared_ptr<Tile>& tile) {
   require(*tile);
   wake();
+  before_use(*tile);
   before_write(*tile);
   auto* task = starpu_task_create();
   task->cl = zero_codelet();
@@ -250,6 +258,7 @@ void read_tile(const std::shared_ptr<Tile>& tile, void* data) {
   require_main_thread();
   check();
   if (!tile->initialised) throw TaskError("a tile was read before any task wrote it");
+  before_use(*tile);
   auto read = std::make_shared<Read>(std::make_unique<char[]>(tile->bytes));  // outlives an interrupted wait
   acquire(
       tile, STARPU_R, [read, bytes = tile->bytes](void* from) { std::memcpy(read->data.get(), from, bytes); },
@@ -263,6 +272,7 @@ void read_tile(const std::shared_ptr<Tile>& tile, void* data) {
 
 void invalidate(const std::shared_ptr<Tile>& tile) {
   require(*tile);
+  before_use(*tile);
   before_write(*tile);
   if (tile->initialised) starpu_data_invalidate_submit(tile->handle);
   tile->initialised = false;
@@ -297,6 +307,7 @@ Fetch::Fetch(const std::vector<std::shared_ptr<Tile>>& tiles) : state_(std::make
     require(*tiles[k]);
     if (!tiles[k]->initialised || tiles[k]->dtype != at::kDouble)
       throw TaskError("a scalar was fetched before any task wrote it");
+    before_use(*tiles[k]);
     acquire(
         tiles[k], STARPU_R, [state = state_, k](void* from) { state->values[k] = *static_cast<double*>(from); },
         [state = state_] {
