@@ -267,6 +267,7 @@ def test_a_run_resumes_with_its_own_settings(whole: Path, tmp_path: Path) -> Non
     shutil.rmtree(run / "checkpoints" / "step-000012")
     done = nntile(tmp_path, arguments=("--resume",))
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("resuming runs/tiny, the newest run of ")
     assert f"options of the run so far: {' '.join(f'--set {item}' for item in SHORT)}\n" in done.stdout
     same(run, whole)
     begin = [sys.executable, "-m", "nntile_py.cli", "train", "--resume"]

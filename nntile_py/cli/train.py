@@ -94,6 +94,7 @@ def train(
     ] = None,
 ) -> None:
     """Train the model that CONFIG describes."""
+    from nntile_py.checkpoint.resume import candidates_in
     from nntile_py.config.builders import step_spec
     from nntile_py.config.run_config import check_saved_overrides, load
 
@@ -117,6 +118,9 @@ def train(
         raise ConfigError(f"DIR: {where} is given without --resume; allowed: nntile train {config} --resume {where}")
     if resume:
         start = where or newest_run(name, loaded.out, out)
+        candidates_in(start)  # refuse a folder without checkpoints before any other work
+        if where is None and not quiet and launcher.leads():
+            print(f"resuming {start}" + (f", the newest run of {config}" if start != out else ""), flush=True)
         folder = out or run_of(start)
         if again := _saved_overrides(start, overrides):
             check_saved_overrides(again, start, overrides)
