@@ -63,7 +63,7 @@ from nntile_py.schema import (
 from nntile_py.system.folders import STDLIB
 from nntile_py.system.load import cores
 from nntile_py.tasks.optimizer import OPTIMIZERS
-from nntile_py.tiles.eviction import OFFLOAD_WORDS, OFFLOADED, Offloaded, as_offload
+from nntile_py.tiles.eviction import OFFLOAD_WORDS, OFFLOADED, Offloaded, as_offload, check_disk
 from nntile_py.tiles.tasklist import Policy
 from nntile_py.tiles.worker_kinds import check_workers
 from nntile_py.yaml_text import dump
@@ -160,6 +160,7 @@ class RunConfig(Section):
             raise ConfigError("runtime.cpus: got 0; allowed: at least 1, or 'all', if runtime.cuda is 0")
         runtime = self.runtime
         check_workers(runtime.on_cpu, runtime.cpus, runtime.cuda, runtime.placement)
+        check_disk(runtime.disk, runtime.memory)
         check_pack(self.train.pack, self.tile_sizes.get("seq"))
         if self.train.pack and self.layout == "searched":
             raise ConfigError("layout: got searched; allowed with train.pack: default")

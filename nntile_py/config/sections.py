@@ -14,6 +14,7 @@ from nntile_py.schema import (
     File,
     Folder,
     Inside,
+    MemorySize,
     Names,
     Natural,
     NonNegative,
@@ -349,9 +350,9 @@ class RuntimeSection(Section):
         ),
     ] = "lws"
     """StarPU's scheduling policy."""
-    memory: Size | None = None
+    memory: MemorySize | None = None
     """Upper bound on the main memory of tiles; null: no bound."""
-    cuda_memory: Size | None = None
+    cuda_memory: MemorySize | None = None
     """Upper bound on the memory of tiles on each GPU; null: 85 % of its memory."""
     disk: DiskSection | None = None
     """Disk space for tiles that do not fit into main memory; needs `memory`."""
