@@ -30,7 +30,7 @@ from nntile_py.graph.passes.one_row import fuse_one_row
 from nntile_py.graph.passes.precision import narrow_gradients
 from nntile_py.graph.passes.qkv_fusion import merge_projections
 from nntile_py.graph.random_inputs import random_inputs
-from nntile_py.graph.recompute_choice import Room, StepEstimate, candidates, fastest
+from nntile_py.graph.recompute_choice import Room, StepEstimate, candidates, fastest, fewer_activations
 from nntile_py.graph.recompute_rule import AUTO, RECOMPUTE, WORDS, as_recompute
 from nntile_py.graph.timings import Timings
 from nntile_py.tasks.adamw import AdamW
@@ -326,7 +326,8 @@ class StepSpec:
             more = lower(graph, self.cuts, self.accumulate, holds=holds, rank_sums=rank_sums, recomputed=again)
         ended = rank_sums and rank_sums.ended()
         last = lower(update, self.cuts, self.accumulate, holds=grads.values(), rank_sums=ended)
-        return Step(graph, update, grads, first, more, last, graphs.optional, graphs.refused)
+        smaller = fewer_activations(self.batch, again, self.ranks)
+        return Step(graph, update, grads, first, more, last, graphs.optional, graphs.refused, smaller)
 
     def _rank_sums(self, grads: Iterable[Tensor] = ()) -> RankSums | None:
         """Return the object that adds the partial sums of several ranks; None: one rank, or a chain from rank to rank.
