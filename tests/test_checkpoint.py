@@ -1,7 +1,6 @@
 """Checkpoints as files: whole or not there, whatever happens while they are written."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys

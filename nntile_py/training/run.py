@@ -1,8 +1,8 @@
 """The command `nntile train`: read data, create the trainer, train, save checkpoints and weights, print a summary."""
 
 import shlex
-from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from nntile_py.data.confusion import FILES, Confusion
 from nntile_py.data.dataset import Dataset
 from nntile_py.data.entities import EntityScores
 from nntile_py.errors import ConfigError, NNTileError, NotFinite, TaskError
+from nntile_py.execution import memory_checks
 from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.recompute_rule import AUTO
@@ -117,7 +118,7 @@ def train(
         report(f"going on after step {point.step}, from {point.folder}" + (f"; {differences}" if differences else ""))
 
     # Trainer, steps, weights.
-    with runtime, signals_of_run(runtime) as stop:
+    with _missing_sample_reported(report), runtime, signals_of_run(runtime) as stop:
         trainer = _first_trainer(config, spec, runtime, point)
         if config.recompute == AUTO:
             report(f"recompute: {trainer.spec.recompute}, the fastest that fits into the memory")
@@ -371,31 +372,55 @@ def _train_on_other_rank(config: RunConfig, dataset: Dataset, trainer: Trainer, 
 # -- the end of a run's output
 
 
+class _NoSample(TaskError):
+    """The tasks of a sample have failed. It ends the block of the runtime, whose tiles are not valid any more."""
+
+
+@contextmanager
+def _missing_sample_reported(report: Report) -> Iterator[None]:
+    """Context manager around the block of a run's runtime: report a failed sample, as the training is complete."""
+    try:
+        yield
+    except _NoSample as error:
+        report(f"no sample, but the training is complete and the weights are saved: {error}")
+
+
 def _sample_text(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: list[str]) -> str:
     """Return the model's continuation of a prompt, or its guesses at masked tokens; "" if there is no sample.
 
-    All ranks must call this function. Other ranks wait in it until rank 0 has saved the run."""
+    All ranks must call this function. Other ranks wait in it until rank 0 has saved the run.
+
+    Raises:
+        _NoSample: A task has failed, as for lack of memory. Never raised with several ranks."""
     stopped, _ = agree(stop)
     if dataset.example is None or not config.sample.tokens or stopped:
         return ""
     if reason := _missing_logits(trainer):
         return reason
-    if config.aim == "causal":
+    ranks = ranks_of_run()
+    try:
+        if config.aim == "causal":
+            return f"\nsample:\n{_continuation(config, dataset, trainer, stop, alone=not ranks)}"
+        guesses = fill_masked(trainer, dataset.tokenizer, dataset.example, config.sample.tokens)
+        return f"\nheld-out text, guesses at its masked tokens in [[ ]]:\n{guesses}"
+    except NotFinite as error:
+        return f"no sample, but the training is complete and the weights are saved: {error}"
+    except TaskError as error:
+        if ranks:
+            raise
+        raise _NoSample(str(error)) from error
 
-        def model() -> Any:
-            trainer.state_dict()  # puts the weights into the model
-            return trainer.model
 
-        ranks = ranks_of_run()  # with several ranks, all ranks compute each token together
-        how = ([], None) if ranks else (stop, model)
-        try:
-            return f"\nsample:\n{generate(trainer, dataset.tokenizer, config, *how)}"
-        except (NotFinite, TaskError) as error:  # TaskError: memory has no room for the passes that generate
-            if ranks and not isinstance(error, NotFinite):
-                raise
-            return f"no sample, but the training is complete and the weights are saved: {error}"
-    guesses = fill_masked(trainer, dataset.tokenizer, dataset.example, config.sample.tokens)
-    return f"\nheld-out text, guesses at its masked tokens in [[ ]]:\n{guesses}"
+def _continuation(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: list[str], *, alone: bool) -> str:
+    """Return the prompt of `config.sample` and its continuation. alone: False if several ranks compute each token."""
+
+    def model() -> Any:
+        trainer.state_dict()  # puts the weights into the model
+        return trainer.model
+
+    has_room = Runtime.current is not None and memory_checks.has_room_for_copy(trainer.built, Runtime.current)
+    how = (stop if alone else [], model if alone and has_room else None)
+    return generate(trainer, dataset.tokenizer, config, *how)
 
 
 def _missing_logits(trainer: Trainer) -> str:
