@@ -96,7 +96,8 @@ def train(
     """Train the model that CONFIG describes."""
     from nntile_py.checkpoint.resume import candidates_in
     from nntile_py.config.builders import step_spec
-    from nntile_py.config.run_config import check_saved_overrides, load
+    from nntile_py.config.run_config import load
+    from nntile_py.config.saved_code import check_saved_overrides
 
     name, overrides = Path(config).stem, [*(sets or []), *["train.log_every=1"] * verbose]
     of_run = resume and where is None and not Path(config).is_file()  # typed as: nntile train --resume runs/my_run

@@ -32,7 +32,8 @@ from nntile_py.checkpoint.run_folder import (
 )
 from nntile_py.checkpoint.writer import CheckpointWriter, TileSender, error_text, save_final
 from nntile_py.config.builders import build_model, step_spec
-from nntile_py.config.run_config import CODE, RunConfig
+from nntile_py.config.run_config import RunConfig
+from nntile_py.config.saved_code import CODE
 from nntile_py.config.scheduler_file import runtime_options
 from nntile_py.config.schedules import check_rates
 from nntile_py.data.confusion import FILES, Confusion
