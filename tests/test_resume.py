@@ -279,6 +279,12 @@ def test_a_run_resumes_with_its_own_settings(whole: Path, tmp_path: Path) -> Non
     assert facts["overrides"] == [*SHORT[1:], "train.steps=13"]
     done = forks.run([*begin, "."], **HOW, cwd=tmp_path, check=False)
     assert done.returncode == 2 and "CONFIG: . is not the folder of a run: config.yaml does not exist" in done.stderr
+    need = "a YAML file, or with --resume the folder of a run, or one of its checkpoints"
+    done = forks.run([*begin, "nowhere.yaml"], **HOW, cwd=tmp_path, check=False)
+    assert done.stderr == f"error: CONFIG: no such file or folder: nowhere.yaml; allowed: {need}\n"
+    done = forks.run([*begin[:-1], "runs/tiny"], **HOW, cwd=tmp_path, check=False)
+    need = "the path of a YAML file; to continue a run: nntile train --resume runs/tiny"
+    assert done.stderr == f"error: CONFIG: is a folder: runs/tiny; allowed: {need}\n"
 
 
 def test_another_run_is_refused(whole: Path, tmp_path: Path) -> None:

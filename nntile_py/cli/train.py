@@ -103,10 +103,10 @@ def train(
     of_run = resume and where is None and not Path(config).is_file()  # typed as: nntile train --resume runs/my_run
     if of_run:
         where = Path(config)
-        config = str(run_of(where) / "config.yaml")
-        if not os.path.isfile(config):
-            need = "a YAML file, or with --resume the folder of a run, or one of its checkpoints"
-            raise ConfigError(f"CONFIG: {where} is not the folder of a run: {config} does not exist; allowed: {need}")
+        config = _config_of_run(where)
+    elif not resume and os.path.isdir(config):
+        need = f"the path of a YAML file; to continue a run: nntile train --resume {config}"
+        raise ConfigError(f"CONFIG: is a folder: {config}; allowed: {need}")
 
     def newest(configured: str | None) -> Path:
         from nntile_py.checkpoint.format import checkpoints_in
@@ -166,6 +166,18 @@ def merge(
 
     with ends_at_ctrl_c(lambda: "nothing is written"):
         print(merged(folder, out, adapter, adapter_only))
+
+
+def _config_of_run(where: Path) -> str:
+    """Return the path of the config.yaml of a run. where: the run's folder or one of its checkpoints."""
+    config = str(run_of(where) / "config.yaml")
+    if os.path.isfile(config):
+        return config
+    wrong = f"no such file or folder: {where}"
+    if where.is_dir():
+        wrong = f"{where} is not the folder of a run: {config} does not exist"
+    need = "a YAML file, or with --resume the folder of a run, or one of its checkpoints"
+    raise ConfigError(f"CONFIG: {wrong}; allowed: {need}")
 
 
 def _with_saved_choices(config: "RunConfig", start: Path) -> "RunConfig":
