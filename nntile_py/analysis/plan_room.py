@@ -10,6 +10,7 @@ from nntile_py.config.builders import room
 from nntile_py.errors import TaskError
 from nntile_py.execution import memory_checks
 from nntile_py.execution.disk import kept_kinds
+from nntile_py.system.cgroup import machine_memory
 from nntile_py.tiles import device_model
 
 if TYPE_CHECKING:
@@ -62,14 +63,16 @@ def refusal(config: RunConfig, step: Step, choices: Mapping[str, Sequence[Altern
         step: The planned step.
         choices: {what is chosen: the estimates among which `auto` has chosen}.
     """
-    workers = _Workers.of(config)
+    workers, machine = _Workers.of(config), machine_memory()
+    other = (workers.memory or 0) > machine  # the plan is for a machine with more memory
     try:
-        memory_checks.check_step(step, workers)
+        memory_checks.check_step(step, workers, workers.memory if other else machine)
         for lowering in step.lists:
             memory_checks.check_tasks(lowering.tasks, workers, in_step=True)
     except TaskError as error:
-        return str(error)
-    for what, rows in choices.items():
+        own = "" if workers.memory else "; to plan for another machine, set runtime.memory to its main memory"
+        return f"{error}{own}"
+    for what, rows in choices.items() if not other else ():  # the estimates count with this machine's memory
         if rows and not any(one.fits for one in rows):
             peak = min(one.peak_bytes for one in rows) / 2**20
             need = "a larger runtime.memory or runtime.cuda_memory, or a smaller train.batch or train.seq"

@@ -103,7 +103,7 @@ def check_lists(lists: Sequence[TaskList], runtime: Workers) -> None:
     peak = max(one.peak_bytes(kept) for one in lists)
     devices = runtime.cuda * (runtime.cuda_memory or 0)
     if runtime.disk:
-        _check_disk(peak, peak - devices, lists, runtime, largest(tiles.values()))
+        _check_disk(peak, peak - devices, lists, runtime, within_machine(runtime.memory), largest(tiles.values()))
     if peak > have + devices:
         # A forward pass is one list, and has no activations that a backward pass reads later.
         more = f", or use {FEWER_ACTIVATIONS}" if len(lists) > 1 and kept < have + devices else ""
@@ -115,11 +115,15 @@ def check_lists(lists: Sequence[TaskList], runtime: Workers) -> None:
         )
 
 
-def check_step(step: Step, runtime: Workers) -> None:
-    """Raise TaskError if a step's tensors do not fit into main memory, disk and GPUs together."""
+def check_step(step: Step, runtime: Workers, machine: int | None = None) -> None:
+    """Raise TaskError if a step's tensors do not fit into main memory, disk and GPUs together.
+
+    machine: bytes of the main memory of the machine that will run the step; None: of this machine.
+    """
     if runtime.ranks:
         return  # each rank holds a part of the tensors, which check_lists checks
-    peak, have = step.peak_bytes(), main_memory(runtime)
+    memory = within_machine(runtime.memory) if machine is None else min(runtime.memory or machine, machine)
+    peak, have = step.peak_bytes(), memory + (runtime.disk.size if runtime.disk else 0)
     room = f"runtime.memory {'and runtime.disk have' if runtime.disk else 'has'} room for {have // MIB}"
     rest, initial = peak, 0
     if runtime.cuda:
@@ -138,7 +142,7 @@ def check_step(step: Step, runtime: Workers) -> None:
         use = "The weights are first written to main memory: use a larger runtime.memory, or a smaller model"
     advice = f"the largest tensors are {step.largest()}. {use}"
     if runtime.disk:
-        _check_disk(peak, rest, [one.tasks for one in step.lists], runtime, advice)
+        _check_disk(peak, rest, [one.tasks for one in step.lists], runtime, memory, advice)
     if rest > have:
         raise TaskError(f"out of memory: a step needs {_at_least(peak)}, {room}; {advice}")
 
@@ -163,7 +167,7 @@ def _step_advice(step: Step, have: int) -> str:
     return f"Use {keys}a smaller batch or seq, or smaller {more}"
 
 
-def _check_disk(peak: int, outside: int, lists: Sequence[TaskList], runtime: Workers, advice: str) -> None:
+def _check_disk(peak: int, outside: int, lists: Sequence[TaskList], runtime: Workers, memory: int, advice: str) -> None:
     """Raise TaskError if runtime.disk.size is too small for a step.
 
     Args:
@@ -171,9 +175,10 @@ def _check_disk(peak: int, outside: int, lists: Sequence[TaskList], runtime: Wor
         outside: bytes of `peak` that are not on GPUs.
         lists: the step's tasks.
         runtime: the runtime, which has a disk.
+        memory: bytes of main memory for tiles.
         advice: end of the error message.
     """
-    memory, size = within_machine(runtime.memory), runtime.disk.size if runtime.disk else 0
+    size = runtime.disk.size if runtime.disk else 0
     need = needed_with_disk(outside, lists, runtime.cuda + runtime.cpus)
     if need > memory + size:
         raise TaskError(
