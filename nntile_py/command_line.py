@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from nntile_py.errors import ConfigError
 
+SETTINGS = ("tiles", "cpus", "cuda", "precision", "batch", "cache", "max_length", "seed")  # options that keys also name
 UNCUT = 10**4  # characters of a command's description in the list of commands: none is shortened
 # typer's own base class of errors about the command line, which has no public name.
 _UsageError: Any = typer.BadParameter.__base__
@@ -67,8 +68,15 @@ class CheckedCommand(TyperCommand):
                 self._check_not_empty(ctx, typed)
         except _UsageError as error:
             error.ctx = error.ctx or ctx
+            if getattr(error, "possibilities", None) is not None and error.option_name == "--set":
+                raise _UsageError(self._explain_set(), ctx) from None
             raise
         return rest
+
+    def _explain_set(self) -> str:
+        """Return the message on --set for a command without a config, with the command's own options for settings."""
+        own = [_name(param) for param in self.params if param.name in SETTINGS]
+        return f"--set: the command takes no keys of a config; allowed: {', '.join(own or ['other options'])}"
 
     def _explain(self, error: Any, typed: Mapping[str, Any]) -> str:
         """Return the message on a parameter that is missing or has a wrong value."""

@@ -19,11 +19,13 @@ from nntile_py.errors import ConfigError
 from nntile_py.system.folders import read
 from nntile_py.typed import plain
 from nntile_py.typed import short as short
-from nntile_py.yaml_text import MOST_BYTES, parse
+from nntile_py.yaml_text import MOST_BYTES, parse, without_space
 
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 10 ** (3 * k) for k, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}IB": 2 ** (10 * k) for k, p in enumerate("KMGT", 1)}
 SIZES = "a number of bytes, or a size such as '500MB' or '20GiB'"
+LEAST_MEMORY = 2**20  # smallest bound on memory, StarPU's own unit; a smaller number lacks its unit
+MEMORY_SIZES = f"{SIZES}, of at least 1 MiB"
 _SIZE = r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*"
 
 
@@ -99,6 +101,12 @@ def in_bytes(value: Any) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
+def memory_bytes(value: Any) -> int | None:
+    """Return a bound on memory as a number of bytes; None if it is no size, or smaller than LEAST_MEMORY."""
+    size = in_bytes(value)
+    return size if size and size >= LEAST_MEMORY else None
+
+
 def _betas(value: Any) -> tuple[float, float] | None:
     two = isinstance(value, list | tuple) and len(value) == 2
     fits = two and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in value)
@@ -136,6 +144,13 @@ Size = Annotated[
     *only(
         SIZES, in_bytes,
         anyOf=[{"type": "integer", "minimum": 1}, {"type": "string", "pattern": f"^{_SIZE}$"}],
+    ),
+]  # fmt: skip
+MemorySize = Annotated[
+    int,
+    *only(
+        MEMORY_SIZES, memory_bytes,
+        anyOf=[{"type": "integer", "minimum": LEAST_MEMORY}, {"type": "string", "pattern": f"^{_SIZE}$"}],
     ),
 ]  # fmt: skip
 Names = Annotated[
@@ -234,7 +249,10 @@ def read_yaml(path: Path, key: str, cls: type[BaseModel]) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{key}: {path} is not UTF-8 text ({error}); allowed: a YAML file") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: holds {short(tree)}; allowed: a mapping of {', '.join(_keys(cls))}")
+        if isinstance(tree, str) and (message := without_space(tree)):
+            raise ConfigError(f"{path}: {message}")
+        what = "is empty" if tree is None else f"holds {short(tree)}"
+        raise ConfigError(f"{path}: {what}; allowed: a mapping of {', '.join(_keys(cls))}")
     return tree
 
 

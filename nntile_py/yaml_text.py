@@ -13,6 +13,10 @@ from nntile_py.errors import ConfigError
 _NO_BREAKS = "\x85\u2028\u2029"
 
 
+class _NoSpace(yaml.constructor.ConstructorError):
+    """A value is a key without a space after its colon. The problem is the whole message."""
+
+
 class _Loader(yaml.SafeLoader):
     """A YAML loader that refuses repeated keys, and reads plain values by _PLAIN instead of YAML 1.1.
 
@@ -38,11 +42,55 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
-        for key, _ in node.value:
+        for key, value in node.value:
+            if joined := _joined_in(key, value):
+                lines = joined.end_mark.line > joined.start_mark.line
+                first = joined.value.partition(" ")[0] if lines else joined.value
+                raise _NoSpace(None, None, without_space(first), joined.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+_JOINED = re.compile(r"\s*(?:- )?([A-Za-z_]\w*):((?!//)\S.*)")  # a key and its value, without a space between them
+
+
+def without_space(text: str) -> str:
+    """Return a message if a line or a value is a key whose colon no space follows, such as layers:4; else "".
+
+    YAML reads layers:4 as a text."""
+    match = _JOINED.match(text)
+    if not match:
+        return ""
+    return f"got {match[0].strip()}, with no space after the colon; allowed: {match[1]}: {match[2]}"
+
+
+def _joined_in(key: yaml.Node, value: yaml.Node) -> yaml.ScalarNode | None:
+    """Return the node whose text is a key and a value without a space between them; None if there is none.
+
+    It is a key that has no value ({layers:4}), or the whole section below a key (`model:`, and a line `layers:4`)."""
+    if not isinstance(value, yaml.ScalarNode) or value.style is not None:
+        return None
+    if isinstance(key, yaml.ScalarNode) and key.style is None and not value.value and _JOINED.match(key.value):
+        return key
+    below = key.start_mark.line < value.start_mark.line
+    return value if below and _JOINED.match(value.value) else None
+
+
+def _line_without_space(text: str, error: yaml.MarkedYAMLError) -> str:
+    """Return the number of the line, and the message of `without_space`, if such a line is the cause of an error."""
+    if isinstance(error, _NoSpace) and error.problem_mark:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    lines = text.split("\n")
+    marks = [mark.line for mark in (error.context_mark, error.problem_mark) if mark]
+    before = max(marks, default=0) - 1
+    while before > 0 and lines[before].partition("#")[0].strip() == "":
+        before -= 1
+    for number in (*marks, before):
+        if 0 <= number < len(lines) and (message := without_space(lines[number])):
+            return f"line {number + 1}: {message}"
+    return ""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -82,6 +130,8 @@ def parse(text: str, what: str) -> Any:
         tree = yaml.load(text, _Loader)
         values = _unfolded(tree, {})
     except yaml.MarkedYAMLError as error:
+        if cause := _line_without_space(text, error):
+            raise ConfigError(f"{what}, {cause}") from None
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{what}{where}: {error.problem or error.context}; allowed: YAML") from None

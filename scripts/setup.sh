@@ -44,11 +44,15 @@ follow() { # follow LOG PID: waits for a command; prints its progress every 20 s
     rounds_per_message=$(awk -v seconds="${NNTILE_SETUP_TICK:-20}" 'BEGIN { print int(seconds * 10) }')
     # A loop here, not a background subshell that prints: bash reports "wait_for: No record of process" when a subshell
     # is killed just after its start.
+    # And `read` waits, not `sleep`: bash loses the status of an ended command if another child gets its process id.
+    local idle
+    exec {idle}<> <(:) # a pipe that nobody writes to
     while kill -0 "$2" 2>/dev/null; do
-        sleep 0.1
+        read -r -t 0.1 -u "$idle" || true
         rounds=$((rounds + 1))
         [ $((rounds % rounds_per_message)) != 0 ] || say "  at work: $(at_work "$1")"
     done
+    exec {idle}>&-
     wait "$2" || status=$?
     return $status
 }

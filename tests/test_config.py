@@ -1,6 +1,7 @@
 """The YAML of a run: what it resolves to, and the one message that each mistake gives."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,9 @@ MISTAKES = [
     ("runtime.cpus=some", "runtime.cpus", "or 'all'"),
     ("runtime.cpus=0", "runtime.cpus", "at least 1"),
     ("runtime.memory=20Gib/s", "runtime.memory", "20GiB"),
+    ("runtime.memory=10", "runtime.memory: got 10", "such as '500MB' or '20GiB', of at least 1 MiB"),
+    ("runtime.cuda_memory=10KB", "runtime.cuda_memory: got '10KB'", "of at least 1 MiB"),
+    ("runtime.disk={path: /, size: 1GiB}", "runtime.disk: got a disk", "only with runtime.memory"),
     ("runtime.disk.path=/no/such", "runtime.disk.path", "a path that exists"),
     ("runtime.disk={path: /}", "runtime.disk.size", "20GiB"),
     ("runtime.disk={path: /, size: 1GiB, kinds: optimizer}", "runtime.disk.kinds", "'weights', 'gradients' or"),
@@ -115,6 +119,46 @@ MISTAKES = [
     ("tiles..embed=1", "tiles..embed", "key=value"),
     ("tiles.embed=[1", "tiles.embed", "YAML"),
 ]
+
+
+HEAD = "model:\n  type: gpt2\n  layers: 2\n"
+NO_SPACE = {  # a YAML with a key without a space after its colon: where the message says that this key is
+    HEAD.replace("layers: 2", "layers:2"): ", line 3: got layers:2",
+    f"{HEAD}  heads:4\n  embed: 8\n": ", line 4: got heads:4",
+    f"{HEAD}  embed: 8\n  heads:4\n\n  # wide\n  ffn: 9\n": ", line 5: got heads:4",
+    f"{HEAD}train:\n  # short\n\n  steps:4\n  batch: 2\n": ", line 7: got steps:4",
+    "model:\n  layers:2\ntrain: {steps: 4}\n": ", line 2: got layers:2",
+    "model:\n  layers:2\n  heads:4\n": ", line 2: got layers:2",
+    "model: {layers:2, heads: 4}\n": ", line 1: got layers:2",
+    "model: {heads: 4, layers:2}\n": ", line 1: got layers:2",
+    f"{HEAD}tiles:{{}}\n": ", line 4: got tiles:{}",
+    f"{HEAD}seed:4\n": ", line 4: got seed:4",
+    "seed:4\n": ": got seed:4",
+}
+
+
+@pytest.mark.parametrize("text", NO_SPACE, ids=range(len(NO_SPACE)))
+def test_a_colon_needs_a_space(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    got = f"{path}{NO_SPACE[text]}"
+    need = got.rpartition("got ")[2].replace(":", ": ")
+    with pytest.raises(ConfigError, match=f"^{re.escape(got)}, with no space after the colon; allowed: {need}$"):
+        load(path)
+
+
+def test_texts_with_a_colon_are_no_keys(small: Path) -> None:
+    prompts = "{prompt: a:b}", '{prompt: "key:value"}', "{prompt: http://a}", "{prompt: 'a:\n\n  b:c'}", "a:b"
+    for text in prompts[:-1]:
+        assert load(small, [f"sample={text}"]).sample.prompt
+    assert load(small, ["sample.prompt=a:b"]).sample.prompt == "a:b"
+
+
+@pytest.mark.parametrize("text", ["", "# a comment\n", "---\n"])
+def test_an_empty_file(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"x\.yaml: is empty; allowed: a mapping of model, data"):
+        load(tmp_path / "x.yaml")
 
 
 @pytest.mark.parametrize(("override", "key", "allowed"), MISTAKES, ids=[m[0] for m in MISTAKES])
@@ -144,7 +188,7 @@ FILES = [
     ("train:\n\tsteps: 3", ["line 2"]),
     ("seed: 1\nseed: 2\n", ["line 2", "'seed' is given twice"]),
     ("- 1\n- 2\n", ["a mapping of model, data"]),
-    ("", ["None", "a mapping of model"]),
+    ("", ["is empty", "a mapping of model"]),
     ("a: *b", ["line 1", "undefined alias"]),
     ("3: 4", ["3", "unknown key"]),
     ("seed: 0", ["model: not given, but required", "type", "train: not given, but required", "steps"]),
@@ -229,11 +273,11 @@ def test_the_resolved_config_loads_to_the_same(
 
 def test_overrides_are_yaml_and_come_last(small: Path) -> None:
     overrides = ["optimizer.lr=1e-2", "optimizer.lr=3e-3", "optimizer.betas=[0.8, 0.9]", "tiles.embed=1000"]
-    config = load(small, [*overrides, "runtime.memory=1.5KiB", "fusion.bias=false", "data={max_bytes: 2MB}"])
+    config = load(small, [*overrides, "runtime.memory=1.5MiB", "fusion.bias=false", "data={max_bytes: 2MB}"])
     assert config.optimizer.lr == 3e-3
     assert config.optimizer.settings["betas"] == (0.8, 0.9)
     assert config.tiles.embed == 1000  # longer than the axis: not cut
-    assert config.runtime.memory == 1536
+    assert config.runtime.memory == 1536 << 10
     assert config.fusion.model_dump() == {
         "bias": False,
         "activation": True,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from nntile_py.config.builders import step_spec
+from nntile_py.config.data_section import DataSection
 from nntile_py.config.run_config import RunConfig, load
-from nntile_py.config.sections import DataSection
 from nntile_py.data import text_dataset
 from nntile_py.data import tokenization as data
 from nntile_py.data.corpus import Corpus

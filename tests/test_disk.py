@@ -12,7 +12,7 @@ import pytest
 from faults import PRELUDE, ends_well
 
 import nntile_py as nt
-from nntile_py.execution import memory
+from nntile_py.execution import memory, memory_checks
 from nntile_py.execution.disk import SwapDisk
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.recompute_choice import Room
@@ -100,7 +100,7 @@ def test_what_the_disk_must_be(tmp_path: Path) -> None:
     refused(r"runtime\.disk\.path: /no/such is not a writable folder", path="/no/such", size=MIB)
     refused(r"runtime\.disk\.size: got 1 MiB; allowed: 16 MiB to", path=tmp_path, size=MIB)
     refused(r"runtime\.disk\.size: got .*; allowed: ", path=tmp_path, size=2**60)
-    refused(r"runtime\.disk: needs runtime\.memory", None, path=tmp_path, size=2**26)
+    refused(r"runtime\.disk: got a disk; allowed: only with runtime\.memory", None, path=tmp_path, size=2**26)
     refused(r"runtime\.disk: got {'path'", path=tmp_path)
     for kinds in (["moments"], "optimizer", 3, [["optimizer"]]):
         refused(r"runtime\.disk\.kinds: got .*; allowed: null, or a list of weights, gradients, optimizer",
@@ -138,7 +138,7 @@ def test_the_least_disk_that_is_named_is_taken() -> None:
     def check(size: int) -> bool:
         disk = SimpleNamespace(size=size, kept=frozenset())
         runtime = SimpleNamespace(cpus=2, cuda=0, memory=2 * MIB, cuda_memory=None, ranks=None, disk=disk)
-        memory.check_step(built, runtime)  # type: ignore[arg-type]
+        memory_checks.check_step(built, runtime)  # type: ignore[arg-type]
         return memory.room(runtime).fits(peak, lists)  # type: ignore[arg-type]
 
     with pytest.raises(nt.TaskError, match=r"runtime\.disk\.size = 1 MiB is too small: .* use a disk of") as refused:

@@ -390,6 +390,7 @@ def test_all_folders_are_checked_before_the_first_measurement(
     models("gpt2")[1].save_pretrained("bare")
     for run, message in (
         ("nowhere", "nowhere: no such folder; allowed: the folder of a run"),
+        (__file__, f"{__file__}: is a file; allowed: the folder of a run"),
         ("bare", "bare has no tokenizer.json, which turns texts into tokens"),
         (models("answers")[0], "BERT has head: question_answering; allowed: models with the head"),
         (models("classifier")[0], "--data: text.txt: not the name of a table"),

@@ -164,7 +164,10 @@ def test_chat(folder: Path, tmp_path: Path, capsys: Any, template: str | None) -
     note = "note: my_run has no chat template; a plain format is used: `User: ...`, `Assistant: ...`\n"
     assert seen[0] == start and len(seen) == 2 and err == ("" if template else note)
     assert seen[1].startswith(start if template else "User: hello\nAssistant: ")
-    assert out.splitlines()[0].strip() in seen[1]
+    lines = out.splitlines()  # a transcript, as there is no terminal
+    assert [line.partition(": ")[0] for line in lines if ": " in line] == ["User", "Assistant"] * 2
+    assert lines[0] == "User: hello" and "User: again" in lines
+    assert out.partition("Assistant: ")[2].partition("\nUser: ")[0].strip() in seen[1]
 
 
 @pytest.mark.parametrize("readline", [True, False])
@@ -179,7 +182,9 @@ def test_a_chat_at_a_terminal(
         monkeypatch.setitem(sys.modules, "readline", None)  # its import raises ImportError
     with nt.Generator(folder) as generator:
         talk(generator, ChatTemplate(tmp_path), "hello\nagain\n", 4, stdin=terminal)
-    assert capsys.readouterr().err == "my_run answers each line; Ctrl-C ends an answer, Ctrl-D the chat\n"
+    out, err = capsys.readouterr()
+    assert err == "my_run answers each line; Ctrl-C ends an answer, Ctrl-D the chat\n"
+    assert "User" not in out and "Assistant" not in out
     assert bool(sys.modules["readline"]) == readline
 
 

@@ -1,6 +1,7 @@
 """Too little memory: an exception names keys and tensors. See test_disk.py for tiles on a disk."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from conftest import CPUS
 from faults import ends_well
 
 import nntile_py as nt
-from nntile_py.execution import memory, starpu_settings
+from nntile_py.execution import memory, memory_checks, starpu_settings
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import StepSpec
 from nntile_py.system.cgroup import machine_memory
@@ -107,33 +108,43 @@ class Gpu:
         self.cuda, self.cpus, self.cuda_memory, self.memory, self.disk = cuda, 0, cuda_memory, memory, disk
 
 
-def step(tiles: dict[str, int]) -> Any:
+def spec(tiles: dict[str, int]) -> StepSpec:
     return StepSpec(
         nt.models.GPT2(CONFIG, {}), 8, 64, Tiling(tiles), precision="bf16", optimizer=nt.AdamW(), clip_grad_norm=1.0,
         accumulate="chain", fusion=Fusion(),
-    ).step()  # fmt: skip
+    )  # fmt: skip
+
+
+def step(tiles: dict[str, int]) -> Any:
+    return spec(tiles).step()
 
 
 def test_a_task_larger_than_the_gpu() -> None:
     uncut, cut = step({}).first.tasks, step({"batch": 1, "vocab": 100}).first.tasks
     for tasks in (uncut, cut):
-        memory.check_tasks(tasks, Gpu(2**30))  # type: ignore[arg-type]
-    memory.check_tasks(cut, Gpu(MIB))  # type: ignore[arg-type]
+        memory_checks.check_tasks(tasks, Gpu(2**30))  # type: ignore[arg-type]
+    memory_checks.check_tasks(cut, Gpu(MIB))  # type: ignore[arg-type]
     text = (
         r"out of memory: head\.\S* works on 1\.3 MiB of tiles at once, and runtime\.cuda_memory = 1\.0 MiB has room "
         r"for 0\.5; the largest tiles are .*\(1\.0 MiB: batch 8 x seq 64 x vocab 1000\).* Lower tiles\.batch, "
         r"tiles\.seq, tiles\.vocab, tiles\.embed$"
     )
     with pytest.raises(nt.TaskError, match=text):
-        memory.check_tasks(uncut, Gpu(MIB))  # type: ignore[arg-type]
+        memory_checks.check_tasks(uncut, Gpu(MIB))  # type: ignore[arg-type]
+    more = r"tiles\.embed, or use more micro-batches \(train\.grad_accumulation\) of a smaller train\.batch$"
+    with pytest.raises(nt.TaskError, match=more):
+        memory_checks.check_tasks(uncut, Gpu(MIB), in_step=True)  # type: ignore[arg-type]
+    one = replace(spec({}), batch=1).step().first.tasks
+    with pytest.raises(nt.TaskError, match=r"Lower tiles\.vocab, tiles\.embed, tiles\.seq$"):
+        memory_checks.check_tasks(one, Gpu(MIB // 8), in_step=True)  # type: ignore[arg-type]
 
 
 def test_a_task_larger_than_what_the_disk_fills() -> None:
     """Tiles from the disk pass through main memory, which must hold one tile per worker and one more."""
     uncut = step({}).first.tasks
-    memory.check_tasks(uncut, Gpu(2**30, 3 * MIB, disk=True))  # type: ignore[arg-type]
+    memory_checks.check_tasks(uncut, Gpu(2**30, 3 * MIB, disk=True))  # type: ignore[arg-type]
     with pytest.raises(nt.TaskError, match=r"runtime\.memory = 3\.0 MiB has room for 0\.6; the largest"):
-        memory.check_tasks(uncut, Gpu(2**30, 3 * MIB, cuda=4, disk=True))  # type: ignore[arg-type]
+        memory_checks.check_tasks(uncut, Gpu(2**30, 3 * MIB, cuda=4, disk=True))  # type: ignore[arg-type]
 
 
 def test_groups_are_bounded_in_bytes() -> None:
@@ -157,13 +168,13 @@ def test_memory_that_may_go_under_kernels(monkeypatch: pytest.MonkeyPatch) -> No
 def test_main_memory_beside_gpus() -> None:
     built = step({"batch": 1})
     peak = built.peak_bytes()
-    memory.check_step(built, Gpu(peak, 2 * MIB))  # type: ignore[arg-type]
-    memory.check_step(built, Gpu(peak // 2, peak, cuda=2))  # type: ignore[arg-type]
+    memory_checks.check_step(built, Gpu(peak, 2 * MIB))  # type: ignore[arg-type]
+    memory_checks.check_step(built, Gpu(peak // 2, peak, cuda=2))  # type: ignore[arg-type]
     for gpu in (Gpu(peak // 2, peak // 4), Gpu(peak, MIB // 4)):
         with pytest.raises(
             nt.TaskError, match=r"of it outside of runtime\.cuda_memory .* runtime\.memory has room for"
         ):
-            memory.check_step(built, gpu)  # type: ignore[arg-type]
+            memory_checks.check_step(built, gpu)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4])
@@ -171,12 +182,40 @@ def test_the_least_that_is_named_is_taken(batch: int) -> None:
     """Whole MiB, rounded up: no message says that so much is needed, and so much is there."""
     built = step({"batch": batch})
     with pytest.raises(nt.TaskError) as refused:
-        memory.check_step(built, Gpu(0, MIB, cuda=0))  # type: ignore[arg-type]
+        memory_checks.check_step(built, Gpu(0, MIB, cuda=0))  # type: ignore[arg-type]
     found = re.search(r"at least (\d+) MiB, and more where .* runtime\.memory has room for 1;", str(refused.value))
     assert found
-    memory.check_step(built, Gpu(0, int(found[1]) * MIB, cuda=0))  # type: ignore[arg-type]
+    memory_checks.check_step(built, Gpu(0, int(found[1]) * MIB, cuda=0))  # type: ignore[arg-type]
     with pytest.raises(nt.TaskError, match=rf"has room for {int(found[1]) - 1};"):
-        memory.check_step(built, Gpu(0, (int(found[1]) - 1) * MIB, cuda=0))  # type: ignore[arg-type]
+        memory_checks.check_step(built, Gpu(0, (int(found[1]) - 1) * MIB, cuda=0))  # type: ignore[arg-type]
+
+
+BOTH = "Use train.grad_accumulation: auto, recompute: auto, a smaller batch or seq, or smaller tiles.batch"
+
+
+@pytest.mark.parametrize("cuda", [0, 1])
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({}, BOTH),
+        ({"batch": 1}, "Use recompute: auto, a smaller batch"),
+        ({"recompute": "attention"}, "Use train.grad_accumulation: auto, recompute: layer, a smaller batch"),
+        ({"recompute": "layer", "grad_accumulation": 2}, "Use train.grad_accumulation: auto, a smaller batch"),
+        ({"recompute": "layer", "batch": 1}, "Use a smaller batch"),
+    ],
+)
+def test_a_step_without_room_names_micro_batches_and_recompute(changes: Any, advice: str, cuda: int) -> None:
+    """The settings that lower the peak of activations, unless the step has them already."""
+    built = replace(spec({}), **changes).step()
+    kept, peak = sum(built.kept_tiles().values()), built.peak_bytes()
+    between = (kept + peak) // 2
+    gpu = Gpu(between // 2, between // 2, cuda=1) if cuda else Gpu(0, between, cuda=0)
+    with pytest.raises(nt.TaskError, match=re.escape(f". {advice}")):
+        memory_checks.check_step(built, gpu)  # type: ignore[arg-type]
+    small = Gpu(kept // 3, kept // 2, cuda=cuda)
+    with pytest.raises(nt.TaskError, match=r"inputs alone take \d+ MiB: use a smaller model") as refused:
+        memory_checks.check_step(built, small)  # type: ignore[arg-type]
+    assert "micro-batches" not in str(refused.value) and "recompute" not in str(refused.value)
 
 
 def test_main_memory_for_weights_at_the_start() -> None:
@@ -186,9 +225,9 @@ def test_main_memory_for_weights_at_the_start() -> None:
         accumulate="chain", fusion=Fusion(), grad_accumulation=1,
     ).step()  # fmt: skip
     words = sum(t.numel for t in built.graph.tensors.values() if t.kind == "param")
-    with pytest.raises(nt.TaskError, match=r"runtime\.memory has room for"):
-        memory.check_step(built, Gpu(2**30, 4 * words - 1))  # type: ignore[arg-type]
-    memory.check_step(built, Gpu(2**30, 4 * words + MIB))  # type: ignore[arg-type]
+    with pytest.raises(nt.TaskError, match=r"runtime\.memory has room for .* first written to main memory: use a "):
+        memory_checks.check_step(built, Gpu(2**30, 4 * words - 1))  # type: ignore[arg-type]
+    memory_checks.check_step(built, Gpu(2**30, 4 * words + MIB))  # type: ignore[arg-type]
 
 
 def test_main_memory_for_what_leaves_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,14 @@ def test_nothing_fits(tmp_path: Path) -> None:
     train = builders.with_micro_batches(config).train
     assert (train.batch, train.grad_accumulation) == (1, 16)
     done = command(written(tmp_path), "train", "runtime.memory=1MiB", f"out={tmp_path}/run")
-    assert done.returncode != 0 and "out of memory" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1 and "out of memory" in done.stderr and "Traceback" not in done.stderr
+    planned = command(written(tmp_path), "plan", "runtime.memory=1MiB")
+    assert planned.returncode == 1 and planned.stderr == done.stderr and "micro-batches       16" in planned.stdout
+    assert not any(line.endswith("yes") for line in planned.stdout.splitlines())
+    # Within what a run takes, but by estimate too little for several workers.
+    tight = plan(load(written(tmp_path), ["train.batch=1", "train.grad_accumulation=16"])).peak_bytes + 4096
+    planned = command(written(tmp_path), "plan", f"runtime.memory={tight}")
+    assert planned.returncode == 1 and "no choice of recompute and micro-batches fits: the small" in planned.stderr
 
 
 def test_a_run(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ from typing import Any, cast
 import pytest
 
 import nntile_py as nt
+from nntile_py.analysis import plan_room
 from nntile_py.analysis.plan import Plan, plan
 from nntile_py.analysis.workloads import build
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.errors import ConfigError
 from nntile_py.graph.estimate import estimate
+from nntile_py.system import cgroup
 from nntile_py.tiles import R, TaskList, Tile, W, device_model
 
 TINY = Path(__file__).parents[1] / "experiments/gpt2_tiny.yaml"
@@ -117,3 +119,18 @@ def test_estimate_by_hand() -> None:
     assert made.seconds == pytest.approx(5e-3 + 2 * each)  # the longest chain
     assert made.parallelism == pytest.approx((6e-3 + 3 * each) / (5e-3 + 2 * each))
     assert made.bytes_moved == 5 * 4000 and dataclasses.asdict(made)["speed"]["flop_s"] == 50e9
+
+
+def test_a_plan_for_a_machine_with_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without runtime.memory the plan is for this machine; a larger runtime.memory is that of another machine."""
+    _, made = of("runtime.memory=null")
+    assert not made.refused
+    small = made.peak_bytes - 1
+    monkeypatch.setattr(plan_room, "machine_memory", lambda: small)
+    monkeypatch.setattr(cgroup, "machine_memory", lambda: small)
+    _, made = of("runtime.memory=null")
+    assert made.refused.startswith("out of memory: a step needs at least ")
+    assert made.refused.endswith("; to plan for another machine, set runtime.memory to its main memory")
+    assert not of(f"runtime.memory={2 * small}")[1].refused
+    with_limit = of(f"runtime.memory={small - 1}")[1].refused
+    assert with_limit.startswith("out of memory: ") and "another machine" not in with_limit

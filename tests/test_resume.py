@@ -267,6 +267,7 @@ def test_a_run_resumes_with_its_own_settings(whole: Path, tmp_path: Path) -> Non
     shutil.rmtree(run / "checkpoints" / "step-000012")
     done = nntile(tmp_path, arguments=("--resume",))
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("resuming runs/tiny, the newest run of ")
     assert f"options of the run so far: {' '.join(f'--set {item}' for item in SHORT)}\n" in done.stdout
     same(run, whole)
     begin = [sys.executable, "-m", "nntile_py.cli", "train", "--resume"]
@@ -278,6 +279,12 @@ def test_a_run_resumes_with_its_own_settings(whole: Path, tmp_path: Path) -> Non
     assert facts["overrides"] == [*SHORT[1:], "train.steps=13"]
     done = forks.run([*begin, "."], **HOW, cwd=tmp_path, check=False)
     assert done.returncode == 2 and "CONFIG: . is not the folder of a run: config.yaml does not exist" in done.stderr
+    need = "a YAML file, or with --resume the folder of a run, or one of its checkpoints"
+    done = forks.run([*begin, "nowhere.yaml"], **HOW, cwd=tmp_path, check=False)
+    assert done.stderr == f"error: CONFIG: no such file or folder: nowhere.yaml; allowed: {need}\n"
+    done = forks.run([*begin[:-1], "runs/tiny"], **HOW, cwd=tmp_path, check=False)
+    need = "the path of a YAML file; to continue a run: nntile train --resume runs/tiny"
+    assert done.stderr == f"error: CONFIG: is a folder: runs/tiny; allowed: {need}\n"
 
 
 def test_another_run_is_refused(whole: Path, tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
 import yaml
 
 import nntile_py as nt
+from nntile_py.analysis.plan import plan
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.data.tokenization import train_tokenizer
 from nntile_py.errors import ConfigError, NotFinite
@@ -80,6 +83,39 @@ def test_texts_longer_than_a_sequence_and_other_models_are_evaluated(
     monkeypatch.setattr(Generator, "engine", refuse)
     assert generate(trainer, tokenizer, short, [], present(trainer)) == generate(trainer, tokenizer, short, [])
     trainer.close()
+
+
+NO_CHECK = """
+from nntile_py import _core
+from nntile_py.cli import main
+from nntile_py.execution import memory_checks
+memory_checks.has_room_for_copy = lambda *_: True
+_core.be_patient(1, 5, 10)
+main()
+"""
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_sample_for_which_memory_is_scarce(tmp_path: Path, checked: bool) -> None:
+    """With no room for a second copy of the weights, the trainer's evaluations give the sample.
+
+    A sample that gets no memory after all ends the runtime, but not the run: the training is complete.
+    """
+    (tmp_path / "a.txt").write_text("import this, or import that\n" * 500)
+    tree = {
+        "model": {"type": "gpt2", "layers": 4, "embed": 128, "heads": 4}, "tiles": {},
+        "train": {"steps": 2, "batch": 1, "seq": 16}, "sample": {"prompt": "import ", "tokens": 6},
+    }  # fmt: skip
+    config = config_of(tmp_path, "gpt2", data={"source": str(tmp_path / "a.txt")}, runtime={"cpus": 1}, **tree)
+    room = plan(config).peak_bytes + (1 << 20)
+    code = ["-m", "nntile_py.cli"] if checked else ["-c", NO_CHECK]
+    command = [sys.executable, *code, "train", tmp_path / "run.yaml", "--set", f"runtime.memory={room}"]
+    done = forks.run(command, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "runs" / "run" / "model.safetensors").is_file()
+    sampled = "sample:" in done.stdout and "no sample" not in done.stdout
+    assert sampled if checked else "no sample, but the training is complete and the weights" in done.stdout, done.stdout
+    assert "error" not in done.stderr
 
 
 class Broken:

@@ -11,7 +11,8 @@ from torch.optim import lr_scheduler
 from transformers import optimization
 
 from nntile_py.config.optimizer_section import optimizer_section
-from nntile_py.config.run_config import check_saved_overrides, load
+from nntile_py.config.run_config import load
+from nntile_py.config.saved_code import check_saved_overrides
 from nntile_py.config.schedules import SCHEDULES, check_rates, learning_rate
 from nntile_py.errors import ConfigError
 

@@ -8,6 +8,8 @@ import math
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any, Literal
 
+from nntile_py.errors import ConfigError
+
 from .task import Task, Tile
 from .tasklist import TaskList
 
@@ -26,6 +28,13 @@ def as_offload(value: Any) -> tuple[Offloaded, ...] | None:
     """Return the value of the key `offload` without duplicates, or None if it is not a list of keys of OFFLOADED."""
     kinds = isinstance(value, list | tuple) and all(kind in [*OFFLOADED] for kind in value)
     return tuple(dict.fromkeys(value)) if kinds else None
+
+
+def check_disk(disk: object, memory: int | None) -> None:
+    """Raise ConfigError if `runtime.disk` is given without `runtime.memory`."""
+    if disk and memory is None:
+        need = "only with runtime.memory, the bytes beyond which tiles go to the disk"
+        raise ConfigError(f"runtime.disk: got a disk; allowed: {need}")
 
 
 def room_in_turn(lists: Sequence[TaskList], memory: float) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from nntile_py.analysis.plan_room import Alternative, refusal
 from nntile_py.analysis.simulate import planned_seconds
 from nntile_py.config.builders import auto_tiles, micro_batches, search_for, step_spec, with_micro_batches
 from nntile_py.config.kept_tiles import KeptTiling
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from nntile_py.config.run_config import RunConfig
+
+
+RELATIVE = "relative time"  # column: estimated time of a step, divided by the shortest time in the table
 
 
 @dataclass(frozen=True)
@@ -90,10 +94,11 @@ class PlannedTilings:
         speed = self.searched.speed
         rates = f"{speed.flop_s / 1e9:,.0f} Gflop/s and {speed.bytes_s / 1e9:,.0f} GB/s"
         yield Text(f"{line}{self.kept.how}; estimates for workers of {rates})\n")
-        heads = ("tiles", "tasks", "parallel", "s a step", "MiB at peak", "fits")
+        heads = ("tiles", "tasks", "parallel", RELATIVE, "MiB at peak", "fits")
         table = plain_table(heads, text=heads[:1])
+        shortest = min(one.seconds for one in self.searched.estimates)
         for one in self.searched.estimates:
-            numbers = f"{one.tasks:,}", f"{one.parallelism:.1f}", f"{one.seconds:.3g}"
+            numbers = f"{one.tasks:,}", f"{one.parallelism:.1f}", f"{one.seconds / shortest:.2f}"
             table.add_row(one.text, *numbers, f"{one.peak_bytes / 2**20:,.0f}", "yes" if one.fits else "no")
         yield table
 
@@ -116,6 +121,7 @@ class Plan:
         candidates: {number of micro-batches: estimates} for `recompute: auto` and `train.grad_accumulation: auto`.
         micro_batches: the number that `train.grad_accumulation: auto` chooses; None: the config has a number.
         tilings: the estimates of `tiles: auto`; None: the config has tile sizes.
+        refused: why no run finds room in memory; an empty text if a run finds room.
     """
 
     parameters: int
@@ -137,6 +143,13 @@ class Plan:
     candidates: dict[int, list[StepEstimate]] = field(default_factory=dict)
     micro_batches: int | None = None
     tilings: PlannedTilings | None = None
+    refused: str = ""
+
+    def choices(self) -> dict[str, Sequence[Alternative]]:
+        """Return the estimates among which `auto` has chosen, by the names of the settings."""
+        searched = self.tilings.searched if self.tilings else None
+        combined = [one for found in self.candidates.values() for one in found]
+        return {"recompute and micro-batches": combined, "tiles": searched.estimates if searched else []}
 
     def to_dict(self) -> dict[str, Any]:
         rows = [
@@ -171,7 +184,7 @@ class Plan:
             f"bytes moved a step  {self.bytes_moved / 1e9:,.2f} GB",
             f"bytes at peak       {self.peak_bytes / 2**20:,.1f} MiB",
             f"  kept all the time {self.state_bytes / 2**20:,.1f} MiB: weights, gradients, optimizer state",
-            *([f"evicted             {evicted:,.1f} GB a step leave the GPU and return"] if evicted else []),
+            *([f"evicted             {evicted:,.3g} GB a step leave the GPU and return"] if evicted else []),
             f"mean task           {self.task_seconds * 1e6:,.0f} us",
             f"time a step         {self.step_seconds:,.3g} s, on {self.workers}",
             *self._torch_calls(),
@@ -192,12 +205,13 @@ class Plan:
             yield Text(f"micro-batches       {count}, with recompute {best.values} ({why})\n")
         else:
             yield Text(f"recompute           {best.values} ({why}, with the config's number of micro-batches)\n")
-        heads = ("recompute", "micro-batches", "s a step", "MiB at peak", "GB evicted", "fits")
+        heads = ("recompute", "micro-batches", RELATIVE, "MiB at peak", "GB evicted", "fits")
         table = plain_table(heads, text=heads[:1])
+        shortest = min(one.seconds for found in self.candidates.values() for one in found)
         for count, found in self.candidates.items():
             for one in found:
-                evicted = f"{one.evicted_bytes / 1e9:.1f}" if one.evicted_bytes else ""
-                cells = f"{count}", f"{one.seconds:.3g}", f"{one.peak_bytes / 2**20:,.0f}", evicted
+                evicted = f"{one.evicted_bytes / 1e9:.3g}"
+                cells = f"{count}", f"{one.seconds / shortest:.2f}", f"{one.peak_bytes / 2**20:,.0f}", evicted
                 table.add_row(one.values, *cells, "yes" if one.fits else "no")
         yield table
 
@@ -226,7 +240,8 @@ def plan(config: RunConfig, spec: StepSpec | None = None) -> Plan:
     with no_search_for_cycles():
         asked, config = config, with_micro_batches(config)
         spec = spec or step_spec(config)
-        made = summarise(spec.step(), config=config)
+        step = spec.step()
+        made = summarise(step, config=config)
         if config.tiles == AUTO_TILES:
             made.tilings = PlannedTilings(auto_tiles(config), search_for(config) if config.workers > 1 else None)
         if asked.train.auto_micro_batches:
@@ -234,6 +249,7 @@ def plan(config: RunConfig, spec: StepSpec | None = None) -> Plan:
             made.micro_batches = config.train.grad_accumulation
         elif spec.recompute == AUTO:
             made.candidates = dict(in_parts(spec, (1, 2, 4, 8)))
+        made.refused = refusal(config, step, made.choices())
         return made
 
 

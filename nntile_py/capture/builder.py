@@ -13,10 +13,9 @@ from torch.fx import Node
 from nntile_py.capture.aten_task import AtenCall, Gathered, Scattered
 from nntile_py.capture.axis_groups import Atom, Dim
 from nntile_py.capture.export import CapturedModule, name_of, shape_of
-from nntile_py.capture.rewrites import WeightPart
 from nntile_py.capture.rules import AxisFinder, Names, NotSupported, Value
 from nntile_py.capture.statistics import statistics, update
-from nntile_py.errors import ConfigError
+from nntile_py.capture.weight_source import source_of_part
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.initializers import Normal
 from nntile_py.graph.params import Source
@@ -117,32 +116,8 @@ class GraphBuilder:
         if part is None:
             source = Source(name, shape, tuple(sizes.values()))
             return Value(self.g.param(name, sizes, Normal(0.02), source), dims)
-        tensor = self.g.param(f"{name}.{part.start}", sizes, Normal(0.02), self._part_of(name, shape, dims, part))
-        return Value(tensor, dims)
-
-    def _part_of(self, name: str, shape: tuple[int, ...], dims: list[Names], part: WeightPart) -> Source:
-        """Return the Source of a parameter that is a part of a module's weight: its place in the weight."""
-        whole = self.captured.whole[self.prefix + name]
-        view: list[int] = []
-        index: list[slice | int] = []
-        for at, dim in enumerate(dims):
-            sizes = [self._sizes[axis] for axis in dim]
-            if at != part.dim:
-                view += sizes
-                index += [slice(None)] * len(sizes)
-            elif whole[at] % part.size == 0 and part.start % part.size == 0:
-                view += [whole[at] // part.size, *sizes]
-                index += [part.start // part.size, *[slice(None)] * len(sizes)]
-            else:
-                inner = math.prod(sizes[1:])
-                if whole[at] % inner or part.start % inner:
-                    raise ConfigError(
-                        f"model: {name} is split at {part.start}, within a row of {inner}; allowed: at rows"
-                    )
-                view += [whole[at] // inner, *sizes[1:]]
-                first = part.start // inner
-                index += [slice(first, first + sizes[0]), *[slice(None)] * (len(sizes) - 1)]
-        return Source(name, whole, tuple(view), tuple(index))
+        source = source_of_part(name, self.captured.whole[self.prefix + name], dims, part, self._sizes)
+        return Value(self.g.param(f"{name}.{part.start}", sizes, Normal(0.02), source), dims)
 
     def _input(self, node: Node) -> Value:
         """Declare an input for a value that is constant, or that the host computes from the step's inputs."""

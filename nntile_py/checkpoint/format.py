@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.system.folders import (
+    MARK,
     create,
     errors_name,
     exchange,
@@ -34,12 +35,14 @@ from nntile_py.system.folders import (
     mark,
     read,
     remove_files,
+    remove_marked,
     sync,
     temporary_name,
     temporary_names,
     unmark,
     write_new,
 )  # fmt: skip
+from nntile_py.system.folders import remove_leftovers as remove_temporary_files
 from nntile_py.system.units import room
 from nntile_py.system.version import VERSION
 from nntile_py.tasks.optimizer import MOST_SCALE
@@ -250,7 +253,7 @@ def users_files(folder: Path) -> set[str]:
 def _remove_own(folder: Path) -> None:
     """Remove a folder if this program has made it: an unfinished checkpoint, or a checkpoint without users' files."""
     if is_marked(folder, _UNFINISHED):
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_marked(folder)
         return
     # state.json last: after a kill it still tells that the folder is a checkpoint.
     remove_files(folder, sorted(own_files(folder) or (), key=STATE.__eq__))
@@ -269,6 +272,7 @@ def _remove_left(folder: Path, unfinished: bool) -> None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while another process or thread writes it
                 if is_marked(left, _UNFINISHED) or not unfinished:
+                    remove_temporary_files(left / MARK)  # of a process that was killed while it wrote the mark
                     _remove_own(left)
                     left.rename(free_name(folder))  # users' files, if there are any
             finally:

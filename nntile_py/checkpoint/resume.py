@@ -117,15 +117,28 @@ def newest_checkpoint(where: Path, report: Callable[[str], None]) -> ResumePoint
 
     Raises ConfigError if there is none."""
     single = (where / STATE).is_file()
-    folders = [where] if single else [folder for _, folder in checkpoints_in(where)]
-    for folder in folders:
+    for folder in candidates_in(where):
         try:
             return ResumePoint(folder, read_facts(folder))
         except DamagedCheckpoint as error:
             report(f"{error}: this checkpoint is damaged" + ("" if single else "; trying the one before it"))
-    what = "no checkpoint that is whole" if folders else "no checkpoint"
+    raise _nothing_to_resume("no checkpoint that is whole", where)
+
+
+def candidates_in(where: Path) -> list[Path]:
+    """Return the checkpoint `where`; if `where` is a run's folder, all its checkpoints, the newest first.
+
+    Raises ConfigError if there is none. Nothing is read, so the checkpoints may be damaged."""
+    if (where / STATE).is_file():
+        return [where]
+    if folders := [folder for _, folder in checkpoints_in(where)]:
+        return folders
+    raise _nothing_to_resume("no checkpoint", where)
+
+
+def _nothing_to_resume(what: str, where: Path) -> ConfigError:
     need = "a run's folder with checkpoints/, or one of its checkpoints"
-    raise ConfigError(
+    return ConfigError(
         f"--resume: {what} in {where}; allowed: {need}; a run that was killed before its first one begins anew with"
         " --overwrite"
     )

@@ -19,7 +19,7 @@ from nntile_py.cli.options import (
     one_of,
     show,
 )  # fmt: skip
-from nntile_py.errors import ConfigError
+from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.runs import run_folder
 from nntile_py.system import launcher
 
@@ -52,7 +52,9 @@ def plan(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print parameters, tasks, flop and bytes without a run, or the simulated time of a step on other machines."""
+    """Print parameters, tasks, flop and bytes without a run, or the simulated time of a step on other machines.
+
+    The exit status is 1 if a run would find no room in memory."""
     from nntile_py.config.builders import step_spec, with_micro_batches
     from nntile_py.config.run_config import load
 
@@ -67,8 +69,15 @@ def plan(
     cluster = requested_cluster(loaded, nodes, gpus_per_node, network, gpus_per_nic)
     if strong and not cluster:
         raise ConfigError("--strong: allowed: only with --nodes")
-    result = plan_cluster(loaded, cluster, strong=strong) if cluster else plan_run(raw, spec)
+    if cluster:
+        simulated = plan_cluster(loaded, cluster, strong=strong)
+        show(simulated.to_dict() if as_json else simulated.render())
+        return
+    result = plan_run(raw, spec)
     show(result.to_dict() if as_json else result.render())
+    if result.refused:
+        sys.stdout.flush()
+        raise NNTileError(result.refused)
 
 
 @app.command(epilog="Example: nntile profile my.yaml --steps 2 --out runs/look")

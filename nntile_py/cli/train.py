@@ -94,17 +94,19 @@ def train(
     ] = None,
 ) -> None:
     """Train the model that CONFIG describes."""
+    from nntile_py.checkpoint.resume import candidates_in
     from nntile_py.config.builders import step_spec
-    from nntile_py.config.run_config import check_saved_overrides, load
+    from nntile_py.config.run_config import load
+    from nntile_py.config.saved_code import check_saved_overrides
 
     name, overrides = Path(config).stem, [*(sets or []), *["train.log_every=1"] * verbose]
     of_run = resume and where is None and not Path(config).is_file()  # typed as: nntile train --resume runs/my_run
     if of_run:
         where = Path(config)
-        config = str(run_of(where) / "config.yaml")
-        if not os.path.isfile(config):
-            need = "a YAML file, or with --resume the folder of a run, or one of its checkpoints"
-            raise ConfigError(f"CONFIG: {where} is not the folder of a run: {config} does not exist; allowed: {need}")
+        config = _config_of_run(where)
+    elif not resume and os.path.isdir(config):
+        need = f"the path of a YAML file; to continue a run: nntile train --resume {config}"
+        raise ConfigError(f"CONFIG: is a folder: {config}; allowed: {need}")
 
     def newest(configured: str | None) -> Path:
         from nntile_py.checkpoint.format import checkpoints_in
@@ -117,6 +119,9 @@ def train(
         raise ConfigError(f"DIR: {where} is given without --resume; allowed: nntile train {config} --resume {where}")
     if resume:
         start = where or newest_run(name, loaded.out, out)
+        candidates_in(start)  # refuse a folder without checkpoints before any other work
+        if where is None and not quiet and launcher.leads():
+            print(f"resuming {start}" + (f", the newest run of {config}" if start != out else ""), flush=True)
         folder = out or run_of(start)
         if again := _saved_overrides(start, overrides):
             check_saved_overrides(again, start, overrides)
@@ -161,6 +166,18 @@ def merge(
 
     with ends_at_ctrl_c(lambda: "nothing is written"):
         print(merged(folder, out, adapter, adapter_only))
+
+
+def _config_of_run(where: Path) -> str:
+    """Return the path of the config.yaml of a run. where: the run's folder or one of its checkpoints."""
+    config = str(run_of(where) / "config.yaml")
+    if os.path.isfile(config):
+        return config
+    wrong = f"no such file or folder: {where}"
+    if where.is_dir():
+        wrong = f"{where} is not the folder of a run: {config} does not exist"
+    need = "a YAML file, or with --resume the folder of a run, or one of its checkpoints"
+    raise ConfigError(f"CONFIG: {wrong}; allowed: {need}")
 
 
 def _with_saved_choices(config: "RunConfig", start: Path) -> "RunConfig":

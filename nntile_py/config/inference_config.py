@@ -10,9 +10,10 @@ from typing import Any
 
 from pydantic import create_model
 
+from nntile_py.config.data_section import DataSection
 from nntile_py.config.run_config import RunConfig
 from nntile_py.config.scheduler_file import apply_scheduler, override, runtime_options
-from nntile_py.config.sections import AUTO_TILES, DataSection, TrainSection
+from nntile_py.config.sections import AUTO_TILES, TrainSection
 from nntile_py.errors import ConfigError
 from nntile_py.graph.step import check_precision
 from nntile_py.schema import Section, allowed, assignment, keys, validated

@@ -9,14 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, create_model, model_validator
 
+from nntile_py.config.data_section import PAIRS, DataSection
 from nntile_py.config.logging_section import LoggingSection
 from nntile_py.config.optimizer_section import OptimizerSection, optimizer_section, read_optimizer
+from nntile_py.config.saved_code import check_code_of_run
 from nntile_py.config.scheduler_file import apply_scheduler, is_path, override
 from nntile_py.config.sections import (
     AUTO_TILES,
-    PAIRS,
     CheckpointSection,
-    DataSection,
     DebugSection,
     ProfileSection,
     RuntimeSection,
@@ -44,7 +44,7 @@ from nntile_py.graph.recompute_rule import AUTO, RECOMPUTE, WORDS, as_recompute
 from nntile_py.graph.step import PRECISIONS, check_pack, check_precision
 from nntile_py.models.base import ModelConfig
 from nntile_py.models.hf_config import WEIGHTS, read_raw, weight_files
-from nntile_py.models.registry import check_code, find, objective_of, of_hf_type, resolved
+from nntile_py.models.registry import find, objective_of, of_hf_type, resolved
 from nntile_py.schema import (
     Names,
     Natural,
@@ -53,7 +53,6 @@ from nntile_py.schema import (
     Switch,
     absolute,
     allowed,
-    assignment,
     keys,
     only,
     read_yaml,
@@ -63,7 +62,7 @@ from nntile_py.schema import (
 from nntile_py.system.folders import STDLIB
 from nntile_py.system.load import cores
 from nntile_py.tasks.optimizer import OPTIMIZERS
-from nntile_py.tiles.eviction import OFFLOAD_WORDS, OFFLOADED, Offloaded, as_offload
+from nntile_py.tiles.eviction import OFFLOAD_WORDS, OFFLOADED, Offloaded, as_offload, check_disk
 from nntile_py.tiles.tasklist import Policy
 from nntile_py.tiles.worker_kinds import check_workers
 from nntile_py.yaml_text import dump
@@ -160,6 +159,7 @@ class RunConfig(Section):
             raise ConfigError("runtime.cpus: got 0; allowed: at least 1, or 'all', if runtime.cuda is 0")
         runtime = self.runtime
         check_workers(runtime.on_cpu, runtime.cpus, runtime.cuda, runtime.placement)
+        check_disk(runtime.disk, runtime.memory)
         check_pack(self.train.pack, self.tile_sizes.get("seq"))
         if self.train.pack and self.layout == "searched":
             raise ConfigError("layout: got searched; allowed with train.pack: default")
@@ -288,32 +288,6 @@ def load(
     if of_run or (path.name == "config.yaml" and any((path.parent / name).exists() for name in (*WEIGHTS, *_OF_RUNS))):
         check_code_of_run(tree, path, overrides)
     return resolve(tree, overrides, str(path), saved)
-
-
-# {(section, key) that may name code in a user's Python file: what the code is}
-CODE = {
-    ("model", "type"): "the model is a class",
-    ("optimizer", "schedule"): "the schedule is a function",
-    ("logging", "callback"): "the callback is a function",
-}
-
-
-def check_code_of_run(tree: dict[str, Any], where: Path, overrides: Iterable[str]) -> None:
-    """Raise ConfigError if a run's saved config names a Python file that `overrides` do not name."""
-    named = {assignment(item)[0] for item in overrides}
-    for (name, key), what in CODE.items():
-        section = tree.get(name)
-        value = section.get(key) if isinstance(section, dict) else None
-        if not {name, f"{name}.{key}"} & named:
-            check_code(value, where, f"--set {name}.{key}={value}, if you trust this file", what)
-
-
-def check_saved_overrides(saved: Iterable[str], where: Path, overrides: Iterable[str]) -> None:
-    """Raise ConfigError if a run's saved `--set` options name a Python file that `overrides` do not name."""
-    tree: dict[str, Any] = {}
-    for item in saved:
-        override(tree, item)
-    check_code_of_run(tree, where, overrides)
 
 
 def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str, saved: Saved | None = None) -> RunConfig:

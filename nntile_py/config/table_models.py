@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nntile_py.config.sections import DataSection, TrainSection
+from nntile_py.config.data_section import DataSection
+from nntile_py.config.sections import TrainSection
 from nntile_py.data.labelled_words import ONE, SEVERAL, WORDS, LabelKind, read_samples
 from nntile_py.data.tables import class_numbers, labels_of, no_numbers, unknown_label
 from nntile_py.errors import ConfigError

@@ -13,56 +13,11 @@ import numpy as np
 from nntile_py import _core
 from nntile_py.errors import TaskError
 from nntile_py.execution.runtime import Runtime
+from nntile_py.execution.tile_grid import Ints, Slices, TileGrid, shape_text
 from nntile_py.tiles import Access, TaskList, Tile
 from nntile_py.tiles.dtypes import DTYPES
 from nntile_py.tiles.task import PYTHON, Task
 from nntile_py.typed import typed
-
-Ints = tuple[int, ...]
-Slices = tuple[slice, ...]
-
-
-@dataclass(frozen=True, order=True)
-class TileGrid:
-    """A division of an array of shape `shape` into tiles of `sizes`. The last tile of an axis may be smaller."""
-
-    shape: Ints
-    sizes: Ints
-
-    @property
-    def grid(self) -> Ints:
-        """The number of tiles along each axis, at least one."""
-        return tuple(max(1, -(-length // size)) for length, size in zip(self.shape, self.sizes, strict=True))
-
-    def __iter__(self) -> Iterator[Ints]:
-        """Yield the indices of the tiles, row by row."""
-        return itertools.product(*map(range, self.grid))
-
-    def where(self, index: Ints) -> Slices:
-        """Return the slices of the array that the tile with this index holds."""
-        cut = zip(index, self.sizes, self.shape, strict=True)
-        return tuple(slice(i * size, min((i + 1) * size, length)) for i, size, length in cut)
-
-    def pieces(self, where: Slices) -> list[tuple[Ints, Slices, Slices]]:
-        """Return the tiles that hold the part `where` of the array.
-
-        For each tile: its index, then the elements that it shares with the part, as slices of the part and of the tile.
-        """
-        pieces = []
-        near = [range(w.start // s, max(w.stop - 1, w.start) // s + 1) for w, s in zip(where, self.sizes, strict=True)]
-        for index in itertools.product(*near):
-            both = list(zip(where, self.where(index), strict=True))
-            common = [(max(part.start, tile.start), min(part.stop, tile.stop)) for part, tile in both]
-            inside = (
-                tuple(slice(a - pair[k].start, b - pair[k].start) for (a, b), pair in zip(common, both, strict=True))
-                for k in (0, 1)
-            )
-            pieces.append((index, *inside))
-        return pieces  # type: ignore[return-value]
-
-    def __str__(self) -> str:
-        return _by(self.sizes)
-
 
 _numbers = itertools.count(1)  # the number under which profiles show an array
 Handles = dict[Ints, _core.Tile]
@@ -267,12 +222,12 @@ class Array:
     def __repr__(self) -> str:
         dtype = DTYPES[self.data.dtype].torch
         if self.cut != self.data.whole:
-            return f"Array({_by(self.shape)} {dtype}, tile {_of(self.index)} of {_by(self.data.shape)})"
+            return f"Array({shape_text(self.shape)} {dtype}, tile {_of(self.index)} of {shape_text(self.data.shape)})"
         cuts = sorted(self.data.current - {self.data.whole})
         state = f", in tiles of {' and '.join(map(str, cuts))}" if cuts else ""
         if not self.data.current:
             state = ", all zeros" if self.data.zeros else ", not yet written"
-        return f"Array({_by(self.shape)} {dtype}{state})"
+        return f"Array({shape_text(self.shape)} {dtype}{state})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -333,8 +288,8 @@ class Tiles:
         return Array(self.data, self.data.whole, (0,) * len(self.grid)).__array__(dtype, copy)
 
     def __repr__(self) -> str:
-        of = f"{_by(self.data.shape)} {DTYPES[self.data.dtype].torch}"
-        return f"Tiles({_by(self.grid)} tiles of {self.cut}, of {of})"
+        of = f"{shape_text(self.data.shape)} {DTYPES[self.data.dtype].torch}"
+        return f"Tiles({shape_text(self.grid)} tiles of {self.cut}, of {of})"
 
 
 @typed
@@ -396,10 +351,6 @@ def array_dtype(wanted: Any) -> str:
     if name not in known and name not in known.values():
         raise TypeError(f"dtype: got {name}; allowed: {', '.join(known)}")
     return known.get(name, name)
-
-
-def _by(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
 
 
 def _of(index: Sequence[Any]) -> str:

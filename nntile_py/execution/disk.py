@@ -7,7 +7,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from nntile_py.errors import ConfigError
 from nntile_py.schema import SIZES, in_bytes
 from nntile_py.system.folders import is_marked, mark, replace_file
-from nntile_py.tiles.eviction import OFFLOADED
+from nntile_py.tiles.eviction import OFFLOADED, check_disk
 from nntile_py.typed import plain
 
 LEAST = 16 << 20  # smallest allowed `size` in bytes, StarPU's own minimum
@@ -24,6 +24,14 @@ PREFIX = "nntile-swap-"  # prefix of the processes' folders; each process locks 
 KINDS: dict[str, str] = {name: kind for name, kind in OFFLOADED.items() if name != "activations"}
 RESERVED = ".size"  # file in each folder, with the largest number of bytes that the process may write
 _SWAP = "tiles"  # mark of these folders; only folders with this mark are removed
+
+
+def kept_kinds(kinds: Collection[str] | None) -> frozenset[str]:
+    """Return the kinds of tiles that stay in main memory. StarPU moves all other tiles to the disk if memory is short.
+
+    kinds: the value of `runtime.disk.kinds`.
+    """
+    return frozenset() if kinds is None else frozenset(kind for name, kind in KINDS.items() if name not in kinds)
 
 
 class SwapDisk:
@@ -45,8 +53,7 @@ class SwapDisk:
         path, size, kinds = given["path"], in_bytes(plain(given["size"])), given.get("kinds")
         if kinds is not None and not (isinstance(kinds, list | tuple) and all(kind in [*KINDS] for kind in kinds)):
             raise ConfigError(f"runtime.disk.kinds: got {kinds!r}; allowed: null, or a list of {', '.join(KINDS)}")
-        # Kinds of tiles that stay in main memory. StarPU moves all other tiles to the disk when memory is short.
-        self.kept = frozenset() if kinds is None else {kind for name, kind in KINDS.items() if name not in kinds}
+        self.kept = kept_kinds(kinds)
         if not isinstance(path, str | Path):
             raise ConfigError(f"runtime.disk.path: got {path!r}; allowed: the path of a folder")
         if size is None:
@@ -54,8 +61,7 @@ class SwapDisk:
         self.path, self.size = Path(os.path.expanduser(path)), size
         if not self.path.is_dir() or not os.access(self.path, os.W_OK | os.X_OK):
             raise ConfigError(f"runtime.disk.path: {self.path} is not a writable folder")
-        if memory is None:
-            raise ConfigError("runtime.disk: needs runtime.memory, the bytes beyond which tiles go to the disk")
+        check_disk(given, memory)
         with _locked(self.path, wait=True):
             self._check_size()
         self._folder: str | None = None

@@ -1,44 +1,21 @@
-"""Memory checks before the first step: whether a run fits. Messages name the tensors and the keys to change."""
+"""How the tiles of a running Runtime use its memory: eviction plans, groups of tasks, and the peak on a GPU."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Hashable, Sequence
 
 from nntile_py import _core
 from nntile_py.errors import TaskError
+from nntile_py.execution.memory_checks import FEWER_ACTIVATIONS, main_memory, task_bytes
 from nntile_py.execution.runtime import Runtime
-from nntile_py.graph.recompute_choice import OF_MACHINE, TASKS_AT_ONCE, Room, needed_with_disk
-from nntile_py.system.cgroup import within_machine
-from nntile_py.tasks.optimizer import MASTERS
-from nntile_py.tiles import AXES, TaskList, Tile, cut_as
+from nntile_py.graph.recompute_choice import OF_MACHINE, Room
+from nntile_py.tiles import TaskList
 from nntile_py.tiles.eviction import Offloaded, mark_evictions, room_in_turn
 from nntile_py.tiles.residents import residents
 
-if TYPE_CHECKING:
-    from nntile_py.graph.built_step import Step
-
-MIB = 2**20
 TIGHT_GROUPS = 64  # number of task groups whose tiles fit on a GPU together, if not all tiles of a step fit
-
-
-def main_memory(runtime: Runtime) -> int:
-    """Return the bytes of main memory and disk that tiles may take."""
-    return within_machine(runtime.memory) + (runtime.disk.size if runtime.disk else 0)
-
-
-def task_bytes(runtime: Runtime) -> int | None:
-    """Return the most bytes that the tiles of one task may take; None: no bound, because no memory evicts tiles.
-
-    The bound leaves room for other tasks. While a worker waits for room for its next task, it already holds some of
-    this task's tiles, and other workers read tiles in the same memory or fetch tiles into it.
-    """
-    bounds = [(runtime.cuda_memory or 0) // TASKS_AT_ONCE] if runtime.cuda else []
-    if runtime.disk and runtime.memory:  # all tiles pass through main memory
-        bounds.append(runtime.memory // (runtime.cuda + runtime.cpus + 1))
-    return min(bounds, default=None)
 
 
 def group_bytes(runtime: Runtime, tight: bool) -> int:
@@ -99,7 +76,7 @@ def limit_evictions(lists: Sequence[TaskList], runtime: Runtime, offload: Collec
     if mark_evictions(lists, math.inf, offload) and not has_room_for_evictions(lists, runtime):
         raise TaskError(
             f"offload: main memory has no room for the tiles of {', '.join(offload)}; allowed: fewer kinds, or a larger"
-            " runtime.memory"
+            f" runtime.memory{f'; or {FEWER_ACTIVATIONS}' if 'activations' in offload else ''}"
         )
 
 
@@ -130,120 +107,3 @@ def _devices() -> range:
     import torch
 
     return range(_core.cuda_workers() or torch.cuda.device_count())
-
-
-def check_tasks(tasks: TaskList, runtime: Runtime) -> None:
-    """Raise TaskError if the tiles of a single task do not fit into the memory of the worker that runs it."""
-    limit = task_bytes(runtime)
-    if limit is None or not tasks.tasks:
-        return
-    held = {number: sum(a.tile.bytes for a in task.accesses) for number, task in enumerate(tasks.tasks)}
-    number = max(held, key=lambda k: held[k])
-    if held[number] <= limit:
-        return
-    key, have = "memory", runtime.memory
-    if runtime.cuda and limit == (runtime.cuda_memory or 0) // TASKS_AT_ONCE:
-        key, have = "cuda_memory", runtime.cuda_memory
-    raise TaskError(
-        f"out of memory: {tasks.tasks[number].op} works on {held[number] / MIB:.1f} MiB of tiles at once, and "
-        f"runtime.{key} = {(have or 0) / MIB:.1f} MiB has room for {limit / MIB:.1f}; "
-        f"{largest(a.tile for a in tasks.tasks[number].accesses)}"
-    )
-
-
-def check_lists(lists: Sequence[TaskList], runtime: Runtime) -> None:
-    """Raise TaskError if the tiles of this rank's part of a step do not fit into its memory."""
-    tiles = {a.tile.key: a.tile for one in lists for task in one.tasks for a in task.accesses if a.tile.persistent}
-    kept, have = sum(tile.bytes for tile in tiles.values()), main_memory(runtime)
-    peak = max(one.peak_bytes(kept) for one in lists)
-    devices = runtime.cuda * (runtime.cuda_memory or 0)
-    if runtime.disk:
-        _check_disk(peak, peak - devices, lists, runtime, largest(tiles.values()))
-    if peak > have + devices:
-        room = f"runtime.memory has room for {have // MIB}"
-        room += f", its GPUs for {devices // MIB}" * (devices > 0)
-        raise TaskError(
-            f"out of memory: this rank's part of a step needs {_at_least(peak)}, and {room};"
-            f" {largest(tiles.values())}, or start more ranks"
-        )
-
-
-def check_step(step: Step, runtime: Runtime) -> None:
-    """Raise TaskError if a step's tensors do not fit into main memory, disk and GPUs together."""
-    if runtime.ranks:
-        return  # each rank holds a part of the tensors, which check_lists checks
-    peak, have = step.peak_bytes(), main_memory(runtime)
-    room = f"runtime.memory {'and runtime.disk have' if runtime.disk else 'has'} room for {have // MIB}"
-    rest = peak
-    if runtime.cuda:
-        devices = runtime.cuda * (runtime.cuda_memory or 0)
-        # Weights are first written to main memory, which also holds the tiles that do not fit on the GPUs.
-        name, _ = MASTERS.get(step.graph.dtype, ("", ""))
-        tiles = {a.tile for task in step.update.tasks.tasks for a in task.accesses}
-        masters = [tile for tile in tiles if name and tile.tensor.endswith(f".{name}")]
-        rest = max(peak - devices, sum(tile.bytes for tile in (*step.first.tasks.initialised, *masters)))
-        room = f"{-(-rest // MIB)} of it outside of runtime.cuda_memory = {devices // MIB} MiB in all, and {room}"
-    if runtime.disk and runtime.disk.kept:
-        _check_kept(step, runtime, runtime.disk.kept)
-    advice = (
-        f"the largest tensors are {step.largest()}. Use a smaller batch or seq, or smaller tiles.batch, tiles.seq and "
-        "tiles.vocab, which let activations be freed earlier"
-    )
-    if runtime.disk:
-        _check_disk(peak, rest, [one.tasks for one in step.lists], runtime, advice)
-    if rest > have:
-        raise TaskError(f"out of memory: a step needs {_at_least(peak)}, {room}; {advice}")
-
-
-def _check_disk(peak: int, outside: int, lists: Sequence[TaskList], runtime: Runtime, advice: str) -> None:
-    """Raise TaskError if runtime.disk.size is too small for a step.
-
-    Args:
-        peak: bytes that the step needs.
-        outside: bytes of `peak` that are not on GPUs.
-        lists: the step's tasks.
-        runtime: the runtime, which has a disk.
-        advice: end of the error message.
-    """
-    memory, size = within_machine(runtime.memory), runtime.disk.size if runtime.disk else 0
-    need = needed_with_disk(outside, lists, runtime.cuda + runtime.cpus)
-    if need > memory + size:
-        raise TaskError(
-            f"out of memory: runtime.disk.size = {size // MIB} MiB is too small: a step needs {_at_least(peak)}. "
-            f"Beside runtime.memory = {memory // MIB} MiB, use a disk of {-(-(need - memory) // MIB)} MiB; {advice}"
-        )
-
-
-def _check_kept(step: Step, runtime: Runtime, kinds: Collection[str]) -> None:
-    """Raise TaskError if the tiles that may not go to the disk leave no room in main memory for the tiles of tasks.
-
-    kinds: kinds of the tiles that may not go to the disk.
-    """
-    tasks = [task for one in (step.first, step.update) for task in one.tasks.tasks]
-    tiles = {a.tile.key: a.tile for task in tasks for a in task.accesses}
-    kept = sum(tile.bytes for tile in tiles.values() if tile.kind in kinds)
-    others = max(sum(a.tile.bytes for a in task.accesses if a.tile.kind not in kinds) for task in tasks)
-    room = (runtime.memory or 0) - (runtime.cuda + runtime.cpus + 1) * others
-    if kept > room:
-        raise TaskError(
-            f"out of memory: tensors that runtime.disk.kinds keeps off the disk have {-(-kept // MIB)} MiB; beside the"
-            f" tiles of tasks, runtime.memory = {(runtime.memory or 0) // MIB} MiB has room for {max(room, 0) // MIB}."
-            " Name more kinds in runtime.disk.kinds, or use smaller tiles"
-        )
-
-
-def _at_least(peak: int) -> str:
-    return f"at least {-(-peak // MIB)} MiB, and more where workers run ahead of each other"
-
-
-def largest(tiles: Iterable[Tile], count: int = 3) -> str:
-    """Return a text that names the `count` largest tiles, and the keys of the tile sizes to lower."""
-    top = sorted(set(tiles), key=lambda tile: -tile.bytes)[:count]
-    named: list[str] = []
-    keys: dict[str, None] = {}
-    for tile in top:
-        sizes = dict(zip(tile.axes, tile.shape, strict=False))
-        shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or str(tile.shape)
-        named.append(f"{tile} ({tile.bytes / MIB:.1f} MiB: {shape})")
-        keys |= {f"tiles.{cut_as(axis)}": None for axis, size in sizes.items() if cut_as(axis) in AXES and size > 1}
-    return f"the largest tiles are {', '.join(named)}. Lower {', '.join(keys) or 'the tile sizes'}"

@@ -12,7 +12,7 @@ import numpy as np
 
 from nntile_py import _core
 from nntile_py.errors import ConfigError
-from nntile_py.execution import memory
+from nntile_py.execution import memory, memory_checks
 from nntile_py.execution.host_copy import HostCopy, assembled
 from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.python_task import bound
@@ -218,7 +218,7 @@ def programs(
     if store.ranks:
         shares = _split_over_ranks(lists, speeds, store, store.ranks, gpus)
         lists = [one.lists[store.ranks.rank] for one in shares if one]
-        memory.check_lists(lists, runtime)
+        memory_checks.check_lists(lists, runtime)
     if runtime.placement == "planned":
         count = [gpus or _core.cpu_workers()] * len(lists)
         lists = [place(*one, store.residency) for one in zip(lists, count, speeds, strict=True)]
@@ -238,7 +238,7 @@ def programs(
     if runtime.placement == "planned" and not store.ranks:
         delay(lists, gpus or _core.cpu_workers())
     for tasks in lists:
-        memory.check_tasks(tasks, runtime)
+        memory_checks.check_tasks(tasks, runtime, in_step=len(lists) > 1)
     return [Program(*one, store, tf32, checked, held) for one in zip(lists, shares, filled, strict=True)]
 
 

@@ -23,7 +23,7 @@ from nntile_py.execution.starpu_settings import (
     default_cuda_memory,
     prepare_cuda,
 )
-from nntile_py.schema import SIZES, in_bytes
+from nntile_py.schema import MEMORY_SIZES, memory_bytes
 from nntile_py.system import launcher as system
 from nntile_py.system.cgroup import within_machine
 from nntile_py.system.interrupts import end_at_once, uninterrupted
@@ -350,8 +350,8 @@ def _size(name: str, given: int | str | None) -> int | None:
     """Return a size in bytes. given: bytes, or a text with a unit as in a YAML; None returns None."""
     if given is None:
         return None
-    if (size := in_bytes(plain(given))) is None:
-        raise ConfigError(f"runtime.{name}: got {given!r}; allowed: {SIZES}")
+    if (size := memory_bytes(plain(given))) is None:
+        raise ConfigError(f"runtime.{name}: got {given!r}; allowed: {MEMORY_SIZES}")
     return size
 
 

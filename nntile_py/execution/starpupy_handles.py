@@ -8,7 +8,8 @@ import numpy as np
 
 from nntile_py import _core
 from nntile_py.errors import NNTileError, TaskError
-from nntile_py.execution.array import Array, ArrayStorage, Handles, TileGrid, array_dtype
+from nntile_py.execution.array import Array, ArrayStorage, Handles, array_dtype
+from nntile_py.execution.tile_grid import TileGrid
 from nntile_py.typed import typed
 
 

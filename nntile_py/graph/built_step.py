@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +24,7 @@ class Step:
         update: update of the weights.
         optional: optional inputs of the model, each with its neutral value, which has no effect.
         refused: True: the searched layouts were measured to be slower, so the step has the default layouts.
+        smaller: settings of a run, such as "recompute: layer", with which activations take less memory.
     """
 
     graph: Graph
@@ -34,6 +35,7 @@ class Step:
     update: Lowering
     optional: dict[str, float]
     refused: bool = False
+    smaller: Sequence[str] = ()
 
     @property
     def params(self) -> list[Param]:
@@ -76,7 +78,7 @@ class Step:
         sizes: dict[str, int] = {}
         for tile in {a.tile for lowering in self.lists for task in lowering.tasks.tasks for a in task.accesses}:
             sizes[tile.tensor] = sizes.get(tile.tensor, 0) + tile.bytes
-        top = sorted(sizes, key=lambda name: -sizes[name])[:count]
+        top = sorted(sizes, key=lambda name: (-sizes[name], name))[:count]
         return ", ".join(f"{name} ({sizes[name] / 2**20:.1f} MiB)" for name in top)
 
 

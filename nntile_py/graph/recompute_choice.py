@@ -13,7 +13,7 @@ from nntile_py.system.cgroup import within_machine
 from nntile_py.tiles import TaskList, device_model
 from nntile_py.tiles.eviction import Offloaded, evicted_bytes
 
-TASKS_AT_ONCE = 2  # a GPU's memory has room for the tiles of so many tasks, see execution.memory.task_bytes
+TASKS_AT_ONCE = 2  # a GPU's memory has room for the tiles of so many tasks, see memory_checks.task_bytes
 DISK_S = 1e9  # bytes/s from and to a disk, assumed
 OF_MACHINE = 0.8  # share of main memory for tiles if runtime.memory is not set; the process has other arrays too
 EVICTING = 1.2  # factor on estimates of steps with evictions: measured, these steps take 1.1 to 3 times their estimates
@@ -108,6 +108,21 @@ class StepEstimate:
     def values(self) -> str:
         """Text of the value of `recompute`."""
         return self.recompute if isinstance(self.recompute, str) else ", ".join(self.recompute)
+
+
+def fewer_activations(batch: int, recompute: str | Sequence[str], ranks: int) -> list[str]:
+    """Return settings of a run with which activations take less memory, such as "recompute: layer".
+
+    Several ranks have no `auto`, since their memory may differ.
+
+    Args:
+        batch: sequences of a micro-batch.
+        recompute: the value of the step.
+        ranks: number of ranks.
+    """
+    parts = "train.grad_accumulation: auto" if ranks == 1 else "a larger train.grad_accumulation of a smaller batch"
+    again = "recompute: auto" if recompute == "none" and ranks == 1 else "recompute: layer"
+    return [parts] * (batch > 1) + [again] * (recompute in ("none", "attention"))
 
 
 class Steps(Protocol):

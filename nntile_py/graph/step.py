@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Real
-from typing import Any
 
 from nntile_py.errors import ConfigError, operators_refuse
 from nntile_py.graph import packed_inputs
@@ -21,6 +20,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.key_value_cache import CacheShape, KeyValueCache, Sampling, check_cached, summed_last
 from nntile_py.graph.layout_search import arrange, keep_in
 from nntile_py.graph.layouts import Order
+from nntile_py.graph.loss_checks import check_scalable, no_loss
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.optimizers import add_update, check_groups
 from nntile_py.graph.params import Array, Batch, Traceable, Traced, trace
@@ -30,7 +30,7 @@ from nntile_py.graph.passes.one_row import fuse_one_row
 from nntile_py.graph.passes.precision import narrow_gradients
 from nntile_py.graph.passes.qkv_fusion import merge_projections
 from nntile_py.graph.random_inputs import random_inputs
-from nntile_py.graph.recompute_choice import Room, StepEstimate, candidates, fastest
+from nntile_py.graph.recompute_choice import Room, StepEstimate, candidates, fastest, fewer_activations
 from nntile_py.graph.recompute_rule import AUTO, RECOMPUTE, WORDS, as_recompute
 from nntile_py.graph.timings import Timings
 from nntile_py.tasks.adamw import AdamW
@@ -64,19 +64,6 @@ def check_pack(pack: bool, tile: int | None) -> None:
     """Raise ConfigError if sequences are packed into bins and `tile` (the key tiles.seq) would cut the bins."""
     if pack and tile is not None:
         raise ConfigError(f"tiles.seq: got {tile}; allowed with pack: none, a bin is not cut")
-
-
-def _check_scalable(graph: Graph, loss: Tensor, dtype: str) -> None:
-    """Raise ConfigError if an operator adds to the loss without the `scale` slot of an input.
-
-    The slot also holds the loss scale. Gradients of an operator without the slot would lack this scale.
-    """
-    scales = {one.scale for one in graph.inputs.values()}
-    for op in graph.ops:
-        slot = getattr(op, "scale", None)
-        if getattr(slot, "name", slot) not in scales - {None} and loss.storage in {out.storage for out in op.outputs}:
-            other = "bf16 or fp32" if dtype == "fp16" else f"{dtype} without loss_scale"
-            raise ConfigError(f"precision: the loss of {op.kind} has no scale= of an input; allowed here: {other}")
 
 
 @dataclass(frozen=True)
@@ -251,7 +238,7 @@ class StepSpec:
         self.tiling.check_axes(graph.sizes())
         freeze(graph, self.freeze)
         if training and traced.loss is None:
-            raise ConfigError(f"model: {type(self.model).__name__}{_no_loss(getattr(self.model, 'config', None))}")
+            raise ConfigError(f"model: {type(self.model).__name__}{no_loss(getattr(self.model, 'config', None))}")
         if self.pack:
             packed_inputs.check(graph, self.model)
         if self.fusion.qkv:
@@ -279,7 +266,7 @@ class StepSpec:
         graph, traced, batch = self.trace()
         assert traced.loss
         if self.scale:
-            _check_scalable(graph, traced.loss, self.precision)
+            check_scalable(graph, traced.loss, self.precision)
         grads = graph.backward(traced.loss)
         if not all(one.requires_grad for one in graph.params):  # the gradients of frozen weights are not computed
             changed = [out for op in graph.ops for out in op.outputs if out.storage.kind == "param"]  # statistics
@@ -326,7 +313,8 @@ class StepSpec:
             more = lower(graph, self.cuts, self.accumulate, holds=holds, rank_sums=rank_sums, recomputed=again)
         ended = rank_sums and rank_sums.ended()
         last = lower(update, self.cuts, self.accumulate, holds=grads.values(), rank_sums=ended)
-        return Step(graph, update, grads, first, more, last, graphs.optional, graphs.refused)
+        smaller = fewer_activations(self.batch, again, self.ranks)
+        return Step(graph, update, grads, first, more, last, graphs.optional, graphs.refused, smaller)
 
     def _rank_sums(self, grads: Iterable[Tensor] = ()) -> RankSums | None:
         """Return the object that adds the partial sums of several ranks; None: one rank, or a chain from rank to rank.
@@ -397,13 +385,3 @@ class StepSpec:
         if graph.cache and self.fusion.found:
             fuse_one_row(graph, self.cuts, partial_sums=partial_sums)
         return Evaluation(graph, outputs, lower(graph, self.cuts, self.accumulate, rank_sums=self._rank_sums()))
-
-
-def _no_loss(config: Any) -> str:
-    """Return the second half of the error message for a model whose trace returned no loss."""
-    own = getattr(type(config), "model_fields", {}).get("head")
-    if not own or (head := config.head) == own.default:
-        return " has no loss; allowed in training: a model whose trace returns one"
-    folder = f" (from {config.from_})" if getattr(config, "from_", None) else ""
-    need = f"another head, such as head: {own.default}, whose weights are random if the folder has none"
-    return f" with head: {head}{folder} has no loss; allowed in training: {need}"

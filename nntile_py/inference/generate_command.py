@@ -24,6 +24,8 @@ from nntile_py.inference.generator import Generator
 from nntile_py.inference.open_model import no_tokenizer, open_model
 from nntile_py.inference.texts import placed_texts
 
+USER, ASSISTANT = "User: ", "Assistant: "  # beginnings of a transcript's lines, as in the plain chat template
+
 
 class Command(NamedTuple):
     """The options of `nntile generate`; see its help.
@@ -201,8 +203,11 @@ def _type_several(prompts: Sequence[str], parts: Iterator[GeneratedPart]) -> Non
 
 
 def _chat(generator: Generator, template: ChatTemplate, command: Command) -> None:
-    """Answer each line of standard input, until standard input ends."""
-    if sys.stdin.isatty():
+    """Answer each line of standard input, until standard input ends.
+
+    Without a terminal, which shows the lines that the user types, the output is a transcript of both roles.
+    """
+    if terminal := sys.stdin.isatty():
         keys = "Ctrl-C ends an answer, Ctrl-D the chat"
         print(f"{command.folder} answers each line; {keys}", file=sys.stderr, flush=True)
         with suppress(ImportError):  # a Python may lack it
@@ -226,14 +231,16 @@ def _chat(generator: Generator, template: ChatTemplate, command: Command) -> Non
             limit = f"a prompt and its answer have at most {generator.max_length} tokens"
             _note(f"from now on, the oldest messages are left out of the conversation, as {limit}")
             shortened = True
-        messages = [*kept, {"role": "assistant", "content": _answer(parts)}]
+        if not terminal:
+            print(f"{USER}{line}", flush=True)
+        messages = [*kept, {"role": "assistant", "content": _answer("" if terminal else ASSISTANT, parts)}]
 
 
-def _answer(parts: Iterator[GeneratedPart]) -> str:
-    """Print an answer, and return it without spaces around it. At a terminal, Ctrl-C ends the answer early."""
+def _answer(prefix: str, parts: Iterator[GeneratedPart]) -> str:
+    """Print an answer after `prefix`, and return it without spaces around it. At a terminal, Ctrl-C ends it early."""
     shown: list[str] = []
     try:
-        _type("", parts, shown)
+        _type(prefix, parts, shown)
     except KeyboardInterrupt:
         if not sys.stdin.isatty():
             raise

@@ -65,7 +65,8 @@ def open_model(path: str | Path, fields: Mapping[str, Any] | None = None, *, tru
     """
     path, fields = Path(path), {**(fields or {})}
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such folder; allowed: {NEED}")
+        what = "is a file" if path.is_file() else "no such folder"
+        raise ConfigError(f"{path}: {what}; allowed: {NEED}")
     folder = path if _has_weights(path) else _newest(path)
     facts, config, saved = _saved(folder)
     with named(folder):

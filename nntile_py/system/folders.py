@@ -220,11 +220,13 @@ def remove_files(folder: Path, names: Iterable[str]) -> None:
     names: paths inside `folder`, at most one folder deep. A path that is a folder is not removed."""
     for name in names:
         path = folder / name
+        if path.parent.is_symlink() and path.parent != folder:
+            continue
         with suppress(OSError):
-            if not path.parent.is_symlink() or path.parent == folder:
-                path.unlink()
-                if path.parent != folder:
-                    path.parent.rmdir()
+            path.unlink()
+        if path.parent != folder:  # also if the file is missing: a killed process may have removed the file alone
+            with suppress(OSError):
+                path.parent.rmdir()
 
 
 def write_new(path: Path, content: str | bytes) -> None:
@@ -304,6 +306,17 @@ def is_marked(folder: Path, kind: str) -> bool:
         return not folder.is_symlink() and read(folder / MARK, 1000) == _mark_of(kind).encode()
     except OSError:
         return False
+
+
+def remove_marked(folder: Path) -> None:
+    """Remove a marked folder with its content. The mark is removed last: after a kill the rest is still marked."""
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        elif entry.name != MARK:
+            with suppress(OSError):
+                entry.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _mark_of(kind: str) -> str:

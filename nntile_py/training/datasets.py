@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from nntile_py.config.data_section import DataSection
 from nntile_py.config.run_config import RunConfig
-from nntile_py.config.sections import DataSection
 from nntile_py.config.table_models import CLASSIFICATION, CLASSIFIERS, CONTRASTIVE, OF_TABLES
 from nntile_py.data.chat_template import ChatTemplate
 from nntile_py.data.classification import ClassificationDataset, read_labelled_corpus

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nntile_py.config.sections import DataSection, TokenizerSection
+from nntile_py.config.data_section import DataSection
+from nntile_py.config.sections import TokenizerSection
 from nntile_py.data.corpus import Reading, facts_of, new_tokenizer, tokens_key
 from nntile_py.data.documents import OPTION, Documents, Split
 from nntile_py.data.prepare import OWN, interrupted_tokenizer, locked, tokenize_into_folder

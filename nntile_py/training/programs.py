@@ -10,7 +10,7 @@ from typing import Any
 
 from nntile_py import _core
 from nntile_py.errors import ConfigError
-from nntile_py.execution import memory
+from nntile_py.execution import memory_checks
 from nntile_py.execution.cuda_graph import TrainingProgram, training_programs
 from nntile_py.execution.forward_program import ForwardProgram, check_inputs
 from nntile_py.execution.program import Store, programs
@@ -79,8 +79,9 @@ class Programs:
         if given not in self.steps:
             built = self.spec.with_inputs(given).step()
             self._optional |= built.optional
-            memory.check_step(built, self._runtime)
-            _core.advise(f"the largest tensors are {built.largest()}")
+            memory_checks.check_step(built, self._runtime)
+            settings = f". Or use {', or '.join(built.smaller)}" if built.smaller else ""
+            _core.advise(f"the largest tensors are {built.largest()}{settings}")
             lists = [lowering.tasks for lowering in built.lists]
             check_patterns(lists, self._runtime.on_cpu)
             first, *more, update = self._bound(lists)

@@ -32,28 +32,29 @@ from nntile_py.checkpoint.run_folder import (
 )
 from nntile_py.checkpoint.writer import CheckpointWriter, TileSender, error_text, save_final
 from nntile_py.config.builders import build_model, step_spec
-from nntile_py.config.run_config import CODE, RunConfig
+from nntile_py.config.run_config import RunConfig
+from nntile_py.config.saved_code import CODE
 from nntile_py.config.scheduler_file import runtime_options
 from nntile_py.config.schedules import check_rates
 from nntile_py.data.confusion import FILES, Confusion
 from nntile_py.data.dataset import Dataset
 from nntile_py.data.entities import EntityScores
-from nntile_py.errors import ConfigError, NNTileError, NotFinite, TaskError
+from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.recompute_rule import AUTO
 from nntile_py.graph.step import StepSpec
-from nntile_py.inference.generate import fill_masked, generate
 from nntile_py.models.registry import code_of
 from nntile_py.runs import run_of
 from nntile_py.system.folders import NO_ROOM, replace_file, same_content
 from nntile_py.system.machine import devices
-from nntile_py.training.collectives import NoOutput, agree, ranks_of_run
+from nntile_py.training.collectives import NoOutput, agree
 from nntile_py.training.curves import save_curve
 from nntile_py.training.datasets import build_dataset, check_objective
 from nntile_py.training.display import Display, say
 from nntile_py.training.loggers import Loggers, check_packages
 from nntile_py.training.loop import run_steps
+from nntile_py.training.run_sample import missing_sample_reported, sample_text
 from nntile_py.training.signals import exit_status, signals_of_run
 from nntile_py.training.trainer import Trainer
 
@@ -117,7 +118,7 @@ def train(
         report(f"going on after step {point.step}, from {point.folder}" + (f"; {differences}" if differences else ""))
 
     # Trainer, steps, weights.
-    with runtime, signals_of_run(runtime) as stop:
+    with missing_sample_reported(report), runtime, signals_of_run(runtime) as stop:
         trainer = _first_trainer(config, spec, runtime, point)
         if config.recompute == AUTO:
             report(f"recompute: {trainer.spec.recompute}, the fastest that fits into the memory")
@@ -348,7 +349,7 @@ def _train_on_rank_0(run: _Run, make_folder: Callable[[], RunFolder], rescue: Pa
         _save_confusion(run.dataset.class_names, last["confusion"], saved, run.report)
     elif last and "entities" in last and run.dataset.class_names:
         run.report(f"\n{EntityScores(run.dataset.class_names, last['entities']).table()}")
-    elif sample := _sample_text(run.config, run.dataset, run.trainer, run.stop):
+    elif sample := sample_text(run.config, run.dataset, run.trainer, run.stop):
         run.report(sample)
         with suppress(OSError):  # a full disk: the sample has been printed
             replace_file(saved / SAMPLE, sample.strip() + "\n")
@@ -364,49 +365,11 @@ def _train_on_other_rank(config: RunConfig, dataset: Dataset, trainer: Trainer, 
     _, last = run_steps(config, dataset, trainer, silent, silent, sender, stop)
     sender.finish()
     if not (last and "confusion" in last):
-        _sample_text(config, dataset, trainer, stop)
+        sample_text(config, dataset, trainer, stop)
     return 0
 
 
 # -- the end of a run's output
-
-
-def _sample_text(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: list[str]) -> str:
-    """Return the model's continuation of a prompt, or its guesses at masked tokens; "" if there is no sample.
-
-    All ranks must call this function. Other ranks wait in it until rank 0 has saved the run."""
-    stopped, _ = agree(stop)
-    if dataset.example is None or not config.sample.tokens or stopped:
-        return ""
-    if reason := _missing_logits(trainer):
-        return reason
-    if config.aim == "causal":
-
-        def model() -> Any:
-            trainer.state_dict()  # puts the weights into the model
-            return trainer.model
-
-        ranks = ranks_of_run()  # with several ranks, all ranks compute each token together
-        how = ([], None) if ranks else (stop, model)
-        try:
-            return f"\nsample:\n{generate(trainer, dataset.tokenizer, config, *how)}"
-        except (NotFinite, TaskError) as error:  # TaskError: memory has no room for the passes that generate
-            if ranks and not isinstance(error, NotFinite):
-                raise
-            return f"no sample, but the training is complete and the weights are saved: {error}"
-    guesses = fill_masked(trainer, dataset.tokenizer, dataset.example, config.sample.tokens)
-    return f"\nheld-out text, guesses at its masked tokens in [[ ]]:\n{guesses}"
-
-
-def _missing_logits(trainer: Trainer) -> str:
-    """Return the reason why this model can give no sample of text; "" if it can."""
-    outputs = trainer.outputs
-    if "logits" in outputs and tuple(outputs["logits"].axes[:-1]) == ("batch", "seq"):
-        return ""
-    return (
-        "no sample: it needs the model's output logits [batch, seq, vocab]; the outputs of"
-        f" {type(trainer.model).__name__} are {', '.join(f'{n} {[*t.axes]}' for n, t in outputs.items()) or 'none'}"
-    )
 
 
 def _save_confusion(names: list[str], counts: object, folder: Path, report: Report) -> None:

@@ -10,18 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nntile_py import _core
 from nntile_py.checkpoint.resume import load_trainer
-from nntile_py.checkpoint.state import (
-    LiveState,
-    Snapshot,
-    read_gradients,
-    read_weights,
-    write_averages,
-    write_first_state,
-)
+from nntile_py.checkpoint.state import write_first_state
 from nntile_py.checkpoint.writer import save_trainer
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution import memory
@@ -44,14 +35,14 @@ from nntile_py.tasks.optimizer import INVERSE_SCALE, Optimizer
 from nntile_py.tiles import TaskList, Tiling
 from nntile_py.tiles.eviction import Offloaded
 from nntile_py.training.inputs import Inputs, IntArray, as_step_inputs, dropout_seed
-from nntile_py.training.loss_scale import LossScale
 from nntile_py.training.nan_check import NanCheck
 from nntile_py.training.programs import Programs
 from nntile_py.training.step_handle import STEPS_IN_FLIGHT, Pending, StepsInFlight
+from nntile_py.training.trainer_weights import TrainerWeights
 from nntile_py.typed import plain, typed
 
 
-class Trainer:
+class Trainer(TrainerWeights):
     """Trains a model in tiles on the running Runtime. Calls from several threads take turns.
 
     Args:
@@ -223,12 +214,6 @@ class Trainer:
 
     # -- training
 
-    @property
-    def loss_scale(self) -> float | None:
-        """Factor by which the next step's loss is multiplied; None: the loss is not scaled. Waits for earlier steps."""
-        state = self._in_flight.scale_state()
-        return state["value"] if state else None
-
     @typed
     @in_turns
     def submit(self, inputs: Inputs, labels: IntArray | None = None, lr: float | None = None) -> Pending:
@@ -336,57 +321,7 @@ class Trainer:
             outputs = {name: self._bins.unpacked(value, filled.places, axes[name]) for name, value in outputs.items()}
         return loss, outputs if return_outputs else outputs["logits"]
 
-    # -- weights and gradients
-
-    @in_turns
-    def gradients(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return {name in transformers: gradient} of the last step, before clipping."""
-        if not self.steps:
-            raise TaskError("gradients: no step has run yet")
-        return read_gradients(self._built, self._store, self._scaled)
-
-    @in_turns
-    def state_dict(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return {name in transformers: weight} with the current weights, and store them in `model.weights` too.
-
-        A tied weight occurs once."""
-        self.model.weights = read_weights(self._built, self._store)
-        return dict(self.model.weights)
-
-    @in_turns
-    def snapshot(self) -> Snapshot:
-        """Start to copy weights and optimizer averages as they are after all submitted steps. Returns at once."""
-        return Snapshot(self.steps, self._built, self._store, self._in_flight.scale_state())
-
-    @in_turns
-    def live(self) -> LiveState:
-        """Return a LiveState, which reads weights and optimizer averages from their tiles, one array at a time."""
-        return LiveState(self.steps, self._built, self._store, self._in_flight.scale_state())
-
-    @in_turns
-    def restore(
-        self, step: int, averages: Mapping[str, Mapping[str, np.ndarray[Any, Any]]],
-        loss_scale: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
-        """Continue from a checkpoint: set its step, optimizer averages and loss scale.
-
-        The weights are not changed: the trainer's model must have the checkpoint's weights already.
-
-        Args:
-            step: Number of steps trained so far.
-            averages: The optimizer's averages, {m or v: {name in transformers: array}}.
-            loss_scale: LossScale.state of the checkpoint; None: the initial loss scale.
-
-        Raises:
-            ConfigError: An average is missing, has another shape, or has values that are not finite.
-        """
-        write_averages(self._built, self._store, averages)
-        for name, values in averages.items():
-            self._check_equal(f"{name} of the checkpoint", values)
-        if self._in_flight.scale and loss_scale:
-            self._in_flight.scale = LossScale(**loss_scale)
-        self.steps = step
-        self._check_alone()
+    # -- checkpoints
 
     @typed
     @in_turns
@@ -400,11 +335,6 @@ class Trainer:
             NNTileError: A weight has values that are not finite.
         """
         save_trainer(self, Path(folder), self._runtime.ranks)
-
-    def hf_config(self) -> dict[str, Any]:
-        """Return the content of config.json: the model's own entries, and the dtype of the saved weights."""
-        config: dict[str, Any] = self.model.hf_config()
-        return config | {"dtype": "float64" if self.precision == "fp64" else "float32"}
 
     @classmethod
     @typed
@@ -424,14 +354,6 @@ class Trainer:
         """
         trainer: Trainer = load_trainer(cls, Path(folder), model, trust_code, options)
         return trainer
-
-    @in_turns
-    def close(self) -> None:
-        """Copy the weights into the model and release the trainer. A runtime calls this before it stops."""
-        if self.steps:
-            self.state_dict()
-        self._programs.let_go()
-        self._runtime.forget(self)
 
     # -- inside
 
@@ -455,12 +377,6 @@ class Trainer:
         """True if labels must still be shifted. Packed batches arrive shifted."""
         return self.shift_labels and not self.spec.pack
 
-    def _check_alone(self) -> None:
-        """Raise ConfigError if another trainer has trained the same model: each would overwrite the other's weights."""
-        if any(user is not self and user.model is self.model and user.steps for user in self._runtime.users):
-            need = "another model, or this model after close() of the other Trainer"
-            raise ConfigError(f"model: got a model that another Trainer trains; allowed: {need}")
-
     def _check_running(self, method: str) -> None:
         if Runtime.current is not self._runtime:
             need = "create a Trainer on a running Runtime"
@@ -469,8 +385,3 @@ class Trainer:
     def _run(self, program: TrainingProgram, slots: dict[str, float], what: str) -> None:
         program.run(slots)
         self.nan_check.ran(program.program, what)
-
-    def _check_equal(self, what: str, parts: Mapping[str, Any]) -> None:
-        """Raise ConfigError if ranks have different values. what: name of the values in the message."""
-        if self._runtime.ranks:
-            self._runtime.ranks.same(what, parts)
