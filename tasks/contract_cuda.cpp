@@ -137,18 +137,28 @@ View operand(const Args& t, size_t tile) {
   return x;
 }
 
-// Converts 8-bit operands to bf16, which is exact, if cuBLASLt cannot multiply them. cuBLASLt needs a GPU with FP8
-// units, contiguous summed axes, sizes that are multiples of 16, and at most one operand in e5m2.
-void widen_unless_supported(View& a, View& b) {
-  if (!a.scale && !b.scale) return;
-  constexpr int64_t kUnit = 16;
-  const auto [m, n, k] = Sizes{a.sizes[0], b.sizes.back(), a.sizes.back()};
-  const bool contiguous = a.sizes.size() == 2 && a.strides[1] == 1 && b.strides[0] == 1;
-  const bool sizes = m % kUnit == 0 && n % kUnit == 0 && k % kUnit == 0;
-  const bool precise = a.dtype == at::kFloat8_e4m3fn || b.dtype == at::kFloat8_e4m3fn;
-  if (a.scale && b.scale && contiguous && sizes && precise && has_fp8(a.device)) return;
+// Converts operands of 8 bits to bf16, which is exact.
+void widen(View& a, View& b) {
   for (auto* x : {&a, &b})
     if (x->scale) *x = View(dequantized(x->tensor(), const_cast<void*>(x->scale), at::kBFloat16));
+}
+
+// Lets 8-bit operands have a number of summed elements that cuBLASLt supports: if a step fills only a part of the summed
+// axis, includes the zeros behind this part (see Quantize). Converts the operands to bf16 if cuBLASLt cannot multiply
+// them. cuBLASLt needs a GPU with FP8 units, contiguous summed axes, columns and summed elements that are multiples of
+// kUnit, and at most one operand in e5m2. The number of rows is free.
+void pad_or_widen(View& a, View& b) {
+  if (!a.scale && !b.scale) return;
+  const auto k = up_to_unit(a.sizes.back());
+  const bool precise = a.dtype == at::kFloat8_e4m3fn || b.dtype == at::kFloat8_e4m3fn;
+  const bool matrices = a.sizes.size() == 2 && a.strides[1] == 1 && b.strides[0] == 1;
+  const auto has_room = [&](int64_t count, int64_t stride) {
+    return count == 1 ? k == a.sizes[1] : stride >= k && stride % kUnit == 0;
+  };
+  if (!(a.scale && b.scale && precise && matrices && has_fp8(a.device) && b.sizes[1] % kUnit == 0 &&
+        has_room(a.sizes[0], a.strides[0]) && has_room(b.sizes[1], b.strides[1])))
+    return widen(a, b);
+  a.sizes[1] = b.sizes[0] = k;
 }
 
 // Returns an operand as matrices [batch, rows, columns] (without batch: [rows, columns]): a view if the strides allow
@@ -174,10 +184,18 @@ struct Product {
 
   explicit Product(const Args& t) : Product(t, ContractArgs(t)) {}
 
-  // Computes target = epilogue(alpha a b + c + bias) by cuBLASLt.
+  // Computes target = epilogue(alpha a b + c + bias) by cuBLASLt. Without an algorithm for a product of 8 bits, computes
+  // it in bf16.
   void multiply(const View& target, Fused f, bool tf32) const {
     f.fast = args.fast;
-    matmul(target, a, b, args.scale, f, tf32, most);
+    try {
+      matmul(target, a, b, args.scale, f, tf32, most);
+    } catch (const Unsupported&) {
+      if (!a.scale || f.epilogue != CUBLASLT_EPILOGUE_DEFAULT) throw;
+      View wide_a = a, wide_b = b;
+      widen(wide_a, wide_b);
+      matmul(target, wide_a, wide_b, args.scale, f, tf32, most);
+    }
   }
 
  private:
@@ -187,7 +205,7 @@ struct Product {
         most{most_of(t, plan.batch, plan.m), b.sizes.back(), most_of(t, plan.batch + plan.m, plan.k)},
         lt(!plan.batch && a.dtype != at::kDouble),
         first((args.epilogue.colsum == 0) != plan.swap) {
-    widen_unless_supported(a, b);
+    pad_or_widen(a, b);
   }
 
   size_t tile_of_a() const { return plan.swap ? 2 : 1; }

@@ -5,6 +5,7 @@
 #include <ATen/ops/max.h>
 #include <ATen/ops/where.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "quantize_args.h"
@@ -25,6 +26,20 @@ at::Tensor scale_of(const at::Tensor& top, bool wide) {
   return at::where(finite, at::where(top.eq(0), 1.0, scale), std::numeric_limits<float>::quiet_NaN()).to(at::kFloat);
 }
 
+// Writes zeros behind the part of tile k that a step fills, up to a multiple of kUnit; see Quantize. On CPU workers the
+// filled part has no gaps, so there is nothing to write.
+void pad(const Args& t, size_t k) {
+  auto full = t.view(k);
+  if (full.device.is_cpu()) return;
+  const auto filled = full.sizes;
+  full.sizes = at::DimVector(t.most(k));
+  full.dtype = at::kByte;
+  for (size_t axis = 0; axis < filled.size(); ++axis) {
+    const auto rest = std::min(up_to_unit(filled[axis]), full.sizes[axis]) - filled[axis];
+    if (rest > 0) full.tensor().narrow(static_cast<int64_t>(axis), filled[axis], rest).zero_();
+  }
+}
+
 }  // namespace
 
 void quantize_by_aten(Args& t) {
@@ -34,6 +49,7 @@ void quantize_by_aten(Args& t) {
   const auto axes = static_cast<size_t>(x.dim());
   const auto top = x.abs().max();
   for (size_t k = 0; k < outputs; ++k) {
+    pad(t, k);
     auto out = t[k];
     const auto scale = scale_of(top, out.scalar_type() == at::kFloat8_e5m2);
     out.copy_(x.permute(args.layouts.slice(k * (axes + 1) + 1, axes)).div(scale));

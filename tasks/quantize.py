@@ -33,6 +33,10 @@ class Quantize(Op):
     last. For example, the forward pass sums an activation over its features, and the weight's gradient sums it over
     its tokens. So the Quantize of an activation has two outputs.
 
+    Of packed sequences, a step fills only a part of a tile. Only this part determines the scale. On GPUs, zeros follow
+    this part up to a multiple of UNIT tokens, if the tile has room for a multiple of UNIT tokens. So a product can sum
+    over this multiple.
+
     Args:
         outs: outputs with a scaled dtype.
         rows: for each output, the number of its leading axes, over which the product does not sum.

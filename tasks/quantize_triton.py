@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.dtypes import DTYPES, is_low, scale_offset
+from nntile_py.tiles.dtypes import DTYPES, UNIT, is_low, scale_offset
 from nntile_py.tiles.task import Task
 
+from .dynamic_size import DynamicSize
 from .launch import (
     Launch,
     Launches,
@@ -31,13 +32,14 @@ MOST_AXES = 3  # largest number of axes, joined where possible, that form the ro
 
 
 @triton.jit
-def _largest(X, TOPS, n, last, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+def _largest(X, TOPS, n, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     """Store the largest |x| of each part of a tile, as the bits of an fp32 number, which compare like integers.
 
-    The kernel reads the tile backwards, from the block that begins at `last`. The previous kernel may have left the
-    tile's end in the L2 cache. This kernel leaves the tile's beginning there, which _quantize reads first.
+    The kernel reads the n values of the tile backwards. The previous kernel may have left the tile's end in the L2
+    cache. This kernel leaves the tile's beginning there, which _quantize reads first.
     """
     first = tl.program_id(0).to(tl.int64) * BLOCK
+    last = (n - 1) // BLOCK * BLOCK  # beginning of the last block
     top = tl.zeros([BLOCK], tl.int32)
     for start in range(first, n, PARTS * BLOCK):
         at = last - start + tl.arange(0, BLOCK)
@@ -73,22 +75,26 @@ def _scales(TOPS, SHIFT: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _quantize(
-    Q, T, X, TOPS, rows, columns, scale_at,
+    Q, T, X, TOPS, rows, columns, padded_rows, padded_columns, row_stride, column_stride, scale_at,
     SIZES: tl.constexpr, STRIDES: tl.constexpr, COLUMN_SIZES: tl.constexpr, COLUMN_STRIDES: tl.constexpr,
     TWICE: tl.constexpr, SHIFT: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """q[row, column] = x / scale in 8 bits, and if TWICE also t[column, row]."""
+    """q[row, column] = x / scale in 8 bits, and if TWICE also t[column, row]. Padding becomes zero.
+
+    row_stride: distance between rows of q; column_stride: distance between rows of t.
+    """
     scale, inverse = _scales(TOPS, SHIFT, PARTS)
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     at = _offset(row, SIZES, STRIDES)[:, None] + _offset(column, COLUMN_SIZES, COLUMN_STRIDES)[None, :]
     q = (tl.load(X + at, inside, 0.0).to(tl.float32) * inverse).to(Q.dtype.element_ty, fp_downcast_rounding="rtne")
-    tl.store(Q + row[:, None] * columns + column[None, :], q, inside)
+    stored = (row < padded_rows)[:, None] & (column < padded_columns)[None, :]
+    tl.store(Q + row[:, None] * row_stride + column[None, :], q, stored)
     first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
     tl.store((Q + scale_at).to(tl.pointer_type(tl.float32)), scale, first)
     if TWICE:
-        tl.store(T + column[None, :] * rows + row[:, None], q, inside)
+        tl.store(T + column[None, :] * column_stride + row[:, None], q, stored)
         tl.store((T + scale_at).to(tl.pointer_type(tl.float32)), scale, first)
 
 
@@ -110,16 +116,36 @@ def _joined(axes: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...],
     return tuple(size for size, _ in joined), tuple(stride for _, stride in joined)
 
 
+def _fills_first(axes: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Return whether a step fills the first entries of these axes together: only the outermost may be filled in part.
+
+    Axes of size 1 do not count.
+    """
+    inner = [sizes[axis] for axis in axes if sizes[axis] != 1][1:]
+    return not any(isinstance(size, DynamicSize) for size in inner)
+
+
+def _padded(size: int) -> int:
+    """Return a number of rows or columns that a step fills, rounded up to a multiple of UNIT.
+
+    cuBLASLt needs such a number of summed elements. A capacity that is no multiple of UNIT has no room for it, and
+    products then run in bf16 (contract_cuda.cpp).
+    """
+    return ceil_div(size, UNIT) * UNIT if isinstance(size, DynamicSize) and size % UNIT == 0 else size
+
+
 def _matrix(task: Task, output: int, transposed: int | None, rows: Sequence[int], columns: Sequence[int],
             tops: ScratchAddress) -> Launch | None:  # fmt: skip
-    """Return the launch that writes tile `output`, and tile `transposed` if there is one; None: too many axes.
+    """Return the launch that writes tile `output`, and tile `transposed` if there is one.
+
+    None: too many axes, or the part of the rows or columns that a step fills is not contiguous.
 
     rows, columns: the axes of x that form the rows and the columns of `output`.
     """
     x = len(task.accesses) - 1
     sizes = shape(task, x)
     by_row, by_column = _joined(rows, sizes), _joined(columns, sizes)
-    if by_row is None or by_column is None:
+    if by_row is None or by_column is None or not (_fills_first(rows, sizes) and _fills_first(columns, sizes)):
         return None
     largest = DTYPES[tile(task, output).dtype].largest
     height, width = math.prod(sizes[axis] for axis in rows), math.prod(sizes[axis] for axis in columns)
@@ -128,7 +154,7 @@ def _matrix(task: Task, output: int, transposed: int | None, rows: Sequence[int]
         _quantize,
         (ceil_div(width, block[1]), ceil_div(height, block[0])),
         tile(task, output), tile(task, output if transposed is None else transposed), tile(task, x), tops,
-        height, width, scale_offset(height * width),
+        height, width, _padded(height), _padded(width), int(width), int(height), scale_offset(int(height) * int(width)),
         warps=8,
         SIZES=by_row[0], STRIDES=by_row[1], COLUMN_SIZES=by_column[0], COLUMN_STRIDES=by_column[1],
         TWICE=transposed is not None, SHIFT=math.frexp(largest)[1] - 1, PARTS=PARTS, ROWS=block[0], COLUMNS=block[1],
@@ -150,8 +176,7 @@ def _describe(task: Task) -> Launches:
         groups.append((order[:count], order[count:]))
     scratch = Scratch()
     tops, elements = scratch.take(PARTS, "int32"), numel(task, x)
-    last = (ceil_div(elements, BLOCK) - 1) * BLOCK
-    largest = launch(_largest, PARTS, tile(task, x), tops, elements, last, BLOCK=BLOCK, PARTS=PARTS, warps=8)
+    largest = launch(_largest, PARTS, tile(task, x), tops, elements, BLOCK=BLOCK, PARTS=PARTS, warps=8)
     matrices: list[Launch | None] = []
     left = [*range(x)]
     while left:

@@ -1,13 +1,20 @@
-"""On CUDA devices: 8-bit products give the same bits on any number of GPUs, and losses near those of bf16."""
+"""On CUDA devices: 8-bit products give the same bits on any number of GPUs and ranks, and losses near those of bf16."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from gpu_runs import GPUS, TILINGS, trained
+from test_fp8_packed import BERT, FILLS, check_independence_of_earlier_steps, filled_products
+from test_mpi import LACKS, ended, start
 
+import nntile_py as nt
 from nntile_py import _core
+from nntile_py.errors import ConfigError
+from nntile_py.testing import error
 
 if not (torch.cuda.is_available() and _core.has_cuda):
     pytest.skip("needs a CUDA device and an extension built for it", allow_module_level=True)
@@ -29,3 +36,108 @@ def test_bits_are_the_same(python: Any, tiles: str) -> None:
     for losses in (once[0], wide):
         np.testing.assert_allclose(losses, exact, rtol=5e-3)
         assert losses != exact
+
+
+# -- packed sequences
+
+
+@pytest.mark.parametrize("tiles", [{}, {"embed": 64, "ffn": 96}, {"embed": 50, "ffn": 100}], ids=str)
+@pytest.mark.parametrize("rows", [48, 50])  # 50: no room for a multiple of 16 tokens, so sums over tokens are in bf16
+def test_products_of_the_filled_part_of_tiles(tiles: dict[str, int], rows: int) -> None:
+    """Neither what an earlier run left behind the filled part nor NaN there affects a result."""
+    with nt.Runtime(cpus=0, cuda=1):
+        found = filled_products("bf16", {"seq": rows, "embed": 128, "ffn": 192}, FILLS, tiles)
+    for (y, dw), expected in found:
+        assert error(y, expected[0]) < 1e-2 and error(dw, expected[1]) < 2e-3
+    for one, two in zip(found[1][0], found[4][0], strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_a_packed_step_is_independent_of_earlier_steps() -> None:
+    with nt.Runtime(cpus=0, cuda=1):
+        check_independence_of_earlier_steps("fp8")
+
+
+# GPUs of each rank, file to which each rank writes, tiles, keyword arguments of each Trainer
+SCRIPT = """
+import hashlib, json, os, sys
+import numpy as np, nntile_py as nt
+gpus, out, tiles, settings = int(sys.argv[1]), sys.argv[2], *map(json.loads, sys.argv[3:])
+rng = np.random.default_rng(0)
+def batch():
+    mask = np.arange(256) < rng.integers(20, 257, (16, 1))
+    ids = rng.integers(0, 50, mask.shape).cumsum(1) % 1000
+    labels = np.where(mask & (rng.random(mask.shape) < 0.2), ids, -100)
+    return {"input_ids": ids * mask, "attention_mask": mask.astype(np.int64), "labels": labels}
+batches, found = [batch() for _ in range(5)], []
+config = nt.models.BERTConfig(layers=2, embed=256, heads=4, vocab=1000, positions=256, dropout=0.1)
+with nt.Runtime(cpus=0, cuda=gpus, mpi="OMPI_COMM_WORLD_RANK" in os.environ):
+    for one in settings:
+        trainer = nt.Trainer(nt.models.BERT(config, seed=0), 16, 256, tiles, pack=True, **one)
+        losses = [trainer.step(batch) for batch in batches]
+        weights = b"".join(w.tobytes() for _, w in sorted(trainer.state_dict().items()))
+        found.append([losses, hashlib.sha256(weights).hexdigest()])
+        trainer.close()
+with open(out + os.environ.get("OMPI_COMM_WORLD_RANK", ""), "w") as file:
+    json.dump(found, file)
+"""
+CAPACITY = 4 * 256  # tokens of a bin with 4 sequences
+PACKED_TILES = ['{"batch": 4}', '{"batch": 4, "embed": 128}', '{"batch": 4, "embed": 100}']
+E4M3 = 28  # CUDA_R_8F_E4M3, see cudaDataType
+
+
+def _sums_over_tokens(cache: Path) -> list[list[int]]:
+    """Return (m, n, k, strides of both operands) of the products of 8 bits whose algorithms a run has chosen.
+
+    Only products that sum over the tokens of a bin: rows of their operands are CAPACITY bytes apart.
+    """
+    (kept,) = (cache / "nntile_py").glob("gemm-*")
+    lines = [line.split() for line in kept.read_text().splitlines() if line[0].isdigit()]
+    sizes = [[*map(int, line[:5])] for line in lines if int(line[6]) == E4M3]
+    assert sizes, "no product ran in 8 bits"
+    return [one for one in sizes if one[3:] == [CAPACITY, CAPACITY]]
+
+
+@pytest.mark.parametrize("tiles", PACKED_TILES)
+def test_packed_steps(python: Any, tiles: str, tmp_path: Path) -> None:
+    """Products run in 8 bits, also those that sum over tokens. Losses are near those of bf16."""
+    found = []
+    for gpus in GPUS[:2]:
+        run = python(SCRIPT, gpus, tmp_path / "found", tiles, json.dumps(SETTINGS), XDG_CACHE_HOME=str(tmp_path))
+        assert run.returncode == 0, run.stderr[-2000:]
+        found.append(json.loads((tmp_path / "found").read_text()))
+    assert all(one == found[0] for one in found)
+    (exact, _), once, again, (wide, _) = found[0]
+    assert once == again
+    for losses in (once[0], wide):
+        np.testing.assert_allclose(losses, exact, rtol=5e-3)
+        assert losses != exact
+    assert _sums_over_tokens(tmp_path)
+
+
+@pytest.mark.skipif(bool(LACKS), reason=f"no {', no '.join(LACKS)}")
+def test_packed_steps_of_ranks(tmp_path: Path) -> None:
+    """Two ranks, which may share a GPU, send tiles of 8 bits with their scales."""
+    given = ("-c", SCRIPT, 1, tmp_path / "found", PACKED_TILES[1], json.dumps([{"precision": "fp8"}]))
+    variables = {"XDG_CACHE_HOME": str(tmp_path), "NNTILE_SHARE_GPUS": "1"}
+    for ranks in (1, 2):
+        status, _, errors = ended(start(ranks, *given, **variables))
+        assert status == 0, errors[-2000:]
+    found = [json.loads((tmp_path / f"found{rank}").read_text()) for rank in ("", 0, 1)]
+    assert found[1] == found[0] and found[2] == found[0]
+
+
+def test_an_encoder() -> None:
+    """Vectors of texts are near those of bf16, and texts of earlier passes do not affect them."""
+    model = nt.models.BERT(BERT.model_copy(update={"head": "none"}), seed=0)
+    rng = np.random.default_rng(0)
+    short, full = ([rng.integers(0, 512, n).tolist() for n in lengths] for lengths in ([37, 5], [64, 64]))
+    with nt.Runtime(cpus=0, cuda=1):
+        with nt.Encoder(model, "mean", precision="bf16") as encoder:
+            want = encoder(short)
+        with nt.Encoder(model, "mean", precision="fp8") as encoder:
+            first, _, last = encoder(short), encoder(full), encoder(short)
+        np.testing.assert_array_equal(first, last)
+        assert 1e-4 < error(first, want) < 0.1
+        with pytest.raises(ConfigError, match="captured: got true, but sequences are packed, and products have 8-bit"):
+            nt.Encoder(model, "mean", precision="fp8", captured=True)(short)

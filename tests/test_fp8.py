@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import nntile_py as nt
-from nntile_py.graph import step
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.passes.fp8 import FP8, quantize_products
 from nntile_py.graph.step import StepSpec
@@ -79,7 +78,7 @@ def _temp(case: Case, axes: str) -> Any:
 # -- the pass
 
 
-def _quantised(spec: StepSpec) -> dict[str, list[Contract]]:
+def quantised_products(spec: StepSpec) -> dict[str, list[Contract]]:
     """Return {operator's name: its products in 8 bits}, in the order of the graph."""
     found: dict[str, list[Contract]] = {}
     for op in spec.graphs.graph.ops:
@@ -91,7 +90,7 @@ def _quantised(spec: StepSpec) -> dict[str, list[Contract]]:
 
 def test_the_products_of_layers_are_in_8_bits() -> None:
     spec = StepSpec(MODELS["gpt2"](), 4, 64, precision="fp8")
-    products = _quantised(spec)
+    products = quantised_products(spec)
     names = ("attn.q", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     assert [*products] == [f"h{layer}.{name}.Contract" for layer in (0, 1) for name in names]
     assert all([op.phase for op in ops] == ["forward", "backward", "backward"] for ops in products.values())
@@ -105,7 +104,7 @@ def test_the_products_of_layers_are_in_8_bits() -> None:
 
 def test_gradients_may_have_a_wider_range() -> None:
     spec = StepSpec(MODELS["llama"](), 4, 64, precision="fp8", fp8=FP8(gradients="e5m2"))
-    for ops in _quantised(spec).values():
+    for ops in quantised_products(spec).values():
         for op in ops:
             expected = {"e4m3"} if op.phase == "forward" else {"e4m3", "e5m2"}
             assert {op.a.dtype, op.b.dtype} == expected
@@ -113,7 +112,7 @@ def test_gradients_may_have_a_wider_range() -> None:
 
 def test_excluded_products_stay_in_bf16() -> None:
     spec = StepSpec(MODELS["gpt2"](), 4, 64, precision="fp8", fp8=FP8(exclude=["h0.*", "*.c_fc.*"]))
-    assert [*_quantised(spec)] == [f"h1.{name}.Contract" for name in ("attn.q", "attn.c_proj", "mlp.c_proj")]
+    assert [*quantised_products(spec)] == [f"h1.{name}.Contract" for name in ("attn.q", "attn.c_proj", "mlp.c_proj")]
 
 
 def test_an_evaluation_has_no_operands_of_gradients() -> None:
@@ -149,7 +148,6 @@ def test_a_model_with_a_band_keeps_its_products() -> None:
     ("options", "message"),
     [
         ({"fp8": FP8(exclude=["h7.*"])}, "fp8.exclude: 'h7.*' matches no product; allowed: patterns of h0.attn.q"),
-        ({"pack": True}, "precision: got 'fp8' with packed sequences; allowed: bf16, or pack: false"),
         ({"fp8": 1}, "fp8: got 1; allowed: "),
     ],
 )
@@ -179,12 +177,6 @@ def test_cpu_workers_refuse_it() -> None:
 # -- training on CPU workers, with fp32 in the place of bf16
 
 
-@pytest.fixture
-def in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(step.TILE_DTYPE, "fp8", "fp32")
-    monkeypatch.setitem(step.PRECISIONS, "fp8", ("CPU", "CUDA"))
-
-
 def _trained(model: str, workers: int = 2, **options: Any) -> tuple[list[float], list[np.ndarray[Any, Any]]]:
     """Return the losses of some steps, and of an evaluation, and the weights."""
     rng = np.random.default_rng(0)
@@ -198,7 +190,7 @@ def _trained(model: str, workers: int = 2, **options: Any) -> tuple[list[float],
         return losses, [np.asarray(weight) for weight in trainer.state_dict().values()]
 
 
-@pytest.mark.usefixtures("in_fp32")
+@pytest.mark.usefixtures("fp8_in_fp32")
 @pytest.mark.parametrize("tiles", [{}, RAGGED], ids=["uncut", "ragged"])
 @pytest.mark.parametrize("model", [*MODELS])
 def test_losses_are_near_those_of_fp32(model: str, tiles: dict[str, int]) -> None:
@@ -208,7 +200,7 @@ def test_losses_are_near_those_of_fp32(model: str, tiles: dict[str, int]) -> Non
     np.testing.assert_allclose(losses, exact, rtol=5e-4)
 
 
-@pytest.mark.usefixtures("in_fp32")
+@pytest.mark.usefixtures("fp8_in_fp32")
 def test_the_bits_depend_neither_on_workers_nor_on_recompute() -> None:
     losses, weights = _trained("gpt2", precision="fp8", tiles=RAGGED)
     for other in ({"workers": 1}, {"recompute": "layer"}):
@@ -218,7 +210,7 @@ def test_the_bits_depend_neither_on_workers_nor_on_recompute() -> None:
             np.testing.assert_array_equal(one, two)
 
 
-@pytest.mark.usefixtures("in_fp32")
+@pytest.mark.usefixtures("fp8_in_fp32")
 def test_a_checkpoint_keeps_the_options(tmp_path: Any) -> None:
     with nt.Runtime(cpus=1):
         trainer = nt.Trainer(MODELS["gpt2"](), 4, 64, precision="fp8", fp8={"gradients": "e5m2", "exclude": ["h0.*"]})

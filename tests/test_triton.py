@@ -21,19 +21,21 @@ from operators_losses import adamw, lion, muon_update, sgd
 from test_attention import Row as AttentionRow
 
 from nntile_py.graph.lowering import lower
-from nntile_py.tasks import Contract, Lowering, Tensor, launch
+from nntile_py.tasks import Contract, Lowering, Quantize, Tensor, launch
 from nntile_py.tasks import interpret as interpreter
 from nntile_py.tasks.adamw import AdamWArgs
 from nntile_py.tasks.attention_dropout import ScoresDropout
 from nntile_py.tasks.dynamic_size import DynamicSize
 from nntile_py.tasks.embedding import EmbeddingGradArgs
 from nntile_py.tasks.muon import MuonUpdateArgs
+from nntile_py.tasks.op import permutation
 from nntile_py.tasks.optimizer import joined, split
+from nntile_py.tasks.quantize import quantized
 from nntile_py.tasks.sample import Sample
 from nntile_py.tasks.sgd import SGDArgs
 from nntile_py.testing import SIZES, TOLERANCES, Case, Values, error
 from nntile_py.tiles import RW, R, Slot, Tile, Tiling, W
-from nntile_py.tiles.dtypes import DTYPES, is_low, is_scaled, scale_offset
+from nntile_py.tiles.dtypes import DTYPES, UNIT, is_low, is_scaled, scale_offset
 from nntile_py.tiles.task import BusyArgs, Task, live_slot, merge
 
 if platform.system() != "Linux":
@@ -330,6 +332,45 @@ def test_what_a_step_fills(name: str, dtype: str) -> None:
     for tensor, want in expected.items():
         wrong, exact = error(case.whole_values(got)[tensor], want), dtype == "fp32" and not is_low(tensor.dtype)
         assert wrong < (3e-5 if exact else 1.5e-2), f"{tensor}: off by {wrong:.1e}"
+
+
+FILLED_QUANTIZE = {  # axes of x, and of each output with the number of its rows' axes
+    "both orders": ("batch seq embed", ("batch seq embed", 2), ("embed batch seq", 1)),
+    "last": ("batch seq embed", ("embed batch seq", 1)),
+    "several axes": ("batch seq heads head_dim", ("batch seq heads head_dim", 2), ("heads head_dim batch seq", 2)),
+    "rows of two axes": ("batch seq heads head_dim", ("batch seq heads head_dim", 3), ("head_dim batch seq heads", 1)),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), list(zip(FILLED_QUANTIZE, itertools.cycle(("bf16", "fp16")))))
+@pytest.mark.parametrize(("filled", "of"), [(5, 48), (33, 48), (48, 48), (150, 160), (33, 40), (5, 9)])
+def test_quantisation_of_what_a_step_fills(name: str, dtype: str, filled: int, of: int) -> None:
+    """Values behind the filled part affect neither the scale nor the values. Zeros follow up to a multiple of 16."""
+    case = Case({**SIZES, "batch": 1, "seq": of, "embed": 140}, dtype)
+    x_axes, *layouts = FILLED_QUANTIZE[name]
+    x = case.x(x_axes)
+    outs = [case.y(axes, "e4m3") for axes, _ in layouts]
+    case.add(Quantize(x, outs, [rows for _, rows in layouts]))
+    low = lowered(case)
+    (task,) = low.tasks.tasks
+    value = np.random.default_rng(0).standard_normal(x.shape)
+    value[:, filled:] = np.nan
+    tensors = [torch.full((DTYPES["e4m3"].tile_bytes(x.numel),), 0xFF, dtype=torch.uint8) for _ in outs]
+    tensors = [*(one.view(TORCH["e4m3"]) for one in tensors), torch.tensor(value).to(TORCH[dtype])]
+    slots = {live_slot("seq", 0): filled}
+    interpreter.interpret([task], tensors, slots, lives=low.tasks.live_sizes(task))
+    part = tensors[-1][:, :filled].double().numpy()
+    for out, (axes, rows), data in zip(outs, layouts, tensors, strict=False):
+        ran = Interpreted(low)
+        ran.tiles = {tile: data for _, tile in low.grid(out)}
+        got = ran.read(out)
+        own = got.transpose(permutation(out.axes, x.axes))
+        np.testing.assert_array_equal(own[:, :filled], quantized(part, "e4m3"))
+        matrix = got.reshape(math.prod(out.shape[:rows]), -1)
+        matrix = matrix if "seq" in axes.split()[:rows] else matrix.T  # its rows are filled in part
+        count = filled * len(matrix) // of
+        if len(matrix) % UNIT == 0:
+            assert (matrix[count : -(-count // UNIT) * UNIT] == 0).all()
 
 
 def test_live_sizes() -> None:

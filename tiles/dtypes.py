@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SCALE_BYTES = 16  # room for the scale of a tile: the scale itself is one fp32 number
+# cuBLASLt multiplies matrices of 8 bits only if the numbers of columns and of summed elements are multiples of UNIT.
+UNIT = 16
 
 
 def scale_offset(values: int) -> int:

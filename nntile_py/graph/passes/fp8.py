@@ -16,10 +16,11 @@ from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.cross_entropy import CrossEntropy
 from nntile_py.tasks.op import Op, Tensor
 from nntile_py.tasks.quantize import Quantize
+from nntile_py.tiles.dtypes import UNIT
 
-# An 8-bit product needs a weight whose rows and columns are at least LEAST and multiples of UNIT. Smaller products,
-# such as those of adapters, gain nothing; cuBLASLt requires the multiples.
-LEAST, UNIT = 64, 16
+# An 8-bit product needs a weight whose rows and columns are at least LEAST, and multiples of UNIT. Smaller products,
+# such as those of adapters, gain nothing.
+LEAST = 64
 
 
 class FP8(Settings):
