@@ -140,15 +140,19 @@ class Matmul {
   }
 
   // Chooses among the library's proposals for the key's sizes: the stored choice, else the fastest on a product of the
-  // sizes `now`.
+  // sizes `now`. If none of them computes this product, there are no algorithms.
   void choose(const Call& call, const Sizes& now, void* workspace, const View& out) {
     point(call);  // the library's proposals depend on the alignment of the pointers
     found_ = proposed(kCandidates);
     if (found_.empty()) return;
     shape(now);
-    const auto best = static_cast<size_t>(
-        chosen(products_file(), key_.text(), [&] { return fastest(call, workspace, out, found_); }));
-    best_ = best < found_.size() ? best : 0;
+    try {
+      const auto best = static_cast<size_t>(
+          chosen(products_file(), key_.text(), [&] { return fastest(call, workspace, out, found_); }));
+      best_ = best < found_.size() ? best : 0;
+    } catch (const Unsupported&) {
+      found_.clear();
+    }
     sizes_ = {};
   }
 
@@ -203,8 +207,7 @@ class Matmul {
         ms = least_ms([&] { return run() && run() && run() && run() && run() && run() && run() && run(); }) / 8;
       if (ms < least) least = ms, best = static_cast<int>(k);
     }
-    if (found.size() > 1 && least == std::numeric_limits<float>::infinity())
-      throw std::runtime_error("none of cuBLASLt's algorithms for a product ran");
+    if (found.size() > 1 && least == std::numeric_limits<float>::infinity()) throw Unsupported();
     return best;
   }
 

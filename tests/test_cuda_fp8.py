@@ -86,16 +86,11 @@ PACKED_TILES = ['{"batch": 4}', '{"batch": 4, "embed": 128}', '{"batch": 4, "emb
 E4M3 = 28  # CUDA_R_8F_E4M3, see cudaDataType
 
 
-def _sums_over_tokens(cache: Path) -> list[list[int]]:
-    """Return (m, n, k, strides of both operands) of the products of 8 bits whose algorithms a run has chosen.
-
-    Only products that sum over the tokens of a bin: rows of their operands are CAPACITY bytes apart.
-    """
+def _products_in_8_bits(cache: Path) -> list[list[int]]:
+    """Return (m, n, k, distances of the rows of both operands in bytes) of the 8-bit products that a run has timed."""
     (kept,) = (cache / "nntile_py").glob("gemm-*")
     lines = [line.split() for line in kept.read_text().splitlines() if line[0].isdigit()]
-    sizes = [[*map(int, line[:5])] for line in lines if int(line[6]) == E4M3]
-    assert sizes, "no product ran in 8 bits"
-    return [one for one in sizes if one[3:] == [CAPACITY, CAPACITY]]
+    return [[*map(int, line[:5])] for line in lines if int(line[6]) == E4M3]
 
 
 @pytest.mark.parametrize("tiles", PACKED_TILES)
@@ -112,7 +107,9 @@ def test_packed_steps(python: Any, tiles: str, tmp_path: Path) -> None:
     for losses in (once[0], wide):
         np.testing.assert_allclose(losses, exact, rtol=5e-3)
         assert losses != exact
-    assert _sums_over_tokens(tmp_path)
+    products = _products_in_8_bits(tmp_path)
+    assert any(one[3:] == [CAPACITY, CAPACITY] for one in products), "no sum over tokens"
+    assert any(one[3:] == [one[2], one[2]] for one in products), "no product with a weight"
 
 
 @pytest.mark.skipif(bool(LACKS), reason=f"no {', no '.join(LACKS)}")

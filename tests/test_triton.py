@@ -526,7 +526,7 @@ rows += ["Gather", "GatherGrad", "RMSNorm residual", "RMSNormGrad add", "Rotary"
 rows += ["Gather several axes", "GatherGrad several axes", "Gather of several axes", "GatherGrad of several axes"]
 rows += ["RelativeScores", "RelativeScoresGrad"]
 rows += ["Generated norm of a sum", "Generated norm gradient", "Generated softmax padding", "Generated gelu gradient"]
-rows += ["Generated bias tanh", "Generated sums", "Gemv all"]
+rows += ["Generated bias tanh", "Generated sums", "Gemv all", "Quantize twice"]
 for row in [*map(ROWS.get, rows), adamw(split=True)]:
     case = Case(sizes, "bf16")
     row(case)
@@ -614,5 +614,5 @@ def test_compiles_for_sm_90(python: Python, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     names = {"_cross_entropy", "_sum_rows", "_swap", "_adamw", "_squares", "_total", "_clip"}
     names |= {"_gated_grad", "_select_grad", "_gather", "_gather_grad", "_element_loss", "_element_loss_grad"}
-    names |= {"_rotary", "generated", "_sum_parts"}
+    names |= {"_rotary", "generated", "_sum_parts", "_largest", "_quantize"}
     assert names <= set(done.stdout.split())
