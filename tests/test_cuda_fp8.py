@@ -109,7 +109,8 @@ def test_packed_steps(python: Any, tiles: str, tmp_path: Path) -> None:
         assert losses != exact
     products = _products_in_8_bits(tmp_path)
     assert any(one[3:] == [CAPACITY, CAPACITY] for one in products), "no sum over tokens"
-    assert any(one[3:] == [one[2], one[2]] for one in products), "no product with a weight"
+    over_features = [one for one in products if one[3:] == [one[2], one[2]] and one[2] != CAPACITY]
+    assert bool(over_features) == ("100" not in tiles)  # sums over 100 features are in bf16
 
 
 @pytest.mark.skipif(bool(LACKS), reason=f"no {', no '.join(LACKS)}")
@@ -128,7 +129,7 @@ def test_an_encoder() -> None:
     """Vectors of texts are near those of bf16, and texts of earlier passes do not affect them."""
     model = nt.models.BERT(BERT.model_copy(update={"head": "none"}), seed=0)
     rng = np.random.default_rng(0)
-    short, full = ([rng.integers(0, 512, n).tolist() for n in lengths] for lengths in ([37, 5], [64, 64]))
+    short, full = ([rng.integers(0, 512, n).tolist() for n in lengths] for lengths in ([37, 5], [40, 24]))
     with nt.Runtime(cpus=0, cuda=1):
         with nt.Encoder(model, "mean", precision="bf16") as encoder:
             want = encoder(short)
