@@ -140,6 +140,56 @@ def test_packed_losses_are_near_those_of_padded_sequences(tiling: str, head: str
     np.testing.assert_allclose(packed, padded, rtol=1e-3)
 
 
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gpt2": (nt.models.GPT2, {}),
+    "llama": (nt.models.Llama, {"kv_heads": 2, "ffn": 192}),
+    "modernbert": (nt.models.ModernBERT, {"local_attention": 17}),
+    "deberta": (nt.models.DeBERTa, {"relative_positions": 9}),  # on GPUs complete bins are computed
+    "albert": (nt.models.ALBERT, {}),
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.usefixtures("fp8_in_fp32")
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_models(name: str) -> None:
+    cls, more = MODELS[name]
+    config = cls.Config(**{"positions": 64} | SIZES | more)
+    batches = [_sequences(LENGTHS, seed) for seed in range(3)]
+    ways: list[dict[str, Any]] = [{"precision": "fp32"}, {"precision": "fp8"}, {"precision": "fp8", "pack": False}]
+    with nt.Runtime(cpus=2):
+        exact, packed, padded = (packed_losses(cls(config, seed=0), batches, **way)[0] for way in ways)
+    assert packed != exact
+    np.testing.assert_allclose(packed, exact, rtol=2e-3)
+    np.testing.assert_allclose(packed, padded, rtol=1e-3)
+
+
+@pytest.mark.few(2)
+@pytest.mark.usefixtures("fp8_in_fp32")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate": "tree"},
+        {"accumulate": "redux"},
+        {"check_finite": True},
+        {"fusion": False},
+        {"grad_accumulation": 2},
+    ],
+    ids=str,
+)
+def test_packed_steps_with_other_options(options: dict[str, Any]) -> None:
+    batches = [_sequences(LENGTHS * options.get("grad_accumulation", 1), seed) for seed in range(2)]
+    found = []
+    with nt.Runtime(cpus=2):
+        for pack in (True, False):
+            trainer = nt.Trainer(
+                nt.models.BERT(BERT, seed=0), 8, 64, PACKED_TILES["ragged"], precision="fp8", pack=pack, **options
+            )
+            found.append([trainer.step(batch) for batch in batches])
+            trainer.close()
+    np.testing.assert_allclose(*found, rtol=1e-3)
+
+
 @pytest.mark.usefixtures("fp8_in_fp32")
 def test_packed_bits_depend_neither_on_workers_nor_on_recompute() -> None:
     batches = [_sequences(LENGTHS, 0), _sequences([5, 64], 1), _sequences(LENGTHS, 2)]
