@@ -52,7 +52,7 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("bert", "rows", "redux", {"grad_accumulation": 2}),
     ("sentences", "ragged", "chain", {}),
     ("wide gpt2", "parts", "chain", {"precision": "fp8"}),
-    ("wide bert", "parts", "chain", {"precision": "fp8", "pack": True}),
+    ("wide bert", "parts", "chain", {"precision": "fp8", "pack": True, "fp8": {"scales": "row"}}),
 ]
 # CPU workers compute in 8 bits, with fp32 tiles in the place of bf16 tiles.
 step_spec.PRECISIONS["fp8"], step_spec.TILE_DTYPE["fp8"] = ("CPU", "CUDA"), "fp32"

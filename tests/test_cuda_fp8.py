@@ -24,6 +24,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"precision": "fp8"},
     {"precision": "fp8", "recompute": "layer"},
     {"precision": "fp8", "fp8": {"gradients": "e5m2"}},
+    {"precision": "fp8", "fp8": {"scales": "row"}},
 ]
 
 
@@ -31,9 +32,9 @@ SETTINGS: list[dict[str, Any]] = [
 def test_bits_are_the_same(python: Any, tiles: str) -> None:
     found = [trained(python, gpus, tiles, SETTINGS, steps=5) for gpus in GPUS]
     assert all(one == found[0] for one in found)
-    (exact, _), once, again, (wide, _) = found[0]
+    (exact, _), once, again, *others = found[0]
     assert once == again
-    for losses in (once[0], wide):
+    for losses, _ in (once, *others):
         np.testing.assert_allclose(losses, exact, rtol=5e-3)
         assert losses != exact
 
@@ -43,10 +44,11 @@ def test_bits_are_the_same(python: Any, tiles: str) -> None:
 
 @pytest.mark.parametrize("tiles", [{}, {"embed": 64, "ffn": 96}, {"embed": 50, "ffn": 100}], ids=str)
 @pytest.mark.parametrize("rows", [48, 50])  # 50: no room for a multiple of 16 tokens, so sums over tokens are in bf16
-def test_products_of_the_filled_part_of_tiles(tiles: dict[str, int], rows: int) -> None:
+@pytest.mark.parametrize("by_row", [False, True])
+def test_products_of_the_filled_part_of_tiles(tiles: dict[str, int], rows: int, by_row: bool) -> None:
     """Neither what an earlier run left behind the filled part nor NaN there affects a result."""
     with nt.Runtime(cpus=0, cuda=1):
-        found = filled_products("bf16", {"seq": rows, "embed": 128, "ffn": 192}, FILLS, tiles)
+        found = filled_products("bf16", {"seq": rows, "embed": 128, "ffn": 192}, FILLS, tiles, by_row=by_row)
     for (y, dw), expected in found:
         assert error(y, expected[0]) < 1e-2 and error(dw, expected[1]) < 2e-3
     for one, two in zip(found[1][0], found[4][0], strict=True):
@@ -86,10 +88,14 @@ PACKED_TILES = ['{"batch": 4}', '{"batch": 4, "embed": 128}', '{"batch": 4, "emb
 E4M3 = 28  # CUDA_R_8F_E4M3, see cudaDataType
 
 
-def _products_in_8_bits(cache: Path) -> list[list[int]]:
-    """Return (m, n, k, distances of the rows of both operands in bytes) of the 8-bit products that a run has timed."""
+def _products_in_8_bits(cache: Path, *, by_row: bool) -> list[list[int]]:
+    """Return (m, n, k, distances of the rows of both operands in bytes) of the 8-bit products that a run has timed.
+
+    by_row: whether rows have scales of their own.
+    """
     (kept,) = (cache / "nntile_py").glob("gemm-*")
-    lines = [line.split() for line in kept.read_text().splitlines() if line[0].isdigit()]
+    texts = [text for text in kept.read_text().splitlines() if ("scales of rows" in text) == by_row]
+    lines = [text.split() for text in texts if text[0].isdigit()]
     return [[*map(int, line[:5])] for line in lines if int(line[6]) == E4M3]
 
 
@@ -102,12 +108,14 @@ def test_packed_steps(python: Any, tiles: str, tmp_path: Path) -> None:
         assert run.returncode == 0, run.stderr[-2000:]
         found.append(json.loads((tmp_path / "found").read_text()))
     assert all(one == found[0] for one in found)
-    (exact, _), once, again, (wide, _) = found[0]
+    (exact, _), once, again, *others = found[0]
     assert once == again
-    for losses in (once[0], wide):
+    for losses, _ in (once, *others):
         np.testing.assert_allclose(losses, exact, rtol=5e-3)
         assert losses != exact
-    products = _products_in_8_bits(tmp_path)
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert _products_in_8_bits(tmp_path, by_row=True), "no product with scales of rows"
+    products = _products_in_8_bits(tmp_path, by_row=False)
     assert any(one[3:] == [CAPACITY, CAPACITY] for one in products), "no sum over tokens"
     over_features = [one for one in products if one[3:] == [one[2], one[2]] and one[2] != CAPACITY]
     assert bool(over_features) == ("100" not in tiles)  # sums over 100 features are in bf16
@@ -137,5 +145,9 @@ def test_an_encoder() -> None:
             first, _, last = encoder(short), encoder(full), encoder(short)
         np.testing.assert_array_equal(first, last)
         assert 1e-4 < error(first, want) < 0.1
-        with pytest.raises(ConfigError, match="captured: got true, but sequences are packed, and products have 8-bit"):
+        with nt.Encoder(model, "mean", precision="fp8", fp8={"scales": "row"}, captured=True) as encoder:
+            first, _, last = encoder(short), encoder(full), encoder(short)
+        np.testing.assert_array_equal(first, last)
+        assert 1e-4 < error(first, want) < 0.1
+        with pytest.raises(ConfigError, match="captured: got true, but tokens of packed sequences share"):
             nt.Encoder(model, "mean", precision="fp8", captured=True)(short)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from nntile_py.execution.cuda_graph import refusal
 from nntile_py.execution.program import Store, programs
 from nntile_py.execution.task_payload import lives_on_cuda
 from nntile_py.graph.lowering import lower
+from nntile_py.graph.passes.fp8 import FP8
 from nntile_py.graph.step import StepSpec
 from nntile_py.tasks import Contract, Lowering, Quantize, Tensor
 from nntile_py.tasks.quantize import quantized
@@ -23,7 +25,7 @@ from nntile_py.tiles.task import live_slot
 
 
 def filled_products(
-    dtype: str, sizes: dict[str, int], fills: Sequence[int], tiles: dict[str, int]
+    dtype: str, sizes: dict[str, int], fills: Sequence[int], tiles: dict[str, int], *, by_row: bool = False
 ) -> list[tuple[list[Array], list[Array]]]:
     """Compute x w, and x' dy as a sum over tokens, for several numbers of filled rows, as of packed sequences.
 
@@ -35,6 +37,7 @@ def filled_products(
         sizes: sizes of seq, embed and ffn.
         fills: the number of filled rows of each run.
         tiles: tile sizes of embed and ffn.
+        by_row: each row of a tile has a scale, not each tile.
 
     Returns:
         For each run: (results, expected results).
@@ -45,6 +48,8 @@ def filled_products(
     x8, x8_last, dy8_last, w8 = (
         case.y(axes, "e4m3") for axes in ("batch seq embed", "embed batch seq", "ffn batch seq", "ffn embed")
     )
+    for out, rows in (x8, 2), (x8_last, 1), (dy8_last, 1), (w8, 1):
+        out.scaled = rows if by_row else 0
     case.add(Quantize(x, [x8, x8_last], [2, 1]))
     case.add(Quantize(dy, [dy8_last], [1]))
     case.add(Quantize(w, [w8], [1]))
@@ -56,25 +61,31 @@ def filled_products(
     store, found = Store(), []
     for filled in fills:
         rng = np.random.default_rng(filled)
-        values = {t: rounded(rng.standard_normal(t.shape), dtype) for t in (x, dy, w)}
+        values = {t: rounded(_of_many_sizes(rng, t.shape), dtype) for t in (x, dy, w)}
         behind = np.arange(x.size("seq"))[None, :, None] >= filled
         for tensor, value in values.items():
             store.write(low, tensor, value if tensor is w else np.where(behind, np.nan, value))
         if not found:
             (program,) = programs([low.tasks], store)
         program.run({live_slot("seq", 0): float(filled)})
-        for tensor in (x, dy):
-            values[tensor] = values[tensor][:, :filled]
-        (low_x,), (low_dy,), low_w = (_of_tiles(low, *of) for of in values.items())
-        found.append(([store.read(low, y)[0, :filled], store.read(low, dw)], [low_x @ low_w, low_x.T @ low_dy]))
+        rows_x, rows_dy = (values[tensor][0, :filled] for tensor in (x, dy))
+        (by_token,), of_w = _of_tiles(low, x8, rows_x[None]), _of_tiles(low, w8, values[w].T)
+        of_x, of_dy = (_of_tiles(low, t, v.T[:, None])[:, 0] for t, v in ((x8_last, rows_x), (dy8_last, rows_dy)))
+        found.append(([store.read(low, y)[0, :filled], store.read(low, dw)], [by_token @ of_w.T, of_x @ of_dy.T]))
     return found
 
 
+def _of_many_sizes(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Return random values whose size differs from row to row and from column to column."""
+    sizes = rng.integers(-4, 5, (shape[-2], 1)), rng.integers(-4, 5, shape[-1])
+    return np.asarray(rng.standard_normal(shape) * 2.0 ** sizes[0] * 2.0 ** sizes[1])
+
+
 def _of_tiles(low: Lowering, tensor: Tensor, value: Array) -> Array:
-    """Return the values that the 8-bit tiles of a tensor stand for; value: the filled part of the tensor."""
+    """Return the values that the tiles of an 8-bit tensor stand for; value: the filled part of the tensor."""
     values = np.zeros(value.shape)
     for where, _ in low.grid(tensor):
-        values[where] = quantized(value[where], "e4m3")
+        values[where] = quantized(value[where], tensor.dtype, tensor.scaled)
     return values
 
 
@@ -84,10 +95,11 @@ FILLS = [48, 23, 1, 32, 23, 47]  # of 48 rows
 @pytest.mark.parametrize(
     "tiles", [{}, {"embed": 16, "ffn": 8}, {"embed": 20, "ffn": 17}], ids=["uncut", "even", "ragged"]
 )
+@pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("rows", [48, 50])
-def test_products_of_the_filled_part_of_tiles(tiles: dict[str, int], rows: int) -> None:
+def test_products_of_the_filled_part_of_tiles(tiles: dict[str, int], rows: int, by_row: bool) -> None:
     with nt.Runtime(cpus=2):
-        found = filled_products("fp32", {"seq": rows, "embed": 32, "ffn": 24}, FILLS, tiles)
+        found = filled_products("fp32", {"seq": rows, "embed": 32, "ffn": 24}, FILLS, tiles, by_row=by_row)
     for results, expected in found:
         assert all(error(got, want) < 1e-5 for got, want in zip(results, expected, strict=True))
     for one, two in zip(found[1][0], found[4][0], strict=True):
@@ -169,6 +181,7 @@ def test_packed_models(name: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
+        {"fp8": {"scales": "row"}},
         {"accumulate": "tree"},
         {"accumulate": "redux"},
         {"check_finite": True},
@@ -227,6 +240,24 @@ def test_a_packed_step_is_independent_of_earlier_steps() -> None:
         check_independence_of_earlier_steps("fp8")
 
 
+@pytest.mark.usefixtures("fp8_in_fp32")
+@pytest.mark.parametrize("scales", ["tile", "row"])
+def test_an_encoder(scales: str) -> None:
+    """With scales of rows, the vector of a text does not depend on other texts."""
+    model = nt.models.BERT(BERT.model_copy(update={"head": "none"}), seed=0)
+    rng = np.random.default_rng(0)
+    one, two, three = (rng.integers(0, 512, n).tolist() for n in (37, 5, 20))
+    with nt.Runtime(cpus=1):
+        with nt.Encoder(model, "mean") as encoder:
+            exact = encoder([one, two])
+        with nt.Encoder(model, "mean", precision="fp8", fp8={"scales": scales}) as encoder:
+            vectors, again, others = encoder([one, two]), encoder([one, two]), encoder([one, three])
+    assert 1e-4 < error(vectors, exact) < 0.02
+    np.testing.assert_array_equal(vectors, again)
+    if scales == "row":
+        np.testing.assert_array_equal(vectors[0], others[0])
+
+
 def test_packed_products_are_in_8_bits() -> None:
     """Also those on masked tokens and on sequences; on GPUs they compute the filled part."""
     spec = StepSpec(nt.models.BERT(BERT), 8, 64, Tiling({"batch": 4}), precision="fp8", pack=True)
@@ -238,5 +269,6 @@ def test_packed_products_are_in_8_bits() -> None:
     pooled = StepSpec(classifier, 8, 64, precision="fp8", pack=True)
     assert any("sequence" in op.a.axes for ops in quantised_products(pooled).values() for op in ops)
     forward = pooled.outputs("logits").forward.tasks
-    assert lives_on_cuda(forward) and refusal(forward) == "sequences are packed, and products have 8-bit operands"
+    assert lives_on_cuda(forward) and refusal(forward) == "tokens of packed sequences share the scale of an 8-bit tile"
+    assert not refusal(replace(pooled, fp8=FP8(scales="row")).outputs("logits").forward.tasks)
     assert not refusal(pooled.padded.outputs("logits").forward.tasks)

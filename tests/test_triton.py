@@ -89,10 +89,10 @@ class Interpreted:
         return out
 
     def _scaled(self, tile: Tile) -> Any:
-        """Return the values for which a tile of 8 bits stands: a scale follows the numbers."""
+        """Return the values for which a tile of 8 bits stands: scales follow the numbers."""
         data, count = self.tiles[tile], math.prod(tile.shape)
-        scale = data.view(torch.uint8)[scale_offset(count) :][:4].clone().view(torch.float32)
-        return (data[:count].double() * scale).reshape(tile.shape).numpy()
+        scales = data.view(torch.uint8)[scale_offset(count) :][: 4 * tile.scales].clone().view(torch.float32)
+        return (data[:count].double().view(tile.scales, -1) * scales[:, None]).reshape(tile.shape).numpy()
 
     def run(self, slots: Mapping[str, float]) -> None:
         for task in self.low.tasks.tasks:
@@ -343,19 +343,24 @@ FILLED_QUANTIZE = {  # axes of x, and of each output with the number of its rows
 
 
 @pytest.mark.parametrize(("name", "dtype"), list(zip(FILLED_QUANTIZE, itertools.cycle(("bf16", "fp16")))))
+@pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize(("filled", "of"), [(5, 48), (33, 48), (48, 48), (150, 160), (33, 40), (5, 9)])
-def test_quantisation_of_what_a_step_fills(name: str, dtype: str, filled: int, of: int) -> None:
-    """Values behind the filled part affect neither the scale nor the values. Zeros follow up to a multiple of 16."""
+def test_quantisation_of_what_a_step_fills(name: str, dtype: str, filled: int, of: int, by_row: bool) -> None:
+    """Values behind the filled part affect neither scales nor values. Zeros follow up to a multiple of 16."""
     case = Case({**SIZES, "batch": 1, "seq": of, "embed": 140}, dtype)
     x_axes, *layouts = FILLED_QUANTIZE[name]
     x = case.x(x_axes)
     outs = [case.y(axes, "e4m3") for axes, _ in layouts]
+    for out, (_, rows) in zip(outs, layouts, strict=True):
+        out.scaled = rows if by_row else 0
     case.add(Quantize(x, outs, [rows for _, rows in layouts]))
     low = lowered(case)
     (task,) = low.tasks.tasks
-    value = np.random.default_rng(0).standard_normal(x.shape)
+    rng = np.random.default_rng(0)
+    sizes = (rng.integers(-4, 5, (of, *[1] * (len(x.shape) - 2))), rng.integers(-4, 5, x.shape[-1]))
+    value = rng.standard_normal(x.shape) * 2.0 ** sizes[0] * 2.0 ** sizes[1]
     value[:, filled:] = np.nan
-    tensors = [torch.full((DTYPES["e4m3"].tile_bytes(x.numel),), 0xFF, dtype=torch.uint8) for _ in outs]
+    tensors = [torch.full((access.tile.bytes,), 0xFF, dtype=torch.uint8) for access in task.accesses[:-1]]
     tensors = [*(one.view(TORCH["e4m3"]) for one in tensors), torch.tensor(value).to(TORCH[dtype])]
     slots = {live_slot("seq", 0): filled}
     interpreter.interpret([task], tensors, slots, lives=low.tasks.live_sizes(task))
@@ -364,9 +369,11 @@ def test_quantisation_of_what_a_step_fills(name: str, dtype: str, filled: int, o
         ran = Interpreted(low)
         ran.tiles = {tile: data for _, tile in low.grid(out)}
         got = ran.read(out)
-        own = got.transpose(permutation(out.axes, x.axes))
-        np.testing.assert_array_equal(own[:, :filled], quantized(part, "e4m3"))
-        matrix = got.reshape(math.prod(out.shape[:rows]), -1)
+        order = permutation(x.axes, out.axes)
+        expected = quantized(part.transpose(order), "e4m3", out.scaled)
+        np.testing.assert_array_equal(got[tuple(map(slice, expected.shape))], expected)
+        numbers = data[: x.numel].double().numpy()
+        matrix = numbers.reshape(math.prod(out.shape[:rows]), -1)
         matrix = matrix if "seq" in axes.split()[:rows] else matrix.T  # its rows are filled in part
         count = filled * len(matrix) // of
         if len(matrix) % UNIT == 0:

@@ -109,9 +109,11 @@ def refusal(tasks: TaskList) -> str:
     """Return the reason why a forward pass cannot be one CUDA graph in any runtime; an empty text if it can."""
     if reason := _refusal(tasks) or exchange(tasks):
         return reason
-    # A graph computes a rounded number of tokens. Values of the tokens behind the text must not change a scale.
-    if most_filled(tasks) and any(is_scaled(a.tile.dtype) for part in _parts(tasks) for a in part.accesses):
-        return "sequences are packed, and products have 8-bit operands"
+    # A graph computes a rounded number of tokens. The tokens behind the text must not change a scale of other tokens.
+    for part in _parts(tasks):
+        filled = (part.accesses[number].tile for number, *_ in tasks.live_sizes(part))
+        if any(is_scaled(tile.dtype) and tile.scales == 1 for tile in filled):
+            return "tokens of packed sequences share the scale of an 8-bit tile"
     for task in tasks.tasks:
         if any(tile.persistent for tile in task.clears):
             return f"{task.op} makes room on the device"
