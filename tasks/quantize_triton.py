@@ -100,6 +100,7 @@ def _quantize(
 
 @triton.jit
 def _clear(TOPS, n, BLOCK: tl.constexpr):
+    """Set n integers to 0."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(TOPS + at, tl.zeros([BLOCK], tl.int32), at < n)
 
@@ -197,8 +198,8 @@ def _matrix(task: Task, output: int, transposed: int | None, rows: Sequence[int]
     """
     x = len(task.accesses) - 1
     sizes = shape(task, x)
-    by_row, by_column = _joined(rows, sizes), _joined(columns, sizes)
-    if by_row is None or by_column is None or not (_fills_first(rows, sizes) and _fills_first(columns, sizes)):
+    row_axes, column_axes = _joined(rows, sizes), _joined(columns, sizes)
+    if row_axes is None or column_axes is None or not (_fills_first(rows, sizes) and _fills_first(columns, sizes)):
         return None
     largest = DTYPES[tile(task, output).dtype].largest
     height, width = math.prod(sizes[axis] for axis in rows), math.prod(sizes[axis] for axis in columns)
@@ -208,7 +209,7 @@ def _matrix(task: Task, output: int, transposed: int | None, rows: Sequence[int]
     sizes_of_outputs = height, width, _padded(height), _padded(width), int(width), int(height)
     scale_at, shift = scale_offset(int(height) * int(width)), math.frexp(largest)[1] - 1
     order: dict[str, Any] = {
-        "SIZES": by_row[0], "STRIDES": by_row[1], "COLUMN_SIZES": by_column[0], "COLUMN_STRIDES": by_column[1],
+        "SIZES": row_axes[0], "STRIDES": row_axes[1], "COLUMN_SIZES": column_axes[0], "COLUMN_STRIDES": column_axes[1],
         "TWICE": transposed is not None, "ROWS": block[0], "COLUMNS": block[1], "warps": 8,
     }  # fmt: skip
     if tops:

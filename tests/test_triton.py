@@ -533,7 +533,8 @@ rows += ["Gather", "GatherGrad", "RMSNorm residual", "RMSNormGrad add", "Rotary"
 rows += ["Gather several axes", "GatherGrad several axes", "Gather of several axes", "GatherGrad of several axes"]
 rows += ["RelativeScores", "RelativeScoresGrad"]
 rows += ["Generated norm of a sum", "Generated norm gradient", "Generated softmax padding", "Generated gelu gradient"]
-rows += ["Generated bias tanh", "Generated sums", "Gemv all", "Quantize twice"]
+rows += ["Generated bias tanh", "Generated sums", "Gemv all"]
+rows += ["Quantize twice", "Quantize rows twice"]
 for row in [*map(ROWS.get, rows), adamw(split=True)]:
     case = Case(sizes, "bf16")
     row(case)
@@ -622,4 +623,5 @@ def test_compiles_for_sm_90(python: Python, tmp_path: Path) -> None:
     names = {"_cross_entropy", "_sum_rows", "_swap", "_adamw", "_squares", "_total", "_clip"}
     names |= {"_gated_grad", "_select_grad", "_gather", "_gather_grad", "_element_loss", "_element_loss_grad"}
     names |= {"_rotary", "generated", "_sum_parts", "_largest", "_quantize"}
+    names |= {"_clear", "_largest_of_rows", "_quantize_rows"}
     assert names <= set(done.stdout.split())
