@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "tiles"))
 from arguments import Kind, kind_of
-from dtypes import DTYPES, SCALE_BYTES
+from dtypes import DTYPES, SCALE_BYTES, UNIT
 
 _TYPES = {"int": "int64_t", "bool": "bool", "float": "double", "Slot": "double"}
 _READS = {"int": "r.integer()", "bool": "r.integer() != 0", "float": "r.real()", "Slot": "r.real()"}
@@ -74,6 +74,9 @@ inline constexpr Dtype kDtypes[] = {{{rows}
 inline constexpr size_t kScaleBytes = {SCALE_BYTES};
 inline bool is_scaled(at::ScalarType type) {{ return {scaled}; }}
 inline size_t scale_offset(size_t values) {{ return (values + kScaleBytes - 1) / kScaleBytes * kScaleBytes; }}
+// 8-bit products need multiples of this number of columns and of summed elements.
+inline constexpr int64_t kUnit = {UNIT};
+inline int64_t up_to_unit(int64_t count) {{ return (count + kUnit - 1) / kUnit * kUnit; }}
 
 }}  // namespace nntile
 """

@@ -152,7 +152,7 @@ void contract(Args& t) {
   const auto sum = t[0];
   const double beta = t.accumulates(0) ? 1 : 0;
   const Beside beside(t, args.epilogue, moves ? t[3] : sum, beta, moves ? 4 : 3);
-  const auto operand = [&](size_t k) { return dequantized(t[k], scale_of_tile(t, k), sum.scalar_type()); };
+  const auto operand = [&](size_t k) { return dequantized(t[k], scales_of_tile(t, k), sum.scalar_type()); };
   const auto a = operand(plan.swap ? 2 : 1), b = operand(plan.swap ? 1 : 2);
   const Factors x{sum.permute(plan.out), a.permute(plan.a), b.permute(plan.b), plan.batch, plan.m, plan.n, plan.k};
   const auto epilogue = moves ? without_epilogue(args.epilogue) : args.epilogue;

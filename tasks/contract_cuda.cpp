@@ -130,25 +130,47 @@ void into_blocks(const at::Tensor& to, const at::Tensor& a_matrix, const at::Ten
   }
 }
 
-// Returns an operand of a product, with its scale if it has 8 bits.
-View operand(const Args& t, size_t tile) {
+// Returns an operand of a product, with its axes in the order `order`, and with its scales if it has 8 bits. rows: the
+// part of `order` over which the product does not sum. Scales of rows that are not in the order of the tile are applied
+// here.
+View operand(const Args& t, size_t tile, at::IntArrayRef order, at::IntArrayRef rows) {
   auto x = t.view(tile);
   x.scale = scale_of_tile(t, tile);
-  return x;
+  x.by_row = x.scale && t.scales(tile) > 1;
+  const bool ordered = rows.size() < order.size() && std::is_sorted(rows.begin(), rows.end());
+  if (x.by_row && !ordered) x = View(dequantized(x.tensor(), scales_of_tile(t, tile), at::kBFloat16));
+  return x.permuted(order);
 }
 
-// Converts 8-bit operands to bf16, which is exact, if cuBLASLt cannot multiply them. cuBLASLt needs a GPU with FP8
-// units, contiguous summed axes, sizes that are multiples of 16, and at most one operand in e5m2.
-void widen_unless_supported(View& a, View& b) {
+// Converts the operands of 8 bits to bf16, which is exact.
+void widen(View& a, View& b) {
+  const auto converted = [](View& x, size_t rows) {  // rows: the axis of the matrix that has scales
+    if (!x.scale) return;
+    at::DimVector sizes(x.sizes.size(), 1);
+    if (x.by_row) sizes[rows] = x.sizes[rows];
+    x = View(dequantized(x.tensor(), scale_tensor(x.scale, sizes, x.device), at::kBFloat16));
+  };
+  converted(a, a.sizes.size() - 2);
+  converted(b, b.sizes.size() - 1);
+}
+
+// Lets 8-bit operands have a number of summed elements that cuBLASLt supports: if a step fills only a part of the summed
+// axis, includes the zeros behind this part (see Quantize). Converts the operands to bf16 if cuBLASLt cannot multiply
+// them. cuBLASLt needs a GPU with FP8 units, contiguous summed axes, columns and summed elements that are multiples of
+// kUnit, and at most one operand in e5m2. The number of rows is free. Not all such GPUs support scales of rows.
+void pad_or_widen(View& a, View& b) {
   if (!a.scale && !b.scale) return;
-  constexpr int64_t kUnit = 16;
-  const auto [m, n, k] = Sizes{a.sizes[0], b.sizes.back(), a.sizes.back()};
-  const bool contiguous = a.sizes.size() == 2 && a.strides[1] == 1 && b.strides[0] == 1;
-  const bool sizes = m % kUnit == 0 && n % kUnit == 0 && k % kUnit == 0;
+  const auto k = up_to_unit(a.sizes.back());
   const bool precise = a.dtype == at::kFloat8_e4m3fn || b.dtype == at::kFloat8_e4m3fn;
-  if (a.scale && b.scale && contiguous && sizes && precise && has_fp8(a.device)) return;
-  for (auto* x : {&a, &b})
-    if (x->scale) *x = View(dequantized(x->tensor(), const_cast<void*>(x->scale), at::kBFloat16));
+  const bool matrices = a.sizes.size() == 2 && a.strides[1] == 1 && b.strides[0] == 1;
+  const auto has_room = [&](int64_t count, int64_t stride) {
+    return count == 1 ? k == a.sizes[1] : stride >= k && stride % kUnit == 0;
+  };
+  const bool scales = a.scale && b.scale && a.by_row == b.by_row && (!a.by_row || has_scales_of_rows(a.device));
+  if (!(scales && precise && matrices && has_fp8(a.device) && b.sizes[1] % kUnit == 0 &&
+        has_room(a.sizes[0], a.strides[0]) && has_room(b.sizes[1], b.strides[1])))
+    return widen(a, b);
+  a.sizes[1] = b.sizes[0] = k;
 }
 
 // Returns an operand as matrices [batch, rows, columns] (without batch: [rows, columns]): a view if the strides allow
@@ -160,7 +182,7 @@ View as_matrix(const View& x, size_t batch, size_t rows, size_t columns) {
   shape.push_back(extent(x.sizes, batch + rows, columns));
   if (auto found = x.reshaped(shape)) return *std::move(found);
   View copied(matrix(x.tensor(), batch, rows, columns));
-  copied.scale = x.scale;
+  copied.scale = x.scale, copied.by_row = x.by_row;
   return copied;
 }
 
@@ -174,20 +196,30 @@ struct Product {
 
   explicit Product(const Args& t) : Product(t, ContractArgs(t)) {}
 
-  // Computes target = epilogue(alpha a b + c + bias) by cuBLASLt.
+  // Computes target = epilogue(alpha a b + c + bias) by cuBLASLt. Without an algorithm for a product of 8 bits, computes
+  // it in bf16.
   void multiply(const View& target, Fused f, bool tf32) const {
     f.fast = args.fast;
-    matmul(target, a, b, args.scale, f, tf32, most);
+    try {
+      matmul(target, a, b, args.scale, f, tf32, most);
+    } catch (const Unsupported&) {
+      if (!a.scale || f.epilogue != CUBLASLT_EPILOGUE_DEFAULT) throw;
+      View wide_a = a, wide_b = b;
+      widen(wide_a, wide_b);
+      matmul(target, wide_a, wide_b, args.scale, f, tf32, most);
+    }
   }
 
  private:
   Product(const Args& t, const ContractArgs& args_)
-      : args(args_), plan(args.plan), a(as_matrix(operand(t, tile_of_a()).permuted(plan.a), plan.batch, plan.m, plan.k)),
-        b(as_matrix(operand(t, 3 - tile_of_a()).permuted(plan.b), plan.batch, plan.k, plan.n)),
+      : args(args_), plan(args.plan),
+        a(as_matrix(operand(t, tile_of_a(), plan.a, plan.a.slice(0, plan.batch + plan.m)), plan.batch, plan.m, plan.k)),
+        b(as_matrix(operand(t, 3 - tile_of_a(), plan.b, plan.b.slice(plan.batch + plan.k)), plan.batch, plan.k,
+                    plan.n)),
         most{most_of(t, plan.batch, plan.m), b.sizes.back(), most_of(t, plan.batch + plan.m, plan.k)},
         lt(!plan.batch && a.dtype != at::kDouble),
         first((args.epilogue.colsum == 0) != plan.swap) {
-    widen_unless_supported(a, b);
+    pad_or_widen(a, b);
   }
 
   size_t tile_of_a() const { return plan.swap ? 2 : 1; }

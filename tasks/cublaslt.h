@@ -15,6 +15,9 @@ std::string products_file();
 // Returns whether the GPU multiplies 8-bit numbers.
 bool has_fp8(c10::Device device);
 
+// Returns whether the library multiplies rows and columns of 8-bit numbers by scales of their own on this GPU.
+bool has_scales_of_rows(c10::Device device);
+
 struct Sizes {
   int64_t m, n, k;
   bool operator==(const Sizes&) const = default;

@@ -74,7 +74,7 @@ int64_t rounded(int64_t size, int64_t most) {
 struct Key {
   int64_t m, n, k, lda, ldb, ldd;
   int flips, in, in_b, out, epilogue, compute;
-  bool adds, in_place, aligned, fast;
+  bool adds, in_place, aligned, fast, by_row;
   auto operator<=>(const Key&) const = default;
 
   std::string text() const {
@@ -85,6 +85,7 @@ struct Key {
     if (!aligned) made << "anywhere ";
     if (in_b != in) made << in_b << " right ";
     if (fast) made << "fast ";
+    if (by_row) made << "scales of rows ";
     return made.str() + "of " + std::to_string(kCandidates);
   }
 };
@@ -106,6 +107,11 @@ class Matmul {
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<cublasLtEpilogue_t>(key.epilogue));
     const auto out = static_cast<cudaDataType>(key.out), in = static_cast<cudaDataType>(key.in);
     if (key.fast) set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t{1});
+#if CUBLAS_VERSION >= 120900
+    if (key.by_row)
+      for (const auto attribute : {CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_DESC_B_SCALE_MODE})
+        set(attribute, CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F);
+#endif
     set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, out);
     if (uses_aux()) {
       set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.n);
@@ -140,15 +146,19 @@ class Matmul {
   }
 
   // Chooses among the library's proposals for the key's sizes: the stored choice, else the fastest on a product of the
-  // sizes `now`.
+  // sizes `now`. If none of them computes this product, there are no algorithms.
   void choose(const Call& call, const Sizes& now, void* workspace, const View& out) {
     point(call);  // the library's proposals depend on the alignment of the pointers
     found_ = proposed(kCandidates);
     if (found_.empty()) return;
     shape(now);
-    const auto best = static_cast<size_t>(
-        chosen(products_file(), key_.text(), [&] { return fastest(call, workspace, out, found_); }));
-    best_ = best < found_.size() ? best : 0;
+    try {
+      const auto best = static_cast<size_t>(
+          chosen(products_file(), key_.text(), [&] { return fastest(call, workspace, out, found_); }));
+      best_ = best < found_.size() ? best : 0;
+    } catch (const Unsupported&) {
+      found_.clear();
+    }
     sizes_ = {};
   }
 
@@ -203,8 +213,7 @@ class Matmul {
         ms = least_ms([&] { return run() && run() && run() && run() && run() && run() && run() && run(); }) / 8;
       if (ms < least) least = ms, best = static_cast<int>(k);
     }
-    if (found.size() > 1 && least == std::numeric_limits<float>::infinity())
-      throw std::runtime_error("none of cuBLASLt's algorithms for a product ran");
+    if (found.size() > 1 && least == std::numeric_limits<float>::infinity()) throw Unsupported();
     return best;
   }
 
@@ -282,7 +291,7 @@ void direct(const View& out, const View& a_matrix, const View& b_matrix, double 
   const auto leading = now.m == 1 ? now.n : out.strides[0];
   const Key key{rounded(now.m, most.m), now.n, rounded(now.k, most.k), a.leading, b.leading, leading,
                 a.flipped + 2 * b.flipped, type_of(a_matrix), type_of(b_matrix), type_of(out), f.epilogue, compute, f.c != nullptr, f.c == out.data,
-                aligned, f.fast && a_matrix.scale};
+                aligned, f.fast && a_matrix.scale, a_matrix.scale && a_matrix.by_row};
   thread_local std::map<Key, Matmul> known;
   auto found = known.find(key);
   void* const space = workspace(out.device);
@@ -422,16 +431,27 @@ std::optional<Misaligned> in_parts(const Part& p, double alpha, const Fused& f, 
   return found->second ? split : std::nullopt;
 }
 
-}  // namespace
-
-bool has_fp8(c10::Device device) {
-  thread_local const auto capability = [&] {  // a thread belongs to one GPU
+int capability(c10::Device device) {
+  thread_local const auto found = [&] {  // a thread belongs to one GPU
     int major = 0, minor = 0;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index());
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index());
     return 10 * major + minor;
   }();
-  return capability >= 89;
+  return found;
+}
+
+}  // namespace
+
+bool has_fp8(c10::Device device) { return capability(device) >= 89; }
+
+bool has_scales_of_rows(c10::Device device) {
+#if CUBLAS_VERSION >= 120900
+  return capability(device) == 90;
+#else
+  (void)device;
+  return false;
+#endif
 }
 
 std::string products_file() { return choices_file("gemm", "cublasLt-" + std::to_string(cublasLtGetVersion())); }

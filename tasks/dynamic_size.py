@@ -71,7 +71,15 @@ def with_live_sizes(task: Task, lives: Sequence[tuple[int, int, Slot]]) -> Task:
         if math.prod(shapes[number][:axis]) == 1:
             shapes[number][axis] = DynamicSize(shapes[number][axis], len(task.floats) + k)
     tiles = [
-        Tile(a.tile.tensor, a.tile.index, tuple(sizes), a.tile.dtype, a.tile.monoid, axes=a.tile.axes)
+        Tile(
+            a.tile.tensor,
+            a.tile.index,
+            tuple(sizes),
+            a.tile.dtype,
+            a.tile.monoid,
+            axes=a.tile.axes,
+            scales=a.tile.scales,
+        )
         for a, sizes in zip(task.accesses, shapes, strict=True)
     ]
     accesses = [Access(tile, a.mode, a.accumulate) for tile, a in zip(tiles, task.accesses, strict=True)]

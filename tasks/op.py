@@ -43,6 +43,8 @@ class Tensor:
         storage: the tensor that owns the tiles. For an operator that works in place, the output has the storage of the
             input.
         band: for a tensor with the axes seq and key: only tiles that overlap this band of an attention mask exist.
+        scaled: for an 8-bit dtype: number of leading axes of a tile whose entries have scales of their own; 0: a tile
+            has one scale.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Tensor:
         monoid: str = "sum",
         storage: Tensor | None = None,
         band: Band = ALL,
+        scaled: int = 0,
     ) -> None:
         if len(set(axes)) != len(axes):
             raise ValueError(f"{name}: an axis is named twice in {', '.join(axes)}")
@@ -63,7 +66,7 @@ class Tensor:
             raise ValueError(f"{name}: {len(axes)} axes ({', '.join(axes)}) for {len(shape)} sizes {list(shape)}")
         self.name, self.axes, self.shape = name, tuple(axes), tuple(map(int, shape))
         self.sizes = dict(zip(self.axes, self.shape, strict=True))
-        self.dtype, self.kind, self.monoid, self.band = dtype, kind, monoid, band
+        self.dtype, self.kind, self.monoid, self.band, self.scaled = dtype, kind, monoid, band, scaled
         self.storage: Tensor = storage.storage if storage else self
         self.requires_grad = kind == "param"
 
@@ -200,8 +203,9 @@ class Lowering:
         if key not in self.tiles:
             self._tensors[id(owner)] = owner
             shape = self.shape(tensor, index)
+            scales = math.prod(shape[: owner.scaled])
             self.tiles[key] = Tile(
-                owner.name, at, shape, owner.dtype, owner.monoid, tensor.persistent, tensor.axes, owner.kind
+                owner.name, at, shape, owner.dtype, owner.monoid, tensor.persistent, tensor.axes, owner.kind, scales
             )
         return self.tiles[key]
 

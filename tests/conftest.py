@@ -17,6 +17,7 @@ import pytest
 from pairwise import spread
 
 import nntile_py as nt
+from nntile_py.graph import step
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it; what it starts would too
 # Hundreds of processes are started here: each would compile the package's sources anew.
@@ -131,3 +132,10 @@ def cpu_losses(python: Python) -> Callable[[str, str], list[float]]:
         return [float(loss) for loss in json.loads(result.stdout)]
 
     return compute
+
+
+@pytest.fixture
+def fp8_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let CPU workers train in `precision: fp8`, with fp32 tiles in the place of bf16 tiles."""
+    monkeypatch.setitem(step.TILE_DTYPE, "fp8", "fp32")
+    monkeypatch.setitem(step.PRECISIONS, "fp8", ("CPU", "CUDA"))

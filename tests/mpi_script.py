@@ -18,6 +18,7 @@ from nntile_py.analysis.simulate import rank_programs, simulate
 from nntile_py.execution import gpu_assignment
 from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.runtime import Runtime, joined
+from nntile_py.graph import step as step_spec
 from nntile_py.graph.layout_search import search
 from nntile_py.graph.step import StepSpec
 from nntile_py.graph.timings import KEYS, Timing, Timings
@@ -27,13 +28,16 @@ from nntile_py.tiles.rank_tasks import SEND, MessageTask
 
 BATCH, SEQ, VOCAB = 6, 12, 67
 SIZES: dict[str, Any] = {"layers": 1, "embed": 24, "heads": 3, "ffn": 50, "vocab": VOCAB, "positions": 16}
+WIDE = SIZES | {"embed": 64, "ffn": 96, "heads": 2}  # layers have products in 8 bits
 MODELS: dict[str, Model] = {
     "gpt2": nt.models.GPT2(nt.models.GPT2Config(**SIZES, dropout=0.1)),
     "bert": nt.models.BERT(nt.models.BERTConfig(**SIZES)),
     "sentences": nt.models.BERT(nt.models.BERTConfig(**SIZES, head="sentence_embedding")),
+    "wide gpt2": nt.models.GPT2(nt.models.GPT2Config(**WIDE, dropout=0.1)),
+    "wide bert": nt.models.BERT(nt.models.BERTConfig(**WIDE)),
 }
 TILES = {"uncut": {}, "even": {"batch": 3, "embed": 8}, "ragged": {"batch": 2, "embed": 7, "ffn": 30, "vocab": 20},
-         "rows": {"batch": 1}}  # fmt: skip
+         "rows": {"batch": 1}, "parts": {"batch": 2, "embed": 32, "ffn": 40}}  # fmt: skip
 CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("gpt2", "even", "chain", {}),
     ("gpt2", "ragged", "chain", {"grad_accumulation": 2}),
@@ -47,7 +51,11 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("gpt2", "ragged", "commute", {}),
     ("bert", "rows", "redux", {"grad_accumulation": 2}),
     ("sentences", "ragged", "chain", {}),
+    ("wide gpt2", "parts", "chain", {"precision": "fp8"}),
+    ("wide bert", "parts", "chain", {"precision": "fp8", "pack": True, "fp8": {"scales": "row"}}),
 ]
+# CPU workers compute in 8 bits, with fp32 tiles in the place of bf16 tiles.
+step_spec.PRECISIONS["fp8"], step_spec.TILE_DTYPE["fp8"] = ("CPU", "CUDA"), "fp32"
 
 
 def inputs(model: str, step: int, rows: int) -> dict[str, Any]:
@@ -67,7 +75,7 @@ def trained(model: str, tiles: str, policy: str, options: dict[str, Any]) -> dic
     losses = [trainer.step(inputs(model, step, rows)) for step in range(2)]
     Runtime.watched = []
     losses.append(trainer.step(inputs(model, 2, rows)))
-    sent, Runtime.watched = sum(map(sent_bytes, (one for _, one in Runtime.watched))), None
+    watched, Runtime.watched = [one for _, one in Runtime.watched], None
     held_out, logits = trainer.evaluate(inputs(model, 9, BATCH), return_logits=True)
     losses.append(trainer.step(inputs(model, 3, rows)))
     weights = trainer.state_dict()
@@ -78,7 +86,8 @@ def trained(model: str, tiles: str, policy: str, options: dict[str, Any]) -> dic
     lists = [built.first.tasks, *more, built.update.tasks]
     return {
         "losses": [*losses, held_out], "logits": float(np.abs(logits).sum(dtype=float)), "weights": digest,
-        "sent": sent, "planned": planned(lists, nt.Runtime.current.ranks),
+        "sent": sum(map(sent_bytes, watched)), "dtypes": sorted(set[str]().union(*map(sent_dtypes, watched))),
+        "planned": planned(lists, nt.Runtime.current.ranks),
     }  # fmt: skip
 
 
@@ -95,6 +104,11 @@ def database(spec: StepSpec, seed: int) -> Timings:
 
 def sent_bytes(tasks: TaskList) -> int:
     return sum(one.size for one in tasks.tasks if isinstance(one, MessageTask) and one.kernel == SEND)
+
+
+def sent_dtypes(tasks: TaskList) -> set[str]:
+    sent = (one for one in tasks.tasks if isinstance(one, MessageTask) and one.kernel == SEND)
+    return {one.accesses[0].tile.dtype for one in sent}
 
 
 def planned(lists: list[TaskList], ranks: Ranks | None) -> list[int]:

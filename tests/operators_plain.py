@@ -162,12 +162,17 @@ def rms_norm_grad(add: bool, rows: str = "batch seq", axis: str = "embed") -> Ca
     return row
 
 
-def quantize(axes: str, *outs: tuple[str, str, int], make: Maker = normal) -> Callable[[Case], Op]:
-    """outs: axes, dtype and number of rows' axes of each output."""
+def quantize(
+    axes: str, *outs: tuple[str, str, int], make: Maker = normal, by_row: bool = False
+) -> Callable[[Case], Op]:
+    """outs: axes, dtype and number of rows' axes of each output. by_row: each row has a scale, not each tile."""
 
     def row(case: Case) -> Op:
         x = case.x(axes, make)
-        return case.add(ops.Quantize(x, [case.y(out, dtype) for out, dtype, _ in outs], [rows for *_, rows in outs]))
+        made = [case.y(out, dtype) for out, dtype, _ in outs]
+        for out, (*_, rows) in zip(made, outs, strict=True):
+            out.scaled = rows if by_row else 0
+        return case.add(ops.Quantize(x, made, [rows for *_, rows in outs]))
 
     return row
 
@@ -262,6 +267,18 @@ ROWS: dict[str, Callable[[Case], Any]] = {
     "Quantize twice": quantize("batch seq embed", ("batch seq embed", "e4m3", 2), ("embed batch seq", "e4m3", 1)),
     "Quantize permuted": quantize(
         "heads seq batch head_dim", ("batch seq heads head_dim", "e4m3", 2), ("heads head_dim batch seq", "e4m3", 2)
+    ),
+    "Quantize rows twice": quantize(
+        "batch seq embed", ("batch seq embed", "e4m3", 2), ("embed batch seq", "e4m3", 1), by_row=True
+    ),
+    "Quantize rows permuted": quantize(
+        "heads seq batch head_dim",
+        ("batch seq heads head_dim", "e4m3", 2),
+        ("heads head_dim batch seq", "e5m2", 2),
+        by_row=True,
+    ),
+    "Quantize rows of zeros": quantize(
+        "embed ffn", ("ffn embed", "e4m3", 1), make=lambda rng, shape, values: np.zeros(shape), by_row=True
     ),
     "Quantize wide": quantize("embed ffn", ("ffn embed", "e5m2", 1)),
     "Quantize zeros": quantize("embed ffn", ("ffn embed", "e4m3", 1), make=lambda rng, shape, values: np.zeros(shape)),

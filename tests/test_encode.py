@@ -245,7 +245,6 @@ def test_refused(runtime: nt.Runtime, folder: Any, tmp_path: Path) -> None:
         ({"max_length": 41}, "max_length: got 41; allowed: at most 40, the positions of the model"),
         ({"max_length": 2}, "max_length: got 2; allowed: more than 2, as the template has 2 tokens"),
         ({"tiles": {"seq": 4}}, r"tiles\.seq: got a size, but a bin is one tile; allowed: embed, heads, ffn, vocab"),
-        ({"precision": "fp8"}, "precision: got 'fp8' with packed sequences; allowed: bf16"),
     ]
     short = nt.Encoder.from_hf(path, max_length=3)
     with pytest.warns(UserWarning, match="texts with more than 3 tokens"):

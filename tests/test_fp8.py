@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import nntile_py as nt
-from nntile_py.graph import step
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.passes.fp8 import FP8, quantize_products
 from nntile_py.graph.step import StepSpec
@@ -51,7 +50,18 @@ def test_the_values_of_a_tile_with_a_value_that_is_not_finite_are_nan() -> None:
     assert (quantized(np.zeros(4), "e5m2") == 0).all()
 
 
-def test_a_tile_has_room_for_its_scale() -> None:
+def test_rows_have_scales_of_their_own() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 4, 8)) * 2.0 ** np.arange(0, 36, 3).reshape(3, 4, 1)
+    rows = quantized(x, "e4m3", 2)
+    for index in np.ndindex(3, 4):
+        np.testing.assert_array_equal(rows[index], quantized(x[index], "e4m3"))
+    x[1, 2, 3] = np.inf
+    assert np.isnan(quantized(x, "e4m3", 2)).all(axis=2).sum() == 1
+
+
+def test_a_tile_has_room_for_its_scales() -> None:
+    assert Tile("x", (0,), (3, 5), "e4m3", scales=3).bytes == 16 + 16
+    assert Tile("x", (0,), (5, 8), "e4m3", scales=5).bytes == 48 + 32
     assert Tile("x", (0,), (3, 5), "e4m3").bytes == 16 + 16
     assert Tile("x", (0,), (4, 8), "e5m2").bytes == 32 + 16
     assert Tile("x", (0,), (4, 8), "bf16").bytes == 64
@@ -59,27 +69,28 @@ def test_a_tile_has_room_for_its_scale() -> None:
 
 @pytest.mark.parametrize("policy", ["chain", "tree"])
 @pytest.mark.parametrize("tiles", [{}, {"embed": 8, "ffn": 10}, {"batch": 3, "embed": 10, "ffn": 17}])
-def test_a_product_reads_quantised_operands(tiles: dict[str, int], policy: str) -> None:
+@pytest.mark.parametrize("by_row", [False, True])
+def test_a_product_reads_quantised_operands(tiles: dict[str, int], policy: str, by_row: bool) -> None:
     def row(case: Case) -> Any:
         x, w = case.x("batch seq embed"), case.x("embed ffn")
-        (x8,) = case.add(Quantize(x, [_temp(case, "batch seq embed")], [2])).outputs
-        (w8,) = case.add(Quantize(w, [_temp(case, "ffn embed")], [1])).outputs
+        (x8,) = case.add(Quantize(x, [_temp(case, "batch seq embed", 2 * by_row)], [2])).outputs
+        (w8,) = case.add(Quantize(w, [_temp(case, "ffn embed", 1 * by_row)], [1])).outputs
         case.add(Contract(x8, w8, case.y("batch seq ffn"), bias=case.x("ffn")))
 
-    # The reference has one scale for the whole tensor: values near the least one of e4m3 may differ.
+    # The reference has one scale for the whole tensor or row: values near the least one of e4m3 may differ.
     with nt.Runtime(cpus=2):
         check(row, tiles, policy, "fp32", tolerance=2e-4)
 
 
-def _temp(case: Case, axes: str) -> Any:
+def _temp(case: Case, axes: str, scaled: int) -> Any:
     names = axes.split()
-    return case.graph.temp("eight bits", names, [case.sizes[a] for a in names], "e4m3")
+    return case.graph.temp("eight bits", names, [case.sizes[a] for a in names], "e4m3", scaled=scaled)
 
 
 # -- the pass
 
 
-def _quantised(spec: StepSpec) -> dict[str, list[Contract]]:
+def quantised_products(spec: StepSpec) -> dict[str, list[Contract]]:
     """Return {operator's name: its products in 8 bits}, in the order of the graph."""
     found: dict[str, list[Contract]] = {}
     for op in spec.graphs.graph.ops:
@@ -91,7 +102,7 @@ def _quantised(spec: StepSpec) -> dict[str, list[Contract]]:
 
 def test_the_products_of_layers_are_in_8_bits() -> None:
     spec = StepSpec(MODELS["gpt2"](), 4, 64, precision="fp8")
-    products = _quantised(spec)
+    products = quantised_products(spec)
     names = ("attn.q", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     assert [*products] == [f"h{layer}.{name}.Contract" for layer in (0, 1) for name in names]
     assert all([op.phase for op in ops] == ["forward", "backward", "backward"] for ops in products.values())
@@ -105,15 +116,25 @@ def test_the_products_of_layers_are_in_8_bits() -> None:
 
 def test_gradients_may_have_a_wider_range() -> None:
     spec = StepSpec(MODELS["llama"](), 4, 64, precision="fp8", fp8=FP8(gradients="e5m2"))
-    for ops in _quantised(spec).values():
+    for ops in quantised_products(spec).values():
         for op in ops:
             expected = {"e4m3"} if op.phase == "forward" else {"e4m3", "e5m2"}
             assert {op.a.dtype, op.b.dtype} == expected
 
 
+def test_rows_of_products_may_have_scales() -> None:
+    spec = StepSpec(MODELS["gpt2"](), 4, 64, Tiling({"batch": 2}), precision="fp8", fp8=FP8(scales="row"))
+    for op in (op for ops in quantised_products(spec).values() for op in ops):
+        assert (op.a.scaled, op.b.scaled) == (len(op.m), len(op.n))
+    tiles = {a.tile for task in spec.step().first.tasks.tasks for a in task.accesses if is_scaled(a.tile.dtype)}
+    assert {tile.scales for tile in tiles} == {2 * 64, 128, 3 * 128, 512}
+    other = StepSpec(MODELS["gpt2"](), 4, 64, Tiling({"batch": 2}), precision="fp8").step()
+    assert other.first.tasks.digest() != spec.step().first.tasks.digest()
+
+
 def test_excluded_products_stay_in_bf16() -> None:
     spec = StepSpec(MODELS["gpt2"](), 4, 64, precision="fp8", fp8=FP8(exclude=["h0.*", "*.c_fc.*"]))
-    assert [*_quantised(spec)] == [f"h1.{name}.Contract" for name in ("attn.q", "attn.c_proj", "mlp.c_proj")]
+    assert [*quantised_products(spec)] == [f"h1.{name}.Contract" for name in ("attn.q", "attn.c_proj", "mlp.c_proj")]
 
 
 def test_an_evaluation_has_no_operands_of_gradients() -> None:
@@ -149,7 +170,6 @@ def test_a_model_with_a_band_keeps_its_products() -> None:
     ("options", "message"),
     [
         ({"fp8": FP8(exclude=["h7.*"])}, "fp8.exclude: 'h7.*' matches no product; allowed: patterns of h0.attn.q"),
-        ({"pack": True}, "precision: got 'fp8' with packed sequences; allowed: bf16, or pack: false"),
         ({"fp8": 1}, "fp8: got 1; allowed: "),
     ],
 )
@@ -167,7 +187,9 @@ def test_a_model_whose_products_are_too_small_is_refused() -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(nt.ConfigError, match=r"^fp8\.gradients: got 'bf16'; allowed: e4m3 or e5m2$"):
         FP8(gradients="bf16")
-    with pytest.raises(nt.ConfigError, match="fp8: got 3; allowed: a mapping of gradients, exclude"):
+    with pytest.raises(nt.ConfigError, match=r"^fp8\.scales: got 'column'; allowed: tile or row$"):
+        FP8(scales="column")
+    with pytest.raises(nt.ConfigError, match="fp8: got 3; allowed: a mapping of gradients, scales, exclude"):
         FP8.of(3)  # type: ignore[arg-type]
 
 
@@ -177,12 +199,6 @@ def test_cpu_workers_refuse_it() -> None:
 
 
 # -- training on CPU workers, with fp32 in the place of bf16
-
-
-@pytest.fixture
-def in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(step.TILE_DTYPE, "fp8", "fp32")
-    monkeypatch.setitem(step.PRECISIONS, "fp8", ("CPU", "CUDA"))
 
 
 def _trained(model: str, workers: int = 2, **options: Any) -> tuple[list[float], list[np.ndarray[Any, Any]]]:
@@ -198,27 +214,30 @@ def _trained(model: str, workers: int = 2, **options: Any) -> tuple[list[float],
         return losses, [np.asarray(weight) for weight in trainer.state_dict().values()]
 
 
-@pytest.mark.usefixtures("in_fp32")
+@pytest.mark.usefixtures("fp8_in_fp32")
+@pytest.mark.parametrize("scales", ["tile", "row"])
 @pytest.mark.parametrize("tiles", [{}, RAGGED], ids=["uncut", "ragged"])
 @pytest.mark.parametrize("model", [*MODELS])
-def test_losses_are_near_those_of_fp32(model: str, tiles: dict[str, int]) -> None:
+def test_losses_are_near_those_of_fp32(model: str, tiles: dict[str, int], scales: str) -> None:
     exact, _ = _trained(model, precision="fp32")
-    losses, _ = _trained(model, precision="fp8", tiles=tiles)
+    losses, _ = _trained(model, precision="fp8", tiles=tiles, fp8={"scales": scales})
     assert losses != exact
     np.testing.assert_allclose(losses, exact, rtol=5e-4)
 
 
-@pytest.mark.usefixtures("in_fp32")
-def test_the_bits_depend_neither_on_workers_nor_on_recompute() -> None:
-    losses, weights = _trained("gpt2", precision="fp8", tiles=RAGGED)
+@pytest.mark.usefixtures("fp8_in_fp32")
+@pytest.mark.parametrize("scales", ["tile", "row"])
+def test_the_bits_depend_neither_on_workers_nor_on_recompute(scales: str) -> None:
+    options: dict[str, Any] = {"precision": "fp8", "tiles": RAGGED, "fp8": {"scales": scales}}
+    losses, weights = _trained("gpt2", **options)
     for other in ({"workers": 1}, {"recompute": "layer"}):
-        again, same = _trained("gpt2", precision="fp8", tiles=RAGGED, **other)
+        again, same = _trained("gpt2", **options, **other)
         assert again == losses
         for one, two in zip(weights, same, strict=True):
             np.testing.assert_array_equal(one, two)
 
 
-@pytest.mark.usefixtures("in_fp32")
+@pytest.mark.usefixtures("fp8_in_fp32")
 def test_a_checkpoint_keeps_the_options(tmp_path: Any) -> None:
     with nt.Runtime(cpus=1):
         trainer = nt.Trainer(MODELS["gpt2"](), 4, 64, precision="fp8", fp8={"gradients": "e5m2", "exclude": ["h0.*"]})

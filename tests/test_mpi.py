@@ -105,6 +105,12 @@ def test_ranks_train_what_one_process_does(trained: Trained, ranks: int) -> None
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("case", ["wide gpt2 parts chain", "wide bert parts chain"])
+def test_ranks_send_tiles_of_8_bits(trained: Trained, ranks: int, case: str) -> None:
+    assert "e4m3" in {dtype for rank in trained(ranks) for dtype in rank[case]["dtypes"]}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 def test_ranks_send_what_is_planned(trained: Trained, ranks: int) -> None:
     """Besides, loss and norm go to all; in a tree gradients travel once a step, in a chain in each micro-batch."""
     sent = {case: sum(rank[case]["sent"] for rank in trained(ranks)) for case in trained(1)[0]}

@@ -21,19 +21,21 @@ from operators_losses import adamw, lion, muon_update, sgd
 from test_attention import Row as AttentionRow
 
 from nntile_py.graph.lowering import lower
-from nntile_py.tasks import Contract, Lowering, Tensor, launch
+from nntile_py.tasks import Contract, Lowering, Quantize, Tensor, launch
 from nntile_py.tasks import interpret as interpreter
 from nntile_py.tasks.adamw import AdamWArgs
 from nntile_py.tasks.attention_dropout import ScoresDropout
 from nntile_py.tasks.dynamic_size import DynamicSize
 from nntile_py.tasks.embedding import EmbeddingGradArgs
 from nntile_py.tasks.muon import MuonUpdateArgs
+from nntile_py.tasks.op import permutation
 from nntile_py.tasks.optimizer import joined, split
+from nntile_py.tasks.quantize import quantized
 from nntile_py.tasks.sample import Sample
 from nntile_py.tasks.sgd import SGDArgs
 from nntile_py.testing import SIZES, TOLERANCES, Case, Values, error
 from nntile_py.tiles import RW, R, Slot, Tile, Tiling, W
-from nntile_py.tiles.dtypes import DTYPES, is_low, is_scaled, scale_offset
+from nntile_py.tiles.dtypes import DTYPES, UNIT, is_low, is_scaled, scale_offset
 from nntile_py.tiles.task import BusyArgs, Task, live_slot, merge
 
 if platform.system() != "Linux":
@@ -87,10 +89,10 @@ class Interpreted:
         return out
 
     def _scaled(self, tile: Tile) -> Any:
-        """Return the values for which a tile of 8 bits stands: a scale follows the numbers."""
+        """Return the values for which a tile of 8 bits stands: scales follow the numbers."""
         data, count = self.tiles[tile], math.prod(tile.shape)
-        scale = data.view(torch.uint8)[scale_offset(count) :][:4].clone().view(torch.float32)
-        return (data[:count].double() * scale).reshape(tile.shape).numpy()
+        scales = data.view(torch.uint8)[scale_offset(count) :][: 4 * tile.scales].clone().view(torch.float32)
+        return (data[:count].double().view(tile.scales, -1) * scales[:, None]).reshape(tile.shape).numpy()
 
     def run(self, slots: Mapping[str, float]) -> None:
         for task in self.low.tasks.tasks:
@@ -332,6 +334,52 @@ def test_what_a_step_fills(name: str, dtype: str) -> None:
         assert wrong < (3e-5 if exact else 1.5e-2), f"{tensor}: off by {wrong:.1e}"
 
 
+FILLED_QUANTIZE = {  # axes of x, and of each output with the number of its rows' axes
+    "both orders": ("batch seq embed", ("batch seq embed", 2), ("embed batch seq", 1)),
+    "last": ("batch seq embed", ("embed batch seq", 1)),
+    "several axes": ("batch seq heads head_dim", ("batch seq heads head_dim", 2), ("heads head_dim batch seq", 2)),
+    "rows of two axes": ("batch seq heads head_dim", ("batch seq heads head_dim", 3), ("head_dim batch seq heads", 1)),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), list(zip(FILLED_QUANTIZE, itertools.cycle(("bf16", "fp16")))))
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize(("filled", "of"), [(5, 48), (33, 48), (48, 48), (150, 160), (33, 40), (5, 9)])
+def test_quantisation_of_what_a_step_fills(name: str, dtype: str, filled: int, of: int, by_row: bool) -> None:
+    """Values behind the filled part affect neither scales nor values. Zeros follow up to a multiple of 16."""
+    case = Case({**SIZES, "batch": 1, "seq": of, "embed": 140}, dtype)
+    x_axes, *layouts = FILLED_QUANTIZE[name]
+    x = case.x(x_axes)
+    outs = [case.y(axes, "e4m3") for axes, _ in layouts]
+    for out, (_, rows) in zip(outs, layouts, strict=True):
+        out.scaled = rows if by_row else 0
+    case.add(Quantize(x, outs, [rows for _, rows in layouts]))
+    low = lowered(case)
+    (task,) = low.tasks.tasks
+    rng = np.random.default_rng(0)
+    sizes = (rng.integers(-4, 5, (of, *[1] * (len(x.shape) - 2))), rng.integers(-4, 5, x.shape[-1]))
+    value = rng.standard_normal(x.shape) * 2.0 ** sizes[0] * 2.0 ** sizes[1]
+    value[:, filled:] = np.nan
+    tensors = [torch.full((access.tile.bytes,), 0xFF, dtype=torch.uint8) for access in task.accesses[:-1]]
+    tensors = [*(one.view(TORCH["e4m3"]) for one in tensors), torch.tensor(value).to(TORCH[dtype])]
+    slots = {live_slot("seq", 0): filled}
+    interpreter.interpret([task], tensors, slots, lives=low.tasks.live_sizes(task))
+    part = tensors[-1][:, :filled].double().numpy()
+    for out, (axes, rows), data in zip(outs, layouts, tensors, strict=False):
+        ran = Interpreted(low)
+        ran.tiles = {tile: data for _, tile in low.grid(out)}
+        got = ran.read(out)
+        order = permutation(x.axes, out.axes)
+        expected = quantized(part.transpose(order), "e4m3", out.scaled)
+        np.testing.assert_array_equal(got[tuple(map(slice, expected.shape))], expected)
+        numbers = data[: x.numel].double().numpy()
+        matrix = numbers.reshape(math.prod(out.shape[:rows]), -1)
+        matrix = matrix if "seq" in axes.split()[:rows] else matrix.T  # its rows are filled in part
+        count = filled * len(matrix) // of
+        if len(matrix) % UNIT == 0:
+            assert (matrix[count : -(-count // UNIT) * UNIT] == 0).all()
+
+
 def test_live_sizes() -> None:
     """Sizes and grids of kernels depend on the number of filled rows."""
     rows = DynamicSize(100, position=3)
@@ -486,6 +534,7 @@ rows += ["Gather several axes", "GatherGrad several axes", "Gather of several ax
 rows += ["RelativeScores", "RelativeScoresGrad"]
 rows += ["Generated norm of a sum", "Generated norm gradient", "Generated softmax padding", "Generated gelu gradient"]
 rows += ["Generated bias tanh", "Generated sums", "Gemv all"]
+rows += ["Quantize twice", "Quantize rows twice"]
 for row in [*map(ROWS.get, rows), adamw(split=True)]:
     case = Case(sizes, "bf16")
     row(case)
@@ -573,5 +622,6 @@ def test_compiles_for_sm_90(python: Python, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     names = {"_cross_entropy", "_sum_rows", "_swap", "_adamw", "_squares", "_total", "_clip"}
     names |= {"_gated_grad", "_select_grad", "_gather", "_gather_grad", "_element_loss", "_element_loss_grad"}
-    names |= {"_rotary", "generated", "_sum_parts"}
+    names |= {"_rotary", "generated", "_sum_parts", "_largest", "_quantize"}
+    names |= {"_clear", "_largest_of_rows", "_quantize_rows"}
     assert names <= set(done.stdout.split())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SCALE_BYTES = 16  # room for the scale of a tile: the scale itself is one fp32 number
+SCALE_BYTES = 16  # scales of a tile begin and end at multiples of this number of bytes; a scale is one fp32 number
+# cuBLASLt multiplies matrices of 8 bits only if the numbers of columns and of summed elements are multiples of UNIT.
+UNIT = 16
 
 
 def scale_offset(values: int) -> int:
@@ -22,8 +24,8 @@ class DType:
         aten: name in at::ScalarType.
         triton: name in signatures of kernels.
         accumulation: dtype of statistics, states and sums over tensors of this dtype.
-        largest: largest finite value of an 8-bit dtype. Each tile of such a dtype ends with an fp32 scale. The value of
-            an element is its 8-bit number times the scale. 0: tiles have no scale.
+        largest: largest finite value of an 8-bit dtype. Each tile of such a dtype ends with one fp32 scale, or with one
+            for each of its rows. The value of an element is its 8-bit number times its scale. 0: tiles have no scales.
     """
 
     name: str
@@ -35,10 +37,10 @@ class DType:
     accumulation: str
     largest: float = 0.0
 
-    def tile_bytes(self, numel: int) -> int:
-        """Return the bytes of a tile with `numel` values, with the scale if the dtype has one."""
+    def tile_bytes(self, numel: int, scales: int = 1) -> int:
+        """Return the bytes of a tile with `numel` values, with its scales if the dtype has scales."""
         values = numel * self.bytes
-        return values if not self.largest else scale_offset(values) + SCALE_BYTES
+        return values if not self.largest else scale_offset(values) + scale_offset(4 * scales)
 
 
 DTYPES = {

@@ -86,7 +86,10 @@ class _Segment:
         if not repeated:
             return
         new = {
-            tile: Tile(tile.tensor, tile.index, tile.shape, tile.dtype, tile.monoid, axes=tile.axes, kind=tile.kind)
+            tile: Tile(
+                tile.tensor, tile.index, tile.shape, tile.dtype, tile.monoid, axes=tile.axes, kind=tile.kind,
+                scales=tile.scales,
+            )
             for number in repeated for tile in self._written(number)
         }  # fmt: skip
         readers = sorted({n for tile in new for n in self.uses[tile].reads if n >= self.backward and tile in wanted})

@@ -19,10 +19,12 @@ class Tile:
 
     Persistent tiles outlive the program: weights, optimizer state, inputs. All other tiles are freed after their last
     reader. `monoid` is the operation that combines partial results. `kind` is the kind of the tensor; tensors of
-    different kinds may have the same name.
+    different kinds may have the same name. `scales` is the number of scales, if tiles of the dtype have scales.
     """
 
-    __slots__ = ("axes", "bytes", "dtype", "index", "kind", "monoid", "persistent", "redux", "shape", "tensor")
+    __slots__ = (
+        "axes", "bytes", "dtype", "index", "kind", "monoid", "persistent", "redux", "scales", "shape", "tensor",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -34,11 +36,12 @@ class Tile:
         persistent: bool = False,
         axes: tuple[str, ...] = (),
         kind: str = "",
+        scales: int = 1,
     ) -> None:
         self.tensor, self.index, self.shape, self.dtype, self.axes = tensor, index, shape, dtype, axes
-        self.kind = kind
+        self.kind, self.scales = kind, scales
         self.monoid, self.persistent, self.redux = monoid, persistent, False
-        self.bytes = DTYPES[dtype].tile_bytes(math.prod(shape))
+        self.bytes = DTYPES[dtype].tile_bytes(math.prod(shape), scales)
 
     @property
     def key(self) -> Hashable:

@@ -279,10 +279,15 @@ class TaskList:
         numbers: dict[Tile, int] = {}
         for task in self.tasks:
             accesses = [
-                (numbers.setdefault(a.tile, len(numbers)), a.tile.shape, a.tile.dtype, a.mode, a.accumulate)
+                (numbers.setdefault(a.tile, len(numbers)), a.tile.shape, _format(a.tile), a.mode, a.accumulate)
                 for a in task.accesses
             ]
             discarded = [
                 sorted(numbers.setdefault(tile, len(numbers)) for tile in tiles) for tiles in (task.clears, task.frees)
             ]
             yield repr((task.kernel, accesses, task.ints, task.floats, task.priority, discarded))
+
+
+def _format(tile: Tile) -> object:
+    """Return the dtype of a tile, with the number of scales if there are several."""
+    return tile.dtype if tile.scales == 1 else (tile.dtype, tile.scales)

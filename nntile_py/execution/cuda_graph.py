@@ -14,6 +14,7 @@ from nntile_py.execution.program import Program, Store, programs
 from nntile_py.execution.python_task import bound
 from nntile_py.execution.runtime import Runtime
 from nntile_py.tiles import Access, TaskList, Tile, device_model
+from nntile_py.tiles.dtypes import is_scaled
 from nntile_py.tiles.task import Task
 
 SHARE = 4  # graphs, and the weights that stay on the GPU for them, take at most 1 / SHARE of runtime.cuda_memory
@@ -108,6 +109,11 @@ def refusal(tasks: TaskList) -> str:
     """Return the reason why a forward pass cannot be one CUDA graph in any runtime; an empty text if it can."""
     if reason := _refusal(tasks) or exchange(tasks):
         return reason
+    # A graph computes a rounded number of tokens. The tokens behind the text must not change a scale of other tokens.
+    for part in _parts(tasks):
+        filled = (part.accesses[number].tile for number, *_ in tasks.live_sizes(part))
+        if any(is_scaled(tile.dtype) and tile.scales == 1 for tile in filled):
+            return "tokens of packed sequences share the scale of an 8-bit tile"
     for task in tasks.tasks:
         if any(tile.persistent for tile in task.clears):
             return f"{task.op} makes room on the device"

@@ -189,7 +189,7 @@ class Piece(NamedTuple):
 
 def _new(tile: Tile) -> _core.Tile:
     """Return a new StarPU handle for a tile."""
-    handle = _core.Tile(list(tile.shape), tile.dtype, MONOIDS.index(tile.monoid), tile.redux)
+    handle = _core.Tile(list(tile.shape), tile.dtype, MONOIDS.index(tile.monoid), tile.redux, tile.scales)
     if (runtime := Runtime.current) and runtime.disk and tile.kind in runtime.disk.kept:
         handle.keep_off_disk()
     return handle

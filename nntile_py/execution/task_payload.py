@@ -13,7 +13,8 @@ from nntile_py.tasks import launch, launch_binary
 from nntile_py.tasks.dynamic_size import with_live_sizes
 from nntile_py.tasks.generated import GENERATED, KERNELS
 from nntile_py.tasks.scalar import native
-from nntile_py.tiles import Slot, TaskList
+from nntile_py.tiles import Slot, TaskList, Tile
+from nntile_py.tiles.dtypes import is_scaled
 from nntile_py.tiles.task import Task
 
 Lives = Sequence[tuple[int, int, Slot]]
@@ -103,12 +104,18 @@ def lives_on_cuda(tasks: TaskList) -> bool:
     """Return whether CUDA workers can compute only the part of the tiles that a step fills (packed sequences).
 
     For this, the filled part must be the first rows of each tile; otherwise kernels would also sum rows that are not
-    filled. Attention kernels are exempt, because they read the offsets of the sequences. Tasks in Python need full
-    tiles.
+    filled. In a tile of 8 bits the filled part may also be the first columns, see Quantize. Attention kernels are
+    exempt, because they read the offsets of the sequences. Tasks in Python need full tiles.
     """
     for task in (part.without_waits for one in tasks.tasks for part in one.parts or [one]):
         live = tasks.live_sizes(task)
-        first = all(math.prod(task.accesses[number].tile.shape[:axis]) == 1 for number, axis, _ in live)
+        first = all(_fills_first(task.accesses[number].tile, axis) for number, axis, _ in live)
         if live and (bound(task) or not (first or task.kernel.startswith("attention"))):
             return False
     return True
+
+
+def _fills_first(tile: Tile, axis: int) -> bool:
+    """Return whether a tile that is filled in part along `axis` has the filled part in its first rows or columns."""
+    rows, columns = math.prod(tile.shape[:axis]), math.prod(tile.shape[axis + 1 :])
+    return rows == 1 or (columns == 1 and is_scaled(tile.dtype))

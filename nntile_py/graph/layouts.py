@@ -169,7 +169,7 @@ def laid(op: Op, layout: Layout) -> Op:
             continue
         shape = [tensor.size(axis) for axis in order]
         other[tensor] = Tensor(tensor.name, order, shape, tensor.dtype, tensor.kind, monoid=tensor.monoid,
-                               band=tensor.band)  # fmt: skip
+                               band=tensor.band, scaled=tensor.scaled)  # fmt: skip
     return on(op, other)
 
 

@@ -160,8 +160,6 @@ class StepSpec:
             raise ConfigError(f"pack: got {self.pack!r}; allowed: True or False")
         if not isinstance(self.captured, bool | None):
             raise ConfigError(f"captured: got {self.captured!r}; allowed: True, False or None")
-        if self.pack and self._fp8:
-            raise ConfigError("precision: got 'fp8' with packed sequences; allowed: bf16, or pack: false")
         if not isinstance(self.fp8, FP8):
             raise ConfigError(f"fp8: got {self.fp8!r}; allowed: nt.FP8(...)")
         scale = self.loss_scale

@@ -22,6 +22,7 @@ from nntile_py.execution.runtime import Runtime, in_turns
 from nntile_py.graph.bin_packing import Bins
 from nntile_py.graph.packed_inputs import rows_of
 from nntile_py.graph.padding import MASK, padded
+from nntile_py.graph.passes.fp8 import FP8
 from nntile_py.graph.step import StepSpec
 from nntile_py.graph.step_inputs import SequencePlace
 from nntile_py.inference.bound_model import BoundModel
@@ -58,7 +59,7 @@ class Encoder:
         tokenizer: Turns texts into tokens, with its template. For a masked model, a tokenizer without a template gets
             [CLS] text [SEP]. None: only token numbers can be encoded.
         tiles: {axis: tile size} for any of the axes embed, heads, ffn, vocab. An axis left out is not cut.
-        precision: fp32; on CUDA workers also tf32, bf16 and fp16 (results come in float32), on CPU workers fp64.
+        precision: fp32; on CUDA workers also tf32, bf16, fp16 and fp8 (results come in float32), on CPU workers fp64.
         batch_tokens: Largest number of tokens in one forward pass. More tokens take more memory. A longer text has a
             pass of its own.
         max_length: Largest number of tokens of a text. Longer texts are cut, longer lists of token numbers refused.
@@ -67,6 +68,8 @@ class Encoder:
             pass of a program measures whether a graph is faster.
         prompt: Text that is put before each text.
         sentence: Settings of a folder of sentence-transformers, which `from_hf` reads.
+        fp8: nt.FP8(...) or {option: value}: options of `precision="fp8"`. With scales="row", the results of a text do
+            not depend on other texts, and a program can run as a CUDA graph.
 
     Raises:
         ConfigError: A value is out of range, or the model has no such output.
@@ -86,6 +89,7 @@ class Encoder:
         captured: bool | None = None,
         prompt: str = "",
         sentence: SentenceModel | None = None,
+        fp8: FP8 | Mapping[str, Any] | None = None,
     ) -> None:
         _check_output(output)
         if not hasattr(model, "changed") or not hasattr(model, "weights"):
@@ -116,8 +120,8 @@ class Encoder:
             self._prompt_tokens = sentence.prompt_tokens(self._tokenizer, prompt) if self._tokenizer else 0
         self._model, self._name = _headed(model, output)
         self._bound_model = BoundModel(
-            self._model, precision, tiles, captured=captured, source=model, owner="Encoder"
-        )  # fmt: skip
+            self._model, precision, tiles, fp8=FP8.of(fp8), captured=captured, source=model, owner="Encoder"
+        )
         graph, (_, outputs), _ = self._spec(1, self._capacity(1)).trace(training=False)  # checks the sizes
         if self._name not in outputs:
             raise ConfigError(f"output: got {output!r}; allowed: {', '.join(outputs)}")

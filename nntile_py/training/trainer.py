@@ -81,7 +81,7 @@ class Trainer(TrainerWeights):
             Losses and gradients have the same bits as with none.
         offload: Kinds of tensors that leave a GPU for main memory between uses: weights, gradients, optimizer,
             activations. Tiles that one of the next 32 tasks uses stay. Without GPUs this has no effect.
-        fp8: nt.FP8(...) or {option: value}: the dtype of gradients in 8-bit products, and products that stay in bf16.
+        fp8: nt.FP8(...) or {option: value}: options of 8-bit products, and products that stay in bf16.
         captured: On one GPU: run steps as CUDA graphs, with the same bits. Default: if tasks are short by estimate.
         check_finite: Check all values that tasks write. A loss or norm that is not finite then raises NotFinite, which
             names the operator that wrote the first such value. Slow: for debugging.

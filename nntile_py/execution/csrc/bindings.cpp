@@ -225,10 +225,11 @@ PYBIND11_MODULE(_core, m) {
         py::arg("cpu") = true, py::arg("cuda") = true, py::arg("worker") = -1, py::arg("always") = false);
 
   py::class_<Tile, std::shared_ptr<Tile>>(m, "Tile")
-      .def(py::init([](std::vector<int64_t> shape, const std::string& dtype, int monoid, bool redux) {
-             return std::make_shared<Tile>(std::move(shape), scalar_type(dtype), static_cast<Monoid>(monoid), redux);
+      .def(py::init([](std::vector<int64_t> shape, const std::string& dtype, int monoid, bool redux, size_t scales) {
+             const auto of = static_cast<Monoid>(monoid);
+             return std::make_shared<Tile>(std::move(shape), scalar_type(dtype), of, redux, scales);
            }),
-           py::arg("shape"), py::arg("dtype"), py::arg("monoid") = 0, py::arg("redux") = false)
+           py::arg("shape"), py::arg("dtype"), py::arg("monoid") = 0, py::arg("redux") = false, py::arg("scales") = 1)
       .def_property_readonly("shape", [](const Tile& tile) { return py::tuple(py::cast(tile.shape)); })
       .def_property_readonly("dtype", [](const Tile& tile) { return numpy_dtype(tile.dtype); })
       .def_readonly("initialised", &Tile::initialised)
@@ -261,10 +262,11 @@ PYBIND11_MODULE(_core, m) {
                if (is_scaled(tile->dtype)) {
                  std::vector<char> low(tile->bytes);
                  read_tile(tile, low.data());
-                 const auto scale = at::from_blob(low.data() + tile->bytes - kScaleBytes, {}, at::kFloat);
-                 at::from_blob(data, tile->shape, at::kFloat)
-                     .copy_(at::from_blob(low.data(), tile->shape, tile->dtype))
-                     .mul_(scale);
+                 const auto rows = static_cast<int64_t>(tile->scales);
+                 const auto values = at::from_blob(data, tile->shape, at::kFloat);
+                 values.copy_(at::from_blob(low.data(), tile->shape, tile->dtype));
+                 const auto scales = low.data() + scale_offset(static_cast<size_t>(values.numel()));
+                 values.view({rows, -1}).mul_(at::from_blob(scales, {rows, 1}, at::kFloat));
                } else if (tile->dtype != at::kBFloat16) {
                  read_tile(tile, data);
                } else {

@@ -27,7 +27,8 @@ void combine(Monoid monoid, const at::Tensor& dst, const at::Tensor& src);
 
 // A StarPU data handle with the shape and dtype of the tensor tile it holds.
 struct Tile {
-  Tile(std::vector<int64_t> shape, at::ScalarType dtype, Monoid monoid, bool redux);
+  // scales: number of scales, if tiles of this dtype have scales.
+  Tile(std::vector<int64_t> shape, at::ScalarType dtype, Monoid monoid, bool redux, size_t scales = 1);
   // A tile on a handle of another library, which registers and unregisters the handle.
   Tile(::_starpu_data_state* foreign, std::vector<int64_t> shape, at::ScalarType dtype);
   // A tile without a handle: its memory lasts as long as a task.
@@ -38,7 +39,7 @@ struct Tile {
 
   std::vector<int64_t> shape;
   at::ScalarType dtype;
-  size_t bytes;
+  size_t bytes, scales = 1;
   ::_starpu_data_state* handle = nullptr;
   bool foreign = false;      // another library registered the handle
   bool reducible = false;    // allows access in REDUX mode
@@ -162,6 +163,7 @@ class Args {
   at::Tensor operator[](size_t k) const { return view(k).tensor(); }
   View view(size_t k) const;
   at::IntArrayRef most(size_t k) const { return body_.tiles.at(k)->shape; }  // sizes of the full tile
+  size_t scales(size_t k) const { return body_.tiles.at(k)->scales; }
   size_t tiles() const { return body_.tiles.size(); }
   int64_t i(size_t k) const { return body_.ints.at(k); }
   std::span<const int64_t> ints() const { return body_.ints; }

@@ -157,15 +157,15 @@ size_t smallest_waiting(unsigned node) {
   return least;
 }
 
-Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, Monoid monoid, bool redux)
-    : shape(std::move(shape_)), dtype(dtype_), bytes(c10::elementSize(dtype_)) {
+Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, Monoid monoid, bool redux, size_t scales_)
+    : shape(std::move(shape_)), dtype(dtype_), bytes(c10::elementSize(dtype_)), scales(scales_) {
   require_running();
   double wanted = static_cast<double>(bytes);
   for (const auto size : shape) {
     wanted *= static_cast<double>(size);
     bytes *= static_cast<size_t>(size);
   }
-  if (is_scaled(dtype)) bytes = scale_offset(bytes) + kScaleBytes;
+  if (is_scaled(dtype)) bytes = scale_offset(bytes) + scale_offset(scales * sizeof(float));
   if (wanted > static_cast<double>(g.limit))
     throw TaskError("out of memory: one tile of " + std::to_string(wanted / (1 << 20)) + " MiB, allowed are " +
                     std::to_string(g.limit >> 20) + " MiB in all (runtime.memory). Use smaller tiles");

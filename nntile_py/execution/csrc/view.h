@@ -17,6 +17,7 @@ struct View {
   at::DimVector sizes, strides;
   at::Tensor owner;  // owner of the memory, if not a tile
   const void* scale = nullptr;  // factor of the elements, in device memory; null: 1
+  bool by_row = false;          // `scale` has one factor for each row; false: one factor for all elements
 
   View(void* data_, at::ScalarType dtype_, c10::Device device_, at::DimVector sizes_, at::DimVector strides_,
        at::Tensor owner_ = {})
@@ -27,7 +28,7 @@ struct View {
 
   View permuted(at::IntArrayRef order) const {
     View made(data, dtype, device, at::DimVector(order.size()), at::DimVector(order.size()), owner);
-    made.scale = scale;
+    made.scale = scale, made.by_row = by_row;
     for (size_t axis = 0; axis < order.size(); ++axis) {
       made.sizes[axis] = sizes[static_cast<size_t>(order[axis])];
       made.strides[axis] = strides[static_cast<size_t>(order[axis])];
@@ -40,7 +41,7 @@ struct View {
     auto found = at::detail::computeStride(sizes, strides, shape);
     if (!found) return {};
     View made(data, dtype, device, shape, std::move(*found), owner);
-    made.scale = scale;
+    made.scale = scale, made.by_row = by_row;
     return made;
   }
 

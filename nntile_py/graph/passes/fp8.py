@@ -16,10 +16,11 @@ from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.cross_entropy import CrossEntropy
 from nntile_py.tasks.op import Op, Tensor
 from nntile_py.tasks.quantize import Quantize
+from nntile_py.tiles.dtypes import UNIT
 
-# An 8-bit product needs a weight whose rows and columns are at least LEAST and multiples of UNIT. Smaller products,
-# such as those of adapters, gain nothing; cuBLASLt requires the multiples.
-LEAST, UNIT = 64, 16
+# An 8-bit product needs a weight whose rows and columns are at least LEAST, and multiples of UNIT. Smaller products,
+# such as those of adapters, gain nothing.
+LEAST = 64
 
 
 class FP8(Settings):
@@ -33,6 +34,12 @@ class FP8(Settings):
         *only("e4m3 or e5m2", lambda v: v if v in ("e4m3", "e5m2") else None, enum=["e4m3", "e5m2"]),
     ] = "e4m3"
     """The dtype of gradients in products: e4m3 has one more bit of precision, e5m2 a wider range."""
+    scales: Annotated[
+        Literal["tile", "row"],
+        *only("tile or row", lambda v: v if v in ("tile", "row") else None, enum=["tile", "row"]),
+    ] = "tile"
+    """`tile`: each tile of an operand has one scale. `row`: each row of the left operand and each column of the right
+    operand has a scale; products run in 8 bits on Hopper GPUs with cuBLAS 12.9 or later, else in bf16."""
     exclude: Names = ()
     """Patterns of names of products that stay in bf16, such as `h0.*` for the first layer of GPT-2. A pattern that
     matches no product is refused with a list of all names."""
@@ -68,7 +75,8 @@ def quantize_products(graph: Graph, options: FP8) -> None:
         if axes not in known:
             is_gradient = x in maker and maker[x].phase == "backward"
             dtype = options.gradients if is_gradient else "e4m3"
-            known[axes] = Tensor(f"{x.name}.{dtype}", axes, [x.size(axis) for axis in axes], dtype), len(rows)
+            shape, scaled = [x.size(axis) for axis in axes], len(rows) if options.scales == "row" else 0
+            known[axes] = Tensor(f"{x.name}.{dtype}", axes, shape, dtype, scaled=scaled), len(rows)
         return known[axes][0]
 
     changed: dict[Op, Op] = {}
