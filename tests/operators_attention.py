@@ -139,11 +139,11 @@ def with_distances(
         case.sizes |= {} if "batch" in axes else {"batch": 1}
         names = " ".join([order or axes.replace(" head_dim", ""), "relative"])
         qkv = operands([case.x(axes) for _ in range(3)])
-        index = case.x("distance", each_row(rows), "int64")
+        index = case.x("distance", rows_of_distances(rows), "int64")
         made = [case.x(names) if one in products else None for one in ("queries", "keys")]
         data = {
-            "padding": case.x("batch seq", padding, "int64") if mask == "padding" else None,
-            "segments": case.x("sequences", four_and_one, "int64") if mask == "segments" else None,
+            "padding": case.x("batch seq", two_keys, "int64") if mask == "padding" else None,
+            "segments": case.x("sequences", long_and_short(case.sizes["seq"]), "int64") if mask == "segments" else None,
         }
         options: dict[str, Any] = {"mask": Mask(**data), "scale": 0.7}
         if drop:
@@ -155,7 +155,13 @@ def with_distances(
             return case.add(ops.RelativeAttention(qkv, terms, case.y(axes), case.y(rest, case.sum_dtype), **options))
         free = ops.RelativeAttention(qkv, terms, case.temp(axes), case.temp(rest), **options)
         seed = {"seed": 7} if drop else {}
-        o, lse = (lambda *given, k=k: free.reference(*(given[2][t] for t in free.inputs), **seed)[k] for k in (0, 1))
+
+        def found(number: int) -> Maker:
+            return lambda rng, shape, values: np.ascontiguousarray(
+                free.reference(*(values[t] for t in free.inputs), **seed)[number]
+            )
+
+        o, lse = found(0), found(1)
         forward = ops.RelativeAttention(qkv, terms, case.x(axes, o), case.x(rest, lse, case.sum_dtype), **options)
         outs = [case.like(t) for t in (*qkv.tensors, *terms.products)]
         return case.add(ops.RelativeAttentionGrad(forward, case.x(_HEADS if "batch" in axes else axes), outs))
@@ -163,17 +169,29 @@ def with_distances(
     return row
 
 
-def four_and_one(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Any:
-    """Sequences of 4, 0 and 1 positions; the gradient of the scores of short sequences alone is nothing but rounding."""
-    return np.array([0, 4, 4, 5])
+# The gradient of the scores of one key, or of keys with one row of distances, is nothing but rounding. So the following
+# functions give two keys to a query, and rows of their own to neighbours.
 
 
-def each_row(rows: int) -> Maker:
+def long_and_short(positions: int) -> Maker:
+    """A sequence of two positions or more, an empty one and one of a position; at the end there may be a free one."""
+    end = max(positions - 2, 2)
+    return lambda rng, shape, values: np.array([0, end, end, min(end + 1, positions)])
+
+
+def two_keys(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Any:
+    """Padding of all keys but the first two."""
+    return np.where(np.arange(shape[1]) < 2, 1, rng.random(shape) < 0.6)
+
+
+def rows_of_distances(rows: int) -> Maker:
     """Rows that never fall, each of one or several distances, without gaps; distance 0 has a row in the middle."""
 
     def make(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Any:
-        steps = np.cumsum(rng.random(shape) < 0.6)
-        return np.clip(steps - steps[len(steps) // 2] + rows // 2, 0, rows - 1)
+        rises, middle = rng.random(shape) < 0.6, shape[0] // 2
+        rises[middle : middle + 2] = True
+        steps = np.cumsum(rises)
+        return np.clip(steps - steps[middle] + rows // 2, 0, rows - 1)
 
     return make
 
