@@ -206,8 +206,8 @@ class DeBERTaLayer(EncoderLayer):
         """Return the attention's output and the values, with the scores in memory."""
         c = self.config
         if c.attention_dropout and g.row_numbers:
-            need = "0, or model.attention: segments"
-            raise ConfigError(f"model.attention_dropout: got {c.attention_dropout}; allowed with packed sequences: {need}")
+            need = "allowed with packed sequences: 0, or model.attention: segments"
+            raise ConfigError(f"model.attention_dropout: got {c.attention_dropout}; {need}")
         # Heads first, a product with embeddings of distances is one product for each head. Dropout draws by the order
         # of the probabilities, which is that of `fused`.
         axes = ["batch", "heads"] if c.attention_dropout * g.training else ["heads", "batch"]

@@ -51,7 +51,7 @@ class Attention(Op):
 
     category = CONTRACTION
     colours: ClassVar = {"forward": "#009e73"}
-    picks = "qkv", "kv_heads"
+    picks: Sequence[str] = ("qkv", "kv_heads")
 
     def __init__(
         self, operands: Operands, out: Tensor, lse: Tensor, *, mask: Mask, backend: str,

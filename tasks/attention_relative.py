@@ -1,8 +1,8 @@
-"""Attention with relative positions that never stores the scores: the kernels add products with embeddings of distances.
+"""Attention with relative positions, without scores in memory: kernels add products with embeddings of distances.
 
-Axes: as for attention.py, where queries, keys and values have the same positions and the same heads. content_to_position
-and position_to_content have the queries' axes, with `relative` in the place of head_dim; index [distance], see
-relative.py. The tasks cover whole sequences: rows of the batch, or segments of a bin.
+Axes: as in attention.py; queries, keys and values have the same positions and heads. The products content_to_position
+and position_to_content have the axes of the queries, with `relative` in the place of head_dim. The index has the axis
+distance, see relative.py. A task covers whole sequences: rows of the batch, or segments of a bin.
 """
 
 from __future__ import annotations

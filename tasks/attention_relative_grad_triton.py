@@ -1,4 +1,4 @@
-"""Gradients of the attention in attention_relative_triton.py, on CUDA. attention_relative.cpp lists the tiles of a task.
+"""Gradients of the attention in attention_relative_triton.py, on CUDA. attention_relative.cpp lists a task's tiles.
 
 One pass computes dq and the gradients of the queries' products, a second pass dk, dv and the gradients of the keys'
 products. A program owns the rows of its results, so there are no atomic additions, and every run gives the same bits.
@@ -248,7 +248,8 @@ def _describe(task: Task) -> Launches:
     if constants["PRECISION"] == "ieee":
         ways = [two((32, 32), (32, 32), 4)]
     else:
-        most = min(max(power_of_two(common.longest[1]), 16), 64)
-        ways = [two((64, 32), (32, 64), 4), two((64, 64), (64, 64), 8), two((64, 32), (32, 64), 8)]
+        most = max(power_of_two(common.longest[1]), 16)
+        ways = [two((64, 32), (32, 64), 4)] if most > 32 else [two((most, most), (most, most), 4)]
+        ways += [two((64, 64), (64, 64), 8), two((64, 32), (32, 64), 8)] if most > 32 else []
     key = f"relative {key_of_terms(which, relative)} gradient {common.key} of {names_of(ways)}"
     return Launches(ways[0], scratch.bytes, others=tuple(ways[1:]), key=key)

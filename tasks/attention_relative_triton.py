@@ -1,10 +1,11 @@
-"""Attention with relative positions on CUDA (attention_relative.py). attention_relative.cpp lists the tiles of each task.
+"""Attention with relative positions on CUDA (attention_relative.py). attention_relative.cpp lists a task's tiles.
 
-A program computes a block of queries of one sequence and one head, with online softmax (Dao et al. 2022). Sequences are
-segments of one row of tokens (PACKED), or rows of the batch, as in attention_segments_triton.py. For each block of keys,
-the program reads the products of its queries and of these keys with embeddings of distances. Of a query, neighbouring
-keys read neighbouring products; of a key, neighbouring queries do. So a block of products of keys is read with the keys
-as its rows, and then transposed. The index is read only for blocks in which distances share positions.
+A program computes a block of queries of one sequence and one head, with online softmax (Dao et al. 2022). Sequences
+are segments of one row of tokens (PACKED), or rows of the batch, as in attention_segments_triton.py. For each block of
+keys, the program reads the products of its queries and of these keys with embeddings of distances. Neighbouring keys
+use neighbouring products of a query, and neighbouring queries use neighbouring products of a key. So a block of the
+keys' products is read with keys as its rows, and then transposed. The index is read only for blocks in which several
+distances have the same position along `relative`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -195,7 +196,8 @@ def _describe(task: Task) -> Launches:
     if constants["PRECISION"] == "ieee":  # fp32 products need more registers and use no tensor cores
         ways = [way(32, 32, 4)]
     else:
-        ways = [way(64, 32, 4), way(64, 64, 8), way(128, 32, 8), way(64, 32, 8)]
+        ways = [way(64, 32, 4)] if most > 32 else [way(most, most, 4)]
+        ways += [way(64, 64, 8), way(128, 32, 8), way(64, 32, 8)] if most > 32 else []
     key = f"relative {key_of_terms(which, shape(task, index + 1)[-1])} forward {common.key} of {names_of(ways)}"
     return Launches(ways[0], others=tuple(ways[1:]), key=key)
 

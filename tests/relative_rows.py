@@ -28,6 +28,7 @@ class RelativeRow:
     ends: tuple[int, ...] = ()  # of the segments
     start: int = 0  # of the first segment
     axes: str = BSHD
+    scale: float | None = None
 
     def __call__(self, case: Case) -> None:
         case.slots["dropout_seed"] = case.options["seed"] = 3
@@ -48,7 +49,7 @@ class RelativeRow:
         inputs = [t for t in (q, k, v, *products) if t]
         for tensor in inputs:
             tensor.requires_grad = True
-        out = relative_attention(case.graph, q, k, v, mask, of_distances, *products, self.dropout)
+        out = relative_attention(case.graph, q, k, v, mask, of_distances, *products, self.dropout, self.scale)
         op, dy = case.graph.ops[-1], case.x(self.axes)
         grads = dict(zip(op.inputs, op.gradient(case.graph, dy, None), strict=True))
         for number, tensor in enumerate([out, *(grads[t] for t in inputs)]):
@@ -56,7 +57,7 @@ class RelativeRow:
             tensor.storage.kind, tensor.storage.name = "scalar", f"result{number}"
 
 
-ENDS = (1, 1, 40, 41, 137)  # of 150 positions: segments of length 1 and 0, one longer than a block, 13 positions of none
+ENDS = (1, 1, 40, 41, 137)  # of 150 positions: segments of length 1 and 0, 13 positions of no segment
 BIN = {"batch": 1, "seq": 150, "heads": 2, "head_dim": 24}
 CASES: dict[str, tuple[RelativeRow, dict[str, int]]] = {
     "log": (RelativeRow(ends=ENDS), {}),
