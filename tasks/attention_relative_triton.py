@@ -31,12 +31,12 @@ from .attention_segments_triton import (
     names_of,
     places,
     product,
-    scores_of,
     sequence_of,
     shared,
     store_rows,
 )
 from .elementwise_triton import strides_of
+from .interpreted_triton import INTERPRETED
 from .launch import Launch, Launches, Parameter, ceil_div, launch, launches, power_of_two, shape, tile
 from .mask import Limits
 
@@ -94,16 +94,28 @@ def relative_scores_of(
     A layout QUERIES_AT or KEYS_AT that is empty stands for products that are missing.
     """
     if TRANSPOSED:
-        s = scores_of(k, q, row, key, kept, False, 0, False, PRECISION, True)
+        s = tl.zeros([key.shape[0], row.shape[0]], tl.float32)
     else:
-        s = scores_of(q, k, row, key, kept, False, 0, False, PRECISION)
+        s = tl.zeros([row.shape[0], key.shape[0]], tl.float32)
     if len(QUERIES_AT) > 0:
         terms = terms_of(QUERIES, INDEX, origin, low, value, straight, start, head, row, n, key, m, QUERIES_AT, 1)
         s += (tl.trans(terms) if TRANSPOSED else terms).to(tl.float32)
     if len(KEYS_AT) > 0:
         terms = terms_of(KEYS_OF, INDEX, origin, low, value, straight, start, head, key, m, row, n, KEYS_AT, -1)
         s += (terms if TRANSPOSED else tl.trans(terms)).to(tl.float32)
-    return s
+    if TRANSPOSED:
+        s = _added(s, k, tl.trans(q), PRECISION)
+    else:
+        s = _added(s, q, tl.trans(k), PRECISION)
+    return tl.where(tl.expand_dims(kept, 1 if TRANSPOSED else 0), s, -float("inf"))
+
+
+@triton.jit
+def _added(c, a, b, PRECISION: tl.constexpr):
+    """Return c + a b in the layout of matrix products, in which a thread has more elements of a row than when loaded."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, c, input_precision=PRECISION)
 
 
 @triton.jit
