@@ -7,6 +7,7 @@
 #include <ATen/ops/sum.h>
 
 #include "attention_cpu.h"
+#include "attention_head.h"
 #include "attention_relative_args.h"
 
 namespace nntile::relative {
@@ -34,25 +35,67 @@ struct Products {
     if (of_keys) keys = as_bhsd(t[first], order);
   }
   size_t count() const { return static_cast<size_t>(queries.defined()) + static_cast<size_t>(keys.defined()); }
+};
 
-  // Calls f(row of a block of scores, key, product) for all pairs of the queries [first, first + rows) and all keys of
-  // a part, first with the products of queries, then with those of keys. origin: entry of the index for distance 0.
+// A block of pairs of one part: queries [first, first + rows) and keys [from, end). origin: entry of the index for
+// distance 0.
+struct Block {
+  const int64_t* origin;
+  int64_t first, rows, from, end;
+
+  // Calls f(row, key, product) for all pairs, first with the products of queries, then with those of keys.
   template <class T, class F>
-  void for_pairs(const Part& part, const int64_t* origin, int64_t first, int64_t rows, F f) const {
-    const auto visit = [&](const at::Tensor& x, bool of_keys) {
-      if (!x.defined()) return;
-      const auto own = part.of(x);
-      T* data = own.data_ptr<T>();
-      const int64_t step = own.stride(0);
-      for (int64_t from = 0; from < part.count; from += kKeys)
-        for (int64_t row = 0; row < rows; ++row) {
-          const int64_t* index = origin - (first + row);
-          for (int64_t key = from; key < std::min(from + kKeys, part.count); ++key)
-            f(row, key, data[(of_keys ? key : first + row) * step + index[key]]);
+  void for_pairs(const Products& products, const Part& part, F f) const {
+    if (products.queries.defined()) {
+      const auto own = part.of(products.queries);
+      visit(own.data_ptr<T>() + first * own.stride(0), own.stride(0), 0, f);
+    }
+    if (products.keys.defined()) {
+      const auto own = part.of(products.keys);
+      visit(own.data_ptr<T>(), 0, own.stride(0), f);
+    }
+  }
+
+ private:
+  template <class T, class F>
+  void visit(T* data, int64_t row_step, int64_t key_step, F f) const {
+    for (int64_t begin = from; begin < end; begin += kKeys) {
+      const int64_t last = std::min(begin + kKeys, end) - 1;
+      for (int64_t row = 0; row < rows; ++row) {
+        const int64_t* index = origin - (first + row);
+        T* x = data + row * row_step;
+        if (index[last] - index[begin] == last - begin) {  // neighbouring distances have neighbouring products
+          x += index[begin] - begin;
+          for (int64_t key = begin; key <= last; ++key) f(row, key, x[key * (key_step + 1)]);
+        } else {
+          for (int64_t key = begin; key <= last; ++key) f(row, key, x[key * key_step + index[key]]);
         }
-    };
-    visit(queries, false);
-    visit(keys, true);
+      }
+    }
+  }
+};
+
+// The terms of one part's scores for HeadAttention.
+template <class T>
+struct Terms {
+  const Products* products = nullptr;
+  const Products* sums = nullptr;  // gradients of the products
+  const int64_t* origin = nullptr;
+  Part part{};
+  const std::vector<T>* bias = nullptr;  // of the padding, or empty
+
+  void add(T* s, int64_t step, int64_t first, int64_t rows, int64_t from, int64_t end) const {
+    const Block block{origin, first, rows, from, end};
+    block.for_pairs<T>(
+        *products, part, [&](int64_t row, int64_t key, T product) { s[row * step + key - from] += product; });
+    for (int64_t row = 0; row < rows && !bias->empty(); ++row)
+      add_rows(s + row * step, s + row * step, bias->data() + from, end - from);
+  }
+
+  void collect(const T* ds, int64_t step, int64_t first, int64_t rows, int64_t from, int64_t end) const {
+    const Block block{origin, first, rows, from, end};
+    block.for_pairs<T>(
+        *sums, part, [&](int64_t row, int64_t key, T& sum) { sum += ds[row * step + key - from]; });
   }
 };
 
@@ -84,19 +127,34 @@ class Scores {
         buffer_(at::empty({2, kRows * x.q.size(2)}, x.q.options())),
         bias_(mask.padding.defined() ? static_cast<size_t>(x.q.size(2)) : 0) {}
 
-  const int64_t* origin() const { return origin_; }
+  // Returns the terms for HeadAttention. sums: gradients of the products, if they are computed.
+  Terms<T> terms(const Part& part, const Products* sums = nullptr) const {
+    return {&products_, sums, origin_, part, &bias_};
+  }
+
+  // Returns whether HeadAttention can compute the part: without dropout, and without a block of keys that are all
+  // padding. Reads the padding of the part's row of the batch.
+  bool plain(const Part& part) {
+    if (!bias_.empty()) padding_bias(mask_.padding, part.batch, bias_);
+    if (mask_.dropout || bias_.empty()) return !mask_.dropout;
+    for (int64_t from = 0; from < part.count; from += kHeadKeys) {
+      const auto begin = bias_.begin() + from, end = bias_.begin() + std::min(from + kHeadKeys, part.count);
+      if (std::find(begin, end, T(0)) == end) return false;
+    }
+    return scale_ > 0;  // a masked score stays -inf
+  }
 
   // Calls f(scaled scores [rows, keys], first query, number of rows) for each block of queries of the part.
   template <class F>
   void for_blocks(const Part& part, F f) {
     const auto q = part.of(x_.q), k = part.of(x_.k);
-    if (!bias_.empty()) padding_bias(mask_.padding, part.batch, bias_);
     for (int64_t first = 0; first < part.count; first += kRows) {
       const int64_t rows = std::min(kRows, part.count - first);
       auto s = block(0, rows, part.count);
       at::addmm_out(s, s, q.narrow(0, first, rows), k.t(), 0, scale_);
       T* data = s.template data_ptr<T>();
-      products_.template for_pairs<T>(part, origin_, first, rows, [&](int64_t row, int64_t key, T product) {
+      const Block pairs{origin_, first, rows, 0, part.count};
+      pairs.for_pairs<T>(products_, part, [&](int64_t row, int64_t key, T product) {
         data[row * part.count + key] += static_cast<T>(scale_) * product;
       });
       for (int64_t row = 0; row < rows && !bias_.empty(); ++row)
@@ -128,6 +186,20 @@ void drop(const at::Tensor& p, const PairMask& mask, const Args& t, const Part& 
                   p.size(1));
 }
 
+template <class T>
+HeadRows<T> rows_of(const at::Tensor& x, const Part& part) {
+  return rows_of_head<T>(x.narrow(2, part.first, part.count), part.batch, part.head);
+}
+
+// Returns the buffers of this thread, prepared for the keys and values of a part; see HeadAttention::begin.
+template <class T>
+HeadAttention<T, Terms<T>>& begin_head(const Triple& x, const Part& part, bool gradients) {
+  auto& head = buffers_of_head<T, Terms<T>>();
+  const HeadSizes sizes{part.count, part.count, x.q.size(3), false};
+  head.begin(sizes, rows_of<const T>(x.k, part), rows_of<const T>(x.v, part), gradients);
+  return head;
+}
+
 // tiles: out, lse, q/k/v, index, products of queries, products of keys, padding or segments, row numbers
 void attention_relative(Args& t) {
   const RelativeAttentionArgs args(t);
@@ -138,7 +210,13 @@ void attention_relative(Args& t) {
   dispatch(lse, [&](auto zero) {
     using T = decltype(zero);
     Scores<T> scores(x, products, t[2 + x.count], mask, args.attention.scale);
+    const auto fused = [&](const Part& part) {
+      auto& head = begin_head<T>(x, part, false);
+      head.forward(rows_of<const T>(x.q, part), rows_of<T>(out, part), part.of(lse).template data_ptr<T>(),
+                   static_cast<T>(args.attention.scale), scores.terms(part));
+    };
     const auto one = [&](const Part& part) {
+      if (scores.plain(part)) return fused(part);
       const auto v = part.of(x.v), to = part.of(out);
       T* of_rows = part.of(lse).template data_ptr<T>();
       scores.for_blocks(part, [&](const at::Tensor& s, int64_t first, int64_t rows) {
@@ -180,7 +258,15 @@ void attention_relative_grad(Args& t) {
   dispatch(lse, [&](auto zero) {
     using T = decltype(zero);
     Scores<T> scores(x, products, t[index], mask, a.scale);
+    const auto fused = [&](const Part& part) {
+      auto& head = begin_head<T>(x, part, true);
+      head.backward(rows_of<const T>(x.q, part), rows_of<const T>(d_out, part), rows_of<const T>(out, part),
+                    part.of(lse).template data_ptr<T>(), rows_of<T>(grads.q, part), static_cast<T>(a.scale),
+                    scores.terms(part, &sums));
+      head.end(rows_of<T>(grads.k, part), rows_of<T>(grads.v, part), false);
+    };
     const auto one = [&](const Part& part) {
+      if (scores.plain(part)) return fused(part);
       const auto q = part.of(x.q), k = part.of(x.k), v = part.of(x.v), g = part.of(d_out);
       auto dq = part.of(grads.q), dk = part.of(grads.k), dv = part.of(grads.v);
       const T *lses = part.of(lse).template data_ptr<T>(), *of_rows = part.of(deltas).template data_ptr<T>();
@@ -209,9 +295,7 @@ void attention_relative_grad(Args& t) {
             (load(from + k, n) * (load(to + k, n) - delta) * scale).store(to + k, static_cast<int>(n));
           });
         }
-        sums.template for_pairs<T>(part, scores.origin(), first, rows, [&](int64_t row, int64_t key, T& sum) {
-          sum += of_scores[row * part.count + key];
-        });
+        scores.terms(part, &sums).collect(of_scores, part.count, first, rows, 0, part.count);
         auto of_queries = dq.narrow(0, first, rows);
         at::addmm_out(of_queries, of_queries, ds, k);
         at::addmm_out(dk, dk, ds.t(), q.narrow(0, first, rows));

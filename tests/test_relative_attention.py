@@ -32,6 +32,20 @@ def test_against_the_reference(runtime: nt.Runtime, name: str, dtype: str) -> No
     check(row, tiles, "chain", dtype, sizes)
 
 
+@pytest.mark.parametrize("masked", [0, 5, 600])
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+def test_padding_in_front(runtime: nt.Runtime, masked: int, scale: float) -> None:
+    """Of 620 keys in blocks of 512, the first `masked` are padding; blocks may be padding alone."""
+    row = RelativeRow("padding", "log", scale=scale)
+
+    def filled(case: Case) -> None:
+        row(case)
+        mask = next(t for t in case.makers if t.axes == ("batch", "seq"))
+        case.makers[mask] = lambda rng, shape, values: np.broadcast_to(np.arange(shape[1]) >= masked, shape).astype(int)
+
+    check(filled, {}, "chain", "fp64", {"batch": 1, "seq": 620, "key": 620, "heads": 1, "head_dim": 8})
+
+
 def forward(row: RelativeRow) -> Callable[[Case], Any]:
     """Return a row with the operator alone, without its gradient."""
 
