@@ -190,6 +190,9 @@ class RelativeAttentionGrad(AttentionGrad):
         self.outputs = [*outs, *self.outputs[len(outs) :]]
         self.grads = self.forward.operands.on(self.outputs[:count])
 
+    def products(self) -> float:
+        return 2.5 * self.forward.products()
+
     def lower(self, lowering: Lowering) -> None:
         fwd = self.forward
         for at in fwd.tiles_of_queries(lowering):

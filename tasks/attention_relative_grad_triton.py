@@ -250,6 +250,7 @@ def _describe(task: Task) -> Launches:
     else:
         most = max(power_of_two(common.longest[1]), 16)
         ways = [two((64, 32), (32, 64), 4)] if most > 32 else [two((most, most), (most, most), 4)]
-        ways += [two((64, 64), (64, 64), 8), two((64, 32), (32, 64), 8)] if most > 32 else []
+        ways += [two((32, 64), (32, 64), 4), two((64, 64), (64, 64), 8)] if most > 32 else []
+        ways += [two((64, 32), (32, 64), 8)] if most > 32 else []
     key = f"relative {key_of_terms(which, relative)} gradient {common.key} of {names_of(ways)}"
     return Launches(ways[0], scratch.bytes, others=tuple(ways[1:]), key=key)

@@ -93,26 +93,21 @@ def relative_scores_of(
 
     A layout QUERIES_AT or KEYS_AT that is empty stands for products that are missing.
     """
-    if TRANSPOSED:
-        s = tl.zeros([key.shape[0], row.shape[0]], tl.float32)
-    else:
-        s = tl.zeros([row.shape[0], key.shape[0]], tl.float32)
+    own, other = k if TRANSPOSED else q, q if TRANSPOSED else k
+    s = tl.zeros([own.shape[0], other.shape[0]], tl.float32)
     if len(QUERIES_AT) > 0:
         terms = terms_of(QUERIES, INDEX, origin, low, value, straight, start, head, row, n, key, m, QUERIES_AT, 1)
         s += (tl.trans(terms) if TRANSPOSED else terms).to(tl.float32)
     if len(KEYS_AT) > 0:
         terms = terms_of(KEYS_OF, INDEX, origin, low, value, straight, start, head, key, m, row, n, KEYS_AT, -1)
         s += (terms if TRANSPOSED else tl.trans(terms)).to(tl.float32)
-    if TRANSPOSED:
-        s = _added(s, k, tl.trans(q), PRECISION)
-    else:
-        s = _added(s, q, tl.trans(k), PRECISION)
+    s = _added(s, own, tl.trans(other), PRECISION)
     return tl.where(tl.expand_dims(kept, 1 if TRANSPOSED else 0), s, -float("inf"))
 
 
 @triton.jit
 def _added(c, a, b, PRECISION: tl.constexpr):
-    """Return c + a b in the layout of matrix products, in which a thread has more elements of a row than when loaded."""
+    """Return c + a b. This order of terms gives the sum the registers of a product, which are best for row maxima."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, c, input_precision=PRECISION)
