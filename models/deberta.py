@@ -18,9 +18,9 @@ from pydantic import model_validator
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.initializers import ZEROS
-from nntile_py.graph.params import Array, Batch, Part, Traced
+from nntile_py.graph.params import Batch, Part, Traced
 from nntile_py.models.bert_parts import PADDED_KEYS, EncoderLayer, LayerNames, TextEncoder, TextEncoderConfig, embedded
-from nntile_py.models.deberta_parts import Padding, convolved, padding_of
+from nntile_py.models.deberta_parts import Padding, convolved, distance_rows, padding_of
 from nntile_py.models.head_config import EncoderHead
 from nntile_py.models.heads import first_token, predicted, sequence_or_token_head, token_logits
 from nntile_py.models.hf_config import ACTIVATIONS, choice
@@ -36,6 +36,8 @@ from nntile_py.models.parts import (
 )
 from nntile_py.schema import UNFILLED, Count, Filled, Positive, integer, short
 from nntile_py.tasks.activation import ActivationName
+from nntile_py.tasks.attention import attention, cut_positions
+from nntile_py.tasks.attention_relative import relative_attention
 from nntile_py.tasks.contract import contract
 from nntile_py.tasks.cross_entropy import cross_entropy
 from nntile_py.tasks.elementwise import dropout, rename, transpose
@@ -44,6 +46,7 @@ from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.relative import relative_scores
 from nntile_py.tasks.softmax import softmax
+from nntile_py.tiles.dtypes import is_low
 
 _HEAD = "lm_predictions.lm_head.dense", "lm_predictions.lm_head.LayerNorm", "lm_predictions.lm_head.bias"
 _LEGACY_HEAD = "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias"
@@ -60,9 +63,9 @@ class DeBERTaConfig(TextEncoderConfig, PaddedConfig):
     `legacy`; false: lm_predictions.lm_head..., as in the published checkpoints."""
     kinds: Annotated[int, *integer(0)] = 0
     """Number of token types (transformers' token_type_ids); 0: the model has no token types."""
-    attention: Literal["naive"] = "naive"
-    """The attention backend: only `naive`, which stores all scores in memory. Other backends have no relative
-    positions."""
+    attention: Literal["naive", "segments"] = "naive"
+    """The attention backend. `naive`: stores all scores in memory. `segments`: fused kernels for packed sequences
+    (`train.pack`) and for padded ones; like `naive` if `tiles.seq` cuts sequences."""
     layer_norm_eps: Positive = 1e-7
     """Added to the variance in LayerNorm."""
     embedding: Filled = UNFILLED
@@ -143,39 +146,6 @@ class DeBERTaV2Config(DeBERTaConfig):
 # -- relative positions
 
 
-def log_buckets(distance: Array, buckets: int, longest: int) -> Array:
-    """Return the bucket (int64) of each distance between key and query.
-
-    With m = buckets / 2, the bucket of a distance d up to m is d. The bucket of a larger d is
-    m + ceil((m - 1) log(d / m) / log((longest - 1) / m)). Negative distances have negative buckets. The logarithm is
-    computed in fp32, because its rounding decides where a bucket ends: results equal those of transformers'
-    make_log_bucket_position.
-    """
-    import torch
-
-    middle, size = buckets // 2, np.abs(distance)
-    logarithm = torch.log(torch.from_numpy(np.maximum(size, middle)) / middle)
-    steps = logarithm / torch.log(torch.tensor((longest - 1) / middle)) * (middle - 1)
-    return np.where(size <= middle, distance, np.sign(distance) * (steps.ceil().long().numpy() + middle))
-
-
-def distance_rows(places: int, length: int, buckets: int, longest: int) -> tuple[Array, Array]:
-    """Return the rows of the distance table that are needed, in descending order, and an index into them.
-
-    The index has an entry for each distance query - key from places - 1 down to -(places - 1).
-
-    Args:
-        places: Size of the axis seq.
-        length: Length of the longest sequence. Distances of `length` or more have the row of distance length - 1.
-        buckets: Number of buckets in each direction; 0: each distance has a row.
-        longest: The number of rows in each direction without buckets.
-    """
-    distance, span = np.clip(np.arange(places - 1, -places, -1), 1 - length, length - 1), buckets or longest
-    bucket = log_buckets(distance, buckets, longest) if buckets else distance
-    rows, index = np.unique(-np.clip(bucket + span, 0, 2 * span - 1), return_inverse=True)
-    return -rows, index
-
-
 class Relative(NamedTuple):
     """Embeddings of distances between query and key, for RelativeScores.
 
@@ -214,31 +184,55 @@ class DeBERTaLayer(EncoderLayer):
         return key, dense_weights(g, f"{self.own}.pos_q_proj", embed, heads, INIT) if self.config.p2c else None
 
     def attend(self, g: Graph, x: Tensor, mask: Mask) -> Tensor:
+        cut = not mask.segments and cut_positions(g.cuts, x.size("seq"), x.size("seq"))
+        y, v = (self.fused if self.config.attention == "segments" and not cut else self.stored)(g, x, mask)
+        if not self.padding:
+            return y
+        return self.padding.attended(y, v if "key" in v.axes else rename(g, v, seq="key"))
+
+    @property
+    def scale(self) -> float:
+        c = self.config
+        return 1 / math.sqrt(c.embed // c.heads * (1 + c.c2p + c.p2c))
+
+    def fused(self, g: Graph, x: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+        """Return the attention's output and the values, without scores in memory."""
+        q, k, v = (weights(g, x) for weights in self.projections)
+        rate = self.config.attention_dropout
+        if not self.relative:
+            return attention(g, q, k, v, mask, "segments", rate, self.scale), v
+        products = self.by_distance(g, q, k)
+        return relative_attention(g, q, k, v, mask, self.relative.of_distance, *products, rate, self.scale), v
+
+    def stored(self, g: Graph, x: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+        """Return the attention's output and the values, with the scores in memory."""
         c = self.config
         if c.attention_dropout and g.row_numbers:
-            told = "allowed with packed sequences: 0, as DeBERTa keeps its scores in memory"
-            raise ConfigError(f"model.attention_dropout: got {c.attention_dropout}; {told}")
-        q, k, v = (transpose(g, y(g, x), ["heads", "batch", "seq", "head_dim"]) for y in self.projections)
+            need = "allowed with packed sequences: 0, or model.attention: segments"
+            raise ConfigError(f"model.attention_dropout: got {c.attention_dropout}; {need}")
+        # Heads first, a product with embeddings of distances is one product for each head. Dropout draws by the order
+        # of the probabilities, which is that of `fused`.
+        axes = ["batch", "heads"] if c.attention_dropout * g.training else ["heads", "batch"]
+        q, k, v = (transpose(g, weights(g, x), [*axes, "seq", "head_dim"]) for weights in self.projections)
         k, v = rename(g, k, seq="key"), rename(g, v, seq="key")
-        scale = 1 / math.sqrt(q.size("head_dim") * (1 + c.c2p + c.p2c))
-
-        scores = contract(g, q, k, [*q.axes[:3], "key"], scale=scale)
+        scores = contract(g, q, k, [*axes, "seq", "key"], scale=self.scale)
         if self.relative:
-            scores = self.by_distance(g, scores, q, k, scale, dropout(g, self.relative.table, c.dropout))
-        y = contract(g, dropout(g, softmax(g, scores, mask), c.attention_dropout), v, q.axes)
-        return self.padding.attended(y, v) if self.padding else y
+            products = self.by_distance(g, q, k, self.scale)
+            scores = relative_scores(g, scores, self.relative.of_distance, *products)
+        return contract(g, dropout(g, softmax(g, scores, mask), c.attention_dropout), v, q.axes), v
 
-    def by_distance(self, g: Graph, scores: Tensor, q: Tensor, k: Tensor, scale: float, table: Tensor) -> Tensor:
-        """Return the scores plus the products of queries and keys with the embeddings of distances, `table`."""
+    def by_distance(self, g: Graph, q: Tensor, k: Tensor, scale: float = 1.0) -> tuple[Tensor | None, Tensor | None]:
+        """Return the scaled products of queries and of keys with the embeddings of distances."""
         c = self.config
         assert self.relative
+        table = dropout(g, self.relative.table, c.dropout)
 
         def products(content: Tensor, weights: Dense) -> Tensor:
-            return contract(g, content, weights(g, table), [*content.axes[:3], "relative"], scale=scale)
+            axes = ["relative" if axis == "head_dim" else axis for axis in content.axes]
+            return contract(g, content, weights(g, table), axes, scale=scale)
 
         of_queries = products(q, self.position_key) if c.c2p and self.position_key else None
-        of_keys = products(k, self.position_query) if c.p2c and self.position_query else None
-        return relative_scores(g, scores, self.relative.of_distance, of_queries, of_keys)
+        return of_queries, products(k, self.position_query) if c.p2c and self.position_query else None
 
 
 class DeBERTaV2Layer(DeBERTaLayer):
@@ -294,6 +288,8 @@ class DeBERTa(TextEncoder[DeBERTaConfig]):
             return None
         c, name = self.config, "deberta.encoder.rel_embeddings.weight"
         rows, index = distance_rows(batch.seq, batch.length, c.buckets, c.longest)
+        if is_low(g.dtype):  # GPUs multiply matrices faster if each row has a multiple of 16 bytes
+            rows = np.pad(rows, (0, -len(rows) % 8), mode="edge")
         size = 2 * (c.buckets or c.longest)
         used = g.input("relative_rows", {"relative": len(rows)}, below=size, default=rows)
         of_distance = g.input("relative_index", {"distance": len(index)}, below=len(rows), default=index)

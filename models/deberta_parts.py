@@ -1,4 +1,5 @@
-"""Parts of DeBERTa beside its layers: padding that attends to all positions, and the convolution of large models."""
+"""Parts of DeBERTa beside its layers: rows of distances, padding that attends to all positions, and the convolution of
+large models."""
 
 from __future__ import annotations
 
@@ -18,6 +19,39 @@ from nntile_py.tasks.contract import contract, linear
 from nntile_py.tasks.elementwise import add, dropout, multiply, rename, transpose
 from nntile_py.tasks.gather import NOWHERE, gather
 from nntile_py.tasks.op import Tensor
+
+
+def log_buckets(distance: Array, buckets: int, longest: int) -> Array:
+    """Return the bucket (int64) of each distance between key and query.
+
+    With m = buckets / 2, the bucket of a distance d up to m is d. The bucket of a larger d is
+    m + ceil((m - 1) log(d / m) / log((longest - 1) / m)). Negative distances have negative buckets. The logarithm is
+    computed in fp32, because its rounding decides where a bucket ends: results equal those of transformers'
+    make_log_bucket_position.
+    """
+    import torch
+
+    middle, size = buckets // 2, np.abs(distance)
+    logarithm = torch.log(torch.from_numpy(np.maximum(size, middle)) / middle)
+    steps = logarithm / torch.log(torch.tensor((longest - 1) / middle)) * (middle - 1)
+    return np.where(size <= middle, distance, np.sign(distance) * (steps.ceil().long().numpy() + middle))
+
+
+def distance_rows(places: int, length: int, buckets: int, longest: int) -> tuple[Array, Array]:
+    """Return the rows of the distance table that are needed, in descending order, and an index into them.
+
+    The index has an entry for each distance query - key from places - 1 down to -(places - 1).
+
+    Args:
+        places: Size of the axis seq.
+        length: Length of the longest sequence. Distances of `length` or more have the row of distance length - 1.
+        buckets: Number of buckets in each direction; 0: each distance has a row.
+        longest: The number of rows in each direction without buckets.
+    """
+    distance, span = np.clip(np.arange(places - 1, -places, -1), 1 - length, length - 1), buckets or longest
+    bucket = log_buckets(distance, buckets, longest) if buckets else distance
+    rows, index = np.unique(-np.clip(bucket + span, 0, 2 * span - 1), return_inverse=True)
+    return -rows, index
 
 
 class Padding:

@@ -68,7 +68,7 @@ class LayerConfig(ModelConfig):
     attention_dropout: BelowOne = 0.0
     """Probability with which an attention weight is zero in training. A value above 0 needs `attention: segments` or
     `attention: naive`; these two backends draw the same random numbers. With `train.pack` a value above 0 needs
-    `segments`, and DeBERTa refuses it."""
+    `segments`."""
 
     def check_dropout(self) -> None:
         """Raise ConfigError if the attention backend has no dropout of attention weights."""

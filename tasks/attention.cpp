@@ -111,19 +111,6 @@ void for_kept(const at::Tensor& s, const PairMask& mask, int64_t first, Interval
 
 at::Tensor rows_of(const at::Tensor& x, Interval keys) { return x.narrow(0, keys.from, keys.size()); }
 
-template <class T>
-HeadRows<T> rows_of_head(const at::Tensor& x, int64_t b, int64_t h) {
-  auto* data = static_cast<std::remove_const_t<T>*>(x.data_ptr());
-  return {data + b * x.stride(0) + h * x.stride(1), x.stride(2), x.stride(3)};
-}
-
-// Returns the buffers of this thread.
-template <class T>
-HeadAttention<T>& buffers_of_head() {
-  static thread_local HeadAttention<T> head;
-  return head;
-}
-
 // Calls f(head, batch, head of k) with the keys and values of each head, see HeadAttention::begin.
 template <class T, class F>
 void for_heads(const Triple& x, bool diagonal, bool gradients, F f) {

@@ -51,7 +51,7 @@ class Attention(Op):
 
     category = CONTRACTION
     colours: ClassVar = {"forward": "#009e73"}
-    picks = "qkv", "kv_heads"
+    picks: Sequence[str] = ("qkv", "kv_heads")
 
     def __init__(
         self, operands: Operands, out: Tensor, lse: Tensor, *, mask: Mask, backend: str,
@@ -119,7 +119,7 @@ class Attention(Op):
     def fit(self, tiling: Tiling) -> None:
         self.mask.fit(tiling)
         k, axis = self._keys
-        if self.dropout and _cut(tiling, self.output.size("seq"), k.size(axis)):
+        if self.dropout and cut_positions(tiling, self.output.size("seq"), k.size(axis)):
             need = "none: this graph is for whole sequences, see Graph's cuts, or has packed ones"
             raise ConfigError(f"tiles.seq: got {tiling.tiles['seq']}; allowed with attention_dropout: {need}")
         if self.group > 1:
@@ -283,18 +283,26 @@ class AttentionGrad(Op):
                     pair = PairGradArgs(do_order, diagonal, qkv, grads, fwd.scale, limits)
                     lowering.emit("attention_grad_pair", accesses, pair, flop=flop)
 
-    def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
+    def of_scores(self, inputs: Sequence[Array], seed: int) -> tuple[Array, Array]:
+        """Return the gradient of the unscaled scores, and the weights of the values; both [b, h, seq, key]."""
         fwd = self.forward
         q, k, v, data = fwd.arrays(*inputs[:-3])
         o, do = as_bhsd(inputs[-3], fwd.out_order), as_bhsd(inputs[-1], order_of(self.do.axes))
         p, _ = fwd.probabilities(q, k, data)
         factors = fwd.factors(data, seed)
         ds = fwd.scale * p * (factors * (do @ v.swapaxes(-1, -2)) - (do * o).sum(-1, keepdims=True))
+        return ds, p * factors
+
+    def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
+        fwd = self.forward
+        q, k, *_ = fwd.arrays(*inputs[:-3])
+        ds, weights = self.of_scores(inputs, seed)
+        do = as_bhsd(inputs[-1], order_of(self.do.axes))
 
         def of_group(x: Array) -> Array:
             return np.asarray(x.reshape(x.shape[0], -1, fwd.group, *x.shape[2:]).sum(2))
 
-        dk, dv = of_group(ds.swapaxes(-1, -2) @ q), of_group((p * factors).swapaxes(-1, -2) @ do)
+        dk, dv = of_group(ds.swapaxes(-1, -2) @ q), of_group(weights.swapaxes(-1, -2) @ do)
         return tuple(self.grads.join(ds @ k, dk, dv))
 
 
@@ -327,25 +335,30 @@ def attention(
     if dropout and g.row_numbers and backend == "naive":
         need = "0, or model.attention: segments"
         raise ValueError(f"model.attention_dropout: got {dropout}; allowed with packed sequences: {need}")
-    if dropout and mask.segments and backend == "segments" and "seq" not in g.row_numbers:
-        raise ValueError(f"attention_dropout: got {dropout}; allowed without row numbers of the tokens: 0")
+    check_row_numbers(g, dropout, mask, backend)
     operands = checked(g, q, k, v, mask)
     if g.cache:
         return g.cache.attend(operands, mask, scale)
     x, keys = operands.parts[0][0], operands.parts[1][0]
     sizes = {"batch": 1, "key": x.size("seq")} | keys.sizes | x.sizes
-    if dropout and not mask.segments and _cut(g.cuts, sizes["seq"], sizes["key"]):
+    if dropout and not mask.segments and cut_positions(g.cuts, sizes["seq"], sizes["key"]):
         backend = "naive"
     if backend == "naive":
         return naive(g, operands, mask, dropout, scale)
     axes = [axis for axis in x.axes if axis != "qkv"]
     out = g.temp("attention", axes, [x.size(a) for a in axes], x.dtype)
     lse = g.temp("lse", BHSD[:3], [sizes[a] for a in BHSD[:3]], accumulation_dtype(x.dtype))
-    drops = _dropout(g, dropout, axes, sizes, mask) if dropout else None
+    drops = scores_dropout(g, dropout, axes, sizes, mask) if dropout else None
     return g.add(Attention(operands, out, lse, mask=mask, backend=backend, dropout=drops, scale=scale)).output
 
 
-def _dropout(g: GraphLike, rate: float, axes: Sequence[str], sizes: dict[str, int], mask: Mask) -> ScoresDropout:
+def check_row_numbers(g: GraphLike, dropout: float, mask: Mask, backend: str) -> None:
+    """Raise ValueError if dropout over segments lacks the positions of the tokens in the padded batch."""
+    if dropout and mask.segments and backend == "segments" and "seq" not in g.row_numbers:
+        raise ValueError(f"attention_dropout: got {dropout}; allowed without row numbers of the tokens: 0")
+
+
+def scores_dropout(g: GraphLike, rate: float, axes: Sequence[str], sizes: dict[str, int], mask: Mask) -> ScoresDropout:
     """Return the dropout of the attention probabilities, for attention in one task; axes: axes of the queries."""
     if not mask.segments:
         return ScoresDropout(rate, g.dropout_key(), steps_of(scores_axes(axes), sizes))
@@ -353,5 +366,5 @@ def _dropout(g: GraphLike, rate: float, axes: Sequence[str], sizes: dict[str, in
     return ScoresDropout(rate, g.dropout_key(), steps_of([*BHSD[:3], "key"], padded), g.row_numbers["seq"])
 
 
-def _cut(tiling: Tiling, seq: int, key: int) -> bool:
+def cut_positions(tiling: Tiling, seq: int, key: int) -> bool:
     return tiling.cut("seq", seq) or tiling.cut("key", key)

@@ -77,11 +77,22 @@ struct HeadSizes {
   int64_t kept(int64_t query) const { return diagonal ? std::min(query + 1, keys) : keys; }
 };
 
-template <class T>
+inline constexpr int64_t kHeadKeys = 512;  // keys of a block; terms must not mask all keys of a block
+
+// Scores without further terms; see `Terms` in attention_relative.cpp.
+struct NoTerms {
+  template <class T>
+  void add(T*, int64_t, int64_t, int64_t, int64_t, int64_t) const {}
+  template <class T>
+  void collect(const T*, int64_t, int64_t, int64_t, int64_t, int64_t) const {}
+};
+
+// Terms: adds terms to blocks of unscaled scores, and takes the gradients of these scores.
+template <class T, class Terms = NoTerms>
 class HeadAttention {
   static constexpr int64_t kColumns = kTileColumns<T>, kRows = kTileRows;
   // A block of scores fits into the L2 cache. A panel of keys stays in the L1 cache for all queries of a block.
-  static constexpr int64_t kQueries = 8 * kRows, kKeys = 512, kStep = kKeys + kColumns;
+  static constexpr int64_t kQueries = 8 * kRows, kStep = kHeadKeys + kColumns;
 
  public:
   // Prepares the keys and values of a head. Then call `forward` or `backward` for each head of queries that uses them.
@@ -100,13 +111,14 @@ class HeadAttention {
   }
 
   // Computes a head of the output and its log-sum-exp.
-  void forward(const HeadRows<const T>& q, const HeadRows<T>& out, T* lse, T scale) {
+  void forward(const HeadRows<const T>& q, const HeadRows<T>& out, T* lse, T scale, const Terms& terms = {}) {
     for_queries([&](int64_t first, int64_t rows) {
       std::array<T, kQueries> tops, totals;
       tops.fill(-std::numeric_limits<T>::infinity());
       totals.fill(T(0));
       for_keys(first, rows, [&](int64_t from, int64_t end) {
         scores(p_.data(), q, k_across_, first, rows, from, end);
+        terms.add(p_.data(), kStep, first, rows, from, end);
         for_strips(first, rows, from, end, [&](int64_t row, int64_t height, int64_t keys) {
           for (int64_t r = row; r < row + height; ++r)
             softmax(r, std::min(sizes_.kept(first + r) - from, keys), keys, tops[r], totals[r], scale);
@@ -122,7 +134,7 @@ class HeadAttention {
 
   // Computes a head of dq, and adds to the gradients of k and v.
   void backward(const HeadRows<const T>& q, const HeadRows<const T>& d_out, const HeadRows<const T>& out, const T* lse,
-                const HeadRows<T>& dq, T scale) {
+                const HeadRows<T>& dq, T scale, const Terms& terms = {}) {
     q_.rows(q, sizes_.queries, sizes_.dim, width_);
     d_out_.rows(d_out, sizes_.queries, sizes_.dim, width_);
     for_queries([&](int64_t first, int64_t rows) {
@@ -130,6 +142,7 @@ class HeadAttention {
       for (int64_t r = 0; r < rows; ++r) deltas[r] = dot(d_out, out, first + r);
       for_keys(first, rows, [&](int64_t from, int64_t end) {
         scores(p_.data(), q, k_across_, first, rows, from, end);
+        terms.add(p_.data(), kStep, first, rows, from, end);
         scores(ds_.data(), d_out, v_across_, first, rows, from, end);
         for_strips(first, rows, from, end, [&](int64_t row, int64_t height, int64_t keys) {
           const auto zeros = std::min(keys + kRows, end - from);
@@ -138,6 +151,7 @@ class HeadAttention {
                                 scale);
           multiply(sums_.data() + row * width_, height, {ds_.data() + row * kStep, kStep, 1}, k_, from, keys);
         });
+        terms.collect(ds_.data(), kStep, first, rows, from, end);
         for (int64_t key = from; key < std::min(end, sizes_.kept(first + rows - 1)); key += kRows) {
           const auto keys = std::min(kRows, end - key);
           // The first queries of the block do not attend to `key`.
@@ -179,8 +193,8 @@ class HeadAttention {
   // Calls f(first key, end) for each block of keys to which a block of queries attends.
   template <class F>
   void for_keys(int64_t first, int64_t rows, F f) const {
-    for (int64_t from = 0; from < sizes_.kept(first + rows - 1); from += kKeys)
-      f(from, std::min(from + kKeys, sizes_.keys));
+    for (int64_t from = 0; from < sizes_.kept(first + rows - 1); from += kHeadKeys)
+      f(from, std::min(from + kHeadKeys, sizes_.keys));
   }
 
   // Splits a block into strips of kRows queries. Calls f(first row of the strip in the block, number of its rows,
@@ -269,5 +283,18 @@ class HeadAttention {
     });
   }
 };
+
+template <class T>
+HeadRows<T> rows_of_head(const at::Tensor& x, int64_t b, int64_t h) {
+  auto* data = static_cast<std::remove_const_t<T>*>(x.data_ptr());
+  return {data + b * x.stride(0) + h * x.stride(1), x.stride(2), x.stride(3)};
+}
+
+// Returns the buffers of this thread.
+template <class T, class Terms = NoTerms>
+HeadAttention<T, Terms>& buffers_of_head() {
+  static thread_local HeadAttention<T, Terms> head;
+  return head;
+}
 
 }  // namespace nntile

@@ -171,10 +171,11 @@ def _filled_in_front(rng: np.random.Generator, types: bool = False) -> Inputs:
 
 
 def _deberta(
-    kind: str, inputs: Callable[[np.random.Generator], Inputs], zero: str | None = None, **config: Any
-) -> Case:
+    kind: str, inputs: Callable[[np.random.Generator], Inputs], zero: str | None = None, attention: str = "naive",
+    **config: Any,
+) -> Case:  # fmt: skip
     options = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]} | config
-    return Case(functools.partial(bert, kind, **options), inputs, zero=zero, attention="naive")
+    return Case(functools.partial(bert, kind, **options), inputs, zero=zero, attention=attention)
 
 
 ALBERT: dict[str, Any] = {"embedding_size": 10, "num_hidden_layers": 3, "classifier_dropout_prob": 0.0}
@@ -229,6 +230,10 @@ CASES = {
         "DebertaForMaskedLM", functools.partial(_filled_in_front, types=True),
         type_vocab_size=2, max_relative_positions=7,
     ),
+    "deberta fused": _deberta(
+        "DebertaForMaskedLM", functools.partial(_filled_in_front, types=True), attention="segments",
+        type_vocab_size=2, max_relative_positions=7,
+    ),
     "deberta p2c": _deberta("DebertaForMaskedLM", tokens, pos_att_type=["p2c"], legacy=False),
     "deberta classification": _deberta("DebertaForSequenceClassification", _classes, position_biased_input=False),
     "deberta v2": _deberta(
@@ -237,6 +242,9 @@ CASES = {
     ),
     "deberta v2 c2p": _deberta("DebertaV2ForMaskedLM", tokens, zero="key_proj.bias", pos_att_type=["c2p"]),
     "deberta v3": _deberta("DebertaV2ForMaskedLM", functools.partial(tokens, mask=True), **DEBERTA_V3),
+    "deberta v3 fused": _deberta(
+        "DebertaV2ForMaskedLM", functools.partial(tokens, mask=True), attention="segments", **DEBERTA_V3
+    ),
     "deberta v3 classification": _deberta("DebertaV2ForSequenceClassification", _classes, **DEBERTA_V3),
     "modernbert": Case(
         functools.partial(modernbert, "ModernBertForMaskedLM"), functools.partial(tokens, mask=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from nntile_py.tasks import Op, Tensor
 from nntile_py.tasks.attention_dropout import ScoresDropout, steps_of
 from nntile_py.tasks.attention_operands import Operands
 from nntile_py.tasks.mask import Mask
-from nntile_py.testing import Case, Maker, Values, of, offsets, padding
+from nntile_py.testing import Case, Maker, Values, ids, of, offsets, padding
 
 _HEADS = "batch heads seq head_dim"
 _SCORES = "batch heads seq key"
@@ -126,6 +127,75 @@ def relative(products: str = "queries keys", axes: str = _SCORES, gradient: bool
     return row
 
 
+def with_distances(
+    products: str = "queries keys", axes: str = _HEADS, *, mask: str = "", drop: float = 0.0, gradient: bool = False,
+    order: str = "", rows: int = 5,
+) -> Callable[[Case], Op]:  # fmt: skip
+    """Attention with the products named by `products`, whose axes without `relative` are `order`, or its gradient."""
+
+    def row(case: Case) -> Op:
+        case.whole |= {"seq"}
+        case.sizes |= {"distance": 2 * case.sizes["seq"] - 1, "relative": rows}
+        case.sizes |= {} if "batch" in axes else {"batch": 1}
+        names = " ".join([order or axes.replace(" head_dim", ""), "relative"])
+        qkv = operands([case.x(axes) for _ in range(3)])
+        index = case.x("distance", rows_of_distances(rows), "int64")
+        made = [case.x(names) if one in products else None for one in ("queries", "keys")]
+        data = {
+            "padding": case.x("batch seq", two_keys, "int64") if mask == "padding" else None,
+            "segments": case.x("sequences", long_and_short(case.sizes["seq"]), "int64") if mask == "segments" else None,
+        }
+        options: dict[str, Any] = {"mask": Mask(**data), "scale": 0.7}
+        if drop:
+            case.slots["dropout_seed"], case.options["seed"] = 7.0, 7
+            numbers = case.x("batch seq", ids(100), "int64") if mask == "segments" else None
+            options["dropout"] = ScoresDropout(drop, 2, steps_of(_SCORES.split(), case.sizes), numbers)
+        terms, rest = ops.DistanceTerms(index, *made), "batch heads seq"
+        if not gradient:
+            return case.add(ops.RelativeAttention(qkv, terms, case.y(axes), case.y(rest, case.sum_dtype), **options))
+        free = ops.RelativeAttention(qkv, terms, case.temp(axes), case.temp(rest), **options)
+        seed = {"seed": 7} if drop else {}
+
+        def found(number: int) -> Maker:
+            return lambda rng, shape, values: np.ascontiguousarray(
+                free.reference(*(values[t] for t in free.inputs), **seed)[number]
+            )
+
+        o, lse = found(0), found(1)
+        forward = ops.RelativeAttention(qkv, terms, case.x(axes, o), case.x(rest, lse, case.sum_dtype), **options)
+        outs = [case.like(t) for t in (*qkv.tensors, *terms.products)]
+        return case.add(ops.RelativeAttentionGrad(forward, case.x(_HEADS if "batch" in axes else axes), outs))
+
+    return row
+
+
+# The gradient of the scores of one key, or of keys with one row of distances, is nothing but rounding. So the following
+# functions give two keys to a query, and rows of their own to neighbours.
+
+
+def long_and_short(positions: int) -> Maker:
+    """A sequence of two positions or more, an empty one and one of a position; at the end there may be a free one."""
+    end = max(positions - 2, 2)
+    return lambda rng, shape, values: np.array([0, end, end, min(end + 1, positions)])
+
+
+def two_keys(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Any:
+    """Padding of all keys but the first two."""
+    return np.where(np.arange(shape[1]) < 2, 1, rng.random(shape) < 0.6)
+
+
+def rows_of_distances(rows: int) -> Maker:
+    """Rows that never fall, each of one or several distances, without gaps; distance 0 has a row in the middle."""
+
+    def make(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Any:
+        rises, middle = rng.random(shape) < 0.6, shape[0] // 2
+        rises[middle : middle + 2] = True
+        steps = np.cumsum(rises)
+        return np.clip(steps - steps[middle] + rows // 2, 0, rows - 1)
+
+    return make
+
+
 def rising_rows(rows: int) -> Maker:
     """Rows that never fall, the first and the last of several distances."""
     return lambda rng, shape, values: np.sort(np.clip(rng.integers(-1, rows + 1, shape), 0, rows - 1))
@@ -176,7 +246,16 @@ ROWS: dict[str, Callable[[Case], Any]] = {
     "AttentionRepeat": repeat(gradient=False),
     "AttentionRepeatGrad": repeat(gradient=True),
 }
+_by_seq, _one = "batch seq heads head_dim", "heads seq head_dim"
 for _gradient in (False, True):
+    _name = f"RelativeAttention{'Grad' * _gradient}"
+    _with = partial(with_distances, gradient=_gradient)
+    ROWS[_name] = _with()
+    ROWS[f"{_name} of queries"] = _with("queries", _by_seq, mask="padding", rows=40)
+    ROWS[f"{_name} of keys"] = _with("keys", _by_seq, order="heads batch seq")
+    ROWS[f"{_name} segments"] = _with(axes="seq heads head_dim", mask="segments", rows=40)
+    ROWS[f"{_name} segments dropout"] = _with(axes=_one, mask="segments", drop=0.3, rows=9)
+    ROWS[f"{_name} padding dropout"] = _with(mask="padding", drop=0.3, rows=3)
     _name = f"Attention{'Grad' * _gradient} dropout"
     ROWS[_name] = dropped(PACKED, gradient=_gradient)
     ROWS[f"{_name} padding causal"] = dropped(BY_SEQ, gradient=_gradient, masks=True)

@@ -14,6 +14,8 @@ import torch
 from operators import ROWS, TILINGS
 from operators_contract import linear
 from operators_losses import adamw, lion, muon_update, sgd
+from relative_rows import CASES as RELATIVE
+from relative_rows import fitted
 from test_attention import SIZES as ATTENTION_SIZES
 from test_attention import Row as AttentionRow
 from test_packed import LENGTH, LENGTHS, inputs, made
@@ -241,6 +243,14 @@ def test_dropout_of_segments(cuda: nt.Runtime, tiles: dict[str, int], dtype: str
     check(row, tiles, "chain", dtype, BIN, tolerance=5e-5 if dtype == "fp32" else None)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", RELATIVE)
+def test_attention_with_relative_positions(cuda: nt.Runtime, name: str, dtype: str) -> None:
+    for positions, head_dim in ((300, 64), (50, 24)):
+        row, sizes, tiles = fitted(name, positions, head_dim=head_dim)
+        check(row, tiles, "chain", dtype, sizes, tolerance=5e-5 if dtype == "fp32" else None)
+
+
 # Tiles are of 128 positions, of 64 with large heads, of 32 with fp32; ENDS leave tokens of no segment.
 GROUPED: list[tuple[str, str, int, dict[str, int], float, tuple[int, ...]]] = [
     ("segments", "by seq", 64, {}, 0.0, ENDS), ("segments causal", "packed", 64, {"heads": 2}, 0.3, ENDS),
@@ -407,15 +417,17 @@ def test_ragged_refusals(python: Any, mask: str, backend: str, layout: str, dtyp
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("name", ["bert", "bert rules", "deberta", "modernbert", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["bert", "bert rules", "deberta", "deberta fused", "deberta v3 fused", "modernbert", "gpt2"]
+)
 @pytest.mark.parametrize(("dtype", "limit"), [("fp32", 1e-4), ("bf16", 2e-2), ("fp16", 5e-3)])
 def test_packed_as_padded(cuda: nt.Runtime, name: str, dtype: str, limit: float, lengths: str) -> None:
     """What lies behind the filled part of a tile is added to nothing, in bins that other steps fill more or less."""
     batch, other, found = inputs(LENGTHS[lengths]), inputs([LENGTH] * len(LENGTHS[lengths]), seed=1), []
     for pack in (False, True):
         trainer = nt.Trainer(
-            made(name.split()[0], dropout=0.1), len(LENGTHS[lengths]), LENGTH, {"batch": 3}, precision=dtype, pack=pack,
-            check_finite=True, optimizer=nt.SGD(lr=0.1), fusion=Fusion(found="rules" not in name),
+            made(name.removesuffix(" rules"), dropout=0.1), len(LENGTHS[lengths]), LENGTH, {"batch": 3}, pack=pack,
+            precision=dtype, check_finite=True, optimizer=nt.SGD(lr=0.1), fusion=Fusion(found="rules" not in name),
             loss_scale=256.0 if dtype == "fp16" else None,
         )  # fmt: skip
         steps = [trainer.submit(one).result() for one in (other, batch, other, batch)]

@@ -17,7 +17,7 @@ from pairwise import covering
 
 import nntile_py as nt
 from nntile_py.graph.random_inputs import random_inputs
-from nntile_py.models.deberta import distance_rows, log_buckets
+from nntile_py.models.deberta_parts import distance_rows, log_buckets
 from nntile_py.testing import error
 
 EVEN = {"batch": 2, "seq": 6, "embed": 12, "heads": 2, "ffn": 20, "vocab": 30}

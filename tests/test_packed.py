@@ -39,6 +39,8 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "roberta": (nt.models.RoBERTa, {}),
     "deberta": (nt.models.DeBERTa, {"relative_positions": 9}),
     "deberta v3": (nt.models.DeBERTaV2, {"position_buckets": 8}),
+    "deberta fused": (nt.models.DeBERTa, {"relative_positions": 9, "attention": "segments"}),
+    "deberta v3 fused": (nt.models.DeBERTaV2, {"position_buckets": 8, "attention": "segments"}),
     "modernbert": (nt.models.ModernBERT, {"local_attention": 5, "layers": 2}),  # the second layer is local
     "albert": (nt.models.ALBERT, {"layers": 2}),  # with shared weights
     "gpt2": (nt.models.GPT2, {}),
@@ -162,6 +164,7 @@ def test_forms_of_attention(attention: str) -> None:
 
 DROPPED = [("bert", "uncut", True), ("gpt2", "even", False), ("gpt2", "even", True), ("modernbert", "even", True)]
 DROPPED += [("modernbert", "uncut", False), ("llama", "even", True)]
+DROPPED += [("deberta", "ragged", True), ("deberta v3", "even", False)]
 
 
 @pytest.mark.few(2)
@@ -190,7 +193,7 @@ def test_dropout_of_attention_over_cut_sequences() -> None:
 def test_what_cuda_workers_compute(name: str, tiling: str) -> None:
     """What is filled alone, where it is in the first rows of every tile: not where there are scores in memory."""
     spec = StepSpec(made(name), 7, LENGTH, Tiling(TILINGS[tiling]), pack=True)
-    assert lives_on_cuda(spec.step().first.tasks) == ("deberta" not in name)
+    assert lives_on_cuda(spec.step().first.tasks) == ("deberta" not in name or "fused" in name)
 
 
 @pytest.mark.parametrize("tiling", TILINGS)

@@ -153,7 +153,7 @@ def test_against_the_reference(row: str, dtype: str, tiling: str, policy: str) -
         if is_scaled(tensor.dtype):
             limit = TOLERANCES[tensor.dtype]
         else:
-            twice = 1 + ("merged" in row)  # q and k are rounded once more
+            twice = 1 + ("merged" in row or "RelativeAttention" in row)  # q and k, or weights, are rounded once more
             limit = ROUNDING[dtype] * twice if rounded else 1e-5
         assert wrong < limit, f"{tensor}: off by {wrong:.1e}"
 
@@ -398,7 +398,7 @@ def test_every_kernel_has_launches() -> None:
     for path in (Path(launch.__file__).parent).glob("*.cpp"):
         named |= set(re.findall(r"^NNTILE_KERNEL\((\w+),", path.read_text(), re.M))
     own = {name for name in named if not name.startswith(("contract", "attention", "flash", "unite", "top_logprobs"))}
-    of_segments = {f"attention{name}{grad}" for name in ("", "_segments") for grad in ("", "_grad")}
+    of_segments = {f"attention{name}{grad}" for name in ("", "_segments", "_relative") for grad in ("", "_grad")}
     assert set(launch.load()) == own | of_segments | {"contract"}
 
 

@@ -96,7 +96,7 @@ def _attention_orders(op: Attention | AttentionGrad) -> list[SameOrder]:
 
     forward = op.forward if isinstance(op, AttentionGrad) else op
     single = [forward.output, *([op.do] if isinstance(op, AttentionGrad) else [])]
-    many = [forward.operands.tensors, *([op.outputs] if isinstance(op, AttentionGrad) else [])]
+    many = [forward.operands.tensors, *([op.grads.tensors] if isinstance(op, AttentionGrad) else [])]
     return [*map(roles, many), *(roles([t]) for t in single)]
 
 
@@ -137,7 +137,7 @@ def on(op: Op, other: Mapping[Tensor, Tensor]) -> Op:
         changed = Contract(of(op.a), of(op.b), of(op.output), scale=op.scale, activation=op.activation, bias_grad=sums,
                         reshape=op.reshape, **given)  # fmt: skip
     elif isinstance(op, AttentionGrad):
-        changed = AttentionGrad(_attention_on(op.forward, of), of(op.do), [of(t) for t in op.outputs])
+        changed = type(op)(_attention_on(op.forward, of), of(op.do), [of(t) for t in op.outputs])
     elif isinstance(op, Attention):
         changed = _attention_on(op, of)
     elif isinstance(op, Generated):
