@@ -238,7 +238,9 @@ class Lowering:
         return [*parts[last + 1 :], *parts[: last + 1]]
 
     def by_batch(self, indices: Iterable[Index], sums: Sequence[Tensor]) -> list[Index]:
-        """Rotate the order in which the parts of the batch add to sums over the batch, see `rotated`.
+        """Swap the halves of the batch for some operators that add to sums over the batch, see `rotated`.
+
+        Each GPU's parts stay neighbours, so that a small sum visits each GPU once.
 
         Args:
             indices: indices of an operator's tasks, each of which adds to all sums.
@@ -250,8 +252,10 @@ class Lowering:
         parts: dict[int | None, list[Index]] = {}
         for index in indices:
             parts.setdefault(index.get("batch"), []).append(index)
-        every = self.rotated([*parts.values()], sum(tensor.numel for tensor in over_batch), len(over_batch))
-        return [index for part in every for index in part]
+        every = [*parts.values()]
+        halves = [half for half in (every[: len(every) // 2], every[len(every) // 2 :]) if half]
+        halves = self.rotated(halves, sum(tensor.numel for tensor in over_batch), len(over_batch))
+        return [index for half in halves for part in half for index in part]
 
     def emit(
         self,

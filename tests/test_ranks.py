@@ -88,7 +88,7 @@ def play(lists: list[TaskList], values: list[Values], sent: Counter[Any], draw: 
             else:
                 for part in task.parts or [task]:
                     run(part, mine)
-            for tile in task.frees:
+            for tile in (*task.frees, *task.scratch):
                 del mine[tile.key]
             at[rank] += 1
             break

@@ -341,7 +341,7 @@ class Program:
             codelet=f"{task.kernel}_{dtype}",
             name=task.op or task.kernel,
             tiles=[handles[a.tile] for a in task.accesses],
-            scratch=[(tile.shape, tile.dtype) for tile in task.scratch],
+            scratch=[(tile.shape, tile.dtype, tile.scales) for tile in task.scratch],
             residents=[k for k, a in enumerate(task.accesses) if a.tile.key in self._residents],
             modes=[a.mode for a in task.accesses],
             floats=floats,

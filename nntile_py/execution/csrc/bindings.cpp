@@ -310,12 +310,12 @@ PYBIND11_MODULE(_core, m) {
              std::vector<std::shared_ptr<Tile>> tiles, const std::vector<std::string>& modes,
              std::vector<double> floats, std::vector<std::pair<int, int>> slots, uint32_t footprint, int priority,
              double flop, int worker, int delay, std::vector<int> leaves, const std::string& kind,
-             const std::vector<std::pair<std::vector<int64_t>, std::string>>& scratch_tiles,
+             const std::vector<std::tuple<std::vector<int64_t>, std::string, size_t>>& scratch_tiles,
              std::vector<int> residents) {
             TaskRecord record;
             record.residents = std::move(residents);
-            for (const auto& [shape, dtype] : scratch_tiles)
-              record.scratch.push_back(std::make_shared<Tile>(shape, scalar_type(dtype)));
+            for (const auto& [shape, dtype, scales] : scratch_tiles)
+              record.scratch.push_back(std::make_shared<Tile>(shape, scalar_type(dtype), scales));
             auto every = tiles;
             every.insert(every.end(), record.scratch.begin(), record.scratch.end());
             std::vector<std::string> kernels;
@@ -357,7 +357,7 @@ PYBIND11_MODULE(_core, m) {
           py::arg("floats") = std::vector<double>{}, py::arg("slots") = std::vector<std::pair<int, int>>{},
           py::arg("footprint") = 0, py::arg("priority") = 0, py::arg("flop") = 0.0,
           py::arg("worker") = -1, py::arg("delay") = 0, py::arg("leaves") = std::vector<int>{}, py::arg("kind") = "",
-          py::arg("scratch") = std::vector<std::pair<std::vector<int64_t>, std::string>>{},
+          py::arg("scratch") = std::vector<std::tuple<std::vector<int64_t>, std::string, size_t>>{},
           py::arg("residents") = std::vector<int>{})
       .def("add_invalidate", &Program::add_invalidate)
       .def("add_message",

@@ -32,7 +32,7 @@ struct Tile {
   // A tile on a handle of another library, which registers and unregisters the handle.
   Tile(::_starpu_data_state* foreign, std::vector<int64_t> shape, at::ScalarType dtype);
   // A tile without a handle: its memory lasts as long as a task.
-  Tile(std::vector<int64_t> shape, at::ScalarType dtype);
+  Tile(std::vector<int64_t> shape, at::ScalarType dtype, size_t scales = 1);
   ~Tile();
   Tile(const Tile&) = delete;
   Tile& operator=(const Tile&) = delete;

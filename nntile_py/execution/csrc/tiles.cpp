@@ -157,15 +157,17 @@ size_t smallest_waiting(unsigned node) {
   return least;
 }
 
-Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, Monoid monoid, bool redux, size_t scales_)
+Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, size_t scales_)
     : shape(std::move(shape_)), dtype(dtype_), bytes(c10::elementSize(dtype_)), scales(scales_) {
-  require_running();
-  double wanted = static_cast<double>(bytes);
-  for (const auto size : shape) {
-    wanted *= static_cast<double>(size);
-    bytes *= static_cast<size_t>(size);
-  }
+  for (const auto size : shape) bytes *= static_cast<size_t>(size);
   if (is_scaled(dtype)) bytes = scale_offset(bytes) + scale_offset(scales * sizeof(float));
+}
+
+Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, Monoid monoid, bool redux, size_t scales_)
+    : Tile(std::move(shape_), dtype_, scales_) {
+  require_running();
+  double wanted = static_cast<double>(c10::elementSize(dtype));
+  for (const auto size : shape) wanted *= static_cast<double>(size);
   if (wanted > static_cast<double>(g.limit))
     throw TaskError("out of memory: one tile of " + std::to_string(wanted / (1 << 20)) + " MiB, allowed are " +
                     std::to_string(g.limit >> 20) + " MiB in all (runtime.memory). Use smaller tiles");
@@ -180,17 +182,12 @@ Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, Monoid monoid, bo
 }
 
 Tile::Tile(::_starpu_data_state* foreign_, std::vector<int64_t> shape_, at::ScalarType dtype_)
-    : shape(std::move(shape_)), dtype(dtype_), bytes(c10::elementSize(dtype_)), handle(foreign_), foreign(true), initialised(true) {
+    : Tile(std::move(shape_), dtype_) {
   require_running();
-  for (const auto size : shape) bytes *= static_cast<size_t>(size);
+  handle = foreign_;
+  foreign = initialised = true;
   const std::lock_guard lock(g_tiles_mutex);
   g_tiles.insert(this);
-}
-
-Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_)
-    : shape(std::move(shape_)), dtype(dtype_), bytes(c10::elementSize(dtype_)) {
-  for (const auto size : shape) bytes *= static_cast<size_t>(size);
-  if (is_scaled(dtype)) bytes = scale_offset(bytes) + kScaleBytes;
 }
 
 void add_by_reduction(Tile& tile, Monoid monoid) {
