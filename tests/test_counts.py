@@ -33,7 +33,7 @@ def test_plan_and_analysis_move_the_same_bytes(name: str, sets: list[str]) -> No
     attention with a window is not taken for one without."""
     config = load(f"experiments/{name}_tiny.yaml", ["train.seq=64", *sets])
     made, planned = analyse(config), plan(config)
-    # The tree that sums the norm has another shape in a step: its gradients are ordered by the part that ends their sums.
+    # The tree that sums the norm has another shape in a step: the part that ends a gradient's sum orders the gradients.
     spec = step_spec(config)
     trees = spec.step().update, lower(spec.update(spec.graphs), spec.cuts, spec.accumulate)
     nodes, of_analysis = (sum(task.kernel == "add_scalars" for task in one.tasks.tasks) for one in trees)
