@@ -88,7 +88,7 @@ class RelativeAttention(Attention):
         mask: without a causal mask and without a window.
     """
 
-    colours: ClassVar = {"forward": "#009e73"}
+    colours: ClassVar = {"forward": "#006d2c"}
     picks = "qkv", "kv_heads", "distance", "relative"
 
     def __init__(
@@ -180,7 +180,7 @@ class RelativeAttentionGrad(AttentionGrad):
     - d position_to_content[t, r] = sum of ds[s, t] over all queries s with index[t - s + seq - 1] = r
     """
 
-    colours: ClassVar = {"backward": "#cc79a7"}
+    colours: ClassVar = {"backward": "#9e4f7d"}
     picks = ("distance",)
     forward: RelativeAttention
 

@@ -161,7 +161,7 @@ class Lowering:
     def by_batch(self, indices: Iterable[Index], sums: Sequence[Tensor]) -> list[Index]:
         """Swap the halves of the batch for some operators that add to sums over the batch, see `rotated`.
 
-        Each GPU's parts stay neighbours, so that a small sum visits each GPU once.
+        Each GPU's parts stay neighbours, so that a small sum visits each GPU once. An odd number of parts keeps its order.
 
         Args:
             indices: indices of an operator's tasks, each of which adds to all sums.
@@ -173,9 +173,11 @@ class Lowering:
         parts: dict[int | None, list[Index]] = {}
         for index in indices:
             parts.setdefault(index.get("batch"), []).append(index)
-        every = [*parts.values()]
-        halves = [half for half in (every[: len(every) // 2], every[len(every) // 2 :]) if half]
-        halves = self.rotated(halves, sum(tensor.numel for tensor in over_batch), len(over_batch))
+        every, middle = [*parts.values()], len(parts) // 2
+        if 2 * middle != len(parts):  # also a batch that is not cut
+            return [index for part in every for index in part]
+        numel = sum(tensor.numel for tensor in over_batch)
+        halves = self.rotated([every[:middle], every[middle:]], numel, len(over_batch))
         return [index for half in halves for part in half for index in part]
 
     def emit(
