@@ -4,12 +4,12 @@
 
 A row of the table is SEQUENCESxLONGEST; lengths are distributed uniformly about alpha times the longest. Times are
 microseconds of a call in a CUDA graph, so without launch overhead. Errors are |difference| / |value| against fp32
-attention of each sequence with stored scores, whose time with its gradient is the last number of a row.
+attention of each sequence with stored scores. The last line of a row has the time of that attention and its gradient.
 --buckets 0: each distance has its own embedding.
 
 --instructions needs no GPU: it compiles the kernels for compute capability 9.0, and prints the instructions of their
-innermost loops divided by the number of scores that a loop computes. A loop has instructions for blocks with and
-without distances that share a bucket, and runs only one of both.
+innermost loops divided by the number of scores that a loop computes. A loop has instructions for two kinds of blocks,
+with and without distances that share a bucket. For each block, it runs the instructions of one kind.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Relative:
 
         def tensor(name: str) -> Any:
             axes = ["batch", "seq", "heads", "relative" if name in ("queries", "keys") else "head_dim"]
-            made = g.named(name, axes, [sizes[axis] for axis in axes], "input")
-            made.requires_grad = True
-            return made
+            named = g.named(name, axes, [sizes[axis] for axis in axes], "input")
+            named.requires_grad = True
+            return named
 
         q, k, v, queries, keys, do = map(tensor, INPUTS)
         mask = Mask(segments=g.named("segments", ["offset"], [len(bounds)], "input", "int64"), longest=longest)
@@ -63,15 +63,15 @@ class Relative:
         lowering = lower(g, Tiling({}))
         self.index, self.longest = torch.tensor(index, device=device), longest
         self.values = {name: torch.randn(g.tensors[name].shape, device=device).bfloat16() for name in INPUTS}
-        given = self.values | {"index": self.index, "segments": torch.tensor(bounds, device=device)}
+        inputs = self.values | {"index": self.index, "segments": torch.tensor(bounds, device=device)}
         self.tasks: list[Task] = lowering.tasks.tasks
         self.tiles: dict[Tile, torch.Tensor] = {}
         for tile in {access.tile for task in self.tasks for access in task.accesses}:
             empty = torch.empty(tile.shape, dtype=getattr(torch, DTYPES[tile.dtype].torch), device=device)
-            self.tiles[tile] = given.get(tile.tensor, empty)
+            self.tiles[tile] = inputs.get(tile.tensor, empty)
         of = dict(zip(op.inputs, grads, strict=True))
-        found = [out, *(of[t] for t in (q, k, v, queries, keys))]
-        self.results = [self.tiles[lowering.tile(t, dict.fromkeys(t.axes, 0))] for t in found if t]
+        results = [out, *(of[t] for t in (q, k, v, queries, keys))]
+        self.results = [self.tiles[lowering.tile(t, dict.fromkeys(t.axes, 0))] for t in results if t]
 
     def run(self, task: Task, way: int) -> None:
         interpreter.interpret([task], [self.tiles[a.tile] for a in task.accesses], SLOTS, way=way)
@@ -108,7 +108,8 @@ def measure(count: int, longest: int, o: Any) -> None:
             wrong = " ".join(f"{error_of(got, value):.0e}" for got, value in pairs)
             cells.append(f"{names_of([way])} {us:.1f} (errors {wrong})")
         print(f"{count} x {longest}, {bounds[-1]} tokens, {'backward' if direction else 'forward'}: {', '.join(cells)}")
-    print(f"stored scores in fp32, one sequence after the other: {start.elapsed_time(end) * 1e3:.0f}", flush=True)
+    us = start.elapsed_time(end) * 1e3
+    print(f"stored scores in fp32, one sequence after the other, with gradients: {us:.0f}", flush=True)
 
 
 def count_instructions(longest: int, o: Any) -> None:

@@ -210,8 +210,8 @@ class DeBERTaLayer(EncoderLayer):
         if c.attention_dropout and g.row_numbers:
             need = "allowed with packed sequences: 0, or model.attention: segments"
             raise ConfigError(f"model.attention_dropout: got {c.attention_dropout}; {need}")
-        # Heads first, a product with embeddings of distances is one product for each head. Dropout draws by the order
-        # of the probabilities, which is that of `fused`.
+        # With heads as the first axis, a product with embeddings of distances is one matrix product for each head. With
+        # dropout, batch is the first axis: the order of axes determines the random numbers, and `fused` has this order.
         axes = ["batch", "heads"] if c.attention_dropout * g.training else ["heads", "batch"]
         q, k, v = (transpose(g, weights(g, x), [*axes, "seq", "head_dim"]) for weights in self.projections)
         k, v = rename(g, k, seq="key"), rename(g, v, seq="key")

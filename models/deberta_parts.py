@@ -1,5 +1,7 @@
-"""Parts of DeBERTa beside its layers: rows of distances, padding that attends to all positions, and the convolution of
-large models."""
+"""Parts of DeBERTa beside its layers.
+
+Rows of distances, padding that attends to all positions, and the convolution of large models.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from nntile_py.errors import ConfigError
 
-SETTINGS = ("tiles", "cpus", "cuda", "precision", "batch", "cache", "max_length", "seed")  # options that keys also name
+# Options for settings that a config has as keys.
+SETTINGS = ("tiles", "cpus", "cuda", "precision", "batch", "cache", "max_length", "seed")
 UNCUT = 10**4  # characters of a command's description in the list of commands: none is shortened
 # typer's own base class of errors about the command line, which has no public name.
 _UsageError: Any = typer.BadParameter.__base__
@@ -74,7 +75,7 @@ class CheckedCommand(TyperCommand):
         return rest
 
     def _explain_set(self) -> str:
-        """Return the message on --set for a command without a config, with the command's own options for settings."""
+        """Return the message on --set for a command that reads no config. It names the command's own options."""
         own = [_name(param) for param in self.params if param.name in SETTINGS]
         return f"--set: the command takes no keys of a config; allowed: {', '.join(own or ['other options'])}"
 

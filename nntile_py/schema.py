@@ -24,7 +24,7 @@ from nntile_py.yaml_text import MOST_BYTES, parse, without_space
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 10 ** (3 * k) for k, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}IB": 2 ** (10 * k) for k, p in enumerate("KMGT", 1)}
 SIZES = "a number of bytes, or a size such as '500MB' or '20GiB'"
-LEAST_MEMORY = 2**20  # smallest bound on memory, StarPU's own unit; a smaller number lacks its unit
+LEAST_MEMORY = 2**20  # StarPU counts memory in MiB. A smaller number was probably typed without its unit.
 MEMORY_SIZES = f"{SIZES}, of at least 1 MiB"
 _SIZE = r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*"
 

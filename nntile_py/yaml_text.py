@@ -14,7 +14,7 @@ _NO_BREAKS = "\x85\u2028\u2029"
 
 
 class _NoSpace(yaml.constructor.ConstructorError):
-    """A value is a key without a space after its colon. The problem is the whole message."""
+    """A key has no space after its colon. `problem` is the complete message."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -57,9 +57,9 @@ _JOINED = re.compile(r"\s*(?:- )?([A-Za-z_]\w*):((?!//)\S.*)")  # a key and its 
 
 
 def without_space(text: str) -> str:
-    """Return a message if a line or a value is a key whose colon no space follows, such as layers:4; else "".
+    """Return a message if a line or a value is a key without a space after its colon, such as layers:4; else "".
 
-    YAML reads layers:4 as a text."""
+    YAML reads layers:4 as one text."""
     match = _JOINED.match(text)
     if not match:
         return ""
@@ -69,7 +69,7 @@ def without_space(text: str) -> str:
 def _joined_in(key: yaml.Node, value: yaml.Node) -> yaml.ScalarNode | None:
     """Return the node whose text is a key and a value without a space between them; None if there is none.
 
-    It is a key that has no value ({layers:4}), or the whole section below a key (`model:`, and a line `layers:4`)."""
+    The node is a key without a value ({layers:4}), or the section below a key (`model:`, then a line `layers:4`)."""
     if not isinstance(value, yaml.ScalarNode) or value.style is not None:
         return None
     if isinstance(key, yaml.ScalarNode) and key.style is None and not value.value and _JOINED.match(key.value):
@@ -79,7 +79,7 @@ def _joined_in(key: yaml.Node, value: yaml.Node) -> yaml.ScalarNode | None:
 
 
 def _line_without_space(text: str, error: yaml.MarkedYAMLError) -> str:
-    """Return the number of the line, and the message of `without_space`, if such a line is the cause of an error."""
+    """Return the line's number and the message of `without_space` if such a line causes the error; else ""."""
     if isinstance(error, _NoSpace) and error.problem_mark:
         return f"line {error.problem_mark.line + 1}: {error.problem}"
     lines = text.split("\n")

@@ -44,7 +44,7 @@ follow() { # follow LOG PID: waits for a command; prints its progress every 20 s
     rounds_per_message=$(awk -v seconds="${NNTILE_SETUP_TICK:-20}" 'BEGIN { print int(seconds * 10) }')
     # A loop here, not a background subshell that prints: bash reports "wait_for: No record of process" when a subshell
     # is killed just after its start.
-    # And `read` waits, not `sleep`: bash loses the status of an ended command if another child gets its process id.
+    # `read` waits here, not `sleep`: bash loses an ended command's status if a new child gets the command's process id.
     local idle
     exec {idle}<> <(:) # a pipe that nobody writes to
     while kill -0 "$2" 2>/dev/null; do

@@ -283,8 +283,8 @@ class AttentionGrad(Op):
                     pair = PairGradArgs(do_order, diagonal, qkv, grads, fwd.scale, limits)
                     lowering.emit("attention_grad_pair", accesses, pair, flop=flop)
 
-    def of_scores(self, inputs: Sequence[Array], seed: int) -> tuple[Array, Array]:
-        """Return the gradient of the unscaled scores, and the weights of the values; both [b, h, seq, key]."""
+    def score_gradient(self, inputs: Sequence[Array], seed: int) -> tuple[Array, Array]:
+        """Return the gradient of the unscaled scores, and the weights of the values after dropout; [b, h, seq, key]."""
         fwd = self.forward
         q, k, v, data = fwd.arrays(*inputs[:-3])
         o, do = as_bhsd(inputs[-3], fwd.out_order), as_bhsd(inputs[-1], order_of(self.do.axes))
@@ -296,7 +296,7 @@ class AttentionGrad(Op):
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
         fwd = self.forward
         q, k, *_ = fwd.arrays(*inputs[:-3])
-        ds, weights = self.of_scores(inputs, seed)
+        ds, weights = self.score_gradient(inputs, seed)
         do = as_bhsd(inputs[-1], order_of(self.do.axes))
 
         def of_group(x: Array) -> Array:
@@ -367,4 +367,5 @@ def scores_dropout(g: GraphLike, rate: float, axes: Sequence[str], sizes: dict[s
 
 
 def cut_positions(tiling: Tiling, seq: int, key: int) -> bool:
+    """Return whether the tiling cuts `seq` queries or `key` keys into several tiles."""
     return tiling.cut("seq", seq) or tiling.cut("key", key)

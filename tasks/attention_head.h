@@ -87,7 +87,7 @@ struct NoTerms {
   void collect(const T*, int64_t, int64_t, int64_t, int64_t, int64_t) const {}
 };
 
-// Terms: adds terms to blocks of unscaled scores, and takes the gradients of these scores.
+// Terms: a class whose `add` adds terms to a block of unscaled scores, and whose `collect` gets the block's gradients.
 template <class T, class Terms = NoTerms>
 class HeadAttention {
   static constexpr int64_t kColumns = kTileColumns<T>, kRows = kTileRows;

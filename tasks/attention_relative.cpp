@@ -1,5 +1,6 @@
-// Attention with relative positions (attention_relative.py): scores of some queries of one sequence and one head at a
-// time, plus products with embeddings of distances. A sequence is a segment of a bin, or a row of the batch.
+// Attention with relative positions (attention_relative.py). Kernels compute the scores of a block of queries of one
+// sequence and one head at a time, and add the products with embeddings of distances. A sequence is a segment of a bin,
+// or a row of the batch.
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -25,8 +26,8 @@ struct Part {
   }
 };
 
-// Products of queries and of keys with embeddings of distances, or the gradients of these products: undefined, or
-// [batch, heads, positions, relative].
+// Products of queries and of keys with embeddings of distances, or the gradients of these products. Each tensor is
+// [batch, heads, positions, relative], or undefined if the operator lacks the product.
 struct Products {
   at::Tensor queries, keys;
 

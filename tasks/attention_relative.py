@@ -44,7 +44,7 @@ class RelativeAttentionGradArgs(TaskArgs):
 
 @dataclass(frozen=True)
 class DistanceTerms:
-    """The terms of the scores that depend on distances; `index` and both products are as in RelativeScores."""
+    """The terms of the scores that depend on distances. `index` and the products have the meaning of RelativeScores."""
 
     index: Tensor
     content_to_position: Tensor | None
@@ -133,7 +133,7 @@ class RelativeAttention(Attention):
             raise ConfigError(f"tiles.seq: got {tiling.tiles['seq']}; allowed with relative positions: {need}")
 
     def of_terms(self, lowering: Lowering, at: Index) -> tuple[list[Tensor], Index]:
-        """Return the index and the products, and the index of their tiles for the query tile `at`."""
+        """Return the tensors of the terms, and the tile index of these tensors for the query tile `at`."""
         return [self.terms.index, *self.terms.products], at | {"relative": 0, "distance": 0}
 
     @property
@@ -185,7 +185,10 @@ class RelativeAttentionGrad(AttentionGrad):
     forward: RelativeAttention
 
     def write(self, outs: Sequence[Tensor]) -> None:
-        """Replace the tensors that receive the gradients: of q, k and v; of the products too, or those stay."""
+        """Replace the tensors that receive the gradients.
+
+        outs: tensors for q, k and v, or for q, k, v and the products. Without the latter, those of the products stay.
+        """
         count = len(self.forward.operands.tensors)
         self.outputs = [*outs, *self.outputs[len(outs) :]]
         self.grads = self.forward.operands.on(self.outputs[:count])
@@ -212,7 +215,7 @@ class RelativeAttentionGrad(AttentionGrad):
 
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
         fwd = self.forward
-        ds, _ = self.of_scores(inputs, seed)
+        ds, _ = self.score_gradient(inputs, seed)
         index, *products = inputs[len(fwd.operands.tensors) :][: 1 + len(fwd.terms.products)]
         of_rows = (fwd.rows(index)[..., None] == np.arange(products[0].shape[-1])).astype(float)  # [seq, key, relative]
         queries, keys, order = fwd.which

@@ -1,12 +1,12 @@
 """Gradients of the attention in attention_relative_triton.py, on CUDA. attention_relative.cpp lists a task's tiles.
 
 One pass computes dq and the gradients of the queries' products, a second pass dk, dv and the gradients of the keys'
-products. A program owns the rows of its results, so there are no atomic additions, and every run gives the same bits.
+products. A program owns the rows of its results, so there are no atomic additions and every run gives the same bits.
 
 The gradient of a product is a sum over all pairs whose distance has the product's position along `relative`. The index
 does not decrease, so these pairs are consecutive. A program sums them by a segmented scan of each block of pairs. A sum
-that continues in the next block is carried there in registers. If all distances of a block have positions of their own,
-there is nothing to add.
+that continues in the next block stays in registers. If each distance of a block has a position of its own, the program
+stores the gradients of the scores without sums.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -52,7 +52,7 @@ COLUMNS = 64  # positions along `relative` that are cleared at a time
 
 @triton.jit
 def _joined(begins, total, other_begins, other):
-    """Return two neighbouring parts of a segmented sum as one part: whether a sum begins in it, and its last sum."""
+    """Join two neighbouring parts of a segmented sum. Return whether a sum begins in the result, and its last sum."""
     return begins | other_begins, tl.where(other_begins != 0, other, total + other)
 
 
@@ -61,10 +61,11 @@ def store_sums(
     OUT, INDEX, origin, low, value, straight, values, carry, start, head, own, n, first_other, m,
     AT: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
-    """Store the sums over pairs [own, other] whose distances have one position along `relative`; see `terms_of`.
+    """Store the sum over the pairs [own, other] with the same position along `relative`, for each such position.
 
-    carry: for each own position, the sum so far that continues in this block. Returns the sum that continues in the
-    next block of other positions, or zeros.
+    Return, for each own position, the sum that continues in the next block of other positions, or zero.
+
+    carry: the sums that the call for the previous block returned. Other arguments: see `terms_of`.
     """
     OTHER: tl.constexpr = values.shape[1]
     column = tl.arange(0, OTHER)
@@ -93,7 +94,7 @@ def clear_beside(
     OUT, INDEX, origin, start, head, own, n, m, RELATIVE: tl.constexpr, AT: tl.constexpr, SIGN: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Set the gradients to zero whose positions along `relative` belong to no pair of `own` in the sequence."""
+    """Clear the gradients of `own` at positions along `relative` that no pair in the sequence has."""
     one = tl.load(INDEX + origin - own * SIGN, own < n, 0)
     last = tl.load(INDEX + origin + (m - 1 - own) * SIGN, own < n, 0)
     low, high = tl.minimum(one, last)[:, None], tl.maximum(one, last)[:, None]

@@ -46,10 +46,12 @@ CLEARED = 4096  # most elements that `clear` writes at a time
 
 @triton.jit
 def block_of(INDEX, origin, first_row, first_key, n, m, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Return an entry of the index, its value, and whether each next entry of a block of pairs is larger by one.
+    """Return (low, value, straight) for a block of pairs: how its distances lie along `relative`.
 
-    The block has the queries from first_row on and the keys from first_key on, of a sequence with n queries and m keys.
-    An entry at each end beside those of the block counts too. origin: entry of the index for distance 0.
+    low: the place in the index just before the block's first entry, unless the sequence begins there. value: the entry
+    at `low`. straight: whether the entries increase by one each, from `low` to the place just after the block's last
+    entry. The block has the queries from first_row on and the keys from first_key on, of a sequence with n queries and
+    m keys. origin: the place of distance 0.
     """
     longest = tl.maximum(n, m) - 1
     low = origin + tl.maximum(first_key - first_row - ROWS, -longest)
@@ -60,7 +62,7 @@ def block_of(INDEX, origin, first_row, first_key, n, m, ROWS: tl.constexpr, KEYS
 
 @triton.jit
 def rows_of(X, start, head, own, AT: tl.constexpr):
-    """Return pointers to the products, or gradients of products, of positions of a head, [own, 1]."""
+    """Return pointers to the first product, or gradient of a product, of each position `own` of a head, [own, 1]."""
     return X + AT[0] + start.to(tl.int64) * AT[4] + head.to(tl.int64) * AT[2] + own[:, None] * AT[1]
 
 
@@ -91,7 +93,7 @@ def relative_scores_of(
 ):  # fmt: skip
     """Return the unscaled, masked scores with the terms of the distances, [rows, keys]. TRANSPOSED: [keys, rows].
 
-    A layout QUERIES_AT or KEYS_AT that is empty stands for products that are missing.
+    An empty layout QUERIES_AT or KEYS_AT means that these products are missing.
     """
     own, other = k if TRANSPOSED else q, q if TRANSPOSED else k
     s = tl.zeros([own.shape[0], other.shape[0]], tl.float32)
@@ -107,7 +109,7 @@ def relative_scores_of(
 
 @triton.jit
 def _added(c, a, b, PRECISION: tl.constexpr):
-    """Return c + a b. This order of terms gives the sum the registers of a product, which are best for row maxima."""
+    """Return c + a b. A product that starts from c has the registers of a product, which are best for row maxima."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, c, input_precision=PRECISION)
@@ -164,7 +166,7 @@ def _relative_forward(
 def of_products(task: Task, first: int, *which: bool, order: tuple[int, ...], packed: bool) -> tuple[Any, ...]:
     """Return the tiles of the products of queries and of keys from tile number `first` on, and their layouts.
 
-    A missing tile has an empty layout; the tile `first` stands in its place and is not read.
+    Missing products have an empty layout. The kernel gets the tile `first` in their place, but does not read it.
     """
     tiles: list[Parameter] = []
     layouts: list[Layout | tuple[()]] = []
@@ -210,4 +212,5 @@ def _describe(task: Task) -> Launches:
 
 
 def key_of_terms(which: tuple[bool, bool], relative: int) -> str:
+    """Return the part of a Launches key that names the products and the size of `relative`."""
     return f"{int(which[0])}{int(which[1])} {relative}"

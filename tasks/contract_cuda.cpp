@@ -131,8 +131,8 @@ void into_blocks(const at::Tensor& to, const at::Tensor& a_matrix, const at::Ten
 }
 
 // Returns an operand of a product, with its axes in the order `order`, and with its scales if it has 8 bits. rows: the
-// part of `order` over which the product does not sum. Scales of rows that are not in the order of the tile are applied
-// here.
+// part of `order` over which the product does not sum. If the rows are not in the order of the tile, their scales are
+// applied here.
 View operand(const Args& t, size_t tile, at::IntArrayRef order, at::IntArrayRef rows) {
   auto x = t.view(tile);
   x.scale = scale_of_tile(t, tile);
@@ -154,10 +154,11 @@ void widen(View& a, View& b) {
   converted(b, b.sizes.size() - 1);
 }
 
-// Lets 8-bit operands have a number of summed elements that cuBLASLt supports: if a step fills only a part of the summed
-// axis, includes the zeros behind this part (see Quantize). Converts the operands to bf16 if cuBLASLt cannot multiply
-// them. cuBLASLt needs a GPU with FP8 units, contiguous summed axes, columns and summed elements that are multiples of
-// kUnit, and at most one operand in e5m2. The number of rows is free. Not all such GPUs support scales of rows.
+// Prepares 8-bit operands for cuBLASLt. If a step fills only a part of the summed axis, the sums also cover the zeros
+// behind this part, up to a multiple of kUnit (see Quantize). Converts the operands to bf16 if cuBLASLt cannot multiply
+// them. cuBLASLt needs a GPU with FP8 units, contiguous summed axes, numbers of columns and of summed elements that are
+// multiples of kUnit, and at most one operand in e5m2. The number of rows may be any. Not all GPUs with FP8 units
+// support scales of rows.
 void pad_or_widen(View& a, View& b) {
   if (!a.scale && !b.scale) return;
   const auto k = up_to_unit(a.sizes.back());

@@ -15,7 +15,7 @@ std::string products_file();
 // Returns whether the GPU multiplies 8-bit numbers.
 bool has_fp8(c10::Device device);
 
-// Returns whether the library multiplies rows and columns of 8-bit numbers by scales of their own on this GPU.
+// Returns whether 8-bit products on this GPU may have a scale for each row and each column.
 bool has_scales_of_rows(c10::Device device);
 
 struct Sizes {

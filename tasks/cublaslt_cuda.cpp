@@ -146,7 +146,7 @@ class Matmul {
   }
 
   // Chooses among the library's proposals for the key's sizes: the stored choice, else the fastest on a product of the
-  // sizes `now`. If none of them computes this product, there are no algorithms.
+  // sizes `now`. If none of the proposals computes this product, no algorithm remains.
   void choose(const Call& call, const Sizes& now, void* workspace, const View& out) {
     point(call);  // the library's proposals depend on the alignment of the pointers
     found_ = proposed(kCandidates);

@@ -28,7 +28,7 @@ from .tensor import require as require
 
 Index = dict[str, int]
 Part = TypeVar("Part")
-# The update of a small weight takes as long as that of a weight with this many elements: StarPU's time for its tiles.
+# StarPU's time for the tiles of a weight's update, as the number of elements that an update changes in this time.
 SUM_ELEMENTS = 750_000
 Array = np.ndarray[Any, Any]
 
@@ -76,7 +76,7 @@ class Lowering:
         self._tensors: dict[int, Tensor] = {}  # keeps the tensors alive whose ids are keys of `tiles`
         self._accessed: tuple[int, frozenset[Tile]] = 0, frozenset()  # number of tasks, and the tiles that they access
         self.op = ""
-        # State of `rotated`: {number of parts: for each part, the work of the updates of sums in which it came last}.
+        # State of `rotated`: {number of parts: for each part, the work of updating the sums in which it came last}.
         self._ends: dict[int, list[int]] = {}
 
     @property
@@ -147,8 +147,8 @@ class Lowering:
         results, over all GPUs.
 
         Args:
-            parts: the partial sums, or what adds them.
-            numel: elements of the sums that each part adds to. Each part is last for about the same work of updates.
+            parts: indices of the partial sums, or of the tasks that add them.
+            numel: elements of the sums to which each part adds. Each part is last for about the same work of updates.
             sums: number of these sums.
         """
         if not parts:
@@ -159,9 +159,10 @@ class Lowering:
         return [*parts[last + 1 :], *parts[: last + 1]]
 
     def by_batch(self, indices: Iterable[Index], sums: Sequence[Tensor]) -> list[Index]:
-        """Swap the halves of the batch for some operators that add to sums over the batch, see `rotated`.
+        """Return indices of tasks that add to sums over the batch, with the batch's halves in the order of `rotated`.
 
-        Each GPU's parts stay neighbours, so that a small sum visits each GPU once. An odd number of parts keeps its order.
+        The parts of one GPU stay neighbours, so a small sum moves to each GPU only once. An odd number of parts keeps
+        its order.
 
         Args:
             indices: indices of an operator's tasks, each of which adds to all sums.

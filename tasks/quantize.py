@@ -23,19 +23,19 @@ class QuantizeArgs(TaskArgs):
 class Quantize(Op):
     """q = round(x / s) with one scale s for each tile, or for each row of a tile: 8-bit tiles hold q, then all s.
 
-    s is the smallest power of two with which no |x| of the tile (row) exceeds the largest value of the dtype. So x / s
-    is exact before the rounding (to nearest, ties to even). A tile's scales depend only on this tile in this step. This
-    current scaling (Micikevicius et al. 2022, FP8 Formats for Deep Learning) needs no state in checkpoints, and the
-    result does not depend on which worker computes the tile. A tile (row) of zeros has s = 1. A tile (row) with a value
-    that is not finite has s = NaN.
+    s is the smallest power of two with |x| / s at most the largest value of the dtype, for all x of the tile (row). So
+    x / s is exact before the rounding (to nearest, ties to even). A tile's scales depend only on this tile in this
+    step. This current scaling (Micikevicius et al. 2022, FP8 Formats for Deep Learning) needs no state in checkpoints,
+    and the result does not depend on which worker computes the tile. A tile (row) of zeros has s = 1. A tile (row) with
+    a value that is not finite has s = NaN.
 
     Each output has the axes of x in another order, because 8-bit products on GPUs need operands whose summed axes come
     last. For example, the forward pass sums an activation over its features, and the weight's gradient sums it over
     its tokens. So the Quantize of an activation has two outputs.
 
-    Of packed sequences, a step fills only a part of a tile. Only this part determines the scales. On GPUs, zeros follow
-    this part up to a multiple of UNIT tokens, if the tile has room for a multiple of UNIT tokens. So a product can sum
-    over this multiple.
+    With packed sequences, a step fills only a part of a tile. Only this part determines the scales. On GPUs, zeros
+    follow this part up to a multiple of UNIT tokens, if the tile has room for a multiple of UNIT tokens. So a product
+    can sum over this multiple.
 
     Args:
         outs: outputs with a scaled dtype; Tensor.scaled is 0 (a scale for each tile) or the number in `rows`.

@@ -131,7 +131,7 @@ def with_distances(
     products: str = "queries keys", axes: str = _HEADS, *, mask: str = "", drop: float = 0.0, gradient: bool = False,
     order: str = "", rows: int = 5,
 ) -> Callable[[Case], Op]:  # fmt: skip
-    """Attention with the products named by `products`, whose axes without `relative` are `order`, or its gradient."""
+    """Attention with relative positions, or its gradient. products: which products there are. order: their axes."""
 
     def row(case: Case) -> Op:
         case.whole |= {"seq"}
@@ -169,12 +169,12 @@ def with_distances(
     return row
 
 
-# The gradient of the scores of one key, or of keys with one row of distances, is nothing but rounding. So the following
-# functions give two keys to a query, and rows of their own to neighbours.
+# If a query has one key, or all its keys have one row of distances, the exact gradient of its scores is zero and only
+# rounding is left. So the following functions give each query two keys, and neighbouring distances different rows.
 
 
 def long_and_short(positions: int) -> Maker:
-    """A sequence of two positions or more, an empty one and one of a position; at the end there may be a free one."""
+    """Offsets of three sequences: of two or more positions, of none, of one. A position may be left at the end."""
     end = max(positions - 2, 2)
     return lambda rng, shape, values: np.array([0, end, end, min(end + 1, positions)])
 
@@ -185,7 +185,7 @@ def two_keys(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -
 
 
 def rows_of_distances(rows: int) -> Maker:
-    """Rows that never fall, each of one or several distances, without gaps; distance 0 has a row in the middle."""
+    """Rows of distances, without gaps: each next distance has the same or the next row. Distance 0 has a middle row."""
 
     def make(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Any:
         rises, middle = rng.random(shape) < 0.6, shape[0] // 2

@@ -13,13 +13,13 @@ from nntile_py.tasks.op import Tensor
 from nntile_py.testing import Case, ids, padding
 
 BSHD = "batch seq heads head_dim"
-# {name: (buckets in each direction, distance from which on all share a row), as of `distance_rows`}.
+# {name: arguments `buckets` and `longest` of `distance_rows`}.
 DISTANCES = {"linear": (0, 1000), "clipped": (0, 13), "log": (16, 120), "log of few": (4, 120)}
 
 
 @dataclass(frozen=True)
 class RelativeRow:
-    """The output and the gradients of q, k, v and of the products are compared."""
+    """A row that compares the output, and the gradients of q, k, v and the products."""
 
     mask: str = "segments"
     distances: str = "log"

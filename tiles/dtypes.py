@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SCALE_BYTES = 16  # scales of a tile begin and end at multiples of this number of bytes; a scale is one fp32 number
+SCALE_BYTES = 16  # a tile's scales begin and end at multiples of this number of bytes; each scale is an fp32 number
 # cuBLASLt multiplies matrices of 8 bits only if the numbers of columns and of summed elements are multiples of UNIT.
 UNIT = 16
 

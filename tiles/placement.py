@@ -195,7 +195,9 @@ class _Load:
 
 
 def _cheapest(task: Task, load: _Load, copies: dict[Tile, set[int]], later: dict[Tile, int], speed: Speed) -> int:
-    """Return the worker with the least sum of waiting time and time to move the task's tiles; of equal ones the idlest.
+    """Return the worker with the least sum of waiting time and time to move the task's tiles.
+
+    If several workers have the same sum, the worker with the least work is chosen.
 
     The waiting time is capped in proportion to the task: a short task ends soon however much its worker has to do.
     Without the cap, many short tasks and their tiles would spread over all workers.

@@ -1,4 +1,4 @@
-"""Choice of residents: tiles that only one task of a step uses, which the runtime holds for this task between steps."""
+"""Choice of residents: tiles that only one task of a step uses. The runtime holds them for this task between steps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ ROOM = 2  # residents cannot leave a worker's memory, so all tiles of a step mus
 
 
 def residents(lists: Sequence[TaskList], memory: float) -> frozenset[Hashable]:
-    """Return the keys of the optimizer states that only one task of a step uses, on a worker that is known.
+    """Return the keys of optimizer states that only one task of a step uses, if the worker of this task is known.
 
-    The task must also change another tile, a weight, which later tasks use: they order the task's runs.
+    The task must also change another tile, such as a weight. StarPU does not see the residents, so this other tile
+    keeps the task's runs in order.
 
     Args:
         lists: resolved task lists of a step.

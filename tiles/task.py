@@ -92,7 +92,7 @@ class Task:
         evicts: tiles that leave the device after this task, because later tasks need the memory.
         parts: the tasks of a task group, in order; empty for an ordinary task.
         scratch: tiles that only the parts of this task group use. They have no StarPU handles: their memory lasts as
-            long as the task. `accesses` lacks them.
+            long as the task. `accesses` does not contain them.
         worker: number of the worker among the workers of its kind (CPU or GPU); -1 lets the scheduler choose.
         delay: number of later tasks of the list that the same worker runs before this task.
         kind: "cpu" or "cuda": only workers of this kind run the task; "": workers of any kind that have a kernel.

@@ -37,7 +37,7 @@ def grouped(
     joins only if this adds no dependency to the task or to the group: tasks that could run in parallel still can. (A
     tiny task without a known worker may wait.) A group with a result that another worker waits for ends soon. Messages
     to and from other ranks stay outside of groups and count as tasks of another worker. Small temporary tiles that only
-    one group uses become its scratch tiles, which StarPU does not know.
+    one group uses become its scratch tiles, which StarPU does not manage.
 
     Args:
         flop_s: flop/s of a worker, to estimate durations.
@@ -46,7 +46,7 @@ def grouped(
         most_bytes: largest number of bytes of a group's tiles.
         one_worker: there is only one worker.
         scratch: groups may have scratch tiles.
-        residents: keys of tiles for which StarPU needs no time, see residents.py.
+        residents: keys of tiles for which StarPU needs no time, see residents.py. They do not count for `most_bytes`.
     """
     groups = _Groups(most_seconds, most_bytes, one_worker, scratch, residents)
     exported = set() if one_worker else _exported(tasks.tasks)
@@ -187,7 +187,7 @@ class _Groups:
 def _exported(tasks: list[Task]) -> set[int]:
     """Return the positions of tasks with a result that another worker or rank uses next.
 
-    All workers use new weights in the next step.
+    Tasks that change weights count too: all workers use the new weights in the next step.
     """
     maker: dict[int, int] = {}
     exported: set[int] = set()
@@ -205,8 +205,8 @@ def _exported(tasks: list[Task]) -> set[int]:
 class _Held:
     """The tiles of a group.
 
-    `plain` is False once an access has another mode than R, W or RW. `tiles` are those that StarPU knows, `scratch` all
-    others.
+    `plain` is False once an access has another mode than R, W or RW. `tiles`: ids of the tiles for which StarPU needs
+    time. `scratch`: small temporary tiles that only this group uses. Residents are in neither.
     """
 
     def __init__(self, residents: Collection[Hashable]) -> None:

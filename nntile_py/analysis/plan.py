@@ -121,7 +121,7 @@ class Plan:
         candidates: {number of micro-batches: estimates} for `recompute: auto` and `train.grad_accumulation: auto`.
         micro_batches: the number that `train.grad_accumulation: auto` chooses; None: the config has a number.
         tilings: the estimates of `tiles: auto`; None: the config has tile sizes.
-        refused: why no run finds room in memory; an empty text if a run finds room.
+        refused: why a run would not fit into memory; empty if a run fits.
     """
 
     parameters: int
@@ -146,7 +146,7 @@ class Plan:
     refused: str = ""
 
     def choices(self) -> dict[str, Sequence[Alternative]]:
-        """Return the estimates among which `auto` has chosen, by the names of the settings."""
+        """Return {name of a choice: the estimates that `auto` has compared}."""
         searched = self.tilings.searched if self.tilings else None
         combined = [one for found in self.candidates.values() for one in found]
         return {"recompute and micro-batches": combined, "tiles": searched.estimates if searched else []}

@@ -1,4 +1,4 @@
-"""Whether a planned step finds room in memory: a plan refuses the steps that a run refuses before its first step."""
+"""Check whether a planned step fits into memory. A plan refuses the steps that a run refuses before its first step."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ class _Workers:
     @classmethod
     def of(cls, config: RunConfig) -> _Workers:
         runtime, workers = config.runtime, room(config)
-        beside = 0 if runtime.cpus == "all" else int(runtime.cpus)
-        cpus, cuda = (beside, workers.workers) if workers.gpu else (workers.workers, 0)
+        cpus_with_gpus = 0 if runtime.cpus == "all" else int(runtime.cpus)
+        cpus, cuda = (cpus_with_gpus, workers.workers) if workers.gpu else (workers.workers, 0)
         disk = _Disk(runtime.disk.size, kept_kinds(runtime.disk.kinds)) if runtime.disk else None
         # As in Room.of: without a GPU to ask, the plan assumes the memory of an H200.
         return cls(cpus, cuda, runtime.memory, runtime.cuda_memory or device_model.MEMORY, disk)
 
 
 def refusal(config: RunConfig, step: Step, choices: Mapping[str, Sequence[Alternative]]) -> str:
-    """Return why no run of the config finds room in memory; an empty text if a run finds room.
+    """Return why a run of the config would not fit into memory; an empty text if a run fits.
 
     Args:
         config: The config, with a number of micro-batches.
         step: The planned step.
-        choices: {what is chosen: the estimates among which `auto` has chosen}.
+        choices: {name of a choice: the estimates that `auto` has compared}.
     """
     workers, machine = _Workers.of(config), machine_memory()
     other = (workers.memory or 0) > machine  # the plan is for a machine with more memory
@@ -70,9 +70,9 @@ def refusal(config: RunConfig, step: Step, choices: Mapping[str, Sequence[Altern
         for lowering in step.lists:
             memory_checks.check_tasks(lowering.tasks, workers, in_step=True)
     except TaskError as error:
-        own = "" if workers.memory else "; to plan for another machine, set runtime.memory to its main memory"
-        return f"{error}{own}"
-    for what, rows in choices.items() if not other else ():  # the estimates count with this machine's memory
+        hint = "" if workers.memory else "; to plan for another machine, set runtime.memory to its main memory"
+        return f"{error}{hint}"
+    for what, rows in choices.items() if not other else ():  # the estimates assume the memory of this machine
         if rows and not any(one.fits for one in rows):
             peak = min(one.peak_bytes for one in rows) / 2**20
             need = "a larger runtime.memory or runtime.cuda_memory, or a smaller train.batch or train.seq"

@@ -1,4 +1,4 @@
-"""Where the parameters of a captured module stand in the module's weights."""
+"""Sources of the parameters of a captured module: their places in the module's weights."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ def _remove_left(folder: Path, unfinished: bool) -> None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while another process or thread writes it
                 if is_marked(left, _UNFINISHED) or not unfinished:
-                    remove_temporary_files(left / MARK)  # of a process that was killed while it wrote the mark
+                    remove_temporary_files(left / MARK)  # files of a process that was killed while it wrote the mark
                     _remove_own(left)
                     left.rename(free_name(folder))  # users' files, if there are any
             finally:

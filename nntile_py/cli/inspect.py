@@ -54,7 +54,7 @@ def plan(
 ) -> None:
     """Print parameters, tasks, flop and bytes without a run, or the simulated time of a step on other machines.
 
-    The exit status is 1 if a run would find no room in memory."""
+    The exit status is 1 if a run would not fit into memory."""
     from nntile_py.config.builders import step_spec, with_micro_batches
     from nntile_py.config.run_config import load
 

@@ -38,10 +38,12 @@ def room_to_plan(runtime: Runtime, lists: Sequence[TaskList]) -> float:
     return room_in_turn(lists, runtime.cuda_memory or 0)
 
 
-def held_by_tasks(runtime: Runtime, lists: Sequence[TaskList], offload: Collection[Offloaded]) -> frozenset[Hashable]:
-    """Return the keys of tiles that the programs of a step hold for their task between runs, see tiles/residents.py.
+def residents_of_step(
+    runtime: Runtime, lists: Sequence[TaskList], offload: Collection[Offloaded]
+) -> frozenset[Hashable]:
+    """Return the keys of a step's residents: tiles that programs hold between runs, see tiles/residents.py.
 
-    None on one worker: the runtime's time for tiles is hidden behind the kernels.
+    With one worker there are no residents: StarPU's time for tiles is then hidden behind the kernels.
     """
     planned = runtime.placement == "planned" and runtime.cuda + runtime.cpus > 1
     if not planned or runtime.ranks or runtime.disk or offload:

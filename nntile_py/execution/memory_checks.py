@@ -1,4 +1,4 @@
-"""Checks before the first step of a run, or in a plan, whether a step finds room in memory.
+"""Check whether a step fits into memory, before the first step of a run or in a plan.
 
 Messages name the tensors and the keys to change. This module needs no runtime, so a plan does not import PyTorch.
 """
@@ -23,7 +23,7 @@ FEWER_ACTIVATIONS = f"{MORE_PARTS}, or recompute"
 
 
 class DiskBound(Protocol):
-    """The bytes of a disk for tiles, and the kinds of tiles that stay in main memory."""
+    """Protocol: the bytes of a disk for tiles, and the kinds of tiles that stay in main memory."""
 
     @property
     def size(self) -> int: ...
@@ -74,7 +74,7 @@ def task_bytes(runtime: Workers) -> int | None:
 def check_tasks(tasks: TaskList, runtime: Workers, *, in_step: bool = False) -> None:
     """Raise TaskError if the tiles of a single task do not fit into the memory of the worker that runs it.
 
-    in_step: the tasks are of a training step, whose batch micro-batches divide.
+    in_step: True for tasks of a training step. More micro-batches can make the tiles of such tasks smaller.
     """
     limit = task_bytes(runtime)
     if limit is None or not tasks.tasks:
@@ -148,11 +148,11 @@ def check_step(step: Step, runtime: Workers, machine: int | None = None) -> None
 
 
 def has_room_for_copy(step: Step, runtime: Workers) -> bool:
-    """Return whether a second copy of a step's weights, such as of a Generator, has room beside the step's tiles."""
+    """Return whether memory has room for the tiles of a step and a second copy of its weights (of a Generator)."""
     tiles = {a.tile for lowering in step.lists for task in lowering.tasks.tasks for a in task.accesses}
     weights = sum(tile.bytes for tile in tiles if tile.persistent and tile.kind == "param")
     have = main_memory(runtime) + runtime.cuda * (runtime.cuda_memory or 0)
-    # Twice: main memory keeps the initial values beside a GPU's tiles, and the passes have other tiles too.
+    # Factor 2: main memory keeps the initial values of tiles on a GPU, and forward passes need tiles of their own.
     return sum(step.kept_tiles().values()) + 2 * weights <= IN_ORDER * have
 
 
@@ -162,7 +162,7 @@ def _step_advice(step: Step, have: int) -> str:
     if kept > have:
         need = "a smaller model, an optimizer with fewer averages, or more memory"
         return f"Weights, gradients, optimizer state and inputs alone take {-(-kept // MIB)} MiB: use {need}"
-    keys = "".join(f"{key}, " for key in step.smaller)
+    keys = "".join(f"{key}, " for key in step.memory_settings)
     more = "tiles.batch, tiles.seq and tiles.vocab, which let activations be freed earlier"
     return f"Use {keys}a smaller batch or seq, or smaller {more}"
 

@@ -222,7 +222,7 @@ def programs(
     if runtime.placement == "planned":
         count = [gpus or _core.cpu_workers()] * len(lists)
         lists = [place(*one, store.residency) for one in zip(lists, count, speeds, strict=True)]
-    held = memory.held_by_tasks(runtime, lists, offload)
+    held = memory.residents_of_step(runtime, lists, offload)
     if gpus:
         room = memory.room_to_plan(runtime, lists)
         most, one_worker = memory.group_bytes(runtime, room > 0), gpus == 1 and not _core.cpu_workers()
@@ -277,7 +277,7 @@ class Program:
         tasks: the list; with several ranks, this rank's part of the list.
         shared: the parts of all ranks; None: there is one rank.
         filled: True: CUDA workers compute only the part of tiles that a step fills.
-        residents: keys of tiles that the program holds for their task between runs, see tiles/residents.py.
+        residents: keys of tiles that the program holds between runs for their only task, see tiles/residents.py.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class Step:
         update: update of the weights.
         optional: optional inputs of the model, each with its neutral value, which has no effect.
         refused: True: the searched layouts were measured to be slower, so the step has the default layouts.
-        smaller: settings of a run, such as "recompute: layer", with which activations take less memory.
+        memory_settings: settings of a run, such as "recompute: layer", with which activations take less memory.
     """
 
     graph: Graph
@@ -35,7 +35,7 @@ class Step:
     update: Lowering
     optional: dict[str, float]
     refused: bool = False
-    smaller: Sequence[str] = ()
+    memory_settings: Sequence[str] = ()
 
     @property
     def params(self) -> list[Param]:

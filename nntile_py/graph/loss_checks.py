@@ -1,4 +1,4 @@
-"""Checks of a model's loss: whether there is one, and whether it can be scaled."""
+"""Checks of a model's loss: that the loss exists, and that it can be scaled."""
 
 from __future__ import annotations
 

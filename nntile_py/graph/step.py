@@ -311,8 +311,8 @@ class StepSpec:
             more = lower(graph, self.cuts, self.accumulate, holds=holds, rank_sums=rank_sums, recomputed=again)
         ended = rank_sums and rank_sums.ended()
         last = lower(update, self.cuts, self.accumulate, holds=grads.values(), rank_sums=ended)
-        smaller = fewer_activations(self.batch, again, self.ranks)
-        return Step(graph, update, grads, first, more, last, graphs.optional, graphs.refused, smaller)
+        memory_settings = fewer_activations(self.batch, again, self.ranks)
+        return Step(graph, update, grads, first, more, last, graphs.optional, graphs.refused, memory_settings)
 
     def _rank_sums(self, grads: Iterable[Tensor] = ()) -> RankSums | None:
         """Return the object that adds the partial sums of several ranks; None: one rank, or a chain from rank to rank.

@@ -224,7 +224,7 @@ def remove_files(folder: Path, names: Iterable[str]) -> None:
             continue
         with suppress(OSError):
             path.unlink()
-        if path.parent != folder:  # also if the file is missing: a killed process may have removed the file alone
+        if path.parent != folder:  # also if the file is missing: a killed process may have removed only the file
             with suppress(OSError):
                 path.parent.rmdir()
 
@@ -309,7 +309,7 @@ def is_marked(folder: Path, kind: str) -> bool:
 
 
 def remove_marked(folder: Path) -> None:
-    """Remove a marked folder with its content. The mark is removed last: after a kill the rest is still marked."""
+    """Remove a marked folder with its content. The mark is removed last, so what a kill leaves is still marked."""
     for entry in folder.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)

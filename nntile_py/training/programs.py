@@ -80,7 +80,7 @@ class Programs:
             built = self.spec.with_inputs(given).step()
             self._optional |= built.optional
             memory_checks.check_step(built, self._runtime)
-            settings = f". Or use {', or '.join(built.smaller)}" if built.smaller else ""
+            settings = f". Or use {', or '.join(built.memory_settings)}" if built.memory_settings else ""
             _core.advise(f"the largest tensors are {built.largest()}{settings}")
             lists = [lowering.tasks for lowering in built.lists]
             check_patterns(lists, self._runtime.on_cpu)

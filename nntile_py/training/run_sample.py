@@ -15,7 +15,7 @@ from nntile_py.training.trainer import Trainer
 
 
 class NoSample(TaskError):
-    """The tasks of a sample have failed. It ends the block of the runtime, whose tiles are not valid any more."""
+    """A task of the sample has failed. The error ends the block of the runtime, because its tiles are then invalid."""
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def missing_sample_reported(report: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except NoSample as error:
-        report(f"no sample, but the training is complete and the weights are saved: {error}")
+        report(_no_sample(error))
 
 
 def sample_text(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: list[str]) -> str:
@@ -33,7 +33,7 @@ def sample_text(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: lis
     All ranks must call this function. Other ranks wait in it until rank 0 has saved the run.
 
     Raises:
-        NoSample: A task has failed, as for lack of memory. Never raised with several ranks."""
+        NoSample: A task has failed, for example because memory is short. Never raised with several ranks."""
     stopped, _ = agree(stop)
     if dataset.example is None or not config.sample.tokens or stopped:
         return ""
@@ -46,15 +46,25 @@ def sample_text(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: lis
         guesses = fill_masked(trainer, dataset.tokenizer, dataset.example, config.sample.tokens)
         return f"\nheld-out text, guesses at its masked tokens in [[ ]]:\n{guesses}"
     except NotFinite as error:
-        return f"no sample, but the training is complete and the weights are saved: {error}"
+        return _no_sample(error)
     except TaskError as error:
         if ranks:
             raise
         raise NoSample(str(error)) from error
 
 
+def _no_sample(error: Exception) -> str:
+    """Return the report of a run whose training is complete, but whose sample failed."""
+    return f"no sample, but the training is complete and the weights are saved: {error}"
+
+
 def _continuation(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: list[str], *, alone: bool) -> str:
-    """Return the prompt of `config.sample` and its continuation. alone: False if several ranks compute each token."""
+    """Return the prompt of `config.sample` and its continuation.
+
+    A Generator computes the continuation if memory has room for a second copy of the weights; else the trainer does.
+
+    alone: False if several ranks compute each token.
+    """
 
     def model() -> Any:
         trainer.state_dict()  # puts the weights into the model

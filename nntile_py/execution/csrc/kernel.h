@@ -45,8 +45,8 @@ struct Tile {
   bool reducible = false;    // allows access in REDUX mode
   bool initialised = false;  // true: a task submitted so far writes the tile
   std::vector<class Captured*> holders;  // CUDA graphs that keep the tile on a device and rely on its value
-  class Program* holder = nullptr;       // the program that holds the tile as a resident, see residents.cpp
-  void* address = nullptr;               // of a held resident
+  class Program* holder = nullptr;       // program that holds the tile as a resident, see residents.cpp
+  void* address = nullptr;               // of a resident while a program holds it
 };
 
 class Args;
@@ -139,7 +139,7 @@ struct TaskRecord {
   std::vector<std::shared_ptr<Tile>> scratch;  // tiles without handles; their places follow those of `tiles`
   std::vector<int> residents;  // positions of tiles that no other task uses, see residents.cpp
   bool holds = false;          // the program holds the residents: StarPU's tasks have only the tiles of `fetched`
-  std::vector<std::shared_ptr<Tile>> fetched;  // tiles without residents, with their modes
+  std::vector<std::shared_ptr<Tile>> fetched;  // the tiles except the residents
   std::vector<int> fetched_modes;
   std::vector<double> floats;
   std::vector<std::pair<int, int>> slots;  // (position in floats, slot of the program)

@@ -31,8 +31,8 @@ std::map<std::pair<c10::DeviceType, std::string>, Kernel>& kernels() {
   return table;
 }
 
-// The buffers of a task's tiles: StarPU's buffers, those of held residents between them, and then memory for scratch
-// tiles.
+// The buffers of a task's tiles, in the order of the tiles: StarPU's buffers, and the addresses of held residents. The
+// memory of scratch tiles follows.
 class Buffers {
  public:
   Buffers(const TaskRecord& record, void** buffers, c10::Device device) : of_starpu_(buffers) {

@@ -1,7 +1,8 @@
 // Residents: tiles that only one task of all programs uses, such as the optimizer states of a weight. StarPU needs about
 // 3 us for each tile of a task, most of the time of an update of a small weight. So a program acquires its residents
-// once, on the memory node of their worker, and its tasks then use the residents' addresses. Any other use of a resident,
-// such as a checkpoint, ends this for the whole program; the program acquires its residents again kPause runs later.
+// once, on the memory node of their worker, and its tasks then use the residents' addresses. Before any other
+// use of a resident, such as a checkpoint, the program releases all its residents. It acquires them again after kPause
+// runs.
 #include <algorithm>
 
 #include "internal.h"
