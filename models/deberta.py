@@ -200,7 +200,10 @@ class DeBERTaLayer(EncoderLayer):
         q, k, v = (weights(g, x) for weights in self.projections)
         rate = self.config.attention_dropout
         if not self.relative:
-            return attention(g, q, k, v, mask, "segments", rate, self.scale), v
+            y = attention(g, q, k, v, mask, "segments", rate, self.scale)
+            # In steps with padding the values have another reader, so the projections would merge only in other steps.
+            g.projections.pop()
+            return y, v
         products = self.by_distance(g, q, k)
         return relative_attention(g, q, k, v, mask, self.relative.of_distance, *products, rate, self.scale), v
 

@@ -155,3 +155,19 @@ def test_layout_search(runtime: nt.Runtime) -> None:
             assert type(case.graph.ops[number]) is type(op)
 
     check(copied, tiles, "chain", "fp64", sizes)
+
+
+@pytest.mark.parametrize("attention", ["naive", "segments"])
+def test_padding_in_some_steps_without_relative_terms(runtime: nt.Runtime, attention: str) -> None:
+    """Steps with and without padding have the same parameters."""
+    config = nt.models.DeBERTaV2Config(
+        layers=1, embed=8, heads=2, vocab=9, positions=8, c2p=False, p2c=False, attention=attention
+    )
+    trainer = nt.Trainer(nt.models.DeBERTaV2(config), 2, 6, shift_labels=False)
+    ids, mask = np.arange(12).reshape(2, 6) % 9, np.ones((2, 6), int)
+    full = trainer.evaluate(ids, ids)
+    assert trainer.evaluate({"input_ids": ids, "attention_mask": mask, "labels": ids}) == full
+    mask[1, 3:] = 0
+    padded = {"input_ids": ids, "attention_mask": mask, "labels": np.where(mask, ids, -100)}
+    losses = [trainer.step(padded), trainer.step(ids, ids), trainer.evaluate(padded), trainer.evaluate(ids, ids)]
+    assert losses[2] < losses[0] and losses[3] < full

@@ -1,5 +1,7 @@
 """Tiles that a program holds for their only task between runs: same bits, other uses, another runtime, interrupts."""
 
+import signal
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -98,3 +100,50 @@ def test_a_runtime_may_stop_first(counts: list[int]) -> None:
     with nt.Runtime(cpus=2, placement="planned"):
         assert np.isfinite(trained()[0])
     assert min(counts) > 40
+
+
+@nt.task(x="RW")
+def slow(x: Any) -> None:
+    time.sleep(1)
+    x += 1
+
+
+def masked_and_not(interrupted: bool) -> list[Any]:
+    """Return losses and the last state of a trainer whose two programs take the states from each other.
+
+    interrupted: Ctrl-C ends the wait of a program that takes the states, before the same step begins again.
+    """
+    optimizer = nt.SGD(lr=0.1, momentum=0.9)  # unlike AdamW's, its updates do not depend on the number of steps
+    model = nt.models.GPT2(nt.models.GPT2Config(**SIZES))
+    trainer = nt.Trainer(model, batch=4, seq=8, tiles={"batch": 2}, optimizer=optimizer)
+    mask = np.arange(8) < np.array([[8], [6], [8], [5]])
+    (ids, labels), results = next(batches()), []
+
+    def step(masked: bool) -> None:
+        given = {"input_ids": ids, "labels": labels, **({"attention_mask": mask.astype(int)} if masked else {})}
+        results.append(trainer.step(given))
+
+    # Each program holds the states, loses them to the other, and runs without them until it may hold them again.
+    for masked, count in ((False, 2), (True, 1), (False, 9), (True, 8), (False, 9)):
+        for _ in range(count):
+            step(masked)
+    if interrupted:
+        slow(nt.array(np.zeros(3)))  # the release of the states waits for all tasks
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            step(True)
+    for masked in (True, False, True):
+        step(masked)
+    return [*results, trainer.state_dict()]
+
+
+def test_an_interrupt_while_a_program_takes_states_from_another(counts: list[int]) -> None:
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with nt.Runtime(cpus=2, placement="planned"):
+            results = masked_and_not(interrupted=True)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with nt.Runtime(cpus=2, placement="scheduler"):
+        expected = masked_and_not(interrupted=False)
+    assert min(counts) > 20 and all(same(a, b) for a, b in zip(results, expected, strict=True))

@@ -126,11 +126,11 @@ std::vector<Launch> make_launches([[maybe_unused]] const LaunchList& list) {
   return result;
 }
 
-// The destructor of a program waits for its tasks; Python tasks need the GIL to end.
-struct DeleteProgram {
+// A program is freed after its tasks; Python tasks need the GIL to end.
+struct DropProgram {
   void operator()(Program* program) const {
     const py::gil_scoped_release nogil;
-    delete program;
+    program->drop();
   }
 };
 
@@ -302,7 +302,7 @@ PYBIND11_MODULE(_core, m) {
         return array;
       });
 
-  py::class_<Program, std::unique_ptr<Program, DeleteProgram>>(m, "Program")
+  py::class_<Program, std::unique_ptr<Program, DropProgram>>(m, "Program")
       .def(py::init<bool, bool>(), py::arg("tf32") = false, py::arg("checked") = false)
       .def(
           "add",

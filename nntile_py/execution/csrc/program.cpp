@@ -225,20 +225,22 @@ int mode_of(const std::string& name) {
 
 Program::Program(bool tf32, bool checked) : generation_(g.generation), tf32_(tf32), checked_(checked) {}
 
-Program::~Program() {
-  if (generation_ != g.generation || !(running() || g.stuck)) return;
-  // Tasks in flight point into the records, so wait for all tasks. Where this is not possible (in a task in which
-  // Python's garbage collector runs, or with a stuck runtime), the records are never freed.
-  if (g.stuck || starpu_worker_get_id() >= 0) new auto(std::move(items_));
-  else {
+void Program::drop() {
+  if (generation_ == g.generation && (running() || g.stuck)) {
+    // Tasks in flight point into the records, so wait for all tasks. Where this is not possible (in a task in which
+    // Python's garbage collector runs, or with a stuck runtime), the program is never freed.
+    if (g.stuck || starpu_worker_get_id() >= 0) return;
     starpu_task_wait_for_all();
-    if (!holds_) return;
     try {
-      let_go();
-      sleep_if_idle();
-    } catch (...) {  // the tiles are never released
+      if (holds_) {
+        let_go();
+        sleep_if_idle();
+      }
+    } catch (...) {  // after an interrupt, or with a stuck runtime
+      return;
     }
   }
+  delete this;
 }
 
 void Program::add(TaskRecord record, const std::vector<std::string>& kernels, const std::string& codelet,
@@ -359,9 +361,9 @@ uint32_t Program::run(const std::vector<double>& slots) {
     }
     wait_for_window();
     const auto& record = std::get<TaskRecord>(item);
+    for (const auto& tile : record.fetched) before_use(*tile);  // may change record.holds
     auto* task = starpu_task_create();
     task->cl = &record.codelet->cl;
-    for (const auto& tile : record.fetched) before_use(*tile);  // may change record.holds
     set_tiles(task, record.holds ? record.fetched : record.tiles, record.holds ? record.fetched_modes : record.modes);
     if (record.slots.empty() && !checked_) {
       task->cl_arg = const_cast<TaskInstance*>(&record.instance);

@@ -74,6 +74,7 @@ std::shared_ptr<Submitted> submit_python(const std::string& name, const std::vec
     if ((modes[k] & STARPU_REDUX) && !tiles[k]->reducible) add_by_reduction(*tiles[k], Monoid::sum);
   }
   wake();
+  for (const auto& tile : tiles) before_use(*tile);  // an interrupt may end this wait
   auto* task = starpu_task_create();
   task->cl = python_codelet(cpu, cuda);
   set_tiles(task, tiles, modes);

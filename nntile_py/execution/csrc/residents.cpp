@@ -12,7 +12,14 @@ namespace {
 
 constexpr int kPause = 8;
 
-std::vector<Program*> holding;  // programs that hold their residents; used only by the main thread
+// Programs that hold their residents. Any thread may free a program, with Python's garbage collection.
+std::vector<Program*> holding;
+std::mutex holding_mutex;
+
+Program* last_holding() {
+  const std::lock_guard lock(holding_mutex);
+  return holding.empty() ? nullptr : holding.back();
+}
 
 int node_of(const TaskRecord& record) {
   return static_cast<int>(starpu_worker_get_memory_node(static_cast<unsigned>(record.worker)));
@@ -34,10 +41,14 @@ void Program::hold() {
     bool ready = true;
     each_resident([&](TaskRecord& record, Tile& tile) { ready = ready && record.worker >= 0 && tile.initialised; });
     if (!ready) return;
+    // Another program may hold a tile. An interrupt may end this wait, so nothing is acquired before its end.
+    each_resident([](TaskRecord&, Tile& tile) { before_use(tile); });
     holds_ = true;
-    holding.push_back(this);
+    {
+      const std::lock_guard lock(holding_mutex);
+      holding.push_back(this);
+    }
     each_resident([&](TaskRecord& record, Tile& tile) {
-      before_use(tile);  // another program may hold the tile
       tile.holder = this;
       ++missing_;
       starpu_data_acquire_on_node_cb(
@@ -66,7 +77,10 @@ void Program::let_go() {
     tile.holder = nullptr;
     starpu_data_release_on_node(tile.handle, node_of(record));
   });
-  std::erase(holding, this);
+  {
+    const std::lock_guard lock(holding_mutex);
+    std::erase(holding, this);
+  }
   holds_ = addressed_ = false;
   pause_ = kPause;
 }
@@ -76,7 +90,7 @@ void before_use(Tile& tile) {
 }
 
 void let_go_of_residents() {
-  while (!holding.empty()) holding.back()->let_go();
+  while (auto* program = last_holding()) program->let_go();
 }
 
 }  // namespace nntile

@@ -141,7 +141,7 @@ class Copies {
 class Program {
  public:
   explicit Program(bool tf32, bool checked = false);
-  ~Program();
+  void drop();  // frees the program after its tasks, or never, if waiting is impossible
   void add(TaskRecord record, const std::vector<std::string>& kernels, const std::string& codelet,
            const std::string& kind);  // kind: "cpu", "cuda", or "" for both
   void add_invalidate(std::shared_ptr<Tile> tile);
@@ -155,6 +155,7 @@ class Program {
 
  private:
   friend class Captured;
+  ~Program() = default;
   void begin(const std::vector<double>& slots);  // begins a run; throws if impossible
   // Acquires the residents, unless they are held already, or were released a few runs ago.
   void hold();
