@@ -98,6 +98,8 @@ def in_bytes(value: Any) -> int | None:
         unit = _UNITS.get(match[2].upper())
         size = float(match[1]) * (unit or 0)
         value = int(size) if math.isfinite(size) else None
+    if isinstance(value, float) and value.is_integer():  # 2e9
+        value = int(value)
     return value if type(value) is int and value > 0 else None
 
 

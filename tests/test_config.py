@@ -102,6 +102,7 @@ MISTAKES = [
     ("runtime.cpus=some", "runtime.cpus", "or 'all'"),
     ("runtime.cpus=0", "runtime.cpus", "at least 1"),
     ("runtime.memory=20Gib/s", "runtime.memory", "20GiB"),
+    ("runtime.memory=1000000.5", "runtime.memory", "a number of bytes"),
     ("runtime.memory=10", "runtime.memory: got 10", "such as '500MB' or '20GiB', of at least 1 MiB"),
     ("runtime.cuda_memory=10KB", "runtime.cuda_memory: got '10KB'", "of at least 1 MiB"),
     ("runtime.disk={path: /, size: 1GiB}", "runtime.disk: got a disk", "only with runtime.memory"),
@@ -300,6 +301,7 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(SMALL) + "optimizer: {lr: 1e-3, eps: 1E-9, min_lr: .5e-4}\n")
     optimizer = load(path).optimizer
     assert (optimizer.lr, optimizer.eps, optimizer.min_lr) == (1e-3, 1e-9, 5e-5)
+    assert load(path, ["runtime.memory=2e9"]).runtime.memory == 2_000_000_000
 
 
 def test_priority_of_scheduler_file_config_and_override(tmp_path: Path) -> None:
