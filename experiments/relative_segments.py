@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from segments import SLOTS, error_of, lengths_of, loop_of, timed
+from segments import SLOTS, error_of, lengths_of, loop_of, table_of, timed
 
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
@@ -131,14 +131,11 @@ def main() -> None:
     parser.add_argument("--buckets", type=int, default=256)
     parser.add_argument("--instructions", action="store_true")
     o = parser.parse_args()
-    rows = [(int(count), int(longest)) for count, _, longest in (row.partition("x") for row in o.table.split(","))]
+    rows = table_of(parser, o)
     if o.instructions:
         for _, longest in rows:
             count_instructions(longest, o)
         return
-    if not torch.cuda.is_available():
-        parser.error("no GPU here; --instructions needs none")
-    torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, {o.heads} heads of {o.head_dim},"
           f" alpha {o.alpha}, {o.buckets} buckets; us")  # fmt: skip
     for count, longest in rows:

@@ -234,6 +234,19 @@ def count_instructions(longest: int, o: Any) -> None:
                 print(f"{longest} positions, {names_of([(one,)])}: {each:.1f} instructions for each score")
 
 
+def table_of(parser: argparse.ArgumentParser, o: argparse.Namespace) -> list[tuple[int, int]]:
+    """Return the rows (sequences, longest) of --table. Ends with an error if the options or the machine do not fit."""
+    rows = [(int(row[1]), int(row[2])) for row in re.finditer(r"(?:^|,)([1-9]\d*)x([1-9]\d*)(?=,|$)", o.table)]
+    if len(rows) != o.table.count(",") + 1:
+        parser.error(f"--table: got {o.table!r}; allowed: SEQUENCESxLONGEST for each row, such as 64x64,64x512")
+    if not 0 < o.alpha <= 1:
+        parser.error(f"--alpha: got {o.alpha}; allowed: a number above 0 and at most 1")
+    if not o.instructions and not torch.cuda.is_available():
+        parser.error("no GPU here; --instructions needs none")
+    torch.manual_seed(0)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", default="64x64,64x128,64x512,64x1024")
@@ -250,18 +263,11 @@ def main() -> None:
         import grouped_attention
 
         grouped_attention.register()
-    rows = [tuple(map(int, row.split("x"))) for row in o.table.split(",") if re.fullmatch(r"[1-9]\d*x[1-9]\d*", row)]
-    if len(rows) != o.table.count(",") + 1:
-        parser.error(f"--table: {o.table!r} is not allowed; rows are SEQUENCESxLONGEST, such as 64x64,64x512")
-    if not 0 < o.alpha <= 1:
-        parser.error(f"--alpha: {o.alpha} is not allowed; use a number above 0, and 1 at most")
+    rows = table_of(parser, o)
     if o.instructions:
         for _, longest in rows:
             count_instructions(longest, o)
         return
-    if not torch.cuda.is_available():
-        parser.error("no GPU here; --instructions needs none")
-    torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, {o.heads} heads of {o.head_dim},"
           f" alpha {o.alpha}, dropout {o.dropout}; us; errors with dropout are mostly of random masks")  # fmt: skip
     for count, longest in rows:

@@ -245,7 +245,7 @@ def _plain(task: Task) -> bool:
 
 
 def _as_one(tasks: list[Task], scratch: Iterable[Tile]) -> Task:
-    """Return a group as one task: the union of its accesses, except those to scratch tiles, and the sum of its flop."""
+    """Return a group as one task: the sum of the flop, and the union of the accesses to all but scratch tiles."""
     if len(tasks) == 1:
         return tasks[0]
     merged: dict[int, Access] = {}

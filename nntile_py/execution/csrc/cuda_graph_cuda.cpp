@@ -161,6 +161,7 @@ uint32_t Captured::run(const std::vector<double>& slots) {
     return cl;
   }();
   wait_for_window();
+  for (const auto& tile : tiles_) before_use(*tile);
   auto* task = starpu_task_create();
   task->cl = codelet;
   set_tiles(task, tiles_, modes_);

@@ -168,7 +168,6 @@ void set_tiles(starpu_task* task, const std::vector<std::shared_ptr<Tile>>& tile
   for (size_t k = 0; k < n; ++k) {
     handles[k] = tiles[k]->handle;
     access[k] = static_cast<starpu_data_access_mode>(modes[k]);
-    before_use(*tiles[k]);
     if (!(modes[k] & (STARPU_W | STARPU_REDUX))) continue;
     before_write(*tiles[k]);
     tiles[k]->initialised = true;
@@ -361,7 +360,8 @@ uint32_t Program::run(const std::vector<double>& slots) {
     }
     wait_for_window();
     const auto& record = std::get<TaskRecord>(item);
-    for (const auto& tile : record.fetched) before_use(*tile);  // may change record.holds
+    for (const auto& tile : record.tiles)  // another program's residents; a wait that an interrupt may end
+      if (tile->holder != this) before_use(*tile);
     auto* task = starpu_task_create();
     task->cl = &record.codelet->cl;
     set_tiles(task, record.holds ? record.fetched : record.tiles, record.holds ? record.fetched_modes : record.modes);
