@@ -5,6 +5,7 @@
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/hardswish.h>
@@ -142,13 +143,15 @@ View operand(const Args& t, size_t tile, at::IntArrayRef order, at::IntArrayRef 
   return x.permuted(order);
 }
 
-// Converts the operands of 8 bits to bf16, which is exact.
+// Converts the operands of 8 bits to bf16, which is exact. The strides stay, so that one choice of an algorithm serves
+// all steps, which fill different parts.
 void widen(View& a, View& b) {
   const auto converted = [](View& x, size_t rows) {  // rows: the axis of the matrix that has scales
     if (!x.scale) return;
     at::DimVector sizes(x.sizes.size(), 1);
     if (x.by_row) sizes[rows] = x.sizes[rows];
-    x = View(dequantized(x.tensor(), scale_tensor(x.scale, sizes, x.device), at::kBFloat16));
+    const auto kept = at::empty_strided(x.sizes, x.strides, at::TensorOptions(at::kBFloat16).device(x.device));
+    x = View(kept.copy_(x.tensor()).mul_(scale_tensor(x.scale, sizes, x.device)));
   };
   converted(a, a.sizes.size() - 2);
   converted(b, b.sizes.size() - 1);

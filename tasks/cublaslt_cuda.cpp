@@ -289,7 +289,10 @@ void direct(const View& out, const View& a_matrix, const View& b_matrix, double 
   for (const void* data : {a.data, b.data, f.c, static_cast<const void*>(out.data)})
     aligned &= reinterpret_cast<uintptr_t>(data) % kRowAlignment == 0;
   const auto leading = now.m == 1 ? now.n : out.strides[0];
-  const Key key{rounded(now.m, most.m), now.n, rounded(now.k, most.k), a.leading, b.leading, leading,
+  // An algorithm is chosen for rounded sizes, which must fit into the distances between rows.
+  const auto most_m = a.flipped ? std::min(most.m, a.leading) : most.m;
+  const auto most_k = std::min({most.k, a.flipped ? most.k : a.leading, b.flipped ? b.leading : most.k});
+  const Key key{rounded(now.m, most_m), now.n, rounded(now.k, most_k), a.leading, b.leading, leading,
                 a.flipped + 2 * b.flipped, type_of(a_matrix), type_of(b_matrix), type_of(out), f.epilogue, compute, f.c != nullptr, f.c == out.data,
                 aligned, f.fast && a_matrix.scale, a_matrix.scale && a_matrix.by_row};
   thread_local std::map<Key, Matmul> known;
