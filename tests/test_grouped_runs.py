@@ -1,5 +1,7 @@
 """Task groups with scratch tiles and residents, as on GPUs, on CPU workers: same bits as single tasks."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 
 import nntile_py as nt
 from nntile_py.execution import memory, program
-from nntile_py.tiles import TaskList
+from nntile_py.execution.program import Store
+from nntile_py.tiles import TaskList, Tile
 from nntile_py.tiles.placement import place
 from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
 
@@ -28,8 +31,27 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[TaskList]:
     return made
 
 
-def trained(workers: int, placement: str, **options: Any) -> tuple[list[float], list[np.ndarray[Any, Any]]]:
-    """Return the losses of some steps, and of an evaluation, and the weights."""
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of tiles that are parts of one StarPU tile."""
+    made: list[int] = []
+    join = Store._join
+
+    def counted(self: Store, parts: Sequence[tuple[Tile, int]], size: int) -> None:
+        join(self, parts, size)
+        made.extend([len(parts)] if len(parts) > 1 else [])
+
+    monkeypatch.setattr(Store, "_join", counted)
+    return made
+
+
+def trained(
+    workers: int, placement: str, saved: Path | None = None, **options: Any
+) -> tuple[list[float], list[np.ndarray[Any, Any]]]:
+    """Return the losses of some steps, and of an evaluation, and the weights.
+
+    saved: a folder to which the trainer saves a checkpoint after four steps; another trainer goes on from there.
+    """
     draw = np.random.default_rng(0)
     with nt.Runtime(cpus=workers, placement=placement):
         trainer = nt.Trainer(nt.models.GPT2(nt.models.GPT2Config(**SIZES)), 4, 64, seed=1, **options)
@@ -39,6 +61,10 @@ def trained(workers: int, placement: str, **options: Any) -> tuple[list[float], 
             losses.append(trainer.step(ids[:, :64], ids[:, 1:], lr=1e-3))
             if step == 1:
                 trainer.state_dict()
+            if step == 3 and saved:
+                trainer.save(saved)
+                trainer.close()
+                trainer = nt.Trainer.load(saved)
         losses.append(trainer.evaluate(ids[:4, :64], ids[:4, 1:]))
         return losses, [np.asarray(weight) for weight in trainer.state_dict().values()]
 
@@ -59,10 +85,16 @@ def trained(workers: int, placement: str, **options: Any) -> tuple[list[float], 
     ],
     ids=str,
 )
-def test_same_bits(options: dict[str, Any], tiles: dict[str, int], workers: int, groups: list[TaskList]) -> None:
+def test_same_bits(
+    options: dict[str, Any], tiles: dict[str, int], workers: int, groups: list[TaskList], joined: list[int],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Weights that one task updates are joined, here to StarPU tiles of at most 100 KiB."""
+    monkeypatch.setattr(program, "JOINED", 100 << 10)
     expected, exact = trained(2, "scheduler", tiles=tiles, **options)
-    assert not groups
-    losses, weights = trained(workers, "planned", tiles=tiles, **options)
+    assert not groups and not joined
+    losses, weights = trained(workers, "planned", tmp_path / "saved", tiles=tiles, **options)
+    assert (sum(joined) > 8 and len(joined) > 1) if workers > 1 else not joined
     assert sum(len(task.scratch) for tasks in groups for task in tasks.tasks) > 4
     assert any(memory.residents([tasks], 1e12) for tasks in groups)
     assert losses == expected

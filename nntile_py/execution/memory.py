@@ -38,15 +38,21 @@ def room_to_plan(runtime: Runtime, lists: Sequence[TaskList]) -> float:
     return room_in_turn(lists, runtime.cuda_memory or 0)
 
 
+def waits_for_starpu(runtime: Runtime, offload: Collection[Offloaded]) -> bool:
+    """Return whether workers wait for StarPU's work on tiles, so that programs reduce the number of its tiles.
+
+    With one worker this work is hidden behind the kernels. With several ranks, a disk or `offload`, single tiles move,
+    so their number stays.
+    """
+    planned = runtime.placement == "planned" and runtime.cuda + runtime.cpus > 1
+    return planned and not (runtime.ranks or runtime.disk or offload)
+
+
 def residents_of_step(
     runtime: Runtime, lists: Sequence[TaskList], offload: Collection[Offloaded]
 ) -> frozenset[Hashable]:
-    """Return the keys of a step's residents: tiles that programs hold between runs, see tiles/residents.py.
-
-    With one worker there are no residents: StarPU's time for tiles is then hidden behind the kernels.
-    """
-    planned = runtime.placement == "planned" and runtime.cuda + runtime.cpus > 1
-    if not planned or runtime.ranks or runtime.disk or offload:
+    """Return the keys of a step's residents: tiles that programs hold between runs, see tiles/residents.py."""
+    if not waits_for_starpu(runtime, offload):
         return frozenset()
     return residents(lists, runtime.cuda * (runtime.cuda_memory or 0) if runtime.cuda else main_memory(runtime))
 

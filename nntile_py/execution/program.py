@@ -35,6 +35,9 @@ from nntile_py.tiles.task import MONOIDS, Task
 from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
 from nntile_py.tiles.worker_kinds import assign_kinds
 
+JOINED = 32 << 20  # most bytes of joined tiles, which travel together: 0.1 ms by NVLink
+ALIGNMENT = 256  # bytes; each joined tile begins at a multiple of this number, as memory that CUDA allocates does
+
 
 class Store:
     """StarPU handles of the tiles that outlive a program, shared by all programs of a trainer.
@@ -67,6 +70,31 @@ class Store:
         if tile.key not in self.handles:
             self.handles[tile.key] = _new(tile)
         return self.handles[tile.key]
+
+    def join(self, tiles: Iterable[Tile]) -> None:
+        """Create the handles of persistent tiles as parts of StarPU tiles of up to JOINED bytes.
+
+        Tiles that have a handle, or more than half of JOINED bytes, are left out.
+        """
+        whole, end = list[tuple[Tile, int]](), 0  # tiles with their offsets
+        for tile in tiles:
+            if tile.key in self.handles or tile.bytes > JOINED // 2:
+                continue
+            if end + tile.bytes > JOINED:
+                self._join(whole, end)
+                whole, end = [], 0
+            whole.append((tile, end))
+            end += math.ceil(tile.bytes / ALIGNMENT) * ALIGNMENT
+        self._join(whole, end)
+
+    def _join(self, parts: Sequence[tuple[Tile, int]], size: int) -> None:
+        """Create the handles of tiles as parts, with the given offsets, of one StarPU tile of `size` bytes."""
+        if len(parts) < 2:
+            return
+        whole = _core.Tile([size // 8], "int64")
+        whole.zero()
+        for tile, offset in parts:
+            self.handles[tile.key] = whole.part(list(tile.shape), tile.dtype, offset)
 
     def write(self, lowering: Lowering, tensor: Tensor, value: np.ndarray[Any, Any]) -> None:
         """Write a whole array into a tensor's tiles, after the tasks submitted so far, without waiting."""
@@ -234,6 +262,9 @@ def programs(
             _core.reserve_for_tiles()
         if mark_evictions(lists, room if room and not store.ranks else math.inf, offload):
             memory.limit_evictions(lists, runtime, offload)
+    if memory.waits_for_starpu(runtime, offload):
+        for task in (task for tasks in lists for task in tasks.tasks):
+            store.join(a.tile for a in task.accesses if a.mode != "R" and a.tile.kind == "param")
     # With several ranks no weight update is delayed: other ranks wait for the new weights too, and for longer.
     if runtime.placement == "planned" and not store.ranks:
         delay(lists, gpus or _core.cpu_workers())

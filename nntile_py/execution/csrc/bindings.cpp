@@ -192,8 +192,8 @@ PYBIND11_MODULE(_core, m) {
   m.def("cuda_workers", cuda_workers);
   m.def("reserve_for_tiles", reserve_for_tiles, release());
   m.def("keep_choices", keep_choices);
-  m.def("use_transport", [](const std::optional<py::capsule>& transport, int most) {
-    use_transport(transport ? static_cast<const Transport*>(transport->get_pointer()) : nullptr, most);
+  m.def("use_transport", [](const std::optional<py::capsule>& given, int most) {
+    use_transport(given ? static_cast<const Transport*>(given->get_pointer()) : nullptr, most);
   }, py::arg("transport"), py::arg("most") = 0);
   m.def("post", [](std::shared_ptr<Tile> tile, int peer, int64_t tag, int priority, bool sends, std::string name) {
     const auto run = profile::begin_run();  // in a profile, each message counts as a program
@@ -230,6 +230,9 @@ PYBIND11_MODULE(_core, m) {
              return std::make_shared<Tile>(std::move(shape), scalar_type(dtype), of, redux, scales);
            }),
            py::arg("shape"), py::arg("dtype"), py::arg("monoid") = 0, py::arg("redux") = false, py::arg("scales") = 1)
+      .def("part", [](std::shared_ptr<Tile> whole, std::vector<int64_t> shape, const std::string& dtype, size_t offset) {
+             return std::make_shared<Tile>(std::move(shape), scalar_type(dtype), std::move(whole), offset);
+           })
       .def_property_readonly("shape", [](const Tile& tile) { return py::tuple(py::cast(tile.shape)); })
       .def_property_readonly("dtype", [](const Tile& tile) { return numpy_dtype(tile.dtype); })
       .def_readonly("initialised", &Tile::initialised)

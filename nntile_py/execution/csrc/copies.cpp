@@ -83,7 +83,8 @@ struct Copies::Item {
     const profile::Interval interval(profile::Interval::Of::starpu);
     const std::unique_ptr<Item> item(static_cast<Item*>(arg));
     guarded("checkpoint", [&] {
-      std::memcpy(item->state->data[item->k].get(), pointer(buffers[0]), item->state->tiles[item->k]->bytes);
+      const auto& tile = *item->state->tiles[item->k];
+      std::memcpy(item->state->data[item->k].get(), pointer(tile, buffers[0]), tile.bytes);
     }, true);
     item->end();
   }
@@ -94,9 +95,9 @@ struct Copies::Item {
     auto* item = static_cast<Item*>(arg);
     on_cuda(buffers, 1, [&](c10::Device) {
       guarded("checkpoint", [&] {
-        const auto bytes = item->state->tiles[item->k]->bytes;
+        const auto& tile = *item->state->tiles[item->k];
         auto* to = item->state->data[item->k].get();
-        const auto status = cudaMemcpyAsync(to, pointer(buffers[0]), bytes, cudaMemcpyDeviceToHost, task_stream());
+        const auto status = cudaMemcpyAsync(to, pointer(tile, buffers[0]), tile.bytes, cudaMemcpyDeviceToHost, task_stream());
         if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
       }, true);
       // The task ends for StarPU before the stream has finished the copy, so the stream calls Item::end.

@@ -94,7 +94,7 @@ bool Captured::hold(size_t most) {
   if (addresses_.size() == weights_.size()) return true;
   wait_until([this] { return missing_ == 0; });
   for (const auto& tile : weights_)
-    addresses_.push_back(pointer(starpu_data_get_interface_on_node(tile->handle, node())));
+    addresses_.push_back(pointer_on(*tile, node()));
   return true;
 }
 

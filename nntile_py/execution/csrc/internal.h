@@ -144,8 +144,9 @@ starpu_sched_policy* planned_policy();
 void plan(starpu_task* task, const TaskRecord& record);
 
 inline bool reads(int mode) { return mode & STARPU_R; }
+inline bool writes(int mode) { return mode & (STARPU_W | STARPU_REDUX); }
 
-// Sets the tiles of a task and their access modes.
+// Sets the tiles of a task, none of them a part of a tile, and their access modes.
 void set_tiles(starpu_task* task, const std::vector<std::shared_ptr<Tile>>& tiles, const std::vector<int>& modes);
 void submit(starpu_task* task, const std::string& name);
 void wait_for_window();  // until the window has room
@@ -197,6 +198,14 @@ void guarded(const std::string& name, Run run, bool always = false) {
 }
 
 inline void* pointer(void* buffer) { return reinterpret_cast<void*>(STARPU_VARIABLE_GET_PTR(buffer)); }
+
+// Returns the address of a tile in the buffer of the tile, or of its whole.
+inline void* pointer(const Tile& tile, void* buffer) { return static_cast<char*>(pointer(buffer)) + tile.offset; }
+
+// Returns the address of a tile that is acquired on a memory node.
+inline void* pointer_on(const Tile& tile, unsigned node) {
+  return pointer(tile, starpu_data_get_interface_on_node(tile.handle, node));
+}
 
 // Returns a body's tile number k.
 View filled_part(const TaskBody& body, size_t k, const double* floats, void* data, c10::Device device);

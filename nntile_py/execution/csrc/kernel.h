@@ -33,6 +33,8 @@ struct Tile {
   Tile(::_starpu_data_state* foreign, std::vector<int64_t> shape, at::ScalarType dtype);
   // A tile without a handle: its memory lasts as long as a task.
   Tile(std::vector<int64_t> shape, at::ScalarType dtype, size_t scales = 1);
+  // A part of another tile, from byte `offset` on. StarPU manages only the whole.
+  Tile(std::vector<int64_t> shape, at::ScalarType dtype, std::shared_ptr<Tile> whole, size_t offset);
   ~Tile();
   Tile(const Tile&) = delete;
   Tile& operator=(const Tile&) = delete;
@@ -40,7 +42,9 @@ struct Tile {
   std::vector<int64_t> shape;
   at::ScalarType dtype;
   size_t bytes, scales = 1;
-  ::_starpu_data_state* handle = nullptr;
+  ::_starpu_data_state* handle = nullptr;  // of a part: the handle of the whole
+  std::shared_ptr<Tile> whole;  // null: the tile is no part of another tile
+  size_t offset = 0;            // of a part: bytes before it in the whole
   bool foreign = false;      // another library registered the handle
   bool reducible = false;    // allows access in REDUX mode
   bool initialised = false;  // true: a task submitted so far writes the tile
@@ -129,6 +133,14 @@ struct TaskBody {
   bool tf32 = false;  // products of fp32 tiles on CUDA may use tf32
 };
 
+// The buffers of a task that StarPU provides.
+struct Fetched {
+  std::vector<std::shared_ptr<Tile>> tiles;  // without parts of tiles, each tile once
+  std::vector<int> modes;
+  std::vector<int> places;  // for each tile of the task: position of the tile, or of its whole, in `tiles`; -1: none
+  bool same = true;         // `tiles` are the tiles of the task, in the same order
+};
+
 // The constant part of a task, the same in all replays of its program.
 struct TaskRecord {
   struct Codelet* codelet = nullptr;
@@ -138,9 +150,9 @@ struct TaskRecord {
   std::vector<int> modes;  // enum starpu_data_access_mode
   std::vector<std::shared_ptr<Tile>> scratch;  // tiles without handles; their places follow those of `tiles`
   std::vector<int> residents;  // positions of tiles that no other task uses, see residents.cpp
-  bool holds = false;          // the program holds the residents: StarPU's tasks have only the tiles of `fetched`
-  std::vector<std::shared_ptr<Tile>> fetched;  // the tiles except the residents
-  std::vector<int> fetched_modes;
+  bool holds = false;          // the program holds the residents, which StarPU then does not fetch
+  Fetched all, without_residents;
+  const Fetched& fetched() const { return holds ? without_residents : all; }
   std::vector<double> floats;
   std::vector<std::pair<int, int>> slots;  // (position in floats, slot of the program)
   uint32_t footprint = 0;

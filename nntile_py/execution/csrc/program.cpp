@@ -1,6 +1,4 @@
 // Kernels, codelets, programs.
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -10,6 +8,7 @@
 #ifdef NNTILE_CUDA
 #include "graph_params.h"
 #endif
+#include "buffers.h"
 #include "on_cuda.h"
 #include "dtypes.h"
 #include "internal.h"
@@ -30,44 +29,6 @@ std::map<std::pair<c10::DeviceType, std::string>, Kernel>& kernels() {
   static std::map<std::pair<c10::DeviceType, std::string>, Kernel> table;
   return table;
 }
-
-// The buffers of a task's tiles, in the order of the tiles: StarPU's buffers, and the addresses of held residents. The
-// memory of scratch tiles follows.
-class Buffers {
- public:
-  Buffers(const TaskRecord& record, void** buffers, c10::Device device) : of_starpu_(buffers) {
-    if (record.scratch.empty() && !record.holds) return;
-    own_.reserve(record.scratch.size() + record.residents.size());
-    const auto add = [&](const Tile& tile, void* address) {
-      auto& made = own_.emplace_back();
-      made.id = STARPU_VARIABLE_INTERFACE_ID;
-      made.ptr = made.dev_handle = reinterpret_cast<uintptr_t>(address);
-      made.elemsize = tile.bytes;
-      all_.push_back(&made);
-    };
-    for (const auto& tile : record.tiles)
-      if (record.holds && tile->address) add(*tile, tile->address);
-      else all_.push_back(*buffers++);
-    if (record.scratch.empty()) return;
-    constexpr size_t kAligned = 256;
-    size_t bytes = 0;
-    const auto place = [&](const Tile& tile) {
-      return std::exchange(bytes, bytes + (tile.bytes + kAligned - 1) / kAligned * kAligned);
-    };
-    std::vector<size_t> offsets;
-    for (const auto& tile : record.scratch) offsets.push_back(place(*tile));
-    memory_ = at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions(at::kByte).device(device));
-    for (size_t k = 0; k < offsets.size(); ++k) add(*record.scratch[k], memory_.data_ptr<uint8_t>() + offsets[k]);
-  }
-
-  void** all() { return all_.empty() ? of_starpu_ : all_.data(); }
-
- private:
-  void** of_starpu_;
-  std::vector<void*> all_;
-  std::vector<starpu_variable_interface> own_;
-  at::Tensor memory_;  // on CUDA workers, ATen reuses it only for later work on the same stream
-};
 
 void run_python(const TaskBody& body, const double* floats, void** buffers, int device, void* stream) {
   std::vector<void*> pointers;
@@ -98,7 +59,7 @@ void run_cpu(void** of_starpu, void* cl_arg) {
 void run_cuda(void** of_starpu, void* cl_arg) {
   const auto& instance = *static_cast<const TaskInstance*>(cl_arg);
   const auto& record = *instance.record;
-  on_cuda(of_starpu, (record.holds ? record.fetched : record.tiles).size(), [&](c10::Device device) {
+  on_cuda(of_starpu, record.fetched().tiles.size(), [&](c10::Device device) {
     Buffers made(*instance.record, of_starpu, device);
     auto** buffers = made.all();
     for (size_t k = 0; k < instance.record->bodies.size(); ++k) {
@@ -168,7 +129,7 @@ void set_tiles(starpu_task* task, const std::vector<std::shared_ptr<Tile>>& tile
   for (size_t k = 0; k < n; ++k) {
     handles[k] = tiles[k]->handle;
     access[k] = static_cast<starpu_data_access_mode>(modes[k]);
-    if (!(modes[k] & (STARPU_W | STARPU_REDUX))) continue;
+    if (!writes(modes[k])) continue;
     before_write(*tiles[k]);
     tiles[k]->initialised = true;
   }
@@ -281,11 +242,8 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
   record.number = static_cast<int64_t>(tasks_);
   leaves_ |= !record.leaves.empty();
   has_residents_ |= !record.residents.empty();
-  for (size_t k = 0; k < record.tiles.size(); ++k)
-    if (std::find(record.residents.begin(), record.residents.end(), static_cast<int>(k)) == record.residents.end()) {
-      record.fetched.push_back(record.tiles[k]);
-      record.fetched_modes.push_back(record.modes[k]);
-    }
+  record.all = fetched_of(record, true);
+  record.without_residents = fetched_of(record, false);
   items_.emplace_back(std::move(record));
   ++tasks_;
   finished_ = false;
@@ -316,7 +274,7 @@ void Program::finish() {
         if (seen && !state[tile]) throw TaskError(name + ": reads a tile before any task wrote it");
         if (!seen) needs_.push_back(tile);
       }
-      if (!seen || mode & (STARPU_W | STARPU_REDUX)) state[tile] = true;
+      if (!seen || writes(mode)) state[tile] = true;
     };
     if (const auto* message = std::get_if<Message>(&item)) {
       use("a message", message->tile.get(), message->sends ? STARPU_R : STARPU_W);
@@ -364,7 +322,12 @@ uint32_t Program::run(const std::vector<double>& slots) {
       if (tile->holder != this) before_use(*tile);
     auto* task = starpu_task_create();
     task->cl = &record.codelet->cl;
-    set_tiles(task, record.holds ? record.fetched : record.tiles, record.holds ? record.fetched_modes : record.modes);
+    set_tiles(task, record.fetched().tiles, record.fetched().modes);
+    for (size_t k = 0; k < record.tiles.size(); ++k)
+      if (record.tiles[k]->whole && writes(record.modes[k])) {
+        before_write(*record.tiles[k]);
+        record.tiles[k]->initialised = true;
+      }
     if (record.slots.empty() && !checked_) {
       task->cl_arg = const_cast<TaskInstance*>(&record.instance);
       task->cl_arg_size = sizeof(TaskInstance);

@@ -59,7 +59,7 @@ void Program::hold() {
   if (addressed_) return;
   wait_until([this] { return missing_ == 0; });  // may be interrupted: the next run then continues here
   each_resident([&](TaskRecord& record, Tile& tile) {
-    tile.address = pointer(starpu_data_get_interface_on_node(tile.handle, static_cast<unsigned>(node_of(record))));
+    tile.address = pointer_on(tile, static_cast<unsigned>(node_of(record)));
     record.holds = true;
   });
   addressed_ = true;

@@ -17,12 +17,6 @@ namespace {
 std::mutex g_tiles_mutex;
 std::unordered_set<Tile*> g_tiles;
 
-// Returns the address of acquired data in main memory. StarPU's "local" address would be wrong: a callback may run on a
-// CUDA worker, whose local memory is the device's.
-void* host_pointer(starpu_data_handle_t handle) {
-  return pointer(starpu_data_get_interface_on_node(handle, STARPU_MAIN_RAM));
-}
-
 void fill_zero(void** buffers, void*) { std::memset(pointer(buffers[0]), 0, STARPU_VARIABLE_GET_ELEMSIZE(buffers[0])); }
 
 // StarPU creates the reduction task without an argument, so its data are stored beside the codelet.
@@ -122,9 +116,9 @@ void acquire(const std::shared_ptr<Tile>& tile, starpu_data_access_mode mode, Us
   };
   const auto run = [](void* arg) {
     const std::unique_ptr<Call> call(static_cast<Call*>(arg));
-    const auto handle = call->tile->handle;
-    call->use(host_pointer(handle));
-    starpu_data_release(handle);
+    // StarPU's "local" address would be wrong: a callback may run on a CUDA worker, whose local memory is the device's.
+    call->use(pointer_on(*call->tile, STARPU_MAIN_RAM));
+    starpu_data_release(call->tile->handle);
     call->then();
   };
   starpu_data_acquire_cb(tile->handle, mode, run, new Call{tile, std::move(use), std::move(then)});
@@ -140,7 +134,7 @@ void require(const Tile& tile) {
 void forget_tiles() {
   const std::lock_guard lock(g_tiles_mutex);
   for (auto* tile : g_tiles) {
-    if (!tile->foreign) starpu_data_unregister_no_coherency(tile->handle);
+    if (!tile->foreign && !tile->whole) starpu_data_unregister_no_coherency(tile->handle);
     tile->handle = nullptr;
   }
   g_tiles.clear();
@@ -150,6 +144,7 @@ size_t smallest_waiting(unsigned node) {
   size_t least = 0;
   const std::lock_guard lock(g_tiles_mutex);
   for (const auto* tile : g_tiles) {
+    if (tile->whole) continue;
     int allocated = 0, requested = 0;
     starpu_data_query_status2(tile->handle, static_cast<int>(node), &allocated, nullptr, nullptr, &requested);
     if (requested && !allocated && (!least || tile->bytes < least)) least = tile->bytes;
@@ -190,6 +185,17 @@ Tile::Tile(::_starpu_data_state* foreign_, std::vector<int64_t> shape_, at::Scal
   g_tiles.insert(this);
 }
 
+Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, std::shared_ptr<Tile> whole_, size_t offset_)
+    : Tile(std::move(shape_), dtype_) {
+  require(*whole_);
+  if (whole_->whole || !whole_->initialised || offset_ + bytes > whole_->bytes)
+    throw std::invalid_argument("a tile cannot be this part of another tile");
+  whole = std::move(whole_), offset = offset_;
+  handle = whole->handle;
+  const std::lock_guard lock(g_tiles_mutex);
+  g_tiles.insert(this);
+}
+
 void add_by_reduction(Tile& tile, Monoid monoid) {
   g.reduces = tile.reducible = true;
   const int64_t width = monoid == Monoid::sum || tile.shape.empty() ? 1 : tile.shape.back();
@@ -200,7 +206,7 @@ Tile::~Tile() {
   if (g.forked) return;  // a thread of the parent process may have held the mutex during the fork
   const std::lock_guard lock(g_tiles_mutex);
   g_tiles.erase(this);
-  if (handle && !foreign && !g.stuck) starpu_data_unregister_submit(handle);
+  if (handle && !foreign && !whole && !g.stuck) starpu_data_unregister_submit(handle);
 }
 
 bool on_disk(const Tile& tile) {
@@ -222,7 +228,7 @@ void write_tile(const std::shared_ptr<Tile>& tile, std::unique_ptr<char[]> data)
   tile->initialised = true;
   ++g.leaving;
   acquire(
-      tile, STARPU_W,
+      tile, tile->whole ? STARPU_RW : STARPU_W,
       [data = std::move(data), bytes = tile->bytes](void* to) {
         advise_huge_pages(to, bytes);
         std::memcpy(to, data.get(), bytes);
@@ -236,6 +242,10 @@ void write_tile(const std::shared_ptr<Tile>& tile, std::unique_ptr<char[]> data)
 void zero_tile(const std::shared_ptr<Tile>& tile) {
   require(*tile);
   wake();
+  if (tile->whole) {  // the task would fill the whole
+    write_tile(tile, std::make_unique<char[]>(tile->bytes));
+    return;
+  }
   before_use(*tile);
   before_write(*tile);
   auto* task = starpu_task_create();
@@ -271,7 +281,7 @@ void invalidate(const std::shared_ptr<Tile>& tile) {
   require(*tile);
   before_use(*tile);
   before_write(*tile);
-  if (tile->initialised) starpu_data_invalidate_submit(tile->handle);
+  if (tile->initialised && !tile->whole) starpu_data_invalidate_submit(tile->handle);
   tile->initialised = false;
 }
 

@@ -1,0 +1,28 @@
+// The memory of a task's tiles, for its kernels.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <starpu.h>
+
+#include <vector>
+
+#include "kernel.h"
+
+namespace nntile {
+
+// The buffers of a task's tiles, in the order of the tiles: StarPU's buffers, parts of these buffers, and the addresses of
+// held residents. The memory of scratch tiles follows.
+class Buffers {
+ public:
+  Buffers(const TaskRecord& record, void** buffers, c10::Device device);
+  void** all() { return all_.empty() ? of_starpu_ : all_.data(); }
+
+ private:
+  void** of_starpu_;
+  std::vector<void*> all_;
+  std::vector<starpu_variable_interface> own_;
+  at::Tensor memory_;  // on CUDA workers, ATen reuses it only for later work on the same stream
+};
+
+Fetched fetched_of(const TaskRecord& record, bool residents);  // residents: StarPU fetches them too
+
+}  // namespace nntile
