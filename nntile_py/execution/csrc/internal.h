@@ -197,6 +197,9 @@ void guarded(const std::string& name, Run run, bool always = false) {
   }
 }
 
+// Returns the tile that StarPU manages: the tile, or the whole of which it is a part.
+inline Tile& managed(Tile& tile) { return tile.whole ? *tile.whole : tile; }
+
 inline void* pointer(void* buffer) { return reinterpret_cast<void*>(STARPU_VARIABLE_GET_PTR(buffer)); }
 
 // Returns the address of a tile in the buffer of the tile, or of its whole.

@@ -324,10 +324,7 @@ uint32_t Program::run(const std::vector<double>& slots) {
     task->cl = &record.codelet->cl;
     set_tiles(task, record.fetched().tiles, record.fetched().modes);
     for (size_t k = 0; k < record.tiles.size(); ++k)
-      if (record.tiles[k]->whole && writes(record.modes[k])) {
-        before_write(*record.tiles[k]);
-        record.tiles[k]->initialised = true;
-      }
+      if (writes(record.modes[k])) record.tiles[k]->initialised = true;  // also of parts
     if (record.slots.empty() && !checked_) {
       task->cl_arg = const_cast<TaskInstance*>(&record.instance);
       task->cl_arg_size = sizeof(TaskInstance);
