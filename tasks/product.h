@@ -66,19 +66,21 @@ struct Epilogue {
 };
 
 // Goto and van de Geijn 2008: panels of both operands are copied such that a tile of the result, in registers, reads
-// them in order. Panels of the right operand fit into the L1 cache, panels of the left operand into L2. Matthews 2018:
+// them in order. A panel of the right operand and a block of the left operand fit into the L2 cache. Matthews 2018:
 // copies of panels and writes of the result use an offset per row and column, so no permuted tensor is needed.
 template <class T>
 class Product {
   static constexpr int64_t kRows = kTileRows, kVector = Vec<T>::size(), kColumns = kTileColumns<T>;
   static constexpr int64_t kLeftStep = (kRows + kVector - 1) / kVector * kVector;  // `transpose` writes whole squares
-  static constexpr int64_t kDepth = 1024 / sizeof(T);  // depth of a panel
+  // Depth of a panel. With half the depth, the panel of the right operand would fit into the L1 cache, but each result
+  // would be read and written more often: products of 384 to 4096 columns were 4 % slower on an EPYC of family 25.
+  static constexpr int64_t kDepth = 2048 / sizeof(T);
   static constexpr int64_t kBlockRows = 20 * kRows, kBlockColumns = 48 * kColumns;
 
  public:
   void operator()(const Matrix<T>& c, const Matrix<const T>& a, const Matrix<const T>& b, const Epilogue<T>& epilogue) {
     const auto rows = c.rows.size(), columns = c.columns.size(), all = a.columns.size();
-    // With only one block of rows, pack one panel of columns at a time: the block reads the panel from the L1 cache.
+    // With only one block of rows, pack one panel of columns at a time: the block reads the panel from the cache.
     const auto width = rows > kBlockRows ? kBlockColumns : kColumns;
     for (int64_t depth = 0; depth < all; depth += kDepth) {
       const auto k = std::min(kDepth, all - depth);
