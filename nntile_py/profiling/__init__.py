@@ -42,7 +42,7 @@ def profile(
     from nntile_py.execution.runtime import Runtime
     from nntile_py.profiling import peak_rates, recorder
     from nntile_py.system.load import Load, among
-    from nntile_py.training.run import build_trainer
+    from nntile_py.training.run_start import build_trainer
 
     runtime = Runtime(**runtime_options(config.runtime.model_dump()), mpi=True)
     if ranks := runtime.ranks:
