@@ -148,6 +148,14 @@ def train_on_rank_0(run: TrainingRun, make_folder: Callable[[], RunFolder], resc
         run.report(skips)
     run.report(f"weights saved in {saved / checkpoint.MODEL}")
     save_curve(saved, run.report, run.console.is_terminal)
+    _show_predictions(run, saved, last)
+    return True
+
+
+def _show_predictions(run: TrainingRun, saved: Path, last: Mapping[str, Any] | None) -> None:
+    """Report a classifier's confusion matrix, the scores of entities, or a sample of text, and save them in `saved`.
+
+    last: Entries of the last measurement; None if there was none."""
     if last and "confusion" in last and run.dataset.class_names:
         _save_confusion(run.dataset.class_names, last["confusion"], saved, run.report)
     elif last and "entities" in last and run.dataset.class_names:
@@ -156,7 +164,6 @@ def train_on_rank_0(run: TrainingRun, make_folder: Callable[[], RunFolder], resc
         run.report(sample)
         with suppress(OSError):  # a full disk: the sample has been printed
             replace_file(saved / SAMPLE, sample.strip() + "\n")
-    return True
 
 
 def _save_confusion(names: list[str], counts: object, folder: Path, report: Report) -> None:

@@ -7,13 +7,15 @@ from pathlib import Path
 from rich.console import Console
 
 from nntile_py.checkpoint import format as checkpoint
-from nntile_py.checkpoint.resume import check_same_run, check_steps, data_facts, newest_checkpoint
+from nntile_py.checkpoint.resume import ResumePoint, check_same_run, check_steps, data_facts, newest_checkpoint
 from nntile_py.checkpoint.writer import TileSender
 from nntile_py.config.run_config import RunConfig
 from nntile_py.config.saved_code import CODE
 from nntile_py.config.scheduler_file import runtime_options
 from nntile_py.config.schedules import check_rates
 from nntile_py.data.dataset import Dataset
+from nntile_py.data.tokenization import Report
+from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.recompute_rule import AUTO
 from nntile_py.graph.step import StepSpec
@@ -70,31 +72,14 @@ def train(
     # Data, and the checkpoint to resume from.
     checkpoints = checkpoint.checkpoints_in(out)
     point = newest_checkpoint(resume, report) if resume else None
-    report(f"reading {config.data.name}")
-    dataset = build_dataset(config, spec, report)
-    data = data_facts(config, dataset)
-    check_ranks(config, spec, runtime, data, point, report)
-    report(f"{dataset.describe()}; writing to {out}")
-    if config.tokenizer.path is None and (count := dataset.tokenizer.get_vocab_size()) < config.tokenizer.size():
-        report(f"note: the tokenizer has {count:,} tokens; tokenizer.vocab_size={count} saves unused rows of weights")
-    if point:
-        differences = check_same_run(point, config, data)
-        if point.step >= config.train.steps and publish_on_rank_0(point, out, ranks, report):
-            report(f"all {point.step} steps are trained; weights saved in {out / checkpoint.MODEL}")
-            return 0
-        check_steps(point, config)
-        report(f"going on after step {point.step}, from {point.folder}" + (f"; {differences}" if differences else ""))
+    dataset, data = _read_data(config, spec, runtime, point, out, report)
+    if point and _all_trained(point, config, data, out, ranks, report):
+        return 0
 
     # Trainer, steps, weights.
     with missing_sample_reported(report), runtime, signals_of_run(runtime) as stop:
         trainer = first_trainer(config, spec, runtime, point)
-        if config.recompute == AUTO:
-            report(f"recompute: {trainer.spec.recompute}, the fastest that fits into the memory")
-        trained, every = trainer.parameters
-        if trained < every:
-            report(f"{trained:,} of {every:,} parameters are trained, the others are frozen")
-        if lengths := dataset.describe_lengths():
-            report(lengths)
+        _report_trainer(trainer, config, dataset, report)
         if not is_rank_0:
             return _train_on_other_rank(config, dataset, trainer, stop)
         facts = {"config": config.model_dump(mode="json", by_alias=True), "data": data, "overrides": overrides or []}
@@ -102,13 +87,57 @@ def train(
         if not train_on_rank_0(run, partial(new_run_folder, out, resume, replaces, checkpoints, report), rescue):
             return exit_status(stop)
     if stop:
-        unfinished = trainer.steps < config.train.steps
-        files = {f"{section}.{key}": getattr(getattr(config, section), key) for section, key in CODE}
-        code = "".join(f" --set {shlex.quote(f'{key}={name}')}" for key, name in files.items() if code_of(name))
-        more = f"; to continue: nntile train --resume {shlex.quote(str(out))}{code}" if unfinished else ""
-        done = f"after step {trainer.steps} of {config.train.steps}"
-        report(f"stopped by {stop[0]} {done}; all trained steps are saved{more}")
+        _report_stop(stop, trainer.steps, config, out, report)
     return exit_status(stop)
+
+
+def _read_data(
+    config: RunConfig, spec: StepSpec, runtime: Runtime, point: ResumePoint | None, out: Path, report: Report
+) -> tuple[Dataset, dict[str, str]]:
+    """Return the dataset and the hashes of its data, which are the same on all ranks."""
+    report(f"reading {config.data.name}")
+    dataset = build_dataset(config, spec, report)
+    data = data_facts(config, dataset)
+    check_ranks(config, spec, runtime, data, point, report)
+    report(f"{dataset.describe()}; writing to {out}")
+    if config.tokenizer.path is None and (count := dataset.tokenizer.get_vocab_size()) < config.tokenizer.size():
+        report(f"note: the tokenizer has {count:,} tokens; tokenizer.vocab_size={count} saves unused rows of weights")
+    return dataset, data
+
+
+def _all_trained(
+    point: ResumePoint, config: RunConfig, data: dict[str, str], out: Path, ranks: Ranks | None, report: Report
+) -> bool:
+    """Check that the checkpoint fits the run, and report the step after which the run goes on.
+
+    Return True if all steps are trained already. The weights are then copied into the run's folder."""
+    differences = check_same_run(point, config, data)
+    if point.step >= config.train.steps and publish_on_rank_0(point, out, ranks, report):
+        report(f"all {point.step} steps are trained; weights saved in {out / checkpoint.MODEL}")
+        return True
+    check_steps(point, config)
+    report(f"going on after step {point.step}, from {point.folder}" + (f"; {differences}" if differences else ""))
+    return False
+
+
+def _report_trainer(trainer: Trainer, config: RunConfig, dataset: Dataset, report: Report) -> None:
+    """Report what `recompute: auto` chose, the frozen parameters, and the lengths of the dataset's sequences."""
+    if config.recompute == AUTO:
+        report(f"recompute: {trainer.spec.recompute}, the fastest that fits into the memory")
+    trained, every = trainer.parameters
+    if trained < every:
+        report(f"{trained:,} of {every:,} parameters are trained, the others are frozen")
+    if lengths := dataset.describe_lengths():
+        report(lengths)
+
+
+def _report_stop(stop: list[str], steps: int, config: RunConfig, out: Path, report: Report) -> None:
+    """Report that a signal stopped the run after `steps` steps, with the command that continues the run."""
+    files = {f"{section}.{key}": getattr(getattr(config, section), key) for section, key in CODE}
+    code = "".join(f" --set {shlex.quote(f'{key}={name}')}" for key, name in files.items() if code_of(name))
+    unfinished = steps < config.train.steps
+    more = f"; to continue: nntile train --resume {shlex.quote(str(out))}{code}" if unfinished else ""
+    report(f"stopped by {stop[0]} after step {steps} of {config.train.steps}; all trained steps are saved{more}")
 
 
 def _train_on_other_rank(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: list[str]) -> int:
