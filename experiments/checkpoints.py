@@ -22,7 +22,7 @@ from nntile_py.config.sections import CheckpointSection
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.random_inputs import random_inputs
 from nntile_py.system.load import Load
-from nntile_py.training.run import build_trainer
+from nntile_py.training.run_start import build_trainer
 from nntile_py.training.step_handle import Pending
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

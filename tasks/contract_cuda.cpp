@@ -6,24 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/gelu.h>
-#include <ATen/ops/gelu_backward.h>
-#include <ATen/ops/hardswish.h>
-#include <ATen/ops/hardswish_backward.h>
-#include <ATen/ops/hardtanh.h>
-#include <ATen/ops/hardtanh_backward.h>
-#include <ATen/ops/leaky_relu.h>
-#include <ATen/ops/leaky_relu_backward.h>
-#include <ATen/ops/mish.h>
-#include <ATen/ops/mish_backward.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/relu.h>
-#include <ATen/ops/sigmoid.h>
-#include <ATen/ops/silu.h>
-#include <ATen/ops/silu_backward.h>
 #include <ATen/ops/sum.h>
-#include <ATen/ops/tanh.h>
-#include <ATen/ops/threshold_backward.h>
 
 #include <algorithm>
 #include <map>
@@ -31,6 +14,7 @@
 #include <sstream>
 #include <utility>
 
+#include "activation_cuda.h"
 #include "activation_kinds.h"
 #include "autotune.h"
 #include "contract.h"
@@ -40,51 +24,6 @@
 
 namespace nntile {
 namespace {
-
-// Returns x in fp32, or x itself if it is fp64.
-at::Tensor wide(const at::Tensor& x) { return x.scalar_type() == at::kDouble ? x : x.to(at::kFloat); }
-
-void apply_activation(int kind, const at::Tensor& pre, at::Tensor out) {
-  switch (kind) {
-    case kRelu: at::relu_out(out, pre); break;
-    case kTanh: at::tanh_out(out, pre); break;
-    case kSilu: at::silu_out(out, pre); break;
-    case kQuickGelu: out.copy_(wide(pre).mul(kQuick).sigmoid_().mul_(pre)); break;
-    case kRelu2: at::mul_out(out, at::relu(pre), pre); break;
-    case kRelu6: at::hardtanh_out(out, pre, 0, 6); break;
-    case kLeakyRelu: at::leaky_relu_out(out, pre, kLeak); break;
-    case kHardswish: at::hardswish_out(out, pre); break;
-    case kMish: at::mish_out(out, pre); break;
-    case kSigmoid: at::sigmoid_out(out, pre); break;
-    default: at::gelu_out(out, pre, kind == kGeluNew ? "tanh" : "none");
-  }
-}
-
-void multiply_derivative(int kind, at::Tensor y, const at::Tensor& aux) {
-  switch (kind) {
-    case kRelu: at::threshold_backward_out(y, y, aux, 0); break;
-    case kTanh:  // 1 - tanh^2 of a tanh rounded to bf16 or fp16 would be inaccurate
-      y.mul_(wide(aux).tanh().square_().neg_().add_(1));
-      break;
-    case kSilu: at::silu_backward_out(y, y, aux); break;
-    case kQuickGelu: {
-      const auto x = wide(aux).mul(kQuick), gate = x.sigmoid();
-      y.mul_(gate.neg().add_(1).mul_(x).add_(1).mul_(gate));
-      break;
-    }
-    case kRelu2: y.mul_(at::relu(aux).mul_(2)); break;
-    case kRelu6: at::hardtanh_backward_out(y, y, aux, 0, 6); break;
-    case kLeakyRelu: at::leaky_relu_backward_out(y, y, aux, kLeak, false); break;
-    case kHardswish: y.copy_(at::hardswish_backward(y, aux)); break;
-    case kMish: y.copy_(at::mish_backward(y, aux)); break;
-    case kSigmoid: {
-      const auto gate = wide(aux).sigmoid();
-      y.mul_(gate.neg().add_(1).mul_(gate));
-      break;
-    }
-    default: at::gelu_backward_out(y, y, aux, kind == kGeluNew ? "tanh" : "none");
-  }
-}
 
 // Computes out = beta out + alpha a b by ATen: for batches, fp64, and cases that cuBLASLt does not support. Never in
 // tf32, even if PyTorch allows tf32.
@@ -118,7 +57,8 @@ std::optional<at::Tensor> blocks(const at::Tensor& target, size_t m, size_t n) {
 
 // Computes to = alpha a b by blocks; to: a view from `blocks`. One batch of products computes all blocks of a row
 // (by_row) or of a column.
-void into_blocks(const at::Tensor& to, const at::Tensor& a_matrix, const at::Tensor& b_matrix, double alpha, bool by_row) {
+void into_blocks(const at::Tensor& to, const at::Tensor& a_matrix, const at::Tensor& b_matrix, double alpha,
+                 bool by_row) {
   const auto k = a_matrix.size(1);
   const auto a = a_matrix.view({to.size(0), to.size(1), k});
   const auto b = b_matrix.view({k, to.size(2), to.size(3)}).permute({1, 0, 2});
@@ -200,8 +140,8 @@ struct Product {
 
   explicit Product(const Args& t) : Product(t, ContractArgs(t)) {}
 
-  // Computes target = epilogue(alpha a b + c + bias) by cuBLASLt. Without an algorithm for a product of 8 bits, computes
-  // it in bf16.
+  // Computes target = epilogue(alpha a b + c + bias) by cuBLASLt. Without an algorithm for a product of 8 bits,
+  // computes it in bf16.
   void multiply(const View& target, Fused f, bool tf32) const {
     f.fast = args.fast;
     try {
@@ -366,7 +306,10 @@ Rest unfused(Args& t, const Product& p, const EpilogueArgs& e, Rest left) {
   const auto& plan = p.plan;
   const auto target = t[0];
   const double beta = t.accumulates(0) ? 1 : 0;
-  if (!plan.permuted_out) return plain(matrix(target, plan.batch, plan.m, plan.n), p.a.tensor(), p.b.tensor(), beta, p.args.scale), left;
+  if (!plan.permuted_out) {
+    plain(matrix(target, plan.batch, plan.m, plan.n), p.a.tensor(), p.b.tensor(), beta, p.args.scale);
+    return left;
+  }
   const auto view = target.permute(plan.out);
   if (const auto direct = in_place(view, plan.batch, plan.m, plan.n))
     return plain(*direct, p.a.tensor(), p.b.tensor(), beta, p.args.scale), left;

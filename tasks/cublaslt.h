@@ -40,4 +40,14 @@ struct Unsupported : std::runtime_error {
 void matmul(const View& out, const View& a_matrix, const View& b_matrix, double alpha, const Fused& f, bool tf32,
             const Sizes& most);
 
+// Computes a product by one call of cuBLASLt. Arguments: as for matmul.
+void direct_matmul(const View& out, const View& a_matrix, const View& b_matrix, double alpha, const Fused& f, bool tf32,
+                   const Sizes& most);
+
+// Rounds up a size that varies with packing, to a multiple of a step of at least 128, but not above `most`. So at most
+// about 16 sizes need a choice of an algorithm.
+int64_t rounded(int64_t size, int64_t most);
+
+inline constexpr int64_t kRowAlignment = 16;  // bytes; cuBLASLt is faster if all rows begin at multiples
+
 }  // namespace nntile

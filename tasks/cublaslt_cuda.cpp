@@ -8,8 +8,6 @@
 #include <algorithm>
 #include <limits>
 #include <map>
-#include <numeric>
-#include <optional>
 #include <sstream>
 #include <utility>
 #include <vector>
@@ -18,15 +16,21 @@
 #include "runtime.h"
 
 namespace nntile {
+
+int64_t rounded(int64_t size, int64_t most) {
+  const auto step = (most / 16 + 127) / 128 * 128;
+  return step ? std::min(most, (size + step - 1) / step * step) : size;
+}
+
 namespace {
 
 constexpr size_t kWorkspace = 64 << 20;
 constexpr int kCandidates = 8;
-constexpr int64_t kRowAlignment = 16;  // bytes
 constexpr float kShort = 0.04f;  // ms; shorter products are timed several in a row
 
 void require(cublasStatus_t status, const char* what) {
-  if (status != CUBLAS_STATUS_SUCCESS) throw std::runtime_error(std::string(what) + ": " + cublasGetStatusString(status));
+  if (status != CUBLAS_STATUS_SUCCESS)
+    throw std::runtime_error(std::string(what) + ": " + cublasGetStatusString(status));
 }
 
 cudaDataType type_of(const View& x) {
@@ -62,13 +66,6 @@ struct Operand {
     }
   }
 };
-
-// Rounds up a size that varies with packing, to a multiple of a step of at least 128, but not above `most`. So at most
-// about 16 sizes need a choice of an algorithm.
-int64_t rounded(int64_t size, int64_t most) {
-  const auto step = (most / 16 + 127) / 128 * 128;
-  return step ? std::min(most, (size + step - 1) / step * step) : size;
-}
 
 // Everything on which the choice of an algorithm depends.
 struct Key {
@@ -182,8 +179,9 @@ class Matmul {
     cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes, sizeof(bytes));
     const uint32_t least = key_.in == CUDA_R_32F ? 4 : 2;  // alignment in bytes; by default the library expects 256
     if (!key_.aligned)
-      for (const auto attribute : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-                                   CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
+      for (const auto attribute :
+           {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
         cublasLtMatmulPreferenceSetAttribute(preference, attribute, &least, sizeof(least));
     std::vector<cublasLtMatmulHeuristicResult_t> found(static_cast<size_t>(most));
     int count = 0;
@@ -240,9 +238,11 @@ class Matmul {
 
   static void shape(cublasLtMatrixLayout_t layout, bool flipped, int64_t rows, int64_t columns) {
     if (flipped) std::swap(rows, columns);
-    for (const auto& [attribute, value] : {std::pair(CUBLASLT_MATRIX_LAYOUT_ROWS, rows), {CUBLASLT_MATRIX_LAYOUT_COLS, columns}}) {
+    for (const auto& [attribute, value] :
+         {std::pair(CUBLASLT_MATRIX_LAYOUT_ROWS, rows), {CUBLASLT_MATRIX_LAYOUT_COLS, columns}}) {
       const auto size = static_cast<uint64_t>(value);
-      require(cublasLtMatrixLayoutSetAttribute(layout, attribute, &size, sizeof(size)), "cublasLtMatrixLayoutSetAttribute");
+      require(cublasLtMatrixLayoutSetAttribute(layout, attribute, &size, sizeof(size)),
+              "cublasLtMatrixLayoutSetAttribute");
     }
   }
 
@@ -279,9 +279,20 @@ void* workspace(c10::Device device) {
   return block.data_ptr();
 }
 
-// Computes a product by one call of cuBLASLt. Arguments: as for matmul.
-void direct(const View& out, const View& a_matrix, const View& b_matrix, double alpha, const Fused& f, bool tf32,
-            const Sizes& most) {
+int capability(c10::Device device) {
+  thread_local const auto found = [&] {  // a thread belongs to one GPU
+    int major = 0, minor = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index());
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index());
+    return 10 * major + minor;
+  }();
+  return found;
+}
+
+}  // namespace
+
+void direct_matmul(const View& out, const View& a_matrix, const View& b_matrix, double alpha, const Fused& f, bool tf32,
+                   const Sizes& most) {
   const Operand a(a_matrix), b(b_matrix);
   const auto compute = a_matrix.dtype == at::kFloat && tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
   const Sizes now{out.sizes[0], out.sizes[1], a_matrix.sizes[1]};
@@ -293,8 +304,8 @@ void direct(const View& out, const View& a_matrix, const View& b_matrix, double 
   const auto most_m = a.flipped ? std::min(most.m, a.leading) : most.m;
   const auto most_k = std::min({most.k, a.flipped ? most.k : a.leading, b.flipped ? b.leading : most.k});
   const Key key{rounded(now.m, most_m), now.n, rounded(now.k, most_k), a.leading, b.leading, leading,
-                a.flipped + 2 * b.flipped, type_of(a_matrix), type_of(b_matrix), type_of(out), f.epilogue, compute, f.c != nullptr, f.c == out.data,
-                aligned, f.fast && a_matrix.scale, a_matrix.scale && a_matrix.by_row};
+                a.flipped + 2 * b.flipped, type_of(a_matrix), type_of(b_matrix), type_of(out), f.epilogue, compute,
+                f.c != nullptr, f.c == out.data, aligned, f.fast && a_matrix.scale, a_matrix.scale && a_matrix.by_row};
   thread_local std::map<Key, Matmul> known;
   auto found = known.find(key);
   void* const space = workspace(out.device);
@@ -311,141 +322,6 @@ void direct(const View& out, const View& a_matrix, const View& b_matrix, double 
   product.run(call, now, space, way_to_take(products_file, name, product.count(), product.best()));
 }
 
-// Rows of the logits of 50257 tokens in 16 bits do not all begin at multiples of 16 bytes, which the library's fast
-// algorithms need. But rows r, r + 8, r + 16, ... are a multiple of 16 bytes apart, and from their column -r * 50257
-// modulo 8 on they are aligned. So a product of such a matrix can be computed in parts: for each r, one product for the
-// aligned columns, whose number is a multiple of 8, and two narrow products for the columns before and after them.
-// Whether the parts are faster than the whole is measured.
-
-constexpr double kLarge = 1e9;  // smallest number of multiplications of a product whose parts are measured
-
-bool row_major(const View& x) { return x.strides[1] == 1; }
-
-bool misaligned(const View& x) {
-  const size_t other = row_major(x) ? 0 : 1;
-  const auto bytes = x.strides[other] * static_cast<int64_t>(at::elementSize(x.dtype));
-  return x.sizes[other] > 1 && bytes % kRowAlignment != 0;
-}
-
-// Returns the elements first, first + step, ... of an axis, `count` of them; count -1: to the end.
-View every(const View& x, size_t axis, int64_t first, int64_t step = 1, int64_t count = -1) {
-  View part = x;
-  part.data = static_cast<char*>(x.data) + first * x.strides[axis] * static_cast<int64_t>(at::elementSize(x.dtype));
-  part.sizes[axis] = count < 0 ? (x.sizes[axis] - first + step - 1) / step : count;
-  part.strides[axis] *= step;
-  return part;
-}
-
-enum Axis { kM, kN, kK };
-
-// The operands of a product or of a part of it. `of` returns the part for some elements of the axis m, n or k.
-struct Part {
-  View out, a, b;
-
-  Part of(Axis axis, int64_t first, int64_t step = 1, int64_t count = -1) const {
-    Part made = *this;
-    if (axis != kN) made.a = every(a, axis == kM ? 0 : 1, first, step, count);
-    if (axis != kM) made.b = every(b, axis == kN ? 1 : 0, first, step, count);
-    if (axis != kK) made.out = every(out, axis == kN ? 1 : 0, first, step, count);
-    return made;
-  }
-};
-
-struct Misaligned {
-  Axis rows, columns;  // axes of the product that are the rows and columns of the misaligned matrix in memory
-  int64_t leading, size;  // leading: elements from one row to the next; size: elements of the axis `columns`
-  int64_t unit;           // elements in kRowAlignment bytes
-};
-
-// Returns the misaligned matrix. nullopt if no matrix or several matrices are misaligned, if parts of the other
-// matrices would be misaligned, or if the product is small.
-std::optional<Misaligned> found_misaligned(const Part& p, const Fused& f, bool tf32) {
-  if (p.a.scale || (p.a.dtype == at::kFloat && !tf32) || f.epilogue != CUBLASLT_EPILOGUE_DEFAULT || misaligned(p.b)) return {};
-  if (static_cast<double>(p.out.numel()) * static_cast<double>(p.a.sizes[1]) < kLarge) return {};
-  const bool into = misaligned(p.out);
-  if (into == misaligned(p.a)) return {};
-  const View& x = into ? p.out : p.a;
-  const int64_t unit = kRowAlignment / static_cast<int64_t>(at::elementSize(x.dtype));
-  Misaligned found{kM, into ? kN : kK, x.strides[0], x.sizes[1], unit};
-  if (!into && !row_major(p.a)) found = {kK, kM, x.strides[1], x.sizes[0], unit};
-  const auto rows = x.sizes[row_major(x) ? 0 : 1];
-  if (found.size < 2 * unit || rows < unit) return {};  // otherwise a part could be empty
-  // A part of b begins at an offset along an axis, or takes every eighth element of this axis. So b must not be
-  // contiguous along the axis.
-  const Axis of_b = found.rows == kK ? kK : found.columns;
-  const bool offsets = row_major(p.b) == (of_b == kK) && (found.rows == kK || row_major(p.a));
-  const bool exact = found.rows != kK || p.out.dtype == at::kFloat;  // the parts are added in the output
-  return offsets && exact && reinterpret_cast<uintptr_t>(x.data) % kRowAlignment == 0 ? std::optional(found) : std::nullopt;
-}
-
-void by_parts(const Part& whole, const Misaligned& x, double alpha, const Fused& f, bool tf32, const Sizes& most) {
-  const auto period = x.unit / std::gcd(x.leading, x.unit);
-  for (int64_t row = 0; row < period; ++row) {
-    const auto rows = whole.of(x.rows, row, period);
-    const auto before = (x.unit - row * x.leading % x.unit) % x.unit;
-    const auto wide = (x.size - before) / x.unit * x.unit, after = before + wide;
-    bool adds = x.rows == kK && row > 0;  // the output holds the sum over earlier rows
-    // The wide part comes last: if parts are added, the roundings before the last one are of small numbers.
-    for (const auto& [first, count] : {std::pair{int64_t{0}, before}, {after, x.size - after}, {before, wide}}) {
-      if (!count) continue;
-      const auto part = rows.of(x.columns, first, 1, count);
-      Fused fused;
-      if (adds) fused.c = part.out.data;
-      else if (f.c)
-        fused.c = static_cast<const char*>(f.c) + (static_cast<char*>(part.out.data) - static_cast<char*>(whole.out.data));
-      Sizes largest{part.out.sizes[0], part.out.sizes[1], part.a.sizes[1]};
-      if (x.rows == kM) largest.m = (most.m + period - 1) / period;
-      else largest.k = (most.k + period - 1) / period;
-      direct(part.out, part.a, part.b, alpha, fused, tf32, largest);
-      adds |= x.columns == kK;
-    }
-  }
-}
-
-// Returns how to split a product; nullopt if the whole is faster or cannot be split. Measured once for its sizes.
-std::optional<Misaligned> in_parts(const Part& p, double alpha, const Fused& f, bool tf32, const Sizes& most) {
-  const auto split = found_misaligned(p, f, tf32);
-  if (!split) return {};
-  std::vector<int64_t> key{rounded(p.out.sizes[0], most.m), p.out.sizes[1], rounded(p.a.sizes[1], most.k),
-                           static_cast<int64_t>(p.a.dtype), static_cast<int64_t>(p.out.dtype), f.c != nullptr};
-  for (const View* x : {&p.out, &p.a, &p.b}) key.insert(key.end(), x->strides.begin(), x->strides.end());
-  thread_local std::map<std::vector<int64_t>, bool> known;
-  auto found = known.find(key);
-  if (found == known.end()) {
-    std::ostringstream text("parts ", std::ios::ate);
-    for (const auto value : key) text << value << ' ';
-    Part trial = p;
-    Fused into = f;
-    if (f.c == p.out.data) {  // each trial would add to the target
-      const auto options = at::TensorOptions(p.out.dtype).device(p.out.device);
-      trial.out = View(at::empty_strided(p.out.sizes, p.out.strides, options));
-      into.c = trial.out.data;
-    }
-    const auto whole = [&] { direct(trial.out, trial.a, trial.b, alpha, into, tf32, most); };
-    const auto parts = [&] { by_parts(trial, *split, alpha, into, tf32, most); };
-    bool faster = false;
-    try {
-      parts();
-      faster = fastest_of(products_file(), text.str(), {whole, parts}) == 1;
-    } catch (const std::runtime_error&) {  // the caller computes the whole, or does without the epilogue
-    }
-    found = known.emplace(std::move(key), faster).first;
-  }
-  return found->second ? split : std::nullopt;
-}
-
-int capability(c10::Device device) {
-  thread_local const auto found = [&] {  // a thread belongs to one GPU
-    int major = 0, minor = 0;
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index());
-    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index());
-    return 10 * major + minor;
-  }();
-  return found;
-}
-
-}  // namespace
-
 bool has_fp8(c10::Device device) { return capability(device) >= 89; }
 
 bool has_scales_of_rows(c10::Device device) {
@@ -458,11 +334,5 @@ bool has_scales_of_rows(c10::Device device) {
 }
 
 std::string products_file() { return choices_file("gemm", "cublasLt-" + std::to_string(cublasLtGetVersion())); }
-
-void matmul(const View& out, const View& a, const View& b, double alpha, const Fused& f, bool tf32, const Sizes& most) {
-  const Part whole{out, a, b};
-  if (const auto split = in_parts(whole, alpha, f, tf32, most)) by_parts(whole, *split, alpha, f, tf32, most);
-  else direct(out, a, b, alpha, f, tf32, most);
-}
 
 }  // namespace nntile

@@ -63,6 +63,23 @@ def _offset(at, SIZES: tl.constexpr, STRIDES: tl.constexpr):
 
 
 @triton.jit
+def _offsets(
+    row, column,
+    SIZES: tl.constexpr, STRIDES: tl.constexpr, COLUMN_SIZES: tl.constexpr, COLUMN_STRIDES: tl.constexpr,
+):  # fmt: skip
+    """Return the offsets in x of the elements in these rows and columns."""
+    return _offset(row, SIZES, STRIDES)[:, None] + _offset(column, COLUMN_SIZES, COLUMN_STRIDES)[None, :]
+
+
+@triton.jit
+def _block(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the rows and the columns of this program's block, and which of the block's elements exist."""
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    return row, column, (row < rows)[:, None] & (column < columns)[None, :]
+
+
+@triton.jit
 def _scales(top, SHIFT: tl.constexpr):
     """Return the scale of values of at most `top`, and its inverse; see quantize.cpp. top: bits of fp32 numbers."""
     exponent = tl.maximum(((top + 0x1FFFFF) >> 23) - SHIFT, 1)
@@ -84,10 +101,8 @@ def _quantize(
     row_stride: distance between rows of q; column_stride: distance between rows of t.
     """
     scale, inverse = _scales(tl.max(tl.load(TOPS + tl.arange(0, PARTS)), 0), SHIFT)
-    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    at = _offset(row, SIZES, STRIDES)[:, None] + _offset(column, COLUMN_SIZES, COLUMN_STRIDES)[None, :]
+    row, column, inside = _block(rows, columns, ROWS, COLUMNS)
+    at = _offsets(row, column, SIZES, STRIDES, COLUMN_SIZES, COLUMN_STRIDES)
     q = (tl.load(X + at, inside, 0.0).to(tl.float32) * inverse).to(Q.dtype.element_ty, fp_downcast_rounding="rtne")
     stored = (row < padded_rows)[:, None] & (column < padded_columns)[None, :]
     tl.store(Q + row[:, None] * row_stride + column[None, :], q, stored)
@@ -115,10 +130,8 @@ def _largest_of_rows(
 
     The values are bits as in _largest. Their maximum does not depend on the order of the programs.
     """
-    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    at = _offset(row, SIZES, STRIDES)[:, None] + _offset(column, COLUMN_SIZES, COLUMN_STRIDES)[None, :]
+    row, column, inside = _block(rows, columns, ROWS, COLUMNS)
+    at = _offsets(row, column, SIZES, STRIDES, COLUMN_SIZES, COLUMN_STRIDES)
     bits = tl.load(X + at, inside, 0.0).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     tl.atomic_max(ROW_TOPS + row, tl.max(bits, 1), row < rows)
     if TWICE:
@@ -132,11 +145,9 @@ def _quantize_rows(
     TWICE: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """As _quantize, with a scale for each row of q, and a scale for each row of t."""
-    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    row, column, inside = _block(rows, columns, ROWS, COLUMNS)
     stored = (row < padded_rows)[:, None] & (column < padded_columns)[None, :]
-    at = _offset(row, SIZES, STRIDES)[:, None] + _offset(column, COLUMN_SIZES, COLUMN_STRIDES)[None, :]
+    at = _offsets(row, column, SIZES, STRIDES, COLUMN_SIZES, COLUMN_STRIDES)
     x = tl.load(X + at, inside, 0.0).to(tl.float32)
     scale, inverse = _scales(tl.load(ROW_TOPS + row, row < rows, 0), SHIFT)
     q = (x * inverse[:, None]).to(Q.dtype.element_ty, fp_downcast_rounding="rtne")

@@ -1,6 +1,7 @@
 """Corpus, tokenizer, split and batches."""
 
 import json
+import re
 import sysconfig
 import time
 from pathlib import Path
@@ -196,3 +197,19 @@ def test_text_without_words(text: str) -> None:
     tokens = tokens_of(tokenizer, text)
     assert time.process_time() - begin < 30  # of the processor: other work may share the machine
     assert tokenizer.decode(tokens.tolist()) == text
+
+
+@pytest.mark.parametrize("item", ["path:a.txt", "weight:2", "text:body"])
+def test_a_source_whose_key_has_no_space_after_its_colon(
+    item: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    need = "with no space after the colon of the key NAME; allowed: a path, or {path: ..., weight: ..., text: ...}"
+    message = f"data.source[0]: got '{item}', {need}".replace("NAME", item.partition(":")[0])
+    with pytest.raises(ConfigError, match=f"{re.escape(message)}$"):
+        config(tmp_path, str(tmp_path), f"data.source=[{item}]")
+    with pytest.raises(ConfigError, match=r"data.source\[0\].path: no such file: c:a.txt"):
+        config(tmp_path, str(tmp_path), "data.source=[c:a.txt]")
+    (tmp_path / item).write_text("a file of this name\n" * 50)
+    of = config(tmp_path, str(tmp_path), f"data.source=[{item}]")
+    assert of.data.name == str(tmp_path / item)

@@ -13,7 +13,7 @@ import nntile_py as nt
 from nntile_py.execution import memory, memory_checks, starpu_settings
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import StepSpec
-from nntile_py.system.cgroup import machine_memory
+from nntile_py.system.cgroup import machine_memory, within_machine
 from nntile_py.tiles import Tiling, eviction
 from nntile_py.tiles.eviction import mark_evictions
 from nntile_py.tiles.task_groups import grouped
@@ -283,6 +283,18 @@ def test_memory_of_a_job(tmp_path: Path) -> None:
     assert machine_memory(mine, root) == whole
     (root / "memory" / "memory.limit_in_bytes").write_text(f"{1 << 20}\n")
     assert machine_memory(mine, root) == 1 << 20
+
+
+def test_memory_of_another_machine() -> None:
+    """The smaller of runtime.memory and the machine's memory counts, also in the check of a plan."""
+    assert [within_machine(limit, 3 * MIB) for limit in (None, 2 * MIB, 4 * MIB)] == [3 * MIB, 2 * MIB, 3 * MIB]
+    assert within_machine(None) == within_machine(2**60) == machine_memory() and within_machine(MIB) == MIB
+    built = step({"batch": 2})
+    need = -(-built.peak_bytes() // MIB) * MIB
+    for limit in (0, 2 * need):
+        memory_checks.check_step(built, Gpu(0, limit, cuda=0), need)  # type: ignore[arg-type]
+        with pytest.raises(nt.TaskError, match=rf"has room for {need // MIB - 1};"):
+            memory_checks.check_step(built, Gpu(0, limit, cuda=0), need - MIB)  # type: ignore[arg-type]
 
 
 def test_a_peak_is_forgotten_before_anything_ran(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from nntile_py.checkpoint import reader
 from nntile_py.checkpoint.resume import newest_checkpoint
 from nntile_py.checkpoint.run_folder import RunFolder
 from nntile_py.errors import NNTileError
-from nntile_py.training.run import _publish_on_rank_0
+from nntile_py.training.run_start import publish_on_rank_0
 
 TORTURE = bool(os.environ.get("NNTILE_TORTURE"))
 
@@ -407,15 +407,15 @@ def test_all_ranks_know_what_the_first_has_published(
     point = newest_checkpoint(run, pytest.fail)
     if first < 0:
         with pytest.raises(NNTileError, match="tiny: the first rank could not put the weights there"):
-            _publish_on_rank_0(point, run, ranks, pytest.fail)
+            publish_on_rank_0(point, run, ranks, pytest.fail)
     else:
-        assert _publish_on_rank_0(point, run, ranks, pytest.fail) == (first > 0 or rank == 0)
+        assert publish_on_rank_0(point, run, ranks, pytest.fail) == (first > 0 or rank == 0)
     assert (run / "model.safetensors").exists() == (rank == 0) and len(told) == 1
     if rank == 0:
         (run / "model.safetensors").unlink()
         monkeypatch.setattr(RunFolder, "publish", lambda folder, step: (run / "no" / "folder").write_text(""))
         with pytest.raises(OSError, match="No such file"):
-            _publish_on_rank_0(point, run, ranks, pytest.fail)
+            publish_on_rank_0(point, run, ranks, pytest.fail)
         assert told == [1.0, -1.0]
 
 
@@ -493,13 +493,13 @@ def test_older_checkpoints_make_room(good: bool, whole: Path, tmp_path: Path) ->
 
 
 FULL_FROM_THE_START = """
-from nntile_py.training import run
-real = run.replace_file
+from nntile_py.training import rank_0
+real = rank_0.replace_file
 def full(path, content):
     if path.name == "tokenizer.json" and "saved" not in str(path):
         raise OSError(28, "No space left on device", str(path))
     real(path, content)
-run.replace_file = full
+rank_0.replace_file = full
 from nntile_py.cli import main
 main()
 """

@@ -19,7 +19,7 @@ from nntile_py.data.tokenization import train_tokenizer
 from nntile_py.errors import ConfigError, NotFinite
 from nntile_py.inference.generate import generate
 from nntile_py.inference.generator import Generator
-from nntile_py.training.run import build_trainer
+from nntile_py.training.run_start import build_trainer
 
 SIZES = {"layers": 2, "embed": 32, "heads": 4, "ffn": 96}
 

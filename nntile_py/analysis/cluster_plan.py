@@ -222,17 +222,12 @@ def plan_cluster(config: RunConfig, on: Cluster, *, strong: bool = False, every:
         speed = device_model.speed(lists, gpu) if gpu else device_model.node(config.workers)
         node = programs(lists, on.workers, speed, group=gpu)
         sums = len(lists) - 2  # number of the last list that computes gradients
-        if gpu or on.nodes == 1:
-            places = (ClusterNode(n, on.nodes, on.network, on.workers, speed) for n in range(on.nodes if every else 1))
-            nodes = [[*node[:sums], with_sums(node[sums], at), *node[sums + 1 :]] for at in places]
-        else:
-            nodes = _ranks(config, on.nodes)
+        nodes = _gpu_nodes(node, sums, on, speed, every) if gpu or on.nodes == 1 else _ranks(config, on.nodes)
         steps = simulate(nodes, on.workers, speed, on.network)
         own = alone = _seconds(simulate([node], on.workers, speed) if on.nodes > 1 else steps, lists, speed)
         if on.nodes > 1 and (strong or len(spec.cuts.parts("batch", spec.rows)) == 1):
             alone = _alone(config, batch if strong else rows, on.workers, speed)
-        share, rest = divmod(batch, 1 if strong else on.nodes * on.workers)
-        single = None if rest or not share or not gpu else _alone(config, batch if strong else share, 1, speed)
+        single = _on_one_gpu(config, on, speed, strong)
     seconds = _seconds(steps, lists, speed)
     parts = 1.0 if strong else batch / rows
     peak = max(peaks(nodes[0], on.workers))
@@ -324,6 +319,19 @@ def _spec(config: RunConfig, rows: int, workers: int, *, alone: bool) -> StepSpe
     return spec
 
 
+def _gpu_nodes(node: list[list[Task]], sums: int, on: Cluster, speed: Speed, every: bool) -> list[list[list[Task]]]:
+    """Return the tasks of each simulated node, for each task list of a step, with the sums of gradients over nodes.
+
+    Args:
+        node: a node's tasks without the sums.
+        sums: number of the list whose gradients are summed.
+        on: the cluster.
+        speed: of a worker.
+        every: False: the first node stands for all."""
+    places = (ClusterNode(n, on.nodes, on.network, on.workers, speed) for n in range(on.nodes if every else 1))
+    return [[*node[:sums], with_sums(node[sums], at), *node[sums + 1 :]] for at in places]
+
+
 def _ranks(config: RunConfig, ranks: int) -> list[list[list[Task]]]:
     """Return the tasks of each CPU node, for each task list of a step. Each node is a rank of one common program."""
     spec = replace(_spec(config, config.train.batch, ranks, alone=True), ranks=ranks)
@@ -340,6 +348,16 @@ def _alone(config: RunConfig, rows: int, workers: int, speed: Speed) -> float:
     lists = _lists(_spec(config, rows, workers, alone=True))
     node = programs(lists, workers, speed, group=config.runtime.cuda != 0)
     return _seconds(simulate([node], workers, speed), lists, speed)
+
+
+def _on_one_gpu(config: RunConfig, on: Cluster, speed: Speed, strong: bool) -> float | None:
+    """Return the seconds of a step on a single GPU with its part of the batch, or with all of it if `strong`.
+
+    None: the workers are CPU cores, or the parts of the batch are unequal."""
+    share, rest = divmod(config.train.batch, 1 if strong else on.nodes * on.workers)
+    if rest or not share or not config.runtime.cuda:
+        return None
+    return _alone(config, config.train.batch if strong else share, 1, speed)
 
 
 def _seconds(steps: Sequence[SimulatedList], lists: Sequence[TaskList], speed: Speed) -> float:

@@ -13,7 +13,8 @@ from nntile_py.config.builders import auto_tiles, micro_batches, search_for, ste
 from nntile_py.config.kept_tiles import KeptTiling
 from nntile_py.config.sections import AUTO_TILES
 from nntile_py.graph.built_step import Step
-from nntile_py.graph.estimate import estimate
+from nntile_py.graph.estimate import Estimate, estimate
+from nntile_py.graph.graph import Graph
 from nntile_py.graph.micro_batches import in_parts
 from nntile_py.graph.params import numel
 from nntile_py.graph.recompute_choice import StepEstimate, fastest
@@ -25,7 +26,9 @@ from nntile_py.models.torch_module import TorchModule
 from nntile_py.system.console_tables import plain_table
 from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tasks.op import Lowering
+from nntile_py.tiles import TaskList
 from nntile_py.tiles.eviction import evicted_bytes
+from nntile_py.tiles.placement import Speed
 from nntile_py.tiles.task import name_and_phase
 
 if TYPE_CHECKING:
@@ -255,65 +258,26 @@ def plan(config: RunConfig, spec: StepSpec | None = None) -> Plan:
 
 def summarise(step: Step, *, config: RunConfig) -> Plan:
     """Return the plan of a training step whose task lists are built."""
-    repeats = config.train.grad_accumulation
+    repeats, gpu = config.train.grad_accumulation, config.runtime.cuda != 0
     parts: list[tuple[Lowering, int]] = [(step.first, 1), (step.update, 1)]
     if step.more:
         parts.insert(1, (step.more, repeats - 1))
-    kinds: dict[str, tuple[str, str]] = {}
-    calls: dict[str, str] = {}  # {operator: PyTorch's operator that it calls, or ""}
-    torch_calls: dict[str, float] = defaultdict(float)  # seconds
-    rows: dict[tuple[str, str], PlanRow] = {}
-    for graph, lowering in ((step.graph, step.first), (step.update_graph, step.update)):
-        with_tasks = {task.op for task in lowering.tasks.tasks}
-        for op in graph.ops:
-            name = op.full_name
-            if name not in with_tasks:  # it has no work, or the tasks of another operator do its work
-                continue
-            phase = "update" if graph is step.update_graph else op.phase
-            kind = f"{op.kind} {op.torch_call}".rstrip()
-            row = rows.setdefault((phase, kind), PlanRow())
-            row.operators += 1
-            row.flop += graph.computed(op, lowering.tiling) * (repeats if phase != "update" else 1)
-            row.tiles += sum(1 for t in op.outputs for _ in lowering.indices(t))
-            kinds[name] = (phase, kind)
-            calls[name] = op.torch_call
-    gpu = config.runtime.cuda != 0
+    sums = _Sums()
+    sums.add_operators(step.graph, step.first, repeats)
+    sums.add_operators(step.update_graph, step.update, 1, phase="update")
     lists = [lowering.tasks for lowering, times in parts for _ in range(times)]
     of = estimate(lists, config.workers, gpu)
-    again_seen: set[str] = set()  # names of the operators that run again
     for lowering, times in parts:
-        for task in lowering.tasks.tasks:
-            name, again = name_and_phase(task.op)
-            if again == "recompute":
-                row = rows.setdefault((again, kinds[name][1]), PlanRow())
-                row.flop += times * task.flop
-                row.operators += name not in again_seen
-                row.tiles += sum(access.mode != "R" for access in task.accesses) if lowering is step.first else 0
-                again_seen.add(name)
-            else:
-                name, row = task.op, rows[kinds[task.op]]
-            seconds = of.speed.seconds(task) + of.speed.beside
-            row.seconds += times * seconds
-            torch_calls[calls[name]] += times * seconds
-            row.tasks += times
-            row.bytes += times * task.bytes
-            row.kernels[task.kernel] += times
-    tasks, every = sum(row.tasks for row in rows.values()), sum(torch_calls.values())
-    slowest = sorted(torch_calls.items(), key=lambda item: -item[1])
-    seconds = of.seconds
-    evicted = 0
-    if config.planned or (gpu and config.workers == 1):  # one GPU runs tasks in planned order and groups, too
-        seconds = planned_seconds(lists, config.workers, of.speed)
-        runtime = config.runtime
-        if gpu and config.workers == 1 and not runtime.cpus and not runtime.disk:
-            evicted = evicted_bytes(lists, runtime.cuda_memory, config.offload)
-            seconds += evicted / of.speed.host_s
+        sums.add_tasks(lowering, times, of.speed, outputs=lowering is step.first)
+    seconds, evicted = _seconds(config, lists, of)
     kind = ("GPU" if gpu else "CPU worker") + "s" * (config.workers > 1)
     each = f"{of.speed.flop_s / 1e9:,.0f} Gflop/s and {of.speed.bytes_s / 1e9:,.0f} GB/s"
+    rows, every = sums.rows, sum(sums.torch_calls.values())
+    slowest = sorted(sums.torch_calls.items(), key=lambda item: -item[1])
     return Plan(
         parameters=numel(step.params),
         tokens=repeats * config.train.batch * config.train.seq,
-        tasks=tasks,
+        tasks=sum(row.tasks for row in rows.values()),
         flop=repeats * step.flop,
         bytes_moved=sum(row.bytes for row in rows.values()),
         peak_bytes=step.peak_bytes(),
@@ -328,6 +292,67 @@ def summarise(step: Step, *, config: RunConfig) -> Plan:
         torch_calls={name: part / every for name, part in slowest if name},
         rows=rows,
     )
+
+
+class _Sums:
+    """Sums over the operators and tasks of a step.
+
+    Attributes:
+        rows: sums by phase and kind of operator.
+        torch_calls: {operator of PyTorch, or "": seconds of the tasks that call it}.
+    """
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, str], PlanRow] = {}
+        self.torch_calls: dict[str, float] = defaultdict(float)
+        self._kinds: dict[str, tuple[str, str]] = {}
+        self._calls: dict[str, str] = {}  # {operator: PyTorch's operator that it calls, or ""}
+        self._seen_again: set[str] = set()  # names of the operators that run again
+
+    def add_operators(self, graph: Graph, lowering: Lowering, times: int, phase: str = "") -> None:
+        """Add the operators of a graph, which run `times` times. phase: default: each operator's own."""
+        with_tasks = {task.op for task in lowering.tasks.tasks}
+        for op in graph.ops:
+            name = op.full_name
+            if name not in with_tasks:  # it has no work, or the tasks of another operator do its work
+                continue
+            self._kinds[name] = key = (phase or op.phase, f"{op.kind} {op.torch_call}".rstrip())
+            self._calls[name] = op.torch_call
+            row = self.rows.setdefault(key, PlanRow())
+            row.operators += 1
+            row.flop += graph.computed(op, lowering.tiling) * times
+            row.tiles += sum(1 for t in op.outputs for _ in lowering.indices(t))
+
+    def add_tasks(self, lowering: Lowering, times: int, speed: Speed, *, outputs: bool) -> None:
+        """Add the tasks of a list that runs `times` times. outputs: count the tiles that repeated operators write."""
+        for task in lowering.tasks.tasks:
+            name, again = name_and_phase(task.op)
+            if again == "recompute":
+                row = self.rows.setdefault((again, self._kinds[name][1]), PlanRow())
+                row.flop += times * task.flop
+                row.operators += name not in self._seen_again
+                row.tiles += sum(access.mode != "R" for access in task.accesses) if outputs else 0
+                self._seen_again.add(name)
+            else:
+                name, row = task.op, self.rows[self._kinds[task.op]]
+            seconds = speed.seconds(task) + speed.beside
+            row.seconds += times * seconds
+            self.torch_calls[self._calls[name]] += times * seconds
+            row.tasks += times
+            row.bytes += times * task.bytes
+            row.kernels[task.kernel] += times
+
+
+def _seconds(config: RunConfig, lists: Sequence[TaskList], of: Estimate) -> tuple[float, int]:
+    """Return the estimated seconds of a step, and the bytes that leave a GPU and return."""
+    gpu, runtime = config.runtime.cuda != 0, config.runtime
+    if not (config.planned or (gpu and config.workers == 1)):  # one GPU runs tasks in planned order and groups, too
+        return of.seconds, 0
+    seconds, evicted = planned_seconds(lists, config.workers, of.speed), 0
+    if gpu and config.workers == 1 and not runtime.cpus and not runtime.disk:
+        evicted = evicted_bytes(lists, runtime.cuda_memory, config.offload)
+        seconds += evicted / of.speed.host_s
+    return seconds, evicted
 
 
 def _axes(step: Step) -> dict[str, PlanAxis]:

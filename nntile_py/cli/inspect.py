@@ -220,7 +220,6 @@ def layouts(
     from rich.console import Console
 
     from nntile_py.analysis import layout_analysis as parts
-    from nntile_py.analysis.workloads import FORWARD
     from nntile_py.config.builders import timings as opened
     from nntile_py.system.folders import replace_file
     from nntile_py.system.pictures import FORMS, files_of
@@ -234,20 +233,7 @@ def layouts(
             raise ConfigError(f"{option}: allowed: only with {needed}")
     loaded, of_work = _work(config, work, sets)
     if action == "tune":
-        from nntile_py.profiling.layout_timer import tune
-        from nntile_py.system.progress import telling
-
-        known, console = opened(loaded, database, new=True), Console(stderr=True)
-        with telling(console) as tell:
-            tuned = tune(loaded, of_work, known, repeats or TUNED, tell, own_alone=own)
-        print(f"{tuned.measured} measured; {known.path}")
-        if tuned.comparison or of_work not in FORWARD:
-            print(parts.decision(tuned.comparison.program if tuned.comparison else None, tuned.comparison))
-        if tuned.others:
-            print(
-                f"other processes kept {tuned.others:.1f} cores busy during the measurement: times are too long",
-                file=sys.stderr,
-            )
+        _tune(loaded, of_work, opened(loaded, database, new=True), repeats or TUNED, own)
         return
     known = opened(loaded, database)
     results = parts.layout_results(loaded, of_work, known)
@@ -258,6 +244,27 @@ def layouts(
         show([result.to_dict() for result in results])
     else:
         parts.render(results, known, Console())
+
+
+def _tune(config: Any, work: Any, known: Any, repeats: int, own: bool) -> None:
+    """Time operators in all layouts, add the times to the database `known`, and print the decision."""
+    from rich.console import Console
+
+    from nntile_py.analysis import layout_analysis as parts
+    from nntile_py.analysis.workloads import FORWARD
+    from nntile_py.profiling.layout_timer import tune
+    from nntile_py.system.progress import telling
+
+    with telling(Console(stderr=True)) as tell:
+        tuned = tune(config, work, known, repeats, tell, own_alone=own)
+    print(f"{tuned.measured} measured; {known.path}")
+    if tuned.comparison or work not in FORWARD:
+        print(parts.decision(tuned.comparison.program if tuned.comparison else None, tuned.comparison))
+    if tuned.others:
+        print(
+            f"other processes kept {tuned.others:.1f} cores busy during the measurement: times are too long",
+            file=sys.stderr,
+        )
 
 
 def _work(config: str | None, work: str | None, sets: list[str] | None) -> tuple[Any, Any]:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -94,50 +94,17 @@ def train(
     ] = None,
 ) -> None:
     """Train the model that CONFIG describes."""
-    from nntile_py.checkpoint.resume import candidates_in
     from nntile_py.config.builders import step_spec
-    from nntile_py.config.run_config import load
-    from nntile_py.config.saved_code import check_saved_overrides
 
-    name, overrides = Path(config).stem, [*(sets or []), *["train.log_every=1"] * verbose]
-    of_run = resume and where is None and not Path(config).is_file()  # typed as: nntile train --resume runs/my_run
-    if of_run:
-        where = Path(config)
-        config = _config_of_run(where)
-    elif not resume and os.path.isdir(config):
-        need = f"the path of a YAML file; to continue a run: nntile train --resume {config}"
-        raise ConfigError(f"CONFIG: is a folder: {config}; allowed: {need}")
-
-    def newest(configured: str | None) -> Path:
-        from nntile_py.checkpoint.format import checkpoints_in
-
-        start = where or newest_run(name, configured, out)
-        return next((folder for _, folder in checkpoints_in(start)), start)
-
-    loaded = load(config, overrides, newest if resume else None, of_run)
-    if where and not resume:
-        raise ConfigError(f"DIR: {where} is given without --resume; allowed: nntile train {config} --resume {where}")
+    overrides = [*(sets or []), *["train.log_every=1"] * verbose]
     if resume:
-        start = where or newest_run(name, loaded.out, out)
-        candidates_in(start)  # refuse a folder without checkpoints before any other work
-        if where is None and not quiet and launcher.leads():
-            print(f"resuming {start}" + (f", the newest run of {config}" if start != out else ""), flush=True)
-        folder = out or run_of(start)
-        if again := _saved_overrides(start, overrides):
-            check_saved_overrides(again, start, overrides)
-            overrides = [*again, *overrides]
-            if not of_run:  # if CONFIG is a run's folder, its config.yaml already has these values
-                loaded = load(config, overrides, newest)
-        loaded = _with_saved_choices(loaded, start)
-        if overwrite:
-            raise ConfigError("--overwrite: got --resume too, which continues a run; allowed: one of the two")
-        if os.path.realpath(folder) != os.path.realpath(run_of(start)) and taken(folder):
-            raise ConfigError(f"--out: {folder} is another folder than that of {start}; allowed: a new or empty folder")
+        begin = _resumed_run(config, where, out, overrides, overwrite, quiet)
     else:
-        start, folder = None, run_folder(name, loaded.out, out, overwrite, trains=True)
+        begin = _new_run(config, where, out, overrides, overwrite)
+    folder = begin.folder
     if rescue and (taken(rescue) or os.path.realpath(rescue) == os.path.realpath(folder)):
         raise ConfigError(f"--rescue: {rescue} is the run's folder or not empty; allowed: another new or empty folder")
-    loaded = choose_tiles(choose_micro_batches(loaded, quiet=quiet), quiet=quiet)
+    loaded = choose_tiles(choose_micro_batches(begin.config, quiet=quiet), quiet=quiet)
     spec = step_spec(loaded)
     note_tiles(loaded, spec)
     with ends_at_ctrl_c(lambda: "saved checkpoints stay"):
@@ -147,7 +114,7 @@ def train(
 
         status = run(
             loaded.model_copy(update={"out": str(folder)}), spec, folder, Console(quiet=quiet),
-            resume=start, replaces=overwrite and not resume, rescue=rescue, overrides=overrides,
+            resume=begin.checkpoint, replaces=overwrite and not resume, rescue=rescue, overrides=begin.overrides,
         )  # fmt: skip
     raise typer.Exit(status)
 
@@ -166,6 +133,74 @@ def merge(
 
     with ends_at_ctrl_c(lambda: "nothing is written"):
         print(merged(folder, out, adapter, adapter_only))
+
+
+class _Begin(NamedTuple):
+    """What a run begins with.
+
+    Attributes:
+        config: The run's config.
+        overrides: The `--set` options of the run.
+        folder: The run's folder.
+        checkpoint: The folder to resume from; None: a new run.
+    """
+
+    config: "RunConfig"
+    overrides: list[str]
+    folder: Path
+    checkpoint: Path | None
+
+
+def _new_run(config: str, where: Path | None, out: Path | None, overrides: list[str], overwrite: bool) -> _Begin:
+    """Return the beginning of a new run. For the arguments see `train`."""
+    from nntile_py.config.run_config import load
+
+    if os.path.isdir(config):
+        need = f"the path of a YAML file; to continue a run: nntile train --resume {config}"
+        raise ConfigError(f"CONFIG: is a folder: {config}; allowed: {need}")
+    loaded = load(config, overrides)
+    if where:
+        raise ConfigError(f"DIR: {where} is given without --resume; allowed: nntile train {config} --resume {where}")
+    return _Begin(loaded, overrides, run_folder(Path(config).stem, loaded.out, out, overwrite, trains=True), None)
+
+
+def _resumed_run(
+    config: str, where: Path | None, out: Path | None, overrides: list[str], overwrite: bool, quiet: bool
+) -> _Begin:
+    """Return the beginning of a resumed run, with the options and choices of the run so far. See `train`."""
+    from nntile_py.checkpoint.resume import candidates_in
+    from nntile_py.config.run_config import load
+    from nntile_py.config.saved_code import check_saved_overrides
+
+    name = Path(config).stem
+    of_run = where is None and not Path(config).is_file()  # typed as: nntile train --resume runs/my_run
+    if of_run:
+        where = Path(config)
+        config = _config_of_run(where)
+
+    def newest(configured: str | None) -> Path:
+        from nntile_py.checkpoint.format import checkpoints_in
+
+        start = where or newest_run(name, configured, out)
+        return next((folder for _, folder in checkpoints_in(start)), start)
+
+    loaded = load(config, overrides, newest, of_run)
+    start = where or newest_run(name, loaded.out, out)
+    candidates_in(start)  # refuse a folder without checkpoints before any other work
+    if where is None and not quiet and launcher.leads():
+        print(f"resuming {start}" + (f", the newest run of {config}" if start != out else ""), flush=True)
+    folder = out or run_of(start)
+    if again := _saved_overrides(start, overrides):
+        check_saved_overrides(again, start, overrides)
+        overrides = [*again, *overrides]
+        if not of_run:  # if CONFIG is a run's folder, its config.yaml already has these values
+            loaded = load(config, overrides, newest)
+    loaded = _with_saved_choices(loaded, start)
+    if overwrite:
+        raise ConfigError("--overwrite: got --resume too, which continues a run; allowed: one of the two")
+    if os.path.realpath(folder) != os.path.realpath(run_of(start)) and taken(folder):
+        raise ConfigError(f"--out: {folder} is another folder than that of {start}; allowed: a new or empty folder")
+    return _Begin(loaded, overrides, folder, start)
 
 
 def _config_of_run(where: Path) -> str:

@@ -20,6 +20,7 @@ from nntile_py.schema import (
     validated,
 )  # fmt: skip
 from nntile_py.system.folders import STDLIB
+from nntile_py.yaml_text import without_space
 
 PAIRS = ("anchor", "positive")  # columns of the tables of sentence-transformers
 
@@ -29,9 +30,13 @@ def existing(key: str, path: str, others: str = "") -> str:
 
     Raises:
         ConfigError: The path does not exist. The message names `key`, and `others`: values allowed besides a path."""
-    if "\0" in path or not os.path.exists(found := absolute(path)):  # no file's name has a NUL character
+    if not _exists(path):
         raise ConfigError(f"{key}: no such file: {path}; allowed: {others} a path that exists".replace(":  ", ": "))
-    return str(found)
+    return str(absolute(path))
+
+
+def _exists(path: str) -> bool:
+    return "\0" not in path and os.path.exists(absolute(path))  # no file's name has a NUL character
 
 
 TEXT_EXTENSIONS = [".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".hpp", ".cu", ".html", ".tex"]
@@ -54,19 +59,24 @@ def _sources(given: Any) -> Any:
         return given if given == STDLIB else existing("data.source", given, f"'{STDLIB}' or")
     if not isinstance(given, list) or not given:
         raise ConfigError(f"data.source: got {short(given)}; allowed: {_SOURCE}")
-    entries = []
-    for k, entry in enumerate(given):
-        key = f"data.source[{k}]"
-        if not isinstance(entry, SourceEntry):
-            entry = {"path": entry} if isinstance(entry, str) else entry
-            if not isinstance(entry, dict):
-                need = "a path, or {path: ..., weight: ..., text: ...}"
-                raise ConfigError(f"{key}: got {short(entry)}; allowed: {need}")
-            entry = validated(SourceEntry, entry, f"{key}.")
-        if entry.path != STDLIB:
-            entry.path = existing(f"{key}.path", entry.path, f"'{STDLIB}' or")
-        entries.append(entry)
-    return entries
+    return [_entry(f"data.source[{k}]", entry) for k, entry in enumerate(given)]
+
+
+def _entry(key: str, given: Any) -> SourceEntry:
+    """Return an entry of a list of sources, whose name in messages is `key`, with an absolute path."""
+    need = "a path, or {path: ..., weight: ..., text: ...}"
+    if isinstance(given, str):
+        name = given.partition(":")[0]
+        if name in SourceEntry.model_fields and without_space(given) and not _exists(given):
+            got = f"{short(given)}, with no space after the colon of the key {name}"
+            raise ConfigError(f"{key}: got {got}; allowed: {need}")
+        given = {"path": given}
+    if not isinstance(given, dict | SourceEntry):
+        raise ConfigError(f"{key}: got {short(given)}; allowed: {need}")
+    entry = validated(SourceEntry, given, f"{key}.") if isinstance(given, dict) else given
+    if entry.path != STDLIB:
+        entry.path = existing(f"{key}.path", entry.path, f"'{STDLIB}' or")
+    return entry
 
 
 _SOURCE = "'python-stdlib', a path that exists, or a list of {path: ..., weight: ..., text: ...}"

@@ -112,10 +112,7 @@ def read_labelled_corpus(
         numbers = class_numbers(names, len(names), samples)
     if held_out:
         train, measured = samples, read_samples("data.held_out", held_out, text, label, kind)
-        if unknown := unknown_label(measured, numbers):
-            here = f"data.held_out: {held_out}, line {unknown[0]}"
-            need = ", ".join(numbers)
-            raise ConfigError(f"{here}: the label {unknown[1]!r} is not in data.source; allowed: {need}")
+        _check_labels(measured, numbers, held_out)
     else:
         train, measured = split_samples(samples, val_fraction)
         if not measured:
@@ -127,6 +124,14 @@ def read_labelled_corpus(
     check_frames(tokenizer, tokenizer_path)
     (first, cut), (second, cut_held_out) = (tokenized(tokenizer, part, numbers, seq) for part in (train, measured))
     return LabelledCorpus(tokenizer, names, first, second, cut + cut_held_out)
+
+
+def _check_labels(samples: list[LabelledText], numbers: Mapping[str, int], held_out: str) -> None:
+    """Raise ConfigError if a label of the table `held_out` is no class. numbers: the classes."""
+    if unknown := unknown_label(samples, numbers):
+        here = f"data.held_out: {held_out}, line {unknown[0]}"
+        need = ", ".join(numbers)
+        raise ConfigError(f"{here}: the label {unknown[1]!r} is not in data.source; allowed: {need}")
 
 
 def split_samples(

@@ -87,11 +87,7 @@ def tokenize_into_folder(
     begun = {"key": key, "digest": split.digest, "tokenizer": tokenizer.to_str()}
     for name in OWN:
         remove_leftovers(folder / name)
-    saved = _progress(folder)
-    if not (saved and saved["begun"] == begun and _has(folder, saved["sizes"])):
-        saved = {}
-        (folder / PROGRESS).unlink(missing_ok=True)  # first: the files whose sizes it records are overwritten next
-    done, sizes = saved.get("parts", 0), saved.get("sizes", {})
+    done, sizes = _begin(folder, begun)
     if done:
         report(f"going on after {done:,} parts of documents that are tokenized already")
     dtype, clock, start = token_dtype(tokenizer), time.monotonic(), time.monotonic()
@@ -132,6 +128,17 @@ def interrupted_tokenizer(folder: Path, key: str) -> Tokenizer | None:
     """Return the tokenizer of an interrupted call with this key; None if there was none."""
     saved = _progress(folder)
     return Tokenizer.from_str(saved["begun"]["tokenizer"]) if saved and saved["begun"]["key"] == key else None
+
+
+def _begin(folder: Path, begun: Mapping[str, Any]) -> tuple[int, dict[str, list[int]]]:
+    """Return the number of parts that an interrupted call with the same `begun` has tokenized, and its files' sizes.
+
+    If there was no such call, forget what the folder has, and return zero and no sizes."""
+    saved = _progress(folder)
+    if saved and saved["begun"] == begun and _has(folder, saved["sizes"]):
+        return saved["parts"], saved["sizes"]
+    (folder / PROGRESS).unlink(missing_ok=True)  # first: the files whose sizes it records are overwritten next
+    return 0, {}
 
 
 def _progress(folder: Path) -> dict[str, Any]:

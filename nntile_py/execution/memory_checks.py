@@ -54,9 +54,9 @@ class Workers(Protocol):
     def ranks(self) -> object: ...
 
 
-def main_memory(runtime: Workers) -> int:
-    """Return the bytes of main memory and disk that tiles may take."""
-    return within_machine(runtime.memory) + (runtime.disk.size if runtime.disk else 0)
+def main_memory(runtime: Workers, machine: int | None = None) -> int:
+    """Return the bytes of main memory and disk that tiles may take. machine: as of `within_machine`."""
+    return within_machine(runtime.memory, machine) + (runtime.disk.size if runtime.disk else 0)
 
 
 def task_bytes(runtime: Workers) -> int | None:
@@ -122,8 +122,8 @@ def check_step(step: Step, runtime: Workers, machine: int | None = None) -> None
     """
     if runtime.ranks:
         return  # each rank holds a part of the tensors, which check_lists checks
-    memory = within_machine(runtime.memory) if machine is None else min(runtime.memory or machine, machine)
-    peak, have = step.peak_bytes(), memory + (runtime.disk.size if runtime.disk else 0)
+    memory, have = within_machine(runtime.memory, machine), main_memory(runtime, machine)
+    peak = step.peak_bytes()
     room = f"runtime.memory {'and runtime.disk have' if runtime.disk else 'has'} room for {have // MIB}"
     rest, initial = peak, 0
     if runtime.cuda:

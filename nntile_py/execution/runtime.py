@@ -141,13 +141,7 @@ class Runtime:
             raise ConfigError(f"runtime.on_cpu: got {on_cpu!r}; allowed: a list of names, such as ['adamw']")
         check_workers(on_cpu, self.cpus, cuda, self.placement)
         self.on_cpu = tuple(on_cpu) if cuda and on_cpu is not None else None  # without GPUs it has no meaning
-        if self.placement == "planned" and "STARPU_SCHED" in os.environ:
-            need = "no STARPU_SCHED, or runtime.placement: scheduler"
-            got = f"{os.environ['STARPU_SCHED']} with runtime.placement: planned"
-            raise ConfigError(f"STARPU_SCHED: got {got}; allowed: {need}")
-        for variable, allowed in (("NNTILE_PRODUCT", ("own", "blas")), (OVERLAP, ("0", "1"))):
-            if (value := os.environ.get(variable, "")) not in ("", *allowed):
-                raise ConfigError(f"{variable}: got {value}; allowed: {' or '.join(allowed)}")
+        _check_environment(self.placement)
         self.scheduler, self.memory, self.window, self.calibrate = scheduler, memory, window or 0, calibrate
         self.disk = SwapDisk(disk, memory) if disk else None
         self.ranks, self.shard_weights = joined(mpi, nodes), shard_weights
@@ -353,6 +347,17 @@ def _size(name: str, given: int | str | None) -> int | None:
     if (size := memory_bytes(plain(given))) is None:
         raise ConfigError(f"runtime.{name}: got {given!r}; allowed: {MEMORY_SIZES}")
     return size
+
+
+def _check_environment(placement: str) -> None:
+    """Raise ConfigError if an environment variable that the runtime reads has a value that is not allowed."""
+    if placement == "planned" and "STARPU_SCHED" in os.environ:
+        need = "no STARPU_SCHED, or runtime.placement: scheduler"
+        got = f"{os.environ['STARPU_SCHED']} with runtime.placement: planned"
+        raise ConfigError(f"STARPU_SCHED: got {got}; allowed: {need}")
+    for variable, allowed in (("NNTILE_PRODUCT", ("own", "blas")), (OVERLAP, ("0", "1"))):
+        if (value := os.environ.get(variable, "")) not in ("", *allowed):
+            raise ConfigError(f"{variable}: got {value}; allowed: {' or '.join(allowed)}")
 
 
 def joined(mpi: bool | None, nodes: int | None) -> Ranks | None:

@@ -36,10 +36,7 @@ def torch_layer(
         ConfigError: The model lacks the sizes of a layer; `captured` without a GPU.
     """
     c: Any = config.model
-    if missing := {"embed", "heads", "ffn", "dropout"} - type(c).model_fields.keys():
-        raise ConfigError(f"model.type: got {c.type}, without {min(missing)}; allowed for {work} in PyTorch: encoder")
-    if captured and not config.runtime.cuda:
-        raise ConfigError("measure.captured: got true; allowed for PyTorch on CPU workers: null")
+    _check(config, work, captured)
     device = torch_device(config)
     functorch: Any = torch._functorch
     functorch.config.donated_buffer = False  # keep what forward saved: backward runs repeatedly
@@ -75,6 +72,15 @@ def torch_layer(
             torch.cuda.synchronize()
 
     return run
+
+
+def _check(config: RunConfig, work: str, captured: bool) -> None:
+    """Raise the ConfigErrors of `torch_layer`."""
+    c = config.model
+    if missing := {"embed", "heads", "ffn", "dropout"} - type(c).model_fields.keys():
+        raise ConfigError(f"model.type: got {c.type}, without {min(missing)}; allowed for {work} in PyTorch: encoder")
+    if captured and not config.runtime.cuda:
+        raise ConfigError("measure.captured: got true; allowed for PyTorch on CPU workers: null")
 
 
 def _captured(forward: Callable[[], Any], gradients: Callable[[Any], None], phase: Phase) -> Callable[[], Any]:

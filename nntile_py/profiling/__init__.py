@@ -14,6 +14,7 @@ from nntile_py.system.folders import replace_file
 
 if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
+    from nntile_py.execution.runtime import Runtime
     from nntile_py.profiling.trace import Trace
 
 
@@ -36,19 +37,13 @@ def profile(
     Returns:
         The content of summary.json; {} on ranks other than 0.
     """
-    from nntile_py.checkpoint.resume import flattened
     from nntile_py.config.builders import build_model, step_spec
-    from nntile_py.config.scheduler_file import runtime_options
-    from nntile_py.execution.runtime import Runtime
     from nntile_py.profiling import peak_rates, recorder
     from nntile_py.system.load import Load, among
-    from nntile_py.training.run import build_trainer
+    from nntile_py.training.run_start import build_trainer
 
-    runtime = Runtime(**runtime_options(config.runtime.model_dump()), mpi=True)
-    if ranks := runtime.ranks:
-        if fxt:
-            raise ConfigError("--fxt: got several ranks, whose messages StarPU's trace lacks; allowed: one rank")
-        ranks.same("the config", flattened(config.model_dump(mode="json", by_alias=True)))
+    runtime = _runtime(config, fxt)
+    ranks = runtime.ranks
     raw, new_folders, ran = (folder / "fxt").resolve(), list[Path](), False
     if fxt:
         new_folders = [path for path in (raw, raw.parent) if not path.exists()]
@@ -82,6 +77,20 @@ def profile(
         return {}
     replace_file(folder / "config.yaml", config.to_yaml())  # creates the folder, only after a successful run
     return write(trace, peaks, recorder.axes(config, inference), folder, name, among(loads))
+
+
+def _runtime(config: RunConfig, fxt: bool) -> Runtime:
+    """Return the runtime of a profile, not started. Raises ConfigError if ranks differ, or if `fxt` has several."""
+    from nntile_py.checkpoint.resume import flattened
+    from nntile_py.config.scheduler_file import runtime_options
+    from nntile_py.execution.runtime import Runtime
+
+    runtime = Runtime(**runtime_options(config.runtime.model_dump()), mpi=True)
+    if runtime.ranks:
+        if fxt:
+            raise ConfigError("--fxt: got several ranks, whose messages StarPU's trace lacks; allowed: one rank")
+        runtime.ranks.same("the config", flattened(config.model_dump(mode="json", by_alias=True)))
+    return runtime
 
 
 def write(

@@ -36,7 +36,10 @@ def free_memory() -> int:
     return max(min(free, machine_memory() - own), 0)
 
 
-def within_machine(limit: int | None) -> int:
-    """Return the smaller of `limit` (bytes; None: no limit) and the memory that this process may use."""
-    total = machine_memory()
+def within_machine(limit: int | None, machine: int | None = None) -> int:
+    """Return the smaller of `limit` (bytes; None: no limit) and the memory that a process may use.
+
+    machine: bytes of the memory that the process may use; None: those that this process may use.
+    """
+    total = machine_memory() if machine is None else machine
     return min(limit or total, total)

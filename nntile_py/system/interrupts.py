@@ -53,7 +53,7 @@ def ends_at_sigterm() -> Iterator[None]:
 
 @contextmanager
 def uninterrupted(end: Callable[[int], NoReturn] | None = None, interrupted: bool = False) -> Iterator[None]:
-    """Delay SIGINT until the block ends, so StarPU is never left half started or half stopped.
+    """Delay SIGINT until the block ends, so what the block does is never left half done.
 
     The delay is at most the time of the running tasks. Only the main thread gets signals, so other threads do nothing.
 
@@ -77,7 +77,8 @@ def uninterrupted(end: Callable[[int], NoReturn] | None = None, interrupted: boo
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        if signal.getsignal(signal.SIGINT) is note:  # the handler of another signal may have set another one
+            signal.signal(signal.SIGINT, before)
         if came and callable(before) and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
             before(came[0], None)
 

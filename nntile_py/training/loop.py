@@ -74,13 +74,7 @@ def _run_steps(
                 _check_finite(result)
                 skips.count(result)
             seconds, clock = time.perf_counter() - clock, time.perf_counter()
-            line |= {"tokens_per_s": pending.tokens / seconds, "tflop_per_s": pending.flop / seconds / 1e12}
-            line |= {"step_time_s": seconds, "data_wait_s": waited, "time": round(time.time(), 3)}
-            line["memory_bytes"] = trainer.memory_bytes()
-            if result.skipped:
-                line["skipped"] = True
-            if result.loss_scale:
-                line["loss_scale"] = result.loss_scale
+            line |= _measurements(pending, result, seconds, waited, trainer.memory_bytes())
             if result.step == 1:
                 line["held_out_loss_before"] = loss_before
             if measures and not in_flight:
@@ -103,6 +97,27 @@ def _run_steps(
     if skips.in_a_row and stopped:
         _measured(dataset, trainer)  # raises NotFinite if steps were skipped because weights are not finite
     return loss_before, last
+
+
+def _measurements(
+    step: Pending, result: StepResult, seconds: float, waited: float, memory_bytes: int
+) -> dict[str, Any]:
+    """Return the entries of a step's line besides losses and rates.
+
+    Args:
+        step: The step.
+        result: Its result.
+        seconds: Seconds from the result of the step before to this result.
+        waited: Seconds that the run waited for the step's batch.
+        memory_bytes: Memory that tiles take."""
+    line: dict[str, Any] = {"tokens_per_s": step.tokens / seconds, "tflop_per_s": step.flop / seconds / 1e12}
+    line |= {"step_time_s": seconds, "data_wait_s": waited, "time": round(time.time(), 3)}
+    line["memory_bytes"] = memory_bytes
+    if result.skipped:
+        line["skipped"] = True
+    if result.loss_scale:
+        line["loss_scale"] = result.loss_scale
+    return line
 
 
 class _SkipCount:

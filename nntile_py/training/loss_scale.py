@@ -15,7 +15,7 @@ INTERVAL = 2000  # the scale doubles after this number of steps in a row without
 LEAST = 1.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class LossScale:
     """The factor by which the loss is multiplied. It changes as in torch.amp.GradScaler with that class's defaults.
 
@@ -40,16 +40,15 @@ class LossScale:
         """The dict {"value": ..., "good": ...}, which checkpoints store."""
         return {"value": self.value, "good": self.good}
 
-    def after(self, *, overflow: bool) -> None:
-        """Update the factor after a step. overflow: the step's gradients overflowed.
+    def after(self, *, overflow: bool) -> LossScale:
+        """Return the factor after one more step. overflow: the step's gradients overflowed.
 
         The smallest factor is not halved: if a step overflows with it, Pending.result raises NotFinite."""
-        if not overflow:
-            self.good += 1
-            if self.good >= INTERVAL and 2 * self.value <= MOST_SCALE:
-                self.value, self.good = 2 * self.value, 0
-        elif not is_least(self.value):
-            self.value, self.good = self.value / 2, 0
+        if overflow:
+            return self if is_least(self.value) else LossScale(self.value / 2)
+        if self.good + 1 >= INTERVAL and 2 * self.value <= MOST_SCALE:
+            return LossScale(2 * self.value)
+        return LossScale(self.value, self.good + 1)
 
 
 def is_least(scale: float) -> bool:

@@ -44,6 +44,12 @@ class StepPrograms:
     more: TrainingProgram | None
     update: TrainingProgram
 
+    def of_pass(self, micro: int) -> tuple[TrainingProgram, Lowering]:
+        """Return the program and the lowering of the forward and backward pass of a micro-batch, by its number."""
+        if micro and self.more and self.built.more:
+            return self.more, self.built.more
+        return self.first, self.built.first
+
 
 class Programs:
     """Builds a trainer's programs when they are first needed.
@@ -91,8 +97,8 @@ class Programs:
             for name in {*first.slots, *update.slots} - known:
                 need = f"declare the input whose values count with scale={name!r}"
                 raise ConfigError(f"model: its loss is divided by {name}, which no input gives; {need}")
-            self.steps[given] = StepPrograms(built, first, more[0] if more else None, update)
             self._write_defaults(built.graph, built.first)
+            self.steps[given] = StepPrograms(built, first, more[0] if more else None, update)
         return self.steps[given]
 
     def evaluation(self, step: StepPrograms, keep: bool) -> ForwardProgram:
@@ -102,8 +108,9 @@ class Programs:
         given = next(names for names, known in self.steps.items() if known is step)
         if (given, keep) not in self._evaluations:
             evaluation, tf32 = self.spec.with_inputs(given).evaluation(keep), self.spec.precision == "tf32"
-            self._evaluations[given, keep] = ForwardProgram(evaluation, self.store, tf32=tf32, checked=self._checked)
+            program = ForwardProgram(evaluation, self.store, tf32=tf32, checked=self._checked)
             self._write_defaults(evaluation.graph, evaluation.forward, step.built.graph.inputs)
+            self._evaluations[given, keep] = program
         return self._evaluations[given, keep]
 
     def check(

@@ -108,6 +108,11 @@ class StepsInFlight:
         self.scale, self._steps = LossScale.of(spec), deque[Pending]()
         self._deciding: Pending | None = None  # the step whose gradient norm decides the next loss scale
 
+    @property
+    def factor(self) -> float | None:
+        """Factor of the next step's loss; None: the loss is not scaled."""
+        return self.scale.value if self.scale else None
+
     def add(self, step: Pending) -> None:
         """Add a step that was just submitted."""
         self._steps.append(step)
@@ -116,7 +121,12 @@ class StepsInFlight:
     def settle(self) -> None:
         """Wait until another step may be submitted; with a scaled loss, also until the next step's scale is known."""
         while len(self._steps) >= STEPS_IN_FLIGHT:
-            self._steps.popleft().settle()
+            try:
+                self._steps[0].settle()
+            except Exception:  # no KeyboardInterrupt: after an interrupt the next call waits for the step
+                self._steps.popleft()
+                raise
+            self._steps.popleft()
         self.scale_state()  # last: if the step overflows, this discards what NanCheck has found so far
 
     def scale_state(self) -> dict[str, Any] | None:
@@ -124,7 +134,8 @@ class StepsInFlight:
         if self.scale is None:
             return None
         if self._deciding:
-            result, self._deciding = self._deciding.unchecked_result(), None
+            result, scale = self._deciding.unchecked_result(), self.scale
             if result.overflow or math.isfinite(result.grad_norm):  # if the loss is not finite either, no scale helps
-                self.scale.after(overflow=result.overflow)
+                scale = scale.after(overflow=result.overflow)
+            self.scale, self._deciding = scale, None  # one statement: an interrupt never separates the two
         return self.scale.state

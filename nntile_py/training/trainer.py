@@ -29,6 +29,7 @@ from nntile_py.graph.recompute_rule import AUTO, RECOMPUTE
 from nntile_py.graph.step import StepSpec, check_precision
 from nntile_py.graph.step_inputs import StepInputs
 from nntile_py.schema import NonNegative, checked_value
+from nntile_py.system.interrupts import uninterrupted
 from nntile_py.tasks.adamw import AdamW
 from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.optimizer import INVERSE_SCALE, Optimizer
@@ -36,7 +37,7 @@ from nntile_py.tiles import TaskList, Tiling
 from nntile_py.tiles.eviction import Offloaded
 from nntile_py.training.inputs import Inputs, IntArray, as_step_inputs, dropout_seed
 from nntile_py.training.nan_check import NanCheck
-from nntile_py.training.programs import Programs
+from nntile_py.training.programs import Programs, StepPrograms
 from nntile_py.training.step_handle import STEPS_IN_FLIGHT, Pending, StepsInFlight
 from nntile_py.training.trainer_weights import TrainerWeights
 from nntile_py.typed import plain, typed
@@ -220,6 +221,7 @@ class Trainer(TrainerWeights):
         """Submit one training step and return its handle at once; `result()` of the handle waits for the step.
 
         At most two steps are in flight. With a scaled loss, only one: its gradient norm decides the next step's factor.
+        After a KeyboardInterrupt, `steps` tells whether the step counts; if not, the weights have not changed.
 
         Args:
             inputs: Dict of arrays with grad_accumulation * batch rows, named as in transformers (input_ids, labels,
@@ -238,35 +240,44 @@ class Trainer(TrainerWeights):
         if not self.steps:
             self._check_alone()
         self._in_flight.settle()
-        self.steps += 1
-        built, declared = programs.built, programs.built.graph.inputs
-        slots = built.learning_rates(rate) | self.optimizer.slots(self.steps)
-        scale = self._in_flight.scale.value if self._in_flight.scale else None
+        step = self.steps + 1
+        declared, scale = programs.built.graph.inputs, self._in_flight.factor
         counts = label_counts(declared, arrays, filled.arrays)
         if counts and not any(counts.values()) and not self._unlabelled:
-            self._unlabelled = True
-            message = f"step {self.steps}: no label counts, all are -100; the loss and the gradients are zero"
+            message = f"step {step}: no label counts, all are -100; the loss and the gradients are zero"
             warnings.warn(message, stacklevel=3)
-        slots |= mean_slots(declared, counts, scale or 1.0)
-        if scale:
-            slots[INVERSE_SCALE], self._scaled = 1 / scale, scale
-        self._check_equal(f"the input of step {self.steps}", {**arrays, **slots, "seed": self.seed})
+            self._unlabelled = True
+        slots = programs.built.learning_rates(rate) | self.optimizer.slots(step)
+        slots |= mean_slots(declared, counts, scale or 1.0) | ({INVERSE_SCALE: 1 / scale} if scale else {})
+        self._check_equal(f"the input of step {step}", {**arrays, **slots, "seed": self.seed})
+        self._submit_passes(step, programs, arrays, filled, slots)
+        return self._submit_update(step, programs, filled, slots, scale)
+
+    def _submit_passes(
+        self, step: int, programs: StepPrograms, arrays: Mapping[str, IntArray], filled: StepInputs,
+        slots: dict[str, float],
+    ) -> None:  # fmt: skip
+        """Submit the forward and backward passes of a step. They change no state that outlives the step."""
         for micro in range(self.grad_accumulation):
-            slots |= filled.live[micro]
-            slots["dropout_seed"] = dropout_seed(self.seed, self.steps, micro)
-            program, lowering = programs.first, built.first
-            if micro and programs.more and built.more:
-                program, lowering = programs.more, built.more
+            slots |= {**filled.live[micro], "dropout_seed": dropout_seed(self.seed, step, micro)}
+            program, lowering = programs.of_pass(micro)
             for name, value in arrays.items():
-                part = declared[name].part(value, micro, self.spec.rows)
-                self._store.write_input(lowering, declared[name].tensor, part)
-            self._run(program, slots, f"pass {micro + 1} of step {self.steps}")
-        self._run(programs.update, slots, f"the update of step {self.steps}")
-        tokens = filled.tokens(self.tokens_per_step)
+                one = programs.built.graph.inputs[name]
+                self._store.write_input(lowering, one.tensor, one.part(value, micro, self.spec.rows))
+            self._run(program, slots, f"pass {micro + 1} of step {step}")
+
+    def _submit_update(
+        self, step: int, programs: StepPrograms, filled: StepInputs, slots: dict[str, float], scale: float | None
+    ) -> Pending:
+        """Submit the update of a step and count the step. An interrupt comes before both or after both."""
+        built, tokens = programs.built, filled.tokens(self.tokens_per_step)
         flop = built.packed_flop(filled) if self.spec.pack else self.flop_per_step * tokens / self.tokens_per_step
-        fetch = self._store.fetch("loss", "grad_norm")
-        pending = Pending(self.steps, fetch, tokens, flop, self.nan_check, self.spec.skip_above_norm, scale)
-        self._in_flight.add(pending)
+        with uninterrupted(self._runtime.end_process):
+            self.steps, self._scaled = step, scale or 1.0
+            self._run(programs.update, slots, f"the update of step {step}")
+            fetch = self._store.fetch("loss", "grad_norm")
+            pending = Pending(step, fetch, tokens, flop, self.nan_check, self.spec.skip_above_norm, scale)
+            self._in_flight.add(pending)
         return pending
 
     @typed

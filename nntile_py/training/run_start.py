@@ -1,0 +1,101 @@
+"""Before a run's first step: checks, the weights of a run that has ended, the trainer."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from nntile_py.checkpoint import format as checkpoint
+from nntile_py.checkpoint.resume import ResumePoint, flattened
+from nntile_py.checkpoint.run_folder import RunFolder, check_place, check_replaced, check_unlocked
+from nntile_py.config.builders import build_model, step_spec
+from nntile_py.config.run_config import RunConfig
+from nntile_py.data.tokenization import Report
+from nntile_py.errors import NNTileError
+from nntile_py.execution.mpi import Ranks
+from nntile_py.execution.runtime import Runtime
+from nntile_py.graph.step import StepSpec
+from nntile_py.runs import run_of
+from nntile_py.system.folders import same_content
+from nntile_py.training.trainer import Trainer
+
+
+def check_folders(out: Path, rescue: Path | None, replaces: bool) -> None:
+    for option, folder in {"--out": out, "--rescue": rescue}.items():
+        if folder:
+            check_place(option, folder)
+    check_unlocked(out)
+    if replaces and out.exists():
+        check_replaced(out)
+
+
+def publish_on_rank_0(point: ResumePoint, out: Path, ranks: Ranks | None, report: Report) -> bool:
+    """Call _publish on rank 0, and return its result on all ranks. They raise NNTileError if it fails on rank 0."""
+    published, failure = 0.0, None
+    if not ranks or ranks.rank == 0:
+        try:
+            published = float(_publish(point, out, report))
+        except (OSError, NNTileError) as error:
+            published, failure = -1.0, error
+    published = ranks.of_first(published) if ranks else published
+    if failure:
+        raise failure
+    if published < 0:
+        raise NNTileError(f"{out}: the first rank could not put the weights there")
+    return published > 0
+
+
+def _publish(point: ResumePoint, out: Path, report: Report) -> bool:
+    """Copy the weights of a checkpoint into the run folder `out`, if the run ended before it did so.
+
+    Return False if the run folder has the same or newer weights, or the checkpoint belongs to another run."""
+    target, weights = out / checkpoint.MODEL, point.folder / checkpoint.MODEL
+    if run_of(point.folder).resolve() != out.resolve() or same_content(target, weights):
+        return False
+    if target.exists() and target.stat().st_mtime > (point.folder / checkpoint.STATE).stat().st_mtime:
+        return False
+    folder = RunFolder(out, report=report)
+    try:
+        folder.publish(point.step)
+    finally:
+        folder.close()
+    return True
+
+
+def check_ranks(
+    config: RunConfig, spec: StepSpec, runtime: Runtime, data: dict[str, str], point: ResumePoint | None,
+    report: Report,
+) -> None:  # fmt: skip
+    """Raise ConfigError if ranks differ in config, data or checkpoint; report the ranks' workers."""
+    if not (ranks := runtime.ranks):
+        return
+    ranks.same("the config", flattened(config.model_dump(mode="json", by_alias=True)))
+    ranks.same("the data", data)
+    ranks.same("the checkpoint", {"folder": str(point.folder), "step": point.step} if point else {})
+    workers = {"GPU": runtime.cuda, "CPU worker": runtime.cpus}
+    each = " and ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in workers.items() if count)
+    shared = f", of which {ranks.sharers} ranks share one" if ranks.sharers > 1 else ""
+    report(f"{ranks.size} ranks, each with {each}{shared}")
+    if (tiles := len(spec.tiling.parts("batch", spec.batch))) < ranks.size:
+        report(f"note: the batch has {tiles} tile{'s' * (tiles > 1)}: smaller tiles.batch gives all ranks work")
+
+
+def build_trainer(config: RunConfig, spec: StepSpec | None = None) -> Trainer:
+    """Return the Trainer of a config. Needs a running Runtime.
+
+    spec: The training step and its model. Default: from the config, with the weights that `model.from` names."""
+    spec = spec or step_spec(config, build_model(config))
+    return Trainer.of_spec(spec, seed=config.seed, check_finite=config.debug.nonfinite)
+
+
+def first_trainer(config: RunConfig, spec: StepSpec, runtime: Runtime, point: ResumePoint | None) -> Trainer:
+    """Return the trainer as it is before this process's first step.
+
+    It starts from the checkpoint `point`, else from the weights that `model.from` names, else from `spec.model`."""
+    if point or config.model.from_ is not None:
+        spec = replace(spec, model=point.model(config) if point else build_model(config))
+    trainer = build_trainer(config, spec)
+    if runtime.ranks:
+        runtime.forget(trainer)  # the runtime's end gathers no weights: rank 0 has written them by then
+        trainer.model.weights = {}  # free this copy: the tiles hold the weights
+    if point:
+        point.restore(trainer)
+    return trainer
