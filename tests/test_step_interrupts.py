@@ -86,6 +86,28 @@ def test_a_step_that_is_interrupted_at_any_line(runtime: nt.Runtime) -> None:
         np.testing.assert_array_equal(value, other.state_dict()[name])
 
 
+def test_gradients_are_those_of_a_step(runtime: nt.Runtime, tmp_path: Path) -> None:
+    """Not the values that the passes of an interrupted step have left, and not the empty tiles of a loaded trainer."""
+    one = trainer()
+    submit(one, 1)
+    assert one.gradients()
+    with lines() as count:
+        submit(one, 2)
+    for line in range(count[0], 0, -1):
+        before = one.steps
+        with pytest.raises(KeyboardInterrupt), lines(line):
+            submit(one, 3)
+        if one.steps == before:
+            break
+    with pytest.raises(nt.TaskError, match="its last step was interrupted"):
+        one.gradients()
+    one.save(tmp_path / "saved")
+    with pytest.raises(nt.TaskError, match="no step has run yet in this trainer"):
+        nt.Trainer.load(tmp_path / "saved").gradients()
+    submit(one, 3)
+    assert one.gradients()
+
+
 def test_the_warning_about_ignored_labels(runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     one = trainer()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

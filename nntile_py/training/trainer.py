@@ -157,7 +157,8 @@ class Trainer(TrainerWeights):
         self.batch, self.seq, self.precision = spec.batch, spec.seq, spec.precision
         self.optimizer, self.grad_accumulation = spec.optimizer, spec.grad_accumulation
         self._check_alone()
-        self.steps, self._in_flight, self._scaled = 0, StepsInFlight(spec), 1.0
+        self.steps, self._in_flight = 0, StepsInFlight(spec)
+        self._scaled: float | None = None  # factor of the gradients in their tiles; None: not the gradients of a step
         self._unlabelled = False  # True after the warning about a step all of whose labels are ignored
         self._programs = Programs(spec, runtime, self.nan_check.enabled)
         self._store, self.spec = self._programs.store, self._programs.spec
@@ -250,6 +251,7 @@ class Trainer(TrainerWeights):
         slots = programs.built.learning_rates(rate) | self.optimizer.slots(step)
         slots |= mean_slots(declared, counts, scale or 1.0) | ({INVERSE_SCALE: 1 / scale} if scale else {})
         self._check_equal(f"the input of step {step}", {**arrays, **slots, "seed": self.seed})
+        self._scaled = None  # the passes overwrite the gradients of the last step
         self._submit_passes(step, programs, arrays, filled, slots)
         return self._submit_update(step, programs, filled, slots, scale)
 

@@ -27,7 +27,7 @@ class TrainerWeights:
     _built: Step
     _store: Store
     _in_flight: StepsInFlight
-    _scaled: float
+    _scaled: float | None
     _programs: Programs
 
     @property
@@ -38,9 +38,13 @@ class TrainerWeights:
 
     @in_turns
     def gradients(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return {name in transformers: gradient} of the last step, before clipping."""
-        if not self.steps:
-            raise TaskError("gradients: no step has run yet")
+        """Return {name in transformers: gradient} of the last step, before clipping.
+
+        Raises:
+            TaskError: No step has run yet in this trainer, or its last step was interrupted before the update.
+        """
+        if self._scaled is None:
+            raise TaskError("gradients: no step has run yet in this trainer, or its last step was interrupted")
         return read_gradients(self._built, self._store, self._scaled)
 
     @in_turns
