@@ -90,7 +90,7 @@ def test_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Weights that one task updates are joined, here to StarPU tiles of at most 100 KiB."""
-    monkeypatch.setattr(program, "JOINED", 100 << 10)
+    monkeypatch.setattr(memory, "JOINED", 100 << 10)
     expected, exact = trained(2, "scheduler", tiles=tiles, **options)
     assert not groups and not joined
     losses, weights = trained(workers, "planned", tmp_path / "saved", tiles=tiles, **options)
@@ -100,3 +100,35 @@ def test_same_bits(
     assert losses == expected
     for one, two in zip(weights, exact, strict=True):
         np.testing.assert_array_equal(one, two)
+
+
+def test_joined_weights_of_several_programs_and_trainers(
+    groups: list[TaskList], joined: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with an optional input, whose programs are built later, and steps of another trainer, without waits."""
+    monkeypatch.setattr(memory, "JOINED", 100 << 10)
+    draw = np.random.default_rng(0)
+    batches = [draw.integers(0, SIZES["vocab"], (4, 64)) for _ in range(8)]
+    mask = np.tri(4, 64, 60, dtype=int)
+
+    def run(placement: str) -> list[Any]:
+        with nt.Runtime(cpus=2, placement=placement):
+            model = nt.models.GPT2Config(**SIZES)
+            one, other = (nt.Trainer(nt.models.GPT2(model, seed=k), 4, 64, {"batch": 2}, seed=k) for k in (1, 2))
+            pending = []
+            for number, ids in enumerate(batches):
+                inputs = {"input_ids": ids, "labels": np.where(mask, ids, -100)}
+                masked = inputs | ({"attention_mask": mask} if number % 3 == 1 else {})
+                pending += [one.submit(masked), other.submit(inputs)]
+                if number == 4:
+                    copy = one.snapshot()
+            weights = [*one.state_dict().values(), *other.state_dict().values()]
+            copy.wait()
+            losses = [step.result().loss for step in pending]
+            return [*losses, *map(np.asarray, weights)]
+
+    expected = run("scheduler")
+    assert not joined
+    for value, exact in zip(run("planned"), expected, strict=True):
+        np.testing.assert_array_equal(value, exact)
+    assert len(joined) > 4 and groups

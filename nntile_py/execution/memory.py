@@ -16,6 +16,7 @@ from nntile_py.tiles.eviction import Offloaded, mark_evictions, room_in_turn
 from nntile_py.tiles.residents import residents
 
 TIGHT_GROUPS = 64  # number of task groups whose tiles fit on a GPU together, if not all tiles of a step fit
+JOINED = 32 << 20  # most bytes of joined weights, which move together: 0.1 ms by NVLink
 
 
 def group_bytes(runtime: Runtime, tight: bool) -> int:
@@ -46,6 +47,11 @@ def waits_for_starpu(runtime: Runtime, offload: Collection[Offloaded]) -> bool:
     """
     planned = runtime.placement == "planned" and runtime.cuda + runtime.cpus > 1
     return planned and not (runtime.ranks or runtime.disk or offload)
+
+
+def joined_bytes(runtime: Runtime) -> int:
+    """Return the most bytes of joined weights. A task that reads a single weight fetches all weights joined to it."""
+    return min(JOINED, (runtime.cuda_memory or 0) // TIGHT_GROUPS) if runtime.cuda else JOINED
 
 
 def residents_of_step(

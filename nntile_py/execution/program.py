@@ -35,8 +35,7 @@ from nntile_py.tiles.task import MONOIDS, Task
 from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
 from nntile_py.tiles.worker_kinds import assign_kinds
 
-JOINED = 32 << 20  # most bytes of joined tiles, which travel together: 0.1 ms by NVLink
-ALIGNMENT = 256  # bytes; each joined tile begins at a multiple of this number, as memory that CUDA allocates does
+ALIGNMENT = 256  # bytes; each joined weight begins at a multiple of this number, as memory that CUDA allocates does
 
 
 class Store:
@@ -71,24 +70,24 @@ class Store:
             self.handles[tile.key] = _new(tile)
         return self.handles[tile.key]
 
-    def join(self, tiles: Iterable[Tile]) -> None:
-        """Create the handles of persistent tiles as parts of StarPU tiles of up to JOINED bytes.
+    def join(self, tiles: Iterable[Tile], most: int) -> None:
+        """Create the handles of persistent tiles as parts of StarPU tiles of at most `most` bytes.
 
-        Tiles that have a handle, or more than half of JOINED bytes, are left out.
+        A tile keeps a handle that it already has. A tile of more than half of `most` bytes is not joined.
         """
-        whole, end = list[tuple[Tile, int]](), 0  # tiles with their offsets
+        parts, end = list[tuple[Tile, int]](), 0  # (tile, offset) pairs; end of the last tile
         for tile in tiles:
-            if tile.key in self.handles or tile.bytes > JOINED // 2:
+            if tile.key in self.handles or tile.bytes > most // 2:
                 continue
-            if end + tile.bytes > JOINED:
-                self._join(whole, end)
-                whole, end = [], 0
-            whole.append((tile, end))
+            if end + tile.bytes > most:
+                self._join(parts, end)
+                parts, end = [], 0
+            parts.append((tile, end))
             end += math.ceil(tile.bytes / ALIGNMENT) * ALIGNMENT
-        self._join(whole, end)
+        self._join(parts, end)
 
     def _join(self, parts: Sequence[tuple[Tile, int]], size: int) -> None:
-        """Create the handles of tiles as parts, with the given offsets, of one StarPU tile of `size` bytes."""
+        """Create one StarPU tile of `size` bytes, and the handles of its parts. parts: (tile, offset) pairs."""
         if len(parts) < 2:
             return
         whole = _core.Tile([size // 8], "int64")
@@ -263,8 +262,9 @@ def programs(
         if mark_evictions(lists, room if room and not store.ranks else math.inf, offload):
             memory.limit_evictions(lists, runtime, offload)
     if memory.waits_for_starpu(runtime, offload):
+        most = memory.joined_bytes(runtime)
         for task in (task for tasks in lists for task in tasks.tasks):
-            store.join(a.tile for a in task.accesses if a.mode != "R" and a.tile.kind == "param")
+            store.join((a.tile for a in task.accesses if a.mode != "R" and a.tile.kind == "param"), most)
     # With several ranks no weight update is delayed: other ranks wait for the new weights too, and for longer.
     if runtime.placement == "planned" and not store.ranks:
         delay(lists, gpus or _core.cpu_workers())
