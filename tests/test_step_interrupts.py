@@ -16,6 +16,7 @@ import pytest
 
 import nntile_py as nt
 from nntile_py.errors import NotFinite
+from nntile_py.execution.program import Store
 from nntile_py.system.interrupts import uninterrupted
 from nntile_py.training.programs import Programs
 from nntile_py.training.step_handle import Pending, StepsInFlight
@@ -65,7 +66,7 @@ def submit(one: nt.Trainer, step: int) -> Pending:
 
 
 def test_a_step_that_is_interrupted_at_any_line(runtime: nt.Runtime) -> None:
-    """If it does not count, a second call gives the bits of a step without an interrupt."""
+    """If the step does not count, a second call gives the bits of a step without an interrupt."""
     one, other = trainer(), trainer()
     for step in (1, 2, 3):  # the third step is the first that waits for another step
         submit(one, step)
@@ -84,6 +85,24 @@ def test_a_step_that_is_interrupted_at_any_line(runtime: nt.Runtime) -> None:
     assert one.step(IDS, IDS) == other.step(IDS, IDS)
     for name, value in one.state_dict().items():
         np.testing.assert_array_equal(value, other.state_dict()[name])
+
+
+def test_a_second_ctrl_c_while_the_update_is_submitted(runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the process at once: tasks that stall would delay the first one for minutes."""
+    one, fetch, ended = trainer(), Store.fetch, list[int]()
+
+    def interrupted(*args: Any) -> Any:
+        assert not ended
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        return fetch(*args)
+
+    monkeypatch.setattr(runtime, "end_process", ended.append)
+    monkeypatch.setattr(Store, "fetch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        submit(one, 1)
+    assert ended == [signal.SIGINT]
+    assert one.steps == 1
 
 
 def test_gradients_are_those_of_a_step(runtime: nt.Runtime, tmp_path: Path) -> None:
@@ -121,7 +140,7 @@ def test_the_warning_about_ignored_labels(runtime: nt.Runtime, monkeypatch: pyte
 def test_default_values_of_inputs_are_written(
     method: str, runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the program that reads them was built by a call that was interrupted."""
+    """Default values are written even if an interrupted call has built the program that reads them."""
     one, writes, write = trainer(), deque([signal.SIGINT]), Programs._write_defaults
     rows = 4 if method == "submit" else 2
     inputs = {"input_ids": IDS[:rows], "labels": IDS[:rows], "attention_mask": np.tri(rows, 8, 4, int)}
