@@ -1,4 +1,4 @@
-// Activations of tiles on CUDA that no product has applied, by ATen.
+// Activations on CUDA by ATen: activations that are not fused into a product.
 #pragma once
 #include <ATen/core/Tensor.h>
 

@@ -15,11 +15,11 @@
 namespace nntile {
 namespace {
 
-// Rows of the logits of 50257 tokens in 16 bits do not all begin at multiples of 16 bytes, which the library's fast
-// algorithms need. But rows r, r + 8, r + 16, ... are a multiple of 16 bytes apart, and from their column -r * 50257
-// modulo 8 on they are aligned. So a product of such a matrix can be computed in parts: for each r, one product for the
+// Fast algorithms of cuBLASLt need rows that begin at multiples of 16 bytes. In logits of 50257 tokens in 16 bits, some
+// rows begin elsewhere. But rows r, r + 8, r + 16, ... are a multiple of 16 bytes apart. From column -r * 50257 modulo 8
+// on, these rows are aligned. So a product of such a matrix can be computed in parts: for each r, one product for the
 // aligned columns, whose number is a multiple of 8, and two narrow products for the columns before and after them.
-// Whether the parts are faster than the whole is measured.
+// A measurement decides between the parts and the whole.
 
 constexpr double kLarge = 1e9;  // smallest number of multiplications of a product whose parts are measured
 

@@ -83,8 +83,8 @@ View operand(const Args& t, size_t tile, at::IntArrayRef order, at::IntArrayRef 
   return x.permuted(order);
 }
 
-// Converts the operands of 8 bits to bf16, which is exact. The strides stay, so that one choice of an algorithm serves
-// all steps, which fill different parts.
+// Converts the operands of 8 bits to bf16, which is exact. The results have the strides of the operands. So steps that
+// fill different parts of a tile use the same choice of an algorithm.
 void widen(View& a, View& b) {
   const auto converted = [](View& x, size_t rows) {  // rows: the axis of the matrix that has scales
     if (!x.scale) return;

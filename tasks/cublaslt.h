@@ -48,6 +48,6 @@ void direct_matmul(const View& out, const View& a_matrix, const View& b_matrix, 
 // about 16 sizes need a choice of an algorithm.
 int64_t rounded(int64_t size, int64_t most);
 
-inline constexpr int64_t kRowAlignment = 16;  // bytes; cuBLASLt is faster if all rows begin at multiples
+inline constexpr int64_t kRowAlignment = 16;  // bytes; cuBLASLt is faster if all rows begin at multiples of this
 
 }  // namespace nntile

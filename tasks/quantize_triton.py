@@ -73,7 +73,7 @@ def _offsets(
 
 @triton.jit
 def _block(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the rows and the columns of this program's block, and which of the block's elements exist."""
+    """Return the rows and the columns of this program's block, and a mask of the block's elements that exist."""
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     return row, column, (row < rows)[:, None] & (column < columns)[None, :]

@@ -33,7 +33,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[TaskList]:
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of tiles that are parts of one StarPU tile."""
+    """For each StarPU tile that has parts: the number of its parts."""
     made: list[int] = []
     join = Store._join
 

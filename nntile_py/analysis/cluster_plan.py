@@ -323,11 +323,11 @@ def _gpu_nodes(node: list[list[Task]], sums: int, on: Cluster, speed: Speed, eve
     """Return the tasks of each simulated node, for each task list of a step, with the sums of gradients over nodes.
 
     Args:
-        node: a node's tasks without the sums.
-        sums: number of the list whose gradients are summed.
+        node: a node's tasks without the sums, for each task list.
+        sums: position of the task list that gets the sums of gradients.
         on: the cluster.
-        speed: of a worker.
-        every: False: the first node stands for all."""
+        speed: speed of a worker.
+        every: True: simulate all nodes. False: simulate only the first node."""
     places = (ClusterNode(n, on.nodes, on.network, on.workers, speed) for n in range(on.nodes if every else 1))
     return [[*node[:sums], with_sums(node[sums], at), *node[sums + 1 :]] for at in places]
 
@@ -351,9 +351,9 @@ def _alone(config: RunConfig, rows: int, workers: int, speed: Speed) -> float:
 
 
 def _on_one_gpu(config: RunConfig, on: Cluster, speed: Speed, strong: bool) -> float | None:
-    """Return the seconds of a step on a single GPU with its part of the batch, or with all of it if `strong`.
+    """Return the seconds of a step on a single GPU: with the GPU's part of the batch, or with all of it if `strong`.
 
-    None: the workers are CPU cores, or the parts of the batch are unequal."""
+    Returns None if the workers are CPU cores, or if the GPUs' parts of the batch are unequal."""
     share, rest = divmod(config.train.batch, 1 if strong else on.nodes * on.workers)
     if rest or not share or not config.runtime.cuda:
         return None

@@ -307,10 +307,10 @@ class _Sums:
         self.torch_calls: dict[str, float] = defaultdict(float)
         self._kinds: dict[str, tuple[str, str]] = {}
         self._calls: dict[str, str] = {}  # {operator: PyTorch's operator that it calls, or ""}
-        self._seen_again: set[str] = set()  # names of the operators that run again
+        self._recomputed: set[str] = set()  # names of operators that run again in the backward pass
 
     def add_operators(self, graph: Graph, lowering: Lowering, times: int, phase: str = "") -> None:
-        """Add the operators of a graph, which run `times` times. phase: default: each operator's own."""
+        """Add the operators of a graph, which run `times` times. phase: their phase; "": each operator has its own."""
         with_tasks = {task.op for task in lowering.tasks.tasks}
         for op in graph.ops:
             name = op.full_name
@@ -324,15 +324,15 @@ class _Sums:
             row.tiles += sum(1 for t in op.outputs for _ in lowering.indices(t))
 
     def add_tasks(self, lowering: Lowering, times: int, speed: Speed, *, outputs: bool) -> None:
-        """Add the tasks of a list that runs `times` times. outputs: count the tiles that repeated operators write."""
+        """Add the tasks of a list that runs `times` times. outputs: True: count the tiles that recomputations write."""
         for task in lowering.tasks.tasks:
             name, again = name_and_phase(task.op)
             if again == "recompute":
                 row = self.rows.setdefault((again, self._kinds[name][1]), PlanRow())
                 row.flop += times * task.flop
-                row.operators += name not in self._seen_again
+                row.operators += name not in self._recomputed
                 row.tiles += sum(access.mode != "R" for access in task.accesses) if outputs else 0
-                self._seen_again.add(name)
+                self._recomputed.add(name)
             else:
                 name, row = task.op, self.rows[self._kinds[task.op]]
             seconds = speed.seconds(task) + speed.beside

@@ -98,13 +98,13 @@ def train(
 
     overrides = [*(sets or []), *["train.log_every=1"] * verbose]
     if resume:
-        begin = _resumed_run(config, where, out, overrides, overwrite, quiet)
+        start = _resumed_run(config, where, out, overrides, overwrite, quiet)
     else:
-        begin = _new_run(config, where, out, overrides, overwrite)
-    folder = begin.folder
+        start = _new_run(config, where, out, overrides, overwrite)
+    folder = start.folder
     if rescue and (taken(rescue) or os.path.realpath(rescue) == os.path.realpath(folder)):
         raise ConfigError(f"--rescue: {rescue} is the run's folder or not empty; allowed: another new or empty folder")
-    loaded = choose_tiles(choose_micro_batches(begin.config, quiet=quiet), quiet=quiet)
+    loaded = choose_tiles(choose_micro_batches(start.config, quiet=quiet), quiet=quiet)
     spec = step_spec(loaded)
     note_tiles(loaded, spec)
     with ends_at_ctrl_c(lambda: "saved checkpoints stay"):
@@ -114,7 +114,7 @@ def train(
 
         status = run(
             loaded.model_copy(update={"out": str(folder)}), spec, folder, Console(quiet=quiet),
-            resume=begin.checkpoint, replaces=overwrite and not resume, rescue=rescue, overrides=begin.overrides,
+            resume=start.checkpoint, replaces=overwrite and not resume, rescue=rescue, overrides=start.overrides,
         )  # fmt: skip
     raise typer.Exit(status)
 
@@ -135,8 +135,8 @@ def merge(
         print(merged(folder, out, adapter, adapter_only))
 
 
-class _Begin(NamedTuple):
-    """What a run begins with.
+class _RunStart(NamedTuple):
+    """Config, options and folders with which a run starts.
 
     Attributes:
         config: The run's config.
@@ -151,8 +151,8 @@ class _Begin(NamedTuple):
     checkpoint: Path | None
 
 
-def _new_run(config: str, where: Path | None, out: Path | None, overrides: list[str], overwrite: bool) -> _Begin:
-    """Return the beginning of a new run. For the arguments see `train`."""
+def _new_run(config: str, where: Path | None, out: Path | None, overrides: list[str], overwrite: bool) -> _RunStart:
+    """Return the start of a new run. Arguments: see `train`."""
     from nntile_py.config.run_config import load
 
     if os.path.isdir(config):
@@ -161,13 +161,13 @@ def _new_run(config: str, where: Path | None, out: Path | None, overrides: list[
     loaded = load(config, overrides)
     if where:
         raise ConfigError(f"DIR: {where} is given without --resume; allowed: nntile train {config} --resume {where}")
-    return _Begin(loaded, overrides, run_folder(Path(config).stem, loaded.out, out, overwrite, trains=True), None)
+    return _RunStart(loaded, overrides, run_folder(Path(config).stem, loaded.out, out, overwrite, trains=True), None)
 
 
 def _resumed_run(
     config: str, where: Path | None, out: Path | None, overrides: list[str], overwrite: bool, quiet: bool
-) -> _Begin:
-    """Return the beginning of a resumed run, with the options and choices of the run so far. See `train`."""
+) -> _RunStart:
+    """Return the start of a resumed run, with the run's saved options and choices. Arguments: see `train`."""
     from nntile_py.checkpoint.resume import candidates_in
     from nntile_py.config.run_config import load
     from nntile_py.config.saved_code import check_saved_overrides
@@ -200,7 +200,7 @@ def _resumed_run(
         raise ConfigError("--overwrite: got --resume too, which continues a run; allowed: one of the two")
     if os.path.realpath(folder) != os.path.realpath(run_of(start)) and taken(folder):
         raise ConfigError(f"--out: {folder} is another folder than that of {start}; allowed: a new or empty folder")
-    return _Begin(loaded, overrides, folder, start)
+    return _RunStart(loaded, overrides, folder, start)
 
 
 def _config_of_run(where: Path) -> str:

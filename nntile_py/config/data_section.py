@@ -63,7 +63,7 @@ def _sources(given: Any) -> Any:
 
 
 def _entry(key: str, given: Any) -> SourceEntry:
-    """Return an entry of a list of sources, whose name in messages is `key`, with an absolute path."""
+    """Return an entry of a list of sources with an absolute path. key: the entry's name in messages."""
     need = "a path, or {path: ..., weight: ..., text: ...}"
     if isinstance(given, str):
         name = given.partition(":")[0]

@@ -127,7 +127,7 @@ def read_labelled_corpus(
 
 
 def _check_labels(samples: list[LabelledText], numbers: Mapping[str, int], held_out: str) -> None:
-    """Raise ConfigError if a label of the table `held_out` is no class. numbers: the classes."""
+    """Raise ConfigError if a label of the table `held_out` is not a class. numbers: {class: number}."""
     if unknown := unknown_label(samples, numbers):
         here = f"data.held_out: {held_out}, line {unknown[0]}"
         need = ", ".join(numbers)

@@ -131,9 +131,9 @@ def interrupted_tokenizer(folder: Path, key: str) -> Tokenizer | None:
 
 
 def _begin(folder: Path, begun: Mapping[str, Any]) -> tuple[int, dict[str, list[int]]]:
-    """Return the number of parts that an interrupted call with the same `begun` has tokenized, and its files' sizes.
+    """Return the number of tokenized parts and the sizes of files, from an interrupted call with the same `begun`.
 
-    If there was no such call, forget what the folder has, and return zero and no sizes."""
+    If there was no such call, delete the folder's record of progress, and return zero and no sizes."""
     saved = _progress(folder)
     if saved and saved["begun"] == begun and _has(folder, saved["sizes"]):
         return saved["parts"], saved["sizes"]

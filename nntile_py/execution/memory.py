@@ -40,10 +40,10 @@ def room_to_plan(runtime: Runtime, lists: Sequence[TaskList]) -> float:
 
 
 def waits_for_starpu(runtime: Runtime, offload: Collection[Offloaded]) -> bool:
-    """Return whether workers wait for StarPU's work on tiles, so that programs reduce the number of its tiles.
+    """Return whether workers wait for StarPU's work on tiles. Programs then give StarPU fewer tiles.
 
-    With one worker this work is hidden behind the kernels. With several ranks, a disk or `offload`, single tiles move,
-    so their number stays.
+    With one worker this work is hidden behind the kernels. With several ranks, a disk or `offload`, tiles move one by
+    one, so StarPU manages each of them.
     """
     planned = runtime.placement == "planned" and runtime.cuda + runtime.cpus > 1
     return planned and not (runtime.ranks or runtime.disk or offload)

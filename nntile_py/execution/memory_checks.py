@@ -55,7 +55,7 @@ class Workers(Protocol):
 
 
 def main_memory(runtime: Workers, machine: int | None = None) -> int:
-    """Return the bytes of main memory and disk that tiles may take. machine: as of `within_machine`."""
+    """Return the bytes of main memory and disk that tiles may take. machine: see `within_machine`."""
     return within_machine(runtime.memory, machine) + (runtime.disk.size if runtime.disk else 0)
 
 

@@ -75,7 +75,7 @@ def torch_layer(
 
 
 def _check(config: RunConfig, work: str, captured: bool) -> None:
-    """Raise the ConfigErrors of `torch_layer`."""
+    """Raise ConfigError if PyTorch cannot compute the work of this config."""
     c = config.model
     if missing := {"embed", "heads", "ffn", "dropout"} - type(c).model_fields.keys():
         raise ConfigError(f"model.type: got {c.type}, without {min(missing)}; allowed for {work} in PyTorch: encoder")

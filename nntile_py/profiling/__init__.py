@@ -80,7 +80,11 @@ def profile(
 
 
 def _runtime(config: RunConfig, fxt: bool) -> Runtime:
-    """Return the runtime of a profile, not started. Raises ConfigError if ranks differ, or if `fxt` has several."""
+    """Return the runtime of a profile. The runtime has not started yet.
+
+    Raises:
+        ConfigError: The ranks have different configs, or `fxt` is True and there are several ranks.
+    """
     from nntile_py.checkpoint.resume import flattened
     from nntile_py.config.scheduler_file import runtime_options
     from nntile_py.execution.runtime import Runtime

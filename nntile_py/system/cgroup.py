@@ -37,9 +37,11 @@ def free_memory() -> int:
 
 
 def within_machine(limit: int | None, machine: int | None = None) -> int:
-    """Return the smaller of `limit` (bytes; None: no limit) and the memory that a process may use.
+    """Return the smaller of `limit` and the memory of the machine, in bytes.
 
-    machine: bytes of the memory that the process may use; None: those that this process may use.
+    Args:
+        limit: None: no limit.
+        machine: Memory of the machine. None: the memory that this process may use.
     """
     total = machine_memory() if machine is None else machine
     return min(limit or total, total)

@@ -53,7 +53,7 @@ def ends_at_sigterm() -> Iterator[None]:
 
 @contextmanager
 def uninterrupted(end: Callable[[int], NoReturn] | None = None, interrupted: bool = False) -> Iterator[None]:
-    """Delay SIGINT until the block ends, so what the block does is never left half done.
+    """Delay SIGINT until the block ends, so that the block always runs to its end.
 
     The delay is at most the time of the running tasks. Only the main thread gets signals, so other threads do nothing.
 
@@ -77,7 +77,7 @@ def uninterrupted(end: Callable[[int], NoReturn] | None = None, interrupted: boo
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is note:  # the handler of another signal may have set another one
+        if signal.getsignal(signal.SIGINT) is note:  # no other handler was set in the block
             signal.signal(signal.SIGINT, before)
         if came and callable(before) and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
             before(came[0], None)

@@ -106,8 +106,8 @@ def _measurements(
 
     Args:
         step: The step.
-        result: Its result.
-        seconds: Seconds from the result of the step before to this result.
+        result: The step's result.
+        seconds: Seconds from the result of the previous step to this result.
         waited: Seconds that the run waited for the step's batch.
         memory_bytes: Memory that tiles take."""
     line: dict[str, Any] = {"tokens_per_s": step.tokens / seconds, "tflop_per_s": step.flop / seconds / 1e12}

@@ -69,9 +69,9 @@ def new_run_folder(
 
 
 def _first_files(run: TrainingRun, make_folder: Callable[[], RunFolder]) -> tuple[RunFolder, Metrics]:
-    """Create the run's folder and write config, tokenizer and metrics into it. If that fails, remove these again.
+    """Create the run's folder, write config and tokenizer into it, and open its metrics.
 
-    Returns the folder and its metrics."""
+    Returns the folder and the metrics. After an OSError, a new run's files are removed again."""
     folder = make_folder()
 
     def set_aside() -> None:

@@ -110,7 +110,7 @@ def _all_trained(
 ) -> bool:
     """Check that the checkpoint fits the run, and report the step after which the run goes on.
 
-    Return True if all steps are trained already. The weights are then copied into the run's folder."""
+    Return True if all steps are trained and this call has copied the weights into the run's folder."""
     differences = check_same_run(point, config, data)
     if point.step >= config.train.steps and publish_on_rank_0(point, out, ranks, report):
         report(f"all {point.step} steps are trained; weights saved in {out / checkpoint.MODEL}")
@@ -121,7 +121,7 @@ def _all_trained(
 
 
 def _report_trainer(trainer: Trainer, config: RunConfig, dataset: Dataset, report: Report) -> None:
-    """Report what `recompute: auto` chose, the frozen parameters, and the lengths of the dataset's sequences."""
+    """Report the choice of `recompute: auto`, the frozen parameters, and the lengths of the dataset's sequences."""
     if config.recompute == AUTO:
         report(f"recompute: {trainer.spec.recompute}, the fastest that fits into the memory")
     trained, every = trainer.parameters

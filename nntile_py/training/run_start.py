@@ -19,6 +19,7 @@ from nntile_py.training.trainer import Trainer
 
 
 def check_folders(out: Path, rescue: Path | None, replaces: bool) -> None:
+    """Raise an error if the run may not write into one of its folders."""
     for option, folder in {"--out": out, "--rescue": rescue}.items():
         if folder:
             check_place(option, folder)
@@ -28,7 +29,7 @@ def check_folders(out: Path, rescue: Path | None, replaces: bool) -> None:
 
 
 def publish_on_rank_0(point: ResumePoint, out: Path, ranks: Ranks | None, report: Report) -> bool:
-    """Call _publish on rank 0, and return its result on all ranks. They raise NNTileError if it fails on rank 0."""
+    """Call _publish on rank 0, and return its result on all ranks. If _publish fails, all ranks raise an error."""
     published, failure = 0.0, None
     if not ranks or ranks.rank == 0:
         try:
@@ -44,7 +45,7 @@ def publish_on_rank_0(point: ResumePoint, out: Path, ranks: Ranks | None, report
 
 
 def _publish(point: ResumePoint, out: Path, report: Report) -> bool:
-    """Copy the weights of a checkpoint into the run folder `out`, if the run ended before it did so.
+    """Copy the weights of a checkpoint into the run folder `out`, if the run ended before it had copied them.
 
     Return False if the run folder has the same or newer weights, or the checkpoint belongs to another run."""
     target, weights = out / checkpoint.MODEL, point.folder / checkpoint.MODEL
@@ -87,9 +88,9 @@ def build_trainer(config: RunConfig, spec: StepSpec | None = None) -> Trainer:
 
 
 def first_trainer(config: RunConfig, spec: StepSpec, runtime: Runtime, point: ResumePoint | None) -> Trainer:
-    """Return the trainer as it is before this process's first step.
+    """Return the trainer for this process's first step.
 
-    It starts from the checkpoint `point`, else from the weights that `model.from` names, else from `spec.model`."""
+    Its weights are those of the checkpoint `point`, else those that `model.from` names, else those of `spec.model`."""
     if point or config.model.from_ is not None:
         spec = replace(spec, model=point.model(config) if point else build_model(config))
     trainer = build_trainer(config, spec)

@@ -137,5 +137,5 @@ class StepsInFlight:
             result, scale = self._deciding.unchecked_result(), self.scale
             if result.overflow or math.isfinite(result.grad_norm):  # if the loss is not finite either, no scale helps
                 scale = scale.after(overflow=result.overflow)
-            self.scale, self._deciding = scale, None  # one statement: an interrupt never separates the two
+            self.scale, self._deciding = scale, None  # one statement: an interrupt changes both or neither
         return self.scale.state

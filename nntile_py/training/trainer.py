@@ -157,8 +157,7 @@ class Trainer(TrainerWeights):
         self.batch, self.seq, self.precision = spec.batch, spec.seq, spec.precision
         self.optimizer, self.grad_accumulation = spec.optimizer, spec.grad_accumulation
         self._check_alone()
-        self.steps, self._in_flight = 0, StepsInFlight(spec)
-        self._scaled: float | None = None  # factor of the gradients in their tiles; None: not the gradients of a step
+        self.steps, self._in_flight, self._scaled = 0, StepsInFlight(spec), None
         self._unlabelled = False  # True after the warning about a step all of whose labels are ignored
         self._programs = Programs(spec, runtime, self.nan_check.enabled)
         self._store, self.spec = self._programs.store, self._programs.spec
@@ -222,11 +221,11 @@ class Trainer(TrainerWeights):
         """Submit one training step and return its handle at once; `result()` of the handle waits for the step.
 
         At most two steps are in flight. With a scaled loss, only one: its gradient norm decides the next step's factor.
-        After a KeyboardInterrupt, `steps` tells whether the step counts; if not, the weights have not changed.
+        After a KeyboardInterrupt, `steps` tells whether the step counts; if not, the weights have not changed. A second
+        Ctrl-C while the update is submitted ends the process at once.
 
         Args:
-            inputs: Dict of arrays with grad_accumulation * batch rows, named as in transformers (input_ids, labels,
-                ...); or only the array input_ids, with the argument `labels`.
+            inputs: Dict of arrays with grad_accumulation * batch rows, named as in transformers; or only input_ids.
             labels: Integers; the mean loss leaves out labels of -100.
             lr: Learning rate of this step. Default: the optimizer's.
 
@@ -259,7 +258,7 @@ class Trainer(TrainerWeights):
         self, step: int, programs: StepPrograms, arrays: Mapping[str, IntArray], filled: StepInputs,
         slots: dict[str, float],
     ) -> None:  # fmt: skip
-        """Submit the forward and backward passes of a step. They change no state that outlives the step."""
+        """Submit the forward and backward passes of a step. They change no weights and no optimizer averages."""
         for micro in range(self.grad_accumulation):
             slots |= {**filled.live[micro], "dropout_seed": dropout_seed(self.seed, step, micro)}
             program, lowering = programs.of_pass(micro)

@@ -27,7 +27,7 @@ class TrainerWeights:
     _built: Step
     _store: Store
     _in_flight: StepsInFlight
-    _scaled: float | None
+    _scaled: float | None  # factor of the gradients in their tiles; None: the tiles hold the gradients of no whole step
     _programs: Programs
 
     @property

@@ -94,9 +94,8 @@ PythonKernel python_kernel(const PythonSpec& spec, std::vector<const Tile*> tile
 using LaunchArguments = std::vector<std::pair<int, py::object>>;
 using LaunchList = std::vector<std::tuple<py::bytes, std::string, unsigned, unsigned, int, LaunchArguments, LaunchArguments>>;
 
-// Bodies of a task:
-// [(kernel, name, places of its tiles, ints, first float, accumulates, launches of each way, scratch bytes,
-//   [(kind, value)], key of the choice, spec of a Python kernel or None,
+// Bodies of a task: [(kernel, name, places of its tiles, ints, first float, accumulates, launches of each way,
+//   scratch bytes, [(kind, value)], key of the choice, spec of a Python kernel or None,
 //   [(number of a tile, axis, position of its filled size in the floats)])].
 using BodyList =
     std::vector<std::tuple<std::string, std::string, std::vector<int>, std::vector<int64_t>, size_t, uint64_t,
@@ -192,8 +191,8 @@ PYBIND11_MODULE(_core, m) {
   m.def("cuda_workers", cuda_workers);
   m.def("reserve_for_tiles", reserve_for_tiles, release());
   m.def("keep_choices", keep_choices);
-  m.def("use_transport", [](const std::optional<py::capsule>& given, int most) {
-    use_transport(given ? static_cast<const Transport*>(given->get_pointer()) : nullptr, most);
+  m.def("use_transport", [](const std::optional<py::capsule>& capsule, int most) {
+    use_transport(capsule ? static_cast<const Transport*>(capsule->get_pointer()) : nullptr, most);
   }, py::arg("transport"), py::arg("most") = 0);
   m.def("post", [](std::shared_ptr<Tile> tile, int peer, int64_t tag, int priority, bool sends, std::string name) {
     const auto run = profile::begin_run();  // in a profile, each message counts as a program
@@ -230,8 +229,8 @@ PYBIND11_MODULE(_core, m) {
              return std::make_shared<Tile>(std::move(shape), scalar_type(dtype), of, redux, scales);
            }),
            py::arg("shape"), py::arg("dtype"), py::arg("monoid") = 0, py::arg("redux") = false, py::arg("scales") = 1)
-      .def("part", [](std::shared_ptr<Tile> whole, std::vector<int64_t> shape, const std::string& dtype, size_t offset) {
-             return std::make_shared<Tile>(std::move(shape), scalar_type(dtype), std::move(whole), offset);
+      .def("part", [](std::shared_ptr<Tile> whole, std::vector<int64_t> shape, const std::string& type, size_t offset) {
+             return std::make_shared<Tile>(std::move(shape), scalar_type(type), std::move(whole), offset);
            })
       .def_property_readonly("shape", [](const Tile& tile) { return py::tuple(py::cast(tile.shape)); })
       .def_property_readonly("dtype", [](const Tile& tile) { return numpy_dtype(tile.dtype); })
@@ -240,9 +239,8 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("on_disk", &on_disk)
       .def("write",
            [](const std::shared_ptr<Tile>& tile, const py::array& array) {
-             const auto data = py::module_::import("numpy")
-                                   .attr("ascontiguousarray")(array, numpy_dtype(tile->dtype))
-                                   .cast<py::array>();
+             const py::array data =
+                 py::module_::import("numpy").attr("ascontiguousarray")(array, numpy_dtype(tile->dtype));
              const auto elements = static_cast<size_t>(data.size());
              if (is_scaled(tile->dtype)) throw std::invalid_argument("only tasks write tiles of 8 bits");
              if (elements * c10::elementSize(tile->dtype) != tile->bytes)

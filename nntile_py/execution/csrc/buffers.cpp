@@ -10,16 +10,16 @@
 
 namespace nntile {
 
-Buffers::Buffers(const TaskRecord& record, void** buffers, c10::Device device) : of_starpu_(buffers) {
+Buffers::Buffers(const TaskRecord& record, void** buffers, c10::Device device) : starpu_buffers_(buffers) {
   const auto& fetched = record.fetched();
-  if (record.scratch.empty() && fetched.same) return;
+  if (record.scratch.empty() && fetched.same_tiles) return;
   own_.reserve(record.tiles.size() + record.scratch.size());
   const auto add = [&](const Tile& tile, void* address) {
-    auto& made = own_.emplace_back();
-    made.id = STARPU_VARIABLE_INTERFACE_ID;
-    made.ptr = made.dev_handle = reinterpret_cast<uintptr_t>(address);
-    made.elemsize = tile.bytes;
-    all_.push_back(&made);
+    auto& buffer = own_.emplace_back();
+    buffer.id = STARPU_VARIABLE_INTERFACE_ID;
+    buffer.ptr = buffer.dev_handle = reinterpret_cast<uintptr_t>(address);
+    buffer.elemsize = tile.bytes;
+    all_.push_back(&buffer);
   };
   for (size_t k = 0; k < record.tiles.size(); ++k) {
     const auto& tile = *record.tiles[k];
@@ -40,26 +40,26 @@ Buffers::Buffers(const TaskRecord& record, void** buffers, c10::Device device) :
   for (size_t k = 0; k < offsets.size(); ++k) add(*record.scratch[k], memory_.data_ptr<uint8_t>() + offsets[k]);
 }
 
-// Parts of one tile become one access to the whole. A task that writes a part only keeps the other parts, so the whole
-// is also read.
-Fetched fetched_of(const TaskRecord& record, bool residents) {
-  Fetched made;
+// All accesses to parts of one tile become one access to the whole tile. A task that writes a part must keep the other
+// parts, so this access also reads.
+Fetched fetched_of(const TaskRecord& record, bool with_residents) {
+  Fetched fetched;
   std::unordered_map<const Tile*, int> places;
+  const auto& residents = record.residents;
   for (size_t k = 0; k < record.tiles.size(); ++k) {
     const auto& whole = record.tiles[k]->whole ? record.tiles[k]->whole : record.tiles[k];
     const int mode = record.modes[k] | (record.tiles[k]->whole ? STARPU_R : 0);
-    const auto& own = record.residents;
-    if (!residents && std::find(own.begin(), own.end(), static_cast<int>(k)) != own.end()) {
-      made.places.push_back(-1);
+    if (!with_residents && std::find(residents.begin(), residents.end(), static_cast<int>(k)) != residents.end()) {
+      fetched.places.push_back(-1);
       continue;
     }
-    const auto [found, fresh] = places.emplace(whole.get(), static_cast<int>(made.tiles.size()));
-    made.places.push_back(found->second);
-    if (fresh) made.tiles.push_back(whole), made.modes.push_back(mode);
-    else made.modes[static_cast<size_t>(found->second)] |= mode;
+    const auto [place, is_new] = places.emplace(whole.get(), static_cast<int>(fetched.tiles.size()));
+    fetched.places.push_back(place->second);
+    if (is_new) fetched.tiles.push_back(whole), fetched.modes.push_back(mode);
+    else fetched.modes[static_cast<size_t>(place->second)] |= mode;
   }
-  made.same = made.tiles == record.tiles;
-  return made;
+  fetched.same_tiles = fetched.tiles == record.tiles;
+  return fetched;
 }
 
 }  // namespace nntile

@@ -9,20 +9,21 @@
 
 namespace nntile {
 
-// The buffers of a task's tiles, in the order of the tiles: StarPU's buffers, parts of these buffers, and the addresses of
-// held residents. The memory of scratch tiles follows.
+// The buffers of a task's tiles, in the order of the tiles: StarPU's buffers, parts of these buffers, and buffers at the
+// addresses of held residents. Buffers of the scratch tiles follow.
 class Buffers {
  public:
   Buffers(const TaskRecord& record, void** buffers, c10::Device device);
-  void** all() { return all_.empty() ? of_starpu_ : all_.data(); }
+  void** all() { return all_.empty() ? starpu_buffers_ : all_.data(); }
 
  private:
-  void** of_starpu_;
+  void** starpu_buffers_;
   std::vector<void*> all_;
   std::vector<starpu_variable_interface> own_;
   at::Tensor memory_;  // on CUDA workers, ATen reuses it only for later work on the same stream
 };
 
-Fetched fetched_of(const TaskRecord& record, bool residents);  // residents: StarPU fetches them too
+// Returns the tiles that StarPU fetches for a task. with_residents: StarPU fetches the residents too.
+Fetched fetched_of(const TaskRecord& record, bool with_residents);
 
 }  // namespace nntile

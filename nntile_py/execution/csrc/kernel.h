@@ -43,8 +43,8 @@ struct Tile {
   at::ScalarType dtype;
   size_t bytes, scales = 1;
   ::_starpu_data_state* handle = nullptr;  // of a part: the handle of the whole
-  std::shared_ptr<Tile> whole;  // null: the tile is no part of another tile
-  size_t offset = 0;            // of a part: bytes before it in the whole
+  std::shared_ptr<Tile> whole;  // null: the tile is not a part of another tile
+  size_t offset = 0;            // of a part: bytes of the whole before the part
   bool foreign = false;      // another library registered the handle
   bool reducible = false;    // allows access in REDUX mode
   bool initialised = false;  // true: a task submitted so far writes the tile
@@ -133,12 +133,12 @@ struct TaskBody {
   bool tf32 = false;  // products of fp32 tiles on CUDA may use tf32
 };
 
-// The buffers of a task that StarPU provides.
+// The tiles of a task that StarPU fetches.
 struct Fetched {
-  std::vector<std::shared_ptr<Tile>> tiles;  // without parts of tiles, each tile once
+  std::vector<std::shared_ptr<Tile>> tiles;  // each tile once; the whole tile instead of its parts
   std::vector<int> modes;
   std::vector<int> places;  // for each tile of the task: position of the tile, or of its whole, in `tiles`; -1: none
-  bool same = true;         // `tiles` are the tiles of the task, in the same order
+  bool same_tiles = true;   // `tiles` are the tiles of the task, in the same order
 };
 
 // The constant part of a task, the same in all replays of its program.

@@ -36,11 +36,11 @@ void run_python(const TaskBody& body, const double* floats, void** buffers, int 
   body.python.call(pointers, floats + body.first_float, device, stream);
 }
 
-void run_cpu(void** of_starpu, void* cl_arg) {
+void run_cpu(void** starpu_buffers, void* cl_arg) {
   const profile::Interval interval(profile::Interval::Of::program);
   const auto& instance = *static_cast<const TaskInstance*>(cl_arg);
-  Buffers made(*instance.record, of_starpu, c10::kCPU);
-  auto** buffers = made.all();
+  Buffers task_buffers(*instance.record, starpu_buffers, c10::kCPU);
+  auto** buffers = task_buffers.all();
   for (size_t k = 0; k < instance.record->bodies.size(); ++k) {
     const auto& body = instance.record->bodies[k];
     guarded(body.name, [&] {
@@ -56,12 +56,12 @@ void run_cpu(void** of_starpu, void* cl_arg) {
 }
 
 #ifdef NNTILE_CUDA
-void run_cuda(void** of_starpu, void* cl_arg) {
+void run_cuda(void** starpu_buffers, void* cl_arg) {
   const auto& instance = *static_cast<const TaskInstance*>(cl_arg);
   const auto& record = *instance.record;
-  on_cuda(of_starpu, record.fetched().tiles.size(), [&](c10::Device device) {
-    Buffers made(*instance.record, of_starpu, device);
-    auto** buffers = made.all();
+  on_cuda(starpu_buffers, record.fetched().tiles.size(), [&](c10::Device device) {
+    Buffers task_buffers(*instance.record, starpu_buffers, device);
+    auto** buffers = task_buffers.all();
     for (size_t k = 0; k < instance.record->bodies.size(); ++k) {
       const auto& body = instance.record->bodies[k];
       guarded(body.name, [&] {
@@ -324,7 +324,7 @@ uint32_t Program::run(const std::vector<double>& slots) {
     task->cl = &record.codelet->cl;
     set_tiles(task, record.fetched().tiles, record.fetched().modes);
     for (size_t k = 0; k < record.tiles.size(); ++k)
-      if (writes(record.modes[k])) record.tiles[k]->initialised = true;  // also of parts
+      if (writes(record.modes[k])) record.tiles[k]->initialised = true;  // set_tiles does this only for whole tiles
     if (record.slots.empty() && !checked_) {
       task->cl_arg = const_cast<TaskInstance*>(&record.instance);
       task->cl_arg_size = sizeof(TaskInstance);

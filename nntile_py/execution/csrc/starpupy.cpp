@@ -29,7 +29,8 @@ PyObject* object_of(starpu_data_handle_t handle, void* buffer) {
   return py::array(numpy_dtype(dtype), shape, data, py::capsule(data, [](void*) {})).release().ptr();
 }
 
-// Returns the capsule of a tile. starpupy refuses the capsule if there is no tile, or its runtime has stopped.
+// Returns the capsule of a tile. starpupy refuses the capsule if there is no tile, if its runtime has stopped, or if the
+// tile is a part of another tile.
 py::capsule capsule_of(Tile* tile) {
   if (!running() || !tile || !tile->handle || tile->whole) return py::capsule(reinterpret_cast<void*>(-1), kHandle);
   {

@@ -189,7 +189,8 @@ Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, std::shared_ptr<T
     : Tile(std::move(shape_), dtype_) {
   require(*whole_);
   if (whole_->whole || !whole_->initialised || offset_ + bytes > whole_->bytes)
-    throw std::invalid_argument("a tile cannot be this part of another tile");
+    throw std::invalid_argument("part of a tile: got bytes " + std::to_string(offset_) + " to " +
+                                std::to_string(offset_ + bytes) + "; allowed: bytes of a written tile that is no part");
   whole = std::move(whole_), offset = offset_;
   handle = whole->handle;
   const std::lock_guard lock(g_tiles_mutex);
@@ -242,7 +243,7 @@ void write_tile(const std::shared_ptr<Tile>& tile, std::unique_ptr<char[]> data)
 void zero_tile(const std::shared_ptr<Tile>& tile) {
   require(*tile);
   wake();
-  if (tile->whole) {  // the task would fill the whole
+  if (tile->whole) {  // the task would fill the whole tile
     write_tile(tile, std::make_unique<char[]>(tile->bytes));
     return;
   }
