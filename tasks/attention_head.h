@@ -85,9 +85,12 @@ struct NoTerms {
   void add(T*, int64_t, int64_t, int64_t, int64_t, int64_t) const {}
   template <class T>
   void collect(const T*, int64_t, int64_t, int64_t, int64_t, int64_t) const {}
+  template <class T>
+  void drop(T*, int64_t, int64_t, int64_t) const {}
 };
 
 // Terms: a class whose `add` adds terms to a block of unscaled scores, and whose `collect` gets the block's gradients.
+// Its `drop` multiplies a query's numbers, one for each of some keys, by the factors of dropout.
 template <class T, class Terms = NoTerms>
 class HeadAttention {
   static constexpr int64_t kColumns = kTileColumns<T>, kRows = kTileRows;
@@ -120,8 +123,10 @@ class HeadAttention {
         scores(p_.data(), q, k_across_, first, rows, from, end);
         terms.add(p_.data(), kStep, first, rows, from, end);
         for_strips(first, rows, from, end, [&](int64_t row, int64_t height, int64_t keys) {
-          for (int64_t r = row; r < row + height; ++r)
+          for (int64_t r = row; r < row + height; ++r) {
             softmax(r, std::min(sizes_.kept(first + r) - from, keys), keys, tops[r], totals[r], scale);
+            terms.drop(p_.data() + r * kStep, first + r, from, keys);
+          }
           multiply(sums_.data() + row * width_, height, {p_.data() + row * kStep, kStep, 1}, v_, from, keys);
         });
       });
@@ -146,9 +151,12 @@ class HeadAttention {
         scores(ds_.data(), d_out, v_across_, first, rows, from, end);
         for_strips(first, rows, from, end, [&](int64_t row, int64_t height, int64_t keys) {
           const auto zeros = std::min(keys + kRows, end - from);
-          for (int64_t r = row; r < row + height; ++r)
+          for (int64_t r = row; r < row + height; ++r) {
+            terms.drop(ds_.data() + r * kStep, first + r, from, keys);
             gradients_of_scores(r, std::min(sizes_.kept(first + r) - from, keys), zeros, lse[first + r], deltas[r],
                                 scale);
+            terms.drop(p_.data() + r * kStep, first + r, from, keys);
+          }
           multiply(sums_.data() + row * width_, height, {ds_.data() + row * kStep, kStep, 1}, k_, from, keys);
         });
         terms.collect(ds_.data(), kStep, first, rows, from, end);

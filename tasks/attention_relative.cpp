@@ -10,12 +10,12 @@
 #include "attention_cpu.h"
 #include "attention_head.h"
 #include "attention_relative_args.h"
+#include "relative_pairs.h"
 
 namespace nntile::relative {
 namespace {
 
 constexpr int64_t kRows = 64;  // queries of a block; the block's scores fit into the cache
-constexpr int64_t kKeys = 16;  // consecutive queries read the same cache lines of these keys' products
 
 // One head of the positions [first, first + count) of a row of the batch.
 struct Part {
@@ -23,6 +23,10 @@ struct Part {
 
   at::Tensor of(const at::Tensor& x) const {  // x: [batch, heads, positions, ..]
     return x.select(0, batch).select(0, head).narrow(0, first, count);
+  }
+  template <class T>
+  T* begin(const at::Tensor& x) const {
+    return x.data_ptr<T>() + batch * x.stride(0) + head * x.stride(1) + first * x.stride(2);
   }
 };
 
@@ -36,43 +40,15 @@ struct Products {
     if (of_keys) keys = as_bhsd(t[first], order);
   }
   size_t count() const { return static_cast<size_t>(queries.defined()) + static_cast<size_t>(keys.defined()); }
-};
 
-// A block of pairs of one part: queries [first, first + rows) and keys [from, end). origin: entry of the index for
-// distance 0.
-struct Block {
-  const int64_t* origin;
-  int64_t first, rows, from, end;
-
-  // Calls f(row, key, product) for all pairs, first with the products of queries, then with those of keys.
-  template <class T, class F>
-  void for_pairs(const Products& products, const Part& part, F f) const {
-    if (products.queries.defined()) {
-      const auto own = part.of(products.queries);
-      visit(own.data_ptr<T>() + first * own.stride(0), own.stride(0), 0, f);
-    }
-    if (products.keys.defined()) {
-      const auto own = part.of(products.keys);
-      visit(own.data_ptr<T>(), 0, own.stride(0), f);
-    }
-  }
-
- private:
-  template <class T, class F>
-  void visit(T* data, int64_t row_step, int64_t key_step, F f) const {
-    for (int64_t begin = from; begin < end; begin += kKeys) {
-      const int64_t last = std::min(begin + kKeys, end) - 1;
-      for (int64_t row = 0; row < rows; ++row) {
-        const int64_t* index = origin - (first + row);
-        T* x = data + row * row_step;
-        if (index[last] - index[begin] == last - begin) {  // neighbouring distances have neighbouring products
-          x += index[begin] - begin;
-          for (int64_t key = begin; key <= last; ++key) f(row, key, x[key * (key_step + 1)]);
-        } else {
-          for (int64_t key = begin; key <= last; ++key) f(row, key, x[key * key_step + index[key]]);
-        }
-      }
-    }
+  // Combines a block of scores of the part with its products, first with those of queries.
+  template <class Score, class Terms>
+  void combine(const Part& part, const Block& block, const BlockScores<Score>& scores, const Terms& terms) const {
+    const auto head = [&](const at::Tensor& x) {
+      return HeadProducts<typename Terms::Value>{part.begin<std::remove_const_t<Score>>(x), x.stride(2)};
+    };
+    if (queries.defined()) block.of_queries(head(queries), scores, terms);
+    if (keys.defined()) block.of_keys(head(keys), scores, terms);
   }
 };
 
@@ -81,22 +57,23 @@ template <class T>
 struct Terms {
   const Products* products = nullptr;
   const Products* sums = nullptr;  // gradients of the products
-  const int64_t* origin = nullptr;
+  const int32_t* origin = nullptr;
   Part part{};
   const std::vector<T>* bias = nullptr;  // of the padding, or empty
+  const ScoresDropout* dropout = nullptr;
 
   void add(T* s, int64_t step, int64_t first, int64_t rows, int64_t from, int64_t end) const {
-    const Block block{origin, first, rows, from, end};
-    block.for_pairs<T>(
-        *products, part, [&](int64_t row, int64_t key, T product) { s[row * step + key - from] += product; });
+    products->combine(part, Block{origin, first, rows, from, end}, BlockScores<T>{s, step}, AddTerms<T>{T(1)});
     for (int64_t row = 0; row < rows && !bias->empty(); ++row)
       add_rows(s + row * step, s + row * step, bias->data() + from, end - from);
   }
 
   void collect(const T* ds, int64_t step, int64_t first, int64_t rows, int64_t from, int64_t end) const {
-    const Block block{origin, first, rows, from, end};
-    block.for_pairs<T>(
-        *sums, part, [&](int64_t row, int64_t key, T& sum) { sum += ds[row * step + key - from]; });
+    sums->combine(part, Block{origin, first, rows, from, end}, BlockScores<const T>{ds, step}, SumTerms<T>());
+  }
+
+  void drop(T* p, int64_t query, int64_t from, int64_t keys) const {
+    if (dropout) dropout->apply(p, part.batch, part.head, part.first + query, part.first + from, keys);
   }
 };
 
@@ -123,21 +100,25 @@ void for_parts(const PairMask& mask, const at::Tensor& q, F f, Outside outside) 
 template <class T>
 class Scores {
  public:
-  Scores(const Triple& x, const Products& products, const at::Tensor& index, const PairMask& mask, double scale)
-      : x_(x), products_(products), origin_(index.data_ptr<int64_t>() + index.numel() / 2), mask_(mask), scale_(scale),
+  // t: the task's tiles
+  Scores(const Args& t, const Triple& x, const Products& products, const at::Tensor& index, const PairMask& mask,
+         double scale)
+      : x_(x), products_(products), index_(index), mask_(mask), scale_(scale),
         buffer_(at::empty({2, kRows * x.q.size(2)}, x.q.options())),
-        bias_(mask.padding.defined() ? static_cast<size_t>(x.q.size(2)) : 0) {}
+        bias_(mask.padding.defined() ? static_cast<size_t>(x.q.size(2)) : 0) {
+    if (mask.dropout) dropout_.emplace(mask, t);
+  }
 
   // Returns the terms for HeadAttention. sums: gradients of the products, if they are computed.
   Terms<T> terms(const Part& part, const Products* sums = nullptr) const {
-    return {&products_, sums, origin_, part, &bias_};
+    return {&products_, sums, index_.origin(), part, &bias_, dropout_ ? &*dropout_ : nullptr};
   }
 
-  // Returns whether HeadAttention can compute the part: without dropout, and without a block of keys that are all
-  // padding. Reads the padding of the part's row of the batch.
+  // Returns whether HeadAttention can compute the part: without a block of keys that are all padding. Reads the padding
+  // of the part's row of the batch.
   bool plain(const Part& part) {
-    if (!bias_.empty()) padding_bias(mask_.padding, part.batch, bias_);
-    if (mask_.dropout || bias_.empty()) return !mask_.dropout;
+    if (bias_.empty()) return true;
+    padding_bias(mask_.padding, part.batch, bias_);
     for (int64_t from = 0; from < part.count; from += kHeadKeys) {
       const auto begin = bias_.begin() + from, end = bias_.begin() + std::min(from + kHeadKeys, part.count);
       if (std::find(begin, end, T(0)) == end) return false;
@@ -154,14 +135,18 @@ class Scores {
       auto s = block(0, rows, part.count);
       at::addmm_out(s, s, q.narrow(0, first, rows), k.t(), 0, scale_);
       T* data = s.template data_ptr<T>();
-      const Block pairs{origin_, first, rows, 0, part.count};
-      pairs.for_pairs<T>(products_, part, [&](int64_t row, int64_t key, T product) {
-        data[row * part.count + key] += static_cast<T>(scale_) * product;
-      });
+      products_.combine(part, Block{index_.origin(), first, rows, 0, part.count}, BlockScores<T>{data, part.count},
+                        AddTerms<T>{static_cast<T>(scale_)});
       for (int64_t row = 0; row < rows && !bias_.empty(); ++row)
         add_rows(data + row * part.count, data + row * part.count, bias_.data(), part.count);
       f(s, first, rows);
     }
+  }
+
+  // Multiplies the rows of probabilities p of the part's queries from `first` on by the factors of dropout.
+  void drop(const at::Tensor& p, const Part& part, int64_t first) const {
+    for (int64_t row = 0; row < p.size(0); ++row)
+      terms(part).drop(p.data_ptr<T>() + row * p.size(1), first + row, 0, p.size(1));
   }
 
   at::Tensor block(int64_t number, int64_t rows, int64_t keys) const {
@@ -171,25 +156,17 @@ class Scores {
  private:
   const Triple& x_;
   const Products& products_;
-  const int64_t* origin_;
+  Index index_;
   const PairMask& mask_;
   double scale_;
   at::Tensor buffer_;
   std::vector<T> bias_;
+  std::optional<ScoresDropout> dropout_;
 };
-
-// Multiplies rows of probabilities of a part by the factors of dropout.
-template <class T>
-void drop(const at::Tensor& p, const PairMask& mask, const Args& t, const Part& part, int64_t first) {
-  const ScoresDropout dropout(mask, t);
-  for (int64_t row = 0; row < p.size(0); ++row)
-    dropout.apply(p.data_ptr<T>() + row * p.size(1), part.batch, part.head, part.first + first + row, part.first,
-                  p.size(1));
-}
 
 template <class T>
 HeadRows<T> rows_of(const at::Tensor& x, const Part& part) {
-  return rows_of_head<T>(x.narrow(2, part.first, part.count), part.batch, part.head);
+  return {part.begin<std::remove_const_t<T>>(x), x.stride(2), x.stride(3)};
 }
 
 // Returns the buffers of this thread, prepared for the keys and values of a part; see HeadAttention::begin.
@@ -210,16 +187,16 @@ void attention_relative(Args& t) {
   const PairMask mask(t, false, args.attention.limits, 3 + x.count + products.count());
   dispatch(lse, [&](auto zero) {
     using T = decltype(zero);
-    Scores<T> scores(x, products, t[2 + x.count], mask, args.attention.scale);
+    Scores<T> scores(t, x, products, t[2 + x.count], mask, args.attention.scale);
     const auto fused = [&](const Part& part) {
       auto& head = begin_head<T>(x, part, false);
-      head.forward(rows_of<const T>(x.q, part), rows_of<T>(out, part), part.of(lse).template data_ptr<T>(),
+      head.forward(rows_of<const T>(x.q, part), rows_of<T>(out, part), part.begin<T>(lse),
                    static_cast<T>(args.attention.scale), scores.terms(part));
     };
     const auto one = [&](const Part& part) {
       if (scores.plain(part)) return fused(part);
       const auto v = part.of(x.v), to = part.of(out);
-      T* of_rows = part.of(lse).template data_ptr<T>();
+      T* of_rows = part.begin<T>(lse);
       scores.for_blocks(part, [&](const at::Tensor& s, int64_t first, int64_t rows) {
         const auto sums = at::empty({rows, 1}, lse.options());
         for (int64_t row = 0; row < rows; ++row) {
@@ -231,7 +208,7 @@ void attention_relative(Args& t) {
           sums.data_ptr<T>()[row] = sum;
           of_rows[first + row] = top > none ? top + std::log(sum) : T(0);
         }
-        if (mask.dropout) drop<T>(s, mask, t, part, first);
+        scores.drop(s, part, first);
         to.narrow(0, first, rows).copy_(s.mm(v).div_(sums));
       });
     };
@@ -255,14 +232,13 @@ void attention_relative_grad(Args& t) {
   const PairMask mask(t, false, a.limits, index + 1 + 2 * products.count());
   clear(t, 3 + x.count, grads.count);
   clear(t, index + 1 + products.count(), sums.count());
-  const auto deltas = d_out.mul(out).sum(-1).contiguous();
   dispatch(lse, [&](auto zero) {
     using T = decltype(zero);
-    Scores<T> scores(x, products, t[index], mask, a.scale);
+    Scores<T> scores(t, x, products, t[index], mask, a.scale);
     const auto fused = [&](const Part& part) {
       auto& head = begin_head<T>(x, part, true);
       head.backward(rows_of<const T>(x.q, part), rows_of<const T>(d_out, part), rows_of<const T>(out, part),
-                    part.of(lse).template data_ptr<T>(), rows_of<T>(grads.q, part), static_cast<T>(a.scale),
+                    part.begin<T>(lse), rows_of<T>(grads.q, part), static_cast<T>(a.scale),
                     scores.terms(part, &sums));
       head.end(rows_of<T>(grads.k, part), rows_of<T>(grads.v, part), false);
     };
@@ -270,7 +246,8 @@ void attention_relative_grad(Args& t) {
       if (scores.plain(part)) return fused(part);
       const auto q = part.of(x.q), k = part.of(x.k), v = part.of(x.v), g = part.of(d_out);
       auto dq = part.of(grads.q), dk = part.of(grads.k), dv = part.of(grads.v);
-      const T *lses = part.of(lse).template data_ptr<T>(), *of_rows = part.of(deltas).template data_ptr<T>();
+      const auto deltas = g.mul(part.of(out)).sum(-1);
+      const T *lses = part.begin<T>(lse), *of_rows = deltas.template data_ptr<T>();
       scores.for_blocks(part, [&](const at::Tensor& p, int64_t first, int64_t rows) {
         for (int64_t row = 0; row < rows; ++row) {
           T* of_row = p.data_ptr<T>() + row * part.count;
@@ -282,7 +259,7 @@ void attention_relative_grad(Args& t) {
         auto weights = p;
         if (mask.dropout) {
           const auto factors = at::ones_like(p);
-          drop<T>(factors, mask, t, part, first);
+          scores.drop(factors, part, first);
           weights = p.mul(factors);
           ds.mul_(factors);
         }
