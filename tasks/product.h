@@ -72,8 +72,8 @@ template <class T>
 class Product {
   static constexpr int64_t kRows = kTileRows, kVector = Vec<T>::size(), kColumns = kTileColumns<T>;
   static constexpr int64_t kLeftStep = (kRows + kVector - 1) / kVector * kVector;  // `transpose` writes whole squares
-  // Depth of a panel. With half the depth, the panel of the right operand would fit into the L1 cache, but each result
-  // would be read and written more often: products of 384 to 4096 columns were 4 % slower on an EPYC of family 25.
+  // Depth of a panel. With half the depth, the panel of the right operand would fit into the L1 cache. But each result
+  // would be read and written more often, which took longer on an EPYC of family 25.
   static constexpr int64_t kDepth = 2048 / sizeof(T);
   // If the elements of several panels at one depth are contiguous, up to kPanels panels are copied together, because
   // the elements at the next depth may be on another page of memory. kAhead: depths between a prefetch and its copy.
