@@ -90,8 +90,8 @@ def build_trainer(config: RunConfig, spec: StepSpec | None = None) -> Trainer:
 def first_trainer(config: RunConfig, spec: StepSpec, runtime: Runtime, point: ResumePoint | None) -> Trainer:
     """Return the trainer for this process's first step.
 
-    The trainer starts with the weights of the checkpoint `point`. Without a checkpoint, it starts with the weights of the
-    model that `model.from` names. Without both, it starts with the weights of `spec.model`."""
+    The trainer starts with the weights of the checkpoint `point`. Without a checkpoint, it starts with the weights of
+    the model that `model.from` names. Without both, it starts with the weights of `spec.model`."""
     if point or config.model.from_ is not None:
         spec = replace(spec, model=point.model(config) if point else build_model(config))
     trainer = build_trainer(config, spec)
