@@ -83,18 +83,29 @@ View operand(const Args& t, size_t tile, at::IntArrayRef order, at::IntArrayRef 
   return x.permuted(order);
 }
 
-// Converts the operands of 8 bits to bf16, which is exact. The results have the strides of the operands. So steps that
-// fill different parts of a tile use the same choice of an algorithm.
+// Converts the operands of 8 bits to bf16, which is exact. If the summed axes are contiguous, zeros behind them make
+// their sizes and the distances between rows multiples of kUnit: cuBLASLt has no algorithm for some other sizes. The
+// distances are the same for each part of a tile that a step fills, so all steps use the same choice of an algorithm.
 void widen(View& a, View& b) {
-  const auto converted = [](View& x, size_t rows) {  // rows: the axis of the matrix that has scales
+  const bool pads = a.scale && b.scale && a.sizes.size() == 2 && a.strides[1] == 1 && b.strides[0] == 1;
+  const auto converted = [&](View& x, size_t rows, size_t summed) {  // axes of the matrix
     if (!x.scale) return;
-    at::DimVector sizes(x.sizes.size(), 1);
+    at::DimVector sizes(x.sizes.size(), 1), strides = x.strides;
     if (x.by_row) sizes[rows] = x.sizes[rows];
-    const auto kept = at::empty_strided(x.sizes, x.strides, at::TensorOptions(at::kBFloat16).device(x.device));
-    x = View(kept.copy_(x.tensor()).mul_(scale_tensor(x.scale, sizes, x.device)));
+    const auto scales = scale_tensor(x.scale, sizes, x.device), values = x.tensor();
+    sizes = x.sizes;
+    if (pads) {
+      sizes[summed] = up_to_unit(x.sizes[summed]);
+      strides[rows] = up_to_unit(x.sizes[rows] == 1 ? x.sizes[summed] : x.strides[rows]);
+    }
+    const auto kept = at::empty_strided(sizes, strides, at::TensorOptions(at::kBFloat16).device(x.device));
+    if (pads) kept.zero_();
+    const auto axis = static_cast<int64_t>(summed);
+    kept.narrow(axis, 0, x.sizes[summed]).copy_(values).mul_(scales);
+    x = View(kept);
   };
-  converted(a, a.sizes.size() - 2);
-  converted(b, b.sizes.size() - 1);
+  converted(a, a.sizes.size() - 2, a.sizes.size() - 1);
+  converted(b, b.sizes.size() - 1, b.sizes.size() - 2);
 }
 
 // Prepares 8-bit operands for cuBLASLt. If a step fills only a part of the summed axis, the sums also cover the zeros
@@ -103,7 +114,7 @@ void widen(View& a, View& b) {
 // multiples of kUnit, and at most one operand in e5m2. The number of rows may be any. Not all GPUs with FP8 units
 // support scales of rows.
 void pad_or_widen(View& a, View& b) {
-  if (!a.scale && !b.scale) return;
+  if (a.sizes.size() == 2 && a.sizes[1] == 1) a.strides[1] = b.strides[0] = 1;  // an axis of one element has any stride
   const auto k = up_to_unit(a.sizes.back());
   const bool precise = a.dtype == at::kFloat8_e4m3fn || b.dtype == at::kFloat8_e4m3fn;
   const bool matrices = a.sizes.size() == 2 && a.strides[1] == 1 && b.strides[0] == 1;
@@ -163,7 +174,7 @@ struct Product {
         most{most_of(t, plan.batch, plan.m), b.sizes.back(), most_of(t, plan.batch + plan.m, plan.k)},
         lt(!plan.batch && a.dtype != at::kDouble),
         first((args.epilogue.colsum == 0) != plan.swap) {
-    pad_or_widen(a, b);
+    if (a.scale || b.scale) pad_or_widen(a, b), most.k = up_to_unit(most.k);
   }
 
   size_t tile_of_a() const { return plan.swap ? 2 : 1; }
