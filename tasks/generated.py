@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import ClassVar
 
+import numpy as np
+
 from nntile_py.tiles import ACC, Access, R, Slot, TaskArgs, W
 
 from .band import Band
@@ -229,7 +231,9 @@ class Generated(Op):
         values = {first: transposed(x, t, first) for first, (t, x) in zip(read, own, strict=True)}
         for op in self.members:
             options = {"seed": seed} if ex.has(_form(op), ex.Keep) else {}
-            values.update(zip(op.outputs, op.reference(*(values[t] for t in op.inputs), **options), strict=True))
+            # The result does not depend on an input of a member that is no input of the group.
+            operands = (values[t] if t in values else np.zeros(t.shape) for t in op.inputs)
+            values.update(zip(op.outputs, op.reference(*operands, **options), strict=True))
         return tuple(transposed(values[first], first, t) for first, t in zip(written, self.outputs, strict=True))
 
 
@@ -287,4 +291,20 @@ def _joined(
             if tensor in kept:
                 number = outputs.setdefault(tensor, len(outputs))
                 results.append(ex.Output(number, out.at, value, out.total))
-    return list(inputs), list(outputs), ex.Definition(dict(forms[0].sizes), tuple(results))
+    read, definition = _needed([*inputs], ex.Definition(dict(forms[0].sizes), tuple(results)))
+    return read, [*outputs], definition
+
+
+def _needed(inputs: Sequence[Tensor], definition: ex.Definition) -> tuple[list[Tensor], ex.Definition]:
+    """Return the inputs that the definition loads, and the definition with their numbers.
+
+    The others belong to values that are not kept, such as the gradient of an embedding that is not trained.
+    """
+    numbers = sorted({load.number for load in ex.nodes_of(definition, ex.Element)})
+    done: dict[ex.Expression, ex.Expression] = {}
+
+    def renumber(load: ex.Element) -> ex.Expression:
+        return replace(load, number=numbers.index(load.number))
+
+    outputs = (replace(out, value=ex.replaced(out.value, done, renumber)) for out in definition.outputs)
+    return [inputs[number] for number in numbers], replace(definition, outputs=tuple(outputs))
