@@ -51,6 +51,7 @@ from nntile_py.tiles.dtypes import is_low
 _HEAD = "lm_predictions.lm_head.dense", "lm_predictions.lm_head.LayerNorm", "lm_predictions.lm_head.bias"
 _LEGACY_HEAD = "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias"
 _KINDS = "c2p", "p2c"
+FUSED_HEAD_DIM = 64  # the largest head_dim for which `model.attention: auto` chooses the fused kernels
 
 
 class DeBERTaConfig(TextEncoderConfig, PaddedConfig):
@@ -63,9 +64,10 @@ class DeBERTaConfig(TextEncoderConfig, PaddedConfig):
     `legacy`; false: lm_predictions.lm_head..., as in the published checkpoints."""
     kinds: Annotated[int, *integer(0)] = 0
     """Number of token types (transformers' token_type_ids); 0: the model has no token types."""
-    attention: Literal["naive", "segments"] = "naive"
+    attention: Literal["auto", "naive", "segments"] = "auto"  # type: ignore[assignment]
     """The attention backend. `naive`: stores all scores in memory. `segments`: fused kernels for packed sequences
-    (`train.pack`) and for padded ones; like `naive` if `tiles.seq` cuts sequences."""
+    (`train.pack`) and for padded ones; like `naive` if `tiles.seq` cuts sequences. `auto`: `segments` for packed
+    sequences with heads of at most 64 elements, else `naive`, which is faster for padded sequences on GPUs."""
     layer_norm_eps: Positive = 1e-7
     """Added to the variance in LayerNorm."""
     embedding: Filled = UNFILLED
@@ -87,6 +89,15 @@ class DeBERTaConfig(TextEncoderConfig, PaddedConfig):
     def relative(self) -> bool:
         """Whether the scores depend on distances."""
         return self.relative_attention and (self.c2p or self.p2c)
+
+    def check_dropout(self) -> None:
+        """All backends of DeBERTa have dropout of attention weights."""
+
+    def fuses(self, packed: bool) -> bool:
+        """Return whether attention stores no scores. packed: whether sequences are packed."""
+        # Not all GPUs have the shared memory that the fused kernels need for wider heads.
+        chosen = packed and (self.embed // self.heads <= FUSED_HEAD_DIM or self.attention_dropout > 0)
+        return chosen if self.attention == "auto" else self.attention == "segments"
 
     @property
     def buckets(self) -> int:
@@ -185,7 +196,8 @@ class DeBERTaLayer(EncoderLayer):
 
     def attend(self, g: Graph, x: Tensor, mask: Mask) -> Tensor:
         cut = not mask.segments and cut_positions(g.cuts, x.size("seq"), x.size("seq"))
-        y, v = (self.fused if self.config.attention == "segments" and not cut else self.stored)(g, x, mask)
+        fused = self.config.fuses(packed=bool(mask.segments)) and not cut
+        y, v = (self.fused if fused else self.stored)(g, x, mask)
         if not self.padding:
             return y
         return self.padding.attended(y, v if "key" in v.axes else rename(g, v, seq="key"))

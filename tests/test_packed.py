@@ -37,8 +37,8 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "bert": (nt.models.BERT, {}),
     "distilbert": (nt.models.DistilBERT, {}),
     "roberta": (nt.models.RoBERTa, {}),
-    "deberta": (nt.models.DeBERTa, {"relative_positions": 9}),
-    "deberta v3": (nt.models.DeBERTaV2, {"position_buckets": 8}),
+    "deberta": (nt.models.DeBERTa, {"relative_positions": 9, "attention": "naive"}),
+    "deberta v3": (nt.models.DeBERTaV2, {"position_buckets": 8, "attention": "naive"}),
     "deberta fused": (nt.models.DeBERTa, {"relative_positions": 9, "attention": "segments"}),
     "deberta v3 fused": (nt.models.DeBERTaV2, {"position_buckets": 8, "attention": "segments"}),
     "modernbert": (nt.models.ModernBERT, {"local_attention": 5, "layers": 2}),  # the second layer is local
@@ -62,7 +62,8 @@ def inputs(lengths: list[int], seed: int = 0) -> dict[str, Any]:
 
 def made(name: str, **fields: Any) -> Any:
     cls, more = MODELS[name]
-    return cls(cls.Config(**{"layers": 1} | more, embed=16, heads=2, vocab=30, positions=LENGTH, **fields), seed=3)
+    fields = {"layers": 1, "embed": 16, "heads": 2, "vocab": 30, "positions": LENGTH} | more | fields
+    return cls(cls.Config(**fields), seed=3)
 
 
 def trained(name: str, batch: dict[str, Any], rows: int, pack: bool, steps: int = 2, **options: Any) -> Any:

@@ -142,6 +142,22 @@ def test_cut_sequences(runtime: nt.Runtime) -> None:
         assert ("RelativeAttention" in kinds) == fused == ("RelativeScores" not in kinds)
 
 
+@pytest.mark.parametrize(
+    ("changes", "packed", "fused"),
+    [({}, True, True), ({}, False, False), ({"heads": 1}, True, False),
+     ({"heads": 1, "attention_dropout": 0.1}, True, True), ({"attention": "naive"}, True, False),
+     ({"attention": "segments"}, False, True)],
+)  # fmt: skip
+def test_default_backend(runtime: nt.Runtime, changes: dict[str, Any], packed: bool, fused: bool) -> None:
+    """Attention over packed sequences is fused, except with wide heads; with dropout there is only the fused form."""
+    sizes = {"layers": 1, "embed": 128, "heads": 2, "vocab": 9, "positions": 8}
+    config = nt.models.DeBERTaV2Config(**{**sizes, **changes})
+    trainer = nt.Trainer(nt.models.DeBERTaV2(config), 2, 8, {"batch": 1}, pack=packed)
+    kinds = {op.kind for op in trainer.built.graph.ops}
+    trainer.close()
+    assert ("RelativeAttention" in kinds) == fused == ("RelativeScores" not in kinds)
+
+
 def test_layout_search(runtime: nt.Runtime) -> None:
     """The search may move axes of queries, keys and values, and of their gradients; products keep their order."""
     row, sizes, tiles = fitted("log", 40)

@@ -305,8 +305,10 @@ def test_another_run_is_refused(whole: Path, tmp_path: Path) -> None:
     }.items():
         done = nntile(tmp_path, *SHORT, arguments=arguments)
         assert done.returncode == 2 and told in done.stderr, done.stderr
-    done = nntile(tmp_path, *SHORT, "train.steps=13", "seed=7", arguments=(run, "--resume"))
-    assert done.returncode == 0 and "; seed was 0, is 7" in done.stdout, done.stderr
+    changes = "train.steps=13", "seed=7", "model.attention=naive"
+    done = nntile(tmp_path, *SHORT, *changes, arguments=(run, "--resume"))
+    told = "; model.attention was vendor, is naive, seed was 0, is 7"
+    assert done.returncode == 0 and told in done.stdout, done.stdout + done.stderr
 
 
 def test_a_trainers_checkpoint_that_does_not_fit(tmp_path: Path) -> None:

@@ -33,8 +33,10 @@ FREE = (
     "data.max_bytes", "data.val_fraction", "data.held_out", "data.sequences", "data.messages", "data.prompt",
     "data.response",
 )  # fmt: skip
-# Keys that must not change; changes of other keys are allowed and reported.
+# Keys that must not change; changes of other keys are allowed and reported. The backend of attention may change, as the
+# tile sizes may: the model is the same.
 FIXED = ("model", "optimizer.name", "freeze")
+BACKEND = "model.attention"
 _OPTIMIZERS = {optimizer.__name__: optimizer for optimizer in OPTIMIZERS.values()}
 
 
@@ -225,7 +227,7 @@ def check_same_run(point: ResumePoint, config: RunConfig, data: dict[str, str]) 
     old, new = flattened(point.facts["config"]), flattened(config.model_dump(mode="json", by_alias=True))
     both = [key for key in sorted(old.keys() & new.keys()) if old[key] != new[key] and not _in(key, FREE)]
     differences = {key: f"{key} was {old[key]}, is {new[key]}" for key in both}
-    refused = [text for key, text in differences.items() if _in(key, FIXED)]
+    refused = [text for key, text in differences.items() if _in(key, FIXED) and key != BACKEND]
     saved = point.facts.get("data") or {}
     refused += [f"another {name}" for name, digest in data.items() if saved.get(name, digest) != digest]
     if refused:
