@@ -35,8 +35,6 @@ from nntile_py.tiles.task import MONOIDS, Task
 from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
 from nntile_py.tiles.worker_kinds import assign_kinds
 
-ALIGNMENT = 256  # bytes; each joined weight begins at a multiple of this number, as memory that CUDA allocates does
-
 
 class Store:
     """StarPU handles of the tiles that outlive a program, shared by all programs of a trainer.
@@ -83,7 +81,7 @@ class Store:
                 self._join(parts, end)
                 parts, end = [], 0
             parts.append((tile, end))
-            end += math.ceil(tile.bytes / ALIGNMENT) * ALIGNMENT
+            end += math.ceil(tile.bytes / _core.ALIGNMENT) * _core.ALIGNMENT
         self._join(parts, end)
 
     def _join(self, parts: Sequence[tuple[Tile, int]], size: int) -> None:

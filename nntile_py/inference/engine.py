@@ -5,7 +5,7 @@ A waiting sequence takes the place of a sequence that has ended (continuous batc
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -198,12 +198,15 @@ class Engine:
             ended: True: the rows and pages of ended requests count as free.
         """
         decoder, need = self.decoder, self.decoder.pages_for(len(request.prompt) + request.max_tokens)
-        former = [one for one in self._active if ended and one and one.ended]
-        free = [place for place, one in enumerate(self._active) if one is None or one in former]
-        for place in free + list(range(len(self._active), decoder.rows)):
+        free, released = list[int](), Counter[int]()  # places; {part: pages of ended requests}
+        for place, one in enumerate(self._active):
+            if one is None or (ended and one.ended):
+                free.append(place)
+                if one and one.row:
+                    released[one.row.part] += len(one.row.pages)
+        for place in (*free, *range(len(self._active), decoder.rows)):
             part = decoder.part_of(place)
-            released = sum(len(one.row.pages) for one in former if one.row and one.row.part == part)
-            if need <= decoder.free_pages(part) + released:
+            if need <= decoder.free_pages(part) + released[part]:
                 return place
         return None
 

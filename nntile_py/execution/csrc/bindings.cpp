@@ -173,6 +173,7 @@ PYBIND11_MODULE(_core, m) {
 #else
   m.attr("has_cuda") = false;
 #endif
+  m.attr("ALIGNMENT") = kAlignment;
   m.def("stop", stop, release());
   m.def("schedulers", schedulers);
   on_idle([] {  // Ctrl-C ends a wait

@@ -29,10 +29,9 @@ Buffers::Buffers(const TaskRecord& record, void** buffers, c10::Device device) :
     else all_.push_back(buffers[place]);
   }
   if (record.scratch.empty()) return;
-  constexpr size_t kAligned = 256;
   size_t bytes = 0;
   const auto place = [&](const Tile& tile) {
-    return std::exchange(bytes, bytes + (tile.bytes + kAligned - 1) / kAligned * kAligned);
+    return std::exchange(bytes, bytes + (tile.bytes + kAlignment - 1) / kAlignment * kAlignment);
   };
   std::vector<size_t> offsets;
   for (const auto& tile : record.scratch) offsets.push_back(place(*tile));

@@ -25,6 +25,9 @@ enum class Monoid : int { sum = 0, softmax = 1, moments = 2 };
 // dst <- dst (+) src, tiles of equal shape; the last axis holds the state for softmax and moments.
 void combine(Monoid monoid, const at::Tensor& dst, const at::Tensor& src);
 
+// Tiles that share memory begin at multiples of this number of bytes, as memory that CUDA allocates does.
+inline constexpr size_t kAlignment = 256;
+
 // A StarPU data handle with the shape and dtype of the tensor tile it holds.
 struct Tile {
   // scales: number of scales, if tiles of this dtype have scales.
@@ -151,7 +154,7 @@ struct TaskRecord {
   std::vector<std::shared_ptr<Tile>> scratch;  // tiles without handles; their places follow those of `tiles`
   std::vector<int> residents;  // positions of tiles that no other task uses, see residents.cpp
   bool holds = false;          // the program holds the residents, which StarPU then does not fetch
-  Fetched all, without_residents;
+  Fetched all, without_residents;  // without_residents: empty if the task has no residents
   const Fetched& fetched() const { return holds ? without_residents : all; }
   std::vector<double> floats;
   std::vector<std::pair<int, int>> slots;  // (position in floats, slot of the program)

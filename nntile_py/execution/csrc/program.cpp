@@ -243,7 +243,7 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
   leaves_ |= !record.leaves.empty();
   has_residents_ |= !record.residents.empty();
   record.all = fetched_of(record, true);
-  record.without_residents = fetched_of(record, false);
+  if (!record.residents.empty()) record.without_residents = fetched_of(record, false);
   items_.emplace_back(std::move(record));
   ++tasks_;
   finished_ = false;
