@@ -9,15 +9,28 @@ namespace nntile {
 inline constexpr double kSqrt2OverPi = 0.79788456080286535588, kCubic = 0.044715;
 inline constexpr double kSqrtHalf = 0.70710678118654752440, kInvSqrt2Pi = 0.39894228040143267794;
 
+// A number from 0 to 1, and 1 minus this number. The latter is small where the first is nearly 1, and derivatives
+// multiply it by large numbers, so it is not computed as a difference.
+template <class T>
+struct Gate {
+  Vec<T> value, rest;
+};
+
+template <class T>
+inline Gate<T> logistic_gate(const Vec<T>& x) {
+  const auto e = exp_of(x.neg()), value = reciprocal_of(Vec<T>(T(1)) + e);
+  return {value, e * value};
+}
+
 template <class T>
 inline Vec<T> logistic(const Vec<T>& x) {
-  return reciprocal_of(Vec<T>(T(1)) + exp_of(x.neg()));
+  return logistic_gate(x).value;
 }
 
 // Returns (1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3), as a logistic function of 2u, with one exponential.
 template <class T>
-inline Vec<T> gelu_new_gate(const Vec<T>& x) {
-  return logistic(Vec<T>(T(2 * kSqrt2OverPi)) * x * at::vec::fmadd(Vec<T>(T(kCubic)) * x, x, Vec<T>(T(1))));
+inline Gate<T> gelu_new_gate(const Vec<T>& x) {
+  return logistic_gate(Vec<T>(T(2 * kSqrt2OverPi)) * x * at::vec::fmadd(Vec<T>(T(kCubic)) * x, x, Vec<T>(T(1))));
 }
 
 // Returns tanh(log(1 + e^x)). Computed from a = e^-|x|, which never overflows: (1 + 2a) / (1 + 2a + 2a^2) for positive
@@ -35,7 +48,7 @@ inline Vec<T> activate(int kind, const Vec<T>& x) {
   const Vec<T> zero(T(0)), one(T(1));
   switch (kind) {
     case kRelu: return at::vec::maximum(x, zero);
-    case kGeluNew: return x * gelu_new_gate(x);
+    case kGeluNew: return x * gelu_new_gate(x).value;
     case kTanh: return x.tanh();
     case kSilu: return x * logistic(x);
     case kQuickGelu: return x * logistic(Vec<T>(T(kQuick)) * x);
@@ -57,7 +70,7 @@ inline Vec<T> derivative(int kind, const Vec<T>& x) {
     case kGeluNew: {
       const auto gate = gelu_new_gate(x);
       const auto du2 = Vec<T>(T(2 * kSqrt2OverPi)) * at::vec::fmadd(Vec<T>(T(3 * kCubic)) * x, x, one);
-      return at::vec::fmadd(x * du2 * gate, one - gate, gate);
+      return at::vec::fmadd(x * du2 * gate.value, gate.rest, gate.value);
     }
     case kTanh: {
       const auto y = x.tanh();
@@ -66,8 +79,8 @@ inline Vec<T> derivative(int kind, const Vec<T>& x) {
     case kSilu:
     case kQuickGelu: {
       const Vec<T> slope(T(kind == kSilu ? 1 : kQuick));
-      const auto gate = logistic(slope * x);
-      return at::vec::fmadd(slope * x * gate, one - gate, gate);
+      const auto gate = logistic_gate(slope * x);
+      return at::vec::fmadd(slope * x * gate.value, gate.rest, gate.value);
     }
     case kRelu2: return Vec<T>(T(2)) * at::vec::maximum(x, zero);
     case kRelu6: return (x > zero) & (x < Vec<T>(T(6))) & one;

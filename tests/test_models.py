@@ -163,7 +163,7 @@ def test_buckets_of_distances(buckets: int, longest: int) -> None:
     [
         ({"position_buckets": 22}, "position_buckets: got 22; allowed: 0, or from 2 to 21, as the longest distance is"),
         ({"position_buckets": 1}, "position_buckets: got 1; allowed: 0, or from 2"),
-        ({"attention": "vendor"}, "model.attention: got 'vendor'; allowed: 'naive'"),
+        ({"attention": "vendor"}, "model.attention: got 'vendor'; allowed: 'auto'"),
         ({"positions": 11}, "seq: 12 is longer than the model's 11 positions"),
     ],
 )
