@@ -371,5 +371,6 @@ def dropout(g: GraphLike, x: Tensor, p: float) -> Tensor:
     if p == 0 or not g.training:
         return x
     out = g.temp("dropout", x.axes, x.shape, x.dtype, band=x.band)
-    row_numbers = next((numbers for axis, numbers in g.row_numbers.items() if axis in x.axes), None)
+    fitting = (numbers for numbers in g.row_numbers.values() if numbers.axes == x.axes[:-1])
+    row_numbers = next(fitting, None) or next((one for axis, one in g.row_numbers.items() if axis in x.axes), None)
     return g.add(Dropout(x, out, p, g.dropout_key(), row_numbers)).output

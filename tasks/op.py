@@ -46,7 +46,7 @@ class GraphLike(Protocol):
     dtype: str
     training: bool  # False: an evaluation, without dropout
     cuts: Tiling  # tile sizes of the later lowering, where known
-    row_numbers: dict[str, Tensor]  # for packed sequences: {position axis: row numbers for Dropout}
+    row_numbers: dict[str, Tensor]  # for packed sequences: {position axis or input: row numbers for Dropout}
     projections: list[list[Tensor]]  # for each attention: its queries, keys and values
 
     @property

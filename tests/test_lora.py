@@ -142,6 +142,27 @@ def test_adapters_of_an_encoder(runtime: nt.Runtime, pack: bool) -> None:
     assert changed == {name for name in before if "lora_" in name or name.startswith("classifier.")}
 
 
+@pytest.mark.parametrize("tiles", [{}, {"batch": 2, "heads": 1}], ids=str)
+def test_dropout_of_packed_heads(runtime: nt.Runtime, tiles: dict[str, int]) -> None:
+    """An adapter of the product after attention reads heads: packed and padded sequences drop the same elements."""
+    lora = {"targets": ["o_proj"], "rank": 2, "dropout": 0.3}
+    config = nt.models.LlamaConfig(layers=1, embed=16, heads=2, ffn=20, vocab=20, positions=8, lora=lora)
+    ids, lengths = np.random.default_rng(0).integers(2, 20, (4, 8)), np.array([[8], [3], [5], [2]])
+    inputs = {"input_ids": ids, "labels": ids, "attention_mask": (np.arange(8) < lengths).astype(np.int64)}
+    inputs["labels"] = np.where(inputs["attention_mask"], ids, -100)
+    found = []
+    for pack in (False, True):
+        model = nt.models.Llama(config)
+        rng = np.random.default_rng(1)
+        model.weights = {n: rng.normal(0, 0.3, v.shape) for n, v in model.weights.items()}
+        trainer = nt.Trainer(model, 4, 8, tiles, "fp64", nt.SGD(lr=0.1), pack=pack)
+        found.append(([trainer.step(inputs) for _ in range(2)], trainer.state_dict()))
+    (padded, weights), (packed, others) = found
+    assert packed == pytest.approx(padded, rel=1e-12)
+    for name, value in weights.items():
+        np.testing.assert_allclose(others[name], value, rtol=1e-9, atol=1e-12)
+
+
 def test_refused(runtime: nt.Runtime, tmp_path: Path) -> None:
     for lora, message in (
         ({"targets": ["c_atn"]}, r"model\.lora\.targets: 'c_atn' names no module; allowed: modules such as c_attn"),

@@ -88,6 +88,22 @@ def test_options(options: dict[str, Any]) -> None:
     assert got[2].peak_bytes() < want[2].peak_bytes()
 
 
+def test_frozen_layers() -> None:
+    """No backward task needs a result of a frozen layer: nothing is repeated, and only patterns are refused."""
+    config, options = gpt2().config.changed(tie_embeddings=False), {"freeze": ["transformer.*"]}
+
+    def trained(again: str | list[str]) -> tuple[list[str], str, TaskList]:
+        return bits(nt.models.GPT2(config), recompute=again, **options)
+
+    with nt.Runtime(cpus=1):
+        want = trained("none")
+        for again in ("attention", "layer"):
+            got = trained(again)
+            assert got[:2] == want[:2] and not repeated(got[2])
+        with pytest.raises(nt.ConfigError, match=r"repeats no operator of this model, as the backward pass needs no"):
+            trained(["*.attn.*"])
+
+
 def test_with_little_memory(tmp_path: Path) -> None:
     """Tiles that do not fit go to the disk, as without recompute."""
     with nt.Runtime(cpus=2):

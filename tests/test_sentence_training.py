@@ -111,6 +111,17 @@ def test_loss_and_gradients_of_other_models(kind: str, runtime: Any) -> None:
         np.testing.assert_allclose(value, 0 if own is None else own, atol=near, err_msg=name)
 
 
+def test_several_micro_batches(runtime: Any) -> None:
+    """Candidates are the answers of a micro-batch; the loss is the mean over the questions of all micro-batches."""
+    theirs, inputs, half = made(), texts(0), ROWS // 2
+    ours = nt.models.from_hf(theirs, head="sentence_embedding")
+    trainer = nt.Trainer(ours, batch=half, seq=SEQ, precision="fp64", grad_accumulation=2)
+    parts = [{name: value[k : k + half] for name, value in inputs.items()} for k in (0, half)]
+    want = [torch_loss(theirs, part, 2, "mean", 0.05).item() for part in parts]
+    assert trainer.evaluate(parts[0]) == pytest.approx(want[0], rel=1e-8)
+    assert trainer.step(inputs) == pytest.approx(np.mean(want), rel=1e-8)
+
+
 def test_a_question_that_does_not_count(runtime: Any) -> None:
     """Its answer stays a candidate for the others."""
     theirs, inputs = made(), texts(0)

@@ -12,6 +12,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.freeze import spread
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.initializers import ZEROS, Uniform
+from nntile_py.graph.packed_inputs import number_rows
 from nntile_py.graph.params import Array, Param, Part, Weights
 from nntile_py.schema import BelowOne, Names, Section, integer, number
 from nntile_py.tasks.contract import Contract, contract
@@ -169,6 +170,8 @@ class _Adapters:
                 product, plain = plain, g.temp("biased", out.axes, out.shape, out.dtype)
                 self._append(BiasAdd(product, biased.inputs[1], plain), biased.name)
             if (name, op.a) not in self._z:
+                if self._lora.dropout:
+                    number_rows(g, op.a)
                 x = dropout(g, op.a, self._lora.dropout)
                 self._z[name, op.a] = contract(g, x, self._of_a(op, name), [*self._rows(op), AXIS])
             z = self._z[name, op.a]

@@ -52,12 +52,15 @@ def lower(
             lowering.tasks.tasks += rank_sums.joined(held, lowering.op)
         op.lower(lowering)
     if recomputed != "none" and backward is not None:
-        shared = not isinstance(recomputed, str)
-        if not recompute(lowering.tasks, backward, segment_of(recomputed), shared=shared):
-            some = ", ".join(dict.fromkeys(op.name for op in graph.ops[:3]))
-            need = f"none, or other patterns; operators have names such as {some}"
-            given = repr([*recomputed]) if shared else recomputed
-            raise ConfigError(f"recompute: {given} repeats no operator of this model; allowed: {need}")
+        shared, segment = not isinstance(recomputed, str), segment_of(recomputed)
+        if not recompute(lowering.tasks, backward, segment, shared=shared):
+            found = any(segment(task) is not None for task in lowering.tasks.tasks[:backward])
+            if shared or not found:  # layers whose weights are all frozen have nothing to repeat
+                some = ", ".join(dict.fromkeys(op.name for op in graph.ops[:3]))
+                why = ", as the backward pass needs no large result of the operators that match" if found else ""
+                need = f"none, or other patterns; operators have names such as {some}"
+                given = repr([*recomputed]) if shared else recomputed
+                raise ConfigError(f"recompute: {given} repeats no operator of this model{why}; allowed: {need}")
     if rank_sums:
         rank_sums.divide(lowering.tasks)
     lowering.tasks.resolve()

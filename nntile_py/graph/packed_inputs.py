@@ -14,6 +14,7 @@ numbers the sequences of a bin; without packing its size is 1. The axis `place` 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,23 @@ def begin(g: Graph, batch: Batch) -> None:
     if g.training:
         for name, axis in ((DRAWS, "seq"), (ROWS, "sequence")):
             g.row_numbers[axis] = g.input(name, {"batch": batch.size, axis: batch.seq})
+
+
+def number_rows(g: Graph, x: Tensor) -> None:
+    """Declare row numbers for dropout of a value of each token that has several axes: x [batch, seq, heads, head_dim].
+
+    The numbers are those of the padded array, as for values with one axis. Without packing there is nothing to declare.
+    """
+    tokens, more = g.row_numbers.get("seq"), {axis: x.size(axis) for axis in x.axes[2:-1]}
+    name = "_".join((DRAWS, *more))
+    if tokens is None or not more or x.axes[:2] != tokens.axes or name in g.tensors:
+        return
+
+    def numbered(given: Mapping[str, Array]) -> Array:
+        draws, count = given[DRAWS], math.prod(more.values())
+        return (draws[..., None] * count + np.arange(count)).reshape(*draws.shape, *more.values())
+
+    g.row_numbers[name] = g.input(name, tokens.sizes | more, default=numbered)
 
 
 def starts(g: Graph) -> Tensor:

@@ -285,7 +285,10 @@ class Input:
             return None if given is None else self.default(given)
         if self.default is None:
             return None
-        return np.broadcast_to(np.asarray(self.default), self.shape(rows))
+        array, shape = np.asarray(self.default), self.shape(rows)
+        if self.batched and array.shape == tuple(self.tensor.shape):  # the default of one micro-batch: repeat it
+            array = np.tile(array, (shape[0] // len(array), *[1] * (array.ndim - 1)))
+        return np.broadcast_to(array, shape)
 
     def shift(self, array: Array) -> Array:
         """Return an array with the values of position s + 1 at position s, and `ignored` at the last position."""
