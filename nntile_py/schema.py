@@ -231,7 +231,8 @@ def assignment(item: str) -> tuple[str, Any]:
     """Split the argument of --set, such as "tiles.embed=96", into key and parsed value."""
     key, equals, text = item.partition("=")
     if not equals or not all(key.strip().split(".")):
-        raise ConfigError(f"--set {item}: allowed: key=value, such as tiles.embed=96")
+        lacks = "an empty key" if equals else "no `=`"
+        raise ConfigError(f"--set {item}: has {lacks}; allowed: key=value, such as tiles.embed=96")
     return key.strip(), parse(text, f"--set {item}")
 
 

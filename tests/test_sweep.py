@@ -341,7 +341,7 @@ def test_refused_before_anything_is_measured(tmp_path: Path, tree: dict[str, Any
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        ("tiles.embed", "--set tiles.embed: allowed: key=value"),
+        ("tiles.embed", "--set tiles.embed: has no `=`; allowed: key=value"),
         ("tiles.batch=2", "--set tiles.batch=2: `grid` of the sweep's file sets tiles.batch; allowed: other keys"),
         ("train.seq=4", "`list` of the sweep's file sets train.seq"),
         ("measure.repeats=1", "measure is part of the sweep's file"),

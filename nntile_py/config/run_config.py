@@ -365,7 +365,8 @@ def _model_section(given: Any) -> Any:
         saved = cls.saved_fields(raw)
         weight_files(folder)
     except ConfigError as error:
-        raise ConfigError(f"model.from: {folder}: {error}; {need}") from None
+        told = str(error) if "allowed: " in str(error) else f"{error}; {need}"
+        raise ConfigError(f"model.from: {folder}: {told}") from None
     given |= {"from": str(folder)}
     head = given.get("head", saved.get("head"))
     # Another head starts from random weights, so the saved settings of the head are dropped. They are dropped for a

@@ -198,13 +198,14 @@ class Engine:
             ended: True: the rows and pages of ended requests count as free.
         """
         decoder, need = self.decoder, self.decoder.pages_for(len(request.prompt) + request.max_tokens)
-        free, released = list[int](), Counter[int]()  # places; {part: pages of ended requests}
+        free: list[int] = []
+        released = Counter[int]()  # {part: pages of ended requests}
         for place, one in enumerate(self._active):
             if one is None or (ended and one.ended):
                 free.append(place)
                 if one and one.row:
                     released[one.row.part] += len(one.row.pages)
-        for place in (*free, *range(len(self._active), decoder.rows)):
+        for place in free + list(range(len(self._active), decoder.rows)):
             part = decoder.part_of(place)
             if need <= decoder.free_pages(part) + released[part]:
                 return place
