@@ -89,7 +89,8 @@ class TrainSection(Section):
     eval_every: Count = 100
     """Updates between two measurements of the held-out loss."""
     eval_batches: Count = 4
-    """Batches of held-out text in a measurement. The last measurement of a classifier reads all held-out text."""
+    """Batches of held-out text in a measurement. Sequences of a shorter text repeat; a classifier reads each text at
+    most once, and all held-out text in its last measurement."""
     log_every: Count = 10
     """Updates between two printed lines; `metrics.jsonl` has a line for every update."""
     skip_above_norm: Positive | None = None
