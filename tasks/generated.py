@@ -298,9 +298,12 @@ def _joined(
 def _needed(inputs: Sequence[Tensor], definition: ex.Definition) -> tuple[list[Tensor], ex.Definition]:
     """Return the inputs that the definition loads, and the definition with their numbers.
 
-    The others belong to values that are not kept, such as the gradient of an embedding that is not trained.
+    The other inputs belong to values that no operator outside of the group reads. Such a value is the gradient of a
+    frozen embedding.
     """
     numbers = sorted({load.number for load in ex.nodes_of(definition, ex.Element)})
+    if len(numbers) == len(inputs):
+        return [*inputs], definition
     done: dict[ex.Expression, ex.Expression] = {}
 
     def renumber(load: ex.Element) -> ex.Expression:

@@ -81,15 +81,16 @@ def test_frozen_weights_of_torch(runtime: nt.Runtime, tmp_path: Path, kind: str,
 
 
 @pytest.mark.parametrize("frozen", ["*rel_embeddings*", "*LayerNorm*", "*word_embeddings*"])
-def test_fused_gradients_that_nobody_needs(runtime: nt.Runtime, frozen: str) -> None:
+@pytest.mark.parametrize("tiles", [{}, {"batch": 2, "ffn": 24, "heads": 1}], ids=["uncut", "ragged"])
+def test_fused_gradients_that_nobody_needs(runtime: nt.Runtime, frozen: str, tiles: dict[str, int]) -> None:
     """A group with dropout computes the gradient of a norm's weight, but not that of a frozen embedding before it."""
     config = nt.models.DeBERTaV2Config(
         layers=1, embed=16, heads=2, vocab=20, positions=16, dropout=0.1, position_buckets=4
     )
-    ids, found = np.random.default_rng(0).integers(0, 20, (2, 8)), []
+    ids, found = np.random.default_rng(0).integers(0, 20, (3, 8)), []
     for fusion in (True, False):
         model = nt.models.DeBERTaV2(config, seed=1)
-        trainer = nt.Trainer(model, 2, 8, {}, "fp64", nt.SGD(lr=0.1), freeze=[frozen], fusion=fusion)
+        trainer = nt.Trainer(model, 3, 8, tiles, "fp64", nt.SGD(lr=0.1), freeze=[frozen], fusion=fusion)
         losses = [trainer.step({"input_ids": ids, "labels": ids}) for _ in range(2)]
         found.append((losses, trainer.state_dict()))
     (fused, weights), (single, expected) = found

@@ -286,7 +286,8 @@ class Input:
         if self.default is None:
             return None
         array, shape = np.asarray(self.default), self.shape(rows)
-        if self.batched and array.shape == tuple(self.tensor.shape):  # the default of one micro-batch: repeat it
+        if self.batched and array.shape == tuple(self.tensor.shape) and len(array) < shape[0]:
+            # The default is that of one micro-batch.
             array = np.tile(array, (shape[0] // len(array), *[1] * (array.ndim - 1)))
         return np.broadcast_to(array, shape)
 
