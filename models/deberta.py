@@ -67,7 +67,8 @@ class DeBERTaConfig(TextEncoderConfig, PaddedConfig):
     attention: Literal["auto", "naive", "segments"] = "auto"  # type: ignore[assignment]
     """The attention backend. `naive`: stores all scores in memory. `segments`: fused kernels for packed sequences
     (`train.pack`) and for padded ones; like `naive` if `tiles.seq` cuts sequences. `auto`: `segments` for packed
-    sequences with heads of at most 64 elements, else `naive`, which is faster for padded sequences on GPUs."""
+    sequences (if heads have at most 64 elements, or with `attention_dropout`), else `naive`, which is faster for padded
+    sequences on GPUs."""
     layer_norm_eps: Positive = 1e-7
     """Added to the variance in LayerNorm."""
     embedding: Filled = UNFILLED

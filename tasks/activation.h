@@ -9,8 +9,8 @@ namespace nntile {
 inline constexpr double kSqrt2OverPi = 0.79788456080286535588, kCubic = 0.044715;
 inline constexpr double kSqrtHalf = 0.70710678118654752440, kInvSqrt2Pi = 0.39894228040143267794;
 
-// A number from 0 to 1, and 1 minus this number. The latter is small where the first is nearly 1, and derivatives
-// multiply it by large numbers, so it is not computed as a difference.
+// A number `value` from 0 to 1, and `rest`, which is 1 - value. `value` has the error of an approximate reciprocal.
+// Derivatives multiply `rest` by large numbers, so `rest` is not computed as a difference.
 template <class T>
 struct Gate {
   Vec<T> value, rest;
