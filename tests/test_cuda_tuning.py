@@ -16,9 +16,11 @@ if not torch.cuda.is_available():
 ROWS, SEQ, VOCAB = 8, 32, 97
 SIZES: dict[str, Any] = {"layers": 2, "embed": 48, "heads": 4, "vocab": VOCAB, "positions": SEQ}
 LORA = {"targets": ["c_attn", "c_proj"], "rank": 4}
+DROPPED = {"targets": ["o_proj"], "rank": 4, "dropout": 0.3}
 SENTENCES = {"head": "sentence_embedding", "choices": 4}
 MODELS: dict[str, Any] = {
     "lora": lambda: nt.models.GPT2(nt.models.GPT2Config(**SIZES, lora=LORA), seed=1),
+    "packed": lambda: nt.models.Llama(nt.models.LlamaConfig(**SIZES, ffn=96, lora=DROPPED), seed=1),
     "frozen": lambda: nt.models.GPT2(nt.models.GPT2Config(**SIZES), seed=1),
     "sentences": lambda: nt.models.BERT(nt.models.BERTConfig(**SIZES, **SENTENCES), seed=1),
 }
@@ -29,13 +31,15 @@ def losses(kind: str, precision: str, tiles: dict[str, int]) -> list[float]:
     """The losses of four steps on the running Runtime."""
     rng = np.random.default_rng(0)
     inputs: dict[str, Any] = {"input_ids": rng.integers(1, VOCAB, (ROWS, SEQ))}
-    if kind == "sentences":
+    if kind in ("sentences", "packed"):
         inputs["attention_mask"] = (np.arange(SEQ) < rng.integers(4, SEQ, (ROWS, 1))).astype(np.int64)
-    else:
+    if kind == "packed":
+        inputs["labels"] = np.where(inputs["attention_mask"], inputs["input_ids"], -100)
+    elif kind != "sentences":
         inputs["labels"] = inputs["input_ids"]
-    freeze = {"freeze": ["*.h.0.*", "*.wpe.*"]} if kind == "frozen" else {}
+    given: dict[str, Any] = {"freeze": ["*.h.0.*", "*.wpe.*"]} if kind == "frozen" else {"pack": kind == "packed"}
     optimizer = nt.AdamW(lr=0.001)
-    trainer = nt.Trainer(MODELS[kind](), ROWS, SEQ, tiles, precision, optimizer, clip_grad_norm=1.0, **freeze)
+    trainer = nt.Trainer(MODELS[kind](), ROWS, SEQ, tiles, precision, optimizer, clip_grad_norm=1.0, **given)
     found = [float(trainer.step(inputs)) for _ in range(4)]
     trainer.close()
     return found
