@@ -19,7 +19,7 @@ from nntile_py.tasks.contract import contract
 from nntile_py.tasks.quantize import quantized
 from nntile_py.testing import Case, check
 from nntile_py.tiles import Tiling
-from nntile_py.tiles.dtypes import DTYPES, is_scaled
+from nntile_py.tiles.dtypes import DTYPES, host_dtype, is_scaled
 from nntile_py.tiles.task import Tile
 
 SIZES = {"layers": 2, "embed": 128, "heads": 4, "vocab": 512}
@@ -29,6 +29,12 @@ MODELS: dict[str, Any] = {
     "llama": lambda: Llama(LlamaConfig(kv_heads=2, ffn=192, **SIZES), seed=0),
 }
 RAGGED = {"batch": 3, "seq": 40, "embed": 72, "ffn": 150}
+
+
+def test_dtypes_of_returned_arrays() -> None:
+    """Arrays of fp16 are float32 too, as docstrings of Encoder and BoundModel say."""
+    assert {host_dtype(dtype) for dtype in ("fp16", "bf16", "e4m3", "e5m2", "fp32")} == {"float32"}
+    assert all(host_dtype(dtype) == DTYPES[dtype].numpy for dtype in ("fp64", "bool", "int16", "int32", "int64"))
 
 
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])

@@ -1,6 +1,5 @@
 """Task groups with scratch tiles and residents, as on GPUs, on CPU workers: same bits as single tasks."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,7 @@ import pytest
 
 import nntile_py as nt
 from nntile_py.execution import memory, program
-from nntile_py.execution.program import Store
-from nntile_py.tiles import TaskList, Tile
+from nntile_py.tiles import TaskList
 from nntile_py.tiles.placement import place
 from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
 
@@ -28,20 +26,6 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[TaskList]:
         return made[-1]
 
     monkeypatch.setattr(program, "place", placed)
-    return made
-
-
-@pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """For each StarPU tile that has parts: the number of its parts."""
-    made: list[int] = []
-    join = Store._join
-
-    def counted(self: Store, parts: Sequence[tuple[Tile, int]], size: int) -> None:
-        join(self, parts, size)
-        made.extend([len(parts)] if len(parts) > 1 else [])
-
-    monkeypatch.setattr(Store, "_join", counted)
     return made
 
 
@@ -86,15 +70,11 @@ def trained(
     ids=str,
 )
 def test_same_bits(
-    options: dict[str, Any], tiles: dict[str, int], workers: int, groups: list[TaskList], joined: list[int],
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Weights that one task updates are joined, here to StarPU tiles of at most 100 KiB."""
-    monkeypatch.setattr(memory, "JOINED", 100 << 10)
+    options: dict[str, Any], tiles: dict[str, int], workers: int, groups: list[TaskList], tmp_path: Path
+) -> None:
     expected, exact = trained(2, "scheduler", tiles=tiles, **options)
-    assert not groups and not joined
+    assert not groups
     losses, weights = trained(workers, "planned", tmp_path / "saved", tiles=tiles, **options)
-    assert (sum(joined) > 8 and len(joined) > 1) if workers > 1 else not joined
     assert sum(len(task.scratch) for tasks in groups for task in tasks.tasks) > 4
     assert any(memory.residents([tasks], 1e12) for tasks in groups)
     assert losses == expected
@@ -102,11 +82,8 @@ def test_same_bits(
         np.testing.assert_array_equal(one, two)
 
 
-def test_joined_weights_of_several_programs_and_trainers(
-    groups: list[TaskList], joined: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_programs_and_trainers(groups: list[TaskList]) -> None:
     """Steps with an optional input, whose programs are built later, and steps of another trainer, without waits."""
-    monkeypatch.setattr(memory, "JOINED", 100 << 10)
     draw = np.random.default_rng(0)
     batches = [draw.integers(0, SIZES["vocab"], (4, 64)) for _ in range(8)]
     mask = np.tri(4, 64, 60, dtype=int)
@@ -128,7 +105,7 @@ def test_joined_weights_of_several_programs_and_trainers(
             return [*losses, *map(np.asarray, weights)]
 
     expected = run("scheduler")
-    assert not joined
+    assert not groups
     for value, exact in zip(run("planned"), expected, strict=True):
         np.testing.assert_array_equal(value, exact)
-    assert len(joined) > 4 and groups
+    assert groups

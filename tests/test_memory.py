@@ -158,12 +158,6 @@ def test_groups_are_bounded_in_bytes() -> None:
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
 
 
-def test_joined_weights_are_small_in_a_small_memory() -> None:
-    """A product fetches all weights that are joined to its weight, but `check_tasks` counts only its own tiles."""
-    sizes = [memory.joined_bytes(Gpu(limit, cuda=2)) for limit in (64 * MIB, 2**30, 2**37)]  # type: ignore[arg-type]
-    assert sizes == [MIB, 16 * MIB, 32 * MIB]
-
-
 def test_memory_that_may_go_under_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
     told = "^PYTORCH_ALLOC_CONF: got expandable_segments:True; allowed with CUDA workers: expandable_segments:False"

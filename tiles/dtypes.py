@@ -76,5 +76,5 @@ def is_scaled(dtype: str) -> bool:
 
 
 def host_dtype(dtype: str) -> str:
-    """Return numpy's dtype of the arrays that programs return: float32 for bf16 and 8-bit dtypes, which numpy lacks."""
-    return DTYPES[dtype].numpy
+    """Return numpy's dtype of the arrays that programs return: float32 for fp16, bf16 and 8-bit dtypes."""
+    return DTYPES[accumulation_dtype(dtype)].numpy

@@ -16,7 +16,6 @@ from nntile_py.tiles.eviction import Offloaded, mark_evictions, room_in_turn
 from nntile_py.tiles.residents import residents
 
 TIGHT_GROUPS = 64  # number of task groups whose tiles fit on a GPU together, if not all tiles of a step fit
-JOINED = 32 << 20  # most bytes of joined weights, which move together: 0.1 ms by NVLink
 
 
 def group_bytes(runtime: Runtime, tight: bool) -> int:
@@ -39,26 +38,16 @@ def room_to_plan(runtime: Runtime, lists: Sequence[TaskList]) -> float:
     return room_in_turn(lists, runtime.cuda_memory or 0)
 
 
-def waits_for_starpu(runtime: Runtime, offload: Collection[Offloaded]) -> bool:
-    """Return whether workers wait for StarPU's work on tiles. Programs then give StarPU fewer tiles.
-
-    With one worker this work is hidden behind the kernels. With several ranks, a disk or `offload`, tiles move one by
-    one, so StarPU manages each of them.
-    """
-    planned = runtime.placement == "planned" and runtime.cuda + runtime.cpus > 1
-    return planned and not (runtime.ranks or runtime.disk or offload)
-
-
-def joined_bytes(runtime: Runtime) -> int:
-    """Return the most bytes of joined weights. A task that reads a single weight fetches all weights joined to it."""
-    return min(JOINED, (runtime.cuda_memory or 0) // TIGHT_GROUPS) if runtime.cuda else JOINED
-
-
 def residents_of_step(
     runtime: Runtime, lists: Sequence[TaskList], offload: Collection[Offloaded]
 ) -> frozenset[Hashable]:
-    """Return the keys of a step's residents: tiles that programs hold between runs, see tiles/residents.py."""
-    if not waits_for_starpu(runtime, offload):
+    """Return the keys of a step's residents: tiles that programs hold between runs, see tiles/residents.py.
+
+    With one worker there are no residents, because StarPU's work on tiles is then hidden behind the kernels. With
+    several ranks, a disk or `offload`, all tiles move one by one.
+    """
+    planned = runtime.placement == "planned" and runtime.cuda + runtime.cpus > 1
+    if not planned or runtime.ranks or runtime.disk or offload:
         return frozenset()
     return residents(lists, runtime.cuda * (runtime.cuda_memory or 0) if runtime.cuda else main_memory(runtime))
 

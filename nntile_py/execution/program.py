@@ -68,31 +68,6 @@ class Store:
             self.handles[tile.key] = _new(tile)
         return self.handles[tile.key]
 
-    def join(self, tiles: Iterable[Tile], most: int) -> None:
-        """Create the handles of persistent tiles as parts of StarPU tiles of at most `most` bytes.
-
-        A tile keeps a handle that it already has. A tile of more than half of `most` bytes is not joined.
-        """
-        parts, end = list[tuple[Tile, int]](), 0  # (tile, offset) pairs; end of the last tile
-        for tile in tiles:
-            if tile.key in self.handles or tile.bytes > most // 2:
-                continue
-            if end + tile.bytes > most:
-                self._join(parts, end)
-                parts, end = [], 0
-            parts.append((tile, end))
-            end += math.ceil(tile.bytes / _core.ALIGNMENT) * _core.ALIGNMENT
-        self._join(parts, end)
-
-    def _join(self, parts: Sequence[tuple[Tile, int]], size: int) -> None:
-        """Create one StarPU tile of `size` bytes, and the handles of its parts. parts: (tile, offset) pairs."""
-        if len(parts) < 2:
-            return
-        whole = _core.Tile([size // 8], "int64")
-        whole.zero()
-        for tile, offset in parts:
-            self.handles[tile.key] = whole.part(list(tile.shape), tile.dtype, offset)
-
     def write(self, lowering: Lowering, tensor: Tensor, value: np.ndarray[Any, Any]) -> None:
         """Write a whole array into a tensor's tiles, after the tasks submitted so far, without waiting."""
         for where, handle in self._written(lowering, tensor):
@@ -259,10 +234,6 @@ def programs(
             _core.reserve_for_tiles()
         if mark_evictions(lists, room if room and not store.ranks else math.inf, offload):
             memory.limit_evictions(lists, runtime, offload)
-    if memory.waits_for_starpu(runtime, offload):
-        most = memory.joined_bytes(runtime)
-        for task in (task for tasks in lists for task in tasks.tasks):
-            store.join((a.tile for a in task.accesses if a.mode != "R" and a.tile.kind == "param"), most)
     # With several ranks no weight update is delayed: other ranks wait for the new weights too, and for longer.
     if runtime.placement == "planned" and not store.ranks:
         delay(lists, gpus or _core.cpu_workers())

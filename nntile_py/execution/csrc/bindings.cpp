@@ -173,7 +173,6 @@ PYBIND11_MODULE(_core, m) {
 #else
   m.attr("has_cuda") = false;
 #endif
-  m.attr("ALIGNMENT") = kAlignment;
   m.def("stop", stop, release());
   m.def("schedulers", schedulers);
   on_idle([] {  // Ctrl-C ends a wait
@@ -230,9 +229,6 @@ PYBIND11_MODULE(_core, m) {
              return std::make_shared<Tile>(std::move(shape), scalar_type(dtype), of, redux, scales);
            }),
            py::arg("shape"), py::arg("dtype"), py::arg("monoid") = 0, py::arg("redux") = false, py::arg("scales") = 1)
-      .def("part", [](std::shared_ptr<Tile> whole, std::vector<int64_t> shape, const std::string& type, size_t offset) {
-             return std::make_shared<Tile>(std::move(shape), scalar_type(type), std::move(whole), offset);
-           })
       .def_property_readonly("shape", [](const Tile& tile) { return py::tuple(py::cast(tile.shape)); })
       .def_property_readonly("dtype", [](const Tile& tile) { return numpy_dtype(tile.dtype); })
       .def_readonly("initialised", &Tile::initialised)

@@ -9,8 +9,8 @@
 
 namespace nntile {
 
-// The buffers of a task's tiles, in the order of the tiles: StarPU's buffers, parts of these buffers, and buffers at the
-// addresses of held residents. Buffers of the scratch tiles follow.
+// The buffers of a task's tiles, in the order of the tiles: StarPU's buffers, and buffers at the addresses of
+// held residents. Buffers of the scratch tiles follow.
 class Buffers {
  public:
   Buffers(const TaskRecord& record, void** buffers, c10::Device device);
@@ -22,8 +22,5 @@ class Buffers {
   std::vector<starpu_variable_interface> own_;
   at::Tensor memory_;  // on CUDA workers, ATen reuses it only for later work on the same stream
 };
-
-// Returns the tiles that StarPU fetches for a task. with_residents: StarPU fetches the residents too.
-Fetched fetched_of(const TaskRecord& record, bool with_residents);
 
 }  // namespace nntile

@@ -84,7 +84,7 @@ struct Copies::Item {
     const std::unique_ptr<Item> item(static_cast<Item*>(arg));
     guarded("checkpoint", [&] {
       const auto& tile = *item->state->tiles[item->k];
-      std::memcpy(item->state->data[item->k].get(), pointer(tile, buffers[0]), tile.bytes);
+      std::memcpy(item->state->data[item->k].get(), pointer(buffers[0]), tile.bytes);
     }, true);
     item->end();
   }
@@ -97,7 +97,7 @@ struct Copies::Item {
       guarded("checkpoint", [&] {
         const auto& tile = *item->state->tiles[item->k];
         auto* to = item->state->data[item->k].get();
-        const auto status = cudaMemcpyAsync(to, pointer(tile, buffers[0]), tile.bytes, cudaMemcpyDeviceToHost, task_stream());
+        const auto status = cudaMemcpyAsync(to, pointer(buffers[0]), tile.bytes, cudaMemcpyDeviceToHost, task_stream());
         if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
       }, true);
       // The task ends for StarPU before the stream has finished the copy, so the stream calls Item::end.

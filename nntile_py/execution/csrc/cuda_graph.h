@@ -47,7 +47,7 @@ class Captured {
   using Item = std::variant<const TaskRecord*, const Tile*>;  // a task, or a tile that is no longer needed
 
   unsigned node() const;                // memory node of the worker's device
-  bool shared(Tile& tile) const;  // another program keeps this tile on the device
+  bool shared(const Tile& tile) const;  // another program keeps this tile on the device
   bool acquire(size_t most);
   void on_worker(const std::vector<double>& slots, void** buffers, c10::Device device);
   std::vector<double> fixed(std::vector<double> slots) const;  // slots, with 0 for changing slots

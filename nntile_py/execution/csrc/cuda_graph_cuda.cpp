@@ -83,9 +83,8 @@ void Captured::drop() {
 
 unsigned Captured::node() const { return starpu_worker_get_memory_node(static_cast<unsigned>(worker_)); }
 
-bool Captured::shared(Tile& tile) const {
-  const auto& holders = managed(tile).holders;
-  return std::any_of(holders.begin(), holders.end(),
+bool Captured::shared(const Tile& tile) const {
+  return std::any_of(tile.holders.begin(), tile.holders.end(),
                      [&](const Captured* one) { return one != this && one->node() == node(); });
 }
 
@@ -113,7 +112,7 @@ bool Captured::acquire(size_t most) {
   held_bytes[node()] += more;
   missing_ = weights_.size();
   for (const auto& tile : weights_) {
-    managed(*tile).holders.push_back(this);
+    tile->holders.push_back(this);
     starpu_data_acquire_on_node_cb(
         tile->handle, static_cast<int>(node()), STARPU_R,
         [](void* missing) { --*static_cast<std::atomic<size_t>*>(missing); }, &missing_);
@@ -131,7 +130,7 @@ void Captured::let_go() {
   addresses_.clear();
   for (const auto& tile : weights_) {
     starpu_data_release_on_node(tile->handle, static_cast<int>(node()));
-    std::erase(managed(*tile).holders, this);
+    std::erase(tile->holders, this);
     if (!shared(*tile)) held_bytes[node()] -= tile->bytes;
   }
   starpu_memory_deallocate(node(), own_);
@@ -145,7 +144,7 @@ void let_go_of_all() {
 }
 
 void before_write(Tile& tile) {
-  while (!managed(tile).holders.empty()) managed(tile).holders.back()->let_go();
+  while (!tile.holders.empty()) tile.holders.back()->let_go();
 }
 
 uint32_t Captured::run(const std::vector<double>& slots) {

@@ -146,7 +146,7 @@ void plan(starpu_task* task, const TaskRecord& record);
 inline bool reads(int mode) { return mode & STARPU_R; }
 inline bool writes(int mode) { return mode & (STARPU_W | STARPU_REDUX); }
 
-// Sets the tiles of a task and their access modes. None of the tiles is a part of another tile.
+// Sets the tiles of a task and their access modes.
 void set_tiles(starpu_task* task, const std::vector<std::shared_ptr<Tile>>& tiles, const std::vector<int>& modes);
 void submit(starpu_task* task, const std::string& name);
 void wait_for_window();  // until the window has room
@@ -197,17 +197,11 @@ void guarded(const std::string& name, Run run, bool always = false) {
   }
 }
 
-// Returns the tile that StarPU manages: `tile`, or its whole if `tile` is a part.
-inline Tile& managed(Tile& tile) { return tile.whole ? *tile.whole : tile; }
-
 inline void* pointer(void* buffer) { return reinterpret_cast<void*>(STARPU_VARIABLE_GET_PTR(buffer)); }
-
-// Returns the address of a tile. buffer: of the tile, or of its whole if the tile is a part.
-inline void* pointer(const Tile& tile, void* buffer) { return static_cast<char*>(pointer(buffer)) + tile.offset; }
 
 // Returns the address of a tile that is acquired on a memory node.
 inline void* pointer_on(const Tile& tile, unsigned node) {
-  return pointer(tile, starpu_data_get_interface_on_node(tile.handle, node));
+  return pointer(starpu_data_get_interface_on_node(tile.handle, node));
 }
 
 // Returns a body's tile number k.

@@ -25,9 +25,6 @@ enum class Monoid : int { sum = 0, softmax = 1, moments = 2 };
 // dst <- dst (+) src, tiles of equal shape; the last axis holds the state for softmax and moments.
 void combine(Monoid monoid, const at::Tensor& dst, const at::Tensor& src);
 
-// Tiles that share memory begin at multiples of this number of bytes, as memory that CUDA allocates does.
-inline constexpr size_t kAlignment = 256;
-
 // A StarPU data handle with the shape and dtype of the tensor tile it holds.
 struct Tile {
   // scales: number of scales, if tiles of this dtype have scales.
@@ -36,8 +33,6 @@ struct Tile {
   Tile(::_starpu_data_state* foreign, std::vector<int64_t> shape, at::ScalarType dtype);
   // A tile without a handle: its memory lasts as long as a task.
   Tile(std::vector<int64_t> shape, at::ScalarType dtype, size_t scales = 1);
-  // A part of another tile, from byte `offset` on. StarPU manages only the whole.
-  Tile(std::vector<int64_t> shape, at::ScalarType dtype, std::shared_ptr<Tile> whole, size_t offset);
   ~Tile();
   Tile(const Tile&) = delete;
   Tile& operator=(const Tile&) = delete;
@@ -45,9 +40,7 @@ struct Tile {
   std::vector<int64_t> shape;
   at::ScalarType dtype;
   size_t bytes, scales = 1;
-  ::_starpu_data_state* handle = nullptr;  // of a part: the handle of the whole
-  std::shared_ptr<Tile> whole;  // null: the tile is not a part of another tile
-  size_t offset = 0;            // of a part: bytes of the whole before the part
+  ::_starpu_data_state* handle = nullptr;
   bool foreign = false;      // another library registered the handle
   bool reducible = false;    // allows access in REDUX mode
   bool initialised = false;  // true: a task submitted so far writes the tile
@@ -136,14 +129,6 @@ struct TaskBody {
   bool tf32 = false;  // products of fp32 tiles on CUDA may use tf32
 };
 
-// The tiles of a task that StarPU fetches.
-struct Fetched {
-  std::vector<std::shared_ptr<Tile>> tiles;  // each tile once; the whole tile instead of its parts
-  std::vector<int> modes;
-  std::vector<int> places;  // for each tile of the task: position of the tile, or of its whole, in `tiles`; -1: none
-  bool same_tiles = true;   // `tiles` are the tiles of the task, in the same order
-};
-
 // The constant part of a task, the same in all replays of its program.
 struct TaskRecord {
   struct Codelet* codelet = nullptr;
@@ -154,8 +139,9 @@ struct TaskRecord {
   std::vector<std::shared_ptr<Tile>> scratch;  // tiles without handles; their places follow those of `tiles`
   std::vector<int> residents;  // positions of tiles that no other task uses, see residents.cpp
   bool holds = false;          // the program holds the residents, which StarPU then does not fetch
-  Fetched all, without_residents;  // without_residents: empty if the task has no residents
-  const Fetched& fetched() const { return holds ? without_residents : all; }
+  std::vector<std::shared_ptr<Tile>> others;  // the tiles except the residents
+  std::vector<int> modes_of_others;
+  const auto& fetched() const { return holds ? others : tiles; }  // the tiles that StarPU fetches
   std::vector<double> floats;
   std::vector<std::pair<int, int>> slots;  // (position in floats, slot of the program)
   uint32_t footprint = 0;

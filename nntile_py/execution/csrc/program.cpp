@@ -59,7 +59,7 @@ void run_cpu(void** starpu_buffers, void* cl_arg) {
 void run_cuda(void** starpu_buffers, void* cl_arg) {
   const auto& instance = *static_cast<const TaskInstance*>(cl_arg);
   const auto& record = *instance.record;
-  on_cuda(starpu_buffers, record.fetched().tiles.size(), [&](c10::Device device) {
+  on_cuda(starpu_buffers, record.fetched().size(), [&](c10::Device device) {
     Buffers task_buffers(*instance.record, starpu_buffers, device);
     auto** buffers = task_buffers.all();
     for (size_t k = 0; k < instance.record->bodies.size(); ++k) {
@@ -242,8 +242,11 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
   record.number = static_cast<int64_t>(tasks_);
   leaves_ |= !record.leaves.empty();
   has_residents_ |= !record.residents.empty();
-  record.all = fetched_of(record, true);
-  if (!record.residents.empty()) record.without_residents = fetched_of(record, false);
+  for (size_t k = 0; k < record.tiles.size(); ++k)
+    if (std::find(record.residents.begin(), record.residents.end(), static_cast<int>(k)) == record.residents.end()) {
+      record.others.push_back(record.tiles[k]);
+      record.modes_of_others.push_back(record.modes[k]);
+    }
   items_.emplace_back(std::move(record));
   ++tasks_;
   finished_ = false;
@@ -322,9 +325,7 @@ uint32_t Program::run(const std::vector<double>& slots) {
       if (tile->holder != this) before_use(*tile);
     auto* task = starpu_task_create();
     task->cl = &record.codelet->cl;
-    set_tiles(task, record.fetched().tiles, record.fetched().modes);
-    for (size_t k = 0; k < record.tiles.size(); ++k)
-      if (writes(record.modes[k])) record.tiles[k]->initialised = true;  // set_tiles does this only for whole tiles
+    set_tiles(task, record.fetched(), record.holds ? record.modes_of_others : record.modes);
     if (record.slots.empty() && !checked_) {
       task->cl_arg = const_cast<TaskInstance*>(&record.instance);
       task->cl_arg_size = sizeof(TaskInstance);

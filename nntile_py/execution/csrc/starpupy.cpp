@@ -29,10 +29,9 @@ PyObject* object_of(starpu_data_handle_t handle, void* buffer) {
   return py::array(numpy_dtype(dtype), shape, data, py::capsule(data, [](void*) {})).release().ptr();
 }
 
-// Returns the capsule of a tile. starpupy refuses the capsule if there is no tile, if its runtime has stopped, or if the
-// tile is a part of another tile.
+// Returns the capsule of a tile. starpupy refuses the capsule if there is no tile, or if its runtime has stopped.
 py::capsule capsule_of(Tile* tile) {
-  if (!running() || !tile || !tile->handle || tile->whole) return py::capsule(reinterpret_cast<void*>(-1), kHandle);
+  if (!running() || !tile || !tile->handle) return py::capsule(reinterpret_cast<void*>(-1), kHandle);
   {
     const py::gil_scoped_release nogil;  // a Python task that this waits for needs the GIL
     before_use(*tile);

@@ -134,7 +134,7 @@ void require(const Tile& tile) {
 void forget_tiles() {
   const std::lock_guard lock(g_tiles_mutex);
   for (auto* tile : g_tiles) {
-    if (!tile->foreign && !tile->whole) starpu_data_unregister_no_coherency(tile->handle);
+    if (!tile->foreign) starpu_data_unregister_no_coherency(tile->handle);
     tile->handle = nullptr;
   }
   g_tiles.clear();
@@ -144,7 +144,6 @@ size_t smallest_waiting(unsigned node) {
   size_t least = 0;
   const std::lock_guard lock(g_tiles_mutex);
   for (const auto* tile : g_tiles) {
-    if (tile->whole) continue;
     int allocated = 0, requested = 0;
     starpu_data_query_status2(tile->handle, static_cast<int>(node), &allocated, nullptr, nullptr, &requested);
     if (requested && !allocated && (!least || tile->bytes < least)) least = tile->bytes;
@@ -185,18 +184,6 @@ Tile::Tile(::_starpu_data_state* foreign_, std::vector<int64_t> shape_, at::Scal
   g_tiles.insert(this);
 }
 
-Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, std::shared_ptr<Tile> whole_, size_t offset_)
-    : Tile(std::move(shape_), dtype_) {
-  require(*whole_);
-  if (whole_->whole || !whole_->initialised || offset_ + bytes > whole_->bytes)
-    throw std::invalid_argument("part of a tile: got bytes " + std::to_string(offset_) + " to " +
-                                std::to_string(offset_ + bytes) + "; allowed: bytes of a written tile that is no part");
-  whole = std::move(whole_), offset = offset_;
-  handle = whole->handle;
-  const std::lock_guard lock(g_tiles_mutex);
-  g_tiles.insert(this);
-}
-
 void add_by_reduction(Tile& tile, Monoid monoid) {
   g.reduces = tile.reducible = true;
   const int64_t width = monoid == Monoid::sum || tile.shape.empty() ? 1 : tile.shape.back();
@@ -207,7 +194,7 @@ Tile::~Tile() {
   if (g.forked) return;  // a thread of the parent process may have held the mutex during the fork
   const std::lock_guard lock(g_tiles_mutex);
   g_tiles.erase(this);
-  if (handle && !foreign && !whole && !g.stuck) starpu_data_unregister_submit(handle);
+  if (handle && !foreign && !g.stuck) starpu_data_unregister_submit(handle);
 }
 
 bool on_disk(const Tile& tile) {
@@ -229,7 +216,7 @@ void write_tile(const std::shared_ptr<Tile>& tile, std::unique_ptr<char[]> data)
   tile->initialised = true;
   ++g.leaving;
   acquire(
-      tile, tile->whole ? STARPU_RW : STARPU_W,
+      tile, STARPU_W,
       [data = std::move(data), bytes = tile->bytes](void* to) {
         advise_huge_pages(to, bytes);
         std::memcpy(to, data.get(), bytes);
@@ -243,10 +230,6 @@ void write_tile(const std::shared_ptr<Tile>& tile, std::unique_ptr<char[]> data)
 void zero_tile(const std::shared_ptr<Tile>& tile) {
   require(*tile);
   wake();
-  if (tile->whole) {  // the task would fill the whole tile
-    write_tile(tile, std::make_unique<char[]>(tile->bytes));
-    return;
-  }
   before_use(*tile);
   before_write(*tile);
   auto* task = starpu_task_create();
@@ -282,7 +265,7 @@ void invalidate(const std::shared_ptr<Tile>& tile) {
   require(*tile);
   before_use(*tile);
   before_write(*tile);
-  if (tile->initialised && !tile->whole) starpu_data_invalidate_submit(tile->handle);
+  if (tile->initialised) starpu_data_invalidate_submit(tile->handle);
   tile->initialised = false;
 }
 
