@@ -8,7 +8,7 @@ umask 022
 export LC_ALL=C
 
 oldest=1.4.8
-changes=10 # version of the changes to StarPU's sources below; with another version, StarPU is built again
+changes=11 # version of the changes to StarPU's sources below; with another version, StarPU is built again
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/nntile_py
 prefix=${NNTILE_STARPU_PREFIX:-}
 tarball=${STARPU_TARBALL:-}
@@ -249,6 +249,11 @@ sed -i "s/if (mc->data && mc->data->home_node != -1)/if (mc->data \&\& (mc->data
 # memory fills with old copies of tiles that once left a GPU. A copy that is not the only valid one may go.
 sed -i '/^choose_target(/,/^}/{/if (starpu_node_get_kind(node) == STARPU_CPU_RAM)$/,/} else {/s/^\(\s*\)target = get_better_disk_can_accept_size(handle, node);/&\n\1unsigned other;\n\1for (other = 0; target == -1 \&\& handle->per_node[node].state != STARPU_OWNER \&\& other < STARPU_MAXNODES; other++)\n\1\tif (other != node \&\& handle->per_node[other].state != STARPU_INVALID)\n\1\t\ttarget = other;/}' $chunks
 grep -q 'target == -1 && handle->per_node' $chunks || say "$chunks has changed: old copies of tiles will stay in main memory"
+
+# StarPU evicts no tile from a device while main memory is full, even if main memory is full of such copies. So copies are freed
+# for the tile. With a disk, tiles that are only in main memory would have to move under the locks that are held here.
+sed -i "/^choose_target(/,/^}/{/home_node == -1/,\$s/\(_starpu_memory_manager_test_allocate_size(i, .*\) == 1)\$/\1 == 1 ||\n\t\t\t\t    ($device \&\& starpu_disk_swap_node < 0 \&\& free_potentially_in_use_mc(i, 0, size_handle, STARPU_FETCH) >= size_handle))/}" $chunks
+grep -q 'starpu_disk_swap_node < 0 && free_potentially' $chunks || say "$chunks has changed: full main memory will stop evictions"
 
 # StarPU's Python package (starpupy) is compiled for the interpreter of .venv by build_starpupy.py, so only its sources are
 # installed. Changes: a task may take handles of other libraries, which know how to show their data to Python (a function

@@ -499,7 +499,7 @@ from nntile_py.execution import program
 from nntile_py.profiling.recorder import make_trace, watched
 from nntile_py.tiles import TaskList, Tile
 from nntile_py.tiles.task import merge
-if sys.argv[1] == "unmarked": program.mark_evictions = lambda lists, room: False
+if sys.argv[1] == "unmarked": program.mark_evictions = lambda *given: False
 shape = (384, 1024)
 total, *parts = tiles = [Tile("x", (k,), shape, "fp32", persistent=True) for k in range(65)]
 tasks = TaskList("chain", tiles)
@@ -522,6 +522,24 @@ def test_what_is_used_soon_stays(python: Any, cuda: nt.Runtime) -> None:
     assert not any(run.returncode for run in runs), [run.stderr[-1000:] for run in runs]
     marked, unmarked = (int(run.stdout) / (384 * 1024 * 4) / 6 for run in runs)
     assert unmarked > 60 and 20 < marked < 45, (marked, unmarked)
+
+
+FULL = """
+import sys; sys.path.insert(0, sys.argv[1])
+import test_cuda, nntile_py as nt
+from nntile_py.execution import program
+if sys.argv[2] == "unplanned": program.mark_evictions = lambda *given: False
+with nt.Runtime(cpus=0, cuda=1, cuda_memory=8 << 20, memory=14 << 20, window=200):
+    print(test_cuda.train("bf16", tiles={"batch": 1}))
+"""
+
+
+@pytest.mark.parametrize("how", ["planned", "unplanned"])
+def test_old_copies_leave_full_main_memory(python: Any, cuda: nt.Runtime, unlimited: str, how: str) -> None:
+    """Tiles of 18 MiB in two memories of 8 and 14 MiB: main memory has no room for a copy of each tile."""
+    result = python(FULL, FOLDER, how)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout == unlimited
 
 
 @pytest.mark.parametrize(("limit", "main"), [(6, 10), (6, 6), (4, 4)])

@@ -14,7 +14,7 @@ from nntile_py.execution import program
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import StepSpec
 from nntile_py.tiles import RW, R, TaskList, Tile, Tiling, W
-from nntile_py.tiles.eviction import FULL, mark_evictions, room_in_turn
+from nntile_py.tiles.eviction import FULL, mark_evictions, outside_peak, room_in_turn
 from nntile_py.tiles.task import Task
 
 
@@ -112,12 +112,13 @@ def test_a_step_of_gpt2_moves_less() -> None:
     ).step()  # fmt: skip
     lists = [low.tasks for low in built.lists]
     peak = built.peak_bytes()
-    assert not mark_evictions(lists, peak * 1.05)
+    assert not mark_evictions(lists, peak * 1.05) and outside_peak(lists) == 0
     evicted = []
     for room in (0.8, 0.6, 0.4):
         assert mark_evictions(lists, peak * room)
         evicted.append(sum(tile.bytes for tasks in lists for task in tasks.tasks for tile in task.evicts))
         assert evicted[-1] >= (1 - room) * peak * 0.9
+        assert (1 - room) * peak <= outside_peak(lists) <= evicted[-1]
     assert evicted == sorted(evicted) and evicted[0] < 0.5 * peak
 
 

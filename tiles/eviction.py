@@ -37,6 +37,22 @@ def check_disk(disk: object, memory: int | None) -> None:
         raise ConfigError(f"runtime.disk: got a disk; allowed: {need}")
 
 
+def is_planned(gpus: int, cpus: int, disk: object) -> bool:
+    """Return whether evictions are planned: the order of all tasks is known, and tiles leave only for main memory."""
+    return gpus == 1 and not (cpus or disk)
+
+
+def share_inside(memory: int, peak: int, planned: bool) -> int:
+    """Return how many of the bytes at a step's peak may be in the memory of GPUs. The other bytes are in main memory.
+
+    Args:
+        memory: bytes of the GPUs.
+        peak: bytes of the step at its peak.
+        planned: True: evictions are planned, if tiles do not fit.
+    """
+    return int(SHARE * memory) if planned and peak > FULL * memory else memory
+
+
 def room_in_turn(lists: Sequence[TaskList], memory: float) -> float:
     """Return how many bytes of `memory` an eviction plan may use for lists that run one after the other.
 
@@ -64,6 +80,30 @@ def mark_evictions(lists: Sequence[TaskList], room: float, offload: Collection[O
     for number, tile in uses:
         tasks[number].evicts.append(tile)
     return bool(uses)
+
+
+def outside_peak(lists: Sequence[TaskList]) -> int:
+    """Return the most bytes of tiles that are not in a device's memory at once, if `Task.evicts` is set.
+
+    One worker repeats the lists in order. A tile that leaves after a task counts from the end of this task to its next
+    use. Persistent tiles exist all the time, except from `Task.clears` to their next use.
+    """
+    tasks = [task for one in lists for task in one.tasks]
+    outside = {a.tile.key: a.tile.bytes for task in tasks for a in task.accesses if a.tile.persistent}
+    for task in tasks:
+        for tile in task.clears:
+            outside.pop(tile.key, None)
+    taken, peak = sum(outside.values()), 0
+    for number in range(2 * len(tasks)):  # in the first round, tiles arrive for the first time
+        task = tasks[number % len(tasks)]
+        for tile in (*task.clears, *(a.tile for a in task.accesses)):
+            taken -= outside.pop(tile.key, 0)
+        if number >= len(tasks):
+            peak = max(peak, taken)
+        for tile in task.evicts:
+            outside[tile.key] = tile.bytes
+            taken += tile.bytes
+    return peak
 
 
 def evicted_bytes(lists: Sequence[TaskList], memory: float | None, offload: Collection[Offloaded] = ()) -> int:

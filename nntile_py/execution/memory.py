@@ -12,10 +12,11 @@ from nntile_py.execution.memory_checks import FEWER_ACTIVATIONS, main_memory, ta
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.recompute_choice import OF_MACHINE, Room
 from nntile_py.tiles import TaskList
-from nntile_py.tiles.eviction import Offloaded, mark_evictions, room_in_turn
+from nntile_py.tiles.eviction import Offloaded, is_planned, mark_evictions, outside_peak, room_in_turn
 from nntile_py.tiles.residents import residents
 
 TIGHT_GROUPS = 64  # number of task groups whose tiles fit on a GPU together, if not all tiles of a step fit
+AT_REST = 31 / 32  # share of main memory for tiles that have left a GPU; the rest is for tiles in transfer
 
 
 def group_bytes(runtime: Runtime, tight: bool) -> int:
@@ -33,7 +34,7 @@ def room_to_plan(runtime: Runtime, lists: Sequence[TaskList]) -> float:
 
     0: there is no plan, because no tile has to leave the GPU or because the order of tasks is not known.
     """
-    if runtime.cuda != 1 or runtime.cpus or runtime.disk:
+    if not is_planned(runtime.cuda, runtime.cpus, runtime.disk):
         return 0
     return room_in_turn(lists, runtime.cuda_memory or 0)
 
@@ -53,17 +54,8 @@ def residents_of_step(
 
 
 def has_room_for_evictions(lists: Sequence[TaskList], runtime: Runtime) -> bool:
-    """Return whether main memory has room for the tiles that an eviction plan moves there.
-
-    The initial values of persistent tiles, except gradients, need room too.
-    """
-    tasks = [task for one in lists for task in one.tasks]
-    held = {a.tile.key: a.tile.bytes for task in tasks for a in task.accesses if a.tile.persistent}
-    for cleared in {tile.key for task in tasks for tile in task.clears}:
-        held.pop(cleared, None)
-    held |= {tile.key: tile.bytes for task in tasks for tile in task.evicts}
-    room = main_memory(runtime) * (1 if runtime.memory else OF_MACHINE)
-    return sum(held.values()) <= room
+    """Return whether main memory has room for the tiles that an eviction plan moves there."""
+    return outside_peak(lists) <= main_memory(runtime) * (AT_REST if runtime.memory else OF_MACHINE)
 
 
 def limit_evictions(lists: Sequence[TaskList], runtime: Runtime, offload: Collection[Offloaded]) -> None:

@@ -13,6 +13,7 @@ from nntile_py.graph.recompute_choice import IN_ORDER, TASKS_AT_ONCE, needed_wit
 from nntile_py.system.cgroup import within_machine
 from nntile_py.tasks.optimizer import MASTERS
 from nntile_py.tiles import AXES, TaskList, Tile, cut_as
+from nntile_py.tiles.eviction import is_planned, share_inside
 
 if TYPE_CHECKING:
     from nntile_py.graph.built_step import Step
@@ -133,8 +134,9 @@ def check_step(step: Step, runtime: Workers, machine: int | None = None) -> None
         tiles = {a.tile for task in step.update.tasks.tasks for a in task.accesses}
         masters = [tile for tile in tiles if name and tile.tensor.endswith(f".{name}")]
         initial = sum(tile.bytes for tile in (*step.first.tasks.initialised, *masters))
-        rest = max(peak - devices, initial)
-        room = f"{-(-rest // MIB)} of it outside of runtime.cuda_memory = {devices // MIB} MiB in all, and {room}"
+        inside = share_inside(devices, peak, is_planned(runtime.cuda, runtime.cpus, runtime.disk))
+        rest = max(peak - inside, initial)
+        room = f"{-(-rest // MIB)} of it outside of {inside // MIB} MiB for tiles in runtime.cuda_memory, and {room}"
     if runtime.disk and runtime.disk.kept:
         _check_kept(step, runtime, runtime.disk.kept)
     use = _step_advice(step, have + peak - rest)

@@ -11,7 +11,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.recompute_rule import RECOMPUTE
 from nntile_py.system.cgroup import within_machine
 from nntile_py.tiles import TaskList, device_model
-from nntile_py.tiles.eviction import Offloaded, evicted_bytes
+from nntile_py.tiles.eviction import Offloaded, evicted_bytes, is_planned, share_inside
 
 TASKS_AT_ONCE = 2  # a GPU's memory has room for the tiles of so many tasks, see memory_checks.task_bytes
 DISK_S = 1e9  # bytes/s from and to a disk, assumed
@@ -54,7 +54,7 @@ class Room:
         main = within_machine(memory) if memory else int(OF_MACHINE * within_machine(None))
         if not gpus:
             return cls(cpus, False, main, disk, disk=disk)
-        planned, each = gpus == 1 and not (cpus or disk), cuda_memory or device_model.MEMORY
+        planned, each = is_planned(gpus, cpus, disk), cuda_memory or device_model.MEMORY
         return cls(gpus, True, gpus * each, main + disk, planned, disk)
 
     def fits(self, peak: int, lists: Sequence[TaskList]) -> bool:
@@ -62,7 +62,8 @@ class Room:
         if self.gpu and largest_task(lists) > self.bytes // self.workers // TASKS_AT_ONCE:
             return False
         if not self.disk:
-            return peak <= (1 if self.gpu else IN_ORDER) * self.bytes + self.beyond
+            own = share_inside(self.bytes, peak, self.planned) if self.gpu else IN_ORDER * self.bytes
+            return peak <= own + self.beyond
         outside, have = (peak - self.bytes, self.beyond) if self.gpu else (peak, self.bytes + self.beyond)
         return needed_with_disk(outside, lists, self.workers) <= have
 
