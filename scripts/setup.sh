@@ -56,8 +56,9 @@ follow() { # follow LOG PID: waits for a command; prints its progress every 20 s
     wait "$2" || status=$?
     return $status
 }
-at_work() { # the last line of a log of ninja or pip, in a few words
-    tail -n 1 "$1" | awk '/^Installing collected packages:/ { print "installing " gsub(/,/, "") + 1 " packages"; next } 1' |
+at_work() { # the last line of a log in which ninja or pip says what runs, or else the last line, in a few words
+    local says='^ *(\[[0-9]+/[0-9]+\]|Collecting|Requirement|Downloading|Using cached|Building|Installing|WARNING: Retrying) ?'
+    { grep -aE "$says" "$1" || cat "$1"; } | tail -n 1 | awk '/^Installing collected packages:/ { print "installing " gsub(/,/, "") + 1 " packages"; next } 1' |
         sed -E 's/^ +//; s/^(\[[0-9/]+\]).* -c ([^ ]*\/)?([^ /]+) .*/\1 \3/; s/^(Collecting|Requirement already satisfied:) ([^ ]+) .*/\1 \2/
                 s/^(Downloading|Using cached) ([^ ]*\/)?([^-]+-[^-% ]+)[^ ]*\.whl[^ ]*/\1 \3/
                 s/^WARNING: Retrying .*: ([^:]+)'\''\)'\'': .*\/([^/]+)\/?$/cannot reach an index for \2: \1/

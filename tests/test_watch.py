@@ -146,6 +146,7 @@ def test_tensorboard_reads_the_metrics_of_a_run_and_its_resume(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     done = nntile(tmp_path, *sets, "train.steps=6", arguments=("--resume", f"{tmp_path}/run/checkpoints/step-000002"))
     assert done.returncode == 0, done.stderr
+    assert len([*(tmp_path / "run/tensorboard").iterdir()]) == 2  # also if both runs start within the same second
     events = reader.EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
     lines = {line["step"]: line for line in metrics(tmp_path / "run")}
     losses = {event.step: event.value for event in events.Scalars("loss")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,7 +39,10 @@ class TensorBoard:
 
     def __init__(self, folder: Path, after: int) -> None:
         writer = _package("tensorboardX", "logging.tensorboard").SummaryWriter
-        self._writer = writer(str(folder / "tensorboard"), purge_step=after + 1 if after else None, flush_secs=10)
+        # The names of tensorboardX have seconds: a run that resumed within one second overwrote the file.
+        suffix = f".{time.time_ns()}"
+        folder, first = folder / "tensorboard", after + 1 if after else None
+        self._writer = writer(str(folder), purge_step=first, flush_secs=10, filename_suffix=suffix)
 
     def write(self, line: Mapping[str, Any]) -> None:
         for key, value in _numbers(line).items():
