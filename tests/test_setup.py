@@ -27,7 +27,8 @@ case "$*" in
         [ ! -e download-fails ] || {{ echo "read timed out"; exit 1; }} ;;
     "-m pip"*) echo "Collecting $8"; nap; [ ! -e fails ] || {{ echo "$SAID"; nap; echo no network; exit 1; }}
         case "$*" in *torch*) touch has-torch ;; esac ;;
-    "setup.py"*) echo "[3/9] c++ -MMD -c /x/tasks/relu.cpp -o relu.o"; echo "  52 |   T value(i);"; nap; touch nntile_py/_core.so ;;
+    "setup.py"*) echo "[3/9] c++ -MMD -c /x/tasks/relu.cpp -o relu.o"; echo "  52 |   T value(i);"; nap
+        touch nntile_py/_core.so ;;
     "-W ignore -c import sys, torch"*) exit 1 ;;
     "-c import importlib.metadata"*) [ -e has-torch ] ;;
     "-c import nntile_py"*) ;;
