@@ -284,7 +284,10 @@ def test_a_plan_shows_the_estimates() -> None:
     console = Console(file=io.StringIO(), width=200)
     console.print(made.render())
     assert isinstance(console.file, io.StringIO)
-    assert "{batch: 3} (auto: estimated; estimates for workers of 100 Gflop/s and 10 GB/s)" in console.file.getvalue()
+    assert "{batch: 3} (auto: estimated)" in console.file.getvalue()
+    assert made.workers == "2 CPU workers of 100 Gflop/s and 10 GB/s"
+    given = plan(of("tiles={batch: 3}"))  # with default rates
+    assert given.workers == "2 CPU workers of 50 Gflop/s and 5 GB/s" and given.step_seconds > made.step_seconds
     assert "tilings" not in plan(of("tiles={batch: 3}")).to_dict()
     alone = plan(of(workers=1)).tilings
     assert alone and (alone.kept.tiles, alone.searched) == ({}, None)
@@ -354,4 +357,4 @@ def test_the_command_prints_the_plan(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr("sys.argv", ["nntile", "plan", str(TINY), *sets])
     with pytest.raises(SystemExit) as end:
         cli.main()
-    assert not end.value.code and "(auto: estimated; " in capsys.readouterr().out
+    assert not end.value.code and "(auto: estimated)" in capsys.readouterr().out

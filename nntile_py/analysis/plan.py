@@ -94,9 +94,7 @@ class PlannedTilings:
         if not self.searched:
             yield Text(f"{line}one worker needs no tiles)")
             return
-        speed = self.searched.speed
-        rates = f"{speed.flop_s / 1e9:,.0f} Gflop/s and {speed.bytes_s / 1e9:,.0f} GB/s"
-        yield Text(f"{line}{self.kept.how}; estimates for workers of {rates})\n")
+        yield Text(f"{line}{self.kept.how})\n")
         heads = ("tiles", "tasks", "parallel", RELATIVE, "MiB at peak", "fits")
         table = plain_table(heads, text=heads[:1])
         shortest = min(one.seconds for one in self.searched.estimates)
@@ -244,9 +242,11 @@ def plan(config: RunConfig, spec: StepSpec | None = None) -> Plan:
         asked, config = config, with_micro_batches(config)
         spec = spec or step_spec(config)
         step = spec.step()
-        made = summarise(step, config=config)
+        tilings = None
         if config.tiles == AUTO_TILES:
-            made.tilings = PlannedTilings(auto_tiles(config), search_for(config) if config.workers > 1 else None)
+            tilings = PlannedTilings(auto_tiles(config), search_for(config) if config.workers > 1 else None)
+        made = summarise(step, tilings.searched.speed if tilings and tilings.searched else None, config=config)
+        made.tilings = tilings
         if asked.train.auto_micro_batches:
             made.candidates = micro_batches(asked)
             made.micro_batches = config.train.grad_accumulation
@@ -256,8 +256,11 @@ def plan(config: RunConfig, spec: StepSpec | None = None) -> Plan:
         return made
 
 
-def summarise(step: Step, *, config: RunConfig) -> Plan:
-    """Return the plan of a training step whose task lists are built."""
+def summarise(step: Step, speed: Speed | None = None, *, config: RunConfig) -> Plan:
+    """Return the plan of a training step whose task lists are built.
+
+    speed: rates of one worker; None: those of the device model.
+    """
     repeats, gpu = config.train.grad_accumulation, config.runtime.cuda != 0
     parts: list[tuple[Lowering, int]] = [(step.first, 1), (step.update, 1)]
     if step.more:
@@ -266,7 +269,7 @@ def summarise(step: Step, *, config: RunConfig) -> Plan:
     sums.add_operators(step.graph, step.first, repeats)
     sums.add_operators(step.update_graph, step.update, 1, phase="update")
     lists = [lowering.tasks for lowering, times in parts for _ in range(times)]
-    of = estimate(lists, config.workers, gpu)
+    of = estimate(lists, config.workers, gpu, speed)
     for lowering, times in parts:
         sums.add_tasks(lowering, times, of.speed, outputs=lowering is step.first)
     seconds, evicted = _seconds(config, lists, of)
