@@ -13,6 +13,7 @@ from pydantic import model_validator
 
 from nntile_py.errors import ConfigError
 from nntile_py.schema import NonNegative, Settings
+from nntile_py.system.parallel import blocks, in_parallel
 from nntile_py.tiles import RW, R, Slot, TaskArgs, Tile, W
 
 from .matrix_axes import MatrixAxes
@@ -125,10 +126,18 @@ def split(value: Array, dtype: str = "bf16") -> tuple[Array, Array]:
         value = value.astype(np.float32)
         with np.errstate(over="ignore"):  # infinity without a warning, as on a GPU
             return value.astype(np.float16), value
-    value = np.where(np.isnan(value), np.nan, value)  # rounding turns some NaN into numbers
-    bits = value.astype(np.float32).view(np.int32)
-    low_bits = bits.astype(np.int16)
-    return (bits - low_bits).view(np.float32), low_bits
+    value = np.asarray(value, np.float32, order="C")
+    near, low_bits = np.empty_like(value), np.empty(value.shape, np.int16)
+
+    def one(part: slice) -> None:
+        values, rounded, low = (array.reshape(-1)[part] for array in (value, near, low_bits))
+        low[:] = values.view(np.int32)
+        np.subtract(values.view(np.int32), low, out=rounded.view(np.int32))
+        if (nan := np.isnan(values)).any():  # rounding turns some NaN into numbers
+            rounded[nan], low[nan] = np.nan, 0
+
+    in_parallel(one, blocks(value.size))
+    return near, low_bits
 
 
 def joined(param: Array, master: Array) -> Array:

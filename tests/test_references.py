@@ -15,6 +15,7 @@ from pairs import AXES, Pair
 
 from nntile_py import tasks as ops
 from nntile_py.errors import ConfigError
+from nntile_py.system.parallel import BLOCK
 from nntile_py.tasks import Tensor
 from nntile_py.tasks.activation import ACTIVATIONS
 from nntile_py.tasks.cross_entropy import IGNORED
@@ -459,6 +460,17 @@ def test_grad_norm(limit: float) -> None:
 SPECIAL = [2**31 - 1, -1, 0x7F7FFFFF, 0x7F800000]  # bits of NaN, NaN, the greatest number, infinity
 
 
+def test_split_and_joined_in_blocks() -> None:
+    """Arrays of several blocks, of no element, without axes, and in another order of axes."""
+    large = np.random.default_rng(0).standard_normal((3, BLOCK // 2 + 1)).astype(np.float32)
+    large[1, 5] = np.nan
+    for value in (large, large.T, large[:, ::2], np.empty((0, 4), np.float32), np.float32(1.0001)):
+        near, low = split(value)
+        assert near.shape == low.shape == np.shape(value)
+        assert np.array_equal(near[~np.isnan(near)], torch.tensor(near[~np.isnan(near)]).bfloat16().float())
+        assert np.array_equal(joined(near, low), value, equal_nan=True)
+
+
 @given(st.lists(st.integers(-(2**31), 2**31 - 1) | st.sampled_from(SPECIAL), min_size=1))
 def test_split_and_joined(bits: list[int]) -> None:
     """A split parameter equals the fp32 parameter to the bit; NaN stays NaN in both parts."""
@@ -468,5 +480,6 @@ def test_split_and_joined(bits: list[int]) -> None:
     assert low.dtype == np.int16 and np.array_equal(np.isnan(near), ~numbers)
     assert np.array_equal(joined(near, low), value, equal_nan=True)
     assert np.array_equal(torch.tensor(near).bfloat16().float().numpy(), near, equal_nan=True)
+    assert near.shape == low.shape == value.shape
     halves = np.array(bits)[numbers] % 2**16 == 2**15
     assert np.array_equal(near[numbers][~halves], torch.tensor(value).bfloat16().float().numpy()[numbers][~halves])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,7 @@ import numpy as np
 from nntile_py.graph.initializers import Constant, Init, Normal, Uniform
 from nntile_py.graph.lora import is_adapter
 from nntile_py.graph.params import Param, Source
-from nntile_py.system.load import cores
-
-BLOCK = 1 << 20  # elements drawn by one random generator
+from nntile_py.system.parallel import BLOCK, blocks, in_parallel
 
 Array = np.ndarray[Any, Any]
 Draw = Callable[[np.random.Generator, Array, int], None]  # draw(generator, block to fill, number of its array)
@@ -31,13 +28,12 @@ def fill(arrays: Sequence[Array], seed: int | Sequence[int], draw: Draw, first: 
         first: The number of the first array in the seeds. The next arrays have the next numbers.
     """
 
-    def one(place: tuple[int, int]) -> None:
-        number, at = place
-        rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(first + number, at // BLOCK)))
-        draw(rng, arrays[number].reshape(-1)[at : at + BLOCK], number)
+    def one(place: tuple[int, slice]) -> None:
+        number, part = place
+        rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(first + number, part.start // BLOCK)))
+        draw(rng, arrays[number].reshape(-1)[part], number)
 
-    with ThreadPoolExecutor(cores()) as pool:
-        list(pool.map(one, [(k, at) for k, array in enumerate(arrays) for at in range(0, array.size, BLOCK)]))
+    in_parallel(one, [(number, part) for number, array in enumerate(arrays) for part in blocks(array.size)])
 
 
 def _draw(rng: np.random.Generator, block: Array, init: Normal | Uniform) -> None:
