@@ -48,7 +48,8 @@ class _Loader(yaml.SafeLoader):
                 first = joined.value.partition(" ")[0] if lines else joined.value
                 raise _NoSpace(None, None, without_space(first), joined.start_mark)
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
+                problem = f"{key.value!r} is given twice; allowed: once"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -132,9 +133,10 @@ def parse(text: str, what: str) -> Any:
     except yaml.MarkedYAMLError as error:
         if cause := _line_without_space(text, error):
             raise ConfigError(f"{what}, {cause}") from None
-        mark = error.problem_mark or error.context_mark
+        mark, problem = error.problem_mark or error.context_mark, error.problem or error.context or ""
+        problem += "" if "; allowed: " in problem else "; allowed: YAML"
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{what}{where}: {error.problem or error.context}; allowed: YAML") from None
+        raise ConfigError(f"{what}{where}: {problem}") from None
     except Exception as error:  # PyYAML's constructors, such as of !!timestamp, raise various classes of errors
         raise ConfigError(f"{what}: {error}; allowed: YAML") from None
     if values > MOST_VALUES:

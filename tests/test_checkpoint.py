@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from nntile_py.checkpoint import format as checkpoint
 from nntile_py.checkpoint import reader, run_folder
 from nntile_py.checkpoint.format import DamagedCheckpoint, StoredArray, TrainerState
-from nntile_py.checkpoint.resume import newest_checkpoint
+from nntile_py.checkpoint.resume import candidates_in, newest_checkpoint
 from nntile_py.checkpoint.run_folder import Metrics, RunFolder, check_replaced, check_unlocked
 from nntile_py.checkpoint.writer import error_text
 from nntile_py.errors import ConfigError, NNTileError
@@ -498,7 +498,11 @@ def test_folders_that_others_train_into(tmp_path: Path) -> None:
             RunFolder(tmp_path / "run", **wanted)
     with pytest.raises(ConfigError, match="another process is training into"):
         check_unlocked(tmp_path / "run")
+    with pytest.raises(ConfigError, match="--resume: another process is training into"):
+        candidates_in(tmp_path / "run")
     run.close()
+    with pytest.raises(ConfigError, match="--resume: no checkpoint in"):
+        candidates_in(tmp_path / "run")
     check_unlocked(tmp_path / "run")
     with pytest.raises(ConfigError, match="another process has begun to train into"):
         RunFolder(tmp_path / "run", new=True)

@@ -429,6 +429,7 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
         ({"model": model | {"labels": ["a"], "classes": 2}}, r"model.labels: got 1 names; allowed: a name for each of"),
         ({"data": of | {"max_bytes": 100}}, r"data.max_bytes: got 100; allowed: null"),
         ({"data": of | {"label": "sort"}}, r"toy.csv, line 1: no column 'sort'; there are 'words', 'kind'; allowed"),
+        ({"data": of | {"label": "kin"}}, r"no column 'kin' \(did you mean 'kind'\?\); there are"),
         ({"data": of | {"held_out": str(tmp_path / "none.csv")}}, "data.held_out: no such file"),
         ({"data": of | {"held_out": str(tmp_path / "held.csv")}},
          r"data.held_out: .*held.csv, line 3: the label 'thought' is not in data.source; allowed: animal, fruit, met"),

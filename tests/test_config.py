@@ -114,7 +114,7 @@ MISTAKES = [
     ("fusion=5", "fusion", "a section with bias, "),
     ("seed=-1", "seed", "an integer of at least 0"),
     ("sample.top_k=0", "sample.top_k", "an integer of at least 1"),
-    ("out=3", "out", "a valid string"),
+    ("out=3", "out", "a text"),
     ("model.layers.deep=3", "model.layers.deep", "not a section"),
     ("tiles.embed", "tiles.embed", "key=value"),
     ("tiles..embed=1", "tiles..embed", "key=value"),
@@ -187,7 +187,7 @@ def test_fp64_is_for_cpu_workers(small: Path) -> None:
 FILES = [
     ("model: {layers: 1", ["line 1", "allowed: YAML"]),
     ("train:\n\tsteps: 3", ["line 2"]),
-    ("seed: 1\nseed: 2\n", ["line 2", "'seed' is given twice"]),
+    ("seed: 1\nseed: 2\n", ["line 2", "'seed' is given twice; allowed: once\n"]),
     ("- 1\n- 2\n", ["a mapping of model, data"]),
     ("", ["is empty", "a mapping of model"]),
     ("a: *b", ["line 1", "undefined alias"]),

@@ -24,7 +24,7 @@ from nntile_py.data.documents import Documents, TextPart
 from nntile_py.data.tables import read_labelled_texts
 from nntile_py.data.tokenizer import END_OF_TEXT, load_tokenizer, token_numbers
 from nntile_py.errors import ConfigError
-from nntile_py.inference.texts import read_texts
+from nntile_py.inference.texts import placed_texts
 from nntile_py.system.folders import stdlib_files
 from nntile_py.training.datasets import build_dataset
 
@@ -118,9 +118,9 @@ def test_lines_of_tables(tmp_path: Path) -> None:
             (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + end.join([*lines, ""]).encode())
             found = read_labelled_texts("data.source", str(tmp_path / name), "text", "label")
             assert {one.text: one.label for one in found} == texts
-            assert [text for text in read_texts(tmp_path / name, "text")] == [*texts]
+            assert [text for text, _ in placed_texts(tmp_path / name, "text")] == [*texts]
         (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbf" + end.join([*texts, ""]).encode())
-        assert read_texts(tmp_path / "x.txt", "text") == [*texts]
+        assert [text for text, _ in placed_texts(tmp_path / "x.txt", "text")] == [*texts]
 
 
 @pytest.mark.parametrize("content", [b"", b"  \n"])

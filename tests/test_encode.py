@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 import nntile_py as nt
 from nntile_py.data.tokenizer import MASK, number_of
 from nntile_py.inference import encode_file
-from nntile_py.inference.texts import read_texts, with_limit
+from nntile_py.inference.texts import placed_texts, with_limit
 from nntile_py.system.folders import replaced
 
 POSITIONS, VOCAB = 40, 90
@@ -392,6 +392,17 @@ def test_what_the_command_refuses(folder: Any, nntile: Any, tmp_path: Path) -> N
     assert [p.name for p in tmp_path.iterdir()] == ["there.npy"] and (tmp_path / "there.npy").read_bytes() == b"kept"
 
 
+def test_a_text_without_tokens(folder: Any, python: Any, tmp_path: Path) -> None:
+    """The message names the file and the line. The tokenizer has no tokens at the beginning and the end of a text."""
+    path, words = folder("Bert", "Model")[0], Tokenizer.from_str(tokenizer().to_str())
+    words.post_processor = None
+    words.save(str(path / "tokenizer.json"))
+    (tmp_path / "x.txt").write_text("a\n\nb")
+    done = python(CODE, "encode", str(path), "--input", str(tmp_path / "x.txt"), "--out", str(tmp_path / "x.npy"))
+    assert done.returncode == 2 and done.stderr.endswith("x.txt, line 2: 0 tokens; allowed: 1 to 40\n"), done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["x.txt"]
+
+
 @pytest.mark.parametrize("name", ["x.npy", "x.npz", "x.safetensors"])
 def test_a_full_disk_under_the_vectors(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room is reserved before the outputs are written; without room nothing is left."""
@@ -410,10 +421,10 @@ def test_a_full_disk_under_the_vectors(name: str, tmp_path: Path, monkeypatch: p
 
 def test_texts_of_files(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_bytes("\ufeffone\r\n\r\nthree".encode())
-    assert read_texts(tmp_path / "x.txt", "text") == ["one", "", "three"]
+    assert [text for text, _ in placed_texts(tmp_path / "x.txt", "text")] == ["one", "", "three"]
     (tmp_path / "x.txt").write_bytes(b"one\n\xff\n")
     with pytest.raises(nt.ConfigError, match=r"x\.txt, line 2: not UTF-8"):
-        read_texts(tmp_path / "x.txt", "text")
+        placed_texts(tmp_path / "x.txt", "text")
     long = "x" * 200_000
     (tmp_path / "x.csv").write_text(f"text\n{long}\n")
-    assert read_texts(tmp_path / "x.csv", "text") == [long]
+    assert [text for text, _ in placed_texts(tmp_path / "x.csv", "text")] == [long]

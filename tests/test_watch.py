@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import re
 import struct
 from collections.abc import Iterator
@@ -48,6 +49,8 @@ def test_smoothing_is_an_average_without_bias() -> None:
     assert smoothed([3.0] * 50) == pytest.approx([3.0] * 50)
     noisy = np.random.default_rng(0).normal(5, 1, 2000).tolist()
     assert abs(smoothed(noisy)[-1] - 5) < 0.4 and smoothed(noisy)[0] == noisy[0] and smoothed([]) == []
+    falling = [math.exp(-step / 10) for step in range(100)]
+    assert smoothed(falling)[:97] == pytest.approx(falling[:97], rel=0.05)  # does not lag
 
 
 def test_the_curve_in_a_terminal() -> None:
@@ -221,7 +224,7 @@ def test_a_callback_ends_a_run_early(tmp_path: Path) -> None:
     assert "step 9/9" not in done.stdout and "loss" not in done.stdout
     assert [line["step"] for line in metrics(tmp_path / "run") if "machine" in line] == [1, last + 1]
     sample = (tmp_path / "run/sample.txt").read_text()
-    assert sample.startswith("sample:\nimport ") and html.escape(sample.split()[1]) in report_page(
+    assert sample.startswith("import ") and html.escape(sample.split()[1]) in report_page(
         read_run(tmp_path / "run")
     )
 

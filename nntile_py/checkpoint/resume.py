@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from nntile_py.checkpoint.format import STATE, DamagedCheckpoint, checkpoints_in
 from nntile_py.checkpoint.reader import read_averages, read_facts
+from nntile_py.checkpoint.run_folder import check_unlocked
 from nntile_py.config.run_config import RunConfig
 from nntile_py.data.dataset import Dataset
 from nntile_py.errors import ConfigError
@@ -135,6 +136,7 @@ def candidates_in(where: Path) -> list[Path]:
         return [where]
     if folders := [folder for _, folder in checkpoints_in(where)]:
         return folders
+    check_unlocked(where, "--resume")
     raise _nothing_to_resume("no checkpoint", where)
 
 

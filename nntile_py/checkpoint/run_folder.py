@@ -167,7 +167,7 @@ class RunFolder:
             self._report(f"{path.parent / path.stem} is not what a run has written: it is now {path.name}")
 
 
-def _locked(folder: Path) -> int:
+def _locked(folder: Path, option: str = "--out") -> int:
     """Lock a folder and return a file descriptor. The lock lasts until the descriptor is closed.
 
     Raises ConfigError if another process has locked the folder."""
@@ -176,7 +176,7 @@ def _locked(folder: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
-        raise ConfigError(f"--out: another process is training into {folder}; allowed: another folder") from None
+        raise ConfigError(f"{option}: another process is training into {folder}; allowed: another folder") from None
     return lock
 
 
@@ -191,10 +191,10 @@ def check_place(option: str, folder: Path) -> None:
             raise ConfigError(f"{option}: {folder} {where}; allowed: a folder outside of them")
 
 
-def check_unlocked(out: Path) -> None:
-    """Raise ConfigError if another process trains into the folder."""
-    if out.is_dir():
-        os.close(_locked(out))
+def check_unlocked(folder: Path, option: str = "--out") -> None:
+    """Raise ConfigError if another process trains into the folder that an option names."""
+    if folder.is_dir():
+        os.close(_locked(folder, option))
 
 
 def check_replaced(out: Path) -> None:

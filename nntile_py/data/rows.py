@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -83,11 +84,16 @@ def _object(here: str, text: str, columns: Sequence[str], need: str) -> dict[str
     return row
 
 
+def _close(name: str, names: Iterable[str]) -> str:
+    """Return a question with the name that is most like a missing name; "" if none is like it."""
+    return "".join(f" (did you mean {one!r}?)" for one in get_close_matches(name, list(names), 1))
+
+
 def _check_keys(here: str, row: dict[str, Any], columns: Sequence[str], need: str) -> None:
     for key in columns:
         if key not in row:
             named = ", ".join(map(repr, row)) or "none"
-            raise MissingColumn(f"{here}: no {key!r}; it has {named}; allowed: {need}")
+            raise MissingColumn(f"{here}: no {key!r}{_close(key, row)}; it has {named}; allowed: {need}")
 
 
 def _json_rows(where: str, path: Path, columns: Sequence[str], need: str) -> Iterator[Row]:
@@ -144,7 +150,8 @@ def _check_columns(here: str, columns: Sequence[str], wanted: Sequence[str], nee
             raise ConfigError(f"{here}: the column {name!r} is there twice; allowed: once")
         if name not in columns:
             named = ", ".join(map(repr, columns))
-            raise MissingColumn(f"{here}: no column {name!r}; there are {named}; allowed: {need}")
+            missing = f"no column {name!r}{_close(name, columns)}"
+            raise MissingColumn(f"{here}: {missing}; there are {named}; allowed: {need}")
 
 
 # -- binary tables

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -19,7 +21,7 @@ from nntile_py.graph.step import check_precision
 from nntile_py.inference.encoder import HEADS, OUTPUTS, Encoder
 from nntile_py.inference.open_model import no_tokenizer
 from nntile_py.inference.sentence import has_modules
-from nntile_py.inference.texts import read_texts
+from nntile_py.inference.texts import placed_texts
 from nntile_py.system.folders import remove_leftovers, replaced, reserve
 from nntile_py.system.progress import progress_bar
 
@@ -39,7 +41,7 @@ def encode_file(
 
     Args:
         folder: The model's folder.
-        source: File of the texts; see texts.read_texts.
+        source: File of the texts; see texts.placed_texts.
         key: Column of the texts.
         out: File to write.
         output: Output of the model; see Encoder. None: `sentence` for a folder of sentence-transformers, else `mean`.
@@ -55,7 +57,8 @@ def encode_file(
     cpus, cuda = workers
     with as_options("cpus", "cuda"):
         runtime = Runtime(cpus=cpus, cuda=cuda)
-    texts = read_texts(source, key)
+    placed = placed_texts(source, key)
+    texts = [text for text, _ in placed]
     if (folder / "config.json").is_file() and not (folder / TOKENIZER).is_file():
         raise no_tokenizer(folder)
     output = output or ("sentence" if has_modules(folder) else "mean")
@@ -81,11 +84,24 @@ def encode_file(
                 progress.advance(bar)
 
         remove_leftovers(out)
-        with replaced(out) as file:
+        with _named_by(placed), replaced(out) as file:
             shape = _write(file, out.suffix, output, outputs(), len(texts), encoder.of_tokens)
     seconds = time.perf_counter() - begun
     cut = f", {encoder.cut:,} of them cut at {encoder.max_length} tokens" if encoder.cut else ""
     return f"{len(texts):,} texts{cut} in {seconds:.1f} s; {out}: {output} {' x '.join(map(str, shape))}"
+
+
+@contextmanager
+def _named_by(placed: Sequence[tuple[str, str]]) -> Iterator[None]:
+    """Raise the Encoder's errors about `texts[N]` as ConfigError with the text's file and line instead.
+
+    placed: texts and their places, see placed_texts."""
+    try:
+        yield
+    except ValueError as error:
+        if not (found := re.match(r"texts\[(\d+)\]: ", str(error))):
+            raise
+        raise ConfigError(f"{placed[int(found[1])][1]}: {str(error)[found.end() :]}") from None
 
 
 def _check_out(out: Path, overwrite: bool) -> None:

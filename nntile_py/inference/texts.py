@@ -185,11 +185,6 @@ def _numbers(value: Any, here: str, need: str) -> TokenizedText:
 # -- from files
 
 
-def read_texts(path: Path, key: str) -> list[str]:
-    """Return the texts of `placed_texts`."""
-    return [text for text, _ in placed_texts(path, key)]
-
-
 def placed_texts(path: Path, key: str) -> list[tuple[str, str]]:
     """Return the texts of a table's column `key` (see tables.read_rows), or the lines of a .txt file.
 

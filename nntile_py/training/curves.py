@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,13 +62,15 @@ def curves_of(lines: Sequence[Mapping[str, Any]]) -> Curves:
 
 
 def smoothed(values: Sequence[float], share: float = 0.05) -> list[float]:
-    """Return exponential averages: each result is an average of the values before it, about a `share` of all values.
+    """Return moving averages: each result is the mean of about a `share` of all values, half of them before its own.
 
-    As in Adam, the average is divided by the sum of its weights, so that the first results are not too small."""
-    decay, total, weight, result = 1 - 1 / max(1.0, share * len(values)), 0.0, 0.0, []
-    for value in values:
-        total, weight = decay * total + (1 - decay) * value, decay * weight + (1 - decay)
-        result.append(total / weight if weight else value)
+    The first results are means of fewer values, as many before their own value as after it. The last results are means
+    of the values that there are."""
+    sums, half, result = [0.0, *accumulate(values)], int(share * len(values) / 2), []
+    for at in range(len(values)):
+        reach = min(half, at)
+        first, end = at - reach, min(at + reach + 1, len(values))
+        result.append((sums[end] - sums[first]) / (end - first))
     return result
 
 

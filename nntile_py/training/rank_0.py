@@ -29,7 +29,7 @@ from nntile_py.training.curves import save_curve
 from nntile_py.training.display import Display
 from nntile_py.training.loggers import Loggers
 from nntile_py.training.loop import run_steps
-from nntile_py.training.run_sample import sample_text
+from nntile_py.training.run_sample import HEADING, sample_text
 from nntile_py.training.trainer import Trainer
 
 PATIENCE = 3.0  # seconds that a second Ctrl-C waits for a checkpoint that is being written
@@ -163,7 +163,7 @@ def _show_predictions(run: TrainingRun, saved: Path, last: Mapping[str, Any] | N
     elif sample := sample_text(run.config, run.dataset, run.trainer, run.stop):
         run.report(sample)
         with suppress(OSError):  # a full disk: the sample has been printed
-            replace_file(saved / SAMPLE, sample.strip() + "\n")
+            replace_file(saved / SAMPLE, sample.strip().removeprefix(HEADING).strip() + "\n")
 
 
 def _save_confusion(names: list[str], counts: object, folder: Path, report: Report) -> None:

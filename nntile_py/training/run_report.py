@@ -29,7 +29,7 @@ _CURVES = {
     "tokens_per_s": ("Throughput", "tokens/s"),
     "grad_norm": ("Norm of the gradient", "norm"),
     "accuracy": ("Held-out accuracy", "accuracy"),
-    "memory_bytes": ("Memory of the tiles", "bytes"),
+    "memory_bytes": ("Memory of the tiles", "MiB"),
     "data_wait_s": ("Wait for a batch", "seconds"),
 }
 
@@ -39,6 +39,8 @@ def report_page(run: RecordedRun) -> str:
     pictures = [("Loss", _svg(draw_losses({run.name: run.curves})))]
     for key, (title, unit) in _CURVES.items():
         steps, values = run.curves.values.get(key, ([], []))
+        if unit == "MiB":
+            values = [value / 2**20 for value in values]
         if len(values) > 1:
             pictures.append((title, _svg(_draw(steps, values, unit))))
     page = templates(Path(__file__).parent).get_template("run_report.html.j2")

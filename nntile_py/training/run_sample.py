@@ -13,6 +13,8 @@ from nntile_py.inference.generate import fill_masked, generate
 from nntile_py.training.collectives import agree, ranks_of_run
 from nntile_py.training.trainer import Trainer
 
+HEADING = "sample:"  # of the text at the end of the output; the file sample.txt has the text alone
+
 
 class NoSample(TaskError):
     """A task of the sample has failed. The error ends the block of the runtime, because its tiles are then invalid."""
@@ -42,7 +44,7 @@ def sample_text(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: lis
     ranks = ranks_of_run()
     try:
         if config.aim == "causal":
-            return f"\nsample:\n{_continuation(config, dataset, trainer, stop, alone=not ranks)}"
+            return f"\n{HEADING}\n{_continuation(config, dataset, trainer, stop, alone=not ranks)}"
         guesses = fill_masked(trainer, dataset.tokenizer, dataset.example, config.sample.tokens)
         return f"\nheld-out text, guesses at its masked tokens in [[ ]]:\n{guesses}"
     except NotFinite as error:
