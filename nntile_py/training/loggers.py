@@ -15,6 +15,7 @@ from nntile_py.config.logging_section import own_callback
 from nntile_py.config.run_config import RunConfig
 from nntile_py.errors import ConfigError, raised
 from nntile_py.models.registry import code_of
+from nntile_py.system.interrupts import ends_at_once
 
 CALLBACK = "logging.callback"
 FLUSH_SECONDS = 10  # time between two flushes of TensorBoard's file
@@ -186,6 +187,7 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
 
 def _package(name: str, key: str) -> Any:
     try:
-        return importlib.import_module(name)
+        with ends_at_once():  # tensorboardX imports torch
+            return importlib.import_module(name)
     except ImportError:
         raise ConfigError(f"{key}: needs the package {name}; allowed after: pip install {name}") from None
