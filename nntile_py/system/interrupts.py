@@ -12,13 +12,13 @@ from typing import NoReturn
 
 @contextmanager
 def ends_at_once() -> Iterator[None]:
-    """Context manager: Ctrl-C in its block ends the process with one line and exit status 130, SIGTERM ends it at once.
+    """Context manager: Ctrl-C in its block ends the process with one line and exit status 130, SIGTERM with status 143.
 
     For a block that imports modules: an interrupted import may also end in another error, end the process with a trace
     of C++, or go on."""
     handlers = {  # handlers of a command, and handlers in the block
         signal.SIGINT: (signal.default_int_handler, lambda number, _: end_at_once(number)),
-        signal.SIGTERM: (_exit_at_sigterm, signal.SIG_DFL),
+        signal.SIGTERM: (_exit_at_sigterm, lambda number, _: os._exit(128 + number)),
     }
     replaced = [number for number, (usual, _) in handlers.items() if signal.getsignal(number) is usual]
     try:
