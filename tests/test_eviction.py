@@ -104,6 +104,30 @@ def test_little_more_travels_than_by_use(uses: list[list[int]], room: int) -> No
     assert fetched(tasks.tasks, room << 10, True) <= fetched(tasks.tasks, room << 10, False) + (1 << 10)
 
 
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True), min_size=2, max_size=12),
+    st.sets(st.tuples(st.integers(0, 11), st.integers(0, 9))), st.integers(3, 9),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_tiles_outside_at_once(uses: list[list[int]], cleared: set[tuple[int, int]], room: int) -> None:
+    """The peak is that of a simulation with a set of tiles in memory, a set of tiles outside, and three rounds."""
+    tiles = [tile(str(k), 1 + k % 3) for k in range(10)]
+    tasks = [
+        Task("k", [RW(tiles[k]) for k in used], clears=[tiles[k] for at, k in sorted(cleared) if at == number])
+        for number, used in enumerate(uses)
+    ]
+    mark_evictions([a_list(*tasks[:1]), a_list(*tasks[1:])], 3 * room << 10)
+    inside, outside = set[Tile](), {tiles[k] for used in uses for k in used}
+    for _ in range(3):
+        peak = most = 0
+        for task in tasks:
+            used = {access.tile for access in task.accesses}
+            inside, outside = (inside - {*task.clears}) | used, outside - {*task.clears} - used
+            peak, most = max(peak, sum(t.bytes for t in outside)), max(most, sum(t.bytes for t in inside))
+            inside, outside = inside - {*task.evicts}, outside | {*task.evicts}
+    assert outside_peak([a_list(*tasks)]) == peak and most <= 3 * room << 10
+
+
 def test_a_step_of_gpt2_moves_less() -> None:
     config = nt.models.GPT2Config(layers=6, embed=256, heads=4, vocab=512, positions=128)
     built = StepSpec(

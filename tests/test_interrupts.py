@@ -70,6 +70,29 @@ def test_ctrl_c_of_a_command_is_one_line(capsys: pytest.CaptureFixture[str], mon
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
+IMPORTS = """
+import os, sys
+from pathlib import Path
+from types import SimpleNamespace
+from nntile_py import cli
+from nntile_py.training.loggers import check_packages
+
+Path("tensorboardX.py").write_text(f"import os\\ntry: os.kill(os.getpid(), {sys.argv[1]})\\nexcept BaseException: pass")
+sys.path.insert(0, "")
+sys.argv = ["nntile"]
+cli.main(lambda: check_packages(SimpleNamespace(logging=SimpleNamespace(tensorboard=True, wandb=None))))
+print("not ended")
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_a_logger_is_imported(number: int, status: int, tmp_path: Path) -> None:
+    """tensorboardX imports torch, which ignores or aborts at some exceptions of a signal's handler."""
+    command = [sys.executable, "-c", IMPORTS, str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (status, ""), done.stderr
+
+
 COMPILES = """
 import os, signal, sys, threading, time
 from pathlib import Path

@@ -134,3 +134,13 @@ def test_a_plan_for_a_machine_with_more_memory(monkeypatch: pytest.MonkeyPatch) 
     assert not of(f"runtime.memory={2 * small}")[1].refused
     with_limit = of(f"runtime.memory={small - 1}")[1].refused
     assert with_limit.startswith("out of memory: ") and "another machine" not in with_limit
+
+
+def test_a_plan_refuses_offload_without_room() -> None:
+    """A run refuses it before its first step, with the same message."""
+    gpu = "runtime.cuda=1", "runtime.cpus=0", "runtime.cuda_memory=64GiB", "offload=[optimizer,activations]"
+    made = of(*gpu, "runtime.memory=4GiB")[1]
+    assert made.evicted_bytes and not made.refused
+    small = of(*gpu, f"runtime.memory={made.state_bytes // 2}")[1].refused
+    assert small.startswith("offload: main memory has no room for the tiles of optimizer, activations; allowed: fewer")
+    assert not of(*gpu[:3], f"runtime.memory={made.state_bytes // 2}")[1].refused

@@ -206,6 +206,27 @@ def test_a_logger_that_fails_is_left_out(tmp_path: Path) -> None:
     loggers.close()
 
 
+def test_tensorboard_on_a_full_disk_does_not_stop_training(python: Python, tmp_path: Path) -> None:
+    """A file that cannot grow is reported once; neither later lines nor the end of the process wait for it."""
+    pytest.importorskip("tensorboardX")
+    code = """
+import resource, sys
+from pathlib import Path
+from types import SimpleNamespace
+from nntile_py.training.loggers import Loggers
+config = SimpleNamespace(logging=SimpleNamespace(tensorboard=True, wandb=None, callback=None))
+loggers = Loggers(config, Path(sys.argv[1]), 3, print, [])
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+for step in range(4, 1000):
+    loggers.write({"step": step, "loss": 2.0, "lr": 0.1})
+loggers.close()
+print("end")
+"""
+    done = python(code, tmp_path, timeout=60, fresh=True)
+    note = "note: TensorBoard failed ([Errno 27] File too large); training goes on without it"
+    assert done.returncode == 0 and done.stdout.splitlines() == [note, "end"], done.stdout + done.stderr
+
+
 def test_a_callback_ends_a_run_early(tmp_path: Path) -> None:
     code = tmp_path / "mine.py"
     code.write_text("def watch(line):\n    print('seen', line['step'])\n    return line['step'] == 2\n")

@@ -86,15 +86,12 @@ def outside_peak(lists: Sequence[TaskList]) -> int:
     """Return the most bytes of tiles that are not in a device's memory at once, if `Task.evicts` is set.
 
     One worker repeats the lists in order. A tile that leaves after a task counts from the end of this task to its next
-    use. Persistent tiles exist all the time, except from `Task.clears` to their next use.
+    use or to `Task.clears`. The initial values of tiles do not count: they are outside only until their first use.
     """
     tasks = [task for one in lists for task in one.tasks]
-    outside = {a.tile.key: a.tile.bytes for task in tasks for a in task.accesses if a.tile.persistent}
-    for task in tasks:
-        for tile in task.clears:
-            outside.pop(tile.key, None)
-    taken, peak = sum(outside.values()), 0
-    for number in range(2 * len(tasks)):  # in the first round, tiles arrive for the first time
+    outside: dict[Hashable, int] = {}
+    taken, peak = 0, 0
+    for number in range(2 * len(tasks)):  # the first round only finds the tiles that are outside when a round begins
         task = tasks[number % len(tasks)]
         for tile in (*task.clears, *(a.tile for a in task.accesses)):
             taken -= outside.pop(tile.key, 0)

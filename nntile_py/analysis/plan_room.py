@@ -65,8 +65,11 @@ def refusal(config: RunConfig, step: Step, choices: Mapping[str, Sequence[Altern
     """
     workers, machine = _Workers.of(config), machine_memory()
     other = (workers.memory or 0) > machine  # the plan is for a machine with more memory
+    main = workers.memory if other else machine
     try:
-        memory_checks.check_step(step, workers, workers.memory if other else machine)
+        memory_checks.check_step(step, workers, main)
+        if workers.cuda:
+            memory_checks.check_offload([one.tasks for one in step.lists], workers, config.offload, main)
         for lowering in step.lists:
             memory_checks.check_tasks(lowering.tasks, workers, in_step=True)
     except TaskError as error:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Collection, Hashable, Sequence
 
 from nntile_py import _core
-from nntile_py.errors import TaskError
-from nntile_py.execution.memory_checks import FEWER_ACTIVATIONS, main_memory, task_bytes
+from nntile_py.execution.memory_checks import check_offload, has_room_for_evictions, main_memory, task_bytes
 from nntile_py.execution.runtime import Runtime
-from nntile_py.graph.recompute_choice import OF_MACHINE, Room
+from nntile_py.graph.recompute_choice import Room
 from nntile_py.tiles import TaskList
-from nntile_py.tiles.eviction import Offloaded, is_planned, mark_evictions, outside_peak, room_in_turn
+from nntile_py.tiles.eviction import Offloaded, is_planned, room_in_turn
 from nntile_py.tiles.residents import residents
 
 TIGHT_GROUPS = 64  # number of task groups whose tiles fit on a GPU together, if not all tiles of a step fit
-AT_REST = 31 / 32  # share of main memory for tiles that have left a GPU; the rest is for tiles in transfer
 
 
 def group_bytes(runtime: Runtime, tight: bool) -> int:
@@ -53,11 +50,6 @@ def residents_of_step(
     return residents(lists, runtime.cuda * (runtime.cuda_memory or 0) if runtime.cuda else main_memory(runtime))
 
 
-def has_room_for_evictions(lists: Sequence[TaskList], runtime: Runtime) -> bool:
-    """Return whether main memory has room for the tiles that an eviction plan moves there."""
-    return outside_peak(lists) <= main_memory(runtime) * (AT_REST if runtime.memory else OF_MACHINE)
-
-
 def limit_evictions(lists: Sequence[TaskList], runtime: Runtime, offload: Collection[Offloaded]) -> None:
     """Drop the eviction plan if main memory has no room for its tiles: StarPU then chooses which tiles to evict.
 
@@ -68,11 +60,7 @@ def limit_evictions(lists: Sequence[TaskList], runtime: Runtime, offload: Collec
     """
     if has_room_for_evictions(lists, runtime):
         return
-    if mark_evictions(lists, math.inf, offload) and not has_room_for_evictions(lists, runtime):
-        raise TaskError(
-            f"offload: main memory has no room for the tiles of {', '.join(offload)}; allowed: fewer kinds, or a larger"
-            f" runtime.memory{f'; or {FEWER_ACTIVATIONS}' if 'activations' in offload else ''}"
-        )
+    check_offload(lists, runtime, offload)
 
 
 def room(runtime: Runtime) -> Room:

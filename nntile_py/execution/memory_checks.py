@@ -5,20 +5,22 @@ Messages name the tensors and the keys to change. This module needs no runtime, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from nntile_py.errors import TaskError
-from nntile_py.graph.recompute_choice import IN_ORDER, TASKS_AT_ONCE, needed_with_disk
+from nntile_py.graph.recompute_choice import IN_ORDER, OF_MACHINE, TASKS_AT_ONCE, needed_with_disk
 from nntile_py.system.cgroup import within_machine
 from nntile_py.tasks.optimizer import MASTERS
 from nntile_py.tiles import AXES, TaskList, Tile, cut_as
-from nntile_py.tiles.eviction import is_planned, share_inside
+from nntile_py.tiles.eviction import Offloaded, is_planned, mark_evictions, outside_peak, share_inside
 
 if TYPE_CHECKING:
     from nntile_py.graph.built_step import Step
 
 MIB = 2**20
+AT_REST = 31 / 32  # share of main memory for tiles that have left a GPU; the rest is for tiles in transfer
 MORE_PARTS = "more micro-batches (train.grad_accumulation) of a smaller train.batch"
 FEWER_ACTIVATIONS = f"{MORE_PARTS}, or recompute"
 
@@ -147,6 +149,25 @@ def check_step(step: Step, runtime: Workers, machine: int | None = None) -> None
         _check_disk(peak, rest, [one.tasks for one in step.lists], runtime, memory, advice)
     if rest > have:
         raise TaskError(f"out of memory: a step needs {_at_least(peak)}, {room}; {advice}")
+
+
+def has_room_for_evictions(lists: Sequence[TaskList], runtime: Workers, machine: int | None = None) -> bool:
+    """Return whether main memory has room for the tiles that leave a GPU after tasks, by `Task.evicts`."""
+    return outside_peak(lists) <= main_memory(runtime, machine) * (AT_REST if runtime.memory else OF_MACHINE)
+
+
+def check_offload(
+    lists: Sequence[TaskList], runtime: Workers, offload: Collection[Offloaded], machine: int | None = None
+) -> None:
+    """Raise TaskError if main memory has no room for the tiles of `offload`. Sets `Task.evicts` to these tiles alone.
+
+    machine: see `check_step`.
+    """
+    if mark_evictions(lists, math.inf, offload) and not has_room_for_evictions(lists, runtime, machine):
+        raise TaskError(
+            f"offload: main memory has no room for the tiles of {', '.join(offload)}; allowed: fewer kinds, or a larger"
+            f" runtime.memory{f'; or {FEWER_ACTIVATIONS}' if 'activations' in offload else ''}"
+        )
 
 
 def has_room_for_copy(step: Step, runtime: Workers) -> bool:

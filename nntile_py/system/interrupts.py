@@ -12,21 +12,25 @@ from typing import NoReturn
 
 @contextmanager
 def ends_at_once() -> Iterator[None]:
-    """Context manager: Ctrl-C in its block ends the process with one line and exit status 130.
+    """Context manager: Ctrl-C in its block ends the process with one line and exit status 130, SIGTERM with status 143.
 
-    For a block that imports modules: an interrupted import may also end in another error than KeyboardInterrupt."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or handled by a user's program
-        yield
-        return
+    For a block that imports modules: an interrupted import may also end in another error, end the process with a trace
+    of C++, or go on."""
+    handlers = {  # handlers of a command, and handlers in the block
+        signal.SIGINT: (signal.default_int_handler, lambda number, _: end_at_once(number)),
+        signal.SIGTERM: (_exit_at_sigterm, lambda number, _: os._exit(128 + number)),
+    }
+    replaced = [number for number, (usual, _) in handlers.items() if signal.getsignal(number) is usual]
     try:
-        signal.signal(signal.SIGINT, lambda number, _: end_at_once(number))
+        for number in replaced:  # not signals that are ignored, or handled by a user's program
+            signal.signal(number, handlers[number][1])
     except ValueError:  # not in the main thread: other threads get no signals
-        yield
-        return
+        replaced = []
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in replaced:
+            signal.signal(number, handlers[number][0])
 
 
 @contextmanager
@@ -35,13 +39,8 @@ def ends_at_sigterm() -> Iterator[None]:
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)  # a second SIGTERM ends the process at once
-        raise SystemExit(128 + number)
-
     try:
-        signal.signal(signal.SIGTERM, end)
+        signal.signal(signal.SIGTERM, _exit_at_sigterm)
     except ValueError:  # not in the main thread
         yield
         return
@@ -49,6 +48,11 @@ def ends_at_sigterm() -> Iterator[None]:
         yield
     finally:
         to_default(signal.SIGTERM)
+
+
+def _exit_at_sigterm(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_DFL)  # a second SIGTERM ends the process at once
+    raise SystemExit(128 + number)
 
 
 @contextmanager

@@ -15,8 +15,10 @@ from nntile_py.config.logging_section import own_callback
 from nntile_py.config.run_config import RunConfig
 from nntile_py.errors import ConfigError, raised
 from nntile_py.models.registry import code_of
+from nntile_py.system.interrupts import ends_at_once
 
 CALLBACK = "logging.callback"
+FLUSH_SECONDS = 10  # time between two flushes of TensorBoard's file
 
 
 class Logger(Protocol):
@@ -38,18 +40,31 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, after: int) -> None:
-        writer = _package("tensorboardX", "logging.tensorboard").SummaryWriter
+        package = _package("tensorboardX", "logging.tensorboard")
+        folder = folder / "tensorboard"
+        folder.mkdir(exist_ok=True)
+        self._scalar, events = package.summary.scalar, package.proto.event_pb2
+        self._event = events.Event
+        # tensorboardX's SummaryWriter would write in a thread. The thread ends when the disk is full, and the training
+        # would then wait for it forever.
         # The names of tensorboardX have seconds: a run that resumed within one second overwrote the file.
-        suffix = f".{time.time_ns()}"
-        folder, first = folder / "tensorboard", after + 1 if after else None
-        self._writer = writer(str(folder), purge_step=first, flush_secs=10, filename_suffix=suffix)
+        self._file = package.event_file_writer.EventsWriter(str(folder / "events"), f".{time.time_ns()}")
+        self._flushed = time.monotonic()
+        if after:
+            start = events.SessionLog(status=events.SessionLog.START)
+            self._file.write_event(self._event(wall_time=time.time(), step=after + 1, session_log=start))
 
     def write(self, line: Mapping[str, Any]) -> None:
+        moment = line.get("time") or time.time()
         for key, value in _numbers(line).items():
-            self._writer.add_scalar(key, value, line["step"], line.get("time"))
+            summary = self._scalar(key, value)
+            self._file.write_event(self._event(wall_time=moment, step=line["step"], summary=summary))
+        if time.monotonic() > self._flushed + FLUSH_SECONDS:
+            self._file.flush()
+            self._flushed = time.monotonic()
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 class WandB:
@@ -172,6 +187,7 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
 
 def _package(name: str, key: str) -> Any:
     try:
-        return importlib.import_module(name)
+        with ends_at_once():  # tensorboardX imports torch
+            return importlib.import_module(name)
     except ImportError:
         raise ConfigError(f"{key}: needs the package {name}; allowed after: pip install {name}") from None
