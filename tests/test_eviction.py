@@ -146,6 +146,34 @@ def test_a_step_of_gpt2_moves_less() -> None:
     assert evicted == sorted(evicted) and evicted[0] < 0.5 * peak
 
 
+def most_inside(lists: list[TaskList]) -> int:
+    """Return the most bytes in the memory at once, if the lists run in order, again and again."""
+    inside, most = dict[Any, int](), 0
+    for task in [task for tasks in lists for task in tasks.tasks] * 2:
+        for one in task.clears:
+            inside.pop(one.key, None)
+        inside |= {access.tile.key: access.tile.bytes for access in task.accesses}
+        most = max(most, sum(inside.values()))
+        for one in (*task.frees, *task.evicts):
+            inside.pop(one.key, None)
+    return most
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_each_micro_batch_stays_within_the_room(recompute: str) -> None:
+    """The list of the further micro-batches runs three times in a row."""
+    config = nt.models.GPT2Config(layers=4, embed=64, heads=4, vocab=128, positions=64)
+    built = StepSpec(
+        nt.models.GPT2(config, {}), 2, 64, Tiling({}), precision="fp32", optimizer=nt.AdamW(),
+        clip_grad_norm=1.0, accumulate="chain", fusion=Fusion(), grad_accumulation=4, recompute=recompute,
+    ).step()  # fmt: skip
+    each = [low.tasks for low in built.lists]
+    lists, room = [each[k] for k in built.order(4)], 0.45 * built.peak_bytes()
+    assert built.order(4) == [0, 1, 1, 1, 2] and built.order(2) == [0, 1, 2]
+    assert mark_evictions(lists, room) and most_inside(lists) <= room
+    assert mark_evictions(each, room) and most_inside(lists) > room  # one run does not show what follows a run
+
+
 class AllLeave(program.Program):
     def __init__(self, tasks: TaskList, *rest: Any) -> None:
         for task in tasks.tasks:

@@ -58,7 +58,7 @@ def room_in_turn(lists: Sequence[TaskList], memory: float) -> float:
 
     Returns 0 if all tiles fit and no plan is needed.
     """
-    fit = not _evictions([task for one in lists for task in one.tasks], FULL * memory, first_only=True)
+    fit = not _evictions(_in_turn(lists), FULL * memory, first_only=True)
     return 0 if fit else SHARE * memory
 
 
@@ -69,11 +69,12 @@ def mark_evictions(lists: Sequence[TaskList], room: float, offload: Collection[O
     right after its previous use, so it has been written back before the memory is needed.
 
     Args:
-        lists: resolved lists; persistent tiles with equal keys are the same tile.
+        lists: resolved lists in the order in which they run; persistent tiles with equal keys are the same tile. A list
+            that runs several times occurs several times. A tile that leaves after a task leaves in all of these runs.
         room: bytes of device memory.
         offload: kinds of tensors whose tiles leave between uses even if there is room for them.
     """
-    tasks = [task for one in lists for task in one.tasks]
+    tasks = _in_turn(lists)
     uses = _evictions(tasks, room, first_only=False, offload=offload)
     for task in tasks:
         task.evicts = []
@@ -82,13 +83,19 @@ def mark_evictions(lists: Sequence[TaskList], room: float, offload: Collection[O
     return bool(uses)
 
 
+def _in_turn(lists: Sequence[TaskList]) -> list[Task]:
+    """Return the tasks of all lists. Of a list that runs more than twice in a row, two runs show what follows a run."""
+    shown = (one for k, one in enumerate(lists) if k < 2 or not one is lists[k - 1] is lists[k - 2])
+    return [task for one in shown for task in one.tasks]
+
+
 def outside_peak(lists: Sequence[TaskList]) -> int:
     """Return the most bytes of tiles that are not in a device's memory at once, if `Task.evicts` is set.
 
     One worker repeats the lists in order. A tile that leaves after a task counts from the end of this task to its next
     use or to `Task.clears`. The initial values of tiles do not count: they are outside only until their first use.
     """
-    tasks = [task for one in lists for task in one.tasks]
+    tasks = _in_turn(lists)
     outside: dict[Hashable, int] = {}
     taken, peak = 0, 0
     for number in range(2 * len(tasks)):  # the first round only finds the tiles that are outside when a round begins
@@ -111,7 +118,7 @@ def evicted_bytes(lists: Sequence[TaskList], memory: float | None, offload: Coll
         offload: as for `mark_evictions`.
     """
     room = room_in_turn(lists, memory) if memory else 0
-    mark_evictions(list({id(tasks): tasks for tasks in lists}.values()), room or math.inf, offload)
+    mark_evictions(lists, room or math.inf, offload)
     return sum(tile.bytes for tasks in lists for task in tasks.tasks for tile in task.evicts)
 
 
@@ -125,14 +132,16 @@ def _evictions(
     fits = sum({a.tile.key: a.tile.bytes for t in tasks for a in t.accesses}.values()) <= room
     if fits and not offload:
         return []
-    count = len(tasks)
+    count, first = len(tasks), dict[int, int]()
+    mark_of = [first.setdefault(id(task), number) for number, task in enumerate(tasks)]  # in a later run, of the first
     used = [{a.tile.key: a.tile for a in t.accesses} for t in tasks]
     cleared = [{tile.key for tile in t.clears} for t in tasks]
     after = _next_uses(used, cleared)
     held: dict[Hashable, int] = {}  # {tile in memory: turn of its last use}; turn: tasks simulated before
     by_use: list[tuple[int, int, Hashable]] = []  # heap of tiles in memory, the furthest next use first
     order, taken = itertools.count(), 0
-    marked = _offloaded(tasks, used, after, cleared, {OFFLOADED[name] for name in offload})
+    offloaded = _offloaded(tasks, used, after, cleared, {OFFLOADED[name] for name in offload})
+    marked = {(mark_of[number], key) for number, key in offloaded}
     before = 0
     # Each round simulates all tasks once. The first round fills the memory and marks no tile. A mark, a pair (task
     # number, key), holds for all later rounds. The simulation ends with a round that adds no mark.
@@ -162,12 +171,12 @@ def _evictions(
             taken -= used[last % count][key].bytes
             del held[key]
             if turn >= count:
-                marked.add((last % count, key))
+                marked.add((mark_of[last % count], key))
                 if first_only:
                     return [(last % count, used[last % count][key])]
         for entry in own:
             heapq.heappush(by_use, entry)
-        removed = [*(tile.key for tile in task.frees), *(key for key in tiles if (number, key) in marked)]
+        removed = [*(tile.key for tile in task.frees), *(key for key in tiles if (mark_of[number], key) in marked)]
         for key in removed:
             taken -= tiles[key].bytes if held.pop(key, None) is not None else 0
     uses = ((number, key) for number, tiles in enumerate(used) for key in tiles)

@@ -242,6 +242,7 @@ def check_steps(point: ResumePoint, config: RunConfig) -> None:
     if config.train.steps <= point.step:
         reached = f"the checkpoint {point.folder} is of step {point.step}"
         more = f"to train on, add --set train.steps=N with N above {point.step}"
+        more += f"; the weights of step {point.step} are in {point.folder}"
         raise ConfigError(f"train.steps: got {config.train.steps}; allowed with --resume: more, as {reached}; {more}")
 
 

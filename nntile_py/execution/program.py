@@ -198,7 +198,7 @@ def _new(tile: Tile) -> _core.Tile:
 @no_search_for_cycles()
 def programs(
     lists: Sequence[TaskList], store: Store, tf32: bool = False, checked: bool = False,
-    offload: Collection[Offloaded] = (),
+    offload: Collection[Offloaded] = (), order: Sequence[int] | None = None,
 ) -> list[Program]:  # fmt: skip
     """Return a native program for each resolved task list. The programs will run one after the other, repeatedly.
 
@@ -207,6 +207,7 @@ def programs(
         tf32: True: products on CUDA may round fp32 tiles to tf32.
         checked: True: check what tasks write for NaN and infinity, see _core.take_not_finite.
         offload: kinds of tiles that leave a GPU between uses, see tiles/eviction.py.
+        order: positions of the lists in the order in which the programs run, see Step.order; None: each runs once.
     """
     gpus, runtime = _core.cuda_workers(), Runtime.current
     assert runtime is not None
@@ -224,7 +225,8 @@ def programs(
         lists = [place(*one, store.residency) for one in zip(lists, count, speeds, strict=True)]
     held = memory.residents_of_step(runtime, lists, offload)
     if gpus:
-        room = memory.room_to_plan(runtime, lists)
+        order = order or range(len(lists))
+        room = memory.room_to_plan(runtime, [lists[k] for k in order])
         most, one_worker = memory.group_bytes(runtime, room > 0), gpus == 1 and not _core.cpu_workers()
         lists = [
             grouped(tasks, speed.flop_s, speed.bytes_s, GROUP_SECONDS, most, one_worker, not checked, held)
@@ -232,8 +234,9 @@ def programs(
         ]
         if room:
             _core.reserve_for_tiles()
-        if mark_evictions(lists, room if room and not store.ranks else math.inf, offload):
-            memory.limit_evictions(lists, runtime, offload)
+        in_turn = [lists[k] for k in order]
+        if mark_evictions(in_turn, room if room and not store.ranks else math.inf, offload):
+            memory.limit_evictions(in_turn, runtime, offload)
     # With several ranks no weight update is delayed: other ranks wait for the new weights too, and for longer.
     if runtime.placement == "planned" and not store.ranks:
         delay(lists, gpus or _core.cpu_workers())

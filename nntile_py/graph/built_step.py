@@ -63,6 +63,10 @@ class Step:
     def lists(self) -> list[Lowering]:
         return [lowering for lowering in (self.first, self.more, self.update) if lowering]
 
+    def order(self, micro_batches: int) -> list[int]:
+        """Return the positions in `lists` in the order in which the lists of a step run."""
+        return [0, *[1] * (micro_batches - 1), len(self.lists) - 1]
+
     def kept_tiles(self) -> dict[Hashable, int]:
         """Return {key: bytes} of every tile that outlives a step: weights, gradients, optimizer state, inputs."""
         tiles = {a.tile for lowering in self.lists for task in lowering.tasks.tasks for a in task.accesses}

@@ -90,7 +90,7 @@ class Programs:
             _core.advise(f"the largest tensors are {built.largest()}{settings}")
             lists = [lowering.tasks for lowering in built.lists]
             check_patterns(lists, self._runtime.on_cpu)
-            first, *more, update = self._bound(lists)
+            first, *more, update = self._bound(lists, built.order(self.spec.grad_accumulation))
             given_slots = {one.scale for one in built.graph.inputs.values()}
             known = {*given_slots, *self.spec.live_slots(), "dropout_seed", INVERSE_SCALE}
             known |= built.learning_rates(1.0).keys() | self.spec.optimizer.slots(1).keys()
@@ -150,9 +150,10 @@ class Programs:
         """Return True if the tiles of an input still hold the default value that `of` has written."""
         return not (one.default is None or name in self._changed or one.scale or callable(one.default))
 
-    def _bound(self, lists: Sequence[TaskList]) -> list[TrainingProgram]:
+    def _bound(self, lists: Sequence[TaskList], order: Sequence[int]) -> list[TrainingProgram]:
         spec, checked = self.spec, self._checked
-        made = programs(lists, self.store, tf32=spec.precision == "tf32", checked=checked, offload=spec.offload)
+        how: dict[str, Any] = {"tf32": spec.precision == "tf32", "offload": spec.offload, "order": order}
+        made = programs(lists, self.store, checked=checked, **how)
         return training_programs(made, self.store, captured=spec.captured, checked=checked)
 
     def let_go(self) -> None:
