@@ -194,6 +194,7 @@ FILES = [
     ("3: 4", ["3", "unknown key"]),
     ("seed: 0", ["model: not given, but required", "type", "train: not given, but required", "steps"]),
     ("seed: \x00", ["allowed: YAML"]),
+    ("config: a.yaml\ngrid: {seed: [1]}", ["is the file of a sweep; allowed: the config of a run, such as a.yaml; "]),
 ]
 
 

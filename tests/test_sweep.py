@@ -369,7 +369,7 @@ def test_a_config_is_no_sweep(tmp_path: Path) -> None:
     path = write(tmp_path, GRID)
     with pytest.raises(ConfigError, match=r"a run's config.*did you mean --auto"):
         sweep.load_sweep(tmp_path / "base.yaml")
-    with pytest.raises(ConfigError, match=r"--auto needs a run's config, such as base\.yaml"):
+    with pytest.raises(ConfigError, match=r"the config of a run, such as base\.yaml"):
         autotune.search(path, [], 1, Console(file=io.StringIO()))
 
 

@@ -285,6 +285,9 @@ def load(
             file whose code would be run, and `overrides` do not name this file.
     """
     tree, path, overrides = read_yaml(Path(path), "CONFIG", RunConfig), Path(path), list(overrides)
+    if "config" in tree and tree.keys() & {"grid", "list", "random"}:
+        need = f"the config of a run, such as {tree['config']}; `nntile sweep {path}` runs the sweep"
+        raise ConfigError(f"CONFIG: {path} is the file of a sweep; allowed: {need}")
     if of_run or (path.name == "config.yaml" and any((path.parent / name).exists() for name in (*WEIGHTS, *_OF_RUNS))):
         check_code_of_run(tree, path, overrides)
     return resolve(tree, overrides, str(path), saved)

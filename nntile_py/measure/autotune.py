@@ -29,7 +29,7 @@ from nntile_py.graph.tile_choice import tiles_text
 from nntile_py.measure.plots import Row, caption, plain, spread
 from nntile_py.measure.results import best_row, within_spread
 from nntile_py.measure.sweep_spec import Sweep
-from nntile_py.schema import assignment, read_yaml, validated
+from nntile_py.schema import assignment, validated
 from nntile_py.system.cgroup import machine_memory
 from nntile_py.system.console_tables import csv_text
 from nntile_py.system.folders import replace_file
@@ -90,9 +90,6 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
         budget: largest number of tilings in the sweep, at least 1. The tiling at which the search starts is the first,
             then follow the most promising tilings, and the uncut tiling if the budget is more than 2.
     """
-    tree = read_yaml(path, "SWEEP", RunConfig) if path.is_file() else {}
-    if "config" in tree and tree.keys() & {"grid", "list", "random"}:
-        raise ConfigError(f"{path}: this is a sweep's YAML; --auto needs a run's config, such as {tree['config']}")
     config = load(path, sets)
     seen: Seen = {}
     start: Tiles = dict.fromkeys(AXES) | step_spec(config).tiling.tiles
