@@ -326,7 +326,7 @@ def _explain(cls: type[BaseModel], error: Any, elsewhere: list[str]) -> str:
     if error["type"] == "missing":
         return f"{key}: not given, but required; allowed: {words(_inner(cls, loc[:-1]).model_fields[loc[-1]])}"
     what = str(error.get("ctx", {}).get("error", error["msg"].removeprefix("Input should be ")))
-    what = what.replace("a valid string", "a text").replace("a valid ", "a ")
+    what = "a text" if error["type"] == "string_type" else what
     if error["type"] in ("model_type", "model_attributes_type", "list_type"):
         field = _inner(cls, loc[:-1]).model_fields.get(loc[-1]) if loc else None
         what = words(field) if field else _section_words(_inner(cls, loc))

@@ -168,7 +168,7 @@ def test_each_micro_batch_stays_within_the_room(recompute: str) -> None:
         clip_grad_norm=1.0, accumulate="chain", fusion=Fusion(), grad_accumulation=4, recompute=recompute,
     ).step()  # fmt: skip
     each = [low.tasks for low in built.lists]
-    lists, room = [each[k] for k in built.order(4)], 0.45 * built.peak_bytes()
+    lists, room = built.in_turn(4), 0.45 * built.peak_bytes()
     assert built.order(4) == [0, 1, 1, 1, 2] and built.order(2) == [0, 1, 2]
     assert mark_evictions(lists, room) and most_inside(lists) <= room
     assert mark_evictions(each, room) and most_inside(lists) > room  # one run does not show what follows a run

@@ -268,7 +268,7 @@ def summarise(step: Step, speed: Speed | None = None, *, config: RunConfig) -> P
     sums = _Sums()
     sums.add_operators(step.graph, step.first, repeats)
     sums.add_operators(step.update_graph, step.update, 1, phase="update")
-    lists = [lowering.tasks for lowering, times in parts for _ in range(times)]
+    lists = step.in_turn(repeats)
     of = estimate(lists, config.workers, gpu, speed)
     for lowering, times in parts:
         sums.add_tasks(lowering, times, of.speed, outputs=lowering is step.first)

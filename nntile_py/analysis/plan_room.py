@@ -69,7 +69,7 @@ def refusal(config: RunConfig, step: Step, choices: Mapping[str, Sequence[Altern
     try:
         memory_checks.check_step(step, workers, main)
         if workers.cuda:
-            lists = [step.lists[k].tasks for k in step.order(config.train.grad_accumulation)]
+            lists = step.in_turn(config.train.grad_accumulation)
             memory_checks.check_offload(lists, workers, config.offload, main)
         for lowering in step.lists:
             memory_checks.check_tasks(lowering.tasks, workers, in_step=True)

@@ -12,6 +12,7 @@ from nntile_py.graph.optimizers import learning_rates
 from nntile_py.graph.packed_flop import PackedFlop
 from nntile_py.graph.params import Param
 from nntile_py.tasks.op import Lowering, Tensor
+from nntile_py.tiles import TaskList
 
 
 @dataclass
@@ -66,6 +67,10 @@ class Step:
     def order(self, micro_batches: int) -> list[int]:
         """Return the positions in `lists` in the order in which the lists of a step run."""
         return [0, *[1] * (micro_batches - 1), len(self.lists) - 1]
+
+    def in_turn(self, micro_batches: int) -> list[TaskList]:
+        """Return the task lists of a step in the order in which they run."""
+        return [self.lists[k].tasks for k in self.order(micro_batches)]
 
     def kept_tiles(self) -> dict[Hashable, int]:
         """Return {key: bytes} of every tile that outlives a step: weights, gradients, optimizer state, inputs."""

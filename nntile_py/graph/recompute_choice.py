@@ -152,7 +152,7 @@ def candidates(spec: Steps, room: Room, values: Sequence[str | Sequence[str]] = 
             if value == values[0]:
                 raise
             continue  # the model has no such operators
-        lists = [one.tasks for one in (step.first, *[step.more] * (spec.grad_accumulation - 1), step.update) if one]
+        lists = step.in_turn(spec.grad_accumulation)
         speed = device_model.speed(lists, room.gpu)
         seconds = 0.0
         for tasks in (one.tasks for one in lists):

@@ -169,5 +169,4 @@ class _Search:
         return count_tasks(spec.graphs.graph, spec.cuts, spec.accumulate)
 
     def _lists(self, spec: StepSpec) -> list[TaskList]:
-        step, more = spec.step(), spec.grad_accumulation - 1
-        return [one.tasks for one in (step.first, *[step.more] * more, step.update) if one]
+        return spec.step().in_turn(spec.grad_accumulation)

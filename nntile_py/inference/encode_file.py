@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from nntile_py.graph.step import check_precision
 from nntile_py.inference.encoder import HEADS, OUTPUTS, Encoder
 from nntile_py.inference.open_model import no_tokenizer
 from nntile_py.inference.sentence import has_modules
-from nntile_py.inference.texts import placed_texts
+from nntile_py.inference.texts import WrongText, placed_texts
 from nntile_py.system.folders import remove_leftovers, replaced, reserve
 from nntile_py.system.progress import progress_bar
 
@@ -93,15 +92,13 @@ def encode_file(
 
 @contextmanager
 def _named_by(placed: Sequence[tuple[str, str]]) -> Iterator[None]:
-    """Raise the Encoder's errors about `texts[N]` as ConfigError with the text's file and line instead.
+    """Raise the Encoder's errors about a text as ConfigError, with the text's file and line.
 
     placed: texts and their places, see placed_texts."""
     try:
         yield
-    except ValueError as error:
-        if not (found := re.match(r"texts\[(\d+)\]: ", str(error))):
-            raise
-        raise ConfigError(f"{placed[int(found[1])][1]}: {str(error)[found.end() :]}") from None
+    except WrongText as error:
+        raise ConfigError(f"{placed[error.number][1]}: {error.reason}") from None
 
 
 def _check_out(out: Path, overwrite: bool) -> None:

@@ -34,6 +34,19 @@ class TokenizedText(NamedTuple):
     is_text: bool = False
 
 
+class WrongText(ValueError):
+    """A text that a model cannot take.
+
+    Attributes:
+        number: The text's position among the texts.
+        reason: What is wrong with the text, and what is allowed.
+    """
+
+    def __init__(self, noun: str, number: int, reason: str) -> None:
+        super().__init__(f"{noun}[{number}]: {reason}")
+        self.number, self.reason = number, reason
+
+
 # -- to tokens
 
 
@@ -137,16 +150,18 @@ def check_tokens(
         reason: Where the limit `longest` comes from, for the message.
 
     Raises:
-        ValueError: A text has no tokens, too many tokens, or token numbers outside the vocabulary.
+        WrongText: A text has no tokens, too many tokens, or token numbers outside the vocabulary.
     """
     for k, text in enumerate(tokens):
-        here, n = f"{noun}[{first + k}]", len(text.ids)
+        n = len(text.ids)
         if not 1 <= n <= longest:
-            raise ValueError(f"{here}: {n} tokens; allowed: 1 to {longest}{f', as {reason}' if reason else ''}")
+            need = f"1 to {longest}{f', as {reason}' if reason else ''}"
+            raise WrongText(noun, first + k, f"{n} tokens; allowed: {need}")
         if text.ids.min() < 0 or (vocab and text.ids.max() >= vocab):
             numbers = f"token numbers from {text.ids.min()} to {text.ids.max()}"
             cause = ". The tokenizer does not fit the model" if text.is_text else ""
-            raise ValueError(f"{here}: {numbers}; allowed: 0 to {(vocab or 0) - 1}, the model's vocabulary{cause}")
+            need = f"0 to {(vocab or 0) - 1}, the model's vocabulary{cause}"
+            raise WrongText(noun, first + k, f"{numbers}; allowed: {need}")
 
 
 def _is_text(value: Any, pairs: bool = True) -> bool:
