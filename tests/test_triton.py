@@ -271,11 +271,14 @@ def test_cached_attention_of_one_query(name: str, programs: int, monkeypatch: py
         check_ways(TABLE[name], {**SIZES, "batch": 3, "seq": 1, "key": 1}, {"batch": 2}, dtype)
 
 
-@pytest.mark.parametrize("embed", [40, 1024, 3000, 10000, 16384])
-def test_each_block_of_a_product_of_one_row(embed: int) -> None:
+# A program multiplies up to 16 short rows, but at most 4 long ones.
+@pytest.mark.parametrize(
+    ("embed", "ffn", "tile"), [(40, 20, 17), (1024, 20, 17), *((k, 5, 3) for k in (3000, 10000, 16384))]
+)
+def test_each_block_of_a_product_of_one_row(embed: int, ffn: int, tile: int) -> None:
     """Rows of w that a program loads at once, or in parts, of which the last may be shorter."""
     for name in ("Gemv all", "Gemv rms_norm gated"):
-        check_ways(ROWS[name], {**SIZES, "embed": embed}, {"ffn": 17}, "bf16")
+        check_ways(ROWS[name], {**SIZES, "embed": embed, "ffn": ffn}, {"ffn": tile}, "bf16")
 
 
 FILLED = {**SIZES, "batch": 1, "seq": 5, "key": 5, "position": 9}
