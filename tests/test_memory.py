@@ -10,6 +10,7 @@ from conftest import CPUS
 from faults import ends_well
 
 import nntile_py as nt
+from nntile_py.errors import say_once
 from nntile_py.execution import memory, memory_checks, starpu_settings
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import StepSpec
@@ -245,7 +246,9 @@ def test_main_memory_for_what_leaves_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert not memory.has_room_for_evictions(lists, Gpu(peak // 2, left))  # type: ignore[arg-type]
     assert memory.has_room_for_evictions(lists, Gpu(peak // 2))  # type: ignore[arg-type]
     small: Any = Gpu(peak // 2, left)
-    memory.limit_evictions(lists, small, ())
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match="no room for the tiles of an eviction plan, so StarPU chooses"):
+        memory.limit_evictions(lists, small, ())
     assert not any(task.evicts for tasks in lists for task in tasks.tasks)
     monkeypatch.setattr(eviction, "SOON", 2)  # the step has few tasks
     assert mark_evictions(lists, room, ["optimizer"])
