@@ -91,13 +91,15 @@ def first_trainer(config: RunConfig, spec: StepSpec, runtime: Runtime, point: Re
     """Return the trainer for this process's first step.
 
     The trainer starts with the weights of the checkpoint `point`. Without a checkpoint, it starts with the weights of
-    the model that `model.from` names. Without both, it starts with the weights of `spec.model`."""
+    the model that `model.from` names. Without both, it starts with the weights of `spec.model`. The model then has no
+    weights: the tiles hold them, and the run's end copies no weights into the model."""
     if point or config.model.from_ is not None:
         spec = replace(spec, model=point.model(config) if point else build_model(config))
     trainer = build_trainer(config, spec)
+    trainer.model.weights = {}  # frees fp32 copies of the weights of a checkpoint in bf16 or fp16
+    trainer.copies_at_end = False
     if runtime.ranks:
-        runtime.forget(trainer)  # the runtime's end gathers no weights: rank 0 has written them by then
-        trainer.model.weights = {}  # free this copy: the tiles hold the weights
+        runtime.forget(trainer)  # close() is a collective operation, and a failed rank does not call it
     if point:
         point.restore(trainer)
     return trainer
