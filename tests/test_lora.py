@@ -218,6 +218,11 @@ def test_a_run_with_adapters(tmp_path: Path) -> None:
     base, tuned = load_file(tmp_path / "base/model.safetensors"), load_file(one)
     assert all(np.array_equal(tuned[name], value) for name, value in base.items())
     assert all(value.any() for name, value in tuned.items() if "lora_B" in name)
+    one.unlink()  # as after a kill before the end of the save
+    (tmp_path / "run/config.json").unlink()
+    done = nntile(tmp_path, *more, "train.steps=4", arguments=("--resume", f"{tmp_path}/run"))
+    assert done.returncode == 0 and one.read_bytes() == two.read_bytes(), done.stderr
+    assert (tmp_path / "run/config.json").read_bytes() == (tmp_path / "again/config.json").read_bytes()
 
     def run(*words: str) -> Any:
         return forks.run([sys.executable, "-m", "nntile_py.cli", *words], **HOW, cwd=tmp_path, check=False)

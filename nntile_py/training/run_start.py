@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nntile_py.checkpoint import format as checkpoint
 from nntile_py.checkpoint.resume import ResumePoint, flattened
-from nntile_py.checkpoint.run_folder import RunFolder, check_place, check_replaced, check_unlocked
+from nntile_py.checkpoint.run_folder import RunFolder, check_place, check_replaced, check_unlocked, missing_files
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import RunConfig
 from nntile_py.data.tokenization import Report
@@ -47,15 +47,18 @@ def publish_on_rank_0(point: ResumePoint, out: Path, ranks: Ranks | None, report
 def _publish(point: ResumePoint, out: Path, report: Report) -> bool:
     """Copy the weights of a checkpoint into the run folder `out`, if the run ended before it had copied them.
 
-    Return False if the run folder has the same or newer weights, or the checkpoint belongs to another run."""
+    If the folder has these weights, only the files beside them that are missing are copied. Return False if no file is
+    missing, if the folder has newer weights, or if the checkpoint belongs to another run."""
     target, weights = out / checkpoint.MODEL, point.folder / checkpoint.MODEL
-    if run_of(point.folder).resolve() != out.resolve() or same_content(target, weights):
+    saved, missing = same_content(target, weights), missing_files(out, point.folder)
+    if run_of(point.folder).resolve() != out.resolve() or (saved and not missing):
         return False
-    if target.exists() and target.stat().st_mtime > (point.folder / checkpoint.STATE).stat().st_mtime:
+    newer = target.exists() and target.stat().st_mtime > (point.folder / checkpoint.STATE).stat().st_mtime
+    if newer and not saved:
         return False
     folder = RunFolder(out, report=report)
     try:
-        folder.publish(point.step)
+        folder.publish(point.step, missing if saved else None)
     finally:
         folder.close()
     return True
