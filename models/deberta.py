@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import model_validator
@@ -20,7 +20,15 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.initializers import ZEROS
 from nntile_py.graph.params import Batch, Part, Traced
 from nntile_py.models.bert_parts import PADDED_KEYS, EncoderLayer, LayerNames, TextEncoder, TextEncoderConfig, embedded
-from nntile_py.models.deberta_parts import Padding, convolved, distance_rows, padding_of
+from nntile_py.models.deberta_parts import (
+    POSITION_KINDS,
+    Padding,
+    Relative,
+    convolved,
+    distance_rows,
+    padding_of,
+    position_kinds,
+)
 from nntile_py.models.head_config import EncoderHead
 from nntile_py.models.heads import first_token, predicted, sequence_or_token_head, token_logits
 from nntile_py.models.hf_config import ACTIVATIONS, choice
@@ -34,7 +42,7 @@ from nntile_py.models.parts import (
     dense_weights,
     norm,
 )
-from nntile_py.schema import UNFILLED, Count, Filled, Positive, integer, short
+from nntile_py.schema import UNFILLED, Count, Filled, Positive, integer
 from nntile_py.tasks.activation import ActivationName
 from nntile_py.tasks.attention import attention, cut_positions
 from nntile_py.tasks.attention_relative import relative_attention
@@ -50,7 +58,6 @@ from nntile_py.tiles.dtypes import is_low
 
 _HEAD = "lm_predictions.lm_head.dense", "lm_predictions.lm_head.LayerNorm", "lm_predictions.lm_head.bias"
 _LEGACY_HEAD = "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias"
-_KINDS = "c2p", "p2c"
 FUSED_HEAD_DIM = 64  # the largest head_dim for which `model.attention: auto` chooses the fused kernels
 
 
@@ -156,18 +163,6 @@ class DeBERTaV2Config(DeBERTaConfig):
 
 
 # -- relative positions
-
-
-class Relative(NamedTuple):
-    """Embeddings of distances between query and key, for RelativeScores.
-
-    Attributes:
-        table: Embeddings [relative, embed], only of the distances that occur.
-        of_distance: Row of the table for each distance, [distance].
-    """
-
-    table: Tensor
-    of_distance: Tensor
 
 
 class DeBERTaLayer(EncoderLayer):
@@ -349,8 +344,8 @@ class DeBERTa(TextEncoder[DeBERTaConfig]):
         width = raw["hidden_size"]
         choice(raw, "pooler_hidden_size", width)
         choice(raw, "attention_head_size", width // raw["num_attention_heads"])
-        kinds, longest = _kinds(raw.get("pos_att_type")), raw.get("max_relative_positions", -1)
-        fields = super().read_config(raw) | {kind: kind in kinds for kind in _KINDS}
+        kinds, longest = position_kinds(raw.get("pos_att_type")), raw.get("max_relative_positions", -1)
+        fields = super().read_config(raw) | {kind: kind in kinds for kind in POSITION_KINDS}
         return fields | {
             "relative_positions": longest if longest > 0 else None, "embedding": raw.get("embedding_size"),
             "tie_embeddings": raw.get("tie_word_embeddings", True) or not raw["legacy"],
@@ -361,7 +356,7 @@ class DeBERTa(TextEncoder[DeBERTaConfig]):
         c = self.config
         return super().hf_config() | {
             "relative_attention": c.relative, "legacy": c.legacy, "max_relative_positions": c.relative_positions or -1,
-            "pos_att_type": [kind for kind in _KINDS if getattr(c, kind)], "embedding_size": c.embedding,
+            "pos_att_type": [kind for kind in POSITION_KINDS if getattr(c, kind)], "embedding_size": c.embedding,
             "pooler_hidden_act": c.pooler_activation, "pooler_hidden_size": c.embed,
         }  # fmt: skip
 
@@ -402,11 +397,3 @@ class DeBERTaV2(DeBERTa):
             "norm_rel_ebd": "layer_norm" if c.norm_rel_ebd and c.relative else "none",
             "conv_kernel_size": c.conv, "conv_act": c.conv_activation,
         }  # fmt: skip
-
-
-def _kinds(value: Any) -> list[str]:
-    """Return the list of score terms, c2p and/or p2c, from pos_att_type: a list, or a text such as "c2p|p2c"."""
-    found = [one.strip() for one in value.lower().split("|")] if isinstance(value, str) else value or []
-    if not isinstance(found, list) or not set(found) <= set(_KINDS) or len(set(found)) < len(found):
-        raise ConfigError(f"model: pos_att_type is {short(value)} in the model's config; allowed: c2p, p2c or both")
-    return found

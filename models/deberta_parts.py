@@ -7,20 +7,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from nntile_py.errors import ConfigError
 from nntile_py.graph import packed_inputs
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.initializers import ZEROS
 from nntile_py.graph.params import Array, Batch
 from nntile_py.models.model_config import ModelConfig
 from nntile_py.models.parts import INIT, norm, padding
+from nntile_py.schema import short
 from nntile_py.tasks.activation import activation
 from nntile_py.tasks.contract import contract, linear
 from nntile_py.tasks.elementwise import add, dropout, multiply, rename, transpose
 from nntile_py.tasks.gather import NOWHERE, gather
 from nntile_py.tasks.op import Tensor
+
+POSITION_KINDS = "c2p", "p2c"  # scores of queries and positions of keys; of keys and positions of queries
+
+
+class Relative(NamedTuple):
+    """Embeddings of distances between query and key, for RelativeScores.
+
+    Attributes:
+        table: Embeddings [relative, embed], only of the distances that occur.
+        of_distance: Row of the table for each distance, [distance].
+    """
+
+    table: Tensor
+    of_distance: Tensor
 
 
 def log_buckets(distance: Array, buckets: int, longest: int) -> Array:
@@ -128,3 +145,11 @@ def convolved(g: Graph, batch: Batch, c: ModelConfig, x: Tensor, y: Tensor) -> T
         z = linear(g, gather(g, x, places), weight, ["batch", "key", "hidden"], bias)
         z = activation(g, dropout(g, rename(g, z, key="seq", hidden="embed"), c.dropout), c.conv_activation)
         return norm(g, add(g, z, y), f"{name}.LayerNorm", c.layer_norm_eps)
+
+
+def position_kinds(value: Any) -> list[str]:
+    """Return the list of score terms, c2p and/or p2c, from pos_att_type: a list, or a text such as "c2p|p2c"."""
+    found = [one.strip() for one in value.lower().split("|")] if isinstance(value, str) else value or []
+    if not isinstance(found, list) or not set(found) <= set(POSITION_KINDS) or len(set(found)) < len(found):
+        raise ConfigError(f"model: pos_att_type is {short(value)} in the model's config; allowed: c2p, p2c or both")
+    return found

@@ -26,6 +26,8 @@ _UNITS |= {f"{p}IB": 2 ** (10 * k) for k, p in enumerate("KMGT", 1)}
 SIZES = "a number of bytes, or a size such as '500MB' or '20GiB'"
 LEAST_MEMORY = 2**20  # StarPU counts memory in MiB. A smaller number was probably typed without its unit.
 MEMORY_SIZES = f"{SIZES}, of at least 1 MiB"
+LEAST_DISK = 2**24  # StarPU's own minimum
+DISK_SIZES = f"{SIZES}, of at least 16 MiB"
 _SIZE = r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*"
 
 
@@ -109,6 +111,12 @@ def memory_bytes(value: Any) -> int | None:
     return size if size and size >= LEAST_MEMORY else None
 
 
+def disk_bytes(value: Any) -> int | None:
+    """Return a bound on the bytes on a disk; None if it is no size, or smaller than LEAST_DISK."""
+    size = in_bytes(value)
+    return size if size and size >= LEAST_DISK else None
+
+
 def _betas(value: Any) -> tuple[float, float] | None:
     two = isinstance(value, list | tuple) and len(value) == 2
     fits = two and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in value)
@@ -153,6 +161,13 @@ MemorySize = Annotated[
     *only(
         MEMORY_SIZES, memory_bytes,
         anyOf=[{"type": "integer", "minimum": LEAST_MEMORY}, {"type": "string", "pattern": f"^{_SIZE}$"}],
+    ),
+]  # fmt: skip
+DiskSize = Annotated[
+    int,
+    *only(
+        DISK_SIZES, disk_bytes,
+        anyOf=[{"type": "integer", "minimum": LEAST_DISK}, {"type": "string", "pattern": f"^{_SIZE}$"}],
     ),
 ]  # fmt: skip
 Names = Annotated[

@@ -107,6 +107,7 @@ MISTAKES = [
     ("runtime.cuda_memory=10KB", "runtime.cuda_memory: got '10KB'", "of at least 1 MiB"),
     ("runtime.disk={path: /, size: 1GiB}", "runtime.disk: got a disk", "only with runtime.memory"),
     ("runtime.disk.path=/no/such", "runtime.disk.path", "a path that exists"),
+    ("runtime.disk={path: /, size: 15MiB}", "runtime.disk.size: got '15MiB'", "of at least 16 MiB"),
     ("runtime.disk={path: /}", "runtime.disk.size", "20GiB"),
     ("runtime.disk={path: /, size: 1GiB, kinds: optimizer}", "runtime.disk.kinds", "'weights', 'gradients' or"),
     ('runtime.disk={path: "a\\0b", size: 1GiB}', "runtime.disk.path", "a path that exists"),

@@ -98,7 +98,7 @@ def test_what_the_disk_must_be(tmp_path: Path) -> None:
             nt.Runtime(cpus=1, memory=memory, disk=disk)
 
     refused(r"runtime\.disk\.path: /no/such is not a writable folder", path="/no/such", size=MIB)
-    refused(r"runtime\.disk\.size: got 1 MiB; allowed: 16 MiB to", path=tmp_path, size=MIB)
+    refused(r"runtime\.disk\.size: got 1048576; allowed: .*, of at least 16 MiB$", path=tmp_path, size=MIB)
     refused(r"runtime\.disk\.size: got .*; allowed: ", path=tmp_path, size=2**60)
     refused(r"runtime\.disk: got a disk; allowed: only with runtime\.memory", None, path=tmp_path, size=2**26)
     refused(r"runtime\.disk: got {'path'", path=tmp_path)
@@ -106,7 +106,7 @@ def test_what_the_disk_must_be(tmp_path: Path) -> None:
         refused(r"runtime\.disk\.kinds: got .*; allowed: null, or a list of weights, gradients, optimizer",
                 path=tmp_path, size=MIB, kinds=kinds)  # fmt: skip
     refused(r"runtime\.disk\.size: got '1 disk'; allowed: a number of bytes, or", path=tmp_path, size="1 disk")
-    refused(r"runtime\.disk\.size: got 1 MiB; allowed: ", "20 MB", path=tmp_path, size="1MiB")
+    refused(r"runtime\.disk\.size: got '1MiB'; allowed: .*, of at least 16 MiB$", "20 MB", path=tmp_path, size="1MiB")
     made = nt.Runtime(cpus=1, memory="20 MB", cuda_memory="2GiB", disk={"path": tmp_path, "size": "16MiB"})
     assert (made.memory, made.cuda_memory, made.disk.size) == (20 * 10**6, 2**31, 2**24)
     assert not list(tmp_path.iterdir())

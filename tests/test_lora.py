@@ -218,6 +218,11 @@ def test_a_run_with_adapters(tmp_path: Path) -> None:
     base, tuned = load_file(tmp_path / "base/model.safetensors"), load_file(one)
     assert all(np.array_equal(tuned[name], value) for name, value in base.items())
     assert all(value.any() for name, value in tuned.items() if "lora_B" in name)
+    one.unlink()  # as after a kill before the end of the save
+    (tmp_path / "run/config.json").unlink()
+    done = nntile(tmp_path, *more, "train.steps=4", arguments=("--resume", f"{tmp_path}/run"))
+    assert done.returncode == 0 and one.read_bytes() == two.read_bytes(), done.stderr
+    assert (tmp_path / "run/config.json").read_bytes() == (tmp_path / "again/config.json").read_bytes()
 
     def run(*words: str) -> Any:
         return forks.run([sys.executable, "-m", "nntile_py.cli", *words], **HOW, cwd=tmp_path, check=False)
@@ -247,3 +252,26 @@ def test_a_run_with_adapters(tmp_path: Path) -> None:
         assert done.returncode == 2 and message in done.stderr, done.stderr
     done = nntile(tmp_path, "model={type: gpt2, from: run}", "tokenizer={}", f"out={tmp_path}/other")
     assert done.returncode == 2 and "the checkpoint has the adapter" in done.stderr, done.stderr
+
+
+def test_vectors_of_a_run_with_adapters_of_the_head(runtime: nt.Runtime, tmp_path: Path) -> None:
+    """Hidden states do not depend on the head: its adapters and its other trained modules are left out."""
+    config = nt.models.GPT2Config(layers=1, embed=24, heads=2, vocab=50, positions=16, tie_embeddings=False)
+    rng, base = np.random.default_rng(3), nt.models.GPT2(config)
+    for targets, saved in ((["lm_head"], ["ln_f"]), (["c_attn", "lm_head"], []), (["c_attn"], ["lm_head"])):
+        lora = {"targets": targets, "rank": 2, "modules_to_save": saved}
+        model = nt.models.GPT2(config.changed(lora=lora), seed=1)
+        model.weights = {
+            name: base.weights.get(name, rng.normal(0, 0.1, value.shape).astype(value.dtype))
+            for name, value in model.weights.items()
+        }
+        folder, ids = tmp_path / "".join(targets + saved), [[1, 2, 3], [4, 5]]
+        trainer = nt.Trainer(model, 1, 8)
+        trainer.save(folder)
+        trainer.close()
+        for output in ("hidden", "logits"):
+            encoders = nt.Encoder.from_hf(folder, output), nt.Encoder(model.merged(), output), nt.Encoder(base, output)
+            rows, same, plain = (np.concatenate(encoder(ids)) for encoder in encoders)
+            np.testing.assert_allclose(rows, same, atol=1e-5)
+            changed = np.abs(rows - plain).max()
+            assert (changed > 1e-3) == (output == "logits" or "c_attn" in targets)

@@ -5,11 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import CPUS
 from faults import ends_well
 
 import nntile_py as nt
+from nntile_py.config.builders import step_spec
+from nntile_py.config.run_config import load
+from nntile_py.errors import say_once
 from nntile_py.execution import memory, memory_checks, starpu_settings
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import StepSpec
@@ -17,6 +21,7 @@ from nntile_py.system.cgroup import machine_memory, within_machine
 from nntile_py.tiles import Tiling, eviction
 from nntile_py.tiles.eviction import SHARE, mark_evictions, outside_peak
 from nntile_py.tiles.task_groups import grouped
+from nntile_py.training.run_start import first_trainer
 
 MIB = 2**20
 CONFIG = nt.models.GPT2Config(layers=2, embed=64, heads=2, vocab=1000, positions=64)
@@ -245,7 +250,9 @@ def test_main_memory_for_what_leaves_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert not memory.has_room_for_evictions(lists, Gpu(peak // 2, left))  # type: ignore[arg-type]
     assert memory.has_room_for_evictions(lists, Gpu(peak // 2))  # type: ignore[arg-type]
     small: Any = Gpu(peak // 2, left)
-    memory.limit_evictions(lists, small, ())
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match="no room for the tiles of an eviction plan, so StarPU chooses"):
+        memory.limit_evictions(lists, small, ())
     assert not any(task.evicts for tasks in lists for task in tasks.tasks)
     monkeypatch.setattr(eviction, "SOON", 2)  # the step has few tasks
     assert mark_evictions(lists, room, ["optimizer"])
@@ -258,6 +265,18 @@ def test_main_memory_for_what_leaves_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert mark_evictions(lists, room)
     monkeypatch.setattr(memory_checks, "main_memory", lambda *_: 1.1 * left)  # some is left to the program itself
     assert not memory.has_room_for_evictions(lists, Gpu(peak // 2))  # type: ignore[arg-type]
+
+
+def test_a_run_holds_its_weights_in_tiles_only() -> None:
+    """Arrays of a checkpoint's weights are freed when the tiles have them, and the end of a run makes no new ones."""
+    config = load(Path(__file__).parents[1] / "experiments/gpt2_tiny.yaml", ["train.batch=2", "train.seq=16"])
+    planned = step_spec(config)
+    assert planned.model.weights  # arrays, as those of a checkpoint in bf16
+    with nt.Runtime(cpus=1) as runtime:
+        trainer = first_trainer(config, planned, runtime, None)
+        assert not trainer.model.weights
+        trainer.step(np.ones((2, 16), int), np.ones((2, 16), int))
+    assert not trainer.model.weights
 
 
 def test_more_than_the_machine_has() -> None:

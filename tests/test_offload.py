@@ -21,8 +21,8 @@ from nntile_py.graph.micro_batches import in_parts
 from nntile_py.graph.recompute_choice import IN_ORDER, Room, StepEstimate, candidates, fastest
 from nntile_py.graph.step import StepSpec
 from nntile_py.system.folders import installed
-from nntile_py.tiles import Tiling
-from nntile_py.tiles.eviction import OFFLOADED, SOON, evicted_bytes, mark_evictions
+from nntile_py.tiles import Tiling, eviction
+from nntile_py.tiles.eviction import OFFLOADED, SOON, mark_evictions, room_in_turn
 from nntile_py.tiles.task import RW, R, Task, Tile, W
 from nntile_py.tiles.tasklist import TaskList
 
@@ -85,9 +85,10 @@ def test_tiles_that_are_used_soon_or_not_again_stay() -> None:
 def test_evictions_for_room_count_what_is_offloaded() -> None:
     """A step that fits without its optimizer states evicts nothing else if they are offloaded."""
     of, every = lists(spec()), spec().step().peak_bytes()
-    alone = evicted_bytes(of, 0.75 * every)
+    room = room_in_turn(of, 0.75 * every)
+    alone = eviction.evicted(of, room).bytes
     assert alone > 0
-    with_states = evicted_bytes(of, 0.75 * every, ["optimizer"])
+    with_states = eviction.evicted(of, room, ["optimizer"]).bytes
     kinds = {tile.kind for tasks in of for task in tasks.tasks for tile in task.evicts}
     tiles = {access.tile.key: access.tile for task in of[-1].tasks for access in task.accesses}.values()
     states = sum(tile.bytes for tile in tiles if tile.kind == "state")
@@ -117,6 +118,9 @@ def test_auto_counts_planned_evictions_on_a_gpu() -> None:
     free = candidates(of, Room(1, True, 1 << 40, planned=True))
     tight = candidates(of, Room(1, True, free[0].peak_bytes // 2, 1 << 40, planned=True))
     assert not free[0].evicted_bytes < 0 < tight[0].evicted_bytes and tight[0].seconds > free[0].seconds
+    # Main memory has no room for the plan's tiles: the estimate is that of a GPU without an eviction plan.
+    half = Room(1, True, free[0].peak_bytes // 2, 1 << 40, planned=True, at_rest=free[0].peak_bytes // 2)
+    assert candidates(of, half)[0] == candidates(of, replace(half, planned=False))[0] != tight[0]
 
 
 def test_smaller_micro_batches() -> None:

@@ -1,7 +1,9 @@
 """`nntile plan` against what a run then does, and against arithmetic by hand."""
 
 import dataclasses
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,8 +12,11 @@ import nntile_py as nt
 from nntile_py.analysis import plan_room
 from nntile_py.analysis.plan import Plan, plan
 from nntile_py.analysis.workloads import build
+from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import RunConfig, load
-from nntile_py.errors import ConfigError
+from nntile_py.errors import ConfigError, say_once
+from nntile_py.execution import program
+from nntile_py.execution.memory import DROPPED
 from nntile_py.graph.estimate import estimate
 from nntile_py.system import cgroup
 from nntile_py.tiles import R, TaskList, Tile, W, device_model
@@ -134,6 +139,42 @@ def test_a_plan_for_a_machine_with_more_memory(monkeypatch: pytest.MonkeyPatch) 
     assert not of(f"runtime.memory={2 * small}")[1].refused
     with_limit = of(f"runtime.memory={small - 1}")[1].refused
     assert with_limit.startswith("out of memory: ") and "another machine" not in with_limit
+
+
+def test_plan_and_run_drop_the_eviction_plan_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Main memory below 32/31 of the evicted bytes: StarPU chooses the tiles. A plan and a run both say so."""
+    gpu = "runtime.cuda=1", "runtime.cpus=0", "precision=bf16", "train.grad_accumulation=3"
+    half = f"runtime.cuda_memory={of(*gpu)[1].peak_bytes // 2}"
+    planned = of(*gpu, half, "runtime.memory=64GiB")[1]
+    assert planned.evicted_bytes and not planned.eviction_needs
+    above = planned.peak_bytes - planned.peak_bytes // 2
+    needs = of(*gpu, half, f"runtime.memory={above}")[1].eviction_needs
+    assert 1 < needs / above < 1.2
+    monkeypatch.setattr(program, "_core", SimpleNamespace(cuda_workers=lambda: 1, cpu_workers=lambda: 0))
+    monkeypatch.setattr(program._core, "reserve_for_tiles", lambda: None, raising=False)
+    monkeypatch.setattr(program, "lives_on_cuda", lambda tasks: True)
+    monkeypatch.setattr(program, "Program", lambda tasks, *others: tasks)
+    for memory, dropped in ((needs, False), (needs - 2, True)):
+        config, made = of(*gpu, half, f"runtime.memory={memory}")
+        assert bool(made.eviction_needs) == dropped and not made.refused
+        assert (made.evicted_bytes == planned.evicted_bytes) != dropped
+        text = "\n".join(str(line) for line in made.render().renderables)
+        assert ("StarPU chooses the tiles that leave: a plan needs runtime.memory of" in text) == dropped
+        runtime = SimpleNamespace(
+            cuda=1, cpus=0, memory=memory, cuda_memory=config.runtime.cuda_memory, disk=None, ranks=None,
+            placement="planned", on_cpu=None,
+        )  # fmt: skip
+        monkeypatch.setattr(program.Runtime, "current", runtime)
+        say_once.cache_clear()
+        step = step_spec(config).step()
+        order = step.order(3)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            lists: Any = program.programs(
+                [one.tasks for one in step.lists], cast(Any, SimpleNamespace(ranks=None, residency={})), order=order
+            )
+        assert [str(one.message) for one in told] == [DROPPED] * dropped
+        assert any(task.evicts for tasks in lists for task in tasks.tasks) != dropped
 
 
 def test_a_plan_refuses_offload_without_room() -> None:

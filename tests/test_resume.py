@@ -305,9 +305,10 @@ def test_another_run_is_refused(whole: Path, tmp_path: Path) -> None:
     }.items():
         done = nntile(tmp_path, *SHORT, arguments=arguments)
         assert done.returncode == 2 and told in done.stderr, done.stderr
-    changes = "train.steps=13", "seed=7", "model.attention=naive"
+    changes = "train.steps=13", "seed=7", "model.attention=naive", "train.eval_every=6", "train.eval_batches=1"
     done = nntile(tmp_path, *SHORT, *changes, arguments=(run, "--resume"))
-    told = "; model.attention was vendor, is naive, seed was 0, is 7"
+    told = "; model.attention was vendor, is naive, seed was 0, is 7, train.eval_batches was 2, is 1"
+    told += ", train.eval_every was 5, is 6, train.steps was 12, is 13\n"
     assert done.returncode == 0 and told in done.stdout, done.stdout + done.stderr
 
 
@@ -415,10 +416,43 @@ def test_all_ranks_know_what_the_first_has_published(
     assert (run / "model.safetensors").exists() == (rank == 0) and len(told) == 1
     if rank == 0:
         (run / "model.safetensors").unlink()
-        monkeypatch.setattr(RunFolder, "publish", lambda folder, step: (run / "no" / "folder").write_text(""))
+        monkeypatch.setattr(RunFolder, "publish", lambda *_: (run / "no" / "folder").write_text(""))
         with pytest.raises(OSError, match="No such file"):
             publish_on_rank_0(point, run, ranks, pytest.fail)
         assert told == [1.0, -1.0]
+
+
+KILLED = """
+import os, signal
+from nntile_py.checkpoint import run_folder
+run_folder.link_or_copy = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # only the weights are missing
+from nntile_py.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("missing", [None, "model.safetensors", "config.json"])
+def test_a_resume_finishes_the_save_of_a_killed_run(missing: str | None, whole: Path, tmp_path: Path) -> None:
+    """None: no model file is in the run's folder. A kill within this resume leaves a folder that the next completes."""
+    run = shutil.copytree(whole, tmp_path / "run")
+    names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    for name in {missing} if missing else names:
+        (run / str(name)).unlink()
+    if missing == "config.json":
+        (run / "tokenizer_config.json").write_text("{}")  # edited by a user: stays
+    arguments = ["train", "--resume", str(run)]
+    if missing is None:
+        killed = forks.run([sys.executable, "-c", KILLED, *arguments], **HOW, cwd=tmp_path, check=False)
+        assert killed.returncode == -signal.SIGKILL and (run / "config.json").exists()
+        assert not (run / "model.safetensors").exists()
+    done = forks.run([sys.executable, "-m", "nntile_py.cli", *arguments], **HOW, cwd=tmp_path, check=False)
+    assert done.returncode == 0 and f"weights saved in {run}/model.safetensors" in done.stdout, done.stderr
+    edited = {"tokenizer_config.json"} if missing == "config.json" else set()
+    assert all((run / name).read_bytes() == (whole / name).read_bytes() for name in names - edited)
+    assert not edited or (run / "tokenizer_config.json").read_text() == "{}"
+    assert {path.name for path in run.iterdir()} == {path.name for path in whole.iterdir()}
+    again = forks.run([sys.executable, "-m", "nntile_py.cli", *arguments], **HOW, cwd=tmp_path, check=False)
+    assert again.returncode == 2 and "train.steps: got 12; allowed with --resume: more" in again.stderr
 
 
 @pytest.mark.few(1)

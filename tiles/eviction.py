@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Collection, Hashable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from nntile_py.errors import ConfigError
 
@@ -110,16 +110,35 @@ def outside_peak(lists: Sequence[TaskList]) -> int:
     return peak
 
 
-def evicted_bytes(lists: Sequence[TaskList], memory: float | None, offload: Collection[Offloaded] = ()) -> int:
-    """Return the bytes that a step on one GPU evicts to main memory and fetches again. Sets `Task.evicts`.
+class Evicted(NamedTuple):
+    """The bytes that a step on one GPU evicts to main memory and fetches again.
+
+    Attributes:
+        bytes: the evicted bytes, without the tiles that StarPU chooses.
+        dropped: main memory has no room for the tiles of the eviction plan, so StarPU chooses the tiles to evict.
+        outside: most bytes that the plan evicts at once, see `outside_peak`.
+    """
+
+    bytes: int
+    dropped: bool
+    outside: int
+
+
+def evicted(
+    lists: Sequence[TaskList], room: float, offload: Collection[Offloaded] = (), at_rest: float = math.inf
+) -> Evicted:
+    """Return the bytes that a step on one GPU evicts. Sets `Task.evicts` to the tiles that leave the GPU in a run.
 
     Args:
-        memory: bytes of the GPU for tiles; None: all tiles fit.
+        room: result of `room_in_turn`.
         offload: as for `mark_evictions`.
+        at_rest: bytes of main memory for evicted tiles.
     """
-    room = room_in_turn(lists, memory) if memory else 0
     mark_evictions(lists, room or math.inf, offload)
-    return sum(tile.bytes for tasks in lists for task in tasks.tasks for tile in task.evicts)
+    outside = outside_peak(lists)
+    if dropped := bool(room) and outside > at_rest:
+        mark_evictions(lists, math.inf, offload)
+    return Evicted(sum(tile.bytes for one in lists for task in one.tasks for tile in task.evicts), dropped, outside)
 
 
 def _evictions(

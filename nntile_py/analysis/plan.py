@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nntile_py.analysis.plan_room import Alternative, refusal
+from nntile_py.analysis.plan_room import Alternative, Evictions, evictions, refusal
 from nntile_py.analysis.simulate import planned_seconds
 from nntile_py.config.builders import auto_tiles, micro_batches, search_for, step_spec, with_micro_batches
 from nntile_py.config.kept_tiles import KeptTiling
@@ -27,7 +27,6 @@ from nntile_py.system.console_tables import plain_table
 from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tasks.op import Lowering
 from nntile_py.tiles import TaskList
-from nntile_py.tiles.eviction import evicted_bytes
 from nntile_py.tiles.placement import Speed
 from nntile_py.tiles.task import name_and_phase
 
@@ -111,6 +110,7 @@ class Plan:
     Attributes:
         flop: floating point operations of products and attention only.
         evicted_bytes: bytes that leave a GPU with too little memory and return.
+        eviction_needs: bytes of main memory that an eviction plan needs, if main memory has less; else 0.
         state_bytes: bytes of weights, gradients and optimizer state, which stay in memory.
         task_seconds: mean seconds of a task.
         workers: text on the workers and their rates.
@@ -132,6 +132,7 @@ class Plan:
     bytes_moved: int
     peak_bytes: int
     evicted_bytes: int
+    eviction_needs: int
     state_bytes: int
     task_seconds: float
     step_seconds: float
@@ -177,6 +178,7 @@ class Plan:
             cells = [f"{n:,}" for n in numbers] + [f"{row.flop / 1e9:.3f}", f"{row.bytes / 1e9:.3f}", f"{each:.2f}"]
             table.add_row(phase, kind, *cells)
         evicted, whole = self.evicted_bytes / 1e9, sum(row.flop for row in self.rows.values())
+        needs = f"a plan needs runtime.memory of {-(-self.eviction_needs // 2**20):,} MiB"
         lines = [
             f"parameters          {self.parameters:,}",
             f"tokens a step       {self.tokens:,}",
@@ -186,6 +188,7 @@ class Plan:
             f"bytes at peak       {self.peak_bytes / 2**20:,.1f} MiB",
             f"  kept all the time {self.state_bytes / 2**20:,.1f} MiB: weights, gradients, optimizer state",
             *([f"evicted             {evicted:,.3g} GB a step leave the GPU and return"] if evicted else []),
+            *([f"no eviction plan    StarPU chooses the tiles that leave: {needs}"] if self.eviction_needs else []),
             f"mean task           {self.task_seconds * 1e6:,.0f} us",
             f"time a step         {self.step_seconds:,.3g} s, on {self.workers}",
             *self._torch_calls(),
@@ -272,7 +275,7 @@ def summarise(step: Step, speed: Speed | None = None, *, config: RunConfig) -> P
     of = estimate(lists, config.workers, gpu, speed)
     for lowering, times in parts:
         sums.add_tasks(lowering, times, of.speed, outputs=lowering is step.first)
-    seconds, evicted = _seconds(config, lists, of)
+    seconds, moved = _seconds(config, lists, of, step.peak_bytes())
     kind = ("GPU" if gpu else "CPU worker") + "s" * (config.workers > 1)
     each = f"{of.speed.flop_s / 1e9:,.0f} Gflop/s and {of.speed.bytes_s / 1e9:,.0f} GB/s"
     rows, every = sums.rows, sum(sums.torch_calls.values())
@@ -284,7 +287,8 @@ def summarise(step: Step, speed: Speed | None = None, *, config: RunConfig) -> P
         flop=repeats * step.flop,
         bytes_moved=sum(row.bytes for row in rows.values()),
         peak_bytes=step.peak_bytes(),
-        evicted_bytes=evicted,
+        evicted_bytes=moved.bytes,
+        eviction_needs=moved.needs,
         state_bytes=sum(step.kept_tiles().values()),
         task_seconds=of.mean_task,
         step_seconds=seconds,
@@ -346,16 +350,16 @@ class _Sums:
             row.kernels[task.kernel] += times
 
 
-def _seconds(config: RunConfig, lists: Sequence[TaskList], of: Estimate) -> tuple[float, int]:
-    """Return the estimated seconds of a step, and the bytes that leave a GPU and return."""
-    gpu, runtime = config.runtime.cuda != 0, config.runtime
+def _seconds(config: RunConfig, lists: Sequence[TaskList], of: Estimate, peak: int) -> tuple[float, Evictions]:
+    """Return the estimated seconds of a step, and the tiles that leave a GPU and return. peak: bytes at the peak."""
+    gpu, runtime, moved = config.runtime.cuda != 0, config.runtime, Evictions(0, 0, 0)
     if not (config.planned or (gpu and config.workers == 1)):  # one GPU runs tasks in planned order and groups, too
-        return of.seconds, 0
-    seconds, evicted = planned_seconds(lists, config.workers, of.speed), 0
+        return of.seconds, moved
+    seconds = planned_seconds(lists, config.workers, of.speed)
     if gpu and config.workers == 1 and not runtime.cpus and not runtime.disk:
-        evicted = evicted_bytes(lists, runtime.cuda_memory, config.offload)
-        seconds += evicted / of.speed.host_s
-    return seconds, evicted
+        moved = evictions(config, lists, peak)
+        seconds += moved.moved / of.speed.host_s
+    return seconds, moved
 
 
 def _axes(step: Step) -> dict[str, PlanAxis]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from nntile_py.config.builders import room
 from nntile_py.errors import TaskError
 from nntile_py.execution import memory_checks
 from nntile_py.execution.disk import kept_kinds
+from nntile_py.graph.recompute_choice import share_at_rest
 from nntile_py.system.cgroup import machine_memory
-from nntile_py.tiles import device_model
+from nntile_py.tiles import TaskList, device_model
+from nntile_py.tiles.eviction import evicted, room_in_turn
+from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
 
 if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
@@ -55,6 +59,49 @@ class _Workers:
         return cls(cpus, cuda, runtime.memory, runtime.cuda_memory or device_model.MEMORY, disk)
 
 
+class Evictions(NamedTuple):
+    """The tiles that a step evicts from a GPU.
+
+    Attributes:
+        bytes: bytes that leave the GPU and return.
+        moved: bytes of transfers. StarPU moves the tiles that it chooses twice, when other tiles already wait for room.
+        needs: bytes of main memory that an eviction plan needs, if main memory has less; 0: StarPU chooses no tiles.
+    """
+
+    bytes: int
+    moved: int
+    needs: int
+
+
+def evictions(config: RunConfig, lists: Sequence[TaskList], peak: int) -> Evictions:
+    """Return the tiles that a run on one GPU evicts.
+
+    Args:
+        config: The config, with one GPU, no CPU workers and no disk.
+        lists: The step's task lists, in the order in which they run.
+        peak: Bytes of the step at its peak.
+    """
+    memory, (workers, main) = config.runtime.cuda_memory, _workers_and_memory(config)
+    room = room_in_turn(lists, memory) if memory else 0
+    if memory and room:  # groups of tasks as in a run, so that run and plan compare the same bytes
+        most, scratch, groups = memory_checks.tight_group_bytes(workers), not config.debug.nonfinite, {}
+        for key, tasks in {id(tasks): tasks for tasks in lists}.items():
+            speed = device_model.speed([tasks], gpu=True)
+            groups[key] = grouped(tasks, speed.flop_s, speed.bytes_s, GROUP_SECONDS, most, True, scratch)
+        lists = [groups[id(tasks)] for tasks in lists]
+    moved, dropped, outside = evicted(lists, room, config.offload, memory_checks.memory_at_rest(workers, main))
+    if not dropped:
+        return Evictions(moved, moved, 0)
+    above = max(0, peak - moved - (memory or 0))
+    return Evictions(moved + above, moved + 2 * above, math.ceil(outside / share_at_rest(workers.memory)))
+
+
+def _workers_and_memory(config: RunConfig) -> tuple[_Workers, int]:
+    """Return the workers of a config, and the main memory of the machine for which the plan is made."""
+    workers, machine = _Workers.of(config), machine_memory()
+    return workers, max(workers.memory or 0, machine)  # a larger runtime.memory is the memory of another machine
+
+
 def refusal(config: RunConfig, step: Step, choices: Mapping[str, Sequence[Alternative]]) -> str:
     """Return why a run of the config would not fit into memory; an empty text if a run fits.
 
@@ -63,9 +110,8 @@ def refusal(config: RunConfig, step: Step, choices: Mapping[str, Sequence[Altern
         step: The planned step.
         choices: {name of a choice: the estimates that `auto` has compared}.
     """
-    workers, machine = _Workers.of(config), machine_memory()
-    other = (workers.memory or 0) > machine  # the plan is for a machine with more memory
-    main = workers.memory if other else machine
+    workers, main = _workers_and_memory(config)
+    other = main > machine_memory()  # the plan is for a machine with more memory
     try:
         memory_checks.check_step(step, workers, main)
         if workers.cuda:

@@ -30,9 +30,8 @@ from nntile_py.tiles.tiling import is_tile_size
 # hashes of the tokens show whether the text has changed, see data_facts.
 FREE = (
     "out", "runtime", "scheduler", "profile", "debug", "sample", "logging", "checkpoint", "tokenizer", "model.from",
-    "train.log_every", "train.eval_every", "train.eval_batches", "data.text", "data.label", "data.extensions",
-    "data.max_bytes", "data.val_fraction", "data.held_out", "data.sequences", "data.messages", "data.prompt",
-    "data.response",
+    "train.log_every", "data.text", "data.label", "data.extensions", "data.max_bytes", "data.val_fraction",
+    "data.held_out", "data.sequences", "data.messages", "data.prompt", "data.response",
 )  # fmt: skip
 # Keys that must not change; changes of other keys are allowed and reported. The backend of attention may change, as the
 # tile sizes may: the model is the same.

@@ -130,15 +130,18 @@ class RunFolder:
             unmark(old)
             old.rmdir()
 
-    def publish(self, step: int) -> None:
+    def publish(self, step: int, names: Set[str] | None = None) -> None:
         """Put a checkpoint's files into the run's folder, except the optimizer's averages and state.json.
 
         The weights are a hard link to the checkpoint's file, or a copy on disks without hard links. Other files are
         copies, which a user may edit without a change of the checkpoint, or links if the disk has no room for copies.
         A user's files of these names are renamed, see `make_way`.
+
+        names: only the files with these names. None: all files.
         """
         source = checkpoint.checkpoint_folder(self.path, step)
-        for name in (*sorted(_published(source) - {checkpoint.MODEL}), checkpoint.MODEL):  # the weights last
+        names = _published(source) if names is None else names
+        for name in sorted(names, key=lambda name: (name == checkpoint.MODEL, name)):  # the weights last
             if name == checkpoint.MODEL:
                 link_or_copy(source / name, self.path / name)
                 continue
@@ -260,6 +263,11 @@ def _published(folder: Path) -> set[str]:
     """Return the names of a checkpoint's files that a run's folder also has. Files in folders of OWN are left out."""
     names = (checkpoint.own_files(folder) or set()) - {checkpoint.OPTIMIZER, checkpoint.STATE}
     return {name for name in names if str(Path(name).parent) not in OWN}
+
+
+def missing_files(run: Path, source: Path) -> set[str]:
+    """Return the names of the files that a run's folder lacks of those that it gets from the checkpoint `source`."""
+    return {name for name in _published(source) if not os.path.lexists(run / name)}
 
 
 def _is_copy(run: Path, name: str) -> bool:

@@ -11,6 +11,7 @@ from nntile_py.config.data_section import existing
 from nntile_py.errors import ConfigError
 from nntile_py.schema import (
     Count,
+    DiskSize,
     File,
     Folder,
     Inside,
@@ -22,7 +23,6 @@ from nntile_py.schema import (
     RowsOrAuto,
     Rule,
     Section,
-    Size,
     Switch,
     Workers,
     integer,
@@ -190,7 +190,7 @@ class DiskSection(Section):
 
     path: Annotated[Folder, AfterValidator(partial(existing, "runtime.disk.path"))]
     """A folder; its files are removed when the run ends."""
-    size: Size
+    size: DiskSize
     """Upper bound on the bytes in the folder. If several runs share the folder, the disk must have room for the sum of
     their sizes."""
     kinds: list[Literal["weights", "gradients", "optimizer"]] | None = None

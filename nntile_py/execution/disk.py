@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from nntile_py.errors import ConfigError
-from nntile_py.schema import SIZES, in_bytes
+from nntile_py.schema import DISK_SIZES, LEAST_DISK, disk_bytes
 from nntile_py.system.folders import is_marked, mark, replace_file
 from nntile_py.tiles.eviction import OFFLOADED, check_disk
 from nntile_py.typed import plain
 
-LEAST = 16 << 20  # smallest allowed `size` in bytes, StarPU's own minimum
 PREFIX = "nntile-swap-"  # prefix of the processes' folders; each process locks its folder
 # {name allowed in `kinds`: kind of tile}. Activations are not listed: they may always go to the disk.
 KINDS: dict[str, str] = {name: kind for name, kind in OFFLOADED.items() if name != "activations"}
@@ -50,17 +49,18 @@ class SwapDisk:
             raise ConfigError(
                 f"runtime.disk: got {given!r}; allowed: {{path: of a folder, size: bytes, kinds: of tensors}}"
             )
-        path, size, kinds = given["path"], in_bytes(plain(given["size"])), given.get("kinds")
+        path, size, kinds = given["path"], disk_bytes(plain(given["size"])), given.get("kinds")
         if kinds is not None and not (isinstance(kinds, list | tuple) and all(kind in [*KINDS] for kind in kinds)):
             raise ConfigError(f"runtime.disk.kinds: got {kinds!r}; allowed: null, or a list of {', '.join(KINDS)}")
         self.kept = kept_kinds(kinds)
         if not isinstance(path, str | Path):
             raise ConfigError(f"runtime.disk.path: got {path!r}; allowed: the path of a folder")
-        if size is None:
-            raise ConfigError(f"runtime.disk.size: got {given['size']!r}; allowed: {SIZES}")
-        self.path, self.size = Path(os.path.expanduser(path)), size
+        self.path = Path(os.path.expanduser(path))
         if not self.path.is_dir() or not os.access(self.path, os.W_OK | os.X_OK):
             raise ConfigError(f"runtime.disk.path: {self.path} is not a writable folder")
+        if size is None:
+            raise ConfigError(f"runtime.disk.size: got {given['size']!r}; allowed: {DISK_SIZES}")
+        self.size = size
         check_disk(given, memory)
         with _locked(self.path, wait=True):
             self._check_size()
@@ -93,10 +93,10 @@ class SwapDisk:
         """Raise ConfigError if the folder `path` has no room for `size` bytes. The caller has locked `path`."""
         _remove_left_behind(self.path)
         reserved, free = _reserved(self.path), shutil.disk_usage(self.path).free
-        if not LEAST <= self.size <= free - reserved:  # StarPU does not survive a full disk
+        if self.size > free - reserved:  # StarPU does not survive a full disk
             others = f", of which other runs have reserved {-(-reserved >> 20)} MiB" if reserved else ""
             raise ConfigError(
-                f"runtime.disk.size: got {self.size >> 20} MiB; allowed: {LEAST >> 20} MiB to what is free in "
+                f"runtime.disk.size: got {self.size >> 20} MiB; allowed: {LEAST_DISK >> 20} MiB to what is free in "
                 f"{self.path}, {free >> 20} MiB{others}"
             )
 

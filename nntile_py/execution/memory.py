@@ -6,23 +6,34 @@ import os
 from collections.abc import Collection, Hashable, Sequence
 
 from nntile_py import _core
-from nntile_py.execution.memory_checks import check_offload, has_room_for_evictions, main_memory, task_bytes
+from nntile_py.errors import say_once
+from nntile_py.execution.memory_checks import (
+    check_offload,
+    has_room_for_evictions,
+    main_memory,
+    task_bytes,
+    tight_group_bytes,
+)
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.recompute_choice import Room
 from nntile_py.tiles import TaskList
 from nntile_py.tiles.eviction import Offloaded, is_planned, room_in_turn
 from nntile_py.tiles.residents import residents
 
-TIGHT_GROUPS = 64  # number of task groups whose tiles fit on a GPU together, if not all tiles of a step fit
+DROPPED = (
+    "note: main memory has no room for the tiles of an eviction plan, so StarPU chooses the tiles that leave the GPU; "
+    "steps take less time with a larger runtime.memory"
+)
 
 
 def group_bytes(runtime: Runtime, tight: bool) -> int:
     """Return the most bytes that the tiles of a group of tasks may take.
 
-    The groups that a worker takes at once, and one more group, must fit together. tight: not all tiles of a step fit,
-    so the tiles of the next group arrive while the tiles of the last group leave.
+    The groups that a worker takes at once, and one more group, must fit together. tight: see `tight_group_bytes`.
     """
-    most = (runtime.cuda_memory or 0) // (TIGHT_GROUPS if tight else int(os.environ["STARPU_CUDA_PIPELINE"]) + 1)
+    if tight:
+        return tight_group_bytes(runtime)
+    most = (runtime.cuda_memory or 0) // (int(os.environ["STARPU_CUDA_PIPELINE"]) + 1)
     return min(most, task_bytes(runtime) or 0)
 
 
@@ -53,7 +64,7 @@ def residents_of_step(
 def limit_evictions(lists: Sequence[TaskList], runtime: Runtime, offload: Collection[Offloaded]) -> None:
     """Drop the eviction plan if main memory has no room for its tiles: StarPU then chooses which tiles to evict.
 
-    The tiles of `offload` still leave the GPU between uses.
+    The tiles of `offload` still leave the GPU between uses. A warning reports that the plan is dropped.
 
     Raises:
         TaskError: There is no room for the tiles of `offload`.
@@ -61,6 +72,7 @@ def limit_evictions(lists: Sequence[TaskList], runtime: Runtime, offload: Collec
     if has_room_for_evictions(lists, runtime):
         return
     check_offload(lists, runtime, offload)
+    say_once(DROPPED)
 
 
 def room(runtime: Runtime) -> Room:

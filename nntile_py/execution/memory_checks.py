@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from nntile_py.errors import TaskError
-from nntile_py.graph.recompute_choice import IN_ORDER, OF_MACHINE, TASKS_AT_ONCE, needed_with_disk
+from nntile_py.graph.recompute_choice import IN_ORDER, TASKS_AT_ONCE, needed_with_disk, share_at_rest
 from nntile_py.system.cgroup import within_machine
 from nntile_py.tasks.optimizer import MASTERS
 from nntile_py.tiles import AXES, TaskList, Tile, cut_as
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nntile_py.graph.built_step import Step
 
 MIB = 2**20
-AT_REST = 31 / 32  # share of main memory for tiles that have left a GPU; the rest is for tiles in transfer
+TIGHT_GROUPS = 64  # number of task groups whose tiles fit on a GPU together, if not all tiles of a step fit
 MORE_PARTS = "more micro-batches (train.grad_accumulation) of a smaller train.batch"
 FEWER_ACTIVATIONS = f"{MORE_PARTS}, or recompute"
 
@@ -72,6 +72,14 @@ def task_bytes(runtime: Workers) -> int | None:
     if runtime.disk and runtime.memory:  # all tiles pass through main memory
         bounds.append(runtime.memory // (runtime.cuda + runtime.cpus + 1))
     return min(bounds, default=None)
+
+
+def tight_group_bytes(runtime: Workers) -> int:
+    """Return the most bytes that the tiles of a group of tasks may take if not all tiles of a step fit on the GPU.
+
+    The tiles of the next group arrive while the tiles of the last group leave.
+    """
+    return min((runtime.cuda_memory or 0) // TIGHT_GROUPS, task_bytes(runtime) or 0)
 
 
 def check_tasks(tasks: TaskList, runtime: Workers, *, in_step: bool = False) -> None:
@@ -151,9 +159,14 @@ def check_step(step: Step, runtime: Workers, machine: int | None = None) -> None
         raise TaskError(f"out of memory: a step needs {_at_least(peak)}, {room}; {advice}")
 
 
+def memory_at_rest(runtime: Workers, machine: int | None = None) -> float:
+    """Return the bytes of main memory for tiles that have left a GPU. machine: see `check_step`."""
+    return main_memory(runtime, machine) * share_at_rest(runtime.memory)
+
+
 def has_room_for_evictions(lists: Sequence[TaskList], runtime: Workers, machine: int | None = None) -> bool:
     """Return whether main memory has room for the tiles that leave a GPU after tasks, by `Task.evicts`."""
-    return outside_peak(lists) <= main_memory(runtime, machine) * (AT_REST if runtime.memory else OF_MACHINE)
+    return outside_peak(lists) <= memory_at_rest(runtime, machine)
 
 
 def check_offload(

@@ -11,10 +11,11 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.recompute_rule import RECOMPUTE
 from nntile_py.system.cgroup import within_machine
 from nntile_py.tiles import TaskList, device_model
-from nntile_py.tiles.eviction import Offloaded, evicted_bytes, is_planned, share_inside
+from nntile_py.tiles.eviction import Offloaded, evicted, is_planned, room_in_turn, share_inside
 
 TASKS_AT_ONCE = 2  # a GPU's memory has room for the tiles of so many tasks, see memory_checks.task_bytes
 DISK_S = 1e9  # bytes/s from and to a disk, assumed
+AT_REST = 31 / 32  # share of runtime.memory for tiles that have left a GPU; the rest is for tiles in transfer
 OF_MACHINE = 0.8  # share of main memory for tiles if runtime.memory is not set; the process has other arrays too
 EVICTING = 1.2  # factor on estimates of steps with evictions: measured, these steps take 1.1 to 3 times their estimates
 IN_ORDER = 0.9  # share of main memory for a step's peak, which assumes tasks in order; several workers need more
@@ -31,6 +32,7 @@ class Room:
         beyond: bytes for tiles that do not fit: main memory for GPUs, a disk for CPU workers.
         planned: True: evictions are planned, see tiles/eviction.py. False: StarPU chooses the tiles to evict.
         disk: bytes of `beyond` that are on a disk.
+        at_rest: bytes of main memory for the tiles that an eviction plan moves from a GPU.
     """
 
     workers: int
@@ -39,6 +41,7 @@ class Room:
     beyond: int = 0
     planned: bool = False
     disk: int = 0
+    at_rest: float = math.inf
 
     @classmethod
     def of(cls, cpus: int, gpus: int, memory: int | None, cuda_memory: int | None, disk: int = 0) -> Room:
@@ -55,7 +58,8 @@ class Room:
         if not gpus:
             return cls(cpus, False, main, disk, disk=disk)
         planned, each = is_planned(gpus, cpus, disk), cuda_memory or device_model.MEMORY
-        return cls(gpus, True, gpus * each, main + disk, planned, disk)
+        at_rest = within_machine(memory) * share_at_rest(memory)
+        return cls(gpus, True, gpus * each, main + disk, planned, disk, at_rest)
 
     def fits(self, peak: int, lists: Sequence[TaskList]) -> bool:
         """Return whether a step has room. peak: its largest number of bytes alive at once, with tasks in order."""
@@ -66,6 +70,11 @@ class Room:
             return peak <= own + self.beyond
         outside, have = (peak - self.bytes, self.beyond) if self.gpu else (peak, self.bytes + self.beyond)
         return needed_with_disk(outside, lists, self.workers) <= have
+
+
+def share_at_rest(memory: int | None) -> float:
+    """Return the share of main memory for tiles that have left a GPU. memory: the value of `runtime.memory`."""
+    return AT_REST if memory else OF_MACHINE
 
 
 def needed_with_disk(peak: int, lists: Iterable[TaskList], workers: int) -> int:
@@ -158,11 +167,14 @@ def candidates(spec: Steps, room: Room, values: Sequence[str | Sequence[str]] = 
         for tasks in (one.tasks for one in lists):
             seconds += max(sum(map(speed.seconds, tasks)) / room.workers, len(tasks) * speed.submit)
         peak = step.peak_bytes()
-        evicted = evicted_bytes(lists, room.bytes if room.planned else None, spec.offload) if room.gpu else 0
-        above = 0 if room.planned else max(0, peak - evicted - room.bytes)  # StarPU moves these bytes twice
-        seconds += (evicted + 2 * above) / (speed.host_s if room.gpu else DISK_S)
-        evicted += above
-        found.append(StepEstimate(value, peak, evicted, seconds, room.fits(peak, lists)))
+        moved, planned = 0, False
+        if room.gpu:
+            inside = room_in_turn(lists, room.bytes) if room.planned else 0
+            moved, dropped, _ = evicted(lists, inside, spec.offload, room.at_rest)
+            planned = room.planned and not dropped
+        above = 0 if planned else max(0, peak - moved - room.bytes)  # StarPU moves these bytes twice
+        seconds += (moved + 2 * above) / (speed.host_s if room.gpu else DISK_S)
+        found.append(StepEstimate(value, peak, moved + above, seconds, room.fits(peak, lists)))
     return found
 
 

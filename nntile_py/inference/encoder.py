@@ -142,7 +142,7 @@ class Encoder:
         sentence-transformers wrote the folder, the encoder prepares and cuts texts as sentence-transformers does.
 
         Args:
-            folder: The folder.
+            folder: The folder. Its adapters are added to the weights, except for the output `logits`.
             output: See Encoder. Default: `sentence` for a folder of sentence-transformers, else `hidden`.
             prompt: Text that is put before each text. Default: the prompt `prompt_name`.
             prompt_name: Name of a prompt of the folder. Default: the folder's default prompt, if it has one.
@@ -158,8 +158,11 @@ class Encoder:
             kind = of_hf_type(read_raw(folder).get("model_type"))
         if output in HEADS:
             _check_head(kind, output, HEADS[output])
-        adapters = saved_adapters(Path(folder))
-        model = from_hf(folder, **(adapters | ({"head": HEADS[output]} if output in HEADS else {})))
+        if adapters := saved_adapters(Path(folder)):
+            model = from_hf(folder, **adapters)
+            model = model.merged() if output in HEADS else model  # without the head, its adapters would have no place
+        else:
+            model = from_hf(folder, **({"head": HEADS[output]} if output in HEADS else {}))
         path = Path(folder) / "tokenizer.json"
         if "tokenizer" not in options and path.is_file():
             options["tokenizer"] = load_tokenizer(path, "tokenizer")

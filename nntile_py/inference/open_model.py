@@ -85,11 +85,9 @@ def no_tokenizer(folder: Path) -> ConfigError:
 
 
 def saved_adapters(folder: Path) -> dict[str, Any]:
-    """Return {"lora": settings of the adapters in a folder} to open its model with another head; {} without adapters.
-
-    `modules_to_save` (modules trained as a whole) becomes empty, because a model with another head may lack them."""
+    """Return {"lora": settings of the adapters in a folder} to open its model; {} without adapters."""
     lora = _saved(folder)[2].get("lora")
-    return {"lora": {**lora, "modules_to_save": []}} if isinstance(lora, dict) else {}
+    return {"lora": lora} if isinstance(lora, dict) else {}
 
 
 def _saved(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nntile_py.checkpoint import format as checkpoint
 from nntile_py.checkpoint.resume import ResumePoint, flattened
-from nntile_py.checkpoint.run_folder import RunFolder, check_place, check_replaced, check_unlocked
+from nntile_py.checkpoint.run_folder import RunFolder, check_place, check_replaced, check_unlocked, missing_files
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import RunConfig
 from nntile_py.data.tokenization import Report
@@ -47,15 +47,18 @@ def publish_on_rank_0(point: ResumePoint, out: Path, ranks: Ranks | None, report
 def _publish(point: ResumePoint, out: Path, report: Report) -> bool:
     """Copy the weights of a checkpoint into the run folder `out`, if the run ended before it had copied them.
 
-    Return False if the run folder has the same or newer weights, or the checkpoint belongs to another run."""
+    If the folder has these weights, only the files beside them that are missing are copied. Return False if no file is
+    missing, if the folder has newer weights, or if the checkpoint belongs to another run."""
     target, weights = out / checkpoint.MODEL, point.folder / checkpoint.MODEL
-    if run_of(point.folder).resolve() != out.resolve() or same_content(target, weights):
+    saved, missing = same_content(target, weights), missing_files(out, point.folder)
+    if run_of(point.folder).resolve() != out.resolve() or (saved and not missing):
         return False
-    if target.exists() and target.stat().st_mtime > (point.folder / checkpoint.STATE).stat().st_mtime:
+    newer = target.exists() and target.stat().st_mtime > (point.folder / checkpoint.STATE).stat().st_mtime
+    if newer and not saved:
         return False
     folder = RunFolder(out, report=report)
     try:
-        folder.publish(point.step)
+        folder.publish(point.step, missing if saved else None)
     finally:
         folder.close()
     return True
@@ -91,13 +94,15 @@ def first_trainer(config: RunConfig, spec: StepSpec, runtime: Runtime, point: Re
     """Return the trainer for this process's first step.
 
     The trainer starts with the weights of the checkpoint `point`. Without a checkpoint, it starts with the weights of
-    the model that `model.from` names. Without both, it starts with the weights of `spec.model`."""
+    the model that `model.from` names. Without both, it starts with the weights of `spec.model`. The model then has no
+    weights: the tiles hold them, and the run's end copies no weights into the model."""
     if point or config.model.from_ is not None:
         spec = replace(spec, model=point.model(config) if point else build_model(config))
     trainer = build_trainer(config, spec)
+    trainer.model.weights = {}  # frees fp32 copies of the weights of a checkpoint in bf16 or fp16
+    trainer.copies_at_end = False
     if runtime.ranks:
-        runtime.forget(trainer)  # the runtime's end gathers no weights: rank 0 has written them by then
-        trainer.model.weights = {}  # free this copy: the tiles hold the weights
+        runtime.forget(trainer)  # close() is a collective operation, and a failed rank does not call it
     if point:
         point.restore(trainer)
     return trainer

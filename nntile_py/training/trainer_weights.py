@@ -29,6 +29,7 @@ class TrainerWeights:
     _in_flight: StepsInFlight
     _scaled: float | None  # factor of the gradients in their tiles; None: the tiles hold the gradients of no whole step
     _programs: Programs
+    copies_at_end = True  # close() copies the weights into the model
 
     @property
     def loss_scale(self) -> float | None:
@@ -97,8 +98,10 @@ class TrainerWeights:
 
     @in_turns
     def close(self) -> None:
-        """Copy the weights into the model and release the trainer. A runtime calls this before it stops."""
-        if self.steps:
+        """Copy the weights into the model and release the trainer. A runtime calls this before it stops.
+
+        With `copies_at_end = False`, the weights are not copied."""
+        if self.steps and self.copies_at_end:
             self.state_dict()
         self._programs.let_go()
         self._runtime.forget(self)
