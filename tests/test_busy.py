@@ -52,7 +52,13 @@ def test_a_busy_machine_is_named() -> None:
         found = diagnosis.report(short | {"load": {"cores": cores(), "others": float(cores())}})
         assert ("short-tasks" in [one["rule"] for one in found]) == told
     shared = trace_analysis.summarise(trace, {"CPU": replace(PEAKS["CPU"], cpu_share=0.35)}, TILES)
-    assert "had a core for 35% of the time" in diagnosis.report(shared)[0]["cause"]
+    for others in (0.0, None):  # only the peak was disturbed: the report must not say that the steps were
+        peak = diagnosis.report(shared | {"load": {"cores": cores(), "others": others}})[0]["cause"]
+        assert peak.startswith("The measurement of the peak was disturbed: its threads had a core for 35% of the time")
+        assert "The machine was busy" not in peak and "took longer" not in peak
+    both = diagnosis.report(shared | {"load": {"cores": cores(), "others": float(cores())}})[0]["cause"]
+    assert "while the steps ran; the threads that measured the peak had a core for 35%" in both
+    assert "took longer" in both
 
 
 def of_two_workers(idle: float, **more: Any) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def write(
     facts = summary["machine"]
     hardware = f"{described(facts)}, {facts['date']}"
     if load and load["others"] is not None:
-        hardware += f"; other processes kept {load['others']:.1f} of the cores busy"
+        hardware += f"; other processes kept {load['others']:.1f} of the cores busy while the steps ran"
     tiling = ", ".join(f"{axis} {a['tile']}/{a['size']}" for axis, a in summary["tiles"].items())
     count, each = summary["steps"], summary["seconds_per_step"] * 1e3
     tasks = summary["tasks"] // max(count, 1)

@@ -150,22 +150,20 @@ def imbalance(s: Summary) -> Finding:
 
 def busy_machine(s: Summary) -> Finding:
     """Other processes took processor time from the run, or from the measurement of the peak flop/s."""
-    load, causes = s.get("load") or {}, list[str]()
-    if is_busy(load.get("others")):
-        busy = f"{load['others']:.1f} of the {load['cores']} cores busy"
-        causes.append(f"other processes kept {busy} while the steps ran")
+    load, again = s.get("load") or {}, "Measure again when nothing else runs before comparing "
     shares = [p["cpu_share"] for p in s["peaks"].values() if p.get("cpu_share") is not None]
-    if shares and min(shares) < 1 - BUSY:
-        causes.append(
-            f"the threads that measured the peak had a core for {min(shares):.0%} of the time (processor time over "
-            "wall time)"
-        )
-    if not causes:
-        return None
-    return (
-        f"The machine was busy: {'; '.join(causes)}. Tasks took longer than on a quiet machine.",
-        "Measure again when nothing else runs before comparing these times with others.",
-    )
+    had = f"had a core for {min(shares):.0%} of the time (processor time over wall time)" if shares else ""
+    disturbed = bool(shares) and min(shares) < 1 - BUSY
+    if is_busy(load.get("others")):
+        busy = f"other processes kept {load['others']:.1f} of the {load['cores']} cores busy while the steps ran"
+        busy += f"; the threads that measured the peak {had}" * disturbed
+        cause = f"The machine was busy: {busy}. Tasks took longer than on a quiet machine."
+        return cause, f"{again}these times with others."
+    if disturbed:
+        cause = f"The measurement of the peak was disturbed: its threads {had}. The measured peak may be too low,"
+        cause += " and shares of the roofline too high. Times of tasks do not depend on it."
+        return cause, f"{again}shares of the roofline."
+    return None
 
 
 @dataclass(frozen=True)
