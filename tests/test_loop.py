@@ -459,7 +459,7 @@ def test_the_live_display_is_at_the_step_of_the_printed_line(tmp_path: Path) -> 
 
 def test_two_steps_are_in_flight_and_no_more(tmp_path: Path) -> None:
     trainer = Trainer([1.0] * 9)
-    assert fake_run(tmp_path, trainer, [], 9) == (3.0, {"held_out_loss": 3.0})
+    assert fake_run(tmp_path, trainer, [], 9) == ((0, 3.0), {"held_out_loss": 3.0})
     assert (trainer.submitted, trainer.finished, trainer.most) == (9, 9, 2)
 
 

@@ -64,6 +64,45 @@ def test_the_curve_in_a_terminal() -> None:
     assert same.count("·") == 3  # two points and the legend
 
 
+def test_losses_after_another_sequence_length_are_a_part_of_their_own(tmp_path: Path) -> None:
+    """From step 21 on, losses are higher by 3: sequences are shorter."""
+    lines = [line | {key: line[key] + 3 for key in ("loss", "held_out_loss") if key in line} for line in LINES[20:]]
+    lines[0] |= {"held_out_loss_before": 10.3, "changed": "train.seq was 64, is 16"}
+    curves = curves_of([*LINES[:20], *lines])
+    before, after = curves.parts()
+    assert before.measured == [0, 10, 20] and after.measured == [20, 30, 40] and after.held_out[0] == 10.3
+    assert before.steps == [*range(1, 21)] and after.steps == [*range(21, 41)] and max(before.loss) < min(after.loss)
+    assert terminal_curve(curves).endswith(
+        "after step 20: train.seq was 64, is 16; losses before and after cannot be compared"
+    )
+    axes = draw_losses({"run": curves}).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["train.seq was 64, is 16"]
+    drawn = [line.get_xdata() for line in axes.lines if len(line.get_xdata()) > 2]  # without the change's own line
+    assert all(max(x) <= 20 or min(x) >= 20 for x in drawn) and len(drawn) == 6  # none joins the two kinds of losses
+    assert axes.get_ylim()[1] > 10.3
+    assert axes.get_legend_handles_labels()[1] == ["training loss, smoothed", "held-out loss"]
+    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*LINES[:20], *lines]))
+    summary = read_run(tmp_path).summary()
+    assert summary["best_step"] == 40 and summary["best_held_out_loss"] == pytest.approx(9.5)  # not 7.3, of step 20
+
+
+def test_a_resume_with_another_sequence_length_measures_again(tmp_path: Path) -> None:
+    sets = "sample.tokens=0", "train.eval_every=2", "model.positions=16", "train.seq=16"
+    for steps, seq, first in ((2, 16, "before the first step"), (4, 8, "after step 2 (train.seq was 16, is 8)")):
+        how = ("--resume",) * (steps > 2)
+        done = nntile(tmp_path, *sets, f"train.steps={steps}", f"train.seq={seq}", arguments=how)
+        assert done.returncode == 0 and f" {first}, " in done.stdout, done.stdout + done.stderr
+    done = nntile(tmp_path, *sets, "train.steps=6", "train.seq=8", arguments=("--resume",))
+    assert done.returncode == 0, done.stderr
+    lines = metrics(tmp_path / "runs" / "tiny")
+    again = lines[2]["held_out_loss_before"]
+    assert f"held-out loss {again:.4f} {first}, {lines[5]['held_out_loss']:.4f} at the last" in done.stdout, done.stdout
+    assert [line["step"] for line in lines if "held_out_loss_before" in line] == [1, 3]
+    assert [line.get("changed") for line in lines] == [None, None, "train.seq was 16, is 8", None, None, None]
+    assert again != lines[1]["held_out_loss"]
+
+
 def test_a_peak_does_not_press_the_curve_flat() -> None:
     lines: list[dict[str, Any]] = [dict(line) for _ in range(5) for line in LINES]
     lines[77]["loss"] = 1e6
