@@ -22,6 +22,7 @@ from nntile_py.analysis.tile_advice import coarse, note, own_cost
 from nntile_py.analysis.workloads import build
 from nntile_py.config.builders import keep_measured, step_spec
 from nntile_py.config.run_config import RunConfig, load
+from nntile_py.config.scheduler_file import check_machine
 from nntile_py.config.sections import TilesSection
 from nntile_py.errors import ConfigError
 from nntile_py.graph.estimate import Estimate, estimate
@@ -91,6 +92,7 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
             then follow the most promising tilings, and the uncut tiling if the budget is more than 2.
     """
     config = load(path, sets)
+    check_machine(config.runtime)
     seen: Seen = {}
     start: Tiles = dict.fromkeys(AXES) | step_spec(config).tiling.tiles
     own: Key | None = _key(start)

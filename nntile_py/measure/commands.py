@@ -12,6 +12,7 @@ import typer
 from nntile_py.command_line import CommandApp
 from nntile_py.config.builders import with_micro_batches
 from nntile_py.config.run_config import RunConfig, load
+from nntile_py.config.scheduler_file import check_machine
 from nntile_py.measure.capacity import capacity
 from nntile_py.measure.contest import TIME_LIMIT, check_ranks, measure_in_turns, measure_ranks
 from nntile_py.measure.contestants import OURS, check_gpus, check_peer, parse_peers
@@ -187,6 +188,7 @@ def load_contest(
     for name in peers:
         check_peer(config, name, "inference" if inference else "train")
     check_gpus(config.workers if config.runtime.cuda else 0, "runtime.cuda")
+    check_machine(config.runtime)
     how = Measure(
         work="inference" if inference else "train", alpha=alpha, steps=steps or (10 if inference else 2),
         gpu_memory=int(cuda_memory * 2**30) or None,
