@@ -476,7 +476,7 @@ def test_representations_say_what_an_object_is(runtime: nt.Runtime) -> None:
         handle = trainer.submit({"input_ids": ids, "labels": ids})
         handle.result()
         assert repr(handle).endswith("of step 1: done>")
-        assert repr(trainer) == "<Trainer of GPT2: batch=2, seq=8, precision='fp32', tiles {batch: 1}, 1 steps>"
+        assert repr(trainer) == "<Trainer of GPT2: batch=2, seq=8, precision='fp32', tiles {batch: 1}, 1 step>"
     assert repr(model) == "GPT2(vocab=20, layers=1, embed=8, heads=2, positions=8)"
     assert repr(model.changed(ffn=32, classes=5)) == repr(model), "a causal model has no classes"
     classifier = repr(model.changed(head="classification", classes=2, labels=["a", "b"]))

@@ -18,6 +18,7 @@ from nntile_py import _core
 from nntile_py.errors import LIMITS, ConfigError, TaskError
 from nntile_py.system.folders import append, cache_folder, replace_file
 from nntile_py.system.load import cores
+from nntile_py.system.units import counted
 
 CHUNKS_FROM = 4 << 30  # StarPU allocates tiles in chunks if tiles may take at least this many bytes of main memory
 START_BYTES = 8 << 20  # address space that StarPU takes when it starts
@@ -54,7 +55,7 @@ def check_limits(workers: int) -> None:
                 threads.append(threading.Thread(target=ready.wait, daemon=True))
                 threads[-1].start()
     except (OSError, RuntimeError, MemoryError):
-        raise TaskError(f"StarPU cannot start {workers} workers{LIMITS}") from None
+        raise TaskError(f"StarPU cannot start {counted(workers, 'worker')}{LIMITS}") from None
     finally:
         ready.set()
         for thread in threads:

@@ -22,6 +22,7 @@ from nntile_py.measure.sweep_spec import Measure
 from nntile_py.system import launcher
 from nntile_py.system.clock import spread
 from nntile_py.system.machine import machine
+from nntile_py.system.units import counted
 
 bench_app = CommandApp(
     name="nntile bench", add_completion=False, help="Benchmarks of this machine.", epilog="Example: nntile bench tasks"
@@ -54,7 +55,8 @@ def tasks(
         return
     total, submit = result["us_per_task"], result["submit_us_per_task"]
     print(f"{total['median']:.2f} us a task end to end ({total['min']:.2f} to {total['max']:.2f}), with submission in")
-    print(f"{submit['median']:.2f} us; {count} tasks, {tiles} tiles each, {result['workers']} workers, {scheduler}")
+    sizes = f"{counted(count, 'task')}, {counted(tiles, 'tile')} each, {counted(result['workers'], 'worker')}"
+    print(f"{submit['median']:.2f} us; {sizes}, {scheduler}")
     for kind, at in result["profiled"].items():
         print(f"{at['median']:.2f} us ({at['min']:.2f} to {at['max']:.2f}) with a {kind} profile")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nntile_py.system.load import BUSY, is_busy
+from nntile_py.system.units import counted
 from nntile_py.tiles.placement import GOOD
 
 # Thresholds of the rules. A rule applies if the share reaches the threshold; for LOW, if the share is below it.
@@ -83,8 +84,8 @@ def few_tiles(s: Summary) -> Finding:
         return None
     return (
         f"{_idle(s)}: the longest chain of dependent tasks takes {s['critical_path']['share_of_run']:.0%} of the run, "
-        f"and all tasks together last only {s['parallelism']:.1f} times as long as this chain, for {len(s['workers'])} "
-        f"workers. The chain is mostly {_top(s['critical_path'])}.",
+        f"and all tasks together last only {s['parallelism']:.1f} times as long as this chain, for "
+        f"{counted(len(s['workers']), 'worker')}. The chain is mostly {_top(s['critical_path'])}.",
         f"Cut finer, so that more tasks can run at once: {_finer(s)}.",
     )
 

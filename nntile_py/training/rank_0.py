@@ -24,6 +24,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.runs import run_of
 from nntile_py.system.folders import NO_ROOM, replace_file
 from nntile_py.system.machine import devices
+from nntile_py.system.units import counted
 from nntile_py.training.collectives import agree
 from nntile_py.training.curves import save_curve
 from nntile_py.training.display import Display
@@ -173,7 +174,7 @@ def _save_confusion(names: list[str], counts: object, folder: Path, report: Repo
     confusion = Confusion(names, counts)
     metrics = confusion.metrics()
     two = f"F1 {metrics['f1']:.4f} of {names[1]}, " if "f1" in metrics else ""
-    count = f"{confusion.counts.sum():,} held-out texts"
+    count = counted(int(confusion.counts.sum()), "held-out text")
     report(f"\n{count}: accuracy {metrics['accuracy']:.4f}, {two}F1 {metrics['f1_macro']:.4f} (mean of the classes)")
     report(confusion.table())
     try:

@@ -122,7 +122,8 @@ def _all_trained(
 
     Return True if all steps are trained and this call has copied the weights into the run's folder."""
     if point.step >= config.train.steps and publish_on_rank_0(point, out, ranks, report):
-        report(f"all {point.step} steps are trained; weights saved in {out / checkpoint.MODEL}")
+        done = f"all {point.step} steps are" if point.step > 1 else "the only step is"
+        report(f"{done} trained; weights saved in {out / checkpoint.MODEL}")
         return True
     check_steps(point, config)
     report(f"going on after step {point.step}, from {point.folder}" + (f"; {differences}" if differences else ""))
