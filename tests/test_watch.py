@@ -1,6 +1,7 @@
 """Curves of runs, and the commands that compare runs and report on one."""
 
 import html
+import itertools
 import json
 import math
 import re
@@ -17,6 +18,7 @@ from PIL import Image
 from test_loop import metrics, nntile
 
 from nntile_py.errors import ConfigError
+from nntile_py.system import pages
 from nntile_py.training.curves import Curves, curves_of, draw_losses, save_curve, smoothed, terminal_curve
 from nntile_py.training.loggers import Loggers
 from nntile_py.training.run_comparison import differences, parameters, read_run
@@ -168,6 +170,32 @@ def test_report(runs: tuple[Path, Path]) -> None:
     assert not outside, "the page loads from elsewhere"
     changed = page[page.index("Keys that differ") : page.index("All keys")]
     assert "train.eval_every" in changed and "runtime.window" not in changed
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of #rgb or #rrggbb, as WCAG 2 defines it."""
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    parts = [int(digits[k : k + 2], 16) / 255 for k in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_reports_can_be_read_in_light_and_dark() -> None:
+    """Text contrasts with its background by 4.5 or more (WCAG 2, level AA). Only pictures have fixed backgrounds."""
+    sources = Path(pages.__file__).parents[1]
+    base = (sources / "system" / "page.html.j2").read_text()
+    light, dark = (dict(re.findall(r"(--\w+): (#\w+)", part)) for part in base.split("prefers-color-scheme: dark"))
+    assert "color-scheme: light dark" in base and light.keys() == dark.keys()
+    for colours in (light, dark):
+        for text, behind in itertools.product(("--text", "--quiet"), ("--page", "--box", "--first")):
+            low, high = sorted(luminance(colours[name]) for name in (text, behind))
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (text, behind)
+    assert luminance(light["--page"]) > 0.9 and luminance(dark["--page"]) < 0.05
+    for page in sources.rglob("*.html.j2"):
+        rules = re.findall(r"([^{}]*)\{([^{}]*)\}", page.read_text().partition("{% block body %}")[0])
+        for selector, rule in rules:
+            fixed = re.search(r"(?<![\w-])(?:color|background): #", rule)
+            assert not fixed or selector.strip() in ("svg", ".picture"), (page.name, selector)
 
 
 @pytest.mark.parametrize("what", ["nothing", "no step", "config"])
