@@ -24,6 +24,7 @@ from nntile_py.system.folders import build_info, cache_folder
 from nntile_py.system.load import cores
 from nntile_py.system.machine import processor
 from nntile_py.system.sources import REBUILD, changed_sources
+from nntile_py.system.units import counted
 
 _USES = {  # what the parts of some rows are for
     "  MPI": "runs on several machines", "  NVML header": "bandwidths between GPUs", "  FxT": "`nntile profile --fxt`",
@@ -74,7 +75,7 @@ def summary(checks: list[Check]) -> str:
     if gpus != "none found" and "CUDA" in wrong:
         gpus += ", not usable; see the rows about CUDA"
     count = cores()
-    return f"ready for training on {count} CPU core{'s' * (count > 1)}; GPUs: {gpus}"
+    return f"ready for training on {counted(count, 'CPU core')}; GPUs: {gpus}"
 
 
 def render(checks: list[Check]) -> Table:

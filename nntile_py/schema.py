@@ -19,7 +19,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.system.folders import read
 from nntile_py.typed import plain
 from nntile_py.typed import short as short
-from nntile_py.yaml_text import MOST_BYTES, parse, without_space
+from nntile_py.yaml_text import MOST_BYTES, one_line, parse, without_space
 
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 10 ** (3 * k) for k, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}IB": 2 ** (10 * k) for k, p in enumerate("KMGT", 1)}
@@ -344,8 +344,8 @@ def _explain(cls: type[BaseModel], error: Any, elsewhere: list[str]) -> str:
     what = "a text" if error["type"] == "string_type" else what
     if error["type"] in ("model_type", "model_attributes_type", "list_type"):
         field = _inner(cls, loc[:-1]).model_fields.get(loc[-1]) if loc else None
-        what = words(field) if field else _section_words(_inner(cls, loc))
-    return f"{key}: got {short(error['input'])}; allowed: {what}"
+        what = words(field) if field else "a list" if error["type"] == "list_type" else _section_words(_inner(cls, loc))
+    return f"{key}: got {one_line(error['input'])}; allowed: {what}"
 
 
 # -- keys of a section

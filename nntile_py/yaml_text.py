@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Any
 
 import yaml
@@ -118,6 +119,17 @@ for _name, (_form, _first) in _PLAIN.items():
 def dump(value: Any, **style: Any) -> str:
     """Return a value as YAML that `parse` reads as the same value. style: arguments of yaml.dump."""
     return str(yaml.dump(value, Dumper=_Dumper, **style))
+
+
+def one_line(value: Any) -> str:
+    """Return a value for a message as YAML on one line, such as {batch: 2}, cut to at most 60 characters.
+
+    A text is in quotes. A value that YAML lacks, such as an array, becomes repr(value)."""
+    text = repr(value)
+    if isinstance(value, dict | list | bool | None):
+        with suppress(yaml.YAMLError):
+            text = dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 MOST_BYTES, MOST_VALUES, MOST_BITS = 10**6, 10**5, 1024  # limits: characters and values of a YAML, bits of a number

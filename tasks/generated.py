@@ -124,11 +124,7 @@ class Generated(Op):
 
     @property
     def kind(self) -> str:
-        return " + ".join(op.kind for op in self.members)
-
-    @property
-    def group(self) -> str:
-        """Name of the fusion group, such as dropout_add_layer_norm: for `fusion.exclude` and the kernel's name."""
+        """Name of the fusion group, such as dropout_add_layer_norm, in plans, profiles and `fusion.exclude`."""
         starts = r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"  # where a word starts, such as RMS, Norm or Grad
         return "_".join(re.sub(starts, "_", op.kind).lower() for op in self.members)
 
@@ -194,7 +190,7 @@ class Generated(Op):
         sums = set(self.sums)
         tiles = tuple(ex.TileType(t.dtype, self._at[t], t in sums) for t in self._tensors)
         source = cpp.source(self.definition, tiles, len(self.outputs), self.width)
-        name = f"{self.group[:60]}_{hashlib.sha256(source.encode()).hexdigest()[:8]}"
+        name = f"{self.kind[:60]}_{hashlib.sha256(source.encode()).hexdigest()[:8]}"
         return GeneratedKernel(name, self.definition, tiles, len(self.outputs), source, self.width)
 
     def lower(self, lowering: Lowering) -> None:

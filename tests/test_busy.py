@@ -2,20 +2,27 @@
 
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from traces import independent, info, scheduled
+from typer.testing import CliRunner
 
 from nntile_py.analysis import roofline
+from nntile_py.cli import app
+from nntile_py.config import builders
+from nntile_py.errors import ConfigError
 from nntile_py.profiling import diagnosis, peak_rates, trace_analysis
-from nntile_py.system import load
+from nntile_py.system import load, worker_rates
 from nntile_py.system.load import Load, cores
 from nntile_py.system.worker_rates import best_of
 from nntile_py.tiles.dependencies import TileUse
+from nntile_py.training import datasets
 
 PEAKS = {"CPU": roofline.Peak(1e9, 1e9, "test"), "CUDA": roofline.Peak(1e9, 1e9, "test")}
 TILES = {"batch": {"size": 8, "tile": 4, "tiles": 2}, "embed": {"size": 96, "tile": 96, "tiles": 1}}
@@ -52,7 +59,13 @@ def test_a_busy_machine_is_named() -> None:
         found = diagnosis.report(short | {"load": {"cores": cores(), "others": float(cores())}})
         assert ("short-tasks" in [one["rule"] for one in found]) == told
     shared = trace_analysis.summarise(trace, {"CPU": replace(PEAKS["CPU"], cpu_share=0.35)}, TILES)
-    assert "had a core for 35% of the time" in diagnosis.report(shared)[0]["cause"]
+    for others in (0.0, None):  # only the peak was disturbed: the report must not say that the steps were
+        peak = diagnosis.report(shared | {"load": {"cores": cores(), "others": others}})[0]["cause"]
+        assert peak.startswith("The measurement of the peak was disturbed: its threads had a core for 35% of the time")
+        assert "The machine was busy" not in peak and "took longer" not in peak
+    both = diagnosis.report(shared | {"load": {"cores": cores(), "others": float(cores())}})[0]["cause"]
+    assert "while the steps ran; the threads that measured the peak had a core for 35%" in both
+    assert "took longer" in both
 
 
 def of_two_workers(idle: float, **more: Any) -> dict[str, Any]:
@@ -103,6 +116,34 @@ def test_what_a_process_computes_itself_is_no_load(monkeypatch: pytest.MonkeyPat
     with Load() as found:
         pass
     assert (found.others, found.own) == (0.25, 1.25)
+
+
+@pytest.mark.parametrize(
+    "command", [["train"], ["profile"], ["bench", "step"], ["sweep", "--auto"]], ids=lambda command: command[0]
+)
+def test_workers_that_the_machine_lacks_are_refused_before_other_work(
+    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A measurement for `tiles: auto` with so many threads could take all memory."""
+    model = "model: {layers: 1, embed: 16, heads: 2}"
+    (tmp_path / "tiny.yaml").write_text(f"{model}\ntrain: {{steps: 2, batch: 2, seq: 8}}\n")
+    monkeypatch.chdir(tmp_path)
+    for module, name in ((builders, "measured_rates"), (datasets, "build_dataset")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("work before the check"))
+    more = f"runtime.cpus={cores() + 1}"
+    done = CliRunner().invoke(app, [*command, "tiny.yaml", "--set", "tiles=auto", "--set", more])
+    assert isinstance(done.exception, ConfigError), done.output
+    assert str(done.exception).endswith(f"got {cores() + 1}; allowed: 1 to {cores()}, the number of cores")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml"]
+
+
+def test_rates_are_measured_on_at_most_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan may be for a machine with more cores."""
+    started: list[threading.Thread] = []
+    monkeypatch.setattr(worker_rates, "cores", lambda: 2)
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread), start(thread)))
+    assert worker_rates.measured_rates(9, False, size=32, seconds=0.001).flop_s > 0 and len(started) == 2
 
 
 def test_a_peak_on_a_machine_that_keeps_a_thread_waiting() -> None:

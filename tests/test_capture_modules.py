@@ -312,7 +312,7 @@ def test_patterns_become_the_operators_of_this_library(name: str, kinds: dict[st
     assert value == pytest.approx(float(want.detach()), rel=1e-5)
     assert worst(trainer.gradients(), grads)[0] < 2e-5
     assert model.fallbacks == []
-    found = Counter(part for op in trainer.built.graph.ops for part in op.kind.split(" + "))
+    found = Counter(part for op in trainer.built.graph.ops for part in op.title.split(" + "))
     assert {kind: found[kind] for kind in kinds} == kinds
     trainer.close()
 

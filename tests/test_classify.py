@@ -72,6 +72,8 @@ BAD = {
     "half": ("a.jsonl", '{"text": "a", "label": 0.5}', "line 1: 'label' is 0.5; allowed: a name or an integer"),
     "null": ("a.jsonl", '{"text": "a", "label": null}', "line 1: 'label' is None; allowed: a name or an integer"),
     "fields": ("a.csv", GOOD + "a,b,c\n", "line 4: 3 fields; allowed: 2, one for each column"),
+    "field": ("a.csv", GOOD + "a\n", "line 4: 1 field; allowed: 2, one for each column"),
+    "one row": ("a.csv", "text,label\na,x\n", "the only row has the label 'x'; allowed: at least two labels"),
     "quote": ("a.csv", GOOD + '"open,x\n', r"line 4: unexpected end of data; allowed: fields with"),
     "JSON": ("a.jsonl", '{"text": "a", "label": 1}\n{"text": \n', r"line 2: broken JSON \(Expecting .*; allowed: one"),
     "deep JSON": ("a.jsonl", "[" * 100_000, r"line 1: broken JSON \(.*; allowed: one JSON object a line"),

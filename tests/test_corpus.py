@@ -1,5 +1,6 @@
 """Documents in all formats, their split, files of tokens, windows and mixtures."""
 
+import codecs
 import gzip
 import json
 import os
@@ -98,6 +99,24 @@ def test_damaged_tables(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
     with pytest.raises(ConfigError, match=r"p\.txt is no text: a PNG file"):
         list(Documents(str(tmp_path / "p.txt")))
+
+
+@pytest.mark.parametrize("text", ["text\nplain\n", "漢字漢字"], ids=["with null bytes", "without"])
+@pytest.mark.parametrize(
+    ("codec", "mark", "name"),
+    [("utf-16-le", codecs.BOM_UTF16_LE, "UTF-16"), ("utf-16-be", codecs.BOM_UTF16_BE, "UTF-16"),
+     ("utf-32-le", codecs.BOM_UTF32_LE, "UTF-32"), ("utf-32-be", codecs.BOM_UTF32_BE, "UTF-32")],
+)  # fmt: skip
+def test_another_encoding_of_unicode_is_named(tmp_path: Path, text: str, codec: str, mark: bytes, name: str) -> None:
+    need = rf"allowed: text in UTF-8 \(`iconv -f {name} -t UTF-8` converts {name}\)"
+    for file, what in (("w.txt", rf"w\.txt is in {name}"), ("w.csv", rf"w\.csv, is a {name} file")):
+        (tmp_path / file).write_bytes(mark + text.encode(codec))
+        with pytest.raises(ConfigError, match=f"{what}; {need}"):
+            list(Documents(str(tmp_path / file)))
+    (tmp_path / "w.csv").unlink()
+    (tmp_path / "a.txt").write_text("plain")
+    of_folder = Documents(str(tmp_path), [".txt"])
+    assert list(of_folder) == [TextPart("plain")] and of_folder.left_out == {f".txt that is {name}": 1}
 
 
 def test_a_folder_of_mixed_files(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from nntile_py.graph.lowering import lower
 from nntile_py.graph.packed_flop import PackedFlop
 from nntile_py.measure import worker
 from nntile_py.measure.workload_inputs import inputs_of
-from nntile_py.system.units import si
+from nntile_py.system.units import counted, si
 from nntile_py.tasks.op import CONTRACTION
 from nntile_py.training.repeated_steps import filled_pass
 
@@ -119,3 +119,7 @@ def test_a_rate_above_the_peak_is_refused(runtime: nt.Runtime) -> None:
     worker.check_rate(config, 1e9)
     with pytest.raises(nt.NNTileError, match=r"1,000,000,000 Gflop/s are more than the workers' peak of [\d,]+ Gf"):
         worker.check_rate(config, 1e18)
+
+
+def test_a_number_with_its_noun() -> None:
+    assert [counted(n, "step") for n in (0, 1, 2, 1234)] == ["0 steps", "1 step", "2 steps", "1,234 steps"]

@@ -347,7 +347,7 @@ WRONG: list[tuple[str, str, list[str], str]] = [
     ('{"text": 3}\n', "x.jsonl", [], "line 1: 'text' is 3; allowed: a text\n"),
     ("[1]\n", "x.jsonl", [], "line 1: holds [1]; allowed: one JSON object a line"),
     ("a,b\n1,2\n", "x.csv", [], "line 1: no column 'text'; there are 'a', 'b'; allowed: a table with 'text'"),
-    ("a,b\n1,2\n1\n", "x.csv", ["--text", "a"], "x.csv, line 3: 1 fields; allowed: 2, one for each column"),
+    ("a,b\n1,2\n1\n", "x.csv", ["--text", "a"], "x.csv, line 3: 1 field; allowed: 2, one for each column"),
     ('a,b\n1,"2\n', "x.csv", ["--text", "a"], "x.csv, line 2: unexpected end of data; allowed: fields with"),
     ("", "x.txt", [], "no texts in x.txt"),
     ("a", "x.doc", [], "--input: x.doc: not the name of a table; allowed: a table with 'text'"),

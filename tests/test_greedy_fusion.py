@@ -41,7 +41,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 def found(model: Any, fusion: Fusion = FOUND, **tiles: int) -> Counter[str]:
     graph = StepSpec(model, 4, 16, Tiling(tiles), fusion=fusion).graphs.graph
-    return Counter(op.group for op in groups(graph))
+    return Counter(op.kind for op in groups(graph))
 
 
 PAPER = {  # of a layer; see docs/how/fusion.md
@@ -61,7 +61,7 @@ def test_groups_of_the_paper() -> None:
 def test_groups_where_rows_are_cut() -> None:
     """A norm over a cut axis is several tasks and in no group; rules fuse operators into its gradient."""
     graph = StepSpec(MODELS["encoder"](), 4, 16, Tiling({"embed": 10, "seq": 5})).graphs.graph
-    assert Counter(op.group for op in groups(graph)) == {"dropout_activation_grad_sum": 2, "dropout_add": 4}
+    assert Counter(op.kind for op in groups(graph)) == {"dropout_activation_grad_sum": 2, "dropout_add": 4}
     norms = [op for op in graph.ops if isinstance(op, LayerNormGrad)]
     assert len(norms) == 4 and all(norm.dropout and norm.bias for norm in norms)
 

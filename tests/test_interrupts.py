@@ -190,7 +190,7 @@ def test_limits_of_memory_and_processes(capsys: pytest.CaptureFixture[str], monk
     """One message, before StarPU aborts; no thread for a command's own work is one message, too."""
     with monkeypatch.context() as patch:
         patch.setattr(starpu_settings, "START_BYTES", 1 << 60)
-        with pytest.raises(nt.TaskError, match=r"StarPU cannot start 1 workers: the limits .* leave no room"):
+        with pytest.raises(nt.TaskError, match=r"StarPU cannot start 1 worker: the limits .* leave no room"):
             nt.Runtime(cpus=1).start()
     assert nt.Runtime.current is None
 

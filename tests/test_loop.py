@@ -437,6 +437,17 @@ def test_a_terminal_of_80_columns_shows_the_last_step_once_with_its_speed(tmp_pa
     assert erased.count("\x1b[2K") >= 2  # the lines of the live display
 
 
+def test_one_step_is_in_the_singular(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
+    screen = io.StringIO()
+    trainer: Any = SimpleNamespace(memory_bytes=lambda: 2**20)
+    with Display(Console(file=screen, force_terminal=True, width=80), load(tmp_path / "tiny.yaml"), trainer) as display:
+        for step in (1, 4):
+            line = {"step": step, "loss": 5.0, "grad_norm": 1.0, "lr": 0.01}
+            display.show(line | {"tokens_per_s": 96.0, "tflop_per_s": 0.002, "step_time_s": 0.5})
+    assert "mean loss of 1 step 5.0" in screen.getvalue() and "mean loss of 2 steps 5.0" in screen.getvalue()
+
+
 def test_the_live_display_is_at_the_step_of_the_printed_line(tmp_path: Path) -> None:
     """At the last step no time is left."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
@@ -459,7 +470,7 @@ def test_the_live_display_is_at_the_step_of_the_printed_line(tmp_path: Path) -> 
 
 def test_two_steps_are_in_flight_and_no_more(tmp_path: Path) -> None:
     trainer = Trainer([1.0] * 9)
-    assert fake_run(tmp_path, trainer, [], 9) == (3.0, {"held_out_loss": 3.0})
+    assert fake_run(tmp_path, trainer, [], 9) == ((0, 3.0), {"held_out_loss": 3.0})
     assert (trainer.submitted, trainer.finished, trainer.most) == (9, 9, 2)
 
 

@@ -411,7 +411,8 @@ WRONG_SECTIONS = [
     ("model.embd=3", "model.embd: unknown key; did you mean embed? allowed: type, from, lora, lora.targets"),
     ("model.embed=few", "model.embed: got 'few'; allowed: an integer of at least 1"),
     ("model.embed=null", "model.embed: not given, but required; allowed: an integer of at least 1"),
-    ("model.from=.", "model.from: .*config.json is missing"),
+    ("model.from=.", "yaml: model.from: [^:]*config.json is missing; allowed: a folder saved by"),
+    ("model.from=nowhere", "yaml: model.from: no such folder: [^:]*nowhere; allowed: a folder that save_pretrained"),
     ("model={type: llama, layers: 1, embed: 8, heads: 2, ffn: 8, hed: 1}", "model.hed: .*did you mean head?"),
     ("model={type: bert, layers: 1, embed: 8, heads: 3}", "model.heads: got 3; allowed: a divisor of model.embed = 8"),
     ("model={type: encoder, embed: 8}", "model.heads: not given"),
@@ -475,7 +476,7 @@ def test_representations_say_what_an_object_is(runtime: nt.Runtime) -> None:
         handle = trainer.submit({"input_ids": ids, "labels": ids})
         handle.result()
         assert repr(handle).endswith("of step 1: done>")
-        assert repr(trainer) == "<Trainer of GPT2: batch=2, seq=8, precision='fp32', tiles {batch: 1}, 1 steps>"
+        assert repr(trainer) == "<Trainer of GPT2: batch=2, seq=8, precision='fp32', tiles {batch: 1}, 1 step>"
     assert repr(model) == "GPT2(vocab=20, layers=1, embed=8, heads=2, positions=8)"
     assert repr(model.changed(ffn=32, classes=5)) == repr(model), "a causal model has no classes"
     classifier = repr(model.changed(head="classification", classes=2, labels=["a", "b"]))

@@ -18,6 +18,7 @@ from nntile_py.errors import ConfigError, say_once
 from nntile_py.execution import program
 from nntile_py.execution.memory import DROPPED
 from nntile_py.graph.estimate import estimate
+from nntile_py.profiling import recorder
 from nntile_py.system import cgroup
 from nntile_py.tiles import R, TaskList, Tile, W, device_model
 
@@ -52,6 +53,17 @@ def test_operators_without_tasks_are_not_listed() -> None:
         _, made = of(f"tiles={tiles}")
         assert [kind for _, kind in made.rows if kind.startswith("CrossEntropy")] == kinds
         assert all(row.tasks and row.operators for row in made.rows.values())
+
+
+def test_plan_profile_and_exclude_name_operators_alike() -> None:
+    dropout = "model.dropout=0.1"
+    config, planned = of(dropout)
+    step = build(config, "train").lists
+    profiled = {recorder._info(task, False, {}).operator for tasks in step for task in tasks.tasks}
+    assert {kind for _, kind in planned.rows} == profiled
+    assert {"dropout_add_layer_norm", "Contract", "AdamW"} <= profiled
+    _, without = of(dropout, "fusion={exclude: [dropout_add_layer_norm]}")
+    assert "dropout_add_layer_norm" not in {kind for _, kind in without.rows}
 
 
 @pytest.mark.parametrize("batch", [10**5, 10**9])

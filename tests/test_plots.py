@@ -47,7 +47,7 @@ def test_nothing_to_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: s
             sweep_run.run(made, tmp_path, console)
     else:
         console.print(summary(made, sweep_run.run(made, tmp_path, console)))
-        assert "failed: {'fusion': True, 'tiles.batch': 1}: no {" in told.getvalue() and "and 1 more" in told.getvalue()
+        assert "failed: fusion true, tiles.batch 1: no {" in told.getvalue() and "and 1 more" in told.getvalue()
     assert "plot.png: not drawn" in told.getvalue() and "plot2.png: not drawn" in told.getvalue()
     assert list(tmp_path.glob("plot*")) == [tmp_path / "plot4.png"] and (tmp_path / "results.csv").exists()
     for plot in made.plots:  # as an experiment does

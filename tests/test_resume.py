@@ -293,11 +293,13 @@ def test_another_run_is_refused(whole: Path, tmp_path: Path) -> None:
     for sets, told in {
         ("model.heads=4", "tiles.heads=1"): "model.heads was 2, is 4",
         ("optimizer.name=sgd",): "optimizer.name was adamw, is sgd",
+        ("tokenizer.vocab_size=400",): "tokenizer.vocab_size was 300, is 400",
         ("data.source=my.txt",): "another training text; another held-out text; another tokenizer",
         ("train.steps=12",): "train.steps: got 12; allowed with --resume: more",
     }.items():
         done = nntile(tmp_path, *SHORT, "train.steps=15", *sets, arguments=(run, "--resume"))
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert ("reading" in done.stdout) == ("was" not in told)  # keys are compared before the data is read
     for arguments, told in {
         ("--resume",): "no checkpoint in runs/tiny",
         (run,): "given without --resume",

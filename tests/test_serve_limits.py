@@ -45,7 +45,7 @@ def test_a_full_queue_and_a_slow_answer(models: Any, runtime: Any, monkeypatch: 
     options = Options(max_tokens=3, temperature=0)
     for _ in range(2):
         small.add([1, 2], options, (0,), parts.append)
-    with pytest.raises(TooBusy, match="2 texts are generated or wait; allowed: 2"):
+    with pytest.raises(TooBusy, match="2 texts generated or waiting; allowed: 2"):
         small.add([1, 2], options, (0,), parts.append)
     with monkeypatch.context() as patch:
         patch.delattr(Service, "tokens")  # the prompt is not tokenized
@@ -73,7 +73,7 @@ def test_requests_for_vectors_wait_in_the_same_queue(models: Any, runtime: Any) 
     small.add([1, 2], Options(max_tokens=3), (0,), parts.append)
     tokens = small.tokens_to_embed(["a"])
     future = small.embed(tokens)
-    with pytest.raises(TooBusy, match="2 texts are generated or wait; allowed: 2"):
+    with pytest.raises(TooBusy, match="2 texts generated or waiting; allowed: 2"):
         small.embed(tokens)
     answer = client(small).post("/v1/embeddings", json={"input": "a"})
     assert answer.status_code == 429 and answer.headers["retry-after"] == "1"

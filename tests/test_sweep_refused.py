@@ -30,6 +30,12 @@ from nntile_py.measure import sweep_points as sweep
         ),
         ({"grid": {"tiles.batch": [1]}, "time_limit": -1}, "time_limit: got -1"),
         ({"random": {"count": 2}}, r"random\.over: not given"),
+        # Values as YAML, not as Python writes them.
+        ({"grid": {"model.attention": [True]}}, r"^model\.attention = true: .*got true; allowed: 'vendor'"),
+        ({"grid": {"train.batch": [None]}}, r"^train\.batch = null: .*got null; allowed: an integer"),
+        ({"grid": {"tiles": [{"batch": "none"}]}}, r"^tiles = {batch: none}: .*batch: got 'none'; allowed: an integer"),
+        ({"grid": {"train.batch": {"a": True}}}, r"grid\.train\.batch: got {a: true}; allowed: a list$"),
+        ({"grid": {"tiles.batch": [1], "train.batch": [0]}}, r"^train\.batch = 0: .*train\.batch: got 0"),
     ],
 )
 def test_refused(tmp_path: Path, tree: dict[str, Any], message: str) -> None:

@@ -84,8 +84,8 @@ def test_the_same_from_each_kind_of_file(tmp_path: Path) -> None:
 
 
 BAD = {
-    "one column": ("a.conll", "Ann B-PER\nwent\n", r"line 2: 1 columns; allowed: 2, as in the first line"),
-    "words only": ("a.conll", "Ann\n", r"line 1: 1 columns; allowed: a word and its label, or more columns"),
+    "one column": ("a.conll", "Ann B-PER\nwent\n", r"line 2: 1 column; allowed: 2, as in the first line"),
+    "words only": ("a.conll", "Ann\n", r"line 1: 1 column; allowed: a word and its label, or more columns"),
     "no label": ("a.tsv", "Ann\tB-PER\nwent\t \n", r"line 2: 'label' is ''; allowed: a name or an integer"),
     "nothing": ("a.txt", "\n\n", r"a.txt: no rows; allowed: with head: token_classification a file .conll, "),
     "no list": ("a.jsonl", '{"text": "Ann went", "label": ["O"]}', "line 1: 'text' is 'Ann went'; allowed: a list"),

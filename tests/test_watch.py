@@ -1,6 +1,7 @@
 """Curves of runs, and the commands that compare runs and report on one."""
 
 import html
+import itertools
 import json
 import math
 import re
@@ -17,6 +18,7 @@ from PIL import Image
 from test_loop import metrics, nntile
 
 from nntile_py.errors import ConfigError
+from nntile_py.system import pages
 from nntile_py.training.curves import Curves, curves_of, draw_losses, save_curve, smoothed, terminal_curve
 from nntile_py.training.loggers import Loggers
 from nntile_py.training.run_comparison import differences, parameters, read_run
@@ -62,6 +64,45 @@ def test_the_curve_in_a_terminal() -> None:
     assert terminal_curve(Curves()) == ""
     same = terminal_curve(curves_of([{"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0}]))
     assert same.count("·") == 3  # two points and the legend
+
+
+def test_losses_after_another_sequence_length_are_a_part_of_their_own(tmp_path: Path) -> None:
+    """From step 21 on, losses are higher by 3: sequences are shorter."""
+    lines = [line | {key: line[key] + 3 for key in ("loss", "held_out_loss") if key in line} for line in LINES[20:]]
+    lines[0] |= {"held_out_loss_before": 10.3, "changed": "train.seq was 64, is 16"}
+    curves = curves_of([*LINES[:20], *lines])
+    before, after = curves.parts()
+    assert before.measured == [0, 10, 20] and after.measured == [20, 30, 40] and after.held_out[0] == 10.3
+    assert before.steps == [*range(1, 21)] and after.steps == [*range(21, 41)] and max(before.loss) < min(after.loss)
+    assert terminal_curve(curves).endswith(
+        "after step 20: train.seq was 64, is 16; losses before and after cannot be compared"
+    )
+    axes = draw_losses({"run": curves}).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["train.seq was 64, is 16"]
+    drawn = [line.get_xdata() for line in axes.lines if len(line.get_xdata()) > 2]  # without the change's own line
+    assert all(max(x) <= 20 or min(x) >= 20 for x in drawn) and len(drawn) == 6  # none joins the two kinds of losses
+    assert axes.get_ylim()[1] > 10.3
+    assert axes.get_legend_handles_labels()[1] == ["training loss, smoothed", "held-out loss"]
+    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*LINES[:20], *lines]))
+    summary = read_run(tmp_path).summary()
+    assert summary["best_step"] == 40 and summary["best_held_out_loss"] == pytest.approx(9.5)  # not 7.3, of step 20
+
+
+def test_a_resume_with_another_sequence_length_measures_again(tmp_path: Path) -> None:
+    sets = "sample.tokens=0", "train.eval_every=2", "model.positions=16", "train.seq=16"
+    for steps, seq, first in ((2, 16, "before the first step"), (4, 8, "after step 2 (train.seq was 16, is 8)")):
+        how = ("--resume",) * (steps > 2)
+        done = nntile(tmp_path, *sets, f"train.steps={steps}", f"train.seq={seq}", arguments=how)
+        assert done.returncode == 0 and f" {first}, " in done.stdout, done.stdout + done.stderr
+    done = nntile(tmp_path, *sets, "train.steps=6", "train.seq=8", arguments=("--resume",))
+    assert done.returncode == 0, done.stderr
+    lines = metrics(tmp_path / "runs" / "tiny")
+    again = lines[2]["held_out_loss_before"]
+    assert f"held-out loss {again:.4f} {first}, {lines[5]['held_out_loss']:.4f} at the last" in done.stdout, done.stdout
+    assert [line["step"] for line in lines if "held_out_loss_before" in line] == [1, 3]
+    assert [line.get("changed") for line in lines] == [None, None, "train.seq was 16, is 8", None, None, None]
+    assert again != lines[1]["held_out_loss"]
 
 
 def test_a_peak_does_not_press_the_curve_flat() -> None:
@@ -129,6 +170,32 @@ def test_report(runs: tuple[Path, Path]) -> None:
     assert not outside, "the page loads from elsewhere"
     changed = page[page.index("Keys that differ") : page.index("All keys")]
     assert "train.eval_every" in changed and "runtime.window" not in changed
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of #rgb or #rrggbb, as WCAG 2 defines it."""
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    parts = [int(digits[k : k + 2], 16) / 255 for k in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_reports_can_be_read_in_light_and_dark() -> None:
+    """Text contrasts with its background by 4.5 or more (WCAG 2, level AA). Only pictures have fixed backgrounds."""
+    sources = Path(pages.__file__).parents[1]
+    base = (sources / "system" / "page.html.j2").read_text()
+    light, dark = (dict(re.findall(r"(--\w+): (#\w+)", part)) for part in base.split("prefers-color-scheme: dark"))
+    assert "color-scheme: light dark" in base and light.keys() == dark.keys()
+    for colours in (light, dark):
+        for text, behind in itertools.product(("--text", "--quiet"), ("--page", "--box", "--first")):
+            low, high = sorted(luminance(colours[name]) for name in (text, behind))
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (text, behind)
+    assert luminance(light["--page"]) > 0.9 and luminance(dark["--page"]) < 0.05
+    for page in sources.rglob("*.html.j2"):
+        rules = re.findall(r"([^{}]*)\{([^{}]*)\}", page.read_text().partition("{% block body %}")[0])
+        for selector, rule in rules:
+            fixed = re.search(r"(?<![\w-])(?:color|background): #", rule)
+            assert not fixed or selector.strip() in ("svg", ".picture"), (page.name, selector)
 
 
 @pytest.mark.parametrize("what", ["nothing", "no step", "config"])

@@ -21,6 +21,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.step import StepSpec
 from nntile_py.system.console_tables import facts
 from nntile_py.system.gc_pause import no_search_for_cycles
+from nntile_py.system.units import counted
 from nntile_py.tiles import TaskList, Tile, Tiling, device_model
 from nntile_py.tiles.allreduce import ClusterNode, Network, with_sums
 from nntile_py.tiles.placement import Speed
@@ -190,7 +191,7 @@ class ClusterPlan:
             "nodes": f"{self.nodes:,}, each {self.machine}",
             "network": self.network,
             "tokens a step": f"{self.tokens:,}",
-            "tasks a step": f"{self.tasks:,} on each node, which sends {self.messages:,} messages",
+            "tasks a step": f"{self.tasks:,} on each node, which sends {counted(self.messages, 'message')}",
             "bytes a step": f"{self.inside_bytes / 1e9:,.2f} GB between workers of a node, "
             f"{self.between_bytes / 1e9:,.2f} GB from each node to other nodes",
             "memory at peak": f"{self.peak_bytes / 2**30:,.1f} GiB on the fullest worker"
@@ -279,7 +280,7 @@ def _memory(config: RunConfig) -> int:
 def _network(on: Cluster) -> str:
     cards = -(-on.workers // on.network.share)
     each = f"{on.network.bytes_s / 1e9:,.3g} GB/s each way, {on.network.latency * 1e6:.0f} us a message"
-    return f"{cards} card{'s' * (cards > 1)} a node, {'each ' * (cards > 1)}of {each}"
+    return f"{counted(cards, 'card')} a node, {'each ' * (cards > 1)}of {each}"
 
 
 def _limit(plan: ClusterPlan, last: Tile | None) -> str:

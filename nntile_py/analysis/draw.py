@@ -24,7 +24,7 @@ from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.system.folders import replace_file, write_new
-from nntile_py.system.units import si
+from nntile_py.system.units import counted, si
 
 if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
@@ -137,7 +137,7 @@ def _about(config: RunConfig, work: str, layer: int | None, phase: str) -> str:
 def _layers(graphs: Sequence[Graph]) -> str:
     """Return the end of a message with the model's number of layers; "" if the model has no layers."""
     number = count_layers(graphs)
-    return f"; the model has {number} layers" if number else ""
+    return f"; the model has {counted(number, 'layer')}" if number else ""
 
 
 def write(text: str, out: Path) -> None:

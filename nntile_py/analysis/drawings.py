@@ -11,7 +11,7 @@ from nntile_py.analysis.counts import Counts, Tally
 from nntile_py.analysis.folding import Folded, Unit, fold, layer_number, starred
 from nntile_py.analysis.workloads import Built
 from nntile_py.graph.graph import Graph
-from nntile_py.system.units import si
+from nntile_py.system.units import counted, si
 from nntile_py.tasks.op import ELEMENTWISE, Category, Op, Tensor
 from nntile_py.tiles import Task, Tile
 from nntile_py.tiles.dtypes import DTYPES
@@ -166,7 +166,7 @@ class LogicalDrawing(GraphDrawing):
 
     @property
     def size_text(self) -> str:
-        return f"{self.count} operators" + f" in {self.repeats} micro-batches" * (self.repeats > 1)
+        return counted(self.count, "operator") + f" in {self.repeats} micro-batches" * (self.repeats > 1)
 
     def draw(self, layer: int | None) -> None:
         chosen = [
@@ -249,7 +249,7 @@ class TaskDrawing(GraphDrawing):
 
     @property
     def size_text(self) -> str:
-        return f"{self.count} tasks"
+        return counted(self.count, "task")
 
     def draw(self, layer: int | None) -> None:
         self.kinds = {t.storage.name: t.storage.kind for graph in self.graphs for t in _tensors(graph)}

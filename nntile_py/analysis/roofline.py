@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nntile_py.graph.step import TILE_DTYPE
+from nntile_py.system.units import counted
 from nntile_py.tiles import device_model
 
 if TYPE_CHECKING:
@@ -65,6 +66,6 @@ def assumed_peak(config: RunConfig) -> Peak:
         return Peak(own.peak_flop, own.peak_bytes, "config").of_workers(count)
     gpu = config.runtime.cuda != 0
     speed = device_model.worker(TILE_DTYPE[config.precision], gpu)
-    workers = f"{count} {'GPU' if gpu else 'CPU worker'}{'s' * (count > 1)}"
+    workers = counted(count, "GPU" if gpu else "CPU worker")
     source = f"not measured: the device model of plans, for {workers}"
     return Peak(speed.flop_s, speed.bytes_s, source).of_workers(count)

@@ -131,6 +131,21 @@ def _is_loss(value: Any) -> bool:
     return isinstance(value, float)
 
 
+def changed_conditions(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Return the changes of a run's config after which held-out losses cannot be compared with earlier ones, as text.
+
+    Args:
+        old, new: Entries of state.json of a checkpoint, and of the run that resumes from it. Both have the same data.
+
+    Returns:
+        Such as "train.seq was 64, is 128"; "" if there are no such changes.
+    """
+    (_, *before), (_, *after) = _conditions(old), _conditions(new)
+    keys = "seed", *(f"train.{key}" for key in _CONDITIONS)
+    values = zip(keys, (before[0], *before[1]), (after[0], *after[1]), strict=True)
+    return ", ".join(f"{key} was {first}, is {now}" for key, first, now in values if first not in (None, now))
+
+
 def _conditions(facts: Mapping[str, Any]) -> Any:
     """Return what determines how a run measures its held-out loss: keys of its config, hashes of its data."""
     config = facts.get("config") or {}

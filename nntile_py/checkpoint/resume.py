@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ FREE = (
 # tile sizes may: the model is the same.
 FIXED = ("model", "optimizer.name", "freeze")
 BACKEND = "model.attention"
+# Must not change if both configs have it: the size of a vocabulary that is trained on the text. Other keys of
+# `tokenizer` may change, such as the path of the same tokenizer.
+VOCABULARY = "tokenizer.vocab_size"
 _OPTIMIZERS = {optimizer.__name__: optimizer for optimizer in OPTIMIZERS.values()}
 
 
@@ -214,13 +217,11 @@ def data_facts(config: RunConfig, dataset: Dataset) -> dict[str, str]:
     return {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()}
 
 
-def check_same_run(point: ResumePoint, config: RunConfig, data: dict[str, str]) -> str:
-    """Check that a checkpoint belongs to the run of `config`. Returns the allowed differences as text.
-
-    data: result of data_facts for `config`.
+def check_same_config(point: ResumePoint, config: RunConfig) -> str:
+    """Check that `config` may continue the run of a checkpoint. Returns the allowed differences as text.
 
     Raises:
-        ConfigError: The checkpoint is of another run. The message names the differences.
+        ConfigError: The checkpoint is of another run. The message names the keys that differ.
     """
     if point.facts.get("config") is None:
         need = "the folder of a run; nt.Trainer.load reads folders of trainer.save"
@@ -229,11 +230,22 @@ def check_same_run(point: ResumePoint, config: RunConfig, data: dict[str, str]) 
     both = [key for key in sorted(old.keys() & new.keys()) if old[key] != new[key] and not _in(key, FREE)]
     differences = {key: f"{key} was {old[key]}, is {new[key]}" for key in both}
     refused = [text for key, text in differences.items() if _in(key, FIXED) and key != BACKEND]
-    saved = point.facts.get("data") or {}
-    refused += [f"another {name}" for name, digest in data.items() if saved.get(name, digest) != digest]
+    if None not in (trained := [tree.get(VOCABULARY) for tree in (old, new)]) and trained[0] != trained[1]:
+        refused.append(f"{VOCABULARY} was {trained[0]}, is {trained[1]}")
     if refused:
-        raise ConfigError(f"--resume: {point.folder} is of another run: {'; '.join(refused)}; allowed: the same")
+        raise _of_another_run(point, refused)
     return ", ".join(differences.values())
+
+
+def check_same_data(point: ResumePoint, data: Mapping[str, str]) -> None:
+    """Raise ConfigError if a checkpoint's run has other data. data: result of data_facts for the resumed run."""
+    saved = point.facts.get("data") or {}
+    if refused := [f"another {name}" for name, digest in data.items() if saved.get(name, digest) != digest]:
+        raise _of_another_run(point, refused)
+
+
+def _of_another_run(point: ResumePoint, refused: Sequence[str]) -> ConfigError:
+    return ConfigError(f"--resume: {point.folder} is of another run: {'; '.join(refused)}; allowed: the same")
 
 
 def check_steps(point: ResumePoint, config: RunConfig) -> None:

@@ -34,6 +34,7 @@ from nntile_py.system.folders import (
     sync,
     unmark,
 )  # fmt: skip
+from nntile_py.system.units import counted
 from nntile_py.yaml_text import MOST_BYTES, parse
 
 METRICS, RUN_CONFIG, LOSSES, SAMPLE = "metrics.jsonl", "config.yaml", "loss.png", "sample.txt"
@@ -359,7 +360,7 @@ class Metrics:
         self.flush()
         self._file.close()
         if self._left:
-            self._report(f"metrics.jsonl: {self._left.count(10)} lines could not be written")
+            self._report(f"metrics.jsonl: {counted(self._left.count(10), 'line')} could not be written")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -92,11 +92,13 @@ def profile(
 ) -> None:
     """Run a few steps of CONFIG; write trace, Gantt chart and report, and print the bottlenecks."""
     from nntile_py.config.builders import step_spec
+    from nntile_py.config.scheduler_file import check_machine
 
     one_of("--work", work, ("train", "inference"))
     loaded = load_config(config, sets)
     name = Path(config).stem
     folder = run_folder(f"{name}-profile", None, out or (Path(loaded.out) if loaded.out else None), overwrite)
+    check_machine(loaded.runtime)
     if work == "train":
         loaded = choose_tiles(loaded)
         note_tiles(loaded, step_spec(loaded))

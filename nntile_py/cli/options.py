@@ -11,6 +11,7 @@ import typer
 from nntile_py.command_line import CommandApp
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.system import launcher
+from nntile_py.system.units import counted
 
 if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
@@ -84,7 +85,7 @@ def choose_micro_batches(config: "RunConfig", *, quiet: bool = False) -> "RunCon
     chosen = with_micro_batches(config)
     if chosen is not config and launcher.leads() and not quiet:
         size = chosen.train.batch
-        what = f"{chosen.train.grad_accumulation}, each of {size} sequence{'s' * (size > 1)}"
+        what = f"{chosen.train.grad_accumulation}, each of {counted(size, 'sequence')}"
         print(f"micro-batches: {what}, chosen by estimates; `nntile plan` shows the estimates", flush=True)
     return chosen
 

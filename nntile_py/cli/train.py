@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from nntile_py.cli.options import Sets, app, choose_micro_batches, choose_tiles, ends_at_ctrl_c, note_tiles, show
+from nntile_py.cli.options import (
+    Sets,
+    app,
+    choose_micro_batches,
+    choose_tiles,
+    ends_at_ctrl_c,
+    note_tiles,
+    show,
+)
 from nntile_py.errors import ConfigError
 from nntile_py.runs import newest_run, run_folder, run_of, taken
 from nntile_py.system import launcher, output
@@ -95,6 +103,7 @@ def train(
 ) -> None:
     """Train the model that CONFIG describes."""
     from nntile_py.config.builders import step_spec
+    from nntile_py.config.scheduler_file import check_machine
 
     overrides = [*(sets or []), *["train.log_every=1"] * verbose]
     if resume:
@@ -104,6 +113,7 @@ def train(
     folder = start.folder
     if rescue and (taken(rescue) or os.path.realpath(rescue) == os.path.realpath(folder)):
         raise ConfigError(f"--rescue: {rescue} is the run's folder or not empty; allowed: another new or empty folder")
+    check_machine(start.config.runtime)
     loaded = choose_tiles(choose_micro_batches(start.config, quiet=quiet), quiet=quiet)
     spec = step_spec(loaded)
     note_tiles(loaded, spec)

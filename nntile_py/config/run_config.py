@@ -362,14 +362,18 @@ def _model_section(given: Any) -> Any:
         return _checked(find(given.get("type", DEFAULT_MODEL)).Config, given)
     folder = absolute(str(source))
     need = f"allowed: a folder that save_pretrained wrote, with config.json and {' or '.join(WEIGHTS)}"
+    if not folder.is_dir():
+        raise ConfigError(f"model.from: no such folder: {folder}; {need}")
     try:
         raw = read_raw(folder)
         cls = find(given["type"]) if "type" in given else of_hf_type(raw.get("model_type"))
         saved = cls.saved_fields(raw)
         weight_files(folder)
     except ConfigError as error:
-        told = str(error) if "allowed: " in str(error) else f"{error}; {need}"
-        raise ConfigError(f"model.from: {folder}: {told}") from None
+        told = str(error).removeprefix("model: ")
+        told += f"; {need}" * ("allowed: " not in told)
+        place = f"{folder}: " * (str(folder) not in told)
+        raise ConfigError(f"model.from: {place}{told}") from None
     given |= {"from": str(folder)}
     head = given.get("head", saved.get("head"))
     # Another head starts from random weights, so the saved settings of the head are dropped. They are dropped for a

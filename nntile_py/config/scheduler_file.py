@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nntile_py.config.sections import AUTO_TILES, SchedulerFile
+from nntile_py.config.sections import AUTO_TILES, RuntimeSection, SchedulerFile
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import every_rule
 from nntile_py.schema import (
@@ -14,6 +14,7 @@ from nntile_py.schema import (
     short,
     validated,
 )
+from nntile_py.system import launcher
 from nntile_py.system.folders import installed
 
 SCHEDULER_CONFIGS = installed("scheduler_configs")
@@ -53,6 +54,18 @@ def runtime_options(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
         options["cuda"] = torch.cuda.device_count()
     return options
+
+
+def check_machine(runtime: RuntimeSection) -> None:
+    """Raise ConfigError if this machine lacks the workers of `runtime`, before any work that takes time.
+
+    With several ranks, Runtime checks the GPUs, after the ranks have shared them out."""
+    from nntile_py.execution.starpu_settings import check_devices, cpu_workers  # here: most configs need no StarPU
+
+    options = runtime_options(runtime.model_dump())
+    cpu_workers(options["cpus"], options["cuda"])
+    if launcher.started()[1] == 1:
+        check_devices(options["cuda"])
 
 
 def apply_scheduler(tree: dict[str, Any], wins: bool, overrides: Iterable[str]) -> None:

@@ -21,6 +21,7 @@ from nntile_py.data.tokenizer import CLS, MASKED, ROBERTA, SEP, frame, lacking
 from nntile_py.errors import ConfigError
 from nntile_py.graph.bin_packing import Bins
 from nntile_py.graph.padding import MASK
+from nntile_py.system.units import counted
 from nntile_py.tasks.cross_entropy import IGNORED
 
 LOOKAHEAD_STEPS = 16  # the sampler looks for a sample that fits a bin among the samples of this many steps
@@ -226,7 +227,7 @@ class ClassificationDataset:
     def describe(self) -> str:
         corpus = self.corpus
         cut = f", {corpus.cut:,} cut at train.seq" if corpus.cut else ""
-        sizes = f"{len(corpus.train):,} texts to train on, {len(corpus.held_out):,} held out"
+        sizes = f"{counted(len(corpus.train), 'text')} to train on, {len(corpus.held_out):,} held out"
         return f"{sizes}{cut}, {len(corpus.names)} labels"
 
     def describe_lengths(self) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py.system.pictures import new_figure, save_figure
+from nntile_py.system.units import counted
 
 Array = np.ndarray[Any, Any]
 MAX_SHOWN = 20  # with more classes, there is no room for the matrix in the table, nor for counts in the picture
@@ -96,7 +97,8 @@ class Confusion:
                 colour = "white" if share[row, column] > 0.5 else "black"
                 axes.text(column, row, str(number), ha="center", va="center", fontsize=size, color=colour)
         macro = self.metrics()["f1_macro"]
-        axes.set_title(f"{self.counts.sum()} held-out texts: accuracy {self.accuracy:.3f}, F1 {macro:.3f}", fontsize=10)
+        texts = counted(int(self.counts.sum()), "held-out text")
+        axes.set_title(f"{texts}: accuracy {self.accuracy:.3f}, F1 {macro:.3f}", fontsize=10)
         figure.colorbar(image, ax=axes, label="share of the true class", shrink=0.8)
         return figure
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nntile_py.data.collators import Array
-from nntile_py.data.files import COMPRESSED, binary_format, format_suffix, opened
+from nntile_py.data.files import COMPRESSED, WIDE, binary_format, format_suffix, opened, text_in_utf8
 from nntile_py.data.instructions import Instructions
 from nntile_py.data.rows import MissingColumn, is_dataset, is_table, place, read_rows, table_names
 from nntile_py.data.tables import text_of
@@ -230,10 +230,8 @@ class Documents:
             while chunk := file.read(PART if most is None else min(PART, most - read)):
                 if not read:
                     chunk = chunk.removeprefix(codecs.BOM_UTF8)
-                if 0 in chunk and self.source != STDLIB:
-                    kind = binary_format(path) or "binary"
-                    wrong = f"{path} is no text: {_article(kind)} file"
-                    raise _NoText(f"{self.key}: {wrong}; allowed: text in UTF-8, or a table: {table_names()}", kind)
+                if self.source != STDLIB and (0 in chunk or (not read and chunk.startswith(WIDE))):
+                    raise self._no_text(path)
                 pending = len(decoder.getstate()[0])
                 try:
                     yield decoder.decode(chunk)
@@ -245,6 +243,12 @@ class Documents:
                 if most is None and self.source != STDLIB:
                     raise self._not_utf8(path, read - len(rest), rest[0], "unexpected end of data")
                 yield "\ufffd"
+
+    def _no_text(self, path: Path) -> _NoText:
+        kind = binary_format(path) or "binary"
+        wrong = f"in {kind}" if kind.startswith("UTF-") else f"no text: {_article(kind)} file"
+        need = f"{text_in_utf8(kind)}, or a table: {table_names()}"
+        return _NoText(f"{self.key}: {path} is {wrong}; allowed: {need}", kind)
 
     def _not_utf8(self, path: Path, at: int, value: int, reason: str) -> _NoText:
         wrong = f"{path}: byte {at} (0x{value:02x}) is not UTF-8 ({reason})"

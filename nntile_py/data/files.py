@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import gzip
 import io
@@ -16,8 +17,10 @@ from nntile_py.system.folders import open_regular
 COMPRESSED = (".gz", ".zst")
 _CHUNK = 2**20  # bytes
 _FED = 2**13  # bytes of a .zst file that are decompressed at a time, so that the result has at most 256 MiB
-# First bytes of binary formats, for messages. They tell the format of a file, whatever its name is.
+WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # byte order marks of UTF-16; UTF-32's (LE) begins with the first
+# First bytes of binary formats and of encodings, for messages. They tell the format of a file, whatever its name is.
 _SIGNATURES = {
+    codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32", **dict.fromkeys(WIDE, "UTF-16"),
     b"PAR1": "Parquet", b"ARROW1": "Arrow", b"\x1f\x8b": "gzip", b"(\xb5/\xfd": "Zstandard", b"PK\x03\x04": "zip",
     b"%PDF": "PDF", b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"\x93NUMPY": "numpy", b"SQLite format 3": "SQLite",
     b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"7z\xbc\xaf": "7-Zip", b"\x89HDF": "HDF5",
@@ -31,13 +34,19 @@ def format_suffix(path: Path) -> str:
 
 
 def binary_format(path: Path) -> str | None:
-    """Return the name of a file's binary format, such as "PDF", by its first bytes; None if the format is unknown.
+    """Return the name of a file's binary format or encoding, such as "PDF" or "UTF-16", by its first bytes; else None.
 
     Raises:
         OSError: The file cannot be read."""
     with opened(path) as file:
         first = file.read(16)
     return next((name for signature, name in _SIGNATURES.items() if first.startswith(signature)), None)
+
+
+def text_in_utf8(kind: str | None) -> str:
+    """Return what is allowed instead of a file of this binary format or encoding: text in UTF-8."""
+    advice = f" (`iconv -f {kind} -t UTF-8` converts {kind})"
+    return "text in UTF-8" + advice * (kind is not None and kind.startswith("UTF-"))
 
 
 def opened(path: Path) -> IO[bytes]:
@@ -137,10 +146,10 @@ def text_lines(where: str, path: Path) -> Iterator[tuple[int, str]]:
     """
     with opened(path) as file:
         for number, line in enumerate(file, 1):
-            if 0 in line:
+            if 0 in line or (number == 1 and line.startswith(WIDE)):
                 kind = binary_format(path)
                 what = f"is a {kind} file" if kind else f"line {number}: has a null byte"
-                raise ConfigError(f"{where}, {what}; allowed: text in UTF-8")
+                raise ConfigError(f"{where}, {what}; allowed: {text_in_utf8(kind)}")
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:

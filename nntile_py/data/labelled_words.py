@@ -17,6 +17,7 @@ from nntile_py.data.tables import LabelledText, lines_of, name_of, read_labelled
 from nntile_py.errors import ConfigError
 from nntile_py.schema import short
 from nntile_py.system.folders import STDLIB
+from nntile_py.system.units import counted
 from nntile_py.tasks.cross_entropy import IGNORED
 
 # A text has one label (`one`), any number of labels (`several`), or one label for each word (`words`).
@@ -93,7 +94,7 @@ def _conll_texts(where: str, path: Path) -> Iterator[LabelledText]:
         columns = columns or len(fields)
         if len(fields) < 2 or len(fields) != columns:
             need = f"{columns}, as in the first line" if columns > 1 else "a word and its label, or more columns"
-            raise ConfigError(f"{where}, line {number}: {len(fields)} columns; allowed: {need}")
+            raise ConfigError(f"{where}, line {number}: {counted(len(fields), 'column')}; allowed: {need}")
         words.append(text_of(f"{where}, line {number}", "word", fields[0]))
         labels.append(name_of(f"{where}, line {number}", "label", fields[-1]))
 

@@ -13,6 +13,7 @@ from typing import IO, Any
 from nntile_py.data.files import COMPRESSED, format_suffix, opened, package, text_lines
 from nntile_py.errors import ConfigError
 from nntile_py.schema import short
+from nntile_py.system.units import counted
 
 Row = tuple[int, dict[str, Any]]  # number that `place` takes: of the row's first line, or of the row; {column: value}
 RowReader = Callable[[str, Path, Sequence[str], str], Iterator[Row]]
@@ -124,7 +125,7 @@ def _csv_rows(where: str, path: Path, columns: Sequence[str], need: str, *, deli
             _check_columns(f"{where}, line {line}", names, columns, need)
         elif len(fields) != len(names):
             allowed = f"{len(names)}, one for each column that the first line names"
-            raise ConfigError(f"{where}, line {line}: {len(fields)} fields; allowed: {allowed}")
+            raise ConfigError(f"{where}, line {line}: {counted(len(fields), 'field')}; allowed: {allowed}")
         else:
             yield line, dict(zip(names, fields, strict=True))
 

@@ -75,7 +75,8 @@ def labels_of(source: str, samples: list[LabelledText]) -> list[str]:
         raise ConfigError(f"data.source: {source}: no row has a label; allowed: at least two labels")
     if len(labels) == 1:
         label, need = labels.pop(), "at least two labels"
-        raise ConfigError(f"data.source: {source}: all {len(samples):,} rows have the label {label!r}; allowed: {need}")
+        rows = f"all {len(samples):,} rows have" if len(samples) > 1 else "the only row has"
+        raise ConfigError(f"data.source: {source}: {rows} the label {label!r}; allowed: {need}")
     if len(labels) > MAX_LABELS:
         need = f"at most {MAX_LABELS} (is data.label the right column?)"
         raise ConfigError(f"data.source: {source} has {len(labels):,} labels in {len(samples):,} rows; allowed: {need}")

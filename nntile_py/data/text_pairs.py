@@ -21,6 +21,7 @@ from nntile_py.data.tokenization import Report, silent, train_tokenizer
 from nntile_py.data.tokenizer import MASKED
 from nntile_py.errors import ConfigError
 from nntile_py.system.folders import STDLIB, read, stdlib_files
+from nntile_py.system.units import counted
 from nntile_py.tasks.cross_entropy import IGNORED
 
 Texts = tuple[str, ...]  # a question, its answer, wrong answers
@@ -169,8 +170,8 @@ class PairDataset:
 
     def describe(self) -> str:
         corpus = self.corpus
-        cut = f", {corpus.cut:,} texts cut at train.seq" if corpus.cut else ""
-        sizes = f"{len(corpus.train):,} rows to train on, {len(corpus.held_out):,} held out"
+        cut = f", {counted(corpus.cut, 'text')} cut at train.seq" if corpus.cut else ""
+        sizes = f"{counted(len(corpus.train), 'row')} to train on, {len(corpus.held_out):,} held out"
         return f"{sizes}, {corpus.columns} texts in a row{cut}"
 
     def describe_lengths(self) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from nntile_py.errors import ConfigError
+from nntile_py.system.units import counted
 
 SHARE = "NNTILE_SHARE_GPUS"  # environment variable; 1: ranks may share GPUs if there are too few
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -92,7 +93,7 @@ def shared_out(seen_by: Sequence[Sequence[str]], wanted: int) -> list[list[int]]
         return [[k for k, gpu in enumerate(gpus) if taken.get(gpu) == rank] for rank, gpus in enumerate(seen_by)]
     if (least := min(map(len, seen_by))) < wanted:
         rank = [*map(len, seen_by)].index(least)
-        few = f"{least} GPU{'s' * (least != 1)}"
+        few = counted(least, "GPU")
         raise ConfigError(f"runtime.cuda: got {wanted}, and rank {rank} sees {few}; allowed: as many as it sees")
     if os.environ.get(SHARE) != "1":
         holders = {rank, *(taken[gpu] for gpu in tried)}

@@ -16,10 +16,11 @@ from nntile_py.errors import ConfigError, TaskError, exit_status
 from nntile_py.execution.disk import SwapDisk
 from nntile_py.execution.mpi import Ranks, ranks
 from nntile_py.execution.starpu_settings import (
+    check_devices,
     check_limits,
     convolutions_in_fp32,
+    cpu_workers,
     create_model_folder,
-    cuda_devices,
     default_cuda_memory,
     prepare_cuda,
 )
@@ -27,7 +28,6 @@ from nntile_py.schema import MEMORY_SIZES, memory_bytes
 from nntile_py.system import launcher as system
 from nntile_py.system.cgroup import within_machine
 from nntile_py.system.interrupts import end_at_once, uninterrupted
-from nntile_py.system.load import cores
 from nntile_py.tasks.pdl import VARIABLE as OVERLAP
 from nntile_py.tiles import TaskList
 from nntile_py.tiles.placement import PLACEMENTS
@@ -120,13 +120,7 @@ class Runtime:
             if count is not None and not isinstance(count, Integral):
                 raise ConfigError(f"runtime.{name}: got {count!r}; allowed: an integer")
         memory, cuda_memory = _size("memory", memory), _size("cuda_memory", cuda_memory)
-        usable = cores()
-        self.cpus = (0 if cuda else usable) if cpus is None else cpus
-        least = 0 if cuda else 1
-        if not least <= self.cpus <= usable:
-            raise ConfigError(f"runtime.cpus: got {cpus}; allowed: {least} to {usable}, the number of cores")
-        if cuda and not _core.has_cuda:
-            raise ConfigError(f"runtime.cuda: got {cuda}, but this build of nntile_py has no CUDA workers; allowed: 0")
+        self.cpus = cpu_workers(cpus, cuda)
         self.cuda, self.cuda_memory = cuda, cuda_memory
         if scheduler not in _core.schedulers():
             raise ConfigError(
@@ -147,9 +141,7 @@ class Runtime:
         self.ranks, self.shard_weights = joined(mpi, nodes), shard_weights
         if self.ranks:
             self.ranks.take_gpus(cuda)
-        devices = cuda_devices() if cuda else 0
-        if not 0 <= cuda <= devices:
-            raise ConfigError(f"runtime.cuda: got {cuda}; allowed: at most {devices}, the number of CUDA devices")
+        check_devices(cuda)
         only_first = {"memory": memory, "cuda_memory": cuda_memory, "disk": disk, "mpi": self.ranks}
         self._only_first = [name for name, value in only_first.items() if value]
         self._wanted_cpus = cpus

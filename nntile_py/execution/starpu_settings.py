@@ -17,6 +17,8 @@ from pathlib import Path
 from nntile_py import _core
 from nntile_py.errors import LIMITS, ConfigError, TaskError
 from nntile_py.system.folders import append, cache_folder, replace_file
+from nntile_py.system.load import cores
+from nntile_py.system.units import counted
 
 CHUNKS_FROM = 4 << 30  # StarPU allocates tiles in chunks if tiles may take at least this many bytes of main memory
 START_BYTES = 8 << 20  # address space that StarPU takes when it starts
@@ -53,12 +55,33 @@ def check_limits(workers: int) -> None:
                 threads.append(threading.Thread(target=ready.wait, daemon=True))
                 threads[-1].start()
     except (OSError, RuntimeError, MemoryError):
-        raise TaskError(f"StarPU cannot start {workers} workers{LIMITS}") from None
+        raise TaskError(f"StarPU cannot start {counted(workers, 'worker')}{LIMITS}") from None
     finally:
         ready.set()
         for thread in threads:
             if thread.ident is not None:  # it has started
                 thread.join()
+
+
+def cpu_workers(cpus: int | None, cuda: int) -> int:
+    """Return the number of CPU workers: `cpus`; for None all cores, or none with GPUs.
+
+    Raises:
+        ConfigError: The machine has fewer cores, or this build has no CUDA workers and `cuda` is not 0.
+    """
+    usable, least = cores(), 0 if cuda else 1
+    number = (0 if cuda else usable) if cpus is None else cpus
+    if not least <= number <= usable:
+        raise ConfigError(f"runtime.cpus: got {cpus}; allowed: {least} to {usable}, the number of cores")
+    if cuda and not _core.has_cuda:
+        raise ConfigError(f"runtime.cuda: got {cuda}, but this build of nntile_py has no CUDA workers; allowed: 0")
+    return number
+
+
+def check_devices(cuda: int) -> None:
+    """Raise ConfigError if this process may use fewer than `cuda` GPUs."""
+    if not 0 <= cuda <= (devices := cuda_devices() if cuda else 0):
+        raise ConfigError(f"runtime.cuda: got {cuda}; allowed: at most {devices}, the number of CUDA devices")
 
 
 def cuda_devices() -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from nntile_py.errors import ConfigError
 from nntile_py.graph.initializers import Init
 from nntile_py.graph.params import Array, Derived, Input, Joined, Param, Part, Source, cover, sources_of
+from nntile_py.system.units import counted
 from nntile_py.tasks.elementwise import Rename, add
 from nntile_py.tasks.op import CONTRACTION, AttentionCache, Op, Tensor
 from nntile_py.tiles import Tiling
@@ -55,7 +56,8 @@ class Graph:
         self._dropouts = 0
 
     def __repr__(self) -> str:
-        return f"<Graph in {self.dtype}: {len(self.ops)} operators, {len(self.params)} parameters>"
+        sizes = f"{counted(len(self.ops), 'operator')}, {counted(len(self.params), 'parameter')}"
+        return f"<Graph in {self.dtype}: {sizes}>"
 
     # -- building
 

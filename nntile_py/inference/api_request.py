@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from nntile_py.data.chat_template import Message
 from nntile_py.data.tables import check_whole
+from nntile_py.system.units import counted
 from nntile_py.tasks.top_logprobs import MOST_RANKED
 
 LARGEST = 2**22  # largest number of bytes of a request
@@ -146,7 +147,8 @@ def read_stops(body: Mapping[str, Any]) -> list[str]:
     longest = max((len(text) for text in stops if isinstance(text, str)), default=0)
     if len(stops) > MOST_STOPS or longest > MOST_OF_STOP:
         need = f"up to {MOST_STOPS} texts of up to {MOST_OF_STOP} characters"
-        raise ApiError(400, f"stop: got {len(stops)} texts of up to {longest} characters; allowed: {need}")
+        got = f"{counted(len(stops), 'text')} of up to {counted(longest, 'character')}"
+        raise ApiError(400, f"stop: got {got}; allowed: {need}")
     return stops
 
 

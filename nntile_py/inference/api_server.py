@@ -38,6 +38,7 @@ from nntile_py.inference.api_request import (
 )
 from nntile_py.inference.generated_text import Options
 from nntile_py.inference.service import ENDS, Job, JobPart, Service, TooBusy, new_seed
+from nntile_py.system.units import counted
 
 T = TypeVar("T")
 
@@ -211,8 +212,8 @@ class Api:
         """Raise an error if there is no room for a request's texts: `n` texts for each of its prompts."""
         number, most = given(body, "n", 1), min(MOST_TEXTS, self._service.room)
         if not 1 <= number * prompts <= most:
-            asked = f"n: got {number} texts for each of {prompts} prompts"
-            raise ApiError(400, f"{asked}; allowed: 1 to {most} texts in a request", "n")
+            asked = f"n: got {counted(number, 'text')} for each of {counted(prompts, 'prompt')}"
+            raise ApiError(400, f"{asked}; allowed: 1 to {counted(most, 'text')} in a request", "n")
         self._service.check_room(number * prompts)
 
     async def _generated(

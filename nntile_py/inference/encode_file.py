@@ -23,6 +23,7 @@ from nntile_py.inference.sentence import has_modules
 from nntile_py.inference.texts import WrongText, placed_texts
 from nntile_py.system.folders import remove_leftovers, replaced, reserve
 from nntile_py.system.progress import progress_bar
+from nntile_py.system.units import counted
 
 Array = np.ndarray[Any, Any]
 ONE_ARRAY, NAMED = ".npy", (".npz", ".safetensors")
@@ -87,7 +88,7 @@ def encode_file(
             shape = _write(file, out.suffix, output, outputs(), len(texts), encoder.of_tokens)
     seconds = time.perf_counter() - begun
     cut = f", {encoder.cut:,} of them cut at {encoder.max_length} tokens" if encoder.cut else ""
-    return f"{len(texts):,} texts{cut} in {seconds:.1f} s; {out}: {output} {' x '.join(map(str, shape))}"
+    return f"{counted(len(texts), 'text')}{cut} in {seconds:.1f} s; {out}: {output} {' x '.join(map(str, shape))}"
 
 
 @contextmanager

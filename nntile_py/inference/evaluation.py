@@ -33,6 +33,7 @@ from nntile_py.inference.encoder import IN_FLIGHT, Encoder
 from nntile_py.inference.evaluation_losses import Sums, binary_loss
 from nntile_py.inference.open_model import OpenedModel
 from nntile_py.inference.sentence import MODULES, has_modules, normalized, read_sentence_model
+from nntile_py.system.units import counted
 from nntile_py.tasks.cross_entropy import IGNORED
 
 LONGEST, BATCH = 1024, 8  # default sizes without a run: tokens of a window, windows of a forward pass
@@ -159,7 +160,7 @@ def _tokens(opened: OpenedModel, documents: Sequence[str], template: bool) -> tu
         need = f"a tokenizer of the model, whose token numbers are 0 to {vocab - 1}"
         raise ConfigError(f"RUN: {opened.tokenizer_file} has the token number {ids.max()}; allowed: {need}")
     if own < 2:
-        raise ConfigError(f"--data: the text has {own} token{'s' * (own != 1)}; allowed: at least 2")
+        raise ConfigError(f"--data: the text has {counted(own, 'token')}; allowed: at least 2")
     return ids, own
 
 

@@ -26,6 +26,7 @@ from nntile_py.inference.open_model import OpenedModel, no_tokenizer
 from nntile_py.inference.sentence import has_modules
 from nntile_py.inference.text_stream import TextStream
 from nntile_py.inference.texts import TokenizedText
+from nntile_py.system.units import counted
 
 ENDS = "the server ends"
 MOST_CHARACTERS = 64  # largest number of characters, for each allowed token, of a text that is tokenized
@@ -242,7 +243,7 @@ class Service:
         waiting = len(self._jobs) + sum(isinstance(work, Job) for work in self._new) + len(self._embedding)
         if waiting + count > self.room:
             more = f", and this request has {count}" if count > 1 else ""
-            raise TooBusy(f"{waiting} texts are generated or wait{more}; allowed: {self.room}")
+            raise TooBusy(f"{counted(waiting, 'text')} generated or waiting{more}; allowed: {self.room}")
 
     def cancel(self, job: Job) -> None:
         """End a job; its further tokens are dropped."""

@@ -22,6 +22,7 @@ from nntile_py.analysis.tile_advice import coarse, note, own_cost
 from nntile_py.analysis.workloads import build
 from nntile_py.config.builders import keep_measured, step_spec
 from nntile_py.config.run_config import RunConfig, load
+from nntile_py.config.scheduler_file import check_machine
 from nntile_py.config.sections import TilesSection
 from nntile_py.errors import ConfigError
 from nntile_py.graph.estimate import Estimate, estimate
@@ -36,6 +37,7 @@ from nntile_py.system.folders import replace_file
 from nntile_py.system.machine import described, machine
 from nntile_py.system.pictures import new_figure, save_figure
 from nntile_py.system.progress import telling
+from nntile_py.system.units import counted
 from nntile_py.tiles import AXES
 from nntile_py.tiles.placement import GOOD
 
@@ -91,6 +93,7 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
             then follow the most promising tilings, and the uncut tiling if the budget is more than 2.
     """
     config = load(path, sets)
+    check_machine(config.runtime)
     seen: Seen = {}
     start: Tiles = dict.fromkeys(AXES) | step_spec(config).tiling.tiles
     own: Key | None = _key(start)
@@ -112,14 +115,14 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
     ]
     reasons = Counter(tiling.pruned for tiling in tilings if tiling.pruned)
     pruned = ", ".join(f"{count} for {reason}" for reason, count in reasons.most_common()) or "none"
-    console.print(f"{len(seen)} tilings planned; pruned: {pruned}", highlight=False, soft_wrap=True)
+    console.print(f"{counted(len(seen), 'tiling')} planned; pruned: {pruned}", highlight=False, soft_wrap=True)
     # If all tilings of a small model are pruned, the best of them are measured.
     planned = [(tiling.plan.seconds, tiling) for tiling in tilings if tiling.plan]
     kept = [entry for entry in planned if not entry[1].pruned] or planned
     best = [tiling.key for _, tiling in sorted(kept, key=lambda entry: entry[0])]
     others = [key for key in best if key not in (_key(start), _key(uncut))][: max(budget - 2, 1)]
     chosen = list(dict.fromkeys([_key(start), *others, _key(uncut)]))[:budget]
-    text = f"{len(chosen)} tilings will be measured, in {ROUNDS} rounds; --budget N sets their number"
+    text = f"{counted(len(chosen), 'tiling')} will be measured, in {ROUNDS} rounds; --budget N sets their number"
     console.print(text, highlight=False, soft_wrap=True)
     tree = {
         "config": str(path),
@@ -209,7 +212,7 @@ def _draw_planned(axes: Any, searched: Search, measured: Mapping[Key, Row]) -> N
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(counts) < 100 * min(counts) else (1,)))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.xaxis.set_minor_formatter("")
-    axes.set_title(f"{len(searched.tilings)} tilings planned", fontsize=10)
+    axes.set_title(f"{counted(len(searched.tilings), 'tiling')} planned", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.14), ncols=2, fontsize=8, frameon=False)
 

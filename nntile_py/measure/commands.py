@@ -12,6 +12,7 @@ import typer
 from nntile_py.command_line import CommandApp
 from nntile_py.config.builders import with_micro_batches
 from nntile_py.config.run_config import RunConfig, load
+from nntile_py.config.scheduler_file import check_machine
 from nntile_py.measure.capacity import capacity
 from nntile_py.measure.contest import TIME_LIMIT, check_ranks, measure_in_turns, measure_ranks
 from nntile_py.measure.contestants import OURS, check_gpus, check_peer, parse_peers
@@ -21,6 +22,7 @@ from nntile_py.measure.sweep_spec import Measure
 from nntile_py.system import launcher
 from nntile_py.system.clock import spread
 from nntile_py.system.machine import machine
+from nntile_py.system.units import counted
 
 bench_app = CommandApp(
     name="nntile bench", add_completion=False, help="Benchmarks of this machine.", epilog="Example: nntile bench tasks"
@@ -53,7 +55,8 @@ def tasks(
         return
     total, submit = result["us_per_task"], result["submit_us_per_task"]
     print(f"{total['median']:.2f} us a task end to end ({total['min']:.2f} to {total['max']:.2f}), with submission in")
-    print(f"{submit['median']:.2f} us; {count} tasks, {tiles} tiles each, {result['workers']} workers, {scheduler}")
+    sizes = f"{counted(count, 'task')}, {counted(tiles, 'tile')} each, {counted(result['workers'], 'worker')}"
+    print(f"{submit['median']:.2f} us; {sizes}, {scheduler}")
     for kind, at in result["profiled"].items():
         print(f"{at['median']:.2f} us ({at['min']:.2f} to {at['max']:.2f}) with a {kind} profile")
 
@@ -187,6 +190,7 @@ def load_contest(
     for name in peers:
         check_peer(config, name, "inference" if inference else "train")
     check_gpus(config.workers if config.runtime.cuda else 0, "runtime.cuda")
+    check_machine(config.runtime)
     how = Measure(
         work="inference" if inference else "train", alpha=alpha, steps=steps or (10 if inference else 2),
         gpu_memory=int(cuda_memory * 2**30) or None,

@@ -27,6 +27,7 @@ from nntile_py.system.console_tables import plain_table
 from nntile_py.system.folders import replace_file
 from nntile_py.system.machine import described, machine
 from nntile_py.system.pictures import files_of
+from nntile_py.system.units import counted
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -151,7 +152,7 @@ def _on_present_gpus(part: Any) -> tuple[Any, str]:
     import torch
 
     present = torch.cuda.device_count()
-    here = f"this machine has {present} GPU{'s' * (present != 1)}"
+    here = f"this machine has {counted(present, 'GPU')}"
     if isinstance(part, ProfileExperiment):
         asked = part.set_.get("runtime.cuda", 0)
         if not 0 < present < asked:
@@ -179,6 +180,6 @@ def _need_gpus(config: RunConfig, label: str) -> None:
 
     present = torch.cuda.device_count()
     if config.workers > present:
-        need = f"{config.workers} GPU{'s' * (config.workers > 1)}"
+        need = counted(config.workers, "GPU")
         raise NNTileError(f"{label}: needs {need}, this machine has {present}; --plan runs nothing")
     Runtime(**runtime_options(config.runtime.model_dump()))

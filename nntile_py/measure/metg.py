@@ -20,6 +20,7 @@ import typer
 from nntile_py.errors import ConfigError
 from nntile_py.system.clock import spread
 from nntile_py.system.machine import machine
+from nntile_py.system.units import counted
 
 DURATIONS = "2,5,10,20,50,100,200,500,1000,2000"
 IN_STREAM = 32  # kernels in one task
@@ -58,7 +59,8 @@ def metg(
         )
     for goal, length in result["metg_us"].items():
         print(f"{goal} % busy: " + ("no such length" if length is None else f"from {length:.1f} us a task"))
-    print(f"{result['workers']} {result['kind']} workers, {chains} chains each, {scheduler}")
+    workers = counted(result["workers"], f"{result['kind']} worker")
+    print(f"{workers}, {counted(chains, 'chain')} each, {scheduler}")
 
 
 def measure_metg(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nntile_py.measure.plots import RATES, Row, disturbance, figure_of, good_rows, plain, spread, word
+from nntile_py.measure.sweep_report import sets_text
 from nntile_py.measure.sweep_spec import VARIANT
 from nntile_py.system.console_tables import csv_text, plain_table
 from nntile_py.system.folders import read, replace_file
@@ -95,7 +96,7 @@ def summary(sweep: Sweep, rows: list[Row]) -> RenderableType:
         cells += [f"{row[m]:.4g}" if isinstance(row.get(m), float) else str(row.get(m, "")) for m in metrics]
         shown.add_row(*cells, row["status"], style="bold green" if row is best else None)
     failed = [row for row in rows if row["status"] != "ok"]
-    lines = [f"{row['status']}: {row['sets']}: {row['error']}" for row in failed[:_SHOWN]]
+    lines = [f"{row['status']}: {sets_text(row['sets'])}: {row['error']}" for row in failed[:_SHOWN]]
     lines += [f"and {len(failed) - _SHOWN} more, in results.csv"] if len(failed) > _SHOWN else []
     return Group(shown, *map(Text, lines))
 

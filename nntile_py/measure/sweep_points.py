@@ -14,6 +14,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.measure.contestants import BERT_PEERS, check_peer
 from nntile_py.measure.sweep_spec import VARIANT, Measure, Sweep
 from nntile_py.schema import assignment, read_yaml, validated
+from nntile_py.yaml_text import one_line
 
 _POINTS = ("grid", "list", "random")
 _OF_NODES = ("gpus_per_node", "network", "gpus_per_nic", "strong")  # keys of `measure` that need `nodes`
@@ -110,10 +111,14 @@ def points(sweep: Sweep) -> list[Point]:
     if all(point.error for point in result):
         _check_base(sweep)
     for point in result:
+        at_fault = []
         for key, value in point.sets.items():
             alike = [p.error for p in result if p is point or (key in p.sets and p.sets[key] == value)]
             if all(alike):
-                raise ConfigError(f"{key} = {value!r}: {alike[0]}")
+                at_fault.append((f"{alike[0]}", key, value))
+        if at_fault:  # preferred: a key that its error names
+            message, key, value = min(at_fault, key=lambda of: of[1] not in of[0])
+            raise ConfigError(f"{key} = {one_line(value)}: {message}")
     return result
 
 

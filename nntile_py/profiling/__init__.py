@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nntile_py.errors import ConfigError
 from nntile_py.system.folders import replace_file
+from nntile_py.system.units import counted
 
 if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
@@ -120,11 +121,11 @@ def write(
     facts = summary["machine"]
     hardware = f"{described(facts)}, {facts['date']}"
     if load and load["others"] is not None:
-        hardware += f"; other processes kept {load['others']:.1f} of the cores busy"
+        hardware += f"; other processes kept {load['others']:.1f} of the cores busy while the steps ran"
     tiling = ", ".join(f"{axis} {a['tile']}/{a['size']}" for axis, a in summary["tiles"].items())
     count, each = summary["steps"], summary["seconds_per_step"] * 1e3
     tasks = summary["tasks"] // max(count, 1)
-    title = f"{name}: {count} step{'s' * (count != 1)} of {each:,.0f} ms and {tasks:,} tasks"
+    title = f"{name}: {counted(count, 'step')} of {each:,.0f} ms and {counted(tasks, 'task')}"
     title += f" on {trace.ranks} ranks" if trace.ranks > 1 else ""
     gantt.save(parts, summary, folder, title, f"{hardware}\nTiles: {tiling}", trace)
     line = f"{hardware}. Tiles: {tiling}."

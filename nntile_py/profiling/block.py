@@ -14,6 +14,7 @@ from nntile_py import _core
 from nntile_py.errors import TaskError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.profiling import diagnosis, recorder, trace_analysis, write
+from nntile_py.system.units import counted
 
 
 @dataclass
@@ -32,11 +33,12 @@ class BlockProfile:
         if not (s := self.summary):
             return "profile of a block that has not ended"
         shares = ((name, np.mean([w[name] for w in s["workers"]])) for name in ("working", "overhead", "idle"))
-        lines = [f"{s['seconds']:.3g} s, {s['tasks']} tasks on {len(s['workers'])} workers: "]
+        lines = [f"{s['seconds']:.3g} s, {counted(s['tasks'], 'task')} on {counted(len(s['workers']), 'worker')}: "]
         lines[0] += ", ".join(f"{name} {share:.0%}" for name, share in shares)
         for row in s["operators"]:
             name = f"{row['operator']} {row['phase']}".strip()
-            lines.append(f"  {name}: {row['share']:.0%}, {row['tasks']} tasks of {row['mean_s'] * 1e3:.3g} ms")
+            tasks = counted(row["tasks"], "task")
+            lines.append(f"  {name}: {row['share']:.0%}, {tasks} of {row['mean_s'] * 1e3:.3g} ms")
         lines += [f"{finding['cause']} {finding['advice']}" for finding in s["findings"]]
         return "\n".join(lines)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nntile_py.system.load import BUSY, is_busy
+from nntile_py.system.units import counted
 from nntile_py.tiles.placement import GOOD
 
 # Thresholds of the rules. A rule applies if the share reaches the threshold; for LOW, if the share is below it.
@@ -83,8 +84,8 @@ def few_tiles(s: Summary) -> Finding:
         return None
     return (
         f"{_idle(s)}: the longest chain of dependent tasks takes {s['critical_path']['share_of_run']:.0%} of the run, "
-        f"and all tasks together last only {s['parallelism']:.1f} times as long as this chain, for {len(s['workers'])} "
-        f"workers. The chain is mostly {_top(s['critical_path'])}.",
+        f"and all tasks together last only {s['parallelism']:.1f} times as long as this chain, for "
+        f"{counted(len(s['workers']), 'worker')}. The chain is mostly {_top(s['critical_path'])}.",
         f"Cut finer, so that more tasks can run at once: {_finer(s)}.",
     )
 
@@ -150,22 +151,20 @@ def imbalance(s: Summary) -> Finding:
 
 def busy_machine(s: Summary) -> Finding:
     """Other processes took processor time from the run, or from the measurement of the peak flop/s."""
-    load, causes = s.get("load") or {}, list[str]()
-    if is_busy(load.get("others")):
-        busy = f"{load['others']:.1f} of the {load['cores']} cores busy"
-        causes.append(f"other processes kept {busy} while the steps ran")
+    load, again = s.get("load") or {}, "Measure again when nothing else runs before comparing "
     shares = [p["cpu_share"] for p in s["peaks"].values() if p.get("cpu_share") is not None]
-    if shares and min(shares) < 1 - BUSY:
-        causes.append(
-            f"the threads that measured the peak had a core for {min(shares):.0%} of the time (processor time over "
-            "wall time)"
-        )
-    if not causes:
-        return None
-    return (
-        f"The machine was busy: {'; '.join(causes)}. Tasks took longer than on a quiet machine.",
-        "Measure again when nothing else runs before comparing these times with others.",
-    )
+    had = f"had a core for {min(shares):.0%} of the time (processor time over wall time)" if shares else ""
+    disturbed = bool(shares) and min(shares) < 1 - BUSY
+    if is_busy(load.get("others")):
+        busy = f"other processes kept {load['others']:.1f} of the {load['cores']} cores busy while the steps ran"
+        busy += f"; the threads that measured the peak {had}" * disturbed
+        cause = f"The machine was busy: {busy}. Tasks took longer than on a quiet machine."
+        return cause, f"{again}these times with others."
+    if disturbed:
+        cause = f"The measurement of the peak was disturbed: its threads {had}. The measured peak may be too low,"
+        cause += " and shares of the roofline too high. Times of tasks do not depend on it."
+        return cause, f"{again}shares of the roofline."
+    return None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from nntile_py.profiling.gantt import LANES, gantt, lanes, step_starts, titles
 from nntile_py.profiling.trace import Trace
 from nntile_py.system.folders import replace_file
 from nntile_py.system.pages import templates
-from nntile_py.system.units import duration, percent, size
+from nntile_py.system.units import counted, duration, percent, size
 
 SHARES = (("working", "#009e73"), ("communicating", "#e69f00"), ("overhead", "#d55e00"), ("idle", "#d0d4d8"))
 POINTS = 600  # largest number of points of a curve
@@ -24,7 +24,7 @@ def write(trace: Trace, parts: Trace, summary: dict[str, Any], path: Path, title
         hardware: text on machine and tiles.
     """
     environment = templates(Path(__file__).parent)
-    environment.filters |= {"size": size, "duration": duration, "percent": percent}
+    environment.filters |= {"size": size, "duration": duration, "percent": percent, "counted": counted}
     chart = gantt(parts)
     rows = [
         [(bar.left * 1e4, (bar.right - bar.left) * 1e4, chart.colours[bar.kind], text)

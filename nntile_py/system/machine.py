@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nntile_py.system.load import cores
+from nntile_py.system.units import counted
 
 
 def gpus() -> str:
@@ -80,4 +81,4 @@ def machine() -> dict[str, Any]:
 def described(where: dict[str, Any]) -> str:
     """Return the result of machine() as one line: 2 NVIDIA H200, AMD EPYC 9654, 16 cores, torch 2.13.0."""
     gpus = [where["gpus"]] if where["gpus"] else []
-    return ", ".join([*gpus, where["processor"], f"{where['cores']} cores", f"torch {where['torch']}"])
+    return ", ".join([*gpus, where["processor"], counted(where["cores"], "core"), f"torch {where['torch']}"])

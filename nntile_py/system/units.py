@@ -12,6 +12,11 @@ def si(number: float) -> str:
     return f"{number:.3g} P"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with a noun in the singular or the plural, such as '1 step' or '1,234 steps'."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def size(count: float) -> str:
     """Return a number of bytes as text, such as '1.23 MB'."""
     return f"{si(count)}B"

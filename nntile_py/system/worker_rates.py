@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nntile_py.system.interrupts import ends_at_once
+from nntile_py.system.load import cores
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def measured_rates(workers: int, fp64: bool, size: int = 768, seconds: float = 0
     """Measure the rates of one CPU worker, by a matrix product and a copy of 16 MiB on all workers at once.
 
     Args:
-        workers: number of CPU workers.
+        workers: number of CPU workers; more workers than cores are measured as one worker on each core.
         fp64: True: the product is in fp64 instead of fp32.
         size: rows and columns of the product's matrices.
         seconds: time of the product, and of the copy.
@@ -59,6 +60,7 @@ def measured_rates(workers: int, fp64: bool, size: int = 768, seconds: float = 0
         import torch
 
     dtype = torch.float64 if fp64 else torch.float32
+    workers = min(workers, cores())  # a plan may be for a larger machine; each thread takes 40 MB
     barrier = threading.Barrier(workers)
     measured: list[tuple[float, float, float]] = []
     failed: list[BaseException] = []

@@ -1,5 +1,7 @@
 """Collective operations of a run's ranks. Only rank 0 writes files and prints."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,7 @@ class NoOutput:
     """Replaces Metrics and Display on ranks other than 0. Writes and shows nothing."""
 
     lines: tuple[dict[str, Any], ...] = ()
+    first: Mapping[str, Any] = MappingProxyType({})
 
     def write(self, line: dict[str, Any]) -> None: ...
 

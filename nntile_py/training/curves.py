@@ -30,6 +30,7 @@ class Curves:
         measured: Steps after which the held-out loss was measured; 0 for the measurement before the first step.
         held_out: These held-out losses.
         values: {name in metrics.jsonl: (steps, values)} of all other numbers, such as `lr` and `tokens_per_s`.
+        changes: Changes of the config after which losses cannot be compared with earlier ones.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -37,6 +38,32 @@ class Curves:
     measured: list[int] = field(default_factory=list)
     held_out: list[float] = field(default_factory=list)
     values: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+
+    def parts(self) -> list[Curves]:
+        """Return the losses before, between and after the changes. Losses of one part can be compared."""
+        starts = [(0, 0), *((change.losses, change.measurements) for change in self.changes)]
+        ends = [*starts[1:], (len(self.steps), len(self.measured))]
+        return [
+            Curves(self.steps[a:b], self.loss[a:b], self.measured[c:d], self.held_out[c:d])
+            for (a, c), (b, d) in zip(starts, ends, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a run's config after which losses cannot be compared with earlier ones.
+
+    Attributes:
+        step: The last step before the change.
+        text: What has changed, such as "train.seq was 64, is 128".
+        losses, measurements: Number of training losses and of held-out losses before the change.
+    """
+
+    step: int
+    text: str
+    losses: int
+    measurements: int
 
 
 def curves_of(lines: Sequence[Mapping[str, Any]]) -> Curves:
@@ -45,6 +72,8 @@ def curves_of(lines: Sequence[Mapping[str, Any]]) -> Curves:
     for line in lines:
         step = line["step"]
         numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
+        if isinstance(changed := line.get("changed"), str):
+            curves.changes.append(Change(step - 1, changed, len(curves.steps), len(curves.measured)))
         if (before := numbers.pop("held_out_loss_before", None)) is not None:
             curves.measured.append(step - 1)
             curves.held_out.append(before)
@@ -78,8 +107,11 @@ def smoothed(values: Sequence[float], share: float = 0.05) -> list[float]:
 
 
 def terminal_curve(curves: Curves, width: int = 78, height: int = 10) -> str:
-    """Return the smoothed training loss (dots) and the held-out loss (o) over the steps as text."""
-    points = [(step, loss, "·") for step, loss in zip(curves.steps, smoothed(curves.loss), strict=True)]
+    """Return the smoothed training loss (dots) and the held-out loss (o) over the steps as text.
+
+    A line below names each change after which losses cannot be compared with earlier ones."""
+    smooth = [loss for part in curves.parts() for loss in smoothed(part.loss)]
+    points = [(step, loss, "·") for step, loss in zip(curves.steps, smooth, strict=True)]
     points += [(step, loss, "o") for step, loss in zip(curves.measured, curves.held_out, strict=True)]
     points = [point for point in points if math.isfinite(point[1])]
     if len(points) < 2:
@@ -100,7 +132,9 @@ def terminal_curve(curves: Curves, width: int = 78, height: int = 10) -> str:
     ends = f"step {first}", f"{last}"
     middle = "· training loss  o held-out loss"
     gap = columns - len(ends[0]) - len(ends[1])
-    return "\n".join([*lines, " " * (left + 2) + ends[0] + f"{middle:^{gap}}" + ends[1]])
+    no = "losses before and after cannot be compared"
+    changes = [f"after step {change.step}: {change.text}; {no}" for change in curves.changes]
+    return "\n".join([*lines, " " * (left + 2) + ends[0] + f"{middle:^{gap}}" + ends[1], *changes])
 
 
 # -- pictures
@@ -112,12 +146,20 @@ def draw_losses(runs: Mapping[str, Curves]) -> Figure:
     losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     for k, (name, curves) in enumerate(runs.items()):
         colour, alone = COLOURS[k % len(COLOURS)], len(runs) == 1
-        losses.plot(curves.steps, curves.loss, color=colour, alpha=0.25, linewidth=0.8)
         label = "training loss, smoothed" if alone else f"{name}: training, smoothed"
-        losses.plot(curves.steps, smoothed(curves.loss), color=colour, linewidth=1.6, label=label)
+        for part in curves.parts():
+            losses.plot(part.steps, part.loss, color=colour, alpha=0.25, linewidth=0.8)
+            losses.plot(part.steps, smoothed(part.loss), color=colour, linewidth=1.6, label=label)
+            label = ""  # one entry of the legend for all parts
+        for change in curves.changes:
+            losses.axvline(change.step, color=colour, linewidth=1.0, linestyle=":")
+            at, foot = losses.get_xaxis_transform(), (change.step, 0.02)
+            losses.annotate(change.text, foot, (3, 0), at, "offset points", fontsize=8)
         colour = COLOURS[1] if alone else colour
         label = "held-out loss" if alone else f"{name}: held out"
-        losses.plot(curves.measured, curves.held_out, "o--", color=colour, markersize=4, linewidth=1.2, label=label)
+        for part in curves.parts():
+            losses.plot(part.measured, part.held_out, "o--", color=colour, markersize=4, linewidth=1.2, label=label)
+            label = ""
         steps, values = curves.values.get("lr", ([], []))
         rates.plot(steps, values, color=COLOURS[k % len(COLOURS)], linewidth=1.2)
     finish(losses, "loss")
@@ -142,7 +184,8 @@ def limit_to_results(axes: Axes, runs: Mapping[str, Curves]) -> None:
     losses = sorted(loss for loss in all_losses if math.isfinite(loss))
     if not losses:
         return
-    most = max([losses[int(0.99 * (len(losses) - 1))], *(c.held_out[0] for c in runs.values() if c.held_out)])
+    firsts = (part.held_out[0] for curves in runs.values() for part in curves.parts() if part.held_out)
+    most = max([losses[int(0.99 * (len(losses) - 1))], *firsts])
     margin = 0.05 * (most - losses[0]) or 0.1
     axes.set_ylim(losses[0] - margin, most + margin)
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from nntile_py.config.run_config import RunConfig
-from nntile_py.system.units import clock_text
+from nntile_py.system.units import clock_text, counted
 from nntile_py.training.trainer import Trainer
 
 _LIMIT = "its gradient norm is not below train.skip_above_norm"
@@ -75,7 +75,7 @@ class Display:
         self._progress.update(self._task, completed=step, left=left_text)
         if not skipped:
             self._losses.append(line["loss"])
-        mean = f"mean loss of {len(self._losses)} steps {fmean(self._losses):.4f}  " if self._losses else ""
+        mean = f"mean loss of {counted(len(self._losses), 'step')} {fmean(self._losses):.4f}  " if self._losses else ""
         prints = step == 1 or step % self._train.log_every == 0 or bool(line.keys() & {"held_out_loss", "skipped"})
         # The live display is updated first: printing a line redraws it.
         self._live.update(Group(self._progress, Text(f"{self._held_out}{learnt}\n{mean}{speed}")), refresh=prints)

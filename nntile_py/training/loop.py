@@ -28,12 +28,12 @@ MAX_SKIPS = 10  # the run ends with NotFinite after this number of skipped steps
 def run_steps(
     config: RunConfig, dataset: Dataset, trainer: Trainer, metrics: Metrics | NoOutput, display: Display | NoOutput,
     saver: CheckpointWriter | TileSender, stop: list[str],
-) -> tuple[float, dict[str, Any] | None]:  # fmt: skip
+) -> tuple[tuple[int, float], dict[str, Any] | None]:  # fmt: skip
     """Train the remaining steps of a run; stop early if a signal comes. A thread makes the batches.
 
     Returns:
-        The held-out loss before the run's first step, and the entries of the last measurement that this process made
-        after a step. The second is None if there was no such measurement.
+        The first held-out loss that can be compared with the last one, as (step after which it was measured, loss); and
+        the entries of the last measurement that this process made after a step, None if there was no such measurement.
     """
     with Prefetch(dataset.train, config.train.steps) as batches:
         return _run_steps(config, dataset, batches, trainer, metrics, display, saver, stop)
@@ -42,11 +42,11 @@ def run_steps(
 def _run_steps(
     config: RunConfig, dataset: Dataset, batches: Prefetch[Inputs], trainer: Trainer, metrics: Metrics | NoOutput,
     display: Display | NoOutput, saver: CheckpointWriter | TileSender, stop: list[str],
-) -> tuple[float, dict[str, Any] | None]:  # fmt: skip
+) -> tuple[tuple[int, float], dict[str, Any] | None]:  # fmt: skip
     train = config.train
-    recorded = (line["held_out_loss_before"] for line in metrics.lines if "held_out_loss_before" in line)
-    loss_before, last = from_rank_0(next(recorded, math.nan)), None
-    if math.isnan(loss_before):
+    start, loss_before = _first_measured(metrics, trainer.steps)
+    last = None
+    if measures_first := math.isnan(loss_before):
         loss_before = _measured(dataset, trainer)["held_out_loss"]
     in_flight: deque[tuple[Pending, float, float]] = deque()
     skips = _SkipCount(train.skip_above_norm)
@@ -75,7 +75,7 @@ def _run_steps(
                 skips.count(result)
             seconds, clock = time.perf_counter() - clock, time.perf_counter()
             line |= _measurements(pending, result, seconds, waited, trainer.memory_bytes())
-            if result.step == 1:
+            if measures_first and result.step == start + 1:
                 line["held_out_loss_before"] = loss_before
             if measures and not in_flight:
                 with _ends_if_not_finite(metrics, line | {"held_out_loss": math.nan}):
@@ -96,7 +96,20 @@ def _run_steps(
             saver.begin(step)
     if skips.in_a_row and stopped:
         _measured(dataset, trainer)  # raises NotFinite if steps were skipped because weights are not finite
-    return loss_before, last
+    return (start, loss_before), last
+
+
+def _first_measured(metrics: Metrics | NoOutput, steps: int) -> tuple[int, float]:
+    """Return (step, held-out loss after it) of the earliest measurement since the conditions of measurements changed.
+
+    The loss is nan, and the step is `steps`, if it must be measured now: in a new run, if the metrics lack it, and if a
+    run resumes with other conditions, see changed_conditions."""
+    step, loss = steps, math.nan
+    if "changed" not in metrics.first:
+        for line in metrics.lines:
+            if "held_out_loss_before" in line:
+                step, loss = line["step"] - 1, line["held_out_loss_before"]
+    return int(from_rank_0(step)), from_rank_0(loss)
 
 
 def _measurements(

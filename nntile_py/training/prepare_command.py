@@ -19,6 +19,7 @@ from nntile_py.data.tokenizer import MASKED, load_tokenizer
 from nntile_py.errors import ConfigError
 from nntile_py.schema import validated
 from nntile_py.system.folders import STDLIB, temporary_names
+from nntile_py.system.units import counted
 from nntile_py.training.datasets import instructions_of
 
 
@@ -74,7 +75,7 @@ def prepare(
         facts = facts_of(documents, split, reading, used)
         tokenize_into_folder(out, documents, split, used, reading.unit, reading.close(used), facts, key, report)
     made, seconds = read_token_folder(out), time.monotonic() - begin
-    sizes = f"{len(made.train.ids):,} tokens to train on in {len(made.train.lengths):,} sequences"
+    sizes = f"{counted(len(made.train.ids), 'token')} to train on in {counted(len(made.train.lengths), 'sequence')}"
     rate = f"{split.characters / seconds / 1e6:.1f} million characters a second"
     return f"{out}: {sizes}, {len(made.held_out.ids):,} held out; {rate}"
 

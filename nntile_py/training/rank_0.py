@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from nntile_py.checkpoint import format as checkpoint
-from nntile_py.checkpoint.best import BEST
+from nntile_py.checkpoint.best import BEST, changed_conditions
 from nntile_py.checkpoint.model_files import companions_note, model_files, tokenizer_files
 from nntile_py.checkpoint.resume import ResumePoint
 from nntile_py.checkpoint.run_folder import METRICS, SAMPLE, Metrics, RunFolder
@@ -24,6 +24,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.runs import run_of
 from nntile_py.system.folders import NO_ROOM, replace_file
 from nntile_py.system.machine import devices
+from nntile_py.system.units import counted
 from nntile_py.training.collectives import agree
 from nntile_py.training.curves import save_curve
 from nntile_py.training.display import Display
@@ -85,6 +86,8 @@ def _first_files(run: TrainingRun, make_folder: Callable[[], RunFolder]) -> tupl
             replace_file(folder.path / name, content)
         metrics = Metrics(folder.path, run.trainer.steps, run.report, run.out, set_aside)
         metrics.first = {"machine": devices(run.config.runtime.cuda != 0)}
+        if run.point and (changed := changed_conditions(run.point.facts, run.facts)):
+            metrics.first["changed"] = changed
         (folder.path / SAMPLE).unlink(missing_ok=True)  # of an earlier end of this run
     except OSError:
         folder.give_up()
@@ -113,12 +116,12 @@ def train_on_rank_0(run: TrainingRun, make_folder: Callable[[], RunFolder], resc
     writer = CheckpointWriter(run.config.checkpoint, run.trainer, folder, files, run.facts, run.report)
     if run.point and checkpoint.checkpoint_folder(folder.path, run.point.step).is_dir():
         writer.newest = run.point.step
-    from_start = not run.point or any("held_out_loss_before" in line for line in metrics.lines)
+    changes = [f" ({line['changed']})" for line in (*metrics.lines, metrics.first) if "changed" in line]
     try:
         loggers = Loggers(run.config, folder.path, run.trainer.steps, run.report, run.stop)
         metrics.listener = loggers.write
         with closing(loggers), Display(run.console, run.config, run.trainer) as display:
-            before, last = run_steps(run.config, run.dataset, run.trainer, metrics, display, writer, run.stop)
+            (start, before), last = run_steps(run.config, run.dataset, run.trainer, metrics, display, writer, run.stop)
         writer.finish()
     except BaseException as error:
         writer.abandon(PATIENCE if isinstance(error, KeyboardInterrupt) else None)
@@ -140,8 +143,8 @@ def train_on_rank_0(run: TrainingRun, make_folder: Callable[[], RunFolder], resc
         metrics.close()
         writer.folder.close()
     measured = f"{last['held_out_loss']:.4f} at the last measurement" if last else "not measured since"
-    start = "before the first step" if from_start else f"after step {run.point.step if run.point else 0}"
-    run.report(f"held-out loss {before:.4f} {start}, {measured}")
+    first = f"after step {start}{(changes or [''])[-1]}" if start else "before the first step"
+    run.report(f"held-out loss {before:.4f} {first}, {measured}")
     if writer.best:
         run.report(f"best held-out loss {writer.best[0]:.4f} after step {writer.best[1]}: {saved / BEST}")
     if skips := display.skips():
@@ -171,7 +174,7 @@ def _save_confusion(names: list[str], counts: object, folder: Path, report: Repo
     confusion = Confusion(names, counts)
     metrics = confusion.metrics()
     two = f"F1 {metrics['f1']:.4f} of {names[1]}, " if "f1" in metrics else ""
-    count = f"{confusion.counts.sum():,} held-out texts"
+    count = counted(int(confusion.counts.sum()), "held-out text")
     report(f"\n{count}: accuracy {metrics['accuracy']:.4f}, {two}F1 {metrics['f1_macro']:.4f} (mean of the classes)")
     report(confusion.table())
     try:

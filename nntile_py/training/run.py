@@ -7,7 +7,14 @@ from pathlib import Path
 from rich.console import Console
 
 from nntile_py.checkpoint import format as checkpoint
-from nntile_py.checkpoint.resume import ResumePoint, check_same_run, check_steps, data_facts, newest_checkpoint
+from nntile_py.checkpoint.resume import (
+    ResumePoint,
+    check_same_config,
+    check_same_data,
+    check_steps,
+    data_facts,
+    newest_checkpoint,
+)
 from nntile_py.checkpoint.writer import TileSender
 from nntile_py.config.run_config import RunConfig
 from nntile_py.config.saved_code import CODE
@@ -72,9 +79,12 @@ def train(
     # Data, and the checkpoint to resume from.
     checkpoints = checkpoint.checkpoints_in(out)
     point = newest_checkpoint(resume, report) if resume else None
+    differences = check_same_config(point, config) if point else ""
     dataset, data = _read_data(config, spec, runtime, point, out, report)
-    if point and _all_trained(point, config, data, out, ranks, report):
-        return 0
+    if point:
+        check_same_data(point, data)
+        if _all_trained(point, config, differences, out, ranks, report):
+            return 0
 
     # Trainer, steps, weights.
     with missing_sample_reported(report), runtime, signals_of_run(runtime) as stop:
@@ -106,14 +116,14 @@ def _read_data(
 
 
 def _all_trained(
-    point: ResumePoint, config: RunConfig, data: dict[str, str], out: Path, ranks: Ranks | None, report: Report
+    point: ResumePoint, config: RunConfig, differences: str, out: Path, ranks: Ranks | None, report: Report
 ) -> bool:
-    """Check that the checkpoint fits the run, and report the step after which the run goes on.
+    """Report the step after which the run goes on, and how its config differs from the checkpoint's.
 
     Return True if all steps are trained and this call has copied the weights into the run's folder."""
-    differences = check_same_run(point, config, data)
     if point.step >= config.train.steps and publish_on_rank_0(point, out, ranks, report):
-        report(f"all {point.step} steps are trained; weights saved in {out / checkpoint.MODEL}")
+        done = f"all {point.step} steps are" if point.step > 1 else "the only step is"
+        report(f"{done} trained; weights saved in {out / checkpoint.MODEL}")
         return True
     check_steps(point, config)
     report(f"going on after step {point.step}, from {point.folder}" + (f"; {differences}" if differences else ""))

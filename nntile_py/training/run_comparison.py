@@ -42,17 +42,19 @@ class RecordedRun:
 
     def summary(self) -> dict[str, Any]:
         """Return results of the run; None where a value is unknown."""
-        curves, measured = self.curves, self.curves.held_out
+        curves = self.curves
+        last = curves.parts()[-1]  # losses that can be compared with the last one
+        measured = last.held_out
         best = min(range(len(measured)), key=measured.__getitem__, default=None)
         tokens, seconds = self.tokens(), sum(line.get("step_time_s", 0.0) for line in self.lines)
         waited = sum(line.get("data_wait_s", 0.0) for line in self.lines)
         return {
             "run": self.name,
             "steps": self.lines[-1]["step"],
-            "loss": smoothed(curves.loss)[-1] if curves.loss else None,
+            "loss": smoothed(last.loss)[-1] if last.loss else None,
             "held_out_loss": measured[-1] if measured else None,
             "best_held_out_loss": None if best is None else measured[best],
-            "best_step": None if best is None else curves.measured[best],
+            "best_step": None if best is None else last.measured[best],
             "tokens": round(tokens),
             "tokens_per_s": tokens / seconds if seconds else None,
             "seconds": seconds,

@@ -15,6 +15,7 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import StepSpec
 from nntile_py.runs import run_of
 from nntile_py.system.folders import same_content
+from nntile_py.system.units import counted
 from nntile_py.training.trainer import Trainer
 
 
@@ -75,11 +76,11 @@ def check_ranks(
     ranks.same("the data", data)
     ranks.same("the checkpoint", {"folder": str(point.folder), "step": point.step} if point else {})
     workers = {"GPU": runtime.cuda, "CPU worker": runtime.cpus}
-    each = " and ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in workers.items() if count)
+    each = " and ".join(counted(count, name) for name, count in workers.items() if count)
     shared = f", of which {ranks.sharers} ranks share one" if ranks.sharers > 1 else ""
     report(f"{ranks.size} ranks, each with {each}{shared}")
     if (tiles := len(spec.tiling.parts("batch", spec.batch))) < ranks.size:
-        report(f"note: the batch has {tiles} tile{'s' * (tiles > 1)}: smaller tiles.batch gives all ranks work")
+        report(f"note: the batch has {counted(tiles, 'tile')}: smaller tiles.batch gives all ranks work")
 
 
 def build_trainer(config: RunConfig, spec: StepSpec | None = None) -> Trainer:

@@ -30,6 +30,7 @@ from nntile_py.graph.step import StepSpec, check_precision
 from nntile_py.graph.step_inputs import StepInputs
 from nntile_py.schema import NonNegative, checked_value
 from nntile_py.system.interrupts import uninterrupted
+from nntile_py.system.units import counted
 from nntile_py.tasks.adamw import AdamW
 from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.optimizer import INVERSE_SCALE, Optimizer
@@ -168,7 +169,7 @@ class Trainer(TrainerWeights):
     def __repr__(self) -> str:
         tiles = ", ".join(f"{axis}: {size}" for axis, size in self.spec.tiling.tiles.items()) or "uncut"
         size = f"batch={self.batch}, seq={self.seq}, precision={self.precision!r}"
-        return f"<Trainer of {type(self.model).__name__}: {size}, tiles {{{tiles}}}, {self.steps} steps>"
+        return f"<Trainer of {type(self.model).__name__}: {size}, tiles {{{tiles}}}, {counted(self.steps, 'step')}>"
 
     # -- what a step costs
 

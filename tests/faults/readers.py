@@ -81,7 +81,7 @@ def resume() -> None:
 
     def call() -> None:
         from nntile_py.checkpoint.reader import read_averages
-        from nntile_py.checkpoint.resume import check_same_run, data_facts, newest_checkpoint
+        from nntile_py.checkpoint.resume import check_same_config, check_same_data, data_facts, newest_checkpoint
         from nntile_py.checkpoint.run_folder import Metrics
         from nntile_py.config.builders import step_spec
         from nntile_py.config.run_config import load
@@ -93,7 +93,8 @@ def resume() -> None:
             found = newest_checkpoint(Path("run"), said.append)
         finally:
             print("\n".join(said))
-        check_same_run(found, config, data_facts(config, build_dataset(config, step_spec(config))))
+        check_same_config(found, config)
+        check_same_data(found, data_facts(config, build_dataset(config, step_spec(config))))
         assert found.model(config).weights
         assert isinstance(read_averages(found.folder), dict)
         metrics = Metrics(Path("run"), found.step, said.append)

@@ -24,7 +24,7 @@ def fuse_greedily(rewriter: Rewriter, tiling: Tiling, exclude: Collection[str] =
     """Merge operators until no pair can merge.
 
     Args:
-        exclude: names of groups (`Generated.group`) that must not form.
+        exclude: names of groups (`Generated.kind`) that must not form.
 
     Returns:
         The names of all groups that can form, excluded groups included.
@@ -86,10 +86,10 @@ class _GreedyFuser:
         place = rewriter.place(members, group)
         if place is None:
             return False
-        self.met.add(group.group)
-        if group.group in self.exclude:
+        self.met.add(group.kind)
+        if group.kind in self.exclude:
             return False
-        group.name = f"{ops[0].name.rpartition('.')[0] or 'model'}.{group.group}"
+        group.name = f"{ops[0].name.rpartition('.')[0] or 'model'}.{group.kind}"
         rewriter.put(members, group, place)
         return True
 
