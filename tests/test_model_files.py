@@ -96,7 +96,7 @@ WRONG_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": np.nan}}, "factor: got nan; allowed with rope_"),
     ("llama", {"pretraining_tp": 2}, "pretraining_tp is 2 in the model's config; allowed: 1"),
     ("llama", {"architectures": ["LlamaForQuestionAnswering"]}, "architectures is .*; allowed: LlamaForCausalLM"),
-    ("llama", {"model_type": ["llama"]}, r"model: got model_type \['llama'\]; allowed: "),
+    ("llama", {"model_type": ["llama"]}, r"(model|model\.from: .*): got model_type \['llama'\]; allowed: "),
     ("masked_lm", {"id2label": 3}, "id2label is 3 in the model's config; allowed: an object"),
     ("masked_lm", {"architectures": {"a": 1}}, "architectures is {'a': 1} in .*; allowed: BertForMaskedLM"),
     ("masked_lm", {"hidden_act": ["gelu"]}, r"hidden_act is \['gelu'\] in the model's config; allowed: 'gelu'"),
