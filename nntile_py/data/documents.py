@@ -187,7 +187,9 @@ class Documents:
         where, of = f"{self.key}: {path}", self.instructions
         if of:
             names = " and ".join(map(repr, of.columns))
-            need = f"a table with {names} (data.messages, or data.prompt and data.response): {table_names()}"
+            keys = "data.messages, or data.prompt and data.response"
+            texts = ", or --set data.messages=null for texts" * (self.key == "--data")
+            need = f"a table with {names} ({keys}){texts}: {table_names()}"
             for number, row in read_rows(where, path, of.columns, need):
                 if spans := of.render(f"{where}, {place(path, number)}", row):
                     yield TextPart(spans.text, learned=spans.learned)
