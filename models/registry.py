@@ -10,7 +10,7 @@ import inspect
 import os
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -248,6 +248,15 @@ def _is_captured(name: str) -> bool:
             if isinstance(node, ast.ClassDef) and node.name == wanted:
                 return any(ast.unparse(base).rpartition(".")[2] == "Module" for base in node.bases)
     return False
+
+
+def check_type_of_folder(name: Any, raw: Mapping[str, Any], folder: Path) -> None:
+    """Raise ConfigError if a folder's config.json is of another model of nntile_py than `model.type: name`."""
+    models, theirs = known(), raw.get("model_type")
+    own = isinstance(name, str) and name in models and models[name].fixed
+    if own and theirs in [*models] and theirs != name:
+        need = f"{theirs}, as in {folder}/config.json, or leave model.type out"
+        raise ConfigError(f"model.type: got {name}; allowed: {need}")
 
 
 def of_hf_type(name: Any) -> type[Model]:
