@@ -446,7 +446,7 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
             config = load(path)
             check_objective(config, step_spec(config))
             dataset(config)
-    with pytest.raises(ConfigError, match=r"has one text of each label; allowed: two texts or more of a label, or a"):
+    with pytest.raises(ConfigError, match=r"has 2 rows, but only one text of each label; allowed: two d.* of a label"):
         dataset(load(write(tmp_path, [["apple", "fruit"], ["iron", "metal"]])))
 
 
