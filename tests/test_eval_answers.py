@@ -52,3 +52,11 @@ def test_eval_measures_the_held_out_loss_of_the_answers(
         (("--set", "data.prompt=q"), "data.response: missing; allowed with data.prompt"),
     ):
         assert nntile("eval", run, *held, *more) == 2 and message in capsys.readouterr().err
+    both = folder / "both"
+    both.mkdir()
+    for name in ("held.jsonl", "plain.txt"):
+        (folder / name).rename(both / name)
+    assert nntile("eval", run, "--data", both) == 2
+    told = capsys.readouterr().err
+    assert "plain.txt is no table; allowed for instructions" in told and "texts: --set data.messages=null\n" in told
+    assert measured(capsys, run, "--data", both, "--set", "data.messages=null")["bits_per_byte"] > 0
