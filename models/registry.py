@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import importlib.util
@@ -9,7 +10,8 @@ import inspect
 import os
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -196,11 +198,65 @@ def _has_config(cls: type[Model]) -> bool:
     return inspect.isclass(made) and issubclass(made, ModelConfig)
 
 
-def from_hf(source: Any, **fields: Any) -> Model:
-    """Load a model of any known type from a transformers model or a folder of save_pretrained: see Model.from_hf."""
+def from_hf(source: Any, model_type: str | None = None, **fields: Any) -> Model:
+    """Load a model of any known type from a transformers model or a folder of save_pretrained: see Model.from_hf.
+
+    Args:
+        source: A transformers model, or the folder.
+        model_type: For a class of your own: my_file.py:MyModel, whose code then runs. Default: the folder names a
+            model of nntile_py.
+        fields: Fields of the config.
+    """
     with named(source):
-        cls = of_hf_type(read_raw(source).get("model_type"))
+        cls = class_in(source, model_type)
     return cls.from_hf(source, **fields)
+
+
+def class_in(source: Any, model_type: Any = None, saved: Any = None, *, torch_modules: bool = True) -> type[Model]:
+    """Return the class of the model in a folder, or of a transformers model.
+
+    Args:
+        source: A transformers model, or the folder.
+        model_type: `model.type` that the user names, also my_file.py:MyModel; None: the folder names it.
+        saved: `model.type` of the folder's run; None: config.json names it.
+        torch_modules: Whether the caller can use a captured PyTorch module.
+
+    Raises:
+        ConfigError: The model is a class in a Python file that the user does not name, or its type is unknown.
+    """
+    if model_type is not None:
+        return find(resolved(model_type))
+    raw = read_raw(source)
+    name = saved or raw.get("type")
+    if not isinstance(name, str) or not (name in known() or code_of(name)):
+        return of_hf_type(raw.get("model_type"))
+    if not torch_modules and _is_captured(name):
+        need = "commands that train or evaluate it, such as `nntile eval`, or your own code of PyTorch"
+        raise ConfigError(f"model: {name} is a captured PyTorch module, which generates no text; allowed: {need}")
+    need = f"--set model.type={name} (in Python model_type={name!r}), if you trust this file"
+    check_code(name, Path(source) / "config.json", need)
+    return find(name)
+
+
+def _is_captured(name: str) -> bool:
+    """Return whether my_file.py:NAME is a function or a class of torch.nn.Module. The file's code does not run."""
+    file, wanted = code_of(name), name.rpartition(":")[2]
+    with suppress(OSError, SyntaxError, ValueError):
+        for node in ast.parse(file.read_bytes()).body if file else ():
+            if isinstance(node, ast.FunctionDef) and node.name == wanted:
+                return True
+            if isinstance(node, ast.ClassDef) and node.name == wanted:
+                return any(ast.unparse(base).rpartition(".")[2] == "Module" for base in node.bases)
+    return False
+
+
+def check_type_of_folder(name: Any, raw: Mapping[str, Any], folder: Path) -> None:
+    """Raise ConfigError if a folder's config.json is of another model of nntile_py than `model.type: name`."""
+    models, theirs = known(), raw.get("model_type")
+    own = isinstance(name, str) and name in models and models[name].fixed
+    if own and theirs in [*models] and theirs != name:
+        need = f"{theirs}, as in {folder}/config.json, or leave model.type out"
+        raise ConfigError(f"model.type: got {name}; allowed: {need}")
 
 
 def of_hf_type(name: Any) -> type[Model]:

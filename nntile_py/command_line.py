@@ -70,13 +70,15 @@ class CheckedCommand(TyperCommand):
         except _UsageError as error:
             error.ctx = error.ctx or ctx
             if getattr(error, "possibilities", None) is not None and error.option_name == "--set":
-                raise _UsageError(self._explain_set(), ctx) from None
+                raise _UsageError(self.explain_set(), ctx) from None
             raise
         return rest
 
-    def _explain_set(self) -> str:
-        """Return the message on --set for a command that reads no config. It names the command's own options."""
-        own = [_name(param) for param in self.params if param.name in SETTINGS]
+    def explain_set(self, *known: str) -> str:
+        """Return the message on --set for a command that reads no config. It names the command's own options.
+
+        known: Assignments that --set accepts."""
+        own = [*known, *(_name(param) for param in self.params if param.name in SETTINGS)]
         return f"--set: the command takes no keys of a config; allowed: {', '.join(own or ['other options'])}"
 
     def _explain(self, error: Any, typed: Mapping[str, Any]) -> str:
@@ -107,6 +109,15 @@ class CheckedCommand(TyperCommand):
     def _hints(self) -> dict[str, Any]:
         """Return {parameter: its annotation}."""
         return get_type_hints(self.callback, include_extras=True)
+
+
+def only_model_type(ctx: typer.Context, sets: list[str] | None) -> list[str] | None:
+    """Callback of an option --set that accepts the key model.type alone. Raises a usage error for another key."""
+    for item in sets or []:
+        if item.partition("=")[0].strip() != "model.type":
+            command: Any = ctx.command
+            raise _UsageError(command.explain_set("--set model.type=FILE.py:CLASS"), ctx)
+    return sets
 
 
 @contextmanager

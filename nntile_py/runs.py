@@ -21,9 +21,12 @@ def run_folder(name: str, configured: str | None, option: Path | None, overwrite
         trains: Whether the command is `nntile train`, so that the message may suggest --resume.
 
     Raises:
-        ConfigError: The folder of --out or `out` is not empty, and --overwrite is not given."""
+        ConfigError: The folder of --out or `out` is a file, or not empty, and --overwrite is not given."""
     asked = option or (Path(configured) if configured else None)
     folder = asked or Path("runs") / name
+    if (asked or overwrite) and os.path.lexists(folder) and not folder.is_dir():
+        what = "a file" if folder.is_file() else "no folder"
+        raise ConfigError(f"--out: {folder} is {what}; allowed: a new or empty folder")
     if overwrite or not taken(folder):
         return folder
     if asked:

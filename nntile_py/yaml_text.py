@@ -57,6 +57,8 @@ class _Loader(yaml.SafeLoader):
 
 _JOINED = re.compile(r"\s*(?:- )?([A-Za-z_]\w*):((?!//)\S.*)")  # a key and its value, without a space between them
 
+_ALIAS = re.compile(r"\*(?:\[[^]]*]|[^\s,\]}])*")  # * and a pattern of names after it, such as *.h.[01].*
+
 
 def without_space(text: str) -> str:
     """Return a message if a line or a value is a key without a space after its colon, such as layers:4; else "".
@@ -93,6 +95,17 @@ def _line_without_space(text: str, error: yaml.MarkedYAMLError) -> str:
         if 0 <= number < len(lines) and (message := without_space(lines[number])):
             return f"line {number + 1}: {message}"
     return ""
+
+
+def _star(text: str, error: yaml.MarkedYAMLError) -> str:
+    """Return a hint if an alias, which begins with *, causes the error, as in [*.wte.*]; else ""."""
+    alone = error.problem and error.problem.startswith("found undefined alias")
+    mark = error.context_mark if error.context == "while scanning an alias" else error.problem_mark if alone else None
+    line = text.splitlines()[mark.line : mark.line + 1] if mark else []
+    match = _ALIAS.match(line[0], mark.column) if mark and line else None
+    if match is None:
+        return ""
+    return f'; allowed: a text that begins with * in quotes: "{match[0]}"'
 
 
 class _Dumper(yaml.SafeDumper):
@@ -146,7 +159,7 @@ def parse(text: str, what: str) -> Any:
         if cause := _line_without_space(text, error):
             raise ConfigError(f"{what}, {cause}") from None
         mark, problem = error.problem_mark or error.context_mark, error.problem or error.context or ""
-        problem += "" if "; allowed: " in problem else "; allowed: YAML"
+        problem += _star(text, error) or ("" if "; allowed: " in problem else "; allowed: YAML")
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{what}{where}: {problem}") from None
     except Exception as error:  # PyYAML's constructors, such as of !!timestamp, raise various classes of errors

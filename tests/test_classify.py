@@ -62,6 +62,9 @@ def write(tmp_path: Path, found: list[list[str]] | None = None, **changes: Any) 
 
 GOOD = "text,label\na,x\nb,y\n"
 BAD = {
+    "separator": ("a.csv", "text;label\na;x\n", r"1: the columns 'text', 'label' have the separator ';'; .* file: ','"),
+    "quoted": ("a.csv", '"text";"label"\n"a";"x"\n', r"line 1: the columns 'text', 'label' have the separator ';'"),
+    "commas": ("a.tsv", "text,label\na,x\n", r"have the separator ','; allowed in a .tsv file: '\\t'"),
     "no column": ("a.csv", "words,label\na,x\n", r"line 1: no column 'text'; there are 'words', 'label'; allowed: a"),
     "no key": ("a.jsonl", '{"text": "a", "label": 1}\n\n{"text": "a"}\n', r"line 3: no 'label'; it has 'text'; all"),
     "twice": ("a.csv", "text,label,text\n", "line 1: the column 'text' is there twice; allowed: once"),
@@ -446,7 +449,7 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
             config = load(path)
             check_objective(config, step_spec(config))
             dataset(config)
-    with pytest.raises(ConfigError, match=r"has one text of each label; allowed: two texts or more of a label, or a"):
+    with pytest.raises(ConfigError, match=r"has 2 rows, but only one text of each label; allowed: two d.* of a label"):
         dataset(load(write(tmp_path, [["apple", "fruit"], ["iron", "metal"]])))
 
 

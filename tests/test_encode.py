@@ -319,9 +319,11 @@ def test_the_command(folder: Any, python: Any, tmp_path: Path) -> None:
         ("texts.jsonl", "vectors.npy", []),
         ("texts.txt", "pooled.safetensors", ["--output", "pooled"]),
         ("texts.txt", "hidden.npz", ["--output", "hidden", "--batch-tokens", "40"]),
+        ("texts.txt", "new/folder/vectors.npy", []),
         ("texts.csv", "cut.npy", ["--text", "body", "--max-length", "5"]),
     ):
-        (tmp_path / f".{out}.0123456789abcdef.tmp").touch()  # of a process that was killed
+        if "/" not in out:
+            (tmp_path / f".{out}.0123456789abcdef.tmp").touch()  # of a process that was killed
         files = ["--input", tmp_path / source, "--out", tmp_path / out, "--cpus", 1]
         done = python(CODE, "encode", path, *files, *more)
         assert done.returncode == 0, done.stderr
@@ -329,6 +331,8 @@ def test_the_command(folder: Any, python: Any, tmp_path: Path) -> None:
     encoder = nt.Encoder.from_hf(path)
     vectors = np.load(tmp_path / "vectors.npy")
     assert vectors.shape == (len(LINES), 16)
+    assert np.array_equal(np.load(tmp_path / "new" / "folder" / "vectors.npy"), vectors)
+    shutil.rmtree(tmp_path / "new")
     check(encoder, model, "mean", LINES, vectors)
     check(encoder, model, "pooled", LINES, load_file(tmp_path / "pooled.safetensors")["pooled"])
     hidden = np.load(tmp_path / "hidden.npz")
@@ -353,7 +357,7 @@ WRONG: list[tuple[str, str, list[str], str]] = [
     ("a", "x.doc", [], "--input: x.doc: not the name of a table; allowed: a table with 'text'"),
     ("a", "x.txt", ["--out", "x.pt"], "--out: got x.pt; allowed: a name that ends in .npy, .npz, .safetensors"),
     ("a", "x.txt", ["--out", "there.npy"], "--out: there.npy exists already; allowed: the name of a new file, or"),
-    ("a", "x.txt", ["--out", "none/x.npy"], "--out: there is no folder none"),
+    ("a", "x.txt", ["--out", "there.npy/in/x.npy"], "there.npy is a file; allowed: a file in a folder"),
     ("a", "x.txt", ["--output", "hidden"], "x.npy holds one array; allowed with --output hidden: .npz, .safetensors"),
     ("a", "x.txt", ["--output", "all"], "error: --output: got 'all'; allowed: "),
     ("a", "x.txt", ["--max-length", "41"], "error: --max-length: got 41; allowed: at most 40, the positions"),
@@ -400,7 +404,7 @@ def test_a_text_without_tokens(python: Any, tmp_path: Path) -> None:
     words.post_processor = None
     words.save(str(tmp_path / "model/tokenizer.json"))
     (tmp_path / "x.txt").write_text("a\n\nb")
-    paths = (str(tmp_path / name) for name in ("model", "x.txt", "x.npy"))
+    paths = (str(tmp_path / name) for name in ("model", "x.txt", "new/x.npy"))
     done = python(CODE, "encode", next(paths), "--input", next(paths), "--out", next(paths))
     assert done.returncode == 2 and done.stderr.endswith("x.txt, line 2: 0 tokens; allowed: 1 to 40\n"), done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "x.txt"]

@@ -95,7 +95,7 @@ def test_a_folder_without_a_tokenizer_says_how_to_make_it(folder: Path, tmp_path
 def read_stdin(folder: Path, monkeypatch: pytest.MonkeyPatch, stdin: Any, **fields: Any) -> None:
     """Run `nntile generate` with another standard input."""
     options = {"max_tokens": 3, "temperature": 0, "stop": []}
-    given = gc.Command(folder, [], None, None, False, "", options, {}, [], (1, 0), False)._replace(**fields)
+    given = gc.Command(folder, [], None, None, False, "", options, {}, [], (1, 0), False, {})._replace(**fields)
     monkeypatch.setattr(sys, "stdin", stdin)
     gc.run(given)
 
@@ -144,7 +144,7 @@ def talk(
     options = {"max_tokens": most, "temperature": 0, "stop": []}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdin", stdin(lines))
-        given = gc.Command(Path("my_run"), [], None, None, True, system, options, {}, [], (1, 0), False)
+        given = gc.Command(Path("my_run"), [], None, None, True, system, options, {}, [], (1, 0), False, {})
         gc._chat(generator, template, given)
     return seen
 

@@ -150,7 +150,10 @@ def test_wrong_instructions(folder: Path) -> None:
     refused({"messages": TALKS[0][:2]}, "line 2: 'messages' has no message of the role 'assistant'")
     refused({"messages": [{"role": "tool", "content": "x"}, *TALKS[0]]}, "line 2: chat template: no tools here")
     refused({"text": "a"}, "line 2: no 'messages'; it has 'text'")
-    refused({}, "data: allowed: data.messages, or data.prompt with data.response", "data.prompt=a")
+    refused({}, r"data\.response: missing; allowed with data\.prompt: the column of the responses", "data.prompt=a")
+    refused({}, r"data\.prompt: missing; allowed with data\.response: the column of the prompts", "data.response=a")
+    both = "data.messages=messages", "data.prompt=a", "data.response=b"
+    refused({}, r"data\.prompt: got data\.messages too; allowed: data\.messages, or data\.prompt with", *both)
     refused({}, "data.messages: allowed with a causal model, data.concatenate: false", "data.messages=messages",
             "data.concatenate=true")  # fmt: skip
     refused({}, "data: no training conversation has an answer in 4 tokens", "data.messages=messages", "train.seq=4",

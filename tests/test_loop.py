@@ -357,6 +357,9 @@ def test_the_folder_of_a_run_is_named_as_its_config(tmp_path: Path, monkeypatch:
     assert run_folder("my.v2", None, None, False) == Path("runs/my.v2-2")
     with pytest.raises(ConfigError, match="--overwrite"):
         run_folder("my", None, tmp_path / "runs" / "my.v2", False)
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match=r"--out: runs/my\.v2/x is a file; allowed: a new or empty folder$"):
+            run_folder("my", None, Path("runs/my.v2/x"), overwrite)
 
 
 def test_warm_up_and_cosine() -> None:

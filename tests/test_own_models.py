@@ -25,6 +25,8 @@ import nntile_py as nt
 from nntile_py import cli
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import load
+from nntile_py.inference.open_model import open_model
+from nntile_py.models import registry
 from nntile_py.tasks import (
     contract,
     cross_entropy,
@@ -143,10 +145,9 @@ def test_code_of_a_folder_runs_only_if_a_user_names_its_file(
         told = f"the model is a class in {tmp_path}/evil.py, whose code would run; allowed: --set model.type={evil}, if"
         assert told in capsys.readouterr().err
     assert nntile("plan", tmp_path / "plain.yaml", *from_folder) == 2
-    with pytest.raises(nt.ConfigError, match="model_type"):
-        nt.Encoder.from_hf(out)
-    with pytest.raises(nt.ConfigError, match="model_type"):
-        nt.models.from_hf(out)
+    for opened in (nt.Encoder.from_hf, nt.models.from_hf, nt.Generator):
+        with pytest.raises(nt.ConfigError, match=r"code would run; allowed: .* Python model_type='.*evil\.py:MyModel'"):
+            opened(out)
     with pytest.raises(nt.ConfigError, match=r"evil\.py, whose code would run; allowed: model=MODEL, .* trust_code"):
         nt.Trainer.load(step)
     assert not ran.exists()
@@ -155,6 +156,57 @@ def test_code_of_a_folder_runs_only_if_a_user_names_its_file(
         assert nt.Trainer.load(step).steps == 1  # the file is imported now
     named = ("--set", f"model.type={evil}", "--set", "train.steps=2")
     assert nntile("train", "--resume", out, *named) == 0
+
+
+def test_all_commands_open_a_run_whose_file_the_user_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each refusal names the option that the command takes; with it, the command uses the model."""
+    out, name = tmp_path / "out", f"{tmp_path / 'my_file.py'}:MyModel"
+    assert nntile("train", write(tmp_path), "--out", out, "--set", "train.steps=1") == 0
+    commands: list[tuple[Any, ...]] = [
+        ("generate", out, "--prompt", "the", "--max-tokens", 2),
+        ("encode", out, "--input", tmp_path / "text.txt", "--out", tmp_path / "v.npz", "--output", "logits"),
+        ("eval", out, "--data", tmp_path / "text.txt"), ("serve", out, "--port", 0),
+        ("merge", out, tmp_path / "merged"),
+    ]  # fmt: skip
+    reasons = {"serve": "the server begins", "merge": "has no adapters"}  # ends of commands
+
+    def no_server(*of: Any) -> None:
+        raise nt.ConfigError(reasons["serve"])
+
+    for command in commands:
+        monkeypatch.setattr(sys, "modules", {k: v for k, v in sys.modules.items() if "own model" not in k})
+        registry._loaded.cache_clear()
+        assert nntile(*command) == 2
+        assert f"whose code would run; allowed: --set model.type={name} (in Python" in capsys.readouterr().err
+        with monkeypatch.context() as patch:
+            patch.setattr("nntile_py.inference.serve_command._listener", no_server)
+            status = nntile(*command, "--set", f"model.type={name}")
+        assert status == 2 * (command[0] in reasons) and reasons.get(command[0], "") in capsys.readouterr().err
+    with nt.Generator(out, model_type=name) as generator:
+        assert len(generator("the", max_tokens=2)[0].tokens) <= 2
+    assert nt.Encoder.from_hf(out, "logits", model_type=name).of_tokens
+    assert nt.models.from_hf(out, model_type=name).config.embed == 12
+
+
+def test_a_captured_module_is_refused_before_its_code_would_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`generate`, `serve` and `encode` cannot use it, so they do not ask for trust in its file."""
+    for number, body in enumerate(("def Mix(vocab):\n    pass\n", "class Mix(nn.Module):\n    pass\n")):
+        out = tmp_path / f"run{number}"
+        out.mkdir()
+        (tmp_path / "module.py").write_text(body)
+        (out / "config.json").write_text(json.dumps({"type": f"{tmp_path}/module.py:Mix", "vocab": 9}))
+        (out / "model.safetensors").touch()
+        (out / "tokenizer.json").touch()
+        (tmp_path / "t.txt").write_text("a")
+        for command in (("generate", "--prompt", "a"), ("encode", "--input", tmp_path / "t.txt", "--out", "v.npy")):
+            assert nntile(command[0], out, *command[1:]) == 2
+            assert "module.py:Mix is a captured PyTorch module, which generates no text" in capsys.readouterr().err
+        with pytest.raises(nt.ConfigError, match=r"allowed: --set model\.type="):
+            open_model(out)  # as `nntile eval`, which can measure it
 
 
 @pytest.mark.parametrize("outputs", ["{}", '{"scores": logits}', '{"logits": ids}'])

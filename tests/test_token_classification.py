@@ -110,8 +110,10 @@ def test_pythons_library_has_no_labels_of_words(tmp_path: Path) -> None:
 
 
 def test_no_text_to_hold_out(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has one text; allowed: two texts or more"):
+    with pytest.raises(ConfigError, match=r"has 1 row; allowed: two different texts or more, or a table of its own"):
         dataset(load(write(tmp_path, content="Ann B-PER\nwent O\n")))
+    with pytest.raises(ConfigError, match=r"has 60 rows, all with the same text; allowed: two different texts"):
+        dataset(load(write(tmp_path, content="Ann B-PER\nwent O\n\n" * 60)))
 
 
 # -- tokens

@@ -148,6 +148,15 @@ def test_compare(runs: tuple[Path, Path], tmp_path: Path, python: Python) -> Non
     assert found["differences"]["optimizer.lr"] == [0.01, 0.02]
 
 
+def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name, told in (("none", "none: no such folder; allowed: the folder of a run"), ("file", "file is a file; al")):
+        with pytest.raises(ConfigError, match=rf"RUN: {tmp_path}/{told}"):
+            read_run(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"has no readable config\.yaml and metrics\.jsonl"):
+        read_run(tmp_path)
+
+
 def test_parameters_and_differences(tmp_path: Path) -> None:
     header = json.dumps({"a": {"shape": [3, 4]}, "b": {"shape": []}, "__metadata__": {}}).encode()
     (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header)

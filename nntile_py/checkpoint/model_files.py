@@ -13,6 +13,7 @@ from nntile_py.checkpoint import format as checkpoint
 from nntile_py.checkpoint.run_folder import OWN, SAMPLE
 from nntile_py.config.run_config import RunConfig
 from nntile_py.config.table_models import CONTRASTIVE
+from nntile_py.data.chat_template import ChatTemplate
 from nntile_py.data.special_tokens import GENERATION, SpecialTokens, same_folder, special_tokens
 from nntile_py.data.tokenizer import frame, read_tokenizer
 from nntile_py.models.hf_config import read_json
@@ -60,7 +61,7 @@ def tokenizer_files(tokenizer: Tokenizer, config: RunConfig) -> Files:
 
     The tokenizer frames a text like the training sequences, such as by [CLS] and [SEP]. Truncation and padding are as
     in the tokenizer's file. If model and tokenizer come from one folder, tokenizer_config.json is a copy of the file in
-    that folder."""
+    that folder. Otherwise, its chat template is the template of the tokenizer's folder."""
     framed, path = Tokenizer.from_str(tokenizer.to_str()), config.tokenizer.path
     known = _special_tokens(tokenizer, config)
     if config.aim == "masked":
@@ -77,6 +78,8 @@ def tokenizer_files(tokenizer: Tokenizer, config: RunConfig) -> Files:
         settings["model_input_names"].append("token_type_ids")
     if positions := getattr(config.model, "positions", None):
         settings["model_max_length"] = positions
+    if path and (template := ChatTemplate(Path(path).parent)).own:
+        settings["chat_template"] = template.source
     text: str | bytes = json.dumps(settings, indent=2)
     folder = same_folder(path, config.model.from_)
     if folder and (folder / checkpoint.TOKENIZER_CONFIG).is_file():

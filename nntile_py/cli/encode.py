@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from nntile_py.cli.options import Cpus, Cuda, Json, Precision, app, ends_at_ctrl_c, show
+from nntile_py.cli.options import Cpus, Cuda, Json, ModelType, Precision, app, ends_at_ctrl_c, fields_of, show
 from nntile_py.system import launcher
 
 
@@ -40,6 +40,7 @@ def encode(
     cuda: Cuda = 0,
     precision: Precision = "fp32",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+    sets: ModelType = None,
 ) -> None:
     """Encode texts with a trained model: write vectors, hidden states or logits."""
     from rich.console import Console
@@ -47,7 +48,7 @@ def encode(
     from nntile_py.inference.encode_file import encode_file
 
     how = {"batch_tokens": batch_tokens, "max_length": max_length, "precision": precision}
-    how |= {"prompt": prompt, "prompt_name": prompt_name}
+    how |= {"prompt": prompt, "prompt_name": prompt_name, "model_type": fields_of(sets).get("type")}
     with ends_at_ctrl_c(lambda: "nothing is written"):
         print(encode_file(folder, source, text, out, output, how, (cpus, cuda), overwrite, Console(stderr=True)))
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from nntile_py.cli.options import Cpus, Cuda, Precision, app, ends_at_ctrl_c
+from nntile_py.cli.options import Cpus, Cuda, ModelType, Precision, app, ends_at_ctrl_c, fields_of
 from nntile_py.errors import as_options
 
 
@@ -79,6 +79,7 @@ def generate(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each text.")] = False,
+    sets: ModelType = None,
 ) -> None:
     """Continue prompts with a trained causal model: GPT-2, Llama, or a model of your own."""
     from nntile_py.inference.generate_command import Command, run
@@ -90,7 +91,8 @@ def generate(
     }  # fmt: skip
     how = {"batch": batch, "cache": cache, "precision": precision}
     workers, cuts = (cpus, cuda), tiles or []
-    command = Command(folder, prompt or [], source, text, chat, system, options, how, cuts, workers, as_json)
+    more = (options, how, cuts, workers, as_json, fields_of(sets))
+    command = Command(folder, prompt or [], source, text, chat, system, *more)
     ending = "the chat ends" if chat else "the text ends here"
     with ends_at_ctrl_c(lambda: ending), as_options(*options, *how, "tiles", "cpus", "cuda"):
         run(command)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nntile_py.command_line import CommandApp
+from nntile_py.command_line import CommandApp, only_model_type
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.system import launcher
 from nntile_py.system.units import counted
@@ -41,6 +41,15 @@ Sets = Annotated[
         "--set", metavar="KEY=VALUE", help="Override a key, such as tiles.embed=96.", autocompletion=_complete_key
     ),
 ]
+ModelType = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="model.type=FILE.py:CLASS",
+        help="The model is this class of your own, and its file may run. Other keys are not allowed.",
+        callback=only_model_type,
+    ),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Cpus = Annotated[int | None, typer.Option(help="CPU workers. [default: all cores, none with GPUs]")]
@@ -57,6 +66,13 @@ def load_config(config: str, sets: list[str] | None) -> "RunConfig":
     from nntile_py.config.run_config import load
 
     return with_micro_batches(load(config, sets or []))
+
+
+def fields_of(sets: list[str] | None) -> dict[str, Any]:
+    """Return the fields of a model's config that `--set model.KEY=VALUE` options name."""
+    from nntile_py.config.inference_config import model_fields
+
+    return model_fields(sets or [])
 
 
 @contextmanager

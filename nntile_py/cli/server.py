@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from nntile_py.cli.options import Cpus, Cuda, Precision, alone, app
+from nntile_py.cli.options import Cpus, Cuda, ModelType, Precision, alone, app, fields_of
 from nntile_py.errors import ConfigError, as_options
 
 
@@ -30,6 +30,7 @@ def serve(
     cpus: Cpus = None,
     cuda: Cuda = 0,
     precision: Precision = "fp32",
+    sets: ModelType = None,
 ) -> None:
     """Serve a model over HTTP with OpenAI's interface: completions, chat, embeddings."""
     alone("serve")
@@ -43,4 +44,4 @@ def serve(
 
     options = {"batch": batch, "queue": queue, "max_length": max_length, "cache": cache, "precision": precision}
     with as_options(*options, "cpus", "cuda"):
-        serve_folder(folder, (host, port), name, timeout, (cpus, cuda), options)
+        serve_folder(folder, (host, port), name, timeout, (cpus, cuda), options, fields_of(sets))

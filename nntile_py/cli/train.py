@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from nntile_py.cli.options import (
+    ModelType,
     Sets,
     app,
     choose_micro_batches,
     choose_tiles,
     ends_at_ctrl_c,
+    fields_of,
     note_tiles,
     show,
 )
@@ -137,12 +139,13 @@ def merge(
     adapter_only: Annotated[
         bool, typer.Option("--adapter-only", help="Write the adapters alone, as peft reads them.")
     ] = False,
+    sets: ModelType = None,
 ) -> None:
     """Add LoRA's adapters to the weights that they adapt."""
     from nntile_py.inference.merge_command import merge as merged
 
     with ends_at_ctrl_c(lambda: "nothing is written"):
-        print(merged(folder, out, adapter, adapter_only))
+        print(merged(folder, out, adapter, adapter_only, fields_of(sets)))
 
 
 class _RunStart(NamedTuple):

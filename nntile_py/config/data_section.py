@@ -42,6 +42,17 @@ def _exists(path: str) -> bool:
 TEXT_EXTENSIONS = [".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".hpp", ".cu", ".html", ".tex"]
 
 
+def check_columns(messages: str | None, prompt: str | None, response: str | None) -> None:
+    """Raise ConfigError unless the keys of instructions belong together: messages, or prompt with response, or none."""
+    if messages and (prompt or response):
+        key = "prompt" if prompt else "response"
+        need = "data.messages, or data.prompt with data.response"
+        raise ConfigError(f"data.{key}: got data.messages too; allowed: {need}")
+    if bool(prompt) != bool(response):
+        missing, given = ("response", "prompt") if prompt else ("prompt", "response")
+        raise ConfigError(f"data.{missing}: missing; allowed with data.{given}: the column of the {missing}s")
+
+
 class SourceEntry(Section):
     """A source of a mixture of texts."""
 
@@ -156,8 +167,7 @@ class DataSection(Section):
 
     def check_instructions(self, causal: bool) -> None:
         """Raise ConfigError unless the columns of instructions are complete and the model can learn them."""
-        if bool(self.prompt) != bool(self.response) or (self.messages and self.prompt):
-            raise ConfigError("data: allowed: data.messages, or data.prompt with data.response, or none of these keys")
+        check_columns(self.messages, self.prompt, self.response)
         if (self.messages or self.prompt) and (not causal or self.concatenate or self.sequences != "window"):
             key = "data.messages" if self.messages else "data.prompt"
             need = "a causal model, data.concatenate: false and data.sequences: window"

@@ -21,11 +21,11 @@ from nntile_py.schema import Section, allowed, assignment, keys, validated
 # Keys whose values come from the config of the model's run. Other keys have their defaults unless --set changes them.
 _OF_RUN = (
     "precision", "fp8", "tiles", "accumulate", "fusion", "scheduler", "runtime", "data.text", "data.label",
-    "data.texts", "data.extensions", "train.batch", "train.seq",
+    "data.texts", "data.extensions", "data.messages", "data.prompt", "data.response", "train.batch", "train.seq",
 )  # fmt: skip
 _SETTINGS = ("precision", "fp8", "tiles", "accumulate", "fusion", "scheduler", "runtime", "seed")
 _PARTS: dict[str, tuple[type[Section], tuple[str, ...]]] = {
-    "data": (DataSection, ("text", "label", "texts", "extensions")),
+    "data": (DataSection, ("text", "label", "texts", "extensions", "messages", "prompt", "response")),
     "train": (TrainSection, ("batch", "seq", "mask_probability")),
 }  # fmt: skip
 
@@ -37,8 +37,8 @@ class InferenceConfig:
     Attributes:
         values: Object with the checked keys precision, fp8, tiles, accumulate, fusion, runtime and seed, as in
             RunConfig.
-        data: Names of a table's columns, `text`, `label` and `texts`; `extensions` of the files that are read from a
-            folder.
+        data: Names of a table's columns, `text`, `label`, `texts`, `messages`, `prompt` and `response`; `extensions`
+            of the files that are read from a folder.
         train: `batch` and `seq`, None if neither the run nor --set sets them; `mask_probability`.
         model: {field of the model's config: value}, from `--set model.KEY=VALUE`.
     """
@@ -102,6 +102,7 @@ def inference_config(saved: Mapping[str, Any], overrides: Iterable[str] = ()) ->
             tree[name][inner] = value[inner]
         elif not inner and value is not None:
             tree[name] = deepcopy(value)
+    _drop_other_columns(tree["data"], {assignment(item)[0] for item in overrides})
     chosen = tree.get("scheduler")
     for item in overrides:
         if not item.startswith("model."):
@@ -112,6 +113,16 @@ def inference_config(saved: Mapping[str, Any], overrides: Iterable[str] = ()) ->
     values: Any = validated(_settings(), tree, elsewhere=_known)
     check_precision("precision", values.precision, values.runtime.cuda != 0)
     return InferenceConfig(values, parts["data"], parts["train"], fields)
+
+
+def _drop_other_columns(data: dict[str, Any], named: set[str]) -> None:
+    """Remove the run's columns of prompts if --set names a column of conversations, and the reverse."""
+    of_prompts = ("prompt", "response")
+    if "data.messages" in named:
+        for key in of_prompts:
+            data.pop(key, None)
+    elif any(f"data.{key}" in named for key in of_prompts):
+        data.pop("messages", None)
 
 
 @cache

@@ -44,7 +44,7 @@ from nntile_py.graph.recompute_rule import AUTO, RECOMPUTE, WORDS, as_recompute
 from nntile_py.graph.step import PRECISIONS, check_pack, check_precision
 from nntile_py.models.base import ModelConfig
 from nntile_py.models.hf_config import WEIGHTS, read_raw, weight_files
-from nntile_py.models.registry import find, objective_of, of_hf_type, resolved
+from nntile_py.models.registry import check_type_of_folder, find, objective_of, of_hf_type, resolved
 from nntile_py.schema import (
     Names,
     Natural,
@@ -364,12 +364,14 @@ def _model_section(given: Any) -> Any:
     need = f"allowed: a folder that save_pretrained wrote, with config.json and {' or '.join(WEIGHTS)}"
     if not folder.is_dir():
         raise ConfigError(f"model.from: no such folder: {folder}; {need}")
+    raw: dict[str, Any] = {}
     try:
         raw = read_raw(folder)
         cls = find(given["type"]) if "type" in given else of_hf_type(raw.get("model_type"))
         saved = cls.saved_fields(raw)
         weight_files(folder)
     except ConfigError as error:
+        check_type_of_folder(given.get("type"), raw, folder)
         told = str(error).removeprefix("model: ")
         told += f"; {need}" * ("allowed: " not in told)
         place = f"{folder}: " * (str(folder) not in told)

@@ -13,7 +13,7 @@ from tokenizers import Encoding, Tokenizer
 from nntile_py.data.collators import Array, Collator, LabelledCollator
 from nntile_py.data.confusion import Confusion, LabelScores
 from nntile_py.data.dataset import Evaluator, Inputs, padding_note
-from nntile_py.data.labelled_words import WORDS, LabelKind, classes_of_tokens, first_tokens, read_samples
+from nntile_py.data.labelled_words import ONE, LabelKind, classes_of_tokens, first_tokens, read_samples
 from nntile_py.data.sampler import Sampler
 from nntile_py.data.tables import LabelledText, class_numbers, labels_of, unknown_label
 from nntile_py.data.tokenization import Report, silent, train_tokenizer
@@ -117,9 +117,10 @@ def read_labelled_corpus(
     else:
         train, measured = split_samples(samples, val_fraction)
         if not measured:
-            need = "two texts or more of a label, or a table of its own for data.held_out"
-            has = "one text" if kind == WORDS else "one text of each label"
-            raise ConfigError(f"data.source: {source} has {has}; allowed: {need}")
+            why = ", all with the same text" * (len(samples) > 1)
+            why, of = (", but only one text of each label", " of a label") if kind == ONE else (why, "")
+            need = f"two different texts or more{of}, or a table of its own for data.held_out"
+            raise ConfigError(f"data.source: {source} has {counted(len(samples), 'row')}{why}; allowed: {need}")
     if tokenizer is None:
         tokenizer = train_tokenizer([sample.text for sample in train], vocab_size, MASKED, report)
     check_frames(tokenizer, tokenizer_path)

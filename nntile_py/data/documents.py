@@ -23,6 +23,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.system.folders import STDLIB, files_in, stdlib, stdlib_files
 
 OPTION = "SOURCE"  # key of the source in messages of `nntile data prepare`
+_OR_TEXTS = "; for texts: --set data.messages=null"  # in messages of `nntile eval`
 PART = 4 * 2**20  # bytes or characters; a longer document has several parts, which are tokenized one after the other
 # Where a part may end, best place first. The tokenizers of GPT-2, Llama 3 and others split text at a line end between
 # two characters that are not blank. They give the same tokens for the parts as for the whole document.
@@ -159,7 +160,8 @@ class Documents:
         """
         tolerant = Path(self.source).is_dir() and self.source != STDLIB and not is_dataset(Path(self.source))
         if self.instructions and not is_table(path):
-            raise ConfigError(f"{self.key}: {path} is no table; allowed for instructions: {table_names()}")
+            need = f"instructions: {table_names()}{_OR_TEXTS * (self.key == '--data')}"
+            raise ConfigError(f"{self.key}: {path} is no table; allowed for {need}")
         parts = self._rows(path) if is_table(path) else self._cut(self._decoded(path, most))
         if not tolerant:
             yield from parts
@@ -187,7 +189,8 @@ class Documents:
         where, of = f"{self.key}: {path}", self.instructions
         if of:
             names = " and ".join(map(repr, of.columns))
-            need = f"a table with {names} (data.messages, or data.prompt and data.response): {table_names()}"
+            keys = "data.messages, or data.prompt and data.response"
+            need = f"a table with {names} ({keys}): {table_names()}{_OR_TEXTS * (self.key == '--data')}"
             for number, row in read_rows(where, path, of.columns, need):
                 if spans := of.render(f"{where}, {place(path, number)}", row):
                     yield TextPart(spans.text, learned=spans.learned)

@@ -17,6 +17,8 @@ from nntile_py.system.units import counted
 
 Row = tuple[int, dict[str, Any]]  # number that `place` takes: of the row's first line, or of the row; {column: value}
 RowReader = Callable[[str, Path, Sequence[str], str], Iterator[Row]]
+SEPARATORS = (",", ";", "\t", "|")
+LONGEST_HEADER = 2**16  # characters of the first line that are searched for another separator
 LONGEST_FIELD = 2**30  # characters; if a closing quote is missing, the rest of the file is one field
 _DATASET, _SPLITS = "dataset_info.json", "dataset_dict.json"  # files of Dataset.save_to_disk, DatasetDict.save_to_disk
 
@@ -119,6 +121,7 @@ def _csv_rows(where: str, path: Path, columns: Sequence[str], need: str, *, deli
 
     A row may span several lines. Empty lines are skipped."""
     names: list[str] = []
+    _check_separator(where, path, columns, delimiter)
     for line, fields in _fields(where, path, delimiter):
         if not names:
             names = [name.strip() for name in fields]
@@ -128,6 +131,18 @@ def _csv_rows(where: str, path: Path, columns: Sequence[str], need: str, *, deli
             raise ConfigError(f"{where}, line {line}: {counted(len(fields), 'field')}; allowed: {allowed}")
         else:
             yield line, dict(zip(names, fields, strict=True))
+
+
+def _check_separator(where: str, path: Path, columns: Sequence[str], delimiter: str) -> None:
+    """Raise MissingColumn if the first line lacks a column and another separator divides this line."""
+    first = next((text for _, text in text_lines(where, path) if text.strip()), "")[:LONGEST_HEADER].replace("\r", "")
+    parts = {one: [name.strip() for name in next(csv.reader([first], delimiter=one), [])] for one in SEPARATORS}
+    own = parts[delimiter]
+    for other in SEPARATORS if len(own) == 1 and not set(columns) <= set(own) else ():
+        if len(parts[other]) > 1:
+            named, suffix = ", ".join(map(repr, parts[other])), format_suffix(path)
+            wrong = f"the columns {named} have the separator {other!r}"
+            raise MissingColumn(f"{where}, line 1: {wrong}; allowed in a {suffix} file: {delimiter!r}")
 
 
 def _fields(where: str, path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:

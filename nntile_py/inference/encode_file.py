@@ -21,7 +21,7 @@ from nntile_py.inference.encoder import HEADS, OUTPUTS, Encoder
 from nntile_py.inference.open_model import no_tokenizer
 from nntile_py.inference.sentence import has_modules
 from nntile_py.inference.texts import WrongText, placed_texts
-from nntile_py.system.folders import remove_leftovers, replaced, reserve
+from nntile_py.system.folders import new_folders, remove_leftovers, replaced, reserve
 from nntile_py.system.progress import progress_bar
 from nntile_py.system.units import counted
 
@@ -35,9 +35,11 @@ def encode_file(
 ) -> str:  # fmt: skip
     """Encode the texts of the file `source` and write the results to `out`. Returns a summary for the user.
 
-    The file `out` appears only when it is complete. A .npy file holds the array [texts, ...]. A .npz or .safetensors
-    file holds the array under the output's name. If an output has a row for each token, its array is [tokens, ...] with
-    the tokens of all texts, and a further array `offsets` [texts + 1] says where each text begins.
+    The file `out` appears only when it is complete. Missing folders above it are created.
+
+    A .npy file holds the array [texts, ...]. A .npz or .safetensors file holds the array under the output's name. If an
+    output has a row for each token, its array is [tokens, ...] with the tokens of all texts, and a further array
+    `offsets` [texts + 1] says where each text begins.
 
     Args:
         folder: The model's folder.
@@ -84,7 +86,7 @@ def encode_file(
                 progress.advance(bar)
 
         remove_leftovers(out)
-        with _named_by(placed), replaced(out) as file:
+        with _named_by(placed), new_folders(out.parent), replaced(out) as file:
             shape = _write(file, out.suffix, output, outputs(), len(texts), encoder.of_tokens)
     seconds = time.perf_counter() - begun
     cut = f", {encoder.cut:,} of them cut at {encoder.max_length} tokens" if encoder.cut else ""
@@ -105,8 +107,9 @@ def _named_by(placed: Sequence[tuple[str, str]]) -> Iterator[None]:
 def _check_out(out: Path, overwrite: bool) -> None:
     if out.suffix not in (ONE_ARRAY, *NAMED):
         raise ConfigError(f"--out: got {out}; allowed: a name that ends in {', '.join((ONE_ARRAY, *NAMED))}")
-    if not out.parent.is_dir():
-        raise ConfigError(f"--out: there is no folder {out.parent}; allowed: a file in an existing folder")
+    above = next(one for one in out.absolute().parents if one.exists())
+    if not above.is_dir():
+        raise ConfigError(f"--out: {above} is a file; allowed: a file in a folder")
     if out.is_dir() or (out.exists() and not overwrite):
         what = "is a folder" if out.is_dir() else "exists already"
         raise ConfigError(f"--out: {out} {what}; allowed: the name of a new file, or --overwrite")

@@ -26,11 +26,10 @@ from nntile_py.graph.passes.fp8 import FP8
 from nntile_py.graph.step import StepSpec
 from nntile_py.graph.step_inputs import SequencePlace
 from nntile_py.inference.bound_model import BoundModel
-from nntile_py.inference.open_model import saved_adapters
+from nntile_py.inference.open_model import class_of_encoder, saved_adapters
 from nntile_py.inference.sentence import SentenceModel, has_modules, read_sentence_model
 from nntile_py.inference.texts import TokenizedText, listed, prompted, to_tokens, with_limit
-from nntile_py.models.hf_config import named, read_raw
-from nntile_py.models.registry import from_hf, of_hf_type
+from nntile_py.models.hf_config import named
 from nntile_py.typed import typed
 
 Array = np.ndarray[Any, Any]
@@ -134,7 +133,7 @@ class Encoder:
     @typed
     def from_hf(
         cls, folder: str | Path, output: str | None = None, *, prompt: str | None = None,
-        prompt_name: str | None = None, **options: Any,
+        prompt_name: str | None = None, model_type: str | None = None, **options: Any,
     ) -> Self:  # fmt: skip
         """Return an encoder with the model of a folder that `save_pretrained` or `nntile train` wrote.
 
@@ -146,6 +145,7 @@ class Encoder:
             output: See Encoder. Default: `sentence` for a folder of sentence-transformers, else `hidden`.
             prompt: Text that is put before each text. Default: the prompt `prompt_name`.
             prompt_name: Name of a prompt of the folder. Default: the folder's default prompt, if it has one.
+            model_type: If the folder's model is a class of your own: my_file.py:MyModel, whose code then runs.
             options: Further arguments of Encoder.
         """
         output = output or ("sentence" if has_modules(Path(folder)) else "hidden")
@@ -155,14 +155,15 @@ class Encoder:
             known = sentence or SentenceModel(Path(folder), None, False, {}, None)
             folder, prompt = known.folder, known.prompt(prompt, prompt_name)
         with named(folder):
-            kind = of_hf_type(read_raw(folder).get("model_type"))
+            kind = class_of_encoder(Path(folder), model_type)
         if output in HEADS:
             _check_head(kind, output, HEADS[output])
         if adapters := saved_adapters(Path(folder)):
-            model = from_hf(folder, **adapters)
+            model = kind.from_hf(folder, **adapters)
             model = model.merged() if output in HEADS else model  # without the head, its adapters would have no place
         else:
-            model = from_hf(folder, **({"head": HEADS[output]} if output in HEADS else {}))
+            fields: dict[str, Any] = {"head": HEADS[output]} if output in HEADS else {}
+            model = kind.from_hf(folder, **fields)
         path = Path(folder) / "tokenizer.json"
         if "tokenizer" not in options and path.is_file():
             options["tokenizer"] = load_tokenizer(path, "tokenizer")

@@ -17,6 +17,7 @@ from nntile_py.data.rows import is_dataset
 from nntile_py.data.text_pairs import read_pairs
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
+from nntile_py.inference.conversations import instructions_for
 from nntile_py.inference.evaluation import NOUNS, Windows, aim_of, labelled_rows, measure, windows_of
 from nntile_py.inference.open_model import OpenedModel, no_tokenizer, open_model
 from nntile_py.system.progress import progress_bar
@@ -68,7 +69,7 @@ def evaluate_runs(
         opened = open_model(run, fields)
         seq, stride, batch = sizes
         config = inference_config(opened.config, [*overrides, *([f"train.batch={batch}"] if batch else [])])
-        windows = windows_of(opened, config, seq, stride)
+        windows = _windows(opened, data, config, seq, stride)
         _check_data(opened, data, config)
         return _Prepared(opened, config, windows)
 
@@ -92,6 +93,19 @@ def evaluate_runs(
         if facts["predicts"] not in OF_TABLES:
             facts |= {"seq": windows.seq, "stride": windows.stride}
         done(facts | measures | {"seconds": time.perf_counter() - begun})
+
+
+def _windows(
+    opened: OpenedModel, data: Path, config: InferenceConfig, seq: int | None, stride: int | None
+) -> Windows:
+    """Return how the data are read. A conversation is one window. Raises ConfigError as `windows_of` does."""
+    windows = windows_of(opened, config, seq, stride)
+    if not instructions_for(opened, data, config, aim_of(opened) == "causal"):
+        return windows
+    if stride is not None:
+        need = "no --stride, as a conversation is one window"
+        raise ConfigError(f"--stride: got {stride} for conversations; allowed: {need}")
+    return windows._replace(stride=windows.seq)
 
 
 def _check_data(opened: OpenedModel, data: Path, config: InferenceConfig) -> None:

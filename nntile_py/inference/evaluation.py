@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +24,10 @@ from nntile_py.data.text_pairs import read_pairs
 from nntile_py.data.tokenizer import CLS, MASK, MASKED, SEP, frame, special_numbers, token_numbers
 from nntile_py.data.windows import causal_windows, masked_windows, spans
 from nntile_py.errors import ConfigError
-from nntile_py.execution.forward_program import MissingInput, label_counts
-from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.bound_model import BoundModel
-from nntile_py.inference.encoder import IN_FLIGHT, Encoder
-from nntile_py.inference.evaluation_losses import Sums, binary_loss
+from nntile_py.inference.conversations import Conversations, instructions_for
+from nntile_py.inference.encoder import Encoder
+from nntile_py.inference.evaluation_losses import Advance, Sums, binary_loss, causal_sums
 from nntile_py.inference.open_model import OpenedModel
 from nntile_py.inference.sentence import MODULES, has_modules, normalized, read_sentence_model
 from nntile_py.system.units import counted
@@ -41,8 +38,6 @@ RANKED = 256  # questions that are ranked together
 SAME = 1e-6  # cosine similarities with a smaller difference count as equal
 NOUNS = {CLASSIFICATION: "a classifier", CONTRASTIVE: "sentence embeddings"}
 LANGUAGE_HEADS = {"causal_lm": "causal", "masked_lm": "masked"}
-
-Advance = Callable[[str, int, int], None]  # shows progress: name of the units, units done now, units in all
 
 
 class Windows(NamedTuple):
@@ -123,6 +118,9 @@ def measure(
     aim = aim_of(opened)
     if aim in OF_TABLES:
         return (_classifier if aim == CLASSIFICATION else _sentences)(opened, data, config, windows, advance)
+    if instructions := instructions_for(opened, data, config, aim == "causal"):
+        rows = Documents(str(data), config.data.extensions, key="--data", instructions=instructions)
+        return _answers(opened, Conversations(opened, rows, windows.seq), config, windows, advance)
     documents = _documents(data, config)
     return (_causal if aim == "causal" else _masked)(opened, documents, config, windows, advance)
 
@@ -155,13 +153,33 @@ def _tokens(opened: OpenedModel, documents: Sequence[str], template: bool) -> tu
         parts += encoding.ids
         own += len(encoding.ids) - sum(encoding.special_tokens_mask)
     ids = np.array(parts, np.int64)
+    _check_numbers(opened, ids)
+    if own < 2:
+        raise ConfigError(f"--data: the text has {counted(own, 'token')}; allowed: at least 2")
+    return ids, own
+
+
+def _check_numbers(opened: OpenedModel, ids: Array) -> None:
+    """Raise ConfigError if a token number is not in the model's vocabulary."""
     vocab = getattr(opened.model.config, "vocab", None)
     if vocab and len(ids) and ids.max() >= vocab:
         need = f"a tokenizer of the model, whose token numbers are 0 to {vocab - 1}"
         raise ConfigError(f"RUN: {opened.tokenizer_file} has the token number {ids.max()}; allowed: {need}")
-    if own < 2:
-        raise ConfigError(f"--data: the text has {counted(own, 'token')}; allowed: at least 2")
-    return ids, own
+
+
+def _answers(
+    opened: OpenedModel, conversations: Conversations, config: InferenceConfig, windows: Windows, advance: Advance
+) -> dict[str, Any]:
+    """Measure a causal model on conversations: the mean loss over the tokens of the answers."""
+    _check_numbers(opened, conversations.ids)
+    if conversations.left_out:
+        count = counted(conversations.left_out, "conversation")
+        print(f"note: {count} left out, without an answer in the first {windows.seq} tokens", file=sys.stderr)
+    with BoundModel(opened.model, **config.bound, owner="RUN") as bound:
+        sums = causal_sums(bound, conversations, len(conversations), (windows.batch, windows.seq), advance)
+    loss, cut = sums.loss / sums.count, conversations.cut
+    made = {"texts": len(conversations), "tokens": sums.count, "loss": loss, "perplexity": _exp(loss)}
+    return made | ({"cut": cut} if cut else {})
 
 
 def _causal(
@@ -172,45 +190,11 @@ def _causal(
     seq = min(windows.seq, len(ids))
     stride = min(windows.stride, seq)
     with BoundModel(opened.model, **config.bound, owner="RUN") as bound:
-        sums = _causal_sums(bound, ids, seq, stride, windows.batch, advance)
+        count = sum(1 for _ in spans(len(ids), seq, stride))
+        sums = causal_sums(bound, causal_windows(ids, seq, stride), count, (windows.batch, seq), advance)
     loss = sums.loss / sums.count
     bits = loss / math.log(2) * own / sum(len(text.encode()) for text in documents)
     return {"tokens": sums.count, "loss": loss, "perplexity": _exp(loss), "bits_per_byte": bits}
-
-
-def _causal_sums(bound: BoundModel, ids: Array, seq: int, stride: int, batch: int, advance: Advance) -> Sums:
-    number = sum(1 for _ in spans(len(ids), seq, stride))
-    rows, sums, waiting = min(batch, number), Sums(), deque[tuple[Any, int]]()
-    if bound.spec(rows, seq).trace(training=False)[1].loss is None:
-        raise ConfigError(f"RUN: {type(bound.model).__name__} has no loss; allowed: a model whose trace returns one")
-
-    def take() -> None:
-        fetched, count = waiting.popleft()
-        sums.loss += float(fetched.wait()[0]) * count
-        sums.count += count
-
-    for part in _grouped(causal_windows(ids, seq, stride), rows):
-        batch_inputs = {"input_ids": np.zeros((rows, seq), np.int64), "labels": np.full((rows, seq), IGNORED)}
-        for row, (inputs, labels) in enumerate(part):
-            batch_inputs["input_ids"][row, : len(inputs)] = inputs
-            batch_inputs["labels"][row, : len(labels)] = labels
-        with Runtime.turn:
-            program = bound.program((rows, seq), lambda: bound.spec(rows, seq).evaluation())
-            try:
-                arrays = program.check(batch_inputs, shift=True)
-            except MissingInput as error:
-                needed = ", ".join(error.needed)
-                raise ConfigError(f"RUN: the model needs {needed}; allowed: input_ids, labels") from None
-            if count := sum(label_counts(program.inputs, arrays, batch_inputs).values()):
-                program.write(arrays)
-                program.run(program.slots(arrays, batch_inputs))
-                waiting.append((program.store.fetch("loss"), count))
-        while len(waiting) > IN_FLIGHT:
-            take()
-        advance("windows", len(part), number)
-    while waiting:
-        take()
-    return sums
 
 
 def _masked(
@@ -361,13 +345,6 @@ def _encoder(
 def _special(opened: OpenedModel) -> SpecialTokens:
     assert opened.tokenizer
     return special_tokens(opened.tokenizer, str(opened.tokenizer_file), str(opened.folder))
-
-
-def _grouped(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Yield lists of `size` items; the last list may be shorter."""
-    rest = iter(items)
-    while part := list(islice(rest, size)):
-        yield part
 
 
 def _exp(loss: float) -> float:

@@ -36,6 +36,7 @@ class Command(NamedTuple):
         how: Arguments of Generator.
         tiles: Tile sizes, as texts AXIS=SIZE.
         workers: Number of CPU workers (None: the default), and number of GPUs.
+        fields: Fields of the model's config that replace the folder's, see open_model.
     """
 
     folder: Path
@@ -49,6 +50,7 @@ class Command(NamedTuple):
     tiles: Sequence[str]
     workers: tuple[int | None, int]
     as_json: bool
+    fields: Mapping[str, Any]
 
 
 def run(command: Command) -> None:
@@ -64,7 +66,7 @@ def run(command: Command) -> None:
     tiles = _tiles(command.tiles)
     prompts = [] if command.chat else _prompts(command)
     names = ["--chat"] if command.chat else [name for _, name in prompts]
-    opened = open_model(command.folder)
+    opened = open_model(command.folder, command.fields, torch_modules=False)
     if opened.tokenizer is None:
         raise no_tokenizer(opened.folder)
     cpus, cuda = command.workers

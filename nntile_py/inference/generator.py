@@ -62,6 +62,7 @@ class Generator:
         max_length: Largest number of tokens of a prompt with its continuation. Default: the model's positions.
         cache: Bytes of the cache, such as "2GiB". Default: as much as the texts of a call need.
         captured: On GPUs: run passes as CUDA graphs. Default: the first passes measure whether graphs are faster.
+        model_type: If the folder's model is a class of your own: my_file.py:MyModel, whose code then runs.
 
     Raises:
         ConfigError: A value is out of range, or the model does not predict the next token.
@@ -79,10 +80,11 @@ class Generator:
         max_length: int | None = None,
         cache: int | str | None = None,
         captured: bool | None = None,
+        model_type: str | None = None,
     ) -> None:
         files: tuple[str, ...] = ()
         if isinstance(model, str | Path):
-            model = open_model(model)
+            model = open_model(model, {"type": model_type}, torch_modules=False)
         if isinstance(model, OpenedModel):
             files = (str(model.tokenizer_file), str(model.folder)) if tokenizer is None else ()
             model, tokenizer = model.model, tokenizer or model.tokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from nntile_py.models.hf_config import read_json
 from nntile_py.system.folders import read, write_new
 
 
-def merge(folder: Path, out: Path, adapter: Path | None, adapter_only: bool) -> str:
+def merge(folder: Path, out: Path, adapter: Path | None, adapter_only: bool, fields: Mapping[str, Any]) -> str:
     """Write the model of `folder` with merged adapters, or only its adapters, to `out`. Returns a message.
 
     Args:
@@ -34,13 +35,14 @@ def merge(folder: Path, out: Path, adapter: Path | None, adapter_only: bool) -> 
         out: A new or empty folder.
         adapter: Folder of adapters that peft or `save_adapter` wrote; None: the adapters in `folder`.
         adapter_only: Write adapters in peft's format.
+        fields: Fields of the model's config that replace the folder's, see open_model.
 
     Raises:
         ConfigError: There are no adapters, or `out` is taken.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"OUT: {out} exists; allowed: a new or empty folder")
-    opened = open_model(folder)
+    opened = open_model(folder, fields)
     model = load_adapter(opened.model, adapter) if adapter else opened.model
     if not model.config.lora:
         need = "a run with model.lora, or --adapter FOLDER"

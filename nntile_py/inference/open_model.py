@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from nntile_py.checkpoint.format import CONFIG, STATE, TOKENIZER, checkpoints_in
+from nntile_py.checkpoint.format import STATE, TOKENIZER, checkpoints_in
 from nntile_py.checkpoint.reader import read_facts
 from nntile_py.checkpoint.resume import newest_checkpoint
 from nntile_py.checkpoint.run_folder import RUN_CONFIG
 from nntile_py.data.tokenizer import load_tokenizer
 from nntile_py.errors import ConfigError
 from nntile_py.models.base import Model
-from nntile_py.models.hf_config import WEIGHTS, named, read_raw, weight_files
-from nntile_py.models.registry import check_code, code_of, find, known, of_hf_type, resolved
+from nntile_py.models.hf_config import WEIGHTS, named, weight_files
+from nntile_py.models.registry import class_in, code_of
 from nntile_py.runs import run_of
 from nntile_py.system.folders import read, same_content
 from nntile_py.typed import short
@@ -48,7 +48,7 @@ class OpenedModel(NamedTuple):
         return self.folder / TOKENIZER
 
 
-def open_model(path: str | Path, fields: Mapping[str, Any] | None = None, *, trust_code: bool = False) -> OpenedModel:
+def open_model(path: str | Path, fields: Mapping[str, Any] | None = None, *, torch_modules: bool = True) -> OpenedModel:
     """Return the model of a folder with its tokenizer.
 
     If a run has not put weights into its folder yet, its newest complete checkpoint is read.
@@ -57,11 +57,11 @@ def open_model(path: str | Path, fields: Mapping[str, Any] | None = None, *, tru
         path: The folder of a run, a checkpoint, or a folder that save_pretrained or `Trainer.save` wrote.
         fields: Fields of the model's config that replace those of the folder, such as attention. `type` allows code of
             the user's own to run: my_file.py:MyModel.
-        trust_code: Run the Python file that the folder names, if the model is a class in it.
+        torch_modules: Whether the caller can use a captured PyTorch module.
 
     Raises:
         ConfigError: The folder cannot be read, a file of the checkpoint is damaged, or the model is a class in a
-            Python file and the caller has not allowed the file.
+            Python file and the `fields` do not name the file.
     """
     path, fields = Path(path), {**(fields or {})}
     if not path.is_dir():
@@ -70,7 +70,7 @@ def open_model(path: str | Path, fields: Mapping[str, Any] | None = None, *, tru
     folder = path if _has_weights(path) else _newest(path)
     facts, config, saved = _saved(folder)
     with named(folder):
-        cls = _class_of(folder, fields.pop("type", None), saved, trust_code)
+        cls = class_in(folder, fields.pop("type", None), saved.get("type"), torch_modules=torch_modules)
         adapters = {"lora": saved["lora"]} if saved.get("lora") else {}
         model = cls.from_hf(folder, **(adapters | fields))
     tokenizer = load_tokenizer(file, str(folder)) if (file := folder / TOKENIZER).is_file() else None
@@ -88,6 +88,12 @@ def saved_adapters(folder: Path) -> dict[str, Any]:
     """Return {"lora": settings of the adapters in a folder} to open its model; {} without adapters."""
     lora = _saved(folder)[2].get("lora")
     return {"lora": lora} if isinstance(lora, dict) else {}
+
+
+def class_of_encoder(folder: Path, model_type: str | None) -> type[Model]:
+    """Return the class of an encoder's model in a folder: the class that `model_type`, the run or config.json names."""
+    kind = _saved(folder)[2].get("type")  # torch: config.json names a class of transformers, which nntile_py may have
+    return class_in(folder, model_type, kind if code_of(kind) else None, torch_modules=False)
 
 
 def _saved(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -108,22 +114,6 @@ def _newest(run: Path) -> Path:
         what = "no checkpoint yet" if (run / RUN_CONFIG).is_file() else f"no {' or '.join(WEIGHTS)}"
         raise ConfigError(f"{run}: {what}; allowed: {NEED}")
     return newest_checkpoint(run, lambda message: None).folder
-
-
-def _class_of(folder: Path, kind: Any, saved: Mapping[str, Any], trust_code: bool) -> type[Model]:
-    """Return the class of the model in a folder.
-
-    kind: `model.type` that the caller passed, or None. saved: Section `model` of the run or of the checkpoint."""
-    if kind is not None:
-        return find(resolved(kind))
-    raw = read_raw(folder)
-    of_run = saved.get("type") or raw.get("type")
-    if isinstance(of_run, str) and (of_run in known() or code_of(of_run)):
-        if not trust_code:
-            need = f"--set model.type={of_run} (in Python fields={{'type': ...}}), if you trust this file"
-            check_code(of_run, folder / CONFIG, need)
-        return find(of_run)
-    return of_hf_type(raw.get("model_type"))
 
 
 def _run_config(folder: Path) -> dict[str, Any]:

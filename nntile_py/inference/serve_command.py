@@ -34,7 +34,7 @@ SILENCE = 60.0  # largest time, in seconds, that a connection may take for the h
 
 def serve_folder(
     folder: Path, address: tuple[str, int], name: str | None, timeout: float, workers: tuple[int | None, int],
-    options: Mapping[str, Any],
+    options: Mapping[str, Any], fields: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """Serve the model of a folder until SIGINT or SIGTERM.
 
@@ -45,6 +45,7 @@ def serve_folder(
         timeout: Seconds after which a request ends.
         workers: Number of CPU workers (None: the default), and number of GPUs.
         options: Arguments of Service.
+        fields: Fields of the model's config that replace the folder's, see open_model.
 
     Raises:
         ConfigError: An option or the folder is wrong, or the address cannot be used.
@@ -53,7 +54,7 @@ def serve_folder(
     check_whole("--name", name, ConfigError)
     if not name:
         raise ConfigError("--name: got an empty text; allowed: a text that is not empty")
-    opened = open_model(folder)
+    opened = open_model(folder, fields, torch_modules=False)
     cpus, cuda = workers
     check_precision("precision", options["precision"], cuda > 0)
     positions = getattr(opened.model.config, "positions", None)

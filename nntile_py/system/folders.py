@@ -202,12 +202,12 @@ def replace_file(path: Path, content: str | bytes) -> None:
 def new_folders(folder: Path) -> Iterator[None]:
     """Context manager: create a folder and the folders above it that are missing.
 
-    After an OSError in the block, the folders that were missing are removed again if they are empty."""
+    After an exception in the block, the folders that were missing are removed again if they are empty."""
     missing = list(itertools.takewhile(lambda one: not one.exists(), (folder, *folder.parents)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
-    except OSError:
+    except BaseException:
         with suppress(OSError):  # a folder that another process has put a file into stays
             for one in missing:
                 one.rmdir()

@@ -83,6 +83,9 @@ def read_run(folder: Path) -> RecordedRun:
         ConfigError: The folder is not that of a run, or the run has no finished step.
     """
     need = "the folder of a run of `nntile train`"
+    if not folder.is_dir():
+        what = " is a file" if folder.is_file() else ": no such folder"
+        raise ConfigError(f"RUN: {folder}{what}; allowed: {need}")
     try:
         tree = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         lines = read_metrics(folder / METRICS)
