@@ -27,7 +27,7 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.recompute_rule import AUTO
 from nntile_py.graph.step import StepSpec
 from nntile_py.models.registry import code_of
-from nntile_py.runs import run_of
+from nntile_py.runs import check_writable, run_of
 from nntile_py.system.folders import same_content
 from nntile_py.training.collectives import NoOutput
 from nntile_py.training.datasets import build_dataset, check_objective
@@ -91,6 +91,8 @@ def train(
     check_same_start(config, ranks, point)
     if point and _all_trained(point, config, out, ranks, report):
         return 0
+    if is_rank_0 and point:  # the folder of a new run has been checked before
+        check_writable("--resume", out)
     dataset, data = _read_data(config, spec, runtime, out, report)
     if point:
         check_same_data(point, data)

@@ -13,7 +13,7 @@ from nntile_py.errors import NNTileError
 from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import StepSpec
-from nntile_py.runs import run_of
+from nntile_py.runs import check_writable, run_of
 from nntile_py.system.folders import same_content
 from nntile_py.system.units import counted
 from nntile_py.training.trainer import Trainer
@@ -24,6 +24,8 @@ def check_folders(out: Path, rescue: Path | None, replaces: bool, resume: Path |
     for option, folder in {"--out": out, "--rescue": rescue}.items():
         if folder:
             check_place(option, folder)
+    if rescue:
+        check_writable("--rescue", rescue)
     same_folder = resume is not None and run_of(resume).resolve() == out.resolve()
     check_unlocked(out, "--resume" if same_folder else "--out")
     if replaces and out.exists():
