@@ -308,9 +308,10 @@ def test_another_run_is_refused(whole: Path, tmp_path: Path) -> None:
         done = nntile(tmp_path, *SHORT, arguments=arguments)
         assert done.returncode == 2 and told in done.stderr, done.stderr
     changes = "train.steps=13", "seed=7", "model.attention=naive", "train.eval_every=6", "train.eval_batches=1"
+    changes += ("train.skip_above_norm=9.5",)
     done = nntile(tmp_path, *SHORT, *changes, arguments=(run, "--resume"))
     told = "; model.attention was vendor, is naive, seed was 0, is 7, train.eval_batches was 2, is 1"
-    told += ", train.eval_every was 5, is 6, train.steps was 12, is 13\n"
+    told += ", train.eval_every was 5, is 6, train.skip_above_norm was null, is 9.5, train.steps was 12, is 13\n"
     assert done.returncode == 0 and told in done.stdout, done.stdout + done.stderr
 
 
