@@ -140,6 +140,9 @@ def test_compare(runs: tuple[Path, Path], tmp_path: Path, python: Python) -> Non
     code = f"import sys; sys.argv = ['nntile', *{command!r}]; from nntile_py.cli import main; main()"
     done = python(code)
     assert done.returncode == 0, done.stderr
+    losses = [smoothed([line["loss"] for line in metrics(run)])[-1] for run in runs]
+    assert re.search(rf"training loss, smoothed +{losses[0]:.4f} +{losses[1]:.4f}", done.stdout)
+    assert not re.search("^ *loss ", done.stdout, re.M)
     assert re.search(r"optimizer\.lr +0\.01 +0\.02", done.stdout) and "train.steps" not in done.stdout
     assert "one: training" in (tmp_path / "c.svg").read_text() or (tmp_path / "c.svg").stat().st_size > 10_000
     found = json.loads(python(code.replace("'compare'", "'compare', '--json'")).stdout)
@@ -147,6 +150,7 @@ def test_compare(runs: tuple[Path, Path], tmp_path: Path, python: Python) -> Non
     assert first["run"] == "one" and first["steps"] == 22 and first["best_step"] in (0, 11, 22)
     of = read_run(runs[0]).config
     assert first["tokens"] == 22 * of["train.batch"] * of["train.seq"] * of["train.grad_accumulation"]
+    assert first["smoothed_loss"] == losses[0] and "loss" not in first
     assert first["held_out_loss"] == metrics(runs[0])[-1]["held_out_loss"]
     assert found["differences"]["optimizer.lr"] == [0.01, 0.02]
 
@@ -162,7 +166,8 @@ def test_parameters_and_differences(tmp_path: Path) -> None:
 
 def test_report(runs: tuple[Path, Path]) -> None:
     page = report_page(read_run(runs[0]))
-    for text in ("Run one", "Throughput", "Norm of the gradient", "prefers-color-scheme: dark", "optimizer.lr"):
+    names = "Run one", "<td>training loss, smoothed</td>", "Throughput", "Norm of the gradient", "optimizer.lr"
+    for text in (*names, "prefers-color-scheme: dark"):
         assert text in page
     assert page.count("<svg") >= 4
     lines = metrics(runs[0])

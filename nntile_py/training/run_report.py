@@ -148,6 +148,8 @@ def shown(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             key = "time"
             scale, unit = (3600, "h") if value >= 3600 else (60, "min") if value >= 60 else (1, "s")
             text = f"{value / scale:.1f} {unit}"
+        elif key == "smoothed_loss":
+            key, text = "training loss, smoothed", f"{value:.4f}"
         elif key == "memory_bytes":
             key, text = "memory", size(value)
         elif isinstance(value, float):
