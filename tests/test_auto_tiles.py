@@ -17,6 +17,8 @@ from rich.console import Console
 from test_loop import TREE, metrics, nntile
 
 from nntile_py import cli
+from nntile_py.analysis.analysis_report import movement
+from nntile_py.analysis.operators import analyse
 from nntile_py.analysis.plan import plan
 from nntile_py.config import builders, kept_tiles
 from nntile_py.config.builders import auto_tiles, keep_measured, search_for, step_spec, uncut, with_tiles
@@ -285,12 +287,40 @@ def test_a_plan_shows_the_estimates() -> None:
     console.print(made.render())
     assert isinstance(console.file, io.StringIO)
     assert "{batch: 3} (auto: estimated)" in console.file.getvalue()
-    assert made.workers == "2 CPU workers of 100 Gflop/s and 10 GB/s"
+    assert made.workers == "2 CPU workers of 100 Gflop/s and 10 GB/s each"
     given = plan(of("tiles={batch: 3}"))  # with default rates
-    assert given.workers == "2 CPU workers of 50 Gflop/s and 5 GB/s" and given.step_seconds > made.step_seconds
+    assert given.workers == "2 CPU workers of 50 Gflop/s and 5 GB/s each" and given.step_seconds > made.step_seconds
     assert "tilings" not in plan(of("tiles={batch: 3}")).to_dict()
     alone = plan(of(workers=1)).tilings
     assert alone and (alone.kept.tiles, alone.searched) == ({}, None)
+
+
+@pytest.mark.parametrize(("sets", "rates"), [((), "200 Gflop/s and 20"), (("tiles={batch: 3}",), "100 Gflop/s and 10")])
+def test_an_analysis_has_the_rates_of_the_plan(sets: tuple[str, ...], rates: str) -> None:
+    config = of(*sets)
+    made = analyse(config)
+    *_, line = movement(made)
+    source = "not measured: the device model of plans" if sets else "measured for `tiles: auto`, as in plans"
+    assert line == f"Peak: {plan(config).workers}, {rates} GB/s in all ({source})."
+
+
+@pytest.mark.parametrize(
+    ("sets", "wanted"),
+    [
+        ((), "Try: a larger `train.batch`: by the plan, a task takes "),
+        (("tiles={embed: 64}",), "Try: larger tiles.embed, or a larger `train.batch`: by the plan, a task takes "),
+        (("train.batch=1", "train.seq=2048", "model.heads=1", "model.embed=64"), "Try: a larger `train.batch`: by"),
+        (("train.seq=2048", "tiles={}"), "Try: smaller tiles: by the plan, 1."),
+        (("train.seq=2048", "tiles={batch: 1}"), "Try: more workers: products"),
+        (("train.seq=2048", "tiles={}", "precision=fp64", "runtime.cpus=1"), "Try: smaller tiles with more workers: "),
+    ],
+)
+def test_advice_at_the_arithmetic_limit(sets: tuple[str, ...], wanted: str) -> None:
+    """More workers are no use for short tasks, nor where few tasks can run at once."""
+    config = of("profile.peak_flop=1e9", "profile.peak_bytes=1e12", "optimizer.name=sgd", *sets)
+    *_, line = analyse(config).conclusion()
+    assert line.startswith(wanted), line
+    assert line.endswith("`precision: fp32`.") == ("precision=fp64" in sets)
 
 
 def test_a_model_without_a_loss_stays_uncut(cache: Path) -> None:
