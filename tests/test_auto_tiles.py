@@ -382,6 +382,30 @@ def test_a_clear_winner_of_a_sweep_is_kept(tmp_path: Path, monkeypatch: pytest.M
     assert "is not kept for `tiles: auto`, as the cache" in autotune.keep_winner(searched, rows(2.0, 3.0, 1.0))
 
 
+def test_a_search_of_a_small_model_uses_its_budget(tmp_path: Path) -> None:
+    """All tilings have short tasks: the best are measured, and count as measured, not as pruned."""
+    (tmp_path / "c.yaml").write_text(of("tiles={}").to_yaml())
+    out = io.StringIO()
+    searched = autotune.search(tmp_path / "c.yaml", [], 3, Console(file=out, width=300))
+    points = searched.sweep.list_ or []
+    count, chosen = len(searched.tilings), [tuple(point.values()) for point in points]
+    first, second = out.getvalue().splitlines()[-2:]
+    assert len(chosen) == len({*chosen}) == 3 and not any(chosen[0])  # the config's own tiling is the uncut one
+    assert first.startswith(f"{count} tilings planned; pruned: {count} for tasks shorter than 10 times")
+    assert first.endswith(". As all are pruned, those with the shortest planned steps are measured")
+    assert second == "3 tilings will be measured, in 3 rounds; --budget N sets their number"
+    assert {tiling.key for tiling in searched.tilings if not tiling.pruned} == {*chosen}
+    rows = [{"sets": point, "status": "ok", "seconds": 1.0 + k, "times": [1.0 + k] * 3, "seconds_min": 1.0 + k,
+             "seconds_max": 1.0 + k, "measure": {}} for k, point in enumerate(points)]  # fmt: skip
+    legend = autotune.draw_search(searched, rows, "").axes[0].get_legend()
+    assert legend
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names[0] == "kept (3)" and names[1].endswith(f" their overhead ({count - 3})") and names[2] == "measured (3)"
+    out = io.StringIO()
+    autotune.search(tmp_path / "c.yaml", [], 500, Console(file=out, width=300))
+    assert "fewer than --budget 500, as no other tiling is worth a measurement" in out.getvalue()
+
+
 def test_the_command_prints_the_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     sets = [part for item in (*SMALL, "runtime.cpus=2") for part in ("--set", item)]
     monkeypatch.setattr("sys.argv", ["nntile", "plan", str(TINY), *sets])
